@@ -1,0 +1,1 @@
+"""Elastic Distributed Parallelism: an asynchronous parameter server."""

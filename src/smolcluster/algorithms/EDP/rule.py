@@ -1,0 +1,48 @@
+"""EDP's update rule, as pure functions: what a push that was computed on old weights is worth.
+
+An asynchronous parameter server applies every push as one optimizer step (Dean et al. 2012, "Large scale
+distributed deep networks"; Recht et al. 2011, 1106.5730). A push whose staleness is τ moves the weights less:
+the learning rate of its step is multiplied by
+
+    s(τ) = (1 + τ)^-a
+
+the polynomial rule of FedAsync (Xie et al., 1903.03934), here on the learning rate and not on the gradient,
+because Adam would cancel a factor on the gradient. τ counts the pushes *of other workers* that were applied
+since this worker's last pull: its own pushes are in its copy already, for it steps that copy itself.
+"""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from smolcluster.configs.schema import GradientClipping, StalenessConfig
+from smolcluster.training.replica import Replica
+
+
+def staleness(version: int, base_version: int, own_versions: Iterable[int]) -> int:
+    """τ of a push that reaches the server at `version` and was computed on a pull of `base_version`.
+
+    `own_versions` are the versions that the same worker's pushes made.
+    """
+    own = sum(base_version < made <= version for made in own_versions)
+    return version - base_version - own
+
+
+def scale(tau: int, exponent: float) -> float:
+    """s(τ) = (1+τ)^-a, the factor on the learning rate."""
+    return float((1 + tau) ** -exponent)
+
+
+def too_stale(tau: int, config: StalenessConfig) -> bool:
+    """Whether a push is beyond the bound and must be dropped."""
+    return config.bound is not None and tau > config.bound
+
+
+def apply_gradient(
+    replica: Replica, gradient: Tensor, learning_rate: float, clipping: GradientClipping
+) -> float:
+    """Clip `gradient` (num_params,), take one optimizer step, and return the norm before clipping."""
+    replica.load_gradient(gradient)
+    norm = replica.clip(clipping.max_norm) if clipping.enabled else replica.grad_norm()
+    replica.step(learning_rate)
+    return norm

@@ -1,0 +1,214 @@
+"""The EDP server: an asynchronous, elastic parameter server.
+
+    lease -> worker -> gradient -> s(τ) · learning rate -> optimizer step -> version + 1 -> next lease
+
+There is no barrier: every gradient is applied as it comes, weighed by how old the weights were that it was
+computed on (`rule.py`). Workers join and leave as ordinary events; their leases go back and are handed out
+again, so that every sample of every epoch is applied exactly once. One thread, `Server.run`, decides everything.
+
+Sources: Dean et al. 2012 (Downpour SGD); Xie et al., 1903.03934 (the weight of a stale update).
+By hand: `uv run server.py`.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from smolcluster.algorithms.EDP import rule
+from smolcluster.algorithms.EDP.exchange import (
+    GradientReceiver,
+    Pushed,
+    indices_payload,
+    state_frames,
+)
+from smolcluster.algorithms.process import ServerContext, run_server
+from smolcluster.cluster.dispatcher import Dispatcher, Returned
+from smolcluster.cluster.evaluator import EvaluationDone, Evaluator
+from smolcluster.cluster.hub import Departed, Joined, Worker
+from smolcluster.cluster.inbox import Event, Said
+from smolcluster.data.permutation import epoch_permutation
+from smolcluster.errors import NonFiniteLoss, RunFailed
+from smolcluster.runs.summary import Summary
+from smolcluster.training.schedule import learning_rate
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.messages import Ack, Assignment, Fault, LeaseKey, Pull
+
+LEASES_PER_WORKER = 2
+"""One that it computes, and one whose push is on the wire."""
+TICK_S = 0.1
+
+
+@dataclass
+class Peer:
+    """What EDP remembers of a worker that takes part."""
+
+    worker: Worker
+    receiver: GradientReceiver
+    own_versions: deque[int] = field(default_factory=deque)
+
+
+class Server:
+    """One run of EDP."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self.context = context
+        self.train = context.settings.train
+        self.replica = context.bench.replica
+        self.version = 0
+        self.dispatcher = Dispatcher(
+            incarnation=context.incarnation,
+            num_samples=context.bench.dataset.train.num_samples,
+            num_epochs=self.train.num_epochs,
+            batch_size=self.train.batch_size,
+            permutation=lambda epoch: epoch_permutation(
+                context.run.seed, epoch, context.bench.dataset.train.num_samples
+            ),
+        )
+        self.report = context.report
+        self.hub = context.open_hub(
+            lambda seat: GradientReceiver(seat, context.codec, self.replica.buckets)
+        )
+        self.evaluator = Evaluator(
+            self.replica, context.bench.dataset.validation, context.inbox
+        )
+        self.peers: dict[int, Peer] = {}
+        self.last_applied: dict[str, LeaseKey] = {}
+        self.snapshot: tuple[int, list[Frame]] | None = None
+
+    def run(self) -> Summary:
+        """Serve until every sample of every epoch has been applied."""
+        while not self.dispatcher.done:
+            for event in self.hub.next_events(TICK_S):
+                self.handle(event)
+            self.take_back(self.dispatcher.expire(time.monotonic()), "its time was over")
+            self.hand_out()
+            self.report.tick()
+        self.evaluator.close()
+        return self.report.finish(self.version, self.dispatcher.samples_applied)
+
+    def handle(self, event: Event) -> None:
+        """Do what an event asks for."""
+        match event:
+            case Pushed():
+                self.on_push(event)
+            case Joined(worker, ready):
+                self.on_join(worker, ready.unacknowledged, ready.samples_per_s)
+            case Departed(worker):
+                self.on_departure(worker)
+            case Said(seat=seat, message=Pull()) if seat in self.peers:
+                self.send_weights(self.peers[seat])
+            case Said(seat=seat, message=Fault() as fault) if seat in self.peers:
+                error = NonFiniteLoss if fault.code == "non-finite" else RunFailed
+                raise error(f"{self.peers[seat].worker.name}: {fault.sentence}")
+            case EvaluationDone(version, epoch, evaluation):
+                self.report.evaluated(version, epoch, evaluation)
+
+    def on_join(self, worker: Worker, unacknowledged: LeaseKey | None, samples_per_s: float) -> None:
+        """Give a worker the weights, and say what became of the push that it was unsure of."""
+        session = worker.live_session
+        peer = self.peers[session.seat] = Peer(worker, session.receiver)
+        if samples_per_s > 0:
+            expected_s = LEASES_PER_WORKER * self.train.batch_size / samples_per_s
+            self.dispatcher.expect(session.seat, expected_s)
+        if unacknowledged is not None:
+            applied = self.last_applied.get(worker.member.instance) == unacknowledged
+            outcome = "applied" if applied else "late"
+            session.send(Ack(lease=unacknowledged, outcome=outcome, version=self.version))
+        self.send_weights(peer)
+
+    def on_departure(self, worker: Worker) -> None:
+        """Take back what a worker had in hand."""
+        peer = self.peers.pop(worker.member.seat)
+        if peer.receiver.in_progress:
+            self.report.tally.pushes["lost"] += 1
+        self.take_back(self.dispatcher.release_all(worker.member.seat), "its worker has gone")
+
+    def on_push(self, pushed: Pushed) -> None:
+        """Apply a gradient, or say why not."""
+        peer = self.peers.get(pushed.seat)
+        if peer is None:
+            self.report.tally.pushes["lost"] += 1
+            return
+        push, seat = pushed.push, pushed.seat
+        if push.base_version > self.version:
+            peer.worker.live_session.cut(f"it claims weights of version {push.base_version}, the newest is {self.version}")
+            return
+        tau = rule.staleness(self.version, push.base_version, peer.own_versions)
+        verdict = self.dispatcher.judge(push.lease, seat)
+        if verdict != "open":
+            outcome = verdict
+        elif rule.too_stale(tau, self.context.run.staleness):
+            outcome = "stale"
+            self.take_back(self.dispatcher.release(push.lease, seat), "its push was too stale")
+        else:
+            outcome = "applied"
+            self.apply(peer, pushed, tau)
+        if outcome != "applied":
+            self.report.dropped(peer.worker, push.lease, outcome, tau)
+        pushed.receiver.free()
+        peer.worker.live_session.send(Ack(lease=push.lease, outcome=outcome, version=self.version))
+
+    def apply(self, peer: Peer, pushed: Pushed, tau: int) -> None:
+        """One push is one optimizer step."""
+        push = pushed.push
+        epoch = self.dispatcher.epoch
+        rate = self.learning_rate() * rule.scale(tau, self.context.run.staleness.exponent)
+        norm = rule.apply_gradient(
+            self.replica, pushed.gradient, rate, self.train.gradient_clipping
+        )
+        self.version += 1
+        self.dispatcher.commit(push.lease, pushed.seat, time.monotonic())
+        self.last_applied[peer.worker.member.instance] = push.lease
+        peer.own_versions.append(self.version)
+        while peer.own_versions[0] <= push.base_version:
+            peer.own_versions.popleft()
+        self.report.applied(peer.worker, push, pushed.gradient, self.version, tau, rate, norm)
+        if self.version % self.train.eval_steps == 0:
+            self.evaluator.submit(self.version, epoch, self.replica)
+
+    def hand_out(self) -> None:
+        """Give every worker as many leases as it may hold."""
+        if not self.hub.started:
+            return
+        for seat, peer in self.peers.items():
+            for _ in range(LEASES_PER_WORKER - self.dispatcher.num_open(seat)):
+                lease = self.dispatcher.grant(seat, time.monotonic())
+                if lease is None:
+                    break
+                spec, payload = indices_payload(lease.indices)
+                assignment = Assignment(
+                    lease=lease.key, learning_rate=self.learning_rate(), tensor=spec
+                )
+                peer.worker.live_session.send(assignment, payload)
+
+    def send_weights(self, peer: Peer) -> None:
+        """Send the newest weights; whoever pulls the same version shares one copy."""
+        if self.snapshot is None or self.snapshot[0] != self.version:
+            weights = self.replica.snapshot()
+            frames = state_frames(
+                self.context.incarnation, self.version, weights, self.replica.buckets
+            )
+            self.snapshot = (self.version, frames)
+        for frame in self.snapshot[1]:
+            peer.worker.live_session.send_frame(frame)
+
+    def take_back(self, returned: list[Returned], reason: str) -> None:
+        """Count leases that came back; `hand_out` gives them to others."""
+        for lease in returned:
+            self.report.lease_returned(lease, reason)
+
+    def learning_rate(self) -> float:
+        """The schedule's value for the samples applied so far."""
+        return learning_rate(
+            self.train, self.dispatcher.samples_applied, self.dispatcher.total_samples
+        )
+
+
+def serve(context: ServerContext) -> Summary:
+    """Run EDP's server to its end."""
+    server = Server(context)
+    return server.run()
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_server("edp", serve))

@@ -1,0 +1,1 @@
+"""The distributed algorithms, and what their processes have in common."""

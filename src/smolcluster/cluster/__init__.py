@@ -1,0 +1,1 @@
+"""What every distributed algorithm needs: leases, membership, sessions and the inbox."""

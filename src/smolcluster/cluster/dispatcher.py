@@ -1,0 +1,241 @@
+"""Hands out every sample of every epoch and sees to it that each is applied exactly once.
+
+A *range* is a batch: a contiguous piece of an epoch's permutation. A *lease* is a range granted to one holder;
+its key `(incarnation, epoch, start, stop, grant)` names that grant for ever. A range is either
+
+    waiting ──grant──> open ──commit──> applied
+       ^                 │
+       └──released/expired┘
+
+A lease expires because a heartbeat proves life, not progress; whoever let one expire gets twice the time for
+the next. When nothing waits any more, idle holders get copies of open ranges whose holders take longer than usual,
+and the first commit wins. Pure bookkeeping: the caller passes the time, in seconds of a monotonic clock.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from smolcluster.transport.messages import LeaseKey
+
+Verdict = Literal["open", "duplicate", "late"]
+
+MAX_HOLDERS_PER_RANGE = 2
+
+
+@dataclass(frozen=True, order=True)
+class Range:
+    """Positions `start` up to but excluding `stop` of an epoch's permutation."""
+
+    epoch: int
+    start: int
+    stop: int
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in the range."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A range granted to a holder until `deadline`; `indices` (num_samples,) int32 are the dataset's."""
+
+    key: LeaseKey
+    indices: Tensor
+    granted_at: float
+    deadline: float
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A lease that was taken back from its holder."""
+
+    holder: int
+    range: Range
+
+
+@dataclass(frozen=True)
+class _Grant:
+    holder: int
+    granted_at: float
+    deadline: float
+
+
+class Dispatcher:
+    """Leases for `num_epochs` epochs of `num_samples` samples, `batch_size` at a time.
+
+    `permutation(epoch)` gives the epoch's order, (num_samples,) int32. A lease lasts `floor_s` seconds, or
+    `patience` times what its holder usually needs, whichever is longer.
+    """
+
+    def __init__(
+        self,
+        *,
+        incarnation: str,
+        num_samples: int,
+        num_epochs: int,
+        batch_size: int,
+        permutation: Callable[[int], Tensor],
+        floor_s: float = 30.0,
+        patience: float = 4.0,
+    ) -> None:
+        self.incarnation = incarnation
+        self.num_samples = num_samples
+        self.num_epochs = num_epochs
+        self.batch_size = batch_size
+        self.samples_applied = 0
+        self._permutation = permutation
+        self._orders: dict[int, Tensor] = {}
+        self._floor_s = floor_s
+        self._patience = patience
+        self._cursor = Range(0, 0, 0)
+        self._waiting: deque[Range] = deque()
+        self._open: dict[Range, dict[int, _Grant]] = {}
+        self._applied: set[Range] = set()
+        self._usual_s: dict[int, float] = {}
+        self._num_grants = 0
+
+    @property
+    def total_samples(self) -> int:
+        """Samples to apply in all: every sample once an epoch."""
+        return self.num_samples * self.num_epochs
+
+    @property
+    def done(self) -> bool:
+        """Whether every sample of every epoch has been applied."""
+        return self.samples_applied == self.total_samples
+
+    @property
+    def epoch(self) -> int:
+        """The oldest epoch with a sample that is not applied yet."""
+        unfinished = [*self._waiting, *self._open]
+        if unfinished:
+            return min(unfinished).epoch
+        return min(self._cursor.epoch, self.num_epochs - 1)
+
+    def expect(self, holder: int, lease_s: float) -> None:
+        """Note how long `holder` will need for a lease, in seconds, before there is experience."""
+        self._usual_s.setdefault(holder, lease_s)
+
+    def grant(self, holder: int, now: float) -> Lease | None:
+        """Lease the next range to `holder`; None when there is nothing that it could help with."""
+        range_ = self._next_range(holder, now)
+        if range_ is None:
+            return None
+        self._num_grants += 1
+        allowed_s = max(self._floor_s, self._patience * self._usual_s.get(holder, 0.0))
+        grant = _Grant(holder, now, now + allowed_s)
+        self._open.setdefault(range_, {})[self._num_grants] = grant
+        key = LeaseKey(
+            incarnation=self.incarnation,
+            epoch=range_.epoch,
+            start=range_.start,
+            stop=range_.stop,
+            grant=self._num_grants,
+        )
+        return Lease(key, self._indices(range_), grant.granted_at, grant.deadline)
+
+    def judge(self, key: LeaseKey, holder: int) -> Verdict:
+        """Whether a push for `key` by `holder` may be applied now.
+
+        `duplicate`: its samples have been applied already. `late`: the lease is not, or no longer, the holder's.
+        """
+        range_ = Range(key.epoch, key.start, key.stop)
+        if key.incarnation != self.incarnation:
+            return "late"
+        if range_ in self._applied or range_.epoch < self._oldest_kept_epoch():
+            return "duplicate"
+        grant = self._open.get(range_, {}).get(key.grant)
+        return "open" if grant and grant.holder == holder else "late"
+
+    def commit(self, key: LeaseKey, holder: int, now: float) -> None:
+        """Note that the samples of an open lease have been applied. Copies of it become duplicates."""
+        if self.judge(key, holder) != "open":
+            raise ValueError(f"lease {key} is not open for holder {holder}")
+        range_ = Range(key.epoch, key.start, key.stop)
+        grant = self._open.pop(range_)[key.grant]
+        took_s = now - grant.granted_at
+        self._usual_s[holder] = 0.8 * self._usual_s.get(holder, took_s) + 0.2 * took_s
+        self._applied.add(range_)
+        self.samples_applied += range_.num_samples
+        self._forget_finished_epochs()
+
+    def release(self, key: LeaseKey, holder: int) -> list[Returned]:
+        """Take one lease back, so that somebody else gets its samples."""
+        return self._drop_where(lambda number, grant: (number, grant.holder) == (key.grant, holder))
+
+    def release_all(self, holder: int) -> list[Returned]:
+        """Take back all leases of a holder that has gone."""
+        self._usual_s.pop(holder, None)
+        return self._drop_where(lambda _, grant: grant.holder == holder)
+
+    def expire(self, now: float) -> list[Returned]:
+        """Take back the leases whose time is over."""
+        for grants in self._open.values():
+            for grant in grants.values():
+                if grant.deadline <= now:
+                    allowed_s = grant.deadline - grant.granted_at
+                    self._usual_s[grant.holder] = 2 * allowed_s / self._patience
+        return self._drop_where(lambda _, grant: grant.deadline <= now)
+
+    def num_open(self, holder: int) -> int:
+        """Number of leases that `holder` holds."""
+        return sum(
+            grant.holder == holder for grants in self._open.values() for grant in grants.values()
+        )
+
+    def _next_range(self, holder: int, now: float) -> Range | None:
+        if self._waiting:
+            return self._waiting.popleft()
+        return self._cut_next() or self._copy_for(holder, now)
+
+    def _cut_next(self) -> Range | None:
+        epoch, start = self._cursor.epoch, self._cursor.stop
+        if start == self.num_samples:
+            epoch, start = epoch + 1, 0
+        if epoch == self.num_epochs:
+            return None
+        self._cursor = Range(epoch, start, min(start + self.batch_size, self.num_samples))
+        return self._cursor
+
+    def _copy_for(self, holder: int, now: float) -> Range | None:
+        """The range that has been overdue longest, which `holder` does not hold and few others do."""
+        candidates = [
+            (min(grant.granted_at for grant in grants.values()), range_)
+            for range_, grants in self._open.items()
+            if len(grants) < MAX_HOLDERS_PER_RANGE
+            and all(grant.holder != holder and self._overdue(grant, now) for grant in grants.values())
+        ]
+        return min(candidates)[1] if candidates else None
+
+    def _overdue(self, grant: "_Grant", now: float) -> bool:
+        return now - grant.granted_at >= 2 * self._usual_s.get(grant.holder, 0.0)
+
+    def _drop_where(self, doomed: Callable[[int, "_Grant"], bool]) -> list[Returned]:
+        returned = []
+        for range_, grants in list(self._open.items()):
+            for number in [number for number, grant in grants.items() if doomed(number, grant)]:
+                returned.append(Returned(grants.pop(number).holder, range_))
+            if not grants:
+                del self._open[range_]
+                self._waiting.append(range_)
+        return returned
+
+    def _indices(self, range_: Range) -> Tensor:
+        if range_.epoch not in self._orders:
+            self._orders[range_.epoch] = self._permutation(range_.epoch)
+        return self._orders[range_.epoch][range_.start : range_.stop]
+
+    def _oldest_kept_epoch(self) -> int:
+        return min(self._orders, default=0)
+
+    def _forget_finished_epochs(self) -> None:
+        """Keep the orders and applied ranges of epochs in progress only: memory stays that of a few epochs."""
+        current = self.epoch
+        for epoch in [epoch for epoch in self._orders if epoch < current]:
+            del self._orders[epoch]
+            self._applied = {range_ for range_ in self._applied if range_.epoch != epoch}

@@ -1,0 +1,59 @@
+"""Evaluation in the background, on a copy of the weights, so that no push ever waits for it."""
+
+import queue
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils import vector_to_parameters
+
+from smolcluster.cluster.inbox import Event, Inbox
+from smolcluster.data.dataset import Split
+from smolcluster.training.evaluate import Evaluation, evaluate
+from smolcluster.training.replica import Replica
+
+
+@dataclass(frozen=True)
+class EvaluationDone(Event):
+    """The weights of `version` have been evaluated."""
+
+    version: int
+    epoch: int
+    evaluation: Evaluation
+
+
+class Evaluator:
+    """Evaluates one snapshot at a time in a thread of its own and reports to the inbox."""
+
+    def __init__(self, replica: Replica, split: Split, inbox: Inbox) -> None:
+        self._model = replica.copy_model()
+        self._device = replica.device
+        self._split = split
+        self._inbox = inbox
+        self._work: queue.Queue[tuple[int, int, Tensor] | None] = queue.Queue(maxsize=1)
+        self._busy = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="evaluator", daemon=True)
+        self._thread.start()
+
+    def submit(self, version: int, epoch: int, replica: Replica) -> bool:
+        """Evaluate the replica's weights of now. Returns False when the last evaluation still runs."""
+        if self._busy.is_set():
+            return False
+        self._busy.set()
+        self._work.put((version, epoch, replica.params.clone()))
+        return True
+
+    def close(self) -> None:
+        """Let the running evaluation end, then end the thread."""
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)
+        while (work := self._work.get()) is not None:
+            version, epoch, weights = work
+            vector_to_parameters(weights, self._model.parameters())
+            evaluation = evaluate(self._model, self._split, self._device)
+            self._inbox.put(EvaluationDone(version, epoch, evaluation))
+            self._busy.clear()

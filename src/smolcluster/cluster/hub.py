@@ -1,0 +1,244 @@
+"""The server's side of all its workers: seats them, checks them, counts them, and sees them out.
+
+An algorithm's loop asks `next_event` and hears of three things: a worker `Joined` (it is proved, admitted, and
+its data and model are the server's), a worker `Departed`, and whatever the algorithm's receiver made of the
+messages in between. Knocks, fingerprints, fencing and the quorum are settled here, all in the caller's thread.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from smolcluster.cluster.inbox import Event, Gone, Inbox, Knock, Said
+from smolcluster.cluster.membership import Admitted, Member, Refused, admit, quorum
+from smolcluster.cluster.reception import Reception, Seated
+from smolcluster.cluster.session import Session
+from smolcluster.cluster.tally import Tally
+from smolcluster.configs.schema import ClusterConfig
+from smolcluster.errors import ClusterEmpty
+from smolcluster.runs.events import EventLog, WorkerJoined, WorkerLeft, WorkerLost, WorkerRejected
+from smolcluster.transport.messages import End, Goodbye, Ready, Reject
+from smolcluster.utils.retry import Deadline
+
+FAREWELL_S = 3.0
+"""How long the end of the run waits for workers to hear of it, seconds."""
+
+
+@dataclass
+class Worker:
+    """A seated worker. It takes part from its `Ready` on."""
+
+    member: Member
+    session: Session | None = None
+    ready: Ready | None = None
+    goodbye: str | None = None
+
+    @property
+    def rank(self) -> int:
+        """Worker ids count from 1, ranks from 0."""
+        return self.member.worker_id - 1
+
+    @property
+    def name(self) -> str:
+        """How log lines call it."""
+        return f"worker {self.member.worker_id} ({self.member.node})"
+
+
+@dataclass(frozen=True)
+class Joined(Event):
+    """A worker takes part from now on."""
+
+    worker: Worker
+    ready: Ready
+
+
+@dataclass(frozen=True)
+class Departed(Event):
+    """A worker that took part does so no more."""
+
+    worker: Worker
+
+
+@dataclass(frozen=True)
+class Fingerprints:
+    """What a worker must share with the server."""
+
+    dataset: str
+    model: str
+
+
+class Hub:
+    """Owns the seats. Only the deciding thread calls it."""
+
+    def __init__(
+        self,
+        *,
+        cluster: ClusterConfig,
+        inbox: Inbox,
+        reception: Reception,
+        fingerprints: Fingerprints,
+        tally: Tally,
+        events: EventLog,
+        log: logging.Logger,
+    ) -> None:
+        self.started = False
+        self._cluster = cluster
+        self._inbox = inbox
+        self._reception = reception
+        self._fingerprints = fingerprints
+        self._tally = tally
+        self._events = events
+        self._log = log
+        self._seats: dict[int, Worker] = {}
+        self._over: str | None = None
+        self._lost_someone = False
+        self._alone_since = time.monotonic()
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The workers that take part."""
+        return [worker for worker in self._seats.values() if worker.ready]
+
+    def worker(self, seat: int) -> Worker | None:
+        """The worker on a seat, if it still takes part."""
+        worker = self._seats.get(seat)
+        return worker if worker and worker.ready else None
+
+    def next_events(self, timeout_s: float) -> Iterator[Event]:
+        """What happened next; nothing when `timeout_s` seconds passed without.
+
+        Raises:
+            ClusterEmpty: there have been too few workers for too long.
+        """
+        event = self._inbox.get(timeout_s)
+        self._check_quorum()
+        match event:
+            case None:
+                return
+            case Knock():
+                yield from self._answer(event)
+            case Seated():
+                self._seat(event)
+            case Gone():
+                yield from self._depart(event.seat, event.reason)
+                self._reception.forget(event.seat)
+            case Said(seat=seat, message=Ready() as ready):
+                yield from self._join(seat, ready)
+            case Said(seat=seat, message=Goodbye() as goodbye):
+                self._seats[seat].goodbye = goodbye.reason
+            case _:
+                yield event
+
+    def see_out(self, ok: bool, sentence: str) -> None:
+        """Tell everybody that the run is over, and stay a moment for those who lost their connection."""
+        self._over = sentence
+        for worker in self._seats.values():
+            if worker.session:
+                worker.session.send(End(ok=ok, sentence=sentence))
+                worker.session.finish()
+        deadline = Deadline(FAREWELL_S)
+        while (self._seats or self._lost_someone) and not deadline.expired:
+            event = self._inbox.get(deadline.remaining())
+            if isinstance(event, Knock):
+                event.answer.set_result(Refused("over", sentence))
+                self._lost_someone = False
+            elif isinstance(event, Gone):
+                self._seats.pop(event.seat, None)
+
+    def _check_quorum(self) -> None:
+        present = len(self.workers)
+        if present and self.started:
+            self._alone_since = time.monotonic()
+        waited_s = time.monotonic() - self._alone_since
+        decision = quorum(present, self._cluster, started=self.started, waited_s=waited_s)
+        if decision.verdict == "give up":
+            raise ClusterEmpty(decision.reason)
+        if decision.verdict == "go" and not self.started:
+            self._log.info("training starts: %s", decision.reason)
+            self.started = True
+
+    def _answer(self, knock: Knock) -> Iterator[Event]:
+        hello = knock.hello
+        members = [worker.member for worker in self._seats.values()]
+        decision = admit(members, hello.worker_id, hello.node, hello.instance, self._cluster)
+        if isinstance(decision, Refused):
+            self._reject(hello.node, hello.worker_id, decision.code, decision.sentence)
+        else:
+            yield from self._fence(decision)
+            member = Member(knock.seat, hello.worker_id, hello.node, hello.instance)
+            self._seats[knock.seat] = Worker(member)
+        knock.answer.set_result(decision)
+
+    def _fence(self, decision: Admitted) -> Iterator[Event]:
+        if decision.fences is not None:
+            old = self._seats[decision.fences].session
+            if old:
+                old.cut("the same process has connected again")
+            yield from self._depart(decision.fences, "the same process has connected again")
+
+    def _seat(self, seated: Seated) -> None:
+        worker = self._seats.get(seated.seat)
+        if worker is None:
+            seated.session.cut("its place was taken in the meantime")
+        else:
+            worker.session = seated.session
+
+    def _join(self, seat: int, ready: Ready) -> Iterator[Event]:
+        worker = self._seats.get(seat)
+        if worker is None or worker.session is None or worker.ready:
+            return
+        difference = self._difference(ready)
+        if difference:
+            code, sentence = difference
+            self._reject(worker.member.node, worker.member.worker_id, code, sentence)
+            worker.session.send(Reject(code=code, sentence=sentence))
+            worker.session.finish()
+            return
+        worker.ready = ready
+        rejoined = worker.member.worker_id in self._tally.workers
+        self._tally.worker(worker.member.worker_id, worker.member.node)
+        self._log.info("%s %s, on %s", worker.name, "is back" if rejoined else "joined", ready.device)
+        self._events.write(
+            WorkerJoined(
+                rank=worker.rank,
+                node=worker.member.node,
+                device=ready.device,
+                samples_per_s=ready.samples_per_s,
+                rejoined=rejoined,
+            )
+        )
+        yield Joined(worker, ready)
+
+    def _difference(self, ready: Ready) -> tuple[str, str] | None:
+        if ready.dataset_fingerprint != self._fingerprints.dataset:
+            return "dataset", (
+                f"this worker's dataset differs from the server's (fingerprint {ready.dataset_fingerprint[:12]}, "
+                f"server {self._fingerprints.dataset[:12]}); copy the server's files to its dataset.root"
+            )
+        if ready.model_fingerprint != self._fingerprints.model:
+            return "model", (
+                "this worker built another model than the server's from the same configuration; "
+                "install the same version of smolcluster and torch on both"
+            )
+        return None
+
+    def _reject(self, node: str, worker_id: int, code: str, sentence: str) -> None:
+        self._log.warning("worker %d (%s) refused: %s", worker_id, node, sentence)
+        self._events.write(
+            WorkerRejected(node=node, worker_id=worker_id, code=code, reason=sentence)
+        )
+
+    def _depart(self, seat: int, reason: str) -> Iterator[Event]:
+        worker = self._seats.pop(seat, None)
+        if worker is None or worker.ready is None:
+            return
+        node = worker.member.node
+        if worker.goodbye is not None:
+            self._log.info("%s left: %s", worker.name, worker.goodbye)
+            self._events.write(WorkerLeft(rank=worker.rank, node=node, reason=worker.goodbye))
+        else:
+            self._lost_someone = True
+            self._log.warning("%s is lost: %s", worker.name, reason)
+            self._events.write(WorkerLost(rank=worker.rank, node=node, reason=reason))
+        yield Departed(worker)

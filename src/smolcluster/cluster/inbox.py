@@ -1,0 +1,59 @@
+"""Where threads leave what happened, and the one thread that decides picks it up.
+
+Readers, the reception and the evaluator only ever put; the server's loop only ever gets. So all state of an
+algorithm belongs to one thread, and what it sees is in one order: a worker's push stands before its going.
+"""
+
+import queue
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from smolcluster.cluster.membership import Admitted, Refused
+from smolcluster.transport.messages import Hello, Message
+
+
+class Event:
+    """Something that happened outside the deciding thread."""
+
+
+@dataclass(frozen=True)
+class Knock(Event):
+    """A worker that knows the secret asks to come in; `answer` must be set."""
+
+    seat: int
+    hello: Hello
+    answer: "Future[Admitted | Refused]" = field(default_factory=Future)
+
+
+@dataclass(frozen=True)
+class Said(Event):
+    """A small message arrived from a seated worker."""
+
+    seat: int
+    message: Message
+
+
+@dataclass(frozen=True)
+class Gone(Event):
+    """A seat's session has ended; nothing more will come from it."""
+
+    seat: int
+    reason: str
+
+
+class Inbox:
+    """An unbounded queue of events. It stays short because every sender waits for an answer sooner or later."""
+
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    def put(self, event: Event) -> None:
+        """Leave an event. Never blocks; any thread."""
+        self._events.put(event)
+
+    def get(self, timeout_s: float) -> Event | None:
+        """The next event, or None after `timeout_s` seconds without one."""
+        try:
+            return self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            return None

@@ -1,0 +1,70 @@
+"""The worker's way to the server: connect, prove, be welcomed; with back-off and a deadline."""
+
+import logging
+import random
+import time
+from dataclasses import dataclass
+
+from smolcluster.errors import ConnectTimeout, PeerLost, ProtocolError, Rejected
+from smolcluster.transport.connection import Connection, connect
+from smolcluster.transport.handshake import client_handshake
+from smolcluster.transport.messages import Hello, Welcome
+from smolcluster.utils.retry import Deadline, backoff_delays
+from smolcluster.utils.units import format_duration
+
+CONNECT_TIMEOUT_S = 5.0
+HANDSHAKE_TIMEOUT_S = 10.0
+LONGEST_DELAY_S = 2.0
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """Where the server is, as this machine reaches it, and which setting says so."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+def join(
+    address: ServerAddress, hello: Hello, secret: bytes, *, timeout_s: float, log: logging.Logger
+) -> tuple[Connection, Welcome]:
+    """Try until the server welcomes this worker, for at most `timeout_s` seconds.
+
+    Raises:
+        ConnectTimeout: nobody answered in time, or the worker id stayed in use.
+        Rejected: the server refused for good.
+        AuthError: the secrets differ.
+    """
+    deadline = Deadline(timeout_s)
+    said = ""
+    for delay_s in backoff_delays(first_s=0.1, cap_s=LONGEST_DELAY_S, jitter=random.Random()):
+        try:
+            return _join_once(address, hello, secret)
+        except (ConnectTimeout, PeerLost, ProtocolError) as error:
+            obstacle = str(error)
+        except Rejected as error:
+            if error.retry_after_s is None:
+                raise
+            obstacle = str(error)
+        if deadline.remaining() == 0:
+            break
+        if obstacle != said:
+            log.info("waiting for the server at %s, up to %s: %s", address, format_duration(deadline.remaining()), obstacle)
+            said = obstacle
+        time.sleep(min(delay_s, deadline.remaining()))
+    raise ConnectTimeout(
+        f"no server welcomed this worker at {address} within {format_duration(timeout_s)} (last: {said}); "
+        "start the server, or correct host_ip and port (or --server HOST:PORT)"
+    )
+
+
+def _join_once(address: ServerAddress, hello: Hello, secret: bytes) -> tuple[Connection, Welcome]:
+    connection = connect(address.host, address.port, CONNECT_TIMEOUT_S)
+    try:
+        return connection, client_handshake(connection, hello, secret, Deadline(HANDSHAKE_TIMEOUT_S))
+    except BaseException:
+        connection.close()
+        raise

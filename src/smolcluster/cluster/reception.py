@@ -1,0 +1,158 @@
+"""The server's door: listens, authenticates, asks the deciding thread, and turns connections into sessions.
+
+A connection that has not proved itself costs one short-lived thread, 5 seconds and 4 KiB at most, and there
+are at most `MAX_UNPROVED` of them: the oldest makes room for the newest.
+"""
+
+import itertools
+import logging
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import TimeoutError as NoAnswer
+
+from smolcluster.cluster.inbox import Event, Gone, Inbox, Knock
+from smolcluster.cluster.membership import Refused
+from smolcluster.cluster.session import Receiver, Session
+from smolcluster.errors import ProtocolError, SmolclusterError
+from smolcluster.transport.connection import Connection, accept_next
+from smolcluster.transport.handshake import accept, reject, server_authenticate
+from smolcluster.transport.messages import FROM_WORKER, Welcome
+from smolcluster.utils.retry import Deadline
+
+MAX_UNPROVED = 32
+HANDSHAKE_TIMEOUT_S = 5.0
+ACCEPT_TICK_S = 0.2
+
+
+class Seated(Event):
+    """A worker was let in; its session runs from now on."""
+
+    def __init__(self, session: Session) -> None:
+        self.seat = session.seat
+        self.session = session
+
+
+class Reception:
+    """Accepts workers on `listeners` until closed.
+
+    `welcome` is what every admitted worker is told (its `mac` is filled in for each); `receiver_for(seat)`
+    makes the function that takes a seat's messages.
+    """
+
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        *,
+        secret: bytes,
+        inbox: Inbox,
+        welcome: Welcome,
+        receiver_for: Callable[[int], Receiver],
+        max_queued: int,
+        log: logging.Logger,
+    ) -> None:
+        self._listeners = listeners
+        self._secret = secret
+        self._inbox = inbox
+        self._welcome = welcome
+        self._receiver_for = receiver_for
+        self._max_queued = max_queued
+        self._log = log
+        self._seats = itertools.count(1)
+        self._unproved: dict[int, Connection] = {}
+        self._connections: dict[int, Connection] = {}
+        self._past_bytes = (0, 0)
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name="accept", daemon=True)
+
+    def open(self) -> None:
+        """Begin to accept."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop accepting, cut every connection that is still open, and free the port."""
+        self._closed.set()
+        self._thread.join()
+        for listener in self._listeners:
+            listener.close()
+        with self._lock:
+            for connection in self._connections.values():
+                connection.abort()
+
+    def bytes_moved(self) -> tuple[int, int]:
+        """Bytes (sent, received) by all connections so far, whole frames and handshakes included."""
+        with self._lock:
+            sent, received = self._past_bytes
+            for connection in self._connections.values():
+                sent += connection.bytes_sent
+                received += connection.bytes_received
+        return sent, received
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection = accept_next(self._listeners, ACCEPT_TICK_S)
+            except SmolclusterError as error:
+                self._log.warning("%s; trying on", error)
+                self._closed.wait(ACCEPT_TICK_S)
+                continue
+            if connection is not None:
+                threading.Thread(target=self._greet, args=(connection,), name="greet", daemon=True).start()
+
+    def _greet(self, connection: Connection) -> None:
+        seat = next(self._seats)
+        self._hold(seat, connection)
+        try:
+            self._admit(seat, connection)
+        except SmolclusterError as error:
+            self._log.warning("not let in: %s", error)
+            connection.close()
+            self._inbox.put(Gone(seat, str(error)))
+        finally:
+            with self._lock:
+                self._unproved.pop(seat, None)
+
+    def _admit(self, seat: int, connection: Connection) -> None:
+        deadline = Deadline(HANDSHAKE_TIMEOUT_S)
+        proved = server_authenticate(connection, self._secret, deadline)
+        with self._lock:
+            self._unproved.pop(seat, None)
+        knock = Knock(seat, proved.hello)
+        self._inbox.put(knock)
+        try:
+            answer = knock.answer.result(timeout=HANDSHAKE_TIMEOUT_S)
+        except NoAnswer:
+            raise ProtocolError("the server was too busy to answer") from None
+        if isinstance(answer, Refused):
+            self._log.warning("worker %s (%s) refused: %s", proved.hello.worker_id, proved.hello.node, answer.sentence)
+            reject(connection, answer.code, answer.sentence, answer.retry_after_s)
+            self._inbox.put(Gone(seat, answer.sentence))
+            return
+        accept(connection, proved, self._welcome)
+        session = Session(
+            connection,
+            seat=seat,
+            receiver=self._receiver_for(seat),
+            inbox=self._inbox,
+            heartbeat_timeout_s=self._welcome.heartbeat_timeout_s,
+            max_queued=self._max_queued,
+            kinds=FROM_WORKER,
+        )
+        self._inbox.put(Seated(session))
+        session.start()
+
+    def _hold(self, seat: int, connection: Connection) -> None:
+        with self._lock:
+            self._connections[seat] = connection
+            self._unproved[seat] = connection
+            if len(self._unproved) > MAX_UNPROVED:
+                self._unproved.pop(min(self._unproved)).abort()
+
+    def forget(self, seat: int) -> None:
+        """Keep of a seat that has gone only what it sent and received."""
+        with self._lock:
+            connection = self._connections.pop(seat, None)
+            if connection is not None:
+                sent, received = self._past_bytes
+                self._past_bytes = (sent + connection.bytes_sent, received + connection.bytes_received)

@@ -1,0 +1,101 @@
+"""What every codec does: write a flat float32 tensor as bytes, and read it back.
+
+A codec works on one bucket at a time, on the CPU, into buffers that the caller owns. It may keep scratch
+buffers, so an instance belongs to one thread at a time. All numbers are little-endian, as on every machine
+that PyTorch is built for.
+
+Shape letters: n values in a bucket; m = `encoded_nbytes(n)` bytes.
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from smolcluster.errors import NonFiniteLoss, ProtocolError
+
+
+class NonFiniteValue(NonFiniteLoss):
+    """A tensor to encode holds NaN or infinity. `index` is the place of the first such value in it."""
+
+    def __init__(self, index: int, value: float) -> None:
+        super().__init__(
+            f"value {index} of the tensor is {value}, nothing of it is sent: "
+            "lower the learning rate or turn gradient clipping on"
+        )
+        self.index = index
+
+
+class Codec(ABC):
+    """A way to write n float32 values as bytes, with a stated bound on what is lost."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def encoded_nbytes(self, numel: int) -> int:
+        """Bytes that `numel` values take once encoded."""
+
+    def encode(self, source: Tensor, out: Tensor) -> None:
+        """Write `source`, float32 (n,), to `out`, uint8 (m,), which starts at a multiple of 4 bytes.
+
+        Raises:
+            NonFiniteValue: `source` holds NaN or infinity. `out` then holds rubbish: it must not be sent.
+        """
+        self._check_buffers(source, out)
+        self._encode(source, out)
+
+    def encode_keeping_error(self, source: Tensor, out: Tensor) -> None:
+        """Encode like `encode`, and leave in `source` what was lost: `source - decode(out)`.
+
+        Raises:
+            NonFiniteValue: as for `encode`. `source` then holds rubbish as well.
+        """
+        self._check_buffers(source, out)
+        self._encode_keeping_error(source, out)
+
+    def decode(self, encoded: Tensor, out: Tensor) -> None:
+        """Read `encoded`, uint8 (m,), which starts at a multiple of 4 bytes, into `out`, float32 (n,).
+
+        Raises:
+            ProtocolError: `encoded` has the wrong length, or would decode to NaN or infinity. `out` then
+                holds rubbish.
+        """
+        expected = self.encoded_nbytes(out.numel())
+        if encoded.numel() != expected:
+            raise ProtocolError(
+                f"{encoded.numel()} bytes arrived for {out.numel()} values, which take {expected} in "
+                f"{self.name}: both sides need the same codec, model and bucket size"
+            )
+        self._check_buffers(out, encoded)
+        self._decode(encoded, out)
+
+    @abstractmethod
+    def _encode(self, source: Tensor, out: Tensor) -> None: ...
+
+    @abstractmethod
+    def _encode_keeping_error(self, source: Tensor, out: Tensor) -> None: ...
+
+    @abstractmethod
+    def _decode(self, encoded: Tensor, out: Tensor) -> None: ...
+
+    def _check_buffers(self, values: Tensor, encoded: Tensor) -> None:
+        if values.dtype != torch.float32 or values.ndim != 1 or not values.is_contiguous():
+            raise ValueError(
+                f"a codec works on a contiguous float32 tensor of one dimension, "
+                f"not on {values.dtype} of shape {tuple(values.shape)}"
+            )
+        if encoded.dtype != torch.uint8 or encoded.shape != (self.encoded_nbytes(values.numel()),):
+            raise ValueError(
+                f"{values.numel()} values in {self.name} need a uint8 tensor of "
+                f"{self.encoded_nbytes(values.numel())} bytes, "
+                f"not {encoded.dtype} of shape {tuple(encoded.shape)}"
+            )
+
+
+def reject_non_finite(source: Tensor) -> None:
+    """Raise the `NonFiniteValue` of the first NaN or infinity in `source`, (n,); slow, for the bad case."""
+    places = torch.isfinite(source).logical_not_().nonzero()
+    if places.numel():
+        index = int(places[0])
+        raise NonFiniteValue(index, float(source[index]))

@@ -1,0 +1,1 @@
+"""Configuration: shapes, loading, and resolving files, environment and overrides into one."""

@@ -1,0 +1,202 @@
+"""The configuration's shape: every key, its type, unit and default.
+
+Three sections share one flat namespace of top-level keys, so that `--override` and the environment can name
+a key without naming its file:
+
+* `ClusterConfig` (the cluster file): which machines there are and how they work together.
+* `TrainConfig` (the training file): what is trained.
+* `NodeConfig` (`nodes.<name>` of the cluster file, or this machine's overrides): what belongs to a machine.
+  The server cannot set it.
+
+`RunConfig` is what the server sends to its workers; it holds nothing of any one machine.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Strict,
+    model_validator,
+)
+
+Names = Annotated[tuple[str, ...], Strict(False)]
+LocalPath = Annotated[Path, Strict(False)]
+AlgorithmName = Literal["edp", "single"]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, strictly typed, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class DatasetPlace(Section):
+    """Where a machine keeps its datasets."""
+
+    root: LocalPath | None = Field(None, description="Folder of the data; null: the default one.")
+    download: bool = Field(True, description="Fetch the data when it is not there.")
+
+
+class DatasetConfig(DatasetPlace):
+    """Which dataset is trained on (sent to the workers) and where this machine keeps it (not sent)."""
+
+    name: str = Field(description="A registered dataset: digits or MNIST.")
+
+
+class NodeConfig(Section):
+    """What belongs to a machine and only it can know."""
+
+    device: str | None = Field(None, description="cuda, cuda:1, mps or cpu; null: the best there is.")
+    threads: PositiveInt | None = Field(None, description="Compute threads; null: PyTorch's choice.")
+    dataset: DatasetPlace = DatasetPlace()
+    secret_file: LocalPath | None = Field(
+        None, description="The cluster's secret; null: ~/.config/smolcluster/secret."
+    )
+    runs_dir: LocalPath | None = Field(
+        None, description="Where runs are kept; null: runs/ at the project's root."
+    )
+
+
+class StalenessConfig(Section):
+    """How EDP treats pushes that were computed on old weights."""
+
+    exponent: NonNegativeFloat = Field(
+        0.5, description="a in s(τ) = (1+τ)^-a, the factor on the learning rate."
+    )
+    bound: PositiveInt | None = Field(
+        None, description="Pushes with a larger τ are dropped; null: none are."
+    )
+
+
+class ClusterConfig(Section):
+    """The machines and how they work together (`cluster_config_*.yaml`)."""
+
+    host_ip: dict[str, str] = Field(description="Address at which each node reaches the server.")
+    port: int = Field(65432, ge=1, le=65535, description="The server's TCP port.")
+    num_workers: PositiveInt = Field(description="Number of workers; equals len(workers).")
+    workers: Names = Field(description="Names of the worker nodes.")
+    server: str = Field(description="Name of the server's node.")
+    worker_update_interval: PositiveInt = Field(
+        10, description="Steps between two pulls of the server's weights by a worker."
+    )
+    use_quantization: bool = Field(False, description="Push gradients in 8 bits instead of 32.")
+    timeout: PositiveFloat | None = Field(
+        None, description="SyncPS: seconds before late parts get a backup; null: wait."
+    )
+    seed: int = Field(42, ge=0, lt=2**63, description="Seed of weights, split and sample order.")
+    elastic: bool = Field(True, description="Accept worker ids above num_workers.")
+    min_workers: PositiveInt = Field(1, description="Training starts when so many have joined.")
+    start_timeout_s: PositiveFloat = Field(
+        120.0, description="Longest wait for a server (worker) or for min_workers (server), seconds."
+    )
+    empty_cluster_timeout_s: PositiveFloat = Field(
+        120.0, description="Longest time without any worker in mid-run, seconds."
+    )
+    reconnect_timeout_s: PositiveFloat = Field(
+        60.0, description="How long a worker tries to get back to a lost server, seconds."
+    )
+    heartbeat_timeout_s: PositiveFloat = Field(
+        10.0, description="A peer silent for so long is lost, seconds; heartbeats go 4 times as often."
+    )
+    staleness: StalenessConfig = StalenessConfig()
+    bind: Names | None = Field(
+        None, description="Addresses to listen on; null: the host_ip values that are this machine's."
+    )
+    nodes: dict[str, NodeConfig] = Field({}, description="Settings of single machines, by name.")
+
+    @model_validator(mode="after")
+    def _names_agree(self) -> Self:
+        if self.num_workers != len(self.workers):
+            raise ValueError(
+                f"num_workers is {self.num_workers}, but workers lists {len(self.workers)}: "
+                f"{', '.join(self.workers) or 'none'}"
+            )
+        if len(set(self.workers)) != len(self.workers):
+            raise ValueError(f"workers names a node twice: {', '.join(self.workers)}")
+        known = ", ".join(self.host_ip) or "none"
+        for name in (self.server, *self.workers):
+            if name not in self.host_ip:
+                raise ValueError(f"node {name!r} has no address in host_ip (known: {known})")
+        for name in self.nodes:
+            if name not in self.host_ip:
+                raise ValueError(f"nodes.{name} is not a node of host_ip (known: {known})")
+        if self.min_workers > self.num_workers and not self.elastic:
+            raise ValueError(
+                f"min_workers is {self.min_workers}, but only {self.num_workers} workers are listed"
+            )
+        return self
+
+
+class GradientClipping(Section):
+    """Clipping of the gradient's global L2 norm."""
+
+    enabled: bool = True
+    max_norm: PositiveFloat = 1.0
+
+
+class ModelConfig(Section):
+    """A model and its sizes."""
+
+    type: str = Field("SimpleNN", description="A registered model.")
+    input_dim: PositiveInt | None = Field(784, description="Features a sample; null: from the data.")
+    hidden: PositiveInt = Field(128, description="Width of the hidden layer.")
+    out: PositiveInt = Field(10, description="Number of classes.")
+
+
+class LrSchedule(Section):
+    """Linear warm-up, then cosine decay, as functions of the samples applied."""
+
+    warmup_iters: int = Field(0, ge=0, description="Length of the warm-up in steps of batch_size.")
+    min_lr: NonNegativeFloat = Field(0.0, description="Learning rate at the end of the run.")
+
+
+class LoggingConfig(Section):
+    """Where metrics are reported."""
+
+    project_name: str = Field("smolcluster", description="Weights & Biases project.")
+
+
+class TrainConfig(Section):
+    """What is trained (`nn_config*.yaml`)."""
+
+    batch_size: PositiveInt = Field(32, description="Samples a worker's step.")
+    learning_rate: PositiveFloat = Field(0.001, description="Peak learning rate.")
+    num_epochs: PositiveInt = Field(2, description="Passes over the training samples.")
+    eval_steps: PositiveInt = Field(200, description="Server steps between two evaluations.")
+    track_gradients: bool = Field(True, description="Report gradient norms by layer.")
+    polyak_alpha: float = Field(
+        0.5, ge=0, le=1, description="SyncPS: weight of the server when replicas are blended."
+    )
+    gradient_clipping: GradientClipping = GradientClipping()
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    weight_decay: NonNegativeFloat = 0.0
+    lr_schedule: LrSchedule | None = Field(None, description="null: a constant learning rate.")
+    model: ModelConfig = ModelConfig()
+    dataset: DatasetConfig
+    logging: LoggingConfig = LoggingConfig()
+
+
+class RunConfig(Section):
+    """What travels from the server to every worker: the same for all of them."""
+
+    run_id: str
+    algorithm: AlgorithmName
+    seed: int
+    worker_update_interval: PositiveInt
+    use_quantization: bool
+    staleness: StalenessConfig
+    heartbeat_timeout_s: PositiveFloat
+    reconnect_timeout_s: PositiveFloat
+    train: TrainConfig
+
+    @model_validator(mode="after")
+    def _holds_nothing_of_one_machine(self) -> Self:
+        if self.train.dataset.root is not None:
+            raise ValueError("dataset.root belongs to a machine and cannot travel")
+        return self

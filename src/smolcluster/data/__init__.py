@@ -1,0 +1,1 @@
+"""Datasets that a training file can name."""

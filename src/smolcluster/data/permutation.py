@@ -1,0 +1,24 @@
+"""The order in which an epoch visits the training samples.
+
+The order must be the same on every machine, platform and version, because leases, resumed runs and
+the single-process baseline all refer to positions in it. It is therefore the stable sort of raw
+Philox words (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): NumPy promises
+never to change the words of a bit generator, but not the results of `Generator.permutation`.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smolcluster.utils.seed import derive_seed
+
+
+def seeded_order(key: int, num_items: int) -> Tensor:
+    """Return the order of `0 … num_items - 1` that `key` draws, int32 (num_items,)."""
+    words = np.random.Philox(key=key).random_raw(num_items)
+    return torch.from_numpy(np.argsort(words, kind="stable").astype(np.int32))
+
+
+def epoch_permutation(seed: int, epoch: int, num_samples: int) -> Tensor:
+    """Return the order of the samples in `epoch` (from 0), int32 (num_samples,)."""
+    return seeded_order(derive_seed(seed, "permutation", epoch), num_samples)

@@ -1,0 +1,44 @@
+"""The datasets that a configuration can name."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from smolcluster.configs.schema import DatasetConfig
+from smolcluster.data.dataset import Dataset
+from smolcluster.data.digits import load_digits_dataset
+from smolcluster.data.mnist import load_mnist
+from smolcluster.errors import ConfigError
+
+DatasetLoader = Callable[[DatasetConfig, int], Dataset]
+
+
+def _digits(config: DatasetConfig, seed: int) -> Dataset:  # noqa: ARG001 - bundled: no place
+    return load_digits_dataset(seed)
+
+
+def _mnist(config: DatasetConfig, seed: int) -> Dataset:  # noqa: ARG001 - it brings its own split
+    return load_mnist(config.root, download=config.download)
+
+
+DATASETS: Mapping[str, DatasetLoader] = MappingProxyType({"digits": _digits, "MNIST": _mnist})
+
+
+def load_dataset(config: DatasetConfig, seed: int) -> Dataset:
+    """Load the dataset that `config.name` names onto the CPU.
+
+    Args:
+        config: its name, and where this machine keeps it.
+        seed: draws the held-out samples where a dataset has no validation split of its own.
+
+    Raises:
+        ConfigError: no such dataset.
+        DataError: its files are missing, damaged or cannot be fetched.
+    """
+    if config.name not in DATASETS:
+        known = ", ".join(DATASETS)
+        by_lower_case = {name.lower(): name for name in DATASETS}
+        close = difflib.get_close_matches(config.name.lower(), by_lower_case, n=1)
+        hint = f"; did you mean {by_lower_case[close[0]]}?" if close else ""
+        raise ConfigError(f"dataset.name is {config.name!r}, allowed: {known}{hint}")
+    return DATASETS[config.name](config, seed)

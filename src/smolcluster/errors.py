@@ -1,0 +1,94 @@
+"""Every error that smolcluster raises on purpose, and the exit code that a process ends with.
+
+    SmolclusterError            1
+    ├── ConfigError             2   a configuration file, key, value or flag is wrong
+    ├── DataError               1   a dataset is missing, damaged or does not fit the model
+    ├── NonFiniteLoss           1   a loss, gradient or weight became NaN or infinite
+    ├── ProtocolError           1   a peer sent bytes that version 1 of the protocol does not allow
+    ├── PeerLost                1   an established connection broke or fell silent
+    ├── LaunchError             1   a process of a run could not be started, or ended badly
+    ├── RunFailed               1   the server ended the run because of an error elsewhere
+    ├── TryAgain                75  nothing is wrong with the configuration: try again
+    │   ├── ConnectTimeout          no server answered in time
+    │   ├── PortBusy                another process listens there
+    │   └── ClusterEmpty            no worker came, or all have gone
+    ├── AuthError               77  the cluster's secret is missing, unreadable or wrong
+    └── Rejected                78  the server refused this worker, and says why
+
+Usage errors exit with 2, an interrupt with 130, a termination with 143. Every message names the thing, its
+value and the next move, and fits on one line.
+"""
+
+
+class SmolclusterError(Exception):
+    """Base of all errors that a process reports as one line."""
+
+    exit_code = 1
+
+
+class ConfigError(SmolclusterError):
+    """A configuration file, key, value or command-line flag is wrong."""
+
+    exit_code = 2
+
+
+class DataError(SmolclusterError):
+    """A dataset is missing or damaged, or does not fit the model."""
+
+
+class NonFiniteLoss(SmolclusterError):
+    """A loss, gradient or weight became NaN or infinite: training stops and nothing of it is sent."""
+
+
+class ProtocolError(SmolclusterError):
+    """A peer sent bytes that the protocol does not allow: the connection must be closed."""
+
+
+class PeerLost(SmolclusterError):
+    """A connection broke or fell silent: what was in flight may or may not have arrived."""
+
+
+class LaunchError(SmolclusterError):
+    """A process of a run could not be started, or ended badly."""
+
+
+class RunFailed(SmolclusterError):
+    """The server ended the run because of an error elsewhere in the cluster."""
+
+
+class TryAgain(SmolclusterError):
+    """A passing condition: the same command may succeed later."""
+
+    exit_code = 75
+
+
+class ConnectTimeout(TryAgain):
+    """No server answered before the deadline."""
+
+
+class PortBusy(TryAgain):
+    """Another process already listens on the address."""
+
+
+class ClusterEmpty(TryAgain):
+    """Not enough workers came in time, or all of them have gone."""
+
+
+class AuthError(SmolclusterError):
+    """The cluster's secret is missing, readable by others, or not the peer's."""
+
+    exit_code = 77
+
+
+class Rejected(SmolclusterError):
+    """The server refused this worker; the message says what differs and where to mend it.
+
+    `code` is the protocol's word for the reason; `retry_after_s` is None when asking again is of no use.
+    """
+
+    exit_code = 78
+
+    def __init__(self, sentence: str, code: str = "", retry_after_s: float | None = None) -> None:
+        super().__init__(sentence)
+        self.code = code
+        self.retry_after_s = retry_after_s

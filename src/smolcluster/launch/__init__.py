@@ -1,0 +1,1 @@
+"""Turning a configuration into processes."""

@@ -1,0 +1,1 @@
+"""Models that a training file can name."""

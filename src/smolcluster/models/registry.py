@@ -1,0 +1,39 @@
+"""The models that a configuration can name."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from torch import nn
+
+from smolcluster.configs.schema import ModelConfig
+from smolcluster.errors import ConfigError
+from smolcluster.models.SimpleNN import SimpleNN
+
+ModelBuilder = Callable[[ModelConfig, int, int], nn.Module]
+
+
+def _simple_nn(config: ModelConfig, input_dim: int, num_classes: int) -> nn.Module:
+    return SimpleNN(input_dim, config.hidden, num_classes)
+
+
+MODELS: Mapping[str, ModelBuilder] = MappingProxyType({"SimpleNN": _simple_nn})
+
+
+def build_model(config: ModelConfig, input_dim: int, num_classes: int) -> nn.Module:
+    """Build the model that `config.type` names, on the CPU, with PyTorch's default initial weights.
+
+    Args:
+        config: the model's type and sizes; its `input_dim` and `out` give way to the next two.
+        input_dim: features a sample.
+        num_classes: logits a sample.
+
+    Raises:
+        ConfigError: no such model.
+    """
+    if config.type not in MODELS:
+        known = ", ".join(MODELS)
+        close = difflib.get_close_matches(config.type, MODELS, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"model.type is {config.type!r}, allowed: {known}{hint}")
+    return MODELS[config.type](config, input_dim, num_classes)

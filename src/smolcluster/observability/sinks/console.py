@@ -1,0 +1,138 @@
+"""A run's progress: one bar line on a terminal, a plain line every few seconds otherwise."""
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from smolcluster.observability.metrics import MetricRecord
+from smolcluster.observability.terminal import displayable, print_line, steady
+
+BAR_WIDTH = 16
+
+
+class ProgressView:
+    """A sink that shows how far a run is: epoch, step, loss, accuracy, samples/s, staleness, MB/s.
+
+    It starts no thread: the view changes in `log` and `tick` only, which one thread calls. Lines
+    that others print to the same console, from any thread, appear above the bar.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        num_epochs: int | None = None,
+        interval_s: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console
+        self._num_epochs = num_epochs
+        self._has_bar = console.is_interactive
+        self._interval_s = 0.1 if self._has_bar else interval_s
+        self._clock = clock
+        self._shown_at = clock()
+        self._step: MetricRecord | None = None
+        self._accuracy: float | None = None
+        self._shown = ""
+        self._bar: tuple[Progress, TaskID] | None = None
+        self._closed = False
+
+    def begin(self, num_epochs: int) -> None:
+        """Say how many epochs the run has, where that is learnt later."""
+        self._num_epochs = num_epochs
+
+    def log(self, record: MetricRecord) -> None:
+        """Take a step's or an evaluation's values."""
+        if record.kind == "step":
+            self._step = record
+        elif record.kind == "eval":
+            self._accuracy = record.values.get("val_accuracy", self._accuracy)
+        self.tick()
+
+    def tick(self) -> None:
+        """Show what is new, if the last time was long enough ago."""
+        if self._clock() - self._shown_at >= self._interval_s:
+            self._show()
+
+    def print(self, line: str | Text) -> None:
+        """Print a line above the bar."""
+        print_line(self._console, line)
+
+    def close(self) -> None:
+        """Show the last state and leave it standing."""
+        if self._closed:
+            return
+        self._show()
+        self._closed = True
+        if self._bar is not None:
+            with steady(self._console):
+                self._bar[0].stop()
+
+    def _show(self) -> None:
+        self._shown_at = self._clock()
+        if self._step is None or self._closed:
+            return
+        parts = status_parts(self._step, self._num_epochs, self._accuracy)
+        if self._has_bar:
+            self._show_bar(self._step, fit(parts, self._console.width - BAR_WIDTH - 7))
+        elif (line := " · ".join(parts)) != self._shown:
+            self._shown = line
+            print_line(self._console, line)
+
+    def _show_bar(self, step: MetricRecord, status: str) -> None:
+        if self._bar is None:
+            self._bar = self._start_bar()
+        progress, task = self._bar
+        progress.update(
+            task,
+            total=step.values.get("total_samples"),
+            completed=step.values.get("samples_applied", 0),
+            status=displayable(self._console, status),
+        )
+        with steady(self._console):
+            progress.refresh()
+
+    def _start_bar(self) -> tuple[Progress, TaskID]:
+        progress = Progress(
+            BarColumn(BAR_WIDTH),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.fields[status]}", markup=False),
+            console=self._console,
+            auto_refresh=False,
+        )
+        task = progress.add_task("", total=None, status="")
+        with steady(self._console):
+            progress.start()
+        return progress, task
+
+
+def status_parts(step: MetricRecord, num_epochs: int | None, accuracy: float | None) -> list[str]:
+    """What there is to say about a step, the most important first."""
+    values = step.values
+    epochs = "" if num_epochs is None else f"/{num_epochs}"
+    parts = [f"epoch {step.epoch + 1}{epochs}", f"step {step.step:,}"]
+    if "loss" in values:
+        parts.append(f"loss {values['loss']:.3f}")
+    if accuracy is not None:
+        parts.append(f"acc {accuracy:.3f}")
+    if "samples_per_s" in values:
+        parts.append(f"{values['samples_per_s']:,.0f} samples/s")
+    if "staleness" in values:
+        parts.append(f"staleness {values['staleness']:.1f}")
+    if "mb_per_s" in values:
+        parts.append(f"{values['mb_per_s']:.1f} MB/s")
+    return parts
+
+
+def fit(parts: list[str], width: int) -> str:
+    """As many parts as fit in `width` columns, joined by dots."""
+    line = ""
+    for part in parts:
+        longer = f"{line} · {part}" if line else part
+        if Text(longer).cell_len > width:
+            break
+        line = longer
+    return line

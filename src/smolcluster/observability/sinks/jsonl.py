@@ -1,0 +1,99 @@
+"""Metrics as JSON lines: `metrics.jsonl`, written and read.
+
+A line is flat: `ts`, `kind`, `incarnation`, `step`, `epoch`, `rank` and `node` where they apply,
+then the values by name.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from smolcluster.observability.metrics import RESERVED, MetricKind, MetricRecord
+from smolcluster.runs.files import Follower, LineWriter, utc_timestamp
+
+
+class JsonlSink:
+    """Appends records to a file, which has them a second later; safe to use from several threads.
+
+    `warn` is called once, with one sentence, when the file cannot be written; records are then
+    dropped.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        incarnation: str,
+        *,
+        warn: Callable[[str], None],
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._incarnation = incarnation
+        self._now = now
+        self._writer = LineWriter(path, warn=warn, clock=clock)
+
+    def log(self, record: MetricRecord) -> None:
+        """Append one record."""
+        line: dict[str, Any] = {
+            "ts": utc_timestamp(self._now()),
+            "kind": record.kind,
+            "incarnation": self._incarnation,
+            "step": record.step,
+            "epoch": record.epoch,
+        }
+        if record.rank is not None:
+            line["rank"] = record.rank
+        if record.node is not None:
+            line["node"] = record.node
+        self._writer.write(line | dict(record.values))
+
+    def tick(self) -> None:
+        """Flush what is a second old."""
+        self._writer.tick()
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+@dataclass(frozen=True)
+class MetricLine:
+    """One line of `metrics.jsonl`; a value that was null is NaN."""
+
+    ts: str
+    incarnation: str
+    record: MetricRecord
+
+
+def follow_metrics(path: Path) -> Follower[MetricLine]:
+    """A follower whose `poll()` returns the records that are new."""
+    return Follower(path, _parse)
+
+
+def read_metrics(path: Path) -> list[MetricLine]:
+    """All records that are in the file now; none when it does not exist."""
+    return follow_metrics(path).poll()
+
+
+def _parse(entry: dict[str, Any]) -> MetricLine | None:
+    if entry.get("kind") not in get_args(MetricKind):
+        return None
+    try:
+        record = MetricRecord(
+            kind=entry["kind"],
+            step=int(entry["step"]),
+            epoch=int(entry["epoch"]),
+            values={
+                name: math.nan if value is None else float(value)
+                for name, value in entry.items()
+                if name not in RESERVED
+            },
+            rank=entry.get("rank"),
+            node=entry.get("node"),
+        )
+        return MetricLine(str(entry["ts"]), str(entry["incarnation"]), record)
+    except (KeyError, TypeError, ValueError):
+        return None

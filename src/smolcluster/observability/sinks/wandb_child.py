@@ -1,0 +1,49 @@
+"""The child process of `WandbSink`: JSON lines from standard input to one W&B run.
+
+The first line says what to start, each further line is a set of values to log, and the end of input
+ends the run. It needs nothing but wandb, and is started as a file.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+
+def main() -> None:
+    """Report everything that comes; ends with an error if wandb does, its last line saying why."""
+    lines = records()
+    start = next(lines, None)
+    if start is None:
+        return
+    deadline_s = start.pop("finish_timeout_s")
+    import wandb  # noqa: PLC0415 - importing this module must not import wandb
+
+    settings = wandb.Settings(console="off", silent=True, x_save_requirements=False)
+    run = wandb.init(**start, settings=settings)
+    run.define_metric("*", step_metric="step")
+    for values in lines:
+        run.log({name: value for name, value in values.items() if value is not None})
+    with_deadline(deadline_s)
+    run.finish()
+
+
+def records() -> Iterator[dict[str, Any]]:
+    """The objects on standard input; half a line, left by a killed parent, is left out."""
+    for line in sys.stdin.buffer:
+        if line.endswith(b"\n"):
+            yield json.loads(line)
+
+
+def with_deadline(seconds: float) -> None:
+    """End this process and all that wandb started if it takes longer, should the parent be gone."""
+    timer = threading.Timer(seconds + 1.0, lambda: os.killpg(os.getpgrp(), signal.SIGKILL))
+    timer.daemon = True
+    timer.start()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The console that log lines, the progress bar and the closing table share."""
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.text import Text
+
+
+class SteadyConsole(Console):
+    """A rich console that falls silent, rather than ending the process, when its reader is gone."""
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing from now on."""
+        self.quiet = True
+
+
+@contextlib.contextmanager
+def steady(console: Console) -> Iterator[None]:
+    """Let the console fall silent when it cannot be written: a run does not end with its view."""
+    try:
+        yield
+    except (OSError, ValueError):
+        console.quiet = True
+
+
+def print_line(console: Console, line: str | Text) -> None:
+    """Print exactly one line, above a progress bar if there is one.
+
+    Control characters, which could come from a peer and move the cursor, are shown as `\\x1b`; nothing
+    is wrapped or read as markup.
+    """
+    text = Text(line) if isinstance(line, str) else line
+    plain = displayable(console, text.plain)
+    with steady(console):
+        console.print(text if plain == text.plain else Text(plain), soft_wrap=True, highlight=False)
+
+
+def displayable(console: Console, text: str) -> str:
+    """The text with control characters escaped, and what the console cannot encode as `?`."""
+    controls = r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
+    text = re.sub(controls, lambda match: match.group().encode("unicode_escape").decode(), text)
+    return text.encode(console.encoding, "replace").decode(console.encoding)

@@ -1,0 +1,1 @@
+"""Training on one machine: replica, schedule, evaluation, and the single-process loop."""

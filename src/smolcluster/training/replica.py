@@ -1,0 +1,294 @@
+"""A model whose parameters and gradients lie in one flat tensor each, with its optimizer.
+
+Every `param.data` and `param.grad` is a view into the flat tensors, so that a gradient can be cut
+into buckets, sent, reduced and applied without looking at layers. The optimizer works on the flat
+parameter: one fused call a step, with the same result as over separate parameters, because only
+elementwise rules are offered. Tied weights occur once; frozen parameters are left out and stay as
+they are.
+"""
+
+import copy
+import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from smolcluster.errors import ConfigError, NonFiniteLoss
+
+DEFAULT_BUCKET_BYTES = 1 << 20
+
+DIVERGENCE_REMEDY = "lower learning_rate or enable gradient_clipping"
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = MappingProxyType(
+    {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+)
+
+
+class Replica:
+    """One machine's copy of the model, with flat buffers and an optimizer.
+
+    Attributes:
+        model: the model, on `device`.
+        device: where it computes.
+        params: trainable weights, flat (num_params,), on `device`; writing to it changes the model.
+        grads: gradient of the mean loss, flat (num_params,), on `device`.
+        layers: name and place in the flat tensors of each parameter, in order.
+        buckets: the flat tensors cut into slices of at most `bucket_bytes`, in order.
+        fingerprint: SHA-256 over name, shape and type of every parameter, in hex.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: str,
+        *,
+        weight_decay: float = 0.0,
+        device: torch.device | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    ) -> None:
+        """Move `model` to `device` and its parameters into flat tensors.
+
+        Args:
+            model: it belongs to the replica from now on.
+            optimizer: adam, adamw or sgd.
+            weight_decay: as the optimizer understands it.
+            device: None means the CPU.
+            bucket_bytes: largest size of a bucket, in bytes of the parameters' type.
+
+        Raises:
+            ConfigError: the model cannot be trained so: batch norm, mixed types, nothing to train.
+        """
+        self.device = device or torch.device("cpu")
+        self.model = model.to(self.device).train()
+        trainable = _trainable(self.model)
+        self.fingerprint = _fingerprint(self.model)
+        self.layers = _layout(trainable)
+        self._starts = [place.start for _, place in self.layers]
+        dtype = trainable[0][1].dtype
+        self._flat = nn.Parameter(
+            torch.empty(self.layers[-1][1].stop, dtype=dtype, device=self.device)
+        )
+        self.params = self._flat.data
+        self.grads = torch.zeros_like(self.params)
+        self._flat.grad = self.grads
+        self._move_into_flat(trainable)
+        self.buckets = _cut(self.num_params, max(1, bucket_bytes // dtype.itemsize))
+        self._optimizer = _build_optimizer(optimizer, self._flat, weight_decay)
+        self._group = self._optimizer.param_groups[0]
+        self._staging: Tensor | None = None
+
+    @property
+    def num_params(self) -> int:
+        """Number of trainable weights."""
+        return self.params.numel()
+
+    def _move_into_flat(self, trainable: list[tuple[str, nn.Parameter]]) -> None:
+        for (_, place), (_, parameter) in zip(self.layers, trainable, strict=True):
+            self.params[place] = parameter.data.reshape(-1)
+            parameter.data = self.params[place].view(parameter.shape)
+            parameter.grad = self.grads[place].view(parameter.shape)
+
+    def forward_backward(self, inputs: Tensor, targets: Tensor) -> float:
+        """Return the batch's mean cross-entropy and leave its gradient in `grads`.
+
+        Args:
+            inputs: (batch, …) as the model takes them.
+            targets: class indices, (batch,), or (batch, seq) for logits of (batch, seq, classes).
+
+        Raises:
+            NonFiniteLoss: the loss or the gradient is NaN or infinite; the message names the layer.
+                The weights are unchanged; `grads` must not be used.
+        """
+        inputs, targets = self._placed(inputs, targets)
+        self.grads.zero_()
+        logits = self.model(inputs)
+        if logits.dim() > 2:
+            logits, targets = logits.flatten(0, -2), targets.flatten()
+        loss = functional.cross_entropy(logits, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.linalg.vector_norm(self.grads)
+        value = loss.item()
+        if not (math.isfinite(value) and math.isfinite(norm.item())):
+            self._explain_non_finite(inputs, value)
+        return value
+
+    def _placed(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        if inputs.is_floating_point():
+            inputs = inputs.to(self.device, self.params.dtype)
+        else:
+            inputs = inputs.to(self.device)
+        return inputs, targets.to(self.device)
+
+    def clip(self, max_norm: float) -> float:
+        """Scale `grads` to an L2 norm of at most about `max_norm`; return the norm it had before.
+
+        The factor is that of `torch.nn.utils.clip_grad_norm_`: max_norm / (norm + 1e-6), at most 1.
+        """
+        norm = self.grad_norm()
+        coefficient = max_norm / (norm + 1e-6)
+        if coefficient < 1.0:
+            self.grads.mul_(coefficient)
+        return norm
+
+    def grad_norm(self) -> float:
+        """Return the L2 norm of `grads`."""
+        norm: float = torch.linalg.vector_norm(self.grads).item()
+        if math.isinf(norm):  # the sum of squares may overflow where the elements do not
+            norm = torch.linalg.vector_norm(self.host_gradient(), dtype=torch.float64).item()
+        return norm
+
+    def step(self, learning_rate: float) -> None:
+        """Apply `grads` to the weights with the optimizer."""
+        self._group["lr"] = learning_rate
+        self._optimizer.step()
+
+    def layer_norms(self, flat: Tensor | None = None) -> dict[str, float]:
+        """Return the L2 norm of each parameter's part of `flat` (num_params,), or of `grads`."""
+        flat = self.grads if flat is None else flat
+        norms = [torch.linalg.vector_norm(flat[place]) for _, place in self.layers]
+        values = torch.stack(norms).tolist()
+        return {name: value for (name, _), value in zip(self.layers, values, strict=True)}
+
+    def parameter_at(self, index: int) -> str:
+        """Return the name of the parameter that the flat tensors' element `index` belongs to."""
+        if not 0 <= index < self.num_params:
+            raise IndexError(f"element {index} is outside 0 to {self.num_params - 1}")
+        return self.layers[bisect_right(self._starts, index) - 1][0]
+
+    def snapshot(self, out: Tensor | None = None) -> Tensor:
+        """Return a copy of the weights on the CPU, flat (num_params,), in `out` if given."""
+        if out is None:
+            return self.params.detach().to("cpu", copy=True)
+        return out.copy_(self.params)
+
+    def load(self, flat: Tensor) -> None:
+        """Replace the weights by `flat` (num_params,); the optimizer's state stays as it is."""
+        self.params.copy_(flat)
+
+    def host_gradient(self) -> Tensor:
+        """Return `grads` on the CPU, flat (num_params,).
+
+        It is `grads` itself there, and elsewhere a buffer that the next call writes over.
+        """
+        if self.device.type == "cpu":
+            return self.grads
+        if self._staging is None:
+            pin = self.device.type == "cuda"
+            self._staging = torch.empty(self.num_params, dtype=self.grads.dtype, pin_memory=pin)
+        return self._staging.copy_(self.grads)
+
+    def load_gradient(self, flat: Tensor) -> None:
+        """Replace `grads` by `flat` (num_params,)."""
+        self.grads.copy_(flat)
+
+    def copy_model(self) -> nn.Module:
+        """Return an independent copy of the model with the weights of now, in evaluation mode."""
+        return copy.deepcopy(self.model).eval()
+
+    def _explain_non_finite(self, inputs: Tensor, loss: float) -> None:
+        """Raise and name the cause; return if all is finite and only the norm's sum overflowed."""
+        if not math.isfinite(loss):
+            raise NonFiniteLoss(
+                f"loss is {loss} {self._origin_of_loss(inputs)}; {DIVERGENCE_REMEDY}"
+            )
+        for name, place in self.layers:
+            if (value := _first_non_finite(self.grads[place])) is not None:
+                raise NonFiniteLoss(
+                    f"gradient is {value} at layer {name} (loss {loss:.6g}); {DIVERGENCE_REMEDY}"
+                )
+
+    def _origin_of_loss(self, inputs: Tensor) -> str:
+        if inputs.is_floating_point() and (value := _first_non_finite(inputs)) is not None:
+            return f"because the batch's inputs hold {value}: check the dataset"
+        if (found := _first_bad_output(self.model, inputs)) is not None:
+            return f"at layer {found[0]}, whose output holds {found[1]}"
+        for name, place in self.layers:
+            if (value := _first_non_finite(self.params[place])) is not None:
+                return f"at layer {name}, whose weights hold {value}"
+        return "at the loss itself: every layer's output is finite"
+
+
+def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    for name, module in model.named_modules():
+        if isinstance(module, _BATCH_NORMS):
+            raise ConfigError(
+                f"model: layer {name or 'model'} is {type(module).__name__}, whose statistics "
+                "would differ between machines; use LayerNorm or GroupNorm"
+            )
+    found = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    if not found:
+        raise ConfigError("model: no parameter is trainable; set requires_grad on at least one")
+    first_name, first = found[0]
+    for name, param in found:
+        if param.dtype != first.dtype:
+            raise ConfigError(
+                f"model: parameter {name} is {param.dtype}, but {first_name} is {first.dtype}; "
+                "give all parameters one type"
+            )
+    return found
+
+
+def _layout(trainable: list[tuple[str, nn.Parameter]]) -> list[tuple[str, slice]]:
+    layers = []
+    start = 0
+    for name, parameter in trainable:
+        layers.append((name, slice(start, start + parameter.numel())))
+        start += parameter.numel()
+    return layers
+
+
+def _cut(numel: int, most: int) -> list[slice]:
+    return [slice(start, min(start + most, numel)) for start in range(0, numel, most)]
+
+
+def _fingerprint(model: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        state = "trained" if parameter.requires_grad else "frozen"
+        digest.update(f"{name}|{tuple(parameter.shape)}|{parameter.dtype}|{state}\n".encode())
+    return digest.hexdigest()
+
+
+def _build_optimizer(name: str, flat: nn.Parameter, weight_decay: float) -> torch.optim.Optimizer:
+    if name not in _OPTIMIZERS:
+        raise ConfigError(f"optimizer is {name!r}, allowed: {', '.join(_OPTIMIZERS)}")
+    try:
+        return _OPTIMIZERS[name]([flat], weight_decay=weight_decay, fused=True)
+    except RuntimeError:  # no fused kernel for this device or type
+        return _OPTIMIZERS[name]([flat], weight_decay=weight_decay)
+
+
+def _first_non_finite(tensor: Tensor) -> float | None:
+    bad = tensor[~torch.isfinite(tensor)]
+    return bad.flatten()[0].item() if bad.numel() else None
+
+
+def _first_bad_output(model: nn.Module, inputs: Tensor) -> tuple[str, float] | None:
+    """Run the batch again and return the first module with a non-finite output, and that value."""
+    found: list[tuple[str, float]] = []
+
+    def watch(name: str) -> Callable[[nn.Module, object, object], None]:
+        def look(_module: nn.Module, _inputs: object, output: object) -> None:
+            if not found and isinstance(output, Tensor):
+                value = _first_non_finite(output)
+                if value is not None:
+                    found.append((name, value))
+
+        return look
+
+    handles = [
+        module.register_forward_hook(watch(name or "model"))
+        for name, module in model.named_modules()
+    ]
+    try:
+        with torch.no_grad():
+            model(inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None

@@ -1,0 +1,1 @@
+"""The wire: frames, messages, connections and the handshake's cryptography."""

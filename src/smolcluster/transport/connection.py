@@ -1,0 +1,496 @@
+"""A connection: frames over one connected socket, with limits, deadlines and clear errors.
+
+One thread may send while another receives: the two directions share nothing. After a half-done read
+or write that direction is broken for good, because nothing tells where the next frame begins: every
+further use raises.
+
+This is the only module that sees the operating system's network errors; it translates all of them.
+"""
+
+import errno
+import selectors
+import socket
+import struct
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+from xxhash import xxh3_64
+
+from smolcluster.errors import (
+    ConfigError,
+    ConnectTimeout,
+    PeerLost,
+    PortBusy,
+    ProtocolError,
+    SmolclusterError,
+)
+from smolcluster.transport.frames import (
+    HEADER_SUM_NBYTES,
+    MAX_HEADER_NBYTES,
+    PAYLOAD_SUM_NBYTES,
+    PREFIX_NBYTES,
+    Buffer,
+    Frame,
+    Prefix,
+    check_head,
+    check_payload,
+    parse_prefix,
+)
+from smolcluster.transport.messages import (
+    ALL_KINDS,
+    Message,
+    check_kind,
+    decode,
+    frame_of,
+    payload_nbytes,
+)
+from smolcluster.utils.retry import Deadline
+
+UNPROVED_NBYTES = 4096
+"""All that is received from a peer that has not proved itself, in bytes."""
+
+_BACKLOG = 128
+_DRAIN_TIMEOUT_S = 1.0
+# Small enough that a checksum finds the bytes still in the processor's cache, large enough that a slow
+# link does not wake the process for each packet.
+_RECEIVE_NBYTES = 64 * 1024
+# A timeout on MSG_WAITALL does not say when the last byte came; short slices bound the error to a
+# quarter.
+_SLICES_PER_STALL = 4
+_EMPTY = memoryview(b"")
+
+
+class ConnectFailed(ConnectTimeout):
+    """One attempt to reach a server failed; `reason` tells a caller whether to try again."""
+
+    def __init__(self, message: str, reason: Literal["refused", "no route", "timeout", "name"]):
+        super().__init__(message)
+        self.reason = reason
+
+
+class Connection:
+    """Messages over one connected stream socket, which it owns.
+
+    Until `proved` is called, at most `max_unproved` bytes are received in all. `peer` and `phase`
+    appear in every error and may be set as more becomes known. `bytes_sent` and `bytes_received`
+    count everything that passed the socket.
+    """
+
+    def __init__(
+        self, sock: socket.socket, peer: str | None = None, stall_timeout_s: float = 10.0
+    ) -> None:
+        """Take over a connected socket.
+
+        Args:
+            sock: TCP or Unix stream socket; set to blocking mode and tuned here.
+            peer: what errors call the other side; None: its address.
+            stall_timeout_s: longest time without a single byte of progress, in either direction,
+                seconds.
+        """
+        self.peer = _peer_name(sock) if peer is None else peer
+        self.phase = "handshake"
+        self.stall_timeout_s = stall_timeout_s
+        self.max_payload = UNPROVED_NBYTES
+        self.max_unproved: int | None = UNPROVED_NBYTES
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.received_head = b""
+        """Prefix, header and header sum of the last message received, exactly as they came."""
+        self._socket = sock
+        self._send_broken = False
+        self._receive_broken = False
+        self._timeouts: dict[int, float] = {}
+        self._scratch = _EMPTY
+        sock.settimeout(None)
+        _tune(sock)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a read or a write failed; the connection is then good for nothing but `close`."""
+        return self._send_broken or self._receive_broken
+
+    def proved(self, max_payload: int, stall_timeout_s: float, phase: str = "session") -> None:
+        """Lift the limits on strangers: the peer has proved itself.
+
+        Args:
+            max_payload: largest payload accepted from now on, bytes.
+            stall_timeout_s: longest silence from now on, seconds.
+            phase: what errors call the time from now on.
+        """
+        self.max_unproved = None
+        self.max_payload = max_payload
+        self.stall_timeout_s = stall_timeout_s
+        self.phase = phase
+
+    def send(
+        self, message: Message, payload: Buffer = b"", deadline: Deadline | None = None
+    ) -> None:
+        """Send one message and the payload that it announces; see `send_frame`."""
+        self.send_frame(frame_of(message, payload), deadline)
+
+    def send_frame(self, frame: Frame, deadline: Deadline | None = None) -> None:
+        """Send a frame; its payload may be changed again after this returns.
+
+        Raises:
+            PeerLost: the connection broke, or took no byte for `stall_timeout_s`, or the deadline
+                passed. How much has arrived is unknown.
+        """
+        with self._sending():
+            unsent = list(frame.buffers)
+            silent_s = 0.0
+            while unsent:
+                wait_s = self._arm(socket.SO_SNDTIMEO, deadline)
+                try:
+                    sent = self._socket.sendmsg(unsent)
+                except BlockingIOError:
+                    silent_s += wait_s
+                    self._check_stall(silent_s, "took no byte")
+                    continue
+                silent_s = 0.0
+                self.bytes_sent += sent
+                unsent = after(unsent, sent)
+
+    def receive(
+        self, kinds: Collection[type[Message]] = ALL_KINDS, deadline: Deadline | None = None
+    ) -> tuple[Message, memoryview]:
+        """Wait for one message of the given kinds, and its payload.
+
+        The payload lies in the connection's scratch memory and is valid until the next call; it is
+        empty for a message without a tensor. Limits, kind, checksums and the header are judged
+        before memory is taken for the payload.
+
+        Args:
+            kinds: what the peer may say now.
+            deadline: for the whole message, however the bytes trickle in; None: only silence is
+                bounded.
+
+        Raises:
+            ProtocolError: the peer sent what it must not.
+            PeerLost: the connection broke or ended (also within a frame), was silent for
+                `stall_timeout_s`, or the deadline passed.
+        """
+        with self._receiving():
+            prefix, head = self._receive_prefix(kinds, deadline)
+            tail_nbytes = 0 if prefix.payload_nbytes else PAYLOAD_SUM_NBYTES
+            rest = bytearray(prefix.header_nbytes + HEADER_SUM_NBYTES + tail_nbytes)
+            self._fill(memoryview(rest), deadline)
+            split = len(rest) - tail_nbytes
+            head += rest[:split]
+            message = decode(prefix.kind, check_head(head))
+            if payload_nbytes(message) != prefix.payload_nbytes:
+                raise ProtocolError(
+                    f"{type(message).__name__}: header announces a payload of "
+                    f"{payload_nbytes(message)} bytes, the prefix {prefix.payload_nbytes}"
+                )
+            self.received_head = head
+            if prefix.payload_nbytes:
+                return message, self._receive_payload(prefix.payload_nbytes, deadline)
+            check_payload(xxh3_64(), rest[split:])
+            return message, _EMPTY
+
+    def abort(self) -> None:
+        """Cut the connection: threads in `send` or `receive` raise PeerLost. Never raises."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+    def end_sending(self) -> None:
+        """Half-close: the peer reads what was sent, then an orderly end. Never raises."""
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        """Cut the connection and give the socket back; idempotent. Never raises.
+
+        Call it from the thread that receives, or after that thread has ended: `abort` ends it.
+        """
+        self.abort()
+        self._send_broken = self._receive_broken = True
+        self._socket.close()
+
+    def finish(self, drain_timeout_s: float = _DRAIN_TIMEOUT_S) -> None:
+        """Say no more, let the peer read what was sent, then close. Never raises.
+
+        Closing at once, with unread bytes of the peer in our buffer, would reset the connection and
+        could take our last message from the peer's.
+        """
+        deadline = Deadline(drain_timeout_s)
+        limit = self.max_unproved
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+            while not deadline.expired and (limit is None or self.bytes_received < limit):
+                self._arm(socket.SO_RCVTIMEO, deadline)
+                received = len(self._socket.recv(UNPROVED_NBYTES))
+                if received == 0:
+                    break
+                self.bytes_received += received
+        except (OSError, PeerLost):
+            pass
+        finally:
+            self.close()
+
+    def _receive_prefix(
+        self, kinds: Collection[type[Message]], deadline: Deadline | None
+    ) -> tuple[Prefix, bytes]:
+        data = bytearray(PREFIX_NBYTES)
+        self._fill(memoryview(data), deadline)
+        prefix = parse_prefix(data, MAX_HEADER_NBYTES, self.max_payload)
+        total = self.bytes_received + prefix.frame_nbytes - PREFIX_NBYTES
+        if self.max_unproved is not None and total > self.max_unproved:
+            raise ProtocolError(
+                f"{total} bytes from a peer that has not proved itself exceed {self.max_unproved}"
+            )
+        check_kind(prefix.kind, kinds)
+        return prefix, bytes(data)
+
+    def _receive_payload(self, nbytes: int, deadline: Deadline | None) -> memoryview:
+        if self._scratch.nbytes < nbytes + PAYLOAD_SUM_NBYTES:
+            self._scratch = memoryview(bytearray(self.max_payload + PAYLOAD_SUM_NBYTES))
+        payload = self._scratch[:nbytes]
+        payload_sum = self._scratch[nbytes : nbytes + PAYLOAD_SUM_NBYTES]
+        hasher = xxh3_64()
+        self._fill(payload, deadline, hasher)
+        self._fill(payload_sum, deadline)
+        check_payload(hasher, payload_sum)
+        return payload
+
+    def _fill(
+        self, view: memoryview, deadline: Deadline | None, hasher: xxh3_64 | None = None
+    ) -> None:
+        """Read exactly as many bytes as the view holds, and show them to the hasher."""
+        # With a deadline every arrival must come back here: elsewhere than on Linux the timeout of
+        # a MSG_WAITALL begins anew with each byte, and a trickle would never end.
+        flags = socket.MSG_WAITALL if deadline is None else 0
+        filled = 0
+        silent_s = 0.0
+        while filled < view.nbytes:
+            wait_s = self._arm(socket.SO_RCVTIMEO, deadline)
+            piece = view[filled : filled + _RECEIVE_NBYTES]
+            try:
+                received = self._socket.recv_into(piece, 0, flags)
+            except BlockingIOError:
+                silent_s += wait_s
+                self._check_stall(silent_s, "silent")
+                continue
+            if received == 0:
+                raise PeerLost(self._says("closed the connection"))
+            if hasher is not None:
+                hasher.update(piece[:received])
+            silent_s = 0.0
+            filled += received
+            self.bytes_received += received
+
+    def _arm(self, option: int, deadline: Deadline | None) -> float:
+        """Set the kernel's timeout for the next call; returns it, in seconds."""
+        wait_s = self.stall_timeout_s / _SLICES_PER_STALL
+        if deadline is not None:
+            if deadline.expired:
+                raise PeerLost(self._says("did not finish in time"))
+            wait_s = min(wait_s, deadline.remaining())
+        if self._timeouts.get(option) != wait_s:
+            microseconds = max(1, round(wait_s * 1e6))
+            timeval = struct.pack("@ll", *divmod(microseconds, 1_000_000))
+            self._socket.setsockopt(socket.SOL_SOCKET, option, timeval)
+            self._timeouts[option] = wait_s
+        return wait_s
+
+    def _check_stall(self, silent_s: float, what: str) -> None:
+        if silent_s >= self.stall_timeout_s:
+            raise PeerLost(self._says(f"{what} for {silent_s:g} s"))
+
+    @contextmanager
+    def _sending(self) -> Iterator[None]:
+        if self._send_broken:
+            raise PeerLost(self._says("the connection is closed for sending"))
+        self._send_broken = True
+        with self._translating():
+            yield
+        self._send_broken = False
+
+    @contextmanager
+    def _receiving(self) -> Iterator[None]:
+        if self._receive_broken:
+            raise PeerLost(self._says("the connection is closed for receiving"))
+        self._receive_broken = True
+        with self._translating():
+            yield
+        self._receive_broken = False
+
+    @contextmanager
+    def _translating(self) -> Iterator[None]:
+        try:
+            yield
+        except ProtocolError as error:
+            raise ProtocolError(self._says(str(error))) from None
+        except OSError as error:
+            raise PeerLost(self._says(f"connection lost ({_why(error)})")) from error
+
+    def _says(self, what: str) -> str:
+        return f"{self.peer}: {self.phase}: {what}"
+
+
+def after(buffers: Sequence[Buffer], sent: int) -> list[Buffer]:
+    """What is left of `buffers` when their first `sent` bytes are gone."""
+    for index, buffer in enumerate(buffers):
+        nbytes = len(buffer)
+        if sent < nbytes:
+            return [memoryview(buffer)[sent:], *buffers[index + 1 :]]
+        sent -= nbytes
+    return []
+
+
+def connect(host: str, port: int, timeout_s: float, stall_timeout_s: float = 10.0) -> Connection:
+    """Try once to reach a server.
+
+    Raises:
+        ConnectFailed: nobody answered; `reason` is "refused", "no route", "timeout" or "name".
+    """
+    where = _address_name(host, port)
+    try:
+        sock = socket.create_connection((host, port), timeout_s)
+    except TimeoutError:
+        raise ConnectFailed(f"{where} did not answer within {timeout_s:g} s", "timeout") from None
+    except ConnectionRefusedError:
+        raise ConnectFailed(f"{where} refused: no server listens there yet", "refused") from None
+    except socket.gaierror as error:
+        raise ConnectFailed(
+            f"{where}: the name {host!r} is not known ({_why(error)}): mend host_ip", "name"
+        ) from None
+    except OSError as error:
+        raise ConnectFailed(
+            f"{where} cannot be reached ({_why(error)}): check host_ip and the network", "no route"
+        ) from None
+    # Where the port lies in the ephemeral range (macOS), a socket can be connected to itself.
+    if sock.getsockname() == sock.getpeername():
+        sock.close()
+        raise ConnectFailed(f"{where} refused: no server listens there yet", "refused")
+    return Connection(sock, where, stall_timeout_s)
+
+
+def listen(addresses: Sequence[str], port: int) -> list[socket.socket]:
+    """Listen on every address; the sockets are non-blocking, for `accept_next`.
+
+    Args:
+        addresses: IPv4 or IPv6 literals, or names, of this machine.
+        port: TCP port; 0 lets the system choose one for each address.
+
+    Raises:
+        PortBusy: another process listens there.
+        ConfigError: an address is not this machine's, or the port may not be used.
+    """
+    listeners: list[socket.socket] = []
+    try:
+        for address in dict.fromkeys(addresses):
+            listeners.append(_listen_on(address, port))
+    except BaseException:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners
+
+
+def accept_next(
+    listeners: Sequence[socket.socket], timeout_s: float, stall_timeout_s: float = 10.0
+) -> Connection | None:
+    """Wait for the next client; None when none came within `timeout_s` seconds.
+
+    Raises:
+        SmolclusterError: the system can accept no more connections (too many open files, no
+            memory).
+    """
+    with selectors.DefaultSelector() as selector:
+        for listener in listeners:
+            selector.register(listener, selectors.EVENT_READ, listener)
+        for key, _ in selector.select(timeout_s):
+            try:
+                sock, _address = key.data.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                continue
+            except OSError as error:
+                raise SmolclusterError(f"cannot accept a connection: {_why(error)}") from error
+            return Connection(sock, None, stall_timeout_s)
+    return None
+
+
+def is_local_address(address: str) -> bool:
+    """Whether this machine can listen on the address (a literal or a name)."""
+    try:
+        family, sockaddr = _resolve(address, 0)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind(sockaddr)
+    except OSError:
+        return False
+    return True
+
+
+def _listen_on(address: str, port: int) -> socket.socket:
+    where = _address_name(address, port)
+    listener: socket.socket | None = None
+    try:
+        family, sockaddr = _resolve(address, port)
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(sockaddr)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise _listen_error(where, address, error) from None
+    return listener
+
+
+def _listen_error(where: str, address: str, error: OSError) -> SmolclusterError:
+    if error.errno == errno.EADDRINUSE:
+        return PortBusy(
+            f"{where} is in use by another process: stop it, or choose another port "
+            "(--override port=…)"
+        )
+    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+        return ConfigError(
+            f"{address!r} is not an address of this machine: mend bind or host_ip ({_why(error)})"
+        )
+    return ConfigError(f"cannot listen on {where} ({_why(error)}): choose another address or port")
+
+
+def _resolve(address: str, port: int) -> tuple[socket.AddressFamily, tuple[str | int | bytes, ...]]:
+    """First stream address of a literal or name; raises OSError."""
+    flags = socket.AI_PASSIVE
+    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=flags)
+    family, _, _, _, sockaddr = found[0]
+    return family, sockaddr
+
+
+def _tune(sock: socket.socket) -> None:
+    """Set TCP's options; the peer may be gone already, which the first use will tell."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    except OSError:
+        return
+
+
+def _peer_name(sock: socket.socket) -> str:
+    try:
+        address = sock.getpeername()
+    except OSError:
+        return "a peer that is gone"
+    if sock.family in (socket.AF_INET, socket.AF_INET6):
+        return _address_name(address[0], address[1])
+    return "local peer"
+
+
+def _address_name(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _why(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__

@@ -1,0 +1,149 @@
+"""The frame: how one message and its tensor are laid out in bytes (version 1 of the protocol).
+
+    magic "SMOL" | version u8 | kind u8 | reserved u16 = 0 | header_nbytes u32 | payload_nbytes u64
+    | header (JSON) | header_sum u32 | payload (raw bytes) | payload_sum u64
+
+The first line is the prefix, 20 bytes. Network byte order. `header_sum` is the low half of xxh3-64
+over prefix and header, `payload_sum` is xxh3-64 over the payload and is there also when the payload
+is empty. The sums find damage, not forgery.
+
+Everything here is pure: no sockets, no clocks. Lengths are judged as soon as the prefix is read,
+before any memory is taken for what they announce.
+"""
+
+import struct
+from dataclasses import dataclass
+
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from smolcluster.errors import ProtocolError
+
+Buffer = bytes | bytearray | memoryview
+
+MAGIC = b"SMOL"
+PROTOCOL_VERSION = 1
+MAX_HEADER_NBYTES = 64 * 1024
+
+_PREFIX = struct.Struct("!4sBBHIQ")
+_HEADER_SUM = struct.Struct("!I")
+_PAYLOAD_SUM = struct.Struct("!Q")
+
+PREFIX_NBYTES = _PREFIX.size
+HEADER_SUM_NBYTES = _HEADER_SUM.size
+PAYLOAD_SUM_NBYTES = _PAYLOAD_SUM.size
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What the first 20 bytes of a frame announce; lengths in bytes, within the limits."""
+
+    kind: int
+    header_nbytes: int
+    payload_nbytes: int
+
+    @property
+    def frame_nbytes(self) -> int:
+        """Bytes of the whole frame, prefix and sums included."""
+        return frame_nbytes(self.header_nbytes, self.payload_nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame ready to be sent, to one connection or to many at once.
+
+    It is built and hashed once and holds nothing of any connection. The payload is not copied:
+    whoever owns its memory must leave it unchanged until the frame has been sent everywhere.
+    """
+
+    kind: int
+    head: bytes
+    """Prefix, header and header sum."""
+    payload: memoryview
+    payload_sum: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return len(self.head) + self.payload.nbytes + PAYLOAD_SUM_NBYTES
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """The frame's bytes in order for `sendmsg`: one to three buffers, where 16 are allowed."""
+        if self.payload.nbytes == 0:
+            return (self.head + self.payload_sum,)
+        return (self.head, self.payload, self.payload_sum)
+
+
+def frame_nbytes(header_nbytes: int, payload_nbytes: int) -> int:
+    """Bytes of a frame with a header and a payload of these sizes."""
+    sums = HEADER_SUM_NBYTES + PAYLOAD_SUM_NBYTES
+    return PREFIX_NBYTES + header_nbytes + payload_nbytes + sums
+
+
+def build_frame(kind: int, header: bytes, payload: Buffer = b"") -> Frame:
+    """Lay out and hash a frame; `payload` is C-contiguous and is referred to, not copied.
+
+    Raises:
+        ValueError: the header exceeds `MAX_HEADER_NBYTES`: a mistake of this process, not of a
+            peer.
+    """
+    if len(header) > MAX_HEADER_NBYTES:
+        raise ValueError(f"a header of {len(header)} bytes exceeds {MAX_HEADER_NBYTES}")
+    view = memoryview(payload)
+    # A view with a zero in its shape cannot be cast.
+    view = view.cast("B") if view.nbytes else memoryview(b"")
+    prefix = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, kind, 0, len(header), view.nbytes)
+    body = prefix + header
+    head = body + _HEADER_SUM.pack(header_sum(body))
+    return Frame(kind, head, view, _PAYLOAD_SUM.pack(xxh3_64_intdigest(view)))
+
+
+def parse_prefix(data: Buffer, max_header: int, max_payload: int) -> Prefix:
+    """Read the `PREFIX_NBYTES` bytes of a prefix; the limits are in bytes.
+
+    Raises:
+        ProtocolError: wrong magic or version, a reserved bit is set, or a length exceeds its limit.
+    """
+    magic, version, kind, reserved, header_nbytes, payload_nbytes = _PREFIX.unpack(data)
+    if magic != MAGIC:
+        raise ProtocolError(f"not a smolcluster peer: frame begins with {magic!r}, not {MAGIC!r}")
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            f"peer speaks protocol version {version}, this side {PROTOCOL_VERSION}: "
+            "install the same smolcluster on both"
+        )
+    if reserved != 0:
+        raise ProtocolError(f"reserved field is {reserved:#06x}, must be 0")
+    if header_nbytes > max_header:
+        raise ProtocolError(f"header of {header_nbytes} bytes exceeds the limit of {max_header}")
+    if payload_nbytes > max_payload:
+        raise ProtocolError(f"payload of {payload_nbytes} bytes exceeds the limit of {max_payload}")
+    return Prefix(kind, header_nbytes, payload_nbytes)
+
+
+def header_sum(prefix_and_header: Buffer) -> int:
+    """Low half of xxh3-64."""
+    return xxh3_64_intdigest(prefix_and_header) & 0xFFFFFFFF
+
+
+def check_head(head: Buffer) -> bytes:
+    """Verify prefix, header and header sum as received, and return the header.
+
+    Raises:
+        ProtocolError: the sum does not match.
+    """
+    view = memoryview(head)
+    body, received = view[:-HEADER_SUM_NBYTES], view[-HEADER_SUM_NBYTES:]
+    if _HEADER_SUM.unpack(received)[0] != header_sum(body):
+        raise ProtocolError("header damaged on the way: its checksum does not match")
+    return bytes(body[PREFIX_NBYTES:])
+
+
+def check_payload(hasher: xxh3_64, received_sum: Buffer) -> None:
+    """Verify a payload, of which `hasher` has seen every byte, against the 8 bytes that followed it.
+
+    Raises:
+        ProtocolError: the sum does not match.
+    """
+    if _PAYLOAD_SUM.unpack(received_sum)[0] != hasher.intdigest():
+        raise ProtocolError("payload damaged on the way: its checksum does not match")

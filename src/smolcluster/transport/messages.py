@@ -1,0 +1,317 @@
+"""The messages of protocol version 1: one frozen model a kind, JSON in a frame's header.
+
+What arrives is validated strictly: unknown kinds and fields, wrong types, duplicate keys, NaN,
+infinities, numbers and texts out of bounds, and deeply nested JSON are refused. A message with a
+`tensor` field announces a payload of exactly `tensor.nbytes` bytes; all others have none.
+"""
+
+import json
+from collections.abc import Collection
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, NoReturn
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    Strict,
+    StringConstraints,
+    ValidationError,
+)
+
+from smolcluster.configs.schema import RunConfig
+from smolcluster.errors import ProtocolError
+from smolcluster.transport.frames import Buffer, Frame, build_frame
+
+MAX_SENTENCE_CHARS = 1000
+MAX_BUCKET_BYTES = 64 * 1024 * 1024
+
+
+def one_line(text: object) -> object:
+    """Make a text fit for a sentence field: printable, on one line, cut to `MAX_SENTENCE_CHARS`."""
+    if not isinstance(text, str):
+        return text
+    printable = "".join(char if char.isprintable() else " " for char in text)
+    line = " ".join(printable.split())
+    return line if len(line) <= MAX_SENTENCE_CHARS else line[: MAX_SENTENCE_CHARS - 1] + "…"
+
+
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Positive = Annotated[int, Field(ge=1, le=2**53)]
+Byte32 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Instance = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8,64}$")]
+Name = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f-\x9f]{1,64}$")]
+Identifier = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,128}$")]
+Sentence = Annotated[
+    str, BeforeValidator(one_line), StringConstraints(max_length=MAX_SENTENCE_CHARS)
+]
+Shape = Annotated[tuple[Count, ...], Strict(False), Field(max_length=8)]
+
+
+class Part(BaseModel):
+    """Base of everything in a header: immutable, strictly typed, finite, no unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class LeaseKey(Part):
+    """Names a lease: positions `start` to `stop` - 1 of an epoch's permutation, granted once."""
+
+    incarnation: Identifier
+    epoch: Count
+    start: Count
+    stop: Positive
+    grant: Count
+
+
+class TensorSpec(Part):
+    """Describes a payload: its codec, the decoded type and shape, and its size on the wire."""
+
+    codec: Identifier
+    dtype: Identifier
+    shape: Shape
+    nbytes: Count
+
+
+class Message(Part):
+    """Base of all messages; `KIND` is the number in a frame's prefix."""
+
+    KIND: ClassVar[int]
+
+
+class Hello(Message):
+    """Client: who it is. The first message of a connection."""
+
+    KIND: ClassVar[int] = 1
+    protocol: Annotated[int, Field(ge=0, le=2**31)]
+    version: Name
+    node: Name
+    worker_id: Annotated[int, Field(ge=1, le=2**31)]
+    instance: Instance
+
+
+class Challenge(Message):
+    """Server: 32 random bytes that the proof must cover."""
+
+    KIND: ClassVar[int] = 2
+    nonce: Byte32
+
+
+class Proof(Message):
+    """Client: proves that it knows the secret, and challenges the server in turn."""
+
+    KIND: ClassVar[int] = 3
+    mac: Byte32
+    nonce: Byte32
+
+
+class Welcome(Message):
+    """Server: proves that it knows the secret, and says what is trained."""
+
+    KIND: ClassVar[int] = 4
+    mac: Byte32
+    run_id: Identifier
+    incarnation: Identifier
+    run: RunConfig
+    model_fingerprint: Identifier
+    bucket_bytes: Annotated[int, Field(ge=4, le=MAX_BUCKET_BYTES)]
+    codec: Identifier
+    heartbeat_timeout_s: PositiveFloat
+
+
+class Ready(Message):
+    """Client: has built model and data, and these are their fingerprints."""
+
+    KIND: ClassVar[int] = 5
+    dataset_fingerprint: Identifier
+    model_fingerprint: Identifier
+    device: Name
+    samples_per_s: Annotated[float, Field(ge=0)]
+    unacknowledged: LeaseKey | None = None
+
+
+class Reject(Message):
+    """Server: the client may not take part, why, and when to ask again (seconds; null: never)."""
+
+    KIND: ClassVar[int] = 6
+    code: Identifier
+    sentence: Sentence
+    retry_after_s: Annotated[float, Field(ge=0)] | None = None
+
+
+class Assignment(Message):
+    """Server: compute the gradient of these samples (payload: their indices)."""
+
+    KIND: ClassVar[int] = 7
+    lease: LeaseKey
+    learning_rate: Annotated[float, Field(ge=0)]
+    tensor: TensorSpec
+
+
+class Push(Message):
+    """Client: one bucket of a gradient, computed on the weights of `base_version`."""
+
+    KIND: ClassVar[int] = 8
+    lease: LeaseKey
+    base_version: Count
+    bucket: Count
+    num_buckets: Positive
+    num_samples: Positive
+    loss: float
+    tensor: TensorSpec
+
+
+class Ack(Message):
+    """Server: what became of a push, and the version of the weights after it."""
+
+    KIND: ClassVar[int] = 9
+    lease: LeaseKey
+    outcome: Literal["applied", "stale", "late", "duplicate"]
+    version: Count
+
+
+class Pull(Message):
+    """Client: asks for the weights."""
+
+    KIND: ClassVar[int] = 10
+
+
+class State(Message):
+    """Server: one bucket of the weights."""
+
+    KIND: ClassVar[int] = 11
+    incarnation: Identifier
+    version: Count
+    bucket: Count
+    num_buckets: Positive
+    tensor: TensorSpec
+
+
+class Heartbeat(Message):
+    """Either side: still alive."""
+
+    KIND: ClassVar[int] = 12
+
+
+class Goodbye(Message):
+    """Either side: leaves on purpose."""
+
+    KIND: ClassVar[int] = 13
+    reason: Sentence
+
+
+class Fault(Message):
+    """Client: cannot go on."""
+
+    KIND: ClassVar[int] = 14
+    code: Literal["non-finite", "data", "internal"]
+    sentence: Sentence
+
+
+class End(Message):
+    """Server: the run is over, well or badly."""
+
+    KIND: ClassVar[int] = 15
+    ok: bool
+    sentence: Sentence
+
+
+Kinds = frozenset[type[Message]]
+"""A set of messages that a connection accepts at some moment."""
+
+MESSAGES = MappingProxyType(
+    {
+        kind.KIND: kind
+        for kind in (
+            *(Hello, Challenge, Proof, Welcome, Ready, Reject, Assignment, Push),
+            *(Ack, Pull, State, Heartbeat, Goodbye, Fault, End),
+        )
+    }
+)
+ALL_KINDS: Kinds = frozenset(MESSAGES.values())
+FROM_WORKER: Kinds = frozenset({Ready, Push, Pull, Heartbeat, Goodbye, Fault})
+"""What a server accepts once a worker has proved itself."""
+FROM_SERVER: Kinds = frozenset({Assignment, Ack, State, Heartbeat, Goodbye, Reject, End})
+"""What a worker accepts once it was welcomed."""
+
+
+def check_kind(kind: int, kinds: Collection[type[Message]]) -> type[Message]:
+    """The message that a prefix announces.
+
+    Raises:
+        ProtocolError: there is no such kind, or it is none of `kinds`.
+    """
+    model = MESSAGES.get(kind)
+    if model is None:
+        raise ProtocolError(f"unknown message kind {kind}")
+    if model not in kinds:
+        expected = ", ".join(sorted(each.__name__ for each in kinds))
+        raise ProtocolError(f"unexpected {model.__name__}, expected {expected}")
+    return model
+
+
+def payload_nbytes(message: Message) -> int:
+    """Bytes of payload that the message announces."""
+    tensor = getattr(message, "tensor", None)
+    return tensor.nbytes if isinstance(tensor, TensorSpec) else 0
+
+
+def frame_of(message: Message, payload: Buffer = b"") -> Frame:
+    """Encode a message and the payload it announces; the payload is referred to, not copied.
+
+    Raises:
+        ValueError: the payload's size is not what the message says.
+    """
+    frame = build_frame(message.KIND, encode(message), payload)
+    if frame.payload.nbytes != payload_nbytes(message):
+        raise ValueError(
+            f"{type(message).__name__} announces {payload_nbytes(message)} bytes of payload, "
+            f"got {frame.payload.nbytes}"
+        )
+    return frame
+
+
+def encode(message: Message) -> bytes:
+    """The message as a frame's header."""
+    return message.model_dump_json().encode()
+
+
+def decode(kind: int, header: bytes) -> Message:
+    """Validate a header that came from the network.
+
+    Raises:
+        ProtocolError: unknown kind, or a header that is not exactly one valid message of that kind.
+    """
+    model = check_kind(kind, ALL_KINDS)
+    try:
+        return model.model_validate(_parse(header))
+    except ValidationError as error:
+        raise ProtocolError(f"{model.__name__}: {_first_problem(error)}") from None
+    except RecursionError:
+        raise ProtocolError(f"{model.__name__}: header is nested too deeply") from None
+    except ValueError as error:
+        raise ProtocolError(f"{model.__name__}: header is not valid JSON: {error}") from None
+
+
+def _parse(header: bytes) -> object:
+    return json.loads(header.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a field is given twice")
+    return fields
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a number")
+
+
+def _first_problem(error: ValidationError) -> str:
+    """Field and problem; a field's name may be the peer's invention: shortened and escaped."""
+    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = ".".join(str(part) for part in problem["loc"])[:64]
+    return f"field {place!a}: {problem['msg'][:200]}"

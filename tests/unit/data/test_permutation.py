@@ -1,0 +1,38 @@
+import pytest
+import torch
+
+from smolcluster.data.permutation import epoch_permutation, seeded_order
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 1000])
+def test_every_sample_occurs_exactly_once(num_samples: int) -> None:
+    order = epoch_permutation(42, 0, num_samples)
+
+    assert order.dtype is torch.int32
+    assert order.sort().values.tolist() == list(range(num_samples))
+
+
+def test_seed_and_epoch_change_the_order() -> None:
+    orders = {tuple(epoch_permutation(*key, 50).tolist()) for key in [(1, 0), (1, 1), (2, 0)]}
+    assert len(orders) == 3
+
+
+def test_the_same_seed_and_epoch_give_the_same_order() -> None:
+    assert torch.equal(epoch_permutation(7, 3, 500), epoch_permutation(7, 3, 500))
+
+
+def test_the_order_of_a_key_never_changes_between_versions() -> None:
+    assert seeded_order(42, 12).tolist() == GOLDEN_KEY
+
+
+def test_the_order_of_an_epoch_never_changes_between_versions() -> None:
+    assert epoch_permutation(42, 3, 12).tolist() == GOLDEN_EPOCH
+
+
+def test_positions_are_uniform() -> None:
+    hits = sum(epoch_permutation(0, epoch, 4)[0].item() == 2 for epoch in range(400))
+    assert 60 < hits < 140
+
+
+GOLDEN_KEY: list[int] = []
+GOLDEN_EPOCH: list[int] = []

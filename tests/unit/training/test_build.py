@@ -1,0 +1,67 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from smolcluster.configs.schema import DatasetConfig, DatasetPlace, ModelConfig, TrainConfig
+from smolcluster.errors import ConfigError, DataError
+from smolcluster.training.build import Workbench, build
+
+CPU = torch.device("cpu")
+
+
+def config(model: ModelConfig, dataset: str = "digits") -> TrainConfig:
+    return TrainConfig(model=model, dataset=DatasetConfig(name=dataset))
+
+
+def build_digits(seed: int = 42, **model: object) -> Workbench:
+    sizes = ModelConfig.model_validate({"input_dim": None} | model)
+    return build(config(sizes), seed, DatasetPlace(), CPU)
+
+
+def test_the_model_takes_its_input_from_the_data() -> None:
+    bench = build_digits(hidden=8)
+    assert bench.replica.model.get_parameter("fc1.weight").shape == (8, 64)
+    assert bench.dataset.name == "digits"
+
+
+def test_a_model_that_is_too_wide_for_the_data_is_refused_naming_both() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.input_dim is 784, but dataset\.name=digits has 64 features"
+    ):
+        build_digits(input_dim=784)
+
+
+def test_a_model_with_too_few_classes_is_refused_naming_both() -> None:
+    with pytest.raises(ConfigError, match=r"model\.out is 5, but dataset\.name=digits has 10"):
+        build_digits(out=5)
+
+
+def test_the_initial_weights_depend_on_the_seed_only() -> None:
+    torch.manual_seed(1)
+    first = build_digits(seed=7).replica
+    torch.manual_seed(2)
+    again, other = build_digits(seed=7).replica, build_digits(seed=8).replica
+
+    assert torch.equal(first.params, again.params)
+    assert not torch.equal(first.params, other.params)
+
+
+def test_building_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    build_digits()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_data_is_looked_for_at_this_machines_place(tmp_path: Path) -> None:
+    elsewhere = TrainConfig(dataset=DatasetConfig(name="MNIST", root=Path("/nowhere")))
+    with pytest.raises(DataError, match=str(tmp_path)):
+        build(elsewhere, 1, DatasetPlace(root=tmp_path, download=False), CPU)
+
+
+def test_buckets_have_the_size_asked_for() -> None:
+    train = config(ModelConfig(input_dim=None))
+    replica = build(train, 1, DatasetPlace(), CPU, bucket_bytes=4096).replica
+    assert replica.buckets[0] == slice(0, 1024)

@@ -1,0 +1,336 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from smolcluster.errors import ConfigError, NonFiniteLoss
+from smolcluster.models.SimpleNN import SimpleNN
+from smolcluster.training.replica import Replica
+
+
+def perceptron(dtype: torch.dtype = torch.float32) -> SimpleNN:
+    torch.manual_seed(0)
+    return SimpleNN(6, 8, 3).to(dtype)
+
+
+def batch(dtype: torch.dtype = torch.float32, size: int = 16) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 6, dtype=dtype), torch.randint(0, 3, (size,))
+
+
+class Reference:
+    """The same training, with PyTorch's own optimizer over separate parameters."""
+
+    def __init__(self, model: nn.Module, optimizer: str, weight_decay: float) -> None:
+        kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+        self.model = model
+        self.optimizer = kinds[optimizer](model.parameters(), lr=1.0, weight_decay=weight_decay)
+
+    def step(self, inputs: Tensor, targets: Tensor, rate: float, max_norm: float) -> float:
+        self.optimizer.zero_grad()
+        loss = functional.cross_entropy(self.model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        self.optimizer.param_groups[0]["lr"] = rate
+        self.optimizer.step()
+        return loss.item()
+
+    def flat(self) -> Tensor:
+        return torch.cat([parameter.data.flatten() for parameter in self.model.parameters()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
+def test_training_equals_pytorchs_optimizer_over_separate_parameters(
+    optimizer: str, weight_decay: float, dtype: torch.dtype
+) -> None:
+    replica = Replica(perceptron(dtype), optimizer, weight_decay=weight_decay)
+    reference = Reference(perceptron(dtype), optimizer, weight_decay)
+    close = {torch.float32: 2e-5, torch.float64: 1e-10}[dtype]
+
+    for step in range(30):
+        inputs, targets = batch(dtype)
+        rate = 0.01 * (1 + step % 3)
+        loss = replica.forward_backward(inputs, targets)
+        replica.clip(0.5)
+        replica.step(rate)
+        expected = reference.step(inputs, targets, rate, 0.5)
+        assert loss == pytest.approx(expected, rel=close)
+        torch.testing.assert_close(replica.params, reference.flat(), rtol=close, atol=close)
+
+
+def test_the_models_parameters_and_gradients_are_views_of_the_flat_tensors() -> None:
+    replica = Replica(perceptron(), "sgd")
+    replica.forward_backward(*batch())
+    for name, place in replica.layers:
+        parameter = replica.model.get_parameter(name)
+        assert parameter.grad is not None
+        assert parameter.data_ptr() == replica.params[place].data_ptr()
+        assert parameter.grad.data_ptr() == replica.grads[place].data_ptr()
+    assert replica.layers[-1][1].stop == replica.num_params == 6 * 8 + 8 + 8 * 3 + 3
+
+
+def test_a_second_batch_replaces_the_gradient_of_the_first() -> None:
+    replica = Replica(perceptron(), "sgd")
+    samples = batch()
+    replica.forward_backward(*samples)
+    first = replica.grads.clone()
+    replica.forward_backward(*batch())
+    replica.forward_backward(*samples)
+    assert torch.equal(replica.grads, first)
+
+
+def test_buckets_cover_the_flat_tensors_in_order_without_exceeding_their_size() -> None:
+    replica = Replica(perceptron(), "sgd", bucket_bytes=100)
+    sizes = [bucket.stop - bucket.start for bucket in replica.buckets]
+    assert sizes == [25, 25, 25, 8]
+    assert [bucket.start for bucket in replica.buckets] == [0, 25, 50, 75]
+
+
+def test_a_bucket_of_doubles_holds_half_as_many() -> None:
+    replica = Replica(perceptron(torch.float64), "sgd", bucket_bytes=100)
+    assert replica.buckets[0] == slice(0, 12)
+
+
+def test_parameter_at_names_the_parameter_of_each_element() -> None:
+    replica = Replica(perceptron(), "sgd")
+    ends = [0, 47, 48, 55, 56, 79, 80, 82]
+    names = ["fc1.weight"] * 2 + ["fc1.bias"] * 2 + ["fc2.weight"] * 2 + ["fc2.bias"] * 2
+    assert [replica.parameter_at(index) for index in ends] == names
+    with pytest.raises(IndexError):
+        replica.parameter_at(83)
+
+
+class Tied(nn.Module):
+    """An embedding whose weights are the output layer's as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.out = nn.Linear(4, 5, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.embed(tokens))
+        return logits
+
+
+def test_tied_weights_occur_once_and_stay_tied() -> None:
+    model = Tied()
+    replica = Replica(model, "adam")
+    tokens = torch.tensor([[0, 1, 2], [3, 4, 0]])
+    replica.forward_backward(tokens, tokens)
+    replica.step(0.1)
+
+    assert replica.num_params == 20
+    assert model.out.weight is model.embed.weight
+    copy = replica.copy_model()
+    assert copy.get_parameter("embed.weight").data_ptr() != replica.params.data_ptr()
+    assert torch.equal(copy(tokens), model(tokens))
+
+
+def test_a_language_models_loss_is_the_mean_over_all_tokens() -> None:
+    model = Tied()
+    tokens = torch.tensor([[0, 1, 2], [3, 4, 0]])
+    expected = functional.cross_entropy(model(tokens).reshape(6, 5), tokens.reshape(6)).item()
+    assert Replica(model, "sgd").forward_backward(tokens, tokens) == pytest.approx(expected)
+
+
+def test_frozen_parameters_are_left_out_and_do_not_change() -> None:
+    model = perceptron()
+    model.fc1.requires_grad_(requires_grad=False)
+    before = model.fc1.weight.clone()
+    replica = Replica(model, "sgd", weight_decay=0.5)
+    replica.forward_backward(*batch())
+    replica.step(0.1)
+
+    assert [name for name, _ in replica.layers] == ["fc2.weight", "fc2.bias"]
+    assert torch.equal(model.fc1.weight, before)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.SyncBatchNorm(8)])
+def test_batch_norm_is_refused_naming_the_layer(norm: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), norm, nn.Linear(8, 3))
+    with pytest.raises(ConfigError, match="layer 1 is .*BatchNorm.*LayerNorm"):
+        Replica(model, "sgd")
+
+
+def test_mixed_parameter_types_are_refused_naming_both() -> None:
+    model = perceptron()
+    model.fc2.double()
+    with pytest.raises(ConfigError, match=r"fc2\.weight is torch\.float64, but fc1\.weight is"):
+        Replica(model, "sgd")
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no parameter is trainable"):
+        Replica(nn.ReLU(), "sgd")
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="optimizer is 'lion', allowed: adam, adamw, sgd"):
+        Replica(perceptron(), "lion")
+
+
+def test_the_fingerprint_tells_names_shapes_and_types_apart() -> None:
+    frozen = perceptron()
+    frozen.fc1.requires_grad_(requires_grad=False)
+    models = [
+        perceptron(),
+        SimpleNN(8, 6, 3),
+        SimpleNN(6, 9, 3),
+        perceptron(torch.float64),
+        nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)),
+        frozen,
+    ]
+    fingerprints = {Replica(model, "sgd").fingerprint for model in models}
+    assert len(fingerprints) == len(models)
+    assert Replica(SimpleNN(6, 8, 3), "adam").fingerprint in fingerprints
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1.0, 1e3])
+def test_clipping_is_pytorchs(factor: float) -> None:
+    model = perceptron()
+    replica = Replica(model, "sgd")
+    replica.forward_backward(*batch())
+    replica.grads.mul_(factor)
+    copy = [nn.Parameter(torch.zeros(place.stop - place.start)) for _, place in replica.layers]
+    for parameter, (_, place) in zip(copy, replica.layers, strict=True):
+        parameter.grad = replica.grads[place].clone()
+
+    expected = nn.utils.clip_grad_norm_(copy, 0.3)
+    norm = replica.clip(0.3)
+
+    assert norm == pytest.approx(expected.item(), rel=1e-6)
+    clipped = torch.cat([p.grad for p in copy if p.grad is not None])
+    torch.testing.assert_close(replica.grads, clipped)
+
+
+def test_a_small_gradient_is_not_scaled() -> None:
+    replica = Replica(perceptron(), "sgd")
+    replica.forward_backward(*batch())
+    before = replica.grads.clone()
+    replica.clip(1e6)
+    assert torch.equal(replica.grads, before)
+
+
+def test_a_huge_finite_gradient_has_a_finite_norm() -> None:
+    replica = Replica(perceptron(), "sgd")
+    replica.load_gradient(torch.full((83,), 1e30))
+    assert replica.clip(1.0) == pytest.approx(1e30 * math.sqrt(83))
+    assert torch.linalg.vector_norm(replica.grads).item() == pytest.approx(1.0)
+
+
+def test_layer_norms_are_those_of_each_parameter() -> None:
+    replica = Replica(perceptron(), "sgd")
+    replica.forward_backward(*batch())
+    norms = replica.layer_norms()
+
+    assert list(norms) == ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
+    fc1 = replica.model.get_parameter("fc1.weight").grad
+    assert fc1 is not None
+    assert norms["fc1.weight"] == pytest.approx(fc1.norm().item())
+    assert math.hypot(*norms.values()) == pytest.approx(replica.grad_norm())
+    assert replica.layer_norms(torch.zeros(83)) == dict.fromkeys(norms, 0.0)
+
+
+def test_a_snapshot_does_not_change_with_the_model() -> None:
+    replica = Replica(perceptron(), "sgd")
+    snapshot = replica.snapshot()
+    before = snapshot.clone()
+    replica.forward_backward(*batch())
+    replica.step(0.1)
+
+    assert torch.equal(snapshot, before)
+    assert not torch.equal(replica.snapshot(snapshot), before)
+
+
+def test_a_loaded_snapshot_is_what_the_model_computes_with() -> None:
+    first, second = Replica(perceptron(), "sgd"), Replica(SimpleNN(6, 8, 3), "sgd")
+    inputs, _ = batch()
+    second.load(first.snapshot())
+    assert torch.equal(first.model(inputs), second.model(inputs))
+
+
+def test_a_copied_model_evaluates_the_weights_of_its_moment() -> None:
+    replica = Replica(perceptron(), "sgd")
+    inputs, targets = batch()
+    copy = replica.copy_model()
+    before = replica.model(inputs)
+    replica.forward_backward(inputs, targets)
+    replica.step(0.5)
+
+    assert torch.equal(copy(inputs), before)
+    assert (copy.training, replica.model.training) == (False, True)
+
+
+def test_a_gradient_travels_through_the_host() -> None:
+    sender, receiver = Replica(perceptron(), "sgd"), Replica(perceptron(), "sgd")
+    samples = batch()
+    sender.forward_backward(*samples)
+    receiver.load_gradient(sender.host_gradient())
+    sender.step(0.1)
+    receiver.step(0.1)
+    assert torch.equal(sender.params, receiver.params)
+
+
+@pytest.mark.parametrize(
+    ("planted", "layer"),
+    [
+        ("fc1.weight", "layer fc1, whose output holds nan"),
+        ("fc1.bias", "layer fc1, whose output holds nan"),
+        ("fc2.weight", "layer fc2, whose output holds nan"),
+    ],
+)
+def test_a_nan_weight_is_traced_to_its_layer(planted: str, layer: str) -> None:
+    replica = Replica(perceptron(), "sgd")
+    replica.model.get_parameter(planted).data.view(-1)[1] = math.nan
+    with pytest.raises(NonFiniteLoss, match=f"loss is nan at {layer}; lower learning_rate"):
+        replica.forward_backward(*batch())
+
+
+def test_an_overflowing_layer_is_named() -> None:
+    replica = Replica(perceptron(), "sgd")
+    replica.model.get_parameter("fc1.weight").data.fill_(3e38)
+    inputs, targets = batch()
+    with pytest.raises(NonFiniteLoss, match="at layer fc1, whose output holds inf"):
+        replica.forward_backward(inputs.abs() + 1, targets)
+
+
+def test_a_nan_in_the_batch_blames_the_data() -> None:
+    replica = Replica(perceptron(), "sgd")
+    inputs, targets = batch()
+    inputs[3, 2] = math.nan
+    with pytest.raises(NonFiniteLoss, match="batch's inputs hold nan: check the dataset"):
+        replica.forward_backward(inputs, targets)
+
+
+class InfiniteGradient(nn.Module):
+    """x + sqrt(weight) at weight 0: a finite value with an infinite slope."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bend = nn.Parameter(torch.zeros(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.bend.sqrt()
+
+
+def test_an_infinite_gradient_behind_a_finite_loss_is_named() -> None:
+    replica = Replica(nn.Sequential(nn.Linear(6, 3), InfiniteGradient()), "sgd")
+    with pytest.raises(NonFiniteLoss, match=r"gradient is -?inf at layer 1\.bend \(loss"):
+        replica.forward_backward(*batch())
+
+
+def test_looking_for_the_layer_leaves_no_hooks_and_no_changed_weights() -> None:
+    replica = Replica(perceptron(), "sgd")
+    before = replica.snapshot()
+    inputs, targets = batch()
+    with pytest.raises(NonFiniteLoss):
+        replica.forward_backward(inputs * math.inf, targets)
+
+    assert torch.equal(replica.params, before)
+    assert not any(module._forward_hooks for module in replica.model.modules())
+    assert math.isfinite(replica.forward_backward(inputs, targets))
