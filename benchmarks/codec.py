@@ -1,7 +1,7 @@
 """The int8 codec against a plain copy of the same float32 tensor: one thread, preallocated buffers.
 
-The tensor is worked on bucket by bucket, as in a push. A ratio is the time of `copy_` over the time of the
-operation: 1 is as fast as copying, and higher is better. GB/s count the float32 bytes, once.
+The tensor is worked on bucket by bucket, as in a push. A ratio is the time of `copy_` over the time
+of the operation: 1 is as fast as copying, and higher is better. GB/s count the float32 bytes, once.
 """
 
 import argparse
@@ -9,9 +9,9 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from common import Paired, paired_ratios, report
 from torch import Tensor
 
+from common import Paired, paired_ratios, report
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.int8 import Int8BlockCodec
 
@@ -38,7 +38,12 @@ def main() -> None:
         "scratch_bytes": scratch_nbytes(codec),
         "copy_gb_per_s": round(float_bytes / measured["encode_ratio"].reference_s / 1e9, 2),
     }
-    report("int8 codec, one thread", table(measured, results, float_bytes), results, as_json=arguments.json)
+    report(
+        "int8 codec, one thread",
+        table(measured, results, float_bytes),
+        results,
+        as_json=arguments.json,
+    )
 
 
 def measure(codec: Int8BlockCodec, numel: int, rounds: int) -> dict[str, Paired]:
@@ -47,7 +52,8 @@ def measure(codec: Int8BlockCodec, numel: int, rounds: int) -> dict[str, Paired]
     copied = torch.empty(numel)
     feedback = ErrorFeedback(codec, numel)
     payloads = [
-        torch.zeros(codec.encoded_nbytes(b.stop - b.start), dtype=torch.uint8) for b in buckets(numel)
+        torch.zeros(codec.encoded_nbytes(b.stop - b.start), dtype=torch.uint8)
+        for b in buckets(numel)
     ]
     views = [(b, gradient[b], copied[b], p) for b, p in zip(buckets(numel), payloads, strict=True)]
 
@@ -92,7 +98,13 @@ def table(
         speed = float_bytes / paired.candidate_s / 1e9
         label = name.removesuffix("_ratio").replace("_", " with ")
         rows.append(
-            (label, f"{paired.candidate_s * 1e3:.2f}", f"{speed:.1f}", f"{paired.ratio:.3f}", f">= {TARGETS[name]}")
+            (
+                label,
+                f"{paired.candidate_s * 1e3:.2f}",
+                f"{speed:.1f}",
+                f"{paired.ratio:.3f}",
+                f">= {TARGETS[name]}",
+            )
         )
     rows.append(("float32 / int8 payload", "", "", f"{results['payload_ratio']:.3f}", ">= 3.9"))
     rows.append(("scratch", "", "", f"{results['scratch_bytes'] / 1e6:.2f} MB", "<= 2 MB"))

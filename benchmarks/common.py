@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing two things side by side, and reporting as a table or as JSON."""
+"""What the benchmarks share: timing two things side by side, and reporting them."""
 
 import json
 import statistics
@@ -24,7 +24,8 @@ def paired_ratios(
 ) -> Paired:
     """Time both in each of `rounds` rounds, in alternating order, after one warm-up of each.
 
-    The ratio is the median of the rounds' ratios: a slow moment of the machine hits both sides of a round.
+    The ratio is the median of the rounds' ratios: a slow moment of the machine hits both sides of a
+    round.
     """
     reference(), candidate()
     pairs = []

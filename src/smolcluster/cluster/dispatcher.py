@@ -1,6 +1,6 @@
 """Hands out every sample of every epoch and sees to it that each is applied exactly once.
 
-A *range* is a batch: a contiguous piece of an epoch's permutation. A *lease* is a range granted to one holder;
+A *range* is a batch: a contiguous piece of an epoch's permutation. A *lease* is a range granted to a holder;
 its key `(incarnation, epoch, start, stop, grant)` names that grant for ever. A range is either
 
     waiting ──grant──> open ──commit──> applied
@@ -8,8 +8,8 @@ its key `(incarnation, epoch, start, stop, grant)` names that grant for ever. A 
        └──released/expired┘
 
 A lease expires because a heartbeat proves life, not progress; whoever let one expire gets twice the time for
-the next. When nothing waits any more, idle holders get copies of open ranges whose holders take longer than usual,
-and the first commit wins. Pure bookkeeping: the caller passes the time, in seconds of a monotonic clock.
+the next. When nothing waits any more, idle holders get copies of open ranges whose holders take longer than
+usual, and the first commit wins. Pure bookkeeping: the caller passes the time, in seconds of a monotonic clock.
 """
 
 from collections import deque
@@ -142,7 +142,7 @@ class Dispatcher:
     def judge(self, key: LeaseKey, holder: int) -> Verdict:
         """Whether a push for `key` by `holder` may be applied now.
 
-        `duplicate`: its samples have been applied already. `late`: the lease is not, or no longer, the holder's.
+        `duplicate`: its samples have been applied. `late`: the lease is not, or no longer, the holder's.
         """
         range_ = Range(key.epoch, key.start, key.stop)
         if key.incarnation != self.incarnation:
@@ -208,7 +208,9 @@ class Dispatcher:
             (min(grant.granted_at for grant in grants.values()), range_)
             for range_, grants in self._open.items()
             if len(grants) < MAX_HOLDERS_PER_RANGE
-            and all(grant.holder != holder and self._overdue(grant, now) for grant in grants.values())
+            and all(
+                grant.holder != holder and self._overdue(grant, now) for grant in grants.values()
+            )
         ]
         return min(candidates)[1] if candidates else None
 
@@ -234,7 +236,7 @@ class Dispatcher:
         return min(self._orders, default=0)
 
     def _forget_finished_epochs(self) -> None:
-        """Keep the orders and applied ranges of epochs in progress only: memory stays that of a few epochs."""
+        """Keep orders and applied ranges of epochs in progress only, so that memory stays small."""
         current = self.epoch
         for epoch in [epoch for epoch in self._orders if epoch < current]:
             del self._orders[epoch]

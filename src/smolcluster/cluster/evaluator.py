@@ -3,6 +3,7 @@
 import queue
 import threading
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -34,7 +35,15 @@ class Evaluator:
         self._work: queue.Queue[tuple[int, int, Tensor] | None] = queue.Queue(maxsize=1)
         self._busy = threading.Event()
         self._thread = threading.Thread(target=self._run, name="evaluator", daemon=True)
+
+    def __enter__(self) -> Self:
         self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let the running evaluation end, then end the thread."""
+        self._work.put(None)
+        self._thread.join()
 
     def submit(self, version: int, epoch: int, replica: Replica) -> bool:
         """Evaluate the replica's weights of now. Returns False when the last evaluation still runs."""
@@ -43,11 +52,6 @@ class Evaluator:
         self._busy.set()
         self._work.put((version, epoch, replica.params.clone()))
         return True
-
-    def close(self) -> None:
-        """Let the running evaluation end, then end the thread."""
-        self._work.put(None)
-        self._thread.join()
 
     def _run(self) -> None:
         torch.set_num_threads(1)

@@ -1,48 +1,29 @@
 """The server's side of all its workers: seats them, checks them, counts them, and sees them out.
 
-An algorithm's loop asks `next_event` and hears of three things: a worker `Joined` (it is proved, admitted, and
-its data and model are the server's), a worker `Departed`, and whatever the algorithm's receiver made of the
-messages in between. Knocks, fingerprints, fencing and the quorum are settled here, all in the caller's thread.
+An algorithm's loop asks `next_events` and hears of three things: a worker `Joined` (it is proved, admitted,
+and its data and model are the server's), a worker `Departed`, and whatever the algorithm's receiver made of
+the messages in between. Knocks, fingerprints, fencing and the quorum are settled here, in the caller's thread.
 """
 
 import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 from smolcluster.cluster.inbox import Event, Gone, Inbox, Knock, Said
 from smolcluster.cluster.membership import Admitted, Member, Refused, admit, quorum
 from smolcluster.cluster.reception import Reception, Seated
-from smolcluster.cluster.session import Session
-from smolcluster.cluster.tally import Tally
+from smolcluster.cluster.report import Report
+from smolcluster.cluster.worker import Worker
 from smolcluster.configs.schema import ClusterConfig
-from smolcluster.errors import ClusterEmpty
+from smolcluster.errors import ClusterEmpty, SmolclusterError
 from smolcluster.runs.events import EventLog, WorkerJoined, WorkerLeft, WorkerLost, WorkerRejected
 from smolcluster.transport.messages import End, Goodbye, Ready, Reject
 from smolcluster.utils.retry import Deadline
 
 FAREWELL_S = 3.0
 """How long the end of the run waits for workers to hear of it, seconds."""
-
-
-@dataclass
-class Worker:
-    """A seated worker. It takes part from its `Ready` on."""
-
-    member: Member
-    session: Session | None = None
-    ready: Ready | None = None
-    goodbye: str | None = None
-
-    @property
-    def rank(self) -> int:
-        """Worker ids count from 1, ranks from 0."""
-        return self.member.worker_id - 1
-
-    @property
-    def name(self) -> str:
-        """How log lines call it."""
-        return f"worker {self.member.worker_id} ({self.member.node})"
 
 
 @dataclass(frozen=True)
@@ -78,7 +59,7 @@ class Hub:
         inbox: Inbox,
         reception: Reception,
         fingerprints: Fingerprints,
-        tally: Tally,
+        report: Report,
         events: EventLog,
         log: logging.Logger,
     ) -> None:
@@ -87,13 +68,31 @@ class Hub:
         self._inbox = inbox
         self._reception = reception
         self._fingerprints = fingerprints
-        self._tally = tally
+        self.report = report
         self._events = events
         self._log = log
         self._seats: dict[int, Worker] = {}
         self._over: str | None = None
         self._lost_someone = False
         self._alone_since = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._reception.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        """See everybody out, with the reason, and close the door."""
+        if error is None:
+            sentence = "every sample of every epoch has been applied"
+        elif isinstance(error, SmolclusterError):
+            sentence = f"the run failed: {error}"
+        else:
+            sentence = "the server was stopped"
+        self.see_out(error is None, sentence)
+        self.report.ended(error is None, sentence)
+        self._reception.close()
 
     @property
     def workers(self) -> list[Worker]:
@@ -196,9 +195,11 @@ class Hub:
             worker.session.finish()
             return
         worker.ready = ready
-        rejoined = worker.member.worker_id in self._tally.workers
-        self._tally.worker(worker.member.worker_id, worker.member.node)
-        self._log.info("%s %s, on %s", worker.name, "is back" if rejoined else "joined", ready.device)
+        rejoined = worker.member.worker_id in self.report.tally.workers
+        self.report.tally.worker(worker.member.worker_id, worker.member.node)
+        self._log.info(
+            "%s %s, on %s", worker.name, "is back" if rejoined else "joined", ready.device
+        )
         self._events.write(
             WorkerJoined(
                 rank=worker.rank,
@@ -213,7 +214,8 @@ class Hub:
     def _difference(self, ready: Ready) -> tuple[str, str] | None:
         if ready.dataset_fingerprint != self._fingerprints.dataset:
             return "dataset", (
-                f"this worker's dataset differs from the server's (fingerprint {ready.dataset_fingerprint[:12]}, "
+                f"this worker's dataset differs from the server's (fingerprint "
+                f"{ready.dataset_fingerprint[:12]}, "
                 f"server {self._fingerprints.dataset[:12]}); copy the server's files to its dataset.root"
             )
         if ready.model_fingerprint != self._fingerprints.model:

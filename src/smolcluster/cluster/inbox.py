@@ -42,7 +42,7 @@ class Gone(Event):
 
 
 class Inbox:
-    """An unbounded queue of events. It stays short because every sender waits for an answer sooner or later."""
+    """An unbounded queue of events. It stays short: every sender waits for an answer sooner or later."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()

@@ -9,6 +9,7 @@ from smolcluster.errors import ConnectTimeout, PeerLost, ProtocolError, Rejected
 from smolcluster.transport.connection import Connection, connect
 from smolcluster.transport.handshake import client_handshake
 from smolcluster.transport.messages import Hello, Welcome
+from smolcluster.transport.security import Secret
 from smolcluster.utils.retry import Deadline, backoff_delays
 from smolcluster.utils.units import format_duration
 
@@ -17,9 +18,13 @@ HANDSHAKE_TIMEOUT_S = 10.0
 LONGEST_DELAY_S = 2.0
 
 
+class RunOver(Exception):  # noqa: N818 - it is good news
+    """The server says that the run has ended well."""
+
+
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where the server is, as this machine reaches it, and which setting says so."""
+    """Where the server is, as this machine reaches it."""
 
     host: str
     port: int
@@ -29,7 +34,7 @@ class ServerAddress:
 
 
 def join(
-    address: ServerAddress, hello: Hello, secret: bytes, *, timeout_s: float, log: logging.Logger
+    address: ServerAddress, hello: Hello, secret: Secret, *, timeout_s: float, log: logging.Logger
 ) -> tuple[Connection, Welcome]:
     """Try until the server welcomes this worker, for at most `timeout_s` seconds.
 
@@ -40,19 +45,27 @@ def join(
     """
     deadline = Deadline(timeout_s)
     said = ""
-    for delay_s in backoff_delays(first_s=0.1, cap_s=LONGEST_DELAY_S, jitter=random.Random()):
+    jitter = random.Random()  # noqa: S311 - spreads attempts, hides nothing
+    for delay_s in backoff_delays(first_s=0.1, cap_s=LONGEST_DELAY_S, jitter=jitter):
         try:
             return _join_once(address, hello, secret)
         except (ConnectTimeout, PeerLost, ProtocolError) as error:
             obstacle = str(error)
         except Rejected as error:
+            if error.code == "over":
+                raise RunOver(str(error)) from None
             if error.retry_after_s is None:
                 raise
             obstacle = str(error)
         if deadline.remaining() == 0:
             break
         if obstacle != said:
-            log.info("waiting for the server at %s, up to %s: %s", address, format_duration(deadline.remaining()), obstacle)
+            log.info(
+                "waiting for the server at %s, up to %s: %s",
+                address,
+                format_duration(deadline.remaining()),
+                obstacle,
+            )
             said = obstacle
         time.sleep(min(delay_s, deadline.remaining()))
     raise ConnectTimeout(
@@ -61,10 +74,12 @@ def join(
     )
 
 
-def _join_once(address: ServerAddress, hello: Hello, secret: bytes) -> tuple[Connection, Welcome]:
+def _join_once(address: ServerAddress, hello: Hello, secret: Secret) -> tuple[Connection, Welcome]:
     connection = connect(address.host, address.port, CONNECT_TIMEOUT_S)
     try:
-        return connection, client_handshake(connection, hello, secret, Deadline(HANDSHAKE_TIMEOUT_S))
+        return connection, client_handshake(
+            connection, hello, secret, Deadline(HANDSHAKE_TIMEOUT_S)
+        )
     except BaseException:
         connection.close()
         raise

@@ -73,9 +73,7 @@ def admit(
     )
 
 
-def quorum(
-    num_ready: int, cluster: ClusterConfig, *, started: bool, waited_s: float
-) -> Quorum:
+def quorum(num_ready: int, cluster: ClusterConfig, *, started: bool, waited_s: float) -> Quorum:
     """Decide whether to go on.
 
     `waited_s` counts from the server's start or, once training has started, from the last worker's going.
@@ -88,7 +86,11 @@ def quorum(
     if waited_s < limit_s:
         return Quorum("wait", f"{num_ready} of {cluster.min_workers} needed workers are here")
     key = "empty_cluster_timeout_s" if started else "start_timeout_s"
-    lack = "all workers have gone" if started else f"only {num_ready} of {cluster.min_workers} needed workers came"
+    lack = (
+        "all workers have gone"
+        if started
+        else f"only {num_ready} of {cluster.min_workers} needed workers came"
+    )
     return Quorum(
         "give up",
         f"{lack} within {format_duration(limit_s)} ({key}); start workers, then the server again",

@@ -10,14 +10,17 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as NoAnswer
+from dataclasses import dataclass
 
 from smolcluster.cluster.inbox import Event, Gone, Inbox, Knock
 from smolcluster.cluster.membership import Refused
 from smolcluster.cluster.session import Receiver, Session
+from smolcluster.configs.schema import RunConfig
 from smolcluster.errors import ProtocolError, SmolclusterError
 from smolcluster.transport.connection import Connection, accept_next
 from smolcluster.transport.handshake import accept, reject, server_authenticate
-from smolcluster.transport.messages import FROM_WORKER, Welcome
+from smolcluster.transport.messages import FROM_WORKER
+from smolcluster.transport.security import Secret
 from smolcluster.utils.retry import Deadline
 
 MAX_UNPROVED = 32
@@ -33,10 +36,23 @@ class Seated(Event):
         self.session = session
 
 
+@dataclass(frozen=True)
+class Offer:
+    """What an admitted worker is told of the run."""
+
+    run_id: str
+    incarnation: str
+    run: RunConfig
+    model_fingerprint: str
+    bucket_bytes: int
+    codec: str
+    heartbeat_timeout_s: float
+
+
 class Reception:
     """Accepts workers on `listeners` until closed.
 
-    `welcome` is what every admitted worker is told (its `mac` is filled in for each); `receiver_for(seat)`
+    `offer` is what every admitted worker is told; `receiver_for(seat)`
     makes the function that takes a seat's messages.
     """
 
@@ -44,9 +60,9 @@ class Reception:
         self,
         listeners: Sequence[socket.socket],
         *,
-        secret: bytes,
+        secret: Secret,
         inbox: Inbox,
-        welcome: Welcome,
+        offer: Offer,
         receiver_for: Callable[[int], Receiver],
         max_queued: int,
         log: logging.Logger,
@@ -54,7 +70,7 @@ class Reception:
         self._listeners = listeners
         self._secret = secret
         self._inbox = inbox
-        self._welcome = welcome
+        self._offer = offer
         self._receiver_for = receiver_for
         self._max_queued = max_queued
         self._log = log
@@ -98,7 +114,9 @@ class Reception:
                 self._closed.wait(ACCEPT_TICK_S)
                 continue
             if connection is not None:
-                threading.Thread(target=self._greet, args=(connection,), name="greet", daemon=True).start()
+                threading.Thread(
+                    target=self._greet, args=(connection,), name="greet", daemon=True
+                ).start()
 
     def _greet(self, connection: Connection) -> None:
         seat = next(self._seats)
@@ -125,17 +143,22 @@ class Reception:
         except NoAnswer:
             raise ProtocolError("the server was too busy to answer") from None
         if isinstance(answer, Refused):
-            self._log.warning("worker %s (%s) refused: %s", proved.hello.worker_id, proved.hello.node, answer.sentence)
+            self._log.warning(
+                "worker %s (%s) refused: %s",
+                proved.hello.worker_id,
+                proved.hello.node,
+                answer.sentence,
+            )
             reject(connection, answer.code, answer.sentence, answer.retry_after_s)
             self._inbox.put(Gone(seat, answer.sentence))
             return
-        accept(connection, proved, self._welcome)
+        accept(connection, proved, **vars(self._offer))
         session = Session(
             connection,
             seat=seat,
             receiver=self._receiver_for(seat),
             inbox=self._inbox,
-            heartbeat_timeout_s=self._welcome.heartbeat_timeout_s,
+            heartbeat_timeout_s=self._offer.heartbeat_timeout_s,
             max_queued=self._max_queued,
             kinds=FROM_WORKER,
         )
@@ -155,4 +178,7 @@ class Reception:
             connection = self._connections.pop(seat, None)
             if connection is not None:
                 sent, received = self._past_bytes
-                self._past_bytes = (sent + connection.bytes_sent, received + connection.bytes_received)
+                self._past_bytes = (
+                    sent + connection.bytes_sent,
+                    received + connection.bytes_received,
+                )

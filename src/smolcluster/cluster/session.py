@@ -8,7 +8,7 @@ the session is cut, and the peer may come back.
 
 import queue
 import threading
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -18,8 +18,17 @@ from smolcluster.transport.connection import Connection
 from smolcluster.transport.frames import Buffer, Frame
 from smolcluster.transport.messages import Heartbeat, Kinds, Message, frame_of
 
-Receiver = Callable[[Message, memoryview], Event | None]
-"""Called in the reader's thread with a message and its payload, which is valid during the call only."""
+
+class Receiver(Protocol):
+    """Takes a session's messages, in its reader's thread."""
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a transfer of several frames has begun and not ended."""
+
+    def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        """Take a message and its payload, which is valid during the call only; return what happened."""
+
 
 HEARTBEATS_PER_TIMEOUT = 4
 
@@ -40,7 +49,7 @@ class Session:
     ) -> None:
         self.seat = seat
         self.connection = connection
-        self._receiver = receiver
+        self.receiver = receiver
         self._kinds = kinds
         self._inbox = inbox
         self._heartbeat_every_s = heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
@@ -91,7 +100,7 @@ class Session:
             while True:
                 message, payload = self.connection.receive(self._kinds)
                 if not isinstance(message, Heartbeat):
-                    event = self._receiver(message, payload)
+                    event = self.receiver(message, payload)
                     if event is not None:
                         self._inbox.put(event)
         except SmolclusterError as error:

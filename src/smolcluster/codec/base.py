@@ -1,8 +1,8 @@
 """What every codec does: write a flat float32 tensor as bytes, and read it back.
 
-A codec works on one bucket at a time, on the CPU, into buffers that the caller owns. It may keep scratch
-buffers, so an instance belongs to one thread at a time. All numbers are little-endian, as on every machine
-that PyTorch is built for.
+A codec works on one bucket at a time, on the CPU, into buffers that the caller owns. It may keep
+scratch buffers, so an instance serves one thread at a time. Numbers are in the machine's byte
+order, which is little-endian wherever PyTorch is used today.
 
 Shape letters: n values in a bucket; m = `encoded_nbytes(n)` bytes.
 """
@@ -17,7 +17,7 @@ from smolcluster.errors import NonFiniteLoss, ProtocolError
 
 
 class NonFiniteValue(NonFiniteLoss):
-    """A tensor to encode holds NaN or infinity. `index` is the place of the first such value in it."""
+    """A tensor to encode holds NaN or infinity; `index` is the place of the first such value."""
 
     def __init__(self, index: int, value: float) -> None:
         super().__init__(
@@ -31,16 +31,21 @@ class Codec(ABC):
     """A way to write n float32 values as bytes, with a stated bound on what is lost."""
 
     name: ClassVar[str]
+    lossless: ClassVar[bool] = False
+    """Whether every value comes back as it was, so that error feedback has nothing to feed back."""
 
     @abstractmethod
     def encoded_nbytes(self, numel: int) -> int:
         """Bytes that `numel` values take once encoded."""
 
     def encode(self, source: Tensor, out: Tensor) -> None:
-        """Write `source`, float32 (n,), to `out`, uint8 (m,), which starts at a multiple of 4 bytes.
+        """Write `source`, float32 (n,), to `out`, uint8 (m,).
+
+        `out` starts at a multiple of 4 bytes of its storage.
 
         Raises:
-            NonFiniteValue: `source` holds NaN or infinity. `out` then holds rubbish: it must not be sent.
+            NonFiniteValue: `source` holds NaN or infinity. `out` then holds rubbish and must not be
+                sent.
         """
         self._check_buffers(source, out)
         self._encode(source, out)
@@ -55,17 +60,19 @@ class Codec(ABC):
         self._encode_keeping_error(source, out)
 
     def decode(self, encoded: Tensor, out: Tensor) -> None:
-        """Read `encoded`, uint8 (m,), which starts at a multiple of 4 bytes, into `out`, float32 (n,).
+        """Read `encoded`, uint8 (m,), into `out`, float32 (n,).
+
+        `encoded` starts at a multiple of 4 bytes of its storage.
 
         Raises:
-            ProtocolError: `encoded` has the wrong length, or would decode to NaN or infinity. `out` then
-                holds rubbish.
+            ProtocolError: `encoded` has the wrong length, or would decode to NaN or infinity. `out`
+                then holds rubbish.
         """
         expected = self.encoded_nbytes(out.numel())
         if encoded.numel() != expected:
             raise ProtocolError(
-                f"{encoded.numel()} bytes arrived for {out.numel()} values, which take {expected} in "
-                f"{self.name}: both sides need the same codec, model and bucket size"
+                f"{encoded.numel()} bytes arrived for {out.numel()} values, which take {expected} "
+                f"in {self.name}: both sides need the same codec, model and bucket size"
             )
         self._check_buffers(out, encoded)
         self._decode(encoded, out)
@@ -94,7 +101,7 @@ class Codec(ABC):
 
 
 def reject_non_finite(source: Tensor) -> None:
-    """Raise the `NonFiniteValue` of the first NaN or infinity in `source`, (n,); slow, for the bad case."""
+    """Raise `NonFiniteValue` for the first NaN or infinity in `source`, (n,), if there is one."""
     places = torch.isfinite(source).logical_not_().nonzero()
     if places.numel():
         index = int(places[0])

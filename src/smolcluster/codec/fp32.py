@@ -13,6 +13,7 @@ class Fp32Codec(Codec):
     """Copies the values as they are. Bound: decode(encode(x)) is x, bit for bit."""
 
     name: ClassVar[str] = "fp32"
+    lossless: ClassVar[bool] = True
 
     def encoded_nbytes(self, numel: int) -> int:
         """4 bytes a value."""

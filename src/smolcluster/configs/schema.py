@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -22,11 +23,28 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     Strict,
+    StringConstraints,
     model_validator,
 )
 
-Names = Annotated[tuple[str, ...], Strict(False)]
-LocalPath = Annotated[Path, Strict(False)]
+from smolcluster.utils.words import nearest
+
+
+def _expand_user(path: Path) -> Path:
+    """`~/data` -> the data folder in this user's home."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ValueError("must not begin with the home folder of an unknown user") from None
+
+
+# A YAML list is no tuple and YAML text no Path: these two are converted, all else must have its type.
+# A node's name is part of the names of log files.
+NodeName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Address = Annotated[str, StringConstraints(min_length=1, max_length=255)]
+NodeNames = Annotated[tuple[NodeName, ...], Strict(False)]
+Addresses = Annotated[tuple[Address, ...], Strict(False), Field(min_length=1)]
+LocalPath = Annotated[Path, Strict(False), AfterValidator(_expand_user)]
 AlgorithmName = Literal["edp", "single"]
 
 
@@ -52,8 +70,12 @@ class DatasetConfig(DatasetPlace):
 class NodeConfig(Section):
     """What belongs to a machine and only it can know."""
 
-    device: str | None = Field(None, description="cuda, cuda:1, mps or cpu; null: the best there is.")
-    threads: PositiveInt | None = Field(None, description="Compute threads; null: PyTorch's choice.")
+    device: str | None = Field(
+        None, description="cuda, cuda:1, mps or cpu; null: the best there is."
+    )
+    threads: PositiveInt | None = Field(
+        None, description="Compute threads; null: PyTorch's choice."
+    )
     dataset: DatasetPlace = DatasetPlace()
     secret_file: LocalPath | None = Field(
         None, description="The cluster's secret; null: ~/.config/smolcluster/secret."
@@ -77,11 +99,13 @@ class StalenessConfig(Section):
 class ClusterConfig(Section):
     """The machines and how they work together (`cluster_config_*.yaml`)."""
 
-    host_ip: dict[str, str] = Field(description="Address at which each node reaches the server.")
+    host_ip: dict[NodeName, Address] = Field(
+        description="Address at which each node reaches the server."
+    )
     port: int = Field(65432, ge=1, le=65535, description="The server's TCP port.")
     num_workers: PositiveInt = Field(description="Number of workers; equals len(workers).")
-    workers: Names = Field(description="Names of the worker nodes.")
-    server: str = Field(description="Name of the server's node.")
+    workers: NodeNames = Field(description="Names of the worker nodes.")
+    server: NodeName = Field(description="Name of the server's node.")
     worker_update_interval: PositiveInt = Field(
         10, description="Steps between two pulls of the server's weights by a worker."
     )
@@ -93,7 +117,8 @@ class ClusterConfig(Section):
     elastic: bool = Field(True, description="Accept worker ids above num_workers.")
     min_workers: PositiveInt = Field(1, description="Training starts when so many have joined.")
     start_timeout_s: PositiveFloat = Field(
-        120.0, description="Longest wait for a server (worker) or for min_workers (server), seconds."
+        120.0,
+        description="Longest wait for a server (worker) or for min_workers (server), seconds.",
     )
     empty_cluster_timeout_s: PositiveFloat = Field(
         120.0, description="Longest time without any worker in mid-run, seconds."
@@ -102,35 +127,46 @@ class ClusterConfig(Section):
         60.0, description="How long a worker tries to get back to a lost server, seconds."
     )
     heartbeat_timeout_s: PositiveFloat = Field(
-        10.0, description="A peer silent for so long is lost, seconds; heartbeats go 4 times as often."
+        10.0,
+        description="A peer silent for so long is lost, seconds; heartbeats go 4 times as often.",
     )
     staleness: StalenessConfig = StalenessConfig()
-    bind: Names | None = Field(
-        None, description="Addresses to listen on; null: the host_ip values that are this machine's."
+    bind: Addresses | None = Field(
+        None,
+        description="Addresses to listen on; null: the host_ip values that are this machine's.",
     )
-    nodes: dict[str, NodeConfig] = Field({}, description="Settings of single machines, by name.")
+    nodes: dict[NodeName, NodeConfig] = Field(
+        {}, description="Settings of single machines, by name."
+    )
 
     @model_validator(mode="after")
     def _names_agree(self) -> Self:
         if self.num_workers != len(self.workers):
             raise ValueError(
-                f"num_workers is {self.num_workers}, but workers lists {len(self.workers)}: "
-                f"{', '.join(self.workers) or 'none'}"
+                f"num_workers is {self.num_workers}, but workers lists {len(self.workers)} "
+                f"({', '.join(self.workers) or 'none'}); the two must agree"
             )
-        if len(set(self.workers)) != len(self.workers):
-            raise ValueError(f"workers names a node twice: {', '.join(self.workers)}")
-        known = ", ".join(self.host_ip) or "none"
-        for name in (self.server, *self.workers):
-            if name not in self.host_ip:
-                raise ValueError(f"node {name!r} has no address in host_ip (known: {known})")
+        twice = next((name for name in self.workers if self.workers.count(name) > 1), None)
+        if twice:
+            raise ValueError(f"workers lists {twice!r} twice, must list each node once")
+        self._check_known("server is", self.server)
+        for name in self.workers:
+            self._check_known("workers lists", name)
         for name in self.nodes:
-            if name not in self.host_ip:
-                raise ValueError(f"nodes.{name} is not a node of host_ip (known: {known})")
+            self._check_known("nodes has the key", name)
         if self.min_workers > self.num_workers and not self.elastic:
             raise ValueError(
-                f"min_workers is {self.min_workers}, but only {self.num_workers} workers are listed"
+                f"min_workers is {self.min_workers}, must be at most num_workers, "
+                f"{self.num_workers}, unless elastic is true"
             )
         return self
+
+    def _check_known(self, place: str, name: str) -> None:
+        if name not in self.host_ip:
+            close = nearest(name, self.host_ip)
+            hint = f"; did you mean {close}?" if close else ""
+            known = ", ".join(self.host_ip) or "none"
+            raise ValueError(f"{place} {name!r}, must be a node of host_ip (known: {known}){hint}")
 
 
 class GradientClipping(Section):
@@ -144,7 +180,9 @@ class ModelConfig(Section):
     """A model and its sizes."""
 
     type: str = Field("SimpleNN", description="A registered model.")
-    input_dim: PositiveInt | None = Field(784, description="Features a sample; null: from the data.")
+    input_dim: PositiveInt | None = Field(
+        784, description="Features a sample; null: from the data."
+    )
     hidden: PositiveInt = Field(128, description="Width of the hidden layer.")
     out: PositiveInt = Field(10, description="Number of classes.")
 

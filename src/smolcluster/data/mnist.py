@@ -6,8 +6,10 @@ training set's mean and deviation when a batch is made.
 
 import os
 import sys
+import zlib
+from http.client import HTTPException
 from pathlib import Path
-from urllib.error import URLError
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -36,9 +38,16 @@ def load_mnist(root: Path | None, *, download: bool) -> Dataset:
     Raises:
         DataError: the files are missing, damaged or cannot be fetched.
     """
-    folder = default_root() if root is None else root.expanduser()
-    train = _read(folder, train=True, download=download)
-    validation = _read(folder, train=False, download=download)
+    folder = default_root() if root is None else root.expanduser().absolute()
+    place = folder / "MNIST" / "raw"
+    if not all((place / name).is_file() for name in FILES):
+        if not download:
+            raise DataError(
+                f"MNIST is not in {place}; put its four ubyte files there, set dataset.root to the "
+                "folder that holds MNIST/raw, or set dataset.download=true"
+            )
+        _fetch(folder, place)
+    train, validation = _read(folder, place, train=True), _read(folder, place, train=False)
     return Dataset.of("MNIST", train=train, validation=validation, num_classes=10)
 
 
@@ -53,32 +62,46 @@ def default_root() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "smolcluster"
 
 
-def _read(folder: Path, *, train: bool, download: bool) -> Split:
-    from torchvision.datasets import MNIST  # noqa: PLC0415 - slow to import, needed for MNIST only
+def _fetch(folder: Path, place: Path) -> None:
+    """Download into a folder beside, then move whole files: processes that fetch at once do no harm."""
+    from torchvision.datasets import MNIST  # noqa: PLC0415 - see _read
 
-    place = folder / "MNIST" / "raw"
     try:
-        if not download and not _is_there(place):
-            raise DataError(
-                f"MNIST is not in {place}; put its four ubyte files there, set dataset.root to the "
-                "folder that holds MNIST/raw, or set dataset.download=true"
-            )
-        files = MNIST(str(folder), train=train, download=download)
-    except (URLError, TimeoutError, ConnectionError) as error:
-        raise _not_fetched(place, error) from error
-    except RuntimeError as error:
-        if "rror downloading" in str(error):
-            raise _not_fetched(place, error) from error
-        raise _damaged(place, error) from error
+        place.mkdir(parents=True, exist_ok=True)
+        scratch = TemporaryDirectory(dir=folder, prefix=".fetching-")
     except OSError as error:
-        raise DataError(f"MNIST in {place} cannot be used: {error.strerror or error}") from error
-    except (AssertionError, KeyError, TypeError, ValueError, EOFError) as error:
-        raise _damaged(place, error) from error
+        raise DataError(
+            f"MNIST cannot be stored in {place} ({error.strerror}); set dataset.root to a folder that "
+            "can be written"
+        ) from error
+    with scratch:
+        try:
+            MNIST(scratch.name, download=True)
+            for name in FILES:
+                (Path(scratch.name) / "MNIST" / "raw" / name).replace(place / name)
+        except (RuntimeError, OSError, HTTPException, EOFError, zlib.error) as error:
+            raise DataError(
+                f"MNIST could not be fetched into {place} ({_one_line(error)}); check the network, or "
+                "put its four ubyte files there and set dataset.download=false"
+            ) from error
+
+
+def _read(folder: Path, place: Path, *, train: bool) -> Split:
+    from torchvision.datasets import MNIST  # noqa: PLC0415 - seconds to import, only for MNIST
+
+    try:
+        files = MNIST(str(folder), train=train)
+    except OSError as error:
+        raise DataError(f"MNIST in {place} cannot be read: {_one_line(error)}") from error
+    except (RuntimeError, AssertionError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"MNIST in {place} is damaged ({_one_line(error)}); remove the folder and fetch it again"
+        ) from error
     return _split(files.data, files.targets, place)
 
 
 def _split(images: Tensor, labels: Tensor, place: Path) -> Split:
-    inputs = images.reshape(len(images), -1)
+    inputs = images.flatten(1)
     if inputs.shape[1:] != (NUM_FEATURES,):
         raise DataError(
             f"MNIST in {place} has images of shape {tuple(images.shape[1:])}, expected (28, 28); "
@@ -88,20 +111,6 @@ def _split(images: Tensor, labels: Tensor, place: Path) -> Split:
     return Split(inputs, labels.to(torch.int64), scale=scale, shift=-MEAN / DEVIATION)
 
 
-def _is_there(place: Path) -> bool:
-    return all((place / name).is_file() for name in FILES)
-
-
-def _not_fetched(place: Path, error: Exception) -> DataError:
-    reason = " ".join(str(getattr(error, "reason", error)).split())
-    return DataError(
-        f"MNIST could not be fetched into {place} ({reason[:200]}); check the network, "
-        "or put its four ubyte files there and set dataset.download=false"
-    )
-
-
-def _damaged(place: Path, error: Exception) -> DataError:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return DataError(
-        f"MNIST in {place} is damaged ({reason[:200]}); remove the folder and fetch it again"
-    )
+def _one_line(error: Exception) -> str:
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return " ".join(str(reason).split())[:200]

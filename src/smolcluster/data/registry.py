@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from smolcluster.configs.schema import DatasetConfig
 from smolcluster.data.dataset import Dataset
-from smolcluster.data.digits import load_digits_dataset
+from smolcluster.data.digits import load_digits
 from smolcluster.data.mnist import load_mnist
 from smolcluster.errors import ConfigError
 
@@ -14,7 +14,7 @@ DatasetLoader = Callable[[DatasetConfig, int], Dataset]
 
 
 def _digits(config: DatasetConfig, seed: int) -> Dataset:  # noqa: ARG001 - bundled: no place
-    return load_digits_dataset(seed)
+    return load_digits(seed)
 
 
 def _mnist(config: DatasetConfig, seed: int) -> Dataset:  # noqa: ARG001 - it brings its own split

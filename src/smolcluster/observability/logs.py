@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from smolcluster.observability.terminal import SteadyConsole, print_line
+from smolcluster.observability.terminal import SteadyConsole, displayable, print_line
 from smolcluster.runs.files import LineWriter, utc_timestamp
 from smolcluster.runs.paths import log_stem
 
@@ -101,7 +101,8 @@ class _ConsoleHandler(logging.Handler):
         """Print one line."""
         moment = time.strftime("%H:%M:%S", time.localtime(record.created))
         level = _SHORT.get(record.levelname, record.levelname)
-        line = Text(f"{moment} {level:<5} {self._who}  {_message(record)}")
+        message = displayable(self._out, _message(record))
+        line = Text(f"{moment} {level:<5} {self._who}  {message}")
         line.stylize(_STYLES.get(record.levelname, ""), 9, 14)
         print_line(self._out, line)
 

@@ -1,8 +1,10 @@
 """The console that log lines, the progress bar and the closing table share."""
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -13,7 +15,7 @@ class SteadyConsole(Console):
 
     def on_broken_pipe(self) -> None:
         """Print nothing from now on."""
-        self.quiet = True
+        silence(self)
 
 
 @contextlib.contextmanager
@@ -22,19 +24,30 @@ def steady(console: Console) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError):
-        console.quiet = True
+        silence(console)
+
+
+def silence(console: Console) -> None:
+    """Print nothing from now on, and let what is still buffered go to the null device.
+
+    Otherwise the interpreter complains when it flushes standard output at its end, and exits with
+    120.
+    """
+    console.quiet = True
+    with contextlib.suppress(OSError, ValueError), Path(os.devnull).open("w") as null:
+        os.dup2(null.fileno(), console.file.fileno())
 
 
 def print_line(console: Console, line: str | Text) -> None:
     """Print exactly one line, above a progress bar if there is one.
 
-    Control characters, which could come from a peer and move the cursor, are shown as `\\x1b`; nothing
-    is wrapped or read as markup.
+    Control characters, which could come from a peer and move the cursor, are shown as `\\x1b`;
+    nothing is wrapped or read as markup.
     """
-    text = Text(line) if isinstance(line, str) else line
-    plain = displayable(console, text.plain)
+    plain = displayable(console, line if isinstance(line, str) else line.plain)
+    text = line if isinstance(line, Text) and line.plain == plain else Text(plain)
     with steady(console):
-        console.print(text if plain == text.plain else Text(plain), soft_wrap=True, highlight=False)
+        console.print(text, soft_wrap=True, highlight=False)
 
 
 def displayable(console: Console, text: str) -> str:

@@ -179,7 +179,14 @@ class _Reporter:
         self._evaluation = (step.step, result)
         values = {"val_loss": result.loss, "val_accuracy": result.accuracy}
         self._metrics.log(MetricRecord("eval", step.step, step.epoch, values))
-        self._events.write(Evaluated(epoch=step.epoch, step=step.step, **values))
+        self._events.write(
+            Evaluated(
+                epoch=step.epoch,
+                step=step.step,
+                val_loss=result.loss,
+                val_accuracy=result.accuracy,
+            )
+        )
         log.info(
             "epoch %d of %d, step %d: validation loss %.4f, accuracy %.4f",
             step.epoch + 1,

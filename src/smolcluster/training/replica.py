@@ -11,22 +11,19 @@ import copy
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from smolcluster.errors import ConfigError, NonFiniteLoss
+from smolcluster.training.optimizer import FlatOptimizer
 
 DEFAULT_BUCKET_BYTES = 1 << 20
 
 DIVERGENCE_REMEDY = "lower learning_rate or enable gradient_clipping"
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = MappingProxyType(
-    {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-)
 
 
 class Replica:
@@ -37,7 +34,9 @@ class Replica:
         device: where it computes.
         params: trainable weights, flat (num_params,), on `device`; writing to it changes the model.
         grads: gradient of the mean loss, flat (num_params,), on `device`.
+        optimizer: the update rule, with its state.
         layers: name and place in the flat tensors of each parameter, in order.
+        bucket_bytes: largest size of a bucket.
         buckets: the flat tensors cut into slices of at most `bucket_bytes`, in order.
         fingerprint: SHA-256 over name, shape and type of every parameter, in hex.
     """
@@ -56,7 +55,7 @@ class Replica:
         Args:
             model: it belongs to the replica from now on.
             optimizer: adam, adamw or sgd.
-            weight_decay: as the optimizer understands it.
+            weight_decay: see `FlatOptimizer`.
             device: None means the CPU.
             bucket_bytes: largest size of a bucket, in bytes of the parameters' type.
 
@@ -64,22 +63,18 @@ class Replica:
             ConfigError: the model cannot be trained so: batch norm, mixed types, nothing to train.
         """
         self.device = device or torch.device("cpu")
+        self.bucket_bytes = bucket_bytes
         self.model = model.to(self.device).train()
         trainable = _trainable(self.model)
         self.fingerprint = _fingerprint(self.model)
         self.layers = _layout(trainable)
         self._starts = [place.start for _, place in self.layers]
         dtype = trainable[0][1].dtype
-        self._flat = nn.Parameter(
-            torch.empty(self.layers[-1][1].stop, dtype=dtype, device=self.device)
-        )
-        self.params = self._flat.data
+        self.params = torch.empty(self.layers[-1][1].stop, dtype=dtype, device=self.device)
         self.grads = torch.zeros_like(self.params)
-        self._flat.grad = self.grads
         self._move_into_flat(trainable)
         self.buckets = _cut(self.num_params, max(1, bucket_bytes // dtype.itemsize))
-        self._optimizer = _build_optimizer(optimizer, self._flat, weight_decay)
-        self._group = self._optimizer.param_groups[0]
+        self.optimizer = FlatOptimizer(optimizer, self.params, self.grads, weight_decay)
         self._staging: Tensor | None = None
 
     @property
@@ -144,8 +139,7 @@ class Replica:
 
     def step(self, learning_rate: float) -> None:
         """Apply `grads` to the weights with the optimizer."""
-        self._group["lr"] = learning_rate
-        self._optimizer.step()
+        self.optimizer.step(learning_rate)
 
     def layer_norms(self, flat: Tensor | None = None) -> dict[str, float]:
         """Return the L2 norm of each parameter's part of `flat` (num_params,), or of `grads`."""
@@ -163,7 +157,7 @@ class Replica:
     def snapshot(self, out: Tensor | None = None) -> Tensor:
         """Return a copy of the weights on the CPU, flat (num_params,), in `out` if given."""
         if out is None:
-            return self.params.detach().to("cpu", copy=True)
+            return self.params.to("cpu", copy=True)
         return out.copy_(self.params)
 
     def load(self, flat: Tensor) -> None:
@@ -252,15 +246,6 @@ def _fingerprint(model: nn.Module) -> str:
         state = "trained" if parameter.requires_grad else "frozen"
         digest.update(f"{name}|{tuple(parameter.shape)}|{parameter.dtype}|{state}\n".encode())
     return digest.hexdigest()
-
-
-def _build_optimizer(name: str, flat: nn.Parameter, weight_decay: float) -> torch.optim.Optimizer:
-    if name not in _OPTIMIZERS:
-        raise ConfigError(f"optimizer is {name!r}, allowed: {', '.join(_OPTIMIZERS)}")
-    try:
-        return _OPTIMIZERS[name]([flat], weight_decay=weight_decay, fused=True)
-    except RuntimeError:  # no fused kernel for this device or type
-        return _OPTIMIZERS[name]([flat], weight_decay=weight_decay)
 
 
 def _first_non_finite(tensor: Tensor) -> float | None:

@@ -36,14 +36,6 @@ HANDSHAKE_TIMEOUT_S = 5.0
 """How long a server lets a stranger take to prove itself, in seconds."""
 
 
-class HandshakeRejected(Rejected):
-    """The server refused; `reject` has its code, its sentence and when to ask again."""
-
-    def __init__(self, message: str, reject: Reject):
-        super().__init__(message)
-        self.reject = reject
-
-
 @dataclass(frozen=True, slots=True)
 class Authenticated:
     """A client that proved itself, and the proof that the server owes it."""
@@ -62,7 +54,7 @@ def client_handshake(
 
     Raises:
         AuthError: the two sides' secrets differ.
-        HandshakeRejected: the server refused for another reason; `reject.retry_after_s` may be set.
+        Rejected: the server refused for another reason; `retry_after_s` says when to ask again.
         ProtocolError, PeerLost: the server does not speak the protocol, or was lost.
     """
     try:
@@ -206,4 +198,4 @@ def _answer(connection: Connection, kind: type[M], secret: Secret, deadline: Dea
             f"{connection.peer}: handshake: the server does not accept the secret in "
             f"{secret.path}: copy the server's file to this place (chmod 600)"
         )
-    raise HandshakeRejected(f"{connection.peer}: {message.sentence}", message)
+    raise Rejected(f"{connection.peer}: {message.sentence}", message.code, message.retry_after_s)

@@ -47,6 +47,7 @@ Identifier = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,128}$")]
 Sentence = Annotated[
     str, BeforeValidator(one_line), StringConstraints(max_length=MAX_SENTENCE_CHARS)
 ]
+Outcome = Literal["applied", "stale", "late", "duplicate"]
 Shape = Annotated[tuple[Count, ...], Strict(False), Field(max_length=8)]
 
 
@@ -168,7 +169,7 @@ class Ack(Message):
 
     KIND: ClassVar[int] = 9
     lease: LeaseKey
-    outcome: Literal["applied", "stale", "late", "duplicate"]
+    outcome: Outcome
     version: Count
 
 

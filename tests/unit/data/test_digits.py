@@ -1,7 +1,13 @@
+import gzip
+from pathlib import Path
+
+import pytest
 import torch
 
+from smolcluster.data import digits
 from smolcluster.data.dataset import Split
-from smolcluster.data.digits import load_digits_dataset
+from smolcluster.data.digits import load_digits
+from smolcluster.errors import DataError
 
 
 def rows(split: Split) -> list[tuple[float, ...]]:
@@ -9,23 +15,51 @@ def rows(split: Split) -> list[tuple[float, ...]]:
 
 
 def test_a_fifth_is_held_out_and_nothing_is_lost() -> None:
-    digits = load_digits_dataset(seed=42)
-    other = load_digits_dataset(seed=1)
+    data = load_digits(seed=42)
+    other = load_digits(seed=1)
 
-    assert (digits.train.num_samples, digits.validation.num_samples) == (1438, 359)
-    assert (digits.input_dim, digits.num_classes) == (64, 10)
-    assert sorted(rows(digits.train) + rows(digits.validation)) == sorted(
+    assert (data.train.num_samples, data.validation.num_samples) == (1438, 359)
+    assert (data.input_dim, data.num_classes) == (64, 10)
+    assert sorted(rows(data.train) + rows(data.validation)) == sorted(
         rows(other.train) + rows(other.validation)
     )
 
 
+def test_they_are_scikit_learns() -> None:
+    from sklearn.datasets import load_digits as load_theirs
+
+    pixels, labels = load_theirs(return_X_y=True)
+    theirs = Split(torch.from_numpy(pixels).float() / 16, torch.from_numpy(labels))
+    ours = load_digits(seed=42)
+    assert sorted(rows(ours.train) + rows(ours.validation)) == rows(theirs)
+
+
+def test_a_missing_file_is_named_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digits, "digits_file", lambda: tmp_path / "digits.csv.gz")
+    with pytest.raises(DataError, match=rf"{tmp_path}.*reinstall scikit-learn"):
+        load_digits(seed=42)
+
+
+@pytest.mark.parametrize("content", [b"1,2,3", b"a,b", b"1,2\n3"])
+def test_a_damaged_file_is_refused(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "digits.csv.gz"
+    file.write_bytes(gzip.compress(content))
+    monkeypatch.setattr(digits, "digits_file", lambda: file)
+    with pytest.raises(DataError, match="reinstall scikit-learn"):
+        load_digits(seed=42)
+
+
 def test_pixels_lie_between_zero_and_one() -> None:
-    inputs = load_digits_dataset(seed=42).train.inputs
+    inputs = load_digits(seed=42).train.inputs
     assert (inputs.min().item(), inputs.max().item()) == (0.0, 1.0)
 
 
 def test_the_seed_draws_the_held_out_samples() -> None:
-    first, again, other = (load_digits_dataset(seed) for seed in (1, 1, 2))
+    first, again, other = (load_digits(seed) for seed in (1, 1, 2))
 
     assert first.fingerprint == again.fingerprint
     assert first.fingerprint != other.fingerprint
@@ -33,7 +67,6 @@ def test_the_seed_draws_the_held_out_samples() -> None:
 
 
 def test_the_fingerprint_of_seed_42_is_the_same_on_every_machine() -> None:
-    assert load_digits_dataset(42).fingerprint == GOLDEN
-
-
-GOLDEN = ""
+    assert load_digits(42).fingerprint == (
+        "65832337da326d3838268f5321269befb84e543ebe566314c6122fb5e3db7745"
+    )

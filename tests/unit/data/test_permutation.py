@@ -22,17 +22,13 @@ def test_the_same_seed_and_epoch_give_the_same_order() -> None:
 
 
 def test_the_order_of_a_key_never_changes_between_versions() -> None:
-    assert seeded_order(42, 12).tolist() == GOLDEN_KEY
+    assert seeded_order(42, 12).tolist() == [11, 7, 1, 6, 10, 4, 3, 5, 9, 0, 2, 8]
 
 
 def test_the_order_of_an_epoch_never_changes_between_versions() -> None:
-    assert epoch_permutation(42, 3, 12).tolist() == GOLDEN_EPOCH
+    assert epoch_permutation(42, 3, 12).tolist() == [5, 10, 11, 8, 0, 3, 2, 1, 4, 7, 6, 9]
 
 
 def test_positions_are_uniform() -> None:
     hits = sum(epoch_permutation(0, epoch, 4)[0].item() == 2 for epoch in range(400))
     assert 60 < hits < 140
-
-
-GOLDEN_KEY: list[int] = []
-GOLDEN_EPOCH: list[int] = []

@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,14 +22,3 @@ def test_an_unknown_dataset_is_refused_with_the_nearest_name() -> None:
         ConfigError, match=r"dataset\.name is 'mnist', allowed: digits, MNIST; did you mean MNIST\?"
     ):
         load_dataset(DatasetConfig(name="mnist"), seed=3)
-
-
-def test_digits_do_not_load_torchvision() -> None:
-    code = (
-        "import sys\n"
-        "from smolcluster.configs.schema import DatasetConfig\n"
-        "from smolcluster.data.registry import load_dataset\n"
-        "load_dataset(DatasetConfig(name='digits'), seed=1)\n"
-        "sys.exit('torchvision' in sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -31,13 +31,14 @@ def test_a_perfect_model_has_accuracy_one() -> None:
     split = Split(torch.eye(3), torch.arange(3))
 
     result = evaluate(model, split, CPU)
-    assert (result.accuracy, result.loss) == (1.0, pytest.approx(0.0))
+    assert result.accuracy == 1.0
+    assert result.loss == pytest.approx(0.0)
 
 
 def test_weights_that_have_diverged_are_an_error() -> None:
     model = nn.Linear(4, 3)
     model.weight.data.fill_(math.inf)
-    with pytest.raises(NonFiniteLoss, match="validation loss is nan.*lower learning_rate"):
+    with pytest.raises(NonFiniteLoss, match=r"validation loss is nan.*lower learning_rate"):
         evaluate(model, Split(torch.randn(5, 4), torch.zeros(5, dtype=torch.int64)), CPU)
 
 

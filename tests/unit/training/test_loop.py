@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,15 @@ from smolcluster.data.permutation import epoch_permutation
 from smolcluster.data.registry import load_dataset
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.observability.metrics import MetricRecord, Metrics
-from smolcluster.runs.events import EventLog, EventRecord, RunEnded, read_events
+from smolcluster.runs.events import (
+    EpochFinished,
+    Evaluated,
+    EventLog,
+    EventRecord,
+    RunEnded,
+    RunStarted,
+    read_events,
+)
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.summary import Summary, read_summary
 from smolcluster.training.build import build_replica
@@ -112,8 +122,9 @@ def test_every_sample_of_every_epoch_is_applied_once_in_the_seeded_order(
 
 
 def test_it_learns_the_digits(digits: Dataset) -> None:
-    _, steps = take_all(config(learning_rate=0.01, num_epochs=4), digits)
-    assert steps[-1].loss < 0.5 < 2.0 < steps[0].loss
+    _, steps = take_all(config(learning_rate=0.01, num_epochs=8), digits)
+    assert steps[0].loss > 2.0
+    assert steps[-1].loss < 0.3
 
 
 def test_two_runs_of_one_seed_are_equal_bit_for_bit(digits: Dataset) -> None:
@@ -165,16 +176,16 @@ def test_a_diverging_run_stops_naming_step_and_layer(digits: Dataset) -> None:
 
 
 def test_the_summary_says_what_was_done(tmp_path: Path) -> None:
-    summary, _, _, paths = run(tmp_path, config(learning_rate=0.01, num_epochs=5))
+    summary, _, _, paths = run(tmp_path, config(learning_rate=0.01, num_epochs=8))
 
     assert read_summary(paths.summary) == summary
     assert (summary.algorithm, summary.run_id) == ("single", "single-test")
-    assert (summary.epochs, summary.steps, summary.train_samples) == (5, 75, SAMPLES)
-    assert summary.samples_applied == 5 * SAMPLES
+    assert (summary.epochs, summary.steps, summary.train_samples) == (8, 120, SAMPLES)
+    assert summary.samples_applied == 8 * SAMPLES
     assert summary.final.val_accuracy is not None
     assert summary.final.val_accuracy > 0.9
     assert summary.final.train_loss is not None
-    assert summary.final.train_loss < 0.5
+    assert summary.final.train_loss < 0.3
 
 
 def test_every_step_and_evaluation_is_reported(tmp_path: Path) -> None:
@@ -198,14 +209,13 @@ def test_the_final_weights_are_evaluated_whatever_eval_steps_says(tmp_path: Path
 
 def test_the_events_tell_the_run_from_start_to_end(tmp_path: Path) -> None:
     _, _, events, _ = run(tmp_path, config(eval_steps=20))
-    kinds = [record.event.kind for record in events]
-    assert kinds == [
-        "run_started",
-        "epoch_finished",
-        "evaluated",
-        "epoch_finished",
-        "evaluated",
-        "run_ended",
+    assert [type(record.event) for record in events] == [
+        RunStarted,
+        EpochFinished,
+        Evaluated,
+        EpochFinished,
+        Evaluated,
+        RunEnded,
     ]
 
 
@@ -223,3 +233,23 @@ def test_a_diverging_run_ends_with_an_event_and_without_a_summary(tmp_path: Path
     assert "layer fc" in end.reason
     assert not paths.summary.exists()
     assert json.loads(paths.events.read_text().splitlines()[-1])["kind"] == "run_ended"
+
+
+def test_training_on_the_digits_loads_no_library_that_is_slow_to_import() -> None:
+    code = """
+import sys
+import torch
+from smolcluster.configs.schema import DatasetConfig, DatasetPlace, ModelConfig, TrainConfig
+from smolcluster.training.build import build
+from smolcluster.training.evaluate import evaluate
+from smolcluster.training.loop import training_steps
+train = TrainConfig(model=ModelConfig(input_dim=None), dataset=DatasetConfig(name="digits"))
+bench = build(train, 1, DatasetPlace(), torch.device("cpu"))
+next(training_steps(bench.replica, bench.dataset, train, 1))
+evaluate(bench.replica.copy_model(), bench.dataset.validation, bench.replica.device)
+print(sorted({"torchvision", "sklearn", "scipy", "torch._dynamo"} & set(sys.modules)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -153,7 +153,7 @@ def test_frozen_parameters_are_left_out_and_do_not_change() -> None:
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.SyncBatchNorm(8)])
 def test_batch_norm_is_refused_naming_the_layer(norm: nn.Module) -> None:
     model = nn.Sequential(nn.Linear(6, 8), norm, nn.Linear(8, 3))
-    with pytest.raises(ConfigError, match="layer 1 is .*BatchNorm.*LayerNorm"):
+    with pytest.raises(ConfigError, match=r"layer 1 is .*BatchNorm.*LayerNorm"):
         Replica(model, "sgd")
 
 

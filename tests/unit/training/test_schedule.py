@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_without_a_schedule_it_is_constant(applied: int) -> None:
 
 def test_the_warm_up_rises_in_equal_steps_from_above_zero_to_the_peak() -> None:
     rates = [learning_rate(WARM, 10 * step, TOTAL) for step in range(21)]
-    rises = [after - before for before, after in zip(rates, rates[1:], strict=False)]
+    rises = [after - before for before, after in pairwise(rates)]
 
     assert rates[0] == pytest.approx(0.5 / 21)
     assert rates[20] == 0.5

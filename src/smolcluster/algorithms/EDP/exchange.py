@@ -33,7 +33,7 @@ from smolcluster.transport.messages import (
 
 @dataclass(frozen=True)
 class Pushed(Event):
-    """A whole gradient has arrived. `gradient` (num_params,) belongs to the server until `receiver.free()`."""
+    """A whole `gradient` (num_params,) has arrived; it is the server's until `receiver.free()`."""
 
     seat: int
     push: Push
@@ -64,7 +64,9 @@ class GradientSender:
     def __init__(self, codec_name: str, replica: Replica) -> None:
         self._replica = replica
         self._codec = get_codec(codec_name)
-        self._feedback = None if self._codec.lossless else ErrorFeedback(self._codec, replica.num_params)
+        self._feedback = (
+            None if self._codec.lossless else ErrorFeedback(self._codec, replica.num_params)
+        )
         sizes = [self._codec.encoded_nbytes(_length(bucket)) for bucket in replica.buckets]
         self._encoded = [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
@@ -143,14 +145,17 @@ class GradientReceiver:
             raise ProtocolError("it pushed again before its last push was acknowledged")
         if push.bucket != self._next or push.num_buckets != len(self._buckets):
             raise ProtocolError(
-                f"it sent bucket {push.bucket} of {push.num_buckets}, expected {self._next} of {len(self._buckets)}"
+                f"it sent bucket {push.bucket} of {push.num_buckets}, "
+                f"expected {self._next} of {len(self._buckets)}"
             )
         if self._next and push.lease != self._lease:
             raise ProtocolError("it began another push in the middle of one")
         if push.num_samples != push.lease.stop - push.lease.start:
             raise ProtocolError(f"its push of {push.num_samples} samples does not fit its lease")
         if push.tensor != _spec(self._codec, self._buckets[push.bucket]):
-            raise ProtocolError(f"bucket {push.bucket} is not the {self._codec.name} tensor agreed on")
+            raise ProtocolError(
+                f"bucket {push.bucket} is not the {self._codec.name} tensor agreed on"
+            )
         self._lease = push.lease
 
 
@@ -184,6 +189,11 @@ class StateReceiver:
         self._next = 0
         self._version = 0
 
+    @property
+    def in_progress(self) -> bool:
+        """Whether weights have begun to arrive and are not whole."""
+        return self._next > 0
+
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         """Take a message in the reader's thread."""
         if isinstance(message, Assignment):
@@ -195,9 +205,13 @@ class StateReceiver:
 
     def _take(self, state: State, payload: memoryview) -> Event | None:
         if state.bucket != self._next or (self._next and state.version != self._version):
-            raise ProtocolError(f"the server sent bucket {state.bucket} of its weights, expected {self._next}")
+            raise ProtocolError(
+                f"the server sent bucket {state.bucket} of its weights, expected {self._next}"
+            )
         if state.tensor != _spec(self._codec, self._buckets[state.bucket]):
-            raise ProtocolError(f"bucket {state.bucket} of the server's weights is not of the agreed shape")
+            raise ProtocolError(
+                f"bucket {state.bucket} of the server's weights is not of the agreed shape"
+            )
         if self._weights is None:
             self._weights = torch.empty(self._buckets[-1].stop)
         encoded = torch.frombuffer(payload, dtype=torch.uint8)
@@ -209,9 +223,7 @@ class StateReceiver:
 
 def indices_payload(indices: Tensor) -> tuple[TensorSpec, memoryview]:
     """Describe and lay out the indices (num_samples,) int32 of an assignment."""
-    spec = TensorSpec(
-        codec="raw", dtype="int32", shape=tuple(indices.shape), nbytes=indices.nbytes
-    )
+    spec = TensorSpec(codec="raw", dtype="int32", shape=tuple(indices.shape), nbytes=indices.nbytes)
     return spec, _bytes_of(indices)
 
 
@@ -227,4 +239,4 @@ def _length(bucket: slice) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.numpy()).cast("B")
+    return memoryview(tensor.numpy().data).cast("B")

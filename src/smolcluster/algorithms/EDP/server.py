@@ -2,9 +2,10 @@
 
     lease -> worker -> gradient -> s(τ) · learning rate -> optimizer step -> version + 1 -> next lease
 
-There is no barrier: every gradient is applied as it comes, weighed by how old the weights were that it was
-computed on (`rule.py`). Workers join and leave as ordinary events; their leases go back and are handed out
-again, so that every sample of every epoch is applied exactly once. One thread, `Server.run`, decides everything.
+There is no barrier: every gradient is applied as it comes, weighed by how old the weights were
+that it was computed on (`rule.py`). Workers join and leave as ordinary events; their leases go back and are
+handed out again, so that every sample of every epoch is applied exactly once. One thread, `Server.run`,
+decides everything.
 
 Sources: Dean et al. 2012 (Downpour SGD); Xie et al., 1903.03934 (the weight of a stale update).
 By hand: `uv run server.py`.
@@ -14,6 +15,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.EDP import rule
 from smolcluster.algorithms.EDP.exchange import (
     GradientReceiver,
@@ -21,17 +23,19 @@ from smolcluster.algorithms.EDP.exchange import (
     indices_payload,
     state_frames,
 )
-from smolcluster.algorithms.process import ServerContext, run_server
+from smolcluster.algorithms.process import run_server
 from smolcluster.cluster.dispatcher import Dispatcher, Returned
 from smolcluster.cluster.evaluator import EvaluationDone, Evaluator
-from smolcluster.cluster.hub import Departed, Joined, Worker
+from smolcluster.cluster.hub import Departed, Joined
 from smolcluster.cluster.inbox import Event, Said
+from smolcluster.cluster.report import Applied
+from smolcluster.cluster.worker import Worker
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.errors import NonFiniteLoss, RunFailed
 from smolcluster.runs.summary import Summary
 from smolcluster.training.schedule import learning_rate
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Ack, Assignment, Fault, LeaseKey, Pull
+from smolcluster.transport.messages import Ack, Assignment, Fault, LeaseKey, Outcome, Pull
 
 LEASES_PER_WORKER = 2
 """One that it computes, and one whose push is on the wire."""
@@ -43,7 +47,6 @@ class Peer:
     """What EDP remembers of a worker that takes part."""
 
     worker: Worker
-    receiver: GradientReceiver
     own_versions: deque[int] = field(default_factory=deque)
 
 
@@ -64,27 +67,27 @@ class Server:
                 context.run.seed, epoch, context.bench.dataset.train.num_samples
             ),
         )
-        self.report = context.report
-        self.hub = context.open_hub(
-            lambda seat: GradientReceiver(seat, context.codec, self.replica.buckets)
-        )
-        self.evaluator = Evaluator(
-            self.replica, context.bench.dataset.validation, context.inbox
-        )
+        self.hub = context.open_hub(self.receiver_for)
+        self.report = self.hub.report
+        self.evaluator = Evaluator(self.replica, context.bench.dataset.validation, context.inbox)
         self.peers: dict[int, Peer] = {}
         self.last_applied: dict[str, LeaseKey] = {}
         self.snapshot: tuple[int, list[Frame]] | None = None
 
+    def receiver_for(self, seat: int) -> GradientReceiver:
+        """What takes the messages of a new session."""
+        return GradientReceiver(seat, self.context.codec, self.replica.buckets)
+
     def run(self) -> Summary:
         """Serve until every sample of every epoch has been applied."""
-        while not self.dispatcher.done:
-            for event in self.hub.next_events(TICK_S):
-                self.handle(event)
-            self.take_back(self.dispatcher.expire(time.monotonic()), "its time was over")
-            self.hand_out()
-            self.report.tick()
-        self.evaluator.close()
-        return self.report.finish(self.version, self.dispatcher.samples_applied)
+        with self.hub, self.evaluator:
+            while not self.dispatcher.done:
+                for event in self.hub.next_events(TICK_S):
+                    self.handle(event)
+                self.take_back(self.dispatcher.expire(time.monotonic()), "its time was over")
+                self.hand_out()
+                self.report.tick()
+            return self.report.summary()
 
     def handle(self, event: Event) -> None:
         """Do what an event asks for."""
@@ -103,37 +106,43 @@ class Server:
             case EvaluationDone(version, epoch, evaluation):
                 self.report.evaluated(version, epoch, evaluation)
 
-    def on_join(self, worker: Worker, unacknowledged: LeaseKey | None, samples_per_s: float) -> None:
+    def on_join(
+        self, worker: Worker, unacknowledged: LeaseKey | None, samples_per_s: float
+    ) -> None:
         """Give a worker the weights, and say what became of the push that it was unsure of."""
         session = worker.live_session
-        peer = self.peers[session.seat] = Peer(worker, session.receiver)
+        peer = self.peers[session.seat] = Peer(worker)
+        self.report.holder(session.seat, worker)
         if samples_per_s > 0:
             expected_s = LEASES_PER_WORKER * self.train.batch_size / samples_per_s
             self.dispatcher.expect(session.seat, expected_s)
         if unacknowledged is not None:
             applied = self.last_applied.get(worker.member.instance) == unacknowledged
-            outcome = "applied" if applied else "late"
+            outcome: Outcome = "applied" if applied else "late"
             session.send(Ack(lease=unacknowledged, outcome=outcome, version=self.version))
         self.send_weights(peer)
 
     def on_departure(self, worker: Worker) -> None:
         """Take back what a worker had in hand."""
         peer = self.peers.pop(worker.member.seat)
-        if peer.receiver.in_progress:
-            self.report.tally.pushes["lost"] += 1
+        if peer.worker.live_session.receiver.in_progress:
+            self.report.lost_push()
         self.take_back(self.dispatcher.release_all(worker.member.seat), "its worker has gone")
 
     def on_push(self, pushed: Pushed) -> None:
         """Apply a gradient, or say why not."""
         peer = self.peers.get(pushed.seat)
         if peer is None:
-            self.report.tally.pushes["lost"] += 1
+            self.report.lost_push()
             return
         push, seat = pushed.push, pushed.seat
         if push.base_version > self.version:
-            peer.worker.live_session.cut(f"it claims weights of version {push.base_version}, the newest is {self.version}")
+            peer.worker.live_session.cut(
+                f"it claims weights of version {push.base_version}, the newest is {self.version}"
+            )
             return
         tau = rule.staleness(self.version, push.base_version, peer.own_versions)
+        outcome: Outcome
         verdict = self.dispatcher.judge(push.lease, seat)
         if verdict != "open":
             outcome = verdict
@@ -162,7 +171,9 @@ class Server:
         peer.own_versions.append(self.version)
         while peer.own_versions[0] <= push.base_version:
             peer.own_versions.popleft()
-        self.report.applied(peer.worker, push, pushed.gradient, self.version, tau, rate, norm)
+        self.report.applied(
+            Applied(peer.worker, push, pushed.gradient, self.version, tau, rate, norm)
+        )
         if self.version % self.train.eval_steps == 0:
             self.evaluator.submit(self.version, epoch, self.replica)
 
@@ -206,8 +217,7 @@ class Server:
 
 def serve(context: ServerContext) -> Summary:
     """Run EDP's server to its end."""
-    server = Server(context)
-    return server.run()
+    return Server(context).run()
 
 
 if __name__ == "__main__":

@@ -102,6 +102,8 @@ class ProgressView:
             TextColumn("{task.fields[status]}", markup=False),
             console=self._console,
             auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
         )
         task = progress.add_task("", total=None, status="")
         with steady(self._console):

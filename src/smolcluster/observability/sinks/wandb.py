@@ -29,7 +29,7 @@ MAX_WAITING = 20_000
 Mode = Literal["online", "offline", "disabled"]
 
 
-def wandb_name(
+def run_name(
     *,
     algorithm: str,
     role: str,
@@ -109,8 +109,8 @@ class WandbSink:
             self._thread.start()
 
     def log(self, record: MetricRecord) -> None:
-        """Take one record; a worker's values are named `rank0/…`."""
-        prefix = "" if record.rank is None else f"rank{record.rank}/"
+        """Take one record; the values of a worker's report are named `rank0/…`."""
+        prefix = f"rank{record.rank}/" if record.kind == "worker" else ""
         values = {f"{prefix}{name}": value for name, value in record.values.items()}
         self._put(json_line({"step": record.step, "epoch": record.epoch} | values))
 
@@ -157,10 +157,17 @@ class WandbSink:
             return
         self._child = child
         with contextlib.suppress(BrokenPipeError), cast(IO[bytes], child.stdin) as pipe:
-            while (line := self._queue.get()) is not None:
+            while child.poll() is None and (line := self._next_line()) is not None:
                 pipe.write(line)
         if child.wait() != 0:
             self._give_up(_last_line(self._output))
+
+    def _next_line(self) -> bytes | None:
+        """The next line, None at the end; nothing after a second, so that a dead child is noticed."""
+        try:
+            return self._queue.get(timeout=1.0)
+        except queue.Empty:
+            return b""
 
     def _start(self, output: IO[bytes]) -> subprocess.Popen[bytes]:
         script = Path(__file__).with_name("wandb_child.py")

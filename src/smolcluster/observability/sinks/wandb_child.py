@@ -7,15 +7,15 @@ ends the run. It needs nothing but wandb, and is started as a file.
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 
 def main() -> None:
     """Report everything that comes; ends with an error if wandb does, its last line saying why."""
-    lines = records()
+    lines = records(take_over_input())
     start = next(lines, None)
     if start is None:
         return
@@ -31,9 +31,17 @@ def main() -> None:
     run.finish()
 
 
-def records() -> Iterator[dict[str, Any]]:
-    """The objects on standard input; half a line, left by a killed parent, is left out."""
-    for line in sys.stdin.buffer:
+def take_over_input() -> BinaryIO:
+    """Standard input under another number; a prompt that reads standard input meets its end."""
+    feed = os.fdopen(os.dup(0), "rb")
+    with Path(os.devnull).open("rb") as null:
+        os.dup2(null.fileno(), 0)
+    return feed
+
+
+def records(feed: BinaryIO) -> Iterator[dict[str, Any]]:
+    """The objects in the feed; half a line, left by a killed parent, is left out."""
+    for line in feed:
         if line.endswith(b"\n"):
             yield json.loads(line)
 

@@ -1,0 +1,120 @@
+"""An EDP worker: takes leases, computes gradients, pushes them, and pulls weights now and then.
+
+    lease -> forward, backward -> push (in the background) -> a step of its own copy, or a pull
+
+It computes the next batch while the last push is on the wire. Every `worker_update_interval` steps the
+server's weights replace its own; in between it steps its own copy with an optimizer of the same class.
+With an interval of 1 it waits for each pull, which with one worker is sequential training.
+By hand: `uv run worker.py 1 macbook`.
+"""
+
+from collections import deque
+from collections.abc import Callable
+
+from smolcluster.algorithms.EDP.exchange import (
+    Assigned,
+    GradientSender,
+    StateReceiver,
+    WeightsArrived,
+)
+from smolcluster.algorithms.process import run_worker
+from smolcluster.cluster.inbox import Event, Said
+from smolcluster.cluster.link import Link
+from smolcluster.errors import NonFiniteLoss
+from smolcluster.training.build import Workbench
+from smolcluster.transport.messages import Ack, LeaseKey, Pull, Welcome
+
+WAIT_S = 1.0
+
+
+class Worker:
+    """A worker's part in a run, over all its sessions."""
+
+    def __init__(self, welcome: Welcome, bench: Workbench) -> None:
+        self.train = welcome.run.train
+        self.interval = welcome.run.worker_update_interval
+        self.split = bench.dataset.train
+        self.replica = bench.replica
+        self.sender = GradientSender(welcome.codec, bench.replica)
+        self.steps = 0
+        self.base_version = 0
+        self.unacknowledged: LeaseKey | None = None
+        self.pulling = True
+        self.leases: deque[Assigned] = deque()
+        self.link: Link
+
+    def new_receiver(self) -> StateReceiver:
+        """What takes the messages of a new session."""
+        return StateReceiver(self.replica.buckets)
+
+    def take_part(self, link: Link) -> None:
+        """Train until the link raises. The server sends its weights first."""
+        self.link, self.pulling = link, True
+        self.leases.clear()
+        self.wait_until(lambda: not self.pulling)
+        while True:
+            self.wait_until(lambda: bool(self.leases))
+            self.step(self.leases.popleft())
+
+    def step(self, lease: Assigned) -> None:
+        """Compute one lease's gradient and push it; then follow the server, or step alone."""
+        base_version = self.base_version
+        self.steps += 1
+        loss = self.compute(lease)
+        self.wait_until(lambda: self.unacknowledged is None)
+        self.push(lease.lease, base_version, loss)
+        if self.steps % self.interval == 0 and not self.pulling:
+            self.pull()
+        else:
+            self.step_alone(lease.learning_rate)
+
+    def compute(self, lease: Assigned) -> float:
+        """The batch's mean loss; its gradient is in the replica."""
+        try:
+            return self.replica.forward_backward(*self.split.batch(lease.indices))
+        except NonFiniteLoss as error:
+            raise NonFiniteLoss(f"step {self.steps}: {error}") from error
+
+    def push(self, lease: LeaseKey, base_version: int, loss: float) -> None:
+        """Encode the gradient; the session sends it while the next one is computed."""
+        self.unacknowledged = lease
+        for frame in self.sender.frames(lease, base_version, loss):
+            self.link.send_frame(frame)
+
+    def pull(self) -> None:
+        """Ask for the server's weights; with an interval of 1, wait for them."""
+        self.pulling = True
+        self.link.send(Pull())
+        if self.interval == 1:
+            self.wait_until(lambda: not self.pulling)
+
+    def step_alone(self, learning_rate: float) -> None:
+        """Apply the gradient to this worker's own copy as the server will to its."""
+        if self.train.gradient_clipping.enabled:
+            self.replica.clip(self.train.gradient_clipping.max_norm)
+        self.replica.step(learning_rate)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Take in all that has arrived, and go on until `condition` holds."""
+        while True:
+            event = self.link.next_event(0.0 if condition() else WAIT_S)
+            if event is not None:
+                self.handle(event)
+            elif condition():
+                return
+
+    def handle(self, event: Event) -> None:
+        """Take in one event."""
+        match event:
+            case Assigned():
+                self.leases.append(event)
+            case WeightsArrived(version, weights):
+                self.replica.load(weights)
+                self.base_version, self.pulling = version, False
+            case Said(message=Ack() as ack) if ack.lease == self.unacknowledged:
+                self.sender.settle(applied=ack.outcome == "applied")
+                self.unacknowledged = None
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_worker("edp", Worker))

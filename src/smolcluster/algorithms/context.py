@@ -1,0 +1,116 @@
+"""What an algorithm's server works with: everything that is the same for all algorithms.
+
+Built once from a configuration, by `process.py` for real processes and by tests for threads of one process.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from smolcluster.cluster.hub import Fingerprints, Hub
+from smolcluster.cluster.inbox import Inbox
+from smolcluster.cluster.reception import Offer, Reception
+from smolcluster.cluster.report import Report
+from smolcluster.cluster.session import Receiver
+from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import ClusterConfig, RunConfig
+from smolcluster.errors import ConfigError
+from smolcluster.observability.metrics import Metrics
+from smolcluster.runs.events import EventLog
+from smolcluster.training.build import Workbench
+from smolcluster.transport.connection import is_local_address, listen
+from smolcluster.transport.security import Secret
+
+EXTRA_QUEUED = 64
+"""Small messages that may wait for a worker, besides two copies of the weights."""
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """A run, on the server's side. `incarnation` names this start of the server."""
+
+    settings: Settings
+    run: RunConfig
+    bench: Workbench
+    secret: Secret
+    metrics: Metrics
+    events: EventLog
+    log: logging.Logger
+    incarnation: str
+    inbox: Inbox = field(default_factory=Inbox)
+
+    @property
+    def codec(self) -> str:
+        """Name of the codec that gradients travel in."""
+        return codec_for(self.run)
+
+    def open_hub(self, receiver_for: Callable[[int], Receiver]) -> Hub:
+        """Listen from now on; workers are let in as soon as the hub is asked for events.
+
+        Raises:
+            PortBusy: another process listens there.
+            ConfigError: no address to listen on is this machine's.
+        """
+        cluster, replica = self.settings.cluster, self.bench.replica
+        addresses = listening_addresses(cluster)
+        reception = Reception(
+            listen(addresses, cluster.port),
+            secret=self.secret,
+            inbox=self.inbox,
+            offer=Offer(
+                run_id=self.run.run_id,
+                run=self.run,
+                incarnation=self.incarnation,
+                model_fingerprint=replica.fingerprint,
+                bucket_bytes=replica.bucket_bytes,
+                codec=self.codec,
+                heartbeat_timeout_s=self.run.heartbeat_timeout_s,
+            ),
+            receiver_for=receiver_for,
+            max_queued=2 * len(replica.buckets) + EXTRA_QUEUED,
+            log=self.log,
+        )
+        report = Report(
+            run=self.run,
+            server_node=cluster.server,
+            num_workers=cluster.num_workers,
+            codec=self.codec,
+            bench=self.bench,
+            metrics=self.metrics,
+            events=self.events,
+            log=self.log,
+            bytes_moved=reception.bytes_moved,
+        )
+        self.log.info("listening on %s, port %d", ", ".join(addresses), cluster.port)
+        return Hub(
+            cluster=cluster,
+            inbox=self.inbox,
+            reception=reception,
+            fingerprints=Fingerprints(self.bench.dataset.fingerprint, replica.fingerprint),
+            report=report,
+            events=self.events,
+            log=self.log,
+        )
+
+
+def codec_for(run: RunConfig) -> str:
+    """The codec of gradients."""
+    return "int8" if run.use_quantization else "fp32"
+
+
+def listening_addresses(cluster: ClusterConfig) -> list[str]:
+    """Where the server listens: `bind`, or every address in `host_ip` that is this machine's.
+
+    Raises:
+        ConfigError: none of them is.
+    """
+    if cluster.bind is not None:
+        return list(cluster.bind)
+    stated = list(dict.fromkeys(cluster.host_ip.values()))
+    local = [address for address in stated if is_local_address(address)]
+    if not local:
+        raise ConfigError(
+            f"host_ip: none of {', '.join(stated)} is an address of this machine; mend host_ip or set bind, "
+            "or add --local to the server's and the workers' commands to try everything on this machine"
+        )
+    return local

@@ -1,0 +1,41 @@
+"""The algorithms by name: where their processes are, and which cluster file they use by default."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from smolcluster.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An algorithm's name as users type it, as they read it, and its folder with server.py and worker.py."""
+
+    name: str
+    title: str
+    folder: Path
+
+    @property
+    def server(self) -> Path:
+        """The file that is the server."""
+        return self.folder / "server.py"
+
+    @property
+    def worker(self) -> Path:
+        """The file that is a worker."""
+        return self.folder / "worker.py"
+
+
+_HERE = Path(__file__).resolve().parent
+ALGORITHMS = MappingProxyType({"edp": Algorithm("edp", "EDP", _HERE / "EDP")})
+
+
+def get_algorithm(name: str) -> Algorithm:
+    """Look an algorithm up.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in ALGORITHMS:
+        raise ConfigError(f"unknown algorithm {name!r} (known: {', '.join(ALGORITHMS)})")
+    return ALGORITHMS[name]

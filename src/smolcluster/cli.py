@@ -1,0 +1,188 @@
+"""The command `smolcluster`.
+
+Importing this module takes no torch and little time: what a command needs is imported when it runs. Whatever
+happens, the console gets one line, never a traceback.
+"""
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import smolcluster
+from smolcluster.errors import SmolclusterError
+
+EXIT_CODES = """Exit codes:
+
+\b
+  0    done
+  1    the run failed; the message says why
+  2    a flag, a file, a key or a value is wrong
+  75   try again: no server answered, the port is busy, or no worker came
+  77   the cluster's secret is missing, open to others, or not the server's
+  78   the server refused this worker
+  130  interrupted (Ctrl-C);  143  terminated"""
+OVERRIDE = "--override"
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Train PyTorch models on the machines you already own, over plain TCP.",
+    epilog=EXIT_CODES,
+)
+launch_app = typer.Typer(rich_markup_mode=None, epilog=EXIT_CODES)
+app.add_typer(launch_app, name="launch", help="Start a server and its workers.")
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        OVERRIDE,
+        metavar="KEY=VALUE …",
+        help="Set keys of the configuration, such as num_epochs=5 model.hidden=64.",
+    ),
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"smolcluster {smolcluster.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _smolcluster(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Hold the options that come before any command."""
+
+
+@launch_app.command("edp", epilog=EXIT_CODES)
+def _launch_edp(
+    *,
+    local: Annotated[bool, typer.Option("--local", help="Run everything on this machine.")] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers", metavar="N", help="Number of workers; needs --local.  [default: 3]"
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the commands, start nothing.")
+    ] = False,
+    no_tmux: Annotated[  # noqa: ARG001 - the only way there is until tmux panes come
+        bool, typer.Option("--no-tmux", help="Plain child processes (always so for now).")
+    ] = False,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            "--config", metavar="FILE", help="Cluster file or shipped name.  [default: edp]"
+        ),
+    ] = None,
+    train_config: Annotated[
+        str | None,
+        typer.Option(
+            "--train-config",
+            metavar="FILE",
+            help="Training file or shipped name.  [default: digits with --local, else nn]",
+        ),
+    ] = None,
+    override: Overrides = None,
+) -> int:
+    """Elastic Distributed Parallelism: an asynchronous parameter server and its workers."""
+    from smolcluster.algorithms.registry import get_algorithm  # noqa: PLC0415 - see above
+    from smolcluster.launch.plan import Request  # noqa: PLC0415
+    from smolcluster.launch.run import launch  # noqa: PLC0415
+
+    request = Request(
+        algorithm=get_algorithm("edp"),
+        config=config,
+        train_config=train_config,
+        overrides=tuple(override or ()),
+        num_workers=workers,
+    )
+    return launch(request, local=local, dry_run=dry_run)
+
+
+@app.command("train", epilog=EXIT_CODES)
+def _train(
+    *,
+    config: Annotated[
+        str, typer.Option("--config", metavar="FILE", help="Training file or shipped name.")
+    ] = "digits",
+    override: Overrides = None,
+) -> int:
+    """Train in this single process: the baseline that a cluster is compared with."""
+    from smolcluster.launch.single import train  # noqa: PLC0415 - see above
+
+    return train(config, override or [])
+
+
+def expand_overrides(argv: Sequence[str]) -> list[str]:
+    """Turn `--override a=1 b=2` into `--override a=1 --override b=2`, which is what Typer understands."""
+    expanded: list[str] = []
+    open_ended = False
+    for argument in argv:
+        is_pair = "=" in argument and not argument.startswith("-")
+        if open_ended and is_pair and expanded[-1] != OVERRIDE:
+            expanded.append(OVERRIDE)
+        open_ended = argument.partition("=")[0] == OVERRIDE or (open_ended and is_pair)
+        expanded.append(argument)
+    return expanded
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line (`sys.argv` unless given) and return the exit code."""
+    arguments = expand_overrides(sys.argv[1:] if argv is None else argv)
+    try:
+        code = app(args=arguments or ["--help"], prog_name="smolcluster", standalone_mode=False)
+        sys.stdout.flush()
+    except SmolclusterError as error:
+        return _fail(str(error), error.exit_code)
+    except typer.TyperException as error:
+        return _fail(_usage(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        return _fail(_bug(error), 1)
+    return int(code or 0)
+
+
+def _fail(sentence: str, code: int) -> int:
+    sys.stderr.write(f"error: {sentence}\n")
+    return code
+
+
+def _usage(error: typer.TyperException) -> str:
+    """A usage error on one line, with where to read more."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "smolcluster"
+    sentence = " ".join(error.format_message().split()).rstrip(".")
+    return f"{sentence}; `{command} --help` says more"
+
+
+def _bug(error: Exception) -> str:
+    """A sentence on an error that nobody foresaw; its traceback goes to a file."""
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="smolcluster-", suffix=".log", delete=False
+    ) as file:
+        traceback.print_exception(error, file=file)
+    reason = " ".join(str(error).split())
+    return f"this is a bug in smolcluster: {type(error).__name__}: {reason}; see {file.name}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""The worker's side of a run: joins, builds what is trained, takes part, and comes back when it was cut off.
+
+`follow` is the life of a worker process. What it does in a run is the algorithm's `Participant`, which lives
+as long as the run does; a `Link` is one session of it.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from smolcluster.cluster.inbox import Event, Gone, Inbox, Said
+from smolcluster.cluster.joining import RunOver, ServerAddress, join
+from smolcluster.cluster.session import Receiver, Session
+from smolcluster.configs.schema import NodeConfig
+from smolcluster.errors import NonFiniteLoss, PeerLost, Rejected, RunFailed, SmolclusterError
+from smolcluster.training.build import Workbench, build
+from smolcluster.transport.connection import Connection
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.messages import (
+    FROM_SERVER,
+    End,
+    Fault,
+    Goodbye,
+    Hello,
+    LeaseKey,
+    Message,
+    Ready,
+    Reject,
+    Welcome,
+)
+from smolcluster.transport.security import Secret
+from smolcluster.utils.device import describe, pick_device
+from smolcluster.utils.units import format_duration
+
+MAX_QUEUED = 100_000
+"""A worker waits for answers, so its queue is as long as its largest push; this only bounds mistakes."""
+FAREWELL_S = 2.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker process: its machine, who it is, and the way to the server."""
+
+    node: NodeConfig
+    hello: Hello
+    address: ServerAddress
+    secret: Secret
+    start_timeout_s: float
+    log: logging.Logger
+    on_run_known: Callable[[str], None] = lambda _: None
+
+
+class Participant(Protocol):
+    """What an algorithm does with a worker, over all sessions of a run."""
+
+    @property
+    def unacknowledged(self) -> LeaseKey | None:
+        """The push whose fate is unknown, if any."""
+
+    def new_receiver(self) -> Receiver:
+        """What takes the messages of a new session."""
+
+    def take_part(self, link: "Link") -> None:
+        """Work until the link raises."""
+
+
+class Link:
+    """One session with the server, as its own receiver until the algorithm's is there."""
+
+    def __init__(self, connection: Connection, heartbeat_timeout_s: float) -> None:
+        self._inbox = Inbox()
+        self._receiver: Receiver | None = None
+        self._session = Session(
+            connection,
+            seat=0,
+            receiver=self,
+            inbox=self._inbox,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            max_queued=MAX_QUEUED,
+            kinds=FROM_SERVER,
+        )
+        self._session.start()
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a transfer has begun and not ended."""
+        return self._receiver is not None and self._receiver.in_progress
+
+    def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        """Take a message in the reader's thread."""
+        return self._receiver(message, payload) if self._receiver else Said(0, message)
+
+    def begin(self, receiver: Receiver, ready: Ready) -> None:
+        """Say that this worker is ready; the server's answers go to `receiver`."""
+        self._receiver = receiver
+        self.send(ready)
+
+    def send(self, message: Message) -> None:
+        """Queue a message."""
+        self._session.send(message)
+
+    def send_frame(self, frame: Frame) -> None:
+        """Queue a frame; its memory must not change before the server has answered or the link is left."""
+        self._session.send_frame(frame)
+
+    def next_event(self, timeout_s: float) -> Event | None:
+        """The next event, or None when there is none within `timeout_s` seconds.
+
+        Raises:
+            RunOver: the run has ended well.
+            RunFailed: it has ended badly.
+            Rejected: the server does not want this worker.
+            PeerLost: the session has ended.
+        """
+        event = self._inbox.get(timeout_s)
+        match event:
+            case Said(message=End() as end):
+                raise RunOver(end.sentence) if end.ok else RunFailed(end.sentence)
+            case Said(message=Reject() as reject):
+                raise Rejected(reject.sentence, reject.code, reject.retry_after_s)
+            case Gone(reason=reason):
+                raise PeerLost(f"the server is lost: {reason}")
+        return event
+
+    def leave(self, last_words: Message | None) -> None:
+        """Say goodbye if there is somebody to hear it, and wait until the session's memory is free."""
+        if last_words is not None:
+            self._session.send(last_words)
+        self._session.finish()
+        if not self._session.join(FAREWELL_S):
+            self._session.cut("the server did not close the connection")
+            self._session.join(FAREWELL_S)
+
+
+def follow(place: Place, make_participant: Callable[[Welcome, Workbench], Participant]) -> None:
+    """Join the server, take part, and come back after every lost connection, until the run is over.
+
+    Raises:
+        ConnectTimeout: no server in time, at the start or after a loss.
+        RunFailed: the run ended badly.
+        Rejected, AuthError, DataError, ConfigError, NonFiniteLoss: this worker cannot go on.
+    """
+    life = _Life(place, make_participant)
+    timeout_s = place.start_timeout_s
+    try:
+        while True:
+            connection, welcome = join(
+                place.address, place.hello, place.secret, timeout_s=timeout_s, log=place.log
+            )
+            timeout_s = welcome.run.reconnect_timeout_s
+            try:
+                life.spend_session(connection, welcome)
+            except PeerLost as error:
+                place.log.warning(
+                    "%s; trying to reconnect for %s", error, format_duration(timeout_s)
+                )
+    except RunOver as news:
+        place.log.info("the run is over: %s", news)
+
+
+class _Life:
+    """What a worker keeps from one session to the next."""
+
+    def __init__(
+        self, place: Place, make_participant: Callable[[Welcome, Workbench], Participant]
+    ) -> None:
+        self._place = place
+        self._make_participant = make_participant
+        self._welcome: Welcome | None = None
+        self._bench: Workbench
+        self._participant: Participant
+        self._samples_per_s = 0.0
+
+    def spend_session(self, connection: Connection, welcome: Welcome) -> None:
+        """Take part over one connection; it ends with an exception, and is closed then."""
+        self._place.on_run_known(welcome.run_id)
+        link = Link(connection, welcome.heartbeat_timeout_s)
+        last_words: Message | None = Goodbye(reason="it was stopped")
+        try:
+            self._prepare(welcome)
+            link.begin(self._participant.new_receiver(), self._ready())
+            self._participant.take_part(link)
+        except (RunOver, RunFailed, Rejected, PeerLost):
+            last_words = None
+            raise
+        except SmolclusterError as error:
+            last_words = _last_words(error)
+            raise
+        finally:
+            link.leave(last_words)
+
+    def _prepare(self, welcome: Welcome) -> None:
+        """Build what is trained, unless it is there from the last session."""
+        if self._welcome is not None and self._welcome.run == welcome.run:
+            return
+        run, place = welcome.run, self._place
+        self._bench = build(
+            run.train,
+            run.seed,
+            place.node.dataset,
+            pick_device(place.node.device),
+            bucket_bytes=welcome.bucket_bytes,
+        )
+        self._samples_per_s = measure_speed(self._bench, run.train.batch_size)
+        self._participant = self._make_participant(welcome, self._bench)
+        self._welcome = welcome
+        place.log.info(
+            "joined run %s at %s: %s on %s, %s",
+            welcome.run_id,
+            place.address,
+            run.train.model.type,
+            run.train.dataset.name,
+            describe(self._bench.replica.device),
+        )
+
+    def _ready(self) -> Ready:
+        return Ready(
+            dataset_fingerprint=self._bench.dataset.fingerprint,
+            model_fingerprint=self._bench.replica.fingerprint,
+            device=describe(self._bench.replica.device),
+            samples_per_s=self._samples_per_s,
+            unacknowledged=self._participant.unacknowledged,
+        )
+
+
+def measure_speed(bench: Workbench, batch_size: int) -> float:
+    """Samples a second that this machine computes, from one batch after a warm-up."""
+    split = bench.dataset.train
+    inputs, targets = split.batch(torch.arange(min(batch_size, split.num_samples)))
+    bench.replica.forward_backward(inputs, targets)
+    started = time.perf_counter()
+    bench.replica.forward_backward(inputs, targets)
+    return len(targets) / max(time.perf_counter() - started, 1e-9)
+
+
+def _last_words(error: SmolclusterError) -> Message:
+    """A fault that concerns everybody ends the run; any other is this worker's own."""
+    if isinstance(error, NonFiniteLoss):
+        return Fault(code="non-finite", sentence=str(error))
+    return Goodbye(reason=f"it cannot go on: {error}")

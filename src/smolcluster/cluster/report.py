@@ -1,0 +1,281 @@
+"""What the server tells the world: metrics, events, counts, and the summary at the end."""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from torch import Tensor
+
+from smolcluster.cluster.dispatcher import Returned
+from smolcluster.cluster.tally import Tally
+from smolcluster.cluster.worker import Worker
+from smolcluster.configs.schema import RunConfig
+from smolcluster.observability.metrics import MetricRecord, Metrics
+from smolcluster.runs.events import (
+    EpochFinished,
+    Evaluated,
+    EventLog,
+    LeaseReturned,
+    PushDropped,
+    RunEnded,
+    RunStarted,
+)
+from smolcluster.runs.summary import Final, Pushes, Summary, Traffic, WorkerShare
+from smolcluster.training.build import Workbench
+from smolcluster.training.evaluate import Evaluation, evaluate
+from smolcluster.transport.messages import LeaseKey, Push
+
+WINDOW_S = 1.0
+Dropped = Literal["stale", "late", "duplicate"]
+DROP_REASONS: Mapping[Dropped, str] = MappingProxyType(
+    {
+        "stale": "its weights were older than staleness.bound allows",
+        "late": "its lease had been taken back",
+        "duplicate": "its samples had been applied already",
+    }
+)
+
+
+class Rate:
+    """How fast a counter grows, a second, over the last window of about `WINDOW_S` seconds."""
+
+    def __init__(
+        self, count: Callable[[], int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._count = count
+        self._clock = clock
+        self._since = clock()
+        self._base = count()
+        self._rate = 0.0
+
+    def __call__(self) -> float:
+        """The rate of the last full window, or of the first one so far."""
+        elapsed = self._clock() - self._since
+        if elapsed >= WINDOW_S or self._rate == 0.0:
+            count = self._count()
+            self._rate = (count - self._base) / max(elapsed, 1e-3)
+            if elapsed >= WINDOW_S:
+                self._since, self._base = self._clock(), count
+        return self._rate
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A push that was applied, and how. `learning_rate` includes the staleness factor."""
+
+    worker: Worker
+    push: Push
+    gradient: Tensor
+    version: int
+    staleness: int
+    learning_rate: float
+    grad_norm: float
+
+
+class Report:
+    """Writes down what the deciding thread tells it. Cheap: it is called for every push."""
+
+    def __init__(
+        self,
+        *,
+        run: RunConfig,
+        server_node: str,
+        num_workers: int,
+        codec: str,
+        bench: Workbench,
+        metrics: Metrics,
+        events: EventLog,
+        log: logging.Logger,
+        bytes_moved: Callable[[], tuple[int, int]],
+    ) -> None:
+        self.tally = Tally()
+        self._run = run
+        self._codec = codec
+        self._bench = bench
+        self._metrics = metrics
+        self._events = events
+        self._log = log
+        self._bytes_moved = bytes_moved
+        self._started = time.monotonic()
+        self._epoch_size = bench.dataset.train.num_samples
+        self._samples_applied = 0
+        self._version = 0
+        self._epoch_samples: dict[int, int] = defaultdict(int)
+        self._epoch_loss: dict[int, float] = defaultdict(float)
+        self._holders: dict[int, Worker] = {}
+        self._samples_rate = Rate(lambda: self._samples_applied)
+        self._bytes_rate = Rate(lambda: sum(bytes_moved()))
+        events.write(
+            RunStarted(
+                run_id=run.run_id,
+                algorithm=run.algorithm,
+                node=server_node,
+                num_workers=num_workers,
+                num_epochs=run.train.num_epochs,
+                train_samples=self._epoch_size,
+                batch_size=run.train.batch_size,
+                codec=codec,
+                dataset=bench.dataset.name,
+                model=run.train.model.type,
+                num_params=bench.replica.num_params,
+            )
+        )
+
+    def applied(self, applied: Applied) -> None:
+        """A push has become an optimizer step."""
+        push, worker = applied.push, applied.worker
+        self._version = applied.version
+        self._samples_applied += push.num_samples
+        self.tally.applied(
+            worker.member.worker_id, worker.member.node, push.num_samples, applied.staleness
+        )
+        epoch = push.lease.epoch
+        self._epoch_samples[epoch] += push.num_samples
+        self._epoch_loss[epoch] += push.loss * push.num_samples
+        self._metrics.log(
+            MetricRecord(
+                "step",
+                applied.version,
+                epoch,
+                self._values(applied),
+                rank=worker.rank,
+                node=worker.member.node,
+            )
+        )
+        if self._epoch_samples[epoch] == self._epoch_size:
+            self._events.write(
+                EpochFinished(
+                    epoch=epoch, step=applied.version, samples_applied=self._samples_applied
+                )
+            )
+
+    def dropped(self, worker: Worker, lease: LeaseKey, outcome: Dropped, staleness: int) -> None:
+        """A push was not applied."""
+        self.tally.pushes[outcome] += 1
+        reason = DROP_REASONS[outcome]
+        self._log.info("%s: a push was dropped as %s: %s", worker.name, outcome, reason)
+        self._events.write(
+            PushDropped(
+                rank=worker.rank,
+                node=worker.member.node,
+                outcome=outcome,
+                epoch=lease.epoch,
+                start=lease.start,
+                stop=lease.stop,
+                staleness=staleness,
+                reason=reason,
+            )
+        )
+
+    def lost_push(self) -> None:
+        """A push broke off with its connection."""
+        self.tally.pushes["lost"] += 1
+
+    def holder(self, seat: int, worker: Worker) -> None:
+        """Remember who holds the leases of a seat, also after it has gone."""
+        self._holders[seat] = worker
+
+    def lease_returned(self, returned: Returned, reason: str) -> None:
+        """Samples that were handed out will be handed out again."""
+        self.tally.leases_returned += 1
+        worker = self._holders[returned.holder]
+        self._events.write(
+            LeaseReturned(
+                rank=worker.rank,
+                node=worker.member.node,
+                epoch=returned.range.epoch,
+                start=returned.range.start,
+                stop=returned.range.stop,
+                reason=reason,
+            )
+        )
+
+    def evaluated(self, version: int, epoch: int, evaluation: Evaluation) -> None:
+        """The weights of `version` have been evaluated."""
+        values = {"val_loss": evaluation.loss, "val_accuracy": evaluation.accuracy}
+        self._metrics.log(MetricRecord("eval", version, epoch, values))
+        self._events.write(Evaluated(epoch=epoch, step=version, **values))
+        self._log.info(
+            "epoch %d, step %d: validation loss %.4f, accuracy %.4f",
+            epoch + 1,
+            version,
+            evaluation.loss,
+            evaluation.accuracy,
+        )
+
+    def tick(self) -> None:
+        """Flush what is due."""
+        self._metrics.tick()
+        self._events.tick()
+
+    def summary(self) -> Summary:
+        """Evaluate the final weights and sum up the run."""
+        replica = self._bench.replica
+        epochs = self._run.train.num_epochs
+        final = evaluate(replica.copy_model(), self._bench.dataset.validation, replica.device)
+        self.evaluated(self._version, epochs - 1, final)
+        last = max(self._epoch_samples)
+        sent, received = self._bytes_moved()
+        return Summary(
+            algorithm=self._run.algorithm,
+            run_id=self._run.run_id,
+            wall_s=time.monotonic() - self._started,
+            epochs=epochs,
+            steps=self._version,
+            train_samples=self._epoch_size,
+            samples_applied=self._samples_applied,
+            codec=self._codec,
+            pushes=Pushes(**self.tally.pushes),
+            leases_returned=self.tally.leases_returned,
+            final=Final(
+                train_loss=self._epoch_loss[last] / self._epoch_samples[last],
+                val_loss=final.loss,
+                val_accuracy=final.accuracy,
+            ),
+            bytes=Traffic(sent=sent, received=received),
+            workers=[
+                WorkerShare(
+                    rank=worker.rank,
+                    node=worker.node,
+                    samples=worker.samples,
+                    mean_staleness=worker.mean_staleness,
+                    share=worker.samples / max(self._samples_applied, 1),
+                )
+                for _, worker in sorted(self.tally.workers.items())
+            ],
+        )
+
+    def ended(self, ok: bool, reason: str) -> None:
+        """The run is over."""
+        self._events.write(
+            RunEnded(
+                ok=ok,
+                reason=reason,
+                wall_s=time.monotonic() - self._started,
+                steps=self._version,
+                samples_applied=self._samples_applied,
+            )
+        )
+
+    def _values(self, applied: Applied) -> dict[str, float]:
+        push = applied.push
+        values = {
+            "loss": push.loss,
+            "lr": applied.learning_rate,
+            "samples_applied": self._samples_applied,
+            "total_samples": self._run.train.num_epochs * self._epoch_size,
+            "samples_per_s": self._samples_rate(),
+            "staleness": applied.staleness,
+            "mb_per_s": self._bytes_rate() / 1e6,
+            "grad_norm": applied.grad_norm,
+            "start": push.lease.start,
+            "stop": push.lease.stop,
+        }
+        if self._run.train.track_gradients:
+            norms = self._bench.replica.layer_norms(applied.gradient)
+            values |= {f"grad_norm/{name}": norm for name, norm in norms.items()}
+        return values

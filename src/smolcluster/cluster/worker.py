@@ -1,0 +1,33 @@
+"""A worker as the server knows it."""
+
+from dataclasses import dataclass
+
+from smolcluster.cluster.membership import Member
+from smolcluster.cluster.session import Session
+from smolcluster.transport.messages import Ready
+
+
+@dataclass
+class Worker:
+    """A seated worker. It takes part from its `Ready` on."""
+
+    member: Member
+    session: Session | None = None
+    ready: Ready | None = None
+    goodbye: str | None = None
+
+    @property
+    def rank(self) -> int:
+        """Worker ids count from 1, ranks from 0."""
+        return self.member.worker_id - 1
+
+    @property
+    def live_session(self) -> Session:
+        """The session of a worker that has one: every worker that said anything."""
+        assert self.session is not None  # noqa: S101 - a seat without a session has said nothing
+        return self.session
+
+    @property
+    def name(self) -> str:
+        """How log lines call it."""
+        return f"worker {self.member.worker_id} ({self.member.node})"

@@ -1,0 +1,207 @@
+"""What each key of the configuration may hold, in words, read from the schema."""
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from smolcluster.utils.words import nearest
+
+KeyPath = tuple[str, ...]
+Json = Mapping[str, Any]
+
+A_NAME = "a name of at most 64 letters, digits, '.', '_' and '-'"
+
+_LONGEST_SHOWN = 60
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A key's place in the schema: a section, a mapping of free names, or a value."""
+
+    schema: Json
+    definitions: Json
+    nullable: bool = False
+
+    @classmethod
+    def build(cls, schema: Json, definitions: Json) -> "Shape":
+        """Follow references and take `null` apart from the rest."""
+        nullable = False
+        while "$ref" in schema or "anyOf" in schema:
+            if "$ref" in schema:
+                schema = definitions[schema["$ref"].rpartition("/")[2]]
+                continue
+            branches = [branch for branch in schema["anyOf"] if branch.get("type") != "null"]
+            nullable = nullable or len(branches) < len(schema["anyOf"])
+            schema = branches[0]
+        return cls(schema, definitions, nullable)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of a section; none for a mapping of free names and for a value."""
+        return tuple(self.schema.get("properties", ()))
+
+    @property
+    def holds_names(self) -> bool:
+        """Whether this is a mapping whose keys are free, such as `host_ip`."""
+        return self.schema.get("type") == "object" and not self.keys
+
+    @property
+    def is_value(self) -> bool:
+        """Whether nothing lies below this key."""
+        return self.schema.get("type") != "object"
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the value is text, a path or a name: what needs no quotes on a command line."""
+        return self.schema.get("type") == "string"
+
+    def child(self, name: str) -> "Shape | None":
+        """The shape below `name`; None when there is no such key."""
+        if self.keys:
+            below = self.schema["properties"].get(name)
+        elif self.holds_names:
+            patterns = self.schema.get("patternProperties", {})
+            below = next(iter(patterns.values()), self.schema.get("additionalProperties"))
+        else:
+            below = self.schema.get("items")
+        return None if below is None else Shape.build(below, self.definitions)
+
+    def allowed(self, value: Any = None) -> str:
+        """What may stand here, as the end of the sentence "must be …", said to who wrote `value`."""
+        unbounded = isinstance(value, float) and not math.isfinite(value)
+        return self._kind(unbounded) + (", or null" if self.nullable else "")
+
+    def _kind(self, unbounded: bool) -> str:  # noqa: PLR0911  (a table that reads from top to bottom)
+        schema = self.schema
+        choices = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+        if choices:
+            return "one of " + ", ".join(map(str, choices))
+        if "pattern" in schema:
+            return A_NAME
+        match schema.get("type"):
+            case "boolean":
+                return "true or false"
+            case "integer":
+                return "a whole number" + _limits(schema)
+            case "number":
+                return ("a finite number" if unbounded else "a number") + _limits(schema)
+            case "array":
+                least = "of at least one, " if schema.get("minItems") else ""
+                return f"a list {least}such as [a, b]"
+            case "object" if self.keys:
+                return "a mapping with keys of " + ", ".join(self.keys)
+            case "object":
+                return "a mapping of names to values"
+        if schema.get("format") == "path":
+            return "a path"
+        return "text that is not empty" if schema.get("minLength") else "text"
+
+
+@functools.cache
+def shape_of(section: type[BaseModel]) -> Shape:
+    """The shape of a whole section."""
+    schema = section.model_json_schema()
+    return Shape.build(schema, schema.get("$defs", {}))
+
+
+def find_shape(section: type[BaseModel], path: KeyPath) -> Shape | None:
+    """The shape at `path`; None when the schema has no such key."""
+    shape: Shape | None = shape_of(section)
+    for name in path:
+        shape = shape.child(name) if shape else None
+    return shape
+
+
+def fixed_paths(section: type[BaseModel]) -> Iterator[KeyPath]:
+    """All paths with fixed names, sections before what they hold."""
+
+    def below(shape: Shape, path: KeyPath) -> Iterator[KeyPath]:
+        for key in shape.keys:
+            yield (*path, key)
+            child = shape.child(key)
+            if child:
+                yield from below(child, (*path, key))
+
+    yield from below(shape_of(section), ())
+
+
+def unknown_key(
+    path: KeyPath,
+    siblings: tuple[str, ...],
+    places: Mapping[KeyPath, str],
+    here: str | None = None,
+    depth: int = -1,
+) -> str:
+    """The sentence about a key that does not exist, with the nearest one that does.
+
+    Args:
+        path: the key; its part at `depth` is the one that nothing knows.
+        siblings: what could stand there instead.
+        places: for the keys of all sections, where each belongs, such as "the training file".
+        here: where the key stands; None where every key may stand, as in a flag.
+        depth: index into `path`.
+    """
+    meant = _meant(path, siblings, tuple(places), depth)
+    shown = ".".join(path)
+    if meant is None:
+        return f"{shown} is not a setting; known here: {', '.join(siblings)}"
+    place = places.get(meant, here)
+    where = f" in {place}" if here and place != here else ""
+    return f"{shown} is not a setting{' here' if where else ''}; did you mean {'.'.join(meant)}{where}?"
+
+
+def _meant(
+    path: KeyPath, siblings: tuple[str, ...], known: tuple[KeyPath, ...], depth: int
+) -> KeyPath | None:
+    for other in known:
+        if other[-1] == path[-1]:
+            return other
+    close = nearest(path[depth], siblings)
+    if close and path[depth] == path[-1]:
+        return (*path[:-1], close)
+    dotted = {".".join(other): other for other in known}
+    by_name = {other[-1]: other for other in reversed(known)}
+    near, near_name = nearest(".".join(path), dotted), nearest(path[-1], by_name)
+    return dotted[near] if near else by_name[near_name] if near_name else None
+
+
+def show(value: Any) -> str:
+    """A value as it would be written in YAML, shortened."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case dict():
+            return "a mapping" if value else "an empty mapping"
+        case list() | tuple():
+            text = f"[{', '.join(map(show, value))}]"
+        case str() | Path():
+            text = repr(str(value))
+        case date():
+            text = value.isoformat()
+        case _:
+            text = str(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
+
+
+def _limits(schema: Json) -> str:
+    above, low = schema.get("exclusiveMinimum"), schema.get("minimum")
+    below, high = schema.get("exclusiveMaximum"), schema.get("maximum")
+    if below is not None and schema["type"] == "integer":
+        high = below - 1
+    if low is not None and high is not None:
+        return f" from {low} to {high}"
+    bounds = [
+        f"above {above}" if above is not None else "",
+        f"of {low} or more" if low is not None else "",
+        f"of {high} or less" if high is not None else "",
+    ]
+    stated = " and ".join(bound for bound in bounds if bound)
+    return f" {stated}" if stated else ""

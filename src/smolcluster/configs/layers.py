@@ -1,0 +1,271 @@
+"""Single values from flags and variables, and a section on which they are laid."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from smolcluster.configs.keys import (
+    A_NAME,
+    KeyPath,
+    Shape,
+    find_shape,
+    fixed_paths,
+    shape_of,
+    show,
+    unknown_key,
+)
+from smolcluster.configs.load import parse_yaml
+from smolcluster.configs.schema import ClusterConfig, NodeConfig, Section, TrainConfig
+from smolcluster.errors import ConfigError
+from smolcluster.utils.words import one_line
+
+ENVIRONMENT_PREFIX = "SMOLCLUSTER_"
+OVERRIDE_FLAG = "--override"
+
+_MOST_PROBLEMS = 5
+_SECTIONS: tuple[tuple[type[Section], str], ...] = (
+    (ClusterConfig, "the cluster file"),
+    (TrainConfig, "the training file"),
+    (NodeConfig, "nodes.<name> of the cluster file"),
+)
+
+S = TypeVar("S", bound=Section)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One value from a flag or a variable.
+
+    Attributes:
+        path: the key's parts.
+        value: as YAML reads it.
+        origin: the flag or variable, for messages.
+        folded: the key was written in capitals, so free names in it match whatever their case.
+    """
+
+    path: KeyPath
+    value: Any
+    origin: str
+    folded: bool = False
+
+    @property
+    def is_node_key(self) -> bool:
+        """Whether the key belongs to a machine and not to the run."""
+        return find_shape(NodeConfig, self.path) is not None
+
+    def names(self, known: str, part: str) -> bool:
+        """Whether `part` of the path means the free name `known`."""
+        return part == known or (self.folded and part.lower() == known.lower())
+
+    def seen_by(self, node_name: str) -> "Assignment":
+        """`nodes.<node_name>.key` as that node sees it: `key`."""
+        if self.path[0] == "nodes" and len(self.path) > 2 and self.names(node_name, self.path[1]):
+            return replace(self, path=self.path[2:])
+        return self
+
+
+def from_overrides(overrides: Iterable[str]) -> list[Assignment]:
+    """The values of `key=value` flags.
+
+    Raises:
+        ConfigError: no `=`, an empty or unknown key, or a value that is no YAML.
+    """
+    assignments = []
+    for text in overrides:
+        key, equals, raw = text.partition("=")
+        if not equals:
+            raise config_error(
+                OVERRIDE_FLAG, f"{text!r} has no '=', must be key=value, such as port=6000"
+            )
+        assignments += _assign(key.strip(), raw, OVERRIDE_FLAG, folded=False)
+    return assignments
+
+
+def from_environment(environ: Mapping[str, str]) -> list[Assignment]:
+    """The values of all variables called `SMOLCLUSTER_A__B`, whole sections before their keys.
+
+    Raises:
+        ConfigError: an unknown key, or a value that is no YAML.
+    """
+    assignments = []
+    for name, raw in sorted(environ.items()):
+        if name.startswith(ENVIRONMENT_PREFIX):
+            key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
+            assignments += _assign(key, raw, f"environment variable {name}", folded=True)
+    return assignments
+
+
+def config_error(origin: str, sentence: str) -> ConfigError:
+    """A message on one line: where, and what is wrong."""
+    return ConfigError(one_line(f"{origin}: {sentence}"))
+
+
+@dataclass
+class Draft(Generic[S]):
+    """One section while layers are put on it.
+
+    Attributes:
+        section: the schema.
+        source: what the lowest layer is called in messages.
+        values: changed in place; give it a copy.
+    """
+
+    section: type[S]
+    source: str
+    values: dict[str, Any]
+    _origins: dict[KeyPath, str] = field(default_factory=dict)
+
+    def take(self, assignment: Assignment) -> None:
+        """Set the value, if its key is one of this section's."""
+        if find_shape(self.section, assignment.path) is None:
+            return
+        target = self.values
+        path: KeyPath = ()
+        *above, last = assignment.path
+        for part in above:
+            name = _existing(target, part, assignment)
+            path = (*path, name)
+            if target.get(name) is None:
+                target[name] = {}
+            target = target[name]
+            if not isinstance(target, dict):
+                return  # check() will say that a mapping must stand here
+        name = _existing(target, last, assignment)
+        target[name] = assignment.value
+        self._origins[(*path, name)] = assignment.origin
+
+    def check(self) -> S:
+        """The finished section.
+
+        Raises:
+            ConfigError: what is wrong with it, the first problems on one line.
+        """
+        try:
+            return self.section.model_validate(self.values)
+        except ValidationError as error:
+            problems = [self._problem(details) for details in error.errors(include_url=False)]
+        sentences, last = [], ""
+        for origin, sentence in problems[:_MOST_PROBLEMS]:
+            sentences.append(sentence if origin == last else f"{origin}: {sentence}")
+            last = origin
+        more = len(problems) - len(sentences)
+        raise ConfigError(one_line("; ".join(sentences) + (f"; and {more} more" if more else "")))
+
+    def _problem(self, details: ErrorDetails) -> tuple[str, str]:
+        """Where a wrong value came from, and the sentence about it."""
+        path = tuple(str(part) for part in details["loc"] if part != "[key]")
+        origin, key = self._origin(path), _written(details["loc"])
+        if details["type"] == "value_error":
+            sentence = str(details["ctx"]["error"])
+            if path:
+                return origin, f"{key} is {show(details['input'])}, {sentence}"
+            return self._origin_of_words(sentence), sentence
+        if details["type"] == "extra_forbidden":
+            parent = find_shape(self.section, path[:-1])
+            siblings = parent.keys if parent else ()
+            return origin, unknown_key(path, siblings, _places(), dict(_SECTIONS)[self.section])
+        if "[key]" in details["loc"]:
+            return origin, f"{'.'.join(path[:-1])} has the key {path[-1]!r}, must be {A_NAME}"
+        shape = find_shape(self.section, path)
+        allowed = shape.allowed(details["input"]) if shape else details["msg"]
+        state = "missing" if details["type"] == "missing" else show(details["input"])
+        return origin, f"{key} is {state}, must be {allowed}"
+
+    def _origin(self, path: KeyPath) -> str:
+        """Who set the value at `path` or above it."""
+        above = (path[:length] for length in range(len(path), 0, -1))
+        return next((self._origins[part] for part in above if part in self._origins), self.source)
+
+    def _origin_of_words(self, sentence: str) -> str:
+        """Who set one of the keys that a sentence about several of them names."""
+        words = set(re.findall(r"\w+", sentence))
+        return next((said for path, said in self._origins.items() if path[0] in words), self.source)
+
+
+def _assign(key: str, raw: str, origin: str, *, folded: bool) -> list[Assignment]:
+    """The values that `raw` gives to `key`: several where it is a mapping."""
+    path = tuple(part.strip() for part in key.split("."))
+    if not all(path):
+        raise config_error(
+            origin, f"the key {key!r} is empty or has an empty part, must be like a.b"
+        )
+    path, shape = _locate(path, origin)
+    value = raw.strip()
+    if not (shape.is_text and _is_plain_text(value)):
+        try:
+            value = parse_yaml(value)
+        except ValueError as error:
+            raise config_error(origin, f"the value of {key}, {show(raw)}{error}") from None
+    return list(_spread(Assignment(path, value, origin, folded)))
+
+
+def _is_plain_text(raw: str) -> bool:
+    """Whether text on a command line means itself: no YAML null and no quotes around it."""
+    return raw not in ("", "~", "null", "Null", "NULL") and raw[0] not in "\"'"
+
+
+def _spread(assignment: Assignment) -> Iterator[Assignment]:
+    """A mapping's values one by one; anything else as it is."""
+    path, shape = _locate(assignment.path, assignment.origin)
+    assignment = replace(assignment, path=path)
+    if shape.is_value or not isinstance(assignment.value, dict):
+        yield assignment
+        return
+    if not assignment.value:
+        raise config_error(
+            assignment.origin, f"{'.'.join(path)} is an empty mapping; name the keys to set"
+        )
+    for name, value in assignment.value.items():
+        yield from _spread(replace(assignment, path=(*path, name), value=value))
+
+
+def _locate(path: KeyPath, origin: str) -> tuple[KeyPath, Shape]:
+    """The shape at `path`; a name with dots that ends a path is one part of it (`host_ip.pi5.local`).
+
+    Raises:
+        ConfigError: the schema has no such key.
+    """
+    tops = {
+        key: shape_of(section)
+        for section, _ in reversed(_SECTIONS)
+        for key in shape_of(section).keys
+    }
+    shape = tops.get(path[0])
+    if shape is None:
+        raise config_error(origin, unknown_key(path, tuple(tops), _places(), depth=0))
+    for depth, name in enumerate(path):
+        if shape.is_value:
+            above = ".".join(path[:depth])
+            raise config_error(
+                origin,
+                f"{above} has no keys, so {'.'.join(path)} is not a setting; set {above} itself",
+            )
+        below = shape.child(name)
+        if below is None:
+            raise config_error(origin, unknown_key(path, shape.keys, _places(), depth=depth))
+        if shape.holds_names and below.is_value:
+            return (*path[:depth], ".".join(path[depth:])), below
+        shape = below
+    return path, shape
+
+
+def _places() -> dict[KeyPath, str]:
+    """Where each key of the schema belongs."""
+    return {path: place for section, place in reversed(_SECTIONS) for path in fixed_paths(section)}
+
+
+def _existing(mapping: Mapping[str, Any], part: str, assignment: Assignment) -> str:
+    """The key of `mapping` that `part` means; `part` itself when there is none."""
+    if part in mapping:
+        return part
+    return next((known for known in mapping if assignment.names(known, part)), part)
+
+
+def _written(loc: tuple[int | str, ...]) -> str:
+    """A place as people write it: `workers[0]`, `model.hidden`."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+    return "".join(parts).removeprefix(".")

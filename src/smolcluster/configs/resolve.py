@@ -1,0 +1,224 @@
+"""One configuration out of files, environment and command line.
+
+Precedence, highest first: `--override a.b=c`; the environment's `SMOLCLUSTER_A__B`; `nodes.<name>` of the
+cluster file, for what belongs to a machine; the file; the schema's default.
+
+The first part of a key says which section it belongs to. `dataset` is in two: `dataset.name` is the run's;
+`dataset.root` and `dataset.download` are this machine's. Where a machine says nothing about its dataset, the
+training file's `dataset.root` and `dataset.download` hold.
+"""
+
+import copy
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smolcluster.configs.keys import fixed_paths
+from smolcluster.configs.layers import (
+    OVERRIDE_FLAG,
+    Draft,
+    config_error,
+    from_environment,
+    from_overrides,
+)
+from smolcluster.configs.load import dump_yaml, find_config, read_yaml
+from smolcluster.configs.schema import (
+    AlgorithmName,
+    ClusterConfig,
+    DatasetConfig,
+    DatasetPlace,
+    NodeConfig,
+    RunConfig,
+    TrainConfig,
+)
+from smolcluster.errors import ConfigError
+from smolcluster.utils.words import nearest
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Files:
+    """What the two files are called in messages."""
+
+    cluster: str = "cluster configuration"
+    train: str = "training configuration"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that a process on one machine has been told."""
+
+    cluster: ClusterConfig
+    train: TrainConfig
+    node: NodeConfig
+
+    def run_config(self, run_id: str, algorithm: AlgorithmName) -> RunConfig:
+        """What travels to the workers: nothing of any one machine."""
+        cluster = self.cluster
+        name_only = DatasetConfig(name=self.train.dataset.name)
+        return RunConfig(
+            run_id=run_id,
+            algorithm=algorithm,
+            seed=cluster.seed,
+            worker_update_interval=cluster.worker_update_interval,
+            use_quantization=cluster.use_quantization,
+            staleness=cluster.staleness,
+            heartbeat_timeout_s=cluster.heartbeat_timeout_s,
+            reconnect_timeout_s=cluster.reconnect_timeout_s,
+            train=self.train.model_copy(update={"dataset": name_only}),
+        )
+
+    def to_yaml(self) -> str:
+        """The resolved configuration with all defaults, one mapping a section, to keep with a run."""
+        sections = {"cluster": self.cluster, "train": self.train, "node": self.node}
+        return dump_yaml({name: part.model_dump(mode="json") for name, part in sections.items()})
+
+
+def load_settings(
+    cluster_source: str | Path,
+    train_source: str | Path,
+    node_name: str | None = None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] = os.environ,
+    *,
+    local_workers: int | None = None,
+    local: bool = False,
+) -> Settings:
+    """Read both files and resolve them for one machine.
+
+    Args:
+        cluster_source: path or shipped name of the cluster file, such as "edp".
+        train_source: path or shipped name of the training file, such as "digits".
+        node_name: the machine, a key of `host_ip`; None: the server's.
+        overrides: `key=value`, the highest layer.
+        environ: where `SMOLCLUSTER_…` are looked up; all other names are ignored.
+        local_workers: number of workers on this machine, only with `local`; None: the cluster file's.
+        local: everything runs on this machine, see `localise`.
+
+    Raises:
+        ConfigError: one line with the file, flag or variable, the key, its value and what is allowed.
+    """
+    if local_workers is not None and not local:
+        raise ConfigError(
+            "--workers needs --local: the workers of a cluster are listed in its file"
+        )
+    cluster_path = find_config(cluster_source, "cluster")
+    train_path = find_config(train_source, "training")
+    cluster = read_yaml(cluster_path)
+    if local:
+        stated = Draft(ClusterConfig, str(cluster_path), cluster).check()
+        cluster = localise(stated, local_workers).model_dump(exclude_unset=True)
+    return resolve(
+        cluster=cluster,
+        train=read_yaml(train_path),
+        node_name=node_name,
+        overrides=overrides,
+        environ=environ,
+        files=Files(str(cluster_path), str(train_path)),
+    )
+
+
+def resolve(
+    *,
+    cluster: Mapping[str, Any],
+    train: Mapping[str, Any],
+    node_name: str | None = None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    files: Files | None = None,
+) -> Settings:
+    """Put the layers on top of each other and check the result; no argument is changed.
+
+    Raises:
+        ConfigError: as `load_settings`.
+    """
+    files = files or Files()
+    assignments = [*from_environment(environ or {}), *from_overrides(overrides)]
+    cluster_draft = Draft(ClusterConfig, files.cluster, copy.deepcopy(dict(cluster)))
+    train_draft = Draft(TrainConfig, files.train, copy.deepcopy(dict(train)))
+    for assignment in assignments:
+        cluster_draft.take(assignment)
+        train_draft.take(assignment)
+    checked_cluster, checked_train = cluster_draft.check(), train_draft.check()
+    name = _known_node(node_name, checked_cluster)
+    node_draft = Draft(NodeConfig, files.cluster, _node_values(cluster, train, name))
+    for assignment in assignments:
+        node_draft.take(assignment.seen_by(name))
+    return Settings(checked_cluster, checked_train, node_draft.check())
+
+
+def localise(cluster: ClusterConfig, num_workers: int | None) -> ClusterConfig:
+    """The same cluster on this machine alone, with `num_workers` workers (None: as many as it lists).
+
+    Every address is the loopback's and nobody is timed out for being late. Workers beyond the list are
+    called `local4`, `local5`, …
+
+    Raises:
+        ConfigError: `num_workers` is below 1.
+    """
+    count = cluster.num_workers if num_workers is None else num_workers
+    if count < 1:
+        raise ConfigError(f"--workers is {count}, must be a whole number above 0")
+    extra = tuple(f"local{index}" for index in range(cluster.num_workers + 1, count + 1))
+    workers = (*cluster.workers, *extra)[:count]
+    return cluster.model_copy(
+        update={
+            "host_ip": dict.fromkeys((*cluster.host_ip, *workers), LOOPBACK),
+            "bind": (LOOPBACK,),
+            "timeout": None,
+            "workers": workers,
+            "num_workers": count,
+            "min_workers": min(cluster.min_workers, count),
+        }
+    )
+
+
+def node_overrides(overrides: Iterable[str]) -> list[str]:
+    """Those of `overrides` whose key belongs to a machine, and so may be handed to a worker.
+
+    Raises:
+        ConfigError: an override that is malformed or names no setting.
+    """
+    return [text for text in overrides if all(a.is_node_key for a in from_overrides([text]))]
+
+
+def check_node_overrides(overrides: Iterable[str]) -> None:
+    """Refuse overrides in which a worker has no say: the server owns the run.
+
+    Raises:
+        ConfigError: an override that is malformed, names no setting, or does not belong to a machine.
+    """
+    for assignment in from_overrides(overrides):
+        if not assignment.is_node_key:
+            own = ", ".join(".".join(path) for path in fixed_paths(NodeConfig))
+            key = ".".join(assignment.path)
+            raise config_error(
+                OVERRIDE_FLAG,
+                f"{key} is not a worker's to set; give it to the server (a worker may set {own})",
+            )
+
+
+def _known_node(node_name: str | None, cluster: ClusterConfig) -> str:
+    if node_name is None:
+        return cluster.server
+    if node_name not in cluster.host_ip:
+        close = nearest(node_name, cluster.host_ip)
+        hint = f"; did you mean {close}?" if close else ""
+        known = ", ".join(cluster.host_ip)
+        raise config_error(
+            "node", f"{node_name!r} has no address in host_ip (known: {known}){hint}"
+        )
+    return node_name
+
+
+def _node_values(
+    cluster: Mapping[str, Any], train: Mapping[str, Any], node_name: str
+) -> dict[str, Any]:
+    """What the two files, both checked, say about one machine."""
+    of_run = train.get("dataset") or {}
+    own = (cluster.get("nodes") or {}).get(node_name) or {}
+    place = {key: of_run[key] for key in DatasetPlace.model_fields if key in of_run}
+    return {**own, "dataset": {**place, **(own.get("dataset") or {})}}

@@ -1,0 +1,127 @@
+"""Child processes of a launch: started, listened to, and ended.
+
+Each child has a session of its own, so that Ctrl-C at the terminal reaches the launcher only, which then ends
+the children in order. Each child's standard input is a pipe that nobody writes to: when the launcher is gone,
+however it went, the child reads its end and stops (`--stop-on-stdin-eof`).
+"""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import IO
+
+from smolcluster.errors import LaunchError
+from smolcluster.launch.plan import Process
+from smolcluster.utils.retry import Deadline
+
+STOP_ON_STDIN_EOF = "--stop-on-stdin-eof"
+POLL_S = 0.05
+OUTPUT_TIMEOUT_S = 2.0
+MAX_LINE_BYTES = 1 << 16
+
+
+class Child:
+    """One started process, whose lines of output go to `say`, from a thread.
+
+    Raises:
+        LaunchError: it cannot be started.
+    """
+
+    def __init__(self, process: Process, say: Callable[[str], None]) -> None:
+        self.process = process
+        try:
+            self._popen = subprocess.Popen(  # noqa: S603 - an argument list, no shell
+                [*process.argv, STOP_ON_STDIN_EOF],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LaunchError(
+                f"cannot start {process.title}: {process.argv[0]}: {error.strerror or error}"
+            ) from error
+        assert self._popen.stdout is not None  # noqa: S101 - it was asked for
+        self._reader = threading.Thread(
+            target=_hand_on, args=(self._popen.stdout, say), name=process.title, daemon=True
+        )
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._popen.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; 128 + the signal's number when a signal ended it."""
+        code = self._popen.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+        code = self._popen.poll()
+        if code is None:
+            return "still runs"
+        return (
+            f"ended with exit code {code}" if code >= 0 else f"was ended by {_signal_name(-code)}"
+        )
+
+    def terminate(self) -> None:
+        """Ask it to stop; it may clean up."""
+        self._popen.terminate()
+
+    def kill(self) -> None:
+        """End it, and whatever it started in its session, at once."""
+        if self._popen.poll() is None:
+            os.killpg(self._popen.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """After its end: take what it still said, and free its pipes."""
+        self._popen.wait()
+        self._reader.join(OUTPUT_TIMEOUT_S)
+        for pipe in (self._popen.stdin, self._popen.stdout):
+            if pipe is not None and not self._reader.is_alive():
+                pipe.close()
+
+
+def stop(children: Sequence[Child], grace_s: float, in_a_hurry: Callable[[], bool]) -> None:
+    """End the children: ask all, in order, to stop; kill those that still run after `grace_s` seconds.
+
+    As soon as `in_a_hurry()` says so, the grace is over.
+    """
+    running = [child for child in children if child.exit_code is None]
+    for child in running:
+        child.terminate()
+    wait_for(running, grace_s, in_a_hurry)
+    for child in running:
+        child.kill()
+    for child in children:
+        child.close()
+
+
+def wait_for(children: Sequence[Child], timeout_s: float, stop_waiting: Callable[[], bool]) -> None:
+    """Return when all children have ended, after `timeout_s` seconds, or when `stop_waiting()` says so."""
+    deadline = Deadline(timeout_s)
+    while any(child.exit_code is None for child in children):
+        if deadline.expired or stop_waiting():
+            return
+        time.sleep(POLL_S)
+
+
+def _hand_on(output: IO[bytes], say: Callable[[str], None]) -> None:
+    """Give each line of a child's output to `say`, until its end."""
+    while line := output.readline(MAX_LINE_BYTES):
+        say(line.decode("utf-8", "replace").rstrip("\r\n"))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

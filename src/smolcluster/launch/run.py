@@ -1,0 +1,243 @@
+"""Running a whole cluster on this machine: start it, show it, and leave nothing behind.
+
+The server starts first, then the workers. Their output is shown line by line behind the name of the node; the
+progress is followed in the run's files. The server's exit code is the launcher's. A worker that fails does not
+end the run, because training is elastic; when none is left, the run is ended.
+"""
+
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+
+from rich.console import Console
+from rich.text import Text
+
+from smolcluster.configs.load import Kind, find_config, shipped_names
+from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
+from smolcluster.launch.children import POLL_S, Child, stop, wait_for
+from smolcluster.launch.interrupts import Interrupts, interrupts
+from smolcluster.launch.plan import LaunchPlan, Request, plan_by_hand, plan_local
+from smolcluster.observability.sinks.console import ProgressView
+from smolcluster.observability.sinks.jsonl import follow_metrics
+from smolcluster.observability.terminal import SteadyConsole, displayable, steady
+from smolcluster.runs.events import RunEnded, WorkerJoined, WorkerLeft, WorkerLost, follow_events
+from smolcluster.runs.paths import RunPaths, create_run, new_run_id, runs_root
+from smolcluster.runs.processes import ProcessEntry, write_processes
+from smolcluster.runs.summary import read_summary, table
+from smolcluster.transport.security import default_secret_path, ensure_secret
+from smolcluster.utils.retry import Deadline
+
+COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
+GRACE_S = 5.0
+"""From asking a process to stop to killing it."""
+FAREWELL_S = 10.0
+"""From the end of a good run to the end of its workers, who hear of it from the server."""
+PATIENCE_S = 3.0
+"""How long a server may be alone after all our workers have failed; what it reports is a second old."""
+LATER = (
+    "clusters over SSH come with a later version: add --local to run everything on this machine, or start "
+    "each machine by hand in src/smolcluster/algorithms/{folder} with `uv run server.py` and `uv run "
+    "worker.py 1 NODE` (--dry-run prints the commands)"
+)
+
+
+def launch(request: Request, *, local: bool, dry_run: bool) -> int:
+    """Launch a cluster, or only print its plan; returns the exit code.
+
+    Raises:
+        SmolclusterError: what prevents it, in one line.
+    """
+    if not local and not dry_run:
+        raise ConfigError(LATER.format(folder=request.algorithm.folder.name))
+    request = _for_any_folder(request)
+    settings = _settings(request, local)
+    run_id = new_run_id(request.algorithm.name, datetime.now().astimezone())
+    if local:
+        plan = plan_local(
+            request,
+            settings.cluster,
+            run_id=run_id,
+            python=sys.executable,
+            with_threads=_nodes_with_threads(request, settings),
+        )
+    else:
+        plan = plan_by_hand(request, settings.cluster)
+    if dry_run:
+        sys.stdout.write("\n".join(plan.lines()) + "\n")
+        return 0
+    ensure_secret(settings.node.secret_file or default_secret_path())
+    paths = create_run(runs_root(settings.node.runs_dir), run_id)
+    return LocalRun(plan, paths, SteadyConsole(), num_epochs=settings.train.num_epochs).run()
+
+
+def _for_any_folder(request: Request) -> Request:
+    """The same request with absolute paths, so that its commands also work in another folder."""
+
+    def absolute(source: str | None, kind: Kind) -> str | None:
+        if source is None or source in shipped_names(kind):
+            return source
+        return str(find_config(source, kind).absolute())
+
+    return replace(
+        request,
+        config=absolute(request.config, "cluster"),
+        train_config=absolute(request.train_config, "training"),
+    )
+
+
+def _nodes_with_threads(request: Request, settings: Settings) -> list[str]:
+    """The nodes whose number of compute threads comes from the user, wherever it is said."""
+    names = dict.fromkeys((settings.cluster.server, *settings.cluster.workers))
+    return [name for name in names if _settings(request, True, name).node.threads is not None]
+
+
+def _settings(request: Request, local: bool, node: str | None = None) -> Settings:
+    return load_settings(
+        request.config or request.algorithm.name,
+        request.train_config or ("digits" if local else "nn"),
+        node,
+        request.overrides,
+        local_workers=request.num_workers,
+        local=local,
+    )
+
+
+class LocalRun:
+    """One run of a plan on this machine; to be run once, from the main thread."""
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        paths: RunPaths,
+        console: Console,
+        *,
+        num_epochs: int | None = None,
+        grace_s: float = GRACE_S,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self._plan = plan
+        self._paths = paths
+        self._console = console
+        self._grace_s = grace_s
+        self._patience_s = patience_s
+        self._view = ProgressView(console, num_epochs=num_epochs)
+        self._metrics = follow_metrics(paths.metrics)
+        self._events = follow_events(paths.events)
+        self._children: list[Child] = []
+        self._reported: set[int] = set()
+        self._members: set[int] = set()
+        self._run_ended = False
+        self._alone: Deadline | None = None
+
+    def run(self) -> int:
+        """Start everything, wait for the server's end, end what is left; returns the exit code.
+
+        Raises:
+            LaunchError: a process cannot be started, or no worker is left.
+        """
+        with interrupts() as asked:
+            try:
+                self._start()
+                code = self._watch(asked)
+            finally:
+                server, workers = self._children[:1], self._children[1:]
+                stop([*workers, *server], self._grace_s, lambda: asked.repeated)
+                self._follow()
+                self._view.close()
+        self._conclude(code)
+        return code
+
+    def _start(self) -> None:
+        """Start the server, then the workers; `_children` has what was started, come what may."""
+        workers = f"{len(self._plan.workers)} worker{'s'[: len(self._plan.workers) != 1]}"
+        self._say(f"run {self._paths.run_id}: a server and {workers}; Ctrl-C stops them")
+        width = max(len(process.node) for process in self._plan.processes)
+        for process, colour in zip(self._plan.processes, itertools.cycle(COLOURS), strict=False):
+            prefix = Text(f"{process.node:<{width}}", style=colour)
+            self._children.append(Child(process, self._behind(prefix)))
+        entries = [
+            ProcessEntry(node=process.node, role=process.role, rank=process.rank, pid=child.pid)
+            for child in self._children
+            for process in (child.process,)
+        ]
+        try:
+            write_processes(self._paths.processes, entries)
+        except SmolclusterError as error:
+            self._say(f"{error}; the run goes on without it", "yellow")
+
+    def _watch(self, asked: Interrupts) -> int:
+        """Wait for the server's end, or for a reason not to."""
+        server, *workers = self._children
+        while not asked:
+            self._follow()
+            code = server.exit_code
+            if code is not None:
+                if code == 0:
+                    wait_for(workers, FAREWELL_S, lambda: bool(asked))
+                return code
+            self._report_failures(workers)
+            if self._is_deserted(workers):
+                raise LaunchError(
+                    f"no worker is left ({'; '.join(f'{w.process.title} {w.ending}' for w in workers)}): "
+                    f"the run was stopped; their logs are in {self._paths.logs}"
+                )
+            time.sleep(POLL_S)
+        self._say("stopping everything that was started; Ctrl-C again to do it at once", "yellow")
+        return asked.exit_code
+
+    def _report_failures(self, workers: list[Child]) -> None:
+        """Say once of each worker that failed that it did."""
+        for worker in workers:
+            if worker.exit_code not in (None, 0) and worker.pid not in self._reported:
+                self._reported.add(worker.pid)
+                self._say(f"{worker.process.title} {worker.ending}; the run goes on", "yellow")
+
+    def _is_deserted(self, workers: list[Child]) -> bool:
+        """Whether all our workers have failed, and for a while nobody else has taken part."""
+        failed = all(worker.exit_code not in (None, 0) for worker in workers)
+        if not failed or self._members or self._run_ended:
+            self._alone = None
+            return False
+        self._alone = self._alone or Deadline(self._patience_s)
+        return self._alone.expired
+
+    def _follow(self) -> None:
+        """Take what is new in the run's files, and show it."""
+        for line in self._metrics.poll():
+            self._view.log(line.record)
+        self._view.tick()
+        for record in self._events.poll():
+            match record.event:
+                case WorkerJoined(rank=rank):
+                    self._members.add(rank)
+                case WorkerLeft(rank=rank) | WorkerLost(rank=rank):
+                    self._members.discard(rank)
+                case RunEnded():
+                    self._run_ended = True
+
+    def _conclude(self, code: int) -> None:
+        """Say what came of it."""
+        server = self._children[0]
+        if code == 0 and self._paths.summary.is_file():
+            summary = read_summary(self._paths.summary)
+            with steady(self._console):
+                self._console.print(table(summary))
+        elif code == server.exit_code:
+            self._say(f"{server.process.title} {server.ending}: the run has failed", "red")
+        self._say(f"files of the run: {self._paths.root}")
+
+    def _say(self, line: str, style: str = "") -> None:
+        self._view.print(Text(displayable(self._console, line), style=style))
+
+    def _behind(self, prefix: Text) -> Callable[[str], None]:
+        """A function that prints a line behind a node's name."""
+
+        def say(line: str) -> None:
+            shown = displayable(self._console, line)
+            self._view.print(Text.assemble(prefix, " | ", shown))
+
+        return say

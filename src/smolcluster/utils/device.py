@@ -1,0 +1,54 @@
+"""The device that a process computes on."""
+
+from typing import TYPE_CHECKING
+
+from smolcluster.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+_ALLOWED = "null (the best there is), cuda, cuda:N, mps or cpu"
+
+
+def pick_device(name: str | None) -> "torch.device":
+    """The device called `name`; without a name CUDA before MPS before the CPU.
+
+    Raises:
+        ConfigError: no such kind of device, or this machine has none.
+    """
+    import torch  # noqa: PLC0415  (nothing at the foot of the house imports torch by being imported)
+
+    present = _present()
+    if name is None:
+        return torch.device(present[0])
+    kind, _, index = name.partition(":")
+    if kind not in ("cuda", "mps", "cpu") or (
+        ":" in name and not (index.isascii() and index.isdecimal())
+    ):
+        raise ConfigError(f"device is {name!r}, must be {_ALLOWED}")
+    count = torch.cuda.device_count() if kind == "cuda" else 1
+    if kind not in present or (index and int(index) >= count):
+        raise ConfigError(
+            f"device is {name!r}, but PyTorch sees no such device here; it sees {', '.join(present)}"
+        )
+    return torch.device(name)
+
+
+def describe(device: "torch.device") -> str:
+    """The device's name for people: `cuda:0 (NVIDIA H200)`, `mps`, `cpu (4 threads)`."""
+    import torch  # noqa: PLC0415
+
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        return f"cpu ({threads} thread{'' if threads == 1 else 's'})"
+    return str(device)
+
+
+def _present() -> list[str]:
+    """Kinds of device that PyTorch can use here, best first."""
+    import torch  # noqa: PLC0415
+
+    kinds = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    return [*(kind for kind, there in kinds.items() if there), "cpu"]

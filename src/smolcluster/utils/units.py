@@ -1,0 +1,40 @@
+"""Numbers with their units, as people read them."""
+
+_BYTE_UNITS = ("kB", "MB", "GB", "TB")
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes in decimal units: `812 B`, `70.0 MB`."""
+    if round(num_bytes) < 1000:
+        return f"{num_bytes:.0f} B"
+    scaled = num_bytes
+    for unit in _BYTE_UNITS:
+        scaled /= 1000
+        if round(scaled, 1) < 1000 or unit == _BYTE_UNITS[-1]:
+            break
+    return f"{scaled:.1f} {unit}"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """Bytes a second in decimal units: `12.5 MB/s`."""
+    return f"{format_bytes(bytes_per_s)}/s"
+
+
+def format_duration(seconds: float) -> str:
+    """A length of time in its two largest units: `0.4 s`, `12 s`, `1 min 05 s`, `2 h`, `3 d 04 h`."""
+    if seconds < 9.95:
+        short = f"{seconds:.1f}"
+        return f"{short.removesuffix('.0')} s"
+    minutes, secs = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{secs} s"
+    hours, mins = divmod(minutes, 60)
+    if not hours:
+        return _pair(mins, "min", secs, "s")
+    days, hrs = divmod(hours, 24)
+    return _pair(days, "d", hrs, "h") if days else _pair(hrs, "h", mins, "min")
+
+
+def _pair(large: int, large_unit: str, small: int, small_unit: str) -> str:
+    rest = f" {small:02d} {small_unit}" if small else ""
+    return f"{large} {large_unit}{rest}"

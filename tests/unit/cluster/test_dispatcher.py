@@ -1,0 +1,173 @@
+"""Leases: every sample of every epoch exactly once, whoever loses, repeats or delays a lease."""
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smolcluster.cluster.dispatcher import Dispatcher, Lease
+
+A, B = 1, 2
+
+
+def dispatcher(
+    num_samples: int = 10, num_epochs: int = 2, batch_size: int = 4, floor_s: float = 30.0
+) -> Dispatcher:
+    return Dispatcher(
+        incarnation="here",
+        num_samples=num_samples,
+        num_epochs=num_epochs,
+        batch_size=batch_size,
+        permutation=lambda epoch: (torch.arange(num_samples, dtype=torch.int32) + epoch)
+        % num_samples,
+        floor_s=floor_s,
+    )
+
+
+def must(lease: Lease | None) -> Lease:
+    assert lease is not None
+    return lease
+
+
+def test_one_holder_gets_every_epoch_in_order() -> None:
+    leases = dispatcher()
+    seen = []
+    while (lease := leases.grant(A, now=0.0)) is not None:
+        leases.commit(lease.key, A, now=1.0)
+        seen.append((lease.key.epoch, lease.indices.tolist()))
+    assert seen == [
+        (0, [0, 1, 2, 3]),
+        (0, [4, 5, 6, 7]),
+        (0, [8, 9]),
+        (1, [1, 2, 3, 4]),
+        (1, [5, 6, 7, 8]),
+        (1, [9, 0]),
+    ]
+    assert leases.done
+    assert leases.samples_applied == leases.total_samples == 20
+
+
+def test_the_next_epoch_begins_while_the_last_one_is_open() -> None:
+    leases = dispatcher(batch_size=10)
+    first = must(leases.grant(A, now=0.0))
+    second = must(leases.grant(B, now=0.0))
+    assert (first.key.epoch, second.key.epoch) == (0, 1)
+    leases.commit(second.key, B, now=1.0)
+    assert leases.epoch == 0
+
+
+def test_a_lost_holders_leases_go_to_others_first() -> None:
+    leases = dispatcher()
+    lost = must(leases.grant(A, now=0.0))
+    assert [returned.holder for returned in leases.release_all(A)] == [A]
+    again = must(leases.grant(B, now=1.0))
+    assert again.indices.tolist() == lost.indices.tolist()
+    assert again.key.grant != lost.key.grant
+    assert leases.judge(lost.key, A) == "late"
+    leases.commit(again.key, B, now=2.0)
+    assert leases.judge(lost.key, A) == "duplicate"
+
+
+def test_a_lease_counts_only_for_its_holder_and_this_incarnation() -> None:
+    leases = dispatcher()
+    lease = must(leases.grant(A, now=0.0))
+    assert leases.judge(lease.key, A) == "open"
+    assert leases.judge(lease.key, B) == "late"
+    other = lease.key.model_copy(update={"incarnation": "before"})
+    assert leases.judge(other, A) == "late"
+    invented = lease.key.model_copy(update={"epoch": 7})
+    assert leases.judge(invented, A) == "late"
+    with pytest.raises(ValueError, match="not open"):
+        leases.commit(lease.key, B, now=0.0)
+
+
+def test_an_expired_lease_goes_back_and_its_holder_gets_twice_the_time() -> None:
+    leases = dispatcher(floor_s=30.0)
+    slow = must(leases.grant(A, now=0.0))
+    assert leases.expire(now=29.9) == []
+    assert [returned.range.start for returned in leases.expire(now=30.0)] == [0]
+    assert leases.judge(slow.key, A) == "late"
+    assert must(leases.grant(A, now=30.0)).deadline == pytest.approx(90.0)
+
+
+def test_a_lease_lasts_as_long_as_its_holder_usually_needs() -> None:
+    leases = dispatcher(num_samples=100, floor_s=30.0)
+    leases.expect(A, lease_s=100.0)
+    assert must(leases.grant(A, now=0.0)).deadline == pytest.approx(400.0)
+
+
+def test_an_idle_holder_gets_a_copy_of_an_overdue_lease_and_the_first_commit_wins() -> None:
+    leases = dispatcher(num_epochs=1, batch_size=10)
+    leases.expect(A, lease_s=5.0)
+    original = must(leases.grant(A, now=0.0))
+    assert leases.grant(B, now=9.9) is None
+    copy = must(leases.grant(B, now=10.0))
+    assert copy.indices.tolist() == original.indices.tolist()
+    assert leases.grant(B, now=11.0) is None
+    assert leases.grant(3, now=99.0) is None, "two holders are enough"
+    leases.commit(copy.key, B, now=12.0)
+    assert leases.judge(original.key, A) == "duplicate"
+    assert leases.done
+
+
+def test_a_lease_with_a_copy_goes_back_only_when_both_holders_are_gone() -> None:
+    leases = dispatcher(num_epochs=1, batch_size=10)
+    must(leases.grant(A, now=0.0))
+    must(leases.grant(B, now=0.0))
+    leases.release_all(A)
+    assert leases.num_open(B) == 1
+    leases.release_all(B)
+    assert must(leases.grant(3, now=1.0)).key.start == 0
+
+
+def test_the_last_batch_of_an_old_epoch_is_a_duplicate_after_the_epoch_is_forgotten() -> None:
+    leases = dispatcher(num_epochs=3, batch_size=10)
+    first = must(leases.grant(A, now=0.0))
+    leases.commit(first.key, A, now=0.0)
+    second = must(leases.grant(A, now=0.0))
+    leases.commit(second.key, A, now=0.0)
+    must(leases.grant(A, now=0.0))
+    assert leases.judge(first.key, A) == "duplicate"
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    num_samples=st.integers(1, 40),
+    batch_size=st.integers(1, 12),
+    moves=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7)), max_size=200),
+)
+def test_every_sample_is_applied_exactly_once_whatever_happens(
+    num_samples: int, batch_size: int, moves: list[tuple[int, int]]
+) -> None:
+    """Holders take, commit, repeat, lose and outstay leases in any order; then one honest holder ends the run."""
+    num_epochs = 2
+    leases = dispatcher(num_samples, num_epochs, batch_size)
+    granted: list[tuple[int, Lease]] = []
+    applied: list[Counter[int]] = [Counter() for _ in range(num_epochs)]
+    now = 0.0
+
+    def push(holder: int, lease: Lease) -> None:
+        if leases.judge(lease.key, holder) == "open":
+            leases.commit(lease.key, holder, now)
+            applied[lease.key.epoch].update(lease.indices.tolist())
+
+    for move, which in moves:
+        now += 1.0
+        holder = which % 3
+        if move <= 1 and (lease := leases.grant(holder, now)) is not None:
+            granted.append((holder, lease))
+        elif move in (2, 3) and granted:
+            push(*granted[which % len(granted)])
+        elif move == 4:
+            leases.release_all(holder)
+        elif move == 5:
+            now += 20.0
+            leases.expire(now)
+    for holder in range(3):
+        leases.release_all(holder)
+    while (lease := leases.grant(99, now)) is not None:
+        push(99, lease)
+    assert leases.done
+    assert applied == [Counter(range(num_samples))] * num_epochs

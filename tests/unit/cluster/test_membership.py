@@ -1,0 +1,75 @@
+"""Who may join and whether there are enough, decided without a socket or a clock."""
+
+import pytest
+
+from smolcluster.cluster.membership import Admitted, Member, Refused, admit, quorum
+from smolcluster.configs.schema import ClusterConfig
+
+
+def cluster(**changes: object) -> ClusterConfig:
+    values: dict[str, object] = {
+        "host_ip": {"mini1": "10.0.0.1", "pi5": "10.0.0.1", "win": "10.0.0.1"},
+        "num_workers": 2,
+        "workers": ["pi5", "win"],
+        "server": "mini1",
+    }
+    return ClusterConfig.model_validate(values | changes)
+
+
+PI5 = Member(seat=7, worker_id=1, node="pi5", instance="aaaa")
+
+
+def test_a_listed_worker_with_a_free_id_is_admitted() -> None:
+    assert admit([PI5], 2, "win", "bbbb", cluster()) == Admitted()
+
+
+def test_worker_ids_need_not_be_the_place_in_the_list() -> None:
+    assert admit([], 2, "pi5", "bbbb", cluster()) == Admitted()
+
+
+def test_a_live_duplicate_is_refused_for_now() -> None:
+    refused = admit([PI5], 1, "win", "bbbb", cluster())
+    assert isinstance(refused, Refused)
+    assert refused.code == "busy"
+    assert refused.retry_after_s is not None
+    assert "worker id 1" in refused.sentence
+    assert "pi5" in refused.sentence
+
+
+def test_the_same_process_coming_back_fences_its_old_session() -> None:
+    assert admit([PI5], 1, "pi5", "aaaa", cluster()) == Admitted(fences=7)
+
+
+def test_an_unlisted_node_is_refused_for_good_and_the_known_ones_are_named() -> None:
+    refused = admit([], 1, "toaster", "bbbb", cluster())
+    assert isinstance(refused, Refused)
+    assert refused.code == "node"
+    assert refused.retry_after_s is None
+    assert "toaster" in refused.sentence
+    assert "pi5" in refused.sentence
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_ids_above_num_workers_need_an_elastic_cluster(elastic: bool) -> None:
+    decision = admit([], 3, "pi5", "bbbb", cluster(elastic=elastic))
+    assert isinstance(decision, Admitted) is elastic
+
+
+@pytest.mark.parametrize(
+    ("num_ready", "started", "waited_s", "verdict"),
+    [
+        (0, False, 0.0, "wait"),
+        (1, False, 0.0, "wait"),
+        (2, False, 0.0, "go"),
+        (1, False, 60.0, "give up"),
+        (1, True, 0.0, "go"),
+        (0, True, 29.0, "wait"),
+        (0, True, 30.0, "give up"),
+    ],
+)
+def test_quorum(num_ready: int, started: bool, waited_s: float, verdict: str) -> None:
+    config = cluster(min_workers=2, start_timeout_s=60.0, empty_cluster_timeout_s=30.0)
+    decision = quorum(num_ready, config, started=started, waited_s=waited_s)
+    assert decision.verdict == verdict
+    if verdict == "give up":
+        assert "_timeout_s" in decision.reason

@@ -1,0 +1,175 @@
+import io
+import os
+
+from rich.console import Console
+
+from smolcluster.observability.metrics import MetricRecord
+from smolcluster.observability.sinks.console import ProgressView, fit
+from smolcluster.observability.terminal import SteadyConsole
+
+EVAL = MetricRecord("eval", 500, 2, {"val_loss": 0.3, "val_accuracy": 0.94})
+LINE = (
+    "epoch 3/30 · step {step} · loss 0.213 · acc 0.940 · 3,200 samples/s · staleness 1.8 · 4.1 MB/s"
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def step(number: int) -> MetricRecord:
+    values = {"loss": 0.2134, "samples_per_s": 3200.4, "staleness": 1.8, "mb_per_s": 4.1}
+    return MetricRecord(
+        "step", number, 2, values | {"samples_applied": 32.0 * number, "total_samples": 43110.0}
+    )
+
+
+def plain() -> Console:
+    return SteadyConsole(file=io.StringIO(), width=200)
+
+
+def terminal(width: int = 140) -> Console:
+    return SteadyConsole(
+        file=io.StringIO(), width=width, height=40, force_terminal=True, color_system=None
+    )
+
+
+def text(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_without_a_terminal_there_is_a_plain_line_every_two_seconds() -> None:
+    console, clock = plain(), Clock()
+    view = ProgressView(console, num_epochs=30, clock=clock)
+    view.log(EVAL)
+    for number in range(1, 101):
+        clock.now = number * 0.1
+        view.log(step(number))
+    view.close()
+    lines = text(console).splitlines()
+    assert [line.split(" · ")[1] for line in lines] == [
+        f"step {number}" for number in (20, 40, 60, 80, 100)
+    ]
+    assert lines[-1] == LINE.format(step=100)
+    assert "\x1b" not in text(console)
+
+
+def test_the_last_state_is_shown_once_at_the_end() -> None:
+    console = plain()
+    view = ProgressView(console, num_epochs=30, clock=Clock())
+    view.log(EVAL)
+    view.log(step(7))
+    assert text(console) == ""
+    view.close()
+    view.close()
+    view.log(step(8))
+    assert text(console).splitlines() == [LINE.format(step=7)]
+
+
+def test_a_quiet_time_repeats_nothing() -> None:
+    console, clock = plain(), Clock()
+    view = ProgressView(console, clock=clock)
+    view.log(step(1))
+    for second in range(20):
+        clock.now = float(second)
+        view.tick()
+    view.close()
+    assert len(text(console).splitlines()) == 1
+
+
+def test_a_view_without_any_step_prints_nothing() -> None:
+    for console in (plain(), terminal()):
+        view = ProgressView(console)
+        view.tick()
+        view.close()
+        assert text(console) == ""
+
+
+def test_values_that_are_missing_are_left_out() -> None:
+    console = plain()
+    view = ProgressView(console)
+    view.log(MetricRecord("step", 1234, 0, {"loss": float("nan")}))
+    view.close()
+    assert text(console) == "epoch 1 · step 1,234 · loss nan\n"
+
+
+def test_the_number_of_epochs_may_be_learnt_later() -> None:
+    console = plain()
+    view = ProgressView(console)
+    view.begin(num_epochs=5)
+    view.log(MetricRecord("step", 1, 0, {}))
+    view.close()
+    assert text(console) == "epoch 1/5 · step 1\n"
+
+
+def test_a_terminal_shows_one_bar_line_with_everything() -> None:
+    console, clock = terminal(), Clock()
+    view = ProgressView(console, num_epochs=30, clock=clock)
+    view.log(EVAL)
+    clock.now = 1.0
+    view.log(step(674))
+    last = text(console).splitlines()[-1]
+    assert LINE.format(step=674) in last
+    assert " 50% " in last
+    view.close()
+
+
+def test_a_terminal_is_redrawn_at_most_ten_times_a_second() -> None:
+    console, clock = terminal(), Clock()
+    view = ProgressView(console, clock=clock)
+    for number in range(1, 1001):
+        clock.now = number * 0.001
+        view.log(step(number))
+    drawn = text(console).count("epoch 3")
+    view.close()
+    assert 5 <= drawn <= 25
+
+
+def test_lines_are_printed_above_the_bar() -> None:
+    console, clock = terminal(), Clock()
+    view = ProgressView(console, clock=clock)
+    clock.now = 1.0
+    view.log(step(1))
+    view.print("mini2 | joined [bold]")
+    after = text(console).split("mini2 | joined [bold]\n")
+    assert len(after) == 2
+    assert "epoch 3 · step 1" in after[1]
+    view.close()
+    assert "\x1b[?25h" in text(console)
+
+
+def test_a_narrow_terminal_keeps_one_line_and_what_matters_most() -> None:
+    console, clock = terminal(width=60), Clock()
+    view = ProgressView(console, num_epochs=30, clock=clock)
+    clock.now = 1.0
+    view.log(step(512))
+    last = text(console).splitlines()[-1]
+    assert "epoch 3/30 · step 512" in last
+    assert "MB/s" not in last
+    assert "…" not in last
+    view.close()
+
+
+def test_a_terminal_that_goes_away_does_not_end_the_run() -> None:
+    read, write = os.pipe()
+    with os.fdopen(write, "w", buffering=1) as file:
+        clock = Clock()
+        view = ProgressView(SteadyConsole(file=file, force_terminal=True, width=100), clock=clock)
+        os.close(read)
+        clock.now = 1.0
+        view.log(step(1))
+        clock.now = 2.0
+        view.log(step(2))
+        view.print("line")
+        view.close()
+
+
+def test_as_many_parts_as_fit_are_joined() -> None:
+    assert fit(["abc", "de", "f"], 8) == "abc · de"
+    assert fit(["abc", "de", "f"], 7) == "abc"
+    assert fit(["abc", "de"], 2) == ""

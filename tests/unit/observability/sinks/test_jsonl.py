@@ -1,0 +1,104 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from smolcluster.observability.metrics import MetricRecord
+from smolcluster.observability.sinks.jsonl import (
+    JsonlSink,
+    MetricLine,
+    follow_metrics,
+    read_metrics,
+)
+
+STEP = MetricRecord("step", 512, 2, {"loss": 0.25, "grad_norm/fc1.weight": 1.5}, rank=0, node="pi")
+EVAL = MetricRecord("eval", 512, 2, {"val_loss": 0.3, "val_accuracy": 0.9})
+
+
+def no_warning(sentence: str) -> None:
+    raise AssertionError(sentence)
+
+
+def jsonl_sink(path: Path, incarnation: str = "a1") -> JsonlSink:
+    return JsonlSink(path, incarnation, warn=no_warning, now=lambda: 0.25)
+
+
+def test_records_are_read_as_they_were_logged(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = jsonl_sink(path)
+    sink.log(STEP)
+    sink.log(EVAL)
+    sink.close()
+    stamp = "1970-01-01T00:00:00.250Z"
+    assert read_metrics(path) == [MetricLine(stamp, "a1", STEP), MetricLine(stamp, "a1", EVAL)]
+
+
+def test_a_line_is_flat(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = jsonl_sink(path)
+    sink.log(STEP)
+    sink.close()
+    assert json.loads(path.read_text()) == {
+        "ts": "1970-01-01T00:00:00.250Z",
+        "kind": "step",
+        "incarnation": "a1",
+        "step": 512,
+        "epoch": 2,
+        "rank": 0,
+        "node": "pi",
+        "loss": 0.25,
+        "grad_norm/fc1.weight": 1.5,
+    }
+
+
+def test_a_value_that_is_not_finite_is_null_in_the_file_and_nan_when_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = jsonl_sink(path)
+    sink.log(MetricRecord("step", 1, 0, {"loss": math.inf}))
+    sink.close()
+    assert json.loads(path.read_text())["loss"] is None
+    assert math.isnan(read_metrics(path)[0].record.values["loss"])
+
+
+def test_records_reach_the_file_within_a_second_also_in_a_quiet_time(tmp_path: Path) -> None:
+    clock = [0.0]
+    path = tmp_path / "metrics.jsonl"
+    follower = follow_metrics(path)
+    sink = JsonlSink(path, "a1", warn=no_warning, clock=lambda: clock[0])
+    sink.log(STEP)
+    assert follower.poll() == []
+    clock[0] = 1.0
+    sink.tick()
+    assert [line.record for line in follower.poll()] == [STEP]
+    sink.close()
+    assert follower.poll() == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_full_disk_warns_once() -> None:
+    warnings: list[str] = []
+    clock = [0.0]
+    sink = JsonlSink(Path("/dev/full"), "a1", warn=warnings.append, clock=lambda: clock[0])
+    for _ in range(5):
+        sink.log(STEP)
+        clock[0] += 2.0
+    sink.close()
+    assert len(warnings) == 1
+    assert "No space left" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"kind": "step", "step": 1, "epoch": 0, "ts": "x"',
+        '{"kind": "unheard_of", "step": 1, "epoch": 0, "ts": "x", "incarnation": "a"}',
+        '{"kind": "step", "step": "a", "epoch": 0, "ts": "x", "incarnation": "a"}',
+        '{"kind": "step", "step": 1, "epoch": 0, "ts": "x", "incarnation": "a", "loss": []}',
+        '{"kind": "step"}',
+    ],
+)
+def test_what_is_no_record_is_left_out(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(line + "\n")
+    assert read_metrics(path) == []

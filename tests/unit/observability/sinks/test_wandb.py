@@ -1,0 +1,279 @@
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smolcluster.observability.metrics import MetricRecord
+from smolcluster.observability.sinks.wandb import MAX_WAITING, WandbSink, run_name, wandb_mode
+
+FAKE = """
+import json, os, subprocess, sys
+
+class Settings(dict):
+    pass
+
+class Run:
+    def __init__(self, out):
+        self.out = out
+    def define_metric(self, name, step_metric):
+        assert (name, step_metric) == ("*", "step")
+    def log(self, values):
+        self.out.write(json.dumps(values) + "\\n")
+        self.out.flush()
+        if os.environ.get("FAKE") == "breaks":
+            raise RuntimeError("quota exceeded")
+    def finish(self):
+        if os.environ.get("FAKE") == "hangs":
+            subprocess.run(["sleep", "600"])
+        self.out.write("finished\\n")
+        self.out.close()
+
+def init(settings, **start):
+    print("noise on standard output", flush=True)
+    print("noise on standard error", file=sys.stderr, flush=True)
+    if os.environ.get("FAKE") == "fails":
+        raise RuntimeError("no such entity")
+    if os.environ.get("FAKE") == "reads":
+        input("API key: ")
+    out = open(os.path.join(start["dir"], "seen.txt"), "w")
+    out.write(json.dumps({**start, **settings, "group_id": os.getpgrp()}) + "\\n")
+    out.flush()
+    return Run(out)
+"""
+
+
+class Warnings(list[str]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.came = threading.Event()
+
+    def append(self, sentence: str) -> None:
+        super().append(sentence)
+        self.came.set()
+
+
+def environment(tmp_path: Path, **more: str) -> dict[str, str]:
+    """A user's environment without a key or a login, with its home in tmp_path."""
+    home = tmp_path / "home"
+    home.mkdir(exist_ok=True)
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    return kept | {"HOME": str(home)} | more
+
+
+def with_fake(tmp_path: Path, behaviour: str = "works") -> dict[str, str]:
+    place = tmp_path / "fake"
+    place.mkdir()
+    (place / "wandb.py").write_text(FAKE)
+    return environment(tmp_path, PYTHONPATH=str(place), FAKE=behaviour)
+
+
+def wandb_sink(
+    tmp_path: Path, environ: dict[str, str], warnings: list[str], timeout_s: float = 60.0
+) -> WandbSink:
+    (tmp_path / "run").mkdir(exist_ok=True)
+    return WandbSink(
+        tmp_path / "run",
+        project="digits",
+        run_id="edp-1",
+        name="EDP-server-mini1_lr0.001_bs32",
+        config={"model": {"hidden": 128}},
+        warn=warnings.append,
+        environ=environ,
+        finish_timeout_s=timeout_s,
+    )
+
+
+def seen(tmp_path: Path) -> list[str]:
+    return (tmp_path / "run" / "seen.txt").read_text().splitlines()
+
+
+def step(number: int, **values: float) -> MetricRecord:
+    return MetricRecord("step", number, 0, {"loss": 0.5} | values, rank=1)
+
+
+def test_names_say_algorithm_role_host_and_rates() -> None:
+    rates: dict[str, Any] = {"learning_rate": 6e-4, "batch_size": 32, "hostname": "mini2"}
+    worker = run_name(algorithm="EDP", role="worker", rank=0, **rates)
+    server = run_name(algorithm="EDP", role="server", rank=None, **rates)
+    assert worker == "EDP-worker-mini2_rank0_lr0.0006_bs32"
+    assert server == "EDP-server-mini2_lr0.0006_bs32"
+
+
+@pytest.mark.parametrize(
+    ("more", "mode"),
+    [
+        ({}, "offline"),
+        ({"WANDB_API_KEY": ""}, "offline"),
+        ({"WANDB_API_KEY": "k"}, "online"),
+        ({"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "offline"),
+        ({"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"}, "disabled"),
+        ({"WANDB_DISABLED": "true"}, "disabled"),
+        ({"WANDB_MODE": "dryrun"}, "offline"),
+        ({"WANDB_MODE": "online"}, "online"),
+    ],
+)
+def test_the_mode_follows_the_environment(tmp_path: Path, more: dict[str, str], mode: str) -> None:
+    assert wandb_mode(environment(tmp_path, **more)) == mode
+
+
+def test_a_login_for_the_right_host_turns_it_on(tmp_path: Path) -> None:
+    environ = environment(tmp_path)
+    login = tmp_path / "home" / ".netrc"
+    login.write_text("machine example.org login user password secret\n")
+    login.chmod(0o600)
+    assert wandb_mode(environ) == "offline"
+    assert wandb_mode(environ | {"WANDB_BASE_URL": "https://example.org"}) == "online"
+    login.write_text("machine api.wandb.ai login user password secret\n")
+    assert wandb_mode(environ) == "online"
+    login.write_text("not a netrc file at all")
+    assert wandb_mode(environ) == "offline"
+
+
+def test_records_reach_wandb_in_order_and_the_run_is_finished(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    warnings: list[str] = []
+    sink = wandb_sink(tmp_path, with_fake(tmp_path), warnings)
+    sink.log(step(1, grad_norm=float("nan")))
+    sink.log(MetricRecord("worker", 2, 1, {"samples_per_s": 10.0}, rank=1, node="pi"))
+    sink.tick()
+    sink.close()
+    sink.log(step(3))
+    first, *lines, end = seen(tmp_path)
+    start = json.loads(first)
+    assert start.pop("group_id") != os.getpgrp()
+    assert start == {
+        "mode": "offline",
+        "project": "digits",
+        "group": "edp-1",
+        "name": "EDP-server-mini1_lr0.001_bs32",
+        "dir": str(tmp_path / "run"),
+        "config": {"model": {"hidden": 128}},
+        "console": "off",
+        "silent": True,
+        "x_save_requirements": False,
+    }
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "epoch": 0, "loss": 0.5},
+        {"step": 2, "epoch": 1, "rank1/samples_per_s": 10.0},
+    ]
+    assert end == "finished"
+    assert warnings == []
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "reason"),
+    [
+        ("fails", "RuntimeError: no such entity"),
+        ("breaks", "RuntimeError: quota exceeded"),
+        ("reads", "EOFError"),
+    ],
+)
+def test_a_failure_is_one_warning_and_no_noise(
+    tmp_path: Path, behaviour: str, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    warnings = Warnings()
+    sink = wandb_sink(tmp_path, with_fake(tmp_path, behaviour), warnings)
+    for number in range(20):
+        sink.log(step(number))
+    assert warnings.came.wait(60), "it is said while the run goes on"
+    sink.close()
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"Weights & Biases is off: {reason}")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_finish_that_hangs_is_cut_at_the_deadline(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    sink = wandb_sink(tmp_path, with_fake(tmp_path, "hangs"), warnings, timeout_s=1.0)
+    sink.log(step(1))
+    began = time.monotonic()
+    sink.close()
+    assert time.monotonic() - began < 10.0
+    with pytest.raises(ProcessLookupError):
+        os.killpg(json.loads(seen(tmp_path)[0])["group_id"], 0)
+    assert warnings == [
+        "Weights & Biases did not finish in 1 s; upload what is left with: "
+        f"wandb sync {tmp_path / 'run' / 'wandb'}"
+    ]
+
+
+def test_where_it_is_disabled_nothing_is_started(tmp_path: Path) -> None:
+    sink = wandb_sink(tmp_path, environment(tmp_path, WANDB_MODE="disabled"), [])
+    sink.log(step(1))
+    sink.close()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "wandb").write_text("in the way")
+    sink = wandb_sink(tmp_path, with_fake(tmp_path), warnings)
+    sink.log(step(1))
+    sink.close()
+    assert len(warnings) == 1
+    assert "Weights & Biases is off" in warnings[0]
+
+
+def test_training_never_waits_for_a_wandb_that_does_not_read(tmp_path: Path) -> None:
+    environ = with_fake(tmp_path)
+    (tmp_path / "fake" / "wandb.py").write_text("import time; time.sleep(600)")
+    warnings: list[str] = []
+    sink = wandb_sink(tmp_path, environ, warnings, timeout_s=0.5)
+    began = time.monotonic()
+    for number in range(MAX_WAITING + 5000):
+        sink.log(step(number))
+    sink.close()
+    assert time.monotonic() - began < 30.0
+    assert len(warnings) == 2
+    assert warnings[0] == "Weights & Biases is too slow: it misses some records"
+    assert warnings[1].startswith("Weights & Biases did not finish in 0.5 s")
+
+
+def test_the_end_of_the_parent_ends_the_run_in_wandb(tmp_path: Path) -> None:
+    child = Path(sys.modules[WandbSink.__module__].__file__ or "").with_name("wandb_child.py")
+    (tmp_path / "run").mkdir()
+    start = {"dir": str(tmp_path / "run"), "finish_timeout_s": 60.0}
+    lines = json.dumps(start) + '\n{"step": 1}\n{"step": 2, "lo'
+    subprocess.run(
+        [sys.executable, "-P", str(child)],
+        input=lines.encode(),
+        env=with_fake(tmp_path),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        timeout=60,
+        check=True,
+    )
+    assert seen(tmp_path)[1:] == ['{"step": 1}', "finished"]
+
+
+def test_the_real_wandb_works_offline_and_stays_in_the_runs_folder(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tmp").mkdir()
+    environ = environment(tmp_path, TMPDIR=str(tmp_path / "tmp"))
+    warnings: list[str] = []
+    began = time.monotonic()
+    sink = wandb_sink(tmp_path, environ, warnings)
+    for number in range(100):
+        sink.log(step(number))
+    assert time.monotonic() - began < 1.0
+    sink.close()
+    if warnings and "ModuleNotFoundError" in warnings[0]:
+        pytest.skip(f"wandb cannot run here: {warnings[0]}")
+    assert warnings == []
+    assert capfd.readouterr() == ("", "")
+    runs = list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(runs) == 1
+    assert runs[0].stat().st_size > 1000
+    outside = [path for path in tmp_path.rglob("*") if not path.is_relative_to(tmp_path / "run")]
+    assert [path for path in outside if not path.is_dir()] == []

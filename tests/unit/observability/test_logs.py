@@ -1,0 +1,219 @@
+import io
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from smolcluster.observability.logs import MAX_KEPT_LINES, NodeLog, setup_logging
+from smolcluster.observability.terminal import SteadyConsole
+
+
+def console(**options: Any) -> Console:
+    return SteadyConsole(file=io.StringIO(), width=60, **options)
+
+
+def printed(out: Console) -> list[str]:
+    assert isinstance(out.file, io.StringIO)
+    return out.file.getvalue().splitlines()
+
+
+def filed(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def fail() -> None:
+    raise RuntimeError("boom")
+
+
+def test_a_console_line_is_readable_and_plain_where_there_is_no_terminal() -> None:
+    out = console()
+    log = setup_logging("worker", "macbook", 0, console=out)
+    log.logger.info(
+        "joined %s after %.1f s, a line that is longer than the console is wide", "r", 2
+    )
+    log.logger.warning("slow")
+    log.close()
+    first, second = printed(out)
+    assert re.fullmatch(
+        r"\d\d:\d\d:\d\d INFO  worker macbook  joined r after 2\.0 s, .* wide", first
+    )
+    assert re.fullmatch(r"\d\d:\d\d:\d\d WARN  worker macbook  slow", second)
+
+
+def test_levels_are_coloured_on_a_terminal() -> None:
+    out = console(force_terminal=True, color_system="standard", no_color=False)
+    log = setup_logging("worker", "macbook", console=out)
+    log.logger.error("broken")
+    log.close()
+    assert "\x1b[31mERROR\x1b[0m" in printed(out)[0]
+
+
+def test_lines_below_the_level_go_to_the_file_only(tmp_path: Path) -> None:
+    out = console()
+    log = setup_logging("server", "mini1", level=logging.WARNING, console=out)
+    log.file_logs_to(tmp_path / "x.log", "edp-1")
+    log.logger.debug("detail")
+    log.logger.warning("attention")
+    log.close()
+    assert [line["message"] for line in filed(tmp_path / "x.log")] == ["detail", "attention"]
+    assert len(printed(out)) == 1
+
+
+def test_a_filed_line_has_the_documented_fields(tmp_path: Path) -> None:
+    log = setup_logging("worker", "mini2", 0, console=console())
+    log.file_logs_to(tmp_path / "x.log", "edp-1")
+    log.logger.warning("late", extra={"step": 3, "path": Path("a"), "loss": float("nan")})
+    log.close()
+    line = filed(tmp_path / "x.log")[0]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("ts"))
+    assert line == {
+        "level": "WARNING",
+        "component": "worker",
+        "rank": 0,
+        "node": "mini2",
+        "host": "worker-rank0-mini2",
+        "run": "edp-1",
+        "message": "late",
+        "step": 3,
+        "path": "a",
+        "loss": None,
+    }
+
+
+def test_an_extra_field_cannot_replace_the_logs_own(tmp_path: Path) -> None:
+    log = setup_logging("server", "mini1", console=console())
+    log.file_logs_to(tmp_path / "x.log", "edp-1")
+    log.logger.info("lost", extra={"node": "mini2", "rank": 0})
+    log.close()
+    line = filed(tmp_path / "x.log")[0]
+    assert (line["node"], line["node_"]) == ("mini1", "mini2")
+    assert (line["rank"], line["rank_"]) == (None, 0)
+    assert line["host"] == "server-mini1"
+
+
+def test_lines_from_before_the_run_is_known_are_filed_later(tmp_path: Path) -> None:
+    log = setup_logging("worker", "mini2", 0, console=console())
+    log.logger.info("waiting")
+    assert not list(tmp_path.iterdir())
+    log.file_logs_to(tmp_path / "x.log", "edp-1")
+    log.logger.info("joined")
+    log.close()
+    lines = filed(tmp_path / "x.log")
+    assert [(line["message"], line["run"]) for line in lines] == [
+        ("waiting", "edp-1"),
+        ("joined", "edp-1"),
+    ]
+
+
+def test_a_long_wait_for_a_run_does_not_fill_the_memory(tmp_path: Path) -> None:
+    log = setup_logging("worker", "mini2", console=console())
+    for n in range(MAX_KEPT_LINES + 5):
+        log.logger.debug("%d", n)
+    log.file_logs_to(tmp_path / "x.log", "edp-1")
+    log.close()
+    messages = [line["message"] for line in filed(tmp_path / "x.log")]
+    assert len(messages) == MAX_KEPT_LINES
+    assert messages[-1] == str(MAX_KEPT_LINES + 4)
+
+
+def test_each_line_is_in_the_file_at_once(tmp_path: Path) -> None:
+    log = setup_logging("worker", "mini2", console=console())
+    log.file_logs_to(tmp_path / "x.log", "edp-1")
+    log.logger.info("now")
+    assert len(filed(tmp_path / "x.log")) == 1
+    log.close()
+
+
+def test_a_traceback_goes_to_the_file_and_never_to_the_console(tmp_path: Path) -> None:
+    out = console()
+    log = setup_logging("server", "mini1", console=out)
+    try:
+        fail()
+    except RuntimeError:
+        log.logger.exception("evaluation failed")
+    log.file_logs_to(tmp_path / "x.log", "edp-1")
+    log.close()
+    line = filed(tmp_path / "x.log")[0]
+    assert line["exception"].startswith("Traceback")
+    assert "RuntimeError: boom" in line["exception"]
+    assert len(printed(out)) == 1
+    assert "boom" not in printed(out)[0]
+
+
+def test_two_nodes_in_one_process_do_not_mix(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outs = [console(), console()]
+    logs: list[NodeLog] = []
+    for n, out in enumerate(outs):
+        log = setup_logging("worker", f"node{n}", n, console=out)
+        log.file_logs_to(tmp_path / f"{n}.log", f"run-{n}")
+        logs.append(log)
+    for log in logs:
+        log.logger.info("hello")
+    logs[0].close()
+    logs[1].logger.info("still here")
+    logs[1].close()
+    assert [(r["node"], r["rank"], r["run"]) for r in filed(tmp_path / "0.log")] == [
+        ("node0", 0, "run-0")
+    ]
+    assert [r["message"] for r in filed(tmp_path / "1.log")] == ["hello", "still here"]
+    assert [len(printed(out)) for out in outs] == [1, 2]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_closed_log_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
+    out = console()
+    log = setup_logging("worker", "node", console=out)
+    log.close()
+    log.logger.error("too late")
+    assert printed(out) == []
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_full_disk_is_one_line_on_the_console_and_the_run_goes_on() -> None:
+    out = console()
+    log = setup_logging("server", "mini1", console=out)
+    log.logger.info("before")
+    log.file_logs_to(Path("/dev/full"), "edp-1")
+    for n in range(50):
+        log.logger.debug("detail %d", n)
+    log.logger.info("after")
+    log.close()
+    lines = printed(out)
+    assert [line.split("  ")[-1] for line in (lines[0], lines[2])] == ["before", "after"]
+    assert re.search(
+        r"WARN  server mini1  cannot write /dev/full: No space left on device", lines[1]
+    )
+    assert len(lines) == 3
+
+
+def test_a_message_from_a_peer_cannot_move_the_cursor_or_add_lines() -> None:
+    out = console()
+    log = setup_logging("server", "mini1", console=out)
+    log.logger.warning("it said: %s", "a\x1b[2Jb\nc\rd [red]x[/red] \u202e")
+    log.close()
+    (line,) = printed(out)
+    assert line.endswith(r"it said: a\x1b[2Jb\nc\rd [red]x[/red] \u202e")
+
+
+def test_a_log_line_with_wrong_arguments_does_not_end_the_run() -> None:
+    out = console()
+    log = setup_logging("server", "mini1", console=out)
+    log.logger.info("%d of %d", *[1])
+    log.close()
+    assert printed(out)[0].endswith("%d of %d (1,)")
+
+
+def test_lines_go_to_standard_error_by_default(capfd: pytest.CaptureFixture[str]) -> None:
+    log = setup_logging("server", "mini1")
+    log.logger.info("listening")
+    log.close()
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.endswith("server mini1  listening\n")

@@ -1,0 +1,65 @@
+import pytest
+import torch
+
+from smolcluster.errors import ConfigError
+from smolcluster.training import optimizer
+from smolcluster.training.optimizer import NAMES, FlatOptimizer
+
+WEIGHTS = torch.linspace(-1, 1, 50)
+
+
+def gradient(step: int) -> torch.Tensor:
+    return torch.randn(50, generator=torch.Generator().manual_seed(step))
+
+
+def train(rule: FlatOptimizer, grads: torch.Tensor, steps: range) -> None:
+    for step in steps:
+        grads.copy_(gradient(step))
+        rule.step(0.01)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_device_without_fused_kernels_takes_the_same_steps(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fused, plain, grads = WEIGHTS.clone(), WEIGHTS.clone(), torch.zeros(50)
+    train(FlatOptimizer(name, fused, grads, 0.1), grads, range(20))
+    monkeypatch.setattr(optimizer, "FUSED_DEVICES", frozenset())
+    train(FlatOptimizer(name, plain, grads, 0.1), grads, range(20))
+
+    torch.testing.assert_close(fused, plain)
+    assert not torch.equal(fused, WEIGHTS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_restored_state_continues_bit_for_bit(name: str) -> None:
+    whole, grads = WEIGHTS.clone(), torch.zeros(50)
+    rule = FlatOptimizer(name, whole, grads, 0.0)
+    train(rule, grads, range(10))
+
+    resumed = whole.clone()
+    restored = FlatOptimizer(name, resumed, grads, 0.0)
+    for key, tensor in rule.state.items():
+        restored.state[key].copy_(tensor)
+    train(rule, grads, range(10, 20))
+    train(restored, grads, range(10, 20))
+
+    assert torch.equal(whole, resumed)
+
+
+def test_the_gradient_is_not_changed_by_a_step() -> None:
+    for name in NAMES:
+        grads = gradient(1)
+        FlatOptimizer(name, WEIGHTS.clone(), grads, 0.5).step(0.1)
+        assert torch.equal(grads, gradient(1))
+
+
+def test_the_first_step_of_adam_moves_each_weight_by_the_learning_rate() -> None:
+    params = WEIGHTS.clone()
+    FlatOptimizer("adam", params, gradient(1), 0.0).step(0.25)
+    torch.testing.assert_close((params - WEIGHTS).abs(), torch.full((50,), 0.25))
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="optimizer is 'lion', allowed: adam, adamw, sgd"):
+        FlatOptimizer("lion", WEIGHTS.clone(), torch.zeros(50), 0.0)
