@@ -145,7 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line (`sys.argv` unless given) and return the exit code."""
     arguments = expand_overrides(sys.argv[1:] if argv is None else argv)
     try:
-        code = app(args=arguments or ["--help"], prog_name="smolcluster", standalone_mode=False)
+        code: int | None = app(
+            args=arguments or ["--help"], prog_name="smolcluster", standalone_mode=False
+        )
         sys.stdout.flush()
     except SmolclusterError as error:
         return _fail(str(error), error.exit_code)

@@ -45,7 +45,12 @@ from smolcluster.runs.summary import Summary, table, write_summary
 from smolcluster.training.build import Workbench, build
 from smolcluster.transport.frames import PROTOCOL_VERSION
 from smolcluster.transport.messages import Hello, Welcome
-from smolcluster.transport.security import default_secret_path, ensure_secret, load_secret
+from smolcluster.transport.security import (
+    Secret,
+    default_secret_path,
+    ensure_secret,
+    load_secret,
+)
 from smolcluster.utils.device import pick_device
 
 SWITCH_INTERVAL_S = 0.0005
@@ -312,7 +317,7 @@ def _work(
                 instance=secrets.token_hex(8),
             ),
             address=_server_address(args.server, args.node, settings),
-            secret=load_secret(node.secret_file or default_secret_path()),
+            secret=_secret(args.local, node.secret_file),
             start_timeout_s=cluster.start_timeout_s,
             log=log.logger,
             on_run_known=lambda run_id: _file_worker_logs(
@@ -320,6 +325,11 @@ def _work(
             ),
         )
         follow(place, make_participant)
+
+
+def _secret(local: bool, file: Path | None) -> Secret:
+    """A worker never makes a secret, but for one that shares its machine with the server."""
+    return (ensure_secret if local else load_secret)(file or default_secret_path())
 
 
 def _file_worker_logs(

@@ -147,7 +147,8 @@ class Draft(Generic[S]):
         try:
             return self.section.model_validate(self.values)
         except ValidationError as error:
-            problems = [self._problem(details) for details in error.errors(include_url=False)]
+            found = error.errors(include_url=False)
+            problems = [self._problem(details) for details in _innermost(found)]
         sentences, last = [], ""
         for origin, sentence in problems[:_MOST_PROBLEMS]:
             sentences.append(sentence if origin == last else f"{origin}: {sentence}")
@@ -251,6 +252,19 @@ def _locate(path: KeyPath, origin: str) -> tuple[KeyPath, Shape]:
             return (*path[:depth], ".".join(path[depth:])), below
         shape = below
     return path, shape
+
+
+def _innermost(found: list[ErrorDetails]) -> list[ErrorDetails]:
+    """The errors without those of a list or mapping whose items have errors of their own."""
+    places = [details["loc"] for details in found]
+    return [
+        details
+        for details in found
+        if not any(
+            len(place) > len(details["loc"]) and place[: len(details["loc"])] == details["loc"]
+            for place in places
+        )
+    ]
 
 
 def _places() -> dict[KeyPath, str]:

@@ -5,7 +5,9 @@ YAML 1.2, so that `6e-4` is a number and `yes` is text. Duplicate keys are refus
 
 import io
 import os
+import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,7 +38,9 @@ def find_config(source: str | Path, kind: Kind) -> Path:
     text = str(source)
     if text in shipped:
         return shipped[text]
-    path = Path(source).expanduser()
+    path = Path(source)
+    with suppress(RuntimeError):  # no such user: then `~name` is not found
+        path = path.expanduser()
     if not text or not os.path.lexists(path):
         raise ConfigError(one_line(f"{kind} configuration {text!r}: {_not_found(text, shipped)}"))
     return path
@@ -75,9 +79,10 @@ def parse_yaml(text: str) -> Any:
 
     yaml = YAML(typ="safe", pure=True)
     try:
-        content = yaml.load(text)
-        for key in _odd_keys(content):
-            raise ValueError(f": the key {key!r} must be text; put it in quotes")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about odd but valid YAML, over several lines
+            content = yaml.load(text)
+        odd = next(_odd_keys(content), None)
     except MarkedYAMLError as error:
         raise ValueError(_complaint(error)) from None
     except ReaderError as error:
@@ -89,6 +94,11 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(f": is not valid YAML ({error})") from None
     except RecursionError:
         raise ValueError(": is nested too deeply, or an alias holds itself") from None
+    except ValueError as error:
+        reason = str(error).partition(";")[0]
+        raise ValueError(f": holds an impossible date or number ({reason})") from None
+    if odd is not None:
+        raise ValueError(f": the key {odd[0]!r} must be text; put it in quotes")
     return content
 
 
@@ -151,12 +161,12 @@ def _complaint(error: "MarkedYAMLError") -> str:
     return f"{where}: is not valid YAML ({problem})"
 
 
-def _odd_keys(content: Any) -> Iterator[Any]:
-    """Keys that are not text, anywhere in `content`."""
+def _odd_keys(content: Any) -> Iterator[tuple[Any]]:
+    """Keys that are not text, anywhere in `content`, each in a tuple (a key may be None)."""
     if isinstance(content, dict):
         for key, value in content.items():
             if not isinstance(key, str):
-                yield key
+                yield (key,)
             yield from _odd_keys(value)
     elif isinstance(content, list):
         for value in content:

@@ -18,6 +18,7 @@ from typing import Any
 from smolcluster.configs.keys import fixed_paths
 from smolcluster.configs.layers import (
     OVERRIDE_FLAG,
+    Assignment,
     Draft,
     config_error,
     from_environment,
@@ -33,10 +34,12 @@ from smolcluster.configs.schema import (
     RunConfig,
     TrainConfig,
 )
-from smolcluster.errors import ConfigError
-from smolcluster.utils.words import nearest
+from smolcluster.errors import ConfigError, SmolclusterError
+from smolcluster.utils.words import nearest, one_line
 
 LOOPBACK = "127.0.0.1"
+
+_WORKER_CLUSTER_KEYS = ("host_ip", "port", "start_timeout_s", "nodes")
 
 
 @dataclass(frozen=True)
@@ -176,29 +179,50 @@ def localise(cluster: ClusterConfig, num_workers: int | None) -> ClusterConfig:
     )
 
 
+def save_resolved(settings: Settings, path: Path) -> None:
+    """Keep the resolved configuration at `path`: YAML, a section a key, with all defaults written out.
+
+    Raises:
+        SmolclusterError: the file cannot be written; what is there then is incomplete.
+    """
+    try:
+        path.write_text(settings.to_yaml(), encoding="utf-8")
+    except OSError as error:
+        raise SmolclusterError(
+            one_line(f"{path}: cannot be written ({error.strerror or error})")
+        ) from error
+
+
 def node_overrides(overrides: Iterable[str]) -> list[str]:
-    """Those of `overrides` whose key belongs to a machine, and so may be handed to a worker.
+    """Those of `overrides` that may be handed to a worker, see `check_node_overrides`.
 
     Raises:
         ConfigError: an override that is malformed or names no setting.
     """
-    return [text for text in overrides if all(a.is_node_key for a in from_overrides([text]))]
+    return [text for text in overrides if all(map(_is_for_worker, from_overrides([text])))]
 
 
 def check_node_overrides(overrides: Iterable[str]) -> None:
     """Refuse overrides in which a worker has no say: the server owns the run.
 
+    A worker decides what belongs to its machine, and how it gets to the server.
+
     Raises:
-        ConfigError: an override that is malformed, names no setting, or does not belong to a machine.
+        ConfigError: an override that is malformed, names no setting, or is the server's.
     """
     for assignment in from_overrides(overrides):
-        if not assignment.is_node_key:
-            own = ", ".join(".".join(path) for path in fixed_paths(NodeConfig))
+        if not _is_for_worker(assignment):
+            own_keys = (".".join(path) for path in fixed_paths(NodeConfig))
+            own = ", ".join((*own_keys, *_WORKER_CLUSTER_KEYS))
             key = ".".join(assignment.path)
             raise config_error(
                 OVERRIDE_FLAG,
                 f"{key} is not a worker's to set; give it to the server (a worker may set {own})",
             )
+
+
+def _is_for_worker(assignment: Assignment) -> bool:
+    return assignment.is_node_key or assignment.path[0] in _WORKER_CLUSTER_KEYS
 
 
 def _known_node(node_name: str | None, cluster: ClusterConfig) -> str:

@@ -1,8 +1,8 @@
 """Running a whole cluster on this machine: start it, show it, and leave nothing behind.
 
-The server starts first, then the workers. Their output is shown line by line behind the name of the node; the
-progress is followed in the run's files. The server's exit code is the launcher's. A worker that fails does not
-end the run, because training is elastic; when none is left, the run is ended.
+The server starts first, then the workers. Their output is shown line by line behind the name of the node;
+how far training is comes from the run's files. The server's exit code is the launcher's. A worker that fails
+does not end the run, because training is elastic; when none is left, the run is ended.
 """
 
 import itertools

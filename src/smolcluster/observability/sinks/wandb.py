@@ -159,6 +159,7 @@ class WandbSink:
         with contextlib.suppress(BrokenPipeError), cast(IO[bytes], child.stdin) as pipe:
             while child.poll() is None and (line := self._next_line()) is not None:
                 pipe.write(line)
+                pipe.flush()
         if child.wait() != 0:
             self._give_up(_last_line(self._output))
 
@@ -176,7 +177,6 @@ class WandbSink:
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
-            bufsize=0,
             cwd=self._folder.parent,
             env=self._environ,
             start_new_session=True,

@@ -6,6 +6,7 @@ ends the run. It needs nothing but wandb, and is started as a file.
 
 import json
 import os
+import queue
 import signal
 import threading
 from collections.abc import Iterator
@@ -19,7 +20,6 @@ def main() -> None:
     start = next(lines, None)
     if start is None:
         return
-    deadline_s = start.pop("finish_timeout_s")
     import wandb  # noqa: PLC0415 - importing this module must not import wandb
 
     settings = wandb.Settings(console="off", silent=True, x_save_requirements=False)
@@ -27,7 +27,6 @@ def main() -> None:
     run.define_metric("*", step_metric="step")
     for values in lines:
         run.log({name: value for name, value in values.items() if value is not None})
-    with_deadline(deadline_s)
     run.finish()
 
 
@@ -40,15 +39,27 @@ def take_over_input() -> BinaryIO:
 
 
 def records(feed: BinaryIO) -> Iterator[dict[str, Any]]:
-    """The objects in the feed; half a line, left by a killed parent, is left out."""
+    """The objects in the feed; half a line, left by a killed parent, is left out.
+
+    A thread reads ahead, so that the feed's end starts the deadline also while wandb is busy.
+    """
+    first = json.loads(feed.readline() or b"null")
+    if first is None:
+        return
+    deadline_s = first.pop("finish_timeout_s")
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=read_ahead, args=(feed, lines, deadline_s), daemon=True).start()
+    yield first
+    while (line := lines.get()).endswith(b"\n"):
+        yield json.loads(line)
+
+
+def read_ahead(feed: BinaryIO, lines: queue.SimpleQueue[bytes], deadline_s: float) -> None:
+    """Queue every line and an empty one at the end, from which on all must be over in time."""
     for line in feed:
-        if line.endswith(b"\n"):
-            yield json.loads(line)
-
-
-def with_deadline(seconds: float) -> None:
-    """End this process and all that wandb started if it takes longer, should the parent be gone."""
-    timer = threading.Timer(seconds + 1.0, lambda: os.killpg(os.getpgrp(), signal.SIGKILL))
+        lines.put(line)
+    lines.put(b"")
+    timer = threading.Timer(deadline_s + 1.0, lambda: os.killpg(os.getpgrp(), signal.SIGKILL))
     timer.daemon = True
     timer.start()
 

@@ -1,5 +1,8 @@
+import fcntl
+import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,8 +15,9 @@ import pytest
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.wandb import MAX_WAITING, WandbSink, run_name, wandb_mode
 
+CHILD = Path(inspect.getfile(WandbSink)).with_name("wandb_child.py")
 FAKE = """
-import json, os, subprocess, sys
+import fcntl, json, os, subprocess, sys
 
 class Settings(dict):
     pass
@@ -30,7 +34,10 @@ class Run:
             raise RuntimeError("quota exceeded")
     def finish(self):
         if os.environ.get("FAKE") == "hangs":
-            subprocess.run(["sleep", "600"])
+            lock = open(os.path.join(os.path.dirname(__file__), "lock"), "w")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            print("locked", file=self.out, flush=True)
+            subprocess.run(["sleep", "600"], pass_fds=[lock.fileno()])
         self.out.write("finished\\n")
         self.out.close()
 
@@ -190,17 +197,19 @@ def test_a_failure_is_one_warning_and_no_noise(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_finish_that_hangs_is_cut_at_the_deadline(tmp_path: Path) -> None:
+@pytest.mark.timeout(30)
+def test_a_finish_that_hangs_is_cut_with_all_that_it_started(tmp_path: Path) -> None:
     warnings: list[str] = []
-    sink = wandb_sink(tmp_path, with_fake(tmp_path, "hangs"), warnings, timeout_s=1.0)
+    sink = wandb_sink(tmp_path, with_fake(tmp_path, "hangs"), warnings, timeout_s=3.0)
     sink.log(step(1))
     began = time.monotonic()
     sink.close()
     assert time.monotonic() - began < 10.0
-    with pytest.raises(ProcessLookupError):
-        os.killpg(json.loads(seen(tmp_path)[0])["group_id"], 0)
+    assert seen(tmp_path)[-1] == "locked"
+    with (tmp_path / "fake" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
     assert warnings == [
-        "Weights & Biases did not finish in 1 s; upload what is left with: "
+        "Weights & Biases did not finish in 3 s; upload what is left with: "
         f"wandb sync {tmp_path / 'run' / 'wandb'}"
     ]
 
@@ -223,11 +232,15 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
     assert "Weights & Biases is off" in warnings[0]
 
 
-def test_training_never_waits_for_a_wandb_that_does_not_read(tmp_path: Path) -> None:
-    environ = with_fake(tmp_path)
-    (tmp_path / "fake" / "wandb.py").write_text("import time; time.sleep(600)")
+def test_training_never_waits_for_a_wandb_that_does_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle = tmp_path / "idle"
+    idle.write_text("#!/bin/sh\nexec sleep 600\n")
+    idle.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(idle))
     warnings: list[str] = []
-    sink = wandb_sink(tmp_path, environ, warnings, timeout_s=0.5)
+    sink = wandb_sink(tmp_path, environment(tmp_path), warnings, timeout_s=0.5)
     began = time.monotonic()
     for number in range(MAX_WAITING + 5000):
         sink.log(step(number))
@@ -239,12 +252,11 @@ def test_training_never_waits_for_a_wandb_that_does_not_read(tmp_path: Path) -> 
 
 
 def test_the_end_of_the_parent_ends_the_run_in_wandb(tmp_path: Path) -> None:
-    child = Path(sys.modules[WandbSink.__module__].__file__ or "").with_name("wandb_child.py")
     (tmp_path / "run").mkdir()
     start = {"dir": str(tmp_path / "run"), "finish_timeout_s": 60.0}
     lines = json.dumps(start) + '\n{"step": 1}\n{"step": 2, "lo'
     subprocess.run(
-        [sys.executable, "-P", str(child)],
+        [sys.executable, "-P", str(CHILD)],
         input=lines.encode(),
         env=with_fake(tmp_path),
         stdout=subprocess.DEVNULL,
@@ -253,6 +265,21 @@ def test_the_end_of_the_parent_ends_the_run_in_wandb(tmp_path: Path) -> None:
         check=True,
     )
     assert seen(tmp_path)[1:] == ['{"step": 1}', "finished"]
+
+
+@pytest.mark.timeout(30)
+def test_an_orphan_whose_wandb_hangs_ends_at_the_deadline(tmp_path: Path) -> None:
+    environ = with_fake(tmp_path)
+    (tmp_path / "fake" / "wandb.py").write_text("import time; time.sleep(600)")
+    done = subprocess.run(
+        [sys.executable, "-P", str(CHILD)],
+        input=b'{"finish_timeout_s": 0.1}\n',
+        env=environ,
+        timeout=20,
+        check=False,
+        start_new_session=True,
+    )
+    assert done.returncode == -signal.SIGKILL
 
 
 def test_the_real_wandb_works_offline_and_stays_in_the_runs_folder(

@@ -1,0 +1,395 @@
+"""What every connection must do, over a Unix socket pair and over TCP alike."""
+
+import socket
+import struct
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable
+
+import pytest
+from connection_pairs import (
+    BUCKET_BYTES,
+    connection_pair,
+    one_of_each,
+    push,
+    raw_and_connection,
+    tensor,
+)
+
+from smolcluster.errors import PeerLost, ProtocolError, SmolclusterError
+from smolcluster.transport.connection import UNPROVED_NBYTES, Connection
+from smolcluster.transport.frames import build_frame, frame_nbytes
+from smolcluster.transport.messages import (
+    FROM_WORKER,
+    Assignment,
+    Heartbeat,
+    Hello,
+    Push,
+    Reject,
+    State,
+    encode,
+    frame_of,
+)
+from smolcluster.utils.retry import Deadline
+
+pytestmark = [pytest.mark.timeout(60)]
+
+HEARTBEAT = b"".join(frame_of(Heartbeat()).buffers)
+PUSH = b"".join(frame_of(push(16), bytes(range(16))).buffers)
+PREFIX = struct.Struct("!4sBBHIQ")
+LENGTH_FIELDS = range(8, 20)
+
+
+@pytest.fixture(params=["socketpair", "tcp"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def in_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_all_messages_arrive_in_order(kind: str) -> None:
+    with connection_pair(kind) as (one, other):
+        for message in one_of_each():
+            spec = getattr(message, "tensor", None)
+            payload = bytes(spec.nbytes) if spec else b""
+            one.send(message, payload)
+        for message in one_of_each():
+            received, payload_view = other.receive()
+            spec = getattr(message, "tensor", None)
+            assert received == message
+            assert bytes(payload_view) == (bytes(spec.nbytes) if spec else b"")
+        assert other.bytes_received == one.bytes_sent > 0
+
+
+def test_a_frame_built_once_reaches_many(kind: str) -> None:
+    frame = frame_of(push(16), bytes(range(16)))
+    with connection_pair(kind) as (one, other), connection_pair(kind) as (third, fourth):
+        for sender, receiver in ((one, other), (third, fourth), (other, one)):
+            sender.send_frame(frame)
+            message, payload = receiver.receive()
+            assert (message, bytes(payload)) == (push(16), bytes(range(16)))
+
+
+def test_both_directions_carry_full_buckets_at_once(kind: str) -> None:
+    content = bytes(range(256)) * (BUCKET_BYTES // 256)
+    rounds = 100
+
+    def send_all(connection: Connection) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(rounds):
+                connection.send(push(BUCKET_BYTES), content)
+
+        return run
+
+    with connection_pair(kind) as pair:
+        senders = [in_thread(send_all(connection)) for connection in pair]
+        for _ in range(rounds):
+            for connection in pair:
+                assert connection.receive()[1] == content
+        for sender in senders:
+            sender.join(10)
+
+
+def test_a_payload_lies_in_the_same_memory_each_time(kind: str) -> None:
+    with connection_pair(kind) as (one, other):
+        one.send(push(16), b"a" * 16)
+        one.send(push(16), b"b" * 16)
+        _, first = other.receive()
+        assert bytes(first) == b"a" * 16
+        _, second = other.receive()
+        assert bytes(second) == b"b" * 16
+        assert second.obj is first.obj
+
+
+def test_a_payload_in_pieces_is_put_together(kind: str) -> None:
+    with raw_and_connection(kind) as (raw, connection):
+
+        def trickle() -> None:
+            for byte in PUSH:
+                raw.sendall(bytes([byte]))
+
+        sender = in_thread(trickle)
+        assert connection.receive()[1] == bytes(range(16))
+        sender.join(10)
+
+
+@pytest.mark.parametrize("frame", [HEARTBEAT, PUSH], ids=["heartbeat", "push"])
+def test_a_frame_cut_anywhere_loses_the_peer(kind: str, frame: bytes) -> None:
+    for length in range(len(frame)):
+        with raw_and_connection(kind) as (raw, connection):
+            raw.sendall(frame[:length])
+            raw.close()
+            with pytest.raises(PeerLost, match="peer: session: "):
+                connection.receive()
+            assert connection.broken
+            with pytest.raises(PeerLost, match="closed for receiving"):
+                connection.receive()
+
+
+def test_every_flipped_bit_ends_the_connection(kind: str) -> None:
+    for bit in range(8 * len(PUSH)):
+        damaged = bytearray(PUSH)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with raw_and_connection(kind) as (raw, connection):
+            raw.sendall(damaged)
+            raw.shutdown(socket.SHUT_WR)
+            # A larger length within the limits can only be told from the truth by waiting for it.
+            expected = SmolclusterError if bit // 8 in LENGTH_FIELDS else ProtocolError
+            with pytest.raises(expected):
+                connection.receive()
+            assert connection.broken
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: mini1\r\n\r\n", "not a smolcluster peer"),
+        (bytes(range(256)), "not a smolcluster peer"),
+        (PREFIX.pack(b"SMOL", 2, 12, 0, 2, 0), "version 2"),
+        (PREFIX.pack(b"SMOL", 1, 12, 7, 2, 0), "reserved"),
+        (PREFIX.pack(b"SMOL", 1, 0, 0, 2, 0), "unknown message kind 0"),
+        (PREFIX.pack(b"SMOL", 1, 200, 0, 2, 0), "unknown message kind 200"),
+        (PREFIX.pack(b"SMOL", 1, 12, 0, 2**32 - 1, 0), "header of 4294967295"),
+        (PREFIX.pack(b"SMOL", 1, 8, 0, 300, 2**63), "payload of 9223372036854775808"),
+        (PREFIX.pack(b"SMOL", 1, 8, 0, 300, BUCKET_BYTES + 1), "exceeds the limit of 65536"),
+        (b"".join(build_frame(12, b"[" * 10_000).buffers), "nested too deeply|not valid JSON"),
+        (b"".join(build_frame(12, b'{"x":NaN}').buffers), "NaN is not a number"),
+        (b"".join(build_frame(12, b"{}", b"1234").buffers), "announces a payload of 0 bytes"),
+        (b"".join(build_frame(8, encode(push(16)), b"1234").buffers), "a payload of 16 bytes"),
+        (b"".join(build_frame(8, encode(push(16))).buffers), "a payload of 16 bytes"),
+    ],
+)
+def test_what_the_protocol_forbids_ends_the_connection(
+    kind: str, data: bytes, complaint: str
+) -> None:
+    with raw_and_connection(kind) as (raw, connection):
+        raw.sendall(data)
+        tracemalloc.start()
+        try:
+            with pytest.raises(ProtocolError, match=f"^peer: session: .*({complaint})"):
+                connection.receive()
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 256 * 1024
+        assert connection.broken
+
+
+def test_a_damaged_payload_is_not_handed_out(kind: str) -> None:
+    frame = bytearray(PUSH)
+    frame[-12] ^= 1
+    with raw_and_connection(kind) as (raw, connection):
+        raw.sendall(frame)
+        with pytest.raises(ProtocolError, match="payload damaged"):
+            connection.receive()
+
+
+def test_only_the_expected_kinds_are_heard(kind: str) -> None:
+    with connection_pair(kind) as (one, other):
+        one.send(Reject(code="busy", sentence="no"))
+        with pytest.raises(ProtocolError, match="unexpected Reject, expected Fault, Goodbye"):
+            other.receive(FROM_WORKER)
+
+
+def test_a_stranger_may_send_four_kilobytes_in_all(kind: str) -> None:
+    hello = frame_of(one_of_each()[0])
+    with raw_and_connection(kind, proved=False) as (raw, connection):
+        fitting = UNPROVED_NBYTES // hello.nbytes
+        for _ in range(fitting):
+            raw.sendall(b"".join(hello.buffers))
+            connection.receive({Hello})
+        raw.sendall(hello.head[:20])
+        with pytest.raises(ProtocolError, match="has not proved itself exceed 4096"):
+            connection.receive({Hello})
+        assert connection.bytes_received <= UNPROVED_NBYTES
+
+
+def test_a_stranger_cannot_announce_more_than_it_may_send(kind: str) -> None:
+    for prefix in (
+        PREFIX.pack(b"SMOL", 1, 1, 0, 4096, 0),
+        PREFIX.pack(b"SMOL", 1, 8, 0, 300, 4000),
+        PREFIX.pack(b"SMOL", 1, 8, 0, 300, 4097),
+    ):
+        with raw_and_connection(kind, proved=False) as (raw, connection):
+            raw.sendall(prefix)
+            with pytest.raises(ProtocolError, match="exceed"):
+                connection.receive()
+
+
+def test_the_limit_ends_with_the_proof(kind: str) -> None:
+    with connection_pair(kind, proved=False) as (one, other):
+        other.proved(BUCKET_BYTES, 5.0)
+        one.send(push(8192), bytes(8192))
+        assert len(other.receive()[1]) == 8192
+        assert other.bytes_received == frame_nbytes(len(encode(push(8192))), 8192)
+
+
+def test_a_silent_peer_is_lost(kind: str) -> None:
+    with raw_and_connection(kind, stall_timeout_s=0.1) as (_, connection):
+        began = time.monotonic()
+        with pytest.raises(PeerLost, match=r"peer: session: silent for 0\.1 s"):
+            connection.receive()
+        assert time.monotonic() - began >= 0.1
+
+
+def test_a_peer_silent_within_a_frame_is_lost(kind: str) -> None:
+    for length in (3, 20, 30, len(PUSH) - 12, len(PUSH) - 1):
+        with raw_and_connection(kind, stall_timeout_s=0.05) as (raw, connection):
+            raw.sendall(PUSH[:length])
+            with pytest.raises(PeerLost, match="silent for"):
+                connection.receive()
+            with pytest.raises(PeerLost, match="closed for receiving"):
+                connection.receive()
+
+
+def test_a_slow_peer_is_not_a_silent_one(kind: str) -> None:
+    with raw_and_connection(kind, stall_timeout_s=1.0) as (raw, connection):
+
+        def slowly() -> None:
+            for start in range(0, len(PUSH), len(PUSH) // 5):
+                raw.sendall(PUSH[start : start + len(PUSH) // 5])
+                pause.wait(0.3)
+
+        pause = threading.Event()
+        sender = in_thread(slowly)
+        connection.receive()
+        sender.join(10)
+
+
+def test_a_trickle_does_not_outlast_a_deadline(kind: str) -> None:
+    with raw_and_connection(kind) as (raw, connection):
+        stop = threading.Event()
+
+        def trickle() -> None:
+            for byte in PUSH:
+                raw.sendall(bytes([byte]))
+                if stop.wait(0.1):
+                    return
+
+        sender = in_thread(trickle)
+        began = time.monotonic()
+        with pytest.raises(PeerLost, match="did not finish in time"):
+            connection.receive(deadline=Deadline(0.35))
+        assert 0.3 < time.monotonic() - began < 2.0
+        stop.set()
+        sender.join(10)
+
+
+def test_a_deadline_that_has_passed_strikes_at_once(kind: str) -> None:
+    with raw_and_connection(kind) as (raw, connection):
+        raw.sendall(HEARTBEAT)
+        with pytest.raises(PeerLost, match="did not finish in time"):
+            connection.receive(deadline=Deadline(0.0))
+
+
+def test_a_peer_that_does_not_read_is_lost(kind: str) -> None:
+    with raw_and_connection(kind, stall_timeout_s=0.1) as (_, connection):
+        with pytest.raises(PeerLost, match=r"took no byte for 0\.1 s"):
+            for _ in range(1000):
+                connection.send(push(BUCKET_BYTES), bytes(BUCKET_BYTES))
+        assert connection.broken
+        with pytest.raises(PeerLost, match="closed for sending"):
+            connection.send(Heartbeat())
+
+
+def test_what_the_peer_said_can_be_read_after_a_send_failed(kind: str) -> None:
+    with raw_and_connection(kind, stall_timeout_s=0.1) as (raw, connection):
+        raw.sendall(HEARTBEAT)
+        with pytest.raises(PeerLost, match="took no byte"):
+            for _ in range(1000):
+                connection.send(push(BUCKET_BYTES), bytes(BUCKET_BYTES))
+        assert connection.receive()[0] == Heartbeat()
+
+
+def test_a_partial_send_goes_on_where_it_stopped(kind: str) -> None:
+    size = 4 * 1024 * 1024
+    content = bytes(range(256)) * (size // 256)
+    message = State(
+        incarnation="ab", version=1, bucket=0, num_buckets=1, tensor=tensor(size)
+    )
+    # Every quarter of the stall timeout, the kernel returns what it could send so far.
+    with connection_pair(kind, stall_timeout_s=0.4) as (one, other):
+        other.proved(size, 5.0)
+        sender = in_thread(lambda: one.send(message, content))
+        threading.Event().wait(0.15)
+        assert other.receive()[1] == content
+        sender.join(10)
+
+
+def test_abort_wakes_a_waiting_reader(kind: str) -> None:
+    with connection_pair(kind) as (one, _):
+        problems: list[str] = []
+
+        def read() -> None:
+            try:
+                one.receive()
+            except PeerLost as error:
+                problems.append(str(error))
+
+        reader = in_thread(read)
+        one.abort()
+        reader.join(3)
+        assert len(problems) == 1
+
+
+def test_closing_twice_and_using_after_is_safe(kind: str) -> None:
+    with connection_pair(kind) as (one, other):
+        one.close()
+        one.close()
+        one.abort()
+        one.end_sending()
+        one.finish()
+        with pytest.raises(PeerLost):
+            one.send(Heartbeat())
+        with pytest.raises(PeerLost):
+            one.receive()
+        with pytest.raises(PeerLost, match="closed the connection"):
+            other.receive()
+
+
+def test_last_words_are_heard_although_the_peer_is_still_talking(kind: str) -> None:
+    with connection_pair(kind) as (one, other):
+        for _ in range(20):
+            one.send(push(64), bytes(64))
+        other.send(Reject(code="busy", sentence="come back later"))
+        finishing = in_thread(other.finish)
+        message, _ = one.receive()
+        assert isinstance(message, Reject)
+        assert message.sentence == "come back later"
+        one.close()
+        finishing.join(3)
+        assert not finishing.is_alive()
+
+
+def test_draining_a_peer_that_never_stops_is_bounded(kind: str) -> None:
+    with raw_and_connection(kind, proved=False) as (raw, connection):
+        raw.sendall(bytes(3 * UNPROVED_NBYTES))
+        connection.finish(drain_timeout_s=30.0)
+        assert connection.bytes_received <= 2 * UNPROVED_NBYTES
+    with raw_and_connection(kind) as (raw, connection):
+        began = time.monotonic()
+        connection.finish(drain_timeout_s=0.1)
+        assert time.monotonic() - began < 2.0
+
+
+def test_errors_name_peer_and_phase(kind: str) -> None:
+    with connection_pair(kind) as (one, other):
+        other.peer, other.phase = "mini1 (10.0.0.2:5555)", "training"
+        one.close()
+        with pytest.raises(PeerLost, match=r"^mini1 \(10\.0\.0\.2:5555\): training: closed the"):
+            other.receive()
+
+
+def test_indices_travel_as_they_are(kind: str) -> None:
+    with connection_pair(kind) as (one, other):
+        assignment = next(each for each in one_of_each() if isinstance(each, Assignment))
+        indices = struct.pack("<32i", *range(32))
+        one.send(assignment, indices)
+        received, payload = other.receive({Assignment, Push})
+        assert received == assignment
+        assert bytes(payload) == indices

@@ -1,0 +1,117 @@
+"""Two connected ends for tests, and samples of every message."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from smolcluster.configs.schema import DatasetConfig, RunConfig, StalenessConfig, TrainConfig
+from smolcluster.transport import messages as m
+from smolcluster.transport.connection import Connection
+
+BUCKET_BYTES = 64 * 1024
+LEASE = m.LeaseKey(incarnation="0123abcd", epoch=0, start=0, stop=32, grant=1)
+RUN = RunConfig(
+    run_id="edp-1",
+    algorithm="edp",
+    seed=42,
+    worker_update_interval=10,
+    use_quantization=True,
+    staleness=StalenessConfig(),
+    heartbeat_timeout_s=10.0,
+    reconnect_timeout_s=60.0,
+    train=TrainConfig(dataset=DatasetConfig(name="digits")),
+)
+
+
+def tensor(nbytes: int) -> m.TensorSpec:
+    return m.TensorSpec(codec="fp32", dtype="float32", shape=(nbytes // 4,), nbytes=nbytes)
+
+
+def push(nbytes: int = 16, bucket: int = 0) -> m.Push:
+    return m.Push(
+        lease=LEASE,
+        base_version=3,
+        bucket=bucket,
+        num_buckets=4,
+        num_samples=32,
+        loss=0.5,
+        tensor=tensor(nbytes),
+    )
+
+
+def one_of_each() -> list[m.Message]:
+    mac, nonce = "ab" * 32, "cd" * 32
+    return [
+        m.Hello(protocol=1, version="0.1.0", node="mini1", worker_id=1, instance="0123456789abcdef"),
+        m.Challenge(nonce=nonce),
+        m.Proof(mac=mac, nonce=nonce),
+        m.Welcome(
+            mac=mac,
+            run_id="edp-1",
+            incarnation="0123abcd",
+            run=RUN,
+            model_fingerprint=mac,
+            bucket_bytes=BUCKET_BYTES,
+            codec="int8",
+            heartbeat_timeout_s=10.0,
+        ),
+        m.Ready(
+            dataset_fingerprint=mac,
+            model_fingerprint=mac,
+            device="cpu",
+            samples_per_s=1e4,
+            unacknowledged=LEASE,
+        ),
+        m.Reject(code="busy", sentence="worker 1 is here already", retry_after_s=2.0),
+        m.Assignment(lease=LEASE, learning_rate=1e-3, tensor=tensor(128)),
+        push(),
+        m.Ack(lease=LEASE, outcome="applied", version=4),
+        m.Pull(),
+        m.State(incarnation="0123abcd", version=4, bucket=0, num_buckets=1, tensor=tensor(64)),
+        m.Heartbeat(),
+        m.Goodbye(reason="done"),
+        m.Fault(code="data", sentence="the dataset differs"),
+        m.End(ok=True, sentence="the run is over"),
+    ]
+
+
+def socket_pair(kind: str) -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets: "socketpair" or "tcp"."""
+    if kind == "socketpair":
+        return socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+    return client, accepted
+
+
+@contextmanager
+def raw_and_connection(
+    kind: str = "socketpair", stall_timeout_s: float = 5.0, *, proved: bool = True
+) -> Iterator[tuple[socket.socket, Connection]]:
+    """A bare socket that can say anything, and the connection that hears it."""
+    raw, other = socket_pair(kind)
+    connection = Connection(other, "peer", stall_timeout_s)
+    if proved:
+        connection.proved(BUCKET_BYTES, stall_timeout_s)
+    try:
+        yield raw, connection
+    finally:
+        connection.close()
+        raw.close()
+
+
+@contextmanager
+def connection_pair(
+    kind: str = "socketpair", stall_timeout_s: float = 5.0, *, proved: bool = True
+) -> Iterator[tuple[Connection, Connection]]:
+    """Two connections that talk to each other."""
+    one, other = (Connection(sock, None, stall_timeout_s) for sock in socket_pair(kind))
+    if proved:
+        one.proved(BUCKET_BYTES, stall_timeout_s)
+        other.proved(BUCKET_BYTES, stall_timeout_s)
+    try:
+        yield one, other
+    finally:
+        one.close()
+        other.close()

@@ -1,0 +1,204 @@
+"""A whole cluster in one process: server and workers as threads, talking over 127.0.0.1."""
+
+import logging
+import secrets
+import socket
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+import smolcluster
+from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.EDP.server import Server
+from smolcluster.algorithms.EDP.worker import Worker
+from smolcluster.cluster.joining import ServerAddress
+from smolcluster.cluster.link import Participant, Place, follow
+from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.data.permutation import epoch_permutation
+from smolcluster.observability.metrics import MetricRecord, Metrics
+from smolcluster.runs.events import EventLog, EventRecord, read_events
+from smolcluster.runs.summary import Summary
+from smolcluster.training.build import Workbench, build
+from smolcluster.transport.frames import PROTOCOL_VERSION
+from smolcluster.transport.messages import Hello, Welcome
+from smolcluster.transport.security import Secret
+
+SECRET = Secret(Path("the-test's-secret"), b"0123456789abcdef0123456789abcdef")
+DEADLINE_S = 60.0
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def local_settings(*overrides: str, workers: int = 3, train: str = "digits") -> Settings:
+    """What `--local` uses, on a free port."""
+    defaults = [f"port={free_port()}", "heartbeat_timeout_s=5", "empty_cluster_timeout_s=20"]
+    return load_settings(
+        "edp", train, None, [*defaults, *overrides], environ={}, local=True, local_workers=workers
+    )
+
+
+@dataclass
+class Recorder:
+    """A metrics sink that keeps every record."""
+
+    records: list[MetricRecord] = field(default_factory=list)
+
+    def log(self, record: MetricRecord) -> None:
+        """Keep one record."""
+        self.records.append(record)
+
+    def tick(self) -> None:
+        """Nothing is due."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    @property
+    def steps(self) -> list[MetricRecord]:
+        """One record a push that was applied, in order."""
+        return [record for record in self.records if record.kind == "step"]
+
+
+class Outcome(threading.Thread):
+    """A thread whose result or error can be had."""
+
+    def __init__(self, name: str, body: Callable[[], Summary | None]) -> None:
+        super().__init__(name=name, daemon=True)
+        self._body = body
+        self.summary: Summary | None = None
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Run the body and keep what came of it."""
+        torch.set_num_threads(1)
+        try:
+            self.summary = self._body()
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            self.error = error
+
+    def finish(self) -> None:
+        """Wait for the end.
+
+        Raises:
+            AssertionError: it does not come.
+            BaseException: what the thread raised.
+        """
+        self.join(DEADLINE_S)
+        assert not self.is_alive(), f"{self.name} did not end within {DEADLINE_S} s"
+        if self.error is not None:
+            raise self.error
+
+    def failure(self) -> BaseException:
+        """Wait for the end, which must be an error, and return it."""
+        self.join(DEADLINE_S)
+        assert not self.is_alive(), f"{self.name} did not end within {DEADLINE_S} s"
+        assert self.error is not None, f"{self.name} ended well"
+        return self.error
+
+
+class Cluster:
+    """A server in a thread, and as many workers as the test starts."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        folder: Path,
+        server_class: type[Server] = Server,
+        secret: Secret = SECRET,
+    ) -> None:
+        self.settings = settings
+        self.metrics = Recorder()
+        self.events_path = folder / "events.jsonl"
+        self.log_lines: list[str] = []
+        self.log = logging.Logger("test", logging.DEBUG)
+        self.log.addHandler(_Lines(self.log_lines))
+        self._secret = secret
+        train, cluster = settings.train, settings.cluster
+        self.bench = build(train, cluster.seed, settings.node.dataset, torch.device("cpu"))
+        events = EventLog(self.events_path, "test", warn=self.log.warning)
+        context = ServerContext(
+            settings=settings,
+            run=settings.run_config("test-run", "edp"),
+            bench=self.bench,
+            secret=secret,
+            metrics=Metrics([self.metrics]),
+            events=events,
+            log=self.log,
+            incarnation=secrets.token_hex(4),
+        )
+        self.core = server_class(context)
+
+        def serve() -> Summary:
+            try:
+                return self.core.run()
+            finally:
+                events.close()
+
+        self.server = Outcome("server", serve)
+
+    def worker(
+        self,
+        worker_id: int,
+        *,
+        port: int | None = None,
+        node: str = "macbook",
+        secret: Secret | None = None,
+        make: Callable[[Welcome, Workbench], Participant] = Worker,
+        settings: Settings | None = None,
+    ) -> Outcome:
+        """Start a worker."""
+        cluster = self.settings.cluster
+        place = Place(
+            node=(settings or self.settings).node,
+            hello=Hello(
+                protocol=PROTOCOL_VERSION,
+                version=smolcluster.__version__,
+                node=node,
+                worker_id=worker_id,
+                instance=secrets.token_hex(8),
+            ),
+            address=ServerAddress("127.0.0.1", port or cluster.port),
+            secret=secret or self._secret,
+            start_timeout_s=10.0,
+            log=self.log,
+        )
+        return Outcome(f"worker {worker_id}", lambda: follow(place, make))
+
+    def events(self) -> list[EventRecord]:
+        """What the run's event log holds."""
+        return read_events(self.events_path)
+
+    def applied(self) -> dict[int, Counter[int]]:
+        """How often each sample was applied, by epoch, from the record of each optimizer step."""
+        counts: dict[int, Counter[int]] = defaultdict(Counter)
+        num_samples = self.bench.dataset.train.num_samples
+        for record in self.metrics.steps:
+            order = epoch_permutation(self.settings.cluster.seed, record.epoch, num_samples)
+            start, stop = int(record.values["start"]), int(record.values["stop"])
+            counts[record.epoch].update(order[start:stop].tolist())
+        return dict(counts)
+
+    def assert_every_sample_applied_once(self) -> None:
+        """Every sample of every epoch, exactly once."""
+        once = Counter(range(self.bench.dataset.train.num_samples))
+        assert self.applied() == dict.fromkeys(range(self.settings.train.num_epochs), once)
+
+
+class _Lines(logging.Handler):
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one line."""
+        self._lines.append(f"{record.levelname} {record.getMessage()}")

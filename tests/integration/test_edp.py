@@ -1,0 +1,209 @@
+"""EDP between real sessions over TCP, in one process: what is trained, and what happens when things go wrong."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from harness import SECRET, Cluster, local_settings
+
+from smolcluster.algorithms.EDP.server import Server
+from smolcluster.algorithms.EDP.worker import Worker
+from smolcluster.errors import (
+    AuthError,
+    ClusterEmpty,
+    ConnectTimeout,
+    NonFiniteLoss,
+    Rejected,
+    RunFailed,
+)
+from smolcluster.runs.events import LeaseReturned, PushDropped
+from smolcluster.training.build import Workbench, build
+from smolcluster.training.loop import training_steps
+from smolcluster.transport.messages import Welcome
+from smolcluster.transport.security import Secret
+
+
+def test_one_worker_with_interval_1_is_sequential_training(tmp_path: Path) -> None:
+    """500 steps and more, each loss within 1e-6 of the single process, and the same weights at the end."""
+    settings = local_settings("worker_update_interval=1", "num_epochs=12", workers=1)
+    cluster = Cluster(settings, tmp_path)
+    worker = cluster.worker(1)
+    cluster.server.finish()
+    worker.finish()
+
+    alone = build(
+        settings.train, settings.cluster.seed, settings.node.dataset, torch.device("cpu")
+    )
+    steps = training_steps(alone.replica, alone.dataset, settings.train, settings.cluster.seed)
+    expected = [step.loss for step in steps]
+    assert len(expected) >= 500
+    assert [record.values["loss"] for record in cluster.metrics.steps] == pytest.approx(
+        expected, rel=1e-6
+    )
+    torch.testing.assert_close(
+        cluster.bench.replica.params, alone.replica.params, rtol=1e-5, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_three_workers_learn_and_apply_every_sample_once(tmp_path: Path, quantized: bool) -> None:
+    settings = local_settings(f"use_quantization={str(quantized).lower()}", "num_epochs=12")
+    cluster = Cluster(settings, tmp_path)
+    workers = [cluster.worker(rank + 1) for rank in range(3)]
+    cluster.server.finish()
+    for worker in workers:
+        worker.finish()
+    cluster.assert_every_sample_applied_once()
+    summary = cluster.server.summary
+    assert summary is not None
+    assert summary.samples_applied == 12 * summary.train_samples
+    assert summary.codec == ("int8" if quantized else "fp32")
+    assert summary.final.val_accuracy is not None
+    assert summary.final.val_accuracy > 0.85
+    assert sum(share.samples for share in summary.workers) == summary.samples_applied
+
+
+def test_gradient_norms_are_tracked_by_layer(tmp_path: Path) -> None:
+    settings = local_settings("track_gradients=true", "num_epochs=1", workers=1)
+    cluster = Cluster(settings, tmp_path)
+    cluster.worker(1)
+    cluster.server.finish()
+    values = cluster.metrics.steps[0].values
+    layers = {name: value for name, value in values.items() if name.startswith("grad_norm/")}
+    assert len(layers) == len(cluster.bench.replica.layers)
+    total = torch.tensor(list(layers.values())).norm().item()
+    assert total == pytest.approx(values["grad_norm"], rel=1e-4)
+
+
+def test_a_late_worker_joins_and_shares_the_work(tmp_path: Path) -> None:
+    half_way = threading.Event()
+
+    class Watched(Server):
+        def apply(self, *args: object) -> None:
+            super().apply(*args)  # type: ignore[arg-type]
+            if self.version == 100:
+                half_way.set()
+
+    cluster = Cluster(local_settings("num_epochs=15", workers=1), tmp_path, Watched)
+    cluster.worker(1)
+    assert half_way.wait(30)
+    late = cluster.worker(4)
+    cluster.server.finish()
+    late.finish()
+    cluster.assert_every_sample_applied_once()
+    assert {record.rank for record in cluster.metrics.steps} == {0, 3}
+
+
+def test_stale_pushes_beyond_the_bound_are_dropped_counted_and_computed_again(
+    tmp_path: Path,
+) -> None:
+    settings = local_settings("staleness.bound=1", "num_epochs=3", "worker_update_interval=5")
+    cluster = Cluster(settings, tmp_path)
+    for rank in range(3):
+        cluster.worker(rank + 1)
+    cluster.server.finish()
+    cluster.assert_every_sample_applied_once()
+    assert all(record.values["staleness"] <= 1 for record in cluster.metrics.steps)
+    summary = cluster.server.summary
+    assert summary is not None
+    kinds = [type(record.event) for record in cluster.events()]
+    assert summary.pushes.stale == kinds.count(PushDropped)
+    assert summary.leases_returned == kinds.count(LeaseReturned) == summary.pushes.stale
+
+
+def test_an_exploding_loss_stops_the_run_and_names_step_worker_and_layer(tmp_path: Path) -> None:
+    settings = local_settings(
+        "learning_rate=1e30", "gradient_clipping.enabled=false", "optimizer=sgd", workers=1
+    )
+    cluster = Cluster(settings, tmp_path)
+    worker = cluster.worker(1, node="pi5")
+    failure = cluster.server.failure()
+    assert isinstance(failure, NonFiniteLoss)
+    for part in ("worker 1 (pi5)", "step ", "layer ", "learning_rate"):
+        assert part in str(failure)
+    assert isinstance(worker.failure(), NonFiniteLoss)
+    assert all(torch.isfinite(torch.tensor(r.values["loss"])) for r in cluster.metrics.steps)
+
+
+def test_the_others_hear_why_a_run_failed(tmp_path: Path) -> None:
+    class Exploding(Worker):
+        def compute(self, lease: object) -> float:
+            if self.steps == 20:
+                raise NonFiniteLoss("loss is nan at layer fc1")
+            return super().compute(lease)  # type: ignore[arg-type]
+
+    cluster = Cluster(local_settings(workers=2), tmp_path)
+    innocent = cluster.worker(1)
+    cluster.worker(2, make=Exploding)
+    assert isinstance(cluster.server.failure(), NonFiniteLoss)
+    failure = innocent.failure()
+    assert isinstance(failure, RunFailed)
+    assert "fc1" in str(failure)
+
+
+def test_a_wrong_secret_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
+    cluster = Cluster(local_settings("num_epochs=5", workers=1), tmp_path)
+    stranger = cluster.worker(2, secret=Secret(Path("other"), b"f" * 32))
+    assert isinstance(stranger.failure(), AuthError)
+    cluster.worker(1)
+    cluster.server.finish()
+    cluster.assert_every_sample_applied_once()
+
+
+def test_a_worker_with_other_data_is_refused(tmp_path: Path) -> None:
+    class OtherData(Worker):
+        pass
+
+    cluster = Cluster(local_settings("num_epochs=3", workers=1), tmp_path)
+    other_split = local_settings("seed=43", workers=1)
+
+    def cheat(welcome: Welcome, bench: Workbench) -> Worker:
+        theirs = build(
+            other_split.train, 43, other_split.node.dataset, torch.device("cpu")
+        )
+        object.__setattr__(bench, "dataset", theirs.dataset)
+        return OtherData(welcome, bench)
+
+    failure = cluster.worker(2, make=cheat).failure()
+    assert isinstance(failure, Rejected)
+    assert failure.code == "dataset"
+    assert failure.exit_code == 78
+    assert "dataset.root" in str(failure)
+    cluster.worker(1)
+    cluster.server.finish()
+
+
+def test_an_unlisted_node_is_rejected(tmp_path: Path) -> None:
+    cluster = Cluster(local_settings("num_epochs=1", workers=1), tmp_path)
+    failure = cluster.worker(1, node="toaster").failure()
+    assert isinstance(failure, Rejected)
+    assert "toaster" in str(failure)
+    cluster.worker(1)
+    cluster.server.finish()
+
+
+def test_a_server_without_workers_gives_up(tmp_path: Path) -> None:
+    cluster = Cluster(local_settings("start_timeout_s=0.3"), tmp_path)
+    failure = cluster.server.failure()
+    assert isinstance(failure, ClusterEmpty)
+    assert failure.exit_code == 75
+    assert "start_timeout_s" in str(failure)
+
+
+def test_a_worker_without_a_server_gives_up_and_says_where_it_looked(tmp_path: Path) -> None:
+    from smolcluster.cluster.joining import ServerAddress, join
+    from smolcluster.transport.messages import Hello
+
+    settings = local_settings()
+    hello = Hello(protocol=1, version="0", node="pi5", worker_id=1, instance="0" * 16)
+    import logging
+
+    with pytest.raises(ConnectTimeout, match=str(settings.cluster.port)):
+        join(
+            ServerAddress("127.0.0.1", settings.cluster.port),
+            hello,
+            SECRET,
+            timeout_s=0.3,
+            log=logging.Logger("test"),
+        )

@@ -1,0 +1,507 @@
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smolcluster.configs.load import find_config, parse_yaml, read_yaml, shipped_names
+from smolcluster.configs.resolve import (
+    Settings,
+    check_node_overrides,
+    load_settings,
+    localise,
+    node_overrides,
+    resolve,
+    save_resolved,
+)
+from smolcluster.configs.schema import ClusterConfig, TrainConfig
+from smolcluster.errors import ConfigError, SmolclusterError
+
+HOSTS = {"mini1": "10.10.0.1", "macbook": "10.10.0.1", "pi5": "192.168.50.1", "win": "10.10.0.1"}
+CLUSTER: dict[str, Any] = {
+    "host_ip": HOSTS,
+    "port": 65432,
+    "num_workers": 3,
+    "workers": ["pi5", "win", "macbook"],
+    "server": "mini1",
+    "worker_update_interval": 10,
+    "use_quantization": False,
+    "seed": 42,
+}
+NN: dict[str, Any] = {
+    "batch_size": 32,
+    "learning_rate": 0.001,
+    "num_epochs": 2,
+    "eval_steps": 200,
+    "track_gradients": True,
+    "polyak_alpha": 0.5,
+    "gradient_clipping": {"enabled": True, "max_norm": 1.0},
+    "model": {"type": "SimpleNN", "input_dim": 784, "hidden": 128, "out": 10},
+    "dataset": {"name": "MNIST"},
+}
+
+
+def settle(
+    *overrides: str,
+    environ: Mapping[str, str] | None = None,
+    node_name: str | None = None,
+    cluster: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
+) -> Settings:
+    """Resolve the users' two files with some changes."""
+    return resolve(
+        cluster=CLUSTER | (cluster or {}),
+        train=NN | (train or {}),
+        node_name=node_name,
+        overrides=overrides,
+        environ=environ,
+    )
+
+
+def refusal(*overrides: str, **layers: Any) -> str:
+    """The one line with which a configuration is refused."""
+    with pytest.raises(ConfigError) as raised:
+        settle(*overrides, **layers)
+    text = str(raised.value)
+    assert text.isprintable()
+    for jargon in ("Traceback", "pydantic", "input_value", "[type=", "Input should"):
+        assert jargon not in text
+    return text
+
+
+# What is shipped
+
+
+@pytest.mark.parametrize("name", shipped_names("cluster"))
+def test_every_shipped_cluster_file_loads(name: str) -> None:
+    assert load_settings(name, "nn", environ={}).cluster.num_workers == 3
+
+
+@pytest.mark.parametrize("name", shipped_names("training"))
+def test_every_shipped_training_file_loads(name: str) -> None:
+    assert load_settings("edp", name, environ={}).train.num_epochs >= 1
+
+
+def test_every_yaml_in_the_folder_is_shipped_under_a_name() -> None:
+    folder = find_config("edp", "cluster").parent
+    named = {find_config(name, "cluster") for name in shipped_names("cluster")}
+    named |= {find_config(name, "training") for name in shipped_names("training")}
+    assert named == set(folder.glob("*.yaml"))
+
+
+def test_the_shipped_files_hold_exactly_what_users_have() -> None:
+    assert read_yaml(find_config("edp", "cluster")) == CLUSTER
+    assert read_yaml(find_config("nn", "training")) == NN
+
+
+def test_keys_that_users_do_not_have_get_their_defaults() -> None:
+    settings = settle()
+    assert settings.cluster == ClusterConfig.model_validate(CLUSTER)
+    assert settings.train == TrainConfig.model_validate(NN)
+    assert (settings.train.optimizer, settings.cluster.elastic) == ("adam", True)
+    assert settings.cluster.timeout is None
+
+
+def test_digits_need_no_sizes_of_the_data() -> None:
+    train = load_settings("edp", "digits", environ={}).train
+    assert train.dataset.name == "digits"
+    assert train.model.input_dim is None
+
+
+# Precedence
+
+
+def test_override_beats_environment_beats_file_beats_default() -> None:
+    environ = {"SMOLCLUSTER_PORT": "2", "SMOLCLUSTER_SEED": "2", "SMOLCLUSTER_MODEL__HIDDEN": "2"}
+    settings = settle("port=3", environ=environ, cluster={"min_workers": 2})
+    assert settings.cluster.port == 3
+    assert settings.cluster.seed == 2
+    assert settings.train.model.hidden == 2
+    assert settings.cluster.min_workers == 2
+    assert settings.cluster.start_timeout_s == 120.0
+
+
+def test_a_node_has_its_own_layer_between_environment_and_file() -> None:
+    cluster = {"nodes": {"pi5": {"threads": 2, "device": "cpu", "dataset": {"root": "/pi"}}}}
+    train = {"dataset": {"name": "MNIST", "root": "/file", "download": False}}
+    environ = {"SMOLCLUSTER_DEVICE": "mps"}
+    node = settle("threads=4", environ=environ, node_name="pi5", cluster=cluster, train=train).node
+    assert (node.threads, node.device) == (4, "mps")
+    assert (node.dataset.root, node.dataset.download) == (Path("/pi"), False)
+
+
+def test_settings_of_one_node_are_not_another_s() -> None:
+    cluster = {"nodes": {"pi5": {"threads": 2}}}
+    assert settle(node_name="win", cluster=cluster).node.threads is None
+    assert settle(node_name="pi5", cluster=cluster).node.threads == 2
+
+
+def test_without_a_name_the_node_is_the_server() -> None:
+    assert settle(cluster={"nodes": {"mini1": {"threads": 2}}}).node.threads == 2
+
+
+def test_a_node_can_be_set_by_its_full_key_also_where_the_file_says_nothing() -> None:
+    for nodes in ({}, {"nodes": {"pi5": None}}, {"nodes": None}):
+        settings = settle("nodes.pi5.threads=2", node_name="pi5", cluster=nodes)
+        assert settings.node.threads == 2
+        assert settings.cluster.nodes["pi5"].threads == 2
+
+
+def test_a_full_key_in_an_override_beats_a_short_one_in_the_environment() -> None:
+    environ = {"SMOLCLUSTER_THREADS": "8"}
+    assert settle("nodes.mini1.threads=2", environ=environ).node.threads == 2
+
+
+def test_the_place_of_a_dataset_is_the_machine_s_and_its_name_the_run_s() -> None:
+    overrides = ["dataset.root=/data", "dataset.download=false", "dataset.name=digits"]
+    settings = settle(*overrides, cluster={"nodes": {"mini1": {"dataset": {"root": "/other"}}}})
+    assert settings.node.dataset.root == settings.train.dataset.root == Path("/data")
+    assert settings.node.dataset.download is settings.train.dataset.download is False
+    assert settings.train.dataset.name == "digits"
+
+
+def test_resolving_leaves_its_arguments_alone() -> None:
+    before = json.dumps([CLUSTER, NN])
+    settle("host_ip.pi5=127.0.0.1", "model.hidden=3", "nodes.pi5.threads=1")
+    assert json.dumps([CLUSTER, NN]) == before
+
+
+def test_other_variables_of_the_environment_are_ignored() -> None:
+    assert settle(environ={"PORT": "1", "smolcluster_port": "1", "WANDB_API_KEY": "x"}) == settle()
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("learning_rate=6e-4", "train.learning_rate", 6e-4),
+        ("learning_rate=1", "train.learning_rate", 1.0),
+        ("timeout=null", "cluster.timeout", None),
+        ("timeout=", "cluster.timeout", None),
+        ("timeout=0.1", "cluster.timeout", 0.1),
+        ("bind=[127.0.0.1, ::1]", "cluster.bind", ("127.0.0.1", "::1")),
+        ("staleness={bound: 4}", "cluster.staleness.bound", 4),
+        ("staleness={bound: 4}", "cluster.staleness.exponent", 0.5),
+        ("lr_schedule.warmup_iters=100", "train.lr_schedule.warmup_iters", 100),
+        ("model.input_dim=null", "train.model.input_dim", None),
+        ("logging.project_name=2026", "train.logging.project_name", "2026"),
+        ("logging.project_name='a b'", "train.logging.project_name", "a b"),
+        ("logging.project_name=a: b #1", "train.logging.project_name", "a: b #1"),
+        ("dataset.root=/a=b", "node.dataset.root", Path("/a=b")),
+        ("secret_file=null", "node.secret_file", None),
+        (" port = 7 ", "cluster.port", 7),
+    ],
+)
+def test_values_on_the_command_line_are_read_as_yaml(override: str, path: str, value: Any) -> None:
+    found: Any = settle(override)
+    for name in path.split("."):
+        found = getattr(found, name)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("name", ["macbook", "newcomer", "pi5.local"])
+def test_addresses_are_set_by_name_also_of_new_nodes(name: str) -> None:
+    settings = settle(f"host_ip.{name}=127.0.0.1")
+    assert settings.cluster.host_ip == HOSTS | {name: "127.0.0.1"}
+
+
+def test_a_mapping_sets_its_keys_and_leaves_the_others() -> None:
+    settings = settle("host_ip={pi5: 127.0.0.1}", "gradient_clipping={enabled: false}")
+    assert settings.cluster.host_ip == HOSTS | {"pi5": "127.0.0.1"}
+    assert settings.train.gradient_clipping.max_norm == 1.0
+
+
+def test_names_of_nodes_in_the_environment_match_whatever_their_case() -> None:
+    environ = {"SMOLCLUSTER_HOST_IP__MINI1": "127.0.0.1", "SMOLCLUSTER_HOST_IP__PI5": "127.0.0.2"}
+    hosts = {"Mini1": "10.0.0.1", **HOSTS}
+    del hosts["mini1"]
+    settings = settle(environ=environ, cluster={"host_ip": hosts, "server": "Mini1"})
+    assert settings.cluster.host_ip == hosts | {"Mini1": "127.0.0.1", "pi5": "127.0.0.2"}
+
+
+def test_a_worker_list_and_its_number_can_be_changed_together() -> None:
+    cluster = settle("workers=[pi5]", "num_workers=1").cluster
+    assert (cluster.workers, cluster.num_workers) == (("pi5",), 1)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("foo", "'foo' has no '=', must be key=value, such as port=6000"),
+        ("=5", "the key '' is empty or has an empty part, must be like a.b"),
+        ("model..hidden=5", "the key 'model..hidden' is empty or has an empty part"),
+        ("learning_rte=1", "learning_rte is not a setting; did you mean learning_rate?"),
+        ("modle.hidden=1", "modle.hidden is not a setting; did you mean model.hidden?"),
+        ("modle.hiden=1", "modle.hiden is not a setting; did you mean model.hidden?"),
+        ("model.hiden=1", "model.hiden is not a setting; did you mean model.hidden?"),
+        ("model={hiden: 1}", "model.hiden is not a setting; did you mean model.hidden?"),
+        ("training.batch_size=1", "training.batch_size is not a setting; did you mean batch_size?"),
+        ("max_norm=1", "max_norm is not a setting; did you mean gradient_clipping.max_norm?"),
+        (
+            "nodes.pi5.thread=1",
+            "nodes.pi5.thread is not a setting; did you mean nodes.pi5.threads?",
+        ),
+        ("xyzzy=1", "xyzzy is not a setting; known here: "),
+        ("port.x=1", "port has no keys, so port.x is not a setting; set port itself"),
+        ("workers.0=pi5", "workers has no keys, so workers.0 is not a setting; set workers itself"),
+        ("model={}", "model is an empty mapping; name the keys to set"),
+        ("port=[1", "the value of port, '[1', line 1: is not valid YAML"),
+        ("num_workers=three", "num_workers is 'three', must be a whole number above 0"),
+        ("num_workers=2.0", "num_workers is 2.0, must be a whole number above 0"),
+        ("num_workers=true", "num_workers is true, must be a whole number above 0"),
+        ("num_workers=4", "num_workers is 4, but workers lists 3 (pi5, win, macbook)"),
+        ("port=0", "port is 0, must be a whole number from 1 to 65535"),
+        ("learning_rate=null", "learning_rate is null, must be a number above 0"),
+        ("learning_rate=.inf", "learning_rate is inf, must be a finite number above 0"),
+        ("learning_rate=.nan", "learning_rate is nan, must be a finite number above 0"),
+        ("use_quantization=yes", "use_quantization is 'yes', must be true or false"),
+        ("optimizer=adm", "optimizer is 'adm', must be one of adam, adamw, sgd"),
+        ("model=5", "model is 5, must be a mapping with keys of type, input_dim, hidden, out"),
+        ("model=null", "model is null, must be a mapping with keys of type, input_dim, hidden, o"),
+        ("dataset.name=null", "dataset.name is null, must be text"),
+        ("bind=127.0.0.1", "bind is '127.0.0.1', must be a list of at least one, such as [a, b]"),
+        ("workers=[pi5, 2, win]", "workers[1] is 2, must be a name of at most 64 letters"),
+        ("workers=[pi5, win, pi5]", "workers lists 'pi5' twice"),
+        ("server=mini2", "server is 'mini2', must be a node of host_ip (known: mini1, macbook, pi"),
+        ("nodes.pi4.threads=1", "nodes has the key 'pi4', must be a node of host_ip (known: mini1"),
+        ("host_ip.a/b=1.1.1.1", "host_ip has the key 'a/b', must be a name of at most 64 letters"),
+        ("host_ip.pi5=", "host_ip.pi5 is null, must be text that is not empty"),
+        ("threads=0", "threads is 0, must be a whole number above 0, or null"),
+        ("secret_file=~nobody-here/x", "secret_file is '~nobody-here/x', must not begin with the"),
+        ("port=6\n7", "port is "),
+        ("po\nrt=6", r"po\nrt is not a setting; did you mean port?"),
+    ],
+)
+def test_a_bad_override_is_refused_with_what_is_allowed(override: str, says: str) -> None:
+    assert refusal(override).startswith(f"--override: {says}")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("SMOLCLUSTER_PORT", "abc", "port is 'abc', must be a whole number from 1 to 65535"),
+        (
+            "SMOLCLUSTER_MODEL__HIDEN",
+            "1",
+            "model.hiden is not a setting; did you mean model.hidden?",
+        ),
+        ("SMOLCLUSTER_", "1", "the key '' is empty"),
+        ("SMOLCLUSTER_NUM_WORKERS", "4", "num_workers is 4, but workers lists 3"),
+    ],
+)
+def test_a_bad_variable_is_refused_by_its_name(name: str, value: str, says: str) -> None:
+    text = refusal(environ={name: value})
+    assert text.startswith(f"environment variable {name}: {says}")
+
+
+def test_the_value_of_an_unknown_variable_is_never_shown() -> None:
+    assert "hunter2" not in refusal(environ={"SMOLCLUSTER_SECRET": "hunter2"})
+
+
+@pytest.mark.parametrize(
+    ("cluster", "says"),
+    [
+        ({"prot": 1}, "prot is not a setting; did you mean port?"),
+        (
+            {"learning_rate": 1},
+            "learning_rate is not a setting here; did you mean learning_rate in the training file?",
+        ),
+        (
+            {"threads": 1},
+            "threads is not a setting here; did you mean threads in nodes.<name> of the cluster file?",
+        ),
+        ({"num_workers": "3"}, "num_workers is '3', must be a whole number above 0"),
+        ({"num_workers": 2}, "num_workers is 2, but workers lists 3 (pi5, win, macbook)"),
+        ({"workers": "pi5"}, "workers is 'pi5', must be a list such as [a, b]"),
+        (
+            {"host_ip": ["10.0.0.1"]},
+            "host_ip is ['10.0.0.1'], must be a mapping of names to values",
+        ),
+        ({"host_ip": HOSTS | {"pi5": 10.5}}, "host_ip.pi5 is 10.5, must be text that is not empty"),
+        (
+            {"nodes": {"pi5": {"devise": "cpu"}}},
+            "nodes.pi5.devise is not a setting; did you mean n",
+        ),
+        (
+            {"nodes": {"pi5": {"threads": "two"}}},
+            "nodes.pi5.threads is 'two', must be a whole numb",
+        ),
+        ({"staleness": 1}, "staleness is 1, must be a mapping with keys of exponent, bound"),
+    ],
+)
+def test_a_bad_cluster_file_is_refused_by_its_name(cluster: dict[str, Any], says: str) -> None:
+    assert refusal(cluster=cluster).startswith(f"cluster configuration: {says}")
+
+
+def test_a_missing_key_is_named_with_what_it_must_be() -> None:
+    with pytest.raises(ConfigError) as raised:
+        resolve(cluster=CLUSTER, train={"batch_size": 32})
+    says = "training configuration: dataset is missing, must be a mapping with keys of "
+    assert str(raised.value).startswith(says)
+
+
+def test_several_problems_are_told_on_one_line_and_not_without_end() -> None:
+    text = refusal("port=0", train={}, cluster={"seed": -1, "timeout": 0})
+    assert text == (
+        "--override: port is 0, must be a whole number from 1 to 65535; "
+        "cluster configuration: timeout is 0, must be a number above 0, or null; "
+        "seed is -1, must be a whole number from 0 to 9223372036854775807"
+    )
+    many = {f"unknown_{index}": 1 for index in range(20)}
+    assert refusal(cluster=many).endswith("; and 15 more")
+
+
+def test_a_file_s_mistake_is_not_blamed_on_an_override_beside_it() -> None:
+    assert refusal("seed=1", cluster={"port": 0}).startswith("cluster configuration: port is 0")
+    assert refusal("model.out=1", train={"model": 5}).startswith(
+        "training configuration: model is 5"
+    )
+
+
+def test_an_unknown_node_is_refused_with_those_that_are_known() -> None:
+    says = (
+        "node: 'pi4' has no address in host_ip (known: mini1, macbook, pi5, win); did you mean pi5?"
+    )
+    assert refusal(node_name="pi4") == says
+
+
+# What travels, and what may be handed on
+
+
+def test_what_travels_holds_nothing_of_this_machine() -> None:
+    settings = settle("dataset.root=/data", "dataset.download=false", "device=cpu", "seed=7")
+    run = settings.run_config("edp-1", "edp")
+    assert (run.run_id, run.algorithm, run.seed) == ("edp-1", "edp", 7)
+    assert run.train.dataset == TrainConfig.model_validate(NN).dataset
+    assert "/data" not in run.model_dump_json()
+
+
+def test_what_is_saved_with_a_run_resolves_to_the_same_settings() -> None:
+    settings = settle("learning_rate=6e-7", "dataset.root=/data", "bind=[127.0.0.1]", "threads=2")
+    saved = parse_yaml(settings.to_yaml())
+    again = resolve(
+        cluster=saved["cluster"] | {"nodes": {"mini1": saved["node"]}}, train=saved["train"]
+    )
+    assert (again.train, again.node) == (settings.train, settings.node)
+    assert again.cluster.bind == settings.cluster.bind
+
+
+def test_the_saved_configuration_is_yaml_and_a_folder_that_is_gone_is_told(tmp_path: Path) -> None:
+    settings = settle()
+    save_resolved(settings, tmp_path / "config.yaml")
+    assert read_yaml(tmp_path / "config.yaml") == parse_yaml(settings.to_yaml())
+    with pytest.raises(SmolclusterError, match=r"gone/config\.yaml: cannot be written \(No such"):
+        save_resolved(settings, tmp_path / "gone" / "config.yaml")
+
+
+def test_workers_are_handed_what_is_their_machine_s_and_the_way_to_the_server() -> None:
+    own = ["device=cpu", "threads=1", "dataset.root=/data", "secret_file=/s", "nodes.pi5.threads=1"]
+    way = ["port=7000", "host_ip.pi5=127.0.0.1", "start_timeout_s=5"]
+    others = ["seed=1", "dataset.name=digits", "dataset={name: digits, root: /data}", "bind=[::1]"]
+    assert node_overrides([*own, *others, *way]) == [*own, *way]
+    check_node_overrides([*own, *way])
+    for override in others:
+        with pytest.raises(ConfigError, match="is not a worker's to set; give it to the server"):
+            check_node_overrides([override])
+
+
+@pytest.mark.parametrize("override", ["foo", "devise=cpu"])
+def test_a_bad_override_is_not_silently_kept_from_workers(override: str) -> None:
+    with pytest.raises(ConfigError, match="--override: "):
+        node_overrides([override])
+
+
+# On this machine alone
+
+
+def local(overrides: Sequence[str] = (), num_workers: int | None = None, **more: Any) -> Settings:
+    return load_settings(
+        "edp", "digits", None, overrides, {}, local=True, local_workers=num_workers, **more
+    )
+
+
+def test_a_local_cluster_stays_on_this_machine() -> None:
+    cluster = local().cluster
+    assert cluster.host_ip == dict.fromkeys(HOSTS, "127.0.0.1")
+    assert cluster.bind == ("127.0.0.1",)
+    assert cluster.workers == ("pi5", "win", "macbook")
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "workers"),
+    [
+        (1, ("pi5",)),
+        (3, ("pi5", "win", "macbook")),
+        (5, ("pi5", "win", "macbook", "local4", "local5")),
+    ],
+)
+def test_a_local_cluster_has_as_many_workers_as_asked_for(
+    num_workers: int, workers: tuple[str, ...]
+) -> None:
+    cluster = local(num_workers=num_workers).cluster
+    assert (cluster.num_workers, cluster.workers) == (num_workers, workers)
+    assert set(workers) <= set(cluster.host_ip)
+
+
+def test_overrides_hold_on_a_local_cluster_too() -> None:
+    cluster = local(["port=7000", "timeout=2", "bind=[127.0.0.2]"]).cluster
+    assert (cluster.port, cluster.timeout, cluster.bind) == (7000, 2.0, ("127.0.0.2",))
+
+
+def test_a_local_cluster_forgets_the_deadline_for_late_workers_and_keeps_the_rest() -> None:
+    stated = ClusterConfig.model_validate(
+        CLUSTER
+        | {"timeout": 0.1, "min_workers": 3, "elastic": False, "nodes": {"pi5": {"threads": 2}}}
+    )
+    cluster = localise(stated, 2)
+    assert cluster.timeout is None
+    assert cluster.min_workers == 2
+    assert cluster.nodes == stated.nodes
+    assert ClusterConfig.model_validate(cluster.model_dump()) == cluster
+
+
+def test_a_local_run_takes_the_dataset_s_place_from_the_training_file(tmp_path: Path) -> None:
+    cluster, train = tmp_path / "cluster.yaml", tmp_path / "train.yaml"
+    cluster.write_text(json.dumps(CLUSTER | {"nodes": {"mini1": {"threads": 1}}}))
+    train.write_text(json.dumps(NN | {"dataset": {"name": "MNIST", "root": "/data"}}))
+    node = load_settings(cluster, train, environ={}, local=True).node
+    assert (node.threads, node.dataset.root) == (1, Path("/data"))
+
+
+@pytest.mark.parametrize("num_workers", [0, -1])
+def test_a_cluster_without_workers_is_refused(num_workers: int) -> None:
+    with pytest.raises(ConfigError, match=f"--workers is {num_workers}, must be a whole number ab"):
+        local(num_workers=num_workers)
+
+
+def test_a_number_of_workers_is_for_local_clusters_only() -> None:
+    with pytest.raises(ConfigError, match="--workers needs --local"):
+        load_settings("edp", "nn", environ={}, local_workers=2)
+
+
+@pytest.mark.parametrize("is_local", [False, True])
+def test_files_are_named_in_messages(tmp_path: Path, is_local: bool) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(json.dumps(CLUSTER | {"port": "x"}))
+    with pytest.raises(ConfigError) as raised:
+        load_settings(path, "nn", environ={}, local=is_local)
+    assert str(raised.value) == f"{path}: port is 'x', must be a whole number from 1 to 65535"
+
+
+def test_resolving_does_not_wait_for_torch() -> None:
+    script = (
+        "import sys\n"
+        "from smolcluster.configs.resolve import load_settings\n"
+        "load_settings('edp', 'nn', None, ['port=1'], {})\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

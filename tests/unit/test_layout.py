@@ -1,0 +1,136 @@
+"""The house's rules: a module imports from lower floors only, and no name hides the standard library."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[2]
+PACKAGE = PROJECT / "src" / "smolcluster"
+
+FLOORS = (
+    ("errors", "utils"),
+    ("configs", "models", "codec", "transport", "runs", "observability"),
+    ("data", "training"),
+    ("cluster",),
+    ("algorithms",),
+    ("launch", "dashboard"),
+    ("cli", "train", "api"),
+)
+PLACES = {room: (floor, place) for floor, rooms in enumerate(FLOORS) for place, room in enumerate(rooms)}
+NEWER_STDLIB_NAMES = {"annotationlib", "compression"}
+
+
+def arrows(package: Path) -> Iterator[tuple[str, int, str]]:
+    """Each import of the package's own modules: file, line, imported module."""
+    for path in sorted(package.rglob("*.py")):
+        module = (package.name, *path.relative_to(package).with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_bytes(), str(path))):
+            for target in imported(node, module):
+                if target.split(".")[0] == package.name:
+                    yield str(path.relative_to(package)), getattr(node, "lineno", 0), target
+
+
+def imported(node: ast.AST, module: tuple[str, ...]) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        above = module[: len(module) - node.level] if node.level else ()
+        base = ".".join([*above, *filter(None, [node.module])])
+        yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def upward_arrows(package: Path) -> list[str]:
+    """The imports that break the rule, as sentences."""
+    wrong = []
+    for file, line, target in arrows(package):
+        own = file.removesuffix(".py").split("/")[0]
+        _, room, *_ = target.split(".") if "." in target else (target, "")
+        if own == "__init__":
+            allowed = room not in PLACES
+        else:
+            allowed = room not in PLACES or room == own or PLACES[room] < PLACES[own]
+        if not allowed:
+            wrong.append(f"{file}:{line} imports {target}")
+    return wrong
+
+
+def write(package: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = package / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return package
+
+
+def test_no_import_runs_up() -> None:
+    assert list(arrows(PACKAGE)), "the imports were not found at all"
+    assert upward_arrows(PACKAGE) == []
+
+
+def test_every_room_has_its_floor() -> None:
+    names = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or any(path.glob("*.py"))}
+    assert names - set(PLACES) == {"__init__"}
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("codec/int8.py", "from smolcluster.algorithms.EDP import rule"),
+        ("training/loop.py", "import smolcluster.launch.plan"),
+        ("transport/frames.py", "from smolcluster import runs"),
+        ("configs/load.py", "from smolcluster.observability.logs import setup_logging"),
+        ("errors.py", "def f():\n    from smolcluster.utils import seed"),
+        ("data/mnist.py", "from ..training import build"),
+        ("__init__.py", "from smolcluster.cli import main"),
+    ],
+)
+def test_an_arrow_that_runs_up_is_found(tmp_path: Path, file: str, line: str) -> None:
+    package = write(tmp_path / "smolcluster", {file: line})
+    [sentence] = upward_arrows(package)
+    assert sentence.startswith(f"{file}:")
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("transport/frames.py", "from smolcluster.codec.base import Codec"),
+        ("training/loop.py", "from smolcluster.training.build import build"),
+        ("training/loop.py", "from .build import build"),
+        ("train.py", "from smolcluster.cli import main"),
+        ("cli.py", "import smolcluster"),
+        ("cli.py", "from smolcluster import __version__"),
+        ("data/mnist.py", "import torchvision"),
+    ],
+)
+def test_an_arrow_that_runs_down_is_fine(tmp_path: Path, file: str, line: str) -> None:
+    assert upward_arrows(write(tmp_path / "smolcluster", {file: line})) == []
+
+
+def test_algorithms_know_nothing_of_each_other() -> None:
+    folders = {path.name for path in algorithm_folders()}
+    for file, line, target in arrows(PACKAGE):
+        parts = target.split(".")
+        if file.startswith("algorithms/") and parts[1] == "algorithms" and parts[2] in folders:
+            assert file.split("/")[1] == parts[2], f"{file}:{line} imports {target}"
+
+
+def algorithm_folders() -> list[Path]:
+    return [path.parent for path in (PACKAGE / "algorithms").glob("*/server.py")]
+
+
+def test_no_file_hides_a_module_of_the_standard_library() -> None:
+    """`python src/smolcluster/train.py` and `uv run server.py` look into their own folder first."""
+    hidden = sys.stdlib_module_names | NEWER_STDLIB_NAMES
+    folders = algorithm_folders()
+    assert [folder.name for folder in folders if folder.name == "EDP"] == ["EDP"]
+    for folder in (PACKAGE, *folders):
+        names = {path.stem for path in folder.iterdir()} - {"__init__", "__pycache__"}
+        assert names & hidden == set(), f"in {folder}"
+
+
+def test_the_logging_stack_is_no_package() -> None:
+    assert not (PROJECT / "logging" / "__init__.py").exists()
+    assert not (PROJECT / "logging.py").exists()

@@ -1,0 +1,199 @@
+import json
+from typing import Any
+
+import pytest
+from connection_pairs import LEASE, one_of_each, push, tensor
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from smolcluster.errors import ProtocolError
+from smolcluster.transport.messages import (
+    MAX_SENTENCE_CHARS,
+    MESSAGES,
+    Ack,
+    Heartbeat,
+    Hello,
+    LeaseKey,
+    Push,
+    Reject,
+    decode,
+    encode,
+    frame_of,
+    payload_nbytes,
+)
+
+counts = st.integers(0, 2**53)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+leases = st.builds(
+    LeaseKey,
+    incarnation=st.just("ab12"),
+    epoch=counts,
+    start=counts,
+    stop=st.integers(1, 2**53),
+    grant=counts,
+)
+pushes = st.builds(
+    Push,
+    lease=leases,
+    base_version=counts,
+    bucket=counts,
+    num_buckets=st.integers(1, 2**53),
+    num_samples=st.integers(1, 2**53),
+    loss=finite,
+    tensor=st.integers(0, 2**40).map(tensor),
+)
+rejects = st.builds(
+    Reject,
+    code=st.just("busy"),
+    sentence=st.text(),
+    retry_after_s=st.none() | st.floats(0, allow_infinity=False),
+)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+def fields(message: Any) -> dict[str, Any]:
+    return json.loads(encode(message))  # type: ignore[no-any-return]
+
+
+def as_header(value: object) -> bytes:
+    return json.dumps(value).encode()
+
+
+@pytest.mark.parametrize("message", one_of_each(), ids=lambda message: type(message).__name__)
+def test_every_message_survives_the_wire(message: Any) -> None:
+    assert decode(message.KIND, encode(message)) == message
+
+
+@given(pushes | rejects)
+def test_any_values_survive_the_wire(message: Push | Reject) -> None:
+    assert decode(message.KIND, encode(message)) == message
+
+
+def test_the_numbers_of_the_kinds_are_fixed() -> None:
+    names = {number: model.__name__ for number, model in MESSAGES.items()}
+    assert names == dict(enumerate((type(each).__name__ for each in one_of_each()), start=1))
+
+
+@given(st.sampled_from(sorted(MESSAGES)), st.binary(max_size=100))
+def test_random_headers_are_refused(kind: int, header: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(kind, b"\x00" + header)
+
+
+@given(st.sampled_from(sorted(MESSAGES)), json_values)
+def test_other_json_is_refused(kind: int, value: object) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        decode(kind, as_header({"nonsense": value}))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("message", one_of_each(), ids=lambda message: type(message).__name__)
+def test_unknown_missing_and_repeated_fields_are_refused(message: Any) -> None:
+    good = fields(message)
+    with pytest.raises(ProtocolError, match="field 'extra'"):
+        decode(message.KIND, as_header({**good, "extra": 1}))
+    for name in good:
+        if type(message).model_fields[name].is_required():
+            with pytest.raises(ProtocolError, match=f"field '{name}'"):
+                decode(message.KIND, as_header({k: v for k, v in good.items() if k != name}))
+    if good:
+        twice = encode(message)[:-1] + b"," + as_header(good)[1:]
+        with pytest.raises(ProtocolError, match="given twice"):
+            decode(message.KIND, twice)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("base_version", "3"),
+        ("base_version", True),
+        ("base_version", 3.0),
+        ("base_version", -1),
+        ("base_version", 2**53 + 1),
+        ("num_samples", 0),
+        ("loss", "0.5"),
+        ("loss", None),
+        ("lease", [0, 1]),
+        ("lease", {**LEASE.model_dump(), "stop": 0}),
+        ("lease", {**LEASE.model_dump(), "incarnation": "two words"}),
+        ("tensor", {**tensor(16).model_dump(), "nbytes": -1}),
+        ("tensor", {**tensor(16).model_dump(), "shape": ["4"]}),
+        ("tensor", {**tensor(16).model_dump(), "shape": [1] * 9}),
+        ("tensor", {**tensor(16).model_dump(), "shape": 4}),
+    ],
+)
+def test_wrong_types_and_bounds_are_refused(name: str, value: object) -> None:
+    with pytest.raises(ProtocolError, match=f"Push: field '{name}"):
+        decode(Push.KIND, as_header({**fields(push()), name: value}))
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 5000])
+def test_numbers_that_are_none_are_refused(number: str) -> None:
+    header = encode(push()).replace(b'"loss":0.5', b'"loss":' + number.encode())
+    with pytest.raises(ProtocolError):
+        decode(Push.KIND, header)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"{} {}",
+        b"\xff\xfe{}",
+        "{}".encode("utf-16"),
+        b"\xef\xbb\xbf{}",
+        b"[" * 10_000 + b"]" * 10_000,
+        b'{"a":' * 10_000 + b"1" + b"}" * 10_000,
+        b'{"a\\ud800":1}',
+    ],
+    ids=["empty", "list", "null", "two", "latin", "utf-16", "bom", "deep-list", "deep-dict", "half"],
+)
+def test_headers_that_are_no_object_are_refused(header: bytes) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        decode(Heartbeat.KIND, header)
+    assert len(str(caught.value)) < 400
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="unknown message kind 99"):
+        decode(99, b"{}")
+
+
+def test_complaints_do_not_repeat_what_a_stranger_wrote() -> None:
+    with pytest.raises(ProtocolError) as caught:
+        decode(Heartbeat.KIND, as_header({"evil\n\x1b[31m" + "x" * 10_000: 1}))
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 300
+
+
+def test_node_names_cannot_break_a_log_line() -> None:
+    hello = fields(one_of_each()[0])
+    with pytest.raises(ProtocolError, match="field 'node'"):
+        decode(Hello.KIND, as_header({**hello, "node": "a\nb"}))
+
+
+def test_a_sentence_is_one_printable_line() -> None:
+    long = Reject(code="busy", sentence="first\nsecond\x1b[0m " + "x" * 5000)
+    assert long.sentence.startswith("first second [0m x")
+    assert len(long.sentence) == MAX_SENTENCE_CHARS
+
+
+def test_messages_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        push().bucket = 1  # type: ignore[misc]
+
+
+def test_a_message_without_tensor_has_no_payload() -> None:
+    assert payload_nbytes(Ack(lease=LEASE, outcome="late", version=1)) == 0
+    assert payload_nbytes(push(16)) == 16
+    with pytest.raises(ValueError, match="Push announces 16 bytes of payload, got 15"):
+        frame_of(push(16), bytes(15))
+    with pytest.raises(ValueError, match="Heartbeat announces 0 bytes"):
+        frame_of(Heartbeat(), b"x")

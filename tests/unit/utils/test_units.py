@@ -1,0 +1,45 @@
+import pytest
+
+from smolcluster.utils.units import format_bytes, format_duration, format_rate
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (999.7, "1.0 kB"),
+        (1000, "1.0 kB"),
+        (999_949, "999.9 kB"),
+        (999_950, "1.0 MB"),
+        (70_000_000, "70.0 MB"),
+        (3_200_000_000, "3.2 GB"),
+        (5e15, "5000.0 TB"),
+    ],
+)
+def test_bytes_are_decimal_with_one_digit(num_bytes: float, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+def test_a_rate_is_bytes_a_second() -> None:
+    assert format_rate(12_500_000) == "12.5 MB/s"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.44, "0.4 s"),
+        (9.94, "9.9 s"),
+        (9.97, "10 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min"),
+        (65, "1 min 05 s"),
+        (120, "2 min"),
+        (3599.6, "1 h"),
+        (3600 + 125, "1 h 02 min"),
+        (3 * 86400 + 4 * 3600, "3 d 04 h"),
+    ],
+)
+def test_a_duration_has_at_most_two_units(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

@@ -1,0 +1,21 @@
+import subprocess
+import sys
+
+from smolcluster.utils.words import nearest, one_line
+
+
+def test_what_would_break_a_line_or_a_terminal_is_escaped() -> None:
+    assert one_line("a\nb\r\x1b[31mτ ×") == r"a\nb\r\x1b[31mτ ×"
+
+
+def test_the_nearest_word_is_found_whatever_its_case() -> None:
+    known = ["digits", "MNIST"]
+    assert nearest("mnst", known) == "MNIST"
+    assert nearest("Digit", known) == "digits"
+    assert nearest("imagenet", known) is None
+
+
+def test_the_foot_of_the_house_does_not_import_torch() -> None:
+    rooms = "device, seed, retry, units, words"
+    script = f"import sys\nfrom smolcluster.utils import {rooms}\nsys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
