@@ -190,17 +190,17 @@ def main() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     results = measure(arguments.buckets, arguments.rounds, arguments.round_trips)
     rows = [
-        ("what", "GB/s", "ratio"),
-        ("bare sockets", f"{results['bare_gb_per_s']:.2f}", "1"),
+        ("what", "speed", "ratio"),
+        ("bare sockets", f"{results['bare_gb_per_s']:.2f} GB/s", "1"),
         (
             "connection",
-            f"{results['goodput_gb_per_s']:.2f}",
+            f"{results['goodput_gb_per_s']:.2f} GB/s",
             f"{results['ratio_to_bare_socket']:.2f}",
         ),
-        ("pickle, data += chunk", f"{results['pickle_gb_per_s']:.3f}", ""),
+        ("pickle, data += chunk", f"{results['pickle_gb_per_s']:.3f} GB/s", ""),
+        ("round trips of a Heartbeat", f"{results['round_trips_per_s']:.0f} /s", ""),
     ]
-    title = f"A push on loopback; {results['round_trips_per_s']:.0f} round trips a second"
-    report(title, rows, results, as_json=arguments.json)
+    report("A push on loopback", rows, results, as_json=arguments.json)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,17 @@ if ! uv="$(find_uv)"; then
   uv="$private/bin/uv"
 fi
 
-if ! "$uv" sync --quiet --project "$root" >&2; then
+# The first time there is much to fetch, and uv shows how far it is.
+sync() {
+  if [ -d "$root/.venv" ]; then
+    "$uv" sync --quiet --project "$root" >&2
+  else
+    say "preparing the environment in $root/.venv"
+    "$uv" sync --project "$root" >&2
+  fi
+}
+
+if ! sync; then
   say "error: uv could not prepare the environment in $root/.venv: look at the lines above" \
     "(the first time it needs the network and about 6 GB of disk), then run this again"
   exit 1

@@ -42,7 +42,9 @@ def push(nbytes: int = 16, bucket: int = 0) -> m.Push:
 def one_of_each() -> list[m.Message]:
     mac, nonce = "ab" * 32, "cd" * 32
     return [
-        m.Hello(protocol=1, version="0.1.0", node="mini1", worker_id=1, instance="0123456789abcdef"),
+        m.Hello(
+            protocol=1, version="0.1.0", node="mini1", worker_id=1, instance="0123456789abcdef"
+        ),
         m.Challenge(nonce=nonce),
         m.Proof(mac=mac, nonce=nonce),
         m.Welcome(

@@ -8,6 +8,7 @@ import tracemalloc
 from collections.abc import Callable
 
 import pytest
+
 from connection_pairs import (
     BUCKET_BYTES,
     connection_pair,
@@ -16,7 +17,6 @@ from connection_pairs import (
     raw_and_connection,
     tensor,
 )
-
 from smolcluster.errors import PeerLost, ProtocolError, SmolclusterError
 from smolcluster.transport.connection import UNPROVED_NBYTES, Connection
 from smolcluster.transport.frames import build_frame, frame_nbytes
@@ -157,8 +157,8 @@ def test_every_flipped_bit_ends_the_connection(kind: str) -> None:
         (PREFIX.pack(b"SMOL", 1, 12, 0, 2**32 - 1, 0), "header of 4294967295"),
         (PREFIX.pack(b"SMOL", 1, 8, 0, 300, 2**63), "payload of 9223372036854775808"),
         (PREFIX.pack(b"SMOL", 1, 8, 0, 300, BUCKET_BYTES + 1), "exceeds the limit of 65536"),
-        (b"".join(build_frame(12, b"[" * 10_000).buffers), "nested too deeply|not valid JSON"),
-        (b"".join(build_frame(12, b'{"x":NaN}').buffers), "NaN is not a number"),
+        (b"".join(build_frame(12, b"[" * 10_000).buffers), "Invalid JSON: recursion limit"),
+        (b"".join(build_frame(12, b'{"x":NaN}').buffers), "field 'x'"),
         (b"".join(build_frame(12, b"{}", b"1234").buffers), "announces a payload of 0 bytes"),
         (b"".join(build_frame(8, encode(push(16)), b"1234").buffers), "a payload of 16 bytes"),
         (b"".join(build_frame(8, encode(push(16))).buffers), "a payload of 16 bytes"),
@@ -309,9 +309,7 @@ def test_what_the_peer_said_can_be_read_after_a_send_failed(kind: str) -> None:
 def test_a_partial_send_goes_on_where_it_stopped(kind: str) -> None:
     size = 4 * 1024 * 1024
     content = bytes(range(256)) * (size // 256)
-    message = State(
-        incarnation="ab", version=1, bucket=0, num_buckets=1, tensor=tensor(size)
-    )
+    message = State(incarnation="ab", version=1, bucket=0, num_buckets=1, tensor=tensor(size))
     # Every quarter of the stall timeout, the kernel returns what it could send so far.
     with connection_pair(kind, stall_timeout_s=0.4) as (one, other):
         other.proved(size, 5.0)

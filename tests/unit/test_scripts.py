@@ -93,16 +93,23 @@ def test_the_scripts_are_there() -> None:
     assert {"launch_edp.sh", "scripts/bootstrap.sh", "scripts/test.sh", ".ci/run"} <= names
 
 
+# Stands for uv: notes what it is asked for; `run … smolcluster ARGUMENTS` shows where it is and what it got,
+# `run` of a check fails when $BROKEN names it (pytest with 3).
 FAKE_UV = """#!/bin/sh
+[ "$1" = --version ] && exit 0
 echo "uv $*" >> "$CALLS"
-mkdir -p "$VENV/bin"
-cat > "$VENV/bin/smolcluster" <<'END'
-#!/bin/sh
-echo "in $PWD:"
+[ "$1" = run ] || exit 0
+while [ "$1" != smolcluster ] && [ $# -gt 1 ] && [ "$1" != --no-sync ]; do shift; done
+[ "$2" = --project ] && shift 3 || shift
+echo "$1 ran in $PWD"
+tool="$1"
+shift
 for argument in "$@"; do echo "[$argument]"; done
-exit 75
-END
-chmod +x "$VENV/bin/smolcluster"
+[ "$tool" = smolcluster ] && exit 75
+case " $BROKEN " in
+  *" $tool "*) [ "$tool" = pytest ] && exit 3 || exit 1 ;;
+esac
+exit 0
 """
 
 
@@ -114,27 +121,33 @@ class Checkout:
         self.bin = tmp_path / "bin"
         self.elsewhere = tmp_path / "else where"
         self.calls = tmp_path / "calls"
-        for folder in (self.root / "scripts", self.bin, self.elsewhere):
+        for folder in (self.root / "scripts", self.root / ".ci", self.bin, self.elsewhere):
             folder.mkdir(parents=True)
-        shutil.copy(PROJECT / "launch_edp.sh", self.root)
-        shutil.copy(PROJECT / "scripts" / "bootstrap.sh", self.root / "scripts")
-        for tool in ("bash", "sh", "cat", "chmod", "dirname", "mkdir"):
+        for script in SCRIPTS:
+            shutil.copy(script, self.root / script.relative_to(PROJECT))
+        for tool in ("bash", "sh", "cat", "chmod", "dirname", "id", "mkdir", "rm"):
             self.bin.joinpath(tool).symlink_to(shutil.which(tool) or tool)
         self.env = {
             "PATH": str(self.bin),
             "HOME": str(tmp_path / "home"),
+            "HOMEBREW_PREFIX": str(tmp_path / "homebrew"),
             "CALLS": str(self.calls),
-            "VENV": str(self.root / ".venv"),
         }
 
-    def put(self, path: Path, text: str) -> None:
+    def put(self, path: Path, text: str = FAKE_UV) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         path.chmod(0o755)
 
+    def asked(self) -> list[str]:
+        """What uv, python and pip were asked for, in order."""
+        return self.calls.read_text().splitlines() if self.calls.exists() else []
+
+    def run(self, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return run(["bash", str(self.root / script), *arguments], self.elsewhere, self.env)
+
     def launch(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        script = str(self.root / "launch_edp.sh")
-        return run(["bash", script, *arguments], self.elsewhere, self.env)
+        return self.run("launch_edp.sh", *arguments)
 
 
 @pytest.fixture
@@ -142,94 +155,123 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-def test_arguments_and_working_directory_pass_through(checkout: Checkout) -> None:
-    checkout.put(checkout.bin / "uv", FAKE_UV)
+def test_the_launch_script_hands_its_flags_on_and_stays_where_the_user_is(
+    checkout: Checkout,
+) -> None:
+    checkout.put(checkout.bin / "uv")
     done = checkout.launch("--local", "--override", "a=1", "dataset.root=../my data")
     assert done.stdout.splitlines() == [
-        f"in {checkout.elsewhere}:",
+        f"smolcluster ran in {checkout.elsewhere}",
         *("[launch]", "[edp]", "[--local]", "[--override]", "[a=1]", "[dataset.root=../my data]"),
     ]
     assert done.returncode == 75
-    assert checkout.calls.read_text() == f"uv sync --project {checkout.root}\n"
+    assert any(call.startswith("uv sync ") for call in checkout.asked())
 
 
-def test_without_arguments_and_once_synced_there_is_no_chatter(checkout: Checkout) -> None:
-    checkout.put(checkout.bin / "uv", FAKE_UV)
-    checkout.launch()
-    done = checkout.launch()
-    assert done.stdout.splitlines()[1:] == ["[launch]", "[edp]"]
-    assert done.stderr == ""
-    assert checkout.calls.read_text().endswith(f"uv sync --project {checkout.root} --quiet\n")
+def test_the_launch_script_works_without_flags(checkout: Checkout) -> None:
+    checkout.put(checkout.bin / "uv")
+    assert checkout.launch().stdout.splitlines()[1:] == ["[launch]", "[edp]"]
 
 
-@pytest.mark.parametrize("place", ["home/.local/bin/uv", "home/.cargo/bin/uv"])
-def test_uv_is_found_where_its_installer_puts_it(
+@pytest.mark.parametrize("place", ["home/.local/bin", "home/.cargo/bin", "homebrew/bin"])
+def test_uv_is_found_where_it_is_usually_installed(
     checkout: Checkout, tmp_path: Path, place: str
 ) -> None:
-    checkout.put(tmp_path / place, FAKE_UV)
+    checkout.put(tmp_path / place / "uv")
     assert checkout.launch().returncode == 75
 
 
 def test_uv_is_found_in_the_checkout(checkout: Checkout) -> None:
-    checkout.put(checkout.root / ".uv" / "bin" / "uv", FAKE_UV)
+    checkout.put(checkout.root / ".uv" / "bin" / "uv")
     assert checkout.launch().returncode == 75
 
 
-def test_uv_is_installed_with_pip_into_the_checkout(checkout: Checkout) -> None:
-    fake_pip = f"""#!/bin/sh
-echo "python $*" >> "$CALLS"
-mkdir -p '{checkout.elsewhere}/bin'
-cat > "$VENV/../.uv/bin/uv" <<'UV'
-{FAKE_UV}
-UV
-chmod +x "$VENV/../.uv/bin/uv"
-"""
-    fake_venv = f"""#!/bin/sh
-echo "python $*" >> "$CALLS"
-mkdir -p "$3/bin"
-cat > "$3/bin/python3" <<'PIP'
-{fake_pip}
-PIP
-chmod +x "$3/bin/python3"
-"""
-    checkout.put(checkout.bin / "python3", fake_venv)
+def test_a_uv_that_does_not_run_is_passed_over(checkout: Checkout) -> None:
+    checkout.put(checkout.bin / "uv", "#!/bin/sh\nexit 126\n")
+    checkout.put(checkout.root / ".uv" / "bin" / "uv")
+    assert checkout.launch().returncode == 75
+
+
+def test_uv_is_installed_with_pip_into_the_checkout_only(
+    checkout: Checkout, tmp_path: Path
+) -> None:
+    template = tmp_path / "fake uv"
+    checkout.put(template)
+    pip = tmp_path / "fake pip"
+    checkout.put(
+        pip,
+        f"#!/bin/sh\necho pip $* >> $CALLS\ncat '{template}' > \"${{0%/*}}/uv\"\n"
+        'chmod +x "${0%/*}/uv"\n',
+    )
+    checkout.put(
+        checkout.bin / "python3",
+        f'#!/bin/sh\necho "python3 $*" >> $CALLS\nmkdir -p "$3/bin"\ncat \'{pip}\' > "$3/bin/python"\n'
+        'chmod +x "$3/bin/python"\n',
+    )
     done = checkout.launch("--local")
-    assert done.returncode == 75
-    calls = checkout.calls.read_text().splitlines()
-    assert calls[0] == f"python -m venv {checkout.root}/.uv"
-    assert calls[1].startswith("python -m pip install ")
-    assert calls[2].startswith("uv sync")
+    assert done.returncode == 75, done.stderr
+    assert checkout.asked()[0] == f"python3 -m venv {checkout.root}/.uv"
+    assert checkout.asked()[1].startswith("pip -m pip install ")
+    assert not (tmp_path / "home").exists()
 
 
-def test_without_venv_the_official_installer_puts_uv_into_the_checkout(checkout: Checkout) -> None:
+def test_without_venv_the_official_installer_is_used(checkout: Checkout, tmp_path: Path) -> None:
+    template = tmp_path / "fake uv"
+    checkout.put(template)
     checkout.put(checkout.bin / "python3", "#!/bin/sh\nexit 1\n")
-    installer = f"""#!/bin/sh
-cat > "$UV_UNMANAGED_INSTALL/uv" <<'UV'
-{FAKE_UV}
-UV
-chmod +x "$UV_UNMANAGED_INSTALL/uv"
-"""
-    fake_curl = f"""#!/bin/sh
-while [ "$1" != -o ]; do shift; done
-cat > "$2" <<'INSTALLER'
-{installer}
-INSTALLER
-"""
-    checkout.put(checkout.bin / "curl", fake_curl)
+    installer = tmp_path / "installer"
+    installer.write_text(
+        f'mkdir -p "$UV_UNMANAGED_INSTALL"\ncat \'{template}\' > "$UV_UNMANAGED_INSTALL/uv"\n'
+        'chmod +x "$UV_UNMANAGED_INSTALL/uv"\n'
+    )
+    checkout.put(checkout.bin / "curl", f"#!/bin/sh\ncat '{installer}'\n")
     assert checkout.launch().returncode == 75
     assert (checkout.root / ".uv" / "bin" / "uv").is_file()
+    assert not (tmp_path / "home").exists()
 
 
-def test_when_everything_fails_it_says_what_to_do(checkout: Checkout) -> None:
+def test_what_to_do_is_said_when_uv_cannot_be_installed(checkout: Checkout) -> None:
     done = checkout.launch("--local")
     assert done.returncode == 1
-    assert "error: uv is missing and could not be installed" in done.stderr
+    assert "error: uv could not be installed" in done.stderr
     assert "https://docs.astral.sh/uv" in done.stderr
+    assert not (checkout.root / ".uv").exists()
 
 
-def test_a_sync_that_fails_ends_the_launch(checkout: Checkout) -> None:
-    checkout.put(checkout.bin / "uv", "#!/bin/sh\necho no space left >&2\nexit 2\n")
+def test_a_failing_sync_stops_the_launch(checkout: Checkout) -> None:
+    checkout.put(
+        checkout.bin / "uv",
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no space left >&2\nexit 2\n',
+    )
     done = checkout.launch("--local")
-    assert done.returncode == 1
+    assert (done.returncode, done.stdout) == (1, "")
     assert "no space left" in done.stderr
-    assert "error: uv could not install" in done.stderr
+    assert "error: uv could not prepare the environment" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("broken", "code"), [("", 0), ("mypy", 1), ("ruff", 1), ("pytest", 3), ("mypy pytest", 3)]
+)
+def test_all_checks_run_pytest_last_and_a_failure_is_remembered(
+    checkout: Checkout, broken: str, code: int
+) -> None:
+    checkout.put(checkout.bin / "uv")
+    checkout.env["BROKEN"] = broken
+    done = checkout.run("scripts/test.sh", "-k", "two words")
+    ran = [line for line in done.stdout.splitlines() if " ran in " in line]
+    assert [line.split()[0] for line in ran] == ["ruff", "ruff", "mypy", "pytest"]
+    assert done.stdout.splitlines()[-3:] == [
+        f"pytest ran in {checkout.root}",
+        *("[-k]", "[two words]"),
+    ]
+    assert ("FAILED before pytest: " in done.stdout) is (broken not in ("", "pytest"))
+    assert done.returncode == code
+
+
+def test_continuous_integration_runs_the_same_checks(checkout: Checkout) -> None:
+    checkout.put(checkout.bin / "uv")
+    done = checkout.run(".ci/run")
+    assert [call.split()[3] for call in checkout.asked() if "run" in call] == [
+        *("ruff", "ruff", "mypy", "pytest")
+    ]
+    assert done.returncode == 0

@@ -127,11 +127,11 @@ def _parser(description: str) -> argparse.ArgumentParser:
 def guarded(stop_on_stdin_eof: bool, body: Callable[[], None]) -> int:
     """Run a process's body with signals as exceptions, and return the exit code."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, _interrupt)
-    if stop_on_stdin_eof:
-        threading.Thread(target=_stop_on_stdin_eof, name="stdin", daemon=True).start()
     try:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, _interrupt)
+        if stop_on_stdin_eof:
+            threading.Thread(target=_stop_on_stdin_eof, name="stdin", daemon=True).start()
         body()
     except SmolclusterError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201 - there is no log yet

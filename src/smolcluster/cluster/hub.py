@@ -73,7 +73,7 @@ class Hub:
         self._log = log
         self._seats: dict[int, Worker] = {}
         self._over: str | None = None
-        self._lost_someone = False
+        self._missing: set[int] = set()
         self._alone_since = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -137,11 +137,11 @@ class Hub:
                 worker.session.send(End(ok=ok, sentence=sentence))
                 worker.session.finish()
         deadline = Deadline(FAREWELL_S)
-        while (self._seats or self._lost_someone) and not deadline.expired:
+        while (self._seats or self._missing) and not deadline.expired:
             event = self._inbox.get(deadline.remaining())
             if isinstance(event, Knock):
                 event.answer.set_result(Refused("over", sentence))
-                self._lost_someone = False
+                self._missing.discard(event.hello.worker_id)
             elif isinstance(event, Gone):
                 self._seats.pop(event.seat, None)
 
@@ -195,6 +195,7 @@ class Hub:
             worker.session.finish()
             return
         worker.ready = ready
+        self._missing.discard(worker.member.worker_id)
         rejoined = worker.member.worker_id in self.report.tally.workers
         self.report.tally.worker(worker.member.worker_id, worker.member.node)
         self._log.info(
@@ -240,7 +241,7 @@ class Hub:
             self._log.info("%s left: %s", worker.name, worker.goodbye)
             self._events.write(WorkerLeft(rank=worker.rank, node=node, reason=worker.goodbye))
         else:
-            self._lost_someone = True
+            self._missing.add(worker.member.worker_id)
             self._log.warning("%s is lost: %s", worker.name, reason)
             self._events.write(WorkerLost(rank=worker.rank, node=node, reason=reason))
         yield Departed(worker)

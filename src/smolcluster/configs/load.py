@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 Kind = Literal["cluster", "training"]
 
 _FOLDER = Path(__file__).parent
-_ENDINGS = (".yaml", ".yml")
 
 
 def shipped_names(kind: Kind) -> tuple[str, ...]:
@@ -131,7 +130,7 @@ def _not_found(text: str, shipped: dict[str, Path]) -> str:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         reason = f", line {line}: is not UTF-8 text; save it as UTF-8"

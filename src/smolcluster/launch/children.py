@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import IO
 
 from smolcluster.errors import LaunchError
@@ -79,7 +80,9 @@ class Child:
     def kill(self) -> None:
         """End it, and whatever it started in its session, at once."""
         if self._popen.poll() is None:
-            os.killpg(self._popen.pid, signal.SIGKILL)
+            # It may end between the two lines; macOS then says that this is not permitted.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._popen.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """After its end: take what it still said, and free its pipes."""

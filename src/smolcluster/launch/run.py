@@ -32,8 +32,8 @@ from smolcluster.transport.security import default_secret_path, ensure_secret
 from smolcluster.utils.retry import Deadline
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
-GRACE_S = 5.0
-"""From asking a process to stop to killing it."""
+GRACE_S = 15.0
+"""From asking a process to stop to killing it: the server says goodbye for up to 3 s, and W&B may take 10."""
 FAREWELL_S = 10.0
 """From the end of a good run to the end of its workers, who hear of it from the server."""
 PATIENCE_S = 3.0
@@ -148,7 +148,7 @@ class LocalRun:
                 stop([*workers, *server], self._grace_s, lambda: asked.repeated)
                 self._follow()
                 self._view.close()
-        self._conclude(code)
+        self._conclude(code, interrupted=bool(asked) and code == asked.exit_code)
         return code
 
     def _start(self) -> None:
@@ -173,13 +173,13 @@ class LocalRun:
         """Wait for the server's end, or for a reason not to."""
         server, *workers = self._children
         while not asked:
-            self._follow()
             code = server.exit_code
+            self._follow()
+            self._report_failures(workers)
             if code is not None:
                 if code == 0:
                     wait_for(workers, FAREWELL_S, lambda: bool(asked))
                 return code
-            self._report_failures(workers)
             if self._is_deserted(workers):
                 raise LaunchError(
                     f"no worker is left ({'; '.join(f'{w.process.title} {w.ending}' for w in workers)}): "
@@ -219,14 +219,16 @@ class LocalRun:
                 case RunEnded():
                     self._run_ended = True
 
-    def _conclude(self, code: int) -> None:
+    def _conclude(self, code: int, *, interrupted: bool) -> None:
         """Say what came of it."""
         server = self._children[0]
         if code == 0 and self._paths.summary.is_file():
             summary = read_summary(self._paths.summary)
             with steady(self._console):
                 self._console.print(table(summary))
-        elif code == server.exit_code:
+        elif interrupted:
+            self._say("stopped: nothing of it is left running")
+        elif code != 0:
             self._say(f"{server.process.title} {server.ending}: the run has failed", "red")
         self._say(f"files of the run: {self._paths.root}")
 

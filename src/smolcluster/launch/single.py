@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from typing import Final
 
 import torch
 from rich.console import Console
@@ -23,7 +24,7 @@ from smolcluster.runs.paths import RunPaths, create_run, new_run_id, runs_root
 from smolcluster.runs.summary import table
 from smolcluster.training import loop
 
-ALGORITHM = "single"
+ALGORITHM: Final = "single"
 CLUSTER = "edp"
 """The cluster file whose seed is taken, so that the baseline begins as the cluster does."""
 

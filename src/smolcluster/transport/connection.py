@@ -11,8 +11,7 @@ import errno
 import selectors
 import socket
 import struct
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 from xxhash import xxh3_64
@@ -54,7 +53,7 @@ _BACKLOG = 128
 _DRAIN_TIMEOUT_S = 1.0
 # Small enough that a checksum finds the bytes still in the processor's cache, large enough that a slow
 # link does not wake the process for each packet.
-_RECEIVE_NBYTES = 64 * 1024
+_RECEIVE_NBYTES = 128 * 1024
 # A timeout on MSG_WAITALL does not say when the last byte came; short slices bound the error to a
 # quarter.
 _SLICES_PER_STALL = 4
@@ -136,20 +135,14 @@ class Connection:
             PeerLost: the connection broke, or took no byte for `stall_timeout_s`, or the deadline
                 passed. How much has arrived is unknown.
         """
-        with self._sending():
-            unsent = list(frame.buffers)
-            silent_s = 0.0
-            while unsent:
-                wait_s = self._arm(socket.SO_SNDTIMEO, deadline)
-                try:
-                    sent = self._socket.sendmsg(unsent)
-                except BlockingIOError:
-                    silent_s += wait_s
-                    self._check_stall(silent_s, "took no byte")
-                    continue
-                silent_s = 0.0
-                self.bytes_sent += sent
-                unsent = after(unsent, sent)
+        if self._send_broken:
+            raise PeerLost(self._says("the connection is closed for sending"))
+        self._send_broken = True
+        try:
+            self._send_all(frame.buffers, deadline)
+        except OSError as error:
+            raise self._lost(error) from error
+        self._send_broken = False
 
     def receive(
         self, kinds: Collection[type[Message]] = ALL_KINDS, deadline: Deadline | None = None
@@ -170,24 +163,17 @@ class Connection:
             PeerLost: the connection broke or ended (also within a frame), was silent for
                 `stall_timeout_s`, or the deadline passed.
         """
-        with self._receiving():
-            prefix, head = self._receive_prefix(kinds, deadline)
-            tail_nbytes = 0 if prefix.payload_nbytes else PAYLOAD_SUM_NBYTES
-            rest = bytearray(prefix.header_nbytes + HEADER_SUM_NBYTES + tail_nbytes)
-            self._fill(memoryview(rest), deadline)
-            split = len(rest) - tail_nbytes
-            head += rest[:split]
-            message = decode(prefix.kind, check_head(head))
-            if payload_nbytes(message) != prefix.payload_nbytes:
-                raise ProtocolError(
-                    f"{type(message).__name__}: header announces a payload of "
-                    f"{payload_nbytes(message)} bytes, the prefix {prefix.payload_nbytes}"
-                )
-            self.received_head = head
-            if prefix.payload_nbytes:
-                return message, self._receive_payload(prefix.payload_nbytes, deadline)
-            check_payload(xxh3_64(), rest[split:])
-            return message, _EMPTY
+        if self._receive_broken:
+            raise PeerLost(self._says("the connection is closed for receiving"))
+        self._receive_broken = True
+        try:
+            received = self._receive(kinds, deadline)
+        except ProtocolError as error:
+            raise ProtocolError(self._says(str(error))) from None
+        except OSError as error:
+            raise self._lost(error) from error
+        self._receive_broken = False
+        return received
 
     def abort(self) -> None:
         """Cut the connection: threads in `send` or `receive` raise PeerLost. Never raises."""
@@ -232,6 +218,41 @@ class Connection:
             pass
         finally:
             self.close()
+
+    def _send_all(self, buffers: Sequence[Buffer], deadline: Deadline | None) -> None:
+        silent_s = 0.0
+        while buffers:
+            wait_s = self._arm(socket.SO_SNDTIMEO, deadline)
+            try:
+                sent = self._socket.sendmsg(buffers)
+            except BlockingIOError:
+                silent_s += wait_s
+                self._check_stall(silent_s, "took no byte")
+                continue
+            silent_s = 0.0
+            self.bytes_sent += sent
+            buffers = after(buffers, sent)
+
+    def _receive(
+        self, kinds: Collection[type[Message]], deadline: Deadline | None
+    ) -> tuple[Message, memoryview]:
+        prefix, head = self._receive_prefix(kinds, deadline)
+        tail_nbytes = 0 if prefix.payload_nbytes else PAYLOAD_SUM_NBYTES
+        rest = bytearray(prefix.header_nbytes + HEADER_SUM_NBYTES + tail_nbytes)
+        self._fill(memoryview(rest), deadline)
+        split = len(rest) - tail_nbytes
+        head += rest[:split]
+        message = decode(prefix.kind, check_head(head))
+        if payload_nbytes(message) != prefix.payload_nbytes:
+            raise ProtocolError(
+                f"{type(message).__name__}: header announces a payload of "
+                f"{payload_nbytes(message)} bytes, the prefix {prefix.payload_nbytes}"
+            )
+        self.received_head = head
+        if prefix.payload_nbytes:
+            return message, self._receive_payload(prefix.payload_nbytes, deadline)
+        check_payload(xxh3_64(), rest[split:])
+        return message, _EMPTY
 
     def _receive_prefix(
         self, kinds: Collection[type[Message]], deadline: Deadline | None
@@ -302,32 +323,8 @@ class Connection:
         if silent_s >= self.stall_timeout_s:
             raise PeerLost(self._says(f"{what} for {silent_s:g} s"))
 
-    @contextmanager
-    def _sending(self) -> Iterator[None]:
-        if self._send_broken:
-            raise PeerLost(self._says("the connection is closed for sending"))
-        self._send_broken = True
-        with self._translating():
-            yield
-        self._send_broken = False
-
-    @contextmanager
-    def _receiving(self) -> Iterator[None]:
-        if self._receive_broken:
-            raise PeerLost(self._says("the connection is closed for receiving"))
-        self._receive_broken = True
-        with self._translating():
-            yield
-        self._receive_broken = False
-
-    @contextmanager
-    def _translating(self) -> Iterator[None]:
-        try:
-            yield
-        except ProtocolError as error:
-            raise ProtocolError(self._says(str(error))) from None
-        except OSError as error:
-            raise PeerLost(self._says(f"connection lost ({_why(error)})")) from error
+    def _lost(self, error: OSError) -> PeerLost:
+        return PeerLost(self._says(f"connection lost ({_why(error)})"))
 
     def _says(self, what: str) -> str:
         return f"{self.peer}: {self.phase}: {what}"

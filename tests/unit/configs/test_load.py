@@ -80,6 +80,11 @@ def test_a_byte_order_mark_is_no_part_of_the_first_key(file: Path) -> None:
     assert read_yaml(file) == {"port": 1}
 
 
+def test_odd_but_valid_yaml_is_read_in_silence(file: Path) -> None:
+    file.write_text("a: &x 1\nb: &x 2\nc: *x\n")
+    assert read_yaml(file) == {"a": 1, "b": 2, "c": 2}
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -96,8 +101,10 @@ def test_a_byte_order_mark_is_no_part_of_the_first_key(file: Path) -> None:
         ("a: 1\n---\nb: 2\n", ", line 2: is not valid YAML"),
         ("a: !!python/object/apply:os.system [ls]\n", ", line 1: is not valid YAML"),
         ("a: 1\nb: \x01\n", ", line 2: holds the control character 0x1"),
-        ("a: " + 3000 * "[", ": is nested too deeply, or an alias holds itself"),
+        ("a: " + 600 * "[", ": is nested too deeply, or an alias holds itself"),
         ("a: &a [*a]\n", ": is nested too deeply, or an alias holds itself"),
+        ("a: 2026-13-45\n", ": holds an impossible date or number (month must be in 1..12)"),
+        ("a: " + 5000 * "9", ": holds an impossible date or number (Exceeds the limit"),
     ],
 )
 def test_a_file_that_is_no_mapping_is_refused_with_its_line(

@@ -269,6 +269,7 @@ def test_a_worker_list_and_its_number_can_be_changed_together() -> None:
         ("model=null", "model is null, must be a mapping with keys of type, input_dim, hidden, o"),
         ("dataset.name=null", "dataset.name is null, must be text"),
         ("bind=127.0.0.1", "bind is '127.0.0.1', must be a list of at least one, such as [a, b]"),
+        ("bind=[]", "bind is [], must be a list of at least one, such as [a, b], or null"),
         ("workers=[pi5, 2, win]", "workers[1] is 2, must be a name of at most 64 letters"),
         ("workers=[pi5, win, pi5]", "workers lists 'pi5' twice"),
         ("server=mini2", "server is 'mini2', must be a node of host_ip (known: mini1, macbook, pi"),
@@ -315,6 +316,7 @@ def test_the_value_of_an_unknown_variable_is_never_shown() -> None:
             {"learning_rate": 1},
             "learning_rate is not a setting here; did you mean learning_rate in the training file?",
         ),
+        ({"model": {}}, "model is not a setting here; did you mean model in the training file?"),
         (
             {"threads": 1},
             "threads is not a setting here; did you mean threads in nodes.<name> of the cluster file?",
@@ -358,6 +360,12 @@ def test_several_problems_are_told_on_one_line_and_not_without_end() -> None:
     )
     many = {f"unknown_{index}": 1 for index in range(20)}
     assert refusal(cluster=many).endswith("; and 15 more")
+
+
+def test_a_list_is_not_blamed_for_its_items() -> None:
+    allowed = "must be text that is not empty"
+    text = refusal("bind=[1, 2]")
+    assert text == f"--override: bind[0] is 1, {allowed}; bind[1] is 2, {allowed}"
 
 
 def test_a_file_s_mistake_is_not_blamed_on_an_override_beside_it() -> None:

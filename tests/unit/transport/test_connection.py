@@ -1,12 +1,13 @@
 import errno
 import selectors
 import socket
+import struct
 
 import pytest
-from connection_pairs import one_of_each
 from hypothesis import given
 from hypothesis import strategies as st
 
+from connection_pairs import one_of_each, socket_pair
 from smolcluster.errors import ConfigError, ConnectTimeout, PeerLost, PortBusy, SmolclusterError
 from smolcluster.transport.connection import (
     ConnectFailed,
@@ -17,10 +18,14 @@ from smolcluster.transport.connection import (
     is_local_address,
     listen,
 )
-from smolcluster.transport.messages import Heartbeat
 
 HOST = "127.0.0.1"
 FOREIGN = "192.0.2.1"
+
+
+def close(*everything: Connection | socket.socket) -> None:
+    for each in everything:
+        each.close()
 
 
 def port_of(listener: socket.socket) -> int:
@@ -127,8 +132,7 @@ def test_ipv6_literals_work_where_the_machine_has_them() -> None:
     server = accept_next(listeners, 5.0)
     assert server is not None
     assert client.peer == f"[::1]:{port_of(listeners[0])}"
-    for each in (client, server, *listeners):
-        each.close()
+    close(client, server, *listeners)
 
 
 def test_a_client_is_found_on_any_listener() -> None:
@@ -138,8 +142,7 @@ def test_a_client_is_found_on_any_listener() -> None:
     client = connect("127.0.0.2", port_of(listeners[1]), 5.0)
     server = accept_next(listeners, 5.0)
     assert server is not None
-    for each in (client, server, *listeners):
-        each.close()
+    close(client, server, *listeners)
 
 
 def test_no_client_in_time_is_none() -> None:
@@ -153,11 +156,12 @@ def test_a_client_that_has_gone_again_does_not_block_the_listener(
 ) -> None:
     (listener,) = listen([HOST], 0)
 
-    class Ready(selectors.DefaultSelector):
-        def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-            return [(self.get_key(listener), selectors.EVENT_READ)]
+    def says_ready(
+        selector: selectors.DefaultSelector, _: float
+    ) -> list[tuple[selectors.SelectorKey, int]]:
+        return [(selector.get_key(listener), selectors.EVENT_READ)]
 
-    monkeypatch.setattr(selectors, "DefaultSelector", Ready)
+    monkeypatch.setattr(selectors.DefaultSelector, "select", says_ready)
     assert accept_next([listener], 5.0) is None
     listener.close()
 
@@ -180,18 +184,15 @@ def test_a_system_that_can_accept_no_more_says_so(monkeypatch: pytest.MonkeyPatc
     ("address", "local"),
     [(HOST, True), ("0.0.0.0", True), (FOREIGN, False), ("no such name", False)],  # noqa: S104
 )
-def test_addresses_of_this_machine_are_known(address: str, local: bool) -> None:  # noqa: FBT001
+def test_addresses_of_this_machine_are_known(address: str, local: bool) -> None:
     assert is_local_address(address) is local
 
 
 def test_a_reset_connection_is_a_lost_peer() -> None:
-    (listener,) = listen([HOST], 0)
-    client = connect(HOST, port_of(listener), 5.0)
-    server = accept_next([listener], 5.0)
-    assert server is not None
-    client.send(Heartbeat())
-    server.close()  # with an unread message: a reset
-    with pytest.raises(PeerLost, match=rf"{HOST}:\d+: handshake: connection lost \("):
-        client.receive()
-    client.close()
-    listener.close()
+    raw, other = socket_pair("tcp")
+    connection = Connection(other, "mini1")
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    raw.close()
+    with pytest.raises(PeerLost, match=r"mini1: handshake: connection lost \(Connection reset"):
+        connection.receive()
+    connection.close()

@@ -2,11 +2,11 @@ import json
 from typing import Any
 
 import pytest
-from connection_pairs import LEASE, one_of_each, push, tensor
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from connection_pairs import LEASE, one_of_each, push, tensor
 from smolcluster.errors import ProtocolError
 from smolcluster.transport.messages import (
     MAX_SENTENCE_CHARS,
@@ -153,7 +153,18 @@ def test_numbers_that_are_none_are_refused(number: str) -> None:
         b'{"a":' * 10_000 + b"1" + b"}" * 10_000,
         b'{"a\\ud800":1}',
     ],
-    ids=["empty", "list", "null", "two", "latin", "utf-16", "bom", "deep-list", "deep-dict", "half"],
+    ids=[
+        "empty",
+        "list",
+        "null",
+        "two",
+        "latin",
+        "utf-16",
+        "bom",
+        "deep-list",
+        "deep-dict",
+        "half",
+    ],
 )
 def test_headers_that_are_no_object_are_refused(header: bytes) -> None:
     with pytest.raises(ProtocolError) as caught:

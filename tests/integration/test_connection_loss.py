@@ -1,0 +1,121 @@
+"""Connections that break or lie in mid-run: the worker comes back, and no sample is lost or applied twice."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+from harness import Cluster, Outcome, local_settings
+from proxy import Proxy
+
+from smolcluster.algorithms.EDP.exchange import Assigned
+from smolcluster.algorithms.EDP.server import Server
+from smolcluster.algorithms.EDP.worker import Worker
+from smolcluster.runs.events import LeaseReturned, WorkerJoined, WorkerLost
+
+
+class Milestones(Server):
+    """An EDP server that tells when it has come to a version."""
+
+    reached: dict[int, threading.Event]
+
+    def apply(self, *args: object) -> None:
+        super().apply(*args)  # type: ignore[arg-type]
+        if self.version in self.reached:
+            self.reached[self.version].set()
+
+
+@pytest.fixture
+def milestones() -> type[Milestones]:
+    class Fresh(Milestones):
+        reached = {50: threading.Event(), 100: threading.Event(), 150: threading.Event()}
+
+    return Fresh
+
+
+@pytest.fixture
+def cluster(
+    tmp_path: Path, milestones: type[Milestones], request: pytest.FixtureRequest
+) -> Cluster:
+    overrides = getattr(request, "param", ())
+    return Cluster(local_settings("num_epochs=12", *overrides, workers=1), tmp_path, milestones)
+
+
+@pytest.fixture
+def proxy(cluster: Cluster) -> Iterator[Proxy]:
+    proxy = Proxy(cluster.settings.cluster.port)
+    yield proxy
+    proxy.close()
+
+
+def finish(cluster: Cluster, worker: Outcome) -> list[object]:
+    cluster.server.finish()
+    worker.finish()
+    cluster.assert_every_sample_applied_once()
+    return [record.event for record in cluster.events()]
+
+
+@pytest.mark.parametrize("cluster", [(), ("use_quantization=true",)], indirect=True)
+def test_a_worker_that_loses_its_connection_comes_back(
+    cluster: Cluster, proxy: Proxy, milestones: type[Milestones]
+) -> None:
+    worker = cluster.worker(1, port=proxy.port)
+    for event in milestones.reached.values():
+        assert event.wait(30)
+        proxy.cut()
+    events = finish(cluster, worker)
+    assert proxy.connections >= 3
+    assert sum(isinstance(event, WorkerLost) for event in events) >= 2
+    assert sum(isinstance(event, WorkerJoined) and event.rejoined for event in events) >= 2
+    assert any(isinstance(event, LeaseReturned) for event in events)
+
+
+@pytest.mark.parametrize("after_nbytes", [1, 5, 13, 40, 400, 20_000])
+def test_a_flipped_bit_costs_the_connection_and_nothing_else(
+    cluster: Cluster, proxy: Proxy, milestones: type[Milestones], after_nbytes: int
+) -> None:
+    """Wherever it hits: in a prefix, a header, a payload or a sum."""
+    worker = cluster.worker(1, port=proxy.port)
+    assert milestones.reached[50].wait(30)
+    proxy.corrupt_upward_byte(after_nbytes)
+    events = finish(cluster, worker)
+    lost = [event for event in events if isinstance(event, WorkerLost)]
+    assert len(lost) == 1
+    assert proxy.connections == 2
+
+
+RUBBISH = (b"GET / HTTP/1.1\r\n\r\n", b"SMOL" + b"\xff" * 64, b"\x00" * 5000)
+
+
+def test_strangers_who_send_rubbish_or_nothing_do_not_disturb(cluster: Cluster) -> None:
+    in_the_middle, go_on = threading.Event(), threading.Event()
+
+    class Patient(Worker):
+        def compute(self, lease: Assigned) -> float:
+            if self.steps == 50:
+                in_the_middle.set()
+                assert go_on.wait(30)
+            return super().compute(lease)
+
+    address = ("127.0.0.1", cluster.settings.cluster.port)
+    with ExitStack() as silent:
+        for _ in range(40):
+            silent.enter_context(socket.create_connection(address))
+        worker = cluster.worker(1, make=Patient)
+        assert in_the_middle.wait(30)
+        for rubbish in RUBBISH:
+            assert len(_reply_to(rubbish, address)) < 4096, "little is said to a stranger"
+        go_on.set()
+        finish(cluster, worker)
+
+
+def _reply_to(rubbish: bytes, address: tuple[str, int]) -> bytes:
+    """What the server says before it closes the connection."""
+    reply = b""
+    with socket.create_connection(address, timeout=20) as stranger, suppress(ConnectionResetError):
+        stranger.sendall(rubbish)
+        while data := stranger.recv(4096):
+            reply += data
+    return reply

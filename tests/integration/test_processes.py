@@ -1,0 +1,166 @@
+"""Server and workers as real processes, started by hand as the README says; and how each of them ends."""
+
+import json
+import signal
+import socket
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness import free_port
+from processes import Processes
+
+from smolcluster.data.permutation import epoch_permutation
+from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.runs.paths import find_run
+from smolcluster.runs.summary import read_summary
+
+Eventually = Callable[[Callable[[], bool]], None]
+
+
+def applied(metrics: Path, num_samples: int, seed: int = 42) -> dict[int, Counter[int]]:
+    """How often each sample was applied, by epoch."""
+    counts: dict[int, Counter[int]] = defaultdict(Counter)
+    for line in read_metrics(metrics):
+        if line.record.kind == "step":
+            order = epoch_permutation(seed, line.record.epoch, num_samples)
+            values = line.record.values
+            counts[line.record.epoch].update(
+                order[int(values["start"]) : int(values["stop"])].tolist()
+            )
+    return dict(counts)
+
+
+def test_a_worker_is_killed_another_comes_late_and_every_sample_is_applied_once(
+    processes: Processes, eventually: Eventually
+) -> None:
+    port = f"port={free_port()}"
+    epochs = 120
+    server = processes.server("--local", "--override", port, f"num_epochs={epochs}", "threads=1")
+    workers = [
+        processes.worker(rank + 1, node, "--local", "--override", port, "threads=1")
+        for rank, node in enumerate(("pi5", "win", "macbook"))
+    ]
+    metrics = processes.runs / "latest" / "metrics.jsonl"
+    eventually(lambda: {r.record.rank for r in read_metrics(metrics)} >= {0, 1, 2})
+    workers[1].kill(signal.SIGKILL)
+    late = processes.worker(4, "macbook", "--local", "--override", port, "threads=1")
+    assert server.wait() == 0, server.output
+    for worker in (workers[0], workers[2], late):
+        assert worker.wait() == 0, worker.output
+    run = find_run(processes.runs)
+    summary = read_summary(run.summary)
+    assert summary.samples_applied == epochs * summary.train_samples
+    assert summary.leases_returned >= 1
+    assert summary.final.val_accuracy is not None
+    assert summary.final.val_accuracy >= 0.95
+    once = Counter(range(summary.train_samples))
+    assert applied(run.metrics, summary.train_samples) == dict.fromkeys(range(epochs), once)
+    assert {share.rank for share in summary.workers} >= {0, 1, 2}
+    assert "Traceback" not in server.output
+
+
+def test_a_worker_waits_for_the_server_and_both_leave_readable_files(
+    processes: Processes,
+) -> None:
+    port = f"port={free_port()}"
+    worker = processes.worker(1, "macbook", "--local", "--override", port)
+    worker.wait_for("waiting for the server")
+    server = processes.server("--local", "--override", port, "num_epochs=2", "--run-id", "mine")
+    assert server.wait() == 0, server.output
+    assert worker.wait() == 0, worker.output
+    assert "validation accuracy" in server.output
+    run = find_run(processes.runs, "mine")
+    logs = sorted(path.name for path in run.logs.iterdir())
+    assert logs == ["server-mini1.log", "worker-rank0-macbook.log"]
+    first: dict[str, Any] = json.loads((run.logs / logs[1]).read_text().splitlines()[0])
+    assert "waiting for the server" in first["message"], "lines of before the run are filed too"
+    assert first["host"] == "worker-rank0-macbook"
+    assert first["rank"] == 0
+    assert first["run"] == "mine"
+    assert run.config.is_file()
+
+
+def test_a_stopped_server_says_goodbye_and_its_workers_end(processes: Processes) -> None:
+    port = f"port={free_port()}"
+    server = processes.server("--local", "--override", port, "num_epochs=5000")
+    worker = processes.worker(1, "macbook", "--local", "--override", port)
+    worker.wait_for("joined run")
+    server.kill(signal.SIGINT)
+    assert server.wait() == 130
+    assert worker.wait() == 1
+    assert "the server was stopped" in worker.output
+    assert "Traceback" not in server.output + worker.output
+
+
+def test_a_stopped_worker_leaves_and_the_run_goes_on(processes: Processes) -> None:
+    port = f"port={free_port()}"
+    server = processes.server("--local", "--override", port, "num_epochs=40")
+    first = processes.worker(1, "macbook", "--local", "--override", port)
+    first.wait_for("joined run")
+    first.kill(signal.SIGTERM)
+    assert first.wait() == 143
+    server.wait_for("left: ")
+    second = processes.worker(2, "pi5", "--local", "--override", port)
+    assert server.wait() == 0, server.output
+    assert second.wait() == 0, second.output
+
+
+def test_a_busy_port_is_one_line_and_75(processes: Processes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = processes.server("--local", "--override", f"port={port}")
+        assert server.wait() == 75
+    assert str(port) in _only_error(server.output)
+
+
+def test_a_configuration_error_is_one_line_and_2(processes: Processes) -> None:
+    server = processes.server("--local", "--override", "num_epoch=3")
+    assert server.wait() == 2
+    assert "num_epochs" in _only_error(server.output)
+
+
+def test_an_address_of_another_machine_is_one_line_and_2(processes: Processes) -> None:
+    server = processes.server("--train-config", "digits", "--override", "bind=[203.0.113.7]")
+    assert server.wait() == 2
+    assert "203.0.113.7" in _only_error(server.output)
+
+
+def test_a_missing_secret_is_one_line_and_77(processes: Processes) -> None:
+    worker = processes.worker(1, "macbook", "--server", f"127.0.0.1:{free_port()}")
+    assert worker.wait() == 77
+    assert str(processes.folder / "config") in _only_error(worker.output)
+
+
+def test_a_secret_that_others_can_read_is_one_line_and_77(processes: Processes) -> None:
+    folder = processes.folder / "config" / "smolcluster"
+    folder.mkdir(parents=True)
+    secret = folder / "secret"
+    secret.write_text("a" * 64)
+    secret.chmod(0o644)
+    server = processes.server("--local", "--override", f"port={free_port()}")
+    assert server.wait() == 77
+    assert "chmod 600" in _only_error(server.output)
+    assert "aaaa" not in server.output
+
+
+def test_no_server_is_one_line_and_75(processes: Processes) -> None:
+    worker = processes.worker(
+        1, "macbook", "--local", "--override", f"port={free_port()}", "start_timeout_s=1"
+    )
+    assert worker.wait() == 75
+    assert "127.0.0.1" in _only_error(worker.output)
+
+
+def test_a_server_without_its_launcher_ends(processes: Processes) -> None:
+    server = processes.server("--local", "--override", f"port={free_port()}", "--stop-on-stdin-eof")
+    assert server.wait() == 143
+
+
+def _only_error(output: str) -> str:
+    """The one line that says what is wrong."""
+    assert "Traceback" not in output
+    lines = [line for line in output.splitlines() if "error" in line.lower()]
+    assert len(lines) == 1, output
+    return lines[0]

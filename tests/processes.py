@@ -1,0 +1,89 @@
+"""Real processes of the project, with a deadline, and never left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from smolcluster.algorithms.registry import get_algorithm
+
+DEADLINE_S = 90.0
+
+
+class Child:
+    """A process of the test; its output is in a file."""
+
+    def __init__(self, argv: Sequence[str], output: Path, environ: dict[str, str]) -> None:
+        self.argv = argv
+        self._output = output
+        with output.open("wb") as sink:
+            self.process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env=environ,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self._output.read_text()
+
+    def wait(self) -> int:
+        """Wait for its end and return the exit code."""
+        return self.process.wait(DEADLINE_S)
+
+    def wait_for(self, text: str) -> None:
+        """Wait until it has printed `text`."""
+        end = time.monotonic() + DEADLINE_S
+        while text not in self.output:
+            assert time.monotonic() < end, f"{text!r} was not printed:\n{self.output}"
+            assert self.process.poll() is None, f"ended without {text!r}:\n{self.output}"
+            time.sleep(0.02)
+
+    def kill(self, signum: int = signal.SIGKILL) -> None:
+        """Send it a signal."""
+        self.process.send_signal(signum)
+
+    def reap(self) -> None:
+        """End it, and all it started."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(DEADLINE_S)
+
+
+class Processes:
+    """Starts processes whose runs and secrets lie in a folder of the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runs = folder / "runs"
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("SMOL")}
+        self.environ = kept | {
+            "XDG_CONFIG_HOME": str(folder / "config"),
+            "SMOLCLUSTER_RUNS_DIR": str(self.runs),
+            "WANDB_MODE": "disabled",
+            "PYTHONUNBUFFERED": "1",
+        }
+        self.children: list[Child] = []
+
+    def start(self, *argv: str) -> Child:
+        """Start a command."""
+        output = self.folder / f"output-{len(self.children)}.txt"
+        child = Child(argv, output, self.environ)
+        self.children.append(child)
+        return child
+
+    def server(self, *arguments: str) -> Child:
+        """Start EDP's server file, as a person would."""
+        return self.start(sys.executable, str(get_algorithm("edp").server), *arguments)
+
+    def worker(self, worker_id: int, node: str, *arguments: str) -> Child:
+        """Start EDP's worker file, as a person would."""
+        file = get_algorithm("edp").worker
+        return self.start(sys.executable, str(file), str(worker_id), node, *arguments)

@@ -1,0 +1,95 @@
+import io
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from smolcluster.launch.plan import LaunchPlan, Process
+
+PRELUDE = """
+import os, signal, sys, threading, time
+def gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+def wait_until(condition, timeout_s=30):
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            sys.exit("waited in vain")
+        time.sleep(0.01)
+def wait_for_ever():
+    while os.read(0, 100):
+        pass
+"""
+
+FakePlan = Callable[..., LaunchPlan]
+
+
+@pytest.fixture
+def fake_plan() -> FakePlan:
+    """A plan of small Python programs: `fake_plan(server, worker, …)`."""
+
+    def make(server: str, *workers: str) -> LaunchPlan:
+        def process(node: str, rank: int | None, program: str) -> Process:
+            argv = (sys.executable, "-c", PRELUDE + program)
+            return Process(node, "server" if rank is None else "worker", rank, argv)
+
+        return LaunchPlan(
+            process("mini1", None, server),
+            tuple(process(f"pi{rank}", rank, program) for rank, program in enumerate(workers)),
+        )
+
+    return make
+
+
+@pytest.fixture
+def console() -> Console:
+    """A console that is no terminal; what was printed is in `console.file`."""
+    return Console(file=io.StringIO(), width=120)
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    if Path("/proc/self/stat").exists():
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+    done = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()[:1] not in ("", "Z")
+
+
+@pytest.fixture
+def ends() -> Callable[[int], bool]:
+    """Whether a process ends within some seconds."""
+
+    def check(pid: int) -> bool:
+        end = time.monotonic() + 20
+        while is_running(pid) and time.monotonic() < end:
+            time.sleep(0.02)
+        return not is_running(pid)
+
+    return check
+
+
+@pytest.fixture
+def pid_in() -> Callable[[Path], int]:
+    """The process id that a program writes into a file, as soon as it is there."""
+
+    def read(path: Path) -> int:
+        end = time.monotonic() + 20
+        while not (path.exists() and path.read_text().endswith("\n")):
+            assert time.monotonic() < end, f"{path} was not written"
+            time.sleep(0.01)
+        return int(path.read_text())
+
+    return read

@@ -1,0 +1,94 @@
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from smolcluster.launch.interrupts import Interrupts, interrupts, uv_around
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_is_collected_instead_of_obeyed(signum: int, code: int) -> None:
+    with interrupts() as asked:
+        before = bool(asked)
+        os.kill(os.getpid(), signum)
+        assert (before, bool(asked), asked.repeated) == (False, True, False)
+        assert asked.exit_code == code
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (asked.repeated, asked.exit_code) == (True, code)
+
+
+def test_afterwards_everything_is_as_it_was() -> None:
+    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(signum) for signum in watched]
+    with interrupts():
+        assert signal.getsignal(signal.SIGINT) is not before[0]
+    assert [signal.getsignal(signum) for signum in watched] == before
+
+
+def test_under_nohup_a_lost_terminal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interrupts() as asked:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_end_of_the_uv_around_us_counts_as_a_signal() -> None:
+    assert not Interrupts(wrapper=os.getppid())
+    gone = Interrupts(wrapper=2**22 + 1)
+    assert gone
+    assert gone.exit_code == 143
+
+
+@pytest.fixture
+def bash_named(tmp_path: Path) -> Callable[[str], Path]:
+    """A bash under another name."""
+
+    def link(name: str) -> Path:
+        tmp_path.joinpath(name).symlink_to(shutil.which("bash") or "bash")
+        return tmp_path / name
+
+    return link
+
+
+@pytest.mark.parametrize(("name", "is_uv"), [("uv", True), ("uvx-like", False)])
+def test_only_uv_is_taken_for_uv(bash_named: Callable[[str], Path], name: str, is_uv: bool) -> None:
+    command = [bash_named(name), "-c", "echo ready; read"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert uv_around(process.pid) == (process.pid if is_uv else None)
+
+
+def test_a_killed_uv_takes_the_launcher_with_it(
+    tmp_path: Path,
+    bash_named: Callable[[str], Path],
+    ends: Callable[[int], bool],
+    pid_in: Callable[[Path], int],
+) -> None:
+    """uv is played by a shell that waits for the launcher, as uv does."""
+    pid = tmp_path / "pid"
+    program = f"""
+import os, time
+from smolcluster.launch.interrupts import interrupts
+with interrupts() as asked:
+    open({str(pid)!r}, "w").write(str(os.getpid()) + chr(10))
+    while not asked:
+        time.sleep(0.01)
+"""
+    wrapper = subprocess.Popen(
+        [bash_named("uv"), "-c", f'"{sys.executable}" -c "$0"; exit', program]
+    )
+    launcher = pid_in(pid)
+    wrapper.kill()
+    wrapper.wait()
+    assert ends(launcher)

@@ -1,0 +1,246 @@
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import smolcluster
+from smolcluster import cli
+from smolcluster.algorithms.registry import get_algorithm
+from smolcluster.cli import expand_overrides, main
+from smolcluster.errors import PortBusy
+
+PROJECT = Path(__file__).resolve().parents[2]
+HEAVY = {"torch", "torchvision", "wandb", "sklearn", "numpy", "pydantic", "ruamel"}
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("SMOLCLUSTER_")]:
+        monkeypatch.delenv(name)
+
+
+def last_error(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on standard error; nothing else may be printed."""
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    [line] = captured.err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("given", "expanded"),
+    [
+        (["--override", "a=1"], ["--override", "a=1"]),
+        (["--override", "a=1", "b=2"], ["--override", "a=1", "--override", "b=2"]),
+        (
+            ["--override", "a=1", "b=2", "--local", "--override", "c=3", "d=4"],
+            [
+                *("--override", "a=1", "--override", "b=2"),
+                *("--local", "--override", "c=3", "--override", "d=4"),
+            ],
+        ),
+        (["--override=a=1", "b=2"], ["--override=a=1", "--override", "b=2"]),
+        (["--config", "a=1", "b=2"], ["--config", "a=1", "b=2"]),
+        (["--override", "a=1", "word", "b=2"], ["--override", "a=1", "word", "b=2"]),
+        (["--override", "a=", "b=-1"], ["--override", "a=", "--override", "b=-1"]),
+        (["--override"], ["--override"]),
+        ([], []),
+    ],
+)
+def test_overrides_are_expanded(given: list[str], expanded: list[str]) -> None:
+    assert expand_overrides(given) == expanded
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--no-such-flag"],
+        ["lunch"],
+        ["launch"],
+        ["launch", "syncps"],
+        ["launch", "edp", "--local", "--workers", "many"],
+        ["launch", "edp", "--local", "--workers", "0"],
+        ["launch", "edp", "--dry-run", "--workers", "2"],
+        ["launch", "edp", "--local", "extra"],
+        ["launch", "edp", "--local", "--override"],
+        ["launch", "edp", "--local", "--override", "port"],
+        ["launch", "edp", "--local", "--override", "prot=6000"],
+        ["launch", "edp", "--local", "--override", "port=70000"],
+        ["launch", "edp", "--local", "--config", "no/such/file.yaml"],
+        ["train", "--config", "no/such/file.yaml"],
+        ["train", "--override", "num_epoch=5"],
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert last_error(capsys).startswith("error: ")
+
+
+def test_a_misspelt_flag_names_itself_and_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["launch", "edp", "--locl"])
+    line = last_error(capsys)
+    assert "--locl" in line
+    assert "--local" in line
+    assert "`smolcluster launch edp --help`" in line
+
+
+def test_clusters_over_ssh_come_later(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "edp"]) == 2
+    line = last_error(capsys)
+    for part in ("later version", "--local", "uv run server.py", "uv run worker.py 1", "EDP"):
+        assert part in line
+
+
+def test_a_dry_run_prints_the_plan_and_starts_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
+    monkeypatch.setattr(subprocess, "Popen", None)
+    overrides = ["--override", "port=6000", "threads=2"]
+    assert main(["launch", "edp", "--local", "--workers", "2", "--dry-run", *overrides]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[::2] == ["server mini1:", "worker 1 pi5:", "worker 2 win:"]
+    assert str(get_algorithm("edp").server) in lines[1]
+    assert all("threads=2" in line and "threads=1" not in line for line in lines[1::2])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_without_local_prints_the_commands_for_each_machine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["launch", "edp", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "server mini1:",
+        "  cd src/smolcluster/algorithms/EDP && uv run server.py",
+    ]
+    assert lines[3] == "  cd src/smolcluster/algorithms/EDP && uv run worker.py 1 pi5"
+
+
+def test_configurations_are_named_so_that_they_are_found_from_another_folder(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped = get_algorithm("edp").folder.parents[1] / "configs" / "cluster_config_edp.yaml"
+    Path("mine.yaml").write_text(shipped.read_text())
+    assert main(["launch", "edp", "--dry-run", "--config", "mine.yaml"]) == 0
+    assert f"--config {tmp_path}/mine.yaml" in capsys.readouterr().out
+    assert main(["launch", "edp", "--dry-run", "--config", "edp"]) == 0
+    assert "--config edp" in capsys.readouterr().out
+
+
+def test_threads_set_for_one_node_stay(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["launch", "edp", "--local", "--dry-run", "--override", "nodes.win.threads=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1::2]
+    assert ["threads=1" in line for line in lines] == [True, True, False, True]
+
+
+def test_help_lists_the_flags_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "edp", "--help"]) == 0
+    shown = capsys.readouterr().out
+    flags = ("--local", "--workers", "--no-tmux", "--dry-run", "--config", "--train-config")
+    for part in (*flags, "--override", "Exit codes", "75 ", "77 ", "78 ", "130 "):
+        assert part in shown
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["train", "--help"], ["launch", "--help"]])
+def test_help_is_everywhere(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    assert "Usage: smolcluster" in capsys.readouterr().out
+
+
+def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"smolcluster {smolcluster.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (PortBusy("port 65432 is taken"), 75, "error: port 65432 is taken"),
+        (KeyboardInterrupt(), 130, "error: interrupted"),
+    ],
+)
+def test_what_goes_wrong_is_one_line_with_its_code(
+    error: BaseException,
+    code: int,
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(**_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+    assert main(["train"]) == code
+    assert last_error(capsys) == line
+
+
+def test_even_a_bug_is_one_line_and_its_traceback_is_in_a_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(**_: object) -> int:
+        raise ZeroDivisionError("two\nlines")
+
+    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert main(["train"]) == 1
+    line = last_error(capsys)
+    [file] = tmp_path.iterdir()
+    assert line == (
+        f"error: this is a bug in smolcluster: ZeroDivisionError: two lines; see {file}"
+    )
+    assert "in fail" in file.read_text()
+
+
+def modules_after(program: str) -> set[str]:
+    """The top-level modules that a fresh interpreter has after running a program."""
+    report = "\nimport json, sys; print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"
+    done = subprocess.run(
+        [sys.executable, "-c", program + report], capture_output=True, text=True, check=True
+    )
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_importing_the_command_takes_nothing_heavy() -> None:
+    assert modules_after("import smolcluster.cli") & HEAVY == set()
+
+
+def test_the_launcher_needs_no_torch() -> None:
+    program = "from smolcluster.cli import main; main(['launch', 'edp', '--local', '--dry-run'])"
+    assert modules_after(program) & {"torch", "torchvision", "wandb", "sklearn"} == set()
+
+
+def test_a_reader_that_goes_away_causes_no_traceback() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    program = "import sys; from smolcluster.cli import main; sys.exit(main(['launch', 'edp', '--dry-run']))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], stdout=write_end, stderr=subprocess.PIPE, check=False
+    )
+    os.close(write_end)
+    assert done.stderr == b""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [sys.executable, str(PROJECT / "src" / "smolcluster" / "train.py")],
+        [str(Path(sys.executable).with_name("smolcluster")), "train"],
+    ],
+    ids=["train.py", "smolcluster train"],
+)
+def test_the_shim_is_the_command(command: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*command, "--help"], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert "Usage: smolcluster train" in done.stdout

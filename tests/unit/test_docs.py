@@ -1,0 +1,116 @@
+"""The documents agree with the code and with each other: links, messages, example bytes."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from xxhash import xxh3_64
+
+from smolcluster.configs.schema import RunConfig
+from smolcluster.transport import frames, messages
+
+PROJECT = Path(__file__).resolve().parents[2]
+DOCS = PROJECT / "src" / "smolcluster" / "docs"
+WIRE_FORMAT = DOCS / "wire_format.md"
+DOCUMENTS = (*sorted(DOCS.glob("*.md")), *sorted(PROJECT.glob("*.md")))
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def relative_links(document: Path) -> Iterator[tuple[Path, str]]:
+    """Each link that stays in the project: the file that it points to, and the heading."""
+    for target in LINK.findall(FENCE.sub("", document.read_text(encoding="utf-8"))):
+        if ":" not in target:
+            file, _, heading = target.partition("#")
+            yield (document.parent / file if file else document), heading
+
+
+def headings(document: Path) -> set[str]:
+    """The anchors that GitHub gives to a document's headings."""
+    text = FENCE.sub("", document.read_text(encoding="utf-8"))
+    titles = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    for file, heading in relative_links(document):
+        assert file.exists(), f"{document.name} links to {file}"
+        assert not heading or heading in headings(file), f"{document.name} links to #{heading}"
+
+
+def described_fields() -> dict[str, set[str]]:
+    """The tables of the wire format: what each message or part is said to consist of."""
+    fields: dict[str, set[str]] = {}
+    name = ""
+    for line in WIRE_FORMAT.read_text(encoding="utf-8").splitlines():
+        row = re.match(
+            r"\| *(?:\d+ *\| `(\w+)` \| \w+|`([A-Z]\w+)`|\| *\| *|) *\| *([^|]*?) *\|", line
+        )
+        if row:
+            name = row[1] or row[2] or name
+            fields.setdefault(name, set()).update(re.findall(r"`(\w+)`", row[3]))
+    return fields
+
+
+@pytest.mark.parametrize(
+    "model",
+    [*messages.MESSAGES.values(), messages.LeaseKey, messages.TensorSpec, RunConfig],
+    ids=lambda model: model.__name__,
+)
+def test_the_wire_format_names_every_field(
+    model: type[messages.Message | messages.Part | RunConfig],
+) -> None:
+    assert described_fields()[model.__name__] == set(model.model_fields)
+
+
+def test_the_wire_format_numbers_every_message() -> None:
+    rows = re.findall(
+        r"^\| (\d+) \| `(\w+)`", WIRE_FORMAT.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert rows == [(str(kind), model.__name__) for kind, model in messages.MESSAGES.items()]
+
+
+def example_frames() -> list[bytes]:
+    """The bytes of the worked examples: the code blocks that begin with the magic."""
+    text = WIRE_FORMAT.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```\n(53 4d 4f 4c .*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [
+        bytes.fromhex("".join(_bytes_of(line) for line in block.splitlines())) for block in blocks
+    ]
+
+
+def _bytes_of(line: str) -> str:
+    """The hexadecimal digits that a line begins with; what follows is a remark."""
+    found = re.match(r"(?:[0-9a-f]{2} {1,2})*[0-9a-f]{2}(?= {3}|$)", line)
+    return found[0] if found else ""
+
+
+def decoded(frame: bytes) -> tuple[messages.Message, bytes]:
+    """Read a frame as a connection does."""
+    prefix = frames.parse_prefix(frame[: frames.PREFIX_NBYTES], frames.MAX_HEADER_NBYTES, 1 << 20)
+    assert len(frame) == prefix.frame_nbytes
+    end_of_head = frames.PREFIX_NBYTES + prefix.header_nbytes + frames.HEADER_SUM_NBYTES
+    payload = frame[end_of_head : -frames.PAYLOAD_SUM_NBYTES]
+    frames.check_payload(xxh3_64(payload), frame[-frames.PAYLOAD_SUM_NBYTES :])
+    return messages.decode(prefix.kind, frames.check_head(frame[:end_of_head])), payload
+
+
+def test_the_examples_are_what_this_version_sends() -> None:
+    heartbeat, assignment = example_frames()
+    assert decoded(heartbeat) == (messages.Heartbeat(), b"")
+    message, indices = decoded(assignment)
+    assert isinstance(message, messages.Assignment)
+    assert [int.from_bytes(indices[i : i + 4], "little") for i in (0, 4)] == [1203, 17]
+    for frame in (heartbeat, assignment):
+        assert b"".join(messages.frame_of(*decoded(frame)).buffers) == frame
+
+
+def test_the_examples_header_is_shown_as_it_is() -> None:
+    [shown] = re.findall(
+        r"^```json\n(.*?)^```$", WIRE_FORMAT.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    message, _ = decoded(example_frames()[1])
+    assert messages.encode(message).decode() == shown.replace("\n", "")
