@@ -83,7 +83,7 @@ class Outcome(threading.Thread):
         torch.set_num_threads(1)
         try:
             self.summary = self._body()
-        except BaseException as error:  # noqa: BLE001 - the test looks at it
+        except BaseException as error:
             self.error = error
 
     def finish(self) -> None:

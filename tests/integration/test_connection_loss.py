@@ -5,11 +5,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+
 from harness import Cluster, Outcome, local_settings
 from proxy import Proxy
-
 from smolcluster.algorithms.EDP.exchange import Assigned
 from smolcluster.algorithms.EDP.server import Server
 from smolcluster.algorithms.EDP.worker import Worker
@@ -19,7 +20,7 @@ from smolcluster.runs.events import LeaseReturned, WorkerJoined, WorkerLost
 class Milestones(Server):
     """An EDP server that tells when it has come to a version."""
 
-    reached: dict[int, threading.Event]
+    reached: ClassVar[dict[int, threading.Event]]
 
     def apply(self, *args: object) -> None:
         super().apply(*args)  # type: ignore[arg-type]
@@ -30,7 +31,7 @@ class Milestones(Server):
 @pytest.fixture
 def milestones() -> type[Milestones]:
     class Fresh(Milestones):
-        reached = {50: threading.Event(), 100: threading.Event(), 150: threading.Event()}
+        reached: ClassVar = {version: threading.Event() for version in (50, 100, 150)}
 
     return Fresh
 

@@ -1,12 +1,12 @@
-"""EDP between real sessions over TCP, in one process: what is trained, and what happens when things go wrong."""
+"""EDP between real sessions over TCP, in one process: what is trained, and what goes wrong."""
 
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from harness import SECRET, Cluster, local_settings
 
+from harness import SECRET, Cluster, local_settings
 from smolcluster.algorithms.EDP.server import Server
 from smolcluster.algorithms.EDP.worker import Worker
 from smolcluster.errors import (
@@ -32,9 +32,7 @@ def test_one_worker_with_interval_1_is_sequential_training(tmp_path: Path) -> No
     cluster.server.finish()
     worker.finish()
 
-    alone = build(
-        settings.train, settings.cluster.seed, settings.node.dataset, torch.device("cpu")
-    )
+    alone = build(settings.train, settings.cluster.seed, settings.node.dataset, torch.device("cpu"))
     steps = training_steps(alone.replica, alone.dataset, settings.train, settings.cluster.seed)
     expected = [step.loss for step in steps]
     assert len(expected) >= 500
@@ -160,9 +158,7 @@ def test_a_worker_with_other_data_is_refused(tmp_path: Path) -> None:
     other_split = local_settings("seed=43", workers=1)
 
     def cheat(welcome: Welcome, bench: Workbench) -> Worker:
-        theirs = build(
-            other_split.train, 43, other_split.node.dataset, torch.device("cpu")
-        )
+        theirs = build(other_split.train, 43, other_split.node.dataset, torch.device("cpu"))
         object.__setattr__(bench, "dataset", theirs.dataset)
         return OtherData(welcome, bench)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from harness import free_port
 from processes import Processes
-
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.paths import find_run

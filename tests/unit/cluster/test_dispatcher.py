@@ -20,8 +20,9 @@ def dispatcher(
         num_samples=num_samples,
         num_epochs=num_epochs,
         batch_size=batch_size,
-        permutation=lambda epoch: (torch.arange(num_samples, dtype=torch.int32) + epoch)
-        % num_samples,
+        permutation=lambda epoch: (
+            (torch.arange(num_samples, dtype=torch.int32) + epoch) % num_samples
+        ),
         floor_s=floor_s,
     )
 
@@ -141,7 +142,7 @@ def test_the_last_batch_of_an_old_epoch_is_a_duplicate_after_the_epoch_is_forgot
 def test_every_sample_is_applied_exactly_once_whatever_happens(
     num_samples: int, batch_size: int, moves: list[tuple[int, int]]
 ) -> None:
-    """Holders take, commit, repeat, lose and outstay leases in any order; then one honest holder ends the run."""
+    """Holders take, commit, repeat, lose and outstay leases; then an honest one ends the run."""
     num_epochs = 2
     leases = dispatcher(num_samples, num_epochs, batch_size)
     granted: list[tuple[int, Lease]] = []

@@ -62,7 +62,7 @@ def bash_named(tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize(("name", "is_uv"), [("uv", True), ("uvx-like", False)])
 def test_only_uv_is_taken_for_uv(bash_named: Callable[[str], Path], name: str, is_uv: bool) -> None:
-    command = [bash_named(name), "-c", "echo ready; read"]
+    command = [str(bash_named(name)), "-c", "echo ready; read"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -86,7 +86,7 @@ with interrupts() as asked:
         time.sleep(0.01)
 """
     wrapper = subprocess.Popen(
-        [bash_named("uv"), "-c", f'"{sys.executable}" -c "$0"; exit', program]
+        [str(bash_named("uv")), "-c", f'"{sys.executable}" -c "$0"; exit', program]
     )
     launcher = pid_in(pid)
     wrapper.kill()

@@ -1,0 +1,204 @@
+"""What happens in a run, as typed events in `events.jsonl`.
+
+Each line carries `ts` (RFC 3339, UTC), `kind`, `incarnation` (which start of the server wrote it,
+so that an abandoned time line can be left out) and the event's own fields. Epochs and ranks count
+from 0; `start` and `stop` are positions in the epoch's permutation.
+"""
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from smolcluster.runs.files import Follower, LineWriter, utc_timestamp
+
+
+class _Event(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class RunStarted(_Event):
+    """Training begins: enough workers are there."""
+
+    run_id: str
+    algorithm: str
+    node: str
+    num_workers: int = Field(description="Workers in the configuration, not those present.")
+    num_epochs: int
+    train_samples: int = Field(description="Samples an epoch.")
+    batch_size: int
+    codec: str
+    dataset: str
+    model: str
+    num_params: int
+
+
+class WorkerJoined(_Event):
+    """A worker is a member now, for the first time or again."""
+
+    rank: int
+    node: str
+    device: str
+    samples_per_s: float
+    rejoined: bool = False
+
+
+class WorkerLeft(_Event):
+    """A worker said goodbye."""
+
+    rank: int
+    node: str
+    reason: str
+
+
+class WorkerLost(_Event):
+    """A worker's connection broke, fell silent, or was cut."""
+
+    rank: int
+    node: str
+    reason: str
+
+
+class WorkerRejected(_Event):
+    """A peer was refused."""
+
+    node: str
+    worker_id: int | None = None
+    code: str
+    reason: str
+
+
+class LeaseReturned(_Event):
+    """Samples that were handed out go back and will be handed out again."""
+
+    rank: int
+    node: str
+    epoch: int
+    start: int
+    stop: int
+    reason: str
+
+
+class PushDropped(_Event):
+    """A gradient was not applied."""
+
+    rank: int
+    node: str
+    outcome: Literal["stale", "late", "duplicate", "lost"]
+    epoch: int
+    start: int
+    stop: int
+    staleness: int | None = None
+    reason: str
+
+
+class EpochFinished(_Event):
+    """Every sample of an epoch has been applied."""
+
+    epoch: int
+    step: int
+    samples_applied: int
+
+
+class Evaluated(_Event):
+    """The validation split was evaluated on the weights of `step`."""
+
+    epoch: int
+    step: int
+    val_loss: float | None
+    val_accuracy: float | None
+
+
+class RunEnded(_Event):
+    """The run is over; `reason` is one sentence."""
+
+    ok: bool
+    reason: str
+    wall_s: float
+    steps: int
+    samples_applied: int
+
+
+Event = (
+    RunStarted
+    | WorkerJoined
+    | WorkerLeft
+    | WorkerLost
+    | WorkerRejected
+    | LeaseReturned
+    | PushDropped
+    | EpochFinished
+    | Evaluated
+    | RunEnded
+)
+
+
+def kind_of(model: type[Event]) -> str:
+    """An event's `kind` in the file: `worker_joined` for `WorkerJoined`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", model.__name__).lower()
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    """One line of `events.jsonl`."""
+
+    ts: str
+    incarnation: str
+    event: Event
+
+
+class EventLog:
+    """Appends events to `events.jsonl`; safe to use from several threads.
+
+    `warn` is called once, with one sentence, when the file cannot be written; events are then
+    dropped.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        incarnation: str,
+        *,
+        warn: Callable[[str], None],
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._incarnation = incarnation
+        self._now = now
+        self._writer = LineWriter(path, warn=warn, clock=clock)
+
+    def write(self, event: Event) -> None:
+        """Append one event."""
+        stamp = {"ts": utc_timestamp(self._now()), "kind": kind_of(type(event))}
+        self._writer.write(stamp | {"incarnation": self._incarnation} | event.model_dump())
+
+    def tick(self) -> None:
+        """Flush what is a second old."""
+        self._writer.tick()
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()
+
+
+def follow_events(path: Path) -> Follower[EventRecord]:
+    """A follower whose `poll()` returns the events that are new; unknown kinds are left out."""
+    kinds: dict[str, type[Event]] = {kind_of(model): model for model in get_args(Event)}
+
+    def parse(entry: dict[str, Any]) -> EventRecord | None:
+        kind, ts, incarnation = (str(entry.pop(name, "")) for name in ("kind", "ts", "incarnation"))
+        try:
+            return EventRecord(ts, incarnation, kinds[kind].model_validate(entry))
+        except (KeyError, ValidationError):
+            return None
+
+    return Follower(path, parse)
+
+
+def read_events(path: Path) -> list[EventRecord]:
+    """All events that are in the file now; none when it does not exist."""
+    return follow_events(path).poll()

@@ -1,0 +1,187 @@
+"""Files of a run: JSON lines, written and followed as they grow, and files replaced whole.
+
+A line is written once and never changed. A reader may meet a last line that is only half there,
+and, after a crash and a resume, a broken line in the middle: both are left out.
+"""
+
+import json
+import math
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from io import FileIO
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from smolcluster.errors import SmolclusterError
+
+T = TypeVar("T")
+
+
+def utc_timestamp(seconds: float) -> str:
+    """Seconds since 1970 as RFC 3339 in UTC, to the millisecond: `2026-11-20T13:50:25.123Z`."""
+    text = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+    return text.replace("+00:00", "Z")
+
+
+def json_line(record: Mapping[str, Any]) -> bytes:
+    """One JSON object and a newline. NaN and infinity, which JSON lacks, become null."""
+    try:
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False, default=str)
+    except ValueError:
+        text = json.dumps(_without_non_finite(record), ensure_ascii=False, default=str)
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _without_non_finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _without_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_non_finite(item) for item in value]
+    return value
+
+
+class LineWriter:
+    """Appends JSON lines to a file; safe to use from several threads.
+
+    Lines reach the file at the first `write` or `tick` that comes `flush_interval_s` after the last
+    flush, and at `close`. When the file cannot be written (a full disk, a missing folder), `warn`
+    is called once with one sentence, and the writer does nothing from then on: a run is worth more
+    than its log.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        warn: Callable[[str], None],
+        flush_interval_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path = path
+        self._warn = warn
+        self._interval_s = flush_interval_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._waiting: list[bytes] = []
+        self._last_flush = clock()
+        self._file: FileIO | None = None
+        self._off = False
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one record; never raises for the file's sake."""
+        line = json_line(record)
+        with self._lock:
+            if not self._off:
+                self._waiting.append(line)
+        self.tick()
+
+    def tick(self) -> None:
+        """Flush what has waited long enough."""
+        if self._clock() - self._last_flush >= self._interval_s:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write all that waits to the file."""
+        problem = None
+        with self._lock:
+            self._last_flush = self._clock()
+            lines, self._waiting = self._waiting, []
+            if lines and not self._off:
+                problem = self._append(b"".join(lines))
+                self._off = problem is not None
+        if problem is not None:
+            self._warn(f"cannot write {self.path}: {problem}; the run goes on without this file")
+
+    def close(self) -> None:
+        """Flush and close; later writes are ignored."""
+        self.flush()
+        with self._lock:
+            self._off = True
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _append(self, data: bytes) -> str | None:
+        """Write all of `data`; returns what went wrong, in the system's words."""
+        try:
+            if self._file is None:
+                self._file = FileIO(self.path, "ab")
+                if _ends_half_way(self.path):
+                    data = b"\n" + data
+            view = memoryview(data)
+            while view:
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            return error.strerror or str(error)
+        return None
+
+
+def _ends_half_way(path: Path) -> bool:
+    """Whether a regular file's last line lacks its newline, as a crash leaves it."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+class Follower(Generic[T]):
+    """Reads what a growing file of JSON lines has gained since the last look."""
+
+    def __init__(self, path: Path, parse: Callable[[dict[str, Any]], T | None]) -> None:
+        self.path = path
+        self._parse = parse
+        self._offset = 0
+
+    def poll(self) -> list[T]:
+        """The records that are new and whole; none while the file does not exist yet."""
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self._offset:
+                    self._offset = 0
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        records = (self._parse(entry) for entry in _objects(whole.splitlines()))
+        return [record for record in records if record is not None]
+
+
+def _objects(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
+    """The JSON objects among the lines; what is not one is left out."""
+    for line in lines:
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(entry, dict):
+            yield entry
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a small file at once: a reader sees the old text or the new, never a part.
+
+    Raises:
+        SmolclusterError: the file cannot be written; the old one, if any, is still there.
+    """
+    beside = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        reason = error.strerror or str(error)
+        raise SmolclusterError(
+            f"cannot write {path}: {reason}; free some space or mend the folder's rights"
+        ) from error

@@ -1,0 +1,133 @@
+"""Where a run keeps its files, and how runs are named and found.
+
+<runs>/<run id>/config.yaml  events.jsonl  metrics.jsonl  summary.json  processes.json  logs/
+<runs>/latest -> the newest run
+"""
+
+import re
+import secrets
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from smolcluster.errors import ConfigError
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The files of one run, whose folder is `root`."""
+
+    root: Path
+
+    @property
+    def run_id(self) -> str:
+        """The run's id, which is its folder's name."""
+        return self.root.name
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.root / "config.yaml"
+
+    @property
+    def events(self) -> Path:
+        """What happened, one JSON object a line."""
+        return self.root / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """What was measured, one JSON object a line."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """What came of it; written by the server at the end."""
+        return self.root / "summary.json"
+
+    @property
+    def processes(self) -> Path:
+        """The processes that the launcher started."""
+        return self.root / "processes.json"
+
+    @property
+    def logs(self) -> Path:
+        """The folder of the log files."""
+        return self.root / "logs"
+
+    def log_file(self, component: str, node: str, rank: int | None = None) -> Path:
+        """The log file of one process, such as `logs/worker-rank0-mini2.log`."""
+        return self.logs / f"{log_stem(component, node, rank)}.log"
+
+
+def log_stem(component: str, node: str, rank: int | None = None) -> str:
+    """A process's name in files and labels: `server-mini1`, `worker-rank0-mini2`."""
+    parts = [component, node] if rank is None else [component, f"rank{rank}", node]
+    return re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(parts))
+
+
+def runs_root(runs_dir: Path | None = None) -> Path:
+    """The folder of all runs: `runs_dir`, else `runs/` of the checkout or working directory."""
+    if runs_dir is not None:
+        return runs_dir.expanduser().absolute()
+    project = Path(__file__).resolve().parents[3]
+    is_checkout = (project / "pyproject.toml").is_file() and (project / "src/smolcluster").is_dir()
+    return (project if is_checkout else Path.cwd()) / "runs"
+
+
+def new_run_id(algorithm: str, now: datetime, suffix: str | None = None) -> str:
+    """A run id such as `edp-20261120-135025-3f9c`; `suffix` is random unless given."""
+    return f"{algorithm}-{now:%Y%m%d-%H%M%S}-{suffix or secrets.token_hex(2)}"
+
+
+def check_run_id(run_id: str) -> str:
+    """Return a run id that can be a folder's name.
+
+    Raises:
+        ConfigError: it has characters that could lead out of the folder of runs, or is `latest`.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run_id) or run_id == LATEST:
+        raise ConfigError(
+            f"run id {run_id[:120]!r} cannot name a folder: use up to 100 letters, digits, "
+            f"'.', '_' and '-', beginning with a letter or digit, and not {LATEST!r}"
+        )
+    return run_id
+
+
+def create_run(root: Path, run_id: str, *, newest: bool = True) -> RunPaths:
+    """Make a run's folder under `root` (it may exist) and, if `newest`, let `latest` point to it.
+
+    Raises:
+        ConfigError: the id cannot name a folder, or the folder cannot be made.
+    """
+    paths = RunPaths(root / check_run_id(run_id))
+    try:
+        paths.logs.mkdir(parents=True, exist_ok=True)
+        if newest:
+            beside = root / f".{LATEST}-{secrets.token_hex(4)}"
+            beside.symlink_to(run_id)
+            beside.replace(root / LATEST)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"cannot make the run's folder {paths.root}: {reason}; "
+            "set runs_dir to a place that can be written"
+        ) from error
+    return paths
+
+
+def find_run(root: Path, name: str = LATEST) -> RunPaths:
+    """The run of that id, or the newest one for `latest`.
+
+    Raises:
+        ConfigError: there is no such run under `root`.
+    """
+    run_id = name if name == LATEST else check_run_id(name)
+    folder = root / run_id
+    if not folder.is_dir():
+        known = sorted(path.name for path in root.glob("[!.]*/") if not path.is_symlink())
+        raise ConfigError(
+            f"no run {name!r} under {root} (known: {', '.join(known[-5:]) or 'none'})"
+        )
+    return RunPaths(folder.resolve())

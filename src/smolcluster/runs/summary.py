@@ -1,0 +1,138 @@
+"""`summary.json`: what came of a run. Only the server writes it."""
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, ValidationError
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from smolcluster.errors import DataError
+from smolcluster.runs.files import write_whole
+from smolcluster.utils.units import format_bytes, format_duration
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Pushes(_Part):
+    """How many pushes had which outcome."""
+
+    applied: NonNegativeInt = 0
+    stale: NonNegativeInt = 0
+    late: NonNegativeInt = 0
+    duplicate: NonNegativeInt = 0
+    lost: NonNegativeInt = 0
+
+
+class Final(_Part):
+    """Losses and accuracy at the end; null where there was no such measurement."""
+
+    train_loss: float | None = None
+    val_loss: float | None = None
+    val_accuracy: float | None = None
+
+
+class Traffic(_Part):
+    """Bytes that the server's sockets sent and received, with headers and sums."""
+
+    sent: NonNegativeInt = 0
+    received: NonNegativeInt = 0
+
+
+class WorkerShare(_Part):
+    """What one worker did: `share` is its part of all samples applied, 0 to 1."""
+
+    rank: NonNegativeInt
+    node: str
+    samples: NonNegativeInt
+    mean_staleness: NonNegativeFloat
+    share: float
+
+
+class Summary(_Part):
+    """The run in numbers; `train_samples` is an epoch's, all others are the whole run's."""
+
+    algorithm: str
+    run_id: str
+    wall_s: NonNegativeFloat
+    epochs: NonNegativeInt
+    steps: NonNegativeInt
+    train_samples: NonNegativeInt
+    samples_applied: NonNegativeInt
+    codec: str
+    pushes: Pushes
+    leases_returned: NonNegativeInt
+    final: Final
+    bytes: Traffic
+    workers: list[WorkerShare]
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    """Replace the file at once.
+
+    Raises:
+        SmolclusterError: it cannot be written.
+    """
+    write_whole(path, summary.model_dump_json(indent=2) + "\n")
+
+
+def read_summary(path: Path) -> Summary:
+    """The summary in the file.
+
+    Raises:
+        DataError: it is missing, or not a summary.
+    """
+    try:
+        return Summary.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise DataError(
+            f"cannot read {path}: {error.strerror or error}; has the run ended?"
+        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise DataError(f"{path} is not a run's summary: {where}: {first['msg']}") from error
+
+
+def table(summary: Summary) -> RenderableType:
+    """The closing table: the run's facts, and a row for each worker."""
+    facts = Table.grid(padding=(0, 2))
+    for name, value in _facts(summary):
+        facts.add_row(name, Text(value))
+    workers = Table("rank", "node", "samples", "share", "mean staleness")
+    for worker in summary.workers:
+        workers.add_row(
+            str(worker.rank),
+            Text(worker.node),
+            f"{worker.samples:,}",
+            f"{worker.share:.1%}",
+            f"{worker.mean_staleness:.2f}",
+        )
+    return Group(facts, workers) if summary.workers else facts
+
+
+def _facts(summary: Summary) -> list[tuple[str, str]]:
+    final, pushes, traffic = summary.final, summary.pushes, summary.bytes
+    rate = summary.samples_applied / summary.wall_s if summary.wall_s else 0.0
+    outcomes = [f"{count:,} {name}" for name, count in pushes if count or name == "applied"]
+    return [
+        ("run", summary.run_id),
+        ("time", format_duration(summary.wall_s)),
+        ("speed", f"{rate:,.0f} samples/s"),
+        ("epochs", f"{summary.epochs:,}"),
+        ("steps", f"{summary.steps:,}"),
+        ("samples", f"{summary.samples_applied:,}"),
+        ("loss", f"train {_number(final.train_loss)}, validation {_number(final.val_loss)}"),
+        ("validation accuracy", _number(final.val_accuracy)),
+        ("pushes", ", ".join(outcomes)),
+        ("leases returned", f"{summary.leases_returned:,}"),
+        ("codec", summary.codec),
+        ("received", format_bytes(traffic.received)),
+        ("sent", format_bytes(traffic.sent)),
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.4f}"

@@ -1,0 +1,168 @@
+import json
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smolcluster.errors import SmolclusterError
+from smolcluster.runs.files import Follower, LineWriter, json_line, utc_timestamp, write_whole
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def no_warning(sentence: str) -> None:
+    raise AssertionError(sentence)
+
+
+def follower(path: Path) -> Follower[dict[str, Any]]:
+    return Follower(path, lambda entry: entry)
+
+
+def test_a_timestamp_is_rfc_3339_in_utc_with_milliseconds() -> None:
+    assert utc_timestamp(1_795_000_000.0004) == "2026-11-18T11:06:40.000Z"
+    assert utc_timestamp(0.25) == "1970-01-01T00:00:00.250Z"
+
+
+def test_values_that_json_lacks_become_null_at_any_depth() -> None:
+    line = json_line({"a": math.nan, "b": [1.5, math.inf], "c": {"d": -math.inf}, "e": "τ"})
+    assert line.endswith(b"\n")
+    assert json.loads(line) == {"a": None, "b": [1.5, None], "c": {"d": None}, "e": "τ"}
+
+
+def test_broken_unicode_still_makes_a_line_of_json() -> None:
+    assert json.loads(json_line({"name": "a\udc80b"})) == {"name": "a\udc80b"}
+
+
+def test_lines_reach_the_file_a_second_later(tmp_path: Path) -> None:
+    clock = Clock()
+    path = tmp_path / "lines.jsonl"
+    writer = LineWriter(path, warn=no_warning, clock=clock)
+    writer.write({"n": 1})
+    clock.now = 0.9
+    writer.tick()
+    assert follower(path).poll() == []
+    clock.now = 1.0
+    writer.tick()
+    assert follower(path).poll() == [{"n": 1}]
+    writer.close()
+
+
+def test_a_writer_appends_and_closing_flushes(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    for n in (1, 2):
+        writer = LineWriter(path, warn=no_warning)
+        writer.write({"n": n})
+        writer.close()
+        writer.write({"n": "too late"})
+    assert follower(path).poll() == [{"n": 1}, {"n": 2}]
+
+
+def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    writer = LineWriter(path, warn=no_warning, flush_interval_s=0.0)
+
+    def write(thread: int) -> None:
+        for n in range(200):
+            writer.write({"thread": thread, "n": n})
+
+    threads = [threading.Thread(target=write, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    writer.close()
+    records = follower(path).poll()
+    assert len(records) == 800
+    for thread_id in range(4):
+        assert [r["n"] for r in records if r["thread"] == thread_id] == list(range(200))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_full_disk_warns_once_and_ends_the_writing() -> None:
+    warnings: list[str] = []
+    writer = LineWriter(Path("/dev/full"), warn=warnings.append, flush_interval_s=0.0)
+    for n in range(100):
+        writer.write({"n": n})
+    writer.close()
+    assert warnings == [
+        "cannot write /dev/full: No space left on device; the run goes on without this file"
+    ]
+
+
+def test_a_missing_folder_warns_once(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    writer = LineWriter(tmp_path / "no" / "x.jsonl", warn=warnings.append, flush_interval_s=0.0)
+    writer.write({"n": 1})
+    writer.write({"n": 2})
+    writer.close()
+    assert len(warnings) == 1
+    assert "No such file" in warnings[0]
+
+
+def test_a_half_written_last_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    reader = follower(path)
+    assert reader.poll() == []
+    path.write_bytes(b'{"n": 1}\n{"n": ')
+    assert reader.poll() == [{"n": 1}]
+    assert reader.poll() == []
+    with path.open("ab") as file:
+        file.write(b'2}\n{"n": 3}\n')
+    assert reader.poll() == [{"n": 2}, {"n": 3}]
+
+
+def test_after_a_crash_the_next_record_begins_on_its_own_line(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"n": 1}\n{"n": 2, "ha')
+    writer = LineWriter(path, warn=no_warning)
+    writer.write({"n": 3})
+    writer.close()
+    assert follower(path).poll() == [{"n": 1}, {"n": 3}]
+
+
+def test_what_is_not_an_object_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    deep = b"[" * 100_000
+    path.write_bytes(b"\n[1]\nnull\n\xff\xfe\n" + deep + b'\n{"n": 1}\n')
+    assert follower(path).poll() == [{"n": 1}]
+
+
+def test_a_file_that_begins_anew_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"n": 1}\n{"n": 2}\n')
+    reader = follower(path)
+    reader.poll()
+    path.write_bytes(b'{"n": 3}\n')
+    assert reader.poll() == [{"n": 3}]
+
+
+def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "small.json"
+    write_whole(path, "old")
+    write_whole(path, "new")
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "no" / "small.json"
+    with pytest.raises(
+        SmolclusterError, match=r"cannot write .*small\.json: No such file.*free some"
+    ):
+        write_whole(path, "text")
+
+
+def test_what_cannot_be_renamed_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = tmp_path / "taken"
+    path.mkdir()
+    with pytest.raises(SmolclusterError, match="taken"):
+        write_whole(path, "text")
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,111 @@
+import io
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from rich.console import Console
+
+from smolcluster.errors import DataError
+from smolcluster.runs.summary import (
+    Final,
+    Pushes,
+    Summary,
+    Traffic,
+    WorkerShare,
+    read_summary,
+    table,
+    write_summary,
+)
+
+
+def summary(**changes: object) -> Summary:
+    whole = Summary(
+        algorithm="edp",
+        run_id="edp-20261120-135025-3f9c",
+        wall_s=10.0,
+        epochs=30,
+        steps=1350,
+        train_samples=1437,
+        samples_applied=43110,
+        codec="int8",
+        pushes=Pushes(applied=1350, late=2),
+        leases_returned=3,
+        final=Final(train_loss=0.0123, val_loss=0.0845, val_accuracy=0.9722),
+        bytes=Traffic(sent=12_300_000, received=3_100_000),
+        workers=[
+            WorkerShare(rank=0, node="mini2", samples=30000, mean_staleness=1.25, share=0.696),
+            WorkerShare(rank=1, node="pi [red]", samples=13110, mean_staleness=2.0, share=0.304),
+        ],
+    )
+    return whole.model_copy(update=changes)
+
+
+def shown(what: Summary) -> str:
+    out = io.StringIO()
+    Console(file=out, width=100).print(table(what))
+    return out.getvalue()
+
+
+def test_a_summary_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_summary(path, summary())
+    assert read_summary(path) == summary()
+
+
+def test_the_file_has_the_documented_keys(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_summary(path, summary())
+    entry = json.loads(path.read_text())
+    assert set(entry) == {
+        *("algorithm", "run_id", "wall_s", "epochs", "steps", "train_samples", "samples_applied"),
+        *("pushes", "leases_returned", "final", "bytes", "workers", "codec"),
+    }
+    assert set(entry["pushes"]) == {"applied", "stale", "late", "duplicate", "lost"}
+    assert set(entry["final"]) == {"train_loss", "val_loss", "val_accuracy"}
+    assert set(entry["bytes"]) == {"sent", "received"}
+    assert set(entry["workers"][0]) == {"rank", "node", "samples", "mean_staleness", "share"}
+
+
+@pytest.mark.parametrize(
+    "part", [{"steps": -1}, {"steps": 1.5}, {"wall_s": float("nan")}, {"stepz": 1}, {"codec": None}]
+)
+def test_wrong_values_are_refused(part: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        Summary.model_validate(summary().model_dump() | part)
+
+
+def test_a_missing_summary_asks_whether_the_run_has_ended(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"summary\.json.*has the run ended"):
+        read_summary(tmp_path / "summary.json")
+
+
+def test_a_damaged_summary_names_the_field(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text(summary().model_dump_json().replace('"steps":1350', '"steps":"many"'))
+    with pytest.raises(DataError, match=r"summary\.json is not a run's summary: steps: "):
+        read_summary(path)
+
+
+def test_the_closing_table_shows_the_run_and_a_row_for_each_worker() -> None:
+    text = shown(summary())
+    for part in (
+        "edp-20261120-135025-3f9c",
+        "4,311 samples/s",
+        "1,350 applied, 2 late",
+        "0.9722",
+        "12.3 MB",
+        "3.1 MB",
+    ):
+        assert part in text
+    rows = [line for line in text.splitlines() if "mini2" in line or "pi [red]" in line]
+    assert len(rows) == 2
+    assert "69.6%" in rows[0]
+    assert "1.25" in rows[0]
+
+
+def test_the_closing_table_copes_with_a_run_that_did_nothing() -> None:
+    text = shown(summary(wall_s=0.0, final=Final(), workers=[]))
+    assert "0 samples/s" in text
+    assert "not measured" in text
+    assert "\x1b" not in text
