@@ -72,7 +72,7 @@ def one_of_each() -> list[m.Message]:
         m.State(incarnation="0123abcd", version=4, bucket=0, num_buckets=1, tensor=tensor(64)),
         m.Heartbeat(),
         m.Goodbye(reason="done"),
-        m.Fault(code="data", sentence="the dataset differs"),
+        m.Fault(code="non-finite", sentence="the dataset differs"),
         m.End(ok=True, sentence="the run is over"),
     ]
 

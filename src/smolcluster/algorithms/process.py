@@ -6,6 +6,7 @@ same files with the same arguments as a person does.
 """
 
 import argparse
+import logging
 import os
 import secrets
 import signal
@@ -22,6 +23,7 @@ from rich.console import Console
 
 import smolcluster
 from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.records import open_records
 from smolcluster.algorithms.registry import Algorithm, get_algorithm
 from smolcluster.cluster.joining import ServerAddress
 from smolcluster.cluster.link import Participant, Place, follow
@@ -29,18 +31,12 @@ from smolcluster.configs.resolve import (
     Settings,
     check_node_overrides,
     load_settings,
-    save_resolved,
 )
-from smolcluster.configs.schema import RunConfig
+from smolcluster.configs.schema import AlgorithmName
 from smolcluster.errors import ConfigError, SmolclusterError
 from smolcluster.observability.logs import NodeLog, setup_logging
-from smolcluster.observability.metrics import Metrics, Sink
-from smolcluster.observability.sinks.console import ProgressView
-from smolcluster.observability.sinks.jsonl import JsonlSink
-from smolcluster.observability.sinks.wandb import WandbSink, run_name
 from smolcluster.observability.terminal import SteadyConsole
-from smolcluster.runs.events import EventLog
-from smolcluster.runs.paths import RunPaths, create_run, new_run_id, runs_root
+from smolcluster.runs.paths import create_run, new_run_id, runs_root
 from smolcluster.runs.summary import Summary, table, write_summary
 from smolcluster.training.build import Workbench, build
 from smolcluster.transport.frames import PROTOCOL_VERSION
@@ -57,7 +53,7 @@ SWITCH_INTERVAL_S = 0.0005
 """A busy interpreter otherwise keeps the threads that send waiting 5 ms at a time."""
 
 
-class Interrupted(BaseException):
+class Interrupted(KeyboardInterrupt):
     """A signal asked the process to stop."""
 
     def __init__(self, signum: int) -> None:
@@ -65,14 +61,14 @@ class Interrupted(BaseException):
         self.exit_code = 128 + signum
 
 
-def run_server(algorithm: str, serve: Callable[[ServerContext], Summary]) -> int:
+def run_server(algorithm: AlgorithmName, serve: Callable[[ServerContext], Summary]) -> int:
     """Be a server process: parse the command line, serve, and return the exit code."""
     args = server_parser(get_algorithm(algorithm)).parse_args()
     return guarded(args.stop_on_stdin_eof, lambda: _serve(algorithm, args, serve))
 
 
 def run_worker(
-    algorithm: str, make_participant: Callable[[Welcome, Workbench], Participant]
+    algorithm: AlgorithmName, make_participant: Callable[[Welcome, Workbench], Participant]
 ) -> int:
     """Be a worker process: parse the command line, follow the server, and return the exit code."""
     args = worker_parser(get_algorithm(algorithm)).parse_args()
@@ -153,10 +149,18 @@ class _Ended(BaseException):
 
 @contextmanager
 def process_log(
-    component: str, node: str, rank: int | None = None, console: Console | None = None
+    component: str,
+    node: str,
+    rank: int | None = None,
+    *,
+    console: Console | None = None,
+    named: bool = True,
 ) -> Iterator[NodeLog]:
-    """The process's log. What ends the process is one line on the console; the file has the traceback."""
-    log = setup_logging(component, node, rank, console=console)
+    """The process's log. What ends the process is one line on the console; the file has the traceback.
+
+    `named`: whether console lines say whose they are; a launcher says so itself.
+    """
+    log = setup_logging(component, node, rank, console=console, named=named)
     threading.excepthook = lambda args: log.logger.error(
         "internal error in thread %s: %r",
         args.thread and args.thread.name,
@@ -166,7 +170,7 @@ def process_log(
     try:
         yield log
     except SmolclusterError as error:
-        log.logger.error("%s", error, exc_info=error)
+        log.logger.log(logging.ERROR, "%s", error, exc_info=error)
         raise _Ended(error.exit_code) from None
     except Interrupted as interrupt:
         log.logger.info("%s", interrupt)
@@ -193,7 +197,7 @@ def _stop_on_stdin_eof() -> None:
 
 
 def _serve(
-    algorithm: str, args: argparse.Namespace, serve: Callable[[ServerContext], Summary]
+    algorithm: AlgorithmName, args: argparse.Namespace, serve: Callable[[ServerContext], Summary]
 ) -> None:
     settings = load_settings(
         args.config or algorithm,
@@ -204,45 +208,30 @@ def _serve(
         local_workers=args.workers,
     )
     console = SteadyConsole(stderr=True)
-    with process_log("server", settings.cluster.server, console=console) as log:
+    named = not args.stop_on_stdin_eof
+    with process_log("server", settings.cluster.server, console=console, named=named) as log:
         secret = ensure_secret(settings.node.secret_file or default_secret_path())
         run_id = args.run_id or new_run_id(algorithm, datetime.now())
         run = settings.run_config(run_id, algorithm)
         bench = _build(settings)
-        paths = create_run(runs_root(settings.node.runs_dir), run_id)
-        log.file_logs_to(paths.log_file("server", settings.cluster.server), run_id)
-        log.logger.info("run %s, files in %s", run_id, paths.root)
-        save_resolved(settings, paths.config)
-        incarnation = secrets.token_hex(8)
-        sinks = _sinks(
-            settings, run, paths, incarnation, log, None if args.no_progress else console
-        )
-        events = EventLog(paths.events, incarnation, warn=log.logger.warning)
-        with closing(events, Metrics(sinks)) as metrics:
+        progress = None if args.no_progress else console
+        with open_records(
+            settings, run, role="server", node=settings.cluster.server, log=log, progress=progress
+        ) as records:
             context = ServerContext(
                 settings=settings,
                 run=run,
                 bench=bench,
                 secret=secret,
-                metrics=metrics,
-                events=events,
+                metrics=records.metrics,
+                events=records.events,
                 log=log.logger,
-                incarnation=incarnation,
+                incarnation=records.incarnation,
             )
             summary = serve(context)
-        write_summary(paths.summary, summary)
-        if not args.no_progress:
-            console.print(table(summary))
-
-
-@contextmanager
-def closing(events: EventLog, metrics: Metrics) -> Iterator[Metrics]:
-    """Close both at the end, also after an error."""
-    try:
-        yield metrics
-    finally:
-        metrics.close()
-        events.close()
+        write_summary(records.paths.summary, summary)
+        if progress:
+            progress.print(table(summary))
 
 
 def _build(settings: Settings) -> Workbench:
@@ -250,40 +239,6 @@ def _build(settings: Settings) -> Workbench:
         torch.set_num_threads(settings.node.threads)
     device = pick_device(settings.node.device)
     return build(settings.train, settings.cluster.seed, settings.node.dataset, device)
-
-
-def _sinks(
-    settings: Settings,
-    run: RunConfig,
-    paths: RunPaths,
-    incarnation: str,
-    log: NodeLog,
-    console: Console | None,
-) -> list[Sink]:
-    train = settings.train
-    name = run_name(
-        algorithm=get_algorithm(run.algorithm).title,
-        role="server",
-        hostname=settings.cluster.server,
-        rank=None,
-        learning_rate=train.learning_rate,
-        batch_size=train.batch_size,
-    )
-    warn = log.logger.warning
-    sinks: list[Sink] = [JsonlSink(paths.metrics, incarnation, warn=warn)]
-    if console is not None:
-        sinks.append(ProgressView(console, num_epochs=train.num_epochs))
-    sinks.append(
-        WandbSink(
-            paths.root,
-            project=train.logging.project_name,
-            run_id=run.run_id,
-            name=name,
-            config=run.model_dump(mode="json"),
-            warn=warn,
-        )
-    )
-    return sinks
 
 
 def _work(
@@ -296,7 +251,7 @@ def _work(
         args.config or algorithm,
         "digits",
         args.node,
-        args.override,
+        [*args.override, *_server_overrides(args.server, args.node)],
         local=args.local,
         local_workers=args.workers,
     )
@@ -306,7 +261,7 @@ def _work(
     if node.threads is not None:
         torch.set_num_threads(node.threads)
     rank = args.worker_id - 1
-    with process_log("worker", args.node, rank) as log:
+    with process_log("worker", args.node, rank, named=not args.stop_on_stdin_eof) as log:
         place = Place(
             node=node,
             hello=Hello(
@@ -316,7 +271,7 @@ def _work(
                 worker_id=args.worker_id,
                 instance=secrets.token_hex(8),
             ),
-            address=_server_address(args.server, args.node, settings),
+            address=ServerAddress(cluster.host_ip[args.node], cluster.port),
             secret=_secret(args.local, node.secret_file),
             start_timeout_s=cluster.start_timeout_s,
             log=log.logger,
@@ -339,21 +294,15 @@ def _file_worker_logs(
     log.file_logs_to(paths.log_file("worker", node, rank), run_id)
 
 
-def _server_address(stated: str | None, node: str, settings: Settings) -> ServerAddress:
-    """`--server HOST:PORT`, or what the cluster file says for this node.
+def _server_overrides(stated: str | None, node: str) -> list[str]:
+    """`--server HOST:PORT` as the keys that it stands for.
 
     Raises:
-        ConfigError: malformed, or the cluster file has no address for the node.
+        ConfigError: it is malformed.
     """
-    cluster = settings.cluster
     if stated is None:
-        if node not in cluster.host_ip:
-            raise ConfigError(
-                f"node {node!r} is not in host_ip (known: {', '.join(cluster.host_ip)}); "
-                "use one of these names, add it there, or say --server HOST:PORT"
-            )
-        return ServerAddress(cluster.host_ip[node], cluster.port)
+        return []
     host, colon, port = stated.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 1 <= int(port) <= 65535:
+    if not (colon and host and port.isdigit()):
         raise ConfigError(f"--server is {stated!r}, must be HOST:PORT such as 10.10.0.1:65432")
-    return ServerAddress(host.strip("[]"), int(port))
+    return [f"host_ip.{node}={host.strip('[]')}", f"port={port}"]

@@ -1,9 +1,10 @@
-"""The algorithms by name: where their processes are, and which cluster file they use by default."""
+"""The algorithms by name, and where their processes are. The name is that of the shipped cluster file too."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from smolcluster.configs.schema import AlgorithmName
 from smolcluster.errors import ConfigError
 
 
@@ -11,7 +12,7 @@ from smolcluster.errors import ConfigError
 class Algorithm:
     """An algorithm's name as users type it, as they read it, and its folder with server.py and worker.py."""
 
-    name: str
+    name: AlgorithmName
     title: str
     folder: Path
 
@@ -39,3 +40,8 @@ def get_algorithm(name: str) -> Algorithm:
     if name not in ALGORITHMS:
         raise ConfigError(f"unknown algorithm {name!r} (known: {', '.join(ALGORITHMS)})")
     return ALGORITHMS[name]
+
+
+def title_of(name: AlgorithmName) -> str:
+    """The algorithm's name as people read it; training in a single process has one too."""
+    return "Single" if name == "single" else get_algorithm(name).title

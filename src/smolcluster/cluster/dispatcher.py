@@ -9,7 +9,8 @@ its key `(incarnation, epoch, start, stop, grant)` names that grant for ever. A 
 
 A lease expires because a heartbeat proves life, not progress; whoever let one expire gets twice the time for
 the next. When nothing waits any more, idle holders get copies of open ranges whose holders take longer than
-usual, and the first commit wins. Pure bookkeeping: the caller passes the time, in seconds of a monotonic clock.
+usual, and the first commit wins. Pure bookkeeping: the caller passes the time, in seconds of a monotonic
+clock.
 """
 
 from collections import deque
@@ -181,12 +182,6 @@ class Dispatcher:
                     allowed_s = grant.deadline - grant.granted_at
                     self._usual_s[grant.holder] = 2 * allowed_s / self._patience
         return self._drop_where(lambda _, grant: grant.deadline <= now)
-
-    def num_open(self, holder: int) -> int:
-        """Number of leases that `holder` holds."""
-        return sum(
-            grant.holder == holder for grants in self._open.values() for grant in grants.values()
-        )
 
     def _next_range(self, holder: int, now: float) -> Range | None:
         if self._waiting:

@@ -11,6 +11,7 @@ from torch.nn.utils import vector_to_parameters
 
 from smolcluster.cluster.inbox import Event, Inbox
 from smolcluster.data.dataset import Split
+from smolcluster.errors import NonFiniteLoss
 from smolcluster.training.evaluate import Evaluation, evaluate
 from smolcluster.training.replica import Replica
 
@@ -24,11 +25,20 @@ class EvaluationDone(Event):
     evaluation: Evaluation
 
 
+@dataclass(frozen=True)
+class EvaluationFailed(Event):
+    """The weights of `version` give a loss that is NaN or infinite."""
+
+    version: int
+    error: NonFiniteLoss
+
+
 class Evaluator:
     """Evaluates one snapshot at a time in a thread of its own and reports to the inbox."""
 
     def __init__(self, replica: Replica, split: Split, inbox: Inbox) -> None:
         self._model = replica.copy_model()
+        self._trainable = [param for param in self._model.parameters() if param.requires_grad]
         self._device = replica.device
         self._split = split
         self._inbox = inbox
@@ -57,7 +67,10 @@ class Evaluator:
         torch.set_num_threads(1)
         while (work := self._work.get()) is not None:
             version, epoch, weights = work
-            vector_to_parameters(weights, self._model.parameters())
-            evaluation = evaluate(self._model, self._split, self._device)
-            self._inbox.put(EvaluationDone(version, epoch, evaluation))
+            vector_to_parameters(weights, self._trainable)
+            try:
+                evaluation = evaluate(self._model, self._split, self._device)
+                self._inbox.put(EvaluationDone(version, epoch, evaluation))
+            except NonFiniteLoss as error:
+                self._inbox.put(EvaluationFailed(version, error))
             self._busy.clear()

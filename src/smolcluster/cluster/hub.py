@@ -2,7 +2,8 @@
 
 An algorithm's loop asks `next_events` and hears of three things: a worker `Joined` (it is proved, admitted,
 and its data and model are the server's), a worker `Departed`, and whatever the algorithm's receiver made of
-the messages in between. Knocks, fingerprints, fencing and the quorum are settled here, in the caller's thread.
+the messages in between. Knocks, fingerprints, fencing and the quorum are settled here, by the caller's
+thread.
 """
 
 import logging
@@ -72,7 +73,6 @@ class Hub:
         self._events = events
         self._log = log
         self._seats: dict[int, Worker] = {}
-        self._over: str | None = None
         self._missing: set[int] = set()
         self._alone_since = time.monotonic()
 
@@ -125,23 +125,25 @@ class Hub:
             case Said(seat=seat, message=Ready() as ready):
                 yield from self._join(seat, ready)
             case Said(seat=seat, message=Goodbye() as goodbye):
-                self._seats[seat].goodbye = goodbye.reason
+                if seat in self._seats:
+                    self._seats[seat].goodbye = goodbye.reason
             case _:
                 yield event
 
     def see_out(self, ok: bool, sentence: str) -> None:
         """Tell everybody that the run is over, and stay a moment for those who lost their connection."""
-        self._over = sentence
+        end = End(ok=ok, sentence=sentence)
         for worker in self._seats.values():
             if worker.session:
-                worker.session.send(End(ok=ok, sentence=sentence))
-                worker.session.finish()
+                worker.session.end_with(end)
         deadline = Deadline(FAREWELL_S)
         while (self._seats or self._missing) and not deadline.expired:
             event = self._inbox.get(deadline.remaining())
             if isinstance(event, Knock):
-                event.answer.set_result(Refused("over", sentence))
+                event.answer.set_result(Refused("over" if ok else "failed", sentence))
                 self._missing.discard(event.hello.worker_id)
+            elif isinstance(event, Seated):
+                event.session.end_with(end)
             elif isinstance(event, Gone):
                 self._seats.pop(event.seat, None)
 
@@ -191,8 +193,7 @@ class Hub:
         if difference:
             code, sentence = difference
             self._reject(worker.member.node, worker.member.worker_id, code, sentence)
-            worker.session.send(Reject(code=code, sentence=sentence))
-            worker.session.finish()
+            worker.session.end_with(Reject(code=code, sentence=sentence))
             return
         worker.ready = ready
         self._missing.discard(worker.member.worker_id)

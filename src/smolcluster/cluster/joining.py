@@ -5,7 +5,7 @@ import random
 import time
 from dataclasses import dataclass
 
-from smolcluster.errors import ConnectTimeout, PeerLost, ProtocolError, Rejected
+from smolcluster.errors import ConnectTimeout, PeerLost, ProtocolError, Rejected, RunFailed
 from smolcluster.transport.connection import Connection, connect
 from smolcluster.transport.handshake import client_handshake
 from smolcluster.transport.messages import Hello, Welcome
@@ -18,7 +18,7 @@ HANDSHAKE_TIMEOUT_S = 10.0
 LONGEST_DELAY_S = 2.0
 
 
-class RunOver(Exception):  # noqa: N818 - it is good news
+class RunOver(Exception):
     """The server says that the run has ended well."""
 
 
@@ -30,7 +30,7 @@ class ServerAddress:
     port: int
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def join(
@@ -39,6 +39,8 @@ def join(
     """Try until the server welcomes this worker, for at most `timeout_s` seconds.
 
     Raises:
+        RunOver: the run has ended well in the meantime.
+        RunFailed: it has ended badly.
         ConnectTimeout: nobody answered in time, or the worker id stayed in use.
         Rejected: the server refused for good.
         AuthError: the secrets differ.
@@ -50,13 +52,15 @@ def join(
         try:
             return _join_once(address, hello, secret)
         except (ConnectTimeout, PeerLost, ProtocolError) as error:
-            obstacle = str(error)
+            obstacle, wait_s = str(error), delay_s
         except Rejected as error:
             if error.code == "over":
                 raise RunOver(str(error)) from None
+            if error.code == "failed":
+                raise RunFailed(str(error)) from None
             if error.retry_after_s is None:
                 raise
-            obstacle = str(error)
+            obstacle, wait_s = str(error), max(delay_s, error.retry_after_s)
         if deadline.remaining() == 0:
             break
         if obstacle != said:
@@ -67,7 +71,7 @@ def join(
                 obstacle,
             )
             said = obstacle
-        time.sleep(min(delay_s, deadline.remaining()))
+        time.sleep(min(wait_s, deadline.remaining()))
     raise ConnectTimeout(
         f"no server welcomed this worker at {address} within {format_duration(timeout_s)} (last: {said}); "
         "start the server, or correct host_ip and port (or --server HOST:PORT)"

@@ -187,7 +187,7 @@ class _Life:
         except (RunOver, RunFailed, Rejected, PeerLost):
             last_words = None
             raise
-        except SmolclusterError as error:
+        except Exception as error:
             last_words = _last_words(error)
             raise
         finally:
@@ -237,8 +237,9 @@ def measure_speed(bench: Workbench, batch_size: int) -> float:
     return len(targets) / max(time.perf_counter() - started, 1e-9)
 
 
-def _last_words(error: SmolclusterError) -> Message:
+def _last_words(error: Exception) -> Message:
     """A fault that concerns everybody ends the run; any other is this worker's own."""
     if isinstance(error, NonFiniteLoss):
         return Fault(code="non-finite", sentence=str(error))
-    return Goodbye(reason=f"it cannot go on: {error}")
+    what = error if isinstance(error, SmolclusterError) else f"internal error: {error!r}"
+    return Goodbye(reason=f"it cannot go on: {what}")

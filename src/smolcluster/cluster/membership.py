@@ -31,7 +31,7 @@ class Admitted:
 class Refused:
     """The worker may not come in: `sentence` says what differs and where to mend it."""
 
-    code: Literal["node", "worker-id", "busy", "over"]
+    code: Literal["node", "worker-id", "busy", "over", "failed"]
     sentence: str
     retry_after_s: float | None = None
 

@@ -18,13 +18,17 @@ from smolcluster.cluster.session import Receiver, Session
 from smolcluster.configs.schema import RunConfig
 from smolcluster.errors import ProtocolError, SmolclusterError
 from smolcluster.transport.connection import Connection, accept_next
-from smolcluster.transport.handshake import accept, reject, server_authenticate
+from smolcluster.transport.handshake import (
+    HANDSHAKE_TIMEOUT_S,
+    accept,
+    reject,
+    server_authenticate,
+)
 from smolcluster.transport.messages import FROM_WORKER
 from smolcluster.transport.security import Secret
 from smolcluster.utils.retry import Deadline
 
 MAX_UNPROVED = 32
-HANDSHAKE_TIMEOUT_S = 5.0
 ACCEPT_TICK_S = 0.2
 
 

@@ -75,6 +75,11 @@ class Session:
         except queue.Full:
             self.cut(f"it does not keep up: {self._outbound.maxsize} frames are waiting for it")
 
+    def end_with(self, last_words: Message) -> None:
+        """Send what is queued and a last message, then close this side."""
+        self.send(last_words)
+        self.finish()
+
     def finish(self) -> None:
         """Send what is queued, then close this side; the peer's closing ends the session."""
         try:

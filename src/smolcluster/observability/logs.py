@@ -41,10 +41,11 @@ class NodeLog:
         *,
         level: int = logging.INFO,
         console: Console,
+        named: bool = True,
     ) -> None:
         self.logger = logging.Logger("smolcluster", logging.DEBUG)
         self.logger.propagate = False
-        self._console = _ConsoleHandler(console, f"{component} {node}", level)
+        self._console = _ConsoleHandler(console, f"{component} {node}  " if named else "", level)
         self._file = _FileHandler(component, node, rank, warn=self._warn_on_console)
         self.logger.addHandler(self._console)
         self.logger.addHandler(self._file)
@@ -77,16 +78,17 @@ def setup_logging(
     *,
     level: int = logging.INFO,
     console: Console | None = None,
+    named: bool = True,
 ) -> NodeLog:
     """Begin the log of one process: text on the console, lines kept until there is a file.
 
     `component` is `server`, `worker` and the like; `node` is the machine's name in the cluster
-    file; lines below `level` go to the file only. The console is standard error unless given; give
+    file; lines below `level` go to the file only. `named`: whether console lines say whose they are.
+    The console is standard error unless given; give
     the progress view the same one, so that lines appear above its bar.
     """
-    return NodeLog(
-        component, node, rank, level=level, console=console or SteadyConsole(stderr=True)
-    )
+    console = console or SteadyConsole(stderr=True)
+    return NodeLog(component, node, rank, level=level, console=console, named=named)
 
 
 class _ConsoleHandler(logging.Handler):
@@ -102,7 +104,7 @@ class _ConsoleHandler(logging.Handler):
         moment = time.strftime("%H:%M:%S", time.localtime(record.created))
         level = _SHORT.get(record.levelname, record.levelname)
         message = displayable(self._out, _message(record))
-        line = Text(f"{moment} {level:<5} {self._who}  {message}")
+        line = Text(f"{moment} {level:<5} {self._who}{message}")
         line.stylize(_STYLES.get(record.levelname, ""), 9, 14)
         print_line(self._out, line)
 

@@ -22,7 +22,7 @@ class _Event(BaseModel):
 
 
 class RunStarted(_Event):
-    """Training begins: enough workers are there."""
+    """The server is ready for workers."""
 
     run_id: str
     algorithm: str

@@ -29,8 +29,6 @@ from smolcluster.utils.device import describe, pick_device
 
 CODEC = "none"
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class TrainingStep:
@@ -91,7 +89,7 @@ def _clip(replica: Replica, train: TrainConfig) -> float:
 
 
 def train_single(
-    settings: Settings, paths: RunPaths, metrics: Metrics, events: EventLog
+    settings: Settings, paths: RunPaths, metrics: Metrics, events: EventLog, log: logging.Logger
 ) -> Summary:
     """Train in this process, report, write `summary.json`, and return what it says.
 
@@ -102,7 +100,7 @@ def train_single(
     """
     device = pick_device(settings.node.device)
     bench = build(settings.train, settings.cluster.seed, settings.node.dataset, device)
-    reporter = _Reporter(settings.train, bench, metrics, events)
+    reporter = _Reporter(settings.train, bench, metrics, events, log)
     events.write(_run_started(settings, bench, paths.run_id))
     log.info(
         "training %s on %s: %d samples an epoch, %d epochs, on %s",
@@ -130,12 +128,18 @@ class _Reporter:
     """Evaluates, and tells metrics, events and the log how the run goes on."""
 
     def __init__(
-        self, train: TrainConfig, bench: Workbench, metrics: Metrics, events: EventLog
+        self,
+        train: TrainConfig,
+        bench: Workbench,
+        metrics: Metrics,
+        events: EventLog,
+        log: logging.Logger,
     ) -> None:
         self._train = train
         self._bench = bench
         self._metrics = metrics
         self._events = events
+        self._log = log
         self._epoch_samples = bench.dataset.train.num_samples
         self._started = time.monotonic()
         self._last: TrainingStep | None = None
@@ -187,7 +191,7 @@ class _Reporter:
                 val_accuracy=result.accuracy,
             )
         )
-        log.info(
+        self._log.info(
             "epoch %d of %d, step %d: validation loss %.4f, accuracy %.4f",
             step.epoch + 1,
             self._train.num_epochs,

@@ -197,17 +197,17 @@ class Heartbeat(Message):
 
 
 class Goodbye(Message):
-    """Either side: leaves on purpose."""
+    """Client: leaves on purpose."""
 
     KIND: ClassVar[int] = 13
     reason: Sentence
 
 
 class Fault(Message):
-    """Client: cannot go on."""
+    """Client: has met what must stop the whole run."""
 
     KIND: ClassVar[int] = 14
-    code: Literal["non-finite", "data", "internal"]
+    code: Literal["non-finite"]
     sentence: Sentence
 
 

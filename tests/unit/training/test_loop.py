@@ -1,4 +1,5 @@
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -94,7 +95,7 @@ def run(
     seen = Seen()
     events = EventLog(paths.events, "i1", warn=pytest.fail)
     try:
-        summary = train_single(settings, paths, Metrics([seen]), events)
+        summary = train_single(settings, paths, Metrics([seen]), events, logging.Logger("test"))
     finally:
         events.close()
     return summary, seen.records, read_events(paths.events), paths

@@ -8,7 +8,8 @@ the learning rate of its step is multiplied by
 
 the polynomial rule of FedAsync (Xie et al., 1903.03934), here on the learning rate and not on the gradient,
 because Adam would cancel a factor on the gradient. τ counts the pushes *of other workers* that were applied
-since this worker's last pull: its own pushes are in its copy already, for it steps that copy itself.
+since this worker's last pull: its own are in its copy, for it steps
+that copy itself (but for the step at which it pulls).
 """
 
 from collections.abc import Iterable

@@ -25,13 +25,13 @@ from smolcluster.algorithms.EDP.exchange import (
 )
 from smolcluster.algorithms.process import run_server
 from smolcluster.cluster.dispatcher import Dispatcher, Returned
-from smolcluster.cluster.evaluator import EvaluationDone, Evaluator
+from smolcluster.cluster.evaluator import EvaluationDone, EvaluationFailed, Evaluator
 from smolcluster.cluster.hub import Departed, Joined
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.report import Applied
 from smolcluster.cluster.worker import Worker
 from smolcluster.data.permutation import epoch_permutation
-from smolcluster.errors import NonFiniteLoss, RunFailed
+from smolcluster.errors import NonFiniteLoss
 from smolcluster.runs.summary import Summary
 from smolcluster.training.schedule import learning_rate
 from smolcluster.transport.frames import Frame
@@ -48,6 +48,8 @@ class Peer:
 
     worker: Worker
     own_versions: deque[int] = field(default_factory=deque)
+    unanswered: int = 0
+    """Assignments that it has not been given an answer for."""
 
 
 class Server:
@@ -101,10 +103,11 @@ class Server:
             case Said(seat=seat, message=Pull()) if seat in self.peers:
                 self.send_weights(self.peers[seat])
             case Said(seat=seat, message=Fault() as fault) if seat in self.peers:
-                error = NonFiniteLoss if fault.code == "non-finite" else RunFailed
-                raise error(f"{self.peers[seat].worker.name}: {fault.sentence}")
+                raise NonFiniteLoss(f"{self.peers[seat].worker.name}: {fault.sentence}")
             case EvaluationDone(version, epoch, evaluation):
                 self.report.evaluated(version, epoch, evaluation)
+            case EvaluationFailed(version, error):
+                raise NonFiniteLoss(f"evaluation after step {version}: {error}") from error
 
     def on_join(
         self, worker: Worker, unacknowledged: LeaseKey | None, samples_per_s: float
@@ -155,6 +158,7 @@ class Server:
         if outcome != "applied":
             self.report.dropped(peer.worker, push.lease, outcome, tau)
         pushed.receiver.free()
+        peer.unanswered -= 1
         peer.worker.live_session.send(Ack(lease=push.lease, outcome=outcome, version=self.version))
 
     def apply(self, peer: Peer, pushed: Pushed, tau: int) -> None:
@@ -182,7 +186,7 @@ class Server:
         if not self.hub.started:
             return
         for seat, peer in self.peers.items():
-            for _ in range(LEASES_PER_WORKER - self.dispatcher.num_open(seat)):
+            while peer.unanswered < LEASES_PER_WORKER:
                 lease = self.dispatcher.grant(seat, time.monotonic())
                 if lease is None:
                     break
@@ -191,6 +195,7 @@ class Server:
                     lease=lease.key, learning_rate=self.learning_rate(), tensor=spec
                 )
                 peer.worker.live_session.send(assignment, payload)
+                peer.unanswered += 1
 
     def send_weights(self, peer: Peer) -> None:
         """Send the newest weights; whoever pulls the same version shares one copy."""

@@ -83,10 +83,14 @@ class Worker:
 
     def pull(self) -> None:
         """Ask for the server's weights; with an interval of 1, wait for them."""
-        self.pulling = True
-        self.link.send(Pull())
+        self.ask_for_weights()
         if self.interval == 1:
             self.wait_until(lambda: not self.pulling)
+
+    def ask_for_weights(self) -> None:
+        """Send a pull; the weights replace this worker's when they have come."""
+        self.pulling = True
+        self.link.send(Pull())
 
     def step_alone(self, learning_rate: float) -> None:
         """Apply the gradient to this worker's own copy as the server will to its."""
@@ -114,6 +118,8 @@ class Worker:
             case Said(message=Ack() as ack) if ack.lease == self.unacknowledged:
                 self.sender.settle(applied=ack.outcome == "applied")
                 self.unacknowledged = None
+                if ack.outcome == "stale" and not self.pulling:
+                    self.ask_for_weights()
 
 
 if __name__ == "__main__":

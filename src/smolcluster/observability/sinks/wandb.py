@@ -88,7 +88,7 @@ class WandbSink:
         config: Mapping[str, Any],
         warn: Callable[[str], None],
         environ: Mapping[str, str] = os.environ,
-        finish_timeout_s: float = 10.0,
+        finish_timeout_s: float = 5.0,
     ) -> None:
         mode = wandb_mode(environ)
         self._folder = folder / "wandb"

@@ -1,0 +1,88 @@
+"""The records of a run: its folder, resolved configuration, log file, metrics and events."""
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from smolcluster.algorithms.registry import title_of
+from smolcluster.configs.resolve import Settings, save_resolved
+from smolcluster.configs.schema import RunConfig
+from smolcluster.observability.logs import NodeLog
+from smolcluster.observability.metrics import Metrics, Sink
+from smolcluster.observability.sinks.console import ProgressView
+from smolcluster.observability.sinks.jsonl import JsonlSink
+from smolcluster.observability.sinks.wandb import WandbSink, run_name
+from smolcluster.runs.events import EventLog
+from smolcluster.runs.paths import RunPaths, create_run, runs_root
+
+
+@dataclass(frozen=True)
+class Records:
+    """Where a process that owns a run writes down what happens. `incarnation` names this start of it."""
+
+    paths: RunPaths
+    metrics: Metrics
+    events: EventLog
+    incarnation: str
+
+
+@contextmanager
+def open_records(
+    settings: Settings,
+    run: RunConfig,
+    *,
+    role: str,
+    node: str,
+    log: NodeLog,
+    progress: Console | None,
+) -> Iterator[Records]:
+    """Make the run's folder and open its records; they are closed at the end, whatever it is.
+
+    Args:
+        settings: saved as `config.yaml`.
+        run: what is trained.
+        role: server or trainer.
+        node: name of the machine.
+        log: filed in the folder from now on.
+        progress: where the progress is shown; None: nowhere.
+    """
+    paths = create_run(runs_root(settings.node.runs_dir), run.run_id)
+    log.file_logs_to(paths.log_file(role, node), run.run_id)
+    log.logger.info("run %s, files in %s", run.run_id, paths.root)
+    save_resolved(settings, paths.config)
+    incarnation = secrets.token_hex(8)
+    warn = log.logger.warning
+    sinks: list[Sink] = [JsonlSink(paths.metrics, incarnation, warn=warn)]
+    if progress is not None:
+        sinks.append(ProgressView(progress, num_epochs=run.train.num_epochs))
+    sinks.append(_wandb(run, role, node, paths, log))
+    records = Records(
+        paths, Metrics(sinks), EventLog(paths.events, incarnation, warn=warn), incarnation
+    )
+    try:
+        yield records
+    finally:
+        records.events.close()
+        records.metrics.close()
+
+
+def _wandb(run: RunConfig, role: str, node: str, paths: RunPaths, log: NodeLog) -> WandbSink:
+    name = run_name(
+        algorithm=title_of(run.algorithm),
+        role=role,
+        hostname=node,
+        rank=None,
+        learning_rate=run.train.learning_rate,
+        batch_size=run.train.batch_size,
+    )
+    return WandbSink(
+        paths.root,
+        project=run.train.logging.project_name,
+        run_id=run.run_id,
+        name=name,
+        config=run.model_dump(mode="json"),
+        warn=log.logger.warning,
+    )
