@@ -136,16 +136,18 @@ class Hub:
         for worker in self._seats.values():
             if worker.session:
                 worker.session.end_with(end)
+        leaving = set(self._seats)
         deadline = Deadline(FAREWELL_S)
-        while (self._seats or self._missing) and not deadline.expired:
+        while (leaving or self._missing) and not deadline.expired:
             event = self._inbox.get(deadline.remaining())
             if isinstance(event, Knock):
                 event.answer.set_result(Refused("over" if ok else "failed", sentence))
                 self._missing.discard(event.hello.worker_id)
+                leaving.add(event.seat)  # until it has been told
             elif isinstance(event, Seated):
                 event.session.end_with(end)
             elif isinstance(event, Gone):
-                self._seats.pop(event.seat, None)
+                leaving.discard(event.seat)
 
     def _check_quorum(self) -> None:
         present = len(self.workers)

@@ -16,6 +16,7 @@ from smolcluster.utils.units import format_duration
 CONNECT_TIMEOUT_S = 5.0
 HANDSHAKE_TIMEOUT_S = 10.0
 LONGEST_DELAY_S = 2.0
+LAST_TRY_S = 1.0
 
 
 class RunOver(Exception):
@@ -50,7 +51,7 @@ def join(
     jitter = random.Random()  # noqa: S311 - spreads attempts, hides nothing
     for delay_s in backoff_delays(first_s=0.1, cap_s=LONGEST_DELAY_S, jitter=jitter):
         try:
-            return _join_once(address, hello, secret)
+            return _join_once(address, hello, secret, max(LAST_TRY_S, deadline.remaining()))
         except (ConnectTimeout, PeerLost, ProtocolError) as error:
             obstacle, wait_s = str(error), delay_s
         except Rejected as error:
@@ -73,17 +74,18 @@ def join(
             said = obstacle
         time.sleep(min(wait_s, deadline.remaining()))
     raise ConnectTimeout(
-        f"no server welcomed this worker at {address} within {format_duration(timeout_s)} (last: {said}); "
+        f"no server welcomed this worker at {address} within {format_duration(timeout_s)} (last: {obstacle}); "
         "start the server, or correct host_ip and port (or --server HOST:PORT)"
     )
 
 
-def _join_once(address: ServerAddress, hello: Hello, secret: Secret) -> tuple[Connection, Welcome]:
-    connection = connect(address.host, address.port, CONNECT_TIMEOUT_S)
+def _join_once(
+    address: ServerAddress, hello: Hello, secret: Secret, limit_s: float
+) -> tuple[Connection, Welcome]:
+    connection = connect(address.host, address.port, min(CONNECT_TIMEOUT_S, limit_s))
     try:
-        return connection, client_handshake(
-            connection, hello, secret, Deadline(HANDSHAKE_TIMEOUT_S)
-        )
+        deadline = Deadline(min(HANDSHAKE_TIMEOUT_S, limit_s))
+        return connection, client_handshake(connection, hello, secret, deadline)
     except BaseException:
         connection.close()
         raise

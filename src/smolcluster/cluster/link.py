@@ -177,10 +177,10 @@ class _Life:
 
     def spend_session(self, connection: Connection, welcome: Welcome) -> None:
         """Take part over one connection; it ends with an exception, and is closed then."""
-        self._place.on_run_known(welcome.run_id)
         link = Link(connection, welcome.heartbeat_timeout_s)
         last_words: Message | None = Goodbye(reason="it was stopped")
         try:
+            self._place.on_run_known(welcome.run_id)
             self._prepare(welcome)
             link.begin(self._participant.new_receiver(), self._ready())
             self._participant.take_part(link)

@@ -147,12 +147,6 @@ class Reception:
         except NoAnswer:
             raise ProtocolError("the server was too busy to answer") from None
         if isinstance(answer, Refused):
-            self._log.warning(
-                "worker %s (%s) refused: %s",
-                proved.hello.worker_id,
-                proved.hello.node,
-                answer.sentence,
-            )
             reject(connection, answer.code, answer.sentence, answer.retry_after_s)
             self._inbox.put(Gone(seat, answer.sentence))
             return

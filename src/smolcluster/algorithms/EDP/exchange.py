@@ -197,6 +197,8 @@ class StateReceiver:
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         """Take a message in the reader's thread."""
         if isinstance(message, Assignment):
+            if message.tensor != _indices_spec(message.lease.stop - message.lease.start):
+                raise ProtocolError("the server's assignment does not hold its lease's indices")
             indices = torch.frombuffer(bytearray(payload), dtype=torch.int32)
             return Assigned(message.lease, message.learning_rate, indices)
         if isinstance(message, State):
@@ -223,8 +225,11 @@ class StateReceiver:
 
 def indices_payload(indices: Tensor) -> tuple[TensorSpec, memoryview]:
     """Describe and lay out the indices (num_samples,) int32 of an assignment."""
-    spec = TensorSpec(codec="raw", dtype="int32", shape=tuple(indices.shape), nbytes=indices.nbytes)
-    return spec, _bytes_of(indices)
+    return _indices_spec(indices.numel()), _bytes_of(indices)
+
+
+def _indices_spec(num_samples: int) -> TensorSpec:
+    return TensorSpec(codec="raw", dtype="int32", shape=(num_samples,), nbytes=4 * num_samples)
 
 
 def _spec(codec: Codec, bucket: slice) -> TensorSpec:

@@ -1,0 +1,423 @@
+"""EDP on this machine: its speed against one process, and accuracy against the staleness exponent.
+
+Every cluster is what `--local` starts: a process each for the server and the workers, with one compute
+thread each, from the files `server.py` and `worker.py`; runs and secret lie in a folder of their own. On
+Linux the processes are forked from one that has imported torch, which only makes them start sooner.
+
+* `throughput`: samples/s with 1, 2 and 3 workers and in a single process (with one thread, the reference,
+  and with PyTorch's choice of threads). The time is from the first to the last applied step by the
+  timestamps in `metrics.jsonl`; nothing is evaluated in between. Each round runs everything once, in
+  alternating order; a ratio is the median of the rounds' ratios. The server's CPU time is read from
+  outside about every 20 ms and interpolated at the first and the last step, so that start-up and the end
+  are left out. On 2 cores more than one worker has to share a core with the server.
+* `staleness`: validation accuracy of 3 workers against `a` in s(τ) = (1+τ)^-a, with fp32 and int8, for a
+  few seeds (weights, split and order), and of the single process with the same seeds; τ is the mean over
+  all pushes, the bytes are those that the server's sockets received.
+"""
+
+import argparse
+import multiprocessing
+import os
+import runpy
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from common import report
+from smolcluster.algorithms.registry import get_algorithm
+from smolcluster.configs.resolve import load_settings
+from smolcluster.launch.plan import Request, plan_local
+from smolcluster.observability.metrics import MetricRecord
+from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.runs.paths import find_run
+from smolcluster.runs.summary import Summary, read_summary
+
+PROJECT = Path(__file__).resolve().parents[1]
+DATA = PROJECT.parent / "shared" / "data"
+NEVER = 1_000_000_000
+NUM_WORKERS = (1, 2, 3)
+EXPONENTS = (0.0, 0.5, 1.0)
+CODECS = {"fp32": "false", "int8": "true"}
+FIRST_SEED = 42
+SAMPLE_EVERY_S = 0.02
+RUN_TIMEOUT_S = 1800.0
+GOODBYE_TIMEOUT_S = 20.0
+PRELOAD = ["torch", "torchvision.datasets", "sklearn", "smolcluster.launch.single"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run; `cpu` are pairs of a time since 1970 and the server's CPU seconds until then."""
+
+    summary: Summary
+    steps: list[tuple[float, MetricRecord]]
+    cpu: list[tuple[float, float]]
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples applied after the first step, a second."""
+        (start, first), (stop, last) = self.steps[0], self.steps[-1]
+        return (last.values["samples_applied"] - first.values["samples_applied"]) / (stop - start)
+
+    @property
+    def mean_staleness(self) -> float:
+        """Mean τ of the applied pushes; 0 in a single process."""
+        return statistics.fmean(record.values.get("staleness", 0.0) for _, record in self.steps)
+
+    @property
+    def cpu_s_per_push(self) -> float:
+        """The server's CPU seconds from the first to the last applied push, a push."""
+        times, seconds = zip(*self.cpu, strict=True)
+        start, stop = np.interp([self.steps[0][0], self.steps[-1][0]], times, seconds)
+        return float(stop - start) / (len(self.steps) - 1)
+
+
+class Bench:
+    """Starts runs, one after the other, in folders below `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._num_runs = 0
+        if sys.platform == "linux":
+            self._context = multiprocessing.get_context("forkserver")
+        else:
+            self._context = multiprocessing.get_context("spawn")
+        self._context.set_forkserver_preload(PRELOAD)
+
+    def cluster(self, num_workers: int, overrides: Sequence[str]) -> Run:
+        """Run a server and its workers."""
+        overrides = (*overrides, f"port={free_port()}", f"min_workers={num_workers}")
+        settings = load_settings(
+            "edp", "digits", None, overrides, {}, local=True, local_workers=num_workers
+        )
+        request = Request(get_algorithm("edp"), None, "digits", tuple(overrides), num_workers)
+        plan = plan_local(request, settings.cluster, run_id="edp-benchmark", python=sys.executable)
+        return self._run([process.argv[1:] for process in plan.processes])
+
+    def single(self, overrides: Sequence[str]) -> Run:
+        """Train in one process."""
+        train = PROJECT / "src" / "smolcluster" / "train.py"
+        flags = [word for text in overrides for word in ("--override", text)]
+        return self._run([(str(train), "--config", "digits", *flags)])
+
+    def _run(self, commands: Sequence[Sequence[str]]) -> Run:
+        """Run the commands side by side; the first one is the server, and makes the run's files."""
+        self._num_runs += 1
+        folder = self._folder / str(self._num_runs)
+        folder.mkdir()
+        environ = benchmark_environ(self._folder, folder)
+        processes: list[BaseProcess] = []
+        try:
+            for number, argv in enumerate(commands):
+                output = folder / f"output-{number}.txt"
+                processes.append(
+                    self._context.Process(target=become, args=(argv, environ, output), daemon=True)
+                )
+                processes[-1].start()
+            cpu = watch(processes[0])
+            for process in processes[1:]:
+                process.join(GOODBYE_TIMEOUT_S)
+            if any(process.exitcode != 0 for process in processes):
+                raise SystemExit(failure(processes, folder))
+        finally:
+            for process in processes:
+                process.kill()
+        paths = find_run(folder / "runs")
+        steps = [
+            (datetime.fromisoformat(line.ts).timestamp(), line.record)
+            for line in read_metrics(paths.metrics)
+            if line.record.kind == "step"
+        ]
+        return Run(read_summary(paths.summary), steps, cpu)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def benchmark_environ(shared: Path, folder: Path) -> dict[str, str]:
+    """The environment without the user's settings, secret and account."""
+    kept = {name: text for name, text in os.environ.items() if not name.startswith("SMOLCLUSTER_")}
+    return kept | {
+        "XDG_CONFIG_HOME": str(shared / "config"),
+        "SMOLCLUSTER_RUNS_DIR": str(folder / "runs"),
+        "WANDB_MODE": "disabled",
+    }
+
+
+def become(argv: Sequence[str], environ: dict[str, str], output: Path) -> None:
+    """In a fresh process: run a file of the project as `python argv...` would, its output in a file."""
+    with output.open("wb") as sink:
+        os.dup2(sink.fileno(), 1)
+        os.dup2(sink.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.argv = list(argv)
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+def watch(process: BaseProcess) -> list[tuple[float, float]]:
+    """Wait for the end of the process, noting its CPU time on the way."""
+    noted: list[tuple[float, float]] = []
+    end = time.monotonic() + RUN_TIMEOUT_S
+    while process.exitcode is None and time.monotonic() < end:
+        with suppress(OSError, ValueError, IndexError):  # it may have ended between two lines
+            noted.append((time.time(), cpu_seconds(process.pid)))
+        process.join(SAMPLE_EVERY_S)
+    return noted
+
+
+def cpu_seconds(pid: int | None) -> float:
+    """CPU seconds of a process so far, all threads, user and system.
+
+    Linux counts hundredths; elsewhere `ps` is asked, which counts hundredths on macOS too.
+
+    Raises:
+        OSError, ValueError, IndexError: there is no such process any more.
+    """
+    stat = Path(f"/proc/{pid}/stat")
+    if Path("/proc/self/stat").exists():
+        fields = stat.read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    command = ["ps", "-o", "cputime=", "-p", str(pid)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    seconds = 0.0
+    for part in answer.replace("-", ":").split(":"):
+        seconds = 60 * seconds + float(part)
+    return seconds
+
+
+def failure(processes: Sequence[BaseProcess], folder: Path) -> str:
+    """What the processes ended with and said last."""
+    return "\n".join(
+        f"process {number} ended with {process.exitcode}:\n"
+        + (folder / f"output-{number}.txt").read_text()[-2000:]
+        for number, process in enumerate(processes)
+    )
+
+
+def say(text: str) -> None:
+    """Tell on the console how far the benchmark is."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def tasks(num_epochs: dict[str, int]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The data sets that are there, with the overrides that train on them."""
+    yield "digits", (f"num_epochs={num_epochs['digits']}",)
+    if (DATA / "MNIST" / "raw").is_dir():
+        place = (f"dataset.root={DATA}", "dataset.download=false")
+        yield "MNIST", ("dataset.name=MNIST", *place, f"num_epochs={num_epochs['MNIST']}")
+
+
+def throughput(bench: Bench, rounds: int, *, quick: bool) -> list[dict[str, object]]:
+    """Measure speeds: a dict for each model and number of processes."""
+    small, *larger = tasks({"digits": 10 if quick else 60, "MNIST": 1})
+    name, overrides = small if quick or not larger else larger[0]
+    models = {
+        f"{small[0]}, hidden 128": small[1],
+        f"{name}, hidden 2048": (*overrides, "model.hidden=2048"),
+    }
+    measured: list[dict[str, object]] = []
+    for model, model_overrides in models.items():
+        overrides = (*model_overrides, f"eval_steps={NEVER}")
+        runs: dict[str, list[Run]] = {label: [] for label in labels()}
+        for number in range(rounds):
+            for label in reversed(runs) if number % 2 else runs:
+                run = one_speed(bench, label, overrides)
+                runs[label].append(run)
+                say(f"throughput: {model}: {label}: {run.samples_per_s:,.0f} samples/s")
+        measured += speeds(model, runs)
+    return measured
+
+
+def labels() -> list[str]:
+    """What is measured in each round; the first one is the reference."""
+    clusters = [f"{count} worker{'s'[: count > 1]}" for count in NUM_WORKERS]
+    return ["single process", "single process, threads", *clusters]
+
+
+def one_speed(bench: Bench, label: str, overrides: Sequence[str]) -> Run:
+    """One run of what `label` says."""
+    if label == "single process":
+        return bench.single((*overrides, "threads=1"))
+    if label == "single process, threads":
+        return bench.single(overrides)
+    return bench.cluster(int(label.split(maxsplit=1)[0]), overrides)
+
+
+def speeds(model: str, runs: dict[str, list[Run]]) -> Iterator[dict[str, object]]:
+    """Medians over the rounds, and of the ratios to the round's single process."""
+    reference = [run.samples_per_s for run in next(iter(runs.values()))]
+    for label, of_label in runs.items():
+        rates = [run.samples_per_s for run in of_label]
+        ratios = [rate / other for rate, other in zip(rates, reference, strict=True)]
+        found: dict[str, object] = {
+            "model": model,
+            "processes": label,
+            "samples_per_s": round(statistics.median(rates), 1),
+            "ratio_to_single": round(statistics.median(ratios), 3),
+            "ratios": [round(ratio, 3) for ratio in ratios],
+        }
+        if of_label[0].summary.workers:
+            cpu_s = statistics.median(run.cpu_s_per_push for run in of_label)
+            found["server_cpu_s_per_push"] = round(cpu_s, 6)
+            found["mean_staleness"] = round(mean_of(run.mean_staleness for run in of_label), 2)
+        yield found
+
+
+def throughput_rows(measured: Sequence[dict[str, object]]) -> list[tuple[str, ...]]:
+    """Lay the speeds out in rows, the first one the heading."""
+    heading = ("model", "processes", "samples/s", "to single (rounds)", "server CPU a push", "τ")
+    rows: list[tuple[str, ...]] = [heading]
+    for found in measured:
+        ratios = found["ratios"]
+        spread = f"{min(ratios):.2f} - {max(ratios):.2f}" if isinstance(ratios, list) else ""
+        cpu_s = found.get("server_cpu_s_per_push")
+        rows.append(
+            (
+                str(found["model"]),
+                str(found["processes"]),
+                f"{found['samples_per_s']:,.0f}",
+                f"{found['ratio_to_single']:.2f} ({spread})",
+                f"{cpu_s * 1e3:.2f} ms" if isinstance(cpu_s, float) else "",
+                str(found.get("mean_staleness", "")),
+            )
+        )
+    return rows
+
+
+def staleness(bench: Bench, num_seeds: int, *, quick: bool) -> list[dict[str, object]]:
+    """Measure accuracies: a dict for each data set, codec and exponent."""
+    shipped_epochs = load_settings("edp", "digits", environ={}).train.num_epochs
+    epochs = {"digits": 10 if quick else shipped_epochs, "MNIST": 5}
+    chosen = list(tasks(epochs))[: 1 if quick else None]
+    measured: list[dict[str, object]] = []
+    for dataset, overrides in chosen:
+        runs: dict[tuple[str, float | None], list[Run]] = {}
+        for seed in range(FIRST_SEED, FIRST_SEED + num_seeds):
+            for codec, exponent in [("single process", None), *settings_of_staleness()]:
+                run = one_accuracy(bench, codec, exponent, (*overrides, f"seed={seed}"))
+                runs.setdefault((codec, exponent), []).append(run)
+                say(
+                    f"staleness: {dataset}: seed {seed}, {codec}, a {exponent}: "
+                    f"accuracy {accuracy(run):.4f}, mean τ {run.mean_staleness:.2f}"
+                )
+        measured += accuracies(dataset, runs)
+    return measured
+
+
+def settings_of_staleness() -> list[tuple[str, float | None]]:
+    """Codecs and exponents in the order in which they are run for each seed."""
+    return [(codec, exponent) for exponent in EXPONENTS for codec in CODECS]
+
+
+def one_accuracy(bench: Bench, codec: str, exponent: float | None, overrides: Sequence[str]) -> Run:
+    """One run to its end: of the single process when there is no exponent."""
+    if exponent is None:
+        return bench.single((*overrides, "threads=1"))
+    rule = (f"use_quantization={CODECS[codec]}", f"staleness.exponent={exponent}")
+    return bench.cluster(max(NUM_WORKERS), (*overrides, *rule))
+
+
+def accuracy(run: Run) -> float:
+    """The run's final validation accuracy."""
+    return run.summary.final.val_accuracy or 0.0
+
+
+def accuracies(
+    dataset: str, runs: dict[tuple[str, float | None], list[Run]]
+) -> Iterator[dict[str, object]]:
+    """Medians over the seeds."""
+    for (codec, exponent), of_setting in sorted(runs.items(), key=str):
+        found = [accuracy(run) for run in of_setting]
+        losses = [run.summary.final.val_loss or 0.0 for run in of_setting]
+        yield {
+            "dataset": dataset,
+            "codec": codec,
+            "exponent": exponent,
+            "val_accuracy": round(statistics.median(found), 4),
+            "val_accuracies": [round(value, 4) for value in found],
+            "val_loss": round(statistics.median(losses), 4),
+            "mean_staleness": round(mean_of(run.mean_staleness for run in of_setting), 2),
+            "bytes_received": round(mean_of(run.summary.bytes.received for run in of_setting)),
+        }
+
+
+def staleness_rows(measured: Sequence[dict[str, object]]) -> list[tuple[str, ...]]:
+    """Lay the accuracies out in rows, the first one the heading."""
+    heading = ("data", "codec", "a", "accuracy", "min - max", "val loss", "mean τ", "MB received")
+    rows: list[tuple[str, ...]] = [heading]
+    for found in measured:
+        values = found["val_accuracies"]
+        spread = f"{min(values):.4f} - {max(values):.4f}" if isinstance(values, list) else ""
+        received = found["bytes_received"]
+        rows.append(
+            (
+                str(found["dataset"]),
+                str(found["codec"]),
+                "" if found["exponent"] is None else str(found["exponent"]),
+                f"{found['val_accuracy']:.4f}",
+                spread,
+                f"{found['val_loss']:.4f}",
+                f"{found['mean_staleness']:.2f}",
+                f"{received / 1e6:.1f}" if isinstance(received, int) else "",
+            )
+        )
+    return rows
+
+
+def mean_of(values: Iterable[float]) -> float:
+    """The mean of some values."""
+    return statistics.fmean(values)
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description="Speed of EDP, and accuracy against staleness.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--part", choices=("throughput", "staleness", "all"), default="all")
+    parser.add_argument("--rounds", type=int, help="paired rounds of throughput; default: 5")
+    parser.add_argument("--seeds", type=int, help="seeds of staleness; default: 5")
+    parser.add_argument("--quick", action="store_true", help="digits only, short, once each")
+    arguments = parser.parse_args()
+    once = 1 if arguments.quick else 5
+    rounds, num_seeds = arguments.rounds or once, arguments.seeds or once
+    results: dict[str, object] = {"cores": os.cpu_count(), "load_before": os.getloadavg()}
+    tables: list[tuple[str, list[tuple[str, ...]]]] = []
+    with TemporaryDirectory(prefix="smolcluster-edp-") as folder:
+        bench = Bench(Path(folder))
+        if arguments.part != "staleness":
+            speed = throughput(bench, rounds, quick=arguments.quick)
+            results["throughput"] = speed
+            tables.append((f"Throughput, median of {rounds} rounds", throughput_rows(speed)))
+        if arguments.part != "throughput":
+            found = staleness(bench, num_seeds, quick=arguments.quick)
+            results["staleness"] = found
+            title = f"Accuracy against a, 3 workers, median of {num_seeds} seeds"
+            tables.append((title, staleness_rows(found)))
+    results["load_after"] = os.getloadavg()
+    if arguments.json:
+        report("", [], results, as_json=True)
+        return
+    for title, rows in tables:
+        report(title, rows, results, as_json=False)
+    loads = f"{results['load_before']} before, {results['load_after']} after"
+    print(f"{results['cores']} cores; load average (1, 5, 15 minutes) {loads}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""A worker and a server spoken by hand, and a hub in the test's own hands: every step is the test's."""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from harness import SECRET, Recorder
+
+import smolcluster
+from smolcluster.algorithms.context import ServerContext
+from smolcluster.cluster.hub import Hub, Joined
+from smolcluster.cluster.inbox import Event, Inbox, Said
+from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import RunConfig
+from smolcluster.errors import PeerLost
+from smolcluster.observability.metrics import Metrics
+from smolcluster.runs.events import Event as RunEvent
+from smolcluster.runs.events import EventLog, read_events
+from smolcluster.training.build import build
+from smolcluster.transport.connection import Connection, accept_next, connect, listen
+from smolcluster.transport.frames import PROTOCOL_VERSION
+from smolcluster.transport.handshake import (
+    Authenticated,
+    accept,
+    client_handshake,
+    server_authenticate,
+)
+from smolcluster.transport.messages import Heartbeat, Hello, LeaseKey, Message, Ready, Welcome
+from smolcluster.transport.security import Secret
+from smolcluster.utils.retry import Deadline
+
+DEADLINE_S = 20.0
+THREADS = ("reader-", "writer-", "accept", "greet", "evaluator")
+
+E = TypeVar("E", bound=Event)
+M = TypeVar("M", bound=Message)
+
+
+class Echo:
+    """A receiver that passes every message on, and keeps the payloads."""
+
+    def __init__(self, seat: int = 0) -> None:
+        self.seat = seat
+        self.in_progress = False
+        self.payloads: list[bytes] = []
+
+    def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        """Take one message."""
+        self.payloads.append(bytes(payload))
+        return Said(self.seat, message)
+
+
+def next_event(inbox: Inbox, kind: type[E]) -> E:
+    """The next event, which must be of that kind."""
+    event = inbox.get(DEADLINE_S)
+    assert isinstance(event, kind), f"{event} instead of {kind.__name__}"
+    return event
+
+
+class Hand:
+    """One end of a session, spoken by hand."""
+
+    def __init__(self, connection: Connection, welcome: Welcome | None = None) -> None:
+        self.connection = connection
+        self._welcome = welcome
+        # Silence is the test's affair: a hand never loses patience, but it does not wait for ever.
+        connection.stall_timeout_s = DEADLINE_S
+
+    @property
+    def welcome(self) -> Welcome:
+        """What the server said of the run."""
+        assert self._welcome is not None
+        return self._welcome
+
+    def say(self, message: Message, payload: bytes = b"") -> None:
+        """Send a message."""
+        self.connection.send(message, payload)
+
+    def ready(
+        self, *, dataset: str, model: str | None = None, unacknowledged: LeaseKey | None = None
+    ) -> None:
+        """Say that this worker is ready."""
+        self.say(
+            Ready(
+                dataset_fingerprint=dataset,
+                model_fingerprint=model or self.welcome.model_fingerprint,
+                device="cpu",
+                samples_per_s=0.0,
+                unacknowledged=unacknowledged,
+            )
+        )
+
+    def hear(self) -> tuple[Message, bytes]:
+        """The next message but for heartbeats, and its payload."""
+        while True:
+            message, payload = self.connection.receive(deadline=Deadline(DEADLINE_S))
+            if not isinstance(message, Heartbeat):
+                return message, bytes(payload)
+
+    def hear_a(self, kind: type[M]) -> M:
+        """The next message, which must be of that kind."""
+        message, _ = self.hear()
+        assert isinstance(message, kind), f"{message} instead of {kind.__name__}"
+        return message
+
+    def hear_the_end(self) -> None:
+        """The other side closes, and says nothing more before that."""
+        try:
+            message, _ = self.hear()
+        except PeerLost as error:
+            assert "in time" not in str(error)
+        else:
+            raise AssertionError(f"{message} instead of the end")
+
+    def leave(self) -> None:
+        """Close without a word."""
+        self.connection.close()
+
+
+def hello(worker_id: int = 1, node: str = "macbook", instance: str | None = None) -> Hello:
+    """How a worker introduces itself; each is a process of its own unless `instance` says otherwise."""
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        version=smolcluster.__version__,
+        node=node,
+        worker_id=worker_id,
+        instance=instance or secrets.token_hex(8),
+    )
+
+
+def knock(port: int, greeting: Hello, secret: Secret = SECRET) -> Hand:
+    """Connect and prove oneself; returns when the server has welcomed or refused this worker."""
+    connection = connect("127.0.0.1", port, DEADLINE_S)
+    try:
+        welcome = client_handshake(connection, greeting, secret, Deadline(DEADLINE_S))
+    except BaseException:
+        connection.close()
+        raise
+    return Hand(connection, welcome)
+
+
+class Door:
+    """A server's door by hand: accepts, authenticates and admits when the test says so."""
+
+    def __init__(self) -> None:
+        self._listeners = listen(["127.0.0.1"], 0)
+        self.port: int = self._listeners[0].getsockname()[1]
+        self._hands: list[Hand] = []
+
+    def open(self, secret: Secret = SECRET) -> tuple[Connection, Authenticated]:
+        """The next worker, which has proved itself and waits for the answer."""
+        connection = accept_next(self._listeners, DEADLINE_S)
+        assert connection is not None, "nobody came"
+        self._hands.append(Hand(connection))
+        return connection, server_authenticate(connection, secret, Deadline(DEADLINE_S))
+
+    def admit(self, run: RunConfig, *, model: str = "m", incarnation: str = "0123abcd") -> Hand:
+        """Welcome the next worker."""
+        connection, client = self.open()
+        accept(
+            connection,
+            client,
+            run_id=run.run_id,
+            incarnation=incarnation,
+            run=run,
+            model_fingerprint=model,
+            bucket_bytes=1 << 20,
+            codec="fp32",
+            heartbeat_timeout_s=DEADLINE_S,
+        )
+        return Hand(connection)
+
+    def close(self) -> None:
+        """Close everything."""
+        for listener in self._listeners:
+            listener.close()
+        for hand in self._hands:
+            hand.leave()
+
+
+class HandledHub:
+    """A hub whose events are asked for by the test's thread, and workers spoken by hand."""
+
+    def __init__(self, hub: Hub, port: int, dataset: str) -> None:
+        self.hub = hub
+        self.events: list[Event] = []
+        self._port = port
+        self._dataset = dataset
+        self._pool = ThreadPoolExecutor(8)
+        self._hands: list[Hand] = []
+        self.on_event: Callable[[Event], None] = self.events.append
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Let the hub handle what comes until the condition holds."""
+        deadline = Deadline(DEADLINE_S)
+        while not condition():
+            assert not deadline.expired, f"it did not come; events: {self.events}"
+            for event in self.hub.next_events(0.01):
+                self.on_event(event)
+
+    def begin_to_enter(self, greeting: Hello, secret: Secret = SECRET) -> Future[Hand]:
+        """A worker comes to the door; the hub must handle what comes for it to get in."""
+
+        def enter() -> Hand:
+            hand = knock(self._port, greeting, secret)
+            self._hands.append(hand)
+            return hand
+
+        return self._pool.submit(enter)
+
+    def enter(self, greeting: Hello, secret: Secret = SECRET) -> Hand:
+        """A worker gets in, but is not ready yet.
+
+        Raises:
+            Rejected, AuthError: it does not.
+        """
+        future = self.begin_to_enter(greeting, secret)
+        self.until(future.done)
+        return future.result()
+
+    def join(self, greeting: Hello, unacknowledged: LeaseKey | None = None) -> Hand:
+        """A worker gets in and takes part."""
+        hand = self.enter(greeting)
+        seen = len(self.hub.workers)
+        joined = self.num_joined
+        hand.ready(dataset=self._dataset, unacknowledged=unacknowledged)
+        self.until(lambda: self.num_joined > joined or len(self.hub.workers) > seen)
+        return hand
+
+    @property
+    def num_joined(self) -> int:
+        """How many workers have begun to take part so far."""
+        return sum(isinstance(event, Joined) for event in self.events)
+
+    def close(self) -> None:
+        """All workers leave without a word."""
+        for hand in self._hands:
+            hand.leave()
+        self._pool.shutdown()
+
+
+@dataclass
+class Parts:
+    """What a server's context is made of, for a test to look at."""
+
+    context: ServerContext
+    metrics: Recorder
+    log_lines: list[str]
+    events_path: Path
+
+    @property
+    def port(self) -> int:
+        """Where the server listens."""
+        return self.context.settings.cluster.port
+
+    @property
+    def dataset(self) -> str:
+        """Fingerprint of the dataset."""
+        return self.context.bench.dataset.fingerprint
+
+    def happened(self, kind: type[RunEvent]) -> list[RunEvent]:
+        """Events of that kind in the run's file."""
+        self.context.events.tick()
+        return [r.event for r in read_events(self.events_path) if isinstance(r.event, kind)]
+
+
+@contextmanager
+def server_parts(settings: Settings, folder: Path) -> Iterator[Parts]:
+    """A server's context that nobody serves yet."""
+    lines: list[str] = []
+    log = logger(lines)
+    metrics = Recorder()
+    path = folder / "events.jsonl"
+    # A clock that leaps, so that every tick flushes.
+    leaps = iter(range(0, 10**9, 10))
+    events = EventLog(path, "test", warn=log.warning, clock=lambda: float(next(leaps)))
+    context = ServerContext(
+        settings=settings,
+        run=settings.run_config("test-run", "edp"),
+        bench=build(
+            settings.train, settings.cluster.seed, settings.node.dataset, torch.device("cpu")
+        ),
+        secret=SECRET,
+        metrics=Metrics([metrics]),
+        events=events,
+        log=log,
+        incarnation=secrets.token_hex(4),
+    )
+    try:
+        yield Parts(context, metrics, lines, path)
+    finally:
+        events.close()
+
+
+def logger(lines: list[str]) -> logging.Logger:
+    """A logger that adds each line to `lines`."""
+    log = logging.Logger("test", logging.DEBUG)
+    log.addHandler(_Lines(lines))
+    return log
+
+
+class _Lines(logging.Handler):
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one line."""
+        self._lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+def session_threads() -> list[threading.Thread]:
+    """Threads of sessions, receptions and evaluators that run now."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith(THREADS)]
+
+
+def wait_for_threads() -> None:
+    """Wait until all threads of the cluster room have ended, and their sockets are closed with them."""
+    end = time.monotonic() + DEADLINE_S
+    for thread in session_threads():
+        thread.join(max(0.0, end - time.monotonic()))
+        assert not thread.is_alive(), f"thread {thread.name} goes on for ever"

@@ -1,0 +1,294 @@
+"""A session reads, writes, keeps itself alive, and ends exactly once, whatever ends it."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from connection_pairs import BUCKET_BYTES, connection_pair, push
+from peers import DEADLINE_S, Echo, Hand, next_event, session_threads
+
+from smolcluster.cluster.inbox import Event, Gone, Inbox, Said
+from smolcluster.cluster.session import Receiver, Session
+from smolcluster.transport.connection import Connection
+from smolcluster.transport.messages import (
+    FROM_WORKER,
+    Ack,
+    Goodbye,
+    Heartbeat,
+    Message,
+    Pull,
+    Ready,
+    State,
+    frame_of,
+)
+from smolcluster.utils.retry import Deadline
+
+SEAT = 7
+ACK = Ack(lease=push().lease, outcome="applied", version=4)
+FULL_BUCKET = push(BUCKET_BYTES)
+
+
+def session_on(
+    connection: Connection,
+    inbox: Inbox,
+    *,
+    seat: int = SEAT,
+    receiver: Receiver | None = None,
+    heartbeat_timeout_s: float = DEADLINE_S,
+    max_queued: int = 100,
+) -> Session:
+    return Session(
+        connection,
+        seat=seat,
+        receiver=receiver or Echo(seat),
+        inbox=inbox,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        max_queued=max_queued,
+        kinds=FROM_WORKER,
+    )
+
+
+@pytest.fixture(params=["socketpair", "tcp"])
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Connection, Hand]]:
+    with connection_pair(request.param, DEADLINE_S) as (ours, theirs):
+        yield ours, Hand(theirs)
+
+
+@pytest.fixture
+def inbox() -> Inbox:
+    return Inbox()
+
+
+def test_what_the_peer_says_goes_through_the_receiver_to_the_inbox(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    ours, peer = ends
+    receiver = Echo(SEAT)
+    session_on(ours, inbox, receiver=receiver).start()
+    peer.say(push(16), bytes(range(16)))
+    assert next_event(inbox, Said) == Said(SEAT, push(16))
+    assert receiver.payloads == [bytes(range(16))]
+    peer.leave()
+    next_event(inbox, Gone)
+
+
+def test_heartbeats_are_nobodys_business(ends: tuple[Connection, Hand], inbox: Inbox) -> None:
+    ours, peer = ends
+    session_on(ours, inbox).start()
+    peer.say(Heartbeat())
+    peer.say(Pull())
+    assert next_event(inbox, Said).message == Pull()
+    peer.leave()
+    next_event(inbox, Gone)
+
+
+def test_messages_arrive_in_the_order_they_were_queued(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    ours, peer = ends
+    session = session_on(ours, inbox)
+    session.start()
+    for version in range(50):
+        session.send(ACK.model_copy(update={"version": version}))
+    assert [peer.hear_a(Ack).version for _ in range(50)] == list(range(50))
+    peer.leave()
+    next_event(inbox, Gone)
+
+
+def test_gone_comes_once_after_everything_the_peer_said(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    ours, peer = ends
+    session = session_on(ours, inbox)
+    session.start()
+    for _ in range(50):
+        peer.say(Pull())
+    peer.leave()
+    events = [inbox.get(DEADLINE_S) for _ in range(51)]
+    assert events[:50] == [Said(SEAT, Pull())] * 50
+    assert isinstance(events[50], Gone)
+    assert events[50].seat == SEAT
+    assert session.join(DEADLINE_S)
+    assert inbox.get(0.0) is None
+    assert session_threads() == []
+    assert ours.broken, "its socket is closed"
+
+
+def test_however_often_it_is_cut_it_ends_once_and_the_first_reason_counts(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    ours, _ = ends
+    session = session_on(ours, inbox)
+    session.start()
+    session.cut("the first reason")
+    others = [threading.Thread(target=session.cut, args=(f"reason {n}",)) for n in range(8)]
+    for thread in others:
+        thread.start()
+    for thread in others:
+        thread.join(DEADLINE_S)
+    assert next_event(inbox, Gone) == Gone(SEAT, "the first reason")
+    assert session.join(DEADLINE_S)
+    assert inbox.get(0.0) is None
+    session.cut("too late")
+    session.send(ACK)
+    session.finish()
+    assert inbox.get(0.0) is None
+
+
+def test_a_peer_that_does_not_keep_up_is_cut_and_the_sender_never_waits_for_it(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    ours, _ = ends
+    session = session_on(ours, inbox, max_queued=8)
+    session.start()
+    frame = frame_of(FULL_BUCKET, bytes(BUCKET_BYTES))
+    deadline = Deadline(DEADLINE_S)
+    while not session.join(0.0):  # nobody reads on the other side
+        session.send_frame(frame)
+        assert not deadline.expired
+    assert "does not keep up: 8 frames" in next_event(inbox, Gone).reason
+    assert session.join(DEADLINE_S)
+    assert session_threads() == []
+
+
+def test_a_full_queue_at_the_farewell_cuts_the_session(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    ours, _ = ends
+    session = session_on(ours, inbox, max_queued=1)
+    session.send(ACK)
+    session.finish()
+    session.start()
+    assert "keep up" in next_event(inbox, Gone).reason
+
+
+def test_an_idle_session_sends_heartbeats(ends: tuple[Connection, Hand], inbox: Inbox) -> None:
+    ours, peer = ends
+    session_on(ours, inbox, heartbeat_timeout_s=0.04).start()
+    for _ in range(5):
+        message, _ = peer.connection.receive(deadline=Deadline(DEADLINE_S))
+        assert message == Heartbeat()
+    peer.leave()
+    next_event(inbox, Gone)
+
+
+def test_heartbeats_keep_two_idle_sessions_alive_beyond_the_timeout() -> None:
+    """Each side would lose the other after 1 s of silence; a beat comes every 20 ms."""
+    one, other = Inbox(), Inbox()
+    with connection_pair("tcp", 1.0) as (left, right):
+        sessions = [
+            session_on(connection, inbox, heartbeat_timeout_s=0.08)
+            for connection, inbox in ((left, one), (right, other))
+        ]
+        for session in sessions:
+            session.start()
+        assert one.get(1.6) is None, "nothing happens, which is what should"
+        assert other.get(0.0) is None
+        sessions[0].cut("enough")
+        assert next_event(one, Gone).reason == "enough"
+        next_event(other, Gone)
+
+
+def test_a_silent_peer_is_lost(inbox: Inbox) -> None:
+    with connection_pair("tcp", 0.2) as (ours, _):
+        session_on(ours, inbox, heartbeat_timeout_s=0.2).start()
+        assert "silent for 0.2 s" in next_event(inbox, Gone).reason
+
+
+def test_one_frame_goes_to_many_sessions(inbox: Inbox) -> None:
+    weights = bytes(range(64))
+    state = State(
+        incarnation="here", version=3, bucket=0, num_buckets=1, tensor=push(64).tensor
+    )
+    frame = frame_of(state, weights)
+    with connection_pair() as (a, peer_a), connection_pair("tcp") as (b, peer_b):
+        for seat, connection in enumerate((a, b)):
+            session = session_on(connection, inbox, seat=seat)
+            session.start()
+            session.send_frame(frame)
+        for peer in (Hand(peer_a), Hand(peer_b)):
+            assert peer.hear() == (state, weights)
+            peer.leave()
+        assert {next_event(inbox, Gone).seat for _ in range(2)} == {0, 1}
+
+
+def test_a_finished_session_sends_what_is_queued_and_ends_when_the_peer_closes(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    ours, peer = ends
+    session = session_on(ours, inbox)
+    for _ in range(10):
+        session.send(ACK)
+    session.end_with(Goodbye(reason="done"))
+    session.start()
+    for _ in range(10):
+        peer.hear_a(Ack)
+    assert peer.hear_a(Goodbye).reason == "done"
+    peer.hear_the_end()
+    peer.say(Pull())
+    assert next_event(inbox, Said).message == Pull(), "the other direction is still open"
+    peer.leave()
+    assert "closed the connection" in next_event(inbox, Gone).reason
+
+
+def test_what_a_worker_must_not_say_ends_the_session(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    ours, peer = ends
+    session_on(ours, inbox).start()
+    peer.say(ACK)
+    reason = next_event(inbox, Gone).reason
+    assert "unexpected Ack" in reason
+    assert Ready.__name__ in reason
+
+
+def test_an_internal_error_in_a_receiver_ends_the_session_and_nothing_else(
+    ends: tuple[Connection, Hand], inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(Echo):
+        def __call__(self, message: Message, payload: memoryview) -> Event | None:
+            raise ZeroDivisionError("a bug")
+
+    errors: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: errors.append(args.exc_type))
+    ours, peer = ends
+    session = session_on(ours, inbox, receiver=Broken())
+    session.start()
+    peer.say(Pull())
+    assert "see the log file" in next_event(inbox, Gone).reason
+    assert session.join(DEADLINE_S)
+    assert errors == [ZeroDivisionError]
+
+
+def test_a_peer_that_is_gone_before_the_session_begins_is_noticed(
+    inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader may end before the writer has begun; it must not fail on that."""
+    start = threading.Thread.start
+
+    def start_and_see_it_end(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name.startswith("reader-"):
+            thread.join(DEADLINE_S)
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_see_it_end)
+    with connection_pair() as (ours, theirs):
+        theirs.close()
+        session_on(ours, inbox).start()
+        next_event(inbox, Gone)
+        assert session_threads() == []
+
+
+def test_join_says_whether_the_session_has_ended(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    ours, peer = ends
+    session = session_on(ours, inbox)
+    session.start()
+    before = time.monotonic()
+    assert not session.join(0.05)
+    assert time.monotonic() - before < DEADLINE_S
+    peer.leave()
+    assert session.join(DEADLINE_S)
+    next_event(inbox, Gone)
