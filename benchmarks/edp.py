@@ -225,7 +225,7 @@ def tasks(num_epochs: dict[str, int]) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def throughput(bench: Bench, rounds: int, *, quick: bool) -> list[dict[str, object]]:
     """Measure speeds: a dict for each model and number of processes."""
-    small, *larger = tasks({"digits": 10 if quick else 60, "MNIST": 1})
+    small, *larger = tasks({"digits": 10 if quick else 60, "MNIST": 3})
     name, overrides = small if quick or not larger else larger[0]
     models = {
         f"{small[0]}, hidden 128": small[1],

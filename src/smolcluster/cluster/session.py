@@ -61,8 +61,8 @@ class Session:
 
     def start(self) -> None:
         """Begin to read and write."""
-        self._reader.start()
         self._writer.start()
+        self._reader.start()  # last, because it waits for the writer when it ends
 
     def send(self, message: Message, payload: Buffer = b"") -> None:
         """Queue a message. `payload` must not change until it has been sent. Never blocks."""

@@ -1,0 +1,207 @@
+"""A worker's way to the server: patient, quiet, bounded, and final where asking again is of no use."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from connection_pairs import RUN
+from harness import SECRET, free_port
+from peers import DEADLINE_S, Door, Hand, hello, logger
+
+from smolcluster.cluster import joining
+from smolcluster.cluster.joining import RunOver, ServerAddress, join
+from smolcluster.errors import AuthError, ConnectTimeout, Rejected, RunFailed
+from smolcluster.transport.connection import Connection
+from smolcluster.transport.handshake import reject
+from smolcluster.transport.messages import Reject, Welcome
+from smolcluster.transport.security import Secret
+
+Joining = Callable[..., "Future[tuple[Connection, Welcome]]"]
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    door = Door()
+    yield door
+    door.close()
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def start_joining(door: Door, lines: list[str]) -> Iterator[Joining]:
+    """Begins to join in a thread."""
+    with ThreadPoolExecutor(1) as pool:
+
+        def start(
+            timeout_s: float = DEADLINE_S, secret: Secret = SECRET
+        ) -> "Future[tuple[Connection, Welcome]]":
+            address = ServerAddress("127.0.0.1", door.port)
+            log = logger(lines)
+            return pool.submit(join, address, hello(), secret, timeout_s=timeout_s, log=log)
+
+        yield start
+
+
+@pytest.fixture
+def delays(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The waits between attempts, which take no time."""
+    waits: list[float] = []
+    monkeypatch.setattr(joining, "time", SimpleNamespace(sleep=waits.append))
+    return waits
+
+
+def test_a_server_that_is_there_welcomes_at_once_and_in_silence(
+    door: Door, start_joining: Joining, lines: list[str]
+) -> None:
+    future = start_joining()
+    door.admit(RUN)
+    connection, welcome = future.result(DEADLINE_S)
+    assert welcome.run == RUN
+    assert lines == []
+    connection.close()
+
+
+def test_a_server_that_is_not_there_is_waited_for_with_one_line_and_a_deadline(
+    lines: list[str],
+) -> None:
+    port = free_port()
+    with pytest.raises(ConnectTimeout) as caught:
+        join(
+            ServerAddress("127.0.0.1", port), hello(), SECRET, timeout_s=0.5, log=logger(lines)
+        )
+    assert len(lines) == 1, "however many attempts"
+    assert "waiting for the server" in lines[0]
+    assert str(port) in lines[0]
+    for part in (str(port), "refused", "--server", "start the server"):
+        assert part in str(caught.value)
+    assert caught.value.exit_code == 75
+
+
+def test_attempts_become_rarer_up_to_a_limit_and_are_spread(
+    delays: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = 0
+
+    def refuse(*_: object) -> Connection:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 12:
+            raise Rejected("enough", "node")
+        raise ConnectTimeout("nobody there")
+
+    monkeypatch.setattr(joining, "connect", refuse)
+    lines: list[str] = []
+    with pytest.raises(Rejected, match="enough"):
+        join(ServerAddress("h", 1), hello(), SECRET, timeout_s=60.0, log=logger(lines))
+    assert len(delays) == 11
+    for attempt, delay_s in enumerate(delays):
+        whole = min(0.1 * 2**attempt, 2.0)
+        assert whole / 2 <= delay_s <= whole
+    assert len(lines) == 1
+
+
+def test_another_obstacle_is_said_too(
+    door: Door, start_joining: Joining, lines: list[str], delays: list[float]
+) -> None:
+    future = start_joining()
+    for reason in ("worker id 1 is in use", "worker id 1 is in use", "something else"):
+        connection, _ = door.open()
+        reject(connection, "busy", reason, retry_after_s=0.01)
+    door.admit(RUN)
+    connection, _ = future.result(DEADLINE_S)
+    assert len(lines) == 2
+    assert "in use" in lines[0]
+    assert "something else" in lines[1]
+    connection.close()
+
+
+def test_a_busy_worker_id_is_asked_for_again_when_the_server_says(
+    door: Door, start_joining: Joining, delays: list[float]
+) -> None:
+    future = start_joining()
+    connection, _ = door.open()
+    reject(connection, "busy", "worker id 1 is in use", retry_after_s=7.0)
+    door.admit(RUN)
+    connection, _ = future.result(DEADLINE_S)
+    assert delays == [7.0]
+    connection.close()
+
+
+def test_a_worker_id_that_stays_busy_is_given_up_with_the_reason(
+    door: Door, start_joining: Joining
+) -> None:
+    future = start_joining(timeout_s=0.0)
+    connection, _ = door.open()
+    reject(connection, "busy", "worker id 1 is in use", retry_after_s=2.0)
+    with pytest.raises(ConnectTimeout, match="worker id 1 is in use"):
+        future.result(DEADLINE_S)
+
+
+def test_another_secret_is_final(door: Door, start_joining: Joining, lines: list[str]) -> None:
+    future = start_joining(secret=Secret(Path("my-secret"), b"x" * 64))
+    with pytest.raises(AuthError):
+        door.open()
+    with pytest.raises(AuthError, match="my-secret"):
+        future.result(DEADLINE_S)
+    assert lines == []
+
+
+def test_a_refusal_without_another_time_is_final(door: Door, start_joining: Joining) -> None:
+    future = start_joining()
+    connection, _ = door.open()
+    reject(connection, "node", "node 'x' is not in host_ip")
+    with pytest.raises(Rejected, match="host_ip") as caught:
+        future.result(DEADLINE_S)
+    assert caught.value.exit_code == 78
+
+
+@pytest.mark.parametrize(("code", "error"), [("over", RunOver), ("failed", RunFailed)])
+def test_a_returning_worker_hears_how_the_run_ended(
+    door: Door, start_joining: Joining, code: str, error: type[Exception]
+) -> None:
+    future = start_joining()
+    connection, _ = door.open()
+    reject(connection, code, "every sample has been applied")
+    with pytest.raises(error, match="every sample"):
+        future.result(DEADLINE_S)
+
+
+def test_a_server_that_breaks_off_is_asked_again(
+    door: Door, start_joining: Joining, delays: list[float]
+) -> None:
+    future = start_joining()
+    connection, _ = door.open()
+    connection.close()
+    door.admit(RUN)
+    connection, _ = future.result(DEADLINE_S)
+    connection.close()
+
+
+def test_a_server_that_accepts_and_says_nothing_is_given_up_in_time(
+    door: Door, start_joining: Joining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody opens the door: the system accepts, and the handshake waits for an answer."""
+    monkeypatch.setattr(joining, "LAST_TRY_S", 0.1)
+    future = start_joining(timeout_s=0.2)
+    with pytest.raises(ConnectTimeout, match=r"last: .*did not finish in time"):
+        future.result(joining.HANDSHAKE_TIMEOUT_S / 2)
+
+
+def test_an_ipv6_address_is_written_so_that_it_can_be_typed() -> None:
+    assert str(ServerAddress("fd00::1", 65432)) == "[fd00::1]:65432"
+    assert str(ServerAddress("10.0.0.1", 65432)) == "10.0.0.1:65432"
+
+
+def test_a_failed_attempt_leaves_no_connection_open(door: Door, start_joining: Joining) -> None:
+    future = start_joining()
+    connection, _ = door.open()
+    connection.send(Reject(code="node", sentence="no"))
+    Hand(connection).hear_the_end()
+    with pytest.raises(Rejected):
+        future.result(DEADLINE_S)

@@ -1,0 +1,230 @@
+"""What the server tells the world of a run: metrics, events, and the summary."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from harness import local_settings
+from peers import Parts, server_parts
+
+from smolcluster.cluster.dispatcher import Range, Returned
+from smolcluster.cluster.membership import Member
+from smolcluster.cluster.report import Applied, Rate, Report
+from smolcluster.cluster.worker import Worker
+from smolcluster.runs.events import (
+    EpochFinished,
+    Evaluated,
+    LeaseReturned,
+    PushDropped,
+    RunEnded,
+    RunStarted,
+)
+from smolcluster.training.evaluate import evaluate
+from smolcluster.transport.messages import LeaseKey, Push, TensorSpec
+
+WORKER = Worker(Member(seat=5, worker_id=2, node="pi5", instance="abcdef01"))
+OTHER = Worker(Member(seat=6, worker_id=1, node="win", instance="abcdef02"))
+
+
+@pytest.fixture
+def parts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Parts]:
+    overrides = getattr(request, "param", ("track_gradients=false",))
+    with server_parts(local_settings("num_epochs=2", *overrides), tmp_path) as parts:
+        yield parts
+
+
+@pytest.fixture
+def report(parts: Parts) -> Report:
+    context = parts.context
+    return Report(
+        run=context.run,
+        server_node="mini1",
+        num_workers=3,
+        codec="fp32",
+        bench=context.bench,
+        metrics=context.metrics,
+        events=context.events,
+        log=context.log,
+        bytes_moved=lambda: (1000, 2000),
+    )
+
+
+def applied(
+    parts: Parts,
+    start: int,
+    stop: int,
+    *,
+    epoch: int = 0,
+    version: int = 1,
+    worker: Worker = WORKER,
+    loss: float = 0.5,
+    staleness: int = 0,
+) -> Applied:
+    return Applied(
+        worker=worker,
+        push=push(start, stop, epoch, loss),
+        gradient=torch.ones(parts.context.bench.replica.num_params),
+        version=version,
+        staleness=staleness,
+        learning_rate=1e-3,
+        grad_norm=2.5,
+    )
+
+
+def lease(start: int, stop: int, epoch: int = 0) -> LeaseKey:
+    return LeaseKey(incarnation="here", epoch=epoch, start=start, stop=stop, grant=1)
+
+
+def push(start: int, stop: int, epoch: int = 0, loss: float = 0.5) -> Push:
+    return Push(
+        lease=lease(start, stop, epoch),
+        base_version=0,
+        bucket=0,
+        num_buckets=1,
+        num_samples=stop - start,
+        loss=loss,
+        tensor=TensorSpec(codec="fp32", dtype="float32", shape=(1,), nbytes=4),
+    )
+
+
+def test_a_run_begins_with_what_is_trained(parts: Parts, report: Report) -> None:
+    (started,) = parts.happened(RunStarted)
+    assert isinstance(started, RunStarted)
+    assert (started.run_id, started.algorithm, started.dataset) == ("test-run", "edp", "digits")
+    assert started.num_params == parts.context.bench.replica.num_params
+    assert started.train_samples == parts.context.bench.dataset.train.num_samples
+
+
+def test_an_applied_push_is_one_record_of_its_worker(parts: Parts, report: Report) -> None:
+    report.applied(applied(parts, 32, 64, version=7, staleness=2, loss=0.25))
+    (record,) = parts.metrics.steps
+    assert (record.step, record.epoch, record.rank, record.node) == (7, 0, 1, "pi5")
+    for name, value in {
+        "loss": 0.25,
+        "lr": 1e-3,
+        "staleness": 2,
+        "start": 32,
+        "stop": 64,
+        "samples_applied": 32,
+        "grad_norm": 2.5,
+    }.items():
+        assert record.values[name] == value, name
+    assert not any(name.startswith("grad_norm/") for name in record.values)
+
+
+@pytest.mark.parametrize("parts", [("track_gradients=true",)], indirect=True)
+def test_gradients_are_tracked_by_layer_when_asked_for(parts: Parts, report: Report) -> None:
+    report.applied(applied(parts, 0, 32))
+    values = parts.metrics.steps[0].values
+    for name, place in parts.context.bench.replica.layers:
+        assert values[f"grad_norm/{name}"] == pytest.approx((place.stop - place.start) ** 0.5)
+
+
+def test_an_epoch_is_finished_once_when_its_last_sample_is_applied(
+    parts: Parts, report: Report
+) -> None:
+    size = parts.context.bench.dataset.train.num_samples
+    report.applied(applied(parts, 0, 100, version=1))
+    report.applied(applied(parts, 0, 50, version=2, epoch=1))
+    assert parts.happened(EpochFinished) == []
+    report.applied(applied(parts, 100, size, version=3))
+    expected = EpochFinished(epoch=0, step=3, samples_applied=size + 50)
+    assert parts.happened(EpochFinished) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [("stale", "staleness.bound"), ("late", "taken back"), ("duplicate", "applied already")],
+)
+def test_a_dropped_push_is_counted_and_written_down_with_its_reason(
+    parts: Parts, report: Report, outcome: str, words: str
+) -> None:
+    report.dropped(WORKER, lease(0, 32), outcome, staleness=4)  # type: ignore[arg-type]
+    assert report.tally.pushes == {outcome: 1}
+    (event,) = parts.happened(PushDropped)
+    assert isinstance(event, PushDropped)
+    assert (event.outcome, event.rank, event.node, event.staleness) == (outcome, 1, "pi5", 4)
+    assert words in event.reason
+    assert any("worker 2 (pi5)" in line and words in line for line in parts.log_lines)
+
+
+def test_a_lease_that_comes_back_names_its_last_holder_though_it_has_gone(
+    parts: Parts, report: Report
+) -> None:
+    report.holder(5, WORKER)
+    report.lease_returned(Returned(holder=5, range=Range(1, 32, 64)), "its worker has gone")
+    assert report.tally.leases_returned == 1
+    assert parts.happened(LeaseReturned) == [
+        LeaseReturned(
+            rank=1, node="pi5", epoch=1, start=32, stop=64, reason="its worker has gone"
+        )
+    ]
+
+
+def test_the_summary_adds_up(parts: Parts, report: Report) -> None:
+    bench = parts.context.bench
+    size = bench.dataset.train.num_samples
+    half = size // 2
+    report.applied(applied(parts, 0, size, version=1, loss=9.0))
+    report.applied(applied(parts, 0, half, epoch=1, version=2, loss=1.0, staleness=4))
+    report.applied(applied(parts, half, size, epoch=1, version=3, loss=3.0, worker=OTHER))
+    report.dropped(WORKER, lease(0, 32), "late", 0)
+    report.lost_push()
+    summary = report.summary()
+    assert (summary.steps, summary.epochs, summary.samples_applied) == (3, 2, 2 * size)
+    assert summary.pushes.model_dump() == {
+        "applied": 3,
+        "stale": 0,
+        "late": 1,
+        "duplicate": 0,
+        "lost": 1,
+    }
+    assert (summary.bytes.sent, summary.bytes.received) == (1000, 2000)
+    assert [(share.rank, share.samples) for share in summary.workers] == [
+        (0, size - half),
+        (1, size + half),
+    ]
+    assert sum(share.share for share in summary.workers) == pytest.approx(1.0)
+    assert summary.workers[1].mean_staleness == 2.0
+    expected = (1.0 * half + 3.0 * (size - half)) / size
+    assert summary.final.train_loss == pytest.approx(expected), "the mean of the last epoch only"
+    by_hand = evaluate(bench.replica.copy_model(), bench.dataset.validation, torch.device("cpu"))
+    assert summary.final.val_loss == by_hand.loss
+    assert len(parts.happened(Evaluated)) == 1
+
+
+def test_the_end_is_an_event(parts: Parts, report: Report) -> None:
+    report.applied(applied(parts, 0, 32))
+    report.ended(False, "the run failed: a reason")
+    (ended,) = parts.happened(RunEnded)
+    assert isinstance(ended, RunEnded)
+    assert (ended.ok, ended.reason, ended.steps) == (False, "the run failed: a reason", 1)
+    assert ended.samples_applied == 32
+
+
+class Clock:
+    """A clock and a counter that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.count = 0
+
+    def advance(self, seconds: float, count: int) -> None:
+        self.now += seconds
+        self.count += count
+
+
+def test_a_rate_is_that_of_the_last_full_window() -> None:
+    clock = Clock()
+    rate = Rate(lambda: clock.count, lambda: clock.now)
+    clock.advance(0.5, 50)
+    assert rate() == pytest.approx(100.0), "the first window so far"
+    clock.advance(0.5, 50)
+    assert rate() == pytest.approx(100.0)
+    clock.advance(0.5, 500)
+    assert rate() == pytest.approx(100.0), "steady within a window"
+    clock.advance(0.5, 500)
+    assert rate() == pytest.approx(1000.0)
+    clock.advance(2.0, 0)
+    assert rate() == 0.0
