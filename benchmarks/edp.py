@@ -228,8 +228,8 @@ def throughput(bench: Bench, rounds: int, *, quick: bool) -> list[dict[str, obje
     small, *larger = tasks({"digits": 10 if quick else 60, "MNIST": 3})
     name, overrides = small if quick or not larger else larger[0]
     models = {
-        f"{small[0]}, hidden 128": small[1],
-        f"{name}, hidden 2048": (*overrides, "model.hidden=2048"),
+        f"{small[0]} 128": small[1],
+        f"{name} 2048": (*overrides, "model.hidden=2048"),
     }
     measured: list[dict[str, object]] = []
     for model, model_overrides in models.items():
@@ -247,14 +247,14 @@ def throughput(bench: Bench, rounds: int, *, quick: bool) -> list[dict[str, obje
 def labels() -> list[str]:
     """What is measured in each round; the first one is the reference."""
     clusters = [f"{count} worker{'s'[: count > 1]}" for count in NUM_WORKERS]
-    return ["single process", "single process, threads", *clusters]
+    return ["single", "single, threads", *clusters]
 
 
 def one_speed(bench: Bench, label: str, overrides: Sequence[str]) -> Run:
     """One run of what `label` says."""
-    if label == "single process":
+    if label == "single":
         return bench.single((*overrides, "threads=1"))
-    if label == "single process, threads":
+    if label == "single, threads":
         return bench.single(overrides)
     return bench.cluster(int(label.split(maxsplit=1)[0]), overrides)
 
@@ -281,7 +281,15 @@ def speeds(model: str, runs: dict[str, list[Run]]) -> Iterator[dict[str, object]
 
 def throughput_rows(measured: Sequence[dict[str, object]]) -> list[tuple[str, ...]]:
     """Lay the speeds out in rows, the first one the heading."""
-    heading = ("model", "processes", "samples/s", "to single (rounds)", "server CPU a push", "τ")
+    heading = (
+        "data, hidden",
+        "processes",
+        "samples/s",
+        "to single",
+        "min - max",
+        "CPU a push",
+        "τ",
+    )
     rows: list[tuple[str, ...]] = [heading]
     for found in measured:
         ratios = found["ratios"]
@@ -292,7 +300,8 @@ def throughput_rows(measured: Sequence[dict[str, object]]) -> list[tuple[str, ..
                 str(found["model"]),
                 str(found["processes"]),
                 f"{found['samples_per_s']:,.0f}",
-                f"{found['ratio_to_single']:.2f} ({spread})",
+                f"{found['ratio_to_single']:.2f}",
+                spread,
                 f"{cpu_s * 1e3:.2f} ms" if isinstance(cpu_s, float) else "",
                 str(found.get("mean_staleness", "")),
             )
@@ -309,7 +318,7 @@ def staleness(bench: Bench, num_seeds: int, *, quick: bool) -> list[dict[str, ob
     for dataset, overrides in chosen:
         runs: dict[tuple[str, float | None], list[Run]] = {}
         for seed in range(FIRST_SEED, FIRST_SEED + num_seeds):
-            for codec, exponent in [("single process", None), *settings_of_staleness()]:
+            for codec, exponent in [("single", None), *settings_of_staleness()]:
                 run = one_accuracy(bench, codec, exponent, (*overrides, f"seed={seed}"))
                 runs.setdefault((codec, exponent), []).append(run)
                 say(

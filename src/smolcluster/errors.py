@@ -5,11 +5,11 @@
     ├── DataError               1   a dataset is missing, damaged or does not fit the model
     ├── NonFiniteLoss           1   a loss, gradient or weight became NaN or infinite
     ├── ProtocolError           1   a peer sent bytes that version 1 of the protocol does not allow
-    ├── PeerLost                1   an established connection broke or fell silent
     ├── LaunchError             1   a process of a run could not be started, or ended badly
     ├── RunFailed               1   the server ended the run because of an error elsewhere
     ├── TryAgain                75  nothing is wrong with the configuration: try again
     │   ├── ConnectTimeout          no server answered in time
+    │   ├── PeerLost                an established connection broke or fell silent
     │   ├── PortBusy                another process listens there
     │   └── ClusterEmpty            no worker came, or all have gone
     ├── AuthError               77  the cluster's secret is missing, unreadable or wrong
@@ -44,10 +44,6 @@ class ProtocolError(SmolclusterError):
     """A peer sent bytes that the protocol does not allow: the connection must be closed."""
 
 
-class PeerLost(SmolclusterError):
-    """A connection broke or fell silent: what was in flight may or may not have arrived."""
-
-
 class LaunchError(SmolclusterError):
     """A process of a run could not be started, or ended badly."""
 
@@ -64,6 +60,10 @@ class TryAgain(SmolclusterError):
 
 class ConnectTimeout(TryAgain):
     """No server answered before the deadline."""
+
+
+class PeerLost(TryAgain):
+    """A connection broke or fell silent: what was in flight may or may not have arrived."""
 
 
 class PortBusy(TryAgain):

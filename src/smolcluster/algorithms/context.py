@@ -49,8 +49,9 @@ class ServerContext:
 
         Raises:
             PortBusy: another process listens there.
-            ConfigError: no address to listen on is this machine's.
+            ConfigError: no address to listen on is this machine's, or a batch does not fit in a bucket.
         """
+        _check_batch_fits(self.run.train.batch_size, self.bench.replica.bucket_bytes)
         cluster, replica = self.settings.cluster, self.bench.replica
         addresses = listening_addresses(cluster)
         reception = Reception(
@@ -96,6 +97,12 @@ class ServerContext:
 def codec_for(run: RunConfig) -> str:
     """The codec of gradients."""
     return "int8" if run.use_quantization else "fp32"
+
+
+def _check_batch_fits(batch_size: int, bucket_bytes: int) -> None:
+    """Indices travel as int32, and no payload may be larger than a bucket."""
+    if 4 * batch_size > bucket_bytes:
+        raise ConfigError(f"batch_size is {batch_size}, must be at most {bucket_bytes // 4}")
 
 
 def listening_addresses(cluster: ClusterConfig) -> list[str]:

@@ -219,6 +219,14 @@ class TrainConfig(Section):
     dataset: DatasetConfig
     logging: LoggingConfig = LoggingConfig()
 
+    @model_validator(mode="after")
+    def _learning_rate_falls(self) -> Self:
+        if self.lr_schedule and self.lr_schedule.min_lr > self.learning_rate:
+            raise ValueError(
+                f"lr_schedule.min_lr is {self.lr_schedule.min_lr:g}, above learning_rate = {self.learning_rate:g}"
+            )
+        return self
+
 
 class RunConfig(Section):
     """What travels from the server to every worker: the same for all of them."""

@@ -72,9 +72,7 @@ def test_a_server_that_is_not_there_is_waited_for_with_one_line_and_a_deadline(
 ) -> None:
     port = free_port()
     with pytest.raises(ConnectTimeout) as caught:
-        join(
-            ServerAddress("127.0.0.1", port), hello(), SECRET, timeout_s=0.5, log=logger(lines)
-        )
+        join(ServerAddress("127.0.0.1", port), hello(), SECRET, timeout_s=0.5, log=logger(lines))
     assert len(lines) == 1, "however many attempts"
     assert "waiting for the server" in lines[0]
     assert str(port) in lines[0]

@@ -156,9 +156,7 @@ def test_a_lease_that_comes_back_names_its_last_holder_though_it_has_gone(
     report.lease_returned(Returned(holder=5, range=Range(1, 32, 64)), "its worker has gone")
     assert report.tally.leases_returned == 1
     assert parts.happened(LeaseReturned) == [
-        LeaseReturned(
-            rank=1, node="pi5", epoch=1, start=32, stop=64, reason="its worker has gone"
-        )
+        LeaseReturned(rank=1, node="pi5", epoch=1, start=32, stop=64, reason="its worker has gone")
     ]
 
 

@@ -198,9 +198,7 @@ def test_a_silent_peer_is_lost(inbox: Inbox) -> None:
 
 def test_one_frame_goes_to_many_sessions(inbox: Inbox) -> None:
     weights = bytes(range(64))
-    state = State(
-        incarnation="here", version=3, bucket=0, num_buckets=1, tensor=push(64).tensor
-    )
+    state = State(incarnation="here", version=3, bucket=0, num_buckets=1, tensor=push(64).tensor)
     frame = frame_of(state, weights)
     with connection_pair() as (a, peer_a), connection_pair("tcp") as (b, peer_b):
         for seat, connection in enumerate((a, b)):

@@ -1,3 +1,5 @@
+"""What holds for all tests."""
+
 from collections.abc import Iterator
 
 import pytest

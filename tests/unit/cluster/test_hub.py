@@ -1,0 +1,415 @@
+"""The hub seats, checks, fences, counts and sees out the workers of a run."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import free_port, local_settings
+from peers import DEADLINE_S, Echo, HandledHub, Parts, hello, knock, server_parts, wait_for_threads
+
+from smolcluster.cluster import hub as room
+from smolcluster.cluster import reception
+from smolcluster.cluster.hub import Departed, Joined
+from smolcluster.cluster.inbox import Said
+from smolcluster.cluster.joining import RunOver, ServerAddress, join
+from smolcluster.cluster.reception import Reception
+from smolcluster.configs.resolve import Settings
+from smolcluster.errors import ClusterEmpty, NonFiniteLoss, Rejected, RunFailed
+from smolcluster.runs.events import RunEnded, WorkerJoined, WorkerLeft, WorkerLost, WorkerRejected
+from smolcluster.transport.messages import End, Goodbye, Pull, Reject
+from smolcluster.utils.retry import Deadline
+
+INSTANCE = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def short_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "FAREWELL_S", 0.05)
+
+
+@pytest.fixture
+def parts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Parts]:
+    overrides = getattr(request, "param", ())
+    with server_parts(settings_of(*overrides), tmp_path) as parts:
+        yield parts
+
+
+def settings_of(*overrides: str) -> Settings:
+    defaults = (f"heartbeat_timeout_s={DEADLINE_S}", f"port={free_port()}")
+    return local_settings(*defaults, *overrides, workers=2)
+
+
+@pytest.fixture
+def rooms() -> Iterator[ExitStack]:
+    with ExitStack() as rooms:
+        yield rooms
+    wait_for_threads()
+
+
+@pytest.fixture
+def house(parts: Parts, rooms: ExitStack) -> HandledHub:
+    hub = rooms.enter_context(parts.context.open_hub(Echo))
+    house = HandledHub(hub, parts.port, parts.dataset)
+    rooms.callback(house.close)
+    return house
+
+
+def said(house: HandledHub) -> list[Said]:
+    return [event for event in house.events if isinstance(event, Said)]
+
+
+def departed(house: HandledHub) -> list[int]:
+    return [e.worker.member.seat for e in house.events if isinstance(e, Departed)]
+
+
+def joined_seats(house: HandledHub) -> list[int]:
+    return [e.worker.member.seat for e in house.events if isinstance(e, Joined)]
+
+
+def test_a_worker_takes_part_from_its_ready_on(house: HandledHub, parts: Parts) -> None:
+    hand = house.enter(hello(node="pi5"))
+    assert house.hub.workers == [], "let in, but not ready"
+    hand.ready(dataset=parts.dataset)
+    house.until(lambda: house.num_joined == 1)
+    (worker,) = house.hub.workers
+    assert (worker.rank, worker.name) == (0, "worker 1 (pi5)")
+    assert parts.happened(WorkerJoined) == [
+        WorkerJoined(rank=0, node="pi5", device="cpu", samples_per_s=0.0, rejoined=False)
+    ]
+
+
+def test_what_a_worker_says_reaches_the_algorithm(house: HandledHub) -> None:
+    hand = house.join(hello())
+    hand.say(Pull())
+    house.until(lambda: said(house) == [Said(joined_seats(house)[0], Pull())])
+
+
+def test_a_worker_that_says_goodbye_has_left(house: HandledHub, parts: Parts) -> None:
+    hand = house.join(hello())
+    hand.say(Goodbye(reason="it was stopped"))
+    hand.leave()
+    house.until(lambda: departed(house) == joined_seats(house))
+    assert parts.happened(WorkerLeft) == [
+        WorkerLeft(rank=0, node="macbook", reason="it was stopped")
+    ]
+    assert parts.happened(WorkerLost) == []
+    assert house.hub.workers == []
+
+
+def test_a_worker_that_breaks_off_is_lost_after_all_that_it_said(
+    house: HandledHub, parts: Parts
+) -> None:
+    hand = house.join(hello())
+    for _ in range(5):
+        hand.say(Pull())
+    hand.leave()
+    house.until(lambda: bool(departed(house)))
+    assert [type(event) for event in house.events] == [Joined, *[Said] * 5, Departed]
+    (lost,) = parts.happened(WorkerLost)
+    assert isinstance(lost, WorkerLost)
+    assert "closed the connection" in lost.reason
+
+
+def test_the_same_process_that_connects_again_takes_its_old_sessions_place(
+    house: HandledHub, parts: Parts
+) -> None:
+    old = house.join(hello(instance=INSTANCE))
+    new = house.join(hello(instance=INSTANCE))
+    first, second = joined_seats(house)
+    assert departed(house) == [first], "so that its leases go back before it gets new ones"
+    old.hear_the_end()
+    assert [worker.member.seat for worker in house.hub.workers] == [second]
+    new.say(Pull())
+    house.until(lambda: bool(said(house)))
+    assert said(house) == [Said(second, Pull())]
+    assert departed(house) == [first], "the end of the old session changes nothing"
+    events = parts.happened(WorkerJoined)
+    assert [getattr(event, "rejoined", None) for event in events] == [False, True]
+
+
+def test_what_an_old_session_still_says_is_ignored(house: HandledHub, parts: Parts) -> None:
+    house.join(hello(instance=INSTANCE))
+    house.join(hello(instance=INSTANCE))
+    first, second = joined_seats(house)
+    inbox = parts.context.inbox
+    inbox.put(Said(first, Goodbye(reason="too late")))
+    worker = next(e.worker for e in house.events if isinstance(e, Joined))
+    assert worker.ready is not None
+    inbox.put(Said(first, worker.ready))
+    inbox.put(Said(second, Pull()))
+    house.until(lambda: bool(said(house)))
+    assert joined_seats(house) == [first, second]
+    assert departed(house) == [first]
+    assert [worker.member.seat for worker in house.hub.workers] == [second]
+    assert parts.happened(WorkerLeft) == []
+
+
+def test_ready_said_twice_counts_once(house: HandledHub, parts: Parts) -> None:
+    hand = house.join(hello())
+    hand.ready(dataset=parts.dataset)
+    hand.say(Pull())
+    house.until(lambda: bool(said(house)))
+    assert house.num_joined == 1
+
+
+def test_another_process_under_a_live_id_waits_until_the_first_has_gone(
+    house: HandledHub, parts: Parts
+) -> None:
+    first = house.join(hello(node="pi5"))
+    with pytest.raises(Rejected, match=r"worker id 1.*pi5") as caught:
+        house.enter(hello(node="win"))
+    assert caught.value.code == "busy"
+    assert caught.value.retry_after_s is not None
+    (rejected,) = parts.happened(WorkerRejected)
+    assert isinstance(rejected, WorkerRejected)
+    assert (rejected.node, rejected.worker_id, rejected.code) == ("win", 1, "busy")
+    assert sum("refused" in line for line in parts.log_lines) == 1, "said once"
+    first.leave()
+    house.until(lambda: bool(departed(house)))
+    house.join(hello(node="win"))
+    assert [worker.name for worker in house.hub.workers] == ["worker 1 (win)"]
+
+
+def test_an_unlisted_node_is_refused_for_good(house: HandledHub) -> None:
+    with pytest.raises(Rejected, match="toaster") as caught:
+        house.enter(hello(node="toaster"))
+    assert caught.value.retry_after_s is None
+
+
+def test_other_data_is_refused_in_a_sentence_that_says_where_to_mend_it(
+    house: HandledHub, parts: Parts
+) -> None:
+    hand = house.enter(hello())
+    hand.ready(dataset="cd" * 32)
+    house.until(lambda: bool(parts.happened(WorkerRejected)))
+    reject = hand.hear_a(Reject)
+    assert reject.code == "dataset"
+    for part in ("cdcdcdcdcdcd", parts.dataset[:12], "dataset.root"):
+        assert part in reject.sentence
+    hand.hear_the_end()
+    assert house.hub.workers == []
+
+
+def test_another_model_is_refused_in_a_sentence_that_says_so(
+    house: HandledHub, parts: Parts
+) -> None:
+    hand = house.enter(hello())
+    hand.ready(dataset=parts.dataset, model="ef" * 32)
+    house.until(lambda: bool(parts.happened(WorkerRejected)))
+    reject = hand.hear_a(Reject)
+    assert reject.code == "model"
+    assert "same version of smolcluster and torch" in reject.sentence
+
+
+def test_who_was_refused_frees_its_id(house: HandledHub, parts: Parts) -> None:
+    hand = house.enter(hello())
+    hand.ready(dataset="cd" * 32)
+    house.until(lambda: bool(parts.happened(WorkerRejected)))
+    hand.leave()
+    enter_when_free(house)
+
+
+def test_a_worker_that_is_lost_before_it_was_ready_frees_its_id(house: HandledHub) -> None:
+    house.enter(hello()).leave()
+    enter_when_free(house)
+    assert departed(house) == [], "the algorithm never heard of it"
+
+
+def enter_when_free(house: HandledHub) -> None:
+    """Get in under an id whose last holder is about to go."""
+    deadline = Deadline(DEADLINE_S)
+    while True:
+        try:
+            house.enter(hello())
+        except Rejected as error:
+            assert error.code == "busy"
+            assert not deadline.expired, "its id is in use for ever"
+        else:
+            return
+
+
+def test_training_starts_when_enough_workers_have_joined(rooms: ExitStack, tmp_path: Path) -> None:
+    parts = rooms.enter_context(server_parts(settings_of("min_workers=2"), tmp_path))
+    hub = rooms.enter_context(parts.context.open_hub(Echo))
+    house = HandledHub(hub, parts.port, parts.dataset)
+    rooms.callback(house.close)
+    house.join(hello(1))
+    list(hub.next_events(0.0))
+    assert not hub.started
+    house.join(hello(2))
+    list(hub.next_events(0.0))
+    assert hub.started
+
+
+@pytest.mark.parametrize("parts", [("start_timeout_s=0.05",)], indirect=True)
+def test_a_hub_that_nobody_joins_gives_up(house: HandledHub) -> None:
+    with pytest.raises(ClusterEmpty, match="start_timeout_s") as caught:
+        house.until(lambda: False)
+    assert caught.value.exit_code == 75
+
+
+@pytest.mark.parametrize("parts", [("empty_cluster_timeout_s=0.05",)], indirect=True)
+def test_a_hub_whose_workers_have_all_gone_gives_up(house: HandledHub) -> None:
+    hand = house.join(hello())
+    list(house.hub.next_events(0.0))
+    assert house.hub.started
+    list(house.hub.next_events(0.1))
+    hand.leave()
+    with pytest.raises(ClusterEmpty, match="empty_cluster_timeout_s"):
+        house.until(lambda: False)
+
+
+def test_everybody_hears_of_a_good_end(parts: Parts, rooms: ExitStack) -> None:
+    with parts.context.open_hub(Echo) as hub:
+        house = HandledHub(hub, parts.port, parts.dataset)
+        rooms.callback(house.close)
+        ready, unready = house.join(hello(1)), house.enter(hello(2))
+    for hand in (ready, unready):
+        end = hand.hear_a(End)
+        assert end.ok
+        assert "every sample" in end.sentence
+        hand.hear_the_end()
+    (ended,) = parts.happened(RunEnded)
+    assert isinstance(ended, RunEnded)
+    assert ended.ok
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (NonFiniteLoss("loss is nan at layer fc1"), "the run failed: loss is nan at layer fc1"),
+        (KeyboardInterrupt(), "the server was stopped"),
+    ],
+)
+def test_everybody_hears_of_a_bad_end_and_why(
+    parts: Parts, rooms: ExitStack, error: BaseException, words: str
+) -> None:
+    house: HandledHub
+    with pytest.raises(type(error)), parts.context.open_hub(Echo) as hub:
+        house = HandledHub(hub, parts.port, parts.dataset)
+        rooms.callback(house.close)
+        hand = house.join(hello())
+        raise error
+    end = hand.hear_a(End)
+    assert not end.ok
+    assert end.sentence == words
+    (ended,) = parts.happened(RunEnded)
+    assert isinstance(ended, RunEnded)
+    assert (ended.ok, ended.reason) == (False, words)
+
+
+@pytest.mark.parametrize(("ok", "news"), [(True, RunOver), (False, RunFailed)])
+def test_a_worker_that_returns_at_the_end_hears_how_it_went(
+    parts: Parts,
+    rooms: ExitStack,
+    monkeypatch: pytest.MonkeyPatch,
+    ok: bool,
+    news: type[Exception],
+) -> None:
+    """The hub stays until the returning worker has been told, and not a moment longer."""
+    monkeypatch.setattr(room, "FAREWELL_S", DEADLINE_S)
+    pool = rooms.enter_context(ThreadPoolExecutor(1))
+    farewell = Deadline(DEADLINE_S)
+    try:
+        with parts.context.open_hub(Echo) as hub:
+            house = HandledHub(hub, parts.port, parts.dataset)
+            rooms.callback(house.close)
+            house.join(hello(1)).leave()
+            house.until(lambda: bool(departed(house)))
+            address = ServerAddress("127.0.0.1", parts.port)
+            future = pool.submit(
+                join,
+                address,
+                hello(1),
+                parts.context.secret,
+                timeout_s=0.0,  # one attempt: the first answer must be the news
+                log=parts.context.log,
+            )
+            if not ok:
+                raise NonFiniteLoss("loss is nan")  # noqa: TRY301 - the run's end
+    except NonFiniteLoss:
+        assert not ok
+    with pytest.raises(news):
+        future.result(DEADLINE_S)
+    assert not farewell.expired
+
+
+def test_the_door_is_not_closed_on_a_worker_that_is_being_told_of_the_end(
+    parts: Parts, rooms: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = threading.Event()
+    close, reject = Reception.close, reception.reject
+
+    def close_and_tell(door: Reception) -> None:
+        close(door)
+        closed.set()
+
+    def tell_slowly(*args: Any) -> None:
+        closed.wait(0.5)
+        reject(*args)
+
+    monkeypatch.setattr(room, "FAREWELL_S", DEADLINE_S)
+    monkeypatch.setattr(Reception, "close", close_and_tell)
+    monkeypatch.setattr(reception, "reject", tell_slowly)
+    pool = rooms.enter_context(ThreadPoolExecutor(1))
+    with parts.context.open_hub(Echo) as hub:
+        house = HandledHub(hub, parts.port, parts.dataset)
+        rooms.callback(house.close)
+        house.join(hello(1)).leave()
+        house.until(lambda: bool(departed(house)))
+        future = pool.submit(knock, parts.port, hello(1))
+    with pytest.raises(Rejected) as caught:
+        future.result(DEADLINE_S)
+    assert caught.value.code == "over"
+
+
+def test_a_worker_that_was_let_in_a_moment_before_the_end_hears_of_it(
+    parts: Parts, rooms: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "FAREWELL_S", DEADLINE_S)
+    pool = rooms.enter_context(ThreadPoolExecutor(1))
+
+    def come_and_listen() -> End:
+        hand = knock(parts.port, hello())
+        try:
+            return hand.hear_a(End)
+        finally:
+            hand.leave()
+
+    with parts.context.open_hub(Echo) as hub:
+        future = pool.submit(come_and_listen)
+        deadline = Deadline(DEADLINE_S)
+        while not hub._seats:  # its session is not there yet: that is the next event
+            list(hub.next_events(0.01))
+            assert not deadline.expired
+    assert future.result(DEADLINE_S).ok
+
+
+def test_nobody_is_waited_for_when_all_have_said_goodbye(
+    parts: Parts, rooms: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "FAREWELL_S", DEADLINE_S)
+    farewell = Deadline(DEADLINE_S)
+    with parts.context.open_hub(Echo) as hub:
+        house = HandledHub(hub, parts.port, parts.dataset)
+        rooms.callback(house.close)
+        hand = house.join(hello())
+        hand.say(Goodbye(reason="it was stopped"))
+        hand.leave()
+        house.until(lambda: bool(departed(house)))
+    assert not farewell.expired
+
+
+def test_a_worker_that_never_answers_cannot_keep_the_server(parts: Parts, rooms: ExitStack) -> None:
+    """It hears of the end but does not close: after the farewell it is cut."""
+    with parts.context.open_hub(Echo) as hub:
+        house = HandledHub(hub, parts.port, parts.dataset)
+        rooms.callback(house.close)
+        hand = house.join(hello())
+    assert hand.hear_a(End).ok
+    hand.hear_the_end()
+    wait_for_threads()

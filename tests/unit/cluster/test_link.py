@@ -1,0 +1,293 @@
+"""The life of a worker process: it takes part, comes back after every loss, and knows when to stop."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from harness import SECRET, Outcome, local_settings
+from peers import DEADLINE_S, Door, Echo, Hand, hello, logger
+
+from smolcluster.cluster.inbox import Said
+from smolcluster.cluster.joining import ServerAddress
+from smolcluster.cluster.link import Link, Place, follow, measure_speed
+from smolcluster.cluster.session import Receiver
+from smolcluster.configs.schema import DatasetPlace, NodeConfig, RunConfig
+from smolcluster.errors import (
+    ConfigError,
+    ConnectTimeout,
+    DataError,
+    NonFiniteLoss,
+    Rejected,
+    RunFailed,
+)
+from smolcluster.training.build import Workbench, build
+from smolcluster.transport.handshake import reject
+from smolcluster.transport.messages import (
+    Ack,
+    End,
+    Fault,
+    Goodbye,
+    LeaseKey,
+    Pull,
+    Ready,
+    Reject,
+    Welcome,
+)
+
+LEASE = LeaseKey(incarnation="0123abcd", epoch=0, start=0, stop=32, grant=1)
+
+
+class Helper:
+    """A participant that pulls, and then waits for what comes."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.unacknowledged: LeaseKey | None = None
+        self.bench: Workbench
+        self._error = error
+
+    def new_receiver(self) -> Receiver:
+        return Echo()
+
+    def take_part(self, link: Link) -> None:
+        self.unacknowledged = LEASE
+        link.send(Pull())
+        if self._error:
+            raise self._error
+        while True:
+            link.next_event(DEADLINE_S)
+
+
+@dataclass
+class Life:
+    """A worker that follows a door, and what it made."""
+
+    door: Door
+    lines: list[str] = field(default_factory=list)
+    made: list[Helper] = field(default_factory=list)
+    runs: list[str] = field(default_factory=list)
+
+    def begin(
+        self,
+        error: BaseException | None = None,
+        node: NodeConfig | None = None,
+        start_timeout_s: float = DEADLINE_S,
+    ) -> Outcome:
+        def make(_: Welcome, bench: Workbench) -> Helper:
+            helper = Helper(error)
+            helper.bench = bench
+            self.made.append(helper)
+            return helper
+
+        place = Place(
+            node=node or NodeConfig(device="cpu"),
+            hello=hello(),
+            address=ServerAddress("127.0.0.1", self.door.port),
+            secret=SECRET,
+            start_timeout_s=start_timeout_s,
+            log=logger(self.lines),
+            on_run_known=self.runs.append,
+        )
+        return Outcome("worker", lambda: follow(place, make))
+
+
+@pytest.fixture
+def life() -> Iterator[Life]:
+    door = Door()
+    yield Life(door)
+    door.close()
+
+
+def run_config(run_id: str = "run-1", *overrides: str) -> RunConfig:
+    settings = local_settings(f"reconnect_timeout_s={DEADLINE_S}", *overrides)
+    return settings.run_config(run_id, "edp")
+
+
+def taken_part(life: Life, run: RunConfig | None = None) -> tuple[Hand, Ready]:
+    """The worker is let in, and works."""
+    hand = life.door.admit(run or run_config())
+    ready = hand.hear_a(Ready)
+    hand.hear_a(Pull)
+    return hand, ready
+
+
+def end(hand: Hand, ok: bool = True, sentence: str = "every sample has been applied") -> None:
+    """Say that the run is over, and wait until the worker has closed."""
+    hand.say(End(ok=ok, sentence=sentence))
+    hand.connection.end_sending()
+    hand.hear_the_end()
+    hand.leave()
+
+
+def test_a_worker_says_what_it_has_and_ends_well_with_the_run(life: Life) -> None:
+    worker = life.begin()
+    hand, ready = taken_part(life)
+    bench = life.made[0].bench
+    assert ready.dataset_fingerprint == bench.dataset.fingerprint
+    assert ready.model_fingerprint == bench.replica.fingerprint
+    assert ready.samples_per_s > 0
+    assert ready.unacknowledged is None
+    end(hand)
+    worker.finish()
+    assert life.runs == ["run-1"]
+    assert "the run is over: every sample has been applied" in life.lines[-1]
+
+
+def test_a_worker_whose_connection_breaks_comes_back_with_what_it_had(life: Life) -> None:
+    worker = life.begin()
+    hand, _ = taken_part(life)
+    hand.leave()
+    hand, ready = taken_part(life)
+    assert ready.unacknowledged == LEASE, "the push whose fate it does not know"
+    assert len(life.made) == 1, "model, data and residuals are kept"
+    assert sum("trying to reconnect" in line for line in life.lines) == 1
+    end(hand)
+    worker.finish()
+
+
+def test_another_run_behind_the_same_address_is_begun_afresh(life: Life) -> None:
+    worker = life.begin()
+    taken_part(life)[0].leave()
+    hand, ready = taken_part(life, run_config("run-2", "seed=7"))
+    assert ready.unacknowledged is None
+    assert len(life.made) == 2
+    assert life.runs == ["run-1", "run-2"]
+    end(hand)
+    worker.finish()
+
+
+def test_a_worker_that_comes_back_after_the_end_hears_of_it_and_ends_well(life: Life) -> None:
+    worker = life.begin()
+    taken_part(life)[0].leave()
+    connection, _ = life.door.open()
+    reject(connection, "over", "every sample has been applied")
+    worker.finish()
+
+
+def test_a_server_that_does_not_come_back_is_given_up(life: Life) -> None:
+    worker = life.begin()
+    taken_part(life, run_config("run-1", "reconnect_timeout_s=0.2"))[0].leave()
+    life.door.close()
+    failure = worker.failure()
+    assert isinstance(failure, ConnectTimeout)
+    assert failure.exit_code == 75
+
+
+def test_a_run_that_ended_badly_is_an_error_with_its_reason(life: Life) -> None:
+    worker = life.begin()
+    hand, _ = taken_part(life)
+    end(hand, ok=False, sentence="the run failed: loss is nan")
+    failure = worker.failure()
+    assert isinstance(failure, RunFailed)
+    assert "loss is nan" in str(failure)
+
+
+def test_a_refusal_after_ready_is_final(life: Life) -> None:
+    worker = life.begin()
+    hand = life.door.admit(run_config())
+    hand.hear_a(Ready)
+    hand.say(Reject(code="dataset", sentence="this worker's dataset differs"))
+    failure = worker.failure()
+    assert isinstance(failure, Rejected)
+    assert failure.code == "dataset"
+    assert "dataset differs" in str(failure)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (DataError("sample 5 does not exist"), "it cannot go on: sample 5 does not exist"),
+        (ZeroDivisionError("a bug"), "it cannot go on: internal error: ZeroDivisionError('a bug')"),
+        (KeyboardInterrupt(), "it was stopped"),
+    ],
+)
+def test_a_worker_that_cannot_go_on_says_goodbye_and_why(
+    life: Life, error: BaseException, words: str
+) -> None:
+    worker = life.begin(error)
+    hand, _ = taken_part(life)
+    assert hand.hear_a(Goodbye).reason == words
+    hand.hear_the_end()
+    hand.leave()
+    assert worker.failure() is error
+
+
+def test_a_loss_that_is_not_finite_is_everybodys_affair(life: Life) -> None:
+    worker = life.begin(NonFiniteLoss("step 3: loss is nan at layer fc1"))
+    hand, _ = taken_part(life)
+    fault = hand.hear_a(Fault)
+    assert (fault.code, fault.sentence) == ("non-finite", "step 3: loss is nan at layer fc1")
+    hand.leave()
+    assert isinstance(worker.failure(), NonFiniteLoss)
+
+
+def test_a_machine_without_the_data_says_so_before_it_is_ready(life: Life, tmp_path: Path) -> None:
+    node = NodeConfig(device="cpu", dataset=DatasetPlace(root=tmp_path, download=False))
+    worker = life.begin(node=node)
+    hand = life.door.admit(run_config("run-1", "dataset.name=MNIST", "model.input_dim=784"))
+    assert "it cannot go on" in hand.hear_a(Goodbye).reason
+    hand.leave()
+    assert isinstance(worker.failure(), DataError)
+
+
+def test_a_machine_that_cannot_keep_a_run_says_so_and_leaves_nothing_open(life: Life) -> None:
+    """The folder of runs cannot be written: an error of this worker only."""
+    error = ConfigError("cannot make the run's folder")
+
+    class ReadOnly(list[str]):
+        def append(self, _: str) -> None:
+            raise error
+
+    life.runs = ReadOnly()
+    worker = life.begin()
+    hand = life.door.admit(run_config())
+    assert "cannot make the run's folder" in hand.hear_a(Goodbye).reason
+    hand.hear_the_end()
+    hand.leave()
+    assert worker.failure() is error
+
+
+def test_no_server_at_the_start_is_given_up(life: Life) -> None:
+    life.door.close()
+    failure = life.begin(start_timeout_s=0.2).failure()
+    assert isinstance(failure, ConnectTimeout)
+
+
+def test_news_of_the_server_is_raised_wherever_a_participant_waits(life: Life) -> None:
+    """Also when it only looks for events in between."""
+    seen: list[object] = []
+
+    class Looking(Helper):
+        def take_part(self, link: Link) -> None:
+            link.send(Pull())
+            while True:
+                event = link.next_event(0.001)
+                seen.extend([event] if event else [])
+
+    place = Place(
+        node=NodeConfig(device="cpu"),
+        hello=hello(),
+        address=ServerAddress("127.0.0.1", life.door.port),
+        secret=SECRET,
+        start_timeout_s=DEADLINE_S,
+        log=logger(life.lines),
+    )
+    worker = Outcome("worker", lambda: follow(place, lambda *_: Looking()))
+    hand, _ = taken_part(life)
+    hand.say(_ack())
+    end(hand)
+    worker.finish()
+    assert seen == [Said(0, _ack())]
+
+
+def _ack() -> Ack:
+    return Ack(lease=LEASE, outcome="applied", version=1)
+
+
+def test_speed_is_measured_on_this_machine() -> None:
+    settings = local_settings()
+    bench = build(settings.train, 42, settings.node.dataset, torch.device("cpu"))
+    before = bench.replica.snapshot()
+    assert measure_speed(bench, batch_size=32) > 0
+    assert torch.equal(bench.replica.params, before), "nothing is learned by it"

@@ -1,0 +1,240 @@
+"""The server's door: who gets in, who does not, and what a stranger can cost."""
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from connection_pairs import RUN
+from harness import SECRET
+from peers import (
+    DEADLINE_S,
+    Echo,
+    Hand,
+    hello,
+    knock,
+    logger,
+    next_event,
+    session_threads,
+    wait_for_threads,
+)
+
+from smolcluster.cluster import reception as room
+from smolcluster.cluster.inbox import Gone, Inbox, Knock, Said
+from smolcluster.cluster.membership import Admitted, Refused
+from smolcluster.cluster.reception import MAX_UNPROVED, Offer, Reception, Seated
+from smolcluster.errors import AuthError, PeerLost, Rejected, SmolclusterError
+from smolcluster.transport.connection import Connection, accept_next, connect, listen
+from smolcluster.transport.messages import Ack, Challenge, Pull
+from smolcluster.transport.security import Secret
+
+OFFER = Offer(
+    run_id="edp-1",
+    incarnation="0123abcd",
+    run=RUN,
+    model_fingerprint="ab" * 32,
+    bucket_bytes=4096,
+    codec="int8",
+    heartbeat_timeout_s=DEADLINE_S,
+)
+
+
+class House:
+    """A reception whose knocks the test answers."""
+
+    def __init__(self) -> None:
+        self.inbox = Inbox()
+        self.lines: list[str] = []
+        listeners = listen(["127.0.0.1"], 0)
+        self.port: int = listeners[0].getsockname()[1]
+        self.reception = Reception(
+            listeners,
+            secret=SECRET,
+            inbox=self.inbox,
+            offer=OFFER,
+            receiver_for=Echo,
+            max_queued=100,
+            log=logger(self.lines),
+        )
+        self._pool = ThreadPoolExecutor(4)
+        self._rooms = ExitStack()
+
+    def __enter__(self) -> "House":
+        self.reception.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._rooms.close()
+        self.reception.close()
+        self._pool.shutdown()
+
+    def knock(self, secret: Secret = SECRET) -> "Future[Hand]":
+        """A worker comes to the door."""
+
+        def come() -> Hand:
+            hand = knock(self.port, hello(), secret)
+            self._rooms.callback(hand.leave)
+            return hand
+
+        return self._pool.submit(come)
+
+    def admit(self) -> tuple[Hand, Seated]:
+        """A worker comes and is let in."""
+        future = self.knock()
+        next_event(self.inbox, Knock).answer.set_result(Admitted())
+        seated = next_event(self.inbox, Seated)
+        return future.result(DEADLINE_S), seated
+
+    def stranger(self) -> Hand:
+        """Somebody who has said hello and been challenged, and leaves it at that."""
+        connection = connect("127.0.0.1", self.port, DEADLINE_S)
+        self._rooms.callback(connection.close)
+        hand = Hand(connection)
+        hand.say(hello())
+        hand.hear_a(Challenge)
+        return hand
+
+
+@pytest.fixture
+def house() -> Iterator[House]:
+    with House() as house:
+        yield house
+
+
+def test_a_worker_that_is_let_in_hears_of_the_run_and_has_a_session(house: House) -> None:
+    future = house.knock()
+    asked = next_event(house.inbox, Knock)
+    assert asked.hello.node == "macbook"
+    asked.answer.set_result(Admitted())
+    seated = next_event(house.inbox, Seated)
+    hand = future.result(DEADLINE_S)
+    assert seated.seat == asked.seat
+    assert hand.welcome.run == RUN
+    assert (hand.welcome.run_id, hand.welcome.incarnation) == ("edp-1", "0123abcd")
+    assert (hand.welcome.codec, hand.welcome.bucket_bytes) == ("int8", 4096)
+    hand.say(Pull())
+    assert next_event(house.inbox, Said) == Said(seated.seat, Pull())
+    lease = {"incarnation": "a", "epoch": 0, "start": 0, "stop": 1, "grant": 0}
+    seated.session.send(Ack.model_validate({"lease": lease, "outcome": "late", "version": 1}))
+    assert hand.hear_a(Ack).outcome == "late"
+
+
+def test_a_worker_that_is_refused_reads_why_and_its_seat_is_free(house: House) -> None:
+    future = house.knock()
+    asked = next_event(house.inbox, Knock)
+    asked.answer.set_result(Refused("busy", "worker id 1 is in use", retry_after_s=2.0))
+    with pytest.raises(Rejected, match="worker id 1 is in use") as caught:
+        future.result(DEADLINE_S)
+    assert (caught.value.code, caught.value.retry_after_s) == ("busy", 2.0)
+    assert next_event(house.inbox, Gone).seat == asked.seat
+
+
+def test_whoever_does_not_know_the_secret_never_knocks_and_is_told_nothing(house: House) -> None:
+    stranger = house.knock(Secret(Path("mine"), b"x" * 64))
+    with pytest.raises(AuthError):
+        stranger.result(DEADLINE_S)
+    gone = next_event(house.inbox, Gone)
+    assert "does not know the secret" in gone.reason
+    assert any("not let in" in line for line in house.lines)
+    house.admit()
+
+
+def test_whoever_is_too_slow_to_prove_itself_is_put_out(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "HANDSHAKE_TIMEOUT_S", 0.2)
+    stranger = house.stranger()
+    stranger.hear_the_end()
+    assert "in time" in next_event(house.inbox, Gone).reason
+
+
+def test_a_worker_whom_nobody_answers_is_put_out_and_its_seat_is_free(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "HANDSHAKE_TIMEOUT_S", 0.3)
+    future = house.knock()
+    asked = next_event(house.inbox, Knock)
+    with pytest.raises(PeerLost):
+        future.result(DEADLINE_S)
+    gone = next_event(house.inbox, Gone)
+    assert gone.seat == asked.seat
+    assert "too busy" in gone.reason
+
+
+def test_a_worker_that_leaves_while_it_is_let_in_frees_its_seat(house: House) -> None:
+    future = house.knock()
+    asked = next_event(house.inbox, Knock)
+    asked.answer.set_result(Admitted())
+    future.result(DEADLINE_S).leave()
+    event = house.inbox.get(DEADLINE_S)
+    if isinstance(event, Seated):
+        event = house.inbox.get(DEADLINE_S)
+    assert isinstance(event, Gone)
+    assert event.seat == asked.seat
+
+
+def test_the_oldest_stranger_makes_room_for_the_newest(house: House) -> None:
+    hand, _ = house.admit()
+    strangers = [house.stranger() for _ in range(MAX_UNPROVED + 2)]
+    for pushed_out in strangers[:2]:
+        pushed_out.hear_the_end()
+        next_event(house.inbox, Gone)
+    assert house.inbox.get(0.0) is None, "the others may still prove themselves"
+    hand.say(Pull())
+    next_event(house.inbox, Said)
+
+
+def test_who_has_proved_itself_is_no_stranger_while_it_waits_for_the_answer(house: House) -> None:
+    future = house.knock()
+    asked = next_event(house.inbox, Knock)
+    for _ in range(MAX_UNPROVED):
+        house.stranger()
+    asked.answer.set_result(Admitted())
+    next_event(house.inbox, Seated)
+    future.result(DEADLINE_S)
+
+
+def test_bytes_are_counted_and_stay_counted_when_a_seat_is_gone(house: House) -> None:
+    hand, seated = house.admit()
+    hand.say(Pull())
+    next_event(house.inbox, Said)
+    sent, received = house.reception.bytes_moved()
+    assert received == hand.connection.bytes_sent
+    assert sent == hand.connection.bytes_received
+    hand.leave()
+    house.reception.forget(next_event(house.inbox, Gone).seat)
+    assert house.reception.bytes_moved() == (sent, received)
+    house.reception.forget(seated.seat)
+    assert house.reception.bytes_moved() == (sent, received), "nothing is counted twice"
+
+
+def test_a_passing_failure_to_accept_does_not_close_the_door(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failures = iter([True, True])
+
+    def fail_twice(listeners: list[socket.socket], timeout_s: float) -> Connection | None:
+        if next(failures, False):
+            raise SmolclusterError("cannot accept a connection: too many open files")
+        return accept_next(listeners, timeout_s)
+
+    monkeypatch.setattr(room, "accept_next", fail_twice)
+    monkeypatch.setattr(room, "ACCEPT_TICK_S", 0.01)
+    with House() as house:
+        house.admit()
+    assert sum("too many open files" in line for line in house.lines) == 2
+
+
+def test_a_closed_reception_cuts_everybody_and_frees_the_port() -> None:
+    with House() as house:
+        hand, _ = house.admit()
+        stranger = house.stranger()
+        house.reception.close()
+        hand.hear_the_end()
+        stranger.hear_the_end()
+        for listener in listen(["127.0.0.1"], house.port):
+            listener.close()
+        wait_for_threads()
+    assert session_threads() == []
