@@ -5,11 +5,11 @@ thread each, from the files `server.py` and `worker.py`; runs and secret lie in 
 Linux the processes are forked from one that has imported torch, which only makes them start sooner.
 
 * `throughput`: samples/s with 1, 2 and 3 workers and in a single process (with one thread, the reference,
-  and with PyTorch's choice of threads). The time is from the first to the last applied step by the
-  timestamps in `metrics.jsonl`; nothing is evaluated in between. Each round runs everything once, in
-  alternating order; a ratio is the median of the rounds' ratios. The server's CPU time is read from
-  outside about every 20 ms and interpolated at the first and the last step, so that start-up and the end
-  are left out. On 2 cores more than one worker has to share a core with the server.
+  and `unbound`, with PyTorch's choice of threads); a model is named by its data and hidden width. The time
+  is from the first to the last applied step by the timestamps in `metrics.jsonl`; nothing is evaluated in
+  between. Each round runs everything once, in alternating order; a ratio is the median of the rounds'
+  ratios. The server's CPU time is read from outside about every 20 ms and interpolated at the first and
+  the last step, so that start-up and the end are left out. Workers and server share the machine's cores.
 * `staleness`: validation accuracy of 3 workers against `a` in s(τ) = (1+τ)^-a, with fp32 and int8, for a
   few seeds (weights, split and order), and of the single process with the same seeds; τ is the mean over
   all pushes, the bytes are those that the server's sockets received.
@@ -121,10 +121,11 @@ class Bench:
         try:
             for number, argv in enumerate(commands):
                 output = folder / f"output-{number}.txt"
-                processes.append(
-                    self._context.Process(target=become, args=(argv, environ, output), daemon=True)
+                started = self._context.Process(
+                    target=become, args=(argv, environ, output), daemon=True
                 )
-                processes[-1].start()
+                started.start()
+                processes.append(started)
             cpu = watch(processes[0])
             for process in processes[1:]:
                 process.join(GOODBYE_TIMEOUT_S)
@@ -247,14 +248,14 @@ def throughput(bench: Bench, rounds: int, *, quick: bool) -> list[dict[str, obje
 def labels() -> list[str]:
     """What is measured in each round; the first one is the reference."""
     clusters = [f"{count} worker{'s'[: count > 1]}" for count in NUM_WORKERS]
-    return ["single", "single, threads", *clusters]
+    return ["single", "unbound", *clusters]
 
 
 def one_speed(bench: Bench, label: str, overrides: Sequence[str]) -> Run:
     """One run of what `label` says."""
     if label == "single":
         return bench.single((*overrides, "threads=1"))
-    if label == "single, threads":
+    if label == "unbound":
         return bench.single(overrides)
     return bench.cluster(int(label.split(maxsplit=1)[0]), overrides)
 
@@ -282,18 +283,18 @@ def speeds(model: str, runs: dict[str, list[Run]]) -> Iterator[dict[str, object]
 def throughput_rows(measured: Sequence[dict[str, object]]) -> list[tuple[str, ...]]:
     """Lay the speeds out in rows, the first one the heading."""
     heading = (
-        "data, hidden",
+        "model",
         "processes",
         "samples/s",
-        "to single",
-        "min - max",
+        "ratio",
+        "min-max",
         "CPU a push",
         "τ",
     )
     rows: list[tuple[str, ...]] = [heading]
     for found in measured:
         ratios = found["ratios"]
-        spread = f"{min(ratios):.2f} - {max(ratios):.2f}" if isinstance(ratios, list) else ""
+        spread = f"{min(ratios):.2f}-{max(ratios):.2f}" if isinstance(ratios, list) else ""
         cpu_s = found.get("server_cpu_s_per_push")
         rows.append(
             (
@@ -368,11 +369,11 @@ def accuracies(
 
 def staleness_rows(measured: Sequence[dict[str, object]]) -> list[tuple[str, ...]]:
     """Lay the accuracies out in rows, the first one the heading."""
-    heading = ("data", "codec", "a", "accuracy", "min - max", "val loss", "mean τ", "MB received")
+    heading = ("data", "codec", "a", "median", "min-max", "loss", "τ", "MB in")
     rows: list[tuple[str, ...]] = [heading]
     for found in measured:
         values = found["val_accuracies"]
-        spread = f"{min(values):.4f} - {max(values):.4f}" if isinstance(values, list) else ""
+        spread = f"{min(values):.4f}-{max(values):.4f}" if isinstance(values, list) else ""
         received = found["bytes_received"]
         rows.append(
             (

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from harness import SECRET, Recorder
 
 import smolcluster
+from harness import SECRET, Recorder
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.cluster.hub import Hub, Joined
 from smolcluster.cluster.inbox import Event, Inbox, Said
@@ -25,6 +25,7 @@ from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import Event as RunEvent
 from smolcluster.runs.events import EventLog, read_events
 from smolcluster.training.build import build
+from smolcluster.training.replica import DEFAULT_BUCKET_BYTES
 from smolcluster.transport.connection import Connection, accept_next, connect, listen
 from smolcluster.transport.frames import PROTOCOL_VERSION
 from smolcluster.transport.handshake import (
@@ -273,7 +274,9 @@ class Parts:
 
 
 @contextmanager
-def server_parts(settings: Settings, folder: Path) -> Iterator[Parts]:
+def server_parts(
+    settings: Settings, folder: Path, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+) -> Iterator[Parts]:
     """A server's context that nobody serves yet."""
     lines: list[str] = []
     log = logger(lines)
@@ -286,7 +289,11 @@ def server_parts(settings: Settings, folder: Path) -> Iterator[Parts]:
         settings=settings,
         run=settings.run_config("test-run", "edp"),
         bench=build(
-            settings.train, settings.cluster.seed, settings.node.dataset, torch.device("cpu")
+            settings.train,
+            settings.cluster.seed,
+            settings.node.dataset,
+            torch.device("cpu"),
+            bucket_bytes=bucket_bytes,
         ),
         secret=SECRET,
         metrics=Metrics([metrics]),

@@ -74,8 +74,8 @@ def join(
             said = obstacle
         time.sleep(min(wait_s, deadline.remaining()))
     raise ConnectTimeout(
-        f"no server welcomed this worker at {address} within {format_duration(timeout_s)} (last: {obstacle}); "
-        "start the server, or correct host_ip and port (or --server HOST:PORT)"
+        f"no server welcomed this worker at {address} within {format_duration(timeout_s)} "
+        f"(last: {obstacle}); start the server, or correct host_ip and port (or --server HOST:PORT)"
     )
 
 

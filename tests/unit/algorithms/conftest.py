@@ -1,15 +1,16 @@
+"""What holds for these tests."""
+
 from collections.abc import Iterator
 
 import pytest
-import torch
+
 from peers import wait_for_threads
+from smolcluster.cluster import reception
 
 
 @pytest.fixture(autouse=True)
-def nothing_goes_on_afterwards() -> Iterator[None]:
-    """Every thread that a test starts ends with it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def nothing_goes_on_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every thread of a session, reception or evaluator ends, soon, with the test that started it."""
+    monkeypatch.setattr(reception, "ACCEPT_TICK_S", 0.02)
     yield
     wait_for_threads()
-    torch.set_num_threads(before)

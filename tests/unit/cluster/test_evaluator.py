@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from harness import local_settings
-from peers import DEADLINE_S, next_event, session_threads
 from torch import nn
 
+from harness import local_settings
+from peers import DEADLINE_S, next_event, session_threads
 from smolcluster.cluster import evaluator as room
 from smolcluster.cluster.evaluator import EvaluationDone, EvaluationFailed, Evaluator
 from smolcluster.cluster.inbox import Inbox

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from harness import free_port, local_settings
 from peers import DEADLINE_S, Echo, HandledHub, Parts, hello, knock, server_parts, wait_for_threads
-
 from smolcluster.cluster import hub as room
 from smolcluster.cluster import reception
 from smolcluster.cluster.hub import Departed, Joined
@@ -20,6 +20,7 @@ from smolcluster.cluster.reception import Reception
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import ClusterEmpty, NonFiniteLoss, Rejected, RunFailed
 from smolcluster.runs.events import RunEnded, WorkerJoined, WorkerLeft, WorkerLost, WorkerRejected
+from smolcluster.transport.handshake import reject
 from smolcluster.transport.messages import End, Goodbye, Pull, Reject
 from smolcluster.utils.retry import Deadline
 
@@ -186,10 +187,10 @@ def test_other_data_is_refused_in_a_sentence_that_says_where_to_mend_it(
     hand = house.enter(hello())
     hand.ready(dataset="cd" * 32)
     house.until(lambda: bool(parts.happened(WorkerRejected)))
-    reject = hand.hear_a(Reject)
-    assert reject.code == "dataset"
+    refusal = hand.hear_a(Reject)
+    assert refusal.code == "dataset"
     for part in ("cdcdcdcdcdcd", parts.dataset[:12], "dataset.root"):
-        assert part in reject.sentence
+        assert part in refusal.sentence
     hand.hear_the_end()
     assert house.hub.workers == []
 
@@ -200,9 +201,9 @@ def test_another_model_is_refused_in_a_sentence_that_says_so(
     hand = house.enter(hello())
     hand.ready(dataset=parts.dataset, model="ef" * 32)
     house.until(lambda: bool(parts.happened(WorkerRejected)))
-    reject = hand.hear_a(Reject)
-    assert reject.code == "model"
-    assert "same version of smolcluster and torch" in reject.sentence
+    refusal = hand.hear_a(Reject)
+    assert refusal.code == "model"
+    assert "same version of smolcluster and torch" in refusal.sentence
 
 
 def test_who_was_refused_frees_its_id(house: HandledHub, parts: Parts) -> None:
@@ -342,7 +343,7 @@ def test_the_door_is_not_closed_on_a_worker_that_is_being_told_of_the_end(
     parts: Parts, rooms: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed = threading.Event()
-    close, reject = Reception.close, reception.reject
+    close = Reception.close
 
     def close_and_tell(door: Reception) -> None:
         close(door)

@@ -4,7 +4,6 @@ import threading
 from collections import defaultdict
 
 from peers import DEADLINE_S
-
 from smolcluster.cluster.inbox import Event, Gone, Inbox, Said
 from smolcluster.transport.messages import Pull
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
 from connection_pairs import RUN
 from harness import SECRET, free_port
 from peers import DEADLINE_S, Door, Hand, hello, logger
-
 from smolcluster.cluster import joining
 from smolcluster.cluster.joining import RunOver, ServerAddress, join
 from smolcluster.errors import AuthError, ConnectTimeout, Rejected, RunFailed

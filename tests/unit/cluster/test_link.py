@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from harness import SECRET, Outcome, local_settings
 from peers import DEADLINE_S, Door, Echo, Hand, hello, logger
-
 from smolcluster.cluster.inbox import Said
 from smolcluster.cluster.joining import ServerAddress
 from smolcluster.cluster.link import Link, Place, follow, measure_speed
@@ -188,6 +188,7 @@ def test_a_refusal_after_ready_is_final(life: Life) -> None:
     hand = life.door.admit(run_config())
     hand.hear_a(Ready)
     hand.say(Reject(code="dataset", sentence="this worker's dataset differs"))
+    hand.leave()
     failure = worker.failure()
     assert isinstance(failure, Rejected)
     assert failure.code == "dataset"

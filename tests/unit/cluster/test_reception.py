@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
 from connection_pairs import RUN
 from harness import SECRET
 from peers import (
@@ -20,7 +21,6 @@ from peers import (
     session_threads,
     wait_for_threads,
 )
-
 from smolcluster.cluster import reception as room
 from smolcluster.cluster.inbox import Gone, Inbox, Knock, Said
 from smolcluster.cluster.membership import Admitted, Refused

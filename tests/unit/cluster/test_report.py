@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from harness import local_settings
 from peers import Parts, server_parts
-
 from smolcluster.cluster.dispatcher import Range, Returned
 from smolcluster.cluster.membership import Member
 from smolcluster.cluster.report import Applied, Rate, Report

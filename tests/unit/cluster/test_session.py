@@ -5,9 +5,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
+
 from connection_pairs import BUCKET_BYTES, connection_pair, push
 from peers import DEADLINE_S, Echo, Hand, next_event, session_threads
-
 from smolcluster.cluster.inbox import Event, Gone, Inbox, Said
 from smolcluster.cluster.session import Receiver, Session
 from smolcluster.transport.connection import Connection
@@ -246,7 +246,7 @@ def test_an_internal_error_in_a_receiver_ends_the_session_and_nothing_else(
 ) -> None:
     class Broken(Echo):
         def __call__(self, message: Message, payload: memoryview) -> Event | None:
-            raise ZeroDivisionError("a bug")
+            raise ZeroDivisionError(f"a bug at {message} with {payload.nbytes} bytes")
 
     errors: list[type[BaseException]] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: errors.append(args.exc_type))

@@ -1,0 +1,100 @@
+"""EDP's rule against the formulas of its docstring, without a socket."""
+
+import pytest
+import torch
+
+from harness import local_settings
+from smolcluster.algorithms.EDP import rule
+from smolcluster.configs.schema import GradientClipping, StalenessConfig
+from smolcluster.training.build import build
+from smolcluster.training.replica import Replica
+
+UNCLIPPED = GradientClipping(enabled=False)
+
+
+@pytest.mark.parametrize(
+    ("version", "base_version", "own_versions", "tau"),
+    [
+        (0, 0, [], 0),
+        (10, 10, [], 0),
+        (10, 4, [], 6),
+        (10, 4, [5, 7], 4),
+        (10, 4, [5, 6, 7, 8, 9, 10], 0),
+        (10, 4, [1, 2, 3, 4], 6),
+    ],
+    ids=[
+        "the first push",
+        "fresh weights",
+        "all by others",
+        "two by itself",
+        "alone",
+        "own pushes of before the pull do not count",
+    ],
+)
+def test_staleness_counts_the_pushes_of_others_since_the_pull(
+    version: int, base_version: int, own_versions: list[int], tau: int
+) -> None:
+    assert rule.staleness(version, base_version, own_versions) == tau
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 2.0])
+def test_fresh_pushes_count_in_full(exponent: float) -> None:
+    assert rule.scale(0, exponent) == 1.0
+
+
+def test_the_factor_is_the_polynomial_of_fedasync() -> None:
+    assert rule.scale(3, 0.5) == pytest.approx(0.5)
+    assert rule.scale(9, 1.0) == pytest.approx(0.1)
+    assert rule.scale(100, 0.0) == 1.0
+
+
+def test_older_pushes_never_count_more() -> None:
+    factors = [rule.scale(tau, 0.5) for tau in range(50)]
+    assert factors == sorted(factors, reverse=True)
+    assert factors[-1] > 0
+
+
+@pytest.mark.parametrize(
+    ("tau", "bound", "dropped"), [(4, 4, False), (5, 4, True), (10**6, None, False)]
+)
+def test_the_bound_is_the_oldest_push_that_is_taken(
+    tau: int, bound: int | None, dropped: bool
+) -> None:
+    assert rule.too_stale(tau, StalenessConfig(bound=bound)) is dropped
+
+
+def replica(optimizer: str) -> Replica:
+    settings = local_settings(f"optimizer={optimizer}")
+    return build(settings.train, 42, settings.node.dataset, torch.device("cpu")).replica
+
+
+def gradient_for(replica: Replica, norm: float) -> torch.Tensor:
+    raw = torch.randn(replica.num_params, generator=torch.Generator().manual_seed(1))
+    return raw.mul_(norm / raw.norm().item())
+
+
+def test_a_push_is_one_step_of_plain_gradient_descent() -> None:
+    ours = replica("sgd")
+    before, gradient = ours.snapshot(), gradient_for(ours, 3.0)
+    norm = rule.apply_gradient(ours, gradient, 0.1, UNCLIPPED)
+    assert norm == pytest.approx(3.0, rel=1e-5)
+    torch.testing.assert_close(ours.params, before - 0.1 * gradient)
+
+
+def test_a_long_gradient_is_clipped_and_its_length_before_is_told() -> None:
+    ours = replica("sgd")
+    before, gradient = ours.snapshot(), gradient_for(ours, 3.0)
+    norm = rule.apply_gradient(ours, gradient, 0.1, GradientClipping(enabled=True, max_norm=1.0))
+    assert norm == pytest.approx(3.0, rel=1e-5)
+    torch.testing.assert_close(ours.params, before - 0.1 * gradient / 3.0, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient.norm().item(), 3.0, rtol=1e-5, atol=0.0)
+
+
+def test_adam_moves_less_for_a_stale_push() -> None:
+    """A factor on the gradient would be cancelled by Adam; one on the learning rate is not."""
+    fresh, stale = replica("adam"), replica("adam")
+    before, gradient = fresh.snapshot(), gradient_for(fresh, 1.0)
+    rule.apply_gradient(fresh, gradient, 1e-3 * rule.scale(0, 0.5), UNCLIPPED)
+    rule.apply_gradient(stale, gradient, 1e-3 * rule.scale(3, 0.5), UNCLIPPED)
+    moved, moved_less = (fresh.params - before).norm(), (stale.params - before).norm()
+    assert moved_less / moved == pytest.approx(0.5, rel=1e-3)

@@ -1,0 +1,378 @@
+"""EDP's server in the test's own hands: what becomes of every push, and who gets which weights and leases."""
+
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness import free_port, local_settings
+from peers import DEADLINE_S, Hand, HandledHub, Parts, hello, server_parts
+from smolcluster.algorithms.EDP.exchange import (
+    GradientSender,
+    Pushed,
+    StateReceiver,
+    WeightsArrived,
+)
+from smolcluster.algorithms.EDP.server import LEASES_PER_WORKER, Server
+from smolcluster.cluster import hub as hub_room
+from smolcluster.cluster.hub import Departed
+from smolcluster.cluster.inbox import Event
+from smolcluster.errors import NonFiniteLoss
+from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLost
+from smolcluster.training.build import build
+from smolcluster.transport.frames import Frame, build_frame, check_head
+from smolcluster.transport.messages import Ack, Assignment, Fault, LeaseKey, Pull, State, decode
+
+INSTANCE = "0123456789abcdef"
+BUCKET_BYTES = 16 * 1024
+
+
+class Stage:
+    """A server whose loop is the test, and workers spoken by hand."""
+
+    def __init__(self, parts: Parts, rooms: ExitStack) -> None:
+        self.parts = parts
+        self.server = Server(parts.context)
+        rooms.enter_context(self.server.hub)
+        rooms.enter_context(self.server.evaluator)
+        self.house = HandledHub(self.server.hub, parts.port, parts.dataset)
+        self.house.on_event = self._handle
+        rooms.callback(self.house.close)
+
+    def _handle(self, event: Event) -> None:
+        self.house.events.append(event)
+        self.server.handle(event)
+
+    @property
+    def weights(self) -> Tensor:
+        return self.server.replica.snapshot()
+
+    def count(self, kind: type[Event]) -> int:
+        return sum(isinstance(event, kind) for event in self.house.events)
+
+    def worker(
+        self,
+        worker_id: int = 1,
+        instance: str | None = None,
+        unacknowledged: LeaseKey | None = None,
+    ) -> "Puppet":
+        hand = self.house.join(hello(worker_id, instance=instance), unacknowledged)
+        return Puppet(self, hand)
+
+    def hand_out(self) -> None:
+        """What the loop does between two events."""
+        list(self.server.hub.next_events(0.0))
+        self.server.hand_out()
+
+
+class Puppet:
+    """A worker that does what the test says."""
+
+    def __init__(self, stage: Stage, hand: Hand) -> None:
+        self._stage = stage
+        self.hand = hand
+        settings = stage.parts.context.settings
+        self.replica = build(
+            settings.train, 1, settings.node.dataset, torch.device("cpu"), bucket_bytes=BUCKET_BYTES
+        ).replica
+        self._sender = GradientSender(stage.parts.context.codec, self.replica)
+
+    def weights(self) -> tuple[int, Tensor]:
+        """The weights that the server sends next, with their version."""
+        receiver = StateReceiver(self.replica.buckets)
+        while True:
+            message, payload = self.hand.hear()
+            assert isinstance(message, State)
+            event = receiver(message, memoryview(bytearray(payload)))
+            if isinstance(event, WeightsArrived):
+                return event.version, event.weights
+
+    def lease(self) -> LeaseKey:
+        return self.hand.hear_a(Assignment).lease
+
+    def frames(self, lease: LeaseKey, base_version: int = 0, seed: int = 0) -> list[Frame]:
+        generator = torch.Generator().manual_seed(seed)
+        self.replica.load_gradient(torch.randn(self.replica.num_params, generator=generator))
+        return list(self._sender.frames(lease, base_version, 0.5))
+
+    def push(self, lease: LeaseKey, base_version: int = 0, seed: int = 0) -> Ack:
+        """Push some gradient, and hear what became of it."""
+        seen = self._stage.count(Pushed)
+        for frame in self.frames(lease, base_version, seed):
+            self.hand.connection.send_frame(frame)
+        self._stage.house.until(lambda: self._stage.count(Pushed) > seen)
+        return self.hand.hear_a(Ack)
+
+
+@pytest.fixture(autouse=True)
+def short_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_room, "FAREWELL_S", 0.05)
+
+
+@pytest.fixture
+def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
+    overrides = getattr(request, "param", ())
+    defaults = (f"heartbeat_timeout_s={DEADLINE_S}", f"port={free_port()}", "num_epochs=2")
+    settings = local_settings(*defaults, "optimizer=sgd", *overrides)
+    with ExitStack() as rooms:
+        parts = rooms.enter_context(server_parts(settings, tmp_path, BUCKET_BYTES))
+        assert len(parts.context.bench.replica.buckets) > 2
+        yield Stage(parts, rooms)
+
+
+def working(
+    stage: Stage, worker_id: int = 1, instance: str | None = None
+) -> tuple[Puppet, LeaseKey]:
+    """A worker that has the weights and its first two leases; the second is left lying."""
+    puppet = stage.worker(worker_id, instance)
+    puppet.weights()
+    stage.hand_out()
+    lease = puppet.lease()
+    puppet.lease()
+    return puppet, lease
+
+
+def test_a_worker_gets_the_weights_and_then_its_leases(stage: Stage) -> None:
+    puppet = stage.worker()
+    version, weights = puppet.weights()
+    assert version == 0
+    assert torch.equal(weights, stage.weights)
+    stage.hand_out()
+    leases = [puppet.lease() for _ in range(LEASES_PER_WORKER)]
+    assert [(lease.epoch, lease.start, lease.stop) for lease in leases] == [(0, 0, 32), (0, 32, 64)]
+    assert puppet.push(leases[0]).outcome == "applied"
+    stage.hand_out()
+    assert puppet.lease().start == 64, "one answer, one more lease"
+
+
+def test_a_push_is_one_step_and_is_counted_once(stage: Stage) -> None:
+    puppet, lease = working(stage)
+    before = stage.weights
+    ack = puppet.push(lease)
+    assert (ack.lease, ack.outcome, ack.version) == (lease, "applied", 1)
+    rate = stage.parts.context.run.train.learning_rate
+    norm = puppet.replica.grads.norm()
+    expected = before - rate * puppet.replica.grads / (norm + 1e-6)  # clipped to a norm of 1
+    torch.testing.assert_close(stage.weights, expected, rtol=1e-5, atol=1e-7)
+    assert stage.server.dispatcher.samples_applied == 32
+    assert [record.step for record in stage.parts.metrics.steps] == [1]
+
+
+def test_a_push_that_comes_twice_is_applied_once(stage: Stage) -> None:
+    puppet, lease = working(stage)
+    puppet.push(lease)
+    after = stage.weights
+    ack = puppet.push(lease, seed=1)
+    assert (ack.outcome, ack.version) == ("duplicate", 1)
+    assert torch.equal(stage.weights, after)
+    assert stage.server.report.tally.pushes == {"applied": 1, "duplicate": 1}
+    assert stage.server.dispatcher.samples_applied == 32
+    (dropped,) = stage.parts.happened(PushDropped)
+    assert isinstance(dropped, PushDropped)
+    assert (dropped.outcome, dropped.start) == ("duplicate", 0)
+
+
+def test_a_push_that_comes_too_late_is_counted_and_not_applied(stage: Stage) -> None:
+    puppet, lease = working(stage)
+    before = stage.weights
+    stage.server.take_back(stage.server.dispatcher.expire(1e12), "its time was over")
+    assert puppet.push(lease).outcome == "late"
+    assert torch.equal(stage.weights, before)
+    assert stage.server.report.tally.pushes == {"late": 1}
+    assert len(stage.parts.happened(LeaseReturned)) == 2
+    assert stage.server.dispatcher.samples_applied == 0
+
+
+def test_whose_time_was_over_gets_no_more_until_it_answers(stage: Stage) -> None:
+    """A machine that hangs must not collect leases."""
+    puppet, lease = working(stage)
+    stage.server.take_back(stage.server.dispatcher.expire(1e12), "its time was over")
+    stage.hand_out()
+    puppet.push(lease)  # the next message is the answer, not an assignment
+    stage.hand_out()
+    assert puppet.lease().start == 0, "and its samples are handed out again"
+
+
+def test_another_workers_lease_cannot_be_pushed(stage: Stage) -> None:
+    _, lease = working(stage, 1)
+    thief, _ = working(stage, 2)
+    before = stage.weights
+    assert thief.push(lease).outcome == "late"
+    assert torch.equal(stage.weights, before)
+
+
+def test_only_the_pushes_of_others_make_a_worker_stale(stage: Stage) -> None:
+    busy, lease = working(stage, 1)
+    slow, old_lease = working(stage, 2)
+    for number in range(3):
+        busy.push(lease, base_version=0, seed=number)
+        stage.hand_out()
+        lease = busy.lease()
+    assert slow.push(old_lease, base_version=0).outcome == "applied"
+    records = stage.parts.metrics.steps
+    assert [record.values["staleness"] for record in records] == [0, 0, 0, 3]
+    rates = [record.values["lr"] for record in records]
+    assert rates[3] == pytest.approx(0.5 * rates[0]), "s(3) with a = 0.5"
+
+
+@pytest.mark.parametrize("stage", [("staleness.bound=2",)], indirect=True)
+def test_a_push_beyond_the_bound_is_dropped_and_its_samples_are_handed_out_again(
+    stage: Stage,
+) -> None:
+    busy, lease = working(stage, 1)
+    slow, old_lease = working(stage, 2)
+    for number in range(3):
+        busy.push(lease, base_version=number, seed=number)
+        stage.hand_out()
+        lease = busy.lease()
+    before = stage.weights
+    assert slow.push(old_lease).outcome == "stale"
+    assert torch.equal(stage.weights, before)
+    (returned,) = stage.parts.happened(LeaseReturned)
+    assert isinstance(returned, LeaseReturned)
+    assert (returned.start, returned.rank) == (old_lease.start, 1)
+    assert "too stale" in returned.reason
+    stage.hand_out()
+    assert slow.lease().start == old_lease.start
+    assert slow.push(old_lease, base_version=3).outcome == "late", "its grant is over"
+
+
+def spoiled(frames: list[Frame], puppet: Puppet) -> None:
+    """A push whose second bucket holds NaN, as a worker would send it that does not check."""
+    puppet.hand.connection.send_frame(frames[0])
+    kind, payload = frames[1].kind, bytearray(frames[1].payload)
+    payload[8:12] = struct.pack("<f", float("nan"))
+    header = check_head(frames[1].head)
+    puppet.hand.connection.send_frame(build_frame(kind, header, payload))
+
+
+def test_a_push_with_nan_costs_its_connection_and_nothing_else(stage: Stage) -> None:
+    faulty, lease = working(stage, 1)
+    honest, honest_lease = working(stage, 2)
+    before = stage.weights
+    spoiled(faulty.frames(lease), faulty)
+    stage.house.until(lambda: stage.count(Departed) == 1)
+    faulty.hand.hear_the_end()
+    assert torch.equal(stage.weights, before)
+    (lost,) = stage.parts.happened(WorkerLost)
+    assert isinstance(lost, WorkerLost)
+    assert "NaN or infinity" in lost.reason
+    assert len(stage.parts.happened(LeaseReturned)) == 2
+    assert stage.server.report.tally.pushes["lost"] == 1
+    assert honest.push(honest_lease).outcome == "applied"
+
+
+def test_buckets_in_the_wrong_order_cost_the_connection(stage: Stage) -> None:
+    puppet, lease = working(stage)
+    puppet.hand.connection.send_frame(puppet.frames(lease)[1])
+    stage.house.until(lambda: stage.count(Departed) == 1)
+    (lost,) = stage.parts.happened(WorkerLost)
+    assert isinstance(lost, WorkerLost)
+    assert "expected 0 of" in lost.reason
+
+
+def test_weights_that_do_not_exist_yet_cost_the_connection(stage: Stage) -> None:
+    puppet, lease = working(stage)
+    before = stage.weights
+    for frame in puppet.frames(lease, base_version=1):
+        puppet.hand.connection.send_frame(frame)
+    stage.house.until(lambda: stage.count(Departed) == 1)
+    assert torch.equal(stage.weights, before)
+    (lost,) = stage.parts.happened(WorkerLost)
+    assert isinstance(lost, WorkerLost)
+    assert "version 1, the newest is 0" in lost.reason
+
+
+def test_half_a_push_is_lost_and_its_samples_go_to_another(stage: Stage) -> None:
+    first, lease = working(stage, 1)
+    first.hand.connection.send_frame(first.frames(lease)[0])
+    first.hand.leave()
+    stage.house.until(lambda: stage.count(Departed) == 1)
+    assert stage.server.report.tally.pushes == {"lost": 1}
+    _, again = working(stage, 2)
+    assert (again.start, again.grant != lease.grant) == (lease.start, True)
+
+
+def test_a_push_that_was_applied_is_confirmed_after_a_reconnect(stage: Stage) -> None:
+    puppet, lease = working(stage, instance=INSTANCE)
+    puppet.push(lease)
+    after = stage.weights
+    back = stage.worker(instance=INSTANCE, unacknowledged=lease)
+    ack = back.hand.hear_a(Ack)
+    assert (ack.lease, ack.outcome, ack.version) == (lease, "applied", 1)
+    version, weights = back.weights()
+    assert version == 1
+    assert torch.equal(weights, after)
+
+
+def test_a_push_that_did_not_arrive_whole_is_late_after_a_reconnect(stage: Stage) -> None:
+    puppet, lease = working(stage, instance=INSTANCE)
+    before = stage.weights
+    puppet.hand.connection.send_frame(puppet.frames(lease)[0])
+    back = stage.worker(instance=INSTANCE, unacknowledged=lease)
+    assert back.hand.hear_a(Ack).outcome == "late"
+    assert torch.equal(back.weights()[1], before)
+
+
+def test_another_process_cannot_claim_a_push_that_was_not_its_own(stage: Stage) -> None:
+    puppet, lease = working(stage, 1)
+    puppet.push(lease)
+    other = stage.worker(2, unacknowledged=lease)
+    assert other.hand.hear_a(Ack).outcome == "late"
+
+
+def test_what_a_fenced_session_still_pushes_is_ignored(stage: Stage) -> None:
+    """Its push may have been whole in memory when the new session took its place."""
+    working(stage, instance=INSTANCE)
+    (first,) = stage.server.peers
+    stage.worker(instance=INSTANCE)
+    assert len(stage.parts.happened(LeaseReturned)) == 2
+    before = stage.weights
+    receiver = stage.server.receiver_for(first)
+    puppet, lease = working(stage, 2)
+    for frame in puppet.frames(lease):
+        message = decode(frame.kind, check_head(frame.head))
+        event = receiver(message, memoryview(bytearray(frame.payload)))
+    assert isinstance(event, Pushed)
+    stage.parts.context.inbox.put(event)
+    stage.house.until(lambda: stage.count(Pushed) == 1)
+    assert torch.equal(stage.weights, before)
+    assert stage.server.report.tally.pushes == {"lost": 1}
+
+
+def test_pulls_of_one_version_share_one_copy(stage: Stage) -> None:
+    one, lease = working(stage, 1)
+    other, _ = working(stage, 2)
+    assert stage.server.snapshot is not None
+    first = stage.server.snapshot[1]
+    for puppet in (one, other):
+        puppet.hand.say(Pull())
+    stage.house.until(lambda: len(stage.house.events) == 4)
+    assert stage.server.snapshot[1] is first
+    for puppet in (one, other):
+        assert torch.equal(puppet.weights()[1], stage.weights)
+    one.push(lease)
+    one.hand.say(Pull())
+    stage.house.until(lambda: len(stage.house.events) == 6)
+    version, weights = one.weights()
+    assert version == 1
+    assert torch.equal(weights, stage.weights)
+    assert stage.server.snapshot[1] is not first
+
+
+def test_a_snapshot_in_a_queue_does_not_change_when_the_weights_do(stage: Stage) -> None:
+    puppet = stage.worker()
+    before = stage.weights
+    stage.server.replica.params.zero_()
+    assert torch.equal(puppet.weights()[1], before)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_worker(stage: Stage) -> None:
+    puppet, _ = working(stage)
+    puppet.hand.say(Fault(code="non-finite", sentence="step 3: loss is nan at layer fc1"))
+    with pytest.raises(NonFiniteLoss, match=r"worker 1 \(macbook\): step 3: loss is nan"):
+        stage.house.until(lambda: False)

@@ -1,0 +1,88 @@
+"""What every algorithm's server is given, and where it listens."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness import free_port, local_settings
+from peers import Echo, Parts, server_parts
+from smolcluster.algorithms.context import codec_for, listening_addresses
+from smolcluster.configs.schema import ClusterConfig
+from smolcluster.errors import ConfigError, PortBusy
+
+ELSEWHERE = "203.0.113.7"  # of a block that is nobody's
+
+
+def cluster(host_ip: dict[str, str], **changes: object) -> ClusterConfig:
+    values: dict[str, object] = {
+        "host_ip": host_ip,
+        "num_workers": 1,
+        "workers": [list(host_ip)[-1]],
+        "server": next(iter(host_ip)),
+    }
+    return ClusterConfig.model_validate(values | changes)
+
+
+def test_the_server_listens_on_every_stated_address_that_is_its_own() -> None:
+    """A Pi on a subnet of its own reaches the server at another address than the rest."""
+    host_ip = {"mini1": "127.0.0.1", "win": ELSEWHERE, "pi5": "127.0.0.2", "mini2": "127.0.0.1"}
+    expected = ["127.0.0.1", "127.0.0.2"]
+    try:
+        socket.create_server(("127.0.0.2", 0)).close()
+    except OSError:  # macOS has only the first
+        expected = ["127.0.0.1"]
+    assert listening_addresses(cluster(host_ip)) == expected
+
+
+def test_bind_overrides_the_stated_addresses() -> None:
+    config = cluster({"mini1": "127.0.0.1", "pi5": ELSEWHERE}, bind=["0.0.0.0"])  # noqa: S104
+    assert listening_addresses(config) == ["0.0.0.0"]  # noqa: S104
+
+
+def test_a_machine_without_any_of_the_addresses_is_told_what_to_do() -> None:
+    with pytest.raises(ConfigError) as caught:
+        listening_addresses(cluster({"mini1": ELSEWHERE, "pi5": "203.0.113.8"}))
+    for part in (ELSEWHERE, "203.0.113.8", "host_ip", "bind", "--local"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(("quantized", "codec"), [("true", "int8"), ("false", "fp32")])
+def test_use_quantization_turns_on_8_bit_pushes(quantized: str, codec: str) -> None:
+    settings = local_settings(f"use_quantization={quantized}")
+    assert codec_for(settings.run_config("run-1", "edp")) == codec
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Iterator[Parts]:
+    with server_parts(local_settings(f"port={free_port()}"), tmp_path) as parts:
+        yield parts
+
+
+def test_an_open_hub_listens_and_a_closed_one_frees_the_port(parts: Parts) -> None:
+    with parts.context.open_hub(Echo):
+        socket.create_connection(("127.0.0.1", parts.port), timeout=10).close()
+    with socket.create_server(("127.0.0.1", parts.port)):
+        pass
+    assert any(
+        "listening on 127.0.0.1" in line and str(parts.port) in line for line in parts.log_lines
+    )
+
+
+def test_a_port_that_is_taken_is_try_again(parts: Parts) -> None:
+    with (
+        socket.create_server(("127.0.0.1", parts.port)),
+        pytest.raises(PortBusy, match=str(parts.port)) as caught,
+    ):
+        parts.context.open_hub(Echo)
+    assert caught.value.exit_code == 75
+
+
+def test_a_batch_whose_indices_do_not_fit_in_a_bucket_is_refused(tmp_path: Path) -> None:
+    settings = local_settings("batch_size=257", f"port={free_port()}")
+    with (
+        server_parts(settings, tmp_path, bucket_bytes=1024) as parts,
+        pytest.raises(ConfigError, match="batch_size is 257, must be at most 256"),
+    ):
+        parts.context.open_hub(Echo)

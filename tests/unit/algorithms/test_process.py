@@ -1,0 +1,279 @@
+"""What every server and worker process has in common: how it begins, what it leaves, and how it ends."""
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import free_port
+from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.process import run_server, run_worker
+from smolcluster.cluster.link import Participant
+from smolcluster.errors import ClusterEmpty, ConfigError, NonFiniteLoss, SmolclusterError
+from smolcluster.runs.events import EpochFinished, read_events
+from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.summary import Final, Pushes, Summary, Traffic, read_summary
+
+SUMMARY = Summary(
+    algorithm="edp",
+    run_id="mine",
+    wall_s=1.0,
+    epochs=1,
+    steps=10,
+    train_samples=320,
+    samples_applied=320,
+    codec="fp32",
+    pushes=Pushes(applied=10),
+    leases_returned=0,
+    final=Final(train_loss=0.25),
+    bytes=Traffic(sent=1, received=2),
+    workers=[],
+)
+
+
+@pytest.fixture(autouse=True)
+def a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a process sets for itself is put back, and its files are the test's."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    interval, num_threads = sys.getswitchinterval(), torch.get_num_threads()
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    sys.setswitchinterval(interval)
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs a server process whose algorithm is the test's."""
+
+    def run(body: Callable[[ServerContext], Summary], *arguments: str) -> int:
+        argv = ["server.py", "--local", "--run-id", "mine", "--override", f"port={free_port()}"]
+        monkeypatch.setattr(sys, "argv", [*argv, *arguments])
+        return run_server("edp", body)
+
+    return run
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Runs a worker process that never gets as far as taking part."""
+
+    def never(*_: object) -> Participant:
+        raise AssertionError("it took part")
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["worker.py", *arguments])
+        return run_worker("edp", never)
+
+    return run
+
+
+@pytest.fixture
+def run_files(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path / "runs" / "mine")
+
+
+def server_log(run_files: RunPaths) -> list[dict[str, object]]:
+    (file,) = run_files.logs.iterdir()
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def only_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """What the console shows of an error: one line, and no traceback."""
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out + captured.err
+    marks = (" ERROR ", " FATAL ")
+    lines = [
+        line
+        for line in captured.err.splitlines()
+        if line.startswith("error: ") or any(mark in line for mark in marks)
+    ]
+    assert len(lines) == 1, captured.err
+    return lines[0]
+
+
+def test_a_server_leaves_its_files_and_a_table(
+    serve: Callable[..., int],
+    run_files: RunPaths,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    contexts: list[ServerContext] = []
+
+    def body(context: ServerContext) -> Summary:
+        contexts.append(context)
+        return SUMMARY
+
+    assert serve(body) == 0
+    assert read_summary(run_files.summary) == SUMMARY
+    assert "num_epochs" in run_files.config.read_text()
+    assert (run_files.root.parent / "latest").resolve() == run_files.root.resolve()
+    assert "0.2500" in capsys.readouterr().err
+    (context,) = contexts
+    assert (context.run.run_id, context.run.algorithm) == ("mine", "edp")
+    assert {line["run"] for line in server_log(run_files)} == {"mine"}
+
+
+def test_without_progress_there_is_no_table(
+    serve: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve(lambda _: SUMMARY, "--no-progress") == 0
+    assert "0.2500" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ClusterEmpty("no worker came"), 75),
+        (NonFiniteLoss("worker 1 (pi5): step 3: loss is nan"), 1),
+        (ConfigError("host_ip is wrong"), 2),
+    ],
+)
+def test_a_known_error_is_one_line_its_exit_code_and_a_traceback_in_the_file(
+    serve: Callable[..., int],
+    run_files: RunPaths,
+    capsys: pytest.CaptureFixture[str],
+    error: SmolclusterError,
+    code: int,
+) -> None:
+    def body(context: ServerContext) -> Summary:
+        context.events.write(EpochFinished(epoch=0, step=1, samples_applied=32))
+        raise error
+
+    assert serve(body) == code
+    assert str(error) in only_line(capsys)
+    assert "Traceback" in str(server_log(run_files)[-1]["exception"])
+    assert not run_files.summary.exists()
+    assert len(read_events(run_files.events)) == 1, "what happened before is on disk"
+
+
+def test_a_bug_is_one_line_and_1(
+    serve: Callable[..., int], run_files: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve(lambda _: 1 / 0) == 1
+    line = only_line(capsys)
+    assert "ZeroDivisionError" in line
+    assert "the log file has the traceback" in line
+    assert "Traceback" in str(server_log(run_files)[-1]["exception"])
+
+
+def test_a_bug_in_a_thread_is_written_down(
+    serve: Callable[..., int], run_files: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body(_: ServerContext) -> Summary:
+        thread = threading.Thread(target=lambda: 1 / 0, name="greet")
+        thread.start()
+        thread.join(10)
+        return SUMMARY
+
+    assert serve(body) == 0
+    assert "internal error in thread greet" in only_line(capsys)
+    assert any("Traceback" in str(line.get("exception")) for line in server_log(run_files))
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_process_in_order(
+    serve: Callable[..., int],
+    run_files: RunPaths,
+    capsys: pytest.CaptureFixture[str],
+    signum: signal.Signals,
+    code: int,
+) -> None:
+    seen: list[BaseException] = []
+
+    def body(_: ServerContext) -> Summary:
+        try:
+            os.kill(os.getpid(), signum)
+            threading.Event().wait(10)
+        except BaseException as interrupt:
+            seen.append(interrupt)
+            raise
+        return SUMMARY
+
+    assert serve(body) == code
+    assert len(seen) == 1, "the algorithm can say goodbye"
+    assert signum.name in str(server_log(run_files)[-1]["message"])
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_server_makes_the_secret_that_is_not_there(
+    serve: Callable[..., int], tmp_path: Path
+) -> None:
+    assert serve(lambda _: SUMMARY) == 0
+    secret = tmp_path / "config" / "smolcluster" / "secret"
+    assert secret.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"), [("num_epoch=3", "num_epochs"), ("batch_size=0", "batch_size")]
+)
+def test_a_wrong_override_is_one_line_and_2(
+    serve: Callable[..., int], capsys: pytest.CaptureFixture[str], argument: str, words: str
+) -> None:
+    assert serve(lambda _: SUMMARY, "--override", argument) == 2
+    assert words in only_line(capsys)
+
+
+def test_an_unknown_flag_is_a_usage_error(serve: Callable[..., int]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        serve(lambda _: SUMMARY, "--workerz", "3")
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["1", "macbook", "--local", "--server", "10.0.0.1"], "HOST:PORT"),
+        (["1", "macbook", "--local", "--server", ":65432"], "HOST:PORT"),
+        (["1", "macbook", "--local", "--server", "10.0.0.1:70000"], "port"),
+        (["0", "macbook", "--local"], "worker_id is 0"),
+        (["1", "toaster", "--local"], "toaster"),
+        (["1", "macbook", "--local", "--override", "num_epochs=3"], "num_epochs"),
+    ],
+)
+def test_a_worker_that_is_told_something_wrong_is_one_line_and_2(
+    work: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    assert work(*arguments) == 2
+    assert words in only_line(capsys)
+
+
+def test_a_worker_without_a_secret_does_not_make_one(
+    work: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert work("1", "macbook", "--server", f"127.0.0.1:{free_port()}") == 77
+    assert str(tmp_path / "config") in only_line(capsys)
+    assert not (tmp_path / "config").exists()
+
+
+@pytest.mark.parametrize("server", ["127.0.0.1", "[::1]", "localhost"])
+def test_a_worker_without_a_server_says_where_it_looked(
+    work: Callable[..., int], capsys: pytest.CaptureFixture[str], server: str
+) -> None:
+    address = f"{server}:{free_port()}"
+    arguments = ("--local", "--server", address, "--override", "start_timeout_s=0.1")
+    assert work("1", "macbook", *arguments) == 75
+    assert address in only_line(capsys)
+
+
+def test_a_worker_may_be_named_with_dots(
+    work: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server's list is what counts: a worker needs an address and the secret."""
+    address = f"127.0.0.1:{free_port()}"
+    arguments = ("--local", "--server", address, "--override", "start_timeout_s=0.1")
+    assert work("1", "mini2.local", *arguments) == 75
+    assert address in only_line(capsys)

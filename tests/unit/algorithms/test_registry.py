@@ -1,0 +1,24 @@
+"""The algorithms by name."""
+
+import pytest
+
+from smolcluster.algorithms.registry import ALGORITHMS, get_algorithm, title_of
+from smolcluster.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_has_the_two_files_that_are_its_processes(name: str) -> None:
+    algorithm = get_algorithm(name)
+    assert algorithm.name == name
+    assert algorithm.server.is_file()
+    assert algorithm.worker.is_file()
+
+
+def test_an_unknown_algorithm_is_an_error_that_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'edpp'.*edp"):
+        get_algorithm("edpp")
+
+
+def test_titles_are_for_people() -> None:
+    assert title_of("edp") == "EDP"
+    assert title_of("single") == "Single"
