@@ -99,11 +99,6 @@ class Hub:
         """The workers that take part."""
         return [worker for worker in self._seats.values() if worker.ready]
 
-    def worker(self, seat: int) -> Worker | None:
-        """The worker on a seat, if it still takes part."""
-        worker = self._seats.get(seat)
-        return worker if worker and worker.ready else None
-
     def next_events(self, timeout_s: float) -> Iterator[Event]:
         """What happened next; nothing when `timeout_s` seconds passed without.
 
@@ -237,7 +232,10 @@ class Hub:
 
     def _depart(self, seat: int, reason: str) -> Iterator[Event]:
         worker = self._seats.pop(seat, None)
-        if worker is None or worker.ready is None:
+        if worker is None:
+            return
+        if worker.ready is None:
+            self._log.warning("%s never took part: %s", worker.name, worker.goodbye or reason)
             return
         node = worker.member.node
         if worker.goodbye is not None:

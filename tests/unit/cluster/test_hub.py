@@ -220,6 +220,18 @@ def test_a_worker_that_is_lost_before_it_was_ready_frees_its_id(house: HandledHu
     assert departed(house) == [], "the algorithm never heard of it"
 
 
+def test_why_a_worker_never_took_part_is_in_the_servers_log(
+    house: HandledHub, parts: Parts
+) -> None:
+    hand = house.enter(hello(node="pi5"))
+    hand.say(Goodbye(reason="it cannot go on: no MNIST in /data"))
+    hand.leave()
+    enter_when_free(house)
+    (line,) = [line for line in parts.log_lines if "never took part" in line]
+    assert "worker 1 (pi5)" in line
+    assert "no MNIST in /data" in line
+
+
 def enter_when_free(house: HandledHub) -> None:
     """Get in under an id whose last holder is about to go."""
     deadline = Deadline(DEADLINE_S)

@@ -364,11 +364,17 @@ def test_pulls_of_one_version_share_one_copy(stage: Stage) -> None:
     assert stage.server.snapshot[1] is not first
 
 
-def test_a_snapshot_in_a_queue_does_not_change_when_the_weights_do(stage: Stage) -> None:
+def test_what_waits_in_a_queue_does_not_change_when_the_weights_do(stage: Stage) -> None:
     puppet = stage.worker()
-    before = stage.weights
+    version, before = puppet.weights()
     stage.server.replica.params.zero_()
-    assert torch.equal(puppet.weights()[1], before)
+    puppet.hand.say(Pull())  # the version is the same: so are the frames, wherever they lie
+    stage.house.until(lambda: len(stage.house.events) == 2)
+    assert puppet.weights()[0] == version
+    assert stage.server.snapshot is not None
+    frame = stage.server.snapshot[1][0]
+    first = before[stage.server.replica.buckets[0]]
+    assert torch.equal(torch.frombuffer(frame.payload, dtype=torch.float32), first)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_worker(stage: Stage) -> None:
