@@ -6,8 +6,6 @@ happens, the console gets one line, never a traceback.
 
 import os
 import sys
-import tempfile
-import traceback
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -15,6 +13,7 @@ import typer
 
 import smolcluster
 from smolcluster.errors import SmolclusterError
+from smolcluster.utils.bugs import describe_bug
 
 EXIT_CODES = """Exit codes:
 
@@ -159,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        return _fail(_bug(error), 1)
+        return _fail(describe_bug(error), 1)
     return int(code or 0)
 
 
@@ -174,16 +173,6 @@ def _usage(error: typer.TyperException) -> str:
     command = context.command_path if context is not None else "smolcluster"
     sentence = " ".join(error.format_message().split()).rstrip(".")
     return f"{sentence}; `{command} --help` says more"
-
-
-def _bug(error: Exception) -> str:
-    """A sentence on an error that nobody foresaw; its traceback goes to a file."""
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="smolcluster-", suffix=".log", delete=False
-    ) as file:
-        traceback.print_exception(error, file=file)
-    reason = " ".join(str(error).split())
-    return f"this is a bug in smolcluster: {type(error).__name__}: {reason}; see {file.name}"
 
 
 if __name__ == "__main__":

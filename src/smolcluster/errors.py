@@ -5,6 +5,7 @@
     ├── DataError               1   a dataset is missing, damaged or does not fit the model
     ├── NonFiniteLoss           1   a loss, gradient or weight became NaN or infinite
     ├── ProtocolError           1   a peer sent bytes that version 1 of the protocol does not allow
+    │   └── VersionDiffers          … in another version of it
     ├── LaunchError             1   a process of a run could not be started, or ended badly
     ├── RunFailed               1   the server ended the run because of an error elsewhere
     ├── TryAgain                75  nothing is wrong with the configuration: try again
@@ -42,6 +43,10 @@ class NonFiniteLoss(SmolclusterError):
 
 class ProtocolError(SmolclusterError):
     """A peer sent bytes that the protocol does not allow: the connection must be closed."""
+
+
+class VersionDiffers(ProtocolError):
+    """The peer speaks another version of the protocol: trying again is of no use."""
 
 
 class LaunchError(SmolclusterError):

@@ -11,7 +11,6 @@ from torch.nn.utils import vector_to_parameters
 
 from smolcluster.cluster.inbox import Event, Inbox
 from smolcluster.data.dataset import Split
-from smolcluster.errors import NonFiniteLoss
 from smolcluster.training.evaluate import Evaluation, evaluate
 from smolcluster.training.replica import Replica
 
@@ -27,10 +26,10 @@ class EvaluationDone(Event):
 
 @dataclass(frozen=True)
 class EvaluationFailed(Event):
-    """The weights of `version` give a loss that is NaN or infinite."""
+    """The weights of `version` could not be evaluated."""
 
     version: int
-    error: NonFiniteLoss
+    error: Exception
 
 
 class Evaluator:
@@ -71,6 +70,7 @@ class Evaluator:
             try:
                 evaluation = evaluate(self._model, self._split, self._device)
                 self._inbox.put(EvaluationDone(version, epoch, evaluation))
-            except NonFiniteLoss as error:
+            except Exception as error:
                 self._inbox.put(EvaluationFailed(version, error))
-            self._busy.clear()
+            finally:
+                self._busy.clear()

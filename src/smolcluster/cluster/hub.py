@@ -18,13 +18,13 @@ from smolcluster.cluster.reception import Reception, Seated
 from smolcluster.cluster.report import Report
 from smolcluster.cluster.worker import Worker
 from smolcluster.configs.schema import ClusterConfig
-from smolcluster.errors import ClusterEmpty, SmolclusterError
+from smolcluster.errors import ClusterEmpty, NonFiniteLoss, SmolclusterError
 from smolcluster.runs.events import EventLog, WorkerJoined, WorkerLeft, WorkerLost, WorkerRejected
-from smolcluster.transport.messages import End, Goodbye, Ready, Reject
+from smolcluster.transport.messages import End, Fault, Goodbye, Ready, Reject
 from smolcluster.utils.retry import Deadline
 
 FAREWELL_S = 3.0
-"""How long the end of the run waits for workers to hear of it, seconds."""
+"""How long the end of the run waits for workers that have lost their connection, seconds."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,10 @@ class Hub:
             case Said(seat=seat, message=Ready() as ready):
                 yield from self._join(seat, ready)
             case Said(seat=seat, message=Goodbye() as goodbye):
+                self._hear_goodbye(seat, goodbye)
+            case Said(seat=seat, message=Fault() as fault):
                 if seat in self._seats:
-                    self._seats[seat].goodbye = goodbye.reason
+                    raise NonFiniteLoss(f"{self._seats[seat].name}: {fault.sentence}")
             case _:
                 yield event
 
@@ -132,9 +134,9 @@ class Hub:
             if worker.session:
                 worker.session.end_with(end)
         leaving = set(self._seats)
-        deadline = Deadline(FAREWELL_S)
-        while (leaving or self._missing) and not deadline.expired:
-            event = self._inbox.get(deadline.remaining())
+        present, absent = Deadline(self._cluster.heartbeat_timeout_s), Deadline(FAREWELL_S)
+        while (leaving and not present.expired) or (self._missing and not absent.expired):
+            event = self._inbox.get(0.1)
             if isinstance(event, Knock):
                 event.answer.set_result(Refused("over" if ok else "failed", sentence))
                 self._missing.discard(event.hello.worker_id)
@@ -143,6 +145,16 @@ class Hub:
                 event.session.end_with(end)
             elif isinstance(event, Gone):
                 leaving.discard(event.seat)
+
+    def _hear_goodbye(self, seat: int, goodbye: Goodbye) -> None:
+        """A worker that has said goodbye has nothing more to say."""
+        worker = self._seats.get(seat)
+        if worker is None or worker.session is None:
+            return
+        if worker.goodbye is None:
+            worker.goodbye = goodbye.reason
+        else:
+            worker.session.cut("it said goodbye twice")
 
     def _check_quorum(self) -> None:
         present = len(self.workers)
@@ -155,6 +167,7 @@ class Hub:
         if decision.verdict == "go" and not self.started:
             self._log.info("training starts: %s", decision.reason)
             self.started = True
+            self.report.started()
 
     def _answer(self, knock: Knock) -> Iterator[Event]:
         hello = knock.hello

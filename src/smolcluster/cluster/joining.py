@@ -5,7 +5,14 @@ import random
 import time
 from dataclasses import dataclass
 
-from smolcluster.errors import ConnectTimeout, PeerLost, ProtocolError, Rejected, RunFailed
+from smolcluster.errors import (
+    ConnectTimeout,
+    PeerLost,
+    ProtocolError,
+    Rejected,
+    RunFailed,
+    VersionDiffers,
+)
 from smolcluster.transport.connection import Connection, connect
 from smolcluster.transport.handshake import client_handshake
 from smolcluster.transport.messages import Hello, Welcome
@@ -44,6 +51,7 @@ def join(
         RunFailed: it has ended badly.
         ConnectTimeout: nobody answered in time, or the worker id stayed in use.
         Rejected: the server refused for good.
+        VersionDiffers: it speaks another version of the protocol.
         AuthError: the secrets differ.
     """
     deadline = Deadline(timeout_s)
@@ -52,6 +60,8 @@ def join(
     for delay_s in backoff_delays(first_s=0.1, cap_s=LONGEST_DELAY_S, jitter=jitter):
         try:
             return _join_once(address, hello, secret, max(LAST_TRY_S, deadline.remaining()))
+        except VersionDiffers:
+            raise
         except (ConnectTimeout, PeerLost, ProtocolError) as error:
             obstacle, wait_s = str(error), delay_s
         except Rejected as error:
@@ -74,8 +84,7 @@ def join(
             said = obstacle
         time.sleep(min(wait_s, deadline.remaining()))
     raise ConnectTimeout(
-        f"no server welcomed this worker at {address} within {format_duration(timeout_s)} "
-        f"(last: {obstacle}); start the server, or correct host_ip and port (or --server HOST:PORT)"
+        f"no server welcomed this worker at {address} within {format_duration(timeout_s)}: {obstacle}"
     )
 
 

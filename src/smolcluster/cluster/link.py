@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from smolcluster.cluster.inbox import Event, Gone, Inbox, Said
-from smolcluster.cluster.joining import RunOver, ServerAddress, join
+from smolcluster.cluster.joining import LONGEST_DELAY_S, RunOver, ServerAddress, join
 from smolcluster.cluster.session import Receiver, Session
 from smolcluster.configs.schema import NodeConfig
 from smolcluster.errors import NonFiniteLoss, PeerLost, Rejected, RunFailed, SmolclusterError
@@ -34,11 +34,12 @@ from smolcluster.transport.messages import (
 )
 from smolcluster.transport.security import Secret
 from smolcluster.utils.device import describe, pick_device
+from smolcluster.utils.retry import Deadline, backoff_delays
 from smolcluster.utils.units import format_duration
 
 MAX_QUEUED = 100_000
 """A worker waits for answers, so its queue is as long as its largest push; this only bounds mistakes."""
-FAREWELL_S = 2.0
+FAREWELL_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class Link:
     """One session with the server, as its own receiver until the algorithm's is there."""
 
     def __init__(self, connection: Connection, heartbeat_timeout_s: float) -> None:
+        self.heard = False
+        """Whether the server has answered this worker's Ready."""
         self._inbox = Inbox()
         self._receiver: Receiver | None = None
         self._session = Session(
@@ -117,6 +120,7 @@ class Link:
             PeerLost: the session has ended.
         """
         event = self._inbox.get(timeout_s)
+        self.heard |= event is not None and not isinstance(event, Gone)
         match event:
             case Said(message=End() as end):
                 raise RunOver(end.sentence) if end.ok else RunFailed(end.sentence)
@@ -129,11 +133,12 @@ class Link:
     def leave(self, last_words: Message | None) -> None:
         """Say goodbye if there is somebody to hear it, and wait until the session's memory is free."""
         if last_words is not None:
-            self._session.send(last_words)
-        self._session.finish()
+            self._session.end_with(last_words)
+        else:
+            self._session.finish()
         if not self._session.join(FAREWELL_S):
             self._session.cut("the server did not close the connection")
-            self._session.join(FAREWELL_S)
+            self._session.join(None)
 
 
 def follow(place: Place, make_participant: Callable[[Welcome, Workbench], Participant]) -> None:
@@ -145,19 +150,27 @@ def follow(place: Place, make_participant: Callable[[Welcome, Workbench], Partic
         Rejected, AuthError, DataError, ConfigError, NonFiniteLoss: this worker cannot go on.
     """
     life = _Life(place, make_participant)
-    timeout_s = place.start_timeout_s
+    patience, delays = Deadline(place.start_timeout_s), backoff_delays(cap_s=LONGEST_DELAY_S)
     try:
         while True:
             connection, welcome = join(
-                place.address, place.hello, place.secret, timeout_s=timeout_s, log=place.log
+                place.address,
+                place.hello,
+                place.secret,
+                timeout_s=patience.remaining(),
+                log=place.log,
             )
-            timeout_s = welcome.run.reconnect_timeout_s
             try:
                 life.spend_session(connection, welcome)
             except PeerLost as error:
-                place.log.warning(
-                    "%s; trying to reconnect for %s", error, format_duration(timeout_s)
-                )
+                if life.made_progress:
+                    patience = Deadline(welcome.run.reconnect_timeout_s)
+                    delays = backoff_delays(cap_s=LONGEST_DELAY_S)
+                elif patience.expired:
+                    raise
+                left = format_duration(patience.remaining())
+                place.log.warning("%s; trying to reconnect for %s", error, left)
+                time.sleep(next(delays))
     except RunOver as news:
         place.log.info("the run is over: %s", news)
 
@@ -174,6 +187,8 @@ class _Life:
         self._bench: Workbench
         self._participant: Participant
         self._samples_per_s = 0.0
+        self.made_progress = False
+        """Whether the last session got as far as an answer to this worker's Ready."""
 
     def spend_session(self, connection: Connection, welcome: Welcome) -> None:
         """Take part over one connection; it ends with an exception, and is closed then."""
@@ -191,11 +206,12 @@ class _Life:
             last_words = _last_words(error)
             raise
         finally:
+            self.made_progress = link.heard
             link.leave(last_words)
 
     def _prepare(self, welcome: Welcome) -> None:
-        """Build what is trained, unless it is there from the last session."""
-        if self._welcome is not None and self._welcome.run == welcome.run:
+        """Build what is trained, unless it is there from the last session with this same server."""
+        if self._welcome is not None and _same_server(self._welcome, welcome):
             return
         run, place = welcome.run, self._place
         self._bench = build(
@@ -225,6 +241,11 @@ class _Life:
             samples_per_s=self._samples_per_s,
             unacknowledged=self._participant.unacknowledged,
         )
+
+
+def _same_server(before: Welcome, now: Welcome) -> bool:
+    """A server that has started anew knows nothing of what it was owed."""
+    return (before.run, before.incarnation) == (now.run, now.incarnation)
 
 
 def measure_speed(bench: Workbench, batch_size: int) -> float:

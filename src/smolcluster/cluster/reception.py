@@ -118,24 +118,36 @@ class Reception:
                 self._closed.wait(ACCEPT_TICK_S)
                 continue
             if connection is not None:
-                threading.Thread(
-                    target=self._greet, args=(connection,), name="greet", daemon=True
-                ).start()
+                self._start_greeting(connection)
+
+    def _start_greeting(self, connection: Connection) -> None:
+        greet = threading.Thread(target=self._greet, args=(connection,), name="greet", daemon=True)
+        try:
+            greet.start()
+        except RuntimeError as error:  # the system has no thread to give
+            self._log.warning("cannot talk to %s: %s", connection.peer, error)
+            connection.close()
 
     def _greet(self, connection: Connection) -> None:
         seat = next(self._seats)
         self._hold(seat, connection)
+        reason = "an internal error, see the log file"
+        session = None
         try:
-            self._admit(seat, connection)
+            session = self._admit(seat, connection)
+            reason = "refused"
         except SmolclusterError as error:
+            reason = str(error)
             self._log.warning("not let in: %s", error)
-            connection.close()
-            self._inbox.put(Gone(seat, str(error)))
         finally:
             with self._lock:
                 self._unproved.pop(seat, None)
+            if session is None:
+                connection.close()
+                self._inbox.put(Gone(seat, reason))
 
-    def _admit(self, seat: int, connection: Connection) -> None:
+    def _admit(self, seat: int, connection: Connection) -> Session | None:
+        """The running session of a worker that was let in; None if it was refused."""
         deadline = Deadline(HANDSHAKE_TIMEOUT_S)
         proved = server_authenticate(connection, self._secret, deadline)
         with self._lock:
@@ -148,8 +160,7 @@ class Reception:
             raise ProtocolError("the server was too busy to answer") from None
         if isinstance(answer, Refused):
             reject(connection, answer.code, answer.sentence, answer.retry_after_s)
-            self._inbox.put(Gone(seat, answer.sentence))
-            return
+            return None
         accept(connection, proved, **vars(self._offer))
         session = Session(
             connection,
@@ -162,6 +173,7 @@ class Reception:
         )
         self._inbox.put(Seated(session))
         session.start()
+        return session
 
     def _hold(self, seat: int, connection: Connection) -> None:
         with self._lock:

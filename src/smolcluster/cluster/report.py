@@ -100,15 +100,12 @@ class Report:
         self._events = events
         self._log = log
         self._bytes_moved = bytes_moved
-        self._started = time.monotonic()
         self._epoch_size = bench.dataset.train.num_samples
         self._samples_applied = 0
         self._version = 0
         self._epoch_samples: dict[int, int] = defaultdict(int)
         self._epoch_loss: dict[int, float] = defaultdict(float)
-        self._holders: dict[int, Worker] = {}
-        self._samples_rate = Rate(lambda: self._samples_applied)
-        self._bytes_rate = Rate(lambda: sum(bytes_moved()))
+        self.started()
         events.write(
             RunStarted(
                 run_id=run.run_id,
@@ -124,6 +121,12 @@ class Report:
                 num_params=bench.replica.num_params,
             )
         )
+
+    def started(self) -> None:
+        """Training begins now: rates and times count from here."""
+        self._started = time.monotonic()
+        self._samples_rate = Rate(lambda: self._samples_applied)
+        self._bytes_rate = Rate(lambda: sum(self._bytes_moved()))
 
     def applied(self, applied: Applied) -> None:
         """A push has become an optimizer step."""
@@ -171,18 +174,14 @@ class Report:
             )
         )
 
-    def lost_push(self) -> None:
-        """A push broke off with its connection."""
+    def lost_push(self, whose: str, reason: str) -> None:
+        """A push came to nothing because its session had ended."""
         self.tally.pushes["lost"] += 1
+        self._log.info("%s: a push was lost: %s", whose, reason)
 
-    def holder(self, seat: int, worker: Worker) -> None:
-        """Remember who holds the leases of a seat, also after it has gone."""
-        self._holders[seat] = worker
-
-    def lease_returned(self, returned: Returned, reason: str) -> None:
-        """Samples that were handed out will be handed out again."""
+    def lease_returned(self, worker: Worker, returned: Returned, reason: str) -> None:
+        """Samples that were handed out to `worker` will be handed out again."""
         self.tally.leases_returned += 1
-        worker = self._holders[returned.holder]
         self._events.write(
             LeaseReturned(
                 rank=worker.rank,

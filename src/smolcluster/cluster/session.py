@@ -8,6 +8,7 @@ the session is cut, and the peer may come back.
 
 import queue
 import threading
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -76,8 +77,15 @@ class Session:
             self.cut(f"it does not keep up: {self._outbound.maxsize} frames are waiting for it")
 
     def end_with(self, last_words: Message) -> None:
-        """Send what is queued and a last message, then close this side."""
-        self.send(last_words)
+        """Drop the tensors that are still queued, send a last message, then close this side."""
+        kept = []
+        with suppress(queue.Empty):
+            while True:
+                frame = self._outbound.get_nowait()
+                if frame is not None and not frame.payload.nbytes:
+                    kept.append(frame)
+        for frame in (*kept, frame_of(last_words)):
+            self.send_frame(frame)
         self.finish()
 
     def finish(self) -> None:
@@ -94,7 +102,7 @@ class Session:
                 self._reason = reason
         self.connection.abort()
 
-    def join(self, timeout_s: float) -> bool:
+    def join(self, timeout_s: float | None) -> bool:
         """Wait until the session has ended and its memory is free. Returns whether it has."""
         self._reader.join(timeout_s)
         return not self._reader.is_alive()

@@ -223,7 +223,8 @@ class TrainConfig(Section):
     def _learning_rate_falls(self) -> Self:
         if self.lr_schedule and self.lr_schedule.min_lr > self.learning_rate:
             raise ValueError(
-                f"lr_schedule.min_lr is {self.lr_schedule.min_lr:g}, above learning_rate = {self.learning_rate:g}"
+                f"lr_schedule.min_lr is {self.lr_schedule.min_lr:g}, "
+                f"above learning_rate = {self.learning_rate:g}"
             )
         return self
 

@@ -93,11 +93,13 @@ def plan_local(
     run_id: str,
     python: str,
     with_threads: Collection[str] = (),
+    place: Sequence[str] = (),
 ) -> LaunchPlan:
     """The commands that run the whole cluster on this machine with the interpreter `python`.
 
     Every process gets one compute thread, because side by side more of them get into each other's way; but
-    for the nodes in `with_threads`, whose number the user has set.
+    for the nodes in `with_threads`, whose number the user has set. `place` are overrides that tell
+    every worker where the training file says that the data are.
     """
 
     def overrides(texts: Sequence[str], node: str) -> tuple[str, ...]:
@@ -126,7 +128,7 @@ def plan_local(
                 *(python, str(request.algorithm.worker), str(rank + 1), node, *local),
                 *("--server", _address(cluster.host_ip[node], cluster.port)),
                 *config,
-                *overrides(node_overrides(request.overrides), node),
+                *overrides((*place, *node_overrides(request.overrides)), node),
             ),
         )
         for rank, node in enumerate(cluster.workers)

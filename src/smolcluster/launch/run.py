@@ -63,6 +63,7 @@ def launch(request: Request, *, local: bool, dry_run: bool) -> int:
             run_id=run_id,
             python=sys.executable,
             with_threads=_nodes_with_threads(request, settings),
+            place=_place_overrides(settings),
         )
     else:
         plan = plan_by_hand(request, settings.cluster)
@@ -87,6 +88,13 @@ def _for_any_folder(request: Request) -> Request:
         config=absolute(request.config, "cluster"),
         train_config=absolute(request.train_config, "training"),
     )
+
+
+def _place_overrides(settings: Settings) -> list[str]:
+    """Where the data are on this machine, for workers, which do not read the training file."""
+    place = settings.node.dataset
+    root = [] if place.root is None else [f"dataset.root={place.root}"]
+    return [*root, f"dataset.download={str(place.download).lower()}"]
 
 
 def _nodes_with_threads(request: Request, settings: Settings) -> list[str]:

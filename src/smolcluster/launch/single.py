@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Final
 
-import torch
-
-from smolcluster.algorithms.process import guarded, process_log
+from smolcluster.algorithms.entry import guarded
+from smolcluster.algorithms.process import process_log
 from smolcluster.algorithms.records import open_records
 from smolcluster.configs.resolve import load_settings
 from smolcluster.observability.terminal import SteadyConsole, steady
 from smolcluster.runs.paths import new_run_id
 from smolcluster.runs.summary import table
 from smolcluster.training.loop import train_single
+from smolcluster.utils.device import use_threads
 
 ALGORITHM: Final = "single"
 CLUSTER = "edp"
@@ -22,13 +22,12 @@ CLUSTER = "edp"
 
 def train(config: str, overrides: Sequence[str]) -> int:
     """Train what the training file `config` says, in this process; returns the exit code."""
-    return guarded(False, lambda: _train(config, overrides))
+    return guarded(lambda: _train(config, overrides))
 
 
 def _train(config: str, overrides: Sequence[str]) -> None:
     settings = load_settings(CLUSTER, config, None, overrides, local=True, local_workers=1)
-    if settings.node.threads is not None:
-        torch.set_num_threads(settings.node.threads)
+    use_threads(settings.node.threads)
     console, host = SteadyConsole(stderr=True), platform.node()
     run = settings.run_config(new_run_id(ALGORITHM, datetime.now().astimezone()), ALGORITHM)
     with process_log("trainer", host, console=console) as log:

@@ -160,6 +160,20 @@ class Replica:
             return self.params.to("cpu", copy=True)
         return out.copy_(self.params)
 
+    def check_weights(self, when: str) -> None:
+        """Look for weights that are NaN or infinite: one pass.
+
+        Raises:
+            NonFiniteLoss: there are; the message says `when` and names the layer.
+        """
+        low, high = self.params.aminmax()
+        if not (math.isfinite(low) and math.isfinite(high)):
+            for name, place in self.layers:
+                if (value := _first_non_finite(self.params[place])) is not None:
+                    raise NonFiniteLoss(
+                        f"weights hold {value} at layer {name} {when}; {DIVERGENCE_REMEDY}"
+                    )
+
     def load(self, flat: Tensor) -> None:
         """Replace the weights by `flat` (num_params,); the optimizer's state stays as it is."""
         self.params.copy_(flat)

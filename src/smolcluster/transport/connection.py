@@ -50,6 +50,7 @@ UNPROVED_NBYTES = 4096
 """All that is received from a peer that has not proved itself, in bytes."""
 
 _BACKLOG = 128
+_START_IT = "start the server, or correct host_ip and port (or --server)"
 _DRAIN_TIMEOUT_S = 1.0
 # Small enough that a checksum finds the bytes still in the processor's cache, large enough that a slow
 # link does not wake the process for each packet.
@@ -169,7 +170,7 @@ class Connection:
         try:
             received = self._receive(kinds, deadline)
         except ProtocolError as error:
-            raise ProtocolError(self._says(str(error))) from None
+            raise type(error)(self._says(str(error))) from None
         except OSError as error:
             raise self._lost(error) from error
         self._receive_broken = False
@@ -350,9 +351,13 @@ def connect(host: str, port: int, timeout_s: float, stall_timeout_s: float = 10.
     try:
         sock = socket.create_connection((host, port), timeout_s)
     except TimeoutError:
-        raise ConnectFailed(f"{where} did not answer within {timeout_s:g} s", "timeout") from None
+        raise ConnectFailed(
+            f"{where} did not answer within {timeout_s:g} s: {_START_IT}", "timeout"
+        ) from None
     except ConnectionRefusedError:
-        raise ConnectFailed(f"{where} refused: no server listens there yet", "refused") from None
+        raise ConnectFailed(
+            f"{where} refused: no server listens there; {_START_IT}", "refused"
+        ) from None
     except socket.gaierror as error:
         raise ConnectFailed(
             f"{where}: the name {host!r} is not known ({_why(error)}): mend host_ip", "name"
@@ -364,7 +369,7 @@ def connect(host: str, port: int, timeout_s: float, stall_timeout_s: float = 10.
     # Where the port lies in the ephemeral range (macOS), a socket can be connected to itself.
     if sock.getsockname() == sock.getpeername():
         sock.close()
-        raise ConnectFailed(f"{where} refused: no server listens there yet", "refused")
+        raise ConnectFailed(f"{where} refused: no server listens there; {_START_IT}", "refused")
     return Connection(sock, where, stall_timeout_s)
 
 

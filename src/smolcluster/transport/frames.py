@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from smolcluster.errors import ProtocolError
+from smolcluster.errors import ProtocolError, VersionDiffers
 
 Buffer = bytes | bytearray | memoryview
 
@@ -108,7 +108,7 @@ def parse_prefix(data: Buffer, max_header: int, max_payload: int) -> Prefix:
     if magic != MAGIC:
         raise ProtocolError(f"not a smolcluster peer: frame begins with {magic!r}, not {MAGIC!r}")
     if version != PROTOCOL_VERSION:
-        raise ProtocolError(
+        raise VersionDiffers(
             f"peer speaks protocol version {version}, this side {PROTOCOL_VERSION}: "
             "install the same smolcluster on both"
         )

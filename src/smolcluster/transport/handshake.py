@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 from smolcluster.configs.schema import RunConfig
-from smolcluster.errors import AuthError, PeerLost, ProtocolError, Rejected, SmolclusterError
+from smolcluster.errors import (
+    AuthError,
+    PeerLost,
+    Rejected,
+    SmolclusterError,
+    VersionDiffers,
+)
 from smolcluster.transport.connection import UNPROVED_NBYTES, Connection
 from smolcluster.transport.frames import MAX_HEADER_NBYTES, PROTOCOL_VERSION, frame_nbytes
 from smolcluster.transport.messages import (
@@ -160,7 +166,11 @@ def _client_handshake(
 def _server_authenticate(
     connection: Connection, secret: Secret, deadline: Deadline
 ) -> Authenticated:
-    hello = _receive(connection, Hello, deadline)
+    try:
+        hello = _receive(connection, Hello, deadline)
+    except VersionDiffers as error:
+        reject(connection, PROTOCOL, f"the server speaks another protocol: {error}")
+        raise
     hello_head = connection.received_head
     if hello.protocol != PROTOCOL_VERSION:
         difference = (
@@ -168,7 +178,7 @@ def _server_authenticate(
             "install the same smolcluster on both"
         )
         reject(connection, PROTOCOL, difference)
-        raise ProtocolError(f"{connection.peer}: handshake: {difference}")
+        raise VersionDiffers(f"{connection.peer}: handshake: {difference}")
     challenge = frame_of(Challenge(nonce=new_nonce()))
     connection.send_frame(challenge, deadline)
     answer = _receive(connection, Proof, deadline)

@@ -52,3 +52,14 @@ def _present() -> list[str]:
 
     kinds = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     return [*(kind for kind, there in kinds.items() if there), "cpu"]
+
+
+def use_threads(num_threads: int | None) -> None:
+    """Compute with so many threads (None: PyTorch's choice) in the calling thread.
+
+    Call it before any other thread computes: a thread that has not said so itself takes over the number
+    that another one set last.
+    """
+    import torch  # noqa: PLC0415 - as above
+
+    torch.set_num_threads(num_threads or torch.get_num_threads())

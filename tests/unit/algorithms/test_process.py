@@ -13,7 +13,7 @@ import torch
 
 from harness import free_port
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.algorithms.process import run_server, run_worker
+from smolcluster.algorithms.entry import main
 from smolcluster.cluster.link import Participant
 from smolcluster.errors import ClusterEmpty, ConfigError, NonFiniteLoss, SmolclusterError
 from smolcluster.runs.events import EpochFinished, read_events
@@ -60,7 +60,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     def run(body: Callable[[ServerContext], Summary], *arguments: str) -> int:
         argv = ["server.py", "--local", "--run-id", "mine", "--override", f"port={free_port()}"]
         monkeypatch.setattr(sys, "argv", [*argv, *arguments])
-        return run_server("edp", body)
+        monkeypatch.setattr("smolcluster.algorithms.EDP.server.serve", body)
+        return main("edp", "server")
 
     return run
 
@@ -74,7 +75,8 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 
     def run(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["worker.py", *arguments])
-        return run_worker("edp", never)
+        monkeypatch.setattr("smolcluster.algorithms.EDP.worker.Worker", never)
+        return main("edp", "worker")
 
     return run
 
@@ -163,7 +165,7 @@ def test_a_bug_is_one_line_and_1(
     assert serve(lambda _: 1 / 0) == 1
     line = only_line(capsys)
     assert "ZeroDivisionError" in line
-    assert "the log file has the traceback" in line
+    assert "; see /" in line
     assert "Traceback" in str(server_log(run_files)[-1]["exception"])
 
 

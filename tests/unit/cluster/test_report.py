@@ -127,9 +127,10 @@ def test_an_epoch_is_finished_once_when_its_last_sample_is_applied(
     size = parts.context.bench.dataset.train.num_samples
     report.applied(applied(parts, 0, 100, version=1))
     report.applied(applied(parts, 0, 50, version=2, epoch=1))
+    report.applied(applied(parts, 100, size - 1, version=3))
     assert parts.happened(EpochFinished) == []
-    report.applied(applied(parts, 100, size, version=3))
-    expected = EpochFinished(epoch=0, step=3, samples_applied=size + 50)
+    report.applied(applied(parts, size - 1, size, version=4))
+    expected = EpochFinished(epoch=0, step=4, samples_applied=size + 50)
     assert parts.happened(EpochFinished) == [expected]
 
 
@@ -152,8 +153,7 @@ def test_a_dropped_push_is_counted_and_written_down_with_its_reason(
 def test_a_lease_that_comes_back_names_its_last_holder_though_it_has_gone(
     parts: Parts, report: Report
 ) -> None:
-    report.holder(5, WORKER)
-    report.lease_returned(Returned(holder=5, range=Range(1, 32, 64)), "its worker has gone")
+    report.lease_returned(WORKER, Returned(holder=5, range=Range(1, 32, 64)), "its worker has gone")
     assert report.tally.leases_returned == 1
     assert parts.happened(LeaseReturned) == [
         LeaseReturned(rank=1, node="pi5", epoch=1, start=32, stop=64, reason="its worker has gone")
@@ -168,7 +168,7 @@ def test_the_summary_adds_up(parts: Parts, report: Report) -> None:
     report.applied(applied(parts, 0, half, epoch=1, version=2, loss=1.0, staleness=4))
     report.applied(applied(parts, half, size, epoch=1, version=3, loss=3.0, worker=OTHER))
     report.dropped(WORKER, lease(0, 32), "late", 0)
-    report.lost_push()
+    report.lost_push("worker 1", "its connection broke")
     summary = report.summary()
     assert (summary.steps, summary.epochs, summary.samples_applied) == (3, 2, 2 * size)
     assert summary.pushes.model_dump() == {

@@ -11,6 +11,12 @@ Sources: Dean et al. 2012 (Downpour SGD); Xie et al., 1903.03934 (the weight of 
 By hand: `uv run server.py`.
 """
 
+if __name__ == "__main__":  # before the imports that take seconds: see entry.py
+    from smolcluster.algorithms.entry import main
+
+    raise SystemExit(main("edp", "server"))
+
+
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -23,23 +29,23 @@ from smolcluster.algorithms.EDP.exchange import (
     indices_payload,
     state_frames,
 )
-from smolcluster.algorithms.process import run_server
-from smolcluster.cluster.dispatcher import Dispatcher, Returned
+from smolcluster.cluster.dispatcher import Dispatcher
 from smolcluster.cluster.evaluator import EvaluationDone, EvaluationFailed, Evaluator
 from smolcluster.cluster.hub import Departed, Joined
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.report import Applied
 from smolcluster.cluster.worker import Worker
 from smolcluster.data.permutation import epoch_permutation
-from smolcluster.errors import NonFiniteLoss
 from smolcluster.runs.summary import Summary
 from smolcluster.training.schedule import learning_rate
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Ack, Assignment, Fault, LeaseKey, Outcome, Pull
+from smolcluster.transport.messages import Ack, Assignment, LeaseKey, Outcome, Pull
 
 LEASES_PER_WORKER = 2
 """One that it computes, and one whose push is on the wire."""
 TICK_S = 0.1
+LONGEST_EXPECTED_S = 600.0
+"""However slow a worker says it is, its leases expire."""
 
 
 @dataclass
@@ -86,7 +92,7 @@ class Server:
             while not self.dispatcher.done:
                 for event in self.hub.next_events(TICK_S):
                     self.handle(event)
-                self.take_back(self.dispatcher.expire(time.monotonic()), "its time was over")
+                self.take_back_expired(time.monotonic())
                 self.hand_out()
                 self.report.tick()
             return self.report.summary()
@@ -102,12 +108,10 @@ class Server:
                 self.on_departure(worker)
             case Said(seat=seat, message=Pull()) if seat in self.peers:
                 self.send_weights(self.peers[seat])
-            case Said(seat=seat, message=Fault() as fault) if seat in self.peers:
-                raise NonFiniteLoss(f"{self.peers[seat].worker.name}: {fault.sentence}")
             case EvaluationDone(version, epoch, evaluation):
                 self.report.evaluated(version, epoch, evaluation)
-            case EvaluationFailed(version, error):
-                raise NonFiniteLoss(f"evaluation after step {version}: {error}") from error
+            case EvaluationFailed(error=error):
+                raise error
 
     def on_join(
         self, worker: Worker, unacknowledged: LeaseKey | None, samples_per_s: float
@@ -115,10 +119,9 @@ class Server:
         """Give a worker the weights, and say what became of the push that it was unsure of."""
         session = worker.live_session
         peer = self.peers[session.seat] = Peer(worker)
-        self.report.holder(session.seat, worker)
         if samples_per_s > 0:
             expected_s = LEASES_PER_WORKER * self.train.batch_size / samples_per_s
-            self.dispatcher.expect(session.seat, expected_s)
+            self.dispatcher.expect(session.seat, min(expected_s, LONGEST_EXPECTED_S))
         if unacknowledged is not None:
             applied = self.last_applied.get(worker.member.instance) == unacknowledged
             outcome: Outcome = "applied" if applied else "late"
@@ -129,14 +132,15 @@ class Server:
         """Take back what a worker had in hand."""
         peer = self.peers.pop(worker.member.seat)
         if peer.worker.live_session.receiver.in_progress:
-            self.report.lost_push()
-        self.take_back(self.dispatcher.release_all(worker.member.seat), "its worker has gone")
+            self.report.lost_push(worker.name, "its connection broke")
+        for lease in self.dispatcher.release_all(worker.member.seat):
+            self.report.lease_returned(worker, lease, "its worker has gone")
 
     def on_push(self, pushed: Pushed) -> None:
         """Apply a gradient, or say why not."""
         peer = self.peers.get(pushed.seat)
         if peer is None:
-            self.report.lost_push()
+            self.report.lost_push(f"seat {pushed.seat}", "its worker has gone")
             return
         push, seat = pushed.push, pushed.seat
         if push.base_version > self.version:
@@ -151,7 +155,8 @@ class Server:
             outcome = verdict
         elif rule.too_stale(tau, self.context.run.staleness):
             outcome = "stale"
-            self.take_back(self.dispatcher.release(push.lease, seat), "its push was too stale")
+            for lease in self.dispatcher.release(push.lease, seat):
+                self.report.lease_returned(peer.worker, lease, "its push was too stale")
         else:
             outcome = "applied"
             self.apply(peer, pushed, tau)
@@ -178,8 +183,10 @@ class Server:
         self.report.applied(
             Applied(peer.worker, push, pushed.gradient, self.version, tau, rate, norm)
         )
-        if self.version % self.train.eval_steps == 0:
-            self.evaluator.submit(self.version, epoch, self.replica)
+        if self.version % self.train.eval_steps == 0 and not self.evaluator.submit(
+            self.version, epoch, self.replica
+        ):
+            self.context.log.info("step %d is not evaluated: the last one still is", self.version)
 
     def hand_out(self) -> None:
         """Give every worker as many leases as it may hold."""
@@ -200,6 +207,7 @@ class Server:
     def send_weights(self, peer: Peer) -> None:
         """Send the newest weights; whoever pulls the same version shares one copy."""
         if self.snapshot is None or self.snapshot[0] != self.version:
+            self.replica.check_weights(f"after step {self.version}")
             weights = self.replica.snapshot()
             frames = state_frames(
                 self.context.incarnation, self.version, weights, self.replica.buckets
@@ -208,10 +216,10 @@ class Server:
         for frame in self.snapshot[1]:
             peer.worker.live_session.send_frame(frame)
 
-    def take_back(self, returned: list[Returned], reason: str) -> None:
-        """Count leases that came back; `hand_out` gives them to others."""
-        for lease in returned:
-            self.report.lease_returned(lease, reason)
+    def take_back_expired(self, now: float) -> None:
+        """Take back the leases whose time is over; `hand_out` gives them to others."""
+        for lease in self.dispatcher.expire(now):
+            self.report.lease_returned(self.peers[lease.holder].worker, lease, "its time was over")
 
     def learning_rate(self) -> float:
         """The schedule's value for the samples applied so far."""
@@ -223,7 +231,3 @@ class Server:
 def serve(context: ServerContext) -> Summary:
     """Run EDP's server to its end."""
     return Server(context).run()
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_server("edp", serve))

@@ -8,6 +8,12 @@ With an interval of 1 it waits for each pull, which with one worker is sequentia
 By hand: `uv run worker.py 1 macbook`.
 """
 
+if __name__ == "__main__":  # before the imports that take seconds: see entry.py
+    from smolcluster.algorithms.entry import main
+
+    raise SystemExit(main("edp", "worker"))
+
+
 from collections import deque
 from collections.abc import Callable
 
@@ -17,7 +23,6 @@ from smolcluster.algorithms.EDP.exchange import (
     StateReceiver,
     WeightsArrived,
 )
-from smolcluster.algorithms.process import run_worker
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.link import Link
 from smolcluster.errors import NonFiniteLoss
@@ -60,9 +65,12 @@ class Worker:
         """Compute one lease's gradient and push it; then follow the server, or step alone."""
         base_version = self.base_version
         self.steps += 1
-        loss = self.compute(lease)
-        self.wait_until(lambda: self.unacknowledged is None)
-        self.push(lease.lease, base_version, loss)
+        try:
+            loss = self.compute(lease)
+            self.wait_until(lambda: self.unacknowledged is None)
+            self.push(lease.lease, base_version, loss)
+        except NonFiniteLoss as error:
+            raise NonFiniteLoss(f"step {self.steps}: {error}") from error
         if self.steps % self.interval == 0 and not self.pulling:
             self.pull()
         else:
@@ -70,10 +78,7 @@ class Worker:
 
     def compute(self, lease: Assigned) -> float:
         """The batch's mean loss; its gradient is in the replica."""
-        try:
-            return self.replica.forward_backward(*self.split.batch(lease.indices))
-        except NonFiniteLoss as error:
-            raise NonFiniteLoss(f"step {self.steps}: {error}") from error
+        return self.replica.forward_backward(*self.split.batch(lease.indices))
 
     def push(self, lease: LeaseKey, base_version: int, loss: float) -> None:
         """Encode the gradient; the session sends it while the next one is computed."""
@@ -120,7 +125,3 @@ class Worker:
                 self.unacknowledged = None
                 if ack.outcome == "stale" and not self.pulling:
                     self.ask_for_weights()
-
-
-if __name__ == "__main__":
-    raise SystemExit(run_worker("edp", Worker))

@@ -179,7 +179,7 @@ def test_a_push_that_comes_twice_is_applied_once(stage: Stage) -> None:
 def test_a_push_that_comes_too_late_is_counted_and_not_applied(stage: Stage) -> None:
     puppet, lease = working(stage)
     before = stage.weights
-    stage.server.take_back(stage.server.dispatcher.expire(1e12), "its time was over")
+    stage.server.take_back_expired(1e12)
     assert puppet.push(lease).outcome == "late"
     assert torch.equal(stage.weights, before)
     assert stage.server.report.tally.pushes == {"late": 1}
@@ -190,7 +190,7 @@ def test_a_push_that_comes_too_late_is_counted_and_not_applied(stage: Stage) -> 
 def test_whose_time_was_over_gets_no_more_until_it_answers(stage: Stage) -> None:
     """A machine that hangs must not collect leases."""
     puppet, lease = working(stage)
-    stage.server.take_back(stage.server.dispatcher.expire(1e12), "its time was over")
+    stage.server.take_back_expired(1e12)
     stage.hand_out()
     puppet.push(lease)  # the next message is the answer, not an assignment
     stage.hand_out()

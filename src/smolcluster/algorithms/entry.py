@@ -1,0 +1,144 @@
+"""Where a server or worker process begins: its command line, its signals, and how it ends.
+
+`server.py` and `worker.py` of every algorithm call `main` before anything that takes seconds to import, so
+that `--help` answers at once and Ctrl-C ends a process quietly at any moment. What the process does then is
+in `process.py`.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from types import FrameType
+from typing import Literal
+
+from smolcluster.algorithms.registry import Algorithm, get_algorithm
+from smolcluster.configs.schema import AlgorithmName
+from smolcluster.errors import SmolclusterError
+from smolcluster.utils.bugs import describe_bug
+
+Role = Literal["server", "worker"]
+
+SWITCH_INTERVAL_S = 0.0005
+"""A busy interpreter otherwise keeps the threads that send waiting 5 ms at a time."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal asked the process to stop."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.exit_code = 128 + signum
+
+
+class Ended(BaseException):
+    """The process is over, and its log has said why."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
+def main(name: AlgorithmName, role: Role) -> int:
+    """Be a process of the algorithm; returns the exit code."""
+    algorithm = get_algorithm(name)
+    parser = server_parser(algorithm) if role == "server" else worker_parser(algorithm)
+    args = parser.parse_args()
+
+    def body() -> None:
+        from smolcluster.algorithms import process  # noqa: PLC0415 - it imports torch
+
+        module = import_module(f"smolcluster.algorithms.{algorithm.folder.name}.{role}")
+        if role == "server":
+            process.serve(name, args, module.serve)
+        else:
+            process.work(name, args, module.Worker)
+
+    return guarded(body, stop_on_stdin_eof=args.stop_on_stdin_eof)
+
+
+def guarded(body: Callable[[], None], *, stop_on_stdin_eof: bool = False) -> int:
+    """Run a process's body with signals as exceptions, and return the exit code."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, _interrupt)
+        if stop_on_stdin_eof:
+            threading.Thread(target=_stop_on_stdin_eof, name="stdin", daemon=True).start()
+        body()
+    except SmolclusterError as error:
+        return _fail(str(error), error.exit_code)
+    except (Ended, Interrupted) as end:
+        return end.exit_code
+    except Exception as error:
+        return _fail(describe_bug(error), 1)
+    finally:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, signal.SIG_IGN)
+    return 0
+
+
+def server_parser(algorithm: Algorithm) -> argparse.ArgumentParser:
+    """The server's command line."""
+    parser = _parser(f"The {algorithm.title} server.")
+    parser.add_argument(
+        "--train-config", metavar="FILE", help="training file, or a shipped name such as digits"
+    )
+    parser.add_argument("--run-id", help="name of the run; default: made from the time")
+    parser.add_argument(
+        "--no-progress", action="store_true", help="leave the progress to who started this"
+    )
+    return parser
+
+
+def worker_parser(algorithm: Algorithm) -> argparse.ArgumentParser:
+    """The worker's command line."""
+    parser = _parser(f"An {algorithm.title} worker.")
+    parser.add_argument("worker_id", type=int, help="counts from 1; one live process each")
+    parser.add_argument("node", help="this machine's name in host_ip")
+    parser.add_argument(
+        "--server", metavar="HOST:PORT", help="where the server is; default: host_ip[node]:port"
+    )
+    return parser
+
+
+def _parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    parser.add_argument(
+        "--config", metavar="FILE", help="cluster file, or a shipped name; default: the algorithm's"
+    )
+    parser.add_argument(
+        "--local", action="store_true", help="everything on this machine: 127.0.0.1, digits"
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="with --local: number of workers")
+    parser.add_argument(
+        "--override",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="such as num_epochs=5",
+    )
+    parser.add_argument("--stop-on-stdin-eof", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _fail(sentence: str, exit_code: int) -> int:
+    sys.stderr.write(f"error: {sentence}\n")
+    return exit_code
+
+
+def _interrupt(signum: int, _frame: FrameType | None) -> None:
+    raise Interrupted(signum)
+
+
+def _stop_on_stdin_eof() -> None:
+    """The launcher holds our standard input; when it is gone, however it went, so are we."""
+    with suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    os.kill(os.getpid(), signal.SIGTERM)

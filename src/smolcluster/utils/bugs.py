@@ -1,0 +1,14 @@
+"""What a process says of an error that nobody foresaw."""
+
+import tempfile
+import traceback
+
+
+def describe_bug(error: BaseException) -> str:
+    """One sentence that names the file in which the traceback is kept, in the system's folder for such."""
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="smolcluster-", suffix=".log", delete=False
+    ) as file:
+        traceback.print_exception(error, file=file)
+    reason = " ".join(str(error).split())
+    return f"this is a bug in smolcluster: {type(error).__name__}: {reason}; see {file.name}"
