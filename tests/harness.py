@@ -13,18 +13,19 @@ import torch
 
 import smolcluster
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.algorithms.EDP.server import Server
+from smolcluster.algorithms.EDP.exchange import Pushed
+from smolcluster.algorithms.EDP.server import Peer, Server
 from smolcluster.algorithms.EDP.worker import Worker
+from smolcluster.cluster.dispatcher import Lease
 from smolcluster.cluster.joining import ServerAddress
 from smolcluster.cluster.link import Participant, Place, follow
 from smolcluster.configs.resolve import Settings, load_settings
-from smolcluster.data.permutation import epoch_permutation
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.runs.events import EventLog, EventRecord, read_events
 from smolcluster.runs.summary import Summary
 from smolcluster.training.build import Workbench, build
 from smolcluster.transport.frames import PROTOCOL_VERSION
-from smolcluster.transport.messages import Hello, Welcome
+from smolcluster.transport.messages import Hello, LeaseKey, Welcome
 from smolcluster.transport.security import Secret
 
 SECRET = Secret(Path("the-test's-secret"), b"0123456789abcdef0123456789abcdef")
@@ -137,6 +138,9 @@ class Cluster:
             incarnation=secrets.token_hex(4),
         )
         self.core = server_class(context)
+        self.applied: dict[int, Counter[int]] = defaultdict(Counter)
+        """How often each sample was applied, by epoch, taken where gradients are applied."""
+        self._watch_samples()
 
         def serve() -> Summary:
             try:
@@ -145,6 +149,24 @@ class Cluster:
                 events.close()
 
         self.server = Outcome("server", serve)
+
+    def _watch_samples(self) -> None:
+        """Remember the indices that each lease carries, and count them when its gradient is applied."""
+        grant, apply = self.core.dispatcher.grant, self.core.apply
+        carried: dict[LeaseKey, list[int]] = {}
+
+        def watched_grant(holder: int, now: float) -> Lease | None:
+            lease = grant(holder, now)
+            if lease is not None:
+                carried[lease.key] = lease.indices.tolist()
+            return lease
+
+        def watched_apply(peer: Peer, pushed: Pushed, tau: int) -> None:
+            apply(peer, pushed, tau)
+            self.applied[pushed.push.lease.epoch].update(carried[pushed.push.lease])
+
+        self.core.dispatcher.grant = watched_grant  # type: ignore[method-assign]
+        self.core.apply = watched_apply  # type: ignore[method-assign]
 
     def worker(
         self,
@@ -178,20 +200,10 @@ class Cluster:
         """What the run's event log holds."""
         return read_events(self.events_path)
 
-    def applied(self) -> dict[int, Counter[int]]:
-        """How often each sample was applied, by epoch, from the record of each optimizer step."""
-        counts: dict[int, Counter[int]] = defaultdict(Counter)
-        num_samples = self.bench.dataset.train.num_samples
-        for record in self.metrics.steps:
-            order = epoch_permutation(self.settings.cluster.seed, record.epoch, num_samples)
-            start, stop = int(record.values["start"]), int(record.values["stop"])
-            counts[record.epoch].update(order[start:stop].tolist())
-        return dict(counts)
-
     def assert_every_sample_applied_once(self) -> None:
         """Every sample of every epoch, exactly once."""
         once = Counter(range(self.bench.dataset.train.num_samples))
-        assert self.applied() == dict.fromkeys(range(self.settings.train.num_epochs), once)
+        assert self.applied == dict.fromkeys(range(self.settings.train.num_epochs), once)
 
 
 class _Lines(logging.Handler):

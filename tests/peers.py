@@ -30,6 +30,7 @@ from smolcluster.transport.connection import Connection, accept_next, connect, l
 from smolcluster.transport.frames import PROTOCOL_VERSION
 from smolcluster.transport.handshake import (
     Authenticated,
+    Offer,
     accept,
     client_handshake,
     server_authenticate,
@@ -169,13 +170,15 @@ class Door:
         accept(
             connection,
             client,
-            run_id=run.run_id,
-            incarnation=incarnation,
-            run=run,
-            model_fingerprint=model,
-            bucket_bytes=1 << 20,
-            codec="fp32",
-            heartbeat_timeout_s=DEADLINE_S,
+            Offer(
+                run_id=run.run_id,
+                incarnation=incarnation,
+                run=run,
+                model_fingerprint=model,
+                bucket_bytes=1 << 20,
+                codec="fp32",
+                heartbeat_timeout_s=DEADLINE_S,
+            ),
         )
         return Hand(connection)
 

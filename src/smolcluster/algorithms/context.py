@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from smolcluster.cluster.hub import Fingerprints, Hub
 from smolcluster.cluster.inbox import Inbox
-from smolcluster.cluster.reception import Offer, Reception
+from smolcluster.cluster.reception import Reception
 from smolcluster.cluster.report import Report
 from smolcluster.cluster.session import Receiver
 from smolcluster.configs.resolve import Settings
@@ -19,6 +19,7 @@ from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import EventLog
 from smolcluster.training.build import Workbench
 from smolcluster.transport.connection import is_local_address, listen
+from smolcluster.transport.handshake import Offer
 from smolcluster.transport.security import Secret
 
 EXTRA_QUEUED = 64

@@ -10,16 +10,15 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as NoAnswer
-from dataclasses import dataclass
 
 from smolcluster.cluster.inbox import Event, Gone, Inbox, Knock
 from smolcluster.cluster.membership import Refused
 from smolcluster.cluster.session import Receiver, Session
-from smolcluster.configs.schema import RunConfig
 from smolcluster.errors import ProtocolError, SmolclusterError
 from smolcluster.transport.connection import Connection, accept_next
 from smolcluster.transport.handshake import (
     HANDSHAKE_TIMEOUT_S,
+    Offer,
     accept,
     reject,
     server_authenticate,
@@ -38,19 +37,6 @@ class Seated(Event):
     def __init__(self, session: Session) -> None:
         self.seat = session.seat
         self.session = session
-
-
-@dataclass(frozen=True)
-class Offer:
-    """What an admitted worker is told of the run."""
-
-    run_id: str
-    incarnation: str
-    run: RunConfig
-    model_fingerprint: str
-    bucket_bytes: int
-    codec: str
-    heartbeat_timeout_s: float
 
 
 class Reception:
@@ -161,7 +147,7 @@ class Reception:
         if isinstance(answer, Refused):
             reject(connection, answer.code, answer.sentence, answer.retry_after_s)
             return None
-        accept(connection, proved, **vars(self._offer))
+        accept(connection, proved, self._offer, deadline)
         session = Session(
             connection,
             seat=seat,

@@ -50,6 +50,19 @@ class Authenticated:
     server_mac: bytes = field(repr=False)
 
 
+@dataclass(frozen=True)
+class Offer:
+    """What an admitted worker is told of the run."""
+
+    run_id: str
+    incarnation: str
+    run: RunConfig
+    model_fingerprint: str
+    bucket_bytes: int
+    codec: str
+    heartbeat_timeout_s: float
+
+
 def client_handshake(
     connection: Connection, hello: Hello, secret: Secret, deadline: Deadline
 ) -> Welcome:
@@ -90,35 +103,15 @@ def server_authenticate(
 
 
 def accept(
-    connection: Connection,
-    client: Authenticated,
-    *,
-    run_id: str,
-    incarnation: str,
-    run: RunConfig,
-    model_fingerprint: str,
-    bucket_bytes: int,
-    codec: str,
-    heartbeat_timeout_s: float,
-    deadline: Deadline | None = None,
+    connection: Connection, client: Authenticated, offer: Offer, deadline: Deadline | None = None
 ) -> None:
     """Let the client in: send the Welcome with the server's proof and lift the limits on strangers.
 
     Raises:
         PeerLost: the client was lost.
     """
-    welcome = Welcome(
-        mac=client.server_mac.hex(),
-        run_id=run_id,
-        incarnation=incarnation,
-        run=run,
-        model_fingerprint=model_fingerprint,
-        bucket_bytes=bucket_bytes,
-        codec=codec,
-        heartbeat_timeout_s=heartbeat_timeout_s,
-    )
-    connection.send(welcome, deadline=deadline)
-    connection.proved(bucket_bytes, heartbeat_timeout_s)
+    connection.send(Welcome(mac=client.server_mac.hex(), **vars(offer)), deadline=deadline)
+    connection.proved(offer.bucket_bytes, offer.heartbeat_timeout_s)
 
 
 def reject(

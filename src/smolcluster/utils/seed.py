@@ -11,10 +11,3 @@ def derive_seed(seed: int, *parts: int | str) -> int:
     """
     text = json.dumps([seed, *parts], separators=(",", ":"))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
-def seed_torch(seed: int) -> None:
-    """Seed PyTorch's default generators, the CPU's and all devices'."""
-    import torch  # noqa: PLC0415  (deriving a seed must not cost the import of torch)
-
-    torch.manual_seed(seed)

@@ -15,11 +15,6 @@ def format_bytes(num_bytes: float) -> str:
     return f"{scaled:.1f} {unit}"
 
 
-def format_rate(bytes_per_s: float) -> str:
-    """Bytes a second in decimal units: `12.5 MB/s`."""
-    return f"{format_bytes(bytes_per_s)}/s"
-
-
 def format_duration(seconds: float) -> str:
     """A length of time in its two largest units: `0.4 s`, `12 s`, `1 min 05 s`, `2 h`, `3 d 04 h`."""
     if seconds < 9.95:

@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 
 from harness import free_port, local_settings
-from peers import DEADLINE_S, Echo, HandledHub, Parts, hello, knock, server_parts, wait_for_threads
+from peers import (
+    DEADLINE_S,
+    Echo,
+    Hand,
+    HandledHub,
+    Parts,
+    hello,
+    knock,
+    server_parts,
+    wait_for_threads,
+)
 from smolcluster.cluster import hub as room
 from smolcluster.cluster import reception
 from smolcluster.cluster.hub import Departed, Joined
@@ -276,16 +286,27 @@ def test_a_hub_whose_workers_have_all_gone_gives_up(house: HandledHub) -> None:
         house.until(lambda: False)
 
 
+def hear_the_news(hand: Hand) -> End:
+    """A worker that waits for the end, and leaves when it hears of it."""
+    try:
+        end = hand.hear_a(End)
+        hand.hear_the_end()
+        return end
+    finally:
+        hand.leave()
+
+
 def test_everybody_hears_of_a_good_end(parts: Parts, rooms: ExitStack) -> None:
+    pool = rooms.enter_context(ThreadPoolExecutor(2))
     with parts.context.open_hub(Echo) as hub:
         house = HandledHub(hub, parts.port, parts.dataset)
         rooms.callback(house.close)
         ready, unready = house.join(hello(1)), house.enter(hello(2))
-    for hand in (ready, unready):
-        end = hand.hear_a(End)
+        news = [pool.submit(hear_the_news, hand) for hand in (ready, unready)]
+    for future in news:
+        end = future.result(DEADLINE_S)
         assert end.ok
         assert "every sample" in end.sentence
-        hand.hear_the_end()
     (ended,) = parts.happened(RunEnded)
     assert isinstance(ended, RunEnded)
     assert ended.ok
@@ -301,13 +322,13 @@ def test_everybody_hears_of_a_good_end(parts: Parts, rooms: ExitStack) -> None:
 def test_everybody_hears_of_a_bad_end_and_why(
     parts: Parts, rooms: ExitStack, error: BaseException, words: str
 ) -> None:
-    house: HandledHub
+    pool = rooms.enter_context(ThreadPoolExecutor(1))
     with pytest.raises(type(error)), parts.context.open_hub(Echo) as hub:
         house = HandledHub(hub, parts.port, parts.dataset)
         rooms.callback(house.close)
-        hand = house.join(hello())
+        news = pool.submit(hear_the_news, house.join(hello()))
         raise error
-    end = hand.hear_a(End)
+    end = news.result(DEADLINE_S)
     assert not end.ok
     assert end.sentence == words
     (ended,) = parts.happened(RunEnded)
@@ -417,6 +438,7 @@ def test_nobody_is_waited_for_when_all_have_said_goodbye(
     assert not farewell.expired
 
 
+@pytest.mark.parametrize("parts", [("heartbeat_timeout_s=0.5",)], indirect=True)
 def test_a_worker_that_never_answers_cannot_keep_the_server(parts: Parts, rooms: ExitStack) -> None:
     """It hears of the end but does not close: after the farewell it is cut."""
     with parts.context.open_hub(Echo) as hub:

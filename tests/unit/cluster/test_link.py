@@ -167,7 +167,9 @@ def test_a_worker_that_comes_back_after_the_end_hears_of_it_and_ends_well(life: 
 
 def test_a_server_that_does_not_come_back_is_given_up(life: Life) -> None:
     worker = life.begin()
-    taken_part(life, run_config("run-1", "reconnect_timeout_s=0.2"))[0].leave()
+    hand, _ = taken_part(life, run_config("run-1", "reconnect_timeout_s=0.2"))
+    hand.say(_ack())
+    hand.leave()
     life.door.close()
     failure = worker.failure()
     assert isinstance(failure, ConnectTimeout)

@@ -24,9 +24,10 @@ from peers import (
 from smolcluster.cluster import reception as room
 from smolcluster.cluster.inbox import Gone, Inbox, Knock, Said
 from smolcluster.cluster.membership import Admitted, Refused
-from smolcluster.cluster.reception import MAX_UNPROVED, Offer, Reception, Seated
+from smolcluster.cluster.reception import MAX_UNPROVED, Reception, Seated
 from smolcluster.errors import AuthError, PeerLost, Rejected, SmolclusterError
 from smolcluster.transport.connection import Connection, accept_next, connect, listen
+from smolcluster.transport.handshake import Offer
 from smolcluster.transport.messages import Ack, Challenge, Pull
 from smolcluster.transport.security import Secret
 

@@ -14,6 +14,7 @@ from smolcluster.transport.connection import UNPROVED_NBYTES, Connection
 from smolcluster.transport.frames import PROTOCOL_VERSION, build_frame
 from smolcluster.transport.handshake import (
     Authenticated,
+    Offer,
     accept,
     client_handshake,
     reject,
@@ -56,13 +57,15 @@ def let_in(connection: Connection, client: Authenticated) -> None:
     accept(
         connection,
         client,
-        run_id="edp-1",
-        incarnation="0123abcd",
-        run=RUN,
-        model_fingerprint="ab" * 32,
-        bucket_bytes=BUCKET_BYTES,
-        codec="int8",
-        heartbeat_timeout_s=7.0,
+        Offer(
+            run_id="edp-1",
+            incarnation="0123abcd",
+            run=RUN,
+            model_fingerprint="ab" * 32,
+            bucket_bytes=BUCKET_BYTES,
+            codec="int8",
+            heartbeat_timeout_s=7.0,
+        ),
     )
 
 

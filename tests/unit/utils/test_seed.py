@@ -1,6 +1,4 @@
-import torch
-
-from smolcluster.utils.seed import derive_seed, seed_torch
+from smolcluster.utils.seed import derive_seed
 
 
 def test_derived_seeds_are_the_same_on_every_machine_and_in_every_version() -> None:
@@ -13,14 +11,3 @@ def test_each_use_has_a_seed_of_its_own() -> None:
     seeds = {derive_seed(seed, *use) for seed in range(3) for use in uses}
     assert len(seeds) == 3 * len(uses)
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_seeding_torch_repeats_its_random_numbers() -> None:
-    state = torch.random.get_rng_state()
-    try:
-        seed_torch(5)
-        first = torch.rand(4)
-        seed_torch(5)
-        assert torch.equal(first, torch.rand(4))
-    finally:
-        torch.random.set_rng_state(state)

@@ -1,6 +1,6 @@
 import pytest
 
-from smolcluster.utils.units import format_bytes, format_duration, format_rate
+from smolcluster.utils.units import format_bytes, format_duration
 
 
 @pytest.mark.parametrize(
@@ -19,10 +19,6 @@ from smolcluster.utils.units import format_bytes, format_duration, format_rate
 )
 def test_bytes_are_decimal_with_one_digit(num_bytes: float, text: str) -> None:
     assert format_bytes(num_bytes) == text
-
-
-def test_a_rate_is_bytes_a_second() -> None:
-    assert format_rate(12_500_000) == "12.5 MB/s"
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ class Peer:
 
     worker: Worker
     own_versions: deque[int] = field(default_factory=deque)
-    unanswered: int = 0
-    """Assignments that it has not been given an answer for."""
+    unanswered: set[LeaseKey] = field(default_factory=set)
+    """Leases that it was given and has not been given an answer for, also when they have expired."""
 
 
 class Server:
@@ -144,6 +144,7 @@ class Server:
             return
         push, seat = pushed.push, pushed.seat
         if push.base_version > self.version:
+            self.report.lost_push(peer.worker.name, "it was computed on weights of the future")
             peer.worker.live_session.cut(
                 f"it claims weights of version {push.base_version}, the newest is {self.version}"
             )
@@ -163,7 +164,7 @@ class Server:
         if outcome != "applied":
             self.report.dropped(peer.worker, push.lease, outcome, tau)
         pushed.receiver.free()
-        peer.unanswered -= 1
+        peer.unanswered.discard(push.lease)
         peer.worker.live_session.send(Ack(lease=push.lease, outcome=outcome, version=self.version))
 
     def apply(self, peer: Peer, pushed: Pushed, tau: int) -> None:
@@ -193,7 +194,7 @@ class Server:
         if not self.hub.started:
             return
         for seat, peer in self.peers.items():
-            while peer.unanswered < LEASES_PER_WORKER:
+            while len(peer.unanswered) < LEASES_PER_WORKER:
                 lease = self.dispatcher.grant(seat, time.monotonic())
                 if lease is None:
                     break
@@ -202,7 +203,7 @@ class Server:
                     lease=lease.key, learning_rate=self.learning_rate(), tensor=spec
                 )
                 peer.worker.live_session.send(assignment, payload)
-                peer.unanswered += 1
+                peer.unanswered.add(lease.key)
 
     def send_weights(self, peer: Peer) -> None:
         """Send the newest weights; whoever pulls the same version shares one copy."""
