@@ -12,7 +12,7 @@ before any memory is taken for what they announce.
 """
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
@@ -51,15 +51,23 @@ class Prefix:
 class Frame:
     """A frame ready to be sent, to one connection or to many at once.
 
-    It is built and hashed once and holds nothing of any connection. The payload is not copied:
-    whoever owns its memory must leave it unchanged until the frame has been sent everywhere.
+    It is built once and holds nothing of any connection. The payload is not copied: whoever owns
+    its memory must leave it unchanged until the frame has been sent everywhere. It is hashed once,
+    when it is first sent, because then the socket finds it in the cache.
     """
 
     kind: int
     head: bytes
     """Prefix, header and header sum."""
     payload: memoryview
-    payload_sum: bytes
+    _sum: list[bytes] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    @property
+    def payload_sum(self) -> bytes:
+        """The 8 bytes that follow the payload."""
+        if not self._sum:
+            self._sum.append(_PAYLOAD_SUM.pack(xxh3_64_intdigest(self.payload)))
+        return self._sum[0]
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +89,7 @@ def frame_nbytes(header_nbytes: int, payload_nbytes: int) -> int:
 
 
 def build_frame(kind: int, header: bytes, payload: Buffer = b"") -> Frame:
-    """Lay out and hash a frame; `payload` is C-contiguous and is referred to, not copied.
+    """Lay out a frame; `payload` is C-contiguous and is referred to, not copied.
 
     Raises:
         ValueError: the header exceeds `MAX_HEADER_NBYTES`: a mistake of this process, not of a
@@ -95,7 +103,7 @@ def build_frame(kind: int, header: bytes, payload: Buffer = b"") -> Frame:
     prefix = _PREFIX.pack(MAGIC, PROTOCOL_VERSION, kind, 0, len(header), view.nbytes)
     body = prefix + header
     head = body + _HEADER_SUM.pack(header_sum(body))
-    return Frame(kind, head, view, _PAYLOAD_SUM.pack(xxh3_64_intdigest(view)))
+    return Frame(kind, head, view)
 
 
 def parse_prefix(data: Buffer, max_header: int, max_payload: int) -> Prefix:
