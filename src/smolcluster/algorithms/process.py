@@ -19,7 +19,7 @@ from rich.console import Console
 import smolcluster
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import Ended, Interrupted
-from smolcluster.algorithms.records import open_records
+from smolcluster.algorithms.records import open_records, open_run
 from smolcluster.cluster.joining import ServerAddress
 from smolcluster.cluster.link import Participant, Place, follow
 from smolcluster.configs.resolve import (
@@ -104,10 +104,11 @@ def serve(
         secret = ensure_secret(settings.node.secret_file or default_secret_path())
         run_id = args.run_id or new_run_id(algorithm, datetime.now())
         run = settings.run_config(run_id, algorithm)
+        paths = open_run(settings, run, role="server", node=settings.cluster.server, log=log)
         bench = _build(settings)
         progress = None if args.no_progress else console
         with open_records(
-            settings, run, role="server", node=settings.cluster.server, log=log, progress=progress
+            paths, run, role="server", node=settings.cluster.server, log=log, progress=progress
         ) as records:
             context = ServerContext(
                 settings=settings,
@@ -120,9 +121,14 @@ def serve(
                 incarnation=records.incarnation,
             )
             summary = serve_run(context)
-        write_summary(records.paths.summary, summary)
-        if progress:
-            progress.print(table(summary))
+        try:
+            write_summary(paths.summary, summary)
+        except SmolclusterError:
+            progress = console  # then at least a person shall see it
+            raise
+        finally:
+            if progress:
+                progress.print(table(summary))
 
 
 def _build(settings: Settings) -> Workbench:

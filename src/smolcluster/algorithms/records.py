@@ -23,15 +23,23 @@ from smolcluster.runs.paths import RunPaths, create_run, runs_root
 class Records:
     """Where a process that owns a run writes down what happens. `incarnation` names this start of it."""
 
-    paths: RunPaths
     metrics: Metrics
     events: EventLog
     incarnation: str
 
 
+def open_run(settings: Settings, run: RunConfig, *, role: str, node: str, log: NodeLog) -> RunPaths:
+    """Make the run's folder, save the configuration there, and file the log in it from now on."""
+    paths = create_run(runs_root(settings.node.runs_dir), run.run_id)
+    log.file_logs_to(paths.log_file(role, node), run.run_id)
+    log.logger.info("run %s, files in %s", run.run_id, paths.root)
+    save_resolved(settings, paths.config)
+    return paths
+
+
 @contextmanager
 def open_records(
-    settings: Settings,
+    paths: RunPaths,
     run: RunConfig,
     *,
     role: str,
@@ -39,29 +47,24 @@ def open_records(
     log: NodeLog,
     progress: Console | None,
 ) -> Iterator[Records]:
-    """Make the run's folder and open its records; they are closed at the end, whatever it is.
+    """Open the metrics and events of a run; they are closed at the end, whatever it is.
 
     Args:
-        settings: saved as `config.yaml`.
+        paths: the run's folder.
         run: what is trained.
         role: server or trainer.
         node: name of the machine.
-        log: filed in the folder from now on.
+        log: where sinks complain.
         progress: where the progress is shown; None: nowhere.
     """
-    paths = create_run(runs_root(settings.node.runs_dir), run.run_id)
-    log.file_logs_to(paths.log_file(role, node), run.run_id)
-    log.logger.info("run %s, files in %s", run.run_id, paths.root)
-    save_resolved(settings, paths.config)
     incarnation = secrets.token_hex(8)
     warn = log.logger.warning
     sinks: list[Sink] = [JsonlSink(paths.metrics, incarnation, warn=warn)]
     if progress is not None:
         sinks.append(ProgressView(progress, num_epochs=run.train.num_epochs))
     sinks.append(_wandb(run, role, node, paths, log))
-    records = Records(
-        paths, Metrics(sinks), EventLog(paths.events, incarnation, warn=warn), incarnation
-    )
+    events = EventLog(paths.events, incarnation, warn=warn)
+    records = Records(Metrics(sinks), events, incarnation)
     try:
         yield records
     finally:

@@ -74,6 +74,8 @@ class Hub:
         self._log = log
         self._seats: dict[int, Worker] = {}
         self._missing: set[int] = set()
+        self._known: set[str] = set()
+        self._refused: set[str] = set()
         self._alone_since = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -174,7 +176,9 @@ class Hub:
         members = [worker.member for worker in self._seats.values()]
         decision = admit(members, hello.worker_id, hello.node, hello.instance, self._cluster)
         if isinstance(decision, Refused):
-            self._reject(hello.node, hello.worker_id, decision.code, decision.sentence)
+            if hello.instance not in self._refused:
+                self._reject(hello.node, hello.worker_id, decision.code, decision.sentence)
+            self._refused.add(hello.instance)
         else:
             yield from self._fence(decision)
             member = Member(knock.seat, hello.worker_id, hello.node, hello.instance)
@@ -207,7 +211,8 @@ class Hub:
             return
         worker.ready = ready
         self._missing.discard(worker.member.worker_id)
-        rejoined = worker.member.worker_id in self.report.tally.workers
+        rejoined = worker.member.instance in self._known
+        self._known.add(worker.member.instance)
         self.report.tally.worker(worker.member.worker_id, worker.member.node)
         self._log.info(
             "%s %s, on %s", worker.name, "is back" if rejoined else "joined", ready.device

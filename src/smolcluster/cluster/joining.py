@@ -24,6 +24,8 @@ CONNECT_TIMEOUT_S = 5.0
 HANDSHAKE_TIMEOUT_S = 10.0
 LONGEST_DELAY_S = 2.0
 LAST_TRY_S = 1.0
+SAY_AFTER_S = 3.0
+"""A server that starts at the same time is worth no word."""
 
 
 class RunOver(Exception):
@@ -42,9 +44,17 @@ class ServerAddress:
 
 
 def join(
-    address: ServerAddress, hello: Hello, secret: Secret, *, timeout_s: float, log: logging.Logger
+    address: ServerAddress,
+    hello: Hello,
+    secret: Secret,
+    *,
+    timeout_s: float,
+    log: logging.Logger,
+    say_after_s: float = SAY_AFTER_S,
 ) -> tuple[Connection, Welcome]:
     """Try until the server welcomes this worker, for at most `timeout_s` seconds.
+
+    What is in the way is logged once it has been there for `say_after_s` seconds, and whenever it changes.
 
     Raises:
         RunOver: the run has ended well in the meantime.
@@ -74,13 +84,9 @@ def join(
             obstacle, wait_s = str(error), max(delay_s, error.retry_after_s)
         if deadline.remaining() == 0:
             break
-        if obstacle != said:
-            log.info(
-                "waiting for the server at %s, up to %s: %s",
-                address,
-                format_duration(deadline.remaining()),
-                obstacle,
-            )
+        if obstacle != said and timeout_s - deadline.remaining() >= say_after_s:
+            left = format_duration(deadline.remaining())
+            log.info("waiting for the server, up to %s: %s", left, obstacle)
             said = obstacle
         time.sleep(min(wait_s, deadline.remaining()))
     raise ConnectTimeout(

@@ -6,6 +6,7 @@ training set's mean and deviation when a batch is made.
 
 import os
 import sys
+import textwrap
 import zlib
 from http.client import HTTPException
 from pathlib import Path
@@ -113,4 +114,4 @@ def _split(images: Tensor, labels: Tensor, place: Path) -> Split:
 
 def _one_line(error: Exception) -> str:
     reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return " ".join(str(reason).split())[:200]
+    return textwrap.shorten(str(reason), 200, placeholder=" …")

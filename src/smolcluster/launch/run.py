@@ -17,6 +17,7 @@ from rich.text import Text
 
 from smolcluster.configs.load import Kind, find_config, shipped_names
 from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
 from smolcluster.launch.children import POLL_S, Child, stop, wait_for
 from smolcluster.launch.interrupts import Interrupts, interrupts
@@ -28,6 +29,7 @@ from smolcluster.runs.events import RunEnded, WorkerJoined, WorkerLeft, WorkerLo
 from smolcluster.runs.paths import RunPaths, create_run, new_run_id, runs_root
 from smolcluster.runs.processes import ProcessEntry, write_processes
 from smolcluster.runs.summary import read_summary, table
+from smolcluster.transport.connection import listen
 from smolcluster.transport.security import default_secret_path, ensure_secret
 from smolcluster.utils.retry import Deadline
 
@@ -70,9 +72,16 @@ def launch(request: Request, *, local: bool, dry_run: bool) -> int:
     if dry_run:
         sys.stdout.write("\n".join(plan.lines()) + "\n")
         return 0
+    _check_port(settings.cluster)
     ensure_secret(settings.node.secret_file or default_secret_path())
     paths = create_run(runs_root(settings.node.runs_dir), run_id)
     return LocalRun(plan, paths, SteadyConsole(), num_epochs=settings.train.num_epochs).run()
+
+
+def _check_port(cluster: ClusterConfig) -> None:
+    """See before anything is started that our workers will not find somebody else's server."""
+    for listener in listen(cluster.bind or tuple(cluster.host_ip.values()), cluster.port):
+        listener.close()
 
 
 def _for_any_folder(request: Request) -> Request:
@@ -162,7 +171,7 @@ class LocalRun:
     def _start(self) -> None:
         """Start the server, then the workers; `_children` has what was started, come what may."""
         workers = f"{len(self._plan.workers)} worker{'s'[: len(self._plan.workers) != 1]}"
-        self._say(f"run {self._paths.run_id}: a server and {workers}; Ctrl-C stops them")
+        self._say(f"run {self._paths.run_id}: starting a server and {workers}; Ctrl-C stops them")
         width = max(len(process.node) for process in self._plan.processes)
         for process, colour in zip(self._plan.processes, itertools.cycle(COLOURS), strict=False):
             prefix = Text(f"{process.node:<{width}}", style=colour)
@@ -202,7 +211,7 @@ class LocalRun:
         for worker in workers:
             if worker.exit_code not in (None, 0) and worker.pid not in self._reported:
                 self._reported.add(worker.pid)
-                self._say(f"{worker.process.title} {worker.ending}; the run goes on", "yellow")
+                self._say(f"{worker.process.title} {worker.ending}", "yellow")
 
     def _is_deserted(self, workers: list[Child]) -> bool:
         """Whether all our workers have failed, and for a while nobody else has taken part."""

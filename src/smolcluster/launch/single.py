@@ -7,7 +7,7 @@ from typing import Final
 
 from smolcluster.algorithms.entry import guarded
 from smolcluster.algorithms.process import process_log
-from smolcluster.algorithms.records import open_records
+from smolcluster.algorithms.records import open_records, open_run
 from smolcluster.configs.resolve import load_settings
 from smolcluster.observability.terminal import SteadyConsole, steady
 from smolcluster.runs.paths import new_run_id
@@ -31,12 +31,11 @@ def _train(config: str, overrides: Sequence[str]) -> None:
     console, host = SteadyConsole(stderr=True), platform.node()
     run = settings.run_config(new_run_id(ALGORITHM, datetime.now().astimezone()), ALGORITHM)
     with process_log("trainer", host, console=console) as log:
+        paths = open_run(settings, run, role="trainer", node=host, log=log)
         with open_records(
-            settings, run, role="trainer", node=host, log=log, progress=console
+            paths, run, role="trainer", node=host, log=log, progress=console
         ) as records:
-            summary = train_single(
-                settings, records.paths, records.metrics, records.events, log.logger
-            )
+            summary = train_single(settings, paths, records.metrics, records.events, log.logger)
         output = SteadyConsole()
         with steady(output):
             output.print(table(summary))

@@ -117,7 +117,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     final, pushes, traffic = summary.final, summary.pushes, summary.bytes
     rate = summary.samples_applied / summary.wall_s if summary.wall_s else 0.0
     outcomes = [f"{count:,} {name}" for name, count in pushes if count or name == "applied"]
-    return [
+    own = [
         ("run", summary.run_id),
         ("time", format_duration(summary.wall_s)),
         ("speed", f"{rate:,.0f} samples/s"),
@@ -126,6 +126,11 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ("samples", f"{summary.samples_applied:,}"),
         ("loss", f"train {_number(final.train_loss)}, validation {_number(final.val_loss)}"),
         ("validation accuracy", _number(final.val_accuracy)),
+    ]
+    if not summary.workers:
+        return own
+    return [
+        *own,
         ("pushes", ", ".join(outcomes)),
         ("leases returned", f"{summary.leases_returned:,}"),
         ("codec", summary.codec),

@@ -22,7 +22,7 @@ from smolcluster.training.optimizer import FlatOptimizer
 
 DEFAULT_BUCKET_BYTES = 1 << 20
 
-DIVERGENCE_REMEDY = "lower learning_rate or enable gradient_clipping"
+DIVERGENCE_REMEDY = "lower learning_rate, or clip gradients harder (gradient_clipping)"
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 

@@ -43,7 +43,9 @@ def start_joining(door: Door, lines: list[str]) -> Iterator[Joining]:
         ) -> "Future[tuple[Connection, Welcome]]":
             address = ServerAddress("127.0.0.1", door.port)
             log = logger(lines)
-            return pool.submit(join, address, hello(), secret, timeout_s=timeout_s, log=log)
+            return pool.submit(
+                join, address, hello(), secret, timeout_s=timeout_s, log=log, say_after_s=0.0
+            )
 
         yield start
 
@@ -72,7 +74,14 @@ def test_a_server_that_is_not_there_is_waited_for_with_one_line_and_a_deadline(
 ) -> None:
     port = free_port()
     with pytest.raises(ConnectTimeout) as caught:
-        join(ServerAddress("127.0.0.1", port), hello(), SECRET, timeout_s=0.5, log=logger(lines))
+        join(
+            ServerAddress("127.0.0.1", port),
+            hello(),
+            SECRET,
+            timeout_s=0.5,
+            log=logger(lines),
+            say_after_s=0.0,
+        )
     assert len(lines) == 1, "however many attempts"
     assert "waiting for the server" in lines[0]
     assert str(port) in lines[0]
@@ -96,7 +105,14 @@ def test_attempts_become_rarer_up_to_a_limit_and_are_spread(
     monkeypatch.setattr(joining, "connect", refuse)
     lines: list[str] = []
     with pytest.raises(Rejected, match="enough"):
-        join(ServerAddress("h", 1), hello(), SECRET, timeout_s=60.0, log=logger(lines))
+        join(
+            ServerAddress("h", 1),
+            hello(),
+            SECRET,
+            timeout_s=60.0,
+            log=logger(lines),
+            say_after_s=0.0,
+        )
     assert len(delays) == 11
     for attempt, delay_s in enumerate(delays):
         whole = min(0.1 * 2**attempt, 2.0)
