@@ -44,7 +44,7 @@ from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import Summary, read_summary
 
 PROJECT = Path(__file__).resolve().parents[1]
-DATA = PROJECT.parent / "shared" / "data"
+DEFAULT_DATA = PROJECT.parent / "shared" / "data"
 NEVER = 1_000_000_000
 NUM_WORKERS = (1, 2, 3)
 EXPONENTS = (0.0, 0.5, 1.0)
@@ -84,9 +84,10 @@ class Run:
 
 
 class Bench:
-    """Starts runs, one after the other, in folders below `folder`."""
+    """Starts runs, one after the other, in folders below `folder`; MNIST, if any, lies in `data`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, data: Path) -> None:
+        self.data = data
         self._folder = folder
         self._num_runs = 0
         if sys.platform == "linux":
@@ -216,17 +217,17 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def tasks(num_epochs: dict[str, int]) -> Iterator[tuple[str, tuple[str, ...]]]:
+def tasks(data: Path, num_epochs: dict[str, int]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The data sets that are there, with the overrides that train on them."""
     yield "digits", (f"num_epochs={num_epochs['digits']}",)
-    if (DATA / "MNIST" / "raw").is_dir():
-        place = (f"dataset.root={DATA}", "dataset.download=false")
+    if (data / "MNIST" / "raw").is_dir():
+        place = (f"dataset.root={data}", "dataset.download=false")
         yield "MNIST", ("dataset.name=MNIST", *place, f"num_epochs={num_epochs['MNIST']}")
 
 
 def throughput(bench: Bench, rounds: int, *, quick: bool) -> list[dict[str, object]]:
     """Measure speeds: a dict for each model and number of processes."""
-    small, *larger = tasks({"digits": 10 if quick else 60, "MNIST": 3})
+    small, *larger = tasks(bench.data, {"digits": 10 if quick else 60, "MNIST": 3})
     name, overrides = small if quick or not larger else larger[0]
     models = {
         f"{small[0]} 128": small[1],
@@ -314,7 +315,7 @@ def staleness(bench: Bench, num_seeds: int, *, quick: bool) -> list[dict[str, ob
     """Measure accuracies: a dict for each data set, codec and exponent."""
     shipped_epochs = load_settings("edp", "digits", environ={}).train.num_epochs
     epochs = {"digits": 10 if quick else shipped_epochs, "MNIST": 5}
-    chosen = list(tasks(epochs))[: 1 if quick else None]
+    chosen = list(tasks(bench.data, epochs))[: 1 if quick else None]
     measured: list[dict[str, object]] = []
     for dataset, overrides in chosen:
         runs: dict[tuple[str, float | None], list[Run]] = {}
@@ -402,6 +403,9 @@ def main() -> None:
     parser.add_argument("--part", choices=("throughput", "staleness", "all"), default="all")
     parser.add_argument("--rounds", type=int, help="paired rounds of throughput; default: 5")
     parser.add_argument("--seeds", type=int, help="seeds of staleness; default: 5")
+    parser.add_argument(
+        "--data", type=Path, default=DEFAULT_DATA, metavar="DIR", help="folder that holds MNIST/raw"
+    )
     parser.add_argument("--quick", action="store_true", help="digits only, short, once each")
     arguments = parser.parse_args()
     once = 1 if arguments.quick else 5
@@ -409,7 +413,7 @@ def main() -> None:
     results: dict[str, object] = {"cores": os.cpu_count(), "load_before": os.getloadavg()}
     tables: list[tuple[str, list[tuple[str, ...]]]] = []
     with TemporaryDirectory(prefix="smolcluster-edp-") as folder:
-        bench = Bench(Path(folder))
+        bench = Bench(Path(folder), arguments.data.absolute())
         if arguments.part != "staleness":
             speed = throughput(bench, rounds, quick=arguments.quick)
             results["throughput"] = speed
