@@ -153,13 +153,14 @@ class Door:
     """A server's door by hand: accepts, authenticates and admits when the test says so."""
 
     def __init__(self) -> None:
+        self.patience_s = DEADLINE_S
         self._listeners = listen(["127.0.0.1"], 0)
         self.port: int = self._listeners[0].getsockname()[1]
         self._hands: list[Hand] = []
 
     def open(self, secret: Secret = SECRET) -> tuple[Connection, Authenticated]:
         """The next worker, which has proved itself and waits for the answer."""
-        connection = accept_next(self._listeners, DEADLINE_S)
+        connection = accept_next(self._listeners, self.patience_s)
         assert connection is not None, "nobody came"
         self._hands.append(Hand(connection))
         return connection, server_authenticate(connection, secret, Deadline(DEADLINE_S))

@@ -66,8 +66,8 @@ class Evaluator:
         torch.set_num_threads(1)
         while (work := self._work.get()) is not None:
             version, epoch, weights = work
-            vector_to_parameters(weights, self._trainable)
             try:
+                vector_to_parameters(weights, self._trainable)
                 evaluation = evaluate(self._model, self._split, self._device)
                 self._inbox.put(EvaluationDone(version, epoch, evaluation))
             except Exception as error:

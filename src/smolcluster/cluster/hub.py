@@ -23,6 +23,8 @@ from smolcluster.runs.events import EventLog, WorkerJoined, WorkerLeft, WorkerLo
 from smolcluster.transport.messages import End, Fault, Goodbye, Ready, Reject
 from smolcluster.utils.retry import Deadline
 
+PRESENT_S = 5.0
+"""How long the end of the run waits at most for workers to close their connections, seconds."""
 FAREWELL_S = 3.0
 """How long the end of the run waits for workers that have lost their connection, seconds."""
 
@@ -92,9 +94,11 @@ class Hub:
             sentence = f"the run failed: {error}"
         else:
             sentence = "the server was stopped"
-        self.see_out(error is None, sentence)
-        self.report.ended(error is None, sentence)
-        self._reception.close()
+        try:
+            self.see_out(error is None, sentence)
+        finally:
+            self.report.ended(error is None, sentence)
+            self._reception.close()
 
     @property
     def workers(self) -> list[Worker]:
@@ -136,7 +140,7 @@ class Hub:
             if worker.session:
                 worker.session.end_with(end)
         leaving = set(self._seats)
-        present, absent = Deadline(self._cluster.heartbeat_timeout_s), Deadline(FAREWELL_S)
+        present, absent = Deadline(PRESENT_S), Deadline(FAREWELL_S)
         while (leaving and not present.expired) or (self._missing and not absent.expired):
             event = self._inbox.get(0.1)
             if isinstance(event, Knock):

@@ -40,6 +40,8 @@ from smolcluster.utils.units import format_duration
 MAX_QUEUED = 100_000
 """A worker waits for answers, so its queue is as long as its largest push; this only bounds mistakes."""
 FAREWELL_S = 5.0
+SETTLED_S = 4.0
+"""A session that lasted so long lets the delays between reconnects begin anew."""
 
 
 @dataclass(frozen=True)
@@ -160,14 +162,16 @@ def follow(place: Place, make_participant: Callable[[Welcome, Workbench], Partic
                 timeout_s=patience.remaining(),
                 log=place.log,
             )
+            began = time.monotonic()
             try:
                 life.spend_session(connection, welcome)
             except PeerLost as error:
                 if life.made_progress:
                     patience = Deadline(welcome.run.reconnect_timeout_s)
-                    delays = backoff_delays(cap_s=LONGEST_DELAY_S)
                 elif patience.expired:
                     raise
+                if time.monotonic() - began > SETTLED_S:
+                    delays = backoff_delays(cap_s=LONGEST_DELAY_S)
                 left = format_duration(patience.remaining())
                 place.log.warning("%s; trying to reconnect for %s", error, left)
                 time.sleep(next(delays))
@@ -188,11 +192,12 @@ class _Life:
         self._participant: Participant
         self._samples_per_s = 0.0
         self.made_progress = False
-        """Whether the last session got as far as an answer to this worker's Ready."""
+        """Whether the last session was answered after Ready, or was the first to build what is trained."""
 
     def spend_session(self, connection: Connection, welcome: Welcome) -> None:
         """Take part over one connection; it ends with an exception, and is closed then."""
         link = Link(connection, welcome.heartbeat_timeout_s)
+        self.made_progress = False
         last_words: Message | None = Goodbye(reason="it was stopped")
         try:
             self._place.on_run_known(welcome.run_id)
@@ -206,7 +211,7 @@ class _Life:
             last_words = _last_words(error)
             raise
         finally:
-            self.made_progress = link.heard
+            self.made_progress |= link.heard
             link.leave(last_words)
 
     def _prepare(self, welcome: Welcome) -> None:
@@ -224,6 +229,7 @@ class _Life:
         self._samples_per_s = measure_speed(self._bench, run.train.batch_size)
         self._participant = self._make_participant(welcome, self._bench)
         self._welcome = welcome
+        self.made_progress = True
         place.log.info(
             "joined run %s at %s: %s on %s, %s",
             welcome.run_id,

@@ -35,7 +35,7 @@ from smolcluster.utils.retry import Deadline
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 GRACE_S = 15.0
-"""From asking a process to stop to killing it: the server says goodbye for up to 3 s, and W&B may take 10."""
+"""From asking a process to stop to killing it: the server says goodbye for up to 5 s, and W&B may take 6."""
 FAREWELL_S = 10.0
 """From the end of a good run to the end of its workers, who hear of it from the server."""
 PATIENCE_S = 3.0

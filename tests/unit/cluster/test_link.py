@@ -21,6 +21,8 @@ from smolcluster.errors import (
     NonFiniteLoss,
     Rejected,
     RunFailed,
+    SmolclusterError,
+    TryAgain,
 )
 from smolcluster.training.build import Workbench, build
 from smolcluster.transport.handshake import reject
@@ -294,3 +296,20 @@ def test_speed_is_measured_on_this_machine() -> None:
     before = bench.replica.snapshot()
     assert measure_speed(bench, batch_size=32) > 0
     assert torch.equal(bench.replica.params, before), "nothing is learned by it"
+
+
+def test_a_server_that_cuts_every_session_is_given_up_and_not_flooded(life: Life) -> None:
+    run = run_config().model_copy(update={"reconnect_timeout_s": 1.0})
+    life.door.patience_s = 0.5
+    worker = life.begin(start_timeout_s=1.0)
+    sessions = 0
+    while worker.is_alive():
+        try:
+            life.door.admit(run).leave()
+        except (AssertionError, SmolclusterError):
+            continue
+        sessions += 1
+    failure = worker.failure()
+    assert isinstance(failure, TryAgain)
+    assert failure.exit_code == 75
+    assert 2 <= sessions < 20
