@@ -80,7 +80,7 @@ def _launch_edp(
         bool, typer.Option("--dry-run", help="Print the commands, start nothing.")
     ] = False,
     no_tmux: Annotated[  # noqa: ARG001 - the only way there is until tmux panes come
-        bool, typer.Option("--no-tmux", help="Plain child processes (always so for now).")
+        bool, typer.Option("--no-tmux", help="Plain child processes, which is the default.")
     ] = False,
     config: Annotated[
         str | None,

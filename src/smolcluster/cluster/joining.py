@@ -18,7 +18,7 @@ from smolcluster.transport.handshake import client_handshake
 from smolcluster.transport.messages import Hello, Welcome
 from smolcluster.transport.security import Secret
 from smolcluster.utils.retry import Deadline, backoff_delays
-from smolcluster.utils.units import format_duration
+from smolcluster.utils.units import format_address, format_duration
 
 CONNECT_TIMEOUT_S = 5.0
 HANDSHAKE_TIMEOUT_S = 10.0
@@ -40,7 +40,7 @@ class ServerAddress:
     port: int
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return format_address(self.host, self.port)
 
 
 def join(

@@ -77,7 +77,10 @@ class Applied:
 
 
 class Report:
-    """Writes down what the deciding thread tells it. Cheap: it is called for every push."""
+    """Writes down what the deciding thread tells it.
+
+    It is called for every push; with `track_gradients` it reads the whole gradient once more.
+    """
 
     def __init__(
         self,

@@ -1,6 +1,5 @@
 """The datasets that a configuration can name."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -9,6 +8,7 @@ from smolcluster.data.dataset import Dataset
 from smolcluster.data.digits import load_digits
 from smolcluster.data.mnist import load_mnist
 from smolcluster.errors import ConfigError
+from smolcluster.utils.words import nearest
 
 DatasetLoader = Callable[[DatasetConfig, int], Dataset]
 
@@ -37,8 +37,7 @@ def load_dataset(config: DatasetConfig, seed: int) -> Dataset:
     """
     if config.name not in DATASETS:
         known = ", ".join(DATASETS)
-        by_lower_case = {name.lower(): name for name in DATASETS}
-        close = difflib.get_close_matches(config.name.lower(), by_lower_case, n=1)
-        hint = f"; did you mean {by_lower_case[close[0]]}?" if close else ""
+        meant = nearest(config.name, DATASETS)
+        hint = f"; did you mean {meant}?" if meant else ""
         raise ConfigError(f"dataset.name is {config.name!r}, allowed: {known}{hint}")
     return DATASETS[config.name](config, seed)

@@ -12,6 +12,7 @@ from typing import Literal
 from smolcluster.algorithms.registry import Algorithm
 from smolcluster.configs.resolve import node_overrides
 from smolcluster.configs.schema import ClusterConfig
+from smolcluster.utils.units import format_address
 
 Role = Literal["server", "worker"]
 
@@ -126,7 +127,7 @@ def plan_local(
             rank=rank,
             argv=(
                 *(python, str(request.algorithm.worker), str(rank + 1), node, *local),
-                *("--server", _address(cluster.host_ip[node], cluster.port)),
+                *("--server", format_address(cluster.host_ip[node], cluster.port)),
                 *config,
                 *overrides((*place, *node_overrides(request.overrides)), node),
             ),
@@ -173,7 +174,3 @@ def _option(flag: str, value: str | int | None) -> tuple[str, ...]:
 
 def _overrides(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(item for text in texts for item in ("--override", text))
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,6 +1,5 @@
 """The models that a configuration can name."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -9,6 +8,7 @@ from torch import nn
 from smolcluster.configs.schema import ModelConfig
 from smolcluster.errors import ConfigError
 from smolcluster.models.SimpleNN import SimpleNN
+from smolcluster.utils.words import nearest
 
 ModelBuilder = Callable[[ModelConfig, int, int], nn.Module]
 
@@ -33,7 +33,7 @@ def build_model(config: ModelConfig, input_dim: int, num_classes: int) -> nn.Mod
     """
     if config.type not in MODELS:
         known = ", ".join(MODELS)
-        close = difflib.get_close_matches(config.type, MODELS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        meant = nearest(config.type, MODELS)
+        hint = f"; did you mean {meant}?" if meant else ""
         raise ConfigError(f"model.type is {config.type!r}, allowed: {known}{hint}")
     return MODELS[config.type](config, input_dim, num_classes)

@@ -22,6 +22,7 @@ from smolcluster.runs.events import EpochFinished, Evaluated, EventLog, RunEnded
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic, write_summary
 from smolcluster.training.build import Workbench, build
+from smolcluster.training.clipping import clip_gradient
 from smolcluster.training.evaluate import Evaluation, evaluate
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedule import learning_rate
@@ -75,17 +76,12 @@ def training_steps(
             except NonFiniteLoss as error:
                 raise NonFiniteLoss(f"step {step}: {error}") from error
             layer_norms = replica.layer_norms() if train.track_gradients else {}
-            grad_norm = _clip(replica, train)
+            grad_norm = clip_gradient(replica, train.gradient_clipping)
             replica.step(rate)
             samples_applied += len(indices)
             yield TrainingStep(
                 step, epoch, len(indices), samples_applied, loss, rate, grad_norm, layer_norms
             )
-
-
-def _clip(replica: Replica, train: TrainConfig) -> float:
-    clipping = train.gradient_clipping
-    return replica.clip(clipping.max_norm) if clipping.enabled else replica.grad_norm()
 
 
 def train_single(

@@ -45,6 +45,7 @@ from smolcluster.transport.messages import (
     payload_nbytes,
 )
 from smolcluster.utils.retry import Deadline
+from smolcluster.utils.units import format_address
 
 UNPROVED_NBYTES = 4096
 """All that is received from a peer that has not proved itself, in bytes."""
@@ -347,7 +348,7 @@ def connect(host: str, port: int, timeout_s: float, stall_timeout_s: float = 10.
     Raises:
         ConnectFailed: nobody answered; `reason` is "refused", "no route", "timeout" or "name".
     """
-    where = _address_name(host, port)
+    where = format_address(host, port)
     try:
         sock = socket.create_connection((host, port), timeout_s)
     except TimeoutError:
@@ -430,7 +431,7 @@ def is_local_address(address: str) -> bool:
 
 
 def _listen_on(address: str, port: int) -> socket.socket:
-    where = _address_name(address, port)
+    where = format_address(address, port)
     listener: socket.socket | None = None
     try:
         family, sockaddr = _resolve(address, port)
@@ -490,12 +491,8 @@ def _peer_name(sock: socket.socket) -> str:
     except OSError:
         return "a peer that is gone"
     if sock.family in (socket.AF_INET, socket.AF_INET6):
-        return _address_name(address[0], address[1])
+        return format_address(address[0], address[1])
     return "local peer"
-
-
-def _address_name(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _why(error: OSError) -> str:

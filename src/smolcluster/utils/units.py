@@ -33,3 +33,8 @@ def format_duration(seconds: float) -> str:
 def _pair(large: int, large_unit: str, small: int, small_unit: str) -> str:
     rest = f" {small:02d} {small_unit}" if small else ""
     return f"{large} {large_unit}{rest}"
+
+
+def format_address(host: str, port: int) -> str:
+    """`10.10.0.1:65432`, or `[::1]:65432`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

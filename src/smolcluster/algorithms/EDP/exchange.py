@@ -206,9 +206,11 @@ class StateReceiver:
         return Said(0, message)
 
     def _take(self, state: State, payload: memoryview) -> Event | None:
-        if state.bucket != self._next or (self._next and state.version != self._version):
+        in_order = (state.bucket, state.num_buckets) == (self._next, len(self._buckets))
+        if not in_order or (self._next and state.version != self._version):
             raise ProtocolError(
-                f"the server sent bucket {state.bucket} of its weights, expected {self._next}"
+                f"the server sent bucket {state.bucket} of {state.num_buckets} of its weights, "
+                f"expected {self._next} of {len(self._buckets)}"
             )
         if state.tensor != _spec(self._codec, self._buckets[state.bucket]):
             raise ProtocolError(

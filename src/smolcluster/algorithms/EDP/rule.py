@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from smolcluster.configs.schema import GradientClipping, StalenessConfig
+from smolcluster.training.clipping import clip_gradient
 from smolcluster.training.replica import Replica
 
 
@@ -44,6 +45,6 @@ def apply_gradient(
 ) -> float:
     """Clip `gradient` (num_params,), take one optimizer step, and return the norm before clipping."""
     replica.load_gradient(gradient)
-    norm = replica.clip(clipping.max_norm) if clipping.enabled else replica.grad_norm()
+    norm = clip_gradient(replica, clipping)
     replica.step(learning_rate)
     return norm

@@ -27,6 +27,7 @@ from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.link import Link
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.training.build import Workbench
+from smolcluster.training.clipping import clip_gradient
 from smolcluster.transport.messages import Ack, LeaseKey, Pull, Welcome
 
 WAIT_S = 1.0
@@ -99,8 +100,7 @@ class Worker:
 
     def step_alone(self, learning_rate: float) -> None:
         """Apply the gradient to this worker's own copy as the server will to its."""
-        if self.train.gradient_clipping.enabled:
-            self.replica.clip(self.train.gradient_clipping.max_norm)
+        clip_gradient(self.replica, self.train.gradient_clipping)
         self.replica.step(learning_rate)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:

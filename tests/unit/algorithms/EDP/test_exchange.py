@@ -266,7 +266,7 @@ def test_weights_are_sent_from_one_copy_however_many_ask(replica: Replica) -> No
 @pytest.mark.parametrize("first", [1, 2])
 def test_weights_come_in_order(replica: Replica, first: int) -> None:
     _, frames = weights_of(replica, 4, 4)
-    with pytest.raises(ProtocolError, match=f"bucket {first} of its weights, expected 0"):
+    with pytest.raises(ProtocolError, match=f"bucket {first} of 3 of its weights, expected 0"):
         deliver(frames[first:], StateReceiver(replica.buckets))
 
 
@@ -277,9 +277,15 @@ def test_weights_of_two_versions_are_not_mixed(replica: Replica) -> None:
 
 
 def test_weights_of_another_model_are_refused(replica: Replica) -> None:
-    other = Replica(nn.Linear(3, 3), "sgd")
-    _, frames = weights_of(other, 4, 4)
+    as_many_buckets = Replica(nn.Linear(3, 3), "sgd", bucket_bytes=16)
+    _, frames = weights_of(as_many_buckets, 4, 4)
     with pytest.raises(ProtocolError, match="not of the agreed shape"):
+        deliver(frames, StateReceiver(replica.buckets))
+
+
+def test_weights_in_another_number_of_buckets_are_refused(replica: Replica) -> None:
+    _, frames = weights_of(Replica(nn.Linear(3, 3), "sgd"), 4, 4)
+    with pytest.raises(ProtocolError, match="bucket 0 of 1 of its weights, expected 0 of 3"):
         deliver(frames, StateReceiver(replica.buckets))
 
 
