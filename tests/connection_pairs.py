@@ -35,6 +35,7 @@ def push(nbytes: int = 16, bucket: int = 0) -> m.Push:
         num_buckets=4,
         num_samples=32,
         loss=0.5,
+        compute_s=0.25,
         tensor=tensor(nbytes),
     )
 
@@ -65,7 +66,7 @@ def one_of_each() -> list[m.Message]:
             unacknowledged=LEASE,
         ),
         m.Reject(code="busy", sentence="worker 1 is here already", retry_after_s=2.0),
-        m.Assignment(lease=LEASE, learning_rate=1e-3, tensor=tensor(128)),
+        m.Assignment(lease=LEASE, version=3, learning_rate=1e-3, tensor=tensor(128)),
         push(),
         m.Ack(lease=LEASE, outcome="applied", version=4),
         m.Pull(),
@@ -74,6 +75,10 @@ def one_of_each() -> list[m.Message]:
         m.Goodbye(reason="done"),
         m.Fault(code="non-finite", sentence="the dataset differs"),
         m.End(ok=True, sentence="the run is over"),
+        m.Reduced(version=4, bucket=0, num_buckets=4, tensor=tensor(16)),
+        m.Commit(version=4, num_samples=96, clip=0.5, learning_rate=1e-3, tensor=tensor(32)),
+        m.Cancel(lease=LEASE, num_buckets=2),
+        m.Skip(lease=LEASE, compute_s=0.25),
     ]
 
 

@@ -37,6 +37,31 @@ app = typer.Typer(
 launch_app = typer.Typer(rich_markup_mode=None, epilog=EXIT_CODES)
 app.add_typer(launch_app, name="launch", help="Start a server and its workers.")
 
+Local = Annotated[bool, typer.Option("--local", help="Run everything on this machine.")]
+Workers = Annotated[
+    int | None,
+    typer.Option("--workers", metavar="N", help="Number of workers; needs --local.  [default: 3]"),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the commands, start nothing.")]
+NoTmux = Annotated[
+    bool, typer.Option("--no-tmux", help="Plain child processes, which is the default.")
+]
+ClusterFile = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="Cluster file or shipped name.  [default: the algorithm's name]",
+    ),
+]
+TrainFile = Annotated[
+    str | None,
+    typer.Option(
+        "--train-config",
+        metavar="FILE",
+        help="Training file or shipped name.  [default: digits with --local, else nn]",
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
@@ -69,42 +94,65 @@ def _smolcluster(
 @launch_app.command("edp", epilog=EXIT_CODES)
 def _launch_edp(
     *,
-    local: Annotated[bool, typer.Option("--local", help="Run everything on this machine.")] = False,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers", metavar="N", help="Number of workers; needs --local.  [default: 3]"
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the commands, start nothing.")
-    ] = False,
-    no_tmux: Annotated[  # noqa: ARG001 - the only way there is until tmux panes come
-        bool, typer.Option("--no-tmux", help="Plain child processes, which is the default.")
-    ] = False,
-    config: Annotated[
-        str | None,
-        typer.Option(
-            "--config", metavar="FILE", help="Cluster file or shipped name.  [default: edp]"
-        ),
-    ] = None,
-    train_config: Annotated[
-        str | None,
-        typer.Option(
-            "--train-config",
-            metavar="FILE",
-            help="Training file or shipped name.  [default: digits with --local, else nn]",
-        ),
-    ] = None,
+    local: Local = False,
+    workers: Workers = None,
+    dry_run: DryRun = False,
+    no_tmux: NoTmux = False,  # noqa: ARG001 - the only way there is until tmux panes come
+    config: ClusterFile = None,
+    train_config: TrainFile = None,
     override: Overrides = None,
 ) -> int:
     """Elastic Distributed Parallelism: an asynchronous parameter server and its workers."""
+    return _launch(
+        "edp",
+        local=local,
+        workers=workers,
+        dry_run=dry_run,
+        config=config,
+        train_config=train_config,
+        override=override,
+    )
+
+
+@launch_app.command("syncps", epilog=EXIT_CODES)
+def _launch_syncps(
+    *,
+    local: Local = False,
+    workers: Workers = None,
+    dry_run: DryRun = False,
+    no_tmux: NoTmux = False,  # noqa: ARG001 - as above
+    config: ClusterFile = None,
+    train_config: TrainFile = None,
+    override: Overrides = None,
+) -> int:
+    """Synchronous Parameter Server: exact synchronous training with a server and its workers."""
+    return _launch(
+        "syncps",
+        local=local,
+        workers=workers,
+        dry_run=dry_run,
+        config=config,
+        train_config=train_config,
+        override=override,
+    )
+
+
+def _launch(
+    algorithm: str,
+    *,
+    local: bool,
+    workers: int | None,
+    dry_run: bool,
+    config: str | None,
+    train_config: str | None,
+    override: list[str] | None,
+) -> int:
     from smolcluster.algorithms.registry import get_algorithm  # noqa: PLC0415 - see above
     from smolcluster.launch.plan import Request  # noqa: PLC0415
     from smolcluster.launch.run import launch  # noqa: PLC0415
 
     request = Request(
-        algorithm=get_algorithm("edp"),
+        algorithm=get_algorithm(algorithm),
         config=config,
         train_config=train_config,
         overrides=tuple(override or ()),

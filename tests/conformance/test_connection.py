@@ -25,6 +25,8 @@ from smolcluster.transport.messages import (
     Assignment,
     Heartbeat,
     Hello,
+    Message,
+    Pull,
     Push,
     Reject,
     State,
@@ -104,6 +106,98 @@ def test_a_payload_lies_in_the_same_memory_each_time(kind: str) -> None:
         _, second = other.receive()
         assert bytes(second) == b"b" * 16
         assert second.obj is first.obj
+
+
+class Places:
+    """Memory of the test's own for the payloads of pushes, with something else around it."""
+
+    def __init__(self, nbytes: int, at: int = 0) -> None:
+        self.memory = bytearray(b"." * (at + nbytes + 8))
+        self.place = memoryview(self.memory)[at : at + nbytes]
+        self.asked: list[Message] = []
+
+    def __call__(self, message: Message) -> memoryview | None:
+        self.asked.append(message)
+        return self.place if isinstance(message, Push) else None
+
+
+def test_a_payload_is_written_where_its_receiver_wants_it(kind: str) -> None:
+    content = bytes(range(256)) * (BUCKET_BYTES // 256)
+    places = Places(BUCKET_BYTES, at=3)
+    with connection_pair(kind) as (one, other):
+        sender = in_thread(lambda: one.send(push(BUCKET_BYTES), content))
+        message, payload = other.receive(place_for=places)
+        sender.join(10)
+        assert message == push(BUCKET_BYTES)
+        assert payload.obj is places.memory
+        assert payload == content
+        assert bytes(places.memory) == b"..." + content + b"." * 8, "and nowhere else"
+        assert places.asked == [message]
+
+
+def test_who_wants_a_payload_nowhere_gets_it_in_the_scratch_memory(kind: str) -> None:
+    places = Places(16)
+    state = next(each for each in one_of_each() if isinstance(each, State))
+    with connection_pair(kind) as (one, other):
+        one.send(state, b"w" * 64)
+        one.send(push(16), b"g" * 16)
+        one.send(Pull())
+        message, weights = other.receive(place_for=places)
+        assert message == state
+        assert weights.obj is not places.memory
+        _, gradient = other.receive(place_for=places)
+        assert (bytes(weights), bytes(gradient)) == (b"w" * 64, b"g" * 16), "both are still there"
+        assert other.receive(place_for=places) == (Pull(), b"")
+        assert places.asked == [state, push(16)], "nobody is asked where nothing shall lie"
+
+
+def test_nothing_is_placed_before_its_header_is_judged(kind: str) -> None:
+    places = Places(16)
+    damaged = bytearray(PUSH)
+    damaged[PREFIX.size + 5] ^= 1
+    lying = b"".join(build_frame(8, encode(push(16)), b"1234").buffers)
+    for frame in (damaged, lying):
+        with raw_and_connection(kind) as (raw, connection):
+            raw.sendall(frame)
+            with pytest.raises(ProtocolError):
+                connection.receive(place_for=places)
+    with raw_and_connection(kind) as (raw, connection):
+        raw.sendall(PUSH)
+        with pytest.raises(ProtocolError, match="unexpected Push"):
+            connection.receive({Pull}, place_for=places)
+    assert places.asked == []
+
+
+def test_a_damaged_payload_is_not_handed_out_wherever_it_lies(kind: str) -> None:
+    frame = bytearray(PUSH)
+    frame[-12] ^= 1
+    with raw_and_connection(kind) as (raw, connection):
+        raw.sendall(frame)
+        with pytest.raises(ProtocolError, match="payload damaged"):
+            connection.receive(place_for=Places(16))
+        assert connection.broken
+
+
+def test_a_peer_that_is_lost_within_a_placed_payload_is_not_heard_again(kind: str) -> None:
+    with raw_and_connection(kind) as (raw, connection):
+        raw.sendall(PUSH[:-12])
+        raw.close()
+        with pytest.raises(PeerLost):
+            connection.receive(place_for=Places(16))
+        assert connection.broken
+
+
+def test_a_message_for_which_there_is_no_place_ends_the_connection(kind: str) -> None:
+    def refuse(message: Message) -> memoryview | None:
+        raise ProtocolError(f"no {type(message).__name__} is expected now")
+
+    with connection_pair(kind) as (one, other):
+        one.send(push(16), bytes(16))
+        one.send(Heartbeat())
+        with pytest.raises(ProtocolError, match=r"session: no Push is expected now"):
+            other.receive(place_for=refuse)
+        with pytest.raises(PeerLost, match="closed for receiving"):
+            other.receive()
 
 
 def test_a_payload_in_pieces_is_put_together(kind: str) -> None:

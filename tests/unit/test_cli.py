@@ -9,7 +9,7 @@ import pytest
 
 import smolcluster
 from smolcluster import cli
-from smolcluster.algorithms.registry import get_algorithm
+from smolcluster.algorithms.registry import ALGORITHMS, get_algorithm
 from smolcluster.cli import expand_overrides, main
 from smolcluster.errors import PortBusy
 
@@ -61,9 +61,10 @@ def test_overrides_are_expanded(given: list[str], expanded: list[str]) -> None:
         ["--no-such-flag"],
         ["lunch"],
         ["launch"],
-        ["launch", "syncps"],
+        ["launch", "sync"],
         ["launch", "edp", "--local", "--workers", "many"],
         ["launch", "edp", "--local", "--workers", "0"],
+        ["launch", "syncps", "--local", "--workers", "0"],
         ["launch", "edp", "--dry-run", "--workers", "2"],
         ["launch", "edp", "--local", "extra"],
         ["launch", "edp", "--local", "--override"],
@@ -90,38 +91,63 @@ def test_a_misspelt_flag_names_itself_and_the_help(capsys: pytest.CaptureFixture
     assert "`smolcluster launch edp --help`" in line
 
 
-def test_clusters_over_ssh_come_later(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "edp"]) == 2
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_clusters_over_ssh_come_later(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", name]) == 2
     line = last_error(capsys)
-    for part in ("later version", "--local", "uv run server.py", "uv run worker.py 1", "EDP"):
+    folder = get_algorithm(name).folder.name
+    for part in ("later version", "--local", "uv run server.py", "uv run worker.py 1", folder):
         assert part in line
 
 
-def test_a_dry_run_prints_the_plan_and_starts_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where the secret and runs would be made; no process can be started."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setattr(subprocess, "Popen", None)
+    return tmp_path
+
+
+@pytest.mark.parametrize("flags", [["--local"], ["--local", "--dry-run"], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("name", "override"), [("edp", "global_batch_size=96"), ("syncps", "global_batch_size=2")]
+)
+def test_what_the_algorithm_cannot_follow_is_told_before_anything_starts(
+    name: str,
+    override: str,
+    flags: list[str],
+    capsys: pytest.CaptureFixture[str],
+    nothing_starts: Path,
+) -> None:
+    assert main(["launch", name, *flags, "--override", override]) == 2
+    assert last_error(capsys).startswith("error: global_batch_size is ")
+    assert list(nothing_starts.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_dry_run_prints_the_plan_and_starts_nothing(
+    name: str, capsys: pytest.CaptureFixture[str], nothing_starts: Path
+) -> None:
     overrides = ["--override", "port=6000", "threads=2"]
-    assert main(["launch", "edp", "--local", "--workers", "2", "--dry-run", *overrides]) == 0
+    assert main(["launch", name, "--local", "--workers", "2", "--dry-run", *overrides]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[::2] == ["server mini1:", "worker 1 pi5:", "worker 2 win:"]
-    assert str(get_algorithm("edp").server) in lines[1]
+    assert f"{get_algorithm(name).server} --local --workers 2 --run-id {name}-" in lines[1]
+    assert all(str(get_algorithm(name).worker) in line for line in lines[3::2])
     assert all("threads=2" in line and "threads=1" not in line for line in lines[1::2])
-    assert list(tmp_path.iterdir()) == []
+    assert list(nothing_starts.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_dry_run_without_local_prints_the_commands_for_each_machine(
-    capsys: pytest.CaptureFixture[str],
+    name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["launch", "edp", "--dry-run"]) == 0
+    assert main(["launch", name, "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == [
-        "server mini1:",
-        "  cd src/smolcluster/algorithms/EDP && uv run server.py",
-    ]
-    assert lines[3] == "  cd src/smolcluster/algorithms/EDP && uv run worker.py 1 pi5"
+    there = f"cd src/smolcluster/algorithms/{get_algorithm(name).folder.name}"
+    assert lines[:2] == ["server mini1:", f"  {there} && uv run server.py"]
+    assert lines[3] == f"  {there} && uv run worker.py 1 pi5"
 
 
 def test_configurations_are_named_so_that_they_are_found_from_another_folder(
@@ -144,12 +170,26 @@ def test_threads_set_for_one_node_stay(
     assert ["threads=1" in line for line in lines] == [True, True, False, True]
 
 
-def test_help_lists_the_flags_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "edp", "--help"]) == 0
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_help_lists_the_flags_and_the_exit_codes(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", name, "--help"]) == 0
     shown = capsys.readouterr().out
     flags = ("--local", "--workers", "--no-tmux", "--dry-run", "--config", "--train-config")
     for part in (*flags, "--override", "Exit codes", "75 ", "77 ", "78 ", "130 "):
         assert part in shown
+
+
+def test_all_algorithms_are_launched_with_the_same_flags(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = []
+    for name in ALGORITHMS:
+        assert main(["launch", name, "--help"]) == 0
+        shown.append(capsys.readouterr().out.partition("Options:")[2])
+    assert shown[0]
+    assert set(shown) == {shown[0]}
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["train", "--help"], ["launch", "--help"]])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from smolcluster.algorithms.registry import ALGORITHMS
+
 PROJECT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
     [*PROJECT.glob("*.sh"), *(PROJECT / "scripts").glob("*.sh"), PROJECT / ".ci" / "run"]
@@ -90,7 +92,8 @@ def test_the_grep_finds_what_it_looks_for(line: str) -> None:
 
 def test_the_scripts_are_there() -> None:
     names = {str(path.relative_to(PROJECT)) for path in SCRIPTS}
-    assert {"launch_edp.sh", "scripts/bootstrap.sh", "scripts/test.sh", ".ci/run"} <= names
+    assert {f"launch_{name}.sh" for name in ALGORITHMS} <= names
+    assert {"scripts/bootstrap.sh", "scripts/test.sh", ".ci/run"} <= names
 
 
 # Stands for uv: notes what it is asked for; `run … smolcluster ARGUMENTS` shows where it is and what it got,
@@ -146,8 +149,8 @@ class Checkout:
     def run(self, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         return run(["bash", str(self.root / script), *arguments], self.elsewhere, self.env)
 
-    def launch(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return self.run("launch_edp.sh", *arguments)
+    def launch(self, *arguments: str, algorithm: str = "edp") -> subprocess.CompletedProcess[str]:
+        return self.run(f"launch_{algorithm}.sh", *arguments)
 
 
 @pytest.fixture
@@ -155,22 +158,31 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-def test_the_launch_script_hands_its_flags_on_and_stays_where_the_user_is(
-    checkout: Checkout,
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_launch_script_hands_its_flags_on_and_stays_where_the_user_is(
+    checkout: Checkout, algorithm: str
 ) -> None:
     checkout.put(checkout.bin / "uv")
-    done = checkout.launch("--local", "--override", "a=1", "dataset.root=../my data")
+    flags = ("--local", "--override", "a=1", "dataset.root=../my data")
+    done = checkout.launch(*flags, algorithm=algorithm)
     assert done.stdout.splitlines() == [
         f"smolcluster ran in {checkout.elsewhere}",
-        *("[launch]", "[edp]", "[--local]", "[--override]", "[a=1]", "[dataset.root=../my data]"),
+        *("[launch]", f"[{algorithm}]", *(f"[{flag}]" for flag in flags)),
     ]
     assert done.returncode == 75
     assert any(call.startswith("uv sync ") for call in checkout.asked())
 
 
-def test_the_launch_script_works_without_flags(checkout: Checkout) -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_launch_script_works_without_flags(checkout: Checkout, algorithm: str) -> None:
     checkout.put(checkout.bin / "uv")
-    assert checkout.launch().stdout.splitlines()[1:] == ["[launch]", "[edp]"]
+    done = checkout.launch(algorithm=algorithm)
+    assert done.stdout.splitlines()[1:] == ["[launch]", f"[{algorithm}]"]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_launch_script_may_be_run_as_a_command(algorithm: str) -> None:
+    assert os.access(PROJECT / f"launch_{algorithm}.sh", os.X_OK)
 
 
 @pytest.mark.parametrize("place", ["home/.local/bin", "home/.cargo/bin", "homebrew/bin"])

@@ -7,11 +7,14 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from smolcluster.cluster.hub import Fingerprints, Hub
 from smolcluster.cluster.inbox import Inbox
 from smolcluster.cluster.reception import Reception
 from smolcluster.cluster.report import Report
 from smolcluster.cluster.session import Receiver
+from smolcluster.codec.registry import lossless_for
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import ClusterConfig, RunConfig
 from smolcluster.errors import ConfigError
@@ -43,7 +46,7 @@ class ServerContext:
     @property
     def codec(self) -> str:
         """Name of the codec that gradients travel in."""
-        return codec_for(self.run)
+        return codec_for(self.run, self.bench.replica.params.dtype)
 
     def open_hub(self, receiver_for: Callable[[int], Receiver]) -> Hub:
         """Listen from now on; workers are let in as soon as the hub is asked for events.
@@ -52,7 +55,7 @@ class ServerContext:
             PortBusy: another process listens there.
             ConfigError: no address to listen on is this machine's, or a batch does not fit in a bucket.
         """
-        _check_batch_fits(self.run.train.batch_size, self.bench.replica.bucket_bytes)
+        _check_batch_fits(self.run.train.samples_per_step, self.bench.replica.bucket_bytes)
         cluster, replica = self.settings.cluster, self.bench.replica
         addresses = listening_addresses(cluster)
         reception = Reception(
@@ -69,7 +72,7 @@ class ServerContext:
                 heartbeat_timeout_s=self.run.heartbeat_timeout_s,
             ),
             receiver_for=receiver_for,
-            max_queued=2 * len(replica.buckets) + EXTRA_QUEUED,
+            max_queued=4 * len(replica.buckets) + EXTRA_QUEUED,
             log=self.log,
         )
         report = Report(
@@ -95,15 +98,19 @@ class ServerContext:
         )
 
 
-def codec_for(run: RunConfig) -> str:
-    """The codec of gradients."""
-    return "int8" if run.use_quantization else "fp32"
+def codec_for(run: RunConfig, dtype: torch.dtype) -> str:
+    """The codec of the gradients of a model whose parameters have this type."""
+    if run.codec is not None:
+        return run.codec
+    return "int8" if run.use_quantization else lossless_for(dtype)
 
 
 def _check_batch_fits(batch_size: int, bucket_bytes: int) -> None:
     """Indices travel as int32, and no payload may be larger than a bucket."""
     if 4 * batch_size > bucket_bytes:
-        raise ConfigError(f"batch_size is {batch_size}, must be at most {bucket_bytes // 4}")
+        raise ConfigError(
+            f"a batch of {batch_size} samples is too large, must be at most {bucket_bytes // 4}"
+        )
 
 
 def listening_addresses(cluster: ClusterConfig) -> list[str]:

@@ -24,6 +24,7 @@ from smolcluster.cluster.joining import ServerAddress
 from smolcluster.cluster.link import Participant, Place, follow
 from smolcluster.configs.resolve import (
     Settings,
+    check_algorithm,
     check_node_overrides,
     load_settings,
 )
@@ -98,6 +99,7 @@ def serve(
         local=args.local,
         local_workers=args.workers,
     )
+    check_algorithm(settings, algorithm)
     console = SteadyConsole(stderr=True)
     named = not args.stop_on_stdin_eof
     with process_log("server", settings.cluster.server, console=console, named=named) as log:
@@ -143,15 +145,7 @@ def work(
     make_participant: Callable[[Welcome, Workbench], Participant],
 ) -> None:
     """Be a worker, for as long as the run lasts."""
-    check_node_overrides(args.override)
-    settings = load_settings(
-        args.config or algorithm,
-        "digits",
-        args.node,
-        [*args.override, *_server_overrides(args.server, args.node)],
-        local=args.local,
-        local_workers=args.workers,
-    )
+    settings = worker_settings(algorithm, args)
     cluster, node = settings.cluster, settings.node
     if not 1 <= args.worker_id <= MAX_WORKER_ID:
         raise ConfigError(f"worker_id is {args.worker_id}, must be between 1 and {MAX_WORKER_ID}")
@@ -176,6 +170,25 @@ def work(
             ),
         )
         follow(place, make_participant)
+
+
+def worker_settings(algorithm: AlgorithmName, args: argparse.Namespace) -> Settings:
+    """What a worker's command line, environment and cluster file say.
+
+    Raises:
+        ConfigError: one line with what is wrong, such as an override that is the server's.
+    """
+    check_node_overrides(args.override)
+    # Shares are the server's alone, and those of the file need not fit what it was told of --workers.
+    overrides = [*args.override, *_server_overrides(args.server, args.node), "batch_share=null"]
+    return load_settings(
+        args.config or algorithm,
+        "digits",
+        args.node,
+        overrides,
+        local=args.local,
+        local_workers=args.workers,
+    )
 
 
 def _secret(local: bool, file: Path | None) -> Secret:

@@ -28,7 +28,12 @@ class Algorithm:
 
 
 _HERE = Path(__file__).resolve().parent
-ALGORITHMS = MappingProxyType({"edp": Algorithm("edp", "EDP", _HERE / "EDP")})
+ALGORITHMS = MappingProxyType(
+    {
+        "edp": Algorithm("edp", "EDP", _HERE / "EDP"),
+        "syncps": Algorithm("syncps", "SyncPS", _HERE / "SynchronousPS"),
+    }
+)
 
 
 def get_algorithm(name: str) -> Algorithm:

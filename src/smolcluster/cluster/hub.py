@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
+from smolcluster.cluster.evaluator import EvaluationDone, EvaluationFailed
 from smolcluster.cluster.inbox import Event, Gone, Inbox, Knock, Said
 from smolcluster.cluster.membership import Admitted, Member, Refused, admit, quorum
 from smolcluster.cluster.reception import Reception, Seated
@@ -22,6 +23,7 @@ from smolcluster.errors import ClusterEmpty, NonFiniteLoss, SmolclusterError
 from smolcluster.runs.events import EventLog, WorkerJoined, WorkerLeft, WorkerLost, WorkerRejected
 from smolcluster.transport.messages import End, Fault, Goodbye, Ready, Reject
 from smolcluster.utils.retry import Deadline
+from smolcluster.utils.units import format_duration
 
 PRESENT_S = 5.0
 """How long the end of the run waits at most for workers to close their connections, seconds."""
@@ -110,6 +112,7 @@ class Hub:
 
         Raises:
             ClusterEmpty: there have been too few workers for too long.
+            SmolclusterError: the weights could not be evaluated.
         """
         event = self._inbox.get(timeout_s)
         self._check_quorum()
@@ -123,6 +126,10 @@ class Hub:
             case Gone():
                 yield from self._depart(event.seat, event.reason)
                 self._reception.forget(event.seat)
+            case EvaluationDone(version, epoch, evaluation):
+                self.report.evaluated(version, epoch, evaluation)
+            case EvaluationFailed(error=error):
+                raise error
             case Said(seat=seat, message=Ready() as ready):
                 yield from self._join(seat, ready)
             case Said(seat=seat, message=Goodbye() as goodbye):
@@ -267,4 +274,7 @@ class Hub:
             self._missing.add(worker.member.worker_id)
             self._log.warning("%s is lost: %s", worker.name, reason)
             self._events.write(WorkerLost(rank=worker.rank, node=node, reason=reason))
+        if self.started and not self.workers:
+            patience = format_duration(self._cluster.empty_cluster_timeout_s)
+            self._log.warning("all workers have gone; waiting up to %s for one", patience)
         yield Departed(worker)

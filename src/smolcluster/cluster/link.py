@@ -5,6 +5,7 @@ as long as the run does; a `Link` is one session of it.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ class Participant(Protocol):
         """Work until the link raises."""
 
 
-class Link:
+class Link(Receiver):
     """One session with the server, as its own receiver until the algorithm's is there."""
 
     def __init__(self, connection: Connection, heartbeat_timeout_s: float) -> None:
@@ -95,6 +96,10 @@ class Link:
         """Whether a transfer has begun and not ended."""
         return self._receiver is not None and self._receiver.in_progress
 
+    def place_for(self, message: Message) -> memoryview | None:
+        """Where the receiver wants a payload."""
+        return self._receiver.place_for(message) if self._receiver else None
+
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         """Take a message in the reader's thread."""
         return self._receiver(message, payload) if self._receiver else Said(0, message)
@@ -111,6 +116,10 @@ class Link:
     def send_frame(self, frame: Frame) -> None:
         """Queue a frame; its memory must not change before the server has answered or the link is left."""
         self._session.send_frame(frame)
+
+    def flush(self) -> None:
+        """Wait until all that is queued has been sent; if the session ends, `next_event` will say so."""
+        self._session.flush(math.inf)
 
     def next_event(self, timeout_s: float) -> Event | None:
         """The next event, or None when there is none within `timeout_s` seconds.
@@ -225,6 +234,7 @@ class _Life:
             place.node.dataset,
             pick_device(place.node.device),
             bucket_bytes=welcome.bucket_bytes,
+            microbatch=place.node.microbatch,
         )
         self._samples_per_s = measure_speed(self._bench, run.train.batch_size)
         self._participant = self._make_participant(welcome, self._bench)
@@ -256,12 +266,11 @@ def _same_server(before: Welcome, now: Welcome) -> bool:
 
 def measure_speed(bench: Workbench, batch_size: int) -> float:
     """Samples a second that this machine computes, from one batch after a warm-up."""
-    split = bench.dataset.train
-    inputs, targets = split.batch(torch.arange(min(batch_size, split.num_samples)))
-    bench.replica.forward_backward(inputs, targets)
+    num_samples = min(batch_size, bench.dataset.train.num_samples)
+    bench.compute(torch.arange(num_samples))
     started = time.perf_counter()
-    bench.replica.forward_backward(inputs, targets)
-    return len(targets) / max(time.perf_counter() - started, 1e-9)
+    bench.compute(torch.arange(num_samples))
+    return num_samples / max(time.perf_counter() - started, 1e-9)
 
 
 def _last_words(error: Exception) -> Message:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from torch import Tensor
-
 from smolcluster.cluster.dispatcher import Returned
 from smolcluster.cluster.tally import Tally
 from smolcluster.cluster.worker import Worker
@@ -27,7 +25,7 @@ from smolcluster.runs.events import (
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic, WorkerShare
 from smolcluster.training.build import Workbench
 from smolcluster.training.evaluate import Evaluation, evaluate
-from smolcluster.transport.messages import LeaseKey, Push
+from smolcluster.transport.messages import LeaseKey
 
 WINDOW_S = 1.0
 Dropped = Literal["stale", "late", "duplicate"]
@@ -64,23 +62,36 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class Applied:
-    """A push that was applied, and how. `learning_rate` includes the staleness factor."""
+class StepTaken:
+    """One optimizer step of the server.
 
-    worker: Worker
-    push: Push
-    gradient: Tensor
+    Attributes:
+        version: of the weights after it.
+        epoch: of its samples.
+        start: their first position in the epoch's permutation.
+        stop: the position after their last.
+        loss: their mean loss.
+        learning_rate: of this step; it includes EDP's staleness factor.
+        grad_norm: L2 norm before clipping.
+        layer_norms: the same by parameter, where that is tracked.
+        worker: whose push it was; None if it was everybody's.
+        staleness: τ; None where nothing is stale.
+    """
+
     version: int
-    staleness: int
+    epoch: int
+    start: int
+    stop: int
+    loss: float
     learning_rate: float
     grad_norm: float
+    layer_norms: Mapping[str, float]
+    worker: Worker | None = None
+    staleness: int | None = None
 
 
 class Report:
-    """Writes down what the deciding thread tells it.
-
-    It is called for every push; with `track_gradients` it reads the whole gradient once more.
-    """
+    """Writes down what the deciding thread tells it."""
 
     def __init__(
         self,
@@ -117,7 +128,7 @@ class Report:
                 num_workers=num_workers,
                 num_epochs=run.train.num_epochs,
                 train_samples=self._epoch_size,
-                batch_size=run.train.batch_size,
+                batch_size=run.train.samples_per_step,
                 codec=codec,
                 dataset=bench.dataset.name,
                 model=run.train.model.type,
@@ -131,32 +142,32 @@ class Report:
         self._samples_rate = Rate(lambda: self._samples_applied)
         self._bytes_rate = Rate(lambda: sum(self._bytes_moved()))
 
-    def applied(self, applied: Applied) -> None:
-        """A push has become an optimizer step."""
-        push, worker = applied.push, applied.worker
-        self._version = applied.version
-        self._samples_applied += push.num_samples
-        self.tally.applied(
-            worker.member.worker_id, worker.member.node, push.num_samples, applied.staleness
-        )
-        epoch = push.lease.epoch
-        self._epoch_samples[epoch] += push.num_samples
-        self._epoch_loss[epoch] += push.loss * push.num_samples
+    def contributed(self, worker: Worker, num_samples: int, staleness: int = 0) -> None:
+        """A push of this worker has been applied, or will be with the step it belongs to."""
+        self.tally.applied(worker.member.worker_id, worker.member.node, num_samples, staleness)
+
+    def step_taken(self, step: StepTaken) -> None:
+        """The server has taken an optimizer step."""
+        self._version = step.version
+        num_samples = step.stop - step.start
+        self._samples_applied += num_samples
+        epoch = step.epoch
+        self._epoch_samples[epoch] += num_samples
+        self._epoch_loss[epoch] += step.loss * num_samples
+        worker = step.worker
         self._metrics.log(
             MetricRecord(
                 "step",
-                applied.version,
+                step.version,
                 epoch,
-                self._values(applied),
-                rank=worker.rank,
-                node=worker.member.node,
+                self._values(step),
+                rank=worker.rank if worker else None,
+                node=worker.member.node if worker else None,
             )
         )
         if self._epoch_samples[epoch] == self._epoch_size:
             self._events.write(
-                EpochFinished(
-                    epoch=epoch, step=applied.version, samples_applied=self._samples_applied
-                )
+                EpochFinished(epoch=epoch, step=step.version, samples_applied=self._samples_applied)
             )
 
     def dropped(self, worker: Worker, lease: LeaseKey, outcome: Dropped, staleness: int) -> None:
@@ -263,21 +274,19 @@ class Report:
             )
         )
 
-    def _values(self, applied: Applied) -> dict[str, float]:
-        push = applied.push
+    def _values(self, step: StepTaken) -> dict[str, float]:
         values = {
-            "loss": push.loss,
-            "lr": applied.learning_rate,
+            "loss": step.loss,
+            "lr": step.learning_rate,
             "samples_applied": self._samples_applied,
             "total_samples": self._run.train.num_epochs * self._epoch_size,
             "samples_per_s": self._samples_rate(),
-            "staleness": applied.staleness,
             "mb_per_s": self._bytes_rate() / 1e6,
-            "grad_norm": applied.grad_norm,
-            "start": push.lease.start,
-            "stop": push.lease.stop,
+            "grad_norm": step.grad_norm,
+            "start": step.start,
+            "stop": step.stop,
         }
-        if self._run.train.track_gradients:
-            norms = self._bench.replica.layer_norms(applied.gradient)
-            values |= {f"grad_norm/{name}": norm for name, norm in norms.items()}
+        if step.staleness is not None:
+            values["staleness"] = step.staleness
+        values |= {f"grad_norm/{name}": norm for name, norm in step.layer_norms.items()}
         return values

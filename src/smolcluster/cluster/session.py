@@ -8,8 +8,8 @@ the session is cut, and the peer may come back.
 
 import queue
 import threading
+from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import Protocol
 
 import torch
 
@@ -18,20 +18,34 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.transport.connection import Connection
 from smolcluster.transport.frames import Buffer, Frame
 from smolcluster.transport.messages import Heartbeat, Kinds, Message, frame_of
+from smolcluster.utils.retry import Deadline
 
 
-class Receiver(Protocol):
+class Receiver(ABC):
     """Takes a session's messages, in its reader's thread."""
 
     @property
     def in_progress(self) -> bool:
         """Whether a transfer of several frames has begun and not ended."""
+        return False
 
+    def place_for(self, _message: Message) -> memoryview | None:
+        """Where the payload of a message shall be written: memory of exactly its size, or None.
+
+        What is written there is unverified, and of no meaning, until the message is handed over.
+        """
+        return None
+
+    @abstractmethod
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
-        """Take a message and its payload, which is valid during the call only; return what happened."""
+        """Take a message and its payload, which is valid during the call only unless it has a place of
+        its own; return what happened.
+        """
 
 
 HEARTBEATS_PER_TIMEOUT = 4
+FLUSH_TICK_S = 0.5
+"""How soon a wait for the writer sees that the session has ended."""
 
 
 class Session:
@@ -54,7 +68,12 @@ class Session:
         self._kinds = kinds
         self._inbox = inbox
         self._heartbeat_every_s = heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
-        self._outbound: queue.Queue[Frame | None] = queue.Queue(maxsize=max_queued)
+        self.num_queued = 0
+        """Frames that were ever queued; only the thread that sends counts them."""
+        self.num_sent = 0
+        """Frames of these that the system has taken over: their memory is free."""
+        self._max_queued = max_queued
+        self._outbound: queue.SimpleQueue[Frame | threading.Event | None] = queue.SimpleQueue()
         self._reason: str | None = None
         self._lock = threading.Lock()
         self._reader = threading.Thread(target=self._read, name=f"reader-{seat}", daemon=True)
@@ -71,10 +90,21 @@ class Session:
 
     def send_frame(self, frame: Frame) -> None:
         """Queue a ready frame, which may be shared with other sessions. Never blocks."""
-        try:
-            self._outbound.put_nowait(frame)
-        except queue.Full:
-            self.cut(f"it does not keep up: {self._outbound.maxsize} frames are waiting for it")
+        if self.num_queued - self.num_sent >= self._max_queued:
+            self.cut(f"it does not keep up: {self._max_queued} frames are waiting for it")
+            return
+        self.num_queued += 1
+        self._outbound.put(frame)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until what is queued has been sent. Returns whether it was, or the session has ended."""
+        done = threading.Event()
+        self._outbound.put(done)
+        deadline = Deadline(timeout_s)
+        while self._writer.is_alive() and not deadline.expired:
+            if done.wait(min(deadline.remaining(), FLUSH_TICK_S)):
+                return True
+        return not self._writer.is_alive()
 
     def end_with(self, last_words: Message) -> None:
         """Drop the tensors that are still queued, send a last message, then close this side."""
@@ -82,18 +112,17 @@ class Session:
         with suppress(queue.Empty):
             while True:
                 frame = self._outbound.get_nowait()
-                if frame is not None and not frame.payload.nbytes:
-                    kept.append(frame)
+                if isinstance(frame, Frame):
+                    self.num_sent += 1
+                    if not frame.payload.nbytes:
+                        kept.append(frame)
         for frame in (*kept, frame_of(last_words)):
             self.send_frame(frame)
         self.finish()
 
     def finish(self) -> None:
         """Send what is queued, then close this side; the peer's closing ends the session."""
-        try:
-            self._outbound.put_nowait(None)
-        except queue.Full:
-            self.cut("it did not keep up to the end")
+        self._outbound.put(None)
 
     def cut(self, reason: str) -> None:
         """End the session at once. Whether queued messages arrived is unknown. The first reason counts."""
@@ -111,7 +140,9 @@ class Session:
         torch.set_num_threads(1)
         try:
             while True:
-                message, payload = self.connection.receive(self._kinds)
+                message, payload = self.connection.receive(
+                    self._kinds, place_for=self.receiver.place_for
+                )
                 if not isinstance(message, Heartbeat):
                     event = self.receiver(message, payload)
                     if event is not None:
@@ -120,7 +151,7 @@ class Session:
             self.cut(str(error))
         finally:
             self.cut("an internal error in its reader, see the log file")
-            self._wake_writer()
+            self._outbound.put(None)
             self._writer.join()
             self.connection.close()
             self._inbox.put(Gone(self.seat, self._reason or ""))
@@ -128,19 +159,18 @@ class Session:
     def _write(self) -> None:
         heartbeat = frame_of(Heartbeat())
         try:
-            while (frame := self._next_frame(heartbeat)) is not None:
-                self.connection.send_frame(frame)
+            while (item := self._next_item(heartbeat)) is not None:
+                if isinstance(item, threading.Event):
+                    item.set()
+                    continue
+                self.connection.send_frame(item)
+                if item is not heartbeat:
+                    self.num_sent += 1
             self.connection.end_sending()
         except SmolclusterError as error:
             self.cut(str(error))
 
-    def _wake_writer(self) -> None:
-        try:
-            self._outbound.put_nowait(None)
-        except queue.Full:  # then it is sending, and the cut has ended that
-            return
-
-    def _next_frame(self, heartbeat: Frame) -> Frame | None:
+    def _next_item(self, heartbeat: Frame) -> Frame | threading.Event | None:
         try:
             return self._outbound.get(timeout=self._heartbeat_every_s)
         except queue.Empty:

@@ -1,4 +1,4 @@
-"""What every codec does: write a flat float32 tensor as bytes, and read it back.
+"""What every codec does: write a flat tensor as bytes, and read it back.
 
 A codec works on one bucket at a time, on the CPU, into buffers that the caller owns. It may keep
 scratch buffers, so an instance serves one thread at a time. Numbers are in the machine's byte
@@ -7,6 +7,7 @@ order, which is little-endian wherever PyTorch is used today.
 Shape letters: n values in a bucket; m = `encoded_nbytes(n)` bytes.
 """
 
+import math
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -28,20 +29,27 @@ class NonFiniteValue(NonFiniteLoss):
 
 
 class Codec(ABC):
-    """A way to write n float32 values as bytes, with a stated bound on what is lost."""
+    """A way to write n values of type `dtype` as bytes, with a stated bound on what is lost."""
 
     name: ClassVar[str]
+    dtype: ClassVar[torch.dtype] = torch.float32
+    """Type of what is encoded, and of what comes back."""
     lossless: ClassVar[bool] = False
     """Whether every value comes back as it was, so that error feedback has nothing to feed back."""
+
+    @property
+    def dtype_name(self) -> str:
+        """`dtype` as it is said in frames and messages, such as float32."""
+        return str(self.dtype).removeprefix("torch.")
 
     @abstractmethod
     def encoded_nbytes(self, numel: int) -> int:
         """Bytes that `numel` values take once encoded."""
 
     def encode(self, source: Tensor, out: Tensor) -> None:
-        """Write `source`, float32 (n,), to `out`, uint8 (m,).
+        """Write `source`, `dtype` (n,), to `out`, uint8 (m,).
 
-        `out` starts at a multiple of 4 bytes of its storage.
+        `out` starts at a multiple of `dtype.itemsize` bytes of its storage.
 
         Raises:
             NonFiniteValue: `source` holds NaN or infinity. `out` then holds rubbish and must not be
@@ -60,9 +68,9 @@ class Codec(ABC):
         self._encode_keeping_error(source, out)
 
     def decode(self, encoded: Tensor, out: Tensor) -> None:
-        """Read `encoded`, uint8 (m,), into `out`, float32 (n,).
+        """Read `encoded`, uint8 (m,), into `out`, `dtype` (n,).
 
-        `encoded` starts at a multiple of 4 bytes of its storage.
+        `encoded` starts at a multiple of `dtype.itemsize` bytes of its storage.
 
         Raises:
             ProtocolError: `encoded` has the wrong length, or would decode to NaN or infinity. `out`
@@ -87,9 +95,9 @@ class Codec(ABC):
     def _decode(self, encoded: Tensor, out: Tensor) -> None: ...
 
     def _check_buffers(self, values: Tensor, encoded: Tensor) -> None:
-        if values.dtype != torch.float32 or values.ndim != 1 or not values.is_contiguous():
+        if values.dtype != self.dtype or values.ndim != 1 or not values.is_contiguous():
             raise ValueError(
-                f"a codec works on a contiguous float32 tensor of one dimension, "
+                f"{self.name} works on a contiguous {self.dtype_name} tensor of one dimension, "
                 f"not on {values.dtype} of shape {tuple(values.shape)}"
             )
         if encoded.dtype != torch.uint8 or encoded.shape != (self.encoded_nbytes(values.numel()),):
@@ -98,6 +106,29 @@ class Codec(ABC):
                 f"{self.encoded_nbytes(values.numel())} bytes, "
                 f"not {encoded.dtype} of shape {tuple(encoded.shape)}"
             )
+
+
+def absmax(values: Tensor) -> float:
+    """Return the largest magnitude in (n,): NaN or infinity if there is one, 0 of no values.
+
+    Reads the tensor once and takes no memory.
+    """
+    if not values.numel():
+        return 0.0
+    low, high = (float(value) for value in values.aminmax())
+    return max(-low, high)
+
+
+def finite_absmax(source: Tensor) -> float:
+    """Return the largest magnitude in (n,).
+
+    Raises:
+        NonFiniteValue: `source` holds NaN or infinity.
+    """
+    largest = absmax(source)
+    if not math.isfinite(largest):
+        reject_non_finite(source)
+    return largest
 
 
 def reject_non_finite(source: Tensor) -> None:

@@ -10,7 +10,7 @@ may be dropped:
 * r' is provisional until `commit`, when the push has been applied. `rollback` forgets it: a dropped
   push gives its mass back, as its samples will be computed again.
 
-With q the decoded pushes that were applied, sum(n q) + r = sum(n g), up to float32's roundings.
+With q the decoded pushes that were applied, sum(n q) + r = sum(n g), up to roundings.
 """
 
 from dataclasses import dataclass
@@ -24,14 +24,15 @@ from smolcluster.codec.base import Codec
 class ErrorFeedback:
     """The residual of one sender, for a flat gradient of `numel` values.
 
-    One push is open at a time. Keeps two float32 buffers of `numel` values, the residual and the
-    provisional one, so that neither commit nor rollback of a whole push copies; no scratch.
+    One push is open at a time. Keeps two buffers of `numel` values, the residual and the
+    provisional one, of the codec's type, so that neither commit nor rollback of a whole push
+    copies; no scratch.
     """
 
     def __init__(self, codec: Codec, numel: int) -> None:
         self._codec = codec
-        self._committed = torch.zeros(numel)
-        self._open = torch.zeros(numel)
+        self._committed = torch.zeros(numel, dtype=codec.dtype)
+        self._open = torch.zeros(numel, dtype=codec.dtype)
         self._committed_parts: dict[int, _Part] = {}
         self._open_parts: dict[int, _Part] = {}
 
@@ -40,7 +41,8 @@ class ErrorFeedback:
 
         Args:
             bucket: The bucket's place in the flat gradient. Every push is cut in the same places.
-            gradient: The bucket's mean gradient over the push's samples, float32 (n,); not changed.
+            gradient: The bucket's mean gradient over the push's samples, (n,) of the codec's type;
+                not changed.
             num_samples: Samples in the push, 1 or more, the same for all of its buckets.
             out: uint8 (m,), as for `Codec.encode`.
 
@@ -58,8 +60,15 @@ class ErrorFeedback:
         self._codec.encode_keeping_error(error, out)
         self._open_parts[bucket.start] = _Part(bucket, num_samples)
 
-    def commit(self) -> None:
-        """The open push was applied: its errors are owed now. Buckets it left out keep theirs."""
+    def commit(self, stop: int | None = None) -> None:
+        """The open push was applied: its errors are owed now. Buckets it left out keep theirs.
+
+        With `stop`, only its buckets before that element were applied, and the others were dropped.
+        """
+        if stop is not None:
+            dropped = [start for start in self._open_parts if start >= stop]
+            for start in dropped:
+                del self._open_parts[start]
         numel = sum(part.bucket.stop - part.bucket.start for part in self._open_parts.values())
         if numel == self._committed.numel():
             self._committed, self._open = self._open, self._committed
@@ -74,7 +83,7 @@ class ErrorFeedback:
         self._open_parts.clear()
 
     def residual(self) -> Tensor:
-        """Return r, a new float32 (numel,): what applied pushes still owe to the weighted sum."""
+        """Return r, a new tensor (numel,): what applied pushes still owe to the weighted sum."""
         residual = self._committed.clone()
         for part in self._committed_parts.values():
             residual[part.bucket] *= part.num_samples

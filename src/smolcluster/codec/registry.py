@@ -3,13 +3,16 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+import torch
+
 from smolcluster.codec.base import Codec
-from smolcluster.codec.fp32 import Fp32Codec
+from smolcluster.codec.half import Bf16Codec, Fp16Codec
 from smolcluster.codec.int8 import Int8BlockCodec
-from smolcluster.errors import ProtocolError
+from smolcluster.codec.lossless import Fp32Codec, Fp64Codec
+from smolcluster.errors import ConfigError, ProtocolError
 
 CODECS: Mapping[str, type[Codec]] = MappingProxyType(
-    {codec.name: codec for codec in (Fp32Codec, Int8BlockCodec)}
+    {codec.name: codec for codec in (Fp32Codec, Fp64Codec, Bf16Codec, Fp16Codec, Int8BlockCodec)}
 )
 
 
@@ -26,3 +29,19 @@ def get_codec(name: str) -> Codec:
             f"codec {name!r} is not known here (known: {', '.join(CODECS)}): "
             "run the same version of smolcluster on all nodes"
         ) from None
+
+
+def lossless_for(dtype: torch.dtype) -> str:
+    """Return the name of the lossless codec for a replica of that type.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    names = {codec.dtype: name for name, codec in CODECS.items() if codec.lossless}
+    if dtype not in names:
+        allowed = ", ".join(str(known) for known in names)
+        raise ConfigError(
+            f"model: its parameters are {dtype}, which cannot be sent without loss, "
+            f"allowed: {allowed}"
+        )
+    return names[dtype]

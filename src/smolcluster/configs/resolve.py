@@ -58,20 +58,31 @@ class Settings:
     train: TrainConfig
     node: NodeConfig
 
+    @property
+    def global_batch_size(self) -> int:
+        """Samples in a step that all workers take together, however many of them are present."""
+        return self.train.global_batch_size or self.train.batch_size * self.cluster.num_workers
+
     def run_config(self, run_id: str, algorithm: AlgorithmName) -> RunConfig:
         """What travels to the workers: nothing of any one machine."""
         cluster = self.cluster
-        name_only = DatasetConfig(name=self.train.dataset.name)
+        train: dict[str, object] = {"dataset": DatasetConfig(name=self.train.dataset.name)}
+        if algorithm == "syncps":
+            train["global_batch_size"] = self.global_batch_size
         return RunConfig(
             run_id=run_id,
             algorithm=algorithm,
             seed=cluster.seed,
             worker_update_interval=cluster.worker_update_interval,
             use_quantization=cluster.use_quantization,
+            codec=cluster.codec,
+            timeout=cluster.timeout,
+            update_rule=cluster.update_rule,
+            mixing_rate=cluster.mixing_rate,
             staleness=cluster.staleness,
             heartbeat_timeout_s=cluster.heartbeat_timeout_s,
             reconnect_timeout_s=cluster.reconnect_timeout_s,
-            train=self.train.model_copy(update={"dataset": name_only}),
+            train=self.train.model_copy(update=train),
         )
 
     def to_yaml(self) -> str:
@@ -177,6 +188,55 @@ def localise(cluster: ClusterConfig, num_workers: int | None) -> ClusterConfig:
             "min_workers": min(cluster.min_workers, count),
         }
     )
+
+
+def check_algorithm(settings: Settings, algorithm: AlgorithmName) -> None:
+    """Refuse settings that mean nothing to the algorithm, or that it cannot follow.
+
+    Raises:
+        ConfigError: one line with the key, its value and what to change.
+    """
+    match algorithm:
+        case "syncps":
+            _check_syncps(settings)
+        case "edp":
+            _check_edp(settings)
+
+
+def _check_syncps(settings: Settings) -> None:
+    cluster, samples = settings.cluster, settings.global_batch_size
+    if samples < cluster.num_workers:
+        raise ConfigError(
+            f"global_batch_size is {samples}, must be at least num_workers, {cluster.num_workers}, so that "
+            "each worker has a sample of every step; raise global_batch_size, or lower num_workers and "
+            "shorten workers"
+        )
+    if cluster.update_rule != "gradient":
+        raise ConfigError(
+            f"update_rule is {cluster.update_rule}, which is EDP's: the servers of SyncPS apply gradients; "
+            "set update_rule to gradient, or launch edp"
+        )
+
+
+def _check_edp(settings: Settings) -> None:
+    cluster, train = settings.cluster, settings.train
+    if train.global_batch_size is not None:
+        raise ConfigError(
+            f"global_batch_size is {train.global_batch_size}, which is SyncPS's: a step of EDP is one "
+            "worker's batch; set batch_size instead and global_batch_size to null, or launch syncps"
+        )
+    if cluster.batch_share is not None:
+        raise ConfigError(
+            "batch_share is SyncPS's: a worker of EDP takes as many batches as it can; set batch_share to "
+            "null, or launch syncps"
+        )
+    is_lossy = cluster.use_quantization or cluster.codec not in (None, "fp32")
+    if cluster.update_rule == "mixing" and is_lossy:
+        stated = f"codec is {cluster.codec}" if cluster.codec else "use_quantization is true"
+        raise ConfigError(
+            f"update_rule is mixing and {stated}, but weights must travel whole; set codec to fp32 and "
+            "use_quantization to false, or update_rule to gradient"
+        )
 
 
 def save_resolved(settings: Settings, path: Path) -> None:

@@ -11,6 +11,7 @@ a key without naming its file:
 `RunConfig` is what the server sends to its workers; it holds nothing of any one machine.
 """
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -38,6 +39,14 @@ def _expand_user(path: Path) -> Path:
         raise ValueError("must not begin with the home folder of an unknown user") from None
 
 
+def _below_one(rate: float) -> float:
+    if rate >= 1:
+        raise ValueError(
+            "must be below 1: a fresh worker's weights would replace the server's outright"
+        )
+    return rate
+
+
 # A YAML list is no tuple and YAML text no Path: these two are converted, all else must have its type.
 # A node's name is part of the names of log files.
 NodeName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -45,7 +54,14 @@ Address = Annotated[str, StringConstraints(min_length=1, max_length=255)]
 NodeNames = Annotated[tuple[NodeName, ...], Strict(False)]
 Addresses = Annotated[tuple[Address, ...], Strict(False), Field(min_length=1)]
 LocalPath = Annotated[Path, Strict(False), AfterValidator(_expand_user)]
-AlgorithmName = Literal["edp", "single"]
+MixingRate = Annotated[float, Field(gt=0), AfterValidator(_below_one)]
+AlgorithmName = Literal["edp", "syncps", "single"]
+CodecName = Literal["fp32", "bf16", "fp16", "int8"]
+UpdateRule = Literal["gradient", "mixing"]
+
+DEFAULT_MIXING_RATE = 0.6
+SHARES_TOLERANCE = 1e-6
+"""How far from 1 shares may add up: three times 0.333333 is meant as a whole."""
 
 
 class Section(BaseModel):
@@ -75,6 +91,11 @@ class NodeConfig(Section):
     )
     threads: PositiveInt | None = Field(
         None, description="Compute threads; null: PyTorch's choice."
+    )
+    microbatch: PositiveInt | None = Field(
+        None,
+        description="Samples computed at once; null: the whole batch. Less takes less memory and "
+        "gives the same result.",
     )
     dataset: DatasetPlace = DatasetPlace()
     secret_file: LocalPath | None = Field(
@@ -110,8 +131,25 @@ class ClusterConfig(Section):
         10, description="Steps between two pulls of the server's weights by a worker."
     )
     use_quantization: bool = Field(False, description="Push gradients in 8 bits instead of 32.")
+    codec: CodecName | None = Field(
+        None,
+        description="How gradients travel; null: int8 with use_quantization, else fp32.",
+    )
     timeout: PositiveFloat | None = Field(
         None, description="SyncPS: seconds before late parts get a backup; null: wait."
+    )
+    batch_share: dict[NodeName, NonNegativeFloat] | None = Field(
+        None,
+        description="SyncPS: each node's share of the global batch; null: by measured speed.",
+    )
+    update_rule: UpdateRule = Field(
+        "gradient",
+        description="EDP: apply pushed gradients, or average pushed weights in "
+        "(FedAsync, 1903.03934).",
+    )
+    mixing_rate: MixingRate = Field(
+        DEFAULT_MIXING_RATE,
+        description="EDP's update_rule mixing: weight of a fresh worker's weights.",
     )
     seed: int = Field(42, ge=0, lt=2**63, description="Seed of weights, split and sample order.")
     elastic: bool = Field(True, description="Accept worker ids above num_workers.")
@@ -161,6 +199,32 @@ class ClusterConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _one_codec_is_meant(self) -> Self:
+        if self.use_quantization and self.codec not in (None, "int8"):
+            raise ValueError(
+                f"use_quantization is true, which means int8, but codec is {self.codec}; "
+                "the two must agree"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _shares_make_a_whole(self) -> Self:
+        if self.batch_share is None:
+            return self
+        for name in self.batch_share:
+            self._check_known("batch_share has the key", name)
+        without = next((name for name in self.workers if name not in self.batch_share), None)
+        if without:
+            raise ValueError(
+                f"batch_share has no share for the worker {without!r}, must have one for each "
+                f"({', '.join(self.workers)})"
+            )
+        total = math.fsum(self.batch_share.values())
+        if round(abs(total - 1), 9) > SHARES_TOLERANCE:  # 1 - 0.999999 is 1.00000000003e-6
+            raise ValueError(f"batch_share adds up to {total:.9g}, must add up to 1")
+        return self
+
     def _check_known(self, place: str, name: str) -> None:
         if name not in self.host_ip:
             close = nearest(name, self.host_ip)
@@ -190,7 +254,12 @@ class ModelConfig(Section):
 class LrSchedule(Section):
     """Linear warm-up, then cosine decay, as functions of the samples applied."""
 
-    warmup_iters: int = Field(0, ge=0, description="Length of the warm-up in steps of batch_size.")
+    warmup_iters: int = Field(
+        0,
+        ge=0,
+        description="Length of the warm-up in steps of global_batch_size samples; of batch_size "
+        "where that is null.",
+    )
     min_lr: NonNegativeFloat = Field(0.0, description="Learning rate at the end of the run.")
 
 
@@ -204,6 +273,11 @@ class TrainConfig(Section):
     """What is trained (`nn_config*.yaml`)."""
 
     batch_size: PositiveInt = Field(32, description="Samples a worker's step.")
+    global_batch_size: PositiveInt | None = Field(
+        None,
+        description="SyncPS, and training in a single process: samples a step; null: "
+        "batch_size x num_workers in SyncPS, batch_size in a single process.",
+    )
     learning_rate: PositiveFloat = Field(0.001, description="Peak learning rate.")
     num_epochs: PositiveInt = Field(2, description="Passes over the training samples.")
     eval_steps: PositiveInt = Field(200, description="Server steps between two evaluations.")
@@ -218,6 +292,11 @@ class TrainConfig(Section):
     model: ModelConfig = ModelConfig()
     dataset: DatasetConfig
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples that an optimizer step is computed from, where its batch is not cut short."""
+        return self.global_batch_size or self.batch_size
 
     @model_validator(mode="after")
     def _learning_rate_falls(self) -> Self:
@@ -237,6 +316,10 @@ class RunConfig(Section):
     seed: int
     worker_update_interval: PositiveInt
     use_quantization: bool
+    codec: CodecName | None = None
+    timeout: PositiveFloat | None = None
+    update_rule: UpdateRule = "gradient"
+    mixing_rate: MixingRate = DEFAULT_MIXING_RATE
     staleness: StalenessConfig
     heartbeat_timeout_s: PositiveFloat
     reconnect_timeout_s: PositiveFloat

@@ -22,3 +22,18 @@ def seeded_order(key: int, num_items: int) -> Tensor:
 def epoch_permutation(seed: int, epoch: int, num_samples: int) -> Tensor:
     """Return the order of the samples in `epoch` (from 0), int32 (num_samples,)."""
     return seeded_order(derive_seed(seed, "permutation", epoch), num_samples)
+
+
+class EpochOrders:
+    """The permutations of a run's epochs, of which the last one that was asked for is kept."""
+
+    def __init__(self, seed: int, num_samples: int) -> None:
+        self._seed = seed
+        self._num_samples = num_samples
+        self._kept: tuple[int, Tensor] | None = None
+
+    def __getitem__(self, epoch: int) -> Tensor:
+        """The order of an epoch's samples, (num_samples,) int32."""
+        if self._kept is None or self._kept[0] != epoch:
+            self._kept = (epoch, epoch_permutation(self._seed, epoch, self._num_samples))
+        return self._kept[1]

@@ -1,6 +1,6 @@
 """Running a whole cluster on this machine: start it, show it, and leave nothing behind.
 
-The server starts first, then the workers. Their output is shown line by line behind the name of the node;
+The server starts first, then the workers. Their output is shown line by line behind what each of them is;
 how far training is comes from the run's files. The server's exit code is the launcher's. A worker that fails
 does not end the run, because training is elastic; when none is left, the run is ended.
 """
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from smolcluster.configs.load import Kind, find_config, shipped_names
-from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.configs.resolve import Settings, check_algorithm, load_settings
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
 from smolcluster.launch.children import POLL_S, Child, stop, wait_for
@@ -57,6 +57,7 @@ def launch(request: Request, *, local: bool, dry_run: bool) -> int:
         raise ConfigError(LATER.format(folder=request.algorithm.folder.name))
     request = _for_any_folder(request)
     settings = _settings(request, local)
+    check_algorithm(settings, request.algorithm.name)
     run_id = new_run_id(request.algorithm.name, datetime.now().astimezone())
     if local:
         plan = plan_local(
@@ -172,9 +173,9 @@ class LocalRun:
         """Start the server, then the workers; `_children` has what was started, come what may."""
         workers = f"{len(self._plan.workers)} worker{'s'[: len(self._plan.workers) != 1]}"
         self._say(f"run {self._paths.run_id}: starting a server and {workers}; Ctrl-C stops them")
-        width = max(len(process.node) for process in self._plan.processes)
+        width = max(len(process.title) for process in self._plan.processes)
         for process, colour in zip(self._plan.processes, itertools.cycle(COLOURS), strict=False):
-            prefix = Text(f"{process.node:<{width}}", style=colour)
+            prefix = Text(f"{process.title:<{width}}", style=colour)
             self._children.append(Child(process, self._behind(prefix)))
         entries = [
             ProcessEntry(node=process.node, role=process.role, rank=process.rank, pid=child.pid)
@@ -253,7 +254,7 @@ class LocalRun:
         self._view.print(Text(displayable(self._console, line), style=style))
 
     def _behind(self, prefix: Text) -> Callable[[str], None]:
-        """A function that prints a line behind a node's name."""
+        """A function that prints a line behind what its process is."""
 
         def say(line: str) -> None:
             shown = displayable(self._console, line)

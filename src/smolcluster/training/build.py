@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from smolcluster.configs.schema import DatasetConfig, DatasetPlace, ModelConfig, TrainConfig
 from smolcluster.data.dataset import Dataset
@@ -20,10 +21,20 @@ class Workbench:
     Attributes:
         dataset: the samples, on the replica's device.
         replica: the model with its initial weights, on the same device.
+        microbatch: samples that are computed at once; None: all that are asked for.
     """
 
     dataset: Dataset
     replica: Replica
+    microbatch: int | None = None
+
+    def compute(self, indices: Tensor) -> float:
+        """The mean loss of the training samples `indices` (n,), whose gradient is in the replica then.
+
+        Raises:
+            NonFiniteLoss: the loss or the gradient is NaN or infinite.
+        """
+        return self.replica.forward_backward(*self.dataset.train.batch(indices), self.microbatch)
 
 
 def build(
@@ -33,6 +44,7 @@ def build(
     device: torch.device,
     *,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    microbatch: int | None = None,
 ) -> Workbench:
     """Load the dataset from this machine's `place` and build the model for it.
 
@@ -45,7 +57,7 @@ def build(
     source = DatasetConfig(name=train.dataset.name, root=place.root, download=place.download)
     dataset = load_dataset(source, seed)
     replica = build_replica(train, seed, dataset, device, bucket_bytes=bucket_bytes)
-    return Workbench(dataset.to(device), replica)
+    return Workbench(dataset.to(device), replica, microbatch)
 
 
 def build_replica(

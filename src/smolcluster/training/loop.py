@@ -57,9 +57,15 @@ class TrainingStep:
 
 
 def training_steps(
-    replica: Replica, dataset: Dataset, train: TrainConfig, seed: int
+    replica: Replica,
+    dataset: Dataset,
+    train: TrainConfig,
+    seed: int,
+    microbatch: int | None = None,
 ) -> Iterator[TrainingStep]:
     """Train `replica` on every sample of every epoch, yielding after each step.
+
+    A step takes `train.samples_per_step` samples, computed `microbatch` at once (None: all).
 
     Raises:
         NonFiniteLoss: naming step and layer; the weights are those before the step.
@@ -68,11 +74,11 @@ def training_steps(
     step = samples_applied = 0
     for epoch in range(train.num_epochs):
         order = epoch_permutation(seed, epoch, dataset.train.num_samples)
-        for indices in torch.split(order, train.batch_size):
+        for indices in torch.split(order, train.samples_per_step):
             step += 1
             rate = learning_rate(train, samples_applied, total_samples)
             try:
-                loss = replica.forward_backward(*dataset.train.batch(indices))
+                loss = replica.forward_backward(*dataset.train.batch(indices), microbatch)
             except NonFiniteLoss as error:
                 raise NonFiniteLoss(f"step {step}: {error}") from error
             layer_norms = replica.layer_norms() if train.track_gradients else {}
@@ -108,7 +114,11 @@ def train_single(
     )
     try:
         for step in training_steps(
-            bench.replica, bench.dataset, settings.train, settings.cluster.seed
+            bench.replica,
+            bench.dataset,
+            settings.train,
+            settings.cluster.seed,
+            settings.node.microbatch,
         ):
             reporter.after_step(step)
         summary = reporter.summary(paths.run_id)
@@ -245,7 +255,7 @@ def _run_started(settings: Settings, bench: Workbench, run_id: str) -> RunStarte
         num_workers=1,
         num_epochs=settings.train.num_epochs,
         train_samples=bench.dataset.train.num_samples,
-        batch_size=settings.train.batch_size,
+        batch_size=settings.train.samples_per_step,
         codec=CODEC,
         dataset=bench.dataset.name,
         model=settings.train.model.type,

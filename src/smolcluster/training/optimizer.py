@@ -5,6 +5,8 @@ where the device has such kernels. The classes of `torch.optim` are left aside b
 imports PyTorch's compiler, which costs a small machine seconds in every process and is never used here.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
@@ -22,6 +24,7 @@ class FlatOptimizer:
 
     Attributes:
         state: what a continued run needs, by name; empty for sgd. Copy into its tensors to restore it.
+            `step` counts the steps taken; the others are flat (num_params,).
     """
 
     def __init__(self, name: str, params: Tensor, grads: Tensor, weight_decay: float) -> None:
@@ -54,22 +57,33 @@ class FlatOptimizer:
             "exp_avg_sq": torch.zeros_like(self._params),
         }
 
-    @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Change the weights by one step."""
-        if self._name == "sgd":
-            self._sgd_step(learning_rate)
-        else:
-            self._adam_step(learning_rate)
+        self.step_pieces([(slice(0, self._params.numel()), self._grads)], learning_rate)
 
-    def _adam_step(self, learning_rate: float) -> None:
+    @torch.no_grad()
+    def step_pieces(self, pieces: Iterable[tuple[slice, Tensor]], learning_rate: float) -> None:
+        """Change the weights by one step, of which the gradient comes in pieces, and only there.
+
+        Each piece is a place in the flat tensors and the gradient there, on the weights' device. The
+        weights become those that `step` would give.
+        """
+        for place, gradient in pieces:
+            if self._name == "sgd":
+                self._sgd_step(place, gradient, learning_rate)
+            else:
+                self._adam_step(place, gradient, learning_rate)
+        if self.state:
+            self.state["step"] += 1
+
+    def _adam_step(self, place: slice, gradient: Tensor, learning_rate: float) -> None:
         adam(
-            [self._params],
-            [self._grads],
-            [self.state["exp_avg"]],
-            [self.state["exp_avg_sq"]],
+            [self._params[place]],
+            [gradient],
+            [self.state["exp_avg"][place]],
+            [self.state["exp_avg_sq"][place]],
             [],
-            [self.state["step"]],
+            [self.state["step"].clone()],
             foreach=False,
             fused=self._fused,
             decoupled_weight_decay=self._name == "adamw",
@@ -82,10 +96,10 @@ class FlatOptimizer:
             maximize=False,
         )
 
-    def _sgd_step(self, learning_rate: float) -> None:
+    def _sgd_step(self, place: slice, gradient: Tensor, learning_rate: float) -> None:
         sgd(
-            [self._params],
-            [self._grads],
+            [self._params[place]],
+            [gradient],
             [None],
             foreach=False,
             fused=self._fused,

@@ -10,8 +10,8 @@ they are.
 import copy
 import hashlib
 import math
-from bisect import bisect_right
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from smolcluster.training.optimizer import FlatOptimizer
 DEFAULT_BUCKET_BYTES = 1 << 20
 
 DIVERGENCE_REMEDY = "lower learning_rate, or clip gradients harder (gradient_clipping)"
+_NO_TERM = -100  # what cross_entropy leaves out, unless told otherwise
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -76,6 +77,7 @@ class Replica:
         self.buckets = _cut(self.num_params, max(1, bucket_bytes // dtype.itemsize))
         self.optimizer = FlatOptimizer(optimizer, self.params, self.grads, weight_decay)
         self._staging: Tensor | None = None
+        self._piece: Tensor | None = None
 
     @property
     def num_params(self) -> int:
@@ -88,29 +90,51 @@ class Replica:
             parameter.data = self.params[place].view(parameter.shape)
             parameter.grad = self.grads[place].view(parameter.shape)
 
-    def forward_backward(self, inputs: Tensor, targets: Tensor) -> float:
+    def forward_backward(
+        self, inputs: Tensor, targets: Tensor, microbatch: int | None = None
+    ) -> float:
         """Return the batch's mean cross-entropy and leave its gradient in `grads`.
 
         Args:
             inputs: (batch, …) as the model takes them.
-            targets: class indices, (batch,), or (batch, seq) for logits of (batch, seq, classes).
+            targets: class indices, (batch,), or (batch, seq) for logits of (batch, seq, classes);
+                -100 marks what is no loss term.
+            microbatch: samples, 1 or more, that go through the model at once, for less memory; the
+                result is the same up to rounding. None means all.
 
         Raises:
             NonFiniteLoss: the loss or the gradient is NaN or infinite; the message names the layer.
                 The weights are unchanged; `grads` must not be used.
         """
-        inputs, targets = self._placed(inputs, targets)
         self.grads.zero_()
+        parts, num_terms = [(inputs, targets)], None
+        if microbatch is not None and microbatch < len(inputs):
+            pieces = torch.split(inputs, microbatch), torch.split(targets, microbatch)
+            parts, num_terms = list(zip(*pieces, strict=True)), int((targets != _NO_TERM).sum())
+        shares = [self._accumulate(*part, num_terms) for part in parts]
+        norm = torch.linalg.vector_norm(self.grads)
+        losses = [share.item() for share in shares]
+        loss = sum(losses)
+        if not (math.isfinite(loss) and math.isfinite(norm.item())):
+            bad = next((i for i, value in enumerate(losses) if not math.isfinite(value)), 0)
+            self._explain_non_finite(self._placed(*parts[bad])[0], loss)
+        return loss
+
+    def _accumulate(self, inputs: Tensor, targets: Tensor, num_terms: int | None) -> Tensor:
+        """Add a part's gradient to `grads`; return its share of the batch's loss, (), on `device`.
+
+        `num_terms` counts the whole batch's loss terms; None means that the part is the batch.
+        """
+        inputs, targets = self._placed(inputs, targets)
         logits = self.model(inputs)
         if logits.dim() > 2:
             logits, targets = logits.flatten(0, -2), targets.flatten()
-        loss = functional.cross_entropy(logits, targets)
+        if num_terms is None:
+            loss = functional.cross_entropy(logits, targets)
+        else:
+            loss = functional.cross_entropy(logits, targets, reduction="sum") / num_terms
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = torch.linalg.vector_norm(self.grads)
-        value = loss.item()
-        if not (math.isfinite(value) and math.isfinite(norm.item())):
-            self._explain_non_finite(inputs, value)
-        return value
+        return loss.detach()
 
     def _placed(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         if inputs.is_floating_point():
@@ -120,12 +144,9 @@ class Replica:
         return inputs, targets.to(self.device)
 
     def clip(self, max_norm: float) -> float:
-        """Scale `grads` to an L2 norm of at most about `max_norm`; return the norm it had before.
-
-        The factor is that of `torch.nn.utils.clip_grad_norm_`: max_norm / (norm + 1e-6), at most 1.
-        """
+        """Scale `grads` to an L2 norm of at most about `max_norm`; return the norm it had before."""
         norm = self.grad_norm()
-        coefficient = max_norm / (norm + 1e-6)
+        coefficient = clip_coefficient(norm, max_norm)
         if coefficient < 1.0:
             self.grads.mul_(coefficient)
         return norm
@@ -141,12 +162,44 @@ class Replica:
         """Apply `grads` to the weights with the optimizer."""
         self.optimizer.step(learning_rate)
 
-    def layer_norms(self, flat: Tensor | None = None) -> dict[str, float]:
-        """Return the L2 norm of each parameter's part of `flat` (num_params,), or of `grads`."""
-        flat = self.grads if flat is None else flat
-        norms = [torch.linalg.vector_norm(flat[place]) for _, place in self.layers]
-        values = torch.stack(norms).tolist()
-        return {name: value for (name, _), value in zip(self.layers, values, strict=True)}
+    def step_pieces(
+        self, pieces: Iterable[tuple[slice, Tensor]], scale: float, learning_rate: float
+    ) -> None:
+        """Take one optimizer step with `scale` times a gradient that comes in pieces.
+
+        Each piece is a place in the flat tensors, of at most a bucket, and the gradient there, on the
+        CPU; it is not changed. Weights outside of the pieces stay as they are.
+        """
+        scaled = ((place, self._scaled(piece, scale)) for place, piece in pieces)
+        self.optimizer.step_pieces(scaled, learning_rate)
+
+    def _scaled(self, piece: Tensor, scale: float) -> Tensor:
+        if scale == 1.0:
+            return piece.to(self.device)
+        if self._piece is None:
+            self._piece = torch.empty(self.buckets[0].stop, dtype=self.params.dtype)
+        return torch.mul(piece, scale, out=self._piece[: piece.numel()]).to(self.device)
+
+    def layer_norms(self, pieces: Iterable[tuple[slice, Tensor]] | None = None) -> dict[str, float]:
+        """Return the L2 norm of each parameter's gradient, by name.
+
+        The gradient comes in pieces, each a place in the flat tensors and the values there; None
+        means `grads`.
+        """
+        if pieces is None:
+            pieces = [(slice(0, self.num_params), self.grads)]
+        norms: dict[str, list[Tensor]] = {name: [] for name, _ in self.layers}
+        for piece, values in pieces:
+            for name, place in self._layers_in(piece):
+                first, last = max(place.start, piece.start), min(place.stop, piece.stop)
+                part = values[first - piece.start : last - piece.start]
+                norms[name].append(torch.linalg.vector_norm(part))
+        totals = [torch.linalg.vector_norm(torch.stack(parts)) for parts in norms.values()]
+        return dict(zip(norms, torch.stack(totals).tolist(), strict=True))
+
+    def _layers_in(self, piece: slice) -> list[tuple[str, slice]]:
+        first = bisect_right(self._starts, piece.start) - 1
+        return self.layers[first : bisect_left(self._starts, piece.stop)]
 
     def parameter_at(self, index: int) -> str:
         """Return the name of the parameter that the flat tensors' element `index` belongs to."""
@@ -219,6 +272,11 @@ class Replica:
             if (value := _first_non_finite(self.params[place])) is not None:
                 return f"at layer {name}, whose weights hold {value}"
         return "at the loss itself: every layer's output is finite"
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """The factor that clips a gradient of this L2 norm: that of `torch.nn.utils.clip_grad_norm_`."""
+    return min(1.0, max_norm / (norm + 1e-6))
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

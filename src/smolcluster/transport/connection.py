@@ -11,7 +11,7 @@ import errno
 import selectors
 import socket
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 from xxhash import xxh3_64
@@ -60,6 +60,13 @@ _RECEIVE_NBYTES = 128 * 1024
 # quarter.
 _SLICES_PER_STALL = 4
 _EMPTY = memoryview(b"")
+
+PlaceFor = Callable[[Message], memoryview | None]
+"""Where the payload of a message shall be written; None: the connection's scratch memory."""
+
+
+def nowhere(_message: Message) -> None:
+    """No message's payload has a place of its own."""
 
 
 class ConnectFailed(ConnectTimeout):
@@ -147,18 +154,23 @@ class Connection:
         self._send_broken = False
 
     def receive(
-        self, kinds: Collection[type[Message]] = ALL_KINDS, deadline: Deadline | None = None
+        self,
+        kinds: Collection[type[Message]] = ALL_KINDS,
+        deadline: Deadline | None = None,
+        place_for: PlaceFor = nowhere,
     ) -> tuple[Message, memoryview]:
         """Wait for one message of the given kinds, and its payload.
 
-        The payload lies in the connection's scratch memory and is valid until the next call; it is
-        empty for a message without a tensor. Limits, kind, checksums and the header are judged
-        before memory is taken for the payload.
+        The payload lies where `place_for` wants it, or else in the connection's scratch memory,
+        where it is valid until the next call; it is empty for a message without a tensor. Limits,
+        kind, checksums and the header are judged before memory is taken for the payload.
 
         Args:
             kinds: what the peer may say now.
             deadline: for the whole message, however the bytes trickle in; None: only silence is
                 bounded.
+            place_for: where the payload of a message, whose header is verified, shall be written:
+                exactly as many bytes as it has, or None. When this raises, they are rubbish.
 
         Raises:
             ProtocolError: the peer sent what it must not.
@@ -169,7 +181,7 @@ class Connection:
             raise PeerLost(self._says("the connection is closed for receiving"))
         self._receive_broken = True
         try:
-            received = self._receive(kinds, deadline)
+            received = self._receive(kinds, deadline, place_for)
         except ProtocolError as error:
             raise type(error)(self._says(str(error))) from None
         except OSError as error:
@@ -236,7 +248,7 @@ class Connection:
             buffers = after(buffers, sent)
 
     def _receive(
-        self, kinds: Collection[type[Message]], deadline: Deadline | None
+        self, kinds: Collection[type[Message]], deadline: Deadline | None, place_for: PlaceFor
     ) -> tuple[Message, memoryview]:
         prefix, head = self._receive_prefix(kinds, deadline)
         tail_nbytes = 0 if prefix.payload_nbytes else PAYLOAD_SUM_NBYTES
@@ -252,7 +264,10 @@ class Connection:
             )
         self.received_head = head
         if prefix.payload_nbytes:
-            return message, self._receive_payload(prefix.payload_nbytes, deadline)
+            place = place_for(message)
+            if place is None:
+                place = self._scratch_of(prefix.payload_nbytes)
+            return message, self._receive_payload(place, deadline)
         check_payload(xxh3_64(), rest[split:])
         return message, _EMPTY
 
@@ -270,11 +285,13 @@ class Connection:
         check_kind(prefix.kind, kinds)
         return prefix, bytes(data)
 
-    def _receive_payload(self, nbytes: int, deadline: Deadline | None) -> memoryview:
-        if self._scratch.nbytes < nbytes + PAYLOAD_SUM_NBYTES:
-            self._scratch = memoryview(bytearray(self.max_payload + PAYLOAD_SUM_NBYTES))
-        payload = self._scratch[:nbytes]
-        payload_sum = self._scratch[nbytes : nbytes + PAYLOAD_SUM_NBYTES]
+    def _scratch_of(self, nbytes: int) -> memoryview:
+        if self._scratch.nbytes < nbytes:
+            self._scratch = memoryview(bytearray(self.max_payload))
+        return self._scratch[:nbytes]
+
+    def _receive_payload(self, payload: memoryview, deadline: Deadline | None) -> memoryview:
+        payload_sum = memoryview(bytearray(PAYLOAD_SUM_NBYTES))
         hasher = xxh3_64()
         self._fill(payload, deadline, hasher)
         self._fill(payload_sum, deadline)

@@ -49,6 +49,10 @@ Sentence = Annotated[
 ]
 Outcome = Literal["applied", "stale", "late", "duplicate"]
 Shape = Annotated[tuple[Count, ...], Strict(False), Field(max_length=8)]
+Buckets = Annotated[tuple[Count, ...], Strict(False), Field(min_length=1, max_length=4096)]
+Seconds = Annotated[float, Field(ge=0)]
+WEIGHTS = "weights"
+"""The content of a State that holds weights."""
 
 
 class Part(BaseModel):
@@ -143,16 +147,23 @@ class Reject(Message):
 
 
 class Assignment(Message):
-    """Server: compute the gradient of these samples (payload: their indices)."""
+    """Server: compute the gradient of these samples (payload: their indices).
+
+    `version` is the server's. SyncPS: only the buckets from `first_bucket` on are wanted; a `backup` of
+    somebody else's part is pushed lossless.
+    """
 
     KIND: ClassVar[int] = 7
     lease: LeaseKey
+    version: Count
     learning_rate: Annotated[float, Field(ge=0)]
+    first_bucket: Count = 0
+    backup: bool = False
     tensor: TensorSpec
 
 
 class Push(Message):
-    """Client: one bucket of a gradient, computed on the weights of `base_version`."""
+    """Client: one bucket of a gradient, computed on the weights of `base_version` in `compute_s` seconds."""
 
     KIND: ClassVar[int] = 8
     lease: LeaseKey
@@ -161,6 +172,7 @@ class Push(Message):
     num_buckets: Positive
     num_samples: Positive
     loss: float
+    compute_s: Seconds
     tensor: TensorSpec
 
 
@@ -174,17 +186,19 @@ class Ack(Message):
 
 
 class Pull(Message):
-    """Client: asks for the weights."""
+    """Client: asks for the weights, or for some buckets of them only."""
 
     KIND: ClassVar[int] = 10
+    buckets: Buckets | None = None
 
 
 class State(Message):
-    """Server: one bucket of the weights."""
+    """Server: one bucket of the weights, or of a tensor of the optimizer that `content` names."""
 
     KIND: ClassVar[int] = 11
     incarnation: Identifier
     version: Count
+    content: Identifier = WEIGHTS
     bucket: Count
     num_buckets: Positive
     tensor: TensorSpec
@@ -219,6 +233,47 @@ class End(Message):
     sentence: Sentence
 
 
+class Reduced(Message):
+    """Server: one bucket of the mean gradient of the step that makes `version`."""
+
+    KIND: ClassVar[int] = 16
+    version: Count
+    bucket: Count
+    num_buckets: Positive
+    tensor: TensorSpec
+
+
+class Commit(Message):
+    """Server: every bucket of the step that makes `version` has been sent; take it.
+
+    The gradient, a mean over `num_samples` samples, counts `clip` times. Now and then the payload holds a
+    digest of each bucket of the weights before the step: xxh3-64 of their bytes.
+    """
+
+    KIND: ClassVar[int] = 17
+    version: Count
+    num_samples: Positive
+    clip: Annotated[float, Field(ge=0, le=1)]
+    learning_rate: Annotated[float, Field(ge=0)]
+    tensor: TensorSpec | None = None
+
+
+class Cancel(Message):
+    """Server: a push is wanted no more; its first `num_buckets` buckets have counted."""
+
+    KIND: ClassVar[int] = 18
+    lease: LeaseKey
+    num_buckets: Count
+
+
+class Skip(Message):
+    """Client: will not push what it was assigned, after having computed for `compute_s` seconds."""
+
+    KIND: ClassVar[int] = 19
+    lease: LeaseKey
+    compute_s: Seconds
+
+
 Kinds = frozenset[type[Message]]
 """A set of messages that a connection accepts at some moment."""
 
@@ -228,13 +283,16 @@ MESSAGES = MappingProxyType(
         for kind in (
             *(Hello, Challenge, Proof, Welcome, Ready, Reject, Assignment, Push),
             *(Ack, Pull, State, Heartbeat, Goodbye, Fault, End),
+            *(Reduced, Commit, Cancel, Skip),
         )
     }
 )
 ALL_KINDS: Kinds = frozenset(MESSAGES.values())
-FROM_WORKER: Kinds = frozenset({Ready, Push, Pull, Heartbeat, Goodbye, Fault})
+FROM_WORKER: Kinds = frozenset({Ready, Push, Pull, Skip, Heartbeat, Goodbye, Fault})
 """What a server accepts once a worker has proved itself."""
-FROM_SERVER: Kinds = frozenset({Assignment, Ack, State, Heartbeat, Goodbye, Reject, End})
+FROM_SERVER: Kinds = frozenset(
+    {Assignment, Ack, State, Reduced, Commit, Cancel, Heartbeat, Goodbye, Reject, End}
+)
 """What a worker accepts once it was welcomed."""
 
 

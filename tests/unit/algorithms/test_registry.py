@@ -3,6 +3,7 @@
 import pytest
 
 from smolcluster.algorithms.registry import ALGORITHMS, get_algorithm, title_of
+from smolcluster.configs.load import find_config
 from smolcluster.errors import ConfigError
 
 
@@ -14,6 +15,11 @@ def test_an_algorithm_has_the_two_files_that_are_its_processes(name: str) -> Non
     assert algorithm.worker.is_file()
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_an_algorithm_has_a_cluster_file_of_its_name(name: str) -> None:
+    assert find_config(name, "cluster").stem == f"cluster_config_{name}"
+
+
 def test_an_unknown_algorithm_is_an_error_that_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"'edpp'.*edp"):
         get_algorithm("edpp")
@@ -21,4 +27,5 @@ def test_an_unknown_algorithm_is_an_error_that_names_the_known_ones() -> None:
 
 def test_titles_are_for_people() -> None:
     assert title_of("edp") == "EDP"
+    assert title_of("syncps") == "SyncPS"
     assert title_of("single") == "Single"

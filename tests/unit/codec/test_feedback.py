@@ -21,6 +21,10 @@ PUSHES = st.lists(
     max_size=12,
 )
 
+LOSSY = pytest.mark.parametrize("name", [name for name in CODECS if not CODECS[name].lossless])
+LOSSES = {"bf16": 2**-8, "fp16": 2**-11, "int8": 1 / 254}
+"""The most that one push may lose of a value, as a part of the largest value."""
+
 
 class Sender:
     """A sender whose pushes are decoded at once, as a server would."""
@@ -57,7 +61,7 @@ def test_applied_sum_plus_residual_is_the_encoded_sum(
     applied_sum = torch.zeros(NUMEL, dtype=torch.float64)
     magnitude = 0.0
     for num_samples, applied, size in pushes:
-        gradient = torch.randn(NUMEL, generator=generator) * size
+        gradient = torch.randn(NUMEL, generator=generator, dtype=sender.codec.dtype) * size
         received = sender.push(gradient, num_samples)
         if not applied:
             sender.feedback.rollback()
@@ -70,20 +74,27 @@ def test_applied_sum_plus_residual_is_the_encoded_sum(
     assert float(difference.abs().max()) <= 1e-6 * magnitude
 
 
-def test_the_residual_does_not_grow_with_the_number_of_pushes() -> None:
-    sender = Sender("int8")
+@LOSSY
+def test_the_residual_does_not_grow_with_the_number_of_pushes(name: str) -> None:
+    sender = Sender(name)
     generator = gradients(1)
     for _ in range(300):
         sender.push(torch.randn(NUMEL, generator=generator), 8)
         sender.feedback.commit()
-    assert float(sender.feedback.residual().abs().max()) <= 8 * 5.5 / 254
+    assert float(sender.feedback.residual().abs().max()) <= 8 * 5.5 * LOSSES[name]
 
 
-def test_values_too_small_for_one_push_arrive_over_many() -> None:
-    gradient = torch.full((NUMEL,), 1e-3)
-    gradient[[0, 300, 600, 950]] = 1.0
-    sender = Sender("int8")
-    assert float(sender.push(gradient, 1)[5]) == 0.0
+@pytest.mark.parametrize(
+    ("name", "value", "outlier", "first"),
+    [("int8", 1e-3, 1.0, 0.0), ("fp16", 1e-3, 2e9, 0.0), ("bf16", 1.001, 1.0, 1.0)],
+)
+def test_what_one_push_cannot_say_arrives_over_many(
+    name: str, value: float, outlier: float, first: float
+) -> None:
+    gradient = torch.full((NUMEL,), value)
+    gradient[[0, 300, 600, 950]] = outlier
+    sender = Sender(name)
+    assert float(sender.push(gradient, 1)[5]) == first
     sender.feedback.commit()
     applied = torch.zeros(NUMEL)
     for _ in range(400):
@@ -92,9 +103,10 @@ def test_values_too_small_for_one_push_arrive_over_many() -> None:
     assert torch.allclose(applied / 400, gradient, atol=2e-5)
 
 
-def test_a_rolled_back_push_leaves_no_trace() -> None:
+@LOSSY
+def test_a_rolled_back_push_leaves_no_trace(name: str) -> None:
     generator = gradients(2)
-    steady, unlucky = Sender("int8"), Sender("int8")
+    steady, unlucky = Sender(name), Sender(name)
     for step in range(10):
         gradient = torch.randn(NUMEL, generator=generator)
         unlucky.push(torch.randn(NUMEL, generator=generator) * 100, 7 + step)
@@ -108,8 +120,9 @@ def test_a_rolled_back_push_leaves_no_trace() -> None:
         assert torch.equal(steady.feedback.residual(), unlucky.feedback.residual())
 
 
-def test_what_is_owed_shrinks_in_a_push_of_more_samples() -> None:
-    sender = Sender("int8")
+@LOSSY
+def test_what_is_owed_shrinks_in_a_push_of_more_samples(name: str) -> None:
+    sender = Sender(name)
     gradient = torch.randn(NUMEL, generator=gradients(3))
     sender.push(gradient, 10)
     sender.feedback.commit()
@@ -120,8 +133,9 @@ def test_what_is_owed_shrinks_in_a_push_of_more_samples() -> None:
     assert torch.equal(sender.feedback.residual(), owed)
 
 
-def test_a_bucket_that_is_encoded_again_counts_once() -> None:
-    once, twice = Sender("int8"), Sender("int8")
+@LOSSY
+def test_a_bucket_that_is_encoded_again_counts_once(name: str) -> None:
+    once, twice = Sender(name), Sender(name)
     gradient = torch.randn(NUMEL, generator=gradients(4))
     once.push(gradient, 5)
     twice.push(gradient * 3, 9, BUCKETS[:2])
@@ -131,8 +145,9 @@ def test_a_bucket_that_is_encoded_again_counts_once() -> None:
     assert torch.equal(once.feedback.residual(), twice.feedback.residual())
 
 
-def test_buckets_that_a_push_leaves_out_keep_what_they_owe() -> None:
-    sender = Sender("int8")
+@LOSSY
+def test_buckets_that_a_push_leaves_out_keep_what_they_owe(name: str) -> None:
+    sender = Sender(name)
     generator = gradients(5)
     sender.push(torch.randn(NUMEL, generator=generator), 4)
     sender.feedback.commit()
@@ -147,19 +162,21 @@ def test_buckets_that_a_push_leaves_out_keep_what_they_owe() -> None:
     assert torch.equal(sender.feedback.residual(), after)
 
 
-def test_a_lossless_codec_owes_nothing() -> None:
-    sender = Sender("fp32")
+@pytest.mark.parametrize("name", ["fp32", "fp64"])
+def test_a_lossless_codec_owes_nothing(name: str) -> None:
+    sender = Sender(name)
     generator = gradients(6)
     for num_samples in (1, 32, 7):
-        gradient = torch.randn(NUMEL, generator=generator)
+        gradient = torch.randn(NUMEL, generator=generator, dtype=sender.codec.dtype)
         assert torch.equal(sender.push(gradient, num_samples), gradient)
         sender.feedback.commit()
         assert not bool(sender.feedback.residual().any())
 
 
+@LOSSY
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_non_finite_gradient_is_refused_and_changes_nothing(bad: float) -> None:
-    sender = Sender("int8")
+def test_a_non_finite_gradient_is_refused_and_changes_nothing(name: str, bad: float) -> None:
+    sender = Sender(name)
     generator = gradients(7)
     gradient = torch.randn(NUMEL, generator=generator)
     sender.push(gradient, 4)
@@ -174,8 +191,9 @@ def test_a_non_finite_gradient_is_refused_and_changes_nothing(bad: float) -> Non
     assert torch.equal(sender.feedback.residual(), before)
 
 
-def test_the_gradient_is_left_alone() -> None:
-    sender = Sender("int8")
+@LOSSY
+def test_the_gradient_is_left_alone(name: str) -> None:
+    sender = Sender(name)
     gradient = torch.randn(NUMEL, generator=gradients(8))
     kept = gradient.clone()
     sender.push(gradient, 4)

@@ -23,7 +23,7 @@ def refusal(path: Path) -> str:
 
 
 def test_shipped_configurations_are_found_by_name() -> None:
-    assert "edp" in shipped_names("cluster")
+    assert {"edp", "syncps"} <= set(shipped_names("cluster"))
     assert {"nn", "digits"} <= set(shipped_names("training"))
     assert find_config("edp", "cluster").name == "cluster_config_edp.yaml"
     assert find_config("nn", "training").name == "nn_config.yaml"

@@ -10,6 +10,7 @@ import pytest
 from smolcluster.configs.load import find_config, parse_yaml, read_yaml, shipped_names
 from smolcluster.configs.resolve import (
     Settings,
+    check_algorithm,
     check_node_overrides,
     load_settings,
     localise,
@@ -17,7 +18,7 @@ from smolcluster.configs.resolve import (
     resolve,
     save_resolved,
 )
-from smolcluster.configs.schema import ClusterConfig, TrainConfig
+from smolcluster.configs.schema import AlgorithmName, ClusterConfig, TrainConfig
 from smolcluster.errors import ConfigError, SmolclusterError
 
 HOSTS = {"mini1": "10.10.0.1", "macbook": "10.10.0.1", "pi5": "192.168.50.1", "win": "10.10.0.1"}
@@ -29,6 +30,16 @@ CLUSTER: dict[str, Any] = {
     "server": "mini1",
     "worker_update_interval": 10,
     "use_quantization": False,
+    "seed": 42,
+}
+SYNCPS: dict[str, Any] = {
+    "host_ip": HOSTS,
+    "port": 65432,
+    "num_workers": 3,
+    "workers": ["pi5", "win", "macbook"],
+    "server": "mini1",
+    "worker_update_interval": 4,
+    "timeout": 0.1,
     "seed": 42,
 }
 NN: dict[str, Any] = {
@@ -94,6 +105,7 @@ def test_every_yaml_in_the_folder_is_shipped_under_a_name() -> None:
 
 def test_the_shipped_files_hold_exactly_what_users_have() -> None:
     assert read_yaml(find_config("edp", "cluster")) == CLUSTER
+    assert read_yaml(find_config("syncps", "cluster")) == SYNCPS
     assert read_yaml(find_config("nn", "training")) == NN
 
 
@@ -103,6 +115,9 @@ def test_keys_that_users_do_not_have_get_their_defaults() -> None:
     assert settings.train == TrainConfig.model_validate(NN)
     assert (settings.train.optimizer, settings.cluster.elastic) == ("adam", True)
     assert settings.cluster.timeout is None
+    assert (settings.cluster.codec, settings.cluster.batch_share) == (None, None)
+    assert (settings.cluster.update_rule, settings.cluster.mixing_rate) == ("gradient", 0.6)
+    assert (settings.train.global_batch_size, settings.node.microbatch) == (None, None)
 
 
 def test_digits_need_no_sizes_of_the_data() -> None:
@@ -185,6 +200,16 @@ def test_other_variables_of_the_environment_are_ignored() -> None:
         ("timeout=", "cluster.timeout", None),
         ("timeout=0.1", "cluster.timeout", 0.1),
         ("bind=[127.0.0.1, ::1]", "cluster.bind", ("127.0.0.1", "::1")),
+        ("codec=null", "cluster.codec", None),
+        ("codec=bf16", "cluster.codec", "bf16"),
+        ("mixing_rate=0.9999", "cluster.mixing_rate", 0.9999),
+        (
+            "batch_share={pi5: 0.25, win: 0.25, macbook: 0.5}",
+            "cluster.batch_share",
+            {"pi5": 0.25, "win": 0.25, "macbook": 0.5},
+        ),
+        ("global_batch_size=96", "train.global_batch_size", 96),
+        ("microbatch=8", "node.microbatch", 8),
         ("staleness={bound: 4}", "cluster.staleness.bound", 4),
         ("staleness={bound: 4}", "cluster.staleness.exponent", 0.5),
         ("lr_schedule.warmup_iters=100", "train.lr_schedule.warmup_iters", 100),
@@ -276,6 +301,19 @@ def test_a_worker_list_and_its_number_can_be_changed_together() -> None:
         ("nodes.pi4.threads=1", "nodes has the key 'pi4', must be a node of host_ip (known: mini1"),
         ("host_ip.a/b=1.1.1.1", "host_ip has the key 'a/b', must be a name of at most 64 letters"),
         ("host_ip.pi5=", "host_ip.pi5 is null, must be text that is not empty"),
+        ("timeout=0", "timeout is 0, must be a number above 0, or null"),
+        ("timeout=-0.1", "timeout is -0.1, must be a number above 0, or null"),
+        ("codec=zip", "codec is 'zip', must be one of fp32, bf16, fp16, int8, or null"),
+        ("mixing_rate=0", "mixing_rate is 0, must be a number above 0"),
+        ("mixing_rate=1", "mixing_rate is 1, must be below 1: a fresh worker's weights would"),
+        ("mixing_rate=.nan", "mixing_rate is nan, must be a finite number above 0"),
+        ("update_rule=mix", "update_rule is 'mix', must be one of gradient, mixing"),
+        ("global_batch_size=0", "global_batch_size is 0, must be a whole number above 0, or null"),
+        ("microbatch=0", "microbatch is 0, must be a whole number above 0, or null"),
+        ("batch_share.pi5=1", "batch_share has no share for the worker 'win', must have one for"),
+        ("batch_share.pi5=-1", "batch_share.pi5 is -1, must be a number of 0 or more"),
+        ("batch_share.pi4=1", "batch_share has the key 'pi4', must be a node of host_ip (known: m"),
+        ("batch_share={pi5: .5, win: .5, macbook: .5}", "batch_share adds up to 1.5, must add up"),
         ("threads=0", "threads is 0, must be a whole number above 0, or null"),
         ("secret_file=~nobody-here/x", "secret_file is '~nobody-here/x', must not begin with the"),
         ("port=6\n7", "port is "),
@@ -344,6 +382,14 @@ def test_a_bad_cluster_file_is_refused_by_its_name(cluster: dict[str, Any], says
     assert refusal(cluster=cluster).startswith(f"cluster configuration: {says}")
 
 
+def test_a_codec_that_contradicts_the_file_is_refused() -> None:
+    text = refusal("codec=bf16", cluster={"use_quantization": True})
+    assert text == (
+        "--override: use_quantization is true, which means int8, but codec is bf16; "
+        "the two must agree"
+    )
+
+
 def test_a_missing_key_is_named_with_what_it_must_be() -> None:
     with pytest.raises(ConfigError) as raised:
         resolve(cluster=CLUSTER, train={"batch_size": 32})
@@ -393,6 +439,121 @@ def test_what_travels_holds_nothing_of_this_machine() -> None:
     assert "/data" not in run.model_dump_json()
 
 
+@pytest.mark.parametrize(
+    ("override", "field", "value"),
+    [
+        ("codec=bf16", "codec", "bf16"),
+        ("use_quantization=true", "use_quantization", True),
+        ("timeout=0.1", "timeout", 0.1),
+        ("update_rule=mixing", "update_rule", "mixing"),
+        ("mixing_rate=0.25", "mixing_rate", 0.25),
+    ],
+)
+def test_how_gradients_are_exchanged_travels(override: str, field: str, value: object) -> None:
+    plain, changed = (settle(*texts).run_config("edp-1", "edp") for texts in ((), (override,)))
+    assert changed == plain.model_copy(update={field: value})
+    assert changed != plain
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides", "samples"),
+    [
+        ("syncps", ["batch_size=10"], 30),
+        ("syncps", ["batch_size=10", "global_batch_size=64"], 64),
+        ("edp", ["batch_size=10"], None),
+        ("single", ["batch_size=10"], None),
+        ("single", ["global_batch_size=64"], 64),
+    ],
+)
+def test_the_global_batch_of_the_synchronous_server_travels_as_a_number(
+    algorithm: AlgorithmName, overrides: list[str], samples: int | None
+) -> None:
+    train = settle(*overrides).run_config("r-1", algorithm).train
+    assert train.global_batch_size == samples
+
+
+# What an algorithm cannot follow
+
+
+@pytest.mark.parametrize("name", shipped_names("cluster"))
+@pytest.mark.parametrize("is_local", [False, True])
+def test_the_shipped_files_fit_the_algorithm_of_their_name(name: Any, is_local: bool) -> None:
+    for train in shipped_names("training"):
+        check_algorithm(load_settings(name, train, environ={}, local=is_local), name)
+
+
+SHARES = "batch_share={pi5: 0.25, win: 0.25, macbook: 0.5}"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides", "says"),
+    [
+        (
+            "syncps",
+            ["global_batch_size=2"],
+            "global_batch_size is 2, must be at least num_workers, 3, so that each worker has a sample "
+            "of every step; raise global_batch_size, or lower num_workers and shorten workers",
+        ),
+        (
+            "syncps",
+            ["update_rule=mixing"],
+            "update_rule is mixing, which is EDP's: the servers of SyncPS apply gradients; "
+            "set update_rule to gradient, or launch edp",
+        ),
+        (
+            "edp",
+            ["global_batch_size=96"],
+            "global_batch_size is 96, which is SyncPS's: a step of EDP is one worker's batch; "
+            "set batch_size instead and global_batch_size to null, or launch syncps",
+        ),
+        (
+            "edp",
+            [SHARES],
+            "batch_share is SyncPS's: a worker of EDP takes as many batches as it can; "
+            "set batch_share to null, or launch syncps",
+        ),
+        (
+            "edp",
+            ["update_rule=mixing", "use_quantization=true"],
+            "update_rule is mixing and use_quantization is true, but weights must travel whole; "
+            "set codec to fp32 and use_quantization to false, or update_rule to gradient",
+        ),
+        (
+            "edp",
+            ["update_rule=mixing", "codec=fp16"],
+            "update_rule is mixing and codec is fp16, but weights must travel whole; "
+            "set codec to fp32 and use_quantization to false, or update_rule to gradient",
+        ),
+    ],
+)
+def test_what_an_algorithm_cannot_follow_is_refused(
+    algorithm: AlgorithmName, overrides: list[str], says: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_algorithm(settle(*overrides), algorithm)
+    assert str(raised.value) == says
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides"),
+    [
+        ("syncps", []),
+        ("syncps", ["global_batch_size=3"]),
+        ("syncps", ["batch_size=1"]),
+        ("syncps", [SHARES, "codec=bf16"]),
+        ("edp", []),
+        ("edp", ["codec=int8"]),
+        ("edp", ["update_rule=mixing"]),
+        ("edp", ["update_rule=mixing", "codec=fp32"]),
+        ("single", ["global_batch_size=1"]),
+    ],
+)
+def test_what_an_algorithm_can_follow_is_left_alone(
+    algorithm: AlgorithmName, overrides: list[str]
+) -> None:
+    check_algorithm(settle(*overrides), algorithm)
+
+
 def test_what_is_saved_with_a_run_resolves_to_the_same_settings() -> None:
     settings = settle("learning_rate=6e-7", "dataset.root=/data", "bind=[127.0.0.1]", "threads=2")
     saved = parse_yaml(settings.to_yaml())
@@ -412,9 +573,23 @@ def test_the_saved_configuration_is_yaml_and_a_folder_that_is_gone_is_told(tmp_p
 
 
 def test_workers_are_handed_what_is_their_machine_s_and_the_way_to_the_server() -> None:
-    own = ["device=cpu", "threads=1", "dataset.root=/data", "secret_file=/s", "nodes.pi5.threads=1"]
+    own = [
+        "device=cpu",
+        "threads=1",
+        "microbatch=8",
+        "dataset.root=/data",
+        "secret_file=/s",
+        "nodes.pi5.threads=1",
+    ]
     way = ["port=7000", "host_ip.pi5=127.0.0.1", "start_timeout_s=5"]
-    others = ["seed=1", "dataset.name=digits", "dataset={name: digits, root: /data}", "bind=[::1]"]
+    others = [
+        "seed=1",
+        "codec=bf16",
+        "batch_share.pi5=1",
+        "dataset.name=digits",
+        "dataset={name: digits, root: /data}",
+        "bind=[::1]",
+    ]
     assert node_overrides([*own, *others, *way]) == [*own, *way]
     check_node_overrides([*own, *way])
     for override in others:
@@ -483,6 +658,21 @@ def test_a_local_run_takes_the_dataset_s_place_from_the_training_file(tmp_path: 
     train.write_text(json.dumps(NN | {"dataset": {"name": "MNIST", "root": "/data"}}))
     node = load_settings(cluster, train, environ={}, local=True).node
     assert (node.threads, node.dataset.root) == (1, Path("/data"))
+
+
+def test_shares_of_the_file_hold_on_a_local_cluster_for_its_own_workers(tmp_path: Path) -> None:
+    shares = {"pi5": 0.25, "win": 0.25, "macbook": 0.5}
+    path = tmp_path / "cluster.yaml"
+    path.write_text(json.dumps(SYNCPS | {"batch_share": shares}))
+    for num_workers in (None, 1, 3):
+        settings = load_settings(path, "digits", environ={}, local=True, local_workers=num_workers)
+        assert settings.cluster.batch_share == shares
+    with pytest.raises(ConfigError) as raised:
+        load_settings(path, "digits", environ={}, local=True, local_workers=4)
+    says = (
+        f"{path}: batch_share has no share for the worker 'local4', must have one for each (pi5, "
+    )
+    assert str(raised.value).startswith(says)
 
 
 @pytest.mark.parametrize("num_workers", [0, -1])

@@ -1,11 +1,13 @@
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
 from smolcluster.configs.schema import (
+    AlgorithmName,
     ClusterConfig,
+    CodecName,
     DatasetConfig,
     NodeConfig,
     RunConfig,
@@ -48,6 +50,26 @@ def test_paths_may_start_in_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> 
         ({"workers": ["pi5", "mac"]}, r"workers lists 'mac', must be a node of host_ip \(known: m"),
         ({"nodes": {"wim": {}}}, r"nodes has the key 'wim', must .*; did you mean win\?"),
         ({"min_workers": 3, "elastic": False}, "min_workers is 3, must be at most num_workers, 2"),
+        (
+            {"use_quantization": True, "codec": "bf16"},
+            "use_quantization is true, which means int8, but codec is bf16; the two must agree",
+        ),
+        (
+            {"batch_share": {"pi": 0.5, "win": 0.5}},
+            r"batch_share has the key 'pi', must be a node of host_ip .*; did you mean pi5\?",
+        ),
+        (
+            {"batch_share": {"pi5": 0.5, "mini1": 0.5}},
+            r"batch_share has no share for the worker 'win', must have one for each \(pi5, win\)",
+        ),
+        (
+            {"batch_share": {"pi5": 0.25, "win": 0.5}},
+            "batch_share adds up to 0.75, must add up to 1",
+        ),
+        ({"batch_share": {"pi5": 0.5, "win": 0.500002}}, "batch_share adds up to 1.000002, must"),
+        ({"batch_share": {}}, "batch_share has no share for the worker 'pi5'"),
+        ({"batch_share": {"pi5": 2.0, "win": -1.0}}, "greater than or equal to 0"),
+        ({"batch_share": {"pi5": 1.0, "win": float("nan")}}, "finite"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], says: str) -> None:
@@ -59,19 +81,61 @@ def test_an_elastic_cluster_may_wait_for_more_workers_than_it_lists() -> None:
     assert cluster(min_workers=3).min_workers == 3
 
 
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_quantization_goes_with_the_codec_that_it_means(codec: CodecName | None) -> None:
+    assert cluster(use_quantization=True, codec=codec).codec == codec
+
+
+@pytest.mark.parametrize("codec", get_args(CodecName))
+def test_gradients_can_travel_in_any_codec(codec: CodecName) -> None:
+    assert cluster(codec=codec).codec == codec
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [
+        {"pi5": 0.25, "win": 0.75},
+        {"pi5": 0, "win": 1},
+        {"pi5": 0.333333, "win": 0.333333, "mini1": 0.333333},
+        {"pi5": 0.1, "win": 0.7, "mini1": 0.2},
+        None,
+    ],
+)
+def test_shares_that_make_a_whole_are_taken(shares: dict[str, float] | None) -> None:
+    assert cluster(batch_share=shares).batch_share == shares
+
+
+def test_the_server_s_own_node_may_be_a_worker() -> None:
+    config = cluster(workers=["mini1", "win"], batch_share={"mini1": 0.5, "win": 0.5})
+    assert config.server in config.workers
+
+
 @pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "-x", "a b", 65 * "a", "a\n"])
 def test_names_that_could_not_be_part_of_a_file_name_are_refused(name: str) -> None:
     with pytest.raises(ValidationError):
         cluster(server=name, host_ip={name: "10.10.0.1", "pi5": "10.10.0.1", "win": "10.10.0.1"})
 
 
-def run(dataset: DatasetConfig) -> RunConfig:
+@pytest.mark.parametrize(("global_batch_size", "samples"), [(None, 10), (96, 96)])
+def test_a_step_takes_the_global_batch_and_without_one_a_batch(
+    global_batch_size: int | None, samples: int
+) -> None:
+    dataset = DatasetConfig(name="digits")
+    train = TrainConfig(batch_size=10, global_batch_size=global_batch_size, dataset=dataset)
+    assert train.samples_per_step == samples
+
+
+def run(dataset: DatasetConfig, algorithm: AlgorithmName = "edp") -> RunConfig:
     return RunConfig(
         run_id="edp-1",
-        algorithm="edp",
+        algorithm=algorithm,
         seed=42,
         worker_update_interval=10,
         use_quantization=False,
+        codec="bf16",
+        timeout=0.1,
+        update_rule="mixing",
+        mixing_rate=0.25,
         staleness=cluster().staleness,
         heartbeat_timeout_s=10,
         reconnect_timeout_s=60,
@@ -79,8 +143,9 @@ def run(dataset: DatasetConfig) -> RunConfig:
     )
 
 
-def test_a_run_survives_the_journey_as_json() -> None:
-    sent = run(DatasetConfig(name="digits"))
+@pytest.mark.parametrize("algorithm", get_args(AlgorithmName))
+def test_a_run_survives_the_journey_as_json(algorithm: AlgorithmName) -> None:
+    sent = run(DatasetConfig(name="digits"), algorithm)
     assert RunConfig.model_validate_json(sent.model_dump_json()) == sent
 
 

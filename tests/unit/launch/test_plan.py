@@ -1,11 +1,19 @@
+import json
 import shlex
+from pathlib import Path
 
 import pytest
 
-from smolcluster.algorithms.registry import get_algorithm
+from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.entry import server_parser, worker_parser
+from smolcluster.algorithms.process import serve, worker_settings
+from smolcluster.algorithms.registry import ALGORITHMS, get_algorithm
 from smolcluster.configs.resolve import localise
-from smolcluster.configs.schema import ClusterConfig
-from smolcluster.launch.plan import LaunchPlan, Request, plan_by_hand, plan_local
+from smolcluster.configs.schema import AlgorithmName, ClusterConfig
+from smolcluster.errors import ConfigError
+from smolcluster.launch.plan import LaunchPlan, Process, Request, plan_by_hand, plan_local
+from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.summary import Summary
 
 CLUSTER = ClusterConfig(
     host_ip={"mini1": "10.10.0.1", "macbook": "10.10.0.1", "pi5": "192.168.50.1"},
@@ -21,8 +29,9 @@ def request(
     config: str | None = None,
     train_config: str | None = None,
     num_workers: int | None = None,
+    algorithm: AlgorithmName = "edp",
 ) -> Request:
-    return Request(get_algorithm("edp"), config, train_config, overrides, num_workers)
+    return Request(get_algorithm(algorithm), config, train_config, overrides, num_workers)
 
 
 def local(asked: Request, cluster: ClusterConfig = CLUSTER, **facts: list[str]) -> LaunchPlan:
@@ -58,10 +67,70 @@ def test_a_local_worker_gets_its_place_and_only_what_belongs_to_a_machine() -> N
     )
 
 
-def test_the_files_that_a_command_names_exist() -> None:
-    plan = local(request())
-    assert all(get_algorithm("edp").folder.joinpath(name).is_file() for name in ("server.py",))
-    assert {process.argv[1] for process in plan.workers} == {str(get_algorithm("edp").worker)}
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_each_process_runs_a_file_of_the_algorithm_that_was_asked_for(name: AlgorithmName) -> None:
+    algorithm, asked = get_algorithm(name), request(algorithm=name)
+    files = [str(algorithm.server), *[str(algorithm.worker)] * 2]
+    assert [process.argv[1] for process in local(asked).processes] == files
+    folder = f"src/smolcluster/algorithms/{algorithm.folder.name}"
+    assert {process.folder for process in plan_by_hand(asked, CLUSTER).processes} == {folder}
+
+
+@pytest.fixture
+def shared_out(tmp_path: Path) -> Path:
+    """A cluster file in which each worker has a share of the batch."""
+    path = tmp_path / "cluster.yaml"
+    shares = {"pi5": 0.75, "macbook": 0.25}
+    path.write_text(json.dumps(CLUSTER.model_dump(exclude_unset=True) | {"batch_share": shares}))
+    return path
+
+
+def test_a_worker_understands_the_command_that_it_is_given(shared_out: Path) -> None:
+    shares = "batch_share={pi5: 0.5, macbook: 0.25, local3: 0.25}"
+    asked = request(
+        "microbatch=8", shares, config=str(shared_out), num_workers=3, algorithm="syncps"
+    )
+    plan = local(asked)
+    assert shares in plan.server.argv
+    for worker in plan.workers:
+        args = worker_parser(asked.algorithm).parse_args(worker.argv[2:])
+        settings = worker_settings("syncps", args)
+        assert settings.node.microbatch == 8
+        assert settings.cluster.host_ip[worker.node] == "127.0.0.1"
+
+
+def test_a_server_refuses_what_its_algorithm_cannot_follow() -> None:
+    asked = request("global_batch_size=1", config="syncps", algorithm="syncps")
+    args = server_parser(asked.algorithm).parse_args(local(asked).server.argv[2:])
+
+    def serve_run(_: ServerContext) -> Summary:
+        pytest.fail("the server has begun")
+
+    with pytest.raises(ConfigError, match="global_batch_size is 1, must be at least num_workers"):
+        serve("syncps", args, serve_run)
+
+
+TRAINING_SERVER = CLUSTER.model_copy(update={"workers": ("mini1", "pi5")})
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [local(request(), TRAINING_SERVER), plan_by_hand(request(), TRAINING_SERVER)],
+    ids=["local", "by hand"],
+)
+def test_the_server_s_machine_may_train_too(plan: LaunchPlan, tmp_path: Path) -> None:
+    def log_file(process: Process) -> str:
+        return RunPaths(tmp_path).log_file(process.role, process.node, process.rank).name
+
+    assert [process.node for process in plan.processes] == ["mini1", "mini1", "pi5"]
+    assert plan.lines()[::2] == ["server mini1:", "worker 1 mini1:", "worker 2 pi5:"]
+    files = ["server.py", "worker.py 1 mini1", "worker.py 2 pi5"]
+    assert all(file in line for file, line in zip(files, plan.lines()[1::2], strict=True))
+    assert [log_file(process) for process in plan.processes] == [
+        "server-mini1.log",
+        "worker-rank0-mini1.log",
+        "worker-rank1-pi5.log",
+    ]
 
 
 def test_threads_that_the_user_has_set_stay() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import (
@@ -81,7 +82,7 @@ class Seen:
 
 
 def run(
-    folder: Path, train: TrainConfig
+    folder: Path, train: TrainConfig, node: NodeConfig | None = None
 ) -> tuple[Summary, list[MetricRecord], list[EventRecord], RunPaths]:
     paths = create_run(folder, "single-test")
     cluster = ClusterConfig(
@@ -91,7 +92,7 @@ def run(
         server="me",
         seed=SEED,
     )
-    settings = Settings(cluster=cluster, train=train, node=NodeConfig(device="cpu"))
+    settings = Settings(cluster=cluster, train=train, node=node or NodeConfig(device="cpu"))
     seen = Seen()
     events = EventLog(paths.events, "i1", warn=pytest.fail)
     try:
@@ -120,6 +121,53 @@ def test_every_sample_of_every_epoch_is_applied_once_in_the_seeded_order(
     assert [step.step for step in steps] == list(range(1, 31))
     assert [step.epoch for step in steps] == [0] * 15 + [1] * 15
     assert steps[-1].samples_applied == 2 * SAMPLES
+
+
+def test_a_step_takes_the_global_batch_when_there_is_one(digits: Dataset, tmp_path: Path) -> None:
+    train = config(batch_size=10, global_batch_size=100)
+    _, steps = take_all(train, digits)
+    assert steps == take_all(config(), digits)[1]
+    started = run(tmp_path, train)[2][0].event
+    assert isinstance(started, RunStarted)
+    assert started.batch_size == 100
+
+
+class Spy:
+    """Replicas whose `forward_backward` notes how many samples it was to compute at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.microbatches: list[int | None] = []
+        real = Replica.forward_backward
+
+        def noted(
+            replica: Replica, inputs: Tensor, targets: Tensor, microbatch: int | None = None
+        ) -> float:
+            self.microbatches.append(microbatch)
+            return real(replica, inputs, targets, microbatch)
+
+        monkeypatch.setattr(Replica, "forward_backward", noted)
+
+
+def test_a_microbatch_is_what_is_computed_at_once_and_changes_nothing_else(
+    digits: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, spy = config(num_epochs=1), Spy(monkeypatch)
+    whole, split = (build_replica(train, SEED, digits, CPU) for _ in range(2))
+    expected = list(training_steps(whole, digits, train, SEED))
+    found = list(training_steps(split, digits, train, SEED, microbatch=33))
+    assert spy.microbatches == [None] * 15 + [33] * 15
+    assert [step.loss for step in found] == pytest.approx(
+        [step.loss for step in expected], rel=1e-4
+    )
+    assert [step.num_samples for step in found] == [step.num_samples for step in expected]
+
+
+def test_the_node_says_how_many_samples_it_computes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spy = Spy(monkeypatch)
+    run(tmp_path, config(num_epochs=1), NodeConfig(device="cpu", microbatch=7))
+    assert set(spy.microbatches) == {7}
 
 
 def test_it_learns_the_digits(digits: Dataset) -> None:

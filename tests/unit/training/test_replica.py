@@ -1,4 +1,5 @@
 import math
+import re
 
 import pytest
 import torch
@@ -136,6 +137,60 @@ def test_a_language_models_loss_is_the_mean_over_all_tokens() -> None:
     tokens = torch.tensor([[0, 1, 2], [3, 4, 0]])
     expected = functional.cross_entropy(model(tokens).reshape(6, 5), tokens.reshape(6)).item()
     assert Replica(model, "sgd").forward_backward(tokens, tokens) == pytest.approx(expected)
+
+
+def assert_the_same_in_microbatches(
+    model: nn.Module, inputs: Tensor, targets: Tensor, microbatch: int
+) -> None:
+    replica = Replica(model, "sgd")
+    whole = replica.forward_backward(inputs, targets)
+    gradient = replica.grads.clone()
+    sizes: list[int] = []
+    model.register_forward_hook(lambda _module, given, _output: sizes.append(len(given[0])))
+
+    loss = replica.forward_backward(inputs, targets, microbatch)
+
+    full, rest = divmod(len(inputs), microbatch)
+    assert sizes == [microbatch] * full + [rest] * (rest > 0)
+    assert loss == pytest.approx(whole, rel=1e-12)
+    torch.testing.assert_close(replica.grads, gradient, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("microbatch", [1, 3, 7])
+def test_microbatches_give_the_whole_batchs_loss_and_gradient(microbatch: int) -> None:
+    samples = batch(torch.float64, size=10)
+    assert_the_same_in_microbatches(perceptron(torch.float64), *samples, microbatch)
+
+
+@pytest.mark.parametrize("microbatch", [1, 3, 7])
+def test_microbatches_of_tokens_give_the_whole_batchs_loss_and_gradient(microbatch: int) -> None:
+    tokens = torch.randint(0, 5, (10, 4))
+    targets = torch.randint(0, 5, (10, 4))
+    assert_the_same_in_microbatches(Tied().double(), tokens, targets, microbatch)
+
+
+@pytest.mark.parametrize("microbatch", [1, 3, 7])
+def test_a_microbatch_weighs_as_much_as_its_unmasked_tokens(microbatch: int) -> None:
+    tokens = torch.randint(0, 5, (10, 4))
+    targets = torch.randint(0, 5, (10, 4))
+    targets[:3] = -100
+    targets[5, 1:] = -100
+    assert_the_same_in_microbatches(Tied().double(), tokens, targets, microbatch)
+
+
+@pytest.mark.parametrize("microbatch", [16, 17])
+def test_a_batch_that_is_no_larger_than_a_microbatch_goes_through_as_one(microbatch: int) -> None:
+    model = perceptron()
+    replica = Replica(model, "sgd")
+    samples = batch(size=16)
+    loss = replica.forward_backward(*samples)
+    gradient = replica.grads.clone()
+    sizes: list[int] = []
+    model.register_forward_hook(lambda _module, given, _output: sizes.append(len(given[0])))
+
+    assert replica.forward_backward(*samples, microbatch) == loss
+    assert torch.equal(replica.grads, gradient)
+    assert sizes == [16]
 
 
 def test_frozen_parameters_are_left_out_and_do_not_change() -> None:
@@ -307,6 +362,28 @@ def test_a_nan_in_the_batch_blames_the_data() -> None:
         replica.forward_backward(inputs, targets)
 
 
+def test_a_nan_in_the_second_microbatch_blames_the_data() -> None:
+    replica = Replica(perceptron(), "sgd")
+    inputs, targets = batch(size=10)
+    inputs[4, 2] = math.nan
+    with pytest.raises(NonFiniteLoss, match="loss is nan because the batch's inputs hold nan"):
+        replica.forward_backward(inputs, targets, 3)
+
+
+def test_a_layer_that_overflows_in_the_second_microbatch_is_named() -> None:
+    model = perceptron()
+    replica = Replica(model, "sgd")
+    model.fc1.weight.data.fill_(1e30)
+    inputs, targets = batch(size=10)
+    inputs[:] = 1e-30
+    inputs[4] = 1e30
+    sizes: list[int] = []
+    model.register_forward_hook(lambda _module, given, _output: sizes.append(len(given[0])))
+    with pytest.raises(NonFiniteLoss, match="at layer fc1, whose output holds inf"):
+        replica.forward_backward(inputs, targets, 3)
+    assert max(sizes) == 3
+
+
 class InfiniteGradient(nn.Module):
     """x + sqrt(weight) at weight 0: a finite value with an infinite slope."""
 
@@ -322,6 +399,17 @@ def test_an_infinite_gradient_behind_a_finite_loss_is_named() -> None:
     replica = Replica(nn.Sequential(nn.Linear(6, 3), InfiniteGradient()), "sgd")
     with pytest.raises(NonFiniteLoss, match=r"gradient is -?inf at layer 1\.bend \(loss"):
         replica.forward_backward(*batch())
+
+
+def test_an_infinite_gradient_in_microbatches_is_named_with_the_whole_loss() -> None:
+    replica = Replica(nn.Sequential(nn.Linear(6, 3), InfiniteGradient()), "sgd")
+    inputs, targets = batch(size=10)
+    loss = functional.cross_entropy(replica.model(inputs), targets).item()
+    with pytest.raises(NonFiniteLoss, match=r"at layer 1\.bend \(loss") as caught:
+        replica.forward_backward(inputs, targets, 4)
+    shown = re.search(r"loss (\S+)\)", str(caught.value))
+    assert shown is not None
+    assert float(shown[1]) == pytest.approx(loss, rel=1e-5)
 
 
 def test_looking_for_the_layer_leaves_no_hooks_and_no_changed_weights() -> None:

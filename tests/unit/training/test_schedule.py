@@ -40,6 +40,12 @@ def test_the_cosine_is_half_way_down_in_the_middle() -> None:
     assert learning_rate(WARM, 400, TOTAL) == pytest.approx(0.1 + 0.2 * (1 + math.cos(math.pi / 4)))
 
 
+def test_a_warm_up_counts_steps_of_the_global_batch() -> None:
+    small = WARM.model_copy(update={"batch_size": 2, "global_batch_size": 10})
+    for applied in (0, 10, 190, 200, 600):
+        assert learning_rate(small, applied, TOTAL) == learning_rate(WARM, applied, TOTAL)
+
+
 @pytest.mark.parametrize("applied", [TOTAL, TOTAL + 1])
 def test_it_ends_at_the_smallest_rate(applied: int) -> None:
     assert learning_rate(WARM, applied, TOTAL) == 0.1

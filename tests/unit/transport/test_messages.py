@@ -8,15 +8,23 @@ from pydantic import ValidationError
 
 from connection_pairs import LEASE, one_of_each, push, tensor
 from smolcluster.errors import ProtocolError
+from smolcluster.transport.frames import MAX_HEADER_NBYTES
 from smolcluster.transport.messages import (
+    FROM_SERVER,
+    FROM_WORKER,
     MAX_SENTENCE_CHARS,
     MESSAGES,
+    WEIGHTS,
     Ack,
+    Commit,
     Heartbeat,
     Hello,
     LeaseKey,
+    Message,
+    Pull,
     Push,
     Reject,
+    check_kind,
     decode,
     encode,
     frame_of,
@@ -41,8 +49,18 @@ pushes = st.builds(
     num_buckets=st.integers(1, 2**53),
     num_samples=st.integers(1, 2**53),
     loss=finite,
+    compute_s=st.floats(0, allow_infinity=False),
     tensor=st.integers(0, 2**40).map(tensor),
 )
+commits = st.builds(
+    Commit,
+    version=counts,
+    num_samples=st.integers(1, 2**53),
+    clip=st.floats(0, 1),
+    learning_rate=st.floats(0, allow_infinity=False),
+    tensor=st.none() | st.integers(0, 2**40).map(tensor),
+)
+pulls = st.builds(Pull, buckets=st.none() | st.lists(counts, min_size=1).map(tuple))
 rejects = st.builds(
     Reject,
     code=st.just("busy"),
@@ -69,8 +87,8 @@ def test_every_message_survives_the_wire(message: Any) -> None:
     assert decode(message.KIND, encode(message)) == message
 
 
-@given(pushes | rejects)
-def test_any_values_survive_the_wire(message: Push | Reject) -> None:
+@given(pushes | commits | pulls | rejects)
+def test_any_values_survive_the_wire(message: Message) -> None:
     assert decode(message.KIND, encode(message)) == message
 
 
@@ -130,6 +148,78 @@ def test_unknown_missing_and_repeated_fields_are_refused(message: Any) -> None:
 def test_wrong_types_and_bounds_are_refused(name: str, value: object) -> None:
     with pytest.raises(ProtocolError, match=f"Push: field '{name}"):
         decode(Push.KIND, as_header({**fields(push()), name: value}))
+
+
+def one(name: str) -> Message:
+    """The sample of a message."""
+    return next(each for each in one_of_each() if type(each).__name__ == name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("Assignment", "version", -1),
+        ("Assignment", "first_bucket", -1),
+        ("Assignment", "backup", 1),
+        ("Push", "compute_s", -0.5),
+        ("Pull", "buckets", []),
+        ("Pull", "buckets", [0, -1]),
+        ("Pull", "buckets", ["0"]),
+        ("Pull", "buckets", [0] * 4097),
+        ("State", "content", ""),
+        ("State", "content", "two words"),
+        ("Reduced", "num_buckets", 0),
+        ("Reduced", "tensor", None),
+        ("Commit", "num_samples", 0),
+        ("Commit", "clip", 1.5),
+        ("Commit", "clip", -0.5),
+        ("Commit", "learning_rate", -1.0),
+        ("Cancel", "num_buckets", -1),
+        ("Skip", "compute_s", -0.5),
+        ("Skip", "lease", None),
+    ],
+)
+def test_each_kind_has_bounds_of_its_own(kind: str, name: str, value: object) -> None:
+    good = one(kind)
+    with pytest.raises(ProtocolError, match=f"{kind}: field '{name}"):
+        decode(good.KIND, as_header({**fields(good), name: value}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "meant"),
+    [
+        ("Assignment", "first_bucket", 0),
+        ("Assignment", "backup", False),
+        ("Pull", "buckets", None),
+        ("State", "content", WEIGHTS),
+        ("Commit", "tensor", None),
+    ],
+    ids=["every bucket", "no backup", "all weights", "weights", "no digests"],
+)
+def test_what_is_left_out_means_the_usual(kind: str, name: str, meant: object) -> None:
+    good = one(kind)
+    rest = {key: value for key, value in fields(good).items() if key != name}
+    assert getattr(decode(good.KIND, as_header(rest)), name) == meant
+
+
+def test_the_longest_pull_fits_in_a_header() -> None:
+    assert len(encode(Pull(buckets=tuple(range(10_000, 14_096))))) <= MAX_HEADER_NBYTES
+
+
+@pytest.mark.parametrize("name", ["Reduced", "Commit", "Cancel", "Assignment"])
+def test_only_a_server_says_what_a_step_is(name: str) -> None:
+    kind = one(name).KIND
+    assert check_kind(kind, FROM_SERVER).__name__ == name
+    with pytest.raises(ProtocolError, match=f"unexpected {name}"):
+        check_kind(kind, FROM_WORKER)
+
+
+@pytest.mark.parametrize("name", ["Push", "Skip", "Pull"])
+def test_only_a_worker_answers_an_assignment(name: str) -> None:
+    kind = one(name).KIND
+    assert check_kind(kind, FROM_WORKER).__name__ == name
+    with pytest.raises(ProtocolError, match=f"unexpected {name}"):
+        check_kind(kind, FROM_SERVER)
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 5000])
@@ -204,6 +294,9 @@ def test_messages_cannot_be_changed() -> None:
 def test_a_message_without_tensor_has_no_payload() -> None:
     assert payload_nbytes(Ack(lease=LEASE, outcome="late", version=1)) == 0
     assert payload_nbytes(push(16)) == 16
+    commit = one("Commit")
+    assert payload_nbytes(commit) == 32
+    assert payload_nbytes(commit.model_copy(update={"tensor": None})) == 0
     with pytest.raises(ValueError, match="Push announces 16 bytes of payload, got 15"):
         frame_of(push(16), bytes(15))
     with pytest.raises(ValueError, match="Heartbeat announces 0 bytes"):

@@ -21,19 +21,17 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.EDP import rule
-from smolcluster.algorithms.EDP.exchange import (
-    GradientReceiver,
-    Pushed,
-    indices_payload,
-    state_frames,
-)
+from smolcluster.algorithms.EDP.exchange import GradientReceiver, Pushed, state_frames
 from smolcluster.cluster.dispatcher import Dispatcher
-from smolcluster.cluster.evaluator import EvaluationDone, EvaluationFailed, Evaluator
+from smolcluster.cluster.evaluator import Evaluator
 from smolcluster.cluster.hub import Departed, Joined
 from smolcluster.cluster.inbox import Event, Said
-from smolcluster.cluster.report import Applied
+from smolcluster.cluster.report import StepTaken
+from smolcluster.cluster.tensors import indices_payload
 from smolcluster.cluster.worker import Worker
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.runs.summary import Summary
@@ -108,10 +106,6 @@ class Server:
                 self.on_departure(worker)
             case Said(seat=seat, message=Pull()) if seat in self.peers:
                 self.send_weights(self.peers[seat])
-            case EvaluationDone(version, epoch, evaluation):
-                self.report.evaluated(version, epoch, evaluation)
-            case EvaluationFailed(error=error):
-                raise error
 
     def on_join(
         self, worker: Worker, unacknowledged: LeaseKey | None, samples_per_s: float
@@ -181,8 +175,20 @@ class Server:
         peer.own_versions.append(self.version)
         while peer.own_versions[0] <= push.base_version:
             peer.own_versions.popleft()
-        self.report.applied(
-            Applied(peer.worker, push, pushed.gradient, self.version, tau, rate, norm)
+        self.report.contributed(peer.worker, push.num_samples, tau)
+        self.report.step_taken(
+            StepTaken(
+                version=self.version,
+                epoch=push.lease.epoch,
+                start=push.lease.start,
+                stop=push.lease.stop,
+                loss=push.loss,
+                learning_rate=rate,
+                grad_norm=norm,
+                layer_norms=self.layer_norms(pushed.gradient),
+                worker=peer.worker,
+                staleness=tau,
+            )
         )
         if self.version % self.train.eval_steps == 0 and not self.evaluator.submit(
             self.version, epoch, self.replica
@@ -200,7 +206,10 @@ class Server:
                     break
                 spec, payload = indices_payload(lease.indices)
                 assignment = Assignment(
-                    lease=lease.key, learning_rate=self.learning_rate(), tensor=spec
+                    lease=lease.key,
+                    version=self.version,
+                    learning_rate=self.learning_rate(),
+                    tensor=spec,
                 )
                 peer.worker.live_session.send(assignment, payload)
                 peer.unanswered.add(lease.key)
@@ -221,6 +230,12 @@ class Server:
         """Take back the leases whose time is over; `hand_out` gives them to others."""
         for lease in self.dispatcher.expire(now):
             self.report.lease_returned(self.peers[lease.holder].worker, lease, "its time was over")
+
+    def layer_norms(self, gradient: Tensor) -> dict[str, float]:
+        """L2 norms of a gradient (num_params,) by parameter, if they are tracked."""
+        if not self.train.track_gradients:
+            return {}
+        return self.replica.layer_norms([(slice(0, len(gradient)), gradient)])
 
     def learning_rate(self) -> float:
         """The schedule's value for the samples applied so far."""

@@ -14,17 +14,15 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
     raise SystemExit(main("edp", "worker"))
 
 
+import time
 from collections import deque
 from collections.abc import Callable
 
-from smolcluster.algorithms.EDP.exchange import (
-    Assigned,
-    GradientSender,
-    StateReceiver,
-    WeightsArrived,
-)
+from smolcluster.algorithms.EDP.exchange import StateReceiver, WeightsArrived
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.link import Link
+from smolcluster.cluster.pushing import GradientSender
+from smolcluster.cluster.tensors import Assigned
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.training.build import Workbench
 from smolcluster.training.clipping import clip_gradient
@@ -39,7 +37,7 @@ class Worker:
     def __init__(self, welcome: Welcome, bench: Workbench) -> None:
         self.train = welcome.run.train
         self.interval = welcome.run.worker_update_interval
-        self.split = bench.dataset.train
+        self.bench = bench
         self.replica = bench.replica
         self.sender = GradientSender(welcome.codec, bench.replica)
         self.steps = 0
@@ -51,7 +49,7 @@ class Worker:
 
     def new_receiver(self) -> StateReceiver:
         """What takes the messages of a new session."""
-        return StateReceiver(self.replica.buckets)
+        return StateReceiver(self.replica.buckets, self.replica.params.dtype)
 
     def take_part(self, link: Link) -> None:
         """Train until the link raises. The server sends its weights first."""
@@ -67,24 +65,26 @@ class Worker:
         base_version = self.base_version
         self.steps += 1
         try:
+            started = time.perf_counter()
             loss = self.compute(lease)
+            compute_s = time.perf_counter() - started
             self.wait_until(lambda: self.unacknowledged is None)
-            self.push(lease.lease, base_version, loss)
+            self.push(lease.lease, base_version, loss, compute_s)
         except NonFiniteLoss as error:
             raise NonFiniteLoss(f"step {self.steps}: {error}") from error
         if self.steps % self.interval == 0 and not self.pulling:
             self.pull()
         else:
-            self.step_alone(lease.learning_rate)
+            self.step_alone(lease.assignment.learning_rate)
 
     def compute(self, lease: Assigned) -> float:
         """The batch's mean loss; its gradient is in the replica."""
-        return self.replica.forward_backward(*self.split.batch(lease.indices))
+        return self.bench.compute(lease.indices)
 
-    def push(self, lease: LeaseKey, base_version: int, loss: float) -> None:
+    def push(self, lease: LeaseKey, base_version: int, loss: float, compute_s: float) -> None:
         """Encode the gradient; the session sends it while the next one is computed."""
         self.unacknowledged = lease
-        for frame in self.sender.frames(lease, base_version, loss):
+        for frame in self.sender.frames(lease, base_version, loss, compute_s):
             self.link.send_frame(frame)
 
     def pull(self) -> None:
@@ -121,7 +121,7 @@ class Worker:
                 self.replica.load(weights)
                 self.base_version, self.pulling = version, False
             case Said(message=Ack() as ack) if ack.lease == self.unacknowledged:
-                self.sender.settle(applied=ack.outcome == "applied")
+                self.sender.settle(None if ack.outcome == "applied" else 0)
                 self.unacknowledged = None
                 if ack.outcome == "stale" and not self.pulling:
                     self.ask_for_weights()

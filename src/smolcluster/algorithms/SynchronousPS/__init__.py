@@ -1,0 +1,1 @@
+"""Synchronous Parameter Server: exact synchronous training on unequal machines."""

@@ -1,0 +1,57 @@
+"""SyncPS's arithmetic, as pure functions.
+
+Each step trains one global batch of N samples. It is cut into parts; the mean gradient g_i of a part of n_i
+samples counts n_i / N, so that the sum
+
+    g = sum over i of (n_i / N) g_i
+
+is the mean over the whole batch, whatever the parts are (synchronous data parallelism with backup workers:
+Chen et al., 1604.00981). Every replica then takes the same optimizer step with c g, where c clips the global
+norm. Replicas that drifted apart are drawn together again:
+
+    w <- β w_server + (1 - β) w_worker        (Polyak averaging between replicas, β = polyak_alpha)
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from smolcluster.configs.schema import GradientClipping
+from smolcluster.training.replica import clip_coefficient
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A global batch: positions `start` to `stop` - 1 of an epoch's permutation."""
+
+    epoch: int
+    start: int
+    stop: int
+
+    @property
+    def num_samples(self) -> int:
+        """N."""
+        return self.stop - self.start
+
+
+def global_batches(num_samples: int, num_epochs: int, batch_size: int) -> Iterator[Batch]:
+    """The batch of every step, in order; the last one of an epoch has what is left."""
+    for epoch in range(num_epochs):
+        for start in range(0, num_samples, batch_size):
+            yield Batch(epoch, start, min(start + batch_size, num_samples))
+
+
+def weight(part_samples: int, batch_samples: int) -> float:
+    """n_i / N: what a part's mean gradient counts."""
+    return part_samples / batch_samples
+
+
+def clip_factor(norm: float, clipping: GradientClipping) -> float:
+    """c: the factor on a gradient with this L2 norm (Pascanu et al., 1211.5063)."""
+    return clip_coefficient(norm, clipping.max_norm) if clipping.enabled else 1.0
+
+
+def blend(own: Tensor, server: Tensor, beta: float) -> None:
+    """Draw `own` weights (n,) towards the `server`'s (n,), in place; a β of 1 copies them."""
+    own.lerp_(server, beta) if beta < 1 else own.copy_(server)

@@ -1,0 +1,283 @@
+"""The SyncPS server: a synchronous parameter server whose result does not depend on who is present.
+
+    global batch -> parts -> members -> sum of their gradients -> mean to everybody -> commit -> next batch
+
+A step is over when every part of its batch has counted, once. A part whose holder has gone is given to another
+member at once; `timeout` seconds after the first whole part, a late one is given to a second member as well, and
+whoever is first wins. Nothing is dropped, so neither changes what is learned. One thread, `Server.run`, decides
+everything; sums are made by the threads that receive.
+
+Sources: Chen et al., 1604.00981 (synchronous SGD with backup workers); Li et al. 2014 (the parameter server).
+By hand: `uv run server.py`.
+"""
+
+if __name__ == "__main__":  # before the imports that take seconds: see entry.py
+    from smolcluster.algorithms.entry import main
+
+    raise SystemExit(main("syncps", "server"))
+
+
+import time
+from collections.abc import Sequence
+
+from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.SynchronousPS import rule
+from smolcluster.algorithms.SynchronousPS.exchange import (
+    PartArrived,
+    PartReceiver,
+    Reduction,
+    digests_of,
+    digests_spec,
+)
+from smolcluster.algorithms.SynchronousPS.members import Member, Members
+from smolcluster.algorithms.SynchronousPS.step import Part, Step
+from smolcluster.cluster.dispatcher import Range, Returned
+from smolcluster.cluster.evaluator import Evaluator
+from smolcluster.cluster.hub import Departed, Joined
+from smolcluster.cluster.inbox import Event, Said
+from smolcluster.cluster.report import StepTaken
+from smolcluster.cluster.tensors import indices_payload
+from smolcluster.cluster.worker import Worker
+from smolcluster.data.permutation import EpochOrders
+from smolcluster.runs.summary import Summary
+from smolcluster.training.schedule import learning_rate
+from smolcluster.transport.messages import Assignment, Commit, Pull, Push, Skip
+
+TICK_S = 0.02
+
+
+class Server:
+    """One run of SyncPS."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self.context = context
+        self.cluster, self.train = context.settings.cluster, context.run.train
+        self.replica = context.bench.replica
+        num_samples = context.bench.dataset.train.num_samples
+        self.orders = EpochOrders(context.run.seed, num_samples)
+        self.total_samples = self.train.num_epochs * num_samples
+        self.batches = rule.global_batches(
+            num_samples, self.train.num_epochs, self.train.samples_per_step
+        )
+        self.version = 0
+        self.samples_applied = 0
+        self.num_grants = 0
+        self.step: Step | None = None
+        self.reduced: set[int] = set()
+        """Buckets of the open step whose mean has been sent."""
+        self.first_part_at: float | None = None
+        """When the first part of the open step was whole."""
+        self.reduction = Reduction(self.replica, context.codec)
+        self.members = Members(self.replica, self.cluster.batch_share, context.incarnation)
+        self.hub = context.open_hub(self.receiver_for)
+        self.report = self.hub.report
+        self.evaluator = Evaluator(self.replica, context.bench.dataset.validation, context.inbox)
+
+    def receiver_for(self, seat: int) -> PartReceiver:
+        """What takes the messages of a new session."""
+        return PartReceiver(seat, self.reduction, self.context.codec, self.replica.buckets)
+
+    def run(self) -> Summary:
+        """Serve until every sample of every epoch has been applied."""
+        with self.hub, self.evaluator:
+            while self.samples_applied < self.total_samples:
+                for event in self.hub.next_events(TICK_S):
+                    self.handle(event)
+                self.advance(time.monotonic())
+                self.report.tick()
+            return self.report.summary()
+
+    def handle(self, event: Event) -> None:
+        """Do what an event asks for."""
+        match event:
+            case PartArrived(seat=seat, push=push):
+                if event.whole:
+                    self.on_answer(seat, push)
+                if event.reduced:
+                    self.on_reduced(push.bucket)
+            case Said(seat=seat, message=Skip() as skip):
+                self.on_answer(seat, skip)
+            case Said(seat=seat, message=Pull(buckets=buckets)):
+                self.on_drift(seat, buckets or ())
+            case Joined(worker, ready):
+                self.members.welcome(worker, ready)
+            case Departed(worker):
+                self.on_departure(worker)
+
+    def advance(self, now: float) -> None:
+        """Do what nobody asks for: open a step, replace who is gone or late, let joiners catch up."""
+        if self.step is None and self.hub.started:
+            self.open_step(now)
+        if self.step is not None:
+            for part in self.step.orphans():
+                self.assign(part, self.members.best_for(part), now)
+            if self.is_late(now):
+                for part in self.step.late():
+                    self.assign(part, self.members.idle_for(part), now)
+        for joiner in self.members.joining:
+            joiner.catch_up(self.version, self.reduced, self.reduction)
+
+    def open_step(self, now: float) -> None:
+        """Cut the next global batch into a part for each member that is free, and hand them out."""
+        free = self.members.free
+        batch = next(self.batches, None) if free else None
+        if batch is None:
+            return
+        sizes = self.members.sizes(free, batch.num_samples)
+        taking = [(member, size) for member, size in zip(free, sizes, strict=True) if size]
+        self.step = Step(
+            self.version + 1,
+            batch,
+            [size for _, size in taking],
+            len(self.replica.buckets),
+            self.context.incarnation,
+        )
+        self.members.cut_laggards()
+        self.reduction.open(self.step)
+        self.reduced, self.first_part_at = set(), None
+        for part, (member, _) in zip(self.step.parts, taking, strict=True):
+            self.assign(part, member, now)
+
+    def assign(self, part: Part, member: Member | None, now: float) -> None:
+        """Give a part to a member; without one it stays where it is."""
+        if self.step is None or member is None:
+            return
+        if part.was_granted:
+            self.context.log.info("%s takes over part of step %d", member.name, self.step.version)
+        self.num_grants += 1
+        holding = self.step.grant(part, member.worker, self.num_grants, now)
+        spec, payload = indices_payload(self.orders[self.step.batch.epoch][part.start : part.stop])
+        assignment = Assignment(
+            lease=holding.key,
+            version=self.version,
+            learning_rate=self.learning_rate(),
+            first_bucket=holding.first_bucket,
+            backup=holding.backup,
+            tensor=spec,
+        )
+        member.give(holding, assignment, payload)
+
+    def is_late(self, now: float) -> bool:
+        """Whether the members that are not done with their parts have been waited for long enough."""
+        patience_s = self.cluster.timeout
+        if patience_s is None or self.first_part_at is None:
+            return False
+        return now - self.first_part_at >= patience_s
+
+    def on_answer(self, seat: int, answer: Push | Skip) -> None:
+        """A member has done with a part: it pushed the whole of it, or will not."""
+        now = time.monotonic()
+        holding = self.members.take_back(seat, answer, now)
+        if holding is None:
+            return
+        if holding.part.finished_by is holding:
+            self.first_part_at = self.first_part_at or now
+        elif isinstance(answer, Push):
+            self.report.dropped(holding.holder, answer.lease, "duplicate", 0)
+        if self.step is not None:
+            self.step.give_up(holding)
+
+    def on_reduced(self, bucket: int) -> None:
+        """Send the mean of a bucket to everybody; after the last one, commit."""
+        if self.step is None:
+            return
+        frame = self.reduction.frame(self.step.version, bucket)
+        for session in self.members.covering(bucket):
+            session.send_frame(frame)
+        self.reduced.add(bucket)
+        if len(self.reduced) == len(self.replica.buckets):
+            self.commit(self.step)
+
+    def commit(self, step: Step) -> None:
+        """Everybody takes the step; then the next one begins, while the server takes it itself."""
+        norm, rate = self.reduction.norm(), self.learning_rate()
+        clip = rule.clip_factor(norm, self.train.gradient_clipping)
+        self.members.settle(step)
+        self.members.broadcast(*self.commit_message(step, clip, rate))
+        self.reduction.close()
+        self.version, self.step = step.version, None
+        self.samples_applied += step.batch.num_samples
+        self.open_step(time.monotonic())
+        self.replica.step_pieces(self.reduction.pieces(step.version), clip, rate)
+        self.tell(step, norm, rate)
+
+    def commit_message(self, step: Step, clip: float, rate: float) -> tuple[Commit, bytes]:
+        """The commit, every now and then with the digests of the weights before the step."""
+        digests = b""
+        if step.version % self.cluster.worker_update_interval == 0:
+            digests = b"".join(digests_of(self.replica))
+        commit = Commit(
+            version=step.version,
+            num_samples=step.batch.num_samples,
+            clip=clip,
+            learning_rate=rate,
+            tensor=digests_spec(len(self.replica.buckets)) if digests else None,
+        )
+        return commit, digests
+
+    def on_drift(self, seat: int, buckets: Sequence[int]) -> None:
+        """Send a member the weights in which it differs; it blends them with its own."""
+        member = self.members.get(seat)
+        if member is None or not member.joined:
+            return
+        if max(buckets, default=0) >= len(self.replica.buckets):
+            member.session.cut("it asked for a bucket that does not exist")
+            return
+        self.context.log.warning(
+            "%s: %d of %d buckets of its weights differ from the server's at step %d; blended with "
+            "polyak_alpha = %g",
+            *(member.name, len(buckets), len(self.replica.buckets), self.version),
+            self.train.polyak_alpha,
+        )
+        for number in buckets:
+            for frame in self.members.weights_frames(self.version, number):
+                member.session.send_frame(frame)
+
+    def on_departure(self, worker: Worker) -> None:
+        """Take everything out of a worker's hands; `advance` gives it to others."""
+        member = self.members.see_off(worker)
+        if member is None:
+            return
+        if worker.live_session.receiver.in_progress:
+            self.report.lost_push(worker.name, "its connection broke")
+        for holding in self.step.drop(worker.member.seat) if self.step else ():
+            self.members.remember(holding)
+            if holding.part.finished_by is None:
+                returned = Range(holding.key.epoch, holding.key.start, holding.key.stop)
+                self.report.lease_returned(
+                    worker, Returned(worker.member.seat, returned), "its worker has gone"
+                )
+
+    def tell(self, step: Step, norm: float, rate: float) -> None:
+        """Report a step that has been taken, and evaluate if it is time."""
+        for part in step.parts:
+            if part.finished_by:
+                self.report.contributed(part.finished_by.holder, part.num_samples)
+        layer_norms = {}
+        if self.train.track_gradients:
+            layer_norms = self.replica.layer_norms(self.reduction.pieces(step.version))
+        self.report.step_taken(
+            StepTaken(
+                version=step.version,
+                epoch=step.batch.epoch,
+                start=step.batch.start,
+                stop=step.batch.stop,
+                loss=step.loss,
+                learning_rate=rate,
+                grad_norm=norm,
+                layer_norms=layer_norms,
+            )
+        )
+        if step.version % self.train.eval_steps == 0 and not self.evaluator.submit(
+            step.version, step.batch.epoch, self.replica
+        ):
+            self.context.log.info("step %d is not evaluated: the last one still is", step.version)
+
+    def learning_rate(self) -> float:
+        """The schedule's value for the samples applied so far."""
+        return learning_rate(self.train, self.samples_applied, self.total_samples)
+
+
+def serve(context: ServerContext) -> Summary:
+    """Run SyncPS's server to its end."""
+    return Server(context).run()

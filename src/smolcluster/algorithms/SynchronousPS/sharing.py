@@ -1,0 +1,106 @@
+"""Who gets how much of a global batch: pure functions of what each member costs.
+
+A part of n samples takes a member a + b n seconds: `a` for the way there and back, whatever the part, and `b`
+for each sample. The sizes that make a step shortest are those for which max(a_i + b_i n_i) is least; a member
+whose `a` alone is longer than that gets nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MEMORY = 0.8
+"""What an estimate keeps of its past with each new measurement."""
+LEAST_PER_SAMPLE_S = 1e-7
+FIRST_PROBE = 64
+"""Steps without a part after which a member is measured again; doubles each time."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a part costs a member: `fixed_s` seconds, and `per_sample_s` for each of its samples."""
+
+    fixed_s: float
+    per_sample_s: float
+
+    def seconds(self, num_samples: int) -> float:
+        """Time for a part of so many samples."""
+        return self.fixed_s + self.per_sample_s * num_samples
+
+
+class Pace:
+    """What is known of how fast a member is."""
+
+    def __init__(self, samples_per_s: float) -> None:
+        """`samples_per_s`: its own first measurement; 0: unknown."""
+        self.cost = Cost(0.0, 1.0 / samples_per_s if samples_per_s > 0 else LEAST_PER_SAMPLE_S)
+        self._idle_steps = 0
+        self._probe_after = FIRST_PROBE
+
+    def measured(self, num_samples: int, compute_s: float, elapsed_s: float) -> None:
+        """A part took `elapsed_s` from its assignment to its last byte, `compute_s` of it for computing."""
+        fixed_s = max(0.0, elapsed_s - compute_s)
+        per_sample_s = max(compute_s / num_samples, LEAST_PER_SAMPLE_S)
+        new = 1 - MEMORY
+        self.cost = Cost(
+            MEMORY * self.cost.fixed_s + new * fixed_s,
+            MEMORY * self.cost.per_sample_s + new * per_sample_s,
+        )
+
+    def wants_probe(self, num_samples: int) -> bool:
+        """Note the size of its part; whether a member without one shall be measured again all the same."""
+        if num_samples:
+            self._idle_steps, self._probe_after = 0, FIRST_PROBE
+            return False
+        self._idle_steps += 1
+        if self._idle_steps < self._probe_after:
+            return False
+        self._idle_steps, self._probe_after = 0, 2 * self._probe_after
+        return True
+
+
+def sizes_by_cost(costs: Sequence[Cost], total: int) -> list[int]:
+    """Whole sizes that add up to `total`, for which the longest part is shortest."""
+    low, high = 0.0, max(cost.seconds(total) for cost in costs)
+    for _ in range(60):
+        middle = (low + high) / 2
+        if sum(_within(cost, middle) for cost in costs) >= total:
+            high = middle
+        else:
+            low = middle
+    sizes = [min(_within(cost, high), total) for cost in costs]
+    while sum(sizes) > total:
+        longest = max(
+            (place for place, size in enumerate(sizes) if size),
+            key=lambda place: costs[place].seconds(sizes[place]),
+        )
+        sizes[longest] -= 1
+    for _ in range(total - sum(sizes)):
+        sizes[sizes.index(max(sizes))] += 1
+    return sizes
+
+
+def sizes_by_share(shares: Sequence[float], total: int) -> list[int]:
+    """Whole sizes in proportion to `shares`, by largest remainder; equal ones if all shares are 0."""
+    whole = sum(shares)
+    exact = [total * (share / whole if whole else 1 / len(shares)) for share in shares]
+    sizes = [int(size) for size in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda place: sizes[place] - exact[place])
+    for place in by_remainder[: total - sum(sizes)]:
+        sizes[place] += 1
+    return sizes
+
+
+def with_probes(paces: Sequence[Pace], sizes: list[int]) -> list[int]:
+    """The same sizes, but for a sample that members which have had none for long take from the largest."""
+    sizes = list(sizes)
+    for place, pace in enumerate(paces):
+        largest = sizes.index(max(sizes))
+        if pace.wants_probe(sizes[place]) and sizes[largest] > 1:
+            sizes[largest] -= 1
+            sizes[place] += 1
+    return sizes
+
+
+def _within(cost: Cost, seconds: float) -> int:
+    """The largest part that a member can do within so many seconds."""
+    return max(0, int((seconds - cost.fixed_s) / cost.per_sample_s))

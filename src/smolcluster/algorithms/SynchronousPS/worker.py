@@ -1,0 +1,185 @@
+"""A SyncPS worker: computes its parts of each global batch, and takes every step that the server commits.
+
+    assignment -> forward, backward -> push -> mean gradients of all -> commit -> optimizer step
+
+It begins with a copy of the server's weights and optimizer state, and keeps equal to the server by taking the
+same steps. Every `worker_update_interval` steps it compares digests of the weights; where they differ, because
+its processor rounds otherwise, it blends the server's weights into its own.
+By hand: `uv run worker.py 1 pi5`.
+"""
+
+if __name__ == "__main__":  # before the imports that take seconds: see entry.py
+    from smolcluster.algorithms.entry import main
+
+    raise SystemExit(main("syncps", "worker"))
+
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from smolcluster.algorithms.SynchronousPS import rule
+from smolcluster.algorithms.SynchronousPS.exchange import (
+    STEP_COUNT,
+    Committed,
+    StateArrived,
+    StepReceiver,
+    contents_of,
+    digests_of,
+)
+from smolcluster.cluster.inbox import Event, Said
+from smolcluster.cluster.link import Link
+from smolcluster.cluster.pushing import GradientSender
+from smolcluster.cluster.tensors import Assigned
+from smolcluster.errors import NonFiniteLoss, PeerLost
+from smolcluster.training.build import Workbench
+from smolcluster.transport.messages import Cancel, Commit, LeaseKey, Pull, Skip, State, Welcome
+
+WAIT_S = 1.0
+
+
+class Worker:
+    """A worker's part in a run, over all its sessions."""
+
+    def __init__(self, welcome: Welcome, bench: Workbench) -> None:
+        self.codec = welcome.codec
+        self.polyak_alpha = welcome.run.train.polyak_alpha
+        self.bench = bench
+        self.replica = bench.replica
+        self.sender = GradientSender(welcome.codec, bench.replica, in_place=True)
+        self.version = 0
+        self.num_joined = 0
+        """Buckets of the server's state that have arrived in this session."""
+        self.tasks: deque[Assigned] = deque()
+        self.cancelled: set[LeaseKey] = set()
+        self.unacknowledged: LeaseKey | None = None
+        self.link: Link
+        self.receiver: StepReceiver
+
+    @property
+    def joined(self) -> bool:
+        """Whether this replica is whole."""
+        return self.num_joined == len(self.replica.buckets)
+
+    def new_receiver(self) -> StepReceiver:
+        """What takes the messages of a new session."""
+        self.receiver = StepReceiver(self.replica, self.codec)
+        return self.receiver
+
+    def take_part(self, link: Link) -> None:
+        """Train until the link raises. The server sends its state first."""
+        self.link, self.num_joined = link, 0
+        self.tasks.clear()
+        self.cancelled.clear()
+        try:
+            while True:
+                event = link.next_event(0.0 if self.tasks else WAIT_S)
+                if event is not None:
+                    self.handle(event)
+                elif self.tasks:
+                    self.work_on(self.tasks.popleft())
+        finally:
+            self.receiver.close()
+
+    def work_on(self, task: Assigned) -> None:
+        """Compute a part's gradient and push it, unless it is wanted no more."""
+        compute_s = 0.0
+        if self.is_wanted(task):
+            self.link.flush()  # what is still being sent is the replica's own memory
+            started = time.perf_counter()
+            try:
+                loss = self.bench.compute(task.indices)
+            except NonFiniteLoss as error:
+                raise NonFiniteLoss(f"step {self.version + 1}: {error}") from error
+            compute_s = time.perf_counter() - started
+            while (event := self.link.next_event(0.0)) is not None:
+                self.handle(event)
+        if self.is_wanted(task):
+            self.push(task, loss, compute_s)
+        else:
+            self.link.send(Skip(lease=task.lease, compute_s=compute_s))
+
+    def is_wanted(self, task: Assigned) -> bool:
+        """Whether the step of this task is still open, as far as is known here."""
+        return task.assignment.version == self.version and task.lease not in self.cancelled
+
+    def push(self, task: Assigned, loss: float, compute_s: float) -> None:
+        """Send the gradient; as a backup for somebody else, only what is missing, and lossless."""
+        lease, assignment = task.lease, task.assignment
+        if assignment.backup:
+            frames = self.sender.backup_frames(
+                lease, self.version, loss, compute_s, assignment.first_bucket
+            )
+        else:
+            frames = self.sender.frames(lease, self.version, loss, compute_s)
+            self.unacknowledged = lease
+        for frame in frames:
+            self.link.send_frame(frame)
+
+    def handle(self, event: Event) -> None:
+        """Take in one event."""
+        match event:
+            case Assigned():
+                self.tasks.append(event)
+            case Committed():
+                self.take_step(event.commit, event.gradient, event.digests)
+            case StateArrived() if self.joined:
+                self.blend(event.state.bucket, event.values)
+            case StateArrived():
+                self.join(event.state, event.values)
+            case Said(message=Cancel() as cancel):
+                self.on_cancel(cancel)
+
+    def take_step(self, commit: Commit, gradient: Tensor | None, digests: Sequence[bytes]) -> None:
+        """Take the step that everybody takes, with as much of the replica as is there."""
+        if self.num_joined and commit.version != self.version + 1:
+            raise PeerLost(f"the server is at step {commit.version}, this worker at {self.version}")
+        if self.joined and digests:
+            self.compare(digests)
+        if gradient is not None:
+            pieces = ((place, gradient[place]) for place in self.replica.buckets[: self.num_joined])
+            self.replica.step_pieces(pieces, commit.clip, commit.learning_rate)
+            self.receiver.give_back(gradient)
+        self.version = commit.version
+        self.cancelled.clear()
+        self.settle(None)
+
+    def compare(self, digests: Sequence[bytes]) -> None:
+        """Ask for the buckets of the weights that differ from the server's."""
+        pairs = zip(digests_of(self.replica), digests, strict=True)
+        drifted = tuple(number for number, (own, theirs) in enumerate(pairs) if own != theirs)
+        if drifted:
+            self.link.send(Pull(buckets=drifted))
+
+    def blend(self, bucket: int, weights: Tensor) -> None:
+        """Draw a bucket of the weights towards the server's."""
+        own = self.replica.params[self.replica.buckets[bucket]]
+        rule.blend(own, weights.to(own.device), self.polyak_alpha)
+
+    def join(self, state: State, values: Tensor) -> None:
+        """Take a bucket of the server's state; with the last one this worker is a member."""
+        contents = contents_of(self.replica)
+        contents[state.content][self.replica.buckets[state.bucket]].copy_(values)
+        self.version = state.version
+        if STEP_COUNT in self.replica.optimizer.state:
+            self.replica.optimizer.state[STEP_COUNT].fill_(state.version)
+        self.num_joined = state.bucket + (state.content == list(contents)[-1])
+
+    def on_cancel(self, cancel: Cancel) -> None:
+        """Drop a part, or learn how much of its push has counted."""
+        waiting = next((task for task in self.tasks if task.lease == cancel.lease), None)
+        if waiting is not None:
+            self.tasks.remove(waiting)
+            self.link.send(Skip(lease=cancel.lease, compute_s=0.0))
+        elif cancel.lease == self.unacknowledged:
+            self.settle(cancel.num_buckets)
+        else:
+            self.cancelled.add(cancel.lease)
+
+    def settle(self, num_buckets: int | None) -> None:
+        """So many buckets (None: all) of the last push have counted; forget the others' residual."""
+        if self.unacknowledged is not None:
+            self.sender.settle(num_buckets)
+            self.unacknowledged = None

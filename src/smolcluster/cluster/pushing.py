@@ -1,0 +1,148 @@
+"""How a gradient leaves a worker and reaches the server: encoded, a frame a bucket, buckets in order."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from smolcluster.cluster.tensors import bucket_length, bucket_spec, bytes_of
+from smolcluster.codec.base import NonFiniteValue
+from smolcluster.codec.feedback import ErrorFeedback
+from smolcluster.codec.registry import get_codec, lossless_for
+from smolcluster.errors import NonFiniteLoss, ProtocolError
+from smolcluster.training.replica import Replica
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.messages import LeaseKey, Push, frame_of
+
+
+class GradientSender:
+    """Encodes one gradient at a time; its bytes stay until the next one, its residual until `settle`.
+
+    With `in_place` a lossless gradient is not copied: its frames refer to the replica's own memory, which
+    must not change before they have been sent.
+    """
+
+    def __init__(self, codec_name: str, replica: Replica, *, in_place: bool = False) -> None:
+        self._replica = replica
+        self._codec = get_codec(codec_name)
+        self._lossless = get_codec(lossless_for(replica.params.dtype))
+        self._in_place = in_place
+        self._feedback = (
+            None if self._codec.lossless else ErrorFeedback(self._codec, replica.num_params)
+        )
+        self._encoded: dict[int, torch.Tensor] = {}
+
+    def frames(
+        self, lease: LeaseKey, base_version: int, loss: float, compute_s: float
+    ) -> Iterator[Frame]:
+        """Encode the replica's gradient, bucket by bucket, into frames that share this sender's memory."""
+        push = self._header(lease, base_version, loss, compute_s)
+        gradient = self._replica.host_gradient()
+        for number, bucket in enumerate(self._replica.buckets):
+            if self._in_place and self._codec.lossless:
+                payload = bytes_of(gradient[bucket])
+            else:
+                payload = self._encode(number, gradient[bucket], push.num_samples)
+            yield frame_of(
+                push.model_copy(
+                    update={"bucket": number, "tensor": bucket_spec(self._codec, bucket)}
+                ),
+                payload,
+            )
+
+    def backup_frames(
+        self, lease: LeaseKey, base_version: int, loss: float, compute_s: float, first_bucket: int
+    ) -> Iterator[Frame]:
+        """Frames of the buckets from `first_bucket` on, lossless, as the replica's own memory."""
+        push = self._header(lease, base_version, loss, compute_s)
+        gradient = self._replica.host_gradient()
+        for number, bucket in enumerate(self._replica.buckets):
+            if number >= first_bucket:
+                spec = bucket_spec(self._lossless, bucket)
+                yield frame_of(
+                    push.model_copy(update={"bucket": number, "tensor": spec}),
+                    bytes_of(gradient[bucket]),
+                )
+
+    def settle(self, num_buckets: int | None = None) -> None:
+        """The first `num_buckets` buckets (None: all) of the last push have counted.
+
+        The others give their mass back.
+        """
+        if self._feedback is not None:
+            buckets = self._replica.buckets
+            count = len(buckets) if num_buckets is None else num_buckets
+            self._feedback.commit(buckets[count - 1].stop if count else 0)
+
+    def _header(self, lease: LeaseKey, base_version: int, loss: float, compute_s: float) -> Push:
+        return Push(
+            lease=lease,
+            base_version=base_version,
+            bucket=0,
+            num_buckets=len(self._replica.buckets),
+            num_samples=lease.stop - lease.start,
+            loss=loss,
+            compute_s=compute_s,
+            tensor=bucket_spec(self._codec, self._replica.buckets[0]),
+        )
+
+    def _encode(self, number: int, gradient: torch.Tensor, num_samples: int) -> memoryview:
+        bucket = self._replica.buckets[number]
+        encoded = self._encoded.get(number)
+        if encoded is None:
+            size = self._codec.encoded_nbytes(bucket_length(bucket))
+            encoded = self._encoded[number] = torch.empty(size, dtype=torch.uint8)
+        try:
+            if self._feedback is None:
+                self._codec.encode(gradient, encoded)
+            else:
+                self._feedback.encode(bucket, gradient, num_samples, encoded)
+        except NonFiniteValue as error:
+            name = self._replica.parameter_at(bucket.start + error.index)
+            raise NonFiniteLoss(f"gradient at layer {name} cannot be sent: {error}") from error
+        return bytes_of(encoded)
+
+
+class PushOrder:
+    """Checks the pushes of one worker: whole, one after the other, buckets in order."""
+
+    def __init__(self, buckets: Sequence[slice], codec_name: str, *, partial: bool = False) -> None:
+        """`partial`: a push may begin with any bucket, and may be lossless whatever the codec."""
+        self._buckets = buckets
+        self._codec = get_codec(codec_name)
+        self._partial = partial
+        self._lossless = get_codec(lossless_for(self._codec.dtype))
+        self._next = 0
+        self._lease: LeaseKey | None = None
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a push has begun and not ended."""
+        return self._lease is not None
+
+    def take(self, push: Push) -> bool:
+        """Note the next frame of a push; returns whether it is the last one.
+
+        Raises:
+            ProtocolError: it is not what may come next.
+        """
+        if self._lease is None:
+            self._next = push.bucket if self._partial else 0
+        elif push.lease != self._lease:
+            raise ProtocolError("it began another push in the middle of one")
+        if push.bucket != self._next or push.num_buckets != len(self._buckets):
+            raise ProtocolError(
+                f"it sent bucket {push.bucket} of {push.num_buckets}, "
+                f"expected {self._next} of {len(self._buckets)}"
+            )
+        if push.num_samples != push.lease.stop - push.lease.start:
+            raise ProtocolError(f"its push of {push.num_samples} samples does not fit its lease")
+        if push.tensor != bucket_spec(self._codec, self._buckets[push.bucket]) and not (
+            self._partial and push.tensor == bucket_spec(self._lossless, self._buckets[push.bucket])
+        ):
+            raise ProtocolError(
+                f"bucket {push.bucket} is not the {self._codec.name} tensor agreed on"
+            )
+        self._next += 1
+        last = self._next == len(self._buckets)
+        self._lease = None if last else push.lease
+        return last
