@@ -5,21 +5,26 @@ import secrets
 import socket
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 import smolcluster
 from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.EDP.exchange import Pushed
-from smolcluster.algorithms.EDP.server import Peer, Server
-from smolcluster.algorithms.EDP.worker import Worker
+from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
+from smolcluster.algorithms.SynchronousPS import server as syncps
+from smolcluster.algorithms.SynchronousPS.step import Step
+from smolcluster.algorithms.SynchronousPS.worker import Worker as SyncPSWorker
 from smolcluster.cluster.dispatcher import Lease
 from smolcluster.cluster.joining import ServerAddress
 from smolcluster.cluster.link import Participant, Place, follow
 from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.configs.schema import AlgorithmName
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.runs.events import EventLog, EventRecord, read_events
 from smolcluster.runs.summary import Summary
@@ -31,6 +36,13 @@ from smolcluster.transport.security import Secret
 SECRET = Secret(Path("the-test's-secret"), b"0123456789abcdef0123456789abcdef")
 DEADLINE_S = 60.0
 
+Server = edp.Server | syncps.Server
+MakeParticipant = Callable[[Welcome, Workbench], Participant]
+SERVERS: Mapping[str, type[Server]] = MappingProxyType({"edp": edp.Server, "syncps": syncps.Server})
+WORKERS: Mapping[str, MakeParticipant] = MappingProxyType(
+    {"edp": EDPWorker, "syncps": SyncPSWorker}
+)
+
 
 def free_port() -> int:
     """A port that nobody listens on now."""
@@ -39,11 +51,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def local_settings(*overrides: str, workers: int = 3, train: str = "digits") -> Settings:
+def local_settings(
+    *overrides: str, workers: int = 3, train: str = "digits", algorithm: AlgorithmName = "edp"
+) -> Settings:
     """What `--local` uses, on a free port."""
     defaults = [f"port={free_port()}", "heartbeat_timeout_s=5", "empty_cluster_timeout_s=20"]
     return load_settings(
-        "edp", train, None, [*defaults, *overrides], environ={}, local=True, local_workers=workers
+        algorithm,
+        train,
+        None,
+        [*defaults, *overrides],
+        environ={},
+        local=True,
+        local_workers=workers,
     )
 
 
@@ -65,7 +85,7 @@ class Recorder:
 
     @property
     def steps(self) -> list[MetricRecord]:
-        """One record a push that was applied, in order."""
+        """One record an optimizer step of the server, in order."""
         return [record for record in self.records if record.kind == "step"]
 
 
@@ -114,10 +134,13 @@ class Cluster:
         self,
         settings: Settings,
         folder: Path,
-        server_class: type[Server] = Server,
+        server_class: type[Server] | None = None,
         secret: Secret = SECRET,
+        *,
+        algorithm: AlgorithmName = "edp",
     ) -> None:
         self.settings = settings
+        self.algorithm = algorithm
         self.metrics = Recorder()
         self.events_path = folder / "events.jsonl"
         self.log_lines: list[str] = []
@@ -129,7 +152,7 @@ class Cluster:
         events = EventLog(self.events_path, "test", warn=self.log.warning)
         context = ServerContext(
             settings=settings,
-            run=settings.run_config("test-run", "edp"),
+            run=settings.run_config("test-run", algorithm),
             bench=self.bench,
             secret=secret,
             metrics=Metrics([self.metrics]),
@@ -137,10 +160,13 @@ class Cluster:
             log=self.log,
             incarnation=secrets.token_hex(4),
         )
-        self.core = server_class(context)
+        self.core = (server_class or SERVERS[algorithm])(context)
         self.applied: dict[int, Counter[int]] = defaultdict(Counter)
         """How often each sample was applied, by epoch, taken where gradients are applied."""
-        self._watch_samples()
+        if isinstance(self.core, edp.Server):
+            self._watch_pushes(self.core)
+        else:
+            self._watch_steps(self.core)
 
         def serve() -> Summary:
             try:
@@ -150,9 +176,9 @@ class Cluster:
 
         self.server = Outcome("server", serve)
 
-    def _watch_samples(self) -> None:
+    def _watch_pushes(self, core: edp.Server) -> None:
         """Remember the indices that each lease carries, and count them when its gradient is applied."""
-        grant, apply = self.core.dispatcher.grant, self.core.apply
+        grant, apply = core.dispatcher.grant, core.apply
         carried: dict[LeaseKey, list[int]] = {}
 
         def watched_grant(holder: int, now: float) -> Lease | None:
@@ -161,12 +187,25 @@ class Cluster:
                 carried[lease.key] = lease.indices.tolist()
             return lease
 
-        def watched_apply(peer: Peer, pushed: Pushed, tau: int) -> None:
+        def watched_apply(peer: edp.Peer, pushed: Pushed, tau: int) -> None:
             apply(peer, pushed, tau)
             self.applied[pushed.push.lease.epoch].update(carried[pushed.push.lease])
 
-        self.core.dispatcher.grant = watched_grant  # type: ignore[method-assign]
-        self.core.apply = watched_apply  # type: ignore[method-assign]
+        core.dispatcher.grant = watched_grant  # type: ignore[method-assign]
+        core.apply = watched_apply  # type: ignore[method-assign]
+
+    def _watch_steps(self, core: syncps.Server) -> None:
+        """Count the samples of a step's finished parts when it has been committed."""
+        commit = core.commit
+
+        def watched_commit(step: Step) -> None:
+            commit(step)
+            order = core.orders[step.batch.epoch]
+            for part in step.parts:
+                if part.finished_by is not None:
+                    self.applied[step.batch.epoch].update(order[part.start : part.stop].tolist())
+
+        core.commit = watched_commit  # type: ignore[method-assign]
 
     def worker(
         self,
@@ -175,11 +214,12 @@ class Cluster:
         port: int | None = None,
         node: str = "macbook",
         secret: Secret | None = None,
-        make: Callable[[Welcome, Workbench], Participant] = Worker,
+        make: MakeParticipant | None = None,
         settings: Settings | None = None,
     ) -> Outcome:
-        """Start a worker."""
+        """Start a worker of the server's algorithm, or the one that `make` makes."""
         cluster = self.settings.cluster
+        make_participant = make or WORKERS[self.algorithm]
         place = Place(
             node=(settings or self.settings).node,
             hello=Hello(
@@ -194,7 +234,7 @@ class Cluster:
             start_timeout_s=10.0,
             log=self.log,
         )
-        return Outcome(f"worker {worker_id}", lambda: follow(place, make))
+        return Outcome(f"worker {worker_id}", lambda: follow(place, make_participant))
 
     def events(self) -> list[EventRecord]:
         """What the run's event log holds."""

@@ -12,22 +12,24 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import Tensor, nn
 
 import smolcluster
 from harness import SECRET, Recorder
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.cluster.hub import Hub, Joined
 from smolcluster.cluster.inbox import Event, Inbox, Said
+from smolcluster.cluster.session import Receiver
 from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import RunConfig
+from smolcluster.configs.schema import AlgorithmName, RunConfig
 from smolcluster.errors import PeerLost
 from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import Event as RunEvent
 from smolcluster.runs.events import EventLog, read_events
 from smolcluster.training.build import build
-from smolcluster.training.replica import DEFAULT_BUCKET_BYTES
+from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
 from smolcluster.transport.connection import Connection, accept_next, connect, listen
-from smolcluster.transport.frames import PROTOCOL_VERSION
+from smolcluster.transport.frames import PROTOCOL_VERSION, Frame, check_head
 from smolcluster.transport.handshake import (
     Authenticated,
     Offer,
@@ -35,7 +37,15 @@ from smolcluster.transport.handshake import (
     client_handshake,
     server_authenticate,
 )
-from smolcluster.transport.messages import Heartbeat, Hello, LeaseKey, Message, Ready, Welcome
+from smolcluster.transport.messages import (
+    Heartbeat,
+    Hello,
+    LeaseKey,
+    Message,
+    Ready,
+    Welcome,
+    decode,
+)
 from smolcluster.transport.security import Secret
 from smolcluster.utils.retry import Deadline
 
@@ -46,12 +56,11 @@ E = TypeVar("E", bound=Event)
 M = TypeVar("M", bound=Message)
 
 
-class Echo:
+class Echo(Receiver):
     """A receiver that passes every message on, and keeps the payloads."""
 
     def __init__(self, seat: int = 0) -> None:
         self.seat = seat
-        self.in_progress = False
         self.payloads: list[bytes] = []
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
@@ -279,7 +288,10 @@ class Parts:
 
 @contextmanager
 def server_parts(
-    settings: Settings, folder: Path, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    settings: Settings,
+    folder: Path,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    algorithm: AlgorithmName = "edp",
 ) -> Iterator[Parts]:
     """A server's context that nobody serves yet."""
     lines: list[str] = []
@@ -291,7 +303,7 @@ def server_parts(
     events = EventLog(path, "test", warn=log.warning, clock=lambda: float(next(leaps)))
     context = ServerContext(
         settings=settings,
-        run=settings.run_config("test-run", "edp"),
+        run=settings.run_config("test-run", algorithm),
         bench=build(
             settings.train,
             settings.cluster.seed,
@@ -309,6 +321,28 @@ def server_parts(
         yield Parts(context, metrics, lines, path)
     finally:
         events.close()
+
+
+def opened(frame: Frame) -> tuple[Message, memoryview]:
+    """What the other side makes of a frame; the payload is a copy, as from a socket."""
+    return decode(frame.kind, check_head(frame.head)), memoryview(bytearray(frame.payload))
+
+
+def small_replica(dtype: torch.dtype = torch.float32) -> Replica:
+    """A model of 610 values in three buckets, the last one shorter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2)).to(dtype)
+    replica = Replica(model, "sgd", bucket_bytes=256 * dtype.itemsize)
+    assert [bucket.stop - bucket.start for bucket in replica.buckets] == [256, 256, 98]
+    return replica
+
+
+def set_gradient(replica: Replica, seed: int) -> Tensor:
+    """Give a replica some gradient, and return a copy of it."""
+    generator = torch.Generator().manual_seed(seed)
+    gradient = torch.randn(replica.num_params, generator=generator, dtype=replica.params.dtype)
+    replica.load_gradient(gradient)
+    return gradient
 
 
 def logger(lines: list[str]) -> logging.Logger:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from smolcluster.cluster.evaluator import Evaluator
 from smolcluster.cluster.hub import Fingerprints, Hub
 from smolcluster.cluster.inbox import Inbox
 from smolcluster.cluster.reception import Reception
@@ -47,6 +48,16 @@ class ServerContext:
     def codec(self) -> str:
         """Name of the codec that gradients travel in."""
         return codec_for(self.run, self.bench.replica.params.dtype)
+
+    def new_evaluator(self) -> Evaluator:
+        """What evaluates the server's replica every `eval_steps` steps."""
+        return Evaluator(
+            self.bench.replica,
+            self.bench.dataset.validation,
+            self.inbox,
+            every=self.run.train.eval_steps,
+            log=self.log,
+        )
 
     def open_hub(self, receiver_for: Callable[[int], Receiver]) -> Hub:
         """Listen from now on; workers are let in as soon as the hub is asked for events.

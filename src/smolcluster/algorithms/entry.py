@@ -97,7 +97,7 @@ def server_parser(algorithm: Algorithm) -> argparse.ArgumentParser:
 
 def worker_parser(algorithm: Algorithm) -> argparse.ArgumentParser:
     """The worker's command line."""
-    parser = _parser(f"An {algorithm.title} worker.")
+    parser = _parser(f"A worker of {algorithm.title}.")
     parser.add_argument("worker_id", type=int, help="counts from 1; one live process each")
     parser.add_argument("node", help="this machine's name in host_ip")
     parser.add_argument(

@@ -79,7 +79,7 @@ def _wandb(run: RunConfig, role: str, node: str, paths: RunPaths, log: NodeLog) 
         hostname=node,
         rank=None,
         learning_rate=run.train.learning_rate,
-        batch_size=run.train.batch_size,
+        batch_size=run.train.samples_per_step,
     )
     return WandbSink(
         paths.root,

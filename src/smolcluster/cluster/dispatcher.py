@@ -35,6 +35,11 @@ class Range:
     start: int
     stop: int
 
+    @classmethod
+    def of(cls, key: LeaseKey) -> "Range":
+        """The samples that a lease is about."""
+        return cls(key.epoch, key.start, key.stop)
+
     @property
     def num_samples(self) -> int:
         """Samples in the range."""
@@ -145,7 +150,7 @@ class Dispatcher:
 
         `duplicate`: its samples have been applied. `late`: the lease is not, or no longer, the holder's.
         """
-        range_ = Range(key.epoch, key.start, key.stop)
+        range_ = Range.of(key)
         if key.incarnation != self.incarnation:
             return "late"
         if range_ in self._applied or range_.epoch < self._oldest_kept_epoch():
@@ -157,7 +162,7 @@ class Dispatcher:
         """Note that the samples of an open lease have been applied. Copies of it become duplicates."""
         if self.judge(key, holder) != "open":
             raise ValueError(f"lease {key} is not open for holder {holder}")
-        range_ = Range(key.epoch, key.start, key.stop)
+        range_ = Range.of(key)
         grant = self._open.pop(range_)[key.grant]
         took_s = now - grant.granted_at
         self._usual_s[holder] = 0.8 * self._usual_s.get(holder, took_s) + 0.2 * took_s

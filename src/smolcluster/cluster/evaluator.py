@@ -1,5 +1,6 @@
 """Evaluation in the background, on a copy of the weights, so that no push ever waits for it."""
 
+import logging
 import queue
 import threading
 from dataclasses import dataclass
@@ -35,7 +36,13 @@ class EvaluationFailed(Event):
 class Evaluator:
     """Evaluates one snapshot at a time in a thread of its own and reports to the inbox."""
 
-    def __init__(self, replica: Replica, split: Split, inbox: Inbox) -> None:
+    def __init__(
+        self, replica: Replica, split: Split, inbox: Inbox, *, every: int, log: logging.Logger
+    ) -> None:
+        """`every` so many steps the `replica` is evaluated on `split`."""
+        self._replica = replica
+        self._every = every
+        self._log = log
         self._model = replica.copy_model()
         self._trainable = [param for param in self._model.parameters() if param.requires_grad]
         self._device = replica.device
@@ -54,13 +61,15 @@ class Evaluator:
         self._work.put(None)
         self._thread.join()
 
-    def submit(self, version: int, epoch: int, replica: Replica) -> bool:
-        """Evaluate the replica's weights of now. Returns False when the last evaluation still runs."""
+    def after_step(self, version: int, epoch: int) -> None:
+        """Evaluate the weights of now, if it is time and the last evaluation is over."""
+        if version % self._every:
+            return
         if self._busy.is_set():
-            return False
+            self._log.info("step %d is not evaluated: the last one still is", version)
+            return
         self._busy.set()
-        self._work.put((version, epoch, replica.params.clone()))
-        return True
+        self._work.put((version, epoch, self._replica.params.clone()))
 
     def _run(self) -> None:
         torch.set_num_threads(1)

@@ -126,17 +126,14 @@ class Hub:
             case Gone():
                 yield from self._depart(event.seat, event.reason)
                 self._reception.forget(event.seat)
-            case EvaluationDone(version, epoch, evaluation):
-                self.report.evaluated(version, epoch, evaluation)
-            case EvaluationFailed(error=error):
-                raise error
+            case EvaluationDone() | EvaluationFailed():
+                self._evaluated(event)
             case Said(seat=seat, message=Ready() as ready):
                 yield from self._join(seat, ready)
             case Said(seat=seat, message=Goodbye() as goodbye):
                 self._hear_goodbye(seat, goodbye)
             case Said(seat=seat, message=Fault() as fault):
-                if seat in self._seats:
-                    raise NonFiniteLoss(f"{self._seats[seat].name}: {fault.sentence}")
+                self._hear_fault(seat, fault)
             case _:
                 yield event
 
@@ -158,6 +155,16 @@ class Hub:
                 event.session.end_with(end)
             elif isinstance(event, Gone):
                 leaving.discard(event.seat)
+
+    def _evaluated(self, event: EvaluationDone | EvaluationFailed) -> None:
+        if isinstance(event, EvaluationFailed):
+            raise event.error
+        self.report.evaluated(event.version, event.epoch, event.evaluation)
+
+    def _hear_fault(self, seat: int, fault: Fault) -> None:
+        """What one worker has met ends the run for all."""
+        if seat in self._seats:
+            raise NonFiniteLoss(f"{self._seats[seat].name}: {fault.sentence}")
 
     def _hear_goodbye(self, seat: int, goodbye: Goodbye) -> None:
         """A worker that has said goodbye has nothing more to say."""

@@ -1,4 +1,4 @@
-"""How a gradient leaves a worker and reaches the server: encoded, a frame a bucket, buckets in order."""
+"""How a gradient, or whole weights, leave a worker: encoded, a frame a bucket, buckets in order."""
 
 from collections.abc import Iterator, Sequence
 
@@ -32,16 +32,25 @@ class GradientSender:
         self._encoded: dict[int, torch.Tensor] = {}
 
     def frames(
-        self, lease: LeaseKey, base_version: int, loss: float, compute_s: float
+        self,
+        lease: LeaseKey,
+        base_version: int,
+        loss: float,
+        compute_s: float,
+        weights: torch.Tensor | None = None,
     ) -> Iterator[Frame]:
-        """Encode the replica's gradient, bucket by bucket, into frames that share this sender's memory."""
+        """Encode the replica's gradient, bucket by bucket, into frames that share this sender's memory.
+
+        With `weights` (num_params,) on the CPU these are sent instead; that takes a lossless codec.
+        """
         push = self._header(lease, base_version, loss, compute_s)
-        gradient = self._replica.host_gradient()
+        values = self._replica.host_gradient() if weights is None else weights
+        what = "gradient" if weights is None else "weights"
         for number, bucket in enumerate(self._replica.buckets):
             if self._in_place and self._codec.lossless:
-                payload = bytes_of(gradient[bucket])
+                payload = bytes_of(values[bucket])
             else:
-                payload = self._encode(number, gradient[bucket], push.num_samples)
+                payload = self._encode(number, values[bucket], push.num_samples, what)
             yield frame_of(
                 push.model_copy(
                     update={"bucket": number, "tensor": bucket_spec(self._codec, bucket)}
@@ -85,7 +94,7 @@ class GradientSender:
             tensor=bucket_spec(self._codec, self._replica.buckets[0]),
         )
 
-    def _encode(self, number: int, gradient: torch.Tensor, num_samples: int) -> memoryview:
+    def _encode(self, number: int, values: torch.Tensor, num_samples: int, what: str) -> memoryview:
         bucket = self._replica.buckets[number]
         encoded = self._encoded.get(number)
         if encoded is None:
@@ -93,12 +102,12 @@ class GradientSender:
             encoded = self._encoded[number] = torch.empty(size, dtype=torch.uint8)
         try:
             if self._feedback is None:
-                self._codec.encode(gradient, encoded)
+                self._codec.encode(values, encoded)
             else:
-                self._feedback.encode(bucket, gradient, num_samples, encoded)
+                self._feedback.encode(bucket, values, num_samples, encoded)
         except NonFiniteValue as error:
             name = self._replica.parameter_at(bucket.start + error.index)
-            raise NonFiniteLoss(f"gradient at layer {name} cannot be sent: {error}") from error
+            raise NonFiniteLoss(f"{what} at layer {name} cannot be sent: {error}") from error
         return bytes_of(encoded)
 
 

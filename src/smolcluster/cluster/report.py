@@ -3,12 +3,14 @@
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from smolcluster.cluster.dispatcher import Returned
+from torch import Tensor
+
+from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.tally import Tally
 from smolcluster.cluster.worker import Worker
 from smolcluster.configs.schema import RunConfig
@@ -67,9 +69,7 @@ class StepTaken:
 
     Attributes:
         version: of the weights after it.
-        epoch: of its samples.
-        start: their first position in the epoch's permutation.
-        stop: the position after their last.
+        samples: whose gradient was applied.
         loss: their mean loss.
         learning_rate: of this step; it includes EDP's staleness factor.
         grad_norm: L2 norm before clipping.
@@ -79,9 +79,7 @@ class StepTaken:
     """
 
     version: int
-    epoch: int
-    start: int
-    stop: int
+    samples: Range
     loss: float
     learning_rate: float
     grad_norm: float
@@ -149,9 +147,9 @@ class Report:
     def step_taken(self, step: StepTaken) -> None:
         """The server has taken an optimizer step."""
         self._version = step.version
-        num_samples = step.stop - step.start
+        num_samples = step.samples.num_samples
         self._samples_applied += num_samples
-        epoch = step.epoch
+        epoch = step.samples.epoch
         self._epoch_samples[epoch] += num_samples
         self._epoch_loss[epoch] += step.loss * num_samples
         worker = step.worker
@@ -169,6 +167,12 @@ class Report:
             self._events.write(
                 EpochFinished(epoch=epoch, step=step.version, samples_applied=self._samples_applied)
             )
+
+    def layer_norms(self, pieces: Iterable[tuple[slice, Tensor]]) -> dict[str, float]:
+        """L2 norms by parameter of a gradient that comes in pieces, where they are tracked."""
+        if not self._run.train.track_gradients:
+            return {}
+        return self._bench.replica.layer_norms(pieces)
 
     def dropped(self, worker: Worker, lease: LeaseKey, outcome: Dropped, staleness: int) -> None:
         """A push was not applied."""
@@ -193,16 +197,16 @@ class Report:
         self.tally.pushes["lost"] += 1
         self._log.info("%s: a push was lost: %s", whose, reason)
 
-    def lease_returned(self, worker: Worker, returned: Returned, reason: str) -> None:
+    def lease_returned(self, worker: Worker, samples: Range, reason: str) -> None:
         """Samples that were handed out to `worker` will be handed out again."""
         self.tally.leases_returned += 1
         self._events.write(
             LeaseReturned(
                 rank=worker.rank,
                 node=worker.member.node,
-                epoch=returned.range.epoch,
-                start=returned.range.start,
-                stop=returned.range.stop,
+                epoch=samples.epoch,
+                start=samples.start,
+                stop=samples.stop,
                 reason=reason,
             )
         )
@@ -283,8 +287,8 @@ class Report:
             "samples_per_s": self._samples_rate(),
             "mb_per_s": self._bytes_rate() / 1e6,
             "grad_norm": step.grad_norm,
-            "start": step.start,
-            "stop": step.stop,
+            "start": step.samples.start,
+            "stop": step.samples.stop,
         }
         if step.staleness is not None:
             values["staleness"] = step.staleness

@@ -107,17 +107,12 @@ class Session:
         return not self._writer.is_alive()
 
     def end_with(self, last_words: Message) -> None:
-        """Drop the tensors that are still queued, send a last message, then close this side."""
-        kept = []
+        """Drop what is still queued, send a last message, then close this side."""
         with suppress(queue.Empty):
             while True:
-                frame = self._outbound.get_nowait()
-                if isinstance(frame, Frame):
+                if isinstance(self._outbound.get_nowait(), Frame):
                     self.num_sent += 1
-                    if not frame.payload.nbytes:
-                        kept.append(frame)
-        for frame in (*kept, frame_of(last_words)):
-            self.send_frame(frame)
+        self.send(last_words)
         self.finish()
 
     def finish(self) -> None:

@@ -187,7 +187,7 @@ class Replica:
         means `grads`.
         """
         if pieces is None:
-            pieces = [(slice(0, self.num_params), self.grads)]
+            pieces = self.whole(self.grads)
         norms: dict[str, list[Tensor]] = {name: [] for name, _ in self.layers}
         for piece, values in pieces:
             for name, place in self._layers_in(piece):
@@ -196,6 +196,10 @@ class Replica:
                 norms[name].append(torch.linalg.vector_norm(part))
         totals = [torch.linalg.vector_norm(torch.stack(parts)) for parts in norms.values()]
         return dict(zip(norms, torch.stack(totals).tolist(), strict=True))
+
+    def whole(self, flat: Tensor) -> list[tuple[slice, Tensor]]:
+        """A flat tensor (num_params,) as the only piece of itself."""
+        return [(slice(0, self.num_params), flat)]
 
     def _layers_in(self, piece: slice) -> list[tuple[str, slice]]:
         first = bisect_right(self._starts, piece.start) - 1

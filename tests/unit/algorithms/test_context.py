@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness import free_port, local_settings
 from peers import Echo, Parts, server_parts
@@ -48,10 +49,22 @@ def test_a_machine_without_any_of_the_addresses_is_told_what_to_do() -> None:
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(("quantized", "codec"), [("true", "int8"), ("false", "fp32")])
-def test_use_quantization_turns_on_8_bit_pushes(quantized: str, codec: str) -> None:
-    settings = local_settings(f"use_quantization={quantized}")
-    assert codec_for(settings.run_config("run-1", "edp")) == codec
+@pytest.mark.parametrize(
+    ("overrides", "dtype", "codec"),
+    [
+        ((), torch.float32, "fp32"),
+        ((), torch.float64, "fp64"),
+        (("use_quantization=true",), torch.float32, "int8"),
+        (("codec=bf16",), torch.float32, "bf16"),
+        (("codec=fp16",), torch.float32, "fp16"),
+        (("codec=int8", "use_quantization=true"), torch.float32, "int8"),
+    ],
+)
+def test_gradients_travel_as_configured_and_lossless_by_default(
+    overrides: tuple[str, ...], dtype: torch.dtype, codec: str
+) -> None:
+    run = local_settings(*overrides).run_config("run-1", "edp")
+    assert codec_for(run, dtype) == codec
 
 
 @pytest.fixture
@@ -83,6 +96,17 @@ def test_a_batch_whose_indices_do_not_fit_in_a_bucket_is_refused(tmp_path: Path)
     settings = local_settings("batch_size=257", f"port={free_port()}")
     with (
         server_parts(settings, tmp_path, bucket_bytes=1024) as parts,
-        pytest.raises(ConfigError, match="batch_size is 257, must be at most 256"),
+        pytest.raises(ConfigError, match="batch of 257 samples is too large, must be at most 256"),
+    ):
+        parts.context.open_hub(Echo)
+
+
+def test_the_batch_of_all_workers_together_must_fit_where_they_share_one(tmp_path: Path) -> None:
+    """One worker may have to take the whole of it."""
+    settings = local_settings("batch_size=100", f"port={free_port()}", algorithm="syncps")
+    assert settings.cluster.num_workers == 3
+    with (
+        server_parts(settings, tmp_path, bucket_bytes=1024, algorithm="syncps") as parts,
+        pytest.raises(ConfigError, match="batch of 300 samples is too large, must be at most 256"),
     ):
         parts.context.open_hub(Echo)

@@ -46,11 +46,7 @@ class Gate:
         return evaluate(model, split, device)
 
 
-def submit(evaluator: Evaluator, version: int, bench: Workbench) -> None:
-    """Submit as soon as the last evaluation has ended."""
-    deadline = Deadline(DEADLINE_S)
-    while not evaluator.submit(version, 0, bench.replica):
-        assert not deadline.expired, "it is busy for ever"
+LINES: list[str] = []
 
 
 def test_the_weights_of_the_moment_are_evaluated_whatever_becomes_of_them(

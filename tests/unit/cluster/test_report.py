@@ -1,17 +1,19 @@
 """What the server tells the world of a run: metrics, events, and the summary."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
 
 from harness import local_settings
 from peers import Parts, server_parts
-from smolcluster.cluster.dispatcher import Range, Returned
+from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.membership import Member
-from smolcluster.cluster.report import Applied, Rate, Report
+from smolcluster.cluster.report import Rate, Report, StepTaken
 from smolcluster.cluster.worker import Worker
+from smolcluster.configs.schema import RunConfig
 from smolcluster.runs.events import (
     EpochFinished,
     Evaluated,
@@ -21,7 +23,7 @@ from smolcluster.runs.events import (
     RunStarted,
 )
 from smolcluster.training.evaluate import evaluate
-from smolcluster.transport.messages import LeaseKey, Push, TensorSpec
+from smolcluster.transport.messages import LeaseKey
 
 WORKER = Worker(Member(seat=5, worker_id=2, node="pi5", instance="abcdef01"))
 OTHER = Worker(Member(seat=6, worker_id=1, node="win", instance="abcdef02"))
@@ -36,9 +38,13 @@ def parts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Parts]:
 
 @pytest.fixture
 def report(parts: Parts) -> Report:
+    return report_of(parts, parts.context.run)
+
+
+def report_of(parts: Parts, run: RunConfig) -> Report:
     context = parts.context
     return Report(
-        run=context.run,
+        run=run,
         server_node="mini1",
         num_workers=3,
         codec="fp32",
@@ -50,42 +56,33 @@ def report(parts: Parts) -> Report:
     )
 
 
-def applied(
-    parts: Parts,
+def step(
     start: int,
     stop: int,
     *,
     epoch: int = 0,
     version: int = 1,
-    worker: Worker = WORKER,
+    worker: Worker | None = WORKER,
     loss: float = 0.5,
-    staleness: int = 0,
-) -> Applied:
-    return Applied(
-        worker=worker,
-        push=push(start, stop, epoch, loss),
-        gradient=torch.ones(parts.context.bench.replica.num_params),
+    staleness: int | None = 0,
+    layer_norms: Mapping[str, float] = MappingProxyType({}),
+) -> StepTaken:
+    return StepTaken(
         version=version,
-        staleness=staleness,
+        epoch=epoch,
+        start=start,
+        stop=stop,
+        loss=loss,
         learning_rate=1e-3,
         grad_norm=2.5,
+        layer_norms=layer_norms,
+        worker=worker,
+        staleness=staleness,
     )
 
 
-def lease(start: int, stop: int, epoch: int = 0) -> LeaseKey:
-    return LeaseKey(incarnation="here", epoch=epoch, start=start, stop=stop, grant=1)
-
-
-def push(start: int, stop: int, epoch: int = 0, loss: float = 0.5) -> Push:
-    return Push(
-        lease=lease(start, stop, epoch),
-        base_version=0,
-        bucket=0,
-        num_buckets=1,
-        num_samples=stop - start,
-        loss=loss,
-        tensor=TensorSpec(codec="fp32", dtype="float32", shape=(1,), nbytes=4),
-    )
+def lease(start: int, stop: int) -> LeaseKey:
+    return LeaseKey(incarnation="here", epoch=0, start=start, stop=stop, grant=1)
 
 
 def test_a_run_begins_with_what_is_trained(parts: Parts, report: Report) -> None:
@@ -94,10 +91,19 @@ def test_a_run_begins_with_what_is_trained(parts: Parts, report: Report) -> None
     assert (started.run_id, started.algorithm, started.dataset) == ("test-run", "edp", "digits")
     assert started.num_params == parts.context.bench.replica.num_params
     assert started.train_samples == parts.context.bench.dataset.train.num_samples
+    assert started.batch_size == parts.context.run.train.batch_size
 
 
-def test_an_applied_push_is_one_record_of_its_worker(parts: Parts, report: Report) -> None:
-    report.applied(applied(parts, 32, 64, version=7, staleness=2, loss=0.25))
+def test_where_workers_share_a_batch_its_size_is_that_of_all_parts(parts: Parts) -> None:
+    settings = parts.context.settings
+    report_of(parts, settings.run_config("test-run", "syncps"))
+    (started,) = parts.happened(RunStarted)
+    assert isinstance(started, RunStarted)
+    assert started.batch_size == 3 * settings.train.batch_size
+
+
+def test_a_step_that_one_worker_made_is_one_record_of_it(parts: Parts, report: Report) -> None:
+    report.step_taken(step(32, 64, version=7, staleness=2, loss=0.25))
     (record,) = parts.metrics.steps
     assert (record.step, record.epoch, record.rank, record.node) == (7, 0, 1, "pi5")
     for name, value in {
@@ -113,23 +119,58 @@ def test_an_applied_push_is_one_record_of_its_worker(parts: Parts, report: Repor
     assert not any(name.startswith("grad_norm/") for name in record.values)
 
 
+def test_a_step_that_all_made_together_is_nobodys_record_and_not_stale(
+    parts: Parts, report: Report
+) -> None:
+    report.step_taken(step(0, 96, worker=None, staleness=None))
+    (record,) = parts.metrics.steps
+    assert (record.rank, record.node) == (None, None)
+    assert record.values["samples_applied"] == 96
+    assert "staleness" not in record.values
+
+
 @pytest.mark.parametrize("parts", [("track_gradients=true",)], indirect=True)
 def test_gradients_are_tracked_by_layer_when_asked_for(parts: Parts, report: Report) -> None:
-    report.applied(applied(parts, 0, 32))
+    replica = parts.context.bench.replica
+    ones = torch.ones(replica.num_params)
+    norms = report.layer_norms((bucket, ones[bucket]) for bucket in replica.buckets)
+    report.step_taken(step(0, 32, layer_norms=norms))
     values = parts.metrics.steps[0].values
-    for name, place in parts.context.bench.replica.layers:
+    for name, place in replica.layers:
         assert values[f"grad_norm/{name}"] == pytest.approx((place.stop - place.start) ** 0.5)
+
+
+def test_the_gradient_is_not_even_read_when_nobody_asks(report: Report) -> None:
+    def pieces() -> Iterator[tuple[slice, torch.Tensor]]:
+        raise AssertionError("it was read")
+        yield
+
+    assert report.layer_norms(pieces()) == {}
+
+
+def test_who_contributed_is_counted_apart_from_the_steps(parts: Parts, report: Report) -> None:
+    """Three pushes, of which two made one step and one is still to become one."""
+    report.contributed(WORKER, 64)
+    report.contributed(OTHER, 32)
+    report.step_taken(step(0, 96, worker=None, staleness=None))
+    report.contributed(WORKER, 50)
+    assert len(parts.metrics.steps) == 1
+    assert report.tally.pushes == {"applied": 3}
+    shares = {
+        worker.node: (worker.samples, worker.pushes) for worker in report.tally.workers.values()
+    }
+    assert shares == {"pi5": (114, 2), "win": (32, 1)}
 
 
 def test_an_epoch_is_finished_once_when_its_last_sample_is_applied(
     parts: Parts, report: Report
 ) -> None:
     size = parts.context.bench.dataset.train.num_samples
-    report.applied(applied(parts, 0, 100, version=1))
-    report.applied(applied(parts, 0, 50, version=2, epoch=1))
-    report.applied(applied(parts, 100, size - 1, version=3))
+    report.step_taken(step(0, 100, version=1))
+    report.step_taken(step(0, 50, version=2, epoch=1))
+    report.step_taken(step(100, size - 1, version=3))
     assert parts.happened(EpochFinished) == []
-    report.applied(applied(parts, size - 1, size, version=4))
+    report.step_taken(step(size - 1, size, version=4))
     expected = EpochFinished(epoch=0, step=4, samples_applied=size + 50)
     assert parts.happened(EpochFinished) == [expected]
 
@@ -153,7 +194,7 @@ def test_a_dropped_push_is_counted_and_written_down_with_its_reason(
 def test_a_lease_that_comes_back_names_its_last_holder_though_it_has_gone(
     parts: Parts, report: Report
 ) -> None:
-    report.lease_returned(WORKER, Returned(holder=5, range=Range(1, 32, 64)), "its worker has gone")
+    report.lease_returned(WORKER, Range(1, 32, 64), "its worker has gone")
     assert report.tally.leases_returned == 1
     assert parts.happened(LeaseReturned) == [
         LeaseReturned(rank=1, node="pi5", epoch=1, start=32, stop=64, reason="its worker has gone")
@@ -164,9 +205,13 @@ def test_the_summary_adds_up(parts: Parts, report: Report) -> None:
     bench = parts.context.bench
     size = bench.dataset.train.num_samples
     half = size // 2
-    report.applied(applied(parts, 0, size, version=1, loss=9.0))
-    report.applied(applied(parts, 0, half, epoch=1, version=2, loss=1.0, staleness=4))
-    report.applied(applied(parts, half, size, epoch=1, version=3, loss=3.0, worker=OTHER))
+    for worker, staleness, taken in (
+        (WORKER, 0, step(0, size, version=1, loss=9.0)),
+        (WORKER, 4, step(0, half, epoch=1, version=2, loss=1.0)),
+        (OTHER, 0, step(half, size, epoch=1, version=3, loss=3.0)),
+    ):
+        report.contributed(worker, taken.stop - taken.start, staleness)
+        report.step_taken(taken)
     report.dropped(WORKER, lease(0, 32), "late", 0)
     report.lost_push("worker 1", "its connection broke")
     summary = report.summary()
@@ -193,7 +238,7 @@ def test_the_summary_adds_up(parts: Parts, report: Report) -> None:
 
 
 def test_the_end_is_an_event(parts: Parts, report: Report) -> None:
-    report.applied(applied(parts, 0, 32))
+    report.step_taken(step(0, 32))
     report.ended(False, "the run failed: a reason")
     (ended,) = parts.happened(RunEnded)
     assert isinstance(ended, RunEnded)

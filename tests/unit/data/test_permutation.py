@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from smolcluster.data.permutation import epoch_permutation, seeded_order
+from smolcluster.data import permutation
+from smolcluster.data.permutation import EpochOrders, epoch_permutation, seeded_order
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 1000])
@@ -27,6 +28,27 @@ def test_the_order_of_a_key_never_changes_between_versions() -> None:
 
 def test_the_order_of_an_epoch_never_changes_between_versions() -> None:
     assert epoch_permutation(42, 3, 12).tolist() == [5, 10, 11, 8, 0, 3, 2, 1, 4, 7, 6, 9]
+
+
+def test_a_runs_orders_are_those_of_its_epochs_whenever_they_are_asked_for() -> None:
+    orders = EpochOrders(seed=42, num_samples=50)
+    for epoch in (0, 1, 0, 2, 2):
+        assert torch.equal(orders[epoch], epoch_permutation(42, epoch, 50))
+
+
+def test_the_order_of_the_current_epoch_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for with every part of every step."""
+    made: list[int] = []
+
+    def counted(seed: int, epoch: int, num_samples: int) -> torch.Tensor:
+        made.append(epoch)
+        return epoch_permutation(seed, epoch, num_samples)
+
+    monkeypatch.setattr(permutation, "epoch_permutation", counted)
+    orders = EpochOrders(seed=42, num_samples=50)
+    for epoch in (0, 0, 0, 1, 1):
+        assert orders[epoch].numel() == 50
+    assert made == [0, 1]
 
 
 def test_positions_are_uniform() -> None:

@@ -1,6 +1,7 @@
 """What EDP's server and workers exchange, both ends of each transfer side by side.
 
 * a gradient: `GradientSender` (worker) -> `GradientReceiver` (server), encoded, a frame a bucket;
+  with the update rule `mixing` the worker's weights instead, in the same frames;
 * the weights: `state_frames` (server) -> `StateReceiver` (worker), plain fp32, a frame a bucket.
 
 Receivers run in a session's reader thread. They check every frame against what may come next, write into
@@ -13,10 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from smolcluster.cluster.dispatcher import Lease
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.pushing import PushOrder
 from smolcluster.cluster.session import Receiver
-from smolcluster.cluster.tensors import Assigned, bucket_spec, bytes_of
+from smolcluster.cluster.tensors import Assigned, bucket_spec, bytes_of, indices_payload
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import ProtocolError
 from smolcluster.transport.frames import Frame
@@ -25,7 +27,10 @@ from smolcluster.transport.messages import WEIGHTS, Assignment, Message, Push, S
 
 @dataclass(frozen=True)
 class Pushed(Event):
-    """A whole `gradient` (num_params,) has arrived; it is the server's until `receiver.free()`."""
+    """A whole push has arrived: a `gradient` (num_params,), or with the update rule `mixing` weights.
+
+    The tensor is the server's until `receiver.free()`.
+    """
 
     seat: int
     push: Push
@@ -76,6 +81,16 @@ class GradientReceiver(Receiver):
             return None
         self._taken = True
         return Pushed(self.seat, message, self._gradient, self)
+
+
+def assignment_of(
+    lease: Lease, version: int, learning_rate: float
+) -> tuple[Assignment, memoryview]:
+    """The message that hands out a lease when the weights are at `version`, and its payload."""
+    spec, payload = indices_payload(lease.indices)
+    return Assignment(
+        lease=lease.key, version=version, learning_rate=learning_rate, tensor=spec
+    ), payload
 
 
 def state_frames(

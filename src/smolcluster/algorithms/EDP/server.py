@@ -1,13 +1,15 @@
 """The EDP server: an asynchronous, elastic parameter server.
 
     lease -> worker -> gradient -> s(τ) · learning rate -> optimizer step -> version + 1 -> next lease
+                    or weights  -> w <- (1 - α) w + α w_worker (update_rule mixing) -> version + 1
 
-There is no barrier: every gradient is applied as it comes, weighed by how old the weights were
+There is no barrier: every push is applied as it comes, weighed by how old the weights were
 that it was computed on (`rule.py`). Workers join and leave as ordinary events; their leases go back and are
 handed out again, so that every sample of every epoch is applied exactly once. One thread, `Server.run`,
 decides everything.
 
-Sources: Dean et al. 2012 (Downpour SGD); Xie et al., 1903.03934 (the weight of a stale update).
+Sources: Dean et al. 2012 (Downpour SGD); Xie et al., 1903.03934 (FedAsync: the weight of a
+stale update, and the averaging of weights).
 By hand: `uv run server.py`.
 """
 
@@ -21,23 +23,24 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.EDP import rule
-from smolcluster.algorithms.EDP.exchange import GradientReceiver, Pushed, state_frames
-from smolcluster.cluster.dispatcher import Dispatcher
-from smolcluster.cluster.evaluator import Evaluator
+from smolcluster.algorithms.EDP.exchange import (
+    GradientReceiver,
+    Pushed,
+    assignment_of,
+    state_frames,
+)
+from smolcluster.cluster.dispatcher import Dispatcher, Range
 from smolcluster.cluster.hub import Departed, Joined
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.report import StepTaken
-from smolcluster.cluster.tensors import indices_payload
 from smolcluster.cluster.worker import Worker
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.runs.summary import Summary
 from smolcluster.training.schedule import learning_rate
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Ack, Assignment, LeaseKey, Outcome, Pull
+from smolcluster.transport.messages import Ack, LeaseKey, Outcome, Pull
 
 LEASES_PER_WORKER = 2
 """One that it computes, and one whose push is on the wire."""
@@ -75,7 +78,7 @@ class Server:
         )
         self.hub = context.open_hub(self.receiver_for)
         self.report = self.hub.report
-        self.evaluator = Evaluator(self.replica, context.bench.dataset.validation, context.inbox)
+        self.evaluator = context.new_evaluator()
         self.peers: dict[int, Peer] = {}
         self.last_applied: dict[str, LeaseKey] = {}
         self.snapshot: tuple[int, list[Frame]] | None = None
@@ -93,6 +96,7 @@ class Server:
                 self.take_back_expired(time.monotonic())
                 self.hand_out()
                 self.report.tick()
+            self.replica.check_weights("at the end of the run")
             return self.report.summary()
 
     def handle(self, event: Event) -> None:
@@ -128,10 +132,10 @@ class Server:
         if peer.worker.live_session.receiver.in_progress:
             self.report.lost_push(worker.name, "its connection broke")
         for lease in self.dispatcher.release_all(worker.member.seat):
-            self.report.lease_returned(worker, lease, "its worker has gone")
+            self.report.lease_returned(worker, lease.range, "its worker has gone")
 
     def on_push(self, pushed: Pushed) -> None:
-        """Apply a gradient, or say why not."""
+        """Apply a push, or say why not."""
         peer = self.peers.get(pushed.seat)
         if peer is None:
             self.report.lost_push(f"seat {pushed.seat}", "its worker has gone")
@@ -151,7 +155,7 @@ class Server:
         elif rule.too_stale(tau, self.context.run.staleness):
             outcome = "stale"
             for lease in self.dispatcher.release(push.lease, seat):
-                self.report.lease_returned(peer.worker, lease, "its push was too stale")
+                self.report.lease_returned(peer.worker, lease.range, "its push was too stale")
         else:
             outcome = "applied"
             self.apply(peer, pushed, tau)
@@ -162,13 +166,22 @@ class Server:
         peer.worker.live_session.send(Ack(lease=push.lease, outcome=outcome, version=self.version))
 
     def apply(self, peer: Peer, pushed: Pushed, tau: int) -> None:
-        """One push is one optimizer step."""
-        push = pushed.push
-        epoch = self.dispatcher.epoch
-        rate = self.learning_rate() * rule.scale(tau, self.context.run.staleness.exponent)
-        norm = rule.apply_gradient(
-            self.replica, pushed.gradient, rate, self.train.gradient_clipping
-        )
+        """One push is one step: of the optimizer, or towards the worker's weights.
+
+        What is reported of the latter: the schedule's learning rate, at which the worker stepped, without
+        the factor α, and as norms those of w_worker - w.
+        """
+        push, run = pushed.push, self.context.run
+        epoch, rate = self.dispatcher.epoch, self.learning_rate()
+        if run.update_rule == "mixing":
+            alpha = rule.mixing_weight(tau, run.mixing_rate, run.staleness.exponent)
+            norm = rule.mix(self.replica, pushed.gradient, alpha)
+            layer_norms = self.report.layer_norms(self.replica.whole(self.replica.grads))
+        else:
+            rate *= rule.scale(tau, run.staleness.exponent)
+            clipping = self.train.gradient_clipping
+            norm = rule.apply_gradient(self.replica, pushed.gradient, rate, clipping)
+            layer_norms = self.report.layer_norms(self.replica.whole(pushed.gradient))
         self.version += 1
         self.dispatcher.commit(push.lease, pushed.seat, time.monotonic())
         self.last_applied[peer.worker.member.instance] = push.lease
@@ -179,21 +192,16 @@ class Server:
         self.report.step_taken(
             StepTaken(
                 version=self.version,
-                epoch=push.lease.epoch,
-                start=push.lease.start,
-                stop=push.lease.stop,
+                samples=Range.of(push.lease),
                 loss=push.loss,
                 learning_rate=rate,
                 grad_norm=norm,
-                layer_norms=self.layer_norms(pushed.gradient),
+                layer_norms=layer_norms,
                 worker=peer.worker,
                 staleness=tau,
             )
         )
-        if self.version % self.train.eval_steps == 0 and not self.evaluator.submit(
-            self.version, epoch, self.replica
-        ):
-            self.context.log.info("step %d is not evaluated: the last one still is", self.version)
+        self.evaluator.after_step(self.version, epoch)
 
     def hand_out(self) -> None:
         """Give every worker as many leases as it may hold."""
@@ -204,14 +212,8 @@ class Server:
                 lease = self.dispatcher.grant(seat, time.monotonic())
                 if lease is None:
                     break
-                spec, payload = indices_payload(lease.indices)
-                assignment = Assignment(
-                    lease=lease.key,
-                    version=self.version,
-                    learning_rate=self.learning_rate(),
-                    tensor=spec,
-                )
-                peer.worker.live_session.send(assignment, payload)
+                assignment = assignment_of(lease, self.version, self.learning_rate())
+                peer.worker.live_session.send(*assignment)
                 peer.unanswered.add(lease.key)
 
     def send_weights(self, peer: Peer) -> None:
@@ -229,13 +231,9 @@ class Server:
     def take_back_expired(self, now: float) -> None:
         """Take back the leases whose time is over; `hand_out` gives them to others."""
         for lease in self.dispatcher.expire(now):
-            self.report.lease_returned(self.peers[lease.holder].worker, lease, "its time was over")
-
-    def layer_norms(self, gradient: Tensor) -> dict[str, float]:
-        """L2 norms of a gradient (num_params,) by parameter, if they are tracked."""
-        if not self.train.track_gradients:
-            return {}
-        return self.replica.layer_norms([(slice(0, len(gradient)), gradient)])
+            self.report.lease_returned(
+                self.peers[lease.holder].worker, lease.range, "its time was over"
+            )
 
     def learning_rate(self) -> float:
         """The schedule's value for the samples applied so far."""

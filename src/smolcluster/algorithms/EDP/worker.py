@@ -1,10 +1,12 @@
 """An EDP worker: takes leases, computes gradients, pushes them, and pulls weights now and then.
 
     lease -> forward, backward -> push (in the background) -> a step of its own copy, or a pull
+    lease -> forward, backward -> a step of its own copy -> push of the weights (update_rule mixing)
 
 It computes the next batch while the last push is on the wire. Every `worker_update_interval` steps the
 server's weights replace its own; in between it steps its own copy with an optimizer of the same class.
-With an interval of 1 it waits for each pull, which with one worker is sequential training.
+With an interval of 1 it waits for each pull, which with one worker and gradients is sequential training.
+Mixing: Xie et al., 1903.03934 (FedAsync).
 By hand: `uv run worker.py 1 macbook`.
 """
 
@@ -17,6 +19,8 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 import time
 from collections import deque
 from collections.abc import Callable
+
+from torch import Tensor
 
 from smolcluster.algorithms.EDP.exchange import StateReceiver, WeightsArrived
 from smolcluster.cluster.inbox import Event, Said
@@ -37,9 +41,12 @@ class Worker:
     def __init__(self, welcome: Welcome, bench: Workbench) -> None:
         self.train = welcome.run.train
         self.interval = welcome.run.worker_update_interval
+        self.mixing = welcome.run.update_rule == "mixing"
         self.bench = bench
         self.replica = bench.replica
         self.sender = GradientSender(welcome.codec, bench.replica)
+        self.stepped: Tensor | None = None
+        """With mixing, the weights (num_params,) to push: a pull may replace the copy before the push."""
         self.steps = 0
         self.base_version = 0
         self.unacknowledged: LeaseKey | None = None
@@ -61,30 +68,36 @@ class Worker:
             self.step(self.leases.popleft())
 
     def step(self, lease: Assigned) -> None:
-        """Compute one lease's gradient and push it; then follow the server, or step alone."""
-        base_version = self.base_version
+        """Compute one lease's gradient and push it; then follow the server, or step alone.
+
+        With mixing it steps first, and pushes where that has brought it.
+        """
+        base_version, learning_rate = self.base_version, lease.assignment.learning_rate
         self.steps += 1
         try:
             started = time.perf_counter()
             loss = self.compute(lease)
             compute_s = time.perf_counter() - started
+            if self.mixing:
+                self.step_alone(learning_rate)
+                self.stepped = self.replica.snapshot(self.stepped)
             self.wait_until(lambda: self.unacknowledged is None)
             self.push(lease.lease, base_version, loss, compute_s)
         except NonFiniteLoss as error:
             raise NonFiniteLoss(f"step {self.steps}: {error}") from error
         if self.steps % self.interval == 0 and not self.pulling:
             self.pull()
-        else:
-            self.step_alone(lease.assignment.learning_rate)
+        elif not self.mixing:
+            self.step_alone(learning_rate)
 
     def compute(self, lease: Assigned) -> float:
         """The batch's mean loss; its gradient is in the replica."""
         return self.bench.compute(lease.indices)
 
     def push(self, lease: LeaseKey, base_version: int, loss: float, compute_s: float) -> None:
-        """Encode the gradient; the session sends it while the next one is computed."""
+        """Encode the gradient, or the weights; the session sends them while the next is computed."""
         self.unacknowledged = lease
-        for frame in self.sender.frames(lease, base_version, loss, compute_s):
+        for frame in self.sender.frames(lease, base_version, loss, compute_s, self.stepped):
             self.link.send_frame(frame)
 
     def pull(self) -> None:
@@ -99,7 +112,7 @@ class Worker:
         self.link.send(Pull())
 
     def step_alone(self, learning_rate: float) -> None:
-        """Apply the gradient to this worker's own copy as the server will to its."""
+        """Apply the gradient to this worker's own copy as a server of gradients does to its."""
         clip_gradient(self.replica, self.train.gradient_clipping)
         self.replica.step(learning_rate)
 

@@ -1,8 +1,8 @@
 """What SyncPS's server and workers exchange, both ends of each transfer side by side.
 
-* a part's gradient: `GradientSender` (worker) -> `PartReceiver` -> `Reduction` (server), added up as it comes;
-* the mean gradient of a step: `Reduction.frame` (server) -> `StepReceiver` (worker), a frame a bucket, each as
-  soon as the last part's has arrived;
+* a part's gradient: `GradientSender` (worker) -> `PartReceiver`, `Reduction` (server), added up as it comes;
+* the mean gradient of a step: `Reduction.frame` (server) -> `StepReceiver` (worker), a frame a bucket, each
+  as soon as the last part's has arrived;
 * the whole state, for who joins: `StateStream` (server) -> `StepReceiver` (worker), bucket by bucket.
 
 What the server applies is what it sent: with a lossy codec, decoded from the very bytes. So all replicas take
@@ -242,7 +242,10 @@ class StateStream:
         """The next bucket, and its frames as of `version`, of memory of their own."""
         number = self._next
         self._next += 1
-        return number, list(state_frames(self._replica, self._incarnation, version, number))
+        return number, [
+            _state_frame(self._replica, self._incarnation, version, number, content)
+            for content in contents_of(self._replica)
+        ]
 
 
 def contents_of(replica: Replica) -> dict[str, Tensor]:
@@ -251,28 +254,24 @@ def contents_of(replica: Replica) -> dict[str, Tensor]:
     return {WEIGHTS: replica.params} | {name: part for name, part in state if name != STEP_COUNT}
 
 
-def state_frames(
-    replica: Replica,
-    incarnation: str,
-    version: int,
-    number: int,
-    *,
-    weights_only: bool = False,
-) -> Iterator[Frame]:
-    """A bucket of the weights, and of the optimizer's state, copied."""
-    codec = get_codec(lossless_for(replica.params.dtype))
+def weights_frame(replica: Replica, incarnation: str, version: int, number: int) -> Frame:
+    """A bucket of the weights, copied."""
+    return _state_frame(replica, incarnation, version, number, WEIGHTS)
+
+
+def _state_frame(
+    replica: Replica, incarnation: str, version: int, number: int, content: str
+) -> Frame:
     bucket = replica.buckets[number]
-    contents = {WEIGHTS: replica.params} if weights_only else contents_of(replica)
-    for content, tensor in contents.items():
-        state = State(
-            incarnation=incarnation,
-            version=version,
-            content=content,
-            bucket=number,
-            num_buckets=len(replica.buckets),
-            tensor=bucket_spec(codec, bucket),
-        )
-        yield frame_of(state, bytes_of(tensor[bucket].to("cpu", copy=True)))
+    state = State(
+        incarnation=incarnation,
+        version=version,
+        content=content,
+        bucket=number,
+        num_buckets=len(replica.buckets),
+        tensor=bucket_spec(get_codec(lossless_for(replica.params.dtype)), bucket),
+    )
+    return frame_of(state, bytes_of(contents_of(replica)[content][bucket].to("cpu", copy=True)))
 
 
 class StateArrived(Event):
@@ -284,14 +283,18 @@ class StateArrived(Event):
 
 
 class Committed(Event):
-    """A step to take. `gradient` is the flat mean (num_params,), or None if nothing of it was sent to us.
+    """A step to take.
 
-    `digests` are those of the server's weights before it, one a bucket, or none at all.
+    `gradient` is the flat mean (num_params,), of which the first `num_reduced` buckets were sent to us; None
+    without any. `digests` are those of the server's weights before it, one a bucket, or none at all.
     """
 
-    def __init__(self, commit: Commit, gradient: Tensor | None, digests: Sequence[bytes]) -> None:
+    def __init__(
+        self, commit: Commit, gradient: Tensor | None, num_reduced: int, digests: Sequence[bytes]
+    ) -> None:
         self.commit = commit
         self.gradient = gradient
+        self.num_reduced = num_reduced
         self.digests = digests
 
 
@@ -312,6 +315,7 @@ class StepReceiver(Receiver):
         self._given_back = threading.Condition()
         self._closed = False
         self._gradient: Tensor | None = None
+        self._num_reduced = 0
         self._version = 0
 
     @property
@@ -345,10 +349,13 @@ class StepReceiver(Receiver):
                 if not self._codec.lossless:
                     encoded = torch.frombuffer(payload, dtype=torch.uint8)
                     self._codec.decode(encoded, self._bucket_of(message))
+                self._num_reduced += 1
                 return None
             case Commit():
-                gradient, self._gradient = self._gradient, None
-                return Committed(message, gradient, self._digests(message, payload))
+                digests = self._digests(message, payload)
+                committed = Committed(message, self._gradient, self._num_reduced, digests)
+                self._gradient, self._num_reduced = None, 0
+                return committed
             case State():
                 return StateArrived(message, self._state(message, payload))
             case Assignment():
@@ -400,6 +407,18 @@ class StepReceiver(Receiver):
                 "of the agreed shape"
             )
         return torch.frombuffer(bytearray(payload), dtype=self._lossless.dtype)
+
+
+def commit_frame(step: Step, clip: float, rate: float, digests: Sequence[bytes]) -> Frame:
+    """The frame that ends a step, with digests of the weights before it or without any."""
+    commit = Commit(
+        version=step.version,
+        num_samples=step.batch.num_samples,
+        clip=clip,
+        learning_rate=rate,
+        tensor=digests_spec(len(digests)) if digests else None,
+    )
+    return frame_of(commit, b"".join(digests))
 
 
 def digests_of(replica: Replica) -> list[bytes]:

@@ -9,7 +9,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from smolcluster.algorithms.SynchronousPS.exchange import Reduction, StateStream, state_frames
+from torch import Tensor
+
+from smolcluster.algorithms.SynchronousPS.exchange import Reduction, StateStream, weights_frame
 from smolcluster.algorithms.SynchronousPS.sharing import (
     Pace,
     sizes_by_cost,
@@ -18,18 +20,17 @@ from smolcluster.algorithms.SynchronousPS.sharing import (
 )
 from smolcluster.algorithms.SynchronousPS.step import Holding, Part, Step
 from smolcluster.cluster.session import Session
+from smolcluster.cluster.tensors import indices_payload
 from smolcluster.cluster.worker import Worker
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
     Assignment,
     Cancel,
-    Commit,
     LeaseKey,
     Push,
     Ready,
     Skip,
-    frame_of,
 )
 
 FRAMES_AHEAD = 8
@@ -67,9 +68,18 @@ class Member:
         """Whether it could work at once."""
         return self.joined and not self.unanswered
 
-    def give(self, holding: Holding, assignment: Assignment, payload: memoryview) -> None:
-        """Assign it a part."""
+    def give(self, holding: Holding, version: int, rate: float, indices: Tensor) -> None:
+        """Assign it a part: samples `indices` (n,) int32, on weights of `version`."""
         self.unanswered[holding.key] = holding
+        spec, payload = indices_payload(indices)
+        assignment = Assignment(
+            lease=holding.key,
+            version=version,
+            learning_rate=rate,
+            first_bucket=holding.first_bucket,
+            backup=holding.backup,
+            tensor=spec,
+        )
         self.session.send(assignment, payload)
 
     def catch_up(self, version: int, reduced: set[int], reduction: Reduction) -> None:
@@ -94,7 +104,7 @@ class Members:
         self._incarnation = incarnation
         self._members: dict[int, Member] = {}
         self._fates: dict[str, tuple[LeaseKey, int]] = {}
-        self._weights: tuple[int, dict[int, list[Frame]]] = (-1, {})
+        self._weights: tuple[int, dict[int, Frame]] = (-1, {})
 
     @property
     def joining(self) -> list[Member]:
@@ -186,9 +196,8 @@ class Members:
                 counted = 0 if holding.backup else holding.num_counted
                 member.session.send(Cancel(lease=holding.key, num_buckets=counted))
 
-    def broadcast(self, commit: Commit, digests: bytes) -> None:
+    def broadcast(self, frame: Frame) -> None:
         """Send a commit to all, also to joiners."""
-        frame = frame_of(commit, digests)
         for member in self._members.values():
             member.session.send_frame(frame)
             member.commit_marks.append(member.session.num_queued)
@@ -200,13 +209,23 @@ class Members:
             if len(marks) == 2 and member.session.num_sent < marks[0]:
                 member.session.cut("it does not keep up: it is more than a step behind")
 
-    def weights_frames(self, version: int, number: int) -> list[Frame]:
-        """Frames of a bucket of the weights, shared by all who ask for it at this version."""
+    def send_weights(self, seat: int, version: int, buckets: Sequence[int]) -> Member | None:
+        """Send a member these buckets of the weights; None if it is none, or they do not exist."""
+        member = self._members.get(seat)
+        if member is None or not member.joined:
+            return None
+        if max(buckets, default=0) >= len(self._replica.buckets):
+            member.session.cut("it asked for a bucket that does not exist")
+            return None
+        for number in buckets:
+            member.session.send_frame(self._weights_frame(version, number))
+        return member
+
+    def _weights_frame(self, version: int, number: int) -> Frame:
+        """A bucket of the weights, shared by all who ask for it at this version."""
         if self._weights[0] != version:
             self._weights = (version, {})
         frames = self._weights[1]
         if number not in frames:
-            frames[number] = list(
-                state_frames(self._replica, self._incarnation, version, number, weights_only=True)
-            )
+            frames[number] = weights_frame(self._replica, self._incarnation, version, number)
         return frames[number]

@@ -13,33 +13,19 @@ norm. Replicas that drifted apart are drawn together again:
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import Tensor
 
+from smolcluster.cluster.dispatcher import Range
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.training.replica import clip_coefficient
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A global batch: positions `start` to `stop` - 1 of an epoch's permutation."""
-
-    epoch: int
-    start: int
-    stop: int
-
-    @property
-    def num_samples(self) -> int:
-        """N."""
-        return self.stop - self.start
-
-
-def global_batches(num_samples: int, num_epochs: int, batch_size: int) -> Iterator[Batch]:
+def global_batches(num_samples: int, num_epochs: int, batch_size: int) -> Iterator[Range]:
     """The batch of every step, in order; the last one of an epoch has what is left."""
     for epoch in range(num_epochs):
         for start in range(0, num_samples, batch_size):
-            yield Batch(epoch, start, min(start + batch_size, num_samples))
+            yield Range(epoch, start, min(start + batch_size, num_samples))
 
 
 def weight(part_samples: int, batch_samples: int) -> float:

@@ -2,10 +2,10 @@
 
     global batch -> parts -> members -> sum of their gradients -> mean to everybody -> commit -> next batch
 
-A step is over when every part of its batch has counted, once. A part whose holder has gone is given to another
-member at once; `timeout` seconds after the first whole part, a late one is given to a second member as well, and
-whoever is first wins. Nothing is dropped, so neither changes what is learned. One thread, `Server.run`, decides
-everything; sums are made by the threads that receive.
+A step is over when every part of its batch has counted, once. A part whose holder has gone is given to
+another member at once; `timeout` seconds after the first whole part, a late one is given to a second member
+as well, and whoever is first wins. Nothing is dropped, so neither changes what is learned. One thread,
+`Server.run`, decides everything; sums are made by the threads that receive.
 
 Sources: Chen et al., 1604.00981 (synchronous SGD with backup workers); Li et al. 2014 (the parameter server).
 By hand: `uv run server.py`.
@@ -26,22 +26,20 @@ from smolcluster.algorithms.SynchronousPS.exchange import (
     PartArrived,
     PartReceiver,
     Reduction,
+    commit_frame,
     digests_of,
-    digests_spec,
 )
 from smolcluster.algorithms.SynchronousPS.members import Member, Members
 from smolcluster.algorithms.SynchronousPS.step import Part, Step
-from smolcluster.cluster.dispatcher import Range, Returned
-from smolcluster.cluster.evaluator import Evaluator
+from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.hub import Departed, Joined
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.report import StepTaken
-from smolcluster.cluster.tensors import indices_payload
 from smolcluster.cluster.worker import Worker
 from smolcluster.data.permutation import EpochOrders
 from smolcluster.runs.summary import Summary
 from smolcluster.training.schedule import learning_rate
-from smolcluster.transport.messages import Assignment, Commit, Pull, Push, Skip
+from smolcluster.transport.messages import Pull, Push, Skip
 
 TICK_S = 0.02
 
@@ -71,7 +69,7 @@ class Server:
         self.members = Members(self.replica, self.cluster.batch_share, context.incarnation)
         self.hub = context.open_hub(self.receiver_for)
         self.report = self.hub.report
-        self.evaluator = Evaluator(self.replica, context.bench.dataset.validation, context.inbox)
+        self.evaluator = context.new_evaluator()
 
     def receiver_for(self, seat: int) -> PartReceiver:
         """What takes the messages of a new session."""
@@ -146,16 +144,8 @@ class Server:
             self.context.log.info("%s takes over part of step %d", member.name, self.step.version)
         self.num_grants += 1
         holding = self.step.grant(part, member.worker, self.num_grants, now)
-        spec, payload = indices_payload(self.orders[self.step.batch.epoch][part.start : part.stop])
-        assignment = Assignment(
-            lease=holding.key,
-            version=self.version,
-            learning_rate=self.learning_rate(),
-            first_bucket=holding.first_bucket,
-            backup=holding.backup,
-            tensor=spec,
-        )
-        member.give(holding, assignment, payload)
+        indices = self.orders[self.step.batch.epoch][part.start : part.stop]
+        member.give(holding, self.version, self.learning_rate(), indices)
 
     def is_late(self, now: float) -> bool:
         """Whether the members that are not done with their parts have been waited for long enough."""
@@ -192,8 +182,10 @@ class Server:
         """Everybody takes the step; then the next one begins, while the server takes it itself."""
         norm, rate = self.reduction.norm(), self.learning_rate()
         clip = rule.clip_factor(norm, self.train.gradient_clipping)
+        compare = step.version % self.cluster.worker_update_interval == 0
+        digests = digests_of(self.replica) if compare else []
         self.members.settle(step)
-        self.members.broadcast(*self.commit_message(step, clip, rate))
+        self.members.broadcast(commit_frame(step, clip, rate, digests))
         self.reduction.close()
         self.version, self.step = step.version, None
         self.samples_applied += step.batch.num_samples
@@ -201,37 +193,16 @@ class Server:
         self.replica.step_pieces(self.reduction.pieces(step.version), clip, rate)
         self.tell(step, norm, rate)
 
-    def commit_message(self, step: Step, clip: float, rate: float) -> tuple[Commit, bytes]:
-        """The commit, every now and then with the digests of the weights before the step."""
-        digests = b""
-        if step.version % self.cluster.worker_update_interval == 0:
-            digests = b"".join(digests_of(self.replica))
-        commit = Commit(
-            version=step.version,
-            num_samples=step.batch.num_samples,
-            clip=clip,
-            learning_rate=rate,
-            tensor=digests_spec(len(self.replica.buckets)) if digests else None,
-        )
-        return commit, digests
-
     def on_drift(self, seat: int, buckets: Sequence[int]) -> None:
         """Send a member the weights in which it differs; it blends them with its own."""
-        member = self.members.get(seat)
-        if member is None or not member.joined:
-            return
-        if max(buckets, default=0) >= len(self.replica.buckets):
-            member.session.cut("it asked for a bucket that does not exist")
-            return
-        self.context.log.warning(
-            "%s: %d of %d buckets of its weights differ from the server's at step %d; blended with "
-            "polyak_alpha = %g",
-            *(member.name, len(buckets), len(self.replica.buckets), self.version),
-            self.train.polyak_alpha,
-        )
-        for number in buckets:
-            for frame in self.members.weights_frames(self.version, number):
-                member.session.send_frame(frame)
+        member = self.members.send_weights(seat, self.version, buckets)
+        if member is not None:
+            self.context.log.warning(
+                "%s: %d of %d buckets of its weights differ from the server's after step %d; blended with "
+                "polyak_alpha = %g",
+                *(member.name, len(buckets), len(self.replica.buckets), self.version),
+                self.train.polyak_alpha,
+            )
 
     def on_departure(self, worker: Worker) -> None:
         """Take everything out of a worker's hands; `advance` gives it to others."""
@@ -243,35 +214,25 @@ class Server:
         for holding in self.step.drop(worker.member.seat) if self.step else ():
             self.members.remember(holding)
             if holding.part.finished_by is None:
-                returned = Range(holding.key.epoch, holding.key.start, holding.key.stop)
-                self.report.lease_returned(
-                    worker, Returned(worker.member.seat, returned), "its worker has gone"
-                )
+                samples = Range.of(holding.key)
+                self.report.lease_returned(worker, samples, "its worker has gone")
 
     def tell(self, step: Step, norm: float, rate: float) -> None:
         """Report a step that has been taken, and evaluate if it is time."""
         for part in step.parts:
             if part.finished_by:
                 self.report.contributed(part.finished_by.holder, part.num_samples)
-        layer_norms = {}
-        if self.train.track_gradients:
-            layer_norms = self.replica.layer_norms(self.reduction.pieces(step.version))
         self.report.step_taken(
             StepTaken(
                 version=step.version,
-                epoch=step.batch.epoch,
-                start=step.batch.start,
-                stop=step.batch.stop,
+                samples=step.batch,
                 loss=step.loss,
                 learning_rate=rate,
                 grad_norm=norm,
-                layer_norms=layer_norms,
+                layer_norms=self.report.layer_norms(self.reduction.pieces(step.version)),
             )
         )
-        if step.version % self.train.eval_steps == 0 and not self.evaluator.submit(
-            step.version, step.batch.epoch, self.replica
-        ):
-            self.context.log.info("step %d is not evaluated: the last one still is", step.version)
+        self.evaluator.after_step(step.version, step.batch.epoch)
 
     def learning_rate(self) -> float:
         """The schedule's value for the samples applied so far."""

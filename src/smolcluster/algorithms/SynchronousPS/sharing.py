@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 MEMORY = 0.8
 """What an estimate keeps of its past with each new measurement."""
+MOST_GROWTH = 4.0
+"""How much slower than thought one measurement may make a member: it may have been stopped meanwhile."""
 LEAST_PER_SAMPLE_S = 1e-7
+UNKNOWN_PER_SAMPLE_S = 1e-3
 FIRST_PROBE = 64
 """Steps without a part after which a member is measured again; doubles each time."""
 
@@ -32,7 +35,7 @@ class Pace:
 
     def __init__(self, samples_per_s: float) -> None:
         """`samples_per_s`: its own first measurement; 0: unknown."""
-        self.cost = Cost(0.0, 1.0 / samples_per_s if samples_per_s > 0 else LEAST_PER_SAMPLE_S)
+        self.cost = Cost(0.0, 1.0 / samples_per_s if samples_per_s > 0 else UNKNOWN_PER_SAMPLE_S)
         self._idle_steps = 0
         self._probe_after = FIRST_PROBE
 
@@ -40,6 +43,7 @@ class Pace:
         """A part took `elapsed_s` from its assignment to its last byte, `compute_s` of it for computing."""
         fixed_s = max(0.0, elapsed_s - compute_s)
         per_sample_s = max(compute_s / num_samples, LEAST_PER_SAMPLE_S)
+        per_sample_s = min(per_sample_s, MOST_GROWTH * self.cost.per_sample_s)
         new = 1 - MEMORY
         self.cost = Cost(
             MEMORY * self.cost.fixed_s + new * fixed_s,

@@ -1,9 +1,9 @@
 """The books of one open step: its parts, who holds them, and which of their buckets have counted.
 
 A part's gradient arrives bucket by bucket and in order, perhaps from two members at once. The next missing
-bucket counts, from whoever brings it first, and never again; so what has counted of a part is always its first
-so many buckets. Of a first holder's push, too: once beaten to a bucket, nothing of it counts any more, which is
-what its error feedback needs to know.
+bucket counts, from whoever brings it first, and never again; so what has counted of a part is always its
+first so many buckets. Of a first holder's push, too: once beaten to a bucket, nothing of it counts any more,
+so that its error feedback can be told with one number.
 
 The session's readers claim buckets while the server's loop grants parts: every method is atomic.
 """
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from smolcluster.algorithms.SynchronousPS.rule import Batch
+from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.worker import Worker
 from smolcluster.transport.messages import LeaseKey, Push
 
@@ -66,7 +66,7 @@ class Step:
     """The step that makes `version`."""
 
     def __init__(
-        self, version: int, batch: Batch, sizes: Sequence[int], num_buckets: int, incarnation: str
+        self, version: int, batch: Range, sizes: Sequence[int], num_buckets: int, incarnation: str
     ) -> None:
         """Cut `batch` into parts of these sizes, which are above 0 and add up to it."""
         self.version = version

@@ -2,9 +2,9 @@
 
     assignment -> forward, backward -> push -> mean gradients of all -> commit -> optimizer step
 
-It begins with a copy of the server's weights and optimizer state, and keeps equal to the server by taking the
-same steps. Every `worker_update_interval` steps it compares digests of the weights; where they differ, because
-its processor rounds otherwise, it blends the server's weights into its own.
+It begins with a copy of the server's weights and optimizer state, and keeps equal to the server by taking
+the same steps. Every `worker_update_interval` steps it compares digests of the weights; where they differ,
+because its processor rounds otherwise, it blends the server's weights into its own.
 By hand: `uv run worker.py 1 pi5`.
 """
 
@@ -35,7 +35,7 @@ from smolcluster.cluster.pushing import GradientSender
 from smolcluster.cluster.tensors import Assigned
 from smolcluster.errors import NonFiniteLoss, PeerLost
 from smolcluster.training.build import Workbench
-from smolcluster.transport.messages import Cancel, Commit, LeaseKey, Pull, Skip, State, Welcome
+from smolcluster.transport.messages import Cancel, LeaseKey, Pull, Skip, State, Welcome
 
 WAIT_S = 1.0
 
@@ -124,7 +124,7 @@ class Worker:
             case Assigned():
                 self.tasks.append(event)
             case Committed():
-                self.take_step(event.commit, event.gradient, event.digests)
+                self.take_step(event)
             case StateArrived() if self.joined:
                 self.blend(event.state.bucket, event.values)
             case StateArrived():
@@ -132,12 +132,18 @@ class Worker:
             case Said(message=Cancel() as cancel):
                 self.on_cancel(cancel)
 
-    def take_step(self, commit: Commit, gradient: Tensor | None, digests: Sequence[bytes]) -> None:
-        """Take the step that everybody takes, with as much of the replica as is there."""
-        if self.num_joined and commit.version != self.version + 1:
-            raise PeerLost(f"the server is at step {commit.version}, this worker at {self.version}")
-        if self.joined and digests:
-            self.compare(digests)
+    def take_step(self, committed: Committed) -> None:
+        """Take the step that everybody takes, with as much of the replica as is there.
+
+        Raises:
+            PeerLost: it does not follow on this replica; the next session brings the whole state.
+        """
+        commit, gradient = committed.commit, committed.gradient
+        follows = commit.version == self.version + 1 or self.num_joined == 0
+        if not follows or committed.num_reduced != self.num_joined:
+            raise PeerLost(f"step {commit.version} does not follow on step {self.version} here")
+        if self.joined and committed.digests:
+            self.compare(committed.digests)
         if gradient is not None:
             pieces = ((place, gradient[place]) for place in self.replica.buckets[: self.num_joined])
             self.replica.step_pieces(pieces, commit.clip, commit.learning_rate)

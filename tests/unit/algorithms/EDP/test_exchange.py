@@ -7,32 +7,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from peers import opened, set_gradient, small_replica
 from smolcluster.algorithms.EDP.exchange import (
-    Assigned,
     GradientReceiver,
-    GradientSender,
     Pushed,
     StateReceiver,
     WeightsArrived,
-    indices_payload,
     state_frames,
 )
 from smolcluster.cluster.inbox import Event, Said
-from smolcluster.errors import NonFiniteLoss, ProtocolError
+from smolcluster.cluster.pushing import GradientSender
+from smolcluster.cluster.tensors import Assigned, indices_payload
+from smolcluster.errors import ProtocolError
 from smolcluster.training.replica import Replica
-from smolcluster.transport.frames import PREFIX_NBYTES, Frame, check_head
-from smolcluster.transport.messages import (
-    Assignment,
-    LeaseKey,
-    Message,
-    Pull,
-    Push,
-    State,
-    decode,
-)
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.messages import Ack, Assignment, LeaseKey, Message, Pull, State
 
 SEAT = 3
-BUCKET_BYTES = 1024
 Receive = Callable[[Message, memoryview], Event | None]
 
 
@@ -42,19 +33,7 @@ def lease(start: int = 0, stop: int = 32, grant: int = 1) -> LeaseKey:
 
 @pytest.fixture
 def replica() -> Replica:
-    """Three buckets, the last one shorter."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2))
-    replica = Replica(model, "sgd", bucket_bytes=BUCKET_BYTES)
-    lengths = [bucket.stop - bucket.start for bucket in replica.buckets]
-    assert lengths == [256, 256, 98]
-    return replica
-
-
-def opened(frame: Frame) -> tuple[Message, memoryview]:
-    """What the other side makes of a frame; the payload is a copy, as from a socket."""
-    assert len(frame.head) > PREFIX_NBYTES
-    return decode(frame.kind, check_head(frame.head)), memoryview(bytearray(frame.payload))
+    return small_replica()
 
 
 def deliver(frames: list[Frame], receive: Receive) -> list[Event]:
@@ -62,25 +41,21 @@ def deliver(frames: list[Frame], receive: Receive) -> list[Event]:
     return [event for event in events if event is not None]
 
 
-def set_gradient(replica: Replica, seed: int) -> Tensor:
-    gradient = torch.randn(replica.num_params, generator=torch.Generator().manual_seed(seed))
-    replica.load_gradient(gradient)
-    return gradient
-
-
 def push_frames(
     replica: Replica, codec: str = "fp32", *, key: LeaseKey | None = None
 ) -> list[Frame]:
     """A whole push of some gradient."""
     set_gradient(replica, 1)
-    return list(GradientSender(codec, replica).frames(key or lease(), 7, 0.5))
+    return list(GradientSender(codec, replica).frames(key or lease(), 7, 0.5, 0.25))
 
 
-def test_a_lossless_push_arrives_bit_for_bit(replica: Replica) -> None:
+@pytest.mark.parametrize(("codec", "dtype"), [("fp32", torch.float32), ("fp64", torch.float64)])
+def test_a_lossless_push_arrives_bit_for_bit(codec: str, dtype: torch.dtype) -> None:
+    replica = small_replica(dtype)
     gradient = set_gradient(replica, 1)
-    sender = GradientSender("fp32", replica)
-    receiver = GradientReceiver(SEAT, "fp32", replica.buckets)
-    frames = list(sender.frames(lease(), 7, 0.5))
+    sender = GradientSender(codec, replica)
+    receiver = GradientReceiver(SEAT, codec, replica.buckets)
+    frames = list(sender.frames(lease(), 7, 0.5, 0.25))
     assert deliver(frames[:2], receiver) == []
     assert receiver.in_progress
     (event,) = deliver(frames[2:], receiver)
@@ -93,23 +68,12 @@ def test_a_lossless_push_arrives_bit_for_bit(replica: Replica) -> None:
 def test_an_8_bit_push_is_a_quarter_and_close(replica: Replica) -> None:
     gradient = set_gradient(replica, 1)
     sender = GradientSender("int8", replica)
-    frames = list(sender.frames(lease(), 7, 0.5))
+    frames = list(sender.frames(lease(), 7, 0.5, 0.25))
     (event,) = deliver(frames, GradientReceiver(SEAT, "int8", replica.buckets))
     assert isinstance(event, Pushed)
     largest = gradient.abs().max().item()
     assert (event.gradient - gradient).abs().max() <= largest / 254 * 1.001
     assert sum(frame.payload.nbytes for frame in frames) == replica.num_params + 3 * 4
-
-
-def test_a_sender_uses_the_same_memory_for_every_push(replica: Replica) -> None:
-    """What a push leaves in a queue is only good until the next push is encoded."""
-    sender = GradientSender("fp32", replica)
-    first = list(sender.frames(lease(), 7, 0.5))
-    kept = bytes(first[0].payload)
-    set_gradient(replica, 2)
-    assert bytes(first[0].payload) == kept, "the gradient itself may change at once"
-    second = list(sender.frames(lease(), 8, 0.5))
-    assert bytes(first[0].payload) == bytes(second[0].payload) != kept
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
@@ -124,13 +88,14 @@ def test_what_was_applied_and_what_is_owed_add_up_to_all_gradients(
 
     def push(gradient: Tensor, num_samples: int, applied: bool) -> None:
         replica.load_gradient(gradient)
-        (event,) = deliver(list(sender.frames(lease(stop=num_samples), 0, 0.5)), receiver)
+        frames = list(sender.frames(lease(stop=num_samples), 0, 0.5, 0.25))
+        (event,) = deliver(frames, receiver)
         assert isinstance(event, Pushed)
         if applied:
             wanted.add_(num_samples * gradient.double())
             arrived.add_(event.push.num_samples * event.gradient.double())
         event.receiver.free()
-        sender.settle(applied)
+        sender.settle(None if applied else 0)
 
     for number in range(60):
         gradient = set_gradient(replica, number)
@@ -140,30 +105,6 @@ def test_what_was_applied_and_what_is_owed_add_up_to_all_gradients(
     for _ in range(3):  # each pays all that is owed but for a 254th
         push(torch.zeros(replica.num_params), 1, applied=True)
     torch.testing.assert_close(arrived, wanted, rtol=0.0, atol=2e-4)
-
-
-def test_a_dropped_push_leaves_no_trace_in_the_next_one(replica: Replica) -> None:
-    tried, untouched = GradientSender("int8", replica), GradientSender("int8", replica)
-    for number, sender in ((1, tried), (2, tried), (1, untouched)):
-        set_gradient(replica, number)
-        list(sender.frames(lease(), 0, 0.5))
-        sender.settle(applied=number == 1)
-    set_gradient(replica, 3)
-    frames = [list(sender.frames(lease(), 0, 0.5)) for sender in (tried, untouched)]
-    payloads = [[bytes(frame.payload) for frame in push] for push in frames]
-    assert payloads[0] == payloads[1]
-
-
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
-def test_a_gradient_that_is_not_finite_is_not_sent_and_its_layer_is_named(
-    replica: Replica, codec: str
-) -> None:
-    gradient = torch.zeros(replica.num_params)
-    gradient[replica.layers[2][1].start] = float("nan")
-    replica.load_gradient(gradient)
-    sent: list[Frame] = []
-    with pytest.raises(NonFiniteLoss, match=r"layer 2\.weight"):
-        sent.extend(GradientSender(codec, replica).frames(lease(), 0, 0.5))
 
 
 @pytest.mark.parametrize(("order", "number"), [([1], 1), ([0, 2], 2), ([0, 0], 0), ([0, 1, 0], 0)])
@@ -177,35 +118,11 @@ def test_buckets_come_in_order(replica: Replica, order: list[int], number: int) 
         deliver([frames[order[-1]]], receiver)
 
 
-def test_two_pushes_cannot_be_mixed(replica: Replica) -> None:
-    receiver = GradientReceiver(SEAT, "fp32", replica.buckets)
-    first = push_frames(replica, key=lease(grant=1))
-    second = push_frames(replica, key=lease(grant=2))
-    with pytest.raises(ProtocolError, match="another push in the middle"):
-        deliver([first[0], second[1]], receiver)
-
-
-def test_a_push_has_as_many_samples_as_its_lease(replica: Replica) -> None:
-    message, payload = opened(push_frames(replica)[0])
-    wrong = message.model_copy(update={"num_samples": 33})
-    with pytest.raises(ProtocolError, match="33 samples does not fit its lease"):
-        GradientReceiver(SEAT, "fp32", replica.buckets)(wrong, payload)
-
-
-def test_a_push_in_another_codec_is_refused(replica: Replica) -> None:
-    receiver = GradientReceiver(SEAT, "fp32", replica.buckets)
-    with pytest.raises(ProtocolError, match="not the fp32 tensor agreed on"):
-        deliver(push_frames(replica, "int8"), receiver)
-
-
-def test_buckets_of_another_size_are_refused(replica: Replica) -> None:
-    other = Replica(nn.Linear(16, 48), "sgd", bucket_bytes=BUCKET_BYTES // 2)
-    receiver = GradientReceiver(SEAT, "fp32", replica.buckets)
-    with pytest.raises(ProtocolError, match="of 7, expected 0 of 3"):
-        deliver(push_frames(other), receiver)
-    message, payload = opened(push_frames(other)[0])
-    with pytest.raises(ProtocolError, match="not the fp32 tensor agreed on"):
-        receiver(message.model_copy(update={"num_buckets": 3}), payload)
+@pytest.mark.parametrize(("agreed", "sent"), [("fp32", "int8"), ("int8", "fp32")])
+def test_a_push_in_another_codec_is_refused(replica: Replica, agreed: str, sent: str) -> None:
+    receiver = GradientReceiver(SEAT, agreed, replica.buckets)
+    with pytest.raises(ProtocolError, match=f"not the {agreed} tensor agreed on"):
+        deliver(push_frames(replica, sent), receiver)
 
 
 def test_the_gradient_is_the_servers_until_it_says_otherwise(replica: Replica) -> None:
@@ -238,12 +155,20 @@ def test_other_messages_are_passed_on_with_their_seat(replica: Replica) -> None:
 
 
 def weights_of(replica: Replica, version: int, seed: int) -> tuple[Tensor, list[Frame]]:
-    weights = torch.randn(replica.num_params, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(replica.num_params, generator=generator, dtype=replica.params.dtype)
     return weights, state_frames("here", version, weights, replica.buckets)
 
 
-def test_weights_arrive_bit_for_bit_one_version_after_another(replica: Replica) -> None:
-    receiver = StateReceiver(replica.buckets)
+def receiver_of(replica: Replica) -> StateReceiver:
+    """What takes a worker's messages."""
+    return StateReceiver(replica.buckets, replica.params.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_arrive_bit_for_bit_one_version_after_another(dtype: torch.dtype) -> None:
+    replica = small_replica(dtype)
+    receiver = receiver_of(replica)
     for version in (4, 5):
         weights, frames = weights_of(replica, version, version)
         assert deliver(frames[:1], receiver) == []
@@ -267,58 +192,53 @@ def test_weights_are_sent_from_one_copy_however_many_ask(replica: Replica) -> No
 def test_weights_come_in_order(replica: Replica, first: int) -> None:
     _, frames = weights_of(replica, 4, 4)
     with pytest.raises(ProtocolError, match=f"bucket {first} of 3 of its weights, expected 0"):
-        deliver(frames[first:], StateReceiver(replica.buckets))
+        deliver(frames[first:], receiver_of(replica))
 
 
 def test_weights_of_two_versions_are_not_mixed(replica: Replica) -> None:
     (_, old), (_, new) = weights_of(replica, 4, 4), weights_of(replica, 5, 5)
     with pytest.raises(ProtocolError, match="bucket 1"):
-        deliver([old[0], new[1]], StateReceiver(replica.buckets))
+        deliver([old[0], new[1]], receiver_of(replica))
 
 
 def test_weights_of_another_model_are_refused(replica: Replica) -> None:
     as_many_buckets = Replica(nn.Linear(3, 3), "sgd", bucket_bytes=16)
     _, frames = weights_of(as_many_buckets, 4, 4)
     with pytest.raises(ProtocolError, match="not of the agreed shape"):
-        deliver(frames, StateReceiver(replica.buckets))
+        deliver(frames, receiver_of(replica))
 
 
 def test_weights_in_another_number_of_buckets_are_refused(replica: Replica) -> None:
     _, frames = weights_of(Replica(nn.Linear(3, 3), "sgd"), 4, 4)
     with pytest.raises(ProtocolError, match="bucket 0 of 1 of its weights, expected 0 of 3"):
-        deliver(frames, StateReceiver(replica.buckets))
+        deliver(frames, receiver_of(replica))
 
 
-def assignment(indices: Tensor, key: LeaseKey) -> tuple[Assignment, memoryview]:
-    spec, payload = indices_payload(indices)
-    message = Assignment(lease=key, learning_rate=1e-3, tensor=spec)
-    return message, memoryview(bytearray(payload))
+def test_weights_are_not_mistaken_for_what_else_a_state_may_hold(replica: Replica) -> None:
+    _, frames = weights_of(replica, 4, 4)
+    message, payload = opened(frames[0])
+    moments = message.model_copy(update={"content": "exp_avg"})
+    with pytest.raises(
+        ProtocolError, match="bucket 0 of the server's weights is not of the agreed"
+    ):
+        receiver_of(replica)(moments, payload)
 
 
-def test_an_assignment_holds_its_lease_s_indices(replica: Replica) -> None:
-    order = torch.randperm(100, generator=torch.Generator().manual_seed(0)).to(torch.int32)
-    message, payload = assignment(order[64:96], lease(64, 96))
-    event = StateReceiver(replica.buckets)(message, payload)
-    assert isinstance(event, Assigned)
-    assert (event.lease, event.learning_rate) == (lease(64, 96), 1e-3)
-    payload[:] = bytes(len(payload))
-    assert event.indices.tolist() == order[64:96].tolist(), "a copy: the payload's memory is reused"
-
-
-def test_an_assignment_that_is_not_its_lease_s_is_refused(replica: Replica) -> None:
-    receiver = StateReceiver(replica.buckets)
-    indices = torch.arange(31, dtype=torch.int32)
-    with pytest.raises(ProtocolError, match="its lease's indices"):
-        receiver(*assignment(indices, lease(0, 32)))
-    message, payload = assignment(torch.arange(32, dtype=torch.int32), lease(0, 32))
-    odd = message.tensor.model_copy(update={"dtype": "int64"})
-    with pytest.raises(ProtocolError, match="its lease's indices"):
-        receiver(message.model_copy(update={"tensor": odd}), payload)
-
-
-def test_a_push_and_a_state_are_what_they_seem(replica: Replica) -> None:
-    """The messages in the frames carry what the other side checks."""
-    messages = [opened(frame)[0] for frame in push_frames(replica)]
-    assert [m.bucket for m in messages if isinstance(m, Push)] == [0, 1, 2]
+def test_weights_say_whose_they_are(replica: Replica) -> None:
     states = [opened(frame)[0] for frame in weights_of(replica, 4, 4)[1]]
-    assert all(isinstance(m, State) and m.incarnation == "here" for m in states)
+    assert all(isinstance(state, State) and state.incarnation == "here" for state in states)
+
+
+def test_an_assignment_is_unpacked(replica: Replica) -> None:
+    indices = torch.tensor([5, 3, 8], dtype=torch.int32)
+    spec, payload = indices_payload(indices)
+    message = Assignment(lease=lease(4, 7), version=2, learning_rate=1e-3, tensor=spec)
+    event = receiver_of(replica)(message, memoryview(bytearray(payload)))
+    assert isinstance(event, Assigned)
+    assert event.assignment == message
+    assert event.indices.tolist() == [5, 3, 8]
+
+
+def test_a_worker_hears_of_everything_else_as_it_is(replica: Replica) -> None:
+    ack = Ack(lease=lease(), outcome="applied", version=4)
+    assert receiver_of(replica)(ack, memoryview(b"")) == Said(0, ack)

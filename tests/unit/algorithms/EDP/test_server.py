@@ -10,22 +10,27 @@ import torch
 from torch import Tensor
 
 from harness import free_port, local_settings
-from peers import DEADLINE_S, Hand, HandledHub, Parts, hello, server_parts
-from smolcluster.algorithms.EDP.exchange import (
-    GradientSender,
-    Pushed,
-    StateReceiver,
-    WeightsArrived,
+from peers import (
+    DEADLINE_S,
+    Hand,
+    HandledHub,
+    Parts,
+    hello,
+    opened,
+    server_parts,
+    set_gradient,
 )
+from smolcluster.algorithms.EDP.exchange import Pushed, StateReceiver, WeightsArrived
 from smolcluster.algorithms.EDP.server import LEASES_PER_WORKER, Server
 from smolcluster.cluster import hub as hub_room
 from smolcluster.cluster.hub import Departed
 from smolcluster.cluster.inbox import Event
+from smolcluster.cluster.pushing import GradientSender
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLost
 from smolcluster.training.build import build
 from smolcluster.transport.frames import Frame, build_frame, check_head
-from smolcluster.transport.messages import Ack, Assignment, Fault, LeaseKey, Pull, State, decode
+from smolcluster.transport.messages import Ack, Assignment, Fault, LeaseKey, Pull, State
 
 INSTANCE = "0123456789abcdef"
 BUCKET_BYTES = 16 * 1024
@@ -83,7 +88,7 @@ class Puppet:
 
     def weights(self) -> tuple[int, Tensor]:
         """The weights that the server sends next, with their version."""
-        receiver = StateReceiver(self.replica.buckets)
+        receiver = StateReceiver(self.replica.buckets, self.replica.params.dtype)
         while True:
             message, payload = self.hand.hear()
             assert isinstance(message, State)
@@ -91,13 +96,15 @@ class Puppet:
             if isinstance(event, WeightsArrived):
                 return event.version, event.weights
 
+    def assignment(self) -> Assignment:
+        return self.hand.hear_a(Assignment)
+
     def lease(self) -> LeaseKey:
-        return self.hand.hear_a(Assignment).lease
+        return self.assignment().lease
 
     def frames(self, lease: LeaseKey, base_version: int = 0, seed: int = 0) -> list[Frame]:
-        generator = torch.Generator().manual_seed(seed)
-        self.replica.load_gradient(torch.randn(self.replica.num_params, generator=generator))
-        return list(self._sender.frames(lease, base_version, 0.5))
+        set_gradient(self.replica, seed)
+        return list(self._sender.frames(lease, base_version, 0.5, 0.25))
 
     def push(self, lease: LeaseKey, base_version: int = 0, seed: int = 0) -> Ack:
         """Push some gradient, and hear what became of it."""
@@ -146,7 +153,9 @@ def test_a_worker_gets_the_weights_and_then_its_leases(stage: Stage) -> None:
     assert [(lease.epoch, lease.start, lease.stop) for lease in leases] == [(0, 0, 32), (0, 32, 64)]
     assert puppet.push(leases[0]).outcome == "applied"
     stage.hand_out()
-    assert puppet.lease().start == 64, "one answer, one more lease"
+    more = puppet.assignment()
+    assert more.lease.start == 64, "one answer, one more lease"
+    assert (more.version, more.first_bucket, more.backup) == (1, 0, False)
 
 
 def test_a_push_is_one_step_and_is_counted_once(stage: Stage) -> None:
@@ -159,7 +168,31 @@ def test_a_push_is_one_step_and_is_counted_once(stage: Stage) -> None:
     expected = before - rate * puppet.replica.grads / (norm + 1e-6)  # clipped to a norm of 1
     torch.testing.assert_close(stage.weights, expected, rtol=1e-5, atol=1e-7)
     assert stage.server.dispatcher.samples_applied == 32
-    assert [record.step for record in stage.parts.metrics.steps] == [1]
+    (record,) = stage.parts.metrics.steps
+    assert (record.step, record.epoch, record.rank, record.node) == (1, 0, 0, "macbook")
+    assert (record.values["start"], record.values["stop"]) == (lease.start, lease.stop)
+    assert record.values["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    share = stage.server.report.tally.workers[1]
+    assert (share.samples, share.pushes) == (32, 1)
+
+
+@pytest.mark.parametrize("stage", [("track_gradients=true",)], indirect=True)
+def test_the_norms_of_a_push_are_told_layer_by_layer_when_asked_for(stage: Stage) -> None:
+    puppet, lease = working(stage)
+    puppet.push(lease)
+    values = stage.parts.metrics.steps[0].values
+    assert len(puppet.replica.layers) == 4
+    for name, place in puppet.replica.layers:
+        norm = puppet.replica.grads[place].norm().item()
+        assert values[f"grad_norm/{name}"] == pytest.approx(norm, rel=1e-5), "as it was pushed"
+
+
+@pytest.mark.parametrize("stage", [("track_gradients=false",)], indirect=True)
+def test_layers_are_not_told_apart_when_nobody_asks(stage: Stage) -> None:
+    puppet, lease = working(stage)
+    puppet.push(lease)
+    values = stage.parts.metrics.steps[0].values
+    assert not [name for name in values if name.startswith("grad_norm/")]
 
 
 def test_a_push_that_comes_twice_is_applied_once(stage: Stage) -> None:
@@ -335,8 +368,7 @@ def test_what_a_fenced_session_still_pushes_is_ignored(stage: Stage) -> None:
     receiver = stage.server.receiver_for(first)
     puppet, lease = working(stage, 2)
     for frame in puppet.frames(lease):
-        message = decode(frame.kind, check_head(frame.head))
-        event = receiver(message, memoryview(bytearray(frame.payload)))
+        event = receiver(*opened(frame))
     assert isinstance(event, Pushed)
     stage.parts.context.inbox.put(event)
     stage.house.until(lambda: stage.count(Pushed) == 1)

@@ -1,0 +1,89 @@
+"""EDP with averaged weights between real sessions over TCP, in one process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import Cluster, local_settings
+from smolcluster.algorithms.EDP.server import Server
+from smolcluster.errors import NonFiniteLoss
+from smolcluster.training.build import build
+from smolcluster.training.loop import training_steps
+
+MIXING = "update_rule=mixing"
+
+
+def test_two_workers_learn_and_every_sample_counts_once(tmp_path: Path) -> None:
+    cluster = Cluster(local_settings(MIXING, "num_epochs=12", workers=2), tmp_path)
+    workers = [cluster.worker(1), cluster.worker(2)]
+    cluster.server.finish()
+    for worker in workers:
+        worker.finish()
+    cluster.assert_every_sample_applied_once()
+    summary = cluster.server.summary
+    assert summary is not None
+    assert summary.pushes.applied == summary.steps == len(cluster.metrics.steps)
+    assert summary.final.val_accuracy is not None
+    assert summary.final.val_accuracy > 0.85
+    assert {record.rank for record in cluster.metrics.steps} == {0, 1}
+
+
+def test_one_worker_that_always_pulls_takes_mixing_rate_times_the_step(tmp_path: Path) -> None:
+    """w + α (w - lr · g - w): plain gradient descent in a single process, at a learning rate of α · lr."""
+    settings_alone = local_settings("optimizer=sgd", "learning_rate=0.06", "num_epochs=4")
+    settings = local_settings(
+        MIXING,
+        "worker_update_interval=1",
+        "optimizer=sgd",
+        "learning_rate=0.1",
+        "num_epochs=4",
+        workers=1,
+    )
+    cluster = Cluster(settings, tmp_path)
+    worker = cluster.worker(1)
+    cluster.server.finish()
+    worker.finish()
+
+    train, seed = settings_alone.train, settings.cluster.seed
+    alone = build(train, seed, settings.node.dataset, torch.device("cpu"))
+    steps = training_steps(alone.replica, alone.dataset, train, seed)
+    expected = [step.loss for step in steps]
+    losses = [record.values["loss"] for record in cluster.metrics.steps]
+    assert losses == pytest.approx(expected, rel=1e-4)
+    torch.testing.assert_close(
+        cluster.bench.replica.params, alone.replica.params, rtol=1e-4, atol=1e-6
+    )
+
+
+def test_stale_pushes_are_dropped_and_their_samples_still_count_once(tmp_path: Path) -> None:
+    settings = local_settings(
+        MIXING, "staleness.bound=1", "num_epochs=3", "worker_update_interval=5"
+    )
+    cluster = Cluster(settings, tmp_path)
+    for rank in range(3):
+        cluster.worker(rank + 1)
+    cluster.server.finish()
+    cluster.assert_every_sample_applied_once()
+    assert all(record.values["staleness"] <= 1 for record in cluster.metrics.steps)
+    summary = cluster.server.summary
+    assert summary is not None
+    assert summary.pushes.stale > 0
+
+
+def test_final_weights_that_are_not_finite_are_no_result(tmp_path: Path) -> None:
+    """A neuron of minus infinity is silent: neither the loss nor the accuracy shows it."""
+
+    class Broken(Server):
+        def apply(self, *args: object) -> None:
+            super().apply(*args)  # type: ignore[arg-type]
+            if self.dispatcher.done:
+                name, place = self.replica.layers[1]
+                assert name.endswith("bias")
+                self.replica.params[place.start] = -torch.inf
+
+    cluster = Cluster(local_settings(MIXING, "num_epochs=1", workers=1), tmp_path, Broken)
+    cluster.worker(1)
+    failure = cluster.server.failure()
+    assert isinstance(failure, NonFiniteLoss)
+    assert f"layer {cluster.bench.replica.layers[1][0]} at the end of the run" in str(failure)

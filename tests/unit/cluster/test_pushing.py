@@ -1,0 +1,312 @@
+"""How a gradient leaves a worker, and in which order the server takes it."""
+
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from peers import opened, set_gradient, small_replica
+from smolcluster.cluster.pushing import GradientSender, PushOrder
+from smolcluster.codec.registry import CODECS, get_codec
+from smolcluster.errors import NonFiniteLoss, ProtocolError
+from smolcluster.training.replica import Replica
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.messages import LeaseKey, Push
+
+LOSSY = [name for name, codec in CODECS.items() if not codec.lossless]
+
+
+def lease(start: int = 0, stop: int = 32, grant: int = 1) -> LeaseKey:
+    return LeaseKey(incarnation="here", epoch=0, start=start, stop=stop, grant=grant)
+
+
+@pytest.fixture
+def replica() -> Replica:
+    return small_replica()
+
+
+def push_with(sender: GradientSender, num_samples: int = 32) -> list[Frame]:
+    """Encode what the sender's replica has as gradient."""
+    return list(sender.frames(lease(stop=num_samples), 7, 0.5, 0.25))
+
+
+def backup_with(sender: GradientSender, first_bucket: int) -> list[Frame]:
+    return list(sender.backup_frames(lease(), 7, 0.5, 0.25, first_bucket))
+
+
+def said(frames: list[Frame]) -> list[Push]:
+    """The messages that the frames carry."""
+    return [cast("Push", opened(frame)[0]) for frame in frames]
+
+
+def payloads(frames: list[Frame]) -> list[bytes]:
+    return [bytes(frame.payload) for frame in frames]
+
+
+def address(frame: Frame) -> int:
+    """Where a frame's payload lies."""
+    return torch.frombuffer(frame.payload, dtype=torch.uint8).data_ptr()
+
+
+def values(frame: Frame, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A payload that is lossless."""
+    return torch.frombuffer(bytearray(frame.payload), dtype=dtype)
+
+
+def test_every_bucket_says_what_it_is_part_of(replica: Replica) -> None:
+    sender = GradientSender("int8", replica)
+    pushes = said(list(sender.frames(lease(64, 96), 7, 0.5, 0.25)))
+    assert [push.bucket for push in pushes] == [0, 1, 2]
+    assert [push.tensor.shape for push in pushes] == [(256,), (256,), (98,)]
+    for push in pushes:
+        assert (push.lease, push.num_samples, push.num_buckets) == (lease(64, 96), 32, 3)
+        assert (push.base_version, push.loss, push.compute_s) == (7, 0.5, 0.25)
+        assert push.tensor.codec == "int8"
+
+
+def test_a_sender_uses_the_same_memory_for_every_push(replica: Replica) -> None:
+    """What a push leaves in a queue is only good until the next push is encoded."""
+    set_gradient(replica, 1)
+    sender = GradientSender("fp32", replica)
+    first = push_with(sender)
+    kept = payloads(first)
+    set_gradient(replica, 2)
+    assert payloads(first) == kept, "the gradient itself may change at once"
+    assert payloads(push_with(sender)) == payloads(first) != kept
+
+
+def test_frames_in_place_are_the_gradients_own_memory(replica: Replica) -> None:
+    gradient = set_gradient(replica, 1)
+    frames = push_with(GradientSender("fp32", replica, in_place=True))
+    start = replica.grads.data_ptr()
+    assert [address(frame) for frame in frames] == [
+        start + 4 * bucket.start for bucket in replica.buckets
+    ]
+    assert torch.equal(torch.cat([values(frame) for frame in frames]), gradient)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_what_must_be_encoded_has_memory_of_its_own_even_in_place(
+    replica: Replica, codec: str
+) -> None:
+    set_gradient(replica, 1)
+    frames = push_with(GradientSender(codec, replica, in_place=True))
+    kept = payloads(frames)
+    set_gradient(replica, 2)
+    assert payloads(frames) == kept
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_float64_model_is_sent_in_float64(in_place: bool) -> None:
+    replica = small_replica(torch.float64)
+    gradient = set_gradient(replica, 1)
+    sender = GradientSender("fp64", replica, in_place=in_place)
+    for frames in (push_with(sender), backup_with(sender, 0)):
+        assert {push.tensor.dtype for push in said(frames)} == {"float64"}
+        arrived = [values(frame, torch.float64) for frame in frames]
+        assert torch.equal(torch.cat(arrived), gradient)
+
+
+@pytest.mark.parametrize("codec", ["fp32", *LOSSY])
+@pytest.mark.parametrize("first_bucket", [0, 1, 2])
+def test_a_backup_is_lossless_and_begins_at_the_first_bucket_that_is_wanted(
+    replica: Replica, codec: str, first_bucket: int
+) -> None:
+    gradient = set_gradient(replica, 1)
+    frames = backup_with(GradientSender(codec, replica), first_bucket)
+    pushes = said(frames)
+    assert [push.bucket for push in pushes] == list(range(first_bucket, 3))
+    for push, frame in zip(pushes, frames, strict=True):
+        assert (push.tensor.codec, push.num_buckets) == ("fp32", 3)
+        assert (push.lease, push.base_version, push.loss) == (lease(), 7, 0.5)
+        assert torch.equal(values(frame), gradient[replica.buckets[push.bucket]])
+
+
+def test_a_backup_is_the_gradients_own_memory(replica: Replica) -> None:
+    frames = backup_with(GradientSender("int8", replica), 1)
+    start = replica.grads.data_ptr()
+    assert [address(frame) for frame in frames] == [start + 4 * 256, start + 4 * 512]
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_a_backup_changes_nothing_of_what_is_owed(codec: str) -> None:
+    """It may be made between a push and the news of what became of that."""
+
+    def next_push(num_backups: int) -> list[bytes]:
+        replica = small_replica()
+        sender = GradientSender(codec, replica)
+        set_gradient(replica, 1)
+        push_with(sender)
+        for number in range(num_backups):
+            set_gradient(replica, 100 + number)
+            backup_with(sender, 0)
+        sender.settle()
+        set_gradient(replica, 2)
+        return payloads(push_with(sender))
+
+    assert next_push(num_backups=1) == next_push(num_backups=0)
+
+
+def after_three_pushes(codec: str, num_settled: int | None) -> list[bytes]:
+    """The third push, where the first has counted, and of the second `num_settled` buckets."""
+    replica = small_replica()
+    sender = GradientSender(codec, replica)
+    for seed, settled in ((1, None), (2, num_settled)):
+        set_gradient(replica, seed)
+        push_with(sender, num_samples=8 * seed)
+        sender.settle(settled)
+    set_gradient(replica, 3)
+    return payloads(push_with(sender))
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("num_buckets", [0, 1, 2, 3])
+def test_what_is_owed_is_the_error_of_exactly_the_buckets_that_counted(
+    codec: str, num_buckets: int
+) -> None:
+    counted, dropped = after_three_pushes(codec, None), after_three_pushes(codec, 0)
+    assert all(one != other for one, other in zip(counted, dropped, strict=True))
+    partly = after_three_pushes(codec, num_buckets)
+    assert partly == counted[:num_buckets] + dropped[num_buckets:]
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_a_push_that_did_not_count_leaves_no_trace(codec: str) -> None:
+    replica = small_replica()
+    tried, untouched = GradientSender(codec, replica), GradientSender(codec, replica)
+    set_gradient(replica, 1)
+    push_with(tried)
+    tried.settle(0)
+    set_gradient(replica, 2)
+    assert payloads(push_with(tried)) == payloads(push_with(untouched))
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_what_counted_and_what_is_owed_add_up_bucket_by_bucket(codec: str) -> None:
+    """Pushes of unequal size of which some count in part: what counts tracks what it stands for."""
+    replica, decoder = small_replica(), get_codec(codec)
+    sender = GradientSender(codec, replica)
+    wanted = torch.zeros(replica.num_params, dtype=torch.float64)
+    counted = torch.zeros_like(wanted)
+
+    def push(gradient: Tensor, num_samples: int, num_settled: int) -> None:
+        replica.load_gradient(gradient)
+        frames = push_with(sender, num_samples)
+        for bucket, frame in list(zip(replica.buckets, frames, strict=True))[:num_settled]:
+            decoded = torch.empty(bucket.stop - bucket.start)
+            decoder.decode(torch.frombuffer(frame.payload, dtype=torch.uint8), decoded)
+            wanted[bucket] += num_samples * gradient[bucket].double()
+            counted[bucket] += num_samples * decoded.double()
+        sender.settle(num_settled)
+
+    for number in range(60):
+        gradient = set_gradient(replica, number).clone()
+        push(gradient, [32, 32, 7, 1][number % 4], num_settled=number % 4)
+    for _ in range(3):  # each pays nearly all that is owed
+        push(torch.zeros(replica.num_params), 1, num_settled=3)
+    torch.testing.assert_close(counted, wanted, rtol=0.0, atol=2e-4)
+
+
+@pytest.mark.parametrize("codec", ["fp32", *LOSSY])
+def test_a_gradient_that_is_not_finite_is_not_sent_and_its_layer_is_named(
+    replica: Replica, codec: str
+) -> None:
+    gradient = torch.zeros(replica.num_params)
+    gradient[replica.layers[2][1].start] = float("nan")
+    replica.load_gradient(gradient)
+    sent: list[Frame] = []
+    with pytest.raises(NonFiniteLoss, match=r"layer 2\.weight"):
+        sent.extend(GradientSender(codec, replica).frames(lease(), 0, 0.5, 0.25))
+
+
+def pushes_of(replica: Replica, codec: str = "fp32", key: LeaseKey | None = None) -> list[Push]:
+    """The messages of a whole push."""
+    return said(list(GradientSender(codec, replica).frames(key or lease(), 7, 0.5, 0.25)))
+
+
+def take_all(order: PushOrder, pushes: list[Push]) -> list[bool]:
+    return [order.take(push) for push in pushes]
+
+
+def test_a_push_ends_with_its_last_bucket_and_then_another_may_begin(replica: Replica) -> None:
+    order = PushOrder(replica.buckets, "fp32")
+    for grant in (1, 2):
+        first, *rest = pushes_of(replica, key=lease(grant=grant))
+        assert not order.in_progress
+        assert not order.take(first)
+        assert order.in_progress
+        assert take_all(order, rest) == [False, True]
+    assert not order.in_progress
+
+
+@pytest.mark.parametrize(("numbers", "wrong"), [([1], 1), ([0, 2], 2), ([0, 0], 0), ([0, 1, 0], 0)])
+def test_buckets_come_in_order(replica: Replica, numbers: list[int], wrong: int) -> None:
+    order, pushes = PushOrder(replica.buckets, "fp32"), pushes_of(replica)
+    take_all(order, [pushes[number] for number in numbers[:-1]])
+    with pytest.raises(
+        ProtocolError, match=f"bucket {wrong} of 3, expected {len(numbers) - 1} of 3"
+    ):
+        order.take(pushes[numbers[-1]])
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_two_pushes_cannot_be_mixed(replica: Replica, partial: bool) -> None:
+    order = PushOrder(replica.buckets, "fp32", partial=partial)
+    order.take(pushes_of(replica, key=lease(grant=1))[0])
+    with pytest.raises(ProtocolError, match="another push in the middle"):
+        order.take(pushes_of(replica, key=lease(grant=2))[1])
+
+
+@pytest.mark.parametrize("num_samples", [31, 33])
+def test_a_push_has_as_many_samples_as_its_lease(replica: Replica, num_samples: int) -> None:
+    wrong = pushes_of(replica)[0].model_copy(update={"num_samples": num_samples})
+    with pytest.raises(ProtocolError, match=f"{num_samples} samples does not fit its lease"):
+        PushOrder(replica.buckets, "fp32").take(wrong)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_push_in_a_codec_that_was_not_agreed_on_is_refused(
+    replica: Replica, partial: bool
+) -> None:
+    order = PushOrder(replica.buckets, "fp32", partial=partial)
+    with pytest.raises(ProtocolError, match="bucket 0 is not the fp32 tensor agreed on"):
+        order.take(pushes_of(replica, "int8")[0])
+
+
+def test_buckets_of_another_size_are_refused(replica: Replica) -> None:
+    other = Replica(nn.Linear(16, 48), "sgd", bucket_bytes=512)
+    with pytest.raises(ProtocolError, match="of 7, expected 0 of 3"):
+        PushOrder(replica.buckets, "fp32").take(pushes_of(other)[0])
+    lying = pushes_of(other)[0].model_copy(update={"num_buckets": 3})
+    with pytest.raises(ProtocolError, match="not the fp32 tensor agreed on"):
+        PushOrder(replica.buckets, "fp32").take(lying)
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_where_parts_are_allowed_a_push_begins_anywhere_and_goes_on_to_the_end(
+    replica: Replica, first: int
+) -> None:
+    order, pushes = PushOrder(replica.buckets, "fp32", partial=True), pushes_of(replica)
+    assert take_all(order, pushes[first:]) == [False] * (2 - first) + [True]
+    assert take_all(order, pushes) == [False, False, True], "and the next one anew"
+
+
+@pytest.mark.parametrize(("numbers", "wrong"), [([1, 0], 0), ([0, 2], 2), ([1, 1], 1)])
+def test_parts_too_come_in_order(replica: Replica, numbers: list[int], wrong: int) -> None:
+    order, pushes = PushOrder(replica.buckets, "fp32", partial=True), pushes_of(replica)
+    order.take(pushes[numbers[0]])
+    expected = f"bucket {wrong} of 3, expected {numbers[0] + 1} of 3"
+    with pytest.raises(ProtocolError, match=expected):
+        order.take(pushes[numbers[1]])
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_only_where_parts_are_allowed_a_push_may_be_lossless_instead(
+    replica: Replica, codec: str
+) -> None:
+    lossless = said(backup_with(GradientSender(codec, replica), 1))
+    assert take_all(PushOrder(replica.buckets, codec, partial=True), lossless) == [False, True]
+    whole = pushes_of(replica, "fp32")
+    with pytest.raises(ProtocolError, match=f"bucket 0 is not the {codec} tensor agreed on"):
+        PushOrder(replica.buckets, codec).take(whole[0])
