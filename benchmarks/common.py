@@ -2,12 +2,16 @@
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
+
+FILE_WIDTH = 132
+"""Columns of a table that does not go to a terminal."""
 
 
 @dataclass(frozen=True)
@@ -59,4 +63,4 @@ def report(
     table = Table(*rows[0], title=title)
     for row in rows[1:]:
         table.add_row(*row)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(table)

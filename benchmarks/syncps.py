@@ -1,16 +1,16 @@
 """SyncPS on this machine: the same losses whoever is present, and steps that no straggler sets the pace of.
 
-Every cluster is a server and workers as real processes, from the files `server.py` and `worker.py`, with one
-compute thread each; runs and secret lie in a folder of their own. So that two cores can play several machines,
-a worker's computing is stretched by a sleep for each sample.
+Every cluster is a server and workers as real processes, with one compute thread each; runs and secret lie
+in a folder of their own. So that two cores can play several machines, a worker's computing is stretched by a
+sleep for each sample.
 
 * `equality`: the losses of all steps against `smolcluster train` with the same global batch, as the largest
-  relative difference: with 1, 2 and 4 workers; with one of 4 killed half-way; with one stopped (SIGSTOP) for 20
-  seconds; with one that joins late.
+  relative difference: with 1, 2 and 4 workers; with one of 4 killed half-way; with one stopped (SIGSTOP) for
+  20 seconds; with one that joins late.
 * `timeout`: with `timeout: 0.1` one of 4 workers is stopped for 5 seconds: step times before, while it was
   stopped and afterwards, and what became of it.
-* `straggler`: one of 4 workers takes 4 times as long for a sample. The time of a step against the ideal one, in
-  which all work at their speed without a pause, with measured shares and with equal ones.
+* `straggler`: one of 4 workers takes 4 times as long for a sample. The time of a step against the ideal one,
+  in which all work at their speed without a pause, with measured shares and with equal ones.
 """
 
 import argparse
@@ -33,6 +33,8 @@ from typing import Self
 from torch import Tensor
 
 from common import report
+from smolcluster.algorithms import process
+from smolcluster.algorithms.entry import guarded, worker_parser
 from smolcluster.algorithms.registry import get_algorithm
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.observability.sinks.jsonl import read_metrics
@@ -65,8 +67,6 @@ class SlowBench(Workbench):
 
 def be_worker(sample_s: float, arguments: Sequence[str]) -> int:
     """Be a worker process with the usual command line, on a slow machine."""
-    from smolcluster.algorithms import process
-    from smolcluster.algorithms.entry import guarded, worker_parser
 
     class Slow(SlowBench):
         pass
@@ -257,13 +257,13 @@ def timeout(folder: Path, mnist: Path) -> list[list[str]]:
         continued = time.time()
         run = cluster.finish()
     phases = {
-        "before": lambda at: at < stopped,
-        "stopped": lambda at: stopped <= at < continued,
-        "afterwards": lambda at: at >= continued,
+        "before": (0.0, stopped),
+        "stopped": (stopped, continued),
+        "afterwards": (continued, time.time()),
     }
     rows = []
-    for name, belongs in phases.items():
-        taken = [seconds for at, seconds in step_times(run) if belongs(at)]
+    for name, (first, last) in phases.items():
+        taken = [seconds for at, seconds in step_times(run) if first <= at < last]
         rows.append([name, str(len(taken)), _ms(statistics.median(taken)), _ms(max(taken))])
     joined = [record.event for record in read_events(run.events)]
     back = sum(isinstance(event, WorkerJoined) and event.rejoined for event in joined)

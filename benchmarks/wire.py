@@ -47,10 +47,8 @@ LENGTH = struct.Struct("!Q")
 LEASE = LeaseKey(incarnation="0123456789abcdef", epoch=1, start=4096, stop=4128, grant=129)
 
 
-class Dropping:
+class Dropping(Receiver):
     """A receiver that passes messages on, and of a push only the last bucket's, without its payload."""
-
-    in_progress = False
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:  # noqa: ARG002
         """Take a message in the reader's thread."""
@@ -166,6 +164,7 @@ def push_message(bucket: int, num_buckets: int) -> Push:
         num_buckets=num_buckets,
         num_samples=32,
         loss=0.25,
+        compute_s=0.1,
         tensor=tensor,
     )
 

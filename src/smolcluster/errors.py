@@ -6,12 +6,14 @@
     ├── NonFiniteLoss           1   a loss, gradient or weight became NaN or infinite
     ├── ProtocolError           1   a peer sent bytes that version 1 of the protocol does not allow
     │   └── VersionDiffers          … in another version of it
+    ├── CheckpointError         1   a checkpoint is damaged, of another run, or cannot be written
     ├── LaunchError             1   a process of a run could not be started, or ended badly
     ├── RunFailed               1   the server ended the run because of an error elsewhere
     ├── TryAgain                75  nothing is wrong with the configuration: try again
     │   ├── ConnectTimeout          no server answered in time
     │   ├── PeerLost                an established connection broke or fell silent
     │   ├── PortBusy                another process listens there
+    │   ├── RunBusy                 another process writes the run's folder
     │   └── ClusterEmpty            no worker came, or all have gone
     ├── AuthError               77  the cluster's secret is missing, unreadable or wrong
     └── Rejected                78  the server refused this worker, and says why
@@ -49,6 +51,10 @@ class VersionDiffers(ProtocolError):
     """The peer speaks another version of the protocol: trying again is of no use."""
 
 
+class CheckpointError(SmolclusterError):
+    """A checkpoint is damaged, belongs to another run or model, or cannot be written."""
+
+
 class LaunchError(SmolclusterError):
     """A process of a run could not be started, or ended badly."""
 
@@ -73,6 +79,10 @@ class PeerLost(TryAgain):
 
 class PortBusy(TryAgain):
     """Another process already listens on the address."""
+
+
+class RunBusy(TryAgain):
+    """Another process writes the run's folder."""
 
 
 class ClusterEmpty(TryAgain):

@@ -1,14 +1,17 @@
 """EDP between real sessions over TCP, in one process: what is trained, and what goes wrong."""
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from harness import SECRET, Cluster, local_settings
+from smolcluster.algorithms.EDP.exchange import Pushed
 from smolcluster.algorithms.EDP.server import Server
 from smolcluster.algorithms.EDP.worker import Worker
+from smolcluster.cluster.tensors import Assigned
 from smolcluster.errors import (
     AuthError,
     ClusterEmpty,
@@ -20,7 +23,7 @@ from smolcluster.errors import (
 from smolcluster.runs.events import LeaseReturned, PushDropped
 from smolcluster.training.build import Workbench, build
 from smolcluster.training.loop import training_steps
-from smolcluster.transport.messages import Welcome
+from smolcluster.transport.messages import Push, Welcome
 from smolcluster.transport.security import Secret
 
 
@@ -60,6 +63,31 @@ def test_three_workers_learn_and_apply_every_sample_once(tmp_path: Path, quantiz
     assert summary.final.val_accuracy is not None
     assert summary.final.val_accuracy > 0.85
     assert sum(share.samples for share in summary.workers) == summary.samples_applied
+
+
+def test_a_push_says_how_long_its_batch_took(tmp_path: Path) -> None:
+    """The computing alone: neither the wait for the last answer nor that for weights."""
+    pushes: list[Push] = []
+
+    class Watched(Server):
+        def apply(self, *args: object) -> None:
+            super().apply(*args)  # type: ignore[arg-type]
+            time.sleep(0.15)
+            pushes.extend(arg.push for arg in args if isinstance(arg, Pushed))
+
+    class Slow(Worker):
+        def compute(self, lease: Assigned) -> float:
+            time.sleep(0.02)
+            return super().compute(lease)
+
+    settings = local_settings("num_epochs=1", "batch_size=128", workers=1)
+    cluster = Cluster(settings, tmp_path, Watched)
+    cluster.worker(1, make=Slow)
+    cluster.server.finish()
+    seconds = sorted(push.compute_s for push in pushes)
+    assert len(seconds) >= 10
+    assert seconds[0] >= 0.02
+    assert seconds[len(seconds) // 2] < 0.1
 
 
 def test_gradient_norms_are_tracked_by_layer(tmp_path: Path) -> None:

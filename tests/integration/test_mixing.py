@@ -15,7 +15,7 @@ MIXING = "update_rule=mixing"
 
 
 def test_two_workers_learn_and_every_sample_counts_once(tmp_path: Path) -> None:
-    cluster = Cluster(local_settings(MIXING, "num_epochs=12", workers=2), tmp_path)
+    cluster = Cluster(local_settings(MIXING, "num_epochs=12", "min_workers=2", workers=2), tmp_path)
     workers = [cluster.worker(1), cluster.worker(2)]
     cluster.server.finish()
     for worker in workers:
@@ -58,7 +58,7 @@ def test_one_worker_that_always_pulls_takes_mixing_rate_times_the_step(tmp_path:
 
 def test_stale_pushes_are_dropped_and_their_samples_still_count_once(tmp_path: Path) -> None:
     settings = local_settings(
-        MIXING, "staleness.bound=1", "num_epochs=3", "worker_update_interval=5"
+        MIXING, "staleness.bound=1", "num_epochs=3", "worker_update_interval=5", "min_workers=3"
     )
     cluster = Cluster(settings, tmp_path)
     for rank in range(3):

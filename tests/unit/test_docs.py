@@ -1,12 +1,15 @@
-"""The documents agree with the code and with each other: links, messages, example bytes."""
+"""The documents agree with the code and with each other: links, keys, messages, codecs, example bytes."""
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from xxhash import xxh3_64
 
+from smolcluster.codec.registry import CODECS
+from smolcluster.configs.layers import from_overrides
 from smolcluster.configs.schema import RunConfig
 from smolcluster.transport import frames, messages
 
@@ -41,6 +44,23 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert not heading or heading in headings(file), f"{document.name} links to #{heading}"
 
 
+def stated_settings(text: str) -> Iterator[str]:
+    """What follows `--override` in the commands of a document, and `key=value` in its sentences."""
+    for line in text.splitlines():
+        command = line.partition(" #")[0]
+        if not line.startswith("|") and "`" not in line and "--override" in command:
+            words = shlex.split(command)
+            yield from (word for word in words[words.index("--override") :] if "=" in word)
+    for span in re.findall(r"`([a-z_.]+=[^`]+)`", FENCE.sub("", text)):
+        yield from shlex.split(span)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_settings_that_are_stated_can_be_set(document: Path) -> None:
+    settings = list(stated_settings(document.read_text(encoding="utf-8")))
+    assert len(from_overrides(settings)) >= len(settings)
+
+
 def described_fields() -> dict[str, set[str]]:
     """The tables of the wire format: what each message or part is said to consist of."""
     fields: dict[str, set[str]] = {}
@@ -71,6 +91,25 @@ def test_the_wire_format_numbers_every_message() -> None:
         r"^\| (\d+) \| `(\w+)`", WIRE_FORMAT.read_text(encoding="utf-8"), re.MULTILINE
     )
     assert rows == [(str(kind), model.__name__) for kind, model in messages.MESSAGES.items()]
+
+
+def test_the_wire_format_says_who_may_say_what() -> None:
+    text = WIRE_FORMAT.read_text(encoding="utf-8")
+    [(worker, server)] = re.findall(r"^\| after Welcome \|(.*?)\|(.*?)\|$", text, re.MULTILINE)
+    for stated, kinds in ((worker, messages.FROM_WORKER), (server, messages.FROM_SERVER)):
+        assert set(re.findall(r"\w+", stated)) == {kind.__name__ for kind in kinds}
+
+
+def test_the_wire_format_measures_every_codec() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| (float\d+) \|[^|]*\| ([\d,]+) \|",
+        WIRE_FORMAT.read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    assert rows == [
+        (name, codec().dtype_name, f"{codec().encoded_nbytes(1000):,}")
+        for name, codec in CODECS.items()
+    ]
 
 
 def example_frames() -> list[bytes]:

@@ -27,7 +27,7 @@ from smolcluster.transport.handshake import Offer
 from smolcluster.transport.security import Secret
 
 EXTRA_QUEUED = 64
-"""Small messages that may wait for a worker, besides two copies of the weights."""
+"""Small messages that may wait for a worker, besides the tensors of a few transfers of the model."""
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def quorum(num_ready: int, cluster: ClusterConfig, *, started: bool, waited_s: f
         return Quorum("wait", f"{num_ready} of {cluster.min_workers} needed workers are here")
     key = "empty_cluster_timeout_s" if started else "start_timeout_s"
     lack = (
-        "all workers have gone"
+        "all workers have gone, and none came back"
         if started
         else f"only {num_ready} of {cluster.min_workers} needed workers came"
     )

@@ -138,7 +138,8 @@ class PushOrder:
             self._next = push.bucket if self._partial else 0
         elif push.lease != self._lease:
             raise ProtocolError("it began another push in the middle of one")
-        if push.bucket != self._next or push.num_buckets != len(self._buckets):
+        known = push.bucket < len(self._buckets) == push.num_buckets
+        if not known or push.bucket != self._next:
             raise ProtocolError(
                 f"it sent bucket {push.bucket} of {push.num_buckets}, "
                 f"expected {self._next} of {len(self._buckets)}"

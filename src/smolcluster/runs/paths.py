@@ -1,6 +1,6 @@
 """Where a run keeps its files, and how runs are named and found.
 
-<runs>/<run id>/config.yaml  events.jsonl  metrics.jsonl  summary.json  processes.json  logs/
+<runs>/<run id>/config.yaml  events.jsonl  metrics.jsonl  summary.json  processes.json  logs/  checkpoints/
 <runs>/latest -> the newest run
 """
 
@@ -55,6 +55,16 @@ class RunPaths:
     def logs(self) -> Path:
         """The folder of the log files."""
         return self.root / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.root / "checkpoints"
+
+    @property
+    def lock(self) -> Path:
+        """Locked by the process that writes the run."""
+        return self.root / ".lock"
 
     def log_file(self, component: str, node: str, rank: int | None = None) -> Path:
         """The log file of one process, such as `logs/worker-rank0-mini2.log`."""

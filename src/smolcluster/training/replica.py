@@ -11,7 +11,7 @@ import copy
 import hashlib
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,6 @@ class Replica:
         self.buckets = _cut(self.num_params, max(1, bucket_bytes // dtype.itemsize))
         self.optimizer = FlatOptimizer(optimizer, self.params, self.grads, weight_decay)
         self._staging: Tensor | None = None
-        self._piece: Tensor | None = None
 
     @property
     def num_params(self) -> int:
@@ -167,18 +166,26 @@ class Replica:
     ) -> None:
         """Take one optimizer step with `scale` times a gradient that comes in pieces.
 
-        Each piece is a place in the flat tensors, of at most a bucket, and the gradient there, on the
-        CPU; it is not changed. Weights outside of the pieces stay as they are.
+        Each piece is a place in the flat tensors and the gradient there, on the CPU; it is not changed.
+        Weights outside of the pieces stay as they are.
         """
-        scaled = ((place, self._scaled(piece, scale)) for place, piece in pieces)
-        self.optimizer.step_pieces(scaled, learning_rate)
+        self.optimizer.step_pieces(self._scaled(pieces, scale), learning_rate)
 
-    def _scaled(self, piece: Tensor, scale: float) -> Tensor:
-        if scale == 1.0:
-            return piece.to(self.device)
-        if self._piece is None:
-            self._piece = torch.empty(self.buckets[0].stop, dtype=self.params.dtype)
-        return torch.mul(piece, scale, out=self._piece[: piece.numel()]).to(self.device)
+    def _scaled(
+        self, pieces: Iterable[tuple[slice, Tensor]], scale: float
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """The pieces times `scale`, on `device`, in parts of a bucket, which is all the memory it takes."""
+        length = self.buckets[0].stop
+        for place, piece in pieces:
+            if scale == 1.0:
+                yield place, piece.to(self.device)
+                continue
+            scratch = torch.empty(min(length, piece.numel()), dtype=piece.dtype)
+            for first in range(0, piece.numel(), length):
+                part = piece[first : first + length]
+                scaled = torch.mul(part, scale, out=scratch[: part.numel()])
+                start = place.start + first
+                yield slice(start, start + part.numel()), scaled.to(self.device)
 
     def layer_norms(self, pieces: Iterable[tuple[slice, Tensor]] | None = None) -> dict[str, float]:
         """Return the L2 norm of each parameter's gradient, by name.

@@ -49,7 +49,10 @@ Sentence = Annotated[
 ]
 Outcome = Literal["applied", "stale", "late", "duplicate"]
 Shape = Annotated[tuple[Count, ...], Strict(False), Field(max_length=8)]
-Buckets = Annotated[tuple[Count, ...], Strict(False), Field(min_length=1, max_length=4096)]
+MAX_PULLED_BUCKETS = 4096
+Buckets = Annotated[
+    tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_PULLED_BUCKETS)
+]
 Seconds = Annotated[float, Field(ge=0)]
 WEIGHTS = "weights"
 """The content of a State that holds weights."""

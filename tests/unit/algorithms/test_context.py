@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from harness import free_port, local_settings
-from peers import Echo, Parts, server_parts
+from peers import Echo, Parts, next_event, server_parts
 from smolcluster.algorithms.context import codec_for, listening_addresses
+from smolcluster.cluster.evaluator import EvaluationDone
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import ConfigError, PortBusy
 
@@ -81,6 +82,15 @@ def test_an_open_hub_listens_and_a_closed_one_frees_the_port(parts: Parts) -> No
     assert any(
         "listening on 127.0.0.1" in line and str(parts.port) in line for line in parts.log_lines
     )
+
+
+def test_the_weights_are_evaluated_as_often_as_the_training_file_says(tmp_path: Path) -> None:
+    settings = local_settings("eval_steps=3", f"port={free_port()}")
+    with server_parts(settings, tmp_path) as parts, parts.context.new_evaluator() as evaluator:
+        for version in (1, 2, 3, 4):
+            evaluator.after_step(version, 0)
+        assert next_event(parts.context.inbox, EvaluationDone).version == 3
+    assert parts.context.inbox.get(0.0) is None
 
 
 def test_a_port_that_is_taken_is_try_again(parts: Parts) -> None:

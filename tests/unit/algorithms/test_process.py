@@ -15,6 +15,7 @@ from harness import free_port
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import main
 from smolcluster.cluster.link import Participant
+from smolcluster.configs.load import find_config
 from smolcluster.errors import ClusterEmpty, ConfigError, NonFiniteLoss, SmolclusterError
 from smolcluster.runs.events import EpochFinished, read_events
 from smolcluster.runs.paths import RunPaths
@@ -217,7 +218,12 @@ def test_a_server_makes_the_secret_that_is_not_there(
 
 
 @pytest.mark.parametrize(
-    ("argument", "words"), [("num_epoch=3", "num_epochs"), ("batch_size=0", "batch_size")]
+    ("argument", "words"),
+    [
+        ("num_epoch=3", "num_epochs"),
+        ("batch_size=0", "batch_size"),
+        ("global_batch_size=96", "launch syncps"),
+    ],
 )
 def test_a_wrong_override_is_one_line_and_2(
     serve: Callable[..., int], capsys: pytest.CaptureFixture[str], argument: str, words: str
@@ -268,6 +274,31 @@ def test_a_worker_without_a_server_says_where_it_looked(
     address = f"{server}:{free_port()}"
     arguments = ("--local", "--server", address, "--override", "start_timeout_s=0.1")
     assert work("1", "macbook", *arguments) == 75
+    assert address in only_line(capsys)
+
+
+@pytest.fixture
+def shares(tmp_path: Path) -> Path:
+    """A cluster file that says how much of a batch each of its three workers gets."""
+    file = tmp_path / "cluster.yaml"
+    shipped = find_config("edp", "cluster").read_text()
+    file.write_text(f"{shipped}\nbatch_share: {{pi5: 0.2, win: 0.4, macbook: 0.4}}\n")
+    return file
+
+
+def test_shares_must_fit_the_workers_that_a_server_is_told_of(
+    serve: Callable[..., int], shares: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve(lambda _: SUMMARY, "--config", str(shares), "--workers", "4") == 2
+    assert "batch_share has no share for the worker 'local4'" in only_line(capsys)
+
+
+def test_shares_are_the_servers_affair_whatever_a_worker_is_told(
+    work: Callable[..., int], shares: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    arguments = ("--local", "--server", address, "--config", str(shares), "--workers", "4")
+    assert work("1", "pi5", *arguments, "--override", "start_timeout_s=0.1") == 75
     assert address in only_line(capsys)
 
 

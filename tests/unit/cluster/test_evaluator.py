@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from harness import local_settings
-from peers import DEADLINE_S, next_event, session_threads
+from peers import DEADLINE_S, logger, next_event, session_threads
 from smolcluster.cluster import evaluator as room
 from smolcluster.cluster.evaluator import EvaluationDone, EvaluationFailed, Evaluator
 from smolcluster.cluster.inbox import Inbox
@@ -46,64 +46,92 @@ class Gate:
         return evaluate(model, split, device)
 
 
-LINES: list[str] = []
+class Steps:
+    """An evaluator of a replica whose steps the test takes."""
+
+    def __init__(self, replica: Replica, split: Split, every: int = 1) -> None:
+        self.inbox = Inbox()
+        self.lines: list[str] = []
+        self.evaluator = Evaluator(replica, split, self.inbox, every=every, log=logger(self.lines))
+
+    def take(self, version: int, epoch: int = 0) -> None:
+        """Take a step as soon as the last evaluation has ended."""
+        deadline = Deadline(DEADLINE_S)
+        num_lines = len(self.lines)
+        while True:
+            self.evaluator.after_step(version, epoch)
+            if len(self.lines) == num_lines:
+                return
+            del self.lines[num_lines:]
+            assert not deadline.expired, "it is busy for ever"
 
 
 def test_the_weights_of_the_moment_are_evaluated_whatever_becomes_of_them(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inbox, gate = Inbox(), Gate(monkeypatch)
-    split = bench.dataset.validation
+    gate, split = Gate(monkeypatch), bench.dataset.validation
     expected = evaluate(bench.replica.copy_model(), split, torch.device("cpu"))
-    with Evaluator(bench.replica, split, inbox) as evaluator:
-        assert evaluator.submit(50, 1, bench.replica)
+    steps = Steps(bench.replica, split)
+    with steps.evaluator:
+        steps.take(50, epoch=1)
         bench.replica.params.zero_()
         gate.opened.set()
-        done = next_event(inbox, EvaluationDone)
+        done = next_event(steps.inbox, EvaluationDone)
     assert (done.version, done.epoch) == (50, 1)
     assert done.evaluation.loss == pytest.approx(expected.loss, rel=1e-6)
     assert done.evaluation.accuracy == expected.accuracy
 
 
-def test_while_one_evaluation_runs_no_other_is_taken_and_nobody_waits(
+def test_only_every_so_many_steps_the_weights_are_evaluated(bench: Workbench) -> None:
+    steps = Steps(bench.replica, bench.dataset.validation, every=4)
+    with steps.evaluator:
+        for version in range(1, 10):
+            steps.take(version)
+    versions = [next_event(steps.inbox, EvaluationDone).version for _ in range(2)]
+    assert versions == [4, 8]
+    assert steps.inbox.get(0.0) is None
+
+
+def test_while_one_evaluation_runs_no_other_is_begun_and_nobody_waits(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inbox, gate = Inbox(), Gate(monkeypatch)
-    with Evaluator(bench.replica, bench.dataset.validation, inbox) as evaluator:
-        assert evaluator.submit(1, 0, bench.replica)
+    gate, steps = Gate(monkeypatch), Steps(bench.replica, bench.dataset.validation)
+    with steps.evaluator:
+        steps.take(1)
         assert gate.entered.wait(DEADLINE_S)
-        assert not evaluator.submit(2, 0, bench.replica)
+        steps.evaluator.after_step(2, 0)
+        assert len(steps.lines) == 1
+        assert "step 2 is not evaluated" in steps.lines[0]
         gate.opened.set()
-        assert next_event(inbox, EvaluationDone).version == 1
-        submit(evaluator, 3, bench)
-        assert next_event(inbox, EvaluationDone).version == 3
+        assert next_event(steps.inbox, EvaluationDone).version == 1
+        steps.take(3)
+        assert next_event(steps.inbox, EvaluationDone).version == 3
     assert session_threads() == []
 
 
 def test_the_running_evaluation_is_finished_before_the_evaluator_ends(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inbox, gate = Inbox(), Gate(monkeypatch)
-    with Evaluator(bench.replica, bench.dataset.validation, inbox) as evaluator:
-        assert evaluator.submit(1, 0, bench.replica)
+    gate, steps = Gate(monkeypatch), Steps(bench.replica, bench.dataset.validation)
+    with steps.evaluator:
+        steps.take(1)
         assert gate.entered.wait(DEADLINE_S)
         gate.opened.set()
-    event = inbox.get(0.0)
-    assert isinstance(event, EvaluationDone)
+    assert isinstance(steps.inbox.get(0.0), EvaluationDone)
 
 
 def test_diverged_weights_are_reported_and_the_next_ones_evaluated(bench: Workbench) -> None:
-    inbox = Inbox()
-    with Evaluator(bench.replica, bench.dataset.validation, inbox) as evaluator:
+    steps = Steps(bench.replica, bench.dataset.validation)
+    with steps.evaluator:
         good = bench.replica.snapshot()
         bench.replica.params.fill_(float("nan"))
-        assert evaluator.submit(1, 0, bench.replica)
-        failed = next_event(inbox, EvaluationFailed)
+        steps.take(1)
+        failed = next_event(steps.inbox, EvaluationFailed)
         assert failed.version == 1
         assert isinstance(failed.error, NonFiniteLoss)
         bench.replica.load(good)
-        submit(evaluator, 2, bench)
-        assert next_event(inbox, EvaluationDone).version == 2
+        steps.take(2)
+        assert next_event(steps.inbox, EvaluationDone).version == 2
 
 
 def test_frozen_weights_are_not_mistaken_for_trained_ones(bench: Workbench) -> None:
@@ -111,8 +139,9 @@ def test_frozen_weights_are_not_mistaken_for_trained_ones(bench: Workbench) -> N
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(bench.dataset.input_dim, 10), nn.ReLU(), nn.Linear(10, 10))
     model[0].requires_grad_(False)
-    replica, inbox = Replica(model, "sgd"), Inbox()
+    replica = Replica(model, "sgd")
     expected = evaluate(replica.copy_model(), split, torch.device("cpu"))
-    with Evaluator(replica, split, inbox) as evaluator:
-        assert evaluator.submit(1, 0, replica)
-        assert next_event(inbox, EvaluationDone).evaluation == expected
+    steps = Steps(replica, split)
+    with steps.evaluator:
+        steps.take(1)
+        assert next_event(steps.inbox, EvaluationDone).evaluation == expected

@@ -23,13 +23,22 @@ from peers import (
 )
 from smolcluster.cluster import hub as room
 from smolcluster.cluster import reception
+from smolcluster.cluster.evaluator import EvaluationDone, EvaluationFailed
 from smolcluster.cluster.hub import Departed, Joined
 from smolcluster.cluster.inbox import Said
 from smolcluster.cluster.joining import RunOver, ServerAddress, join
 from smolcluster.cluster.reception import Reception
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import ClusterEmpty, NonFiniteLoss, Rejected, RunFailed
-from smolcluster.runs.events import RunEnded, WorkerJoined, WorkerLeft, WorkerLost, WorkerRejected
+from smolcluster.runs.events import (
+    Evaluated,
+    RunEnded,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLost,
+    WorkerRejected,
+)
+from smolcluster.training.evaluate import Evaluation
 from smolcluster.transport.handshake import reject
 from smolcluster.transport.messages import End, Goodbye, Pull, Reject
 from smolcluster.utils.retry import Deadline
@@ -283,6 +292,55 @@ def test_a_hub_whose_workers_have_all_gone_gives_up(house: HandledHub) -> None:
     list(house.hub.next_events(0.1))
     hand.leave()
     with pytest.raises(ClusterEmpty, match="empty_cluster_timeout_s"):
+        house.until(lambda: False)
+
+
+def all_gone(parts: Parts) -> list[str]:
+    """Lines that say that nobody is left."""
+    return [line for line in parts.log_lines if "all workers have gone" in line]
+
+
+@pytest.mark.parametrize("parts", [("empty_cluster_timeout_s=90",)], indirect=True)
+def test_when_the_last_worker_has_gone_the_log_says_so_and_how_long_it_waits(
+    house: HandledHub, parts: Parts
+) -> None:
+    hands = [house.join(hello(1)), house.join(hello(2))]
+    list(house.hub.next_events(0.0))
+    assert house.hub.started
+    hands[0].leave()
+    house.until(lambda: len(departed(house)) == 1)
+    assert all_gone(parts) == [], "one is left"
+    hands[1].say(Goodbye(reason="it was stopped"))
+    hands[1].leave()
+    house.until(lambda: len(departed(house)) == 2)
+    (line,) = all_gone(parts)
+    assert line.startswith("WARNING")
+    assert "1 min 30 s" in line
+
+
+@pytest.mark.parametrize("parts", [("min_workers=2",)], indirect=True)
+def test_before_training_has_started_nobody_is_missed(house: HandledHub, parts: Parts) -> None:
+    hand = house.join(hello(1))
+    hand.leave()
+    house.until(lambda: bool(departed(house)))
+    assert not house.hub.started
+    assert all_gone(parts) == []
+
+
+def test_an_evaluation_is_told_to_the_world_and_not_to_the_algorithm(
+    house: HandledHub, parts: Parts
+) -> None:
+    parts.context.inbox.put(EvaluationDone(200, 3, Evaluation(loss=0.5, accuracy=0.75)))
+    house.until(lambda: bool(parts.happened(Evaluated)))
+    assert parts.happened(Evaluated) == [
+        Evaluated(epoch=3, step=200, val_loss=0.5, val_accuracy=0.75)
+    ]
+    assert house.events == []
+
+
+def test_weights_that_cannot_be_evaluated_end_the_run(house: HandledHub, parts: Parts) -> None:
+    parts.context.inbox.put(EvaluationFailed(200, NonFiniteLoss("weights hold nan at layer fc1")))
+    with pytest.raises(NonFiniteLoss, match="nan at layer fc1"):
         house.until(lambda: False)
 
 

@@ -1,12 +1,13 @@
 """The life of a worker process: it takes part, comes back after every loss, and knows when to stop."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 
+from connection_pairs import push, tensor
 from harness import SECRET, Outcome, local_settings
 from peers import DEADLINE_S, Door, Echo, Hand, hello, logger
 from smolcluster.cluster.inbox import Said
@@ -32,10 +33,14 @@ from smolcluster.transport.messages import (
     Fault,
     Goodbye,
     LeaseKey,
+    Message,
     Pull,
+    Push,
     Ready,
     Reject,
+    State,
     Welcome,
+    frame_of,
 )
 
 LEASE = LeaseKey(incarnation="0123abcd", epoch=0, start=0, stop=32, grant=1)
@@ -56,6 +61,7 @@ class Helper:
         self.unacknowledged = LEASE
         link.send(Pull())
         if self._error:
+            link.flush()
             raise self._error
         while True:
             link.next_event(DEADLINE_S)
@@ -75,12 +81,13 @@ class Life:
         error: BaseException | None = None,
         node: NodeConfig | None = None,
         start_timeout_s: float = DEADLINE_S,
+        helper: Callable[[], Helper] | None = None,
     ) -> Outcome:
         def make(_: Welcome, bench: Workbench) -> Helper:
-            helper = Helper(error)
-            helper.bench = bench
-            self.made.append(helper)
-            return helper
+            made = helper() if helper else Helper(error)
+            made.bench = bench
+            self.made.append(made)
+            return made
 
         place = Place(
             node=node or NodeConfig(device="cpu"),
@@ -270,20 +277,88 @@ def test_news_of_the_server_is_raised_wherever_a_participant_waits(life: Life) -
                 event = link.next_event(0.001)
                 seen.extend([event] if event else [])
 
-    place = Place(
-        node=NodeConfig(device="cpu"),
-        hello=hello(),
-        address=ServerAddress("127.0.0.1", life.door.port),
-        secret=SECRET,
-        start_timeout_s=DEADLINE_S,
-        log=logger(life.lines),
-    )
-    worker = Outcome("worker", lambda: follow(place, lambda *_: Looking()))
+    worker = life.begin(helper=Looking)
     hand, _ = taken_part(life)
     hand.say(_ack())
     end(hand)
     worker.finish()
     assert seen == [Said(0, _ack())]
+
+
+NUM_FRAMES = 100
+NBYTES = 1 << 20
+
+
+class Sending(Helper):
+    """Sends a lot from one memory, and uses that for something else as soon as it has been sent."""
+
+    def take_part(self, link: Link) -> None:
+        memory = bytearray(b"g" * NBYTES)
+        frame = frame_of(push(NBYTES), memory)
+        link.send(Pull())
+        for _ in range(NUM_FRAMES):
+            link.send_frame(frame)
+        link.flush()
+        memory[:] = b"." * NBYTES
+        while True:
+            link.next_event(DEADLINE_S)
+
+
+def test_what_is_sent_is_what_it_was_before_the_flush(life: Life) -> None:
+    worker = life.begin(helper=Sending)
+    hand, _ = taken_part(life)
+    for _ in range(NUM_FRAMES):
+        message, payload = hand.hear()
+        assert isinstance(message, Push)
+        assert payload == b"g" * NBYTES
+    end(hand)
+    worker.finish()
+
+
+def test_a_worker_that_waits_to_send_comes_back_when_the_server_has_gone(life: Life) -> None:
+    worker = life.begin(helper=Sending)
+    taken_part(life)[0].leave()
+    hand = life.door.admit(run_config())
+    hand.hear_a(Ready)
+    hand.say(End(ok=True, sentence="every sample has been applied"))
+    hand.leave()
+    worker.finish()
+    assert len(life.made) == 1
+
+
+def test_weights_are_written_where_the_participants_receiver_wants_them(life: Life) -> None:
+    memory = bytearray(64)
+
+    class Placing(Echo):
+        def place_for(self, message: Message) -> memoryview | None:
+            return memoryview(memory) if isinstance(message, State) else None
+
+    class Following(Helper):
+        def new_receiver(self) -> Receiver:
+            return Placing()
+
+    worker = life.begin(helper=Following)
+    hand, _ = taken_part(life)
+    weights = bytes(range(64))
+    state = State(incarnation="here", version=3, bucket=0, num_buckets=1, tensor=tensor(64))
+    hand.say(state, weights)
+    end(hand)
+    worker.finish()
+    assert memory == weights
+
+
+def test_a_machine_computes_no_more_samples_at_once_than_it_is_told(life: Life) -> None:
+    worker = life.begin(node=NodeConfig(device="cpu", microbatch=5))
+    hand, _ = taken_part(life)
+    bench = life.made[0].bench
+    sizes: list[int] = []
+    bench.replica.model.register_forward_pre_hook(
+        lambda _model, inputs: sizes.append(len(inputs[0]))
+    )
+    bench.compute(torch.arange(12))
+    assert sizes == [5, 5, 2]
+    end(hand)
+    worker.finish()
 
 
 def _ack() -> Ack:

@@ -98,6 +98,16 @@ def test_what_must_be_encoded_has_memory_of_its_own_even_in_place(
 
 
 @pytest.mark.parametrize("in_place", [False, True])
+def test_weights_are_sent_as_a_gradient_is(replica: Replica, in_place: bool) -> None:
+    gradient = set_gradient(replica, 1)
+    weights = replica.snapshot()
+    sender = GradientSender("fp32", replica, in_place=in_place)
+    frames = list(sender.frames(lease(), 7, 0.5, 0.25, weights))
+    assert torch.equal(torch.cat([values(frame) for frame in frames]), weights)
+    assert torch.equal(torch.cat([values(frame) for frame in push_with(sender)]), gradient)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
 def test_a_float64_model_is_sent_in_float64(in_place: bool) -> None:
     replica = small_replica(torch.float64)
     gradient = set_gradient(replica, 1)
@@ -232,12 +242,11 @@ def take_all(order: PushOrder, pushes: list[Push]) -> list[bool]:
 def test_a_push_ends_with_its_last_bucket_and_then_another_may_begin(replica: Replica) -> None:
     order = PushOrder(replica.buckets, "fp32")
     for grant in (1, 2):
-        first, *rest = pushes_of(replica, key=lease(grant=grant))
-        assert not order.in_progress
-        assert not order.take(first)
-        assert order.in_progress
-        assert take_all(order, rest) == [False, True]
-    assert not order.in_progress
+        states = [order.in_progress]
+        for push in pushes_of(replica, key=lease(grant=grant)):
+            assert order.take(push) == (push.bucket == 2)
+            states.append(order.in_progress)
+        assert states == [False, True, True, False]
 
 
 @pytest.mark.parametrize(("numbers", "wrong"), [([1], 1), ([0, 2], 2), ([0, 0], 0), ([0, 1, 0], 0)])
@@ -299,6 +308,12 @@ def test_parts_too_come_in_order(replica: Replica, numbers: list[int], wrong: in
     expected = f"bucket {wrong} of 3, expected {numbers[0] + 1} of 3"
     with pytest.raises(ProtocolError, match=expected):
         order.take(pushes[numbers[1]])
+
+
+def test_a_part_cannot_begin_behind_the_last_bucket(replica: Replica) -> None:
+    beyond = pushes_of(replica)[0].model_copy(update={"bucket": 3})
+    with pytest.raises(ProtocolError, match="bucket 3 of 3"):
+        PushOrder(replica.buckets, "fp32", partial=True).take(beyond)
 
 
 @pytest.mark.parametrize("codec", LOSSY)

@@ -1,5 +1,6 @@
 """A session reads, writes, keeps itself alive, and ends exactly once, whatever ends it."""
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from connection_pairs import BUCKET_BYTES, connection_pair, push
 from peers import DEADLINE_S, Echo, Hand, next_event, session_threads
 from smolcluster.cluster.inbox import Event, Gone, Inbox, Said
 from smolcluster.cluster.session import Receiver, Session
+from smolcluster.errors import ProtocolError
 from smolcluster.transport.connection import Connection
 from smolcluster.transport.messages import (
     FROM_WORKER,
@@ -18,6 +20,7 @@ from smolcluster.transport.messages import (
     Heartbeat,
     Message,
     Pull,
+    Push,
     Ready,
     State,
     frame_of,
@@ -152,15 +155,94 @@ def test_a_peer_that_does_not_keep_up_is_cut_and_the_sender_never_waits_for_it(
     assert session_threads() == []
 
 
-def test_a_full_queue_at_the_farewell_cuts_the_session(
+def test_a_full_queue_is_still_sent_at_the_farewell(
     ends: tuple[Connection, Hand], inbox: Inbox
 ) -> None:
-    ours, _ = ends
+    ours, peer = ends
     session = session_on(ours, inbox, max_queued=1)
     session.send(ACK)
     session.finish()
     session.start()
-    assert "keep up" in next_event(inbox, Gone).reason
+    assert peer.hear_a(Ack) == ACK
+    peer.hear_the_end()
+    peer.leave()
+    next_event(inbox, Gone)
+
+
+NUM_FRAMES = 1000
+
+
+def fill(session: Session) -> None:
+    """Queue more full buckets than a system takes over for a peer that does not read."""
+    frame = frame_of(FULL_BUCKET, bytes(BUCKET_BYTES))
+    for _ in range(NUM_FRAMES):
+        session.send_frame(frame)
+
+
+def test_a_flush_waits_until_the_memory_of_all_frames_is_free(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    ours, peer = ends
+    session = session_on(ours, inbox, max_queued=NUM_FRAMES)
+    session.start()
+    fill(session)
+    assert not session.flush(0.05)
+    assert session.num_sent < session.num_queued == NUM_FRAMES
+    flushed: list[bool] = []
+    flush = threading.Thread(target=lambda: flushed.append(session.flush(DEADLINE_S)))
+    flush.start()
+    for _ in range(NUM_FRAMES):
+        peer.hear_a(Push)
+    flush.join(DEADLINE_S)
+    assert flushed == [True]
+    assert session.num_sent == session.num_queued == NUM_FRAMES
+    peer.leave()
+    next_event(inbox, Gone)
+
+
+def test_a_flush_of_an_idle_session_is_over_at_once(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    ours, peer = ends
+    session = session_on(ours, inbox)
+    session.start()
+    before = time.monotonic()
+    assert session.flush(DEADLINE_S)
+    assert time.monotonic() - before < DEADLINE_S / 4, "it does not wait for a heartbeat"
+    peer.leave()
+    next_event(inbox, Gone)
+
+
+def test_a_flush_ends_with_its_session(ends: tuple[Connection, Hand], inbox: Inbox) -> None:
+    ours, _ = ends
+    session = session_on(ours, inbox, max_queued=NUM_FRAMES)
+    session.start()
+    fill(session)
+    flushed: list[bool] = []
+    flush = threading.Thread(target=lambda: flushed.append(session.flush(math.inf)))
+    flush.start()
+    session.cut("enough")
+    flush.join(DEADLINE_S)
+    assert flushed == [True], "nothing of it will be sent any more"
+    assert session.num_sent < session.num_queued
+    assert session.flush(math.inf), "nor later"
+    assert next_event(inbox, Gone).reason == "enough"
+
+
+def test_heartbeats_are_not_counted_as_frames_that_were_queued(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    ours, peer = ends
+    session = session_on(ours, inbox, heartbeat_timeout_s=0.04)
+    session.start()
+    for _ in range(3):
+        assert peer.connection.receive(deadline=Deadline(DEADLINE_S))[0] == Heartbeat()
+    session.send(ACK)
+    peer.hear_a(Ack)
+    assert session.flush(DEADLINE_S)
+    assert (session.num_queued, session.num_sent) == (1, 1)
+    peer.leave()
+    next_event(inbox, Gone)
 
 
 def test_an_idle_session_sends_heartbeats(ends: tuple[Connection, Hand], inbox: Inbox) -> None:
@@ -218,16 +300,89 @@ def test_a_finished_session_sends_what_is_queued_and_ends_when_the_peer_closes(
     session = session_on(ours, inbox)
     for _ in range(10):
         session.send(ACK)
-    session.end_with(Goodbye(reason="done"))
+    session.finish()
     session.start()
     for _ in range(10):
         peer.hear_a(Ack)
-    assert peer.hear_a(Goodbye).reason == "done"
     peer.hear_the_end()
     peer.say(Pull())
     assert next_event(inbox, Said).message == Pull(), "the other direction is still open"
     peer.leave()
     assert "closed the connection" in next_event(inbox, Gone).reason
+
+
+def test_last_words_are_all_that_is_said_and_what_was_queued_is_free(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    """Half of what belongs together would be worse than nothing."""
+    ours, peer = ends
+    session = session_on(ours, inbox)
+    for _ in range(10):
+        session.send(ACK)
+        session.send_frame(frame_of(FULL_BUCKET, bytes(BUCKET_BYTES)))
+    session.end_with(Goodbye(reason="done"))
+    session.start()
+    assert peer.hear_a(Goodbye).reason == "done"
+    peer.hear_the_end()
+    assert session.num_queued == session.num_sent == 21
+    peer.leave()
+    next_event(inbox, Gone)
+
+
+def test_last_words_are_heard_though_the_queue_is_full(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    ours, peer = ends
+    session = session_on(ours, inbox, max_queued=3)
+    for _ in range(3):
+        session.send(ACK)
+    session.finish()
+    session.end_with(Goodbye(reason="done"))
+    session.start()
+    assert peer.hear_a(Goodbye).reason == "done"
+    peer.hear_the_end()
+    peer.leave()
+    next_event(inbox, Gone)
+
+
+class Placing(Echo):
+    """A receiver that wants the payloads of pushes in memory of its own."""
+
+    def __init__(self, seat: int) -> None:
+        super().__init__(seat)
+        self.memory = bytearray(16)
+
+    def place_for(self, message: Message) -> memoryview | None:
+        return memoryview(self.memory) if isinstance(message, Push) else None
+
+
+def test_a_payload_is_written_where_the_receiver_wants_it(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    ours, peer = ends
+    receiver = Placing(SEAT)
+    session_on(ours, inbox, receiver=receiver).start()
+    peer.say(push(16), bytes(range(16)))
+    assert next_event(inbox, Said) == Said(SEAT, push(16))
+    assert receiver.memory == bytes(range(16))
+    assert receiver.payloads == [bytes(range(16))], "and it is told of it as ever"
+    peer.say(Pull())
+    next_event(inbox, Said)
+    peer.leave()
+    next_event(inbox, Gone)
+
+
+def test_a_receiver_that_refuses_a_message_ends_the_session(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    class Refusing(Echo):
+        def place_for(self, _message: Message) -> memoryview | None:
+            raise ProtocolError("this bucket is not of the agreed shape")
+
+    ours, peer = ends
+    session_on(ours, inbox, receiver=Refusing()).start()
+    peer.say(push(16), bytes(16))
+    assert "not of the agreed shape" in next_event(inbox, Gone).reason
 
 
 def test_what_a_worker_must_not_say_ends_the_session(

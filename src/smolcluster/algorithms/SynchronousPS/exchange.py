@@ -149,15 +149,15 @@ class Reduction:
         return math.hypot(*self._norms)
 
     def pieces(self, version: int) -> Pieces:
-        """The mean gradient as it was sent, bucket by bucket; a piece is valid until the next one."""
+        """The mean gradient as it was sent, in pieces of which each is valid until the next one."""
+        if self._codec.lossless:
+            yield from self._replica.whole(self._sums[version % 2])
+            return
         scratch = torch.empty(bucket_length(self._buckets[0]), dtype=self._codec.dtype)
         for number, bucket in enumerate(self._buckets):
-            if self._codec.lossless:
-                yield bucket, self._sum_of(version, number)
-            else:
-                piece = scratch[: bucket_length(bucket)]
-                self._codec.decode(self._encoded_of(version, number), piece)
-                yield bucket, piece
+            piece = scratch[: bucket_length(bucket)]
+            self._codec.decode(self._encoded_of(version, number), piece)
+            yield bucket, piece
 
     def _encode(self, step: Step, number: int, total: Tensor) -> None:
         if self._feedback is None or not math.isfinite(self._norms[number]):

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 MEMORY = 0.8
 """What an estimate keeps of its past with each new measurement."""
 MOST_GROWTH = 4.0
-"""How much slower than thought one measurement may make a member: it may have been stopped meanwhile."""
+"""How far above the estimate a measurement is believed: the member may have been stopped meanwhile."""
+LEAST_BELIEVED_S = 1e-4
 LEAST_PER_SAMPLE_S = 1e-7
 UNKNOWN_PER_SAMPLE_S = 1e-3
-FIRST_PROBE = 64
+FIRST_PROBE = 16
 """Steps without a part after which a member is measured again; doubles each time."""
 
 
@@ -31,11 +32,16 @@ class Cost:
 
 
 class Pace:
-    """What is known of how fast a member is."""
+    """What is known of how fast a member is.
+
+    A first measurement counts in full, and so does one after a long time without; of the others, what is far
+    above the estimate may come from a pause, and counts as `MOST_GROWTH` times the estimate.
+    """
 
     def __init__(self, samples_per_s: float) -> None:
         """`samples_per_s`: its own first measurement; 0: unknown."""
         self.cost = Cost(0.0, 1.0 / samples_per_s if samples_per_s > 0 else UNKNOWN_PER_SAMPLE_S)
+        self._is_fresh = True
         self._idle_steps = 0
         self._probe_after = FIRST_PROBE
 
@@ -43,12 +49,13 @@ class Pace:
         """A part took `elapsed_s` from its assignment to its last byte, `compute_s` of it for computing."""
         fixed_s = max(0.0, elapsed_s - compute_s)
         per_sample_s = max(compute_s / num_samples, LEAST_PER_SAMPLE_S)
-        per_sample_s = min(per_sample_s, MOST_GROWTH * self.cost.per_sample_s)
-        new = 1 - MEMORY
-        self.cost = Cost(
-            MEMORY * self.cost.fixed_s + new * fixed_s,
-            MEMORY * self.cost.per_sample_s + new * per_sample_s,
-        )
+        if self._is_fresh:
+            self.cost = Cost(fixed_s, per_sample_s)
+        else:
+            self.cost = Cost(
+                _moved(self.cost.fixed_s, fixed_s), _moved(self.cost.per_sample_s, per_sample_s)
+            )
+        self._is_fresh = False
 
     def wants_probe(self, num_samples: int) -> bool:
         """Note the size of its part; whether a member without one shall be measured again all the same."""
@@ -59,6 +66,7 @@ class Pace:
         if self._idle_steps < self._probe_after:
             return False
         self._idle_steps, self._probe_after = 0, 2 * self._probe_after
+        self._is_fresh = True
         return True
 
 
@@ -103,6 +111,13 @@ def with_probes(paces: Sequence[Pace], sizes: list[int]) -> list[int]:
             sizes[largest] -= 1
             sizes[place] += 1
     return sizes
+
+
+def _moved(estimate: float, measured: float) -> float:
+    """The estimate after one more measurement."""
+    return MEMORY * estimate + (1 - MEMORY) * min(
+        measured, MOST_GROWTH * max(estimate, LEAST_BELIEVED_S)
+    )
 
 
 def _within(cost: Cost, seconds: float) -> int:

@@ -35,7 +35,15 @@ from smolcluster.cluster.pushing import GradientSender
 from smolcluster.cluster.tensors import Assigned
 from smolcluster.errors import NonFiniteLoss, PeerLost
 from smolcluster.training.build import Workbench
-from smolcluster.transport.messages import Cancel, LeaseKey, Pull, Skip, State, Welcome
+from smolcluster.transport.messages import (
+    MAX_PULLED_BUCKETS,
+    Cancel,
+    LeaseKey,
+    Pull,
+    Skip,
+    State,
+    Welcome,
+)
 
 WAIT_S = 1.0
 
@@ -145,8 +153,8 @@ class Worker:
         if self.joined and committed.digests:
             self.compare(committed.digests)
         if gradient is not None:
-            pieces = ((place, gradient[place]) for place in self.replica.buckets[: self.num_joined])
-            self.replica.step_pieces(pieces, commit.clip, commit.learning_rate)
+            here = slice(0, self.replica.buckets[self.num_joined - 1].stop)
+            self.replica.step_pieces([(here, gradient[here])], commit.clip, commit.learning_rate)
             self.receiver.give_back(gradient)
         self.version = commit.version
         self.cancelled.clear()
@@ -157,7 +165,7 @@ class Worker:
         pairs = zip(digests_of(self.replica), digests, strict=True)
         drifted = tuple(number for number, (own, theirs) in enumerate(pairs) if own != theirs)
         if drifted:
-            self.link.send(Pull(buckets=drifted))
+            self.link.send(Pull(buckets=drifted[:MAX_PULLED_BUCKETS]))
 
     def blend(self, bucket: int, weights: Tensor) -> None:
         """Draw a bucket of the weights towards the server's."""

@@ -41,7 +41,6 @@ from smolcluster.transport.messages import (
     Message,
     Outcome,
     Pull,
-    Push,
     State,
     Welcome,
     decode,
@@ -423,13 +422,3 @@ def test_weights_that_are_too_old_or_come_twice_are_not_mixed_in(stage: Stage) -
     assert stage.server.dispatcher.samples_applied == 64
     assert len(stage.parts.happened(PushDropped)) == 2
     assert [record.step for record in stage.parts.metrics.steps] == [1, 2]
-
-
-def test_a_push_says_how_much_it_is_worth_in_its_own_words() -> None:
-    """A push of weights is a push like any other: samples, loss and lease are in its header."""
-    office = Office()
-    lease = office.lease()
-    office.worker.step(lease)
-    (first, *_) = [opened(frame)[0] for frame in office.link.frames]
-    assert isinstance(first, Push)
-    assert (first.num_samples, first.lease, first.num_buckets) == (32, lease.lease, 3)

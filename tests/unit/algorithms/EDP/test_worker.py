@@ -1,0 +1,142 @@
+"""EDP's worker without a server: what it makes of what it is told."""
+
+from collections import deque
+from typing import cast
+
+import pytest
+import torch
+
+from harness import local_settings
+from smolcluster.algorithms.EDP.exchange import WeightsArrived
+from smolcluster.algorithms.EDP.worker import Worker
+from smolcluster.cluster.inbox import Event, Said
+from smolcluster.cluster.link import Link
+from smolcluster.cluster.tensors import Assigned, indices_payload
+from smolcluster.errors import PeerLost
+from smolcluster.training.build import build
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.messages import (
+    Ack,
+    Assignment,
+    LeaseKey,
+    Message,
+    Outcome,
+    Pull,
+    Welcome,
+)
+
+RATE = 0.1
+
+
+class Wire:
+    """A link whose events the test has laid down; when they are over the server is lost."""
+
+    def __init__(self) -> None:
+        self.events: deque[Event] = deque()
+        self.said: list[Message] = []
+        self.pushes: list[bytes] = []
+
+    def send(self, message: Message) -> None:
+        self.said.append(message)
+
+    def send_frame(self, frame: Frame) -> None:
+        self.pushes.append(bytes(frame.payload))
+
+    def next_event(self, timeout_s: float) -> Event | None:
+        if not self.events and timeout_s > 0:
+            raise PeerLost("the server is lost")
+        return self.events.popleft() if self.events else None
+
+
+class Desk:
+    """A worker, and what lies before it."""
+
+    def __init__(self, *overrides: str, codec: str = "fp32") -> None:
+        settings = local_settings("optimizer=sgd", *overrides)
+        self.bench = build(
+            settings.train, settings.cluster.seed, settings.node.dataset, torch.device("cpu")
+        )
+        welcome = Welcome(
+            mac="0" * 64,
+            run_id="test-run",
+            incarnation="here",
+            run=settings.run_config("test-run", "edp"),
+            model_fingerprint="m",
+            bucket_bytes=self.bench.replica.bucket_bytes,
+            codec=codec,
+            heartbeat_timeout_s=5.0,
+        )
+        self.wire = Wire()
+        self.worker = Worker(welcome, self.bench)
+        self.worker.link = cast(Link, self.wire)
+        self.worker.pulling = False
+
+    def assigned(self, number: int, learning_rate: float = RATE) -> Assigned:
+        """The samples 32 at a time, as they lie in the dataset."""
+        indices = torch.arange(32 * number, 32 * number + 32, dtype=torch.int32)
+        spec, payload = indices_payload(indices)
+        key = LeaseKey(
+            incarnation="here", epoch=0, start=32 * number, stop=32 * number + 32, grant=number
+        )
+        message = Assignment(lease=key, version=0, learning_rate=learning_rate, tensor=spec)
+        return Assigned(message, payload)
+
+    def answer(self, task: Assigned, outcome: Outcome) -> None:
+        self.wire.events.append(Said(0, Ack(lease=task.lease, outcome=outcome, version=1)))
+
+
+def third_push(second_outcome: Outcome | None) -> bytes:
+    """What a worker pushes last on the weights that it began with, after one applied push.
+
+    Before that, one more push had this outcome; None: there was none.
+    """
+    desk = Desk("staleness.bound=1", codec="int8")
+    start = desk.bench.replica.snapshot()
+    outcomes: list[tuple[int, Outcome]] = [(0, "applied")]
+    if second_outcome is not None:
+        outcomes.append((1, second_outcome))
+    for number, outcome in outcomes:
+        task = desk.assigned(number)
+        desk.worker.step(task)
+        desk.answer(task, outcome)
+        desk.wire.events.append(WeightsArrived(0, start))
+        desk.worker.wait_until(lambda: not desk.wire.events)
+    desk.worker.step(desk.assigned(2))
+    assert desk.wire.said == [Pull()] * (second_outcome == "stale")
+    return desk.wire.pushes[-1]
+
+
+@pytest.mark.parametrize("outcome", ["stale", "late", "duplicate"])
+def test_a_push_that_was_not_applied_leaves_no_trace_in_the_next_one(outcome: Outcome) -> None:
+    assert third_push(outcome) == third_push(None)
+
+
+def test_what_an_applied_push_lost_is_in_the_next_one() -> None:
+    assert third_push("applied") != third_push(None)
+
+
+def test_an_answer_for_another_lease_is_not_taken_for_ones_own() -> None:
+    desk = Desk()
+    desk.worker.step(desk.assigned(0))
+    desk.answer(desk.assigned(5), "applied")
+    with pytest.raises(PeerLost):  # it waits for its own answer
+        desk.worker.step(desk.assigned(1))
+    assert len(desk.wire.pushes) == len(desk.bench.replica.buckets), "nothing more was pushed"
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.3])
+def test_between_pulls_its_own_copy_steps_at_the_rate_it_was_told(rate: float) -> None:
+    desk = Desk("gradient_clipping.enabled=false")
+    replica = desk.bench.replica
+    before = replica.snapshot()
+    desk.worker.step(desk.assigned(0, rate))
+    torch.testing.assert_close(replica.params, before - rate * replica.grads)
+
+
+def test_with_an_interval_of_1_it_waits_for_each_pull_and_does_not_step() -> None:
+    desk = Desk("worker_update_interval=1")
+    before = desk.bench.replica.snapshot()
+    with pytest.raises(PeerLost):  # no weights come
+        desk.worker.step(desk.assigned(0))
+    assert desk.wire.said == [Pull()]
+    assert torch.equal(desk.bench.replica.params, before)

@@ -1,0 +1,163 @@
+"""What the tests of SyncPS share: workers without a connection, pushes, and frames that are delivered by hand."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from peers import opened
+from smolcluster.algorithms.SynchronousPS.exchange import Committed, Reduction, StepReceiver
+from smolcluster.algorithms.SynchronousPS.step import Holding, Step
+from smolcluster.cluster import membership
+from smolcluster.cluster.dispatcher import Range
+from smolcluster.cluster.inbox import Event
+from smolcluster.cluster.session import Receiver, Session
+from smolcluster.cluster.worker import Worker
+from smolcluster.codec.registry import CODECS, get_codec, lossless_for
+from smolcluster.training.replica import Replica
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.messages import Commit, LeaseKey, Message, Push, TensorSpec
+
+LOSSY = [name for name, codec in CODECS.items() if not codec.lossless]
+DTYPES = {name: codec.dtype for name, codec in CODECS.items()}
+
+
+class Post(Session):
+    """A session that goes nowhere: what is queued stays here."""
+
+    def __init__(self, seat: int = 1) -> None:
+        self.seat = seat
+        self.num_queued = 0
+        self.num_sent = 0
+        self.frames: list[Frame] = []
+        self.cut_because = ""
+
+    def send_frame(self, frame: Frame) -> None:
+        """Keep a frame."""
+        self.num_queued += 1
+        self.frames.append(frame)
+
+    def cut(self, reason: str) -> None:
+        """Keep the reason."""
+        self.cut_because = self.cut_because or reason
+
+    @property
+    def said(self) -> list[Message]:
+        """The messages that were queued."""
+        return [opened(frame)[0] for frame in self.frames]
+
+
+def worker_at(seat: int, node: str = "macbook", instance: str | None = None) -> Worker:
+    """A worker with a session that goes nowhere."""
+    member = membership.Member(seat, seat, node, instance or f"{seat:016x}")
+    return Worker(member, Post(seat))
+
+
+def post_of(worker: Worker) -> Post:
+    """Its session."""
+    assert isinstance(worker.session, Post)
+    return worker.session
+
+
+def small_replica(optimizer: str = "sgd", dtype: torch.dtype = torch.float32) -> Replica:
+    """A model of 610 values in three buckets, the last one shorter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2)).to(dtype)
+    replica = Replica(model, optimizer, bucket_bytes=256 * dtype.itemsize)
+    assert [bucket.stop - bucket.start for bucket in replica.buckets] == [256, 256, 98]
+    return replica
+
+
+def push_of(key: LeaseKey, bucket: int, num_buckets: int = 3, loss: float = 0.5) -> Push:
+    """The message of one bucket of a push; what it says of its payload is of no matter here."""
+    return Push(
+        lease=key,
+        base_version=0,
+        bucket=bucket,
+        num_buckets=num_buckets,
+        num_samples=key.stop - key.start,
+        loss=loss,
+        compute_s=0.25,
+        tensor=TensorSpec(codec="fp32", dtype="float32", shape=(1,), nbytes=4),
+    )
+
+
+def deliver(frame: Frame, receiver: Receiver) -> Event | None:
+    """Hand a frame to a receiver as a connection does: the payload goes where the receiver wants it."""
+    message, payload = opened(frame)
+    place = receiver.place_for(message)
+    if place is not None:
+        place[:] = payload
+        payload = place
+    return receiver(message, payload)
+
+
+def opened_step(version: int, sizes: Sequence[int], num_buckets: int = 3) -> Step:
+    """A step of the first samples of an epoch; seat i + 1 holds part i."""
+    step = Step(version, Range(0, 0, sum(sizes)), sizes, num_buckets, "here")
+    for number, part in enumerate(step.parts):
+        step.grant(part, worker_at(number + 1), 100 * version + number, 0.0)
+    return step
+
+
+def random_gradient(num_params: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Some gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_params, generator=generator, dtype=dtype)
+
+
+def add_part(
+    reduction: Reduction, replica: Replica, holding: Holding, gradient: Tensor
+) -> list[bool]:
+    """Bring every bucket of a part; returns which of them were complete then."""
+    return [
+        reduction.add(holding.seat, push_of(holding.key, number), gradient[bucket])
+        for number, bucket in enumerate(replica.buckets)
+    ]
+
+
+def reduce_step(
+    reduction: Reduction, replica: Replica, version: int, gradients: Sequence[Tensor]
+) -> list[Frame]:
+    """Open a step of as many equal parts, bring them all, and return the frames of their mean."""
+    step = opened_step(version, [8] * len(gradients))
+    reduction.open(step)
+    for holding, gradient in zip(step.holdings, gradients, strict=True):
+        add_part(reduction, replica, holding, gradient)
+    return [reduction.frame(version, number) for number in range(len(replica.buckets))]
+
+
+def commit_of(version: int, **changes: object) -> Commit:
+    """A commit without digests."""
+    commit = Commit(version=version, num_samples=32, clip=1.0, learning_rate=0.1)
+    return commit.model_copy(update=changes)
+
+
+def committed(receiver: StepReceiver, version: int) -> Committed:
+    """Commit the step that a worker's receiver has put together."""
+    event = receiver(commit_of(version), memoryview(b""))
+    assert isinstance(event, Committed)
+    return event
+
+
+def decoded(frame: Frame, codec_name: str, dtype: torch.dtype) -> Tensor:
+    """The values in a frame."""
+    codec = get_codec(codec_name)
+    if codec_name == lossless_for(dtype):
+        return torch.frombuffer(bytearray(frame.payload), dtype=dtype)
+    message, payload = opened(frame)
+    spec = getattr(message, "tensor", None)
+    assert isinstance(spec, TensorSpec)
+    values = torch.empty(spec.shape, dtype=codec.dtype)
+    codec.decode(torch.frombuffer(payload, dtype=torch.uint8), values)
+    return values
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """What models are made of in the meantime."""
+    with ExitStack() as after:
+        after.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(dtype)
+        yield

@@ -1,0 +1,673 @@
+"""Both ends of SyncPS's transfers: what is summed, what arrives, and what must not come is refused."""
+
+import struct
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+
+import pytest
+import torch
+from torch import Tensor
+
+from peers import opened
+from smolcluster.algorithms.SynchronousPS.exchange import (
+    Committed,
+    PartArrived,
+    PartReceiver,
+    Reduction,
+    StateArrived,
+    StateStream,
+    StepReceiver,
+    commit_frame,
+    contents_of,
+    digests_of,
+    digests_spec,
+    weights_frame,
+)
+from smolcluster.algorithms.SynchronousPS.rule import weight
+from smolcluster.algorithms.SynchronousPS.step import Step
+from smolcluster.cluster.inbox import Event, Said
+from smolcluster.cluster.pushing import GradientSender
+from smolcluster.cluster.session import Receiver
+from smolcluster.cluster.tensors import Assigned, bytes_of, indices_payload
+from smolcluster.codec.registry import lossless_for
+from smolcluster.errors import NonFiniteLoss, PeerLost, ProtocolError
+from smolcluster.training.replica import Replica
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.messages import (
+    Assignment,
+    Cancel,
+    LeaseKey,
+    Message,
+    Pull,
+    Reduced,
+    Skip,
+    State,
+)
+from unit.algorithms.SynchronousPS.actors import (
+    DTYPES,
+    LOSSY,
+    add_part,
+    commit_of,
+    committed,
+    decoded,
+    deliver,
+    opened_step,
+    push_of,
+    random_gradient,
+    reduce_step,
+    small_replica,
+)
+
+SEAT = 1
+DEADLINE_S = 20.0
+LOSSLESS = ["fp32", "fp64"]
+SIZES = (5, 17, 10, 32)
+
+
+def replica_for(codec: str, optimizer: str = "sgd") -> Replica:
+    return small_replica(optimizer, DTYPES[codec])
+
+
+def gradients_of(replica: Replica, count: int, seed: int = 0) -> list[Tensor]:
+    dtype = replica.params.dtype
+    return [random_gradient(replica.num_params, 100 * seed + each, dtype) for each in range(count)]
+
+
+def weighted_mean(gradients: list[Tensor], sizes: tuple[int, ...]) -> Tensor:
+    """The plain sum that everything is compared with, in float64."""
+    parts = zip(gradients, sizes, strict=True)
+    return torch.stack([weight(size, sum(sizes)) * each.double() for each, size in parts]).sum(0)
+
+
+def pieces_of(reduction: Reduction, version: int) -> Tensor:
+    """What the server applies."""
+    return torch.cat([piece.clone() for _, piece in reduction.pieces(version)])
+
+
+# What the server sums.
+
+
+@pytest.mark.parametrize("codec", LOSSLESS)
+def test_the_mean_is_the_weighted_sum_whoever_brings_what_when(codec: str) -> None:
+    """Four readers at once, step after step."""
+    replica = replica_for(codec)
+    reduction = Reduction(replica, codec)
+    together = threading.Barrier(len(SIZES))
+    with ThreadPoolExecutor(len(SIZES)) as pool:
+        for version in range(1, 21):
+            step = opened_step(version, SIZES)
+            reduction.open(step)
+            gradients = gradients_of(replica, len(SIZES), version)
+
+            def bring(number: int, step: Step = step, all_: list[Tensor] = gradients) -> list[bool]:
+                together.wait(DEADLINE_S)
+                return add_part(reduction, replica, step.holdings[number], all_[number])
+
+            complete = list(pool.map(bring, range(len(SIZES))))
+            for number in range(len(replica.buckets)):
+                assert [each[number] for each in complete].count(True) == 1, "the last one tells"
+            expected = weighted_mean(gradients, SIZES)
+            rtol = 1e-12 if codec == "fp64" else 1e-5
+            for mean in (
+                pieces_of(reduction, version),
+                torch.cat([values_in(reduction.frame(version, b), codec) for b in range(3)]),
+            ):
+                torch.testing.assert_close(mean.double(), expected, rtol=rtol, atol=rtol / 10)
+            assert reduction.norm() == pytest.approx(float(expected.norm()), rel=1e-5)
+            reduction.close()
+
+
+def values_in(frame: Frame, codec: str) -> Tensor:
+    return decoded(frame, codec, DTYPES[codec])
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_a_lossy_mean_is_within_its_codecs_bound_of_the_weighted_sum(codec: str) -> None:
+    replica = replica_for(codec)
+    reduction = Reduction(replica, codec)
+    gradients = gradients_of(replica, len(SIZES))
+    step = opened_step(1, SIZES)
+    reduction.open(step)
+    for holding, gradient in zip(step.holdings, gradients, strict=True):
+        add_part(reduction, replica, holding, gradient)
+    expected = weighted_mean(gradients, SIZES)
+    error = (pieces_of(reduction, 1).double() - expected).abs().max()
+    largest = float(expected.abs().max())
+    assert 0 < error <= largest / {"int8": 254, "bf16": 256, "fp16": 2048}[codec] * 1.001
+
+
+def test_what_does_not_count_changes_nothing() -> None:
+    replica = replica_for("fp32")
+    reduction = Reduction(replica, "fp32")
+    gradient, noise = gradients_of(replica, 2)
+    step = opened_step(1, [8])
+    (holding,) = step.holdings
+    nobodys = push_of(holding.key.model_copy(update={"grant": 999}), 0)
+    first, second = replica.buckets[0], replica.buckets[1]
+    assert not reduction.add(SEAT, push_of(holding.key, 0), noise[first]), "no step is open"
+    reduction.open(step)
+    assert not reduction.add(SEAT, nobodys, noise[first]), "it was not granted"
+    assert not reduction.add(SEAT + 1, push_of(holding.key, 0), noise[first]), "to somebody else"
+    assert reduction.add(SEAT, push_of(holding.key, 0), gradient[first])
+    assert not reduction.add(SEAT, push_of(holding.key, 0), noise[first]), "it has counted"
+    holding = step.grant(step.parts[0], holding.holder, 5, 0.0)
+    assert reduction.add(SEAT, push_of(holding.key, 1), gradient[second])
+    mean = pieces_of(reduction, 1)
+    assert torch.equal(mean[: second.stop], gradient[: second.stop])
+
+
+@pytest.mark.parametrize("codec", [*LOSSLESS, *LOSSY])
+def test_frames_of_a_step_stay_as_they_are_while_the_next_one_is_summed(codec: str) -> None:
+    """They may be under way to a slow worker; only the next step but one needs their memory."""
+    replica = replica_for(codec)
+    reduction = Reduction(replica, codec)
+    frames, bytes_then, pieces_then = {}, {}, {}
+    for version in range(1, 6):
+        gradients = gradients_of(replica, 2, version)
+        frames[version] = reduce_step(reduction, replica, version, gradients)
+        bytes_then[version] = [bytes(frame.payload) for frame in frames[version]]
+        pieces_then[version] = pieces_of(reduction, version)
+        if version > 1:
+            last = [bytes(frame.payload) for frame in frames[version - 1]]
+            assert last == bytes_then[version - 1]
+            assert torch.equal(pieces_of(reduction, version - 1), pieces_then[version - 1])
+        if version > 2:
+            old = [bytes(frame.payload) for frame in frames[version - 2]]
+            assert old == bytes_then[version], "and it takes the memory of two, not more"
+        reduction.close()
+
+
+@pytest.mark.parametrize("codec", [*LOSSLESS, *LOSSY])
+def test_the_server_applies_exactly_what_its_workers_receive(codec: str) -> None:
+    replica = replica_for(codec)
+    reduction, receiver = Reduction(replica, codec), StepReceiver(replica, codec)
+    for version in range(1, 8):
+        gradients = gradients_of(replica, 3, version)
+        frames = reduce_step(reduction, replica, version, gradients)
+        order = [2, 0, 1] if version % 2 else [0, 1, 2]
+        assert [deliver(frames[number], receiver) for number in order] == [None] * 3
+        event = committed(receiver, version)
+        assert (event.commit.version, event.num_reduced) == (version, 3)
+        assert event.gradient is not None
+        assert torch.equal(event.gradient, pieces_of(reduction, version)), "bit for bit"
+        reduction.close()
+        receiver.give_back(event.gradient)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_the_sum_of_what_was_applied_tracks_the_sum_of_the_means(codec: str) -> None:
+    """In units of the weighted sum: batches may differ in size."""
+    replica = replica_for(codec)
+    reduction = Reduction(replica, codec)
+    wanted = torch.zeros(replica.num_params, dtype=torch.float64)
+    applied = torch.zeros_like(wanted)
+
+    def step(version: int, gradient: Tensor, num_samples: int) -> None:
+        step = opened_step(version, [num_samples])
+        reduction.open(step)
+        add_part(reduction, replica, step.holdings[0], gradient)
+        wanted.add_(num_samples * gradient.double())
+        applied.add_(num_samples * pieces_of(reduction, version).double())
+        reduction.close()
+
+    for version in range(1, 61):
+        gradient = random_gradient(replica.num_params, version)
+        step(version, gradient, [32, 32, 7][version % 3])
+        assert (wanted - applied).abs().max() <= 32 * 6.0 / 250, "it does not grow with the steps"
+    for version in range(61, 65):
+        step(version, torch.zeros(replica.num_params), 1)
+    torch.testing.assert_close(applied, wanted, rtol=0.0, atol=3e-4)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "fp64", *LOSSY])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_mean_that_is_not_finite_names_step_and_layer(codec: str, value: float) -> None:
+    replica = replica_for(codec)
+    reduction = Reduction(replica, codec)
+    one, other = gradients_of(replica, 2)
+    other[replica.buckets[2].start + 3] = value
+    step = opened_step(7, [8, 8])
+    reduction.open(step)
+    for holding, gradient in zip(step.holdings, (one, other), strict=True):
+        add_part(reduction, replica, holding, gradient)
+    reduction.frame(7, 0)
+    layer = replica.parameter_at(replica.buckets[2].start)
+    with pytest.raises(NonFiniteLoss, match=rf"step 7: .* NaN or infinity at layer {layer}"):
+        reduction.frame(7, 2)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_a_sum_that_overflows_is_not_finite_though_its_parts_are(codec: str) -> None:
+    replica = replica_for(codec)
+    reduction = Reduction(replica, codec)
+    huge = torch.full((replica.num_params,), 3.4e38)
+    step = opened_step(7, [8, 8, 8])
+    reduction.open(step)
+    for holding in step.holdings:
+        add_part(reduction, replica, holding, 1.5 * huge if holding.seat == SEAT else huge)
+    with pytest.raises(NonFiniteLoss, match="step 7"):
+        reduction.frame(7, 0)
+
+
+def test_large_means_are_finite_though_their_squares_are_not() -> None:
+    replica = replica_for("fp32")
+    reduction = Reduction(replica, "fp32")
+    reduce_step(reduction, replica, 1, [torch.full((replica.num_params,), 1e30)])
+    assert reduction.norm() == pytest.approx(1e30 * replica.num_params**0.5)
+
+
+# What the server takes from a worker.
+
+
+def pushed(
+    replica: Replica, codec: str, key: LeaseKey, gradient: Tensor, first_bucket: int | None = None
+) -> list[Frame]:
+    """A push as a worker sends it; with `first_bucket` as a backup."""
+    replica.load_gradient(gradient)
+    sender = GradientSender(codec, replica, in_place=True)
+    if first_bucket is None:
+        return list(sender.frames(key, 0, 0.5, 0.25))
+    return list(sender.backup_frames(key, 0, 0.5, 0.25, first_bucket))
+
+
+def receiver_in(
+    codec: str, sizes: tuple[int, ...] = (8,)
+) -> tuple[Replica, Step, Reduction, PartReceiver]:
+    """The receiver of seat 1 in an open step."""
+    replica = replica_for(codec)
+    reduction = Reduction(replica, codec)
+    step = opened_step(1, sizes)
+    reduction.open(step)
+    return replica, step, reduction, PartReceiver(SEAT, reduction, codec, replica.buckets)
+
+
+@pytest.mark.parametrize("codec", [*LOSSLESS, *LOSSY])
+def test_a_push_is_added_as_it_comes(codec: str) -> None:
+    replica, step, reduction, receiver = receiver_in(codec)
+    gradient = random_gradient(replica.num_params, 1, replica.params.dtype)
+    frames = pushed(replica, codec, step.holdings[0].key, gradient)
+    expected = torch.cat([values_in(frame, codec) for frame in frames])
+    events = []
+    for number, frame in enumerate(frames):
+        assert receiver.in_progress == (number > 0)
+        events.append(deliver(frame, receiver))
+    assert not receiver.in_progress
+    assert [
+        (event.seat, event.push.bucket, event.reduced, event.whole)
+        for event in events
+        if isinstance(event, PartArrived)
+    ] == [(SEAT, 0, True, False), (SEAT, 1, True, False), (SEAT, 2, True, True)]
+    if codec in LOSSLESS:
+        assert torch.equal(pieces_of(reduction, 1), expected)
+    else:
+        largest = float(gradient.abs().max())
+        torch.testing.assert_close(
+            pieces_of(reduction, 1), expected, rtol=0, atol=largest / 250, msg=codec
+        )
+
+
+def test_of_a_push_that_completes_nothing_only_its_end_is_told() -> None:
+    replica, step, _, receiver = receiver_in("fp32", (8, 8))
+    frames = pushed(replica, "fp32", step.holdings[0].key, random_gradient(610, 1))
+    events = [deliver(frame, receiver) for frame in frames]
+    assert events[:2] == [None, None]
+    assert isinstance(events[2], PartArrived)
+    assert (events[2].reduced, events[2].whole) == (False, True)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_a_backup_is_lossless_and_begins_where_it_is_wanted(codec: str) -> None:
+    replica, step, _, receiver = receiver_in(codec, (8, 8))
+    gradient = random_gradient(replica.num_params, 1)
+    first = step.holdings[0]
+    backup = step.grant(step.parts[1], first.holder, 50, 0.0)
+    mine = step.holdings[1]
+    step.claim(mine.seat, push_of(mine.key, 0))
+    frames = pushed(replica, codec, backup.key, gradient, first_bucket=1)
+    events = [deliver(frame, receiver) for frame in frames]
+    assert [isinstance(event, PartArrived) for event in events] == [False, True]
+    assert step.parts[1].finished_by is backup
+
+
+def test_what_is_no_push_is_passed_on_with_its_seat() -> None:
+    _, step, _, receiver = receiver_in("fp32")
+    for message in (Pull(), Skip(lease=step.holdings[0].key, compute_s=0.5)):
+        assert receiver(message, memoryview(b"")) == Said(SEAT, message)
+
+
+def test_buckets_of_a_push_come_in_order() -> None:
+    replica, step, _, receiver = receiver_in("fp32")
+    frames = pushed(replica, "fp32", step.holdings[0].key, random_gradient(610, 1))
+    deliver(frames[0], receiver)
+    with pytest.raises(ProtocolError, match="sent bucket 2 of 3, expected 1 of 3"):
+        deliver(frames[2], receiver)
+
+
+def test_a_push_in_another_codec_is_refused() -> None:
+    replica, step, _, receiver = receiver_in("fp32")
+    frames = pushed(replica, "bf16", step.holdings[0].key, random_gradient(610, 1))
+    with pytest.raises(ProtocolError, match="not the fp32 tensor agreed on"):
+        deliver(frames[0], receiver)
+
+
+def test_a_push_of_another_shape_is_refused_and_nothing_of_it_counts() -> None:
+    replica, step, _, receiver = receiver_in("fp32")
+    frames = pushed(replica, "fp32", step.holdings[0].key, random_gradient(610, 1))
+    message, payload = opened(frames[2])
+    with pytest.raises(ProtocolError, match="not the fp32 tensor agreed on"):
+        receiver(message.model_copy(update={"bucket": 0}), payload)
+    assert step.parts[0].num_counted == 0
+
+
+# What a worker takes from the server.
+
+
+@pytest.fixture
+def replica() -> Replica:
+    return small_replica("adam")
+
+
+@pytest.fixture
+def reduction(replica: Replica) -> Reduction:
+    return Reduction(replica, "fp32")
+
+
+@pytest.fixture
+def receiver(replica: Replica) -> StepReceiver:
+    return StepReceiver(replica, "fp32")
+
+
+MakeFrames = Callable[[int], list[Frame]]
+
+
+@pytest.fixture
+def mean_of(replica: Replica, reduction: Reduction) -> MakeFrames:
+    """The frames of a step's mean."""
+
+    def frames(version: int) -> list[Frame]:
+        gradient = random_gradient(replica.num_params, version)
+        frames = reduce_step(reduction, replica, version, [gradient])
+        reduction.close()
+        return frames
+
+    return frames
+
+
+def deliver_all(frames: list[Frame], receiver: Receiver) -> list[Event]:
+    events = [deliver(frame, receiver) for frame in frames]
+    return [event for event in events if event is not None]
+
+
+def test_a_step_is_put_together_until_it_is_committed(
+    receiver: StepReceiver, mean_of: MakeFrames
+) -> None:
+    frames = mean_of(5)
+    assert not receiver.in_progress
+    assert deliver_all(frames, receiver) == []
+    assert receiver.in_progress
+    event = committed(receiver, 5)
+    assert not receiver.in_progress
+    assert event.gradient is not None
+    assert torch.equal(event.gradient, random_gradient(610, 5))
+
+
+def test_two_gradients_take_turns(receiver: StepReceiver, mean_of: MakeFrames) -> None:
+    """The server may be a step ahead of a worker that still computes."""
+    kept = []
+    for version in (1, 2):
+        deliver_all(mean_of(version), receiver)
+        kept.append(committed(receiver, version).gradient)
+    for version, gradient in zip((1, 2), kept, strict=True):
+        assert gradient is not None
+        assert torch.equal(gradient, random_gradient(610, version)), "the other one did not touch it"
+    for version in (3, 4, 5, 6):
+        oldest = kept[version % 2 - 1]
+        assert oldest is not None
+        receiver.give_back(oldest)
+        deliver_all(mean_of(version), receiver)
+        event = committed(receiver, version)
+        assert event.gradient is oldest, "no new memory"
+        assert torch.equal(oldest, random_gradient(610, version))
+
+
+def third_step(receiver: StepReceiver, mean_of: MakeFrames) -> list[Tensor]:
+    """Both gradients are with the worker; returns them."""
+    taken = []
+    for version in (1, 2):
+        deliver_all(mean_of(version), receiver)
+        gradient = committed(receiver, version).gradient
+        assert gradient is not None
+        taken.append(gradient)
+    return taken
+
+
+def test_a_third_step_waits_until_a_gradient_is_given_back(
+    receiver: StepReceiver, mean_of: MakeFrames
+) -> None:
+    taken = third_step(receiver, mean_of)
+    frames = mean_of(3)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(deliver_all, frames, receiver)
+        with pytest.raises(NotYet):
+            reading.result(0.05)
+        assert torch.equal(taken[0], random_gradient(610, 1)), "it has not been written to"
+        receiver.give_back(taken[0])
+        assert reading.result(DEADLINE_S) == []
+    assert committed(receiver, 3).gradient is taken[0]
+    assert torch.equal(taken[1], random_gradient(610, 2))
+
+
+def test_who_waits_for_a_worker_that_leaves_is_let_go(
+    receiver: StepReceiver, mean_of: MakeFrames
+) -> None:
+    third_step(receiver, mean_of)
+    frames = mean_of(3)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(deliver_all, frames, receiver)
+        with pytest.raises(NotYet):
+            reading.result(0.05)
+        receiver.close()
+        with pytest.raises(PeerLost, match="has left"):
+            reading.result(DEADLINE_S)
+
+
+def test_nobody_waits_for_a_worker_that_has_left(
+    receiver: StepReceiver, mean_of: MakeFrames
+) -> None:
+    third_step(receiver, mean_of)
+    receiver.close()
+    with pytest.raises(PeerLost, match="has left"):
+        deliver_all(mean_of(3), receiver)
+
+
+def test_a_commit_without_a_gradient_says_so(receiver: StepReceiver) -> None:
+    """To a joiner that has nothing yet."""
+    event = committed(receiver, 9)
+    assert (event.gradient, event.num_reduced, event.digests) == (None, 0, [])
+
+
+@pytest.mark.parametrize("num_buckets", [1, 2])
+def test_a_commit_says_how_much_of_its_gradient_has_come(
+    receiver: StepReceiver, mean_of: MakeFrames, num_buckets: int
+) -> None:
+    deliver_all(mean_of(1)[:num_buckets], receiver)
+    assert committed(receiver, 1).num_reduced == num_buckets
+    deliver_all(mean_of(2), receiver)
+    assert committed(receiver, 2).num_reduced == 3, "the count begins anew"
+
+
+def test_a_step_that_begins_before_the_last_one_was_committed_is_refused(
+    receiver: StepReceiver, mean_of: MakeFrames
+) -> None:
+    deliver_all(mean_of(5)[:1], receiver)
+    with pytest.raises(ProtocolError, match="began step 6 before it had committed 5"):
+        deliver_all(mean_of(6)[1:], receiver)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"bucket": 3}, {"num_buckets": 4}, {"num_buckets": 2}, {"bucket": 2}],
+    ids=["bucket", "more", "fewer", "length"],
+)
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_a_mean_of_another_shape_is_refused_before_anything_is_written(
+    codec: str, change: dict[str, object]
+) -> None:
+    replica = replica_for(codec)
+    frames = reduce_step(Reduction(replica, codec), replica, 1, gradients_of(replica, 1))
+    receiver = StepReceiver(replica, codec)
+    message = opened(frames[0])[0].model_copy(update=change)
+    with pytest.raises(ProtocolError, match="not of the agreed shape and codec"):
+        receiver.place_for(message)
+
+
+def test_a_mean_in_another_codec_is_refused(replica: Replica) -> None:
+    frames = reduce_step(Reduction(replica, "int8"), replica, 1, gradients_of(replica, 1))
+    with pytest.raises(ProtocolError, match="not of the agreed shape and codec"):
+        deliver(frames[0], StepReceiver(replica, "fp32"))
+
+
+def test_only_a_lossless_mean_has_a_place_of_its_own(replica: Replica) -> None:
+    """Encoded bytes are verified before they are decoded."""
+    frames = reduce_step(Reduction(replica, "int8"), replica, 1, gradients_of(replica, 1))
+    assert StepReceiver(replica, "int8").place_for(opened(frames[0])[0]) is None
+    assert StepReceiver(replica, "fp32").place_for(commit_of(1)) is None
+
+
+def test_digests_are_those_of_the_weights_bucket_by_bucket(
+    replica: Replica, receiver: StepReceiver
+) -> None:
+    digests = digests_of(replica)
+    step = opened_step(4, [8])
+    message, payload = opened(commit_frame(step, 0.5, 0.1, digests))
+    event = receiver(message, payload)
+    assert isinstance(event, Committed)
+    assert event.digests == digests
+    assert (event.commit.version, event.commit.num_samples) == (4, 8)
+    assert (event.commit.clip, event.commit.learning_rate) == (0.5, 0.1)
+    replica.params[replica.buckets[1].start] += 1e-6
+    differ = [one != other for one, other in zip(digests, digests_of(replica), strict=True)]
+    assert differ == [False, True, False]
+
+
+@pytest.mark.parametrize("num_buckets", [1, 2, 4])
+def test_digests_of_another_number_of_buckets_are_refused(
+    receiver: StepReceiver, num_buckets: int
+) -> None:
+    message = commit_of(4, tensor=digests_spec(num_buckets))
+    with pytest.raises(ProtocolError, match="digests are not one a bucket"):
+        receiver(message, memoryview(bytes(8 * num_buckets)))
+
+
+@pytest.mark.parametrize("change", [{"dtype": "int64"}, {"codec": "fp32"}, {"shape": (24,)}])
+def test_digests_of_another_kind_are_refused(
+    receiver: StepReceiver, change: dict[str, object]
+) -> None:
+    message = commit_of(4, tensor=digests_spec(3).model_copy(update=change))
+    with pytest.raises(ProtocolError, match="digests are not one a bucket"):
+        receiver(message, memoryview(bytes(24)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("optimizer", "contents"),
+    [("sgd", ["weights"]), ("adam", ["weights", "exp_avg", "exp_avg_sq"])],
+)
+def test_the_state_is_the_weights_and_the_optimizers_tensors(
+    optimizer: str, contents: list[str], dtype: torch.dtype
+) -> None:
+    replica = small_replica(optimizer, dtype)
+    receiver = StepReceiver(replica, lossless_for(dtype))
+    for seed in (1, 2):
+        replica.load_gradient(random_gradient(replica.num_params, seed, dtype))
+        replica.step(0.1)
+    expected = contents_of(replica)
+    assert list(expected) == contents
+    stream = StateStream(replica, "here")
+    for number, bucket in enumerate(replica.buckets):
+        assert [stream.covers(each) for each in range(3)] == [each < number for each in range(3)]
+        assert not stream.done
+        sent, frames = stream.next_frames(2)
+        assert sent == number
+        events = deliver_all(frames, receiver)
+        for content, event in zip(contents, events, strict=True):
+            assert isinstance(event, StateArrived)
+            assert (event.state.content, event.state.bucket) == (content, number)
+            assert (event.state.version, event.state.num_buckets) == (2, 3)
+            assert torch.equal(event.values, expected[content][bucket])
+    assert stream.done
+
+
+def test_what_waits_of_the_state_does_not_change_with_the_weights(replica: Replica) -> None:
+    frames = [*StateStream(replica, "here").next_frames(0)[1], weights_frame(replica, "here", 0, 0)]
+    before = [bytes(frame.payload) for frame in frames]
+    replica.load_gradient(random_gradient(replica.num_params, 1))
+    replica.step(0.1)
+    assert [bytes(frame.payload) for frame in frames] == before
+    assert bytes(weights_frame(replica, "here", 1, 0).payload) != before[-1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bucket": 3},
+        {"num_buckets": 2},
+        {"bucket": 2},
+        {"content": "step"},
+        {"content": "momentum"},
+    ],
+    ids=["bucket", "number", "length", "step", "unknown"],
+)
+def test_a_state_of_another_shape_or_content_is_refused(
+    replica: Replica, receiver: StepReceiver, change: dict[str, object]
+) -> None:
+    message, payload = opened(weights_frame(replica, "here", 0, 0))
+    with pytest.raises(ProtocolError, match="not of the agreed shape"):
+        receiver(message.model_copy(update=change), payload)
+
+
+def test_a_state_that_was_encoded_is_refused(receiver: StepReceiver, replica: Replica) -> None:
+    message, _ = opened(weights_frame(replica, "here", 0, 0))
+    assert isinstance(message, State)
+    odd = message.tensor.model_copy(update={"codec": "bf16", "nbytes": 512})
+    with pytest.raises(ProtocolError, match="not of the agreed shape"):
+        receiver(message.model_copy(update={"tensor": odd}), memoryview(bytes(512)))
+
+
+def test_assignments_and_all_else_are_passed_on(receiver: StepReceiver) -> None:
+    key = LeaseKey(incarnation="here", epoch=0, start=3, stop=7, grant=1)
+    spec, payload = indices_payload(torch.tensor([9, 4, 5, 6], dtype=torch.int32))
+    assignment = Assignment(lease=key, version=2, learning_rate=0.1, tensor=spec)
+    event = receiver(assignment, payload)
+    assert isinstance(event, Assigned)
+    assert event.indices.tolist() == [9, 4, 5, 6]
+    cancel: Message = Cancel(lease=key, num_buckets=1)
+    assert receiver(cancel, memoryview(b"")) == Said(0, cancel)
+
+
+def test_an_assignment_that_is_not_its_lease_s_is_refused(receiver: StepReceiver) -> None:
+    key = LeaseKey(incarnation="here", epoch=0, start=3, stop=8, grant=1)
+    spec, payload = indices_payload(torch.tensor([9, 4, 5, 6], dtype=torch.int32))
+    with pytest.raises(ProtocolError, match="its lease's indices"):
+        receiver(Assignment(lease=key, version=2, learning_rate=0.1, tensor=spec), payload)
+
+
+def test_encoded_means_that_decode_to_infinity_are_refused(replica: Replica) -> None:
+    frames = reduce_step(Reduction(replica, "int8"), replica, 1, gradients_of(replica, 1))
+    message, payload = opened(frames[0])
+    payload[0:4] = struct.pack("<f", float("inf"))
+    receiver = StepReceiver(replica, "int8")
+    assert isinstance(message, Reduced)
+    receiver.place_for(message)
+    with pytest.raises(ProtocolError):
+        receiver(message, payload)
+
+
+def test_the_lossless_frames_are_the_sum_itself(replica: Replica, reduction: Reduction) -> None:
+    """Nothing is copied for the workers, however many there are."""
+    frames = reduce_step(reduction, replica, 1, gradients_of(replica, 1))
+    for frame, (_, piece) in zip(frames, reduction.pieces(1), strict=True):
+        address = torch.frombuffer(frame.payload, dtype=torch.uint8).data_ptr()
+        assert address == torch.frombuffer(bytes_of(piece), dtype=torch.uint8).data_ptr()

@@ -1,0 +1,439 @@
+"""Who is free, what each gets, and what a worker is told of a push whose fate it does not know."""
+
+from collections.abc import Mapping
+from itertools import count
+
+import pytest
+import torch
+
+from peers import opened
+from smolcluster.algorithms.SynchronousPS.exchange import Reduction
+from smolcluster.algorithms.SynchronousPS.members import FRAMES_AHEAD, Member, Members
+from smolcluster.algorithms.SynchronousPS.sharing import FIRST_PROBE
+from smolcluster.algorithms.SynchronousPS.step import Holding, Part, Step
+from smolcluster.cluster.dispatcher import Range
+from smolcluster.training.replica import Replica
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.messages import (
+    Assignment,
+    Cancel,
+    LeaseKey,
+    Message,
+    Ready,
+    Reduced,
+    Skip,
+    State,
+    frame_of,
+)
+from unit.algorithms.SynchronousPS.actors import (
+    add_part,
+    commit_of,
+    opened_step,
+    post_of,
+    push_of,
+    random_gradient,
+    small_replica,
+    worker_at,
+)
+
+LEASE = LeaseKey(incarnation="here", epoch=0, start=0, stop=8, grant=77)
+NODES = ("pi5", "win", "macbook", "mini1")
+
+
+@pytest.fixture
+def replica() -> Replica:
+    return small_replica("adam")
+
+
+def ready(samples_per_s: float = 1000.0, unacknowledged: LeaseKey | None = None) -> Ready:
+    return Ready(
+        dataset_fingerprint="d",
+        model_fingerprint="m",
+        device="cpu",
+        samples_per_s=samples_per_s,
+        unacknowledged=unacknowledged,
+    )
+
+
+class House:
+    """Members with sessions that go nowhere, and a step to hand out."""
+
+    def __init__(self, replica: Replica, shares: Mapping[str, float] | None = None) -> None:
+        self.replica = replica
+        self.reduction = Reduction(replica, "fp32")
+        self.members = Members(replica, shares, "here")
+        self.step = Step(1, Range(0, 0, 32), [8, 8, 16], 3, "here")
+        self.grants = count(1)
+
+    def newcomer(self, seat: int, samples_per_s: float = 1000.0, node: str = "macbook") -> Member:
+        """A member that has nothing of the state yet."""
+        worker = worker_at(seat, node)
+        self.members.welcome(worker, ready(samples_per_s))
+        member = self.members.get(seat)
+        assert member is not None
+        return member
+
+    def member(self, seat: int, samples_per_s: float = 1000.0, node: str = "macbook") -> Member:
+        """A member that has the whole state, and whose session is empty."""
+        member = self.newcomer(seat, samples_per_s, node)
+        self.catch_up(member)
+        return member
+
+    def catch_up(self, member: Member, version: int = 0, reduced: frozenset[int] = frozenset()) -> None:
+        while not member.joined:
+            member.catch_up(version, set(reduced), self.reduction)
+            clear(member)
+
+    def give(self, member: Member, part: Part, now: float = 0.0) -> Holding:
+        holding = self.step.grant(part, member.worker, next(self.grants), now)
+        member.give(holding, 0, 0.1, torch.arange(part.start, part.stop, dtype=torch.int32))
+        return holding
+
+    def claim(self, holding: Holding, *buckets: int) -> None:
+        for bucket in buckets:
+            self.step.claim(holding.seat, push_of(holding.key, bucket))
+
+
+def clear(member: Member) -> None:
+    """All that is queued has been sent."""
+    post = post_of(member.worker)
+    post.num_sent = post.num_queued
+    post.frames.clear()
+
+
+def said(member: Member) -> list[Message]:
+    return post_of(member.worker).said
+
+
+def cancels(member: Member) -> list[tuple[LeaseKey, int]]:
+    return [(each.lease, each.num_buckets) for each in said(member) if isinstance(each, Cancel)]
+
+
+@pytest.fixture
+def house(replica: Replica) -> House:
+    return House(replica)
+
+
+def test_a_newcomer_takes_part_once_it_has_been_sent_the_whole_state(house: House) -> None:
+    member = house.newcomer(1)
+    assert house.members.joining == [member]
+    assert house.members.free == []
+    house.catch_up(member)
+    assert house.members.joining == []
+    assert house.members.free == [member]
+
+
+def test_the_state_waits_for_the_session(house: House) -> None:
+    """A slow joiner must not pile up copies of the state."""
+    member = house.newcomer(1)
+    for _ in range(3):
+        member.catch_up(0, set(), house.reduction)
+    states = [each for each in said(member) if isinstance(each, State)]
+    assert [each.bucket for each in states] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    post = post_of(member.worker)
+    slow = house.newcomer(2)
+    post = post_of(slow.worker)
+    post.num_queued = FRAMES_AHEAD
+    slow.catch_up(0, set(), house.reduction)
+    assert post.frames == []
+    post.num_sent = 1
+    slow.catch_up(0, set(), house.reduction)
+    assert [opened(frame)[0] for frame in post.frames] == states[:3], "one bucket, then it is full"
+
+
+def test_what_the_open_step_has_reduced_follows_its_bucket(house: House) -> None:
+    step = opened_step(4, [8])
+    house.reduction.open(step)
+    add_part(house.reduction, house.replica, step.holdings[0], random_gradient(610, 1))
+    member = house.newcomer(1)
+    member.catch_up(3, {0, 2}, house.reduction)
+    kinds = [(type(each), getattr(each, "bucket", None)) for each in said(member)]
+    states = [[(State, bucket)] * 3 for bucket in range(3)]
+    assert kinds == [*states[0], (Reduced, 0), *states[1], *states[2], (Reduced, 2)]
+    versions = {type(each): getattr(each, "version", None) for each in said(member)}
+    assert versions == {State: 3, Reduced: 4}
+
+
+def test_a_joiner_gets_the_steps_of_the_buckets_that_it_has(house: House) -> None:
+    whole, joiner = house.member(1), house.newcomer(2)
+    post_of(joiner.worker).num_queued = FRAMES_AHEAD - 1
+    joiner.catch_up(0, set(), house.reduction)
+    assert list(house.members.covering(0)) == [whole.session, joiner.session]
+    assert list(house.members.covering(1)) == [whole.session]
+
+
+def test_who_has_not_answered_gets_no_new_part(house: House) -> None:
+    one, other = house.member(1), house.member(2)
+    holding = house.give(one, house.step.parts[0])
+    assert house.members.free == [other]
+    assert house.members.take_back(1, Skip(lease=holding.key, compute_s=0.0), 1.0) is holding
+    assert house.members.free == [one, other]
+
+
+def test_what_is_given_says_what_to_do(house: House) -> None:
+    member = house.member(1)
+    house.give(house.member(2), house.step.parts[1])
+    house.give(member, house.step.parts[0])
+    backup = house.give(member, house.step.parts[1])
+    first, second = said(member)
+    assert isinstance(first, Assignment)
+    assert isinstance(second, Assignment)
+    assert (first.lease.start, first.lease.stop, first.backup) == (0, 8, False)
+    assert (second.lease, second.backup, second.version) == (backup.key, True, 0)
+    payload = post_of(member.worker).frames[1].payload
+    assert torch.frombuffer(payload, dtype=torch.int32).tolist() == list(range(8, 16))
+
+
+def test_measured_speeds_decide_who_gets_how_much(house: House) -> None:
+    members = [house.member(1, 4000.0), house.member(2, 1000.0), house.member(3, 4000.0)]
+    assert house.members.sizes(members, 90) == [40, 10, 40]
+    for _ in range(80):
+        members[0].pace.measured(40, 0.04, 0.04)  # it is a fast one no more
+    assert house.members.sizes(members, 60) == [10, 10, 40]
+
+
+def test_a_member_without_a_part_is_measured_now_and_then(house: House) -> None:
+    members = [house.member(1, 1000.0), house.member(2, 1.0)]
+    sizes = [house.members.sizes(members, 100) for _ in range(FIRST_PROBE)]
+    assert sizes == [[100, 0]] * (FIRST_PROBE - 1) + [[99, 1]]
+
+
+@pytest.mark.parametrize(
+    ("present", "sizes"),
+    [
+        ((1, 2, 3), [50, 30, 20]),
+        ((1, 3), [71, 29]),  # the others take over what is left: 0.5 : 0.2
+        ((4,), [100]),
+        ((1, 4), [100, 0]),  # who is not in the file has no share
+    ],
+)
+def test_stated_shares_decide_who_gets_how_much(
+    replica: Replica, present: tuple[int, ...], sizes: list[int]
+) -> None:
+    house = House(replica, {"pi5": 0.5, "win": 0.3, "macbook": 0.2})
+    members = [house.member(seat, 10.0**seat, NODES[seat - 1]) for seat in present]
+    assert house.members.sizes(members, 100) == sizes
+
+
+def test_an_answer_is_taken_once(house: House) -> None:
+    member = house.member(1)
+    holding = house.give(member, house.step.parts[0])
+    push = push_of(holding.key, 2)
+    assert house.members.take_back(2, push, 1.0) is None, "nobody sits there"
+    assert house.members.take_back(1, push_of(LEASE, 2), 1.0) is None, "it was never given"
+    assert house.members.take_back(1, push, 1.0) is holding
+    assert house.members.take_back(1, push, 1.0) is None
+
+
+def test_an_answer_measures_the_member_unless_it_did_nothing(house: House) -> None:
+    member = house.member(1, 1000.0)
+    before = member.pace.cost
+    skipped = house.give(member, house.step.parts[0], now=10.0)
+    house.members.take_back(1, Skip(lease=skipped.key, compute_s=0.0), 99.0)
+    assert member.pace.cost == before
+    pushed = house.give(member, house.step.parts[1], now=10.0)
+    house.members.take_back(1, push_of(pushed.key, 2), 10.4)  # 0.25 s of it for 8 samples
+    assert member.pace.cost.fixed_s == pytest.approx(0.2 * 0.15)
+    assert member.pace.cost.per_sample_s > before.per_sample_s
+
+
+def back(house: House, seat: int, unacknowledged: LeaseKey, instance: int = 1) -> Member:
+    """A process connects again, and asks."""
+    worker = worker_at(seat, instance=f"{instance:016x}")
+    house.members.welcome(worker, ready(unacknowledged=unacknowledged))
+    member = house.members.get(seat)
+    assert member is not None
+    return member
+
+
+@pytest.mark.parametrize("num_counted", [0, 1, 3])
+def test_who_returns_in_mid_step_is_told_how_much_of_its_push_counted(
+    house: House, num_counted: int
+) -> None:
+    member = house.member(1)
+    holding = house.give(member, house.step.parts[0])
+    house.claim(holding, *range(num_counted))
+    for dropped in house.step.drop(1):
+        house.members.remember(dropped)
+    assert house.members.see_off(member.worker) is member
+    assert cancels(back(house, 5, holding.key)) == [(holding.key, num_counted)]
+
+
+def test_who_returns_steps_later_is_told_how_much_of_its_push_counted(house: House) -> None:
+    member, helper = house.member(1), house.member(2)
+    holding = house.give(member, house.step.parts[0])
+    house.claim(holding, 0)
+    backup = house.give(helper, house.step.parts[0])
+    house.claim(backup, 1, 2)
+    house.members.settle(house.step)
+    house.members.see_off(member.worker)
+    assert cancels(back(house, 5, holding.key)) == [(holding.key, 1)]
+
+
+def test_who_returns_after_an_answered_push_is_told_that_all_of_it_counted(house: House) -> None:
+    holding = house.give(house.member(1), house.step.parts[0])
+    house.claim(holding, 0, 1, 2)
+    house.members.take_back(1, push_of(holding.key, 2), 1.0)
+    assert cancels(back(house, 5, holding.key)) == [(holding.key, 3)]
+
+
+def test_what_is_told_is_of_that_push_and_that_process(house: House) -> None:
+    holding = house.give(house.member(1), house.step.parts[0])
+    house.claim(holding, 0, 1, 2)
+    house.members.take_back(1, push_of(holding.key, 2), 1.0)
+    assert cancels(back(house, 5, LEASE)) == [(LEASE, 0)]
+    assert cancels(back(house, 6, holding.key, instance=2)) == [(holding.key, 0)]
+
+
+def test_a_backup_does_not_hide_what_became_of_the_push_before_it(house: House) -> None:
+    """It owes nothing, so nobody asks for it."""
+    member = house.member(1)
+    own = house.give(member, house.step.parts[0])
+    house.claim(own, 0, 1, 2)
+    house.members.take_back(1, push_of(own.key, 2), 1.0)
+    house.give(house.member(2), house.step.parts[1])
+    backup = house.give(member, house.step.parts[1])
+    house.members.take_back(1, push_of(backup.key, 2), 1.0)
+    assert cancels(back(house, 5, own.key)) == [(own.key, 3)]
+
+
+def test_who_joins_for_the_first_time_is_told_nothing(house: House) -> None:
+    assert said(house.newcomer(1)) == []
+
+
+def test_those_whose_parts_others_have_finished_are_told(house: House) -> None:
+    slow, fast, third, gone = (house.member(seat) for seat in (1, 2, 3, 4))
+    mine = house.give(slow, house.step.parts[0])
+    house.claim(mine, 0)
+    backup = house.give(fast, house.step.parts[0])
+    house.claim(backup, 1, 2)
+    won = house.give(third, house.step.parts[1])
+    lost = house.give(fast, house.step.parts[1])
+    house.claim(lost, 0)
+    house.claim(won, 0)
+    done = house.give(fast, house.step.parts[2])
+    house.claim(done, 0, 1, 2)
+    house.give(gone, house.step.parts[2])
+    house.members.see_off(gone.worker)
+    for member in (slow, fast, third, gone):
+        clear(member)
+    house.claim(lost, 1, 2)
+    house.members.settle(house.step)
+    assert cancels(slow) == [(mine.key, 1)], "its first bucket counted"
+    assert cancels(fast) == [], "it finished all it had"
+    assert cancels(third) == [(won.key, 0)]
+    assert cancels(gone) == []
+
+
+def test_a_backup_that_was_not_needed_is_called_off_and_owes_nothing(house: House) -> None:
+    """However many of its buckets counted."""
+    skipped, first, second = (house.member(seat) for seat in (1, 2, 3))
+    part = house.step.parts[0]
+    house.step.give_up(house.give(skipped, part))
+    beaten, backup = house.give(first, part), house.give(second, part)
+    house.claim(beaten, 0)
+    house.claim(backup, 0, 1, 2)
+    house.members.settle(house.step)
+    assert cancels(first) == [(beaten.key, 0)]
+    assert cancels(second) == cancels(skipped) == []
+
+
+def test_an_orphan_goes_to_the_least_busy_and_of_these_to_the_fastest(house: House) -> None:
+    part, others = house.step.parts[0], house.step.parts[1:]
+    assert house.members.best_for(part) is None
+    house.newcomer(9, 1e6)
+    assert house.members.best_for(part) is None, "it does not have the weights"
+    slow, fast = house.member(1, 100.0), house.member(2, 1000.0)
+    assert house.members.best_for(part) is fast
+    house.give(fast, others[0])
+    assert house.members.best_for(part) is slow
+    house.give(slow, others[1])
+    assert house.members.best_for(part) is fast
+    house.give(fast, part)
+    assert house.members.best_for(part) is slow, "who has it already cannot finish it"
+    house.give(slow, part)
+    assert house.members.best_for(part) is None
+
+
+def test_a_late_part_goes_to_the_fastest_that_has_nothing_to_do(house: House) -> None:
+    part, other = house.step.parts[:2]
+    house.give(house.member(1, 1e6), part)
+    assert house.members.idle_for(part) is None
+    slow, fast = house.member(2, 100.0), house.member(3, 1000.0)
+    assert house.members.idle_for(part) is fast
+    house.give(fast, other)
+    assert house.members.idle_for(part) is slow
+
+
+def frame_of_commit(version: int) -> Frame:
+    return frame_of(commit_of(version))
+
+
+def test_a_commit_is_one_frame_for_all(house: House) -> None:
+    members = [house.member(1), house.member(2), house.newcomer(3)]
+    frame = frame_of_commit(1)
+    house.members.broadcast(frame)
+    assert [post_of(each.worker).frames for each in members] == [[frame]] * 3
+    assert all(post_of(each.worker).frames[0] is frame for each in members)
+
+
+@pytest.mark.parametrize("num_missing", [0, 1, 5])
+def test_who_has_not_been_sent_the_step_before_the_last_is_cut(
+    house: House, num_missing: int
+) -> None:
+    """Its frames refer to the memory that the next step needs."""
+    member, quick = house.member(1), house.member(2)
+    post = post_of(member.worker)
+    for version in (1, 2):
+        for _ in range(3):
+            post.send_frame(frame_of_commit(version))
+        house.members.broadcast(frame_of_commit(version))
+        post_of(quick.worker).num_sent = post_of(quick.worker).num_queued
+    post.num_sent = post.num_queued - 4 - num_missing  # all of step 2, and so many of step 1
+    house.members.cut_laggards()
+    assert bool(post.cut_because) == (num_missing > 0)
+    assert post_of(quick.worker).cut_because == ""
+
+
+def test_nobody_is_cut_for_the_first_step(house: House) -> None:
+    member = house.member(1)
+    post = post_of(member.worker)
+    post.send_frame(frame_of_commit(1))
+    house.members.broadcast(frame_of_commit(1))
+    house.members.cut_laggards()
+    assert post.cut_because == ""
+
+
+def test_weights_are_copied_once_for_all_who_ask_at_one_version(house: House) -> None:
+    one, other = house.member(1), house.member(2)
+    assert house.members.send_weights(1, 5, (2, 0)) is one
+    assert house.members.send_weights(2, 5, (0, 1)) is other
+    mine, theirs = post_of(one.worker).frames, post_of(other.worker).frames
+    assert [getattr(each, "bucket", None) for each in said(one)] == [2, 0]
+    assert mine[1] is theirs[0]
+    state = said(one)[1]
+    assert isinstance(state, State)
+    assert (state.content, state.version, state.incarnation) == ("weights", 5, "here")
+    first = house.replica.params[house.replica.buckets[0]].clone()
+    house.replica.params.zero_()
+    assert torch.equal(torch.frombuffer(mine[1].payload, dtype=torch.float32), first)
+    house.members.send_weights(1, 6, (0,))
+    assert bytes(mine[2].payload) == bytes(4 * 256), "the next version's are others"
+
+
+def test_weights_are_for_members_and_of_buckets_that_exist(house: House) -> None:
+    member, joiner = house.member(1), house.newcomer(2)
+    assert house.members.send_weights(9, 0, (0,)) is None
+    assert house.members.send_weights(2, 0, (0,)) is None
+    assert (said(joiner), post_of(joiner.worker).cut_because) == ([], "")
+    assert house.members.send_weights(1, 0, (0, 3)) is None
+    assert said(member) == []
+    assert "does not exist" in post_of(member.worker).cut_because
+
+
+def test_who_has_gone_is_forgotten(house: House) -> None:
+    member = house.member(1)
+    assert house.members.see_off(member.worker) is member
+    assert house.members.get(1) is None
+    assert house.members.free == []
+    assert house.members.see_off(member.worker) is None

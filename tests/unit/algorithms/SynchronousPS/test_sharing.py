@@ -1,0 +1,217 @@
+"""Who gets how much: the sizes are the best there are, and estimates follow what is measured."""
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smolcluster.algorithms.SynchronousPS.sharing import (
+    FIRST_PROBE,
+    Cost,
+    Pace,
+    sizes_by_cost,
+    sizes_by_share,
+    with_probes,
+)
+
+costs = st.builds(Cost, fixed_s=st.floats(0.0, 2.0), per_sample_s=st.floats(1e-3, 1.0))
+wild_costs = st.builds(Cost, fixed_s=st.floats(0.0, 1e6), per_sample_s=st.floats(1e-7, 1e3))
+
+
+def longest(of: Sequence[Cost], sizes: Sequence[int]) -> float:
+    """How long a step takes; who has no part is not waited for."""
+    return max(cost.seconds(size) for cost, size in zip(of, sizes, strict=True) if size)
+
+
+def splits(total: int, num_members: int) -> Iterator[list[int]]:
+    """All ways to divide a batch."""
+    if num_members == 1:
+        yield [total]
+        return
+    for first in range(total + 1):
+        for rest in splits(total - first, num_members - 1):
+            yield [first, *rest]
+
+
+@settings(max_examples=60, deadline=None)
+@given(members=st.lists(costs, min_size=1, max_size=4), total=st.integers(1, 12))
+def test_no_other_split_makes_a_shorter_step(members: list[Cost], total: int) -> None:
+    sizes = sizes_by_cost(members, total)
+    assert sum(sizes) == total
+    best = min(longest(members, split) for split in splits(total, len(members)))
+    assert longest(members, sizes) <= best * (1 + 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(members=st.lists(wild_costs, min_size=1, max_size=6), total=st.integers(1, 5000))
+def test_sizes_add_up_whatever_the_costs_are(members: list[Cost], total: int) -> None:
+    sizes = sizes_by_cost(members, total)
+    assert sum(sizes) == total
+    assert min(sizes) >= 0
+
+
+def test_a_member_that_is_four_times_slower_gets_a_quarter() -> None:
+    fast, slow = Cost(0.0, 1e-3), Cost(0.0, 4e-3)
+    assert sizes_by_cost([fast, slow, fast, fast], 130) == [40, 10, 40, 40]
+
+
+def test_a_longer_way_costs_samples() -> None:
+    """20 ms more on the way are 20 samples of 1 ms; they are taken from it and divided."""
+    near, far = Cost(0.01, 1e-3), Cost(0.03, 1e-3)
+    assert sizes_by_cost([near, far], 100) == [60, 40]
+
+
+def test_a_hopeless_member_gets_nothing() -> None:
+    fast = Cost(0.0, 1e-3)
+    assert sizes_by_cost([fast, Cost(10.0, 1e-3), fast], 100) == [50, 0, 50]
+
+
+def test_alone_even_a_hopeless_member_gets_all() -> None:
+    assert sizes_by_cost([Cost(1e6, 1e3)], 100) == [100]
+
+
+@pytest.mark.parametrize("total", [1, 2, 3])
+def test_a_batch_smaller_than_the_cluster_leaves_some_without(total: int) -> None:
+    sizes = sizes_by_cost([Cost(0.0, 1e-3)] * 4, total)
+    assert sorted(sizes, reverse=True) == [1] * total + [0] * (4 - total)
+    by_share = sizes_by_share([0.25] * 4, total)
+    assert sorted(by_share, reverse=True) == [1] * total + [0] * (4 - total)
+
+
+@pytest.mark.parametrize(
+    ("shares", "total", "sizes"),
+    [
+        ([0.5, 0.3, 0.2], 10, [5, 3, 2]),
+        ([0.5, 0.3, 0.2], 9, [4, 3, 2]),  # 4.5, 2.7 and 1.8: the two largest remainders gain
+        ([0.5, 0.3, 0.2], 11, [6, 3, 2]),  # 5.5, 3.3 and 2.2
+        ([1 / 3, 1 / 3, 1 / 3], 128, [43, 43, 42]),
+        ([0.9, 0.1, 0.0], 5, [5, 0, 0]),  # 4.5 and 0.5: the first one gains
+        ([0.5, 0.25], 12, [8, 4]),  # those who are there share all of it
+        ([0.0, 0.0], 7, [4, 3]),
+    ],
+)
+def test_stated_shares_are_rounded_by_largest_remainder(
+    shares: list[float], total: int, sizes: list[int]
+) -> None:
+    assert sizes_by_share(shares, total) == sizes
+
+
+@settings(max_examples=100, deadline=None)
+@given(shares=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=6), total=st.integers(1, 5000))
+def test_stated_shares_add_up_and_are_kept_to_a_sample(shares: list[float], total: int) -> None:
+    sizes = sizes_by_share(shares, total)
+    assert sum(sizes) == total
+    whole = sum(shares)
+    for share, size in zip(shares, sizes, strict=True):
+        exact = total * share / whole if whole else total / len(shares)
+        assert abs(size - exact) < 1 + 1e-6
+
+
+def test_a_pace_begins_with_what_the_worker_measured_itself() -> None:
+    assert Pace(500.0).cost == Cost(0.0, 0.002)
+
+
+def test_workers_of_unknown_speed_get_equal_parts() -> None:
+    costs = [Pace(0.0).cost for _ in range(3)]
+    assert sizes_by_cost(costs, 96) == [32, 32, 32]
+
+
+@pytest.mark.parametrize("samples_per_s", [0.0, 10.0, 1e6])
+def test_a_pace_learns_what_parts_cost(samples_per_s: float) -> None:
+    """32 samples of 2 ms, and 30 ms on the way, whatever was thought at first."""
+    pace = Pace(samples_per_s)
+    for _ in range(60):
+        pace.measured(32, 0.064, 0.094)
+    assert pace.cost.fixed_s == pytest.approx(0.03, rel=0.01)
+    assert pace.cost.per_sample_s == pytest.approx(0.002, rel=0.01)
+
+
+def test_a_pace_does_not_follow_a_single_measurement_far() -> None:
+    pace = Pace(1000.0)
+    for _ in range(20):
+        pace.measured(10, 0.01, 0.02)
+    before = pace.cost
+    pace.measured(10, 20.0, 20.01)  # it was stopped while it computed
+    assert before.per_sample_s < pace.cost.per_sample_s < 2 * before.per_sample_s
+    assert pace.cost.fixed_s == pytest.approx(before.fixed_s, rel=0.01)
+
+
+def test_no_time_at_all_is_measured_as_almost_none() -> None:
+    pace = Pace(1000.0)
+    for _ in range(100):
+        pace.measured(10, 1e-12, 0.0)
+    assert 0 < pace.cost.per_sample_s < 1e-3
+    assert pace.cost.fixed_s == 0
+
+
+def probes(pace: Pace, num_steps: int) -> list[int]:
+    """After which of so many steps without a part it is measured again."""
+    return [step for step in range(1, num_steps + 1) if pace.wants_probe(0)]
+
+
+def test_who_has_no_part_is_measured_ever_more_seldom() -> None:
+    first, second = FIRST_PROBE, 3 * FIRST_PROBE
+    assert probes(Pace(1.0), 8 * FIRST_PROBE) == [first, second, 7 * FIRST_PROBE]
+
+
+def test_a_part_lets_the_probes_begin_anew() -> None:
+    pace = Pace(1.0)
+    assert probes(pace, 2 * FIRST_PROBE) == [FIRST_PROBE]
+    assert not pace.wants_probe(5)
+    assert probes(pace, 2 * FIRST_PROBE) == [FIRST_PROBE]
+
+
+def test_a_probe_is_one_sample_of_the_largest_part() -> None:
+    paces = [Pace(1.0) for _ in range(3)]
+    seen = [with_probes(paces, [20, 30, 0]) for _ in range(FIRST_PROBE)]
+    assert seen == [[20, 30, 0]] * (FIRST_PROBE - 1) + [[20, 29, 1]]
+
+
+def test_a_probe_never_takes_the_only_sample() -> None:
+    paces = [Pace(1.0) for _ in range(2)]
+    assert [with_probes(paces, [1, 0]) for _ in range(2 * FIRST_PROBE)] == [[1, 0]] * 128
+
+
+def simulate(paces: Sequence[Pace], num_steps: int) -> list[int]:
+    """So many steps in which all are equally fast: 2 ms on the way, 0.1 ms a sample; the last sizes."""
+    sizes: list[int] = []
+    for _ in range(num_steps):
+        sizes = with_probes(paces, sizes_by_cost([pace.cost for pace in paces], 96))
+        for pace, size in zip(paces, sizes, strict=True):
+            if size:
+                pace.measured(size, 1e-4 * size, 2e-3 + 1e-4 * size)
+    return sizes
+
+
+def test_equally_fast_members_come_to_equal_parts() -> None:
+    """Whatever they measured themselves while they were joining."""
+    sizes = simulate([Pace(2e3), Pace(1e5), Pace(0.0)], 200)
+    assert max(sizes) - min(sizes) <= 2
+
+
+@pytest.mark.parametrize("stopped_s", [1.0, 20.0])
+def test_who_was_stopped_while_it_computed_keeps_its_share(stopped_s: float) -> None:
+    paces = [Pace(1e4) for _ in range(3)]
+    simulate(paces, 50)
+    paces[1].measured(32, stopped_s, stopped_s + 2e-3)
+    assert simulate(paces, 50)[1] >= 24
+
+
+def test_who_was_busy_while_it_joined_gets_its_share() -> None:
+    """Its own measurement was a hundred times too slow."""
+    assert simulate([Pace(100.0), Pace(1e4), Pace(1e4)], 1500)[0] >= 24
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="Pace.measured limits what one measurement does to per_sample_s, but not to fixed_s: after one "
+    "part that was held up for 1 s the member gets nothing. It is then measured after 64, 128, 256, ... steps, "
+    "and each time a fifth of the error goes: more than 20,000 steps until it has a share again",
+)
+@pytest.mark.parametrize("held_up_s", [1.0, 20.0])
+def test_who_was_held_up_before_or_after_it_computed_gets_its_share_back(held_up_s: float) -> None:
+    paces = [Pace(1e4) for _ in range(3)]
+    simulate(paces, 50)
+    paces[1].measured(32, 3.2e-3, held_up_s)
+    assert simulate(paces, 1500)[1] >= 24

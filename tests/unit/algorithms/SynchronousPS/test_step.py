@@ -1,0 +1,328 @@
+"""The books of a step: every bucket of every part counts once, whoever brings it, and whenever."""
+
+import random
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smolcluster.algorithms.SynchronousPS.step import MAX_HOLDERS, Holding, Part, Step
+from smolcluster.cluster.dispatcher import Range
+from smolcluster.transport.messages import LeaseKey, Push
+from unit.algorithms.SynchronousPS.actors import push_of, worker_at
+
+ONE, OTHER, THIRD = worker_at(1), worker_at(2), worker_at(3)
+
+
+def step_of(*sizes: int, num_buckets: int = 3) -> Step:
+    return Step(7, Range(2, 64, 64 + sum(sizes)), sizes, num_buckets, "here")
+
+
+def claim(step: Step, holding: Holding, *buckets: int) -> list[bool]:
+    """Which of these buckets count."""
+    pushes = [push_of(holding.key, bucket, step.num_buckets) for bucket in buckets]
+    return [step.claim(holding.seat, push) is not None for push in pushes]
+
+
+def test_parts_are_cut_from_the_batch_in_order() -> None:
+    step = step_of(5, 1, 10)
+    assert [(part.start, part.stop) for part in step.parts] == [(64, 69), (69, 70), (70, 80)]
+    assert [part.num_samples for part in step.parts] == [5, 1, 10]
+
+
+def test_a_grant_names_the_part_and_is_a_backup_from_the_second_one_on() -> None:
+    step = step_of(5, 11)
+    first = step.grant(step.parts[1], ONE, 17, 3.5)
+    assert first.key == LeaseKey(incarnation="here", epoch=2, start=69, stop=80, grant=17)
+    assert (first.seat, first.first_bucket, first.backup, first.granted_at) == (1, 0, False, 3.5)
+    claim(step, first, 0, 1)
+    second = step.grant(step.parts[1], OTHER, 18, 4.0)
+    assert (second.key.grant, second.first_bucket, second.backup) == (18, 2, True)
+    assert step.holdings == [first, second]
+
+
+def test_every_bucket_of_a_push_counts_once() -> None:
+    step = step_of(8)
+    holding = step.grant(step.parts[0], ONE, 1, 0.0)
+    assert claim(step, holding, 0, 1, 2) == [True, True, True]
+    assert step.parts[0].finished_by is holding
+    assert claim(step, holding, 0, 1, 2) == [False, False, False]
+    assert (step.parts[0].num_counted, holding.num_counted) == (3, 3)
+
+
+def test_a_claim_tells_which_part_it_is_for() -> None:
+    step = step_of(8, 3)
+    holdings = [step.grant(part, ONE, number, 0.0) for number, part in enumerate(step.parts)]
+    assert [step.claim(1, push_of(each.key, 0)) for each in holdings] == step.parts
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"start": 65}, {"stop": 71}, {"epoch": 1}, {"incarnation": "there"}, {"grant": 99}],
+    ids=["start", "stop", "epoch", "incarnation", "grant"],
+)
+def test_what_was_not_granted_does_not_count(change: dict[str, object]) -> None:
+    """Such as what an earlier step has granted."""
+    step = step_of(8)
+    holding = step.grant(step.parts[0], ONE, 1, 0.0)
+    odd = push_of(holding.key.model_copy(update=change), 0)
+    assert step.claim(1, odd) is None
+    assert claim(step, holding, 0) == [True], "and does no harm"
+
+
+def test_what_was_granted_to_another_does_not_count() -> None:
+    step = step_of(8)
+    holding = step.grant(step.parts[0], ONE, 1, 0.0)
+    assert step.claim(2, push_of(holding.key, 0)) is None
+    assert claim(step, holding, 0) == [True]
+
+
+def test_once_beaten_nothing_of_a_first_holders_push_counts() -> None:
+    """Otherwise what counted of it would have gaps, and its error feedback would be wrong."""
+    step = step_of(8, num_buckets=4)
+    first = step.grant(step.parts[0], ONE, 1, 0.0)
+    assert claim(step, first, 0) == [True]
+    second = step.grant(step.parts[0], OTHER, 2, 0.0)
+    assert claim(step, second, 1) == [True]
+    assert claim(step, first, 1, 2, 3) == [False, False, False]
+    assert first.beaten
+    assert claim(step, second, 2, 3) == [True, True]
+    assert (first.num_counted, second.num_counted) == (1, 3)
+    assert step.parts[0].finished_by is second
+
+
+def test_a_backup_that_was_beaten_may_yet_finish_the_part() -> None:
+    """It is lossless, so that it owes nothing."""
+    step = step_of(8)
+    first = step.grant(step.parts[0], ONE, 1, 0.0)
+    second = step.grant(step.parts[0], OTHER, 2, 0.0)
+    assert claim(step, first, 0) == [True]
+    assert claim(step, second, 0, 1, 2) == [False, True, True]
+    assert step.parts[0].finished_by is second
+
+
+def test_a_first_holder_that_is_ahead_of_its_backup_is_not_beaten() -> None:
+    step = step_of(8)
+    first = step.grant(step.parts[0], ONE, 1, 0.0)
+    second = step.grant(step.parts[0], OTHER, 2, 0.0)
+    for bucket in range(3):
+        assert claim(step, first, bucket) == [True]
+        assert claim(step, second, bucket) == [False]
+    assert step.parts[0].finished_by is first
+
+
+def test_a_part_is_an_orphan_until_somebody_who_may_finish_it_has_it() -> None:
+    step = step_of(8, 8)
+    one, other = step.parts
+    assert step.orphans() == [one, other]
+    step.grant(one, ONE, 1, 0.0)
+    assert step.orphans() == [other]
+    step.grant(other, OTHER, 2, 0.0)
+    assert step.orphans() == []
+    step.drop(1)
+    assert step.orphans() == [one]
+
+
+def test_a_beaten_holder_is_no_hope() -> None:
+    step = step_of(8)
+    first = step.grant(step.parts[0], ONE, 1, 0.0)
+    second = step.grant(step.parts[0], OTHER, 2, 0.0)
+    claim(step, second, 0)
+    claim(step, first, 0)
+    assert first.beaten
+    step.drop(2)
+    assert step.orphans() == step.parts, "its holder cannot finish it"
+
+
+def test_a_late_part_gets_one_more_holder_and_not_two() -> None:
+    step = step_of(8, 8)
+    late, done = step.parts
+    step.grant(late, ONE, 1, 0.0)
+    claim(step, step.grant(done, OTHER, 2, 0.0), 0, 1, 2)
+    assert step.late() == [late]
+    step.grant(late, OTHER, 3, 0.0)
+    assert step.late() == []
+    step.drop(2)
+    assert step.late() == [late]
+
+
+def test_an_orphan_is_not_late() -> None:
+    step = step_of(8)
+    assert step.late() == []
+
+
+def test_what_a_departed_member_held_is_told_and_it_counts_no_more() -> None:
+    step = step_of(8, 8)
+    mine = [step.grant(part, ONE, number, 0.0) for number, part in enumerate(step.parts)]
+    theirs = step.grant(step.parts[1], OTHER, 9, 0.0)
+    claim(step, mine[0], 0)
+    assert step.drop(1) == mine
+    assert step.holdings == [theirs]
+    assert claim(step, mine[0], 1) == [False]
+    assert step.drop(1) == []
+
+
+def test_what_is_given_up_counts_no_more_and_can_be_given_up_twice() -> None:
+    step = step_of(8)
+    holding = step.grant(step.parts[0], ONE, 1, 0.0)
+    stranger = step_of(8)
+    step.give_up(stranger.grant(stranger.parts[0], ONE, 1, 0.0))
+    assert step.holdings == [holding], "another step's holding of the same number is not it"
+    for _ in range(2):
+        step.give_up(holding)
+    assert claim(step, holding, 0) == [False]
+    assert step.orphans() == step.parts
+
+
+def test_the_loss_is_the_mean_over_samples_not_over_parts() -> None:
+    step = step_of(1, 3, 12)
+    for number, (part, loss) in enumerate(zip(step.parts, (8.0, 4.0, 1.0), strict=True)):
+        holding = step.grant(part, ONE, number, 0.0)
+        for bucket in range(3):
+            step.claim(1, push_of(holding.key, bucket, loss=loss))
+    assert step.loss == pytest.approx((1 * 8 + 3 * 4 + 12 * 1) / 16)
+
+
+@dataclass
+class Sending:
+    """A member that pushes what it holds, bucket after bucket."""
+
+    holding: Holding
+    next_bucket: int
+    counted: list[int] = field(default_factory=list)
+
+
+class Chaos:
+    """Members that push, leave, skip and take over in any order."""
+
+    def __init__(self, sizes: list[int], num_buckets: int, draw: random.Random) -> None:
+        self.step = step_of(*sizes, num_buckets=num_buckets)
+        self.draw = draw
+        self.members = [worker_at(seat) for seat in range(1, 5)]
+        self.sending: list[Sending] = []
+        self.counted: Counter[tuple[int, int]] = Counter()
+        self.num_grants = 0
+
+    @property
+    def under_way(self) -> list[Sending]:
+        """Those that are not through; also who was dropped may still have some in its socket."""
+        return [each for each in self.sending if each.next_bucket < self.step.num_buckets]
+
+    @property
+    def over(self) -> bool:
+        return not self.under_way and all(part.finished_by for part in self.step.parts)
+
+    def grant(self, part: Part) -> None:
+        holders = {holding.seat for holding in part.holdings}
+        able = [member for member in self.members if member.member.seat not in holders]
+        if able:
+            self.num_grants += 1
+            holding = self.step.grant(part, self.draw.choice(able), self.num_grants, 0.0)
+            self.sending.append(Sending(holding, holding.first_bucket))
+
+    def push(self) -> None:
+        """Somebody sends its next bucket."""
+        if not self.under_way:
+            return
+        each = self.draw.choice(self.under_way)
+        push = push_of(each.holding.key, each.next_bucket, self.step.num_buckets)
+        part = self.step.claim(each.holding.seat, push)
+        if part is not None:
+            assert part is each.holding.part
+            self.counted[(part.start, push.bucket)] += 1
+            each.counted.append(push.bucket)
+        each.next_bucket += 1
+        if each.next_bucket == self.step.num_buckets:
+            self.step.give_up(each.holding)  # it has answered
+
+    def meddle(self) -> None:
+        holdings = self.step.holdings
+        if holdings and self.draw.random() < 0.5:
+            self.step.give_up(self.draw.choice(holdings))
+        else:
+            self.step.drop(self.draw.choice(self.members).member.seat)
+
+    def take_over(self) -> None:
+        for part in self.step.orphans():
+            self.grant(part)
+        for part in self.step.late():
+            if self.draw.random() < 0.5:
+                self.grant(part)
+        assert all(part.num_hopeful <= MAX_HOLDERS for part in self.step.parts)
+
+    def check(self) -> None:
+        assert all(count == 1 for count in self.counted.values())
+        for each in self.sending:
+            assert each.holding.num_counted == len(each.counted)
+            if not each.holding.backup:
+                assert each.counted == list(range(len(each.counted))), "a prefix"
+        for part in self.step.parts:
+            done = [bucket for start, bucket in self.counted if start == part.start]
+            assert sorted(done) == list(range(part.num_counted)), "a prefix of the part, too"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    num_buckets=st.integers(1, 5),
+    draw=st.randoms(use_true_random=False),
+    calm=st.floats(0.0, 1.0),
+)
+def test_whatever_happens_each_bucket_of_each_part_counts_once(
+    sizes: list[int], num_buckets: int, draw: random.Random, calm: float
+) -> None:
+    chaos = Chaos(sizes, num_buckets, draw)
+    for _ in range(40):
+        chaos.take_over()
+        chaos.push()
+        if draw.random() > calm:
+            chaos.meddle()
+        chaos.check()
+    for _ in range(2000):
+        if chaos.over:
+            break
+        chaos.take_over()
+        chaos.push()
+    chaos.check()
+    expected = {(part.start, bucket) for part in chaos.step.parts for bucket in range(num_buckets)}
+    assert set(chaos.counted) == expected
+    assert all(part.finished_by is not None for part in chaos.step.parts)
+    assert chaos.step.orphans() == chaos.step.late() == []
+
+
+@pytest.fixture
+def hasty_threads() -> Iterator[None]:
+    """Threads take turns after every few operations."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("hasty_threads")
+def test_readers_that_claim_at_the_same_time_never_both_count() -> None:
+    num_buckets = 1500
+    step = step_of(4, num_buckets=num_buckets)
+    holdings = [step.grant(step.parts[0], who, who.rank, 0.0) for who in (ONE, OTHER, THIRD)]
+    pushes = [
+        [push_of(each.key, bucket, num_buckets) for bucket in range(num_buckets)]
+        for each in holdings
+    ]
+    counted: list[int] = []
+    together = threading.Barrier(len(holdings))
+
+    def bring(holding: Holding, mine: list[Push]) -> None:
+        together.wait(10)
+        counted.extend(push.bucket for push in mine if step.claim(holding.seat, push))
+
+    with ThreadPoolExecutor(len(holdings)) as pool:
+        for future in [pool.submit(bring, *each) for each in zip(holdings, pushes, strict=True)]:
+            future.result(10)
+    assert sorted(counted) == list(range(num_buckets)), "each, and none twice"
+    assert sum(each.num_counted for each in holdings) == step.parts[0].num_counted == num_buckets

@@ -1,0 +1,477 @@
+"""SyncPS's worker, told by hand what comes: what it computes, pushes, leaves out, and applies."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness import local_settings
+from peers import opened
+from smolcluster.algorithms.SynchronousPS.exchange import (
+    Committed,
+    StateArrived,
+    contents_of,
+    digests_of,
+)
+from smolcluster.algorithms.SynchronousPS.worker import Worker
+from smolcluster.cluster.inbox import Event, Said
+from smolcluster.cluster.link import Link
+from smolcluster.cluster.pushing import GradientSender
+from smolcluster.cluster.tensors import Assigned, bucket_spec, indices_payload
+from smolcluster.codec.registry import get_codec
+from smolcluster.data.dataset import Dataset
+from smolcluster.errors import NonFiniteLoss, PeerLost
+from smolcluster.training.build import Workbench
+from smolcluster.training.replica import Replica
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.messages import (
+    Assignment,
+    Cancel,
+    LeaseKey,
+    Message,
+    Pull,
+    Push,
+    Skip,
+    State,
+    Welcome,
+    frame_of,
+)
+from unit.algorithms.SynchronousPS.actors import (
+    commit_of,
+    decoded,
+    random_gradient,
+    small_replica,
+)
+
+
+class Wire(Link):
+    """A link whose server is a list of events; it ends when there are no more."""
+
+    def __init__(self, diary: list[str]) -> None:
+        self.frames: list[Frame] = []
+        self.coming: list[Event] = []
+        self.lost = False
+        self._diary = diary
+
+    def send(self, message: Message) -> None:
+        self.send_frame(frame_of(message))
+
+    def send_frame(self, frame: Frame) -> None:
+        self.frames.append(frame)
+        self._diary.append(type(opened(frame)[0]).__name__)
+
+    def flush(self) -> None:
+        self._diary.append("flush")
+
+    def next_event(self, timeout_s: float) -> Event | None:
+        if self.coming:
+            return self.coming.pop(0)
+        if timeout_s > 0 or self.lost:
+            raise PeerLost("the server is lost")
+        return None
+
+    @property
+    def said(self) -> list[Message]:
+        return [opened(frame)[0] for frame in self.frames]
+
+
+@dataclass(frozen=True)
+class Bench(Workbench):
+    """Computes a gradient that the samples' sum names, and lets something happen meanwhile."""
+
+    diary: list[str] = field(default_factory=list)
+    meanwhile: list[Callable[[], None]] = field(default_factory=list)
+
+    def compute(self, indices: Tensor) -> float:
+        self.diary.append("compute")
+        self.replica.load_gradient(gradient_for(self.replica, indices))
+        for happen in self.meanwhile:
+            happen()
+        return 0.5
+
+
+def gradient_for(replica: Replica, indices: Tensor) -> Tensor:
+    return random_gradient(replica.num_params, int(indices.sum()), replica.params.dtype)
+
+
+class Shop:
+    """A worker at version 3 that has the whole state, unless told otherwise."""
+
+    def __init__(self, codec: str = "fp32", optimizer: str = "sgd", *overrides: str) -> None:
+        self.diary: list[str] = []
+        self.replica = small_replica(optimizer)
+        self.bench = Bench(cast(Dataset, None), self.replica, None, self.diary)
+        run = local_settings(*overrides, algorithm="syncps").run_config("run", "syncps")
+        welcome = Welcome(
+            mac="0" * 64,
+            run_id="run",
+            incarnation="here",
+            run=run,
+            model_fingerprint=self.replica.fingerprint,
+            bucket_bytes=1024,
+            codec=codec,
+            heartbeat_timeout_s=5.0,
+        )
+        self.worker = Worker(welcome, self.bench)
+        self.wire = Wire(self.diary)
+        self.worker.link = self.wire
+        self.worker.new_receiver()
+        self.worker.version, self.worker.num_joined = 3, 3
+
+    def state(self, version: int, values: float) -> Iterator[StateArrived]:
+        """Everything a joiner is sent; all of it is `values`."""
+        codec = get_codec("fp32")
+        for number, bucket in enumerate(self.replica.buckets):
+            for content in contents_of(self.replica):
+                state = State(
+                    incarnation="here",
+                    version=version,
+                    content=content,
+                    bucket=number,
+                    num_buckets=3,
+                    tensor=bucket_spec(codec, bucket),
+                )
+                yield StateArrived(state, torch.full((bucket.stop - bucket.start,), values))
+
+    def commit(self, version: int, seed: int = 0, digests: Sequence[bytes] = ()) -> Committed:
+        gradient = random_gradient(self.replica.num_params, seed)
+        commit = commit_of(version, clip=0.5, learning_rate=0.1)
+        return Committed(commit, gradient, 3, digests)
+
+    def pushed(self, codec: str = "fp32") -> dict[int, Tensor]:
+        """What was pushed, by bucket."""
+        found = {}
+        for frame in self.wire.frames:
+            message, _ = opened(frame)
+            if isinstance(message, Push):
+                used = message.tensor.codec
+                assert used == codec
+                found[message.bucket] = decoded(frame, used, torch.float32)
+        return found
+
+
+def lease(grant: int = 1, start: int = 0, stop: int = 4) -> LeaseKey:
+    return LeaseKey(incarnation="here", epoch=0, start=start, stop=stop, grant=grant)
+
+
+def task(
+    grant: int = 1, version: int = 3, first_bucket: int = 0, *, backup: bool = False
+) -> Assigned:
+    """Four samples, which differ from grant to grant."""
+    indices = torch.arange(4 * grant, 4 * grant + 4, dtype=torch.int32)
+    spec, payload = indices_payload(indices)
+    assignment = Assignment(
+        lease=lease(grant),
+        version=version,
+        learning_rate=0.1,
+        first_bucket=first_bucket,
+        backup=backup,
+        tensor=spec,
+    )
+    return Assigned(assignment, payload)
+
+
+def cancel(grant: int = 1, num_buckets: int = 0) -> Said:
+    return Said(0, Cancel(lease=lease(grant), num_buckets=num_buckets))
+
+
+def live(shop: Shop, *events: Event) -> None:
+    """A session in which this comes, and then the connection is lost."""
+    num_joined = shop.worker.num_joined
+    shop.wire.coming = [*shop.state(shop.worker.version, 0.5)] if num_joined else []
+    shop.wire.coming += events
+    with pytest.raises(PeerLost):
+        shop.worker.take_part(shop.wire)
+
+
+@pytest.fixture
+def shop() -> Shop:
+    return Shop()
+
+
+def test_a_part_is_computed_and_pushed(shop: Shop) -> None:
+    live(shop, task())
+    assert shop.diary == ["flush", "compute", "Push", "Push", "Push"]
+    gradient = gradient_for(shop.replica, task().indices)
+    assert torch.equal(torch.cat(list(shop.pushed().values())), gradient)
+    (push,) = {(each.lease, each.base_version) for each in shop.wire.said if isinstance(each, Push)}
+    assert push == (lease(), 3)
+    assert all(each.loss == 0.5 and each.compute_s > 0 for each in pushes(shop))
+    assert shop.worker.unacknowledged == lease()
+
+
+def pushes(shop: Shop) -> list[Push]:
+    return [each for each in shop.wire.said if isinstance(each, Push)]
+
+
+def skips(shop: Shop) -> list[Skip]:
+    return [each for each in shop.wire.said if isinstance(each, Skip)]
+
+
+def test_what_is_still_being_sent_is_waited_for_before_the_next_part_is_computed(
+    shop: Shop,
+) -> None:
+    """Its frames are the gradient's own memory."""
+    live(shop, task(1), task(2))
+    assert shop.diary == [*["flush", "compute", "Push", "Push", "Push"] * 2]
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+@pytest.mark.parametrize("first_bucket", [0, 1, 2])
+def test_a_backup_is_lossless_and_only_what_is_missing(codec: str, first_bucket: int) -> None:
+    shop = Shop(codec)
+    live(shop, task(first_bucket=first_bucket, backup=True))
+    gradient = gradient_for(shop.replica, task().indices)
+    expected = dict(list(enumerate(shop.replica.buckets))[first_bucket:])
+    sent = shop.pushed("fp32")
+    assert list(sent) == list(expected)
+    assert all(torch.equal(sent[number], gradient[place]) for number, place in expected.items())
+    assert shop.worker.unacknowledged is None, "it owes nothing"
+
+
+def test_a_part_that_waits_and_is_cancelled_is_not_computed(shop: Shop) -> None:
+    live(shop, task(), cancel())
+    assert shop.diary == ["Skip"]
+    assert skips(shop) == [Skip(lease=lease(), compute_s=0.0)]
+
+
+def test_the_other_parts_are_computed_all_the_same(shop: Shop) -> None:
+    live(shop, task(1), task(2), cancel(1))
+    assert skips(shop) == [Skip(lease=lease(1), compute_s=0.0)]
+    assert {each.lease for each in pushes(shop)} == {lease(2)}
+
+
+def test_a_part_that_is_cancelled_while_it_is_computed_is_not_pushed(shop: Shop) -> None:
+    shop.bench.meanwhile.append(lambda: shop.wire.coming.append(cancel()))
+    live(shop, task())
+    assert shop.diary == ["flush", "compute", "Skip"]
+    (skip,) = skips(shop)
+    assert skip.lease == lease()
+    assert skip.compute_s > 0, "the server learns how long it took"
+    assert shop.worker.unacknowledged is None
+
+
+def test_a_part_whose_step_is_over_when_it_is_computed_is_not_pushed(shop: Shop) -> None:
+    shop.bench.meanwhile.append(lambda: shop.wire.coming.append(shop.commit(4)))
+    live(shop, task())
+    assert shop.diary == ["flush", "compute", "Skip"]
+    assert shop.worker.version == 4
+
+
+def test_a_part_whose_step_is_over_before_it_is_begun_is_not_computed(shop: Shop) -> None:
+    live(shop, task(version=3), shop.commit(4))
+    assert shop.diary == ["Skip"]
+
+
+def test_an_old_cancellation_does_not_hit_the_next_step(shop: Shop) -> None:
+    """It is forgotten with its step."""
+    live(shop, cancel(5), shop.commit(4))
+    assert shop.worker.cancelled == set()
+
+
+def test_a_commit_is_the_optimizers_step_with_the_clipped_mean(shop: Shop) -> None:
+    before = shop.replica.snapshot()
+    shop.worker.handle(shop.commit(4, seed=9))
+    expected = before - 0.1 * 0.5 * random_gradient(610, 9)
+    torch.testing.assert_close(shop.replica.params, expected)
+    assert shop.worker.version == 4
+
+
+def test_a_step_gives_its_gradient_back(shop: Shop) -> None:
+    """Otherwise the third one would wait for ever."""
+    for version in range(4, 10):
+        shop.worker.handle(shop.commit(version))
+    assert len(shop.worker.receiver._free) == 8
+
+
+@pytest.mark.parametrize("version", [3, 5, 2])
+def test_a_commit_that_does_not_follow_ends_the_session(shop: Shop, version: int) -> None:
+    before = shop.replica.snapshot()
+    with pytest.raises(PeerLost, match=f"step {version} does not follow on step 3"):
+        shop.worker.handle(shop.commit(version))
+    assert torch.equal(shop.replica.params, before)
+
+
+@pytest.mark.parametrize("num_reduced", [0, 2])
+def test_a_commit_without_the_whole_gradient_ends_the_session(
+    shop: Shop, num_reduced: int
+) -> None:
+    before = shop.replica.snapshot()
+    event = shop.commit(4)
+    gradient = event.gradient if num_reduced else None
+    with pytest.raises(PeerLost):
+        shop.worker.handle(Committed(event.commit, gradient, num_reduced, ()))
+    assert torch.equal(shop.replica.params, before)
+
+
+def test_equal_weights_are_not_asked_for(shop: Shop) -> None:
+    shop.worker.handle(shop.commit(4, digests=digests_of(shop.replica)))
+    assert shop.wire.said == []
+
+
+def test_weights_are_compared_before_the_step(shop: Shop) -> None:
+    digests = digests_of(shop.replica)
+    shop.worker.handle(shop.commit(4))
+    shop.worker.handle(shop.commit(5, digests=digests))
+    assert shop.wire.said == [Pull(buckets=(0, 1, 2))]
+
+
+@pytest.mark.parametrize("drifted", [(0,), (1,), (0, 2), (0, 1, 2)])
+def test_exactly_the_buckets_that_drifted_are_asked_for(
+    shop: Shop, drifted: tuple[int, ...]
+) -> None:
+    digests = digests_of(shop.replica)
+    for number in drifted:
+        shop.replica.params[shop.replica.buckets[number].stop - 1] += 1e-6
+    shop.worker.handle(shop.commit(4, digests=digests))
+    assert shop.wire.said == [Pull(buckets=drifted)]
+
+
+def test_a_joiner_does_not_compare(shop: Shop) -> None:
+    shop.worker.num_joined = 2
+    event = shop.commit(4, digests=[bytes(8)] * 3)
+    shop.worker.handle(Committed(event.commit, event.gradient, 2, event.digests))
+    assert shop.wire.said == []
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.25, 1.0])
+def test_weights_that_were_asked_for_are_blended_in(alpha: float) -> None:
+    shop = Shop("fp32", "sgd", f"polyak_alpha={alpha}")
+    before = shop.replica.snapshot()
+    arrived = next(shop.state(3, 2.0))
+    shop.worker.handle(arrived)
+    first = shop.replica.buckets[0]
+    torch.testing.assert_close(
+        shop.replica.params[first], (1 - alpha) * before[first] + alpha * 2.0
+    )
+    assert torch.equal(shop.replica.params[first.stop :], before[first.stop :])
+    assert (shop.worker.version, shop.worker.joined) == (3, True)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_the_state_makes_a_joiner_whole(optimizer: str) -> None:
+    shop = Shop("fp32", optimizer)
+    shop.worker.version = shop.worker.num_joined = 0
+    for number, event in enumerate(shop.state(17, 0.5)):
+        shop.worker.handle(event)
+        num_contents = len(contents_of(shop.replica))
+        assert shop.worker.num_joined == (number + 1) // num_contents
+    assert (shop.worker.version, shop.worker.joined) == (17, True)
+    for tensor in contents_of(shop.replica).values():
+        assert torch.equal(tensor, torch.full((610,), 0.5))
+    if optimizer == "adam":
+        assert float(shop.replica.optimizer.state["step"]) == 17
+
+
+def test_a_joiner_takes_a_step_with_what_it_has() -> None:
+    shop = Shop("fp32", "adam")
+    shop.worker.version = shop.worker.num_joined = 0
+    events = list(shop.state(17, 0.5))
+    for event in events[:3]:
+        shop.worker.handle(event)
+    before = shop.replica.snapshot()
+    step = shop.commit(18)
+    shop.worker.handle(Committed(step.commit, step.gradient, 1, ()))
+    changed = [
+        not torch.equal(shop.replica.params[place], before[place])
+        for place in shop.replica.buckets
+    ]
+    assert changed == [True, False, False]
+    assert (shop.worker.version, shop.worker.joined) == (18, False)
+    assert float(shop.replica.optimizer.state["step"]) == 18
+
+
+def test_who_has_nothing_yet_lets_steps_pass(shop: Shop) -> None:
+    shop.worker.version = shop.worker.num_joined = 0
+    before = shop.replica.snapshot()
+    for version in (18, 19):
+        shop.worker.handle(Committed(commit_of(version), None, 0, ()))
+    assert torch.equal(shop.replica.params, before)
+    assert shop.worker.version == 19
+
+
+def test_a_new_session_begins_with_the_whole_state(shop: Shop) -> None:
+    """What was left over is not worked on: it is somebody else's by now."""
+    shop.worker.tasks.append(task())
+    shop.worker.cancelled.add(lease(2))
+    shop.worker.num_joined = 0
+    live(shop)
+    assert (shop.diary, shop.worker.num_joined) == ([], 0)
+    assert shop.worker.cancelled == set()
+    live(shop, *shop.state(9, 0.5), task(2, version=9))
+    assert {each.lease for each in pushes(shop)} == {lease(2)}
+
+
+def test_the_end_of_a_session_lets_its_reader_go(shop: Shop) -> None:
+    first = shop.worker.receiver
+    first._free.clear()
+    live(shop)
+    with pytest.raises(PeerLost, match="has left"):
+        first._take_free()
+    assert shop.worker.new_receiver() is not first
+
+
+def test_what_is_not_finite_names_the_step(shop: Shop) -> None:
+    def explode() -> None:
+        raise NonFiniteLoss("loss is nan at layer fc1")
+
+    shop.bench.meanwhile.append(explode)
+    shop.wire.coming = [*shop.state(3, 0.5), task()]
+    with pytest.raises(NonFiniteLoss, match=r"step 4: loss is nan at layer fc1"):
+        shop.worker.take_part(shop.wire)
+
+
+def next_push(settled: int | None, *, by_commit: bool = False) -> list[bytes]:
+    """What a worker pushes after a push of which `settled` buckets have counted."""
+    shop = Shop("int8")
+    live(shop, task(1))
+    shop.worker.num_joined = 3
+    if settled is not None:
+        shop.worker.handle(cancel(1, settled))
+    if by_commit:
+        shop.worker.handle(shop.commit(4))
+    assert shop.worker.unacknowledged is None
+    shop.wire.frames.clear()
+    shop.worker.work_on(task(2, version=4 if by_commit else 3))
+    return [bytes(frame.payload) for frame in shop.wire.frames]
+
+
+def reference(settled: int | None) -> list[bytes]:
+    """The same without a worker: the residual of exactly these buckets is in the next push."""
+    replica = small_replica()
+    sender = GradientSender("int8", replica)
+    for grant in (1, 2):
+        replica.load_gradient(gradient_for(replica, task(grant).indices))
+        frames = list(sender.frames(lease(grant), 3, 0.5, 0.25))
+        sender.settle(settled)
+    return [bytes(frame.payload) for frame in frames]
+
+
+def test_a_commit_settles_the_whole_push() -> None:
+    assert next_push(None, by_commit=True) == reference(None)
+
+
+@pytest.mark.parametrize("num_buckets", [0, 1, 2, 3])
+def test_a_cancel_settles_what_has_counted_and_the_commit_after_it_no_more(
+    num_buckets: int,
+) -> None:
+    assert next_push(num_buckets) == reference(num_buckets)
+    assert next_push(num_buckets, by_commit=True) == reference(num_buckets)
+
+
+def test_what_is_owed_differs_with_what_counted() -> None:
+    """Otherwise the tests before would prove nothing."""
+    assert len({b"".join(reference(count)) for count in (0, 1, 2, 3)}) == 4
+    assert reference(3) == reference(None)
+
+
+def test_a_push_of_unknown_fate_is_asked_for_after_a_loss(shop: Shop) -> None:
+    live(shop, task())
+    assert shop.worker.unacknowledged == lease(), "the next Ready names it"
+    shop.wire.coming = [cancel(1, 2)]
+    with pytest.raises(PeerLost):
+        shop.worker.take_part(shop.wire)
+    assert shop.worker.unacknowledged is None
