@@ -103,10 +103,10 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+        for child in self._processes:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
 
     def worker(self, rank: int, sample_s: float = 0.0) -> subprocess.Popen[bytes]:
         """Start a worker that takes so many seconds longer for a sample."""
@@ -132,15 +132,15 @@ class Cluster:
 
     def _start(self, arguments: Sequence[str], overrides: Sequence[str]) -> subprocess.Popen[bytes]:
         with (self.folder / "log").open("ab") as log:
-            process = subprocess.Popen(
+            child = subprocess.Popen(
                 [sys.executable, *arguments, "--override", *self._common, *overrides],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=environ(self.folder),
             )
-        self._processes.append(process)
-        return process
+        self._processes.append(child)
+        return child
 
 
 def environ(folder: Path) -> dict[str, str]:

@@ -76,7 +76,6 @@ class Settings:
             worker_update_interval=cluster.worker_update_interval,
             use_quantization=cluster.use_quantization,
             codec=cluster.codec,
-            timeout=cluster.timeout,
             update_rule=cluster.update_rule,
             mixing_rate=cluster.mixing_rate,
             staleness=cluster.staleness,

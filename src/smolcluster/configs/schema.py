@@ -317,7 +317,6 @@ class RunConfig(Section):
     worker_update_interval: PositiveInt
     use_quantization: bool
     codec: CodecName | None = None
-    timeout: PositiveFloat | None = None
     update_rule: UpdateRule = "gradient"
     mixing_rate: MixingRate = DEFAULT_MIXING_RATE
     staleness: StalenessConfig

@@ -444,7 +444,6 @@ def test_what_travels_holds_nothing_of_this_machine() -> None:
     [
         ("codec=bf16", "codec", "bf16"),
         ("use_quantization=true", "use_quantization", True),
-        ("timeout=0.1", "timeout", 0.1),
         ("update_rule=mixing", "update_rule", "mixing"),
         ("mixing_rate=0.25", "mixing_rate", 0.25),
     ],

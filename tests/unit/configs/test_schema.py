@@ -133,7 +133,6 @@ def run(dataset: DatasetConfig, algorithm: AlgorithmName = "edp") -> RunConfig:
         worker_update_interval=10,
         use_quantization=False,
         codec="bf16",
-        timeout=0.1,
         update_rule="mixing",
         mixing_rate=0.25,
         staleness=cluster().staleness,

@@ -25,7 +25,10 @@ def test_a_run_id_says_algorithm_and_time() -> None:
 
 def test_files_of_a_run_have_the_names_that_users_know(tmp_path: Path) -> None:
     run = RunPaths(tmp_path / "edp-1")
-    names = [run.config, run.events, run.metrics, run.summary, run.processes, run.logs]
+    names = [
+        *(run.config, run.events, run.metrics, run.summary, run.processes),
+        *(run.logs, run.checkpoints, run.lock),
+    ]
     assert [str(path.relative_to(run.root)) for path in names] == [
         "config.yaml",
         "events.jsonl",
@@ -33,6 +36,8 @@ def test_files_of_a_run_have_the_names_that_users_know(tmp_path: Path) -> None:
         "summary.json",
         "processes.json",
         "logs",
+        "checkpoints",
+        ".lock",
     ]
     assert run.run_id == "edp-1"
     assert run.log_file("server", "mini1") == run.logs / "server-mini1.log"

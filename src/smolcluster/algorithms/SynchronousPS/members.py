@@ -45,6 +45,8 @@ class Member:
     pace: Pace
     stream: StateStream
     unanswered: dict[LeaseKey, Holding] = field(default_factory=dict)
+    num_drifts: int = 0
+    """How often its weights differed from the server's."""
     commit_marks: deque[int] = field(default_factory=lambda: deque(maxlen=2))
     """Frames that were queued for it up to each of the last two commits."""
 
@@ -65,8 +67,8 @@ class Member:
 
     @property
     def idle(self) -> bool:
-        """Whether it could work at once."""
-        return self.joined and not self.unanswered
+        """Whether it could work at once: all of what it was given has arrived, if not been answered for."""
+        return self.joined and all(holding.won for holding in self.unanswered.values())
 
     def give(self, holding: Holding, version: int, rate: float, indices: Tensor) -> None:
         """Assign it a part: samples `indices` (n,) int32, on weights of `version`."""
@@ -191,10 +193,15 @@ class Members:
         """Tell those whose parts others have finished that nothing more of them is wanted."""
         for holding in step.holdings:
             self.remember(holding)
-            member = self._members.get(holding.seat)
-            if member is not None and holding.part.finished_by is not holding:
-                counted = 0 if holding.backup else holding.num_counted
-                member.session.send(Cancel(lease=holding.key, num_buckets=counted))
+            if not holding.won:
+                self.cancel(holding)
+
+    def cancel(self, holding: Holding) -> None:
+        """Tell a holder that no more of its push will count than has."""
+        member = self._members.get(holding.seat)
+        if member is not None:
+            counted = 0 if holding.backup else holding.num_counted
+            member.session.send(Cancel(lease=holding.key, num_buckets=counted))
 
     def broadcast(self, frame: Frame) -> None:
         """Send a commit to all, also to joiners."""
@@ -219,6 +226,7 @@ class Members:
             return None
         for number in buckets:
             member.session.send_frame(self._weights_frame(version, number))
+        member.num_drifts += 1
         return member
 
     def _weights_frame(self, version: int, number: int) -> Frame:

@@ -160,10 +160,11 @@ class Server:
         holding = self.members.take_back(seat, answer, now)
         if holding is None:
             return
-        if holding.part.finished_by is holding:
+        if holding.won:
             self.first_part_at = self.first_part_at or now
         elif isinstance(answer, Push):
             self.report.dropped(holding.holder, answer.lease, "duplicate", 0)
+            self.members.cancel(holding)
         if self.step is not None:
             self.step.give_up(holding)
 
@@ -196,12 +197,14 @@ class Server:
     def on_drift(self, seat: int, buckets: Sequence[int]) -> None:
         """Send a member the weights in which it differs; it blends them with its own."""
         member = self.members.send_weights(seat, self.version, buckets)
-        if member is not None:
+        if (
+            member is not None and member.num_drifts.bit_count() == 1
+        ):  # the 1st, 2nd, 4th, 8th … time
             self.context.log.warning(
-                "%s: %d of %d buckets of its weights differ from the server's after step %d; blended with "
-                "polyak_alpha = %g",
+                "%s: %d of %d buckets of its weights differ from the server's after step %d (time %d that "
+                "they do); blended with polyak_alpha = %g",
                 *(member.name, len(buckets), len(self.replica.buckets), self.version),
-                self.train.polyak_alpha,
+                *(member.num_drifts, self.train.polyak_alpha),
             )
 
     def on_departure(self, worker: Worker) -> None:

@@ -38,6 +38,11 @@ class Holding:
         """Its holder's session."""
         return self.holder.member.seat
 
+    @property
+    def won(self) -> bool:
+        """Whether this push brought the part's last missing bucket."""
+        return self.part.finished_by is self
+
 
 @dataclass
 class Part:
@@ -134,7 +139,7 @@ class Step:
             return dropped
 
     def give_up(self, holding: Holding) -> None:
-        """Its holder will bring no more of it."""
+        """Its holder will bring no more of it, if it is of this step at all."""
         with self._lock:
             if self._grants.get(holding.key.grant) is holding:
                 self._remove(holding)

@@ -1,0 +1,820 @@
+"""Checkpoints: what a run needs to go on, on disk, whole or not at all.
+
+    <folder>/step-00001000/model.safetensors      every parameter and persistent buffer, by name
+                           optimizer.safetensors  flat tensors by name: exp_avg, exp_avg_sq, step, …
+                           state.json             where the run stood, and the SHA-256 of the other two
+    <folder>/latest, best                         symbolic links, for people and for the order below
+
+A checkpoint is written into a hidden folder `.step-00001000.<random>.tmp`, flushed to the disk, and renamed.
+One that is replaced (a step that was reached again) steps aside as `.step-00001000.old.tmp` meanwhile and
+counts as long as its place is empty. So a crash leaves the old one or the new one, and hidden folders that
+the next save sweeps away. Only a save does: whoever merely looks may do so while a server writes.
+
+When a run was resumed from an older checkpoint, those of later steps belong to an abandoned time line. The
+link `latest` tells: what lies beyond it is the last choice, and goes with the next save.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+import torch
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    ValidationError,
+)
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from smolcluster.errors import CheckpointError
+from smolcluster.runs.files import utc_timestamp
+from smolcluster.training.replica import Replica
+from smolcluster.utils.units import format_bytes, format_duration
+from smolcluster.utils.words import one_line
+
+FORMAT: Final = 1
+MODEL_FILE = "model.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+STATE_FILE = "state.json"
+LATEST = "latest"
+BEST = "best"
+MAX_STATE_NBYTES = 16 * 1024 * 1024
+MAX_FILE_NBYTES = 2**40
+EXIT_TIMEOUT_S = 120.0
+
+_TENSOR_FILES = frozenset({MODEL_FILE, OPTIMIZER_FILE})
+_SEAL = "sha256"
+_PLACE = re.compile(r"step-(\d{8,16})")
+_ASIDE = re.compile(r"\.step-(\d{8,16})\.old\.tmp")
+_HIDDEN = ".step-*.tmp"
+_OS_ERROR = re.compile(r"os error (\d+)")
+_NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
+_REMEDIES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EACCES: "mend the folder's rights",
+    errno.EPERM: "mend the folder's rights",
+    errno.EROFS: "mend the folder's rights",
+}
+
+
+def _finite_or_none(value: object) -> object:
+    """A loss that is NaN or infinite is none: it would be the best or the worst for ever."""
+    return value if not isinstance(value, float) or math.isfinite(value) else None
+
+
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Text = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Timestamp = Annotated[str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z$")]
+Loss = Annotated[float | None, BeforeValidator(_finite_or_none)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class TrainingState(_Part):
+    """Where a run stands, as its algorithm tells it. A loss that is not finite becomes None."""
+
+    run_id: Text
+    algorithm: Text
+    incarnation: Text = Field(description="Which start of the server this is.")
+    step: Count = Field(description="Optimizer steps taken: the version of the weights.")
+    samples_applied: Count
+    epoch: Count
+    dataset_fingerprint: Text
+    codec: Text
+    train_loss: Loss = None
+    val_loss: Loss = None
+    progress: dict[str, JsonValue] = Field(
+        {}, description="What else the algorithm needs to go on; nobody else looks into it."
+    )
+
+
+class FileEntry(_Part):
+    """Size and SHA-256 of a file beside `state.json`."""
+
+    nbytes: Annotated[int, Field(ge=0, le=MAX_FILE_NBYTES)]
+    sha256: Digest
+
+
+class CheckpointState(TrainingState):
+    """What `state.json` says. The file has one field more, the SHA-256 of all others."""
+
+    format: Literal[1] = FORMAT
+    model_fingerprint: Text
+    written_at: Timestamp
+    files: dict[str, FileEntry]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensors' files."""
+        return sum(entry.nbytes for entry in self.files.values())
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of all that a checkpoint holds, on the CPU, which later steps do not change.
+
+    Attributes:
+        state: where the run stood.
+        model_fingerprint: the replica's.
+        model: parameters and persistent buffers by name.
+        optimizer: the optimizer's state, and what else was handed over, by name.
+    """
+
+    state: TrainingState
+    model_fingerprint: str
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+
+    @classmethod
+    def of(
+        cls, replica: Replica, state: TrainingState, extra: Mapping[str, Tensor] | None = None
+    ) -> Self:
+        """Copy the replica, and the tensors `extra`, which are kept beside the optimizer's state.
+
+        Raises:
+            ValueError: a name in `extra` is one of the optimizer's.
+        """
+        extra = extra or {}
+        if taken := sorted(extra.keys() & replica.optimizer.state.keys()):
+            raise ValueError(f"{taken[0]!r} names a tensor of the optimizer")
+        flat, places = replica.snapshot(), dict(replica.layers)
+        return cls(
+            state=state.model_copy(deep=True),
+            model_fingerprint=replica.fingerprint,
+            model={
+                name: flat[places[name]].view(tensor.shape) if name in places else _copy(tensor)
+                for name, tensor in _tensors_of(replica.model).items()
+            },
+            optimizer={
+                name: _copy(tensor) for name, tensor in _optimizer_tensors(replica, extra).items()
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read and found good. Its tensors are on the CPU, apart from the files."""
+
+    path: Path
+    state: CheckpointState
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One line of a list; what a damaged checkpoint does not tell is None, and `problem` says why."""
+
+    path: Path
+    step: int
+    nbytes: int
+    train_loss: float | None
+    val_loss: float | None
+    written_at: str | None
+    problem: str | None
+
+
+class CheckpointStore:
+    """The checkpoints of one run. One process at a time may save (see `RunLock`); any may read."""
+
+    def __init__(
+        self,
+        folder: Path,
+        keep_last: int,
+        log: logging.Logger,
+        *,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """Keep the last `keep_last` checkpoints in `folder`, which the first save makes, and the best one."""
+        if keep_last < 1:
+            raise ValueError(f"keep_last is {keep_last}, must be at least 1")
+        self.folder = folder
+        self._keep_last = keep_last
+        self._log = log
+        self._now = now
+
+    def save(self, snapshot: Snapshot) -> Path:
+        """Write a checkpoint, let `latest` and `best` point right, and delete those no longer kept.
+
+        Returns when it would survive a loss of power. One of the same step is replaced. Damaged ones
+        do not count and are left for a person to look at.
+
+        Raises:
+            CheckpointError: it cannot be written; the older ones are still there. If the disk failed
+                at the very end, the new one may be there as well.
+        """
+        place = self.folder / _name(snapshot.state.step)
+        draft = self._hidden(place.name)
+        began = time.monotonic()
+        try:
+            self._make_folder()
+            self._sweep()
+            draft.mkdir()
+            state = self._write(snapshot, draft)
+            self._put_in_place(draft, place)
+            self._link(LATEST, place.name)
+        except (OSError, SafetensorError) as error:
+            raise _cannot_write(f"checkpoint {place}", error) from error
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        took = format_duration(time.monotonic() - began)
+        self._log.info("saved step %d: %s in %s", state.step, format_bytes(state.nbytes), took)
+        self._tidy(state.step)
+        return place
+
+    def newest_good(self) -> Checkpoint | None:
+        """The checkpoint to go on from; None when there is none. Damaged ones are skipped with a warning."""
+        return self._first_good(self._newest_first())
+
+    def best(self) -> Checkpoint | None:
+        """The checkpoint of the lowest validation loss; None when none has one."""
+        states = self._readable()
+        return self._first_good(states[step][0] for step in _best_first(states))
+
+    def list(self) -> list[CheckpointInfo]:
+        """All checkpoints by step. Every file is read, to tell which ones are damaged."""
+        return [_info(step, path) for step, path in sorted(self._places().items())]
+
+    def _first_good(self, paths: Iterable[Path]) -> Checkpoint | None:
+        for path in paths:
+            try:
+                return _load(path)
+            except CheckpointError as error:
+                self._log.warning("a checkpoint is skipped: %s", error)
+        return None
+
+    def _places(self) -> dict[int, Path]:
+        """The folder of each step; one that stepped aside counts where its place is empty."""
+        try:
+            found = list(self.folder.iterdir())
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read {self.folder}: {_reason(error)}; mend the folder's rights"
+            ) from error
+        asides = {int(match[1]): path for path in found if (match := _ASIDE.fullmatch(path.name))}
+        return asides | {
+            int(match[1]): path for path in found if (match := _PLACE.fullmatch(path.name))
+        }
+
+    def _newest_first(self) -> Iterable[Path]:
+        """By step, downwards; but what lies beyond `latest` comes last."""
+        places = self._places()
+        steps = sorted(places, reverse=True)
+        latest = self._latest_step()
+        if latest is not None:
+            steps.sort(key=lambda step: step > latest)
+        return [places[step] for step in steps]
+
+    def _latest_step(self) -> int | None:
+        try:
+            match = _PLACE.fullmatch(str((self.folder / LATEST).readlink()))
+        except OSError:
+            return None
+        return int(match[1]) if match else None
+
+    def _readable(self) -> dict[int, tuple[Path, CheckpointState]]:
+        """Folder and state of each checkpoint that is whole at a glance, hashes aside."""
+        found = {}
+        for step, path in self._places().items():
+            try:
+                found[step] = (path, _read_state(path))
+            except CheckpointError:
+                continue
+        return found
+
+    def _make_folder(self) -> None:
+        if not self.folder.is_dir():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _sync(self.folder.parent)
+
+    def _sweep(self) -> None:
+        """Put back what stepped aside and was not replaced; delete all else that is hidden."""
+        for path in list(self.folder.glob(_HIDDEN)):
+            match = _ASIDE.fullmatch(path.name)
+            if match and not (place := self.folder / _name(int(match[1]))).exists():
+                path.rename(place)
+            else:
+                _delete(path)
+
+    def _write(self, snapshot: Snapshot, draft: Path) -> CheckpointState:
+        """Write and flush all files of a checkpoint into the empty folder `draft`."""
+        mode = draft.stat().st_mode & 0o666  # save_file would leave them to their owner alone
+        files = {}
+        for name, tensors in ((MODEL_FILE, snapshot.model), (OPTIMIZER_FILE, snapshot.optimizer)):
+            path = draft / name
+            save_file(dict(tensors), path)
+            path.chmod(mode)
+            _sync(path)
+            files[name] = FileEntry(nbytes=path.stat().st_size, sha256=_sha256(path))
+        state = CheckpointState.model_validate(
+            {
+                **snapshot.state.model_dump(),
+                "model_fingerprint": snapshot.model_fingerprint,
+                "written_at": utc_timestamp(self._now()),
+                "files": files,
+            }
+        )
+        path = draft / STATE_FILE
+        path.write_bytes(_encode(state))
+        _sync(path)
+        _sync(draft)
+        return state
+
+    def _put_in_place(self, draft: Path, place: Path) -> None:
+        aside = self.folder / f".{place.name}.old.tmp"
+        if replaced := place.exists():
+            place.rename(aside)
+        draft.rename(place)
+        _sync(self.folder)
+        if replaced:
+            _delete(aside)
+
+    def _link(self, name: str, target: str) -> None:
+        beside = self._hidden(target)
+        beside.symlink_to(target)
+        beside.replace(self.folder / name)
+        _sync(self.folder)
+
+    def _hidden(self, name: str) -> Path:
+        return self.folder / f".{name}.{secrets.token_hex(4)}.tmp"
+
+    def _tidy(self, newest: int) -> None:
+        """Keep the last ones up to `newest` and the best one; the new checkpoint is safe already."""
+        states = self._readable()
+        best = _best_first(states)[:1]
+        own = sorted((step for step in states if step <= newest), reverse=True)
+        try:
+            if best:
+                self._link(BEST, _name(best[0]))
+            else:
+                (self.folder / BEST).unlink(missing_ok=True)
+            for step in states.keys() - {*own[: self._keep_last], *best}:
+                hidden = self._hidden(_name(step))
+                states[step][0].rename(hidden)  # half of one must not look like a checkpoint
+                _delete(hidden)
+        except OSError as error:
+            self._log.warning("%s", _cannot_write(f"old checkpoints in {self.folder}", error))
+
+
+class CheckpointWriter:
+    """Writes snapshots in a thread of its own, so that training goes on meanwhile.
+
+    Hashing and writing leave the interpreter to others. At most two snapshots are in memory: one that
+    is being written, and one that waits.
+    """
+
+    def __init__(self, store: CheckpointStore, log: logging.Logger) -> None:
+        self._store = store
+        self._log = log
+        self._changed = threading.Condition()
+        self._waiting: Snapshot | None = None
+        self._busy = False
+        self._ending = False
+        self._reported: set[object] = set()
+        self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Write what waits, then end the thread; a disk that hangs is left after `EXIT_TIMEOUT_S`."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+        self._thread.join(EXIT_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._log.warning(
+                "the last checkpoint is still being written after %s and is given up; "
+                "the one before it is the newest: look at the disk of %s",
+                format_duration(EXIT_TIMEOUT_S),
+                self._store.folder,
+            )
+
+    def submit(self, snapshot: Snapshot) -> None:
+        """Have it written as soon as the disk is free; never waits.
+
+        A snapshot that still waits then is dropped for this newer one, and the log says so.
+        """
+        with self._changed:
+            if self._ending:
+                raise RuntimeError("no snapshot is taken once the writer has ended")
+            dropped, self._waiting = self._waiting, snapshot
+            self._changed.notify_all()
+        if dropped is not None:
+            self._log.info(
+                "step %d is not saved: the disk was busy until step %d came",
+                dropped.state.step,
+                snapshot.state.step,
+            )
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until nothing waits and nothing is being written; False when that took too long."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._waiting is None and not self._busy, timeout_s
+            )
+
+    def _run(self) -> None:
+        while self._write_next():
+            pass
+
+    def _write_next(self) -> bool:
+        """Write one snapshot and let go of it; False at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting is not None or self._ending)
+            snapshot, self._waiting = self._waiting, None
+            self._busy = snapshot is not None
+        if snapshot is None:
+            return False
+        try:
+            self._store.save(snapshot)
+            self._reported.clear()
+        except CheckpointError as error:
+            self._report(snapshot, error, _errno(error.__cause__) or type(error.__cause__))
+        except Exception as error:  # whatever it is, a run is worth more than its checkpoint
+            self._report(snapshot, error, type(error))
+        finally:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+        return True
+
+    def _report(self, snapshot: Snapshot, error: Exception, kind: object) -> None:
+        """Warn, once a kind until a checkpoint succeeds again."""
+        if kind not in self._reported:
+            self._reported.add(kind)
+            known = isinstance(error, CheckpointError)
+            self._log.warning(
+                "step %d is not saved, training goes on: %s",
+                snapshot.state.step,
+                error if known else repr(error),
+                exc_info=None if known else error,
+            )
+
+
+def restore(
+    replica: Replica, checkpoint: Checkpoint, extra: Mapping[str, Tensor] | None = None
+) -> None:
+    """Copy a checkpoint's weights and optimizer state into `replica`: all or nothing.
+
+    The tensors `extra`, which were handed to `Snapshot.of` by the same names, are filled as well.
+
+    Raises:
+        CheckpointError: the model, the optimizer or `extra` is not what was saved; the message names
+            the first tensor that differs. Nothing has been changed.
+    """
+    state, folder = checkpoint.state, checkpoint.path
+    model, optimizer = _tensors_of(replica.model), _optimizer_tensors(replica, extra or {})
+    remedy = f"resume with the configuration of run {state.run_id}"
+    _check_tensors(folder / MODEL_FILE, checkpoint.model, model, remedy)
+    if state.model_fingerprint != replica.fingerprint:
+        raise CheckpointError(
+            f"checkpoint {folder} is of a model with other frozen parameters, though all have the "
+            f"same names and shapes; {remedy}"
+        )
+    _check_tensors(folder / OPTIMIZER_FILE, checkpoint.optimizer, optimizer, remedy)
+    with torch.no_grad():
+        for live, stored in ((model, checkpoint.model), (optimizer, checkpoint.optimizer)):
+            for name, tensor in live.items():
+                tensor.copy_(stored[name])
+
+
+def check_same(
+    state: CheckpointState, *, model_fingerprint: str, dataset_fingerprint: str, algorithm: str
+) -> None:
+    """See to it that a run goes on with what it began with.
+
+    Raises:
+        CheckpointError: something differs; one sentence says what, and what to do.
+    """
+    who = f"step {state.step} of run {state.run_id}"
+    if state.algorithm != algorithm:
+        raise CheckpointError(
+            f"{who} was trained by algorithm {state.algorithm}, not by {algorithm}: "
+            f"resume it with {state.algorithm}, or begin a new run"
+        )
+    if state.dataset_fingerprint != dataset_fingerprint:
+        raise CheckpointError(
+            f"{who} was trained on other data (fingerprint {state.dataset_fingerprint[:12]}, here "
+            f"{dataset_fingerprint[:12]}): set dataset.name, dataset.root and seed as they were then, "
+            "or begin a new run"
+        )
+    if state.model_fingerprint != model_fingerprint:
+        raise CheckpointError(
+            f"{who} is of another model (fingerprint {state.model_fingerprint[:12]}, here "
+            f"{model_fingerprint[:12]}): set model as it was then, or begin a new run"
+        )
+
+
+def export(checkpoint: Checkpoint, folder: Path) -> Path:
+    """Copy a checkpoint's `model.safetensors` into `folder`, which is made if need be.
+
+    Raises:
+        CheckpointError: there is such a file already, the checkpoint was damaged or deleted since it
+            was read, or the copy cannot be written; nothing is left of it then.
+    """
+    source, target = checkpoint.path / MODEL_FILE, folder / MODEL_FILE
+    _check_hash(source, checkpoint.state.files[MODEL_FILE])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _copy_file(source, target)
+    except FileExistsError:
+        raise CheckpointError(
+            f"{target} exists and is not overwritten: name another folder, or remove it"
+        ) from None
+    except OSError as error:
+        raise _cannot_write(str(target), error) from error
+    return target
+
+
+def _copy_file(source: Path, target: Path) -> None:
+    """Copy to a file that must not exist yet, durably; nothing is left of it after a failure."""
+    with source.open("rb") as origin, target.open("xb") as copy:
+        try:
+            shutil.copyfileobj(origin, copy, 1 << 20)
+            copy.flush()
+            _sync(target)
+        except BaseException:
+            target.unlink()
+            raise
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter (tied ones once, under their first name) and persistent buffer."""
+    persistent = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return {**dict(model.named_parameters()), **buffers}
+
+
+def _optimizer_tensors(replica: Replica, extra: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {**replica.optimizer.state, **extra}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _best_first(states: Mapping[int, tuple[Path, CheckpointState]]) -> list[int]:
+    """Steps by validation loss, the later one first among equals."""
+    losses = [(state.val_loss, -step) for step, (_, state) in states.items()]
+    return [-step for _, step in sorted(pair for pair in losses if pair[0] is not None)]
+
+
+def _info(step: int, path: Path) -> CheckpointInfo:
+    state, problem = None, None
+    try:
+        state = _read_state(path)
+        _check_files(path, state)
+    except CheckpointError as error:
+        problem = str(error)
+    return CheckpointInfo(
+        path=path,
+        step=step,
+        nbytes=sum(file.lstat().st_size for file in path.glob("*")),
+        train_loss=state.train_loss if state else None,
+        val_loss=state.val_loss if state else None,
+        written_at=state.written_at if state else None,
+        problem=problem,
+    )
+
+
+def _load(folder: Path) -> Checkpoint:
+    """Read a checkpoint.
+
+    Raises:
+        CheckpointError: it is damaged, or too new.
+    """
+    state = _read_state(folder)
+    _check_files(folder, state)
+    return Checkpoint(
+        folder, state, _load_tensors(folder / MODEL_FILE), _load_tensors(folder / OPTIMIZER_FILE)
+    )
+
+
+def _load_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        # Not mapped into memory: a disk that fails then ends as an error, not as a signal.
+        return load_file(path, backend="pread")
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path, f"cannot be read ({_reason(error)})") from error
+
+
+def _read_state(folder: Path) -> CheckpointState:
+    """Read `state.json` and compare the sizes of the other files.
+
+    Raises:
+        CheckpointError: something is damaged, missing, or too new.
+    """
+    path = folder / STATE_FILE
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_STATE_NBYTES + 1)
+    except OSError as error:
+        raise _damaged(path, f"cannot be read ({_reason(error)})") from error
+    state = _decode(data, path)
+    match = _PLACE.fullmatch(folder.name) or _ASIDE.fullmatch(folder.name)
+    if match is None or int(match[1]) != state.step:
+        raise _damaged(path, f"is of step {state.step}")
+    for name, entry in state.files.items():
+        try:
+            nbytes = (folder / name).stat().st_size
+        except OSError as error:
+            raise _damaged(folder / name, f"cannot be read ({_reason(error)})") from error
+        if nbytes != entry.nbytes:
+            raise _damaged(folder / name, f"has {nbytes} bytes, not {entry.nbytes}")
+    return state
+
+
+def _check_files(folder: Path, state: CheckpointState) -> None:
+    for name, entry in state.files.items():
+        _check_hash(folder / name, entry)
+
+
+def _check_hash(path: Path, entry: FileEntry) -> None:
+    try:
+        digest = _sha256(path)
+    except OSError as error:
+        raise _damaged(path, f"cannot be read ({_reason(error)})") from error
+    if digest != entry.sha256:
+        raise _damaged(path, f"does not have the SHA-256 that {STATE_FILE} tells")
+
+
+def _encode(state: CheckpointState) -> bytes:
+    """`state.json`.
+
+    Raises:
+        CheckpointError: it would be too large to be read again.
+    """
+    fields = json.loads(state.model_dump_json())
+    data = json.dumps({**fields, _SEAL: _seal(state)}, indent=2).encode() + b"\n"
+    if len(data) > MAX_STATE_NBYTES:
+        raise CheckpointError(
+            f"the progress of step {state.step} takes {format_bytes(len(data))}, at most "
+            f"{format_bytes(MAX_STATE_NBYTES)} can be saved: raise batch_size or checkpoint_steps"
+        )
+    return data
+
+
+def _decode(data: bytes, path: Path) -> CheckpointState:
+    """Validate a `state.json`.
+
+    Raises:
+        CheckpointError: it is damaged, was edited, or is too new.
+    """
+    if len(data) > MAX_STATE_NBYTES:
+        raise _damaged(path, f"is larger than {format_bytes(MAX_STATE_NBYTES)}")
+    try:
+        fields = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
+        _refuse_newer(fields, path)
+        seal = fields.pop(_SEAL, None) if isinstance(fields, dict) else None
+        state = CheckpointState.model_validate_json(json.dumps(fields))
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in problem["loc"])[:100]
+        raise _damaged(path, one_line(f"has a wrong {where}: {problem['msg'][:200]}")) from None
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, one_line(f"is not JSON ({str(error)[:200]})")) from None
+    if seal != _seal(state):
+        raise _damaged(path, "was changed: it does not match its own SHA-256")
+    if state.files.keys() != _TENSOR_FILES:
+        raise _damaged(path, f"does not name {' and '.join(sorted(_TENSOR_FILES))}")
+    return state
+
+
+def _refuse_newer(fields: object, path: Path) -> None:
+    written = fields.get("format") if isinstance(fields, dict) else None
+    if isinstance(written, int) and written > FORMAT:
+        raise CheckpointError(
+            f"{path} has format {written}, and this smolcluster reads up to {FORMAT}: update it"
+        )
+
+
+def _seal(state: CheckpointState) -> str:
+    return hashlib.sha256(state.model_dump_json().encode()).hexdigest()
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a field is given twice")
+    return fields
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _check_tensors(
+    path: Path, stored: Mapping[str, Tensor], live: Mapping[str, Tensor], remedy: str
+) -> None:
+    """Raise CheckpointError unless names, shapes and types are the same; name the first that is not."""
+    for name, tensor in live.items():
+        if name not in stored:
+            raise CheckpointError(f"{path} lacks {name}, {_describe(tensor)}; {remedy}")
+        if (tensor.shape, tensor.dtype) != (stored[name].shape, stored[name].dtype):
+            raise CheckpointError(
+                f"{path} holds {name} as {_describe(stored[name])}, here it is "
+                f"{_describe(tensor)}; {remedy}"
+            )
+    for name, tensor in stored.items():
+        if name not in live:
+            raise CheckpointError(
+                one_line(f"{path} holds {name}, {_describe(tensor)}, unknown here; {remedy}")
+            )
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """See to it that a file, or a folder's list of names, survives a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if not _full_sync(descriptor):
+            os.fsync(descriptor)
+    except OSError as error:
+        # Some network and FUSE file systems cannot flush a folder; the files in it are flushed.
+        if not (path.is_dir() and error.errno in _NO_FOLDER_SYNC):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _full_sync(descriptor: int) -> bool:
+    """macOS: empty the drive's own cache too, which fsync does not do there; False where it cannot."""
+    command = getattr(fcntl, "F_FULLFSYNC", None)
+    if command is None:
+        return False
+    try:
+        fcntl.fcntl(descriptor, command)
+    except OSError:
+        return False
+    return True
+
+
+def _delete(path: Path) -> None:
+    """Remove a folder, file or link as far as possible; the next sweep tries again."""
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} {what}; remove that checkpoint, or resume from another one of the run"
+    )
+
+
+def _cannot_write(what: str, error: Exception) -> CheckpointError:
+    remedy = _REMEDIES.get(_errno(error) or 0, "look at the disk")
+    return CheckpointError(f"cannot write {what}: {_reason(error)}; {remedy}")
+
+
+def _errno(error: BaseException | None) -> int | None:
+    """The system's number of an error, which safetensors tells in words only."""
+    if isinstance(error, OSError):
+        return error.errno
+    match = _OS_ERROR.search(str(error))
+    return int(match[1]) if match else None
+
+
+def _reason(error: Exception) -> str:
+    number = _errno(error)
+    return one_line(str(error)) if number is None else os.strerror(number)

@@ -1,0 +1,128 @@
+"""SyncPS's server and workers as real processes, started by hand: one is killed, one is stopped for a while."""
+
+import re
+import signal
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from harness import free_port, local_settings
+from processes import Child, Processes
+from smolcluster.algorithms.registry import get_algorithm
+from smolcluster.data.permutation import epoch_permutation
+from smolcluster.observability.metrics import MetricRecord
+from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.runs.events import LeaseReturned, WorkerLost, read_events
+from smolcluster.runs.paths import find_run
+from smolcluster.runs.summary import read_summary
+from smolcluster.training.build import build
+from smolcluster.training.loop import training_steps
+
+Eventually = Callable[[Callable[[], bool]], None]
+
+NODES = ("pi5", "win", "macbook")
+NUM_SAMPLES = 1438
+EPOCHS = 60
+SHARES = ("batch_share.pi5=0.4", "batch_share.win=0.3", "batch_share.macbook=0.3")
+TRAINING = (
+    *("global_batch_size=96", f"num_epochs={EPOCHS}", "eval_steps=20", "track_gradients=false"),
+    *("min_workers=3", *SHARES),
+)
+
+
+class Machines:
+    """A server and three workers on this machine."""
+
+    def __init__(self, processes: Processes, *overrides: str) -> None:
+        self._processes = processes
+        common = ["--local", "--override", f"port={free_port()}", "threads=1"]
+        algorithm = get_algorithm("syncps")
+        self.server = processes.start(
+            sys.executable, str(algorithm.server), *common, *TRAINING, *overrides
+        )
+        self.workers: list[Child] = [
+            processes.start(sys.executable, str(algorithm.worker), str(rank + 1), node, *common)
+            for rank, node in enumerate(NODES)
+        ]
+
+    @property
+    def steps(self) -> list[MetricRecord]:
+        """What the run's file holds of its steps."""
+        metrics = find_run(self._processes.runs).metrics
+        return [line.record for line in read_metrics(metrics) if line.record.kind == "step"]
+
+    @property
+    def evaluated(self) -> int:
+        """The newest step that the server has evaluated, as it says on the console."""
+        return max(map(int, re.findall(r"step (\d+): validation", self.server.output)), default=0)
+
+    def assert_trained_as_alone(self) -> None:
+        """Every loss is that of a single process, and every sample of every epoch was applied once."""
+        settings = local_settings(*TRAINING, algorithm="syncps")
+        train, seed = settings.run_config("alone", "syncps").train, settings.cluster.seed
+        bench = build(train, seed, settings.node.dataset, torch.device("cpu"))
+        expected = [
+            step.loss for step in training_steps(bench.replica, bench.dataset, train, seed)
+        ]
+        assert [step.values["loss"] for step in self.steps] == pytest.approx(expected, rel=1e-4)
+        assert [step.values["loss"] for step in self.steps[:100]] == pytest.approx(
+            expected[:100], rel=1e-5
+        )
+        applied: dict[int, Counter[int]] = defaultdict(Counter)
+        for step in self.steps:
+            order = epoch_permutation(seed, step.epoch, NUM_SAMPLES)
+            positions = slice(int(step.values["start"]), int(step.values["stop"]))
+            applied[step.epoch].update(order[positions].tolist())
+        assert applied == dict.fromkeys(range(EPOCHS), Counter(range(NUM_SAMPLES)))
+
+
+def test_a_killed_worker_makes_no_difference(processes: Processes, eventually: Eventually) -> None:
+    machines = Machines(processes)
+    eventually(lambda: machines.evaluated >= 20)
+    victim = machines.workers[1]
+    victim.kill(signal.SIGSTOP)  # it has a part of every step, so that the run cannot end before
+    victim.kill(signal.SIGKILL)
+    assert machines.server.wait() == 0, machines.server.output
+    for worker in (machines.workers[0], machines.workers[2]):
+        assert worker.wait() == 0, worker.output
+    machines.assert_trained_as_alone()
+    run = find_run(processes.runs)
+    events = [record.event for record in read_events(run.events)]
+    (lost,) = [event for event in events if isinstance(event, WorkerLost)]
+    assert (lost.rank, lost.node) == (1, "win")
+    assert all(event.rank == 1 for event in events if isinstance(event, LeaseReturned))
+    summary = read_summary(run.summary)
+    assert summary.samples_applied == EPOCHS * NUM_SAMPLES
+    assert 0 < summary.workers[1].samples < 0.3 * summary.samples_applied
+    assert "Traceback" not in machines.server.output
+
+
+def test_a_stopped_worker_holds_nobody_up_and_works_again_afterwards(
+    processes: Processes, eventually: Eventually
+) -> None:
+    machines = Machines(processes, "timeout=0.1", "heartbeat_timeout_s=60")
+    eventually(lambda: machines.evaluated >= 20)
+    sleeper = machines.workers[2]
+    sleeper.kill(signal.SIGSTOP)
+    stopped_at = machines.evaluated
+    # It may have been through with the step that was open, but not with the one after the next.
+    eventually(lambda: machines.evaluated >= stopped_at + 60)
+    before = machines.evaluated
+    sleeper.kill(signal.SIGCONT)
+    assert machines.server.wait() == 0, machines.server.output
+    for worker in machines.workers:
+        assert worker.wait() == 0, worker.output
+    machines.assert_trained_as_alone()
+    run = find_run(processes.runs)
+    events = [record.event for record in read_events(run.events)]
+    assert not [event for event in events if isinstance(event, WorkerLost)]
+    assert "worker 3 (macbook)" in machines.server.output
+    assert re.search(r"takes over part of step \d+", machines.server.output)
+    summary = read_summary(run.summary)
+    # A third of each step while it ran, and nothing in 60 steps.
+    most_before = 29 * (stopped_at + 20)
+    assert summary.workers[2].samples > most_before, (before, machines.server.output)
+    assert summary.workers[2].samples < 0.3 * summary.samples_applied - 29 * 40

@@ -1,0 +1,1129 @@
+"""Checkpoints are whole or absent, whatever happens, and bring a run back bit for bit."""
+
+import errno
+import fcntl
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from peers import DEADLINE_S, logger
+from smolcluster.errors import CheckpointError
+from smolcluster.models.SimpleNN import SimpleNN
+from smolcluster.training import checkpoint as room
+from smolcluster.training.checkpoint import (
+    BEST,
+    LATEST,
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    STATE_FILE,
+    CheckpointState,
+    CheckpointStore,
+    CheckpointWriter,
+    Snapshot,
+    TrainingState,
+    check_same,
+    export,
+    restore,
+)
+from smolcluster.training.replica import Replica
+from smolcluster.utils.retry import Deadline
+
+FILES = (MODEL_FILE, OPTIMIZER_FILE, STATE_FILE)
+FULL_DISK = SafetensorError("I/O error: No space left on device (os error 28)")
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture(autouse=True)
+def no_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the disk itself does cannot be tested here, and it is slow."""
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
+    monkeypatch.setattr(room, "_full_sync", lambda _descriptor: False)
+
+
+class Odd(nn.Module):
+    """A model with tied weights, a frozen parameter, and both kinds of buffers."""
+
+    persistent: Tensor
+    passing: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6, bias=False)
+        self.frozen = nn.Parameter(torch.randn(2, 3).t(), requires_grad=False)
+        self.again = nn.Linear(6, 6, bias=False)
+        self.again.weight = self.first.weight
+        self.last = nn.Linear(6, 3)
+        self.register_buffer("persistent", torch.randn(4))
+        self.register_buffer("passing", torch.randn(4), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.again(torch.tanh(self.first(inputs)))
+        logits: Tensor = self.last(hidden) + self.frozen.sum()
+        return logits
+
+
+def new_replica(
+    optimizer: str = "adam", seed: int = 0, dtype: torch.dtype = torch.float32
+) -> Replica:
+    torch.manual_seed(seed)
+    return Replica(SimpleNN(6, 8, 3).to(dtype), optimizer, weight_decay=0.1)
+
+
+def train(replica: Replica, steps: int, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        drawn = torch.Generator().manual_seed(step)
+        inputs = torch.randn(16, 6, generator=drawn)
+        replica.forward_backward(inputs, torch.randint(0, 3, (16,), generator=drawn))
+        replica.step(0.01)
+
+
+def state_of(step: int, **fields: Any) -> TrainingState:
+    known: dict[str, Any] = {
+        "run_id": "edp-1",
+        "algorithm": "edp",
+        "incarnation": "a1",
+        "step": step,
+        "samples_applied": 32 * step,
+        "epoch": 0,
+        "dataset_fingerprint": "d" * 64,
+        "codec": "fp32",
+    }
+    return TrainingState.model_validate(known | fields)
+
+
+def snapshot_of(step: int, replica: Replica | None = None, **fields: Any) -> Snapshot:
+    """The snapshot of a step; its weights are the step's number unless a replica is given."""
+    if replica is None:
+        replica = new_replica()
+        replica.params.fill_(step)
+    return Snapshot.of(replica, state_of(step, **fields))
+
+
+def new_store(
+    tmp_path: Path, lines: list[str] | None = None, keep_last: int = 3
+) -> CheckpointStore:
+    log = logger([] if lines is None else lines)
+    return CheckpointStore(tmp_path / "checkpoints", keep_last, log, now=lambda: 1_795_000_000.0)
+
+
+def tensors_of(replica: Replica) -> dict[str, Tensor]:
+    return {"params": replica.params, **replica.optimizer.state}
+
+
+def assert_same(one: Replica, other: Replica) -> None:
+    mine, theirs = tensors_of(one), tensors_of(other)
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        assert tensor.dtype == theirs[name].dtype
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def all_equal(tensor: Tensor, value: float) -> bool:
+    return torch.equal(tensor, torch.full_like(tensor, value))
+
+
+def names_in(store: CheckpointStore) -> list[str]:
+    """Everything that lies in the store's folder but the links."""
+    return sorted(path.name for path in store.folder.iterdir() if not path.is_symlink())
+
+
+def steps_in(store: CheckpointStore) -> list[int]:
+    return [int(name.removeprefix("step-")) for name in names_in(store)]
+
+
+def newest(store: CheckpointStore) -> room.Checkpoint:
+    found = store.newest_good()
+    assert found is not None
+    return found
+
+
+def rewrite(folder: Path, **changes: object) -> None:
+    """Change fields of `state.json` as an editor would."""
+    path = folder / STATE_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+# What is saved comes back
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path, optimizer: str, dtype: torch.dtype) -> None:
+    straight = new_replica(optimizer, dtype=dtype)
+    train(straight, 5)
+    new_store(tmp_path).save(snapshot_of(5, straight))
+
+    resumed = new_replica(optimizer, seed=1, dtype=dtype)
+    train(resumed, 2)
+    restore(resumed, newest(new_store(tmp_path)))
+    assert_same(resumed, straight)
+    if optimizer != "sgd":
+        assert resumed.optimizer.state["step"].item() == 5
+
+    train(straight, 5, first=5)
+    train(resumed, 5, first=5)
+    assert_same(resumed, straight)
+
+
+def test_the_state_comes_back_as_it_was_told(tmp_path: Path) -> None:
+    progress = {"cursor": [0, 64], "open": [{"epoch": 0, "start": 0, "stop": 32}], "rate": 0.1}
+    told = state_of(7, epoch=2, train_loss=0.5, val_loss=1, progress=progress)
+    store = new_store(tmp_path)
+    path = store.save(Snapshot.of(new_replica(), told))
+    found = newest(store)
+    assert path == found.path == store.folder / "step-00000007"
+    assert {name: getattr(found.state, name) for name in TrainingState.model_fields} == dict(told)
+    assert found.state.format == 1
+    assert found.state.model_fingerprint == new_replica().fingerprint
+    assert found.state.written_at == "2026-11-18T11:06:40.000Z"
+    for name, entry in found.state.files.items():
+        data = (path / name).read_bytes()
+        assert (entry.nbytes, entry.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+
+
+def test_the_models_file_loads_into_the_model_without_this_package(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    trained = Replica(Odd(), "adam")
+    path = new_store(tmp_path).save(snapshot_of(1, trained))
+    stored = load_file(path / MODEL_FILE)
+    assert stored.keys() == {"first.weight", "frozen", "last.weight", "last.bias", "persistent"}
+    fresh = Odd()
+    assert fresh.load_state_dict(stored, strict=False).unexpected_keys == []
+    for name, tensor in trained.model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], tensor), name
+
+
+def test_frozen_parameters_and_persistent_buffers_are_restored(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    saved, other = Replica(Odd(), "adam"), Replica(Odd(), "adam")
+    store = new_store(tmp_path)
+    store.save(snapshot_of(1, saved))
+    restore(other, newest(store))
+    assert_same(other, saved)
+    for name, tensor in saved.model.state_dict().items():
+        assert torch.equal(other.model.state_dict()[name], tensor), name
+
+
+def test_further_tensors_are_kept_beside_the_optimizers(tmp_path: Path) -> None:
+    replica = new_replica()
+    residual = torch.randn(replica.num_params)
+    store = new_store(tmp_path)
+    store.save(Snapshot.of(replica, state_of(1), {"residual": residual}))
+    stored = load_file(newest(store).path / OPTIMIZER_FILE)
+    assert stored.keys() == {"step", "exp_avg", "exp_avg_sq", "residual"}
+    back = torch.zeros_like(residual)
+    restore(replica, newest(store), {"residual": back})
+    assert torch.equal(back, residual)
+
+
+def test_a_further_tensor_cannot_take_an_optimizers_name() -> None:
+    with pytest.raises(ValueError, match="'exp_avg' names a tensor of the optimizer"):
+        Snapshot.of(new_replica(), state_of(1), {"exp_avg": torch.zeros(1)})
+
+
+def test_a_snapshot_does_not_follow_later_steps() -> None:
+    torch.manual_seed(0)
+    replica = Replica(Odd(), "adam")
+    train(replica, 1)
+    leases = [1, 2]
+    residual = torch.ones(3)
+    snapshot = Snapshot.of(replica, state_of(1, progress={"open": leases}), {"residual": residual})
+    before = {
+        name: tensor.clone()
+        for tensors in (snapshot.model, snapshot.optimizer)
+        for name, tensor in tensors.items()
+    }
+    assert torch.equal(before["first.weight"], replica.model.get_parameter("first.weight"))
+    assert before["step"].item() == 1
+
+    train(replica, 2, first=1)
+    leases.append(3)
+    residual.zero_()
+    with torch.no_grad():
+        replica.model.get_parameter("frozen").zero_()
+        replica.model.get_buffer("persistent").zero_()
+    for name, tensor in {**snapshot.model, **snapshot.optimizer}.items():
+        assert torch.equal(tensor, before[name]), name
+    assert snapshot.state.progress == {"open": [1, 2]}
+
+
+def test_a_checkpoint_does_not_hang_on_its_files(tmp_path: Path) -> None:
+    """The server reads one and goes on saving, which may delete those very files."""
+    store = new_store(tmp_path)
+    store.save(snapshot_of(4))
+    found = newest(store)
+    for name in FILES:
+        os.truncate(found.path / name, 0)
+    restored = new_replica()
+    restore(restored, found)
+    assert all_equal(restored.params, 4)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_is_none(tmp_path: Path, loss: float) -> None:
+    store = new_store(tmp_path)
+    path = store.save(snapshot_of(1, train_loss=loss, val_loss=loss))
+    assert json.loads((path / STATE_FILE).read_text())["val_loss"] is None
+    assert newest(store).state.train_loss is None
+    assert store.best() is None
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    # A lone surrogate is no text that JSON could hold.
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text('abτ\n"'), inner, max_size=4)
+    ),
+    max_leaves=10,
+)
+
+
+@given(progress=st.dictionaries(st.text("abc"), json_values, max_size=4), loss=st.floats())
+def test_any_progress_is_read_as_it_was_written(progress: dict[str, Any], loss: float) -> None:
+    files = {name: {"nbytes": 1, "sha256": "0" * 64} for name in (MODEL_FILE, OPTIMIZER_FILE)}
+    state = CheckpointState.model_validate_json(
+        json.dumps(
+            state_of(1, progress=progress, train_loss=loss).model_dump()
+            | {"model_fingerprint": "m", "written_at": "2026-11-18T11:06:40.000Z", "files": files}
+        )
+    )
+    assert room._decode(room._encode(state), Path("state.json")) == state
+
+
+def test_files_are_as_readable_as_their_folder(tmp_path: Path) -> None:
+    path = new_store(tmp_path).save(snapshot_of(1))
+    modes = {file.stat().st_mode & 0o777 for file in path.iterdir()}
+    assert modes == {path.stat().st_mode & 0o666}
+
+
+# Crashes
+
+
+def killed_at(point: int, save: Callable[[], object]) -> bool:
+    """Run `save` in a child process that is killed before its system call number `point`.
+
+    Returns False when there are not so many calls.
+    """
+    pid = os.fork()
+    if pid == 0:
+        try:
+            count_calls(die_at(point))
+            save()
+        except BaseException:
+            os._exit(2)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert not os.WIFEXITED(status) or os.WEXITSTATUS(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def die_at(point: int) -> Callable[[int], None]:
+    def look(number: int) -> None:
+        if number == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return look
+
+
+def count_calls(seen: Callable[[int], None]) -> None:
+    """In a child process: call `seen` with its number before each call that changes the disk."""
+    numbers = itertools.count()
+
+    def counted(function: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: Any, **kwargs: Any) -> object:
+            seen(next(numbers))
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("mkdir", "fsync", "rename", "replace", "symlink", "rmdir"):
+        setattr(os, name, counted(getattr(os, name)))
+
+    whole = save_file
+
+    def in_two_halves(tensors: dict[str, Tensor], path: Path) -> None:
+        seen(next(numbers))
+        whole(tensors, path)
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2])
+        seen(next(numbers))
+        path.write_bytes(data)
+
+    setattr(room, "save_file", in_two_halves)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("before", "step", "keep_last"),
+    [([1, 2], 3, 1), ([2], 2, 3)],
+    ids=["one more", "the same step again"],
+)
+def test_a_kill_at_any_point_leaves_the_old_or_the_new_checkpoint(
+    tmp_path: Path, before: list[int], step: int, keep_last: int
+) -> None:
+    seen = set()
+    weights = new_replica()
+    weights.params.fill_(100)
+    snapshot = snapshot_of(step, weights)
+    for point in itertools.count():
+        root = tmp_path / str(point)
+        store = new_store(root, keep_last=9)
+        for old in before:
+            store.save(snapshot_of(old, val_loss=1.0 / old))
+        lines: list[str] = []
+        store = new_store(root, lines, keep_last)
+        survived = not killed_at(point, lambda: store.save(snapshot))  # noqa: B023
+
+        found = newest(store)
+        assert lines == []
+        assert found.path.resolve().is_dir()
+        is_new = all_equal(found.model["fc1.weight"], 100)
+        assert (found.state.step, is_new) in {(before[-1], False), (step, True)}
+        assert [info.problem for info in store.list()] == [None] * len(store.list())
+        seen.add(is_new)
+
+        store.save(snapshot_of(9))
+        assert newest(store).state.step == 9
+        assert not [name for name in names_in(store) if name.startswith(".")]
+        if survived:
+            break
+    assert seen == {False, True}
+    assert point > 15
+
+
+def test_without_any_checkpoint_a_kill_leaves_none_or_the_new_one(tmp_path: Path) -> None:
+    steps = set()
+    snapshot = snapshot_of(1)
+    for point in itertools.count():
+        store = new_store(tmp_path / str(point))
+        survived = not killed_at(point, lambda: store.save(snapshot))  # noqa: B023
+        found = store.newest_good()
+        steps.add(found and found.state.step)
+        if survived:
+            break
+    assert steps == {None, 1}
+
+
+def test_each_thing_is_flushed_before_the_next_depends_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = new_store(tmp_path, keep_last=1)
+    store.save(snapshot_of(1))
+    events: list[str] = []
+
+    def watch(owner: object, name: str, note: Callable[..., str]) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any) -> object:
+            events.append(note(*args))
+            return real(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    def named(path: Path) -> str:
+        return "draft" if path.name.startswith(".step-00000002.") else path.name
+
+    watch(room, "_sync", lambda path: f"flush {named(path)}")
+    watch(os, "rename", lambda _source, target: f"rename to {Path(target).name[:14]}")
+    watch(os, "replace", lambda _source, target: f"link {Path(target).name}")
+    store.save(snapshot_of(2))
+    assert events == [
+        "flush model.safetensors",
+        "flush optimizer.safetensors",
+        "flush state.json",
+        "flush draft",
+        "rename to step-00000002",
+        "flush checkpoints",
+        "link latest",
+        "flush checkpoints",
+        "rename to .step-00000001",
+    ]
+
+
+def test_flushing_reaches_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_ino))
+    (tmp_path / "file").write_text("x")
+    room._sync(tmp_path / "file")
+    room._sync(tmp_path)
+    assert flushed == [(tmp_path / "file").stat().st_ino, tmp_path.stat().st_ino]
+
+
+def test_macos_is_asked_to_empty_the_drives_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    commands: list[int] = []
+    monkeypatch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+    monkeypatch.setattr(fcntl, "fcntl", lambda _descriptor, command: commands.append(command))
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: commands.append(0))
+    room._sync(Path(__file__))
+    assert commands == [51]
+
+    def refuse(_descriptor: int, _command: int) -> None:
+        raise OSError(errno.ENOTSUP, "not on this file system")
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    room._sync(Path(__file__))
+    assert commands == [51, 0]
+
+
+def test_only_a_folder_may_refuse_to_be_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_descriptor: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    room._sync(tmp_path)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OSError, match="Invalid argument"):
+        room._sync(tmp_path / "file")
+
+
+def test_only_a_save_sweeps_and_only_its_own_rubbish(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    store.save(snapshot_of(1))
+    rubbish = store.folder / ".step-00000009.1a2b3c4d.tmp"
+    kept = [".other.tmp", "step-00000009.tmp", ".step-00000009", "notes.txt"]
+    for name in (rubbish.name, *kept):
+        (store.folder / name).mkdir()
+    newest(store)
+    store.best()
+    assert len(store.list()) == 1
+    assert rubbish.is_dir()
+    store.save(snapshot_of(2))
+    assert names_in(store) == sorted(["step-00000001", "step-00000002", *kept])
+
+
+# Damage
+
+
+def flip(name: str) -> Damage:
+    def damage(folder: Path) -> None:
+        data = bytearray((folder / name).read_bytes())
+        data[-20] ^= 1
+        (folder / name).write_bytes(data)
+
+    return damage
+
+
+def truncate(name: str) -> Damage:
+    return lambda folder: os.truncate(folder / name, 40)
+
+
+def remove(name: str) -> Damage:
+    return lambda folder: (folder / name).unlink()
+
+
+def edit(**changes: object) -> Damage:
+    return lambda folder: rewrite(folder, **changes)
+
+
+def replace_state(text: str) -> Damage:
+    def damage(folder: Path) -> None:
+        (folder / STATE_FILE).write_text(text)
+
+    return damage
+
+
+def repeat_a_field(folder: Path) -> None:
+    text = (folder / STATE_FILE).read_text()
+    (folder / STATE_FILE).write_text(text.replace('"step": 2,', '"step": 2, "step": 2,'))
+
+
+def leave_out_a_file(folder: Path) -> None:
+    fields = json.loads((folder / STATE_FILE).read_text())
+    del fields["sha256"], fields["files"][OPTIMIZER_FILE]
+    state = CheckpointState.model_validate_json(json.dumps(fields))
+    (folder / STATE_FILE).write_bytes(room._encode(state))
+
+
+def other_tensors(folder: Path) -> None:
+    """A file of the right size and hash that is no safetensors file."""
+    (folder / MODEL_FILE).write_bytes(b"x" * 100)
+    fields = json.loads((folder / STATE_FILE).read_text())
+    del fields["sha256"]
+    fields["files"][MODEL_FILE] = {
+        "nbytes": 100,
+        "sha256": hashlib.sha256(b"x" * 100).hexdigest(),
+    }
+    state = CheckpointState.model_validate_json(json.dumps(fields))
+    (folder / STATE_FILE).write_bytes(room._encode(state))
+
+
+def swap_names(folder: Path) -> None:
+    """Another step's folder under this one's name."""
+    shutil.rmtree(folder)
+    shutil.copytree(folder.with_name("step-00000001"), folder)
+
+
+HUGE = {name: {"nbytes": 2**50, "sha256": "0" * 64} for name in (MODEL_FILE, OPTIMIZER_FILE)}
+OUTSIDE = {"../../secret": {"nbytes": 1, "sha256": "0" * 64}}
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "flipped model": (flip(MODEL_FILE), r"model\.safetensors does not have the SHA-256"),
+    "flipped optimizer": (flip(OPTIMIZER_FILE), r"optimizer\.safetensors does not have the SHA"),
+    "flipped state": (flip(STATE_FILE), r"state\.json was changed"),
+    "short model": (truncate(MODEL_FILE), r"model\.safetensors has 40 bytes, not \d+"),
+    "short optimizer": (truncate(OPTIMIZER_FILE), r"optimizer\.safetensors has 40 bytes"),
+    "short state": (truncate(STATE_FILE), r"state\.json is not JSON"),
+    "no model": (remove(MODEL_FILE), r"model\.safetensors cannot be read \(No such file"),
+    "no optimizer": (remove(OPTIMIZER_FILE), r"optimizer\.safetensors cannot be read"),
+    "no state": (remove(STATE_FILE), r"state\.json cannot be read \(No such file"),
+    "edited": (edit(val_loss=0.001), r"state\.json was changed: it does not match its own SHA"),
+    "unsealed": (edit(sha256=None), r"state\.json was changed"),
+    "unknown field": (edit(mood="good"), r"state\.json has a wrong mood: Extra inputs"),
+    "wrong type": (edit(step="2"), r"state\.json has a wrong step: Input should be a valid int"),
+    "negative": (edit(epoch=-1), r"state\.json has a wrong epoch"),
+    "huge": (edit(files=HUGE), r"state\.json has a wrong files.model.safetensors.nbytes"),
+    "outside": (edit(files=OUTSIDE), r"state\.json was changed"),
+    "older format": (edit(format=0), r"state\.json has a wrong format"),
+    "repeated field": (repeat_a_field, r"state\.json is not JSON \(a field is given twice"),
+    "file left out": (leave_out_a_file, r"state\.json does not name model\.safetensors and opt"),
+    "not tensors": (other_tensors, r"model\.safetensors cannot be read \(.*header"),
+    "other step": (swap_names, r"state\.json is of step 1"),
+    "no object": (replace_state("[1]"), r"state\.json has a wrong"),
+    "empty": (replace_state(""), r"state\.json is not JSON"),
+    "NaN": (replace_state('{"val_loss": NaN}'), r"state\.json is not JSON \(NaN is no number"),
+    "deep": (replace_state('{"progress": ' + "[" * 200_000), r"state\.json is not JSON"),
+}
+
+
+@pytest.mark.parametrize(("damage", "problem"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
+    tmp_path: Path, damage: Damage, problem: str
+) -> None:
+    lines: list[str] = []
+    store = new_store(tmp_path, lines)
+    store.save(snapshot_of(1, val_loss=0.5))
+    damage(store.save(snapshot_of(2, val_loss=0.4)))
+    lines.clear()
+    assert newest(store).state.step == 1
+    [line] = lines
+    assert line.startswith("WARNING a checkpoint is skipped: ")
+    assert re.search(rf"step-00000002/{problem}", line)
+    assert line.endswith("; remove that checkpoint, or resume from another one of the run")
+    assert line.isprintable()
+    assert len(line) < 400
+    good, bad = store.list()
+    assert good.problem is None
+    assert bad.problem is not None
+    assert line.endswith(bad.problem)
+
+
+def test_no_flipped_bit_of_the_state_goes_unnoticed(tmp_path: Path) -> None:
+    path = new_store(tmp_path).save(snapshot_of(1, val_loss=0.5, progress={"open": [1.5, "é"]}))
+    file = path / STATE_FILE
+    data = file.read_bytes()
+    state = room._decode(data, file)
+    for place in range(len(data)):
+        for bit in (1, 32):
+            flipped = bytearray(data)
+            flipped[place] ^= bit
+            try:
+                read = room._decode(bytes(flipped), file)
+            except CheckpointError:
+                continue
+            assert read == state, "the same in other letters, such as \\u00E9 for \\u00e9"
+
+
+def test_a_newer_format_asks_for_an_update(tmp_path: Path) -> None:
+    lines: list[str] = []
+    store = new_store(tmp_path, lines)
+    store.save(snapshot_of(1))
+    path = store.save(snapshot_of(2))
+    rewrite(path, format=2, news="unheard of")
+    assert newest(store).state.step == 1
+    assert lines[-1].endswith(
+        "state.json has format 2, and this smolcluster reads up to 1: update it"
+    )
+
+
+def test_a_state_too_large_is_neither_read_nor_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    store = new_store(tmp_path, lines)
+    store.save(snapshot_of(1))
+    monkeypatch.setattr(room, "MAX_STATE_NBYTES", 500)
+    assert store.newest_good() is None
+    assert "state.json is larger than 500 B" in lines[-1]
+    with pytest.raises(CheckpointError, match=r"the progress of step 2 takes .* at most 500 B"):
+        store.save(snapshot_of(2))
+    assert steps_in(store) == [1]
+
+
+def test_when_all_are_damaged_there_is_none(tmp_path: Path) -> None:
+    lines: list[str] = []
+    store = new_store(tmp_path, lines)
+    assert store.newest_good() is None
+    assert store.list() == []
+    for step in (1, 2):
+        flip(MODEL_FILE)(store.save(snapshot_of(step, val_loss=1.0)))
+    lines.clear()
+    assert store.newest_good() is None
+    assert len(lines) == 2
+    assert store.best() is None
+
+
+def test_a_folder_that_cannot_be_read_is_an_error_not_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot read .*checkpoints: Not a directory"):
+        new_store(tmp_path).newest_good()
+
+
+# What is kept
+
+
+def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
+    store = new_store(tmp_path, keep_last=2)
+    kept = []
+    for step, loss in enumerate([0.5, 0.2, 0.4, None, 0.3, 0.2, 0.9], start=1):
+        store.save(snapshot_of(step, val_loss=loss))
+        kept.append(steps_in(store))
+    assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [5, 6], [6, 7]]
+    assert (store.folder / LATEST).readlink() == Path("step-00000007")
+    assert (store.folder / BEST).readlink() == Path("step-00000006")
+    best = store.best()
+    assert best is not None
+    assert best.state.step == 6
+
+
+def test_the_next_best_serves_where_the_best_is_damaged(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    for step, loss in ((1, 0.3), (2, 0.1), (3, 0.2)):
+        store.save(snapshot_of(step, val_loss=loss))
+    flip(MODEL_FILE)(store.folder / "step-00000002")
+    best = store.best()
+    assert best is not None
+    assert best.state.step == 3
+
+
+def test_a_list_tells_what_there_is(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    path = store.save(snapshot_of(3, train_loss=0.6, val_loss=0.5))
+    damaged = store.save(snapshot_of(4))
+    (damaged / STATE_FILE).unlink()
+    good, bad = store.list()
+    assert (good.step, good.path, good.problem) == (3, path, None)
+    assert (good.train_loss, good.val_loss) == (0.6, 0.5)
+    assert good.written_at == "2026-11-18T11:06:40.000Z"
+    assert good.nbytes == sum((path / name).stat().st_size for name in FILES)
+    assert (bad.step, bad.train_loss, bad.val_loss, bad.written_at) == (4, None, None, None)
+    assert bad.problem is not None
+    assert bad.nbytes > 0
+
+
+def test_damaged_ones_do_not_count_and_are_left_to_be_looked_at(tmp_path: Path) -> None:
+    store = new_store(tmp_path, keep_last=2)
+    for step in (1, 2, 3):
+        store.save(snapshot_of(step))
+    truncate(MODEL_FILE)(store.folder / "step-00000003")
+    store.save(snapshot_of(4))
+    assert steps_in(store) == [2, 3, 4]
+
+
+def test_an_abandoned_time_line_is_not_gone_on_with(tmp_path: Path) -> None:
+    """After resuming from step 2, step 3 of the new time line is newer than step 4 of the old one."""
+    store = new_store(tmp_path)
+    for step in (1, 2, 4, 5):
+        store.save(snapshot_of(step, val_loss={5: 0.1}.get(step)))
+    store.save(snapshot_of(3))
+    assert steps_in(store) == [2, 3, 5], "4 is abandoned, 5 is the best"
+    assert newest(store).state.step == 3
+    flip(MODEL_FILE)(store.folder / "step-00000003")
+    assert newest(store).state.step == 2
+
+
+def test_without_the_link_the_highest_step_is_the_newest(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    for step in (1, 2):
+        store.save(snapshot_of(step))
+    (store.folder / LATEST).unlink()
+    assert newest(store).state.step == 2
+
+
+def test_a_step_that_is_reached_again_is_replaced(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    flip(MODEL_FILE)(store.save(snapshot_of(1, incarnation="a1")))
+    store.save(snapshot_of(1, incarnation="b2"))
+    assert newest(store).state.incarnation == "b2"
+    assert names_in(store) == ["step-00000001"]
+
+
+def test_the_best_link_goes_when_nothing_is_the_best(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    store.save(snapshot_of(1, val_loss=0.5))
+    store.save(snapshot_of(1))
+    assert not (store.folder / BEST).is_symlink()
+
+
+def test_at_least_one_must_be_kept(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep_last is 0"):
+        new_store(tmp_path, keep_last=0)
+
+
+# A disk that fails
+
+
+def raiser(error: Exception) -> Callable[..., None]:
+    def fail(*_args: object, **_options: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "sentence"),
+    [
+        ((room, "save_file"), FULL_DISK, "No space left on device; free some space"),
+        ((os, "fsync"), OSError(errno.ENOSPC, "x"), "No space left on device; free some space"),
+        ((os, "mkdir"), OSError(errno.EACCES, "x"), "Permission denied; mend the folder's rights"),
+        ((os, "rename"), OSError(errno.EROFS, "x"), "Read-only file system; mend the folder's"),
+        ((os, "fsync"), OSError(errno.EIO, "x"), "Input/output error; look at the disk"),
+    ],
+)
+def test_a_failing_disk_is_one_sentence_and_leaves_the_old_ones(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: tuple[object, str],
+    error: Exception,
+    sentence: str,
+) -> None:
+    store = new_store(tmp_path, keep_last=1)
+    store.save(snapshot_of(1))
+    with monkeypatch.context() as failing:
+        failing.setattr(*place, raiser(error))
+        with pytest.raises(CheckpointError, match=rf"cannot write .*step-00000002: {sentence}"):
+            store.save(snapshot_of(2))
+    assert names_in(store) == ["step-00000001"]
+    assert newest(store).state.step == 1
+    store.save(snapshot_of(2))
+    assert newest(store).state.step == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_real_limit_on_files_is_told_in_the_systems_words(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    report = tmp_path / "report"
+    snapshot = snapshot_of(1)
+    pid = os.fork()
+    if pid == 0:
+        descriptor = os.open(report, os.O_WRONLY | os.O_CREAT)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (400, 400))
+        try:
+            store.save(snapshot)
+        except CheckpointError as error:
+            os.write(descriptor, str(error).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert report.read_text().endswith("step-00000001: File too large; look at the disk")
+    assert names_in(store) == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_one_sentence(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(CheckpointError, match="Permission denied; mend the folder's rights"):
+        new_store(tmp_path).save(snapshot_of(1))
+
+
+def test_old_ones_that_cannot_be_deleted_do_not_fail_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    store = new_store(tmp_path, lines, keep_last=1)
+    store.save(snapshot_of(1))
+    rename = os.rename
+
+    def stubborn(source: Path, target: Path) -> None:
+        if Path(source).name == "step-00000001":
+            raise OSError(errno.EACCES, "x")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", stubborn)
+    store.save(snapshot_of(2))
+    assert steps_in(store) == [1, 2]
+    assert "WARNING cannot write old checkpoints" in lines[-1]
+
+
+# Restoring into something else
+
+
+def bigger() -> Replica:
+    return Replica(SimpleNN(6, 16, 3), "adam")
+
+
+def renamed() -> Replica:
+    return Replica(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)), "adam")
+
+
+def partly_frozen() -> Replica:
+    model = SimpleNN(6, 8, 3)
+    model.get_parameter("fc1.bias").requires_grad_(False)
+    return Replica(model, "adam")
+
+
+def with_more() -> Replica:
+    model = SimpleNN(6, 8, 3)
+    model.extra = nn.Linear(2, 2)
+    return Replica(model, "adam")
+
+
+@pytest.mark.parametrize(
+    ("replica", "sentence"),
+    [
+        (bigger(), r"holds fc1\.weight as float32 of shape \(8, 6\), here it is .* \(16, 6\)"),
+        (new_replica(dtype=torch.float64), r"holds fc1\.weight as float32 .* here it is float64"),
+        (renamed(), r"model\.safetensors lacks 0\.weight, float32 of shape \(8, 6\)"),
+        (with_more(), r"lacks extra\.weight, float32 of shape \(2, 2\)"),
+        (partly_frozen(), r"a model with other frozen parameters"),
+        (new_replica("sgd"), r"optimizer\.safetensors holds exp_avg, .*, unknown here"),
+    ],
+)
+def test_nothing_is_restored_into_something_else(
+    tmp_path: Path, replica: Replica, sentence: str
+) -> None:
+    store = new_store(tmp_path)
+    store.save(snapshot_of(3))
+    before = {name: tensor.clone() for name, tensor in tensors_of(replica).items()}
+    with pytest.raises(CheckpointError, match=f"{sentence}.*resume with the configuration of run"):
+        restore(replica, newest(store))
+    for name, tensor in tensors_of(replica).items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_model_that_lost_a_layer_is_told(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    store.save(snapshot_of(1, with_more()))
+    with pytest.raises(CheckpointError, match=r"holds extra\.\w+, float32 of shape .*unknown here"):
+        restore(new_replica(), newest(store))
+
+
+def test_further_tensors_must_be_those_that_were_saved(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    store.save(Snapshot.of(new_replica(), state_of(1), {"residual": torch.ones(3)}))
+    replica = new_replica(seed=1)
+    before = replica.params.clone()
+    for extra, sentence in (
+        (None, "holds residual, float32 of shape"),
+        ({"residual": torch.ones(4)}, "holds residual as float32"),
+        ({"residual": torch.ones(3), "momentum": torch.ones(3)}, "lacks momentum"),
+    ):
+        with pytest.raises(CheckpointError, match=sentence):
+            restore(replica, newest(store), extra)
+    assert torch.equal(replica.params, before)
+
+
+@pytest.mark.parametrize(
+    ("differing", "sentence"),
+    [
+        ({"algorithm": "syncps"}, "trained by algorithm edp, not by syncps: resume it with edp"),
+        ({"dataset_fingerprint": "e" * 64}, "on other data .fingerprint d{12}, here e{12}.: set"),
+        ({"model_fingerprint": "f" * 64}, "of another model .fingerprint .*, here f{12}.: set"),
+    ],
+)
+def test_a_run_goes_on_with_what_it_began_with(
+    tmp_path: Path, differing: dict[str, str], sentence: str
+) -> None:
+    store = new_store(tmp_path)
+    store.save(snapshot_of(5))
+    same = {
+        "algorithm": "edp",
+        "dataset_fingerprint": "d" * 64,
+        "model_fingerprint": new_replica().fingerprint,
+    }
+    check_same(newest(store).state, **same)
+    with pytest.raises(CheckpointError, match=f"step 5 of run edp-1 .*{sentence}.*a new run"):
+        check_same(newest(store).state, **(same | differing))
+
+
+# Export
+
+
+def test_the_best_models_file_is_exported_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    store.save(snapshot_of(2, val_loss=0.5))
+    best = store.best()
+    assert best is not None
+    target = export(best, tmp_path / "new" / "folder")
+    assert target == tmp_path / "new" / "folder" / MODEL_FILE
+    model = SimpleNN(6, 8, 3)
+    model.load_state_dict(load_file(target))
+    assert all_equal(model.get_parameter("fc1.weight"), 2)
+    target.write_bytes(b"precious")
+    with pytest.raises(CheckpointError, match="exists and is not overwritten: name another folder"):
+        export(best, target.parent)
+    assert target.read_bytes() == b"precious"
+
+
+def test_what_cannot_be_exported_is_told_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = new_store(tmp_path)
+    store.save(snapshot_of(2))
+    found = newest(store)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        CheckpointError, match=r"cannot write .*file/sub/model\.safetensors: Not a dir"
+    ):
+        export(found, tmp_path / "file" / "sub")
+    with monkeypatch.context() as failing:
+        failing.setattr(shutil, "copyfileobj", raiser(OSError(errno.ENOSPC, "x")))
+        with pytest.raises(CheckpointError, match="No space left on device; free some space"):
+            export(found, tmp_path / "out")
+    flip(MODEL_FILE)(found.path)
+    with pytest.raises(CheckpointError, match="does not have the SHA-256"):
+        export(found, tmp_path / "out")
+    shutil.rmtree(found.path)
+    with pytest.raises(CheckpointError, match=r"step-00000002/model.safetensors cannot be read"):
+        export(found, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+# The writer
+
+
+class Gated(CheckpointStore):
+    """A store whose disk is stuck until the gate opens, and fails with what `errors` holds."""
+
+    def __init__(self, tmp_path: Path, lines: list[str]) -> None:
+        super().__init__(tmp_path, 9, logger(lines))
+        self.entered, self.gate = threading.Semaphore(0), threading.Event()
+        self.errors: list[Exception | None] = []
+        self.saved: list[int] = []
+
+    def save(self, snapshot: Snapshot) -> Path:
+        self.entered.release()
+        assert self.gate.wait(DEADLINE_S)
+        if self.errors and (error := self.errors.pop(0)):
+            raise error
+        self.saved.append(snapshot.state.step)
+        return self.folder
+
+
+def test_a_writer_saves_what_it_is_given(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    with CheckpointWriter(store, logger([])) as writer:
+        writer.submit(snapshot_of(1))
+        assert writer.flush(DEADLINE_S)
+        assert newest(store).state.step == 1
+        writer.submit(snapshot_of(2))
+    assert newest(store).state.step == 2
+
+
+def test_a_stuck_disk_stops_nobody_and_the_newest_waits(tmp_path: Path) -> None:
+    lines: list[str] = []
+    store = Gated(tmp_path, lines)
+    with CheckpointWriter(store, logger(lines)) as writer:
+        writer.submit(snapshot_of(1))
+        assert store.entered.acquire(timeout=DEADLINE_S)
+        for step in (2, 3, 4):
+            writer.submit(snapshot_of(step))
+        assert not writer.flush(0.01)
+        store.gate.set()
+        assert writer.flush(DEADLINE_S)
+        assert store.saved == [1, 4]
+    assert lines == [
+        "INFO step 2 is not saved: the disk was busy until step 3 came",
+        "INFO step 3 is not saved: the disk was busy until step 4 came",
+    ]
+
+
+def test_what_waits_at_the_end_is_still_written(tmp_path: Path) -> None:
+    store = Gated(tmp_path, [])
+    with CheckpointWriter(store, logger([])) as writer:
+        writer.submit(snapshot_of(1))
+        assert store.entered.acquire(timeout=DEADLINE_S)
+        writer.submit(snapshot_of(2))
+        store.gate.set()
+    assert store.saved == [1, 2]
+    with pytest.raises(RuntimeError, match="once the writer has ended"):
+        writer.submit(snapshot_of(3))
+
+
+def test_a_disk_that_hangs_does_not_keep_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "EXIT_TIMEOUT_S", 0.05)
+    lines: list[str] = []
+    store = Gated(tmp_path, lines)
+    with CheckpointWriter(store, logger(lines)) as writer:
+        writer.submit(snapshot_of(1))
+    assert "WARNING the last checkpoint is still being written after" in lines[0]
+    store.gate.set()
+    assert writer.flush(DEADLINE_S)
+
+
+def test_a_failure_is_told_once_a_kind_until_it_works_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    store = new_store(tmp_path)
+    errors = [
+        FULL_DISK,
+        FULL_DISK,
+        OSError(errno.EACCES, "x"),
+        OSError(errno.ENOSPC, "x"),
+        ValueError("a mistake"),
+        ValueError("a mistake"),
+        None,
+        FULL_DISK,
+    ]
+
+    def fail_or_save(tensors: dict[str, Tensor], path: Path) -> None:
+        if path.name == MODEL_FILE and (error := errors.pop(0)):
+            raise error
+        save_file(tensors, path)
+
+    monkeypatch.setattr(room, "save_file", fail_or_save)
+    with CheckpointWriter(store, logger(lines)) as writer:
+        for step in range(1, 9):
+            writer.submit(snapshot_of(step))
+            assert writer.flush(DEADLINE_S)
+    told = [line.replace(str(store.folder), "…") for line in lines]
+    full = "cannot write checkpoint …/step-{}: No space left on device; free some space"
+    assert told == [
+        "WARNING step 1 is not saved, training goes on: " + full.format("00000001"),
+        "WARNING step 3 is not saved, training goes on: cannot write checkpoint …/step-00000003: "
+        "Permission denied; mend the folder's rights",
+        "WARNING step 5 is not saved, training goes on: ValueError('a mistake')",
+        "WARNING step 8 is not saved, training goes on: " + full.format("00000008"),
+    ]
+    assert steps_in(store) == [7]
+
+
+def test_the_writer_lets_go_of_what_it_has_written(tmp_path: Path) -> None:
+    with CheckpointWriter(new_store(tmp_path), logger([])) as writer:
+        snapshot = snapshot_of(1)
+        gone = weakref.ref(snapshot)
+        writer.submit(snapshot)
+        del snapshot
+        assert writer.flush(DEADLINE_S)
+        deadline = Deadline(DEADLINE_S)
+        while gone() is not None and not deadline.expired:
+            time.sleep(0.001)
+        assert gone() is None
