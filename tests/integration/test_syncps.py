@@ -1,4 +1,4 @@
-"""SyncPS between real sessions over TCP, in one process: it trains as a single process does, whoever is there."""
+"""SyncPS between real sessions over TCP: it trains as a single process does, whoever is there."""
 
 import socket
 import threading
@@ -25,7 +25,6 @@ from smolcluster.errors import ClusterEmpty, NonFiniteLoss, RunFailed
 from smolcluster.runs.events import Event as RunEvent
 from smolcluster.runs.events import (
     LeaseReturned,
-    PushDropped,
     WorkerJoined,
     WorkerLeft,
     WorkerLost,
@@ -54,9 +53,7 @@ def settings_for(*overrides: str, workers: int) -> Settings:
 
 def shares(*values: float) -> tuple[str, ...]:
     """Everybody has a part of every step, whatever its speed."""
-    return tuple(
-        f"batch_share.{node}={value}" for node, value in zip(NODES, values, strict=False)
-    )
+    return tuple(f"batch_share.{node}={value}" for node, value in zip(NODES, values, strict=False))
 
 
 E = TypeVar("E", bound=RunEvent)
@@ -201,9 +198,7 @@ def float64() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
-def test_any_number_of_workers_trains_as_a_single_process(
-    tmp_path: Path, num_workers: int
-) -> None:
+def test_any_number_of_workers_trains_as_a_single_process(tmp_path: Path, num_workers: int) -> None:
     scene = Scene(settings_for(workers=num_workers), tmp_path)
     for number in range(1, num_workers + 1):
         scene.enter(number)
@@ -529,7 +524,9 @@ def drifting(scene: Scene, alpha: float) -> dict[int, float]:
     honest, nudged = sorted(scene.cast, key=lambda each: isinstance(each, Nudged))
     assert honest.polyak_alpha == alpha
     theirs = scene.core.replicas
-    assert all(torch.equal(mine[0], theirs[version][0]) for version, mine in honest.replicas.items())
+    assert all(
+        torch.equal(mine[0], theirs[version][0]) for version, mine in honest.replicas.items()
+    )
     return {
         version: float((mine[0] - theirs[version][0]).abs().max())
         for version, mine in nudged.replicas.items()
@@ -557,5 +554,5 @@ def test_a_replica_that_drifted_is_blended_and_the_run_goes_on(
         assert len(lines) == 1
         assert all(distance[version] == 0 for version in range(13, LAST)), "bit for bit"
     else:
-        assert len(lines) > 5
-    assert scene.happened(PushDropped) == scene.happened(WorkerLost) == []
+        assert len(lines) == 4, "the 1st, 2nd, 4th and 8th time"
+    assert scene.happened(WorkerLost) == []

@@ -1,4 +1,4 @@
-"""SyncPS's server and workers as real processes, started by hand: one is killed, one is stopped for a while."""
+"""SyncPS as real processes, started by hand: one worker is killed, one is stopped for a while."""
 
 import re
 import signal
@@ -25,10 +25,13 @@ Eventually = Callable[[Callable[[], bool]], None]
 
 NODES = ("pi5", "win", "macbook")
 NUM_SAMPLES = 1438
-EPOCHS = 60
+EPOCHS = 25
+BATCH = 128
+EARLY = 48
+"""Steps until which rounding alone stays far below 1e-5; later a ReLU may fall on its other side."""
 SHARES = ("batch_share.pi5=0.4", "batch_share.win=0.3", "batch_share.macbook=0.3")
 TRAINING = (
-    *("global_batch_size=96", f"num_epochs={EPOCHS}", "eval_steps=20", "track_gradients=false"),
+    *(f"global_batch_size={BATCH}", f"num_epochs={EPOCHS}", "eval_steps=5"),
     *("min_workers=3", *SHARES),
 )
 
@@ -64,24 +67,22 @@ class Machines:
         settings = local_settings(*TRAINING, algorithm="syncps")
         train, seed = settings.run_config("alone", "syncps").train, settings.cluster.seed
         bench = build(train, seed, settings.node.dataset, torch.device("cpu"))
-        expected = [
-            step.loss for step in training_steps(bench.replica, bench.dataset, train, seed)
-        ]
-        assert [step.values["loss"] for step in self.steps] == pytest.approx(expected, rel=1e-4)
-        assert [step.values["loss"] for step in self.steps[:100]] == pytest.approx(
-            expected[:100], rel=1e-5
-        )
+        expected = [step.loss for step in training_steps(bench.replica, bench.dataset, train, seed)]
+        losses = [step.values["loss"] for step in self.steps]
+        assert losses[:EARLY] == pytest.approx(expected[:EARLY], rel=1e-5)
+        assert losses == pytest.approx(expected, rel=1e-2)
         applied: dict[int, Counter[int]] = defaultdict(Counter)
         for step in self.steps:
             order = epoch_permutation(seed, step.epoch, NUM_SAMPLES)
             positions = slice(int(step.values["start"]), int(step.values["stop"]))
             applied[step.epoch].update(order[positions].tolist())
-        assert applied == dict.fromkeys(range(EPOCHS), Counter(range(NUM_SAMPLES)))
+        once = Counter(range(NUM_SAMPLES))
+        assert applied == dict.fromkeys(range(EPOCHS), once)
 
 
 def test_a_killed_worker_makes_no_difference(processes: Processes, eventually: Eventually) -> None:
     machines = Machines(processes)
-    eventually(lambda: machines.evaluated >= 20)
+    eventually(lambda: machines.evaluated >= 10)
     victim = machines.workers[1]
     victim.kill(signal.SIGSTOP)  # it has a part of every step, so that the run cannot end before
     victim.kill(signal.SIGKILL)
@@ -104,13 +105,12 @@ def test_a_stopped_worker_holds_nobody_up_and_works_again_afterwards(
     processes: Processes, eventually: Eventually
 ) -> None:
     machines = Machines(processes, "timeout=0.1", "heartbeat_timeout_s=60")
-    eventually(lambda: machines.evaluated >= 20)
+    eventually(lambda: machines.evaluated >= 10)
     sleeper = machines.workers[2]
     sleeper.kill(signal.SIGSTOP)
     stopped_at = machines.evaluated
-    # It may have been through with the step that was open, but not with the one after the next.
-    eventually(lambda: machines.evaluated >= stopped_at + 60)
-    before = machines.evaluated
+    eventually(lambda: machines.evaluated >= stopped_at + 40)
+    last_given_up = max(map(int, re.findall(r"part of step (\d+)", machines.server.output)))
     sleeper.kill(signal.SIGCONT)
     assert machines.server.wait() == 0, machines.server.output
     for worker in machines.workers:
@@ -119,10 +119,8 @@ def test_a_stopped_worker_holds_nobody_up_and_works_again_afterwards(
     run = find_run(processes.runs)
     events = [record.event for record in read_events(run.events)]
     assert not [event for event in events if isinstance(event, WorkerLost)]
-    assert "worker 3 (macbook)" in machines.server.output
-    assert re.search(r"takes over part of step \d+", machines.server.output)
     summary = read_summary(run.summary)
-    # A third of each step while it ran, and nothing in 60 steps.
-    most_before = 29 * (stopped_at + 20)
-    assert summary.workers[2].samples > most_before, (before, machines.server.output)
-    assert summary.workers[2].samples < 0.3 * summary.samples_applied - 29 * 40
+    its_part = 0.3 * BATCH
+    # Before, it had a part of each step up to the one that was taken over, and then of none.
+    assert summary.workers[2].samples > (its_part + 1) * last_given_up
+    assert summary.workers[2].samples < 0.3 * summary.samples_applied - its_part * 10

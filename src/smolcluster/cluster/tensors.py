@@ -1,5 +1,7 @@
 """How tensors travel: views as bytes, their descriptions, and the frames of weights and indices."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -42,12 +44,13 @@ def bucket_length(bucket: slice) -> int:
 def bucket_spec(codec: Codec, bucket: slice) -> TensorSpec:
     """Describe a bucket that was encoded."""
     length = bucket_length(bucket)
-    return TensorSpec(
-        codec=codec.name,
-        dtype=codec.dtype_name,
-        shape=(length,),
-        nbytes=codec.encoded_nbytes(length),
-    )
+    return _spec(codec.name, codec.dtype_name, length, codec.encoded_nbytes(length))
+
+
+@functools.lru_cache(maxsize=64)
+def _spec(codec: str, dtype: str, length: int, nbytes: int) -> TensorSpec:
+    """Made once for buckets of one length, because every frame needs one."""
+    return TensorSpec(codec=codec, dtype=dtype, shape=(length,), nbytes=nbytes)
 
 
 def indices_spec(num_samples: int) -> TensorSpec:

@@ -68,6 +68,7 @@ _ASIDE = re.compile(r"\.step-(\d{8,16})\.old\.tmp")
 _HIDDEN = ".step-*.tmp"
 _OS_ERROR = re.compile(r"os error (\d+)")
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP})
+_USE_ANOTHER = "remove that checkpoint, or resume from another one of the run"
 _REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space",
@@ -256,14 +257,16 @@ class CheckpointStore:
 
     def list(self) -> list[CheckpointInfo]:
         """All checkpoints by step. Every file is read, to tell which ones are damaged."""
-        return [_info(step, path) for step, path in sorted(self._places().items())]
+        infos = [_info(step, path) for step, path in sorted(self._places().items())]
+        return [info for info in infos if info.path.exists()]  # a server may have deleted some
 
     def _first_good(self, paths: Iterable[Path]) -> Checkpoint | None:
         for path in paths:
             try:
                 return _load(path)
             except CheckpointError as error:
-                self._log.warning("a checkpoint is skipped: %s", error)
+                if path.exists():  # else a server has deleted it meanwhile
+                    self._log.warning("a checkpoint is skipped: %s", error)
         return None
 
     def _places(self) -> dict[int, Path]:
@@ -626,7 +629,7 @@ def _load_tensors(path: Path) -> dict[str, Tensor]:
         # Not mapped into memory: a disk that fails then ends as an error, not as a signal.
         return load_file(path, backend="pread")
     except (OSError, SafetensorError) as error:
-        raise _damaged(path, f"cannot be read ({_reason(error)})") from error
+        raise _unreadable(path, error) from error
 
 
 def _read_state(folder: Path) -> CheckpointState:
@@ -640,7 +643,7 @@ def _read_state(folder: Path) -> CheckpointState:
         with path.open("rb") as file:
             data = file.read(MAX_STATE_NBYTES + 1)
     except OSError as error:
-        raise _damaged(path, f"cannot be read ({_reason(error)})") from error
+        raise _unreadable(path, error) from error
     state = _decode(data, path)
     match = _PLACE.fullmatch(folder.name) or _ASIDE.fullmatch(folder.name)
     if match is None or int(match[1]) != state.step:
@@ -649,7 +652,7 @@ def _read_state(folder: Path) -> CheckpointState:
         try:
             nbytes = (folder / name).stat().st_size
         except OSError as error:
-            raise _damaged(folder / name, f"cannot be read ({_reason(error)})") from error
+            raise _unreadable(folder / name, error) from error
         if nbytes != entry.nbytes:
             raise _damaged(folder / name, f"has {nbytes} bytes, not {entry.nbytes}")
     return state
@@ -664,7 +667,7 @@ def _check_hash(path: Path, entry: FileEntry) -> None:
     try:
         digest = _sha256(path)
     except OSError as error:
-        raise _damaged(path, f"cannot be read ({_reason(error)})") from error
+        raise _unreadable(path, error) from error
     if digest != entry.sha256:
         raise _damaged(path, f"does not have the SHA-256 that {STATE_FILE} tells")
 
@@ -797,9 +800,12 @@ def _delete(path: Path) -> None:
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} {what}; remove that checkpoint, or resume from another one of the run"
-    )
+    return CheckpointError(f"{path} {what}; {_USE_ANOTHER}")
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    remedy = _REMEDIES.get(_errno(error) or 0, _USE_ANOTHER)
+    return CheckpointError(f"{path} cannot be read ({_reason(error)}); {remedy}")
 
 
 def _cannot_write(what: str, error: Exception) -> CheckpointError:

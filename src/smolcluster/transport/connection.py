@@ -55,7 +55,7 @@ _START_IT = "start the server, or correct host_ip and port (or --server)"
 _DRAIN_TIMEOUT_S = 1.0
 # Small enough that a checksum finds the bytes still in the processor's cache, large enough that a slow
 # link does not wake the process for each packet.
-_RECEIVE_NBYTES = 1048576
+_RECEIVE_NBYTES = 1024 * 1024
 # A timeout on MSG_WAITALL does not say when the last byte came; short slices bound the error to a
 # quarter.
 _SLICES_PER_STALL = 4

@@ -373,7 +373,7 @@ def count_calls(seen: Callable[[int], None]) -> None:
         seen(next(numbers))
         path.write_bytes(data)
 
-    setattr(room, "save_file", in_two_halves)
+    setattr(room, "save_file", in_two_halves)  # noqa: B010  (mypy refuses the assignment)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -602,7 +602,6 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "older format": (edit(format=0), r"state\.json has a wrong format"),
     "repeated field": (repeat_a_field, r"state\.json is not JSON \(a field is given twice"),
     "file left out": (leave_out_a_file, r"state\.json does not name model\.safetensors and opt"),
-    "not tensors": (other_tensors, r"model\.safetensors cannot be read \(.*header"),
     "other step": (swap_names, r"state\.json is of step 1"),
     "no object": (replace_state("[1]"), r"state\.json has a wrong"),
     "empty": (replace_state(""), r"state\.json is not JSON"),
@@ -649,6 +648,14 @@ def test_no_flipped_bit_of_the_state_goes_unnoticed(tmp_path: Path) -> None:
             assert read == state, "the same in other letters, such as \\u00E9 for \\u00e9"
 
 
+def test_a_file_that_holds_no_tensors_is_damaged_whatever_its_hash(tmp_path: Path) -> None:
+    lines: list[str] = []
+    store = new_store(tmp_path, lines)
+    other_tensors(store.save(snapshot_of(1)))
+    assert store.newest_good() is None
+    assert re.search(r"step-00000001/model\.safetensors cannot be read \(.*header", lines[-1])
+
+
 def test_a_newer_format_asks_for_an_update(tmp_path: Path) -> None:
     lines: list[str] = []
     store = new_store(tmp_path, lines)
@@ -686,6 +693,41 @@ def test_when_all_are_damaged_there_is_none(tmp_path: Path) -> None:
     assert store.newest_good() is None
     assert len(lines) == 2
     assert store.best() is None
+
+
+def test_what_a_server_deletes_meanwhile_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    store = new_store(tmp_path, lines)
+    for step in (1, 2, 3):
+        store.save(snapshot_of(step))
+    lines.clear()
+    read = room._read_state
+
+    def deleting(folder: Path) -> CheckpointState:
+        if folder.name != "step-00000001":
+            shutil.rmtree(folder)
+        return read(folder)
+
+    monkeypatch.setattr(room, "_read_state", deleting)
+    assert newest(store).state.step == 1
+    store.save(snapshot_of(2))
+    assert [info.step for info in store.list()] == [1]
+    assert [line for line in lines if line.startswith("WARNING")] == []
+
+
+def test_a_file_that_may_not_be_read_is_not_to_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = new_store(tmp_path)
+    store.save(snapshot_of(1))
+    monkeypatch.setattr(room, "_sha256", raiser(PermissionError(errno.EACCES, "x")))
+    [info] = store.list()
+    assert info.problem is not None
+    assert info.problem.endswith(
+        "model.safetensors cannot be read (Permission denied); mend the folder's rights"
+    )
 
 
 def test_a_folder_that_cannot_be_read_is_an_error_not_an_empty_one(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
-"""What the tests of SyncPS share: workers without a connection, pushes, and frames that are delivered by hand."""
+"""What the tests of SyncPS share: workers without a connection, and frames delivered by hand."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -152,12 +151,3 @@ def decoded(frame: Frame, codec_name: str, dtype: torch.dtype) -> Tensor:
     values = torch.empty(spec.shape, dtype=codec.dtype)
     codec.decode(torch.frombuffer(payload, dtype=torch.uint8), values)
     return values
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """What models are made of in the meantime."""
-    with ExitStack() as after:
-        after.callback(torch.set_default_dtype, torch.get_default_dtype())
-        torch.set_default_dtype(dtype)
-        yield

@@ -79,7 +79,9 @@ class House:
         self.catch_up(member)
         return member
 
-    def catch_up(self, member: Member, version: int = 0, reduced: frozenset[int] = frozenset()) -> None:
+    def catch_up(
+        self, member: Member, version: int = 0, reduced: frozenset[int] = frozenset()
+    ) -> None:
         while not member.joined:
             member.catch_up(version, set(reduced), self.reduction)
             clear(member)
@@ -233,7 +235,7 @@ def test_an_answer_measures_the_member_unless_it_did_nothing(house: House) -> No
     assert member.pace.cost == before
     pushed = house.give(member, house.step.parts[1], now=10.0)
     house.members.take_back(1, push_of(pushed.key, 2), 10.4)  # 0.25 s of it for 8 samples
-    assert member.pace.cost.fixed_s == pytest.approx(0.2 * 0.15)
+    assert member.pace.cost.fixed_s == pytest.approx(0.15)
     assert member.pace.cost.per_sample_s > before.per_sample_s
 
 

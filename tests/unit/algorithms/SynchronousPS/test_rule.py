@@ -53,7 +53,9 @@ def replica() -> Replica:
 
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("scale", [0.0, 1e-4, 0.03, 1.0, 1e20])
-def test_clipping_is_that_of_a_single_process(replica: Replica, scale: float, enabled: bool) -> None:
+def test_clipping_is_that_of_a_single_process(
+    replica: Replica, scale: float, enabled: bool
+) -> None:
     clipping = GradientClipping(enabled=enabled, max_norm=1.0)
     gradient = scale * random_gradient(replica.num_params, 1)
     replica.load_gradient(gradient)

@@ -6,12 +6,13 @@ from typing import cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness import local_settings
 from peers import opened
 from smolcluster.algorithms.SynchronousPS.exchange import (
     Committed,
+    Reduction,
     StateArrived,
     contents_of,
     digests_of,
@@ -28,6 +29,7 @@ from smolcluster.training.build import Workbench
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
+    MAX_PULLED_BUCKETS,
     Assignment,
     Cancel,
     LeaseKey,
@@ -41,8 +43,11 @@ from smolcluster.transport.messages import (
 )
 from unit.algorithms.SynchronousPS.actors import (
     commit_of,
+    committed,
     decoded,
+    deliver,
     random_gradient,
+    reduce_step,
     small_replica,
 )
 
@@ -100,9 +105,15 @@ def gradient_for(replica: Replica, indices: Tensor) -> Tensor:
 class Shop:
     """A worker at version 3 that has the whole state, unless told otherwise."""
 
-    def __init__(self, codec: str = "fp32", optimizer: str = "sgd", *overrides: str) -> None:
+    def __init__(
+        self,
+        codec: str = "fp32",
+        optimizer: str = "sgd",
+        *overrides: str,
+        replica: Replica | None = None,
+    ) -> None:
         self.diary: list[str] = []
-        self.replica = small_replica(optimizer)
+        self.replica = replica or small_replica(optimizer)
         self.bench = Bench(cast(Dataset, None), self.replica, None, self.diary)
         run = local_settings(*overrides, algorithm="syncps").run_config("run", "syncps")
         welcome = Welcome(
@@ -280,11 +291,14 @@ def test_a_commit_is_the_optimizers_step_with_the_clipped_mean(shop: Shop) -> No
     assert shop.worker.version == 4
 
 
-def test_a_step_gives_its_gradient_back(shop: Shop) -> None:
+def test_a_step_gives_its_gradient_back(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the third one would wait for ever."""
-    for version in range(4, 10):
-        shop.worker.handle(shop.commit(version))
-    assert len(shop.worker.receiver._free) == 8
+    returned: list[Tensor] = []
+    monkeypatch.setattr(shop.worker.receiver, "give_back", returned.append)
+    events = [shop.commit(version) for version in (4, 5)]
+    for event in events:
+        shop.worker.handle(event)
+    assert [id(gradient) for gradient in returned] == [id(event.gradient) for event in events]
 
 
 @pytest.mark.parametrize("version", [3, 5, 2])
@@ -296,9 +310,7 @@ def test_a_commit_that_does_not_follow_ends_the_session(shop: Shop, version: int
 
 
 @pytest.mark.parametrize("num_reduced", [0, 2])
-def test_a_commit_without_the_whole_gradient_ends_the_session(
-    shop: Shop, num_reduced: int
-) -> None:
+def test_a_commit_without_the_whole_gradient_ends_the_session(shop: Shop, num_reduced: int) -> None:
     before = shop.replica.snapshot()
     event = shop.commit(4)
     gradient = event.gradient if num_reduced else None
@@ -328,6 +340,18 @@ def test_exactly_the_buckets_that_drifted_are_asked_for(
         shop.replica.params[shop.replica.buckets[number].stop - 1] += 1e-6
     shop.worker.handle(shop.commit(4, digests=digests))
     assert shop.wire.said == [Pull(buckets=drifted)]
+
+
+def test_no_more_is_asked_for_at_a_time_than_a_message_holds() -> None:
+    model = nn.Linear(70, 60)
+    shop = Shop(replica=Replica(model, "sgd", bucket_bytes=4))
+    num_buckets = shop.worker.num_joined = len(shop.replica.buckets)
+    event = shop.commit(4)
+    assert num_buckets > MAX_PULLED_BUCKETS
+    shop.worker.handle(
+        Committed(event.commit, event.gradient, num_buckets, [bytes(8)] * num_buckets)
+    )
+    assert shop.wire.said == [Pull(buckets=tuple(range(MAX_PULLED_BUCKETS)))]
 
 
 def test_a_joiner_does_not_compare(shop: Shop) -> None:
@@ -376,8 +400,7 @@ def test_a_joiner_takes_a_step_with_what_it_has() -> None:
     step = shop.commit(18)
     shop.worker.handle(Committed(step.commit, step.gradient, 1, ()))
     changed = [
-        not torch.equal(shop.replica.params[place], before[place])
-        for place in shop.replica.buckets
+        not torch.equal(shop.replica.params[place], before[place]) for place in shop.replica.buckets
     ]
     assert changed == [True, False, False]
     assert (shop.worker.version, shop.worker.joined) == (18, False)
@@ -406,11 +429,15 @@ def test_a_new_session_begins_with_the_whole_state(shop: Shop) -> None:
 
 
 def test_the_end_of_a_session_lets_its_reader_go(shop: Shop) -> None:
-    first = shop.worker.receiver
-    first._free.clear()
+    reduction, first = Reduction(shop.replica, "fp32"), shop.worker.receiver
+    for version in (1, 2):
+        for frame in reduce_step(reduction, shop.replica, version, [random_gradient(610, 1)]):
+            deliver(frame, first)
+        committed(first, version)
     live(shop)
+    (frame, *_) = reduce_step(reduction, shop.replica, 3, [random_gradient(610, 1)])
     with pytest.raises(PeerLost, match="has left"):
-        first._take_free()
+        deliver(frame, first)
     assert shop.worker.new_receiver() is not first
 
 
