@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 import harness
 from harness import Cluster, Outcome, local_settings
 from proxy import Proxy
-from smolcluster.algorithms.SynchronousPS.exchange import Committed
+from smolcluster.algorithms.SynchronousPS.following import Committed
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.worker import Worker
@@ -311,7 +312,8 @@ class PromptProxy(Proxy):
     """It does not hold small messages back, for which each step would wait."""
 
     def _pump(self, source: socket.socket, sink: socket.socket, upward: bool) -> None:
-        sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with suppress(OSError):  # it may have been cut already
+            sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         super()._pump(source, sink, upward)
 
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from smolcluster.algorithms.SynchronousPS.exchange import Reduction, StateStream, weights_frame
+from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.sharing import (
     Pace,
     sizes_by_cost,
     sizes_by_share,
     with_probes,
 )
+from smolcluster.algorithms.SynchronousPS.state import StateStream, weights_frame
 from smolcluster.algorithms.SynchronousPS.step import Holding, Part, Step
 from smolcluster.cluster.session import Session
 from smolcluster.cluster.tensors import indices_payload

@@ -22,14 +22,14 @@ from collections.abc import Sequence
 
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.SynchronousPS import rule
-from smolcluster.algorithms.SynchronousPS.exchange import (
+from smolcluster.algorithms.SynchronousPS.members import Member, Members
+from smolcluster.algorithms.SynchronousPS.reduction import (
     PartArrived,
     PartReceiver,
     Reduction,
     commit_frame,
-    digests_of,
 )
-from smolcluster.algorithms.SynchronousPS.members import Member, Members
+from smolcluster.algorithms.SynchronousPS.state import digests_of
 from smolcluster.algorithms.SynchronousPS.step import Part, Step
 from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.hub import Departed, Joined
@@ -161,7 +161,8 @@ class Server:
         if holding is None:
             return
         if holding.won:
-            self.first_part_at = self.first_part_at or now
+            if self.step is not None and holding.part in self.step.parts:
+                self.first_part_at = self.first_part_at or now
         elif isinstance(answer, Push):
             self.report.dropped(holding.holder, answer.lease, "duplicate", 0)
             self.members.cancel(holding)

@@ -20,7 +20,7 @@ MAX_HOLDERS = 2
 """Members that work on one part at a time."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Holding:
     """A part in a member's hands. A `backup` copies somebody else's, from `first_bucket` on."""
 
@@ -44,7 +44,7 @@ class Holding:
         return self.part.finished_by is self
 
 
-@dataclass
+@dataclass(eq=False)
 class Part:
     """A contiguous range of the batch, and how many of its buckets have counted."""
 

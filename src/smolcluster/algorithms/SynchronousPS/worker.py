@@ -21,14 +21,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from smolcluster.algorithms.SynchronousPS import rule
-from smolcluster.algorithms.SynchronousPS.exchange import (
-    STEP_COUNT,
-    Committed,
-    StateArrived,
-    StepReceiver,
-    contents_of,
-    digests_of,
-)
+from smolcluster.algorithms.SynchronousPS.following import Committed, StateArrived, StepReceiver
+from smolcluster.algorithms.SynchronousPS.state import STEP_COUNT, contents_of, digests_of
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.link import Link
 from smolcluster.cluster.pushing import GradientSender

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from peers import opened
-from smolcluster.algorithms.SynchronousPS.exchange import Committed, Reduction, StepReceiver
+from smolcluster.algorithms.SynchronousPS.following import Committed, StepReceiver
+from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.step import Holding, Step
 from smolcluster.cluster import membership
 from smolcluster.cluster.dispatcher import Range

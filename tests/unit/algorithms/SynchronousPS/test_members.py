@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from peers import opened
-from smolcluster.algorithms.SynchronousPS.exchange import Reduction
 from smolcluster.algorithms.SynchronousPS.members import FRAMES_AHEAD, Member, Members
+from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.sharing import FIRST_PROBE
 from smolcluster.algorithms.SynchronousPS.step import Holding, Part, Step
 from smolcluster.cluster.dispatcher import Range

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from harness import local_settings
 from peers import DEADLINE_S, Hand, HandledHub, Parts, hello, server_parts
-from smolcluster.algorithms.SynchronousPS.exchange import PartArrived, digests_of
 from smolcluster.algorithms.SynchronousPS.members import Member
+from smolcluster.algorithms.SynchronousPS.reduction import PartArrived
 from smolcluster.algorithms.SynchronousPS.server import Server
+from smolcluster.algorithms.SynchronousPS.state import digests_of
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.cluster import hub as hub_room
 from smolcluster.cluster.hub import Departed, Joined
@@ -736,11 +737,6 @@ def overtaken(stage: Stage) -> Callable[[], None]:
     return lambda: stage.server.handle(last)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="on_answer does not ask whether the part belongs to the open step, so that the end of an old "
-    "part starts the clock of the new step: its late parts get backups too early",
-)
 @patient
 def test_the_end_of_an_old_part_does_not_start_the_clock(stage: Stage) -> None:
     tell = overtaken(stage)

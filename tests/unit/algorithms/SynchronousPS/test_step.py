@@ -1,10 +1,8 @@
 """The books of a step: every bucket of every part counts once, whoever brings it, and whenever."""
 
 import random
-import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -14,10 +12,11 @@ from hypothesis import strategies as st
 
 from smolcluster.algorithms.SynchronousPS.step import MAX_HOLDERS, Holding, Part, Step
 from smolcluster.cluster.dispatcher import Range
-from smolcluster.transport.messages import LeaseKey, Push
+from smolcluster.transport.messages import LeaseKey
 from unit.algorithms.SynchronousPS.actors import push_of, worker_at
 
-ONE, OTHER, THIRD = worker_at(1), worker_at(2), worker_at(3)
+ONE, OTHER = worker_at(1), worker_at(2)
+DEADLINE_S = 20.0
 
 
 def step_of(*sizes: int, num_buckets: int = 3) -> Step:
@@ -296,33 +295,36 @@ def test_whatever_happens_each_bucket_of_each_part_counts_once(
     assert chaos.step.orphans() == chaos.step.late() == []
 
 
-@pytest.fixture
-def hasty_threads() -> Iterator[None]:
-    """Threads take turns after every few operations."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
+class Hesitant(Part):
+    """A part of which a reader looks at the count, and is interrupted then."""
+
+    looked = threading.Event()
+    go_on = threading.Event()
+    hesitates = False
+
+    @property
+    def num_counted(self) -> int:  # type: ignore[override]
+        count = self._count
+        if self.hesitates:
+            self.hesitates = False
+            self.looked.set()
+            self.go_on.wait(0.1)
+        return count
+
+    @num_counted.setter
+    def num_counted(self, count: int) -> None:
+        self._count = count
 
 
-@pytest.mark.usefixtures("hasty_threads")
 def test_readers_that_claim_at_the_same_time_never_both_count() -> None:
-    num_buckets = 1500
-    step = step_of(4, num_buckets=num_buckets)
-    holdings = [step.grant(step.parts[0], who, who.rank, 0.0) for who in (ONE, OTHER, THIRD)]
-    pushes = [
-        [push_of(each.key, bucket, num_buckets) for bucket in range(num_buckets)]
-        for each in holdings
-    ]
-    counted: list[int] = []
-    together = threading.Barrier(len(holdings))
-
-    def bring(holding: Holding, mine: list[Push]) -> None:
-        together.wait(10)
-        counted.extend(push.bucket for push in mine if step.claim(holding.seat, push))
-
-    with ThreadPoolExecutor(len(holdings)) as pool:
-        for future in [pool.submit(bring, *each) for each in zip(holdings, pushes, strict=True)]:
-            future.result(10)
-    assert sorted(counted) == list(range(num_buckets)), "each, and none twice"
-    assert sum(each.num_counted for each in holdings) == step.parts[0].num_counted == num_buckets
+    step = step_of(4)
+    part = Hesitant(64, 68)
+    first, second = (step.grant(step.parts[0], who, who.rank, 0.0) for who in (ONE, OTHER))
+    first.part = second.part = part
+    part.hesitates = True
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(claim, step, first, 0)
+        assert part.looked.wait(DEADLINE_S)
+        other = pool.submit(lambda: (claim(step, second, 0), part.go_on.set())[0])
+        assert one.result(DEADLINE_S) + other.result(DEADLINE_S) == [True, False]
+    assert (part.num_counted, first.num_counted, second.num_counted) == (1, 1, 0)

@@ -10,13 +10,9 @@ from torch import Tensor, nn
 
 from harness import local_settings
 from peers import opened
-from smolcluster.algorithms.SynchronousPS.exchange import (
-    Committed,
-    Reduction,
-    StateArrived,
-    contents_of,
-    digests_of,
-)
+from smolcluster.algorithms.SynchronousPS.following import Committed, StateArrived
+from smolcluster.algorithms.SynchronousPS.reduction import Reduction
+from smolcluster.algorithms.SynchronousPS.state import contents_of, digests_of
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.link import Link

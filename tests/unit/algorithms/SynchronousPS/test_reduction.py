@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from peers import opened
-from smolcluster.algorithms.SynchronousPS.exchange import (
-    Committed,
+from smolcluster.algorithms.SynchronousPS.following import Committed, StateArrived, StepReceiver
+from smolcluster.algorithms.SynchronousPS.reduction import (
     PartArrived,
     PartReceiver,
     Reduction,
-    StateArrived,
-    StateStream,
-    StepReceiver,
     commit_frame,
+)
+from smolcluster.algorithms.SynchronousPS.rule import weight
+from smolcluster.algorithms.SynchronousPS.state import (
+    StateStream,
     contents_of,
     digests_of,
     digests_spec,
     weights_frame,
 )
-from smolcluster.algorithms.SynchronousPS.rule import weight
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.pushing import GradientSender

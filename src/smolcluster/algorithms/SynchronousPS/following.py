@@ -1,0 +1,151 @@
+"""How a worker hears of the server's steps: mean gradients, commits and state, in the order of the wire."""
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from smolcluster.algorithms.SynchronousPS.state import DIGEST_NBYTES, contents_of, digests_spec
+from smolcluster.cluster.inbox import Event, Said
+from smolcluster.cluster.session import Receiver
+from smolcluster.cluster.tensors import Assigned, bucket_spec, bytes_of
+from smolcluster.codec.registry import get_codec, lossless_for
+from smolcluster.errors import PeerLost, ProtocolError
+from smolcluster.training.replica import Replica
+from smolcluster.transport.messages import Assignment, Commit, Message, Reduced, State
+
+
+class StateArrived(Event):
+    """A bucket of the server's state: `values` (n,) of what `state.content` names."""
+
+    def __init__(self, state: State, values: Tensor) -> None:
+        self.state = state
+        self.values = values
+
+
+class Committed(Event):
+    """A step to take.
+
+    `gradient` is the flat mean (num_params,), of which the first `num_reduced` buckets were sent to us; None
+    without any. `digests` are those of the server's weights before it, one a bucket, or none at all.
+    """
+
+    def __init__(
+        self, commit: Commit, gradient: Tensor | None, num_reduced: int, digests: Sequence[bytes]
+    ) -> None:
+        self.commit = commit
+        self.gradient = gradient
+        self.num_reduced = num_reduced
+        self.digests = digests
+
+
+class StepReceiver(Receiver):
+    """A worker's receiver: puts mean gradients together in one of two buffers, and passes all else on.
+
+    The server may be a step ahead of a worker that is still computing. One that is further behind makes its
+    own reader wait in `place_for`, and so in time the server, which then cuts it off.
+    """
+
+    def __init__(self, replica: Replica, codec_name: str) -> None:
+        self._buckets = replica.buckets
+        self._codec = get_codec(codec_name)
+        self._lossless = get_codec(lossless_for(replica.params.dtype))
+        self._contents = frozenset(contents_of(replica))
+        shape = (replica.num_params,)
+        self._free = [torch.empty(shape, dtype=self._codec.dtype) for _ in range(2)]
+        self._given_back = threading.Condition()
+        self._closed = False
+        self._gradient: Tensor | None = None
+        self._num_reduced = 0
+        self._version = 0
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a step's gradient has begun to arrive and was not committed."""
+        return self._gradient is not None
+
+    def give_back(self, gradient: Tensor) -> None:
+        """The worker has done with a gradient."""
+        with self._given_back:
+            self._free.append(gradient)
+            self._given_back.notify()
+
+    def close(self) -> None:
+        """The worker takes no more steps: nothing may wait for it."""
+        with self._given_back:
+            self._closed = True
+            self._given_back.notify()
+
+    def place_for(self, message: Message) -> memoryview | None:
+        """A lossless mean goes straight to its place in the gradient, which is nobody's until its commit."""
+        if not isinstance(message, Reduced):
+            return None
+        self._check(message)
+        return bytes_of(self._bucket_of(message)) if self._codec.lossless else None
+
+    def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        """Take a message in the reader's thread."""
+        match message:
+            case Reduced():
+                if not self._codec.lossless:
+                    encoded = torch.frombuffer(payload, dtype=torch.uint8)
+                    self._codec.decode(encoded, self._bucket_of(message))
+                self._num_reduced += 1
+                return None
+            case Commit():
+                digests = self._digests(message, payload)
+                committed = Committed(message, self._gradient, self._num_reduced, digests)
+                self._gradient, self._num_reduced = None, 0
+                return committed
+            case State():
+                return StateArrived(message, self._state(message, payload))
+            case Assignment():
+                return Assigned(message, payload)
+        return Said(0, message)
+
+    def _check(self, reduced: Reduced) -> None:
+        known = reduced.bucket < len(self._buckets) == reduced.num_buckets
+        if not known or reduced.tensor != bucket_spec(self._codec, self._buckets[reduced.bucket]):
+            raise ProtocolError(
+                f"bucket {reduced.bucket} of {reduced.num_buckets} of the mean gradient is not of "
+                "the agreed shape and codec"
+            )
+        if self._gradient is None:
+            self._gradient, self._version = self._take_free(), reduced.version
+        elif reduced.version != self._version:
+            raise ProtocolError(
+                f"the server began step {reduced.version} before it had committed {self._version}"
+            )
+
+    def _take_free(self) -> Tensor:
+        with self._given_back:
+            self._given_back.wait_for(lambda: self._free or self._closed)
+            if not self._free:
+                raise PeerLost("the worker has left")
+            return self._free.pop()
+
+    def _bucket_of(self, reduced: Reduced) -> Tensor:
+        assert self._gradient is not None  # noqa: S101 - `_check` has seen to it
+        return self._gradient[self._buckets[reduced.bucket]]
+
+    def _digests(self, commit: Commit, payload: memoryview) -> list[bytes]:
+        if commit.tensor is None:
+            return []
+        if commit.tensor != digests_spec(len(self._buckets)):
+            raise ProtocolError("the server's digests are not one a bucket")
+        starts = range(0, payload.nbytes, DIGEST_NBYTES)
+        return [bytes(payload[start : start + DIGEST_NBYTES]) for start in starts]
+
+    def _state(self, state: State, payload: memoryview) -> Tensor:
+        known = state.bucket < len(self._buckets) == state.num_buckets
+        if (
+            not known
+            or state.content not in self._contents
+            or state.tensor != bucket_spec(self._lossless, self._buckets[state.bucket])
+        ):
+            raise ProtocolError(
+                f"bucket {state.bucket} of {state.num_buckets} of the server's {state.content!r} is not "
+                "of the agreed shape"
+            )
+        return torch.frombuffer(bytearray(payload), dtype=self._lossless.dtype)

@@ -1,0 +1,219 @@
+"""The server's sums: the gradients of all parts, added up as they come, and sent back as their mean.
+
+A part's gradient comes bucket by bucket (`GradientSender` -> `PartReceiver`); a bucket's mean goes back as
+soon as the last part's has arrived. What the server applies is what it sent: with a lossy codec, decoded from
+the very bytes. So all replicas take the same step.
+"""
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from smolcluster.algorithms.SynchronousPS.rule import weight
+from smolcluster.algorithms.SynchronousPS.state import digests_spec
+from smolcluster.algorithms.SynchronousPS.step import Step
+from smolcluster.cluster.inbox import Event, Said
+from smolcluster.cluster.pushing import PushOrder
+from smolcluster.cluster.session import Receiver
+from smolcluster.cluster.tensors import bucket_length, bucket_spec, bytes_of
+from smolcluster.codec.base import NonFiniteValue
+from smolcluster.codec.feedback import ErrorFeedback
+from smolcluster.codec.registry import get_codec, lossless_for
+from smolcluster.errors import NonFiniteLoss
+from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.messages import Commit, Message, Push, Reduced, frame_of
+
+Pieces = Iterator[tuple[slice, Tensor]]
+
+
+class PartArrived(Event):
+    """A frame of a push arrived. `reduced`: it completed its bucket; `whole`: it was the push's last one."""
+
+    def __init__(self, seat: int, push: Push, *, reduced: bool, whole: bool) -> None:
+        self.seat = seat
+        self.push = push
+        self.reduced = reduced
+        self.whole = whole
+
+
+class Reduction:
+    """The sum of the open step's gradients, in memory that does not grow with the number of workers.
+
+    Frames of a mean gradient may still be under way when the next step opens. Lossless ones refer to the sum
+    itself, so that there are two sums that take turns; lossy ones refer to encoded bytes, and these do.
+    """
+
+    def __init__(self, replica: Replica, codec_name: str) -> None:
+        self._buckets = replica.buckets
+        self._replica = replica
+        self._codec = get_codec(codec_name)
+        self._lossy_lock = threading.Lock()
+        self._locks = [threading.Lock() for _ in self._buckets]
+        shape = (replica.num_params,)
+        dtype = replica.params.dtype
+        if self._codec.lossless:
+            self._sums = [torch.empty(shape, dtype=dtype) for _ in range(2)]
+            self._feedback = None
+        else:
+            self._sums = [torch.empty(shape, dtype=dtype)] * 2
+            self._feedback = ErrorFeedback(self._codec, replica.num_params)
+        self._encoded = [[self._new_encoded(bucket) for bucket in self._buckets] for _ in range(2)]
+        self._step: Step | None = None
+        self._num_added = [0] * len(self._buckets)
+        self._norms = [0.0] * len(self._buckets)
+
+    def open(self, step: Step) -> None:
+        """Begin a step; the sums of the one before the last are given up."""
+        self._num_added = [0] * len(self._buckets)
+        self._step = step
+
+    def close(self) -> None:
+        """The open step is over; its mean stays until the next but one."""
+        if self._feedback is not None:
+            self._feedback.commit()
+        self._step = None
+
+    def add(self, seat: int, push: Push, gradient: Tensor) -> bool:
+        """Add a bucket (n,) of a part's mean gradient, if it counts; returns whether that completes it.
+
+        Any thread.
+        """
+        step = self._step
+        part = step.claim(seat, push) if step is not None else None
+        if step is None or part is None:
+            return False
+        number = push.bucket
+        total = self._sum_of(step.version, number)
+        factor = weight(part.num_samples, step.batch.num_samples)
+        with self._locks[number]:
+            if self._num_added[number] == 0:
+                torch.mul(gradient, factor, out=total)
+            else:
+                total.add_(gradient, alpha=factor)
+            complete = self._num_added[number] + 1 == len(step.parts)
+            if complete:
+                self._norms[number] = _norm(total)
+                self._encode(step, number, total)
+            self._num_added[number] += 1
+        return complete
+
+    def frame(self, version: int, number: int) -> Frame:
+        """The frame of a bucket's mean, to be shared by all sessions.
+
+        Raises:
+            NonFiniteLoss: it holds NaN or infinity.
+        """
+        bucket = self._buckets[number]
+        if not math.isfinite(self._norms[number]):
+            name = self._replica.parameter_at(bucket.start)
+            raise NonFiniteLoss(
+                f"step {version}: the mean gradient holds NaN or infinity at layer {name} or after it; "
+                f"{DIVERGENCE_REMEDY}"
+            )
+        if self._codec.lossless:
+            payload = bytes_of(self._sum_of(version, number))
+        else:
+            payload = bytes_of(self._encoded_of(version, number))
+        reduced = Reduced(
+            version=version,
+            bucket=number,
+            num_buckets=len(self._buckets),
+            tensor=bucket_spec(self._codec, bucket),
+        )
+        return frame_of(reduced, payload)
+
+    def norm(self) -> float:
+        """L2 norm of the whole mean gradient."""
+        return math.hypot(*self._norms)
+
+    def pieces(self, version: int) -> Pieces:
+        """The mean gradient as it was sent, in pieces of which each is valid until the next one."""
+        if self._codec.lossless:
+            yield from self._replica.whole(self._sums[version % 2])
+            return
+        scratch = torch.empty(bucket_length(self._buckets[0]), dtype=self._codec.dtype)
+        for number, bucket in enumerate(self._buckets):
+            piece = scratch[: bucket_length(bucket)]
+            self._codec.decode(self._encoded_of(version, number), piece)
+            yield bucket, piece
+
+    def _encode(self, step: Step, number: int, total: Tensor) -> None:
+        if self._feedback is None or not math.isfinite(self._norms[number]):
+            return  # `frame` will say that it is not finite
+        encoded = self._encoded_of(step.version, number)
+        bucket, num_samples = self._buckets[number], step.batch.num_samples
+        with self._lossy_lock:
+            try:
+                self._feedback.encode(bucket, total, num_samples, encoded)
+            except NonFiniteValue:
+                self._norms[number] = math.nan
+
+    def _sum_of(self, version: int, number: int) -> Tensor:
+        return self._sums[version % 2][self._buckets[number]]
+
+    def _encoded_of(self, version: int, number: int) -> Tensor:
+        return self._encoded[version % 2][number]
+
+    def _new_encoded(self, bucket: slice) -> Tensor:
+        nbytes = 0 if self._codec.lossless else self._codec.encoded_nbytes(bucket_length(bucket))
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+class PartReceiver(Receiver):
+    """Takes one worker's messages, in its reader's thread, and adds what it pushes to the sum."""
+
+    def __init__(
+        self, seat: int, reduction: Reduction, codec_name: str, buckets: Sequence[slice]
+    ) -> None:
+        self._seat = seat
+        self._reduction = reduction
+        self._codec = get_codec(codec_name)
+        self._lossless = get_codec(lossless_for(self._codec.dtype))
+        self._order = PushOrder(buckets, codec_name, partial=True)
+        self._scratch = torch.empty(bucket_length(buckets[0]), dtype=self._codec.dtype)
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a push has begun and not ended."""
+        return self._order.in_progress
+
+    def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        """Take a message; of a push, tell only when it completes a bucket or ends."""
+        if not isinstance(message, Push):
+            return Said(self._seat, message)
+        whole = self._order.take(message)
+        reduced = self._reduction.add(self._seat, message, self._decoded(message, payload))
+        if not (whole or reduced):
+            return None
+        return PartArrived(self._seat, message, reduced=reduced, whole=whole)
+
+    def _decoded(self, push: Push, payload: memoryview) -> Tensor:
+        if push.tensor.codec == self._lossless.name:
+            return torch.frombuffer(payload, dtype=self._lossless.dtype)
+        values = self._scratch[: push.tensor.shape[0]]
+        self._codec.decode(torch.frombuffer(payload, dtype=torch.uint8), values)
+        return values
+
+
+def commit_frame(step: Step, clip: float, rate: float, digests: Sequence[bytes]) -> Frame:
+    """The frame that ends a step, with digests of the weights before it or without any."""
+    commit = Commit(
+        version=step.version,
+        num_samples=step.batch.num_samples,
+        clip=clip,
+        learning_rate=rate,
+        tensor=digests_spec(len(digests)) if digests else None,
+    )
+    return frame_of(commit, b"".join(digests))
+
+
+def _norm(values: Tensor) -> float:
+    """L2 norm of (n,); a sum of squares that overflows is taken again in float64."""
+    norm = float(torch.linalg.vector_norm(values))
+    if math.isinf(norm):
+        norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
+    return norm
