@@ -9,7 +9,7 @@ commit; ratios are medians of the rounds' ratios.
 
 * `--network loopback`: all processes share this machine's cores and memory, which is what is measured.
 * `--network namespaces` (Linux, root): a network namespace a host, at 100 Mbit/s in both directions through a
-  bridge. `wire` is what the server's link alone needs for N pushes, at the speed at which a plain socket
+  bridge, with cubic as congestion control, as on most systems. `wire` is what the server's link alone needs for N pushes, at the speed at which a plain socket
   fills it; the means go back at the same time.
 
 `CPU` is what all processes of a side take of it in a step. `copies` is the server's memory for the exchange
@@ -481,6 +481,8 @@ def attach(space: str, place: int, bridge: str) -> Host:
     run(f"ip -n {bridge} link set {port} master bridge0 up")
     run(f"ip -n {space} addr add {address}/24 dev eth0")
     run(f"ip -n {space} link set eth0 up")
+    route = f"10.99.0.0/24 dev eth0 proto kernel scope link src {address} congctl cubic"
+    run(f"ip -n {space} route replace {route}")
     run(f"tc -n {bridge} qdisc add dev {port} root {SHAPER}")
     run(f"tc -n {space} qdisc add dev eth0 root {SHAPER}")
     return Host(address, "eth0", space)

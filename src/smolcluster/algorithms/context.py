@@ -15,7 +15,7 @@ from smolcluster.cluster.inbox import Inbox
 from smolcluster.cluster.reception import Reception
 from smolcluster.cluster.report import Report
 from smolcluster.cluster.session import Receiver
-from smolcluster.codec.registry import lossless_for
+from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import ClusterConfig, RunConfig
 from smolcluster.errors import ConfigError
@@ -110,10 +110,15 @@ class ServerContext:
 
 
 def codec_for(run: RunConfig, dtype: torch.dtype) -> str:
-    """The codec of the gradients of a model whose parameters have this type."""
-    if run.codec is not None:
-        return run.codec
-    return "int8" if run.use_quantization else lossless_for(dtype)
+    """The codec of the gradients of a model whose parameters have this type.
+
+    Raises:
+        ConfigError: the codec that is asked for cannot hold them.
+    """
+    name = run.codec or ("int8" if run.use_quantization else lossless_for(dtype))
+    if get_codec(name).dtype != dtype:
+        raise ConfigError(f"codec {name} works on float32, the model's parameters are {dtype}")
+    return name
 
 
 def _check_batch_fits(batch_size: int, bucket_bytes: int) -> None:

@@ -126,6 +126,11 @@ class Session:
                 self._reason = reason
         self.connection.abort()
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether it was ended, or has ended."""
+        return self._reason is not None
+
     def join(self, timeout_s: float | None) -> bool:
         """Wait until the session has ended and its memory is free. Returns whether it has."""
         self._reader.join(timeout_s)

@@ -53,7 +53,9 @@ MAX_PULLED_BUCKETS = 4096
 Buckets = Annotated[
     tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_PULLED_BUCKETS)
 ]
-Seconds = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, le=1e9)]
+Speed = Annotated[float, Field(ge=0, le=1e15)]
+Loss = Annotated[float, Field(ge=-1e30, le=1e30)]
 WEIGHTS = "weights"
 """The content of a State that holds weights."""
 
@@ -136,7 +138,7 @@ class Ready(Message):
     dataset_fingerprint: Identifier
     model_fingerprint: Identifier
     device: Name
-    samples_per_s: Annotated[float, Field(ge=0)]
+    samples_per_s: Speed
     unacknowledged: LeaseKey | None = None
 
 
@@ -174,7 +176,7 @@ class Push(Message):
     bucket: Count
     num_buckets: Positive
     num_samples: Positive
-    loss: float
+    loss: Loss
     compute_s: Seconds
     tensor: TensorSpec
 

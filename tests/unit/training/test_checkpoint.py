@@ -501,6 +501,9 @@ def test_only_a_folder_may_refuse_to_be_flushed(
     (tmp_path / "file").write_text("x")
     with pytest.raises(OSError, match="Invalid argument"):
         room._sync(tmp_path / "file")
+    monkeypatch.setattr(os, "fsync", raiser(OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output error"):
+        room._sync(tmp_path)
 
 
 def test_only_a_save_sweeps_and_only_its_own_rubbish(tmp_path: Path) -> None:

@@ -288,7 +288,37 @@ def test_layer_norms_are_those_of_each_parameter() -> None:
     assert fc1 is not None
     assert norms["fc1.weight"] == pytest.approx(fc1.norm().item())
     assert math.hypot(*norms.values()) == pytest.approx(replica.grad_norm())
-    assert replica.layer_norms(torch.zeros(83)) == dict.fromkeys(norms, 0.0)
+    assert replica.layer_norms(replica.whole(torch.zeros(83))) == dict.fromkeys(norms, 0.0)
+
+
+@pytest.mark.parametrize("length", [1, 5, 50, 83])
+def test_layer_norms_are_the_same_however_the_gradient_is_cut(length: int) -> None:
+    replica = Replica(perceptron(), "sgd")
+    replica.forward_backward(*batch())
+    starts = range(0, replica.num_params, length)
+    places = [slice(start, min(start + length, replica.num_params)) for start in starts]
+    norms = replica.layer_norms((place, replica.grads[place]) for place in places)
+    assert norms == pytest.approx(replica.layer_norms())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_a_step_in_pieces_is_the_step_of_the_whole(optimizer: str, scale: float) -> None:
+    whole, cut = (Replica(perceptron(), optimizer, bucket_bytes=40) for _ in range(2))
+    cut.load(whole.params)
+    for _ in range(3):
+        whole.forward_backward(*batch())
+        gradient = whole.grads.clone()
+        whole.grads.mul_(scale)
+        whole.step(0.1)
+        pieces = [(slice(0, 30), gradient[:30]), (slice(30, 83), gradient[30:])]
+        cut.step_pieces(pieces, scale, 0.1)
+    torch.testing.assert_close(cut.params, whole.params)
+    half = Replica(perceptron(), optimizer)
+    before = half.params.clone()
+    half.step_pieces([(slice(0, 40), torch.ones(40))], 1.0, 0.1)
+    assert torch.equal(half.params[40:], before[40:]), "outside of the pieces nothing changes"
+    assert not torch.equal(half.params[:40], before[:40])
 
 
 def test_a_snapshot_does_not_change_with_the_model() -> None:

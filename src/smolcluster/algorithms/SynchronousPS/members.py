@@ -6,7 +6,7 @@ given, so a stopped one is waited for once at most.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -48,8 +48,10 @@ class Member:
     unanswered: dict[LeaseKey, Holding] = field(default_factory=dict)
     num_drifts: int = 0
     """How often its weights differed from the server's."""
+    last_mean: int = 0
+    """Frames that had been queued for it with the last one of a mean, whose memory is the reduction's."""
     commit_marks: deque[int] = field(default_factory=lambda: deque(maxlen=2))
-    """Frames that were queued for it up to each of the last two commits."""
+    """The same at each of the last two commits."""
 
     @property
     def name(self) -> str:
@@ -68,8 +70,9 @@ class Member:
 
     @property
     def idle(self) -> bool:
-        """Whether it could work at once: all of what it was given has arrived, if not been answered for."""
-        return self.joined and all(holding.won for holding in self.unanswered.values())
+        """Whether it could work at once: all that it was given has arrived, if not been answered for."""
+        waits = all(holding.won for holding in self.unanswered.values())
+        return self.joined and waits and not self.session.is_cut
 
     def give(self, holding: Holding, version: int, rate: float, indices: Tensor) -> None:
         """Assign it a part: samples `indices` (n,) int32, on weights of `version`."""
@@ -93,7 +96,12 @@ class Member:
             for frame in frames:
                 session.send_frame(frame)
             if number in reduced:
-                session.send_frame(reduction.frame(version + 1, number))
+                self.send_mean(reduction.frame(version + 1, number))
+
+    def send_mean(self, frame: Frame) -> None:
+        """Send it a bucket of the open step's mean."""
+        self.session.send_frame(frame)
+        self.last_mean = self.session.num_queued
 
 
 class Members:
@@ -123,11 +131,11 @@ class Members:
         """The member with this seat, if it is still there."""
         return self._members.get(seat)
 
-    def covering(self, bucket: int) -> Iterator[Session]:
-        """The sessions of those that follow the steps of this bucket."""
+    def send_mean(self, bucket: int, frame: Frame) -> None:
+        """Send the mean of a bucket to all who have that bucket of the weights."""
         for member in self._members.values():
             if member.stream.covers(bucket):
-                yield member.session
+                member.send_mean(frame)
 
     def welcome(self, worker: Worker, ready: Ready) -> None:
         """Let a worker catch up; tell it first what counted of a push that it is unsure of."""
@@ -186,8 +194,11 @@ class Members:
         return holding
 
     def remember(self, holding: Holding) -> None:
-        """Note how much of a push counted, should its worker lose its connection and ask."""
-        if not holding.backup:
+        """Note how much of a push counted, should its worker lose its connection and ask.
+
+        One of which nothing counted is left out: its worker may yet ask about the one before.
+        """
+        if holding.num_counted and not holding.backup:
             self._fates[holding.holder.member.instance] = (holding.key, holding.num_counted)
 
     def settle(self, step: Step) -> None:
@@ -198,20 +209,28 @@ class Members:
                 self.cancel(holding)
 
     def cancel(self, holding: Holding) -> None:
-        """Tell a holder that no more of its push will count than has."""
+        """Tell a holder, once, that no more of its push will count than has."""
         member = self._members.get(holding.seat)
-        if member is not None:
+        if member is not None and not holding.is_cancelled:
+            holding.is_cancelled = True
             counted = 0 if holding.backup else holding.num_counted
             member.session.send(Cancel(lease=holding.key, num_buckets=counted))
+
+    def cancel_others(self, winner: Holding) -> None:
+        """A part is finished: tell who else holds it."""
+        for holding in list(winner.part.holdings):
+            if holding is not winner:
+                self.cancel(holding)
 
     def broadcast(self, frame: Frame) -> None:
         """Send a commit to all, also to joiners."""
         for member in self._members.values():
             member.session.send_frame(frame)
-            member.commit_marks.append(member.session.num_queued)
+            member.commit_marks.append(member.last_mean)
+        self._weights = (-1, {})
 
     def cut_laggards(self) -> None:
-        """Cut those that have not even been sent the step before the last: its memory is needed now."""
+        """Cut those that have not even been sent the mean before the last: its memory is needed now."""
         for member in self._members.values():
             marks = member.commit_marks
             if len(marks) == 2 and member.session.num_sent < marks[0]:
@@ -220,9 +239,9 @@ class Members:
     def send_weights(self, seat: int, version: int, buckets: Sequence[int]) -> Member | None:
         """Send a member these buckets of the weights; None if it is none, or they do not exist."""
         member = self._members.get(seat)
-        if member is None or not member.joined:
+        if member is None or not member.joined or not buckets:
             return None
-        if max(buckets, default=0) >= len(self._replica.buckets):
+        if max(buckets) >= len(self._replica.buckets):
             member.session.cut("it asked for a bucket that does not exist")
             return None
         for number in buckets:

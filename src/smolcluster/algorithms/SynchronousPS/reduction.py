@@ -19,10 +19,10 @@ from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.pushing import PushOrder
 from smolcluster.cluster.session import Receiver
 from smolcluster.cluster.tensors import bucket_length, bucket_spec, bytes_of
-from smolcluster.codec.base import NonFiniteValue
+from smolcluster.codec.base import NonFiniteValue, absmax
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
-from smolcluster.errors import NonFiniteLoss
+from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import Commit, Message, Push, Reduced, frame_of
@@ -96,8 +96,7 @@ class Reduction:
                 total.add_(gradient, alpha=factor)
             complete = self._num_added[number] + 1 == len(step.parts)
             if complete:
-                self._norms[number] = _norm(total)
-                self._encode(step, number, total)
+                self._finish(step, number, total)
             self._num_added[number] += 1
         return complete
 
@@ -127,7 +126,7 @@ class Reduction:
         return frame_of(reduced, payload)
 
     def norm(self) -> float:
-        """L2 norm of the whole mean gradient."""
+        """L2 norm of the whole mean gradient, as it was sent."""
         return math.hypot(*self._norms)
 
     def pieces(self, version: int) -> Pieces:
@@ -135,22 +134,26 @@ class Reduction:
         if self._codec.lossless:
             yield from self._replica.whole(self._sums[version % 2])
             return
-        scratch = torch.empty(bucket_length(self._buckets[0]), dtype=self._codec.dtype)
+        codec = get_codec(self._codec.name)  # the other one is the readers'
+        scratch = torch.empty(bucket_length(self._buckets[0]), dtype=codec.dtype)
         for number, bucket in enumerate(self._buckets):
             piece = scratch[: bucket_length(bucket)]
-            self._codec.decode(self._encoded_of(version, number), piece)
+            codec.decode(self._encoded_of(version, number), piece)
             yield bucket, piece
 
-    def _encode(self, step: Step, number: int, total: Tensor) -> None:
-        if self._feedback is None or not math.isfinite(self._norms[number]):
-            return  # `frame` will say that it is not finite
-        encoded = self._encoded_of(step.version, number)
-        bucket, num_samples = self._buckets[number], step.batch.num_samples
-        with self._lossy_lock:
-            try:
-                self._feedback.encode(bucket, total, num_samples, encoded)
-            except NonFiniteValue:
-                self._norms[number] = math.nan
+    def _finish(self, step: Step, number: int, total: Tensor) -> None:
+        """Take the norm of a bucket's mean; a lossy codec turns it into what everybody will decode."""
+        if self._feedback is not None:
+            encoded = self._encoded_of(step.version, number)
+            with self._lossy_lock:
+                try:
+                    self._feedback.encode(
+                        self._buckets[number], total, step.batch.num_samples, encoded
+                    )
+                    self._codec.decode(encoded, total)
+                except NonFiniteValue:
+                    total.fill_(math.nan)  # `frame` will say that it is not finite
+        self._norms[number] = _norm(total)
 
     def _sum_of(self, version: int, number: int) -> Tensor:
         return self._sums[version % 2][self._buckets[number]]
@@ -193,7 +196,10 @@ class PartReceiver(Receiver):
 
     def _decoded(self, push: Push, payload: memoryview) -> Tensor:
         if push.tensor.codec == self._lossless.name:
-            return torch.frombuffer(payload, dtype=self._lossless.dtype)
+            values = torch.frombuffer(payload, dtype=self._lossless.dtype)
+            if not math.isfinite(absmax(values)):
+                raise ProtocolError(f"bucket {push.bucket} of its push holds NaN or infinity")
+            return values
         values = self._scratch[: push.tensor.shape[0]]
         self._codec.decode(torch.frombuffer(payload, dtype=torch.uint8), values)
         return values

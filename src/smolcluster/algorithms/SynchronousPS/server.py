@@ -117,6 +117,9 @@ class Server:
 
     def open_step(self, now: float) -> None:
         """Cut the next global batch into a part for each member that is free, and hand them out."""
+        if not self.members.free:
+            return
+        self.members.cut_laggards()
         free = self.members.free
         batch = next(self.batches, None) if free else None
         if batch is None:
@@ -130,9 +133,8 @@ class Server:
             len(self.replica.buckets),
             self.context.incarnation,
         )
-        self.members.cut_laggards()
         self.reduction.open(self.step)
-        self.reduced, self.first_part_at = set(), None
+        self.first_part_at = None
         for part, (member, _) in zip(self.step.parts, taking, strict=True):
             self.assign(part, member, now)
 
@@ -140,12 +142,15 @@ class Server:
         """Give a part to a member; without one it stays where it is."""
         if self.step is None or member is None:
             return
-        if part.was_granted:
-            self.context.log.info("%s takes over part of step %d", member.name, self.step.version)
         self.num_grants += 1
         holding = self.step.grant(part, member.worker, self.num_grants, now)
+        if holding.first_bucket == self.step.num_buckets:  # it has just been finished
+            self.step.give_up(holding)
+            return
         indices = self.orders[self.step.batch.epoch][part.start : part.stop]
         member.give(holding, self.version, self.learning_rate(), indices)
+        if holding.backup:
+            self.context.log.info("%s takes over part of step %d", member.name, self.step.version)
 
     def is_late(self, now: float) -> bool:
         """Whether the members that are not done with their parts have been waited for long enough."""
@@ -159,13 +164,18 @@ class Server:
         now = time.monotonic()
         holding = self.members.take_back(seat, answer, now)
         if holding is None:
+            self.report.lost_push(f"seat {seat}", "it was not waited for")
             return
+        is_open = self.step is not None and holding.part in self.step.parts
         if holding.won:
-            if self.step is not None and holding.part in self.step.parts:
+            if is_open:
                 self.first_part_at = self.first_part_at or now
+            self.members.cancel_others(holding)
         elif isinstance(answer, Push):
             self.report.dropped(holding.holder, answer.lease, "duplicate", 0)
             self.members.cancel(holding)
+        elif is_open and holding.part.finished_by is None:
+            holding.holder.live_session.cut("it skipped a part that is wanted")
         if self.step is not None:
             self.step.give_up(holding)
 
@@ -173,9 +183,7 @@ class Server:
         """Send the mean of a bucket to everybody; after the last one, commit."""
         if self.step is None:
             return
-        frame = self.reduction.frame(self.step.version, bucket)
-        for session in self.members.covering(bucket):
-            session.send_frame(frame)
+        self.members.send_mean(bucket, self.reduction.frame(self.step.version, bucket))
         self.reduced.add(bucket)
         if len(self.reduced) == len(self.replica.buckets):
             self.commit(self.step)
@@ -189,7 +197,7 @@ class Server:
         self.members.settle(step)
         self.members.broadcast(commit_frame(step, clip, rate, digests))
         self.reduction.close()
-        self.version, self.step = step.version, None
+        self.version, self.step, self.reduced = step.version, None, set()
         self.samples_applied += step.batch.num_samples
         self.open_step(time.monotonic())
         self.replica.step_pieces(self.reduction.pieces(step.version), clip, rate)
@@ -198,9 +206,7 @@ class Server:
     def on_drift(self, seat: int, buckets: Sequence[int]) -> None:
         """Send a member the weights in which it differs; it blends them with its own."""
         member = self.members.send_weights(seat, self.version, buckets)
-        if (
-            member is not None and member.num_drifts.bit_count() == 1
-        ):  # the 1st, 2nd, 4th, 8th … time
+        if member is not None and is_power_of_two(member.num_drifts):
             self.context.log.warning(
                 "%s: %d of %d buckets of its weights differ from the server's after step %d (time %d that "
                 "they do); blended with polyak_alpha = %g",
@@ -217,7 +223,7 @@ class Server:
             self.report.lost_push(worker.name, "its connection broke")
         for holding in self.step.drop(worker.member.seat) if self.step else ():
             self.members.remember(holding)
-            if holding.part.finished_by is None:
+            if holding.part.finished_by is None and not holding.part.num_hopeful:
                 samples = Range.of(holding.key)
                 self.report.lease_returned(worker, samples, "its worker has gone")
 
@@ -241,6 +247,11 @@ class Server:
     def learning_rate(self) -> float:
         """The schedule's value for the samples applied so far."""
         return learning_rate(self.train, self.samples_applied, self.total_samples)
+
+
+def is_power_of_two(count: int) -> bool:
+    """What happens often is logged ever more rarely: the 1st, 2nd, 4th, 8th … time."""
+    return count.bit_count() == 1
 
 
 def serve(context: ServerContext) -> Summary:

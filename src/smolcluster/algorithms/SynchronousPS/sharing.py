@@ -15,6 +15,7 @@ MOST_GROWTH = 4.0
 LEAST_BELIEVED_S = 1e-4
 LEAST_PER_SAMPLE_S = 1e-7
 UNKNOWN_PER_SAMPLE_S = 1e-3
+MOST_PER_SAMPLE_S = 3600.0
 FIRST_PROBE = 16
 """Steps without a part after which a member is measured again; doubles each time."""
 
@@ -40,14 +41,18 @@ class Pace:
 
     def __init__(self, samples_per_s: float) -> None:
         """`samples_per_s`: its own first measurement; 0: unknown."""
-        self.cost = Cost(0.0, 1.0 / samples_per_s if samples_per_s > 0 else UNKNOWN_PER_SAMPLE_S)
+        per_sample_s = UNKNOWN_PER_SAMPLE_S
+        if samples_per_s > 0:
+            per_sample_s = min(max(1 / samples_per_s, LEAST_PER_SAMPLE_S), MOST_PER_SAMPLE_S)
+        self.cost = Cost(0.0, per_sample_s)
         self._is_fresh = True
         self._idle_steps = 0
         self._probe_after = FIRST_PROBE
 
     def measured(self, num_samples: int, compute_s: float, elapsed_s: float) -> None:
         """A part took `elapsed_s` from its assignment to its last byte, `compute_s` of it for computing."""
-        fixed_s = max(0.0, elapsed_s - compute_s)
+        compute_s = min(compute_s, elapsed_s)  # only this side's clock is believed
+        fixed_s = elapsed_s - compute_s
         per_sample_s = max(compute_s / num_samples, LEAST_PER_SAMPLE_S)
         if self._is_fresh:
             self.cost = Cost(fixed_s, per_sample_s)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.worker import Worker
+from smolcluster.errors import ProtocolError
 from smolcluster.transport.messages import LeaseKey, Push
 
 MAX_HOLDERS = 2
@@ -32,6 +33,7 @@ class Holding:
     granted_at: float
     num_counted: int = 0
     beaten: bool = False
+    is_cancelled: bool = False
 
     @property
     def seat(self) -> int:
@@ -114,12 +116,20 @@ class Step:
             return holding
 
     def claim(self, seat: int, push: Push) -> Part | None:
-        """Whether this bucket counts: the part if so, and then it must be added to the sum."""
+        """Whether this bucket counts: the part if so, and then it must be added to the sum.
+
+        Raises:
+            ProtocolError: the push leaves out buckets that are still missing.
+        """
         with self._lock:
             holding = self._grants.get(push.lease.grant)
             if holding is None or (holding.seat, holding.key) != (seat, push.lease):
                 return None
             part = holding.part
+            if push.bucket > part.num_counted and not holding.beaten:
+                raise ProtocolError(
+                    f"its push leaves out bucket {part.num_counted} and goes on with {push.bucket}"
+                )
             if holding.beaten or push.bucket != part.num_counted:
                 holding.beaten |= not holding.backup
                 return None

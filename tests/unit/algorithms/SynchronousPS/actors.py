@@ -43,6 +43,11 @@ class Post(Session):
         self.cut_because = self.cut_because or reason
 
     @property
+    def is_cut(self) -> bool:
+        """Whether it was cut."""
+        return bool(self.cut_because)
+
+    @property
     def said(self) -> list[Message]:
         """The messages that were queued."""
         return [opened(frame)[0] for frame in self.frames]

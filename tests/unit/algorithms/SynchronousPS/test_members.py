@@ -160,8 +160,10 @@ def test_a_joiner_gets_the_steps_of_the_buckets_that_it_has(house: House) -> Non
     whole, joiner = house.member(1), house.newcomer(2)
     post_of(joiner.worker).num_queued = FRAMES_AHEAD - 1
     joiner.catch_up(0, set(), house.reduction)
-    assert list(house.members.covering(0)) == [whole.session, joiner.session]
-    assert list(house.members.covering(1)) == [whole.session]
+    sent = len(said(whole)), len(said(joiner))
+    for bucket in (0, 1):
+        house.members.send_mean(bucket, frame_of_commit(1))
+    assert (len(said(whole)), len(said(joiner))) == (sent[0] + 2, sent[1] + 1)
 
 
 def test_who_has_not_answered_gets_no_new_part(house: House) -> None:
@@ -386,12 +388,13 @@ def test_who_has_not_been_sent_the_step_before_the_last_is_cut(
     """Its frames refer to the memory that the next step needs."""
     member, quick = house.member(1), house.member(2)
     post = post_of(member.worker)
+    before = post.num_queued
     for version in (1, 2):
         for _ in range(3):
-            post.send_frame(frame_of_commit(version))
+            house.members.send_mean(0, frame_of_commit(version))
         house.members.broadcast(frame_of_commit(version))
         post_of(quick.worker).num_sent = post_of(quick.worker).num_queued
-    post.num_sent = post.num_queued - 4 - num_missing  # all of step 2, and so many of step 1
+    post.num_sent = before + 3 - num_missing  # nothing of step 2, and so many frames less of step 1
     house.members.cut_laggards()
     assert bool(post.cut_because) == (num_missing > 0)
     assert post_of(quick.worker).cut_because == ""

@@ -1,55 +1,35 @@
-"""Both ends of SyncPS's transfers: what is summed, what arrives, and what must not come is refused."""
+"""The sum of a step's gradients: whoever brings what when, it is the weighted mean."""
 
-import struct
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
 
 import pytest
 import torch
 from torch import Tensor
 
 from peers import opened
-from smolcluster.algorithms.SynchronousPS.following import Committed, StateArrived, StepReceiver
+from smolcluster.algorithms.SynchronousPS.following import StepReceiver
 from smolcluster.algorithms.SynchronousPS.reduction import (
     PartArrived,
     PartReceiver,
     Reduction,
-    commit_frame,
 )
 from smolcluster.algorithms.SynchronousPS.rule import weight
-from smolcluster.algorithms.SynchronousPS.state import (
-    StateStream,
-    contents_of,
-    digests_of,
-    digests_spec,
-    weights_frame,
-)
 from smolcluster.algorithms.SynchronousPS.step import Step
-from smolcluster.cluster.inbox import Event, Said
+from smolcluster.cluster.inbox import Said
 from smolcluster.cluster.pushing import GradientSender
-from smolcluster.cluster.session import Receiver
-from smolcluster.cluster.tensors import Assigned, indices_payload
-from smolcluster.codec.registry import lossless_for
-from smolcluster.errors import NonFiniteLoss, PeerLost, ProtocolError
+from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
-    Assignment,
-    Cancel,
     LeaseKey,
-    Message,
     Pull,
-    Reduced,
     Skip,
-    State,
 )
 from unit.algorithms.SynchronousPS.actors import (
     DTYPES,
     LOSSY,
     add_part,
-    commit_of,
     committed,
     decoded,
     deliver,
@@ -369,315 +349,10 @@ def test_a_push_of_another_shape_is_refused_and_nothing_of_it_counts() -> None:
     assert step.parts[0].num_counted == 0
 
 
-# What a worker takes from the server.
-
-
-@pytest.fixture
-def replica() -> Replica:
-    return small_replica("adam")
-
-
-@pytest.fixture
-def reduction(replica: Replica) -> Reduction:
-    return Reduction(replica, "fp32")
-
-
-@pytest.fixture
-def receiver(replica: Replica) -> StepReceiver:
-    return StepReceiver(replica, "fp32")
-
-
-MakeFrames = Callable[[int], list[Frame]]
-
-
-@pytest.fixture
-def mean_of(replica: Replica, reduction: Reduction) -> MakeFrames:
-    """The frames of a step's mean."""
-
-    def frames(version: int) -> list[Frame]:
-        gradient = random_gradient(replica.num_params, version)
-        frames = reduce_step(reduction, replica, version, [gradient])
-        reduction.close()
-        return frames
-
-    return frames
-
-
-def deliver_all(frames: list[Frame], receiver: Receiver) -> list[Event]:
-    events = [deliver(frame, receiver) for frame in frames]
-    return [event for event in events if event is not None]
-
-
-def test_a_step_is_put_together_until_it_is_committed(
-    receiver: StepReceiver, mean_of: MakeFrames
-) -> None:
-    frames = mean_of(5)
-    seen = [receiver.in_progress]
-    assert deliver_all(frames, receiver) == []
-    seen.append(receiver.in_progress)
-    event = committed(receiver, 5)
-    seen.append(receiver.in_progress)
-    assert seen == [False, True, False]
-    assert event.gradient is not None
-    assert torch.equal(event.gradient, random_gradient(610, 5))
-
-
-def test_two_gradients_take_turns(receiver: StepReceiver, mean_of: MakeFrames) -> None:
-    """The server may be a step ahead of a worker that still computes."""
-    kept = []
-    for version in (1, 2):
-        deliver_all(mean_of(version), receiver)
-        kept.append(committed(receiver, version).gradient)
-    for version, gradient in zip((1, 2), kept, strict=True):
-        assert gradient is not None
-        assert torch.equal(gradient, random_gradient(610, version)), (
-            "the other one did not touch it"
-        )
-    for version in (3, 4, 5, 6):
-        oldest = kept[version % 2 - 1]
-        assert oldest is not None
-        receiver.give_back(oldest)
-        deliver_all(mean_of(version), receiver)
-        event = committed(receiver, version)
-        assert event.gradient is oldest, "no new memory"
-        assert torch.equal(oldest, random_gradient(610, version))
-
-
-def third_step(receiver: StepReceiver, mean_of: MakeFrames) -> list[Tensor]:
-    """Both gradients are with the worker; returns them."""
-    taken = []
-    for version in (1, 2):
-        deliver_all(mean_of(version), receiver)
-        gradient = committed(receiver, version).gradient
-        assert gradient is not None
-        taken.append(gradient)
-    return taken
-
-
-def test_a_third_step_waits_until_a_gradient_is_given_back(
-    receiver: StepReceiver, mean_of: MakeFrames
-) -> None:
-    taken = third_step(receiver, mean_of)
-    frames = mean_of(3)
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(deliver_all, frames, receiver)
-        with pytest.raises(NotYet):
-            reading.result(0.05)
-        assert torch.equal(taken[0], random_gradient(610, 1)), "it has not been written to"
-        receiver.give_back(taken[0])
-        assert reading.result(DEADLINE_S) == []
-    assert committed(receiver, 3).gradient is taken[0]
-    assert torch.equal(taken[1], random_gradient(610, 2))
-
-
-def test_who_waits_for_a_worker_that_leaves_is_let_go(
-    receiver: StepReceiver, mean_of: MakeFrames
-) -> None:
-    third_step(receiver, mean_of)
-    frames = mean_of(3)
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(deliver_all, frames, receiver)
-        with pytest.raises(NotYet):
-            reading.result(0.05)
-        receiver.close()
-        with pytest.raises(PeerLost, match="has left"):
-            reading.result(DEADLINE_S)
-
-
-def test_nobody_waits_for_a_worker_that_has_left(
-    receiver: StepReceiver, mean_of: MakeFrames
-) -> None:
-    third_step(receiver, mean_of)
-    receiver.close()
-    with pytest.raises(PeerLost, match="has left"):
-        deliver_all(mean_of(3), receiver)
-
-
-def test_a_commit_without_a_gradient_says_so(receiver: StepReceiver) -> None:
-    """To a joiner that has nothing yet."""
-    event = committed(receiver, 9)
-    assert (event.gradient, event.num_reduced, event.digests) == (None, 0, [])
-
-
-@pytest.mark.parametrize("num_buckets", [1, 2])
-def test_a_commit_says_how_much_of_its_gradient_has_come(
-    receiver: StepReceiver, mean_of: MakeFrames, num_buckets: int
-) -> None:
-    deliver_all(mean_of(1)[:num_buckets], receiver)
-    assert committed(receiver, 1).num_reduced == num_buckets
-    deliver_all(mean_of(2), receiver)
-    assert committed(receiver, 2).num_reduced == 3, "the count begins anew"
-
-
-def test_a_step_that_begins_before_the_last_one_was_committed_is_refused(
-    receiver: StepReceiver, mean_of: MakeFrames
-) -> None:
-    deliver_all(mean_of(5)[:1], receiver)
-    with pytest.raises(ProtocolError, match="began step 6 before it had committed 5"):
-        deliver_all(mean_of(6)[1:], receiver)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"bucket": 3}, {"num_buckets": 4}, {"num_buckets": 2}, {"bucket": 2}],
-    ids=["bucket", "more", "fewer", "length"],
-)
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
-def test_a_mean_of_another_shape_is_refused_before_anything_is_written(
-    codec: str, change: dict[str, object]
-) -> None:
-    replica = replica_for(codec)
-    frames = reduce_step(Reduction(replica, codec), replica, 1, gradients_of(replica, 1))
-    receiver = StepReceiver(replica, codec)
-    message = opened(frames[0])[0].model_copy(update=change)
-    with pytest.raises(ProtocolError, match="not of the agreed shape and codec"):
-        receiver.place_for(message)
-
-
-def test_a_mean_in_another_codec_is_refused(replica: Replica) -> None:
-    frames = reduce_step(Reduction(replica, "int8"), replica, 1, gradients_of(replica, 1))
-    with pytest.raises(ProtocolError, match="not of the agreed shape and codec"):
-        deliver(frames[0], StepReceiver(replica, "fp32"))
-
-
-def test_only_a_lossless_mean_has_a_place_of_its_own(replica: Replica) -> None:
-    """Encoded bytes are verified before they are decoded."""
-    frames = reduce_step(Reduction(replica, "int8"), replica, 1, gradients_of(replica, 1))
-    assert StepReceiver(replica, "int8").place_for(opened(frames[0])[0]) is None
-    assert StepReceiver(replica, "fp32").place_for(commit_of(1)) is None
-
-
-def test_digests_are_those_of_the_weights_bucket_by_bucket(
-    replica: Replica, receiver: StepReceiver
-) -> None:
-    digests = digests_of(replica)
-    step = opened_step(4, [8])
-    message, payload = opened(commit_frame(step, 0.5, 0.1, digests))
-    event = receiver(message, payload)
-    assert isinstance(event, Committed)
-    assert event.digests == digests
-    assert (event.commit.version, event.commit.num_samples) == (4, 8)
-    assert (event.commit.clip, event.commit.learning_rate) == (0.5, 0.1)
-    replica.params[replica.buckets[1].start] += 1e-6
-    differ = [one != other for one, other in zip(digests, digests_of(replica), strict=True)]
-    assert differ == [False, True, False]
-
-
-@pytest.mark.parametrize("num_buckets", [1, 2, 4])
-def test_digests_of_another_number_of_buckets_are_refused(
-    receiver: StepReceiver, num_buckets: int
-) -> None:
-    message = commit_of(4, tensor=digests_spec(num_buckets))
-    with pytest.raises(ProtocolError, match="digests are not one a bucket"):
-        receiver(message, memoryview(bytes(8 * num_buckets)))
-
-
-@pytest.mark.parametrize("change", [{"dtype": "int64"}, {"codec": "fp32"}, {"shape": (24,)}])
-def test_digests_of_another_kind_are_refused(
-    receiver: StepReceiver, change: dict[str, object]
-) -> None:
-    message = commit_of(4, tensor=digests_spec(3).model_copy(update=change))
-    with pytest.raises(ProtocolError, match="digests are not one a bucket"):
-        receiver(message, memoryview(bytes(24)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    ("optimizer", "contents"),
-    [("sgd", ["weights"]), ("adam", ["weights", "exp_avg", "exp_avg_sq"])],
-)
-def test_the_state_is_the_weights_and_the_optimizers_tensors(
-    optimizer: str, contents: list[str], dtype: torch.dtype
-) -> None:
-    replica = small_replica(optimizer, dtype)
-    receiver = StepReceiver(replica, lossless_for(dtype))
-    for seed in (1, 2):
-        replica.load_gradient(random_gradient(replica.num_params, seed, dtype))
-        replica.step(0.1)
-    expected = contents_of(replica)
-    assert list(expected) == contents
-    stream = StateStream(replica, "here")
-    for number, bucket in enumerate(replica.buckets):
-        assert [stream.covers(each) for each in range(3)] == [each < number for each in range(3)]
-        assert not stream.done
-        sent, frames = stream.next_frames(2)
-        assert sent == number
-        events = deliver_all(frames, receiver)
-        for content, event in zip(contents, events, strict=True):
-            assert isinstance(event, StateArrived)
-            assert (event.state.content, event.state.bucket) == (content, number)
-            assert (event.state.version, event.state.num_buckets) == (2, 3)
-            assert torch.equal(event.values, expected[content][bucket])
-    assert stream.done
-
-
-def test_what_waits_of_the_state_does_not_change_with_the_weights(replica: Replica) -> None:
-    frames = [*StateStream(replica, "here").next_frames(0)[1], weights_frame(replica, "here", 0, 0)]
-    before = [bytes(frame.payload) for frame in frames]
-    replica.load_gradient(random_gradient(replica.num_params, 1))
-    replica.step(0.1)
-    assert [bytes(frame.payload) for frame in frames] == before
-    assert bytes(weights_frame(replica, "here", 1, 0).payload) != before[-1]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"bucket": 3},
-        {"num_buckets": 2},
-        {"bucket": 2},
-        {"content": "step"},
-        {"content": "momentum"},
-    ],
-    ids=["bucket", "number", "length", "step", "unknown"],
-)
-def test_a_state_of_another_shape_or_content_is_refused(
-    replica: Replica, receiver: StepReceiver, change: dict[str, object]
-) -> None:
-    message, payload = opened(weights_frame(replica, "here", 0, 0))
-    with pytest.raises(ProtocolError, match="not of the agreed shape"):
-        receiver(message.model_copy(update=change), payload)
-
-
-def test_a_state_that_was_encoded_is_refused(receiver: StepReceiver, replica: Replica) -> None:
-    message, _ = opened(weights_frame(replica, "here", 0, 0))
-    assert isinstance(message, State)
-    odd = message.tensor.model_copy(update={"codec": "bf16", "nbytes": 512})
-    with pytest.raises(ProtocolError, match="not of the agreed shape"):
-        receiver(message.model_copy(update={"tensor": odd}), memoryview(bytes(512)))
-
-
-def test_assignments_and_all_else_are_passed_on(receiver: StepReceiver) -> None:
-    key = LeaseKey(incarnation="here", epoch=0, start=3, stop=7, grant=1)
-    spec, payload = indices_payload(torch.tensor([9, 4, 5, 6], dtype=torch.int32))
-    assignment = Assignment(lease=key, version=2, learning_rate=0.1, tensor=spec)
-    event = receiver(assignment, payload)
-    assert isinstance(event, Assigned)
-    assert event.indices.tolist() == [9, 4, 5, 6]
-    cancel: Message = Cancel(lease=key, num_buckets=1)
-    assert receiver(cancel, memoryview(b"")) == Said(0, cancel)
-
-
-def test_an_assignment_that_is_not_its_lease_s_is_refused(receiver: StepReceiver) -> None:
-    key = LeaseKey(incarnation="here", epoch=0, start=3, stop=8, grant=1)
-    spec, payload = indices_payload(torch.tensor([9, 4, 5, 6], dtype=torch.int32))
-    with pytest.raises(ProtocolError, match="its lease's indices"):
-        receiver(Assignment(lease=key, version=2, learning_rate=0.1, tensor=spec), payload)
-
-
-def test_encoded_means_that_decode_to_infinity_are_refused(replica: Replica) -> None:
-    frames = reduce_step(Reduction(replica, "int8"), replica, 1, gradients_of(replica, 1))
-    message, payload = opened(frames[0])
-    payload[0:4] = struct.pack("<f", float("inf"))
-    receiver = StepReceiver(replica, "int8")
-    assert isinstance(message, Reduced)
-    receiver.place_for(message)
-    with pytest.raises(ProtocolError):
-        receiver(message, payload)
-
-
-def test_the_lossless_frames_are_the_sum_itself(replica: Replica, reduction: Reduction) -> None:
+def test_the_lossless_frames_are_the_sum_itself() -> None:
     """Nothing is copied for the workers, however many there are."""
+    replica = replica_for("fp32")
+    reduction = Reduction(replica, "fp32")
     frames = reduce_step(reduction, replica, 1, gradients_of(replica, 1))
     _, first = next(iter(reduction.pieces(1)))
     for frame, bucket in zip(frames, replica.buckets, strict=True):

@@ -56,6 +56,10 @@ def test_a_member_that_is_four_times_slower_gets_a_quarter() -> None:
     assert sizes_by_cost([fast, slow, fast, fast], 130) == [40, 10, 40, 40]
 
 
+def test_where_several_splits_are_as_good_nobody_is_left_out() -> None:
+    assert sorted(sizes_by_cost([Cost(0.0, 1e-3)] * 3, 4)) == [1, 1, 2]
+
+
 def test_a_longer_way_costs_samples() -> None:
     """20 ms more on the way are 20 samples of 1 ms; they are taken from it and divided."""
     near, far = Cost(0.01, 1e-3), Cost(0.03, 1e-3)

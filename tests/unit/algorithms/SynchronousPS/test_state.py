@@ -1,0 +1,83 @@
+"""The state that a joiner is sent, and the digests by which replicas are compared."""
+
+import pytest
+import torch
+
+from smolcluster.algorithms.SynchronousPS.following import StateArrived, StepReceiver
+from smolcluster.algorithms.SynchronousPS.state import (
+    StateStream,
+    contents_of,
+    digests_of,
+    weights_frame,
+)
+from smolcluster.codec.registry import lossless_for
+from smolcluster.training.replica import Replica
+from unit.algorithms.SynchronousPS.actors import deliver, random_gradient, small_replica
+
+
+@pytest.fixture
+def replica() -> Replica:
+    return small_replica("adam")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("optimizer", "contents"),
+    [("sgd", ["weights"]), ("adam", ["weights", "exp_avg", "exp_avg_sq"])],
+)
+def test_the_state_is_the_weights_and_the_optimizers_tensors(
+    optimizer: str, contents: list[str], dtype: torch.dtype
+) -> None:
+    replica = small_replica(optimizer, dtype)
+    receiver = StepReceiver(replica, lossless_for(dtype))
+    for seed in (1, 2):
+        replica.load_gradient(random_gradient(replica.num_params, seed, dtype))
+        replica.step(0.1)
+    expected = contents_of(replica)
+    assert list(expected) == contents
+    stream = StateStream(replica, "here")
+    for number, bucket in enumerate(replica.buckets):
+        assert [stream.covers(each) for each in range(3)] == [each < number for each in range(3)]
+        assert not stream.done
+        sent, frames = stream.next_frames(2)
+        assert sent == number
+        events = [deliver(frame, receiver) for frame in frames]
+        for content, event in zip(contents, events, strict=True):
+            assert isinstance(event, StateArrived)
+            assert (event.state.content, event.state.bucket) == (content, number)
+            assert (event.state.version, event.state.num_buckets) == (2, 3)
+            assert torch.equal(event.values, expected[content][bucket])
+    assert stream.done
+
+
+def test_what_waits_of_the_state_does_not_change_with_the_weights(replica: Replica) -> None:
+    frames = [*StateStream(replica, "here").next_frames(0)[1], weights_frame(replica, "here", 0, 0)]
+    before = [bytes(frame.payload) for frame in frames]
+    replica.load_gradient(random_gradient(replica.num_params, 1))
+    replica.step(0.1)
+    assert [bytes(frame.payload) for frame in frames] == before
+    assert bytes(weights_frame(replica, "here", 1, 0).payload) != before[-1]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_bucket_of_the_weights_is_a_state_without_the_optimizers(
+    replica: Replica, number: int
+) -> None:
+    event = deliver(weights_frame(replica, "here", 7, number), StepReceiver(replica, "fp32"))
+    assert isinstance(event, StateArrived)
+    assert (event.state.content, event.state.bucket, event.state.version) == ("weights", number, 7)
+    assert event.state.incarnation == "here"
+    assert torch.equal(event.values, replica.params[replica.buckets[number]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_the_least_difference_changes_the_digest_of_its_bucket_only(
+    number: int, dtype: torch.dtype
+) -> None:
+    replica, other = small_replica("sgd", dtype), small_replica("sgd", dtype)
+    assert digests_of(replica) == digests_of(other)
+    last = other.params[other.buckets[number].stop - 1]
+    last.copy_(torch.nextafter(last, torch.ones_like(last)))
+    pairs = zip(digests_of(replica), digests_of(other), strict=True)
+    assert [one != changed for one, changed in pairs] == [each == number for each in range(3)]
