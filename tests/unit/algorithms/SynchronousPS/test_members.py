@@ -289,6 +289,18 @@ def test_what_is_told_is_of_that_push_and_that_process(house: House) -> None:
     assert cancels(back(house, 6, holding.key, instance=2)) == [(holding.key, 0)]
 
 
+def test_a_new_part_of_which_nothing_came_does_not_hide_what_became_of_the_push_before_it(
+    house: House,
+) -> None:
+    """The commit, and the next part with it, may be on the way when the connection breaks."""
+    member = house.member(1)
+    first = house.give(member, house.step.parts[0])
+    house.claim(first, 0, 1, 2)
+    house.members.take_back(1, push_of(first.key, 2), 1.0)
+    house.members.remember(house.give(member, house.step.parts[1]))
+    assert cancels(back(house, 5, first.key)) == [(first.key, 3)]
+
+
 def test_a_backup_does_not_hide_what_became_of_the_push_before_it(house: House) -> None:
     """It owes nothing, so nobody asks for it."""
     member = house.member(1)

@@ -481,6 +481,29 @@ def test_a_part_that_its_holder_gives_back_is_given_to_the_least_busy(stage: Sta
     assert stage.server.version == 1
 
 
+def test_who_skips_a_part_that_is_wanted_is_cut(stage: Stage) -> None:
+    """Else it might be given the same part for ever."""
+    one, its_part, other, other_part = two(stage)
+    one.skip(its_part)
+    stage.house.until(lambda: stage.count(Departed) == 1)
+    assert any("skipped a part that is wanted" in line for line in stage.parts.log_lines)
+    other.push(other_part)
+    stage.advance()
+    other.push(other.part())
+    assert stage.server.version == 1
+
+
+def test_a_joiner_is_sent_no_mean_of_a_step_that_is_not_open(stage: Stage) -> None:
+    puppet = stage.member(1)
+    stage.advance()
+    part = puppet.part()
+    stage.server.open_step = lambda _now: None  # type: ignore[method-assign]
+    puppet.push(part)
+    assert (stage.server.version, stage.server.step, stage.server.reduced) == (1, None, set())
+    joiner = stage.newcomer(2)
+    assert not any(isinstance(message, Reduced) for message in joiner.take_state())
+
+
 def test_what_is_missing_of_a_lost_workers_part_goes_to_another(stage: Stage) -> None:
     one, its_part, other, other_part = two(stage)
     one.begin(its_part, seed=1)

@@ -172,6 +172,14 @@ def test_a_probe_is_one_sample_of_the_largest_part() -> None:
     assert seen == [[20, 30, 0]] * (FIRST_PROBE - 1) + [[20, 29, 1]]
 
 
+@pytest.mark.parametrize("claimed", [0.0, 1e-320, 1e-6, 1e15])
+def test_no_claim_of_a_worker_can_stop_the_sharing(claimed: float) -> None:
+    paces = [Pace(claimed), Pace(1000.0)]
+    paces[1].measured(8, 1e9, 0.01)
+    assert sum(sizes_by_cost([pace.cost for pace in paces], 96)) == 96
+    assert paces[1].cost.seconds(8) <= 0.01 + 1e-9, "only this side's clock is believed"
+
+
 def test_a_probe_never_takes_the_only_sample() -> None:
     paces = [Pace(1.0) for _ in range(2)]
     assert [with_probes(paces, [1, 0]) for _ in range(2 * FIRST_PROBE)] == [[1, 0]] * (

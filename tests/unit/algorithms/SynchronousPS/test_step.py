@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from smolcluster.algorithms.SynchronousPS.step import MAX_HOLDERS, Holding, Part, Step
 from smolcluster.cluster.dispatcher import Range
+from smolcluster.errors import ProtocolError
 from smolcluster.transport.messages import LeaseKey
 from unit.algorithms.SynchronousPS.actors import push_of, worker_at
 
@@ -80,6 +81,22 @@ def test_what_was_granted_to_another_does_not_count() -> None:
     holding = step.grant(step.parts[0], ONE, 1, 0.0)
     assert step.claim(2, push_of(holding.key, 0)) is None
     assert claim(step, holding, 0) == [True]
+
+
+def test_a_push_that_leaves_a_missing_bucket_out_is_refused() -> None:
+    step = step_of(8)
+    holding = step.grant(step.parts[0], worker_at(1), 1, 0.0)
+    with pytest.raises(ProtocolError, match="leaves out bucket 0"):
+        step.claim(1, push_of(holding.key, 2))
+    assert step.parts[0].num_counted == 0
+
+
+def test_a_part_that_has_just_been_finished_is_granted_from_behind_its_end() -> None:
+    """So the server sees that there is nothing to do."""
+    step = step_of(8)
+    holding = step.grant(step.parts[0], worker_at(1), 1, 0.0)
+    assert claim(step, holding, 0, 1, 2) == [True] * 3
+    assert step.grant(step.parts[0], worker_at(2), 2, 0.0).first_bucket == step.num_buckets
 
 
 def test_once_beaten_nothing_of_a_first_holders_push_counts() -> None:
