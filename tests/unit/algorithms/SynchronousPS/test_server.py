@@ -497,7 +497,7 @@ def test_a_joiner_is_sent_no_mean_of_a_step_that_is_not_open(stage: Stage) -> No
     puppet = stage.member(1)
     stage.advance()
     part = puppet.part()
-    stage.server.open_step = lambda _now: None  # type: ignore[method-assign]
+    stage.server.open_step = lambda now: None  # type: ignore[method-assign]  # noqa: ARG005
     puppet.push(part)
     assert (stage.server.version, stage.server.step, stage.server.reduced) == (1, None, set())
     joiner = stage.newcomer(2)
