@@ -388,7 +388,7 @@ def test_a_worker_that_leaves_in_mid_step_makes_no_difference(tmp_path: Path) ->
     (returned,) = scene.happened(LeaseReturned)
     assert (returned.rank, returned.epoch) == (2, 0)
     assert returned.stop - returned.start in (38, 39)
-    assert len(scene.lines("takes over part of step 11")) == 1
+    assert len(scene.lines("samples of step 11")) == 1
 
 
 @pytest.mark.usefixtures("small_buckets")

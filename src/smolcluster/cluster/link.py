@@ -226,6 +226,7 @@ class _Life:
     def _prepare(self, welcome: Welcome) -> None:
         """Build what is trained, unless it is there from the last session with this same server."""
         if self._welcome is not None and _same_server(self._welcome, welcome):
+            self._place.log.info("back in run %s", welcome.run_id)
             return
         run, place = welcome.run, self._place
         self._bench = build(

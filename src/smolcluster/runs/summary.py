@@ -101,14 +101,13 @@ def table(summary: Summary) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     for name, value in _facts(summary):
         facts.add_row(name, Text(value))
-    workers = Table("rank", "node", "samples", "share", "mean staleness")
+    is_stale = summary.algorithm == "edp"
+    workers = Table("rank", "node", "samples", "share", *(["mean staleness"] if is_stale else []))
     for worker in summary.workers:
+        staleness = [f"{worker.mean_staleness:.2f}"] if is_stale else []
+        share = f"{worker.share:.1%}"
         workers.add_row(
-            str(worker.rank),
-            Text(worker.node),
-            f"{worker.samples:,}",
-            f"{worker.share:.1%}",
-            f"{worker.mean_staleness:.2f}",
+            str(worker.rank), Text(worker.node), f"{worker.samples:,}", share, *staleness
         )
     return Group(facts, workers) if summary.workers else facts
 

@@ -50,8 +50,8 @@ class Member:
     """How often its weights differed from the server's."""
     last_mean: int = 0
     """Frames that had been queued for it with the last one of a mean, whose memory is the reduction's."""
-    commit_marks: deque[int] = field(default_factory=lambda: deque(maxlen=2))
-    """The same at each of the last two commits."""
+    commit_marks: deque[int] = field(default_factory=deque)
+    """The same at each of the last commits, for as long as that memory is not used again."""
 
     @property
     def name(self) -> str:
@@ -108,8 +108,14 @@ class Members:
     """All members, by seat."""
 
     def __init__(
-        self, replica: Replica, batch_share: Mapping[str, float] | None, incarnation: str
+        self,
+        replica: Replica,
+        batch_share: Mapping[str, float] | None,
+        incarnation: str,
+        num_turns: int,
     ) -> None:
+        """`num_turns`: steps after which the memory of a mean gradient is used again."""
+        self._num_turns = num_turns
         self._replica = replica
         self._batch_share = batch_share
         self._incarnation = incarnation
@@ -227,14 +233,16 @@ class Members:
         for member in self._members.values():
             member.session.send_frame(frame)
             member.commit_marks.append(member.last_mean)
+            if len(member.commit_marks) > self._num_turns:
+                member.commit_marks.popleft()
         self._weights = (-1, {})
 
     def cut_laggards(self) -> None:
-        """Cut those that have not even been sent the mean before the last: its memory is needed now."""
+        """Cut those that have not been sent the oldest mean that is kept: its memory is needed now."""
         for member in self._members.values():
             marks = member.commit_marks
-            if len(marks) == 2 and member.session.num_sent < marks[0]:
-                member.session.cut("it does not keep up: it is more than a step behind")
+            if len(marks) == self._num_turns and member.session.num_sent < marks[0]:
+                member.session.cut(f"it does not keep up: it is {self._num_turns} steps behind")
 
     def send_weights(self, seat: int, version: int, buckets: Sequence[int]) -> Member | None:
         """Send a member these buckets of the weights; None if it is none, or they do not exist."""

@@ -28,6 +28,8 @@ from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import Commit, Message, Push, Reduced, frame_of
 
 Pieces = Iterator[tuple[slice, Tensor]]
+SPARE_BYTES = 16 * 1024 * 1024
+MAX_TURNS = 64
 
 
 class PartArrived(Event):
@@ -43,8 +45,9 @@ class PartArrived(Event):
 class Reduction:
     """The sum of the open step's gradients, in memory that does not grow with the number of workers.
 
-    Frames of a mean gradient may still be under way when the next step opens. Lossless ones refer to the sum
-    itself, so that there are two sums that take turns; lossy ones refer to encoded bytes, and these do.
+    Frames of a mean gradient may still be under way when the next steps open. Lossless ones refer to the sum
+    itself, so that sums take turns; lossy ones refer to encoded bytes, and these do. There are two, or as
+    many as fit in `SPARE_BYTES`: with a small model a worker may be many steps behind.
     """
 
     def __init__(self, replica: Replica, codec_name: str) -> None:
@@ -55,24 +58,27 @@ class Reduction:
         self._locks = [threading.Lock() for _ in self._buckets]
         shape = (replica.num_params,)
         dtype = replica.params.dtype
+        self.num_turns = max(2, min(MAX_TURNS, SPARE_BYTES // replica.params.nbytes))
+        """Steps after which the memory of a mean is used again."""
+        turns = range(self.num_turns)
         if self._codec.lossless:
-            self._sums = [torch.empty(shape, dtype=dtype) for _ in range(2)]
+            self._sums = [torch.empty(shape, dtype=dtype) for _ in turns]
             self._feedback = None
         else:
-            self._sums = [torch.empty(shape, dtype=dtype)] * 2
+            self._sums = [torch.empty(shape, dtype=dtype)] * self.num_turns
             self._feedback = ErrorFeedback(self._codec, replica.num_params)
-        self._encoded = [[self._new_encoded(bucket) for bucket in self._buckets] for _ in range(2)]
+        self._encoded = [[self._new_encoded(bucket) for bucket in self._buckets] for _ in turns]
         self._step: Step | None = None
         self._num_added = [0] * len(self._buckets)
         self._norms = [0.0] * len(self._buckets)
 
     def open(self, step: Step) -> None:
-        """Begin a step; the sums of the one before the last are given up."""
+        """Begin a step; the oldest sums are given up."""
         self._num_added = [0] * len(self._buckets)
         self._step = step
 
     def close(self) -> None:
-        """The open step is over; its mean stays until the next but one."""
+        """The open step is over; its mean stays for `num_turns` steps."""
         if self._feedback is not None:
             self._feedback.commit()
         self._step = None
@@ -132,7 +138,7 @@ class Reduction:
     def pieces(self, version: int) -> Pieces:
         """The mean gradient as it was sent, in pieces of which each is valid until the next one."""
         if self._codec.lossless:
-            yield from self._replica.whole(self._sums[version % 2])
+            yield from self._replica.whole(self._sums[version % self.num_turns])
             return
         codec = get_codec(self._codec.name)  # the other one is the readers'
         scratch = torch.empty(bucket_length(self._buckets[0]), dtype=codec.dtype)
@@ -156,10 +162,10 @@ class Reduction:
         self._norms[number] = _norm(total)
 
     def _sum_of(self, version: int, number: int) -> Tensor:
-        return self._sums[version % 2][self._buckets[number]]
+        return self._sums[version % self.num_turns][self._buckets[number]]
 
     def _encoded_of(self, version: int, number: int) -> Tensor:
-        return self._encoded[version % 2][number]
+        return self._encoded[version % self.num_turns][number]
 
     def _new_encoded(self, bucket: slice) -> Tensor:
         nbytes = 0 if self._codec.lossless else self._codec.encoded_nbytes(bucket_length(bucket))

@@ -39,7 +39,7 @@ from smolcluster.cluster.worker import Worker
 from smolcluster.data.permutation import EpochOrders
 from smolcluster.runs.summary import Summary
 from smolcluster.training.schedule import learning_rate
-from smolcluster.transport.messages import Pull, Push, Skip
+from smolcluster.transport.messages import Pull, Push, Ready, Skip
 
 TICK_S = 0.02
 
@@ -66,7 +66,12 @@ class Server:
         self.first_part_at: float | None = None
         """When the first part of the open step was whole."""
         self.reduction = Reduction(self.replica, context.codec)
-        self.members = Members(self.replica, self.cluster.batch_share, context.incarnation)
+        self.members = Members(
+            self.replica,
+            self.cluster.batch_share,
+            context.incarnation,
+            self.reduction.num_turns,
+        )
         self.hub = context.open_hub(self.receiver_for)
         self.report = self.hub.report
         self.evaluator = context.new_evaluator()
@@ -98,7 +103,7 @@ class Server:
             case Said(seat=seat, message=Pull(buckets=buckets)):
                 self.on_drift(seat, buckets or ())
             case Joined(worker, ready):
-                self.members.welcome(worker, ready)
+                self.on_join(worker, ready)
             case Departed(worker):
                 self.on_departure(worker)
 
@@ -143,6 +148,7 @@ class Server:
         if self.step is None or member is None:
             return
         self.num_grants += 1
+        late = next((holding.holder for holding in part.holdings if not holding.beaten), None)
         holding = self.step.grant(part, member.worker, self.num_grants, now)
         if holding.first_bucket == self.step.num_buckets:  # it has just been finished
             self.step.give_up(holding)
@@ -150,7 +156,14 @@ class Server:
         indices = self.orders[self.step.batch.epoch][part.start : part.stop]
         member.give(holding, self.version, self.learning_rate(), indices)
         if holding.backup:
-            self.context.log.info("%s takes over part of step %d", member.name, self.step.version)
+            self.context.log.info(
+                "%s takes over %d samples of step %d%s",
+                *(member.name, part.num_samples, self.step.version),
+                f" from {late.name}, which is late" if late else "",
+            )
+        if late:
+            samples = Range.of(holding.key)
+            self.report.lease_returned(late, samples, f"it is late: {member.name} has it too")
 
     def is_late(self, now: float) -> bool:
         """Whether the members that are not done with their parts have been waited for long enough."""
@@ -158,6 +171,15 @@ class Server:
         if patience_s is None or self.first_part_at is None:
             return False
         return now - self.first_part_at >= patience_s
+
+    def on_join(self, worker: Worker, ready: Ready) -> None:
+        """Let a worker catch up; `advance` sends it the state."""
+        self.members.welcome(worker, ready)
+        shares = self.cluster.batch_share
+        if shares is not None and worker.member.node not in shares:
+            self.context.log.info(
+                "%s has no share in batch_share: it only stands in for others", worker.name
+            )
 
     def on_answer(self, seat: int, answer: Push | Skip) -> None:
         """A member has done with a part: it pushed the whole of it, or will not."""

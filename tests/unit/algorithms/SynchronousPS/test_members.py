@@ -61,7 +61,7 @@ class House:
     def __init__(self, replica: Replica, shares: Mapping[str, float] | None = None) -> None:
         self.replica = replica
         self.reduction = Reduction(replica, "fp32")
-        self.members = Members(replica, shares, "here")
+        self.members = Members(replica, shares, "here", num_turns=2)
         self.step = Step(1, Range(0, 0, 32), [8, 8, 16], 3, "here")
         self.grants = count(1)
 

@@ -2,14 +2,17 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from peers import opened
+from smolcluster.algorithms.SynchronousPS import reduction as module
 from smolcluster.algorithms.SynchronousPS.following import StepReceiver
 from smolcluster.algorithms.SynchronousPS.reduction import (
+    MAX_TURNS,
     PartArrived,
     PartReceiver,
     Reduction,
@@ -138,11 +141,21 @@ def test_what_does_not_count_changes_nothing() -> None:
     assert torch.equal(mean[: second.stop], gradient[: second.stop])
 
 
+def test_a_large_model_has_two_sums_and_a_small_one_as_many_as_fit() -> None:
+    replica = replica_for("fp32")
+    assert Reduction(replica, "fp32").num_turns == MAX_TURNS
+    with patch.object(module, "SPARE_BYTES", 5 * replica.params.nbytes):
+        assert Reduction(replica, "fp32").num_turns == 5
+    with patch.object(module, "SPARE_BYTES", replica.params.nbytes):
+        assert Reduction(replica, "fp32").num_turns == 2
+
+
 @pytest.mark.parametrize("codec", [*LOSSLESS, *LOSSY])
 def test_frames_of_a_step_stay_as_they_are_while_the_next_one_is_summed(codec: str) -> None:
     """They may be under way to a slow worker; only the next step but one needs their memory."""
     replica = replica_for(codec)
-    reduction = Reduction(replica, codec)
+    with patch.object(module, "SPARE_BYTES", 0):
+        reduction = Reduction(replica, codec)
     frames, bytes_then, pieces_then = {}, {}, {}
     for version in range(1, 6):
         gradients = gradients_of(replica, 2, version)

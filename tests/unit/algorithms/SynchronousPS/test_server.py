@@ -475,7 +475,7 @@ def test_a_part_that_its_holder_gives_back_is_given_to_the_least_busy(stage: Sta
     stage.advance()
     again = idle.part()
     assert (range_of(again), again.backup, again.first_bucket) == ((0, 48), True, 0)
-    assert any("takes over part of step 1" in line for line in stage.parts.log_lines)
+    assert any("takes over 48 samples of step 1" in line for line in stage.parts.log_lines)
     idle.push(again)
     other.push(other_part)
     assert stage.server.version == 1
