@@ -9,8 +9,8 @@ commit; ratios are medians of the rounds' ratios.
 
 * `--network loopback`: all processes share this machine's cores and memory, which is what is measured.
 * `--network namespaces` (Linux, root): a network namespace a host, at 100 Mbit/s in both directions through a
-  bridge, with cubic as congestion control, as on most systems. `wire` is what the server's link alone needs for N pushes, at the speed at which a plain socket
-  fills it; the means go back at the same time.
+  bridge, with cubic as congestion control, as on most systems. `wire` is what the server's link alone needs
+  for N pushes, at the speed at which a plain socket fills it; the means go back at the same time.
 
 `CPU` is what all processes of a side take of it in a step. `copies` is the server's memory for the exchange
 in copies of the parameters: all tensors that the reduction holds, without error feedback, whose residual is
@@ -35,7 +35,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import connection
 from multiprocessing.connection import Connection as Pipe
@@ -349,6 +349,7 @@ class Children:
             name=target.__name__, target=target, args=(theirs, *arguments), daemon=True
         )
         process.start()
+        theirs.close()
         self.processes.append(process)
         return ours
 
@@ -365,10 +366,11 @@ class Children:
         while time.monotonic() < deadline:
             alive = [process.sentinel for process in self.processes if process.exitcode is None]
             if pipe in connection.wait([pipe, *alive], PATIENCE_S):
-                return pipe.recv()
-            failed = [process for process in self.processes if process.exitcode]
-            if failed:
-                raise SystemExit(f"{failed[0].name} ended with {failed[0].exitcode}")
+                with suppress(EOFError):
+                    return pipe.recv()
+            for process in self.processes:
+                if process.exitcode:
+                    raise SystemExit(f"{process.name} ended with {process.exitcode}")
         raise SystemExit(f"no answer within {PATIENCE_S:g} s")
 
 
@@ -378,6 +380,11 @@ class Side:
 
     pipes: Sequence[Pipe]
     processes: Sequence[BaseProcess]
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of those that live, so far."""
+        return sum(cpu_seconds(each.pid) for each in self.processes if each.exitcode is None)
 
 
 @dataclass(frozen=True)
@@ -392,9 +399,9 @@ class Round:
 def take_round(children: Children, side: Side, case: Case, steps: int) -> Round:
     """Let a side take so many steps after the warm-up."""
     num_taken = case.warm_up + steps
-    before = sum(cpu_seconds(process.pid) for process in side.processes)
+    before = side.cpu_s
     stamps = children.ask(side.pipes, num_taken)
-    cpu_s = sum(cpu_seconds(process.pid) for process in side.processes) - before
+    cpu_s = side.cpu_s - before
     timed = list(itertools.pairwise(stamps))[case.warm_up - 1 :]
     whole = [now - then for (then, _), (now, number) in timed if number == case.num_workers]
     if not whole:

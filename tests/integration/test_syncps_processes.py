@@ -110,7 +110,7 @@ def test_a_stopped_worker_holds_nobody_up_and_works_again_afterwards(
     sleeper.kill(signal.SIGSTOP)
     stopped_at = machines.evaluated
     eventually(lambda: machines.evaluated >= stopped_at + 40)
-    last_given_up = max(map(int, re.findall(r"part of step (\d+)", machines.server.output)))
+    last_given_up = max(map(int, re.findall(r"samples of step (\d+)", machines.server.output)))
     sleeper.kill(signal.SIGCONT)
     assert machines.server.wait() == 0, machines.server.output
     for worker in machines.workers:
