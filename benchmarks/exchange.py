@@ -15,7 +15,7 @@ commit; ratios are medians of the rounds' ratios.
 `CPU` is what all processes of a side take of it in a step. `copies` is the server's memory for the exchange
 in copies of the parameters: all tensors that the reduction holds, without error feedback, whose residual is
 the codec's. `grown` is by how much its process grew in all beyond weights and gradient: with error feedback,
-the sessions' buffers, and what the allocator keeps.
+the copy that is evaluated, the sessions' buffers, and what the allocator keeps.
 """
 
 import argparse
@@ -104,7 +104,7 @@ class Network:
 
 NETWORKS = {
     "loopback": Network(70, (2, 4, 8), ("on", "off"), 8, 8, 2, {2: 1.6, 4: 1.6, 8: 1.8}),
-    "namespaces": Network(40, (2, 4), ("on",), 4, 1, 1, {2: 1.8, 4: 1.35}),
+    "namespaces": Network(40, (2, 4), ("on",), 4, 1, 2, {2: 1.8, 4: 1.35}),
 }
 
 
@@ -383,7 +383,7 @@ class Side:
 
     @property
     def cpu_s(self) -> float:
-        """CPU seconds of those that live, so far."""
+        """CPU seconds so far, of those that live."""
         return sum(cpu_seconds(each.pid) for each in self.processes if each.exitcode is None)
 
 
