@@ -15,7 +15,7 @@ import torch
 
 from smolcluster.cluster.inbox import Event, Gone, Inbox, Said
 from smolcluster.cluster.joining import LONGEST_DELAY_S, RunOver, ServerAddress, join
-from smolcluster.cluster.session import Receiver, Session
+from smolcluster.cluster.session import Hold, Receiver, Session
 from smolcluster.configs.schema import NodeConfig
 from smolcluster.errors import NonFiniteLoss, PeerLost, Rejected, RunFailed, SmolclusterError
 from smolcluster.training.build import Workbench, build
@@ -100,6 +100,11 @@ class Link(Receiver):
         """Where the receiver wants a payload."""
         return self._receiver.place_for(message) if self._receiver else None
 
+    def close(self) -> None:
+        """The session has ended."""
+        if self._receiver:
+            self._receiver.close()
+
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         """Take a message in the reader's thread."""
         return self._receiver(message, payload) if self._receiver else Said(0, message)
@@ -113,9 +118,12 @@ class Link(Receiver):
         """Queue a message."""
         self._session.send(message)
 
-    def send_frame(self, frame: Frame) -> None:
-        """Queue a frame; its memory must not change before the server has answered or the link is left."""
-        self._session.send_frame(frame)
+    def send_frame(self, frame: Frame, hold: Hold | None = None) -> None:
+        """Queue a frame; its memory must not change before the server has answered or the link is left.
+
+        It is sent when `hold` returns.
+        """
+        self._session.send_frame(frame, hold)
 
     def flush(self) -> None:
         """Wait until all that is queued has been sent; if the session ends, `next_event` will say so."""

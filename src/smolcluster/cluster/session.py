@@ -9,6 +9,7 @@ the session is cut, and the peer may come back.
 import queue
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -36,12 +37,21 @@ class Receiver(ABC):
         """
         return None
 
+    def close(self) -> None:  # noqa: B027 - most have nothing to end
+        """The session has ended: nobody may wait any more. Any thread."""
+
     @abstractmethod
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         """Take a message and its payload, which is valid during the call only unless it has a place of
         its own; return what happened.
         """
 
+
+Hold = Callable[[float], None]
+"""Returns when a frame may be sent, after so many seconds at most."""
+
+Outbound = tuple[Frame, Hold | None] | threading.Event | None
+"""What a writer gets: a frame, somebody who waits until it is here, or the end."""
 
 HEARTBEATS_PER_TIMEOUT = 4
 FLUSH_TICK_S = 0.5
@@ -73,7 +83,7 @@ class Session:
         self.num_sent = 0
         """Frames of these that the system has taken over: their memory is free."""
         self._max_queued = max_queued
-        self._outbound: queue.SimpleQueue[Frame | threading.Event | None] = queue.SimpleQueue()
+        self._outbound: queue.SimpleQueue[Outbound] = queue.SimpleQueue()
         self._reason: str | None = None
         self._lock = threading.Lock()
         self._reader = threading.Thread(target=self._read, name=f"reader-{seat}", daemon=True)
@@ -88,13 +98,16 @@ class Session:
         """Queue a message. `payload` must not change until it has been sent. Never blocks."""
         self.send_frame(frame_of(message, payload))
 
-    def send_frame(self, frame: Frame) -> None:
-        """Queue a ready frame, which may be shared with other sessions. Never blocks."""
+    def send_frame(self, frame: Frame, hold: Hold | None = None) -> None:
+        """Queue a ready frame, which may be shared with other sessions. Never blocks.
+
+        With `hold` the writer asks it for leave to send, and with this frame all behind it wait.
+        """
         if self.num_queued - self.num_sent >= self._max_queued:
             self.cut(f"it does not keep up: {self._max_queued} frames are waiting for it")
             return
         self.num_queued += 1
-        self._outbound.put(frame)
+        self._outbound.put((frame, hold))
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until what is queued has been sent. Returns whether it was, or the session has ended."""
@@ -110,7 +123,7 @@ class Session:
         """Drop what is still queued, send a last message, then close this side."""
         with suppress(queue.Empty):
             while True:
-                if isinstance(self._outbound.get_nowait(), Frame):
+                if isinstance(self._outbound.get_nowait(), tuple):
                     self.num_sent += 1
         self.send(last_words)
         self.finish()
@@ -151,6 +164,7 @@ class Session:
             self.cut(str(error))
         finally:
             self.cut("an internal error in its reader, see the log file")
+            self.receiver.close()
             self._outbound.put(None)
             self._writer.join()
             self.connection.close()
@@ -163,15 +177,18 @@ class Session:
                 if isinstance(item, threading.Event):
                     item.set()
                     continue
-                self.connection.send_frame(item)
-                if item is not heartbeat:
+                frame, hold = item
+                if hold is not None:
+                    hold(self._heartbeat_every_s)
+                self.connection.send_frame(frame)
+                if frame is not heartbeat:
                     self.num_sent += 1
             self.connection.end_sending()
         except SmolclusterError as error:
             self.cut(str(error))
 
-    def _next_item(self, heartbeat: Frame) -> Frame | threading.Event | None:
+    def _next_item(self, heartbeat: Frame) -> Outbound:
         try:
             return self._outbound.get(timeout=self._heartbeat_every_s)
         except queue.Empty:
-            return heartbeat
+            return heartbeat, None

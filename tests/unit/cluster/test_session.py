@@ -99,6 +99,31 @@ def test_messages_arrive_in_the_order_they_were_queued(
     next_event(inbox, Gone)
 
 
+def test_a_held_frame_is_sent_when_it_is_released(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    ours, peer = ends
+    session = session_on(ours, inbox, heartbeat_timeout_s=DEADLINE_S)
+    asked: list[float] = []
+    released = threading.Event()
+
+    def hold(longest_s: float) -> None:
+        asked.append(longest_s)
+        released.wait(DEADLINE_S)
+
+    session.start()
+    session.send_frame(frame_of(ACK), hold)
+    session.send(Goodbye(reason="behind it"))
+    time.sleep(0.1)
+    assert session.num_sent == 0
+    released.set()
+    assert isinstance(peer.hear_a(Ack), Ack)
+    assert isinstance(peer.hear_a(Goodbye), Goodbye)
+    assert asked == [DEADLINE_S / 4], "no longer than until the next heartbeat is due"
+    peer.leave()
+    next_event(inbox, Gone)
+
+
 def test_gone_comes_once_after_everything_the_peer_said(
     ends: tuple[Connection, Hand], inbox: Inbox
 ) -> None:

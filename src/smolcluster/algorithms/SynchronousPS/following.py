@@ -15,6 +15,9 @@ from smolcluster.errors import PeerLost, ProtocolError
 from smolcluster.training.replica import Replica
 from smolcluster.transport.messages import Assignment, Commit, Message, Reduced, State
 
+PACE = 3
+"""Buckets by which a push may be ahead of the mean that comes back."""
+
 
 class StateArrived(Event):
     """A bucket of the server's state: `values` (n,) of what `state.content` names."""
@@ -54,8 +57,9 @@ class StepReceiver(Receiver):
         self._contents = frozenset(contents_of(replica))
         shape = (replica.num_params,)
         self._free = [torch.empty(shape, dtype=self._codec.dtype) for _ in range(2)]
-        self._given_back = threading.Condition()
+        self._changed = threading.Condition()
         self._closed = False
+        self._paced = False
         self._gradient: Tensor | None = None
         self._num_reduced = 0
         self._version = 0
@@ -67,15 +71,35 @@ class StepReceiver(Receiver):
 
     def give_back(self, gradient: Tensor) -> None:
         """The worker has done with a gradient."""
-        with self._given_back:
+        with self._changed:
             self._free.append(gradient)
-            self._given_back.notify()
+            self._changed.notify_all()
 
     def close(self) -> None:
-        """The worker takes no more steps: nothing may wait for it."""
-        with self._given_back:
-            self._closed = True
-            self._given_back.notify()
+        """The worker takes no more steps, or the session has ended: nobody may wait any more."""
+        with self._changed:
+            self._closed, self._paced = True, False
+            self._changed.notify_all()
+
+    def pace(self, *, paced: bool) -> None:
+        """Whether the frames of a push shall wait for the mean, or be sent as fast as the link can."""
+        with self._changed:
+            self._paced = paced
+            self._changed.notify_all()
+
+    def hold(self, bucket: int, longest_s: float) -> None:
+        """Wait until a bucket of our push is fewer than `PACE` ahead of the mean; in the writer's thread.
+
+        Flows that share the server's link do not share it evenly, and the mean can only come when the
+        slowest has brought its part: whoever is ahead gives way. Nobody waits before the mean has begun
+        to come, because somebody may still be computing, nor any more after `longest_s` seconds in vain.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._in_pace(bucket), longest_s):
+                self._paced = False
+
+    def _in_pace(self, bucket: int) -> bool:
+        return not self._paced or not 0 < self._num_reduced <= bucket - PACE
 
     def place_for(self, message: Message) -> memoryview | None:
         """A lossless mean goes straight to its place in the gradient, which is nobody's until its commit."""
@@ -91,12 +115,16 @@ class StepReceiver(Receiver):
                 if not self._codec.lossless:
                     encoded = torch.frombuffer(payload, dtype=torch.uint8)
                     self._codec.decode(encoded, self._bucket_of(message))
-                self._num_reduced += 1
+                with self._changed:
+                    self._num_reduced += 1
+                    self._changed.notify_all()
                 return None
             case Commit():
                 digests = self._digests(message, payload)
                 committed = Committed(message, self._gradient, self._num_reduced, digests)
-                self._gradient, self._num_reduced = None, 0
+                with self._changed:
+                    self._gradient, self._num_reduced = None, 0
+                    self._changed.notify_all()
                 return committed
             case State():
                 return StateArrived(message, self._state(message, payload))
@@ -119,8 +147,8 @@ class StepReceiver(Receiver):
             )
 
     def _take_free(self) -> Tensor:
-        with self._given_back:
-            self._given_back.wait_for(lambda: self._free or self._closed)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or self._closed)
             if not self._free:
                 raise PeerLost("the worker has left")
             return self._free.pop()

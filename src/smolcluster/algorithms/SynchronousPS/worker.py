@@ -17,6 +17,7 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 import time
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -109,21 +110,21 @@ class Worker:
 
     def push(self, task: Assigned, loss: float, compute_s: float) -> None:
         """Send the gradient; as a backup for somebody else, only what is missing, and lossless."""
-        lease, assignment = task.lease, task.assignment
-        if assignment.backup:
-            frames = self.sender.backup_frames(
-                lease, self.version, loss, compute_s, assignment.first_bucket
-            )
-        else:
-            frames = self.sender.frames(lease, self.version, loss, compute_s)
-            self.unacknowledged = lease
-        for frame in frames:
-            self.link.send_frame(frame)
+        what = task.lease, self.version, loss, compute_s
+        if task.assignment.backup:
+            for frame in self.sender.backup_frames(*what, task.assignment.first_bucket):
+                self.link.send_frame(frame)
+            return
+        self.unacknowledged = task.lease
+        self.receiver.pace(paced=not self.tasks)
+        for bucket, frame in enumerate(self.sender.frames(*what)):
+            self.link.send_frame(frame, partial(self.receiver.hold, bucket))
 
     def handle(self, event: Event) -> None:
         """Take in one event."""
         match event:
             case Assigned():
+                self.receiver.pace(paced=False)  # what waits may be what the mean waits for
                 self.tasks.append(event)
             case Committed():
                 self.take_step(event)

@@ -12,7 +12,7 @@ from smolcluster.algorithms.SynchronousPS.step import Holding, Step
 from smolcluster.cluster import membership
 from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.inbox import Event
-from smolcluster.cluster.session import Receiver, Session
+from smolcluster.cluster.session import Hold, Receiver, Session
 from smolcluster.cluster.worker import Worker
 from smolcluster.codec.registry import CODECS, get_codec, lossless_for
 from smolcluster.training.replica import Replica
@@ -33,7 +33,7 @@ class Post(Session):
         self.frames: list[Frame] = []
         self.cut_because = ""
 
-    def send_frame(self, frame: Frame) -> None:
+    def send_frame(self, frame: Frame, _hold: Hold | None = None) -> None:
         """Keep a frame."""
         self.num_queued += 1
         self.frames.append(frame)

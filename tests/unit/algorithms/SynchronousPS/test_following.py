@@ -46,6 +46,7 @@ from unit.algorithms.SynchronousPS.actors import (
 )
 
 DEADLINE_S = 20.0
+NOT_YET_S = 0.1
 
 
 def replica_for(codec: str) -> Replica:
@@ -321,3 +322,69 @@ def test_encoded_means_that_decode_to_infinity_are_refused(replica: Replica) -> 
     receiver.place_for(message)
     with pytest.raises(ProtocolError):
         receiver(message, payload)
+
+
+def returns(pool: ThreadPoolExecutor, receiver: StepReceiver, bucket: int) -> bool:
+    """Whether a frame of this bucket may be sent at once."""
+    try:
+        pool.submit(receiver.hold, bucket, DEADLINE_S).result(NOT_YET_S)
+    except NotYet:
+        receiver.close()
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("num_reduced", "bucket", "may_go"),
+    [(0, 9, True), (1, 3, True), (1, 4, False), (3, 5, True), (3, 6, False)],
+)
+def test_a_push_waits_when_it_is_ahead_of_the_mean(
+    receiver: StepReceiver, mean_of: MakeFrames, num_reduced: int, bucket: int, *, may_go: bool
+) -> None:
+    """But not before the mean has begun to come: somebody may still be computing."""
+    deliver_all(mean_of(1)[:num_reduced], receiver)
+    receiver.pace(paced=True)
+    with ThreadPoolExecutor(1) as pool:
+        assert returns(pool, receiver, bucket) is may_go
+
+
+def test_a_held_push_goes_on_with_the_mean(receiver: StepReceiver, mean_of: MakeFrames) -> None:
+    frames = mean_of(1)
+    deliver_all(frames[:1], receiver)
+    receiver.pace(paced=True)
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(receiver.hold, 4, DEADLINE_S)
+        with pytest.raises(NotYet):
+            held.result(NOT_YET_S)
+        deliver_all(frames[1:2], receiver)
+        held.result(DEADLINE_S)
+
+
+@pytest.mark.parametrize("end", ["commit", "close", "unpaced"])
+def test_nobody_holds_a_push_that_others_wait_for(
+    receiver: StepReceiver, mean_of: MakeFrames, end: str
+) -> None:
+    deliver_all(mean_of(1)[:1], receiver)
+    receiver.pace(paced=True)
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(receiver.hold, 10, DEADLINE_S)
+        with pytest.raises(NotYet):
+            held.result(NOT_YET_S)
+        match end:
+            case "commit":
+                committed(receiver, 1)
+            case "close":
+                receiver.close()
+            case _:
+                receiver.pace(paced=False)
+        held.result(DEADLINE_S)
+
+
+def test_a_push_that_was_held_in_vain_is_never_held_again(
+    receiver: StepReceiver, mean_of: MakeFrames
+) -> None:
+    deliver_all(mean_of(1)[:1], receiver)
+    receiver.pace(paced=True)
+    receiver.hold(9, NOT_YET_S)
+    with ThreadPoolExecutor(1) as pool:
+        assert returns(pool, receiver, 10)

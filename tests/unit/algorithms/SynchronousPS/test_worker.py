@@ -17,6 +17,7 @@ from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.link import Link
 from smolcluster.cluster.pushing import GradientSender
+from smolcluster.cluster.session import Hold
 from smolcluster.cluster.tensors import Assigned, bucket_spec, indices_payload
 from smolcluster.codec.registry import get_codec
 from smolcluster.data.dataset import Dataset
@@ -55,12 +56,14 @@ class Wire(Link):
         self.frames: list[Frame] = []
         self.coming: list[Event] = []
         self.lost = False
+        self.num_held = 0
         self._diary = diary
 
     def send(self, message: Message) -> None:
         self.send_frame(frame_of(message))
 
-    def send_frame(self, frame: Frame) -> None:
+    def send_frame(self, frame: Frame, hold: Hold | None = None) -> None:
+        self.num_held += hold is not None
         self.frames.append(frame)
         self._diary.append(type(opened(frame)[0]).__name__)
 
@@ -237,6 +240,19 @@ def test_a_backup_is_lossless_and_only_what_is_missing(codec: str, first_bucket:
     assert list(sent) == list(expected)
     assert all(torch.equal(sent[number], gradient[place]) for number, place in expected.items())
     assert shop.worker.unacknowledged is None, "it owes nothing"
+    assert shop.wire.num_held == 0, "the mean may be waiting for it"
+
+
+@pytest.mark.parametrize(("tasks", "paced"), [((1,), True), ((1, 2), False)])
+def test_a_push_keeps_pace_with_the_mean_unless_another_part_waits_behind_it(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, tasks: tuple[int, ...], *, paced: bool
+) -> None:
+    said: list[bool] = []
+    monkeypatch.setattr(shop.worker.receiver, "pace", lambda *, paced: said.append(paced))
+    shop.bench.meanwhile.append(shop.wire.coming.clear)
+    live(shop, *map(task, tasks))
+    assert shop.wire.num_held == 3 * len(tasks)
+    assert said[len(tasks)] is paced, "after one False for each part that came"
 
 
 def test_a_part_that_waits_and_is_cancelled_is_not_computed(shop: Shop) -> None:
