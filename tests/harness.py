@@ -29,9 +29,11 @@ from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.runs.events import EventLog, EventRecord, read_events
 from smolcluster.runs.summary import Summary
 from smolcluster.training.build import Workbench, build
+from smolcluster.training.checkpoint import CheckpointStore
 from smolcluster.transport.frames import PROTOCOL_VERSION
 from smolcluster.transport.messages import Hello, LeaseKey, Welcome
 from smolcluster.transport.security import Secret
+from smolcluster.utils.stopping import StopRequest
 
 SECRET = Secret(Path("the-test's-secret"), b"0123456789abcdef0123456789abcdef")
 DEADLINE_S = 60.0
@@ -138,7 +140,9 @@ class Cluster:
         secret: Secret = SECRET,
         *,
         algorithm: AlgorithmName = "edp",
+        resume: bool = False,
     ) -> None:
+        """Begin a run in `folder`, or go on from its newest checkpoint, whose files are the same."""
         self.settings = settings
         self.algorithm = algorithm
         self.metrics = Recorder()
@@ -149,7 +153,10 @@ class Cluster:
         self._secret = secret
         train, cluster = settings.train, settings.cluster
         self.bench = build(train, cluster.seed, settings.node.dataset, torch.device("cpu"))
-        events = EventLog(self.events_path, "test", warn=self.log.warning)
+        incarnation = secrets.token_hex(4)
+        events = EventLog(self.events_path, incarnation, warn=self.log.warning)
+        self.store = CheckpointStore(folder / "checkpoints", cluster.keep_last, self.log)
+        self.stop = StopRequest()
         context = ServerContext(
             settings=settings,
             run=settings.run_config("test-run", algorithm),
@@ -158,7 +165,10 @@ class Cluster:
             metrics=Metrics([self.metrics]),
             events=events,
             log=self.log,
-            incarnation=secrets.token_hex(4),
+            incarnation=incarnation,
+            store=self.store,
+            checkpoint=self.store.newest_good() if resume else None,
+            check_stop=self.stop.check,
         )
         self.core = (server_class or SERVERS[algorithm])(context)
         self.applied: dict[int, Counter[int]] = defaultdict(Counter)

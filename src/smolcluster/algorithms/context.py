@@ -14,14 +14,22 @@ from smolcluster.cluster.hub import Fingerprints, Hub
 from smolcluster.cluster.inbox import Inbox
 from smolcluster.cluster.reception import Reception
 from smolcluster.cluster.report import Report
+from smolcluster.cluster.saver import Saver, Subject
 from smolcluster.cluster.session import Receiver
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import ClusterConfig, RunConfig
-from smolcluster.errors import ConfigError
+from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import EventLog
 from smolcluster.training.build import Workbench
+from smolcluster.training.checkpoint import (
+    Checkpoint,
+    CheckpointState,
+    CheckpointStore,
+    check_same,
+    restore,
+)
 from smolcluster.transport.connection import is_local_address, listen
 from smolcluster.transport.handshake import Offer
 from smolcluster.transport.security import Secret
@@ -42,6 +50,12 @@ class ServerContext:
     events: EventLog
     log: logging.Logger
     incarnation: str
+    store: CheckpointStore | None = None
+    """Where checkpoints are saved; None: nowhere."""
+    checkpoint: Checkpoint | None = None
+    """What the run goes on from; None: it begins."""
+    check_stop: Callable[[], None] = lambda: None
+    """Raises Interrupted when a signal has asked this process to stop."""
     inbox: Inbox = field(default_factory=Inbox)
 
     @property
@@ -58,6 +72,36 @@ class ServerContext:
             every=self.run.train.eval_steps,
             log=self.log,
         )
+
+    def new_saver(self, subject: Subject, report: Report) -> Saver:
+        """What saves the server every `checkpoint_steps` steps, and at the end."""
+        every = self.settings.cluster.checkpoint_steps
+        return Saver(self.store, every, subject, report, self.log)
+
+    def resume(self, subject: Subject, report: Report) -> CheckpointState | None:
+        """Fill the server with the checkpoint that it goes on from, and say where that stood.
+
+        Raises:
+            CheckpointError: it is of another algorithm, dataset or model, or of more epochs.
+        """
+        if self.checkpoint is None:
+            return None
+        state, replica = self.checkpoint.state, subject.replica
+        check_same(
+            state,
+            model_fingerprint=replica.fingerprint,
+            dataset_fingerprint=self.bench.dataset.fingerprint,
+            algorithm=self.run.algorithm,
+        )
+        total = self.run.train.num_epochs * self.bench.dataset.train.num_samples
+        if state.samples_applied > total:
+            raise CheckpointError(
+                f"step {state.step} of run {state.run_id} has applied {state.samples_applied:,} samples, "
+                f"num_epochs = {self.run.train.num_epochs} has {total:,}: raise num_epochs"
+            )
+        restore(replica, self.checkpoint, subject.extra())
+        report.resume(state)
+        return state
 
     def open_hub(self, receiver_for: Callable[[int], Receiver]) -> Hub:
         """Listen from now on; workers are let in as soon as the hub is asked for events.
@@ -91,6 +135,7 @@ class ServerContext:
             server_node=cluster.server,
             num_workers=cluster.num_workers,
             codec=self.codec,
+            incarnation=self.incarnation,
             bench=self.bench,
             metrics=self.metrics,
             events=self.events,
@@ -106,6 +151,7 @@ class ServerContext:
             report=report,
             events=self.events,
             log=self.log,
+            check_stop=self.check_stop,
         )
 
 
@@ -127,6 +173,17 @@ def _check_batch_fits(batch_size: int, bucket_bytes: int) -> None:
         raise ConfigError(
             f"a batch of {batch_size} samples is too large, must be at most {bucket_bytes // 4}"
         )
+
+
+def check_port(cluster: ClusterConfig) -> None:
+    """See that the server can listen, before anything is written or built.
+
+    Raises:
+        PortBusy: another process listens there.
+        ConfigError: no address to listen on is this machine's.
+    """
+    for listener in listen(listening_addresses(cluster), cluster.port):
+        listener.close()
 
 
 def listening_addresses(cluster: ClusterConfig) -> list[str]:

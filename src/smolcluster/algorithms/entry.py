@@ -13,26 +13,18 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from types import FrameType
 from typing import Literal
 
 from smolcluster.algorithms.registry import Algorithm, get_algorithm
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.errors import SmolclusterError
 from smolcluster.utils.bugs import describe_bug
+from smolcluster.utils.stopping import SIGNALS, Interrupted, interrupt
 
 Role = Literal["server", "worker"]
 
 SWITCH_INTERVAL_S = 0.0005
 """A busy interpreter otherwise keeps the threads that send waiting 5 ms at a time."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal asked the process to stop."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}")
-        self.exit_code = 128 + signum
 
 
 class Ended(BaseException):
@@ -65,8 +57,8 @@ def guarded(body: Callable[[], None], *, stop_on_stdin_eof: bool = False) -> int
     """Run a process's body with signals as exceptions, and return the exit code."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, _interrupt)
+        for signum in SIGNALS:
+            signal.signal(signum, interrupt)
         if stop_on_stdin_eof:
             threading.Thread(target=_stop_on_stdin_eof, name="stdin", daemon=True).start()
         body()
@@ -77,7 +69,7 @@ def guarded(body: Callable[[], None], *, stop_on_stdin_eof: bool = False) -> int
     except Exception as error:
         return _fail(describe_bug(error), 1)
     finally:
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum in SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
     return 0
 
@@ -89,6 +81,12 @@ def server_parser(algorithm: Algorithm) -> argparse.ArgumentParser:
         "--train-config", metavar="FILE", help="training file, or a shipped name such as digits"
     )
     parser.add_argument("--run-id", help="name of the run; default: made from the time")
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="go on from a run's newest good checkpoint: its name, latest, or auto, which is the run of "
+        "--run-id, else the latest one, and begins it where there is no checkpoint yet",
+    )
     parser.add_argument(
         "--no-progress", action="store_true", help="leave the progress to who started this"
     )
@@ -130,10 +128,6 @@ def _parser(description: str) -> argparse.ArgumentParser:
 def _fail(sentence: str, exit_code: int) -> int:
     sys.stderr.write(f"error: {sentence}\n")
     return exit_code
-
-
-def _interrupt(signum: int, _frame: FrameType | None) -> None:
-    raise Interrupted(signum)
 
 
 def _stop_on_stdin_eof() -> None:

@@ -11,14 +11,14 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
 
 import smolcluster
-from smolcluster.algorithms.context import ServerContext
-from smolcluster.algorithms.entry import Ended, Interrupted
+from smolcluster.algorithms.claim import claim_run
+from smolcluster.algorithms.context import ServerContext, check_port
+from smolcluster.algorithms.entry import Ended
 from smolcluster.algorithms.records import open_records, open_run
 from smolcluster.cluster.joining import ServerAddress
 from smolcluster.cluster.link import Participant, Place, follow
@@ -32,7 +32,7 @@ from smolcluster.configs.schema import AlgorithmName
 from smolcluster.errors import ConfigError, SmolclusterError
 from smolcluster.observability.logs import NodeLog, setup_logging
 from smolcluster.observability.terminal import SteadyConsole
-from smolcluster.runs.paths import create_run, new_run_id, runs_root
+from smolcluster.runs.paths import RunPaths, create_run, runs_root
 from smolcluster.runs.summary import Summary, table, write_summary
 from smolcluster.training.build import Workbench, build
 from smolcluster.transport.frames import PROTOCOL_VERSION
@@ -45,6 +45,7 @@ from smolcluster.transport.security import (
 )
 from smolcluster.utils.bugs import describe_bug
 from smolcluster.utils.device import pick_device, use_threads
+from smolcluster.utils.stopping import Interrupted, StopRequest
 
 MAX_WORKER_ID = 2**31
 
@@ -102,35 +103,48 @@ def serve(
     check_algorithm(settings, algorithm)
     console = SteadyConsole(stderr=True)
     named = not args.stop_on_stdin_eof
-    with process_log("server", settings.cluster.server, console=console, named=named) as log:
+    node = settings.cluster.server
+    with process_log("server", node, console=console, named=named) as log:
         secret = ensure_secret(settings.node.secret_file or default_secret_path())
-        run_id = args.run_id or new_run_id(algorithm, datetime.now())
-        run = settings.run_config(run_id, algorithm)
-        paths = open_run(settings, run, role="server", node=settings.cluster.server, log=log)
-        bench = _build(settings)
-        progress = None if args.no_progress else console
-        with open_records(
-            paths, run, role="server", node=settings.cluster.server, log=log, progress=progress
-        ) as records:
-            context = ServerContext(
-                settings=settings,
-                run=run,
-                bench=bench,
-                secret=secret,
-                metrics=records.metrics,
-                events=records.events,
-                log=log.logger,
-                incarnation=records.incarnation,
-            )
-            summary = serve_run(context)
-        try:
-            write_summary(paths.summary, summary)
-        except SmolclusterError:
-            progress = console  # then at least a person shall see it
-            raise
-        finally:
-            if progress:
-                progress.print(table(summary))
+        check_port(settings.cluster)
+        with claim_run(settings, algorithm, args.run_id, args.resume, log.logger) as claimed:
+            paths, run = claimed.paths, settings.run_config(claimed.paths.run_id, algorithm)
+            open_run(settings, run, role="server", node=node, log=log)
+            bench = _build(settings)
+            progress = None if args.no_progress else console
+            stop = StopRequest()
+            with open_records(
+                paths, run, role="server", node=node, log=log, progress=progress
+            ) as records:
+                context = ServerContext(
+                    settings=settings,
+                    run=run,
+                    bench=bench,
+                    secret=secret,
+                    metrics=records.metrics,
+                    events=records.events,
+                    log=log.logger,
+                    incarnation=records.incarnation,
+                    store=claimed.store,
+                    checkpoint=claimed.checkpoint,
+                    check_stop=stop.check,
+                )
+                with stop.collecting():
+                    summary = serve_run(context)
+            _conclude(paths, summary, progress, console)
+
+
+def _conclude(
+    paths: RunPaths, summary: Summary, progress: Console | None, console: Console
+) -> None:
+    try:
+        write_summary(paths.summary, summary)
+    except SmolclusterError:
+        progress = console  # then at least a person shall see it
+        raise
+    finally:
+        if progress:
+            progress.print(table(summary))
 
 
 def _build(settings: Settings) -> Workbench:

@@ -18,8 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from smolcluster.errors import CheckpointError
 from smolcluster.transport.messages import LeaseKey
 
 Verdict = Literal["open", "duplicate", "late"]
@@ -44,6 +46,17 @@ class Range:
     def num_samples(self) -> int:
         """Samples in the range."""
         return self.stop - self.start
+
+
+class Standing(BaseModel):
+    """What a dispatcher needs to go on: ranges as `(epoch, start, stop)`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    cursor: tuple[int, int, int]
+    """The last range that was cut."""
+    waiting: list[tuple[int, int, int]]
+    """Ranges up to there that have not been applied."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +201,34 @@ class Dispatcher:
                     self._usual_s[grant.holder] = 2 * allowed_s / self._patience
         return self._drop_where(lambda _, grant: grant.deadline <= now)
 
+    @property
+    def standing(self) -> Standing:
+        """What has not been applied yet, for a checkpoint; leases that are open now will be void then."""
+        ahead = sorted([*self._waiting, *self._open])
+        return Standing(cursor=_triple(self._cursor), waiting=[_triple(each) for each in ahead])
+
+    def resume(self, standing: Standing, samples_applied: int) -> None:
+        """Go on from a checkpoint's standing; to be called before the first lease.
+
+        Raises:
+            CheckpointError: it is none of these epochs and samples.
+        """
+        self._cursor = Range(*standing.cursor)
+        self._waiting = deque(Range(*each) for each in standing.waiting)
+        self.samples_applied = samples_applied
+        cut = self._cursor.epoch * self.num_samples + self._cursor.stop
+        waiting = sum(each.num_samples for each in self._waiting)
+        within = all(
+            0 <= each.start <= each.stop <= self.num_samples and 0 <= each.epoch < self.num_epochs
+            for each in (self._cursor, *self._waiting)
+        )
+        if not within or samples_applied + waiting != cut:
+            raise CheckpointError(
+                f"the checkpoint stands in epoch {self._cursor.epoch + 1} of samples that do not fit "
+                f"{self.num_epochs} epochs of {self.num_samples}: resume with the run's own dataset, and "
+                "with as many epochs or more"
+            )
+
     def _next_range(self, holder: int, now: float) -> Range | None:
         if self._waiting:
             return self._waiting.popleft()
@@ -241,3 +282,7 @@ class Dispatcher:
         for epoch in [epoch for epoch in self._orders if epoch < current]:
             del self._orders[epoch]
             self._applied = {range_ for range_ in self._applied if range_.epoch != epoch}
+
+
+def _triple(range_: Range) -> tuple[int, int, int]:
+    return range_.epoch, range_.start, range_.stop

@@ -61,15 +61,16 @@ class Evaluator:
         self._work.put(None)
         self._thread.join()
 
-    def after_step(self, version: int, epoch: int) -> None:
-        """Evaluate the weights of now, if it is time and the last evaluation is over."""
+    def after_step(self, version: int, epoch: int) -> bool:
+        """Evaluate the weights of now, if it is time and the last evaluation is over; returns whether."""
         if version % self._every:
-            return
+            return False
         if self._busy.is_set():
             self._log.info("step %d is not evaluated: the last one still is", version)
-            return
+            return False
         self._busy.set()
         self._work.put((version, epoch, self._replica.params.clone()))
+        return True
 
     def _run(self) -> None:
         torch.set_num_threads(1)

@@ -8,7 +8,7 @@ thread.
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -67,8 +67,10 @@ class Hub:
         report: Report,
         events: EventLog,
         log: logging.Logger,
+        check_stop: Callable[[], None],
     ) -> None:
         self.started = False
+        self._check_stop = check_stop
         self._cluster = cluster
         self._inbox = inbox
         self._reception = reception
@@ -111,9 +113,11 @@ class Hub:
         """What happened next; nothing when `timeout_s` seconds passed without.
 
         Raises:
+            Interrupted: a signal asked this process to stop.
             ClusterEmpty: there have been too few workers for too long.
             SmolclusterError: the weights could not be evaluated.
         """
+        self._check_stop()
         event = self._inbox.get(timeout_s)
         self._check_quorum()
         match event:

@@ -236,6 +236,16 @@ class _Life:
         if self._welcome is not None and _same_server(self._welcome, welcome):
             self._place.log.info("back in run %s", welcome.run_id)
             return
+        if self._welcome is not None and _same_bench(self._welcome, welcome):
+            self._place.log.info("the server was started again; starting afresh with it")
+            self._bench.replica.optimizer.reset()  # the server sends the weights
+        else:
+            self._build(welcome)
+        self._participant = self._make_participant(welcome, self._bench)
+        self._welcome = welcome
+        self.made_progress = True
+
+    def _build(self, welcome: Welcome) -> None:
         run, place = welcome.run, self._place
         self._bench = build(
             run.train,
@@ -246,9 +256,6 @@ class _Life:
             microbatch=place.node.microbatch,
         )
         self._samples_per_s = measure_speed(self._bench, run.train.batch_size)
-        self._participant = self._make_participant(welcome, self._bench)
-        self._welcome = welcome
-        self.made_progress = True
         place.log.info(
             "joined run %s at %s: %s on %s, %s",
             welcome.run_id,
@@ -271,6 +278,11 @@ class _Life:
 def _same_server(before: Welcome, now: Welcome) -> bool:
     """A server that has started anew knows nothing of what it was owed."""
     return (before.run, before.incarnation) == (now.run, now.incarnation)
+
+
+def _same_bench(before: Welcome, now: Welcome) -> bool:
+    """Whether dataset and model would be built just as they were."""
+    return (before.run, before.bucket_bytes) == (now.run, now.bucket_bytes)
 
 
 def measure_speed(bench: Workbench, batch_size: int) -> float:

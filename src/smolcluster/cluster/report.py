@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from smolcluster.cluster.dispatcher import Range
-from smolcluster.cluster.tally import Tally
+from smolcluster.cluster.tally import Tally, WorkerTally
 from smolcluster.cluster.worker import Worker
 from smolcluster.configs.schema import RunConfig
 from smolcluster.observability.metrics import MetricRecord, Metrics
@@ -22,14 +23,18 @@ from smolcluster.runs.events import (
     LeaseReturned,
     PushDropped,
     RunEnded,
+    RunResumed,
     RunStarted,
 )
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic, WorkerShare
 from smolcluster.training.build import Workbench
+from smolcluster.training.checkpoint import Progress, TrainingState, parse_progress
 from smolcluster.training.evaluate import Evaluation, evaluate
 from smolcluster.transport.messages import LeaseKey
 
 WINDOW_S = 1.0
+COUNTS = "counts"
+"""Where a checkpoint's progress has them."""
 Dropped = Literal["stale", "late", "duplicate"]
 DROP_REASONS: Mapping[Dropped, str] = MappingProxyType(
     {
@@ -61,6 +66,20 @@ class Rate:
             if elapsed >= WINDOW_S:
                 self._since, self._base = self._clock(), count
         return self._rate
+
+
+class Counts(BaseModel):
+    """What a run has counted so far, as its checkpoints keep it."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    wall_s: float
+    traffic: tuple[int, int]
+    epoch_samples: dict[int, int]
+    epoch_loss: dict[int, float]
+    pushes: dict[str, int]
+    leases_returned: int
+    workers: dict[int, WorkerTally]
 
 
 @dataclass(frozen=True)
@@ -98,6 +117,7 @@ class Report:
         server_node: str,
         num_workers: int,
         codec: str,
+        incarnation: str,
         bench: Workbench,
         metrics: Metrics,
         events: EventLog,
@@ -113,8 +133,14 @@ class Report:
         self._log = log
         self._bytes_moved = bytes_moved
         self._epoch_size = bench.dataset.train.num_samples
-        self._samples_applied = 0
-        self._version = 0
+        self.samples_applied = 0
+        self._incarnation = incarnation
+        self._earlier_s = 0.0
+        self._earlier_bytes = (0, 0)
+        self.version = 0
+        self.evaluated_version = 0
+        self.evaluated_loss: float | None = None
+        self._epoch = 0
         self._epoch_samples: dict[int, int] = defaultdict(int)
         self._epoch_loss: dict[int, float] = defaultdict(float)
         self.started()
@@ -137,7 +163,7 @@ class Report:
     def started(self) -> None:
         """Training begins now: rates and times count from here."""
         self._started = time.monotonic()
-        self._samples_rate = Rate(lambda: self._samples_applied)
+        self._samples_rate = Rate(lambda: self.samples_applied)
         self._bytes_rate = Rate(lambda: sum(self._bytes_moved()))
 
     def contributed(self, worker: Worker, num_samples: int, staleness: int = 0) -> None:
@@ -146,10 +172,10 @@ class Report:
 
     def step_taken(self, step: StepTaken) -> None:
         """The server has taken an optimizer step."""
-        self._version = step.version
+        self.version = step.version
         num_samples = step.samples.num_samples
-        self._samples_applied += num_samples
-        epoch = step.samples.epoch
+        self.samples_applied += num_samples
+        epoch = self._epoch = step.samples.epoch
         self._epoch_samples[epoch] += num_samples
         self._epoch_loss[epoch] += step.loss * num_samples
         worker = step.worker
@@ -165,7 +191,7 @@ class Report:
         )
         if self._epoch_samples[epoch] == self._epoch_size:
             self._events.write(
-                EpochFinished(epoch=epoch, step=step.version, samples_applied=self._samples_applied)
+                EpochFinished(epoch=epoch, step=step.version, samples_applied=self.samples_applied)
             )
 
     def layer_norms(self, pieces: Iterable[tuple[slice, Tensor]]) -> dict[str, float]:
@@ -213,6 +239,7 @@ class Report:
 
     def evaluated(self, version: int, epoch: int, evaluation: Evaluation) -> None:
         """The weights of `version` have been evaluated."""
+        self.evaluated_version, self.evaluated_loss = version, evaluation.loss
         values = {"val_loss": evaluation.loss, "val_accuracy": evaluation.accuracy}
         self._metrics.log(MetricRecord("eval", version, epoch, values))
         self._events.write(Evaluated(epoch=epoch, step=version, **values))
@@ -234,22 +261,21 @@ class Report:
         replica = self._bench.replica
         epochs = self._run.train.num_epochs
         final = evaluate(replica.copy_model(), self._bench.dataset.validation, replica.device)
-        self.evaluated(self._version, epochs - 1, final)
-        last = max(self._epoch_samples)
-        sent, received = self._bytes_moved()
+        self.evaluated(self.version, epochs - 1, final)
+        sent, received = self._traffic
         return Summary(
             algorithm=self._run.algorithm,
             run_id=self._run.run_id,
-            wall_s=time.monotonic() - self._started,
+            wall_s=self._wall_s,
             epochs=epochs,
-            steps=self._version,
+            steps=self.version,
             train_samples=self._epoch_size,
-            samples_applied=self._samples_applied,
+            samples_applied=self.samples_applied,
             codec=self._codec,
             pushes=Pushes(**self.tally.pushes),
             leases_returned=self.tally.leases_returned,
             final=Final(
-                train_loss=self._epoch_loss[last] / self._epoch_samples[last],
+                train_loss=self._train_loss,
                 val_loss=final.loss,
                 val_accuracy=final.accuracy,
             ),
@@ -260,7 +286,7 @@ class Report:
                     node=worker.node,
                     samples=worker.samples,
                     mean_staleness=worker.mean_staleness,
-                    share=worker.samples / max(self._samples_applied, 1),
+                    share=worker.samples / max(self.samples_applied, 1),
                 )
                 for _, worker in sorted(self.tally.workers.items())
             ],
@@ -272,17 +298,76 @@ class Report:
             RunEnded(
                 ok=ok,
                 reason=reason,
-                wall_s=time.monotonic() - self._started,
-                steps=self._version,
-                samples_applied=self._samples_applied,
+                wall_s=self._wall_s,
+                steps=self.version,
+                samples_applied=self.samples_applied,
             )
         )
+
+    def standing(self, progress: Progress) -> TrainingState:
+        """Where the run stands, for a checkpoint; `progress` is what the algorithm adds."""
+        counts = Counts(
+            wall_s=self._wall_s,
+            traffic=self._traffic,
+            epoch_samples=dict(self._epoch_samples),
+            epoch_loss=dict(self._epoch_loss),
+            pushes=dict(self.tally.pushes),
+            leases_returned=self.tally.leases_returned,
+            workers=self.tally.workers,
+        )
+        return TrainingState(
+            run_id=self._run.run_id,
+            algorithm=self._run.algorithm,
+            incarnation=self._incarnation,
+            step=self.version,
+            samples_applied=self.samples_applied,
+            epoch=self._epoch,
+            dataset_fingerprint=self._bench.dataset.fingerprint,
+            codec=self._codec,
+            train_loss=self._train_loss,
+            progress={**progress, COUNTS: counts.model_dump(mode="json")},
+        )
+
+    def resume(self, state: TrainingState) -> None:
+        """Count on from where a checkpoint stood.
+
+        Raises:
+            CheckpointError: it does not say what was counted.
+        """
+        counts = parse_progress(Counts, state.progress.get(COUNTS), state.step)
+        self.version, self.samples_applied = state.step, state.samples_applied
+        self._epoch = state.epoch
+        self._earlier_s, self._earlier_bytes = counts.wall_s, counts.traffic
+        self._epoch_samples.update(counts.epoch_samples)
+        self._epoch_loss.update(counts.epoch_loss)
+        self.tally.pushes.update(counts.pushes)
+        self.tally.leases_returned = counts.leases_returned
+        self.tally.workers = counts.workers
+        self.started()
+        self._events.write(RunResumed(step=self.version, samples_applied=self.samples_applied))
+
+    @property
+    def _wall_s(self) -> float:
+        return self._earlier_s + time.monotonic() - self._started
+
+    @property
+    def _traffic(self) -> tuple[int, int]:
+        sent, received = self._bytes_moved()
+        return self._earlier_bytes[0] + sent, self._earlier_bytes[1] + received
+
+    @property
+    def _train_loss(self) -> float | None:
+        """Mean loss of the newest epoch so far; None before the first step."""
+        if not self._epoch_samples:
+            return None
+        last = max(self._epoch_samples)
+        return self._epoch_loss[last] / self._epoch_samples[last]
 
     def _values(self, step: StepTaken) -> dict[str, float]:
         values = {
             "loss": step.loss,
             "lr": step.learning_rate,
-            "samples_applied": self._samples_applied,
+            "samples_applied": self.samples_applied,
             "total_samples": self._run.train.num_epochs * self._epoch_size,
             "samples_per_s": self._samples_rate(),
             "mb_per_s": self._bytes_rate() / 1e6,

@@ -13,6 +13,7 @@ may be dropped:
 With q the decoded pushes that were applied, sum(n q) + r = sum(n g), up to roundings.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +82,17 @@ class ErrorFeedback:
     def rollback(self) -> None:
         """The open push was dropped: everything is as it was before its first bucket."""
         self._open_parts.clear()
+
+    @property
+    def committed(self) -> Tensor:
+        """What applied pushes owe, (numel,): r / n, with n the samples of each bucket's last push."""
+        return self._committed
+
+    def resume(self, buckets: Sequence[slice], num_samples: int) -> None:
+        """`committed` has been filled with what a push of so many samples in all `buckets` owed."""
+        self._committed_parts = {
+            bucket.start: _Part(bucket, num_samples) for bucket in buckets if num_samples
+        }
 
     def residual(self) -> Tensor:
         """Return r, a new tensor (numel,): what applied pushes still owe to the weighted sum."""

@@ -6,9 +6,10 @@ YAML 1.2, so that `6e-4` is a number and `yes` is text. Duplicate keys are refus
 import io
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from smolcluster.errors import ConfigError
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from ruamel.yaml.error import MarkedYAMLError
 
 Kind = Literal["cluster", "training"]
+
+SECTIONS: Mapping[Kind, str] = MappingProxyType({"cluster": "cluster", "training": "train"})
+NODE_SECTION = "node"
+"""What a run's `config.yaml` calls the three parts of a configuration."""
 
 _FOLDER = Path(__file__).parent
 
@@ -43,6 +48,20 @@ def find_config(source: str | Path, kind: Kind) -> Path:
     if not text or not os.path.lexists(path):
         raise ConfigError(one_line(f"{kind} configuration {text!r}: {_not_found(text, shipped)}"))
     return path
+
+
+def read_config(path: Path, kind: Kind) -> dict[str, Any]:
+    """The mapping that a configuration file holds; of a run's `config.yaml`, the part of that kind.
+
+    Raises:
+        ConfigError: see `read_yaml`.
+    """
+    content = read_yaml(path)
+    if content.keys() == set(SECTIONS.values()) | {NODE_SECTION}:
+        part = content[SECTIONS[kind]]
+        if isinstance(part, dict):
+            return part
+    return content
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ training file's `dataset.root` and `dataset.download` hold.
 import copy
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,14 @@ from smolcluster.configs.layers import (
     from_environment,
     from_overrides,
 )
-from smolcluster.configs.load import dump_yaml, find_config, read_yaml
+from smolcluster.configs.load import (
+    NODE_SECTION,
+    SECTIONS,
+    dump_yaml,
+    find_config,
+    read_config,
+    read_yaml,
+)
 from smolcluster.configs.schema import (
     AlgorithmName,
     ClusterConfig,
@@ -86,7 +93,11 @@ class Settings:
 
     def to_yaml(self) -> str:
         """The resolved configuration with all defaults, one mapping a section, to keep with a run."""
-        sections = {"cluster": self.cluster, "train": self.train, "node": self.node}
+        sections = {
+            SECTIONS["cluster"]: self.cluster,
+            SECTIONS["training"]: self.train,
+            NODE_SECTION: self.node,
+        }
         return dump_yaml({name: part.model_dump(mode="json") for name, part in sections.items()})
 
 
@@ -120,13 +131,13 @@ def load_settings(
         )
     cluster_path = find_config(cluster_source, "cluster")
     train_path = find_config(train_source, "training")
-    cluster = read_yaml(cluster_path)
+    cluster = read_config(cluster_path, "cluster")
     if local:
         stated = Draft(ClusterConfig, str(cluster_path), cluster).check()
         cluster = localise(stated, local_workers).model_dump(exclude_unset=True)
     return resolve(
         cluster=cluster,
-        train=read_yaml(train_path),
+        train=read_config(train_path, "training"),
         node_name=node_name,
         overrides=overrides,
         environ=environ,
@@ -161,6 +172,18 @@ def resolve(
     for assignment in assignments:
         node_draft.take(assignment.seen_by(name))
     return Settings(checked_cluster, checked_train, node_draft.check())
+
+
+def load_resolved(path: Path) -> Settings:
+    """The configuration that `save_resolved` kept with a run.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not such a configuration.
+    """
+    node = read_yaml(path).get(NODE_SECTION)
+    settings = load_settings(path, path, environ={})
+    draft = Draft(NodeConfig, str(path), copy.deepcopy(node) if isinstance(node, dict) else {})
+    return replace(settings, node=draft.check())
 
 
 def localise(cluster: ClusterConfig, num_workers: int | None) -> ClusterConfig:

@@ -168,6 +168,14 @@ class ClusterConfig(Section):
         10.0,
         description="A peer silent for so long is lost, seconds; heartbeats go 4 times as often.",
     )
+    checkpoint_steps: PositiveInt | None = Field(
+        200,
+        description="Server steps between two checkpoints; null: only one at the end, or when the server "
+        "is stopped.",
+    )
+    keep_last: PositiveInt = Field(
+        3, description="Checkpoints that are kept, besides the one of the lowest validation loss."
+    )
     staleness: StalenessConfig = StalenessConfig()
     bind: Addresses | None = Field(
         None,

@@ -113,6 +113,13 @@ class Evaluated(_Event):
     val_accuracy: float | None
 
 
+class RunResumed(_Event):
+    """The run goes on from the checkpoint of `step`; what other incarnations did after it is undone."""
+
+    step: int
+    samples_applied: int
+
+
 class RunEnded(_Event):
     """The run is over; `reason` is one sentence."""
 
@@ -133,6 +140,7 @@ Event = (
     | PushDropped
     | EpochFinished
     | Evaluated
+    | RunResumed
     | RunEnded
 )
 

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 import torch
 from pydantic import (
@@ -90,6 +90,11 @@ Timestamp = Annotated[str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\
 Loss = Annotated[float | None, BeforeValidator(_finite_or_none)]
 
 
+Shape = TypeVar("Shape", bound=BaseModel)
+Progress = dict[str, JsonValue]
+"""What an algorithm needs to go on, besides tensors: plain JSON."""
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -107,7 +112,7 @@ class TrainingState(_Part):
     codec: Text
     train_loss: Loss = None
     val_loss: Loss = None
-    progress: dict[str, JsonValue] = Field(
+    progress: Progress = Field(
         {}, description="What else the algorithm needs to go on; nobody else looks into it."
     )
 
@@ -249,6 +254,11 @@ class CheckpointStore:
     def newest_good(self) -> Checkpoint | None:
         """The checkpoint to go on from; None when there is none. Damaged ones are skipped with a warning."""
         return self._first_good(self._newest_first())
+
+    @property
+    def num_places(self) -> int:
+        """How many checkpoints there are, good or damaged."""
+        return len(self._places())
 
     def best(self) -> Checkpoint | None:
         """The checkpoint of the lowest validation loss; None when none has one."""
@@ -506,6 +516,25 @@ def restore(
         for live, stored in ((model, checkpoint.model), (optimizer, checkpoint.optimizer)):
             for name, tensor in live.items():
                 tensor.copy_(stored[name])
+
+
+def parse_progress(kind: type[Shape], stored: JsonValue, step: int) -> Shape:
+    """What a checkpoint's progress says, as `kind`.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    try:
+        return kind.model_validate_json(json.dumps(stored))
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in problem["loc"])[:100]
+        raise CheckpointError(
+            one_line(
+                f"the progress of step {step} cannot be read: {where} {problem['msg'][:200]}; "
+                f"{_USE_ANOTHER}"
+            )
+        ) from None
 
 
 def check_same(

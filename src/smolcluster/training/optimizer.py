@@ -57,6 +57,11 @@ class FlatOptimizer:
             "exp_avg_sq": torch.zeros_like(self._params),
         }
 
+    def reset(self) -> None:
+        """Forget all steps, as if none had been taken."""
+        for tensor in self.state.values():
+            tensor.zero_()
+
     def step(self, learning_rate: float) -> None:
         """Change the weights by one step."""
         self.step_pieces([(slice(0, self._params.numel()), self._grads)], learning_rate)

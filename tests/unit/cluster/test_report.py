@@ -47,6 +47,7 @@ def report_of(parts: Parts, run: RunConfig) -> Report:
         run=run,
         server_node="mini1",
         num_workers=3,
+        incarnation="here",
         codec="fp32",
         bench=context.bench,
         metrics=context.metrics,

@@ -31,17 +31,21 @@ from smolcluster.algorithms.EDP.exchange import (
     assignment_of,
     state_frames,
 )
-from smolcluster.cluster.dispatcher import Dispatcher, Range
+from smolcluster.cluster.dispatcher import Dispatcher, Range, Standing
 from smolcluster.cluster.hub import Departed, Joined
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.report import StepTaken
+from smolcluster.cluster.saver import Subject
 from smolcluster.cluster.worker import Worker
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.runs.summary import Summary
+from smolcluster.training.checkpoint import Progress, parse_progress
 from smolcluster.training.schedule import learning_rate
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import Ack, LeaseKey, Outcome, Pull
 
+DISPATCHER = "dispatcher"
+"""Where a checkpoint's progress has its standing."""
 LEASES_PER_WORKER = 2
 """One that it computes, and one whose push is on the wire."""
 TICK_S = 0.1
@@ -79,9 +83,19 @@ class Server:
         self.hub = context.open_hub(self.receiver_for)
         self.report = self.hub.report
         self.evaluator = context.new_evaluator()
+        subject = Subject(self.replica, self.progress, dict)
+        if state := context.resume(subject, self.report):
+            self.version = state.step
+            stored = parse_progress(Standing, state.progress.get(DISPATCHER), state.step)
+            self.dispatcher.resume(stored, state.samples_applied)
+        self.saver = context.new_saver(subject, self.report)
         self.peers: dict[int, Peer] = {}
         self.last_applied: dict[str, LeaseKey] = {}
         self.snapshot: tuple[int, list[Frame]] | None = None
+
+    def progress(self) -> Progress:
+        """What a checkpoint keeps besides tensors and counts."""
+        return {DISPATCHER: self.dispatcher.standing.model_dump(mode="json")}
 
     def receiver_for(self, seat: int) -> GradientReceiver:
         """What takes the messages of a new session."""
@@ -89,12 +103,13 @@ class Server:
 
     def run(self) -> Summary:
         """Serve until every sample of every epoch has been applied."""
-        with self.hub, self.evaluator:
+        with self.hub, self.evaluator, self.saver:
             while not self.dispatcher.done:
                 for event in self.hub.next_events(TICK_S):
                     self.handle(event)
                 self.take_back_expired(time.monotonic())
                 self.hand_out()
+                self.saver.tick()
                 self.report.tick()
             self.replica.check_weights("at the end of the run")
             return self.report.summary()
@@ -171,6 +186,7 @@ class Server:
         What is reported of the latter: the schedule's learning rate, at which the worker stepped, without
         the factor α, and as norms those of w_worker - w.
         """
+        self.saver.wait_for_copy()
         push, run = pushed.push, self.context.run
         epoch, rate = self.dispatcher.epoch, self.learning_rate()
         if run.update_rule == "mixing":
@@ -201,7 +217,7 @@ class Server:
                 staleness=tau,
             )
         )
-        self.evaluator.after_step(self.version, epoch)
+        self.saver.after_step(is_evaluated=self.evaluator.after_step(self.version, epoch))
 
     def hand_out(self) -> None:
         """Give every worker as many leases as it may hold."""

@@ -23,11 +23,13 @@ from smolcluster.codec.base import NonFiniteValue, absmax
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import NonFiniteLoss, ProtocolError
+from smolcluster.training.checkpoint import Progress
 from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import Commit, Message, Push, Reduced, frame_of
 
 Pieces = Iterator[tuple[slice, Tensor]]
+RESIDUAL = "residual"
 SPARE_BYTES = 16 * 1024 * 1024
 MAX_TURNS = 64
 
@@ -68,9 +70,25 @@ class Reduction:
             self._sums = [torch.empty(shape, dtype=dtype)] * self.num_turns
             self._feedback = ErrorFeedback(self._codec, replica.num_params)
         self._encoded = [[self._new_encoded(bucket) for bucket in self._buckets] for _ in turns]
+        self._residual_samples = 0
         self._step: Step | None = None
         self._num_added = [0] * len(self._buckets)
         self._norms = [0.0] * len(self._buckets)
+
+    def residual(self) -> dict[str, Tensor]:
+        """What a lossy codec owes to the next step, for a checkpoint; it changes at `close`."""
+        return {} if self._feedback is None else {RESIDUAL: self._feedback.committed}
+
+    def progress(self) -> Progress:
+        """What else a checkpoint keeps: the samples of the step that left the residual."""
+        return {} if self._feedback is None else {RESIDUAL: self._residual_samples}
+
+    def resume(self, progress: Progress) -> None:
+        """Go on from a checkpoint; `residual` has been filled."""
+        num_samples = progress.get(RESIDUAL)
+        if self._feedback is not None and isinstance(num_samples, int):
+            self._residual_samples = num_samples
+            self._feedback.resume(self._buckets, num_samples)
 
     def open(self, step: Step) -> None:
         """Begin a step; the oldest sums are given up."""
@@ -79,8 +97,9 @@ class Reduction:
 
     def close(self) -> None:
         """The open step is over; its mean stays for `num_turns` steps."""
-        if self._feedback is not None:
+        if self._feedback is not None and self._step is not None:
             self._feedback.commit()
+            self._residual_samples = self._step.batch.num_samples
         self._step = None
 
     def add(self, seat: int, push: Push, gradient: Tensor) -> bool:

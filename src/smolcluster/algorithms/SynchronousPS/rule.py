@@ -21,10 +21,13 @@ from smolcluster.configs.schema import GradientClipping
 from smolcluster.training.replica import clip_coefficient
 
 
-def global_batches(num_samples: int, num_epochs: int, batch_size: int) -> Iterator[Range]:
-    """The batch of every step, in order; the last one of an epoch has what is left."""
-    for epoch in range(num_epochs):
-        for start in range(0, num_samples, batch_size):
+def global_batches(
+    num_samples: int, num_epochs: int, batch_size: int, first: int = 0
+) -> Iterator[Range]:
+    """The batch of every step, in order, after the `first` samples; an epoch's last one has what is left."""
+    begin, offset = divmod(first, num_samples)
+    for epoch in range(begin, num_epochs):
+        for start in range(offset if epoch == begin else 0, num_samples, batch_size):
             yield Range(epoch, start, min(start + batch_size, num_samples))
 
 

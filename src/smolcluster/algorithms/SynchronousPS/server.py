@@ -35,6 +35,7 @@ from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.hub import Departed, Joined
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.report import StepTaken
+from smolcluster.cluster.saver import Subject
 from smolcluster.cluster.worker import Worker
 from smolcluster.data.permutation import EpochOrders
 from smolcluster.runs.summary import Summary
@@ -54,11 +55,6 @@ class Server:
         num_samples = context.bench.dataset.train.num_samples
         self.orders = EpochOrders(context.run.seed, num_samples)
         self.total_samples = self.train.num_epochs * num_samples
-        self.batches = rule.global_batches(
-            num_samples, self.train.num_epochs, self.train.samples_per_step
-        )
-        self.version = 0
-        self.samples_applied = 0
         self.num_grants = 0
         self.step: Step | None = None
         self.reduced: set[int] = set()
@@ -75,6 +71,18 @@ class Server:
         self.hub = context.open_hub(self.receiver_for)
         self.report = self.hub.report
         self.evaluator = context.new_evaluator()
+        subject = Subject(self.replica, self.reduction.progress, self.reduction.residual)
+        self.version = self.samples_applied = 0
+        if state := context.resume(subject, self.report):
+            self.version, self.samples_applied = state.step, state.samples_applied
+            self.reduction.resume(state.progress)
+        self.batches = rule.global_batches(
+            num_samples,
+            self.train.num_epochs,
+            self.train.samples_per_step,
+            first=self.samples_applied,
+        )
+        self.saver = context.new_saver(subject, self.report)
 
     def receiver_for(self, seat: int) -> PartReceiver:
         """What takes the messages of a new session."""
@@ -82,11 +90,12 @@ class Server:
 
     def run(self) -> Summary:
         """Serve until every sample of every epoch has been applied."""
-        with self.hub, self.evaluator:
+        with self.hub, self.evaluator, self.saver:
             while self.samples_applied < self.total_samples:
                 for event in self.hub.next_events(TICK_S):
                     self.handle(event)
                 self.advance(time.monotonic())
+                self.saver.tick()
                 self.report.tick()
             return self.report.summary()
 
@@ -212,6 +221,7 @@ class Server:
 
     def commit(self, step: Step) -> None:
         """Everybody takes the step; then the next one begins, while the server takes it itself."""
+        self.saver.wait_for_copy()
         norm, rate = self.reduction.norm(), self.learning_rate()
         clip = rule.clip_factor(norm, self.train.gradient_clipping)
         compare = step.version % self.cluster.worker_update_interval == 0
@@ -264,7 +274,8 @@ class Server:
                 layer_norms=self.report.layer_norms(self.reduction.pieces(step.version)),
             )
         )
-        self.evaluator.after_step(step.version, step.batch.epoch)
+        is_evaluated = self.evaluator.after_step(step.version, step.batch.epoch)
+        self.saver.after_step(is_evaluated=is_evaluated)
 
     def learning_rate(self) -> float:
         """The schedule's value for the samples applied so far."""

@@ -1,0 +1,117 @@
+"""Which run a server serves, and what it goes on from: `--run-id` and `--resume`."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+
+from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import AlgorithmName
+from smolcluster.errors import CheckpointError, ConfigError
+from smolcluster.runs.lock import RunLock
+from smolcluster.runs.paths import (
+    LATEST,
+    RunPaths,
+    create_run,
+    find_run,
+    new_run_id,
+    runs_root,
+)
+from smolcluster.training.checkpoint import Checkpoint, CheckpointStore
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """A run that nobody else writes. `checkpoint`: what it goes on from; None: it begins."""
+
+    paths: RunPaths
+    store: CheckpointStore
+    checkpoint: Checkpoint | None
+
+
+@contextmanager
+def claim_run(
+    settings: Settings,
+    algorithm: AlgorithmName,
+    run_id: str | None,
+    resume: str | None,
+    log: logging.Logger,
+) -> Iterator[Claimed]:
+    """Hold the run that `--run-id` and `--resume` name, for as long as the block lasts.
+
+    Raises:
+        ConfigError: there is no such run, the two differ, or a new run's name is taken.
+        RunBusy: another process writes it.
+        CheckpointError: it has no good checkpoint, or has ended.
+    """
+    root = runs_root(settings.node.runs_dir)
+    name = _run_name(run_id, resume, has_latest=(root / LATEST).exists())
+    if name is None:
+        name = new_run_id(algorithm, datetime.now())
+    elif resume not in (None, AUTO) or name == LATEST:
+        name = find_run(root, name).run_id
+    paths = create_run(root, name, newest=False)
+    with RunLock(paths.lock):
+        store = CheckpointStore(paths.checkpoints, settings.cluster.keep_last, log)
+        yield Claimed(paths, store, _checkpoint(paths, store, resume, settings, log))
+
+
+def _run_name(run_id: str | None, resume: str | None, *, has_latest: bool) -> str | None:
+    """The run that is meant; None: a new one, whose name is free."""
+    if resume is None or (resume == AUTO and run_id is not None):
+        return run_id
+    if resume == AUTO:
+        return LATEST if has_latest else None
+    if run_id not in (None, resume):
+        raise ConfigError(
+            f"--resume is {resume!r} and --run-id {run_id!r}: name one run, or say --resume auto"
+        )
+    return resume
+
+
+def _checkpoint(
+    paths: RunPaths,
+    store: CheckpointStore,
+    resume: str | None,
+    settings: Settings,
+    log: logging.Logger,
+) -> Checkpoint | None:
+    if resume is None:
+        if store.num_places:
+            raise ConfigError(
+                f"run {paths.run_id} has checkpoints already: add --resume {AUTO} to go on with it, or "
+                "choose another --run-id"
+            )
+        return None
+    checkpoint = store.newest_good()
+    if checkpoint is None and store.num_places:
+        raise CheckpointError(
+            f"none of the {store.num_places} checkpoints in {paths.checkpoints} is good, see above: begin a "
+            "new run"
+        )
+    if checkpoint is None and resume != AUTO:
+        raise CheckpointError(
+            f"run {paths.run_id} has no checkpoint yet: begin it again with --resume {AUTO} --run-id "
+            f"{paths.run_id}"
+        )
+    if checkpoint is not None:
+        _check_unfinished(paths, checkpoint, settings)
+        state = checkpoint.state
+        log.info(
+            "resuming run %s at step %d, after %s samples (%s)",
+            *(paths.run_id, state.step, f"{state.samples_applied:,}", state.written_at),
+        )
+    return checkpoint
+
+
+def _check_unfinished(paths: RunPaths, checkpoint: Checkpoint, settings: Settings) -> None:
+    """A run that has ended may only go on with more epochs."""
+    if paths.summary.is_file() and checkpoint.state.epoch + 1 >= settings.train.num_epochs:
+        raise CheckpointError(
+            f"run {paths.run_id} has ended; to train on, raise num_epochs above "
+            f"{settings.train.num_epochs}"
+        )
+    paths.summary.unlink(missing_ok=True)

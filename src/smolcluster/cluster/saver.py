@@ -1,0 +1,136 @@
+"""When a server saves where it stands, so that training never waits for the disk.
+
+    step -> copy, by a thread of its own -> (evaluation of that step, if there is one) -> disk, by another
+
+A copy takes about as long as reading the weights and the optimizer's state once, and goes on while the
+server waits for the next gradients; `wait_for_copy` stands before whatever changes the weights.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from smolcluster.cluster.report import Report
+from smolcluster.errors import NonFiniteLoss, SmolclusterError
+from smolcluster.training.checkpoint import CheckpointStore, CheckpointWriter, Progress, Snapshot
+from smolcluster.training.replica import Replica
+from smolcluster.utils.stopping import Interrupted
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is saved of a server.
+
+    Attributes:
+        replica: its weights and its optimizer.
+        progress: tells where its algorithm stands.
+        extra: tells its algorithm's own tensors, by name; they change only with the weights.
+    """
+
+    replica: Replica
+    progress: Callable[[], Progress]
+    extra: Callable[[], Mapping[str, Tensor]]
+
+
+class Saver:
+    """Saves a server every so many steps, and at the end; without a store, never.
+
+    Only the deciding thread calls it.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore | None,
+        every: int | None,
+        subject: Subject,
+        report: Report,
+        log: logging.Logger,
+    ) -> None:
+        """`every` so many steps, or only at the end where it is None."""
+        self._every = every
+        self._subject = subject
+        self._report = report
+        self._log = log
+        self._writer = None if store is None else CheckpointWriter(store, log)
+        self._copier = ThreadPoolExecutor(1, "copier", torch.set_num_threads, (1,))
+        self._copying: Future[Snapshot] | None = None
+        self._copied: Snapshot | None = None
+        self._is_evaluated = False
+        self._newest_step = report.version
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self._writer is not None:
+            self._open.enter_context(self._writer)
+        self._open.enter_context(self._copier)
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        """Save the end as well, unless the weights are bad, or may stand between two steps."""
+        with self._open:
+            if _is_orderly(error) and self._report.version != self._newest_step:
+                self._take()
+            self.wait_for_copy()
+            self._submit()
+
+    def after_step(self, *, is_evaluated: bool) -> None:
+        """The server has taken a step. `is_evaluated`: a validation loss of its weights is to come."""
+        if self._every is not None and self._report.version % self._every == 0:
+            self._take()
+            self._is_evaluated = is_evaluated
+
+    def wait_for_copy(self) -> None:
+        """Return when the weights may change."""
+        copying, self._copying = self._copying, None
+        if copying is None:
+            return
+        try:
+            self._copied = copying.result()
+        except Exception as error:  # a run is worth more than its checkpoint
+            self._log.warning("step %d is not saved: %r", self._newest_step, error)
+
+    def tick(self) -> None:
+        """Hand a complete copy to the disk, together with its validation loss if there is to be one."""
+        if self._copying is not None and self._copying.done():
+            self.wait_for_copy()
+        if self._copied is not None:
+            is_known = self._report.evaluated_version == self._copied.state.step
+            if is_known or not self._is_evaluated:
+                self._submit()
+
+    def _take(self) -> None:
+        """Begin to copy. What still waited for its evaluation goes to the disk without."""
+        if self._writer is None:
+            return
+        self.wait_for_copy()
+        self._submit()
+        self._is_evaluated = False
+        self._newest_step = self._report.version
+        state = self._report.standing(self._subject.progress())
+        self._copying = self._copier.submit(
+            Snapshot.of, self._subject.replica, state, self._subject.extra()
+        )
+
+    def _submit(self) -> None:
+        copied, self._copied = self._copied, None
+        if copied is None or self._writer is None:
+            return
+        if self._report.evaluated_version == copied.state.step:
+            known = {"val_loss": self._report.evaluated_loss}
+            copied = replace(copied, state=copied.state.model_copy(update=known))
+        self._writer.submit(copied)
+
+
+def _is_orderly(error: BaseException | None) -> bool:
+    """Whether a run that ended so left weights that it can go on from."""
+    if isinstance(error, Interrupted):
+        return error.is_orderly
+    return error is None or (
+        isinstance(error, SmolclusterError) and not isinstance(error, NonFiniteLoss)
+    )

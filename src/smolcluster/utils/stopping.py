@@ -1,0 +1,57 @@
+"""Signals that ask a process to stop, at once or at the next good moment."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal asked the process to stop. `is_orderly`: between two steps, not in the middle of one."""
+
+    def __init__(self, signum: int, *, is_orderly: bool = False) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.exit_code = 128 + signum
+        self.is_orderly = is_orderly
+
+
+def interrupt(signum: int, _frame: FrameType | None) -> None:
+    """A signal handler that stops the process at once."""
+    raise Interrupted(signum)
+
+
+class StopRequest:
+    """Keeps a signal until `check`; a second one counts at once."""
+
+    def __init__(self) -> None:
+        self._signum: int | None = None
+
+    def note(self, signum: int) -> None:
+        """There was a signal."""
+        self._signum = signum
+
+    def check(self) -> None:
+        """Now is a good moment to stop.
+
+        Raises:
+            Interrupted: there was a signal.
+        """
+        if self._signum is not None:
+            raise Interrupted(self._signum, is_orderly=True)
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Take the signals while the block lasts; for the main thread."""
+        before = {signum: signal.signal(signum, self._take) for signum in SIGNALS}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _take(self, signum: int, frame: FrameType | None) -> None:
+        if self._signum is not None:
+            interrupt(signum, frame)
+        self.note(signum)
