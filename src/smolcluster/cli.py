@@ -7,6 +7,7 @@ happens, the console gets one line, never a traceback.
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -159,6 +160,51 @@ def _launch(
         num_workers=workers,
     )
     return launch(request, local=local, dry_run=dry_run)
+
+
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="Name of a run, latest, or a run's folder.")
+]
+
+
+@app.command("resume", epilog=EXIT_CODES)
+def _resume(
+    run: Run = "latest",
+    *,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", metavar="N", help="Number of workers.  [default: as before]"),
+    ] = None,
+    dry_run: DryRun = False,
+    override: Overrides = None,
+) -> int:
+    """Start a whole local run again, from its newest good checkpoint."""
+    from smolcluster.launch.saved import resume  # noqa: PLC0415 - see above
+
+    return resume(run, workers, override or [], dry_run=dry_run)
+
+
+@app.command("checkpoints", epilog=EXIT_CODES)
+def _checkpoints(run: Run = "latest") -> int:
+    """List a run's checkpoints: step, losses, size, good or damaged. Exits with 1 if one is damaged."""
+    from smolcluster.launch.saved import show_checkpoints  # noqa: PLC0415 - see above
+
+    return show_checkpoints(run)
+
+
+@app.command("export", epilog=EXIT_CODES)
+def _export(
+    run: Run = "latest",
+    *,
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Folder to write into.")],
+    best: Annotated[
+        bool, typer.Option("--best", help="Of the lowest validation loss, not the newest.")
+    ] = False,
+) -> int:
+    """Write a run's model as a plain model.safetensors."""
+    from smolcluster.launch.saved import export_model  # noqa: PLC0415 - see above
+
+    return export_model(run, to, best=best)
 
 
 @app.command("train", epilog=EXIT_CODES)

@@ -18,7 +18,7 @@ from smolcluster.runs.paths import (
     new_run_id,
     runs_root,
 )
-from smolcluster.training.checkpoint import Checkpoint, CheckpointStore
+from smolcluster.training.checkpoint import Checkpoint, CheckpointState, CheckpointStore
 
 AUTO = "auto"
 
@@ -98,8 +98,9 @@ def _checkpoint(
             f"{paths.run_id}"
         )
     if checkpoint is not None:
-        _check_unfinished(paths, checkpoint, settings)
         state = checkpoint.state
+        check_unfinished(paths, state, settings.train.num_epochs)
+        paths.summary.unlink(missing_ok=True)
         log.info(
             "resuming run %s at step %d, after %s samples (%s)",
             *(paths.run_id, state.step, f"{state.samples_applied:,}", state.written_at),
@@ -107,11 +108,13 @@ def _checkpoint(
     return checkpoint
 
 
-def _check_unfinished(paths: RunPaths, checkpoint: Checkpoint, settings: Settings) -> None:
-    """A run that has ended may only go on with more epochs."""
-    if paths.summary.is_file() and checkpoint.state.epoch + 1 >= settings.train.num_epochs:
+def check_unfinished(paths: RunPaths, state: CheckpointState, num_epochs: int) -> None:
+    """A run that has ended may only go on with more epochs.
+
+    Raises:
+        CheckpointError: it has ended, and `num_epochs` is not more than it had.
+    """
+    if paths.summary.is_file() and state.epoch + 1 >= num_epochs:
         raise CheckpointError(
-            f"run {paths.run_id} has ended; to train on, raise num_epochs above "
-            f"{settings.train.num_epochs}"
+            f"run {paths.run_id} has ended; to train on, raise num_epochs above {num_epochs}"
         )
-    paths.summary.unlink(missing_ok=True)

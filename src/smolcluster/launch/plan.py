@@ -95,12 +95,14 @@ def plan_local(
     python: str,
     with_threads: Collection[str] = (),
     place: Sequence[str] = (),
+    resume: bool = False,
 ) -> LaunchPlan:
     """The commands that run the whole cluster on this machine with the interpreter `python`.
 
     Every process gets one compute thread, because side by side more of them get into each other's way; but
     for the nodes in `with_threads`, whose number the user has set. `place` are overrides that tell
-    every worker where the training file says that the data are.
+    every worker where the training file says that the data are. With `resume` the run goes on from its
+    newest good checkpoint.
     """
 
     def overrides(texts: Sequence[str], node: str) -> tuple[str, ...]:
@@ -115,6 +117,7 @@ def plan_local(
         argv=(
             *(python, str(request.algorithm.server), *local),
             *("--run-id", run_id, "--no-progress"),
+            *_option("--resume", "auto" if resume else None),
             *config,
             *_option("--train-config", request.train_config),
             *overrides(request.overrides, cluster.server),

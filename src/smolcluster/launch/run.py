@@ -53,30 +53,50 @@ def launch(request: Request, *, local: bool, dry_run: bool) -> int:
     Raises:
         SmolclusterError: what prevents it, in one line.
     """
-    if not local and not dry_run:
+    if local:
+        run_id = new_run_id(request.algorithm.name, datetime.now().astimezone())
+        return launch_local(request, run_id, dry_run=dry_run)
+    if not dry_run:
         raise ConfigError(LATER.format(folder=request.algorithm.folder.name))
     request = _for_any_folder(request)
-    settings = _settings(request, local)
+    settings = settings_of(request, local=False)
     check_algorithm(settings, request.algorithm.name)
-    run_id = new_run_id(request.algorithm.name, datetime.now().astimezone())
-    if local:
-        plan = plan_local(
-            request,
-            settings.cluster,
-            run_id=run_id,
-            python=sys.executable,
-            with_threads=_nodes_with_threads(request, settings),
-            place=_place_overrides(settings),
-        )
-    else:
-        plan = plan_by_hand(request, settings.cluster)
+    _show(plan_by_hand(request, settings.cluster))
+    return 0
+
+
+def launch_local(request: Request, run_id: str, *, dry_run: bool, resume: bool = False) -> int:
+    """Run a whole cluster on this machine, or only print its plan; returns the exit code.
+
+    With `resume` the run goes on from its newest good checkpoint.
+
+    Raises:
+        SmolclusterError: what prevents it, in one line.
+    """
+    request = _for_any_folder(request)
+    settings = settings_of(request, local=True)
+    check_algorithm(settings, request.algorithm.name)
+    plan = plan_local(
+        request,
+        settings.cluster,
+        run_id=run_id,
+        python=sys.executable,
+        with_threads=_nodes_with_threads(request, settings),
+        place=_place_overrides(settings),
+        resume=resume,
+    )
     if dry_run:
-        sys.stdout.write("\n".join(plan.lines()) + "\n")
+        _show(plan)
         return 0
     _check_port(settings.cluster)
     ensure_secret(settings.node.secret_file or default_secret_path())
     paths = create_run(runs_root(settings.node.runs_dir), run_id)
-    return LocalRun(plan, paths, SteadyConsole(), num_epochs=settings.train.num_epochs).run()
+    console, num_epochs = SteadyConsole(), settings.train.num_epochs
+    return LocalRun(plan, paths, console, num_epochs=num_epochs, resumed=resume).run()
+
+
+def _show(plan: LaunchPlan) -> None:
+    sys.stdout.write("\n".join(plan.lines()) + "\n")
 
 
 def _check_port(cluster: ClusterConfig) -> None:
@@ -110,10 +130,15 @@ def _place_overrides(settings: Settings) -> list[str]:
 def _nodes_with_threads(request: Request, settings: Settings) -> list[str]:
     """The nodes whose number of compute threads comes from the user, wherever it is said."""
     names = dict.fromkeys((settings.cluster.server, *settings.cluster.workers))
-    return [name for name in names if _settings(request, True, name).node.threads is not None]
+    return [name for name in names if settings_of(request, True, name).node.threads is not None]
 
 
-def _settings(request: Request, local: bool, node: str | None = None) -> Settings:
+def settings_of(request: Request, local: bool, node: str | None = None) -> Settings:
+    """What a process on `node` (None: the server's) is told by this request.
+
+    Raises:
+        ConfigError: one line with what is wrong.
+    """
     return load_settings(
         request.config or request.algorithm.name,
         request.train_config or ("digits" if local else "nn"),
@@ -134,6 +159,7 @@ class LocalRun:
         console: Console,
         *,
         num_epochs: int | None = None,
+        resumed: bool = False,
         grace_s: float = GRACE_S,
         patience_s: float = PATIENCE_S,
     ) -> None:
@@ -145,6 +171,9 @@ class LocalRun:
         self._view = ProgressView(console, num_epochs=num_epochs)
         self._metrics = follow_metrics(paths.metrics)
         self._events = follow_events(paths.events)
+        if resumed:  # what it has done before is shown no more
+            self._metrics.poll()
+            self._events.poll()
         self._children: list[Child] = []
         self._reported: set[int] = set()
         self._members: set[int] = set()
@@ -246,6 +275,8 @@ class LocalRun:
                 self._console.print(table(summary))
         elif interrupted:
             self._say("stopped: nothing of it is left running")
+            if self._paths.checkpoints.is_dir():
+                self._say(f"`uv run smolcluster resume {self._paths.run_id}` goes on with it")
         elif code != 0:
             self._say(f"{server.process.title} {server.ending}: the run has failed", "red")
         self._say(f"files of the run: {self._paths.root}")

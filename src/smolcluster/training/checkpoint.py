@@ -247,7 +247,7 @@ class CheckpointStore:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         took = format_duration(time.monotonic() - began)
-        self._log.info("saved step %d: %s in %s", state.step, format_bytes(state.nbytes), took)
+        self._log.debug("saved step %d: %s in %s", state.step, format_bytes(state.nbytes), took)
         self._tidy(state.step)
         return place
 

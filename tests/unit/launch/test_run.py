@@ -288,3 +288,13 @@ def test_a_full_disk_does_not_keep_a_run_from_starting(
     paths.processes.mkdir()
     assert LocalRun(fake_plan("", ""), paths, console).run() == 0
     assert any("processes.json" in line and "goes on" in line for line in printed(console))
+
+
+def test_a_resumed_run_shows_only_what_is_new(
+    fake_plan: FakePlan, paths: RunPaths, console: Console
+) -> None:
+    sink = JsonlSink(paths.metrics, "1", warn=pytest.fail)
+    sink.log(MetricRecord("step", 21, 1, {"loss": 0.5}))
+    sink.close()
+    LocalRun(fake_plan("", ""), paths, console, num_epochs=3, resumed=True).run()
+    assert not any("step 21" in line for line in printed(console))

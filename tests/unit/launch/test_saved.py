@@ -1,0 +1,100 @@
+"""Saved runs: listed, exported, resumed."""
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from harness import Cluster, local_settings
+from smolcluster.configs.resolve import save_resolved
+from smolcluster.errors import CheckpointError, ConfigError, RunBusy
+from smolcluster.launch.saved import export_model, resume, show_checkpoints
+from smolcluster.runs.lock import RunLock
+from smolcluster.runs.paths import RunPaths, create_run
+from smolcluster.utils.stopping import Interrupted
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    """A SyncPS run that was stopped after some steps, with three checkpoints."""
+    paths = create_run(tmp_path, "syncps-1")
+    settings = local_settings(
+        "num_epochs=30", "checkpoint_steps=10", "eval_steps=10", workers=2, algorithm="syncps"
+    )
+    save_resolved(settings, paths.config)
+    cluster = Cluster(settings, paths.root, algorithm="syncps")
+    workers = [cluster.worker(each) for each in (1, 2)]
+    while len(cluster.metrics.steps) < 40 and cluster.server.is_alive():
+        cluster.server.join(0.01)
+    cluster.stop.note(signal.SIGTERM)
+    assert isinstance(cluster.server.failure(), Interrupted)
+    for worker in workers:
+        worker.failure()
+    return paths
+
+
+def test_checkpoints_are_listed_and_exported(
+    run: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert show_checkpoints(str(run.root)) == 0
+    steps = sorted(int(each.name.removeprefix("step-")) for each in run.checkpoints.glob("step-*"))
+    shown = capsys.readouterr().out
+    assert all(f"{step:,}" in shown for step in steps)
+    assert export_model(str(run.root), tmp_path / "newest", best=False) == 0
+    assert export_model(str(run.root), tmp_path / "best", best=True) == 0
+    for kind, name in (("newest", "latest"), ("best", "best")):
+        exported = load_file(tmp_path / kind / "model.safetensors")
+        kept = load_file(run.checkpoints / name / "model.safetensors")
+        assert exported.keys() == kept.keys()
+        assert all(torch.equal(exported[each], kept[each]) for each in kept)
+
+
+def test_a_damaged_checkpoint_is_named_and_not_exported(
+    run: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = (run.checkpoints / "latest").resolve()
+    data = bytearray((newest / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (newest / "model.safetensors").write_bytes(data)
+    assert show_checkpoints(str(run.root)) == 1
+    assert "damaged" in capsys.readouterr().out
+    export_model(str(run.root), tmp_path / "out", best=False)
+    assert newest.name not in capsys.readouterr().out
+
+
+def test_a_resumed_run_keeps_its_batch_whatever_the_number_of_workers(
+    run: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert resume(str(run.root), 3, ["num_epochs=31"], dry_run=True) == 0
+    server = capsys.readouterr().out.splitlines()[1]
+    for part in (
+        "--resume auto",
+        "--run-id syncps-1",
+        "--workers 3",
+        "global_batch_size=64",
+        "num_epochs=31",
+        str(run.config),
+        f'runs_dir="{run.root.parent}"',
+    ):
+        assert part in server
+
+
+def test_what_cannot_be_resumed_is_one_line(run: RunPaths, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run 'nono'"):
+        resume("nono", None, [], dry_run=True)
+    with RunLock(run.lock), pytest.raises(RunBusy, match="is being written"):
+        resume(str(run.root), None, [], dry_run=True)
+    run.summary.write_text("{}")
+    with pytest.raises(CheckpointError, match="has ended; to train on, raise num_epochs above 1"):
+        resume(str(run.root), None, ["num_epochs=1"], dry_run=True)
+    run.config.write_text(run.config.read_text().replace("127.0.0.1", "10.0.0.1"))
+    with pytest.raises(ConfigError, match="was not a local one"):
+        resume(str(run.root), None, [], dry_run=True)
+    run.events.unlink()
+    with pytest.raises(ConfigError, match="did not get as far as to begin"):
+        resume(str(run.root), None, [], dry_run=True)
+    empty = create_run(tmp_path, "empty")
+    with pytest.raises(CheckpointError, match="has no good checkpoint"):
+        export_model(str(empty.root), tmp_path, best=False)
