@@ -226,6 +226,7 @@ class Cluster:
         secret: Secret | None = None,
         make: MakeParticipant | None = None,
         settings: Settings | None = None,
+        start_timeout_s: float = 10.0,
     ) -> Outcome:
         """Start a worker of the server's algorithm, or the one that `make` makes."""
         cluster = self.settings.cluster
@@ -241,7 +242,7 @@ class Cluster:
             ),
             address=ServerAddress("127.0.0.1", port or cluster.port),
             secret=secret or self._secret,
-            start_timeout_s=10.0,
+            start_timeout_s=start_timeout_s,
             log=self.log,
         )
         return Outcome(f"worker {worker_id}", lambda: follow(place, make_participant))

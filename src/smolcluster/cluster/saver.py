@@ -114,7 +114,9 @@ class Saver:
         self._newest_step = self._report.version
         state = self._report.standing(self._subject.progress())
         self._copying = self._copier.submit(
-            Snapshot.of, self._subject.replica, state, self._subject.extra()
+            Snapshot.of,
+            *(self._subject.replica, state, self._subject.extra()),
+            self._writer.take_spare(),
         )
 
     def _submit(self) -> None:

@@ -1,6 +1,7 @@
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ def request(
     return Request(get_algorithm(algorithm), config, train_config, overrides, num_workers)
 
 
-def local(asked: Request, cluster: ClusterConfig = CLUSTER, **facts: list[str]) -> LaunchPlan:
+def local(asked: Request, cluster: ClusterConfig = CLUSTER, **facts: Any) -> LaunchPlan:
     cluster = localise(cluster, asked.num_workers)
     return plan_local(asked, cluster, run_id="edp-1", python="/usr/bin/python", **facts)
 

@@ -1175,14 +1175,34 @@ def test_a_failure_is_told_once_a_kind_until_it_works_again(
     assert steps_in(store) == [7]
 
 
-def test_the_writer_lets_go_of_what_it_has_written(tmp_path: Path) -> None:
+def test_the_writer_keeps_one_spare_snapshot_for_its_memory(tmp_path: Path) -> None:
     with CheckpointWriter(new_store(tmp_path), logger([])) as writer:
-        snapshot = snapshot_of(1)
-        gone = weakref.ref(snapshot)
-        writer.submit(snapshot)
-        del snapshot
-        assert writer.flush(DEADLINE_S)
+        assert writer.take_spare() is None
+        snapshots = [snapshot_of(step) for step in (1, 2)]
+        gone = weakref.ref(snapshots[0])
+        for snapshot in snapshots:
+            writer.submit(snapshot)
+            assert writer.flush(DEADLINE_S)
+        assert writer.take_spare() is snapshots[1]
+        assert writer.take_spare() is None
+        del snapshot, snapshots
         deadline = Deadline(DEADLINE_S)
         while gone() is not None and not deadline.expired:
             time.sleep(0.001)
         assert gone() is None
+
+
+def test_a_spare_snapshot_is_written_over(tmp_path: Path) -> None:
+    replica = new_replica()
+    first = Snapshot.of(replica, state_of(1), {"residual": torch.ones(3)})
+    memory = {name: tensor.data_ptr() for name, tensor in first.optimizer.items()}
+    replica.params.add_(1.0)
+    replica.optimizer.state["exp_avg"].add_(2.0)
+    second = Snapshot.of(replica, state_of(2), {"residual": torch.zeros(3)}, first)
+    fresh = Snapshot.of(replica, state_of(2), {"residual": torch.zeros(3)})
+    assert {name: tensor.data_ptr() for name, tensor in second.optimizer.items()} == memory
+    assert second.weights.data_ptr() == first.weights.data_ptr()
+    for kept, expected in ((second.model, fresh.model), (second.optimizer, fresh.optimizer)):
+        assert kept.keys() == expected.keys()
+        assert all(torch.equal(kept[name], expected[name]) for name in kept)
+
