@@ -22,7 +22,7 @@ from smolcluster.utils.units import format_address, format_duration
 
 CONNECT_TIMEOUT_S = 5.0
 HANDSHAKE_TIMEOUT_S = 10.0
-LONGEST_DELAY_S = 2.0
+LONGEST_DELAY_S = 0.5
 LAST_TRY_S = 1.0
 SAY_AFTER_S = 3.0
 """A server that starts at the same time is worth no word."""

@@ -96,11 +96,14 @@ class Reception:
         return sent, received
 
     def _accept(self) -> None:
+        said = ""
         while not self._closed.is_set():
             try:
                 connection = accept_next(self._listeners, ACCEPT_TICK_S)
             except SmolclusterError as error:
-                self._log.warning("%s; trying on", error)
+                if said != str(error):
+                    said = str(error)
+                    self._log.warning("%s; trying on, training goes on", said)
                 self._closed.wait(ACCEPT_TICK_S)
                 continue
             if connection is not None:

@@ -422,7 +422,7 @@ def accept_next(
         SmolclusterError: the system can accept no more connections (too many open files, no
             memory).
     """
-    with selectors.DefaultSelector() as selector:
+    with selectors.PollSelector() as selector:  # unlike epoll it takes no file of its own
         for listener in listeners:
             selector.register(listener, selectors.EVENT_READ, listener)
         for key, _ in selector.select(timeout_s):

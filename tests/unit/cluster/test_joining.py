@@ -115,7 +115,7 @@ def test_attempts_become_rarer_up_to_a_limit_and_are_spread(
         )
     assert len(delays) == 11
     for attempt, delay_s in enumerate(delays):
-        whole = min(0.1 * 2**attempt, 2.0)
+        whole = min(0.1 * 2**attempt, 0.5)
         assert whole / 2 <= delay_s <= whole
     assert len(lines) == 1
 
