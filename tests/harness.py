@@ -27,7 +27,7 @@ from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.runs.events import EventLog, EventRecord, read_events
-from smolcluster.runs.summary import Summary
+from smolcluster.runs.summary import Final, Pushes, Summary, Traffic
 from smolcluster.training.build import Workbench, build
 from smolcluster.training.checkpoint import CheckpointStore
 from smolcluster.transport.frames import PROTOCOL_VERSION
@@ -255,6 +255,25 @@ class Cluster:
         """Every sample of every epoch, exactly once."""
         once = Counter(range(self.bench.dataset.train.num_samples))
         assert self.applied == dict.fromkeys(range(self.settings.train.num_epochs), once)
+
+
+def summary_of(epochs: int) -> Summary:
+    """What a run of so many epochs may have left behind."""
+    return Summary(
+        algorithm="edp",
+        run_id="run",
+        wall_s=1.0,
+        epochs=epochs,
+        steps=1,
+        train_samples=1,
+        samples_applied=epochs,
+        codec="fp32",
+        pushes=Pushes(),
+        leases_returned=0,
+        final=Final(),
+        bytes=Traffic(),
+        workers=[],
+    )
 
 
 class _Lines(logging.Handler):

@@ -18,7 +18,8 @@ from smolcluster.runs.paths import (
     new_run_id,
     runs_root,
 )
-from smolcluster.training.checkpoint import Checkpoint, CheckpointState, CheckpointStore
+from smolcluster.runs.summary import read_summary
+from smolcluster.training.checkpoint import Checkpoint, CheckpointStore
 
 AUTO = "auto"
 
@@ -51,7 +52,7 @@ def claim_run(
     name = _run_name(run_id, resume, has_latest=(root / LATEST).exists())
     if name is None:
         name = new_run_id(algorithm, datetime.now())
-    elif resume not in (None, AUTO) or name == LATEST:
+    elif resume is not None and (resume != AUTO or name == LATEST):
         name = find_run(root, name).run_id
     paths = create_run(root, name, newest=False)
     with RunLock(paths.lock):
@@ -86,6 +87,7 @@ def _checkpoint(
                 "choose another --run-id"
             )
         return None
+    check_unfinished(paths, settings.train.num_epochs)
     checkpoint = store.newest_good()
     if checkpoint is None and store.num_places:
         raise CheckpointError(
@@ -99,8 +101,6 @@ def _checkpoint(
         )
     if checkpoint is not None:
         state = checkpoint.state
-        check_unfinished(paths, state, settings.train.num_epochs)
-        paths.summary.unlink(missing_ok=True)
         log.info(
             "resuming run %s at step %d, after %s samples (%s)",
             *(paths.run_id, state.step, f"{state.samples_applied:,}", state.written_at),
@@ -108,13 +108,17 @@ def _checkpoint(
     return checkpoint
 
 
-def check_unfinished(paths: RunPaths, state: CheckpointState, num_epochs: int) -> None:
+def check_unfinished(paths: RunPaths, num_epochs: int) -> None:
     """A run that has ended may only go on with more epochs.
 
     Raises:
         CheckpointError: it has ended, and `num_epochs` is not more than it had.
+        DataError: its summary cannot be read.
     """
-    if paths.summary.is_file() and state.epoch + 1 >= num_epochs:
+    if not paths.summary.is_file():
+        return
+    ended_with = read_summary(paths.summary).epochs
+    if ended_with >= num_epochs:
         raise CheckpointError(
-            f"run {paths.run_id} has ended; to train on, raise num_epochs above {num_epochs}"
+            f"run {paths.run_id} has ended; to train on, raise num_epochs above {ended_with}"
         )

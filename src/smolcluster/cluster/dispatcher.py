@@ -16,6 +16,7 @@ clock.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -216,18 +217,26 @@ class Dispatcher:
         self._cursor = Range(*standing.cursor)
         self._waiting = deque(Range(*each) for each in standing.waiting)
         self.samples_applied = samples_applied
-        cut = self._cursor.epoch * self.num_samples + self._cursor.stop
+        cut = self._position(self._cursor.epoch, self._cursor.stop)
         waiting = sum(each.num_samples for each in self._waiting)
+        edges = [0]
+        for each in self._waiting:
+            edges += [self._position(each.epoch, each.start), self._position(each.epoch, each.stop)]
+        disjoint = all(before <= after for before, after in pairwise([*edges, cut]))
         within = all(
             0 <= each.start <= each.stop <= self.num_samples and 0 <= each.epoch < self.num_epochs
             for each in (self._cursor, *self._waiting)
         )
-        if not within or samples_applied + waiting != cut:
+        some = all(each.num_samples > 0 for each in self._waiting)
+        if not (within and disjoint and some) or samples_applied != cut - waiting:
             raise CheckpointError(
                 f"the checkpoint stands in epoch {self._cursor.epoch + 1} of samples that do not fit "
                 f"{self.num_epochs} epochs of {self.num_samples}: resume with the run's own dataset, and "
                 "with as many epochs or more"
             )
+
+    def _position(self, epoch: int, index: int) -> int:
+        return epoch * self.num_samples + index
 
     def _next_range(self, holder: int, now: float) -> Range | None:
         if self._waiting:

@@ -1,6 +1,7 @@
 """What the server tells the world: metrics, events, counts, and the summary at the end."""
 
 import logging
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -77,7 +78,7 @@ class Counts(BaseModel):
     traffic: tuple[int, int]
     epoch_samples: dict[int, int]
     epoch_loss: dict[int, float]
-    pushes: dict[str, int]
+    pushes: dict[Literal["applied", "stale", "late", "duplicate", "lost"], int]
     leases_returned: int
     workers: dict[int, WorkerTally]
 
@@ -310,7 +311,7 @@ class Report:
             wall_s=self._wall_s,
             traffic=self._traffic,
             epoch_samples=dict(self._epoch_samples),
-            epoch_loss=dict(self._epoch_loss),
+            epoch_loss={epoch: _finite(loss) for epoch, loss in self._epoch_loss.items()},
             pushes=dict(self.tally.pushes),
             leases_returned=self.tally.leases_returned,
             workers=self.tally.workers,
@@ -379,3 +380,8 @@ class Report:
             values["staleness"] = step.staleness
         values |= {f"grad_norm/{name}": norm for name, norm in step.layer_norms.items()}
         return values
+
+
+def _finite(total: float) -> float:
+    """JSON has no infinity, which a sum of finite losses may reach."""
+    return max(-sys.float_info.max, min(total, sys.float_info.max))

@@ -74,10 +74,14 @@ class Saver:
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Save the end as well, unless the weights are bad, or may stand between two steps."""
         with self._open:
+            self.wait_for_copy()
             if _is_orderly(error) and self._report.version != self._newest_step:
                 self._take()
             self.wait_for_copy()
-            self._submit()
+            if not isinstance(
+                error, NonFiniteLoss
+            ):  # what waits for its evaluation may be bad already
+                self._submit()
 
     def after_step(self, *, is_evaluated: bool) -> None:
         """The server has taken a step. `is_evaluated`: a validation loss of its weights is to come."""
@@ -94,6 +98,7 @@ class Saver:
             self._copied = copying.result()
         except Exception as error:  # a run is worth more than its checkpoint
             self._log.warning("step %d is not saved: %r", self._newest_step, error)
+            self._newest_step = 0
 
     def tick(self) -> None:
         """Hand a complete copy to the disk, together with its validation loss if there is to be one."""

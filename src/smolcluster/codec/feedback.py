@@ -90,9 +90,7 @@ class ErrorFeedback:
 
     def resume(self, buckets: Sequence[slice], num_samples: int) -> None:
         """`committed` has been filled with what a push of so many samples in all `buckets` owed."""
-        self._committed_parts = {
-            bucket.start: _Part(bucket, num_samples) for bucket in buckets if num_samples
-        }
+        self._committed_parts = {bucket.start: _Part(bucket, num_samples) for bucket in buckets}
 
     def residual(self) -> Tensor:
         """Return r, a new tensor (numel,): what applied pushes still owe to the weighted sum."""

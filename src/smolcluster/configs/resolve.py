@@ -182,8 +182,11 @@ def load_resolved(path: Path) -> Settings:
     """
     node = read_yaml(path).get(NODE_SECTION)
     settings = load_settings(path, path, environ={})
-    draft = Draft(NodeConfig, str(path), copy.deepcopy(node) if isinstance(node, dict) else {})
-    return replace(settings, node=draft.check())
+    if not isinstance(node, dict):
+        raise ConfigError(
+            f"{path}: is not the configuration of a run: it has no section {NODE_SECTION}"
+        )
+    return replace(settings, node=Draft(NodeConfig, str(path), copy.deepcopy(node)).check())
 
 
 def localise(cluster: ClusterConfig, num_workers: int | None) -> ClusterConfig:

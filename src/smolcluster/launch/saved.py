@@ -76,7 +76,6 @@ def resume(run: str, num_workers: int | None, overrides: Sequence[str], *, dry_r
     with RunLock(paths.lock):  # the server takes it again
         settings = load_resolved(paths.config)
         algorithm = get_algorithm(_algorithm(paths))
-        checkpoint = _store(paths).newest_good()
     if set(settings.cluster.host_ip.values()) != {LOOPBACK}:
         raise ConfigError(
             f"run {paths.run_id} was not a local one: start its server with --resume {paths.run_id}, and its "
@@ -89,9 +88,7 @@ def resume(run: str, num_workers: int | None, overrides: Sequence[str], *, dry_r
         overrides=(*_kept(settings, paths, algorithm.name), *overrides),
         num_workers=num_workers,
     )
-    if checkpoint is not None:
-        num_epochs = settings_of(request, local=True).train.num_epochs
-        check_unfinished(paths, checkpoint.state, num_epochs)
+    check_unfinished(paths, settings_of(request, local=True).train.num_epochs)
     return launch_local(request, paths.run_id, dry_run=dry_run, resume=True)
 
 

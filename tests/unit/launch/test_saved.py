@@ -7,12 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from harness import Cluster, local_settings
+from harness import Cluster, local_settings, summary_of
 from smolcluster.configs.resolve import save_resolved
 from smolcluster.errors import CheckpointError, ConfigError, RunBusy
 from smolcluster.launch.saved import export_model, resume, show_checkpoints
 from smolcluster.runs.lock import RunLock
 from smolcluster.runs.paths import RunPaths, create_run
+from smolcluster.runs.summary import write_summary
 from smolcluster.utils.stopping import Interrupted
 
 
@@ -86,9 +87,10 @@ def test_what_cannot_be_resumed_is_one_line(run: RunPaths, tmp_path: Path) -> No
         resume("nono", None, [], dry_run=True)
     with RunLock(run.lock), pytest.raises(RunBusy, match="is being written"):
         resume(str(run.root), None, [], dry_run=True)
-    run.summary.write_text("{}")
-    with pytest.raises(CheckpointError, match="has ended; to train on, raise num_epochs above 1"):
-        resume(str(run.root), None, ["num_epochs=1"], dry_run=True)
+    write_summary(run.summary, summary_of(30))
+    with pytest.raises(CheckpointError, match="has ended; to train on, raise num_epochs above 30"):
+        resume(str(run.root), None, [], dry_run=True)
+    run.summary.unlink()
     run.config.write_text(run.config.read_text().replace("127.0.0.1", "10.0.0.1"))
     with pytest.raises(ConfigError, match="was not a local one"):
         resume(str(run.root), None, [], dry_run=True)

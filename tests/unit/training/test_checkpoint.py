@@ -1205,4 +1205,3 @@ def test_a_spare_snapshot_is_written_over(tmp_path: Path) -> None:
     for kept, expected in ((second.model, fresh.model), (second.optimizer, fresh.optimizer)):
         assert kept.keys() == expected.keys()
         assert all(torch.equal(kept[name], expected[name]) for name in kept)
-

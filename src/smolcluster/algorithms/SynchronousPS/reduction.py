@@ -22,7 +22,7 @@ from smolcluster.cluster.tensors import bucket_length, bucket_spec, bytes_of
 from smolcluster.codec.base import NonFiniteValue, absmax
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
-from smolcluster.errors import NonFiniteLoss, ProtocolError
+from smolcluster.errors import CheckpointError, NonFiniteLoss, ProtocolError
 from smolcluster.training.checkpoint import Progress
 from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica
 from smolcluster.transport.frames import Frame
@@ -84,11 +84,20 @@ class Reduction:
         return {} if self._feedback is None else {RESIDUAL: self._residual_samples}
 
     def resume(self, progress: Progress) -> None:
-        """Go on from a checkpoint; `residual` has been filled."""
+        """Go on from a checkpoint; `residual` has been filled.
+
+        Raises:
+            CheckpointError: the progress does not say whose residual that is.
+        """
+        if self._feedback is None:
+            return
         num_samples = progress.get(RESIDUAL)
-        if self._feedback is not None and isinstance(num_samples, int):
-            self._residual_samples = num_samples
-            self._feedback.resume(self._buckets, num_samples)
+        if type(num_samples) is not int or num_samples < 0:
+            raise CheckpointError(
+                f"the checkpoint's residual is of {num_samples!r} samples, must be 0 or more: begin a new run"
+            )
+        self._residual_samples = num_samples
+        self._feedback.resume(self._buckets if num_samples else (), num_samples)
 
     def open(self, step: Step) -> None:
         """Begin a step; the oldest sums are given up."""

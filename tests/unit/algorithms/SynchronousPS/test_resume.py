@@ -1,0 +1,350 @@
+"""SyncPS over a restart: the next batch, and what a lossy codec owes, are those that would have been."""
+
+import json
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from harness import local_settings
+from peers import Parts, logger, server_parts
+from smolcluster.algorithms import context as room
+from smolcluster.algorithms.SynchronousPS.reduction import RESIDUAL, Reduction
+from smolcluster.algorithms.SynchronousPS.rule import global_batches
+from smolcluster.algorithms.SynchronousPS.server import Server
+from smolcluster.cluster.dispatcher import Range
+from smolcluster.cluster.report import StepTaken
+from smolcluster.cluster.saver import Subject
+from smolcluster.errors import CheckpointError
+from smolcluster.runs.events import RunResumed
+from smolcluster.training.checkpoint import (
+    Checkpoint,
+    CheckpointStore,
+    Progress,
+    Snapshot,
+    TrainingState,
+    restore,
+)
+from smolcluster.training.replica import Replica
+from smolcluster.transport.connection import listen
+from unit.algorithms.SynchronousPS.actors import (
+    DTYPES,
+    LOSSY,
+    add_part,
+    opened_step,
+    random_gradient,
+    small_replica,
+)
+
+LOSSLESS = ["fp32", "fp64"]
+
+# The next batch
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    num_samples=st.integers(1, 60),
+    num_epochs=st.integers(1, 4),
+    batch_size=st.integers(1, 70),
+    data=st.data(),
+)
+def test_after_any_step_the_batches_are_those_that_would_have_come(
+    num_samples: int, num_epochs: int, batch_size: int, data: st.DataObject
+) -> None:
+    whole = list(global_batches(num_samples, num_epochs, batch_size))
+    taken = data.draw(st.integers(0, len(whole)))
+    first = sum(batch.num_samples for batch in whole[:taken])
+    assert list(global_batches(num_samples, num_epochs, batch_size, first=first)) == whole[taken:]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    num_samples=st.integers(1, 60),
+    num_epochs=st.integers(1, 4),
+    batch_size=st.integers(1, 70),
+    data=st.data(),
+)
+def test_from_any_sample_on_every_position_comes_once_and_in_order(
+    num_samples: int, num_epochs: int, batch_size: int, data: st.DataObject
+) -> None:
+    """The batches before may have been of another size."""
+    first = data.draw(st.integers(0, num_samples * num_epochs))
+    batches = list(global_batches(num_samples, num_epochs, batch_size, first=first))
+    positions = [
+        batch.epoch * num_samples + place
+        for batch in batches
+        for place in range(batch.start, batch.stop)
+    ]
+    assert positions == list(range(first, num_samples * num_epochs))
+    assert all(0 < batch.num_samples <= batch_size for batch in batches)
+    assert all(batch.stop <= num_samples for batch in batches)
+
+
+def test_with_more_epochs_a_finished_run_goes_on() -> None:
+    assert list(global_batches(10, 2, 4, first=20)) == []
+    assert list(global_batches(10, 3, 4, first=20)) == [
+        Range(2, 0, 4),
+        Range(2, 4, 8),
+        Range(2, 8, 10),
+    ]
+
+
+# What the codec owes
+
+
+def state_at(step: int, progress: Progress) -> TrainingState:
+    return TrainingState(
+        run_id="syncps-1",
+        algorithm="syncps",
+        incarnation="a1",
+        step=step,
+        samples_applied=8 * step,
+        epoch=0,
+        dataset_fingerprint="d",
+        codec="bf16",
+        progress=progress,
+    )
+
+
+def train(replica: Replica, reduction: Reduction, versions: range) -> list[Tensor]:
+    """Steps of one part each, of changing sizes; returns what was applied in each."""
+    means = []
+    for version in versions:
+        size = [8, 3, 32][version % 3]
+        step = opened_step(version, [size])
+        reduction.open(step)
+        gradient = random_gradient(replica.num_params, version, replica.params.dtype)
+        add_part(reduction, replica, step.holdings[0], gradient)
+        means.append(torch.cat([piece.clone() for _, piece in reduction.pieces(version)]))
+        reduction.close()
+        replica.step_pieces(reduction.pieces(version), 0.5, 0.1)
+    return means
+
+
+def saved(
+    folder: Path, replica: Replica, reduction: Reduction, step: int, **changes: Any
+) -> Checkpoint:
+    """What a checkpoint on the disk makes of a server."""
+    store = CheckpointStore(folder / "checkpoints", 9, logger([]))
+    progress = {**reduction.progress(), **changes}
+    store.save(Snapshot.of(replica, state_at(step, progress), reduction.residual()))
+    found = store.newest_good()
+    assert found is not None
+    return found
+
+
+def resumed(checkpoint: Checkpoint, codec: str) -> tuple[Replica, Reduction]:
+    replica = small_replica("adam", DTYPES[codec])
+    replica.params.fill_(7.0)
+    reduction = Reduction(replica, codec)
+    restore(replica, checkpoint, reduction.residual())
+    reduction.resume(checkpoint.state.progress)
+    return replica, reduction
+
+
+@pytest.mark.parametrize("codec", [*LOSSLESS, *LOSSY])
+@pytest.mark.parametrize("num_before", [0, 1, 2, 7])
+def test_a_server_that_goes_on_applies_bit_for_bit_what_it_would_have(
+    tmp_path: Path, codec: str, num_before: int
+) -> None:
+    replica = small_replica("adam", DTYPES[codec])
+    reduction = Reduction(replica, codec)
+    train(replica, reduction, range(1, num_before + 1))
+    again, other = resumed(saved(tmp_path, replica, reduction, num_before), codec)
+    assert other.progress() == reduction.progress()
+    versions = range(num_before + 1, num_before + 8)
+    means, expected = train(again, other, versions), train(replica, reduction, versions)
+    assert all(torch.equal(mean, each) for mean, each in zip(means, expected, strict=True))
+    assert torch.equal(again.params, replica.params)
+    for name, tensor in replica.optimizer.state.items():
+        assert torch.equal(again.optimizer.state[name], tensor), name
+    assert other.progress() == reduction.progress()
+    for name, tensor in reduction.residual().items():
+        assert torch.equal(other.residual()[name], tensor)
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_what_is_owed_is_of_the_steps_that_are_closed(codec: str) -> None:
+    replica = small_replica("sgd", DTYPES[codec])
+    reduction = Reduction(replica, codec)
+    assert reduction.progress() == {RESIDUAL: 0}
+    assert not bool(reduction.residual()[RESIDUAL].any())
+    train(replica, reduction, range(1, 3))
+    assert reduction.progress() == {RESIDUAL: 32}
+    owed = reduction.residual()[RESIDUAL].clone()
+    assert bool(owed.any())
+    step = opened_step(3, [5])
+    reduction.open(step)
+    add_part(reduction, replica, step.holdings[0], random_gradient(replica.num_params, 99))
+    assert reduction.progress() == {RESIDUAL: 32}
+    assert torch.equal(reduction.residual()[RESIDUAL], owed), "not before the step is taken"
+    reduction.close()
+    assert reduction.progress() == {RESIDUAL: 5}
+    assert not torch.equal(reduction.residual()[RESIDUAL], owed)
+
+
+@pytest.mark.parametrize("codec", LOSSLESS)
+def test_a_lossless_codec_keeps_nothing(codec: str) -> None:
+    replica = small_replica("sgd", DTYPES[codec])
+    reduction = Reduction(replica, codec)
+    train(replica, reduction, range(1, 3))
+    assert (reduction.residual(), reduction.progress()) == ({}, {})
+    reduction.resume({RESIDUAL: 8})
+    assert (reduction.residual(), reduction.progress()) == ({}, {})
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_a_run_does_not_go_on_with_a_codec_that_would_forget_the_debt(
+    tmp_path: Path, codec: str
+) -> None:
+    replica = small_replica("adam")
+    reduction = Reduction(replica, codec)
+    train(replica, reduction, range(1, 3))
+    with pytest.raises(CheckpointError, match="holds residual"):
+        resumed(saved(tmp_path, replica, reduction, 2), "fp32")
+
+
+def test_a_lossy_run_does_not_go_on_from_a_lossless_one(tmp_path: Path) -> None:
+    replica = small_replica("adam")
+    reduction = Reduction(replica, "fp32")
+    with pytest.raises(CheckpointError, match="lacks residual"):
+        resumed(saved(tmp_path, replica, reduction, 2), "int8")
+
+
+# The whole server
+
+
+@pytest.fixture(autouse=True)
+def no_door_stays_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Servers are made here that never serve."""
+    opened: list[socket.socket] = []
+
+    def recorded(addresses: Sequence[str], port: int) -> list[socket.socket]:
+        listeners = listen(addresses, port)
+        opened.extend(listeners)
+        return listeners
+
+    monkeypatch.setattr(room, "listen", recorded)
+    yield
+    for listener in opened:
+        listener.close()
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Iterator[Parts]:
+    overrides = ("num_epochs=3", "codec=bf16", "checkpoint_steps=null", "batch_size=10")
+    settings = local_settings(*overrides, algorithm="syncps")
+    with server_parts(settings, tmp_path, algorithm="syncps") as parts:
+        yield parts
+
+
+def checkpoint_of(parts: Parts, folder: Path, step: int = 4, **changes: Any) -> Checkpoint:
+    """A checkpoint of a server like that of `parts`, after so many steps, with some changes."""
+    server = Server(replace(parts.context))
+    try:
+        batches = list(server.batches)[:step]
+        for version, batch in enumerate(batches, start=1):
+            server.report.step_taken(StepTaken(version, batch, 0.5, 1e-3, 1.0, {}))
+        replica = parts.context.bench.replica
+        replica.params.fill_(0.25)
+        owed = server.reduction.residual()
+        owed[RESIDUAL].fill_(0.125)
+        state = server.report.standing({RESIDUAL: 30}).model_copy(update=changes)
+        store = CheckpointStore(folder / "checkpoints", 9, logger([]))
+        store.save(Snapshot.of(replica, state, owed))
+        replica.params.fill_(0.5)
+        found = store.newest_good()
+        assert found is not None
+        return found
+    finally:
+        with server.hub:
+            pass
+
+
+def resumed_server(parts: Parts, checkpoint: Checkpoint | None) -> Server:
+    server = Server(replace(parts.context, checkpoint=checkpoint))
+    with server.hub:
+        pass
+    return server
+
+
+def test_a_server_stands_where_its_checkpoint_stood(parts: Parts, tmp_path: Path) -> None:
+    fresh = list(resumed_server(parts, None).batches)
+    checkpoint = checkpoint_of(parts, tmp_path)
+    server = resumed_server(parts, checkpoint)
+    count = checkpoint.state.samples_applied
+    assert count == 4 * 30
+    assert (server.version, server.samples_applied) == (4, count)
+    assert (server.report.version, server.report.samples_applied) == (4, count)
+    assert list(server.batches) == fresh[4:]
+    replica = parts.context.bench.replica
+    assert torch.equal(replica.params, torch.full_like(replica.params, 0.25))
+    (owed,) = server.reduction.residual().values()
+    assert torch.equal(owed, torch.full_like(owed, 0.125))
+    assert server.reduction.progress() == {RESIDUAL: 30}
+    assert parts.happened(RunResumed) == [RunResumed(step=4, samples_applied=count)]
+
+
+def test_a_server_without_a_checkpoint_begins(parts: Parts) -> None:
+    server = resumed_server(parts, None)
+    assert (server.version, server.samples_applied) == (0, 0)
+    assert next(server.batches) == Range(0, 0, 30)
+    assert parts.happened(RunResumed) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"algorithm": "edp"}, "was trained by algorithm edp, not by syncps"),
+        ({"dataset_fingerprint": "e" * 64}, "was trained on other data"),
+        ({"samples_applied": 10**9}, "has applied 1,000,000,000 samples, num_epochs = 3 has"),
+        ({"progress": {RESIDUAL: 30}}, "the progress of step 4 cannot be read"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(
+    parts: Parts, tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    checkpoint = checkpoint_of(parts, tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=sentence):
+        Server(replace(parts.context, checkpoint=checkpoint))
+    if "progress" not in changes:
+        params = parts.context.bench.replica.params
+        assert torch.equal(params, torch.full_like(params, 0.5)), "nothing was changed"
+
+
+def test_more_samples_than_all_epochs_have_are_refused_and_just_as_many_are_not(
+    parts: Parts, tmp_path: Path
+) -> None:
+    total = 3 * parts.context.bench.dataset.train.num_samples
+    exact = checkpoint_of(parts, tmp_path / "exact", samples_applied=total)
+    context = replace(parts.context, checkpoint=exact)
+    report = resumed_server(parts, None).report
+    replica = parts.context.bench.replica
+    owed = {RESIDUAL: torch.zeros(replica.num_params)}
+    subject = Subject(replica, dict, lambda: owed)
+    assert context.resume(subject, report) is not None
+    more = checkpoint_of(parts, tmp_path / "more", samples_applied=total + 1)
+    context = replace(parts.context, checkpoint=more)
+    with pytest.raises(CheckpointError, match="raise num_epochs"):
+        context.resume(subject, report)
+
+
+def test_a_checkpoint_of_another_model_is_refused(parts: Parts, tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(parts, tmp_path)
+    state = checkpoint.state.model_copy(update={"model_fingerprint": "f" * 64})
+    with pytest.raises(CheckpointError, match="is of another model"):
+        Server(replace(parts.context, checkpoint=replace(checkpoint, state=state)))
+
+
+def test_what_goes_on_is_what_the_file_says(parts: Parts, tmp_path: Path) -> None:
+    """Numbers only: a state that went through JSON once more is the same."""
+    checkpoint = checkpoint_of(parts, tmp_path)
+    again = json.loads(checkpoint.state.model_dump_json())
+    assert type(checkpoint.state).model_validate_json(json.dumps(again)) == checkpoint.state
