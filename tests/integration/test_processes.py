@@ -81,15 +81,17 @@ def test_a_worker_waits_for_the_server_and_both_leave_readable_files(
     assert run.config.is_file()
 
 
-def test_a_stopped_server_says_goodbye_and_its_workers_end(processes: Processes) -> None:
+def test_workers_look_for_a_server_that_was_stopped(processes: Processes) -> None:
     port = f"port={free_port()}"
-    server = processes.server("--local", "--override", port, "num_epochs=5000")
+    server = processes.server(
+        "--local", "--override", port, "num_epochs=5000", "reconnect_timeout_s=1"
+    )
     worker = processes.worker(1, "macbook", "--local", "--override", port)
     worker.wait_for("joined run")
     server.kill(signal.SIGINT)
     assert server.wait() == 130
-    assert worker.wait() == 1
-    assert "the server was stopped" in worker.output
+    assert worker.wait() == 75
+    assert "trying to reconnect for 1 s" in worker.output
     assert "Traceback" not in server.output + worker.output
 
 

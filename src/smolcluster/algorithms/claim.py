@@ -9,6 +9,7 @@ from datetime import datetime
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.errors import CheckpointError, ConfigError
+from smolcluster.runs.events import first_start
 from smolcluster.runs.lock import RunLock
 from smolcluster.runs.paths import (
     LATEST,
@@ -57,6 +58,8 @@ def claim_run(
     paths = create_run(root, name, newest=False)
     with RunLock(paths.lock):
         store = CheckpointStore(paths.checkpoints, settings.cluster.keep_last, log)
+        if resume is not None:
+            _check_algorithm(paths, algorithm)
         yield Claimed(paths, store, _checkpoint(paths, store, resume, settings, log))
 
 
@@ -99,13 +102,24 @@ def _checkpoint(
             f"run {paths.run_id} has no checkpoint yet: begin it again with --resume {AUTO} --run-id "
             f"{paths.run_id}"
         )
-    if checkpoint is not None:
+    if checkpoint is None:
+        log.info("run %s has no checkpoint yet: it begins from the start", paths.run_id)
+    else:
         state = checkpoint.state
         log.info(
-            "resuming run %s at step %d, after %s samples (%s)",
+            "resuming run %s at step %d, after %s samples, saved at %s",
             *(paths.run_id, state.step, f"{state.samples_applied:,}", state.written_at),
         )
     return checkpoint
+
+
+def _check_algorithm(paths: RunPaths, algorithm: AlgorithmName) -> None:
+    started = first_start(paths.events)
+    if started is not None and started.algorithm != algorithm:
+        raise CheckpointError(
+            f"run {paths.run_id} was begun by {started.algorithm}, not by {algorithm}: name another run with "
+            "--resume or --run-id, or begin a new one without --resume"
+        )
 
 
 def check_unfinished(paths: RunPaths, num_epochs: int) -> None:

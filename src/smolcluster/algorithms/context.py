@@ -81,25 +81,17 @@ class ServerContext:
     def resume(self, subject: Subject, report: Report) -> CheckpointState | None:
         """Fill the server with the checkpoint that it goes on from, and say where that stood.
 
+        The checkpoint's own memory is given back.
+
         Raises:
-            CheckpointError: it is of another algorithm, dataset or model, or of more epochs.
+            CheckpointError: it is of another run than `check_resumable` allows.
         """
         if self.checkpoint is None:
             return None
-        state, replica = self.checkpoint.state, subject.replica
-        check_same(
-            state,
-            model_fingerprint=replica.fingerprint,
-            dataset_fingerprint=self.bench.dataset.fingerprint,
-            algorithm=self.run.algorithm,
-        )
-        total = self.run.train.num_epochs * self.bench.dataset.train.num_samples
-        if state.samples_applied > total:
-            raise CheckpointError(
-                f"step {state.step} of run {state.run_id} has applied {state.samples_applied:,} samples, "
-                f"num_epochs = {self.run.train.num_epochs} has {total:,}: raise num_epochs"
-            )
-        restore(replica, self.checkpoint, subject.extra())
+        state = self.checkpoint.state
+        check_resumable(state, self.run, self.bench)
+        restore(subject.replica, self.checkpoint, subject.extra())
+        self.checkpoint.release()
         report.resume(state)
         return state
 
@@ -152,6 +144,27 @@ class ServerContext:
             events=self.events,
             log=self.log,
             check_stop=self.check_stop,
+        )
+
+
+def check_resumable(state: CheckpointState, run: RunConfig, bench: Workbench) -> None:
+    """See to it that a run goes on with what it began with.
+
+    Raises:
+        CheckpointError: another algorithm, seed, dataset or model, or fewer epochs than it has done.
+    """
+    check_same(
+        state,
+        model_fingerprint=bench.replica.fingerprint,
+        dataset_fingerprint=bench.dataset.fingerprint,
+        algorithm=run.algorithm,
+        seed=run.seed,
+    )
+    total = run.train.num_epochs * bench.dataset.train.num_samples
+    if state.samples_applied > total:
+        raise CheckpointError(
+            f"step {state.step} of run {state.run_id} has applied {state.samples_applied:,} samples, "
+            f"num_epochs = {run.train.num_epochs} has {total:,}: raise num_epochs"
         )
 
 

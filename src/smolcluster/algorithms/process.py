@@ -17,7 +17,7 @@ from rich.console import Console
 
 import smolcluster
 from smolcluster.algorithms.claim import claim_run
-from smolcluster.algorithms.context import ServerContext, check_port
+from smolcluster.algorithms.context import ServerContext, check_port, check_resumable
 from smolcluster.algorithms.entry import Ended
 from smolcluster.algorithms.records import open_records, open_run
 from smolcluster.cluster.joining import ServerAddress
@@ -109,8 +109,11 @@ def serve(
         check_port(settings.cluster)
         with claim_run(settings, algorithm, args.run_id, args.resume, log.logger) as claimed:
             paths, run = claimed.paths, settings.run_config(claimed.paths.run_id, algorithm)
-            open_run(settings, run, role="server", node=node, log=log)
             bench = _build(settings)
+            if claimed.checkpoint is not None:
+                check_resumable(claimed.checkpoint.state, run, bench)
+            open_run(settings, run, role="server", node=node, log=log)
+            paths.summary.unlink(missing_ok=True)
             progress = None if args.no_progress else console
             stop = StopRequest()
             with open_records(

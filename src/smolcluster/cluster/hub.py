@@ -91,7 +91,10 @@ class Hub:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
-        """See everybody out, with the reason, and close the door."""
+        """See everybody out, with the reason, and close the door.
+
+        After a signal nobody is told: the server may be started again, and workers look for it.
+        """
         if error is None:
             sentence = "every sample of every epoch has been applied"
         elif isinstance(error, SmolclusterError):
@@ -99,7 +102,8 @@ class Hub:
         else:
             sentence = "the server was stopped"
         try:
-            self.see_out(error is None, sentence)
+            if not isinstance(error, KeyboardInterrupt):
+                self.see_out(error is None, sentence)
         finally:
             self.report.ended(error is None, sentence)
             self._reception.close()
@@ -142,11 +146,14 @@ class Hub:
                 yield event
 
     def see_out(self, ok: bool, sentence: str) -> None:
-        """Tell everybody that the run is over, and stay a moment for those who lost their connection."""
+        """Tell everybody that the run is over, and stay a moment for those who have not heard it.
+
+        Whoever has says Goodbye and closes its side; of a connection that broke, nobody knows.
+        """
         end = End(ok=ok, sentence=sentence)
         for worker in self._seats.values():
             if worker.session:
-                worker.session.end_with(end)
+                worker.session.send_at_once(end)
         leaving = set(self._seats)
         present, absent = Deadline(PRESENT_S), Deadline(FAREWELL_S)
         while (leaving and not present.expired) or (self._missing and not absent.expired):
@@ -156,9 +163,14 @@ class Hub:
                 self._missing.discard(event.hello.worker_id)
                 leaving.add(event.seat)  # until it has been told
             elif isinstance(event, Seated):
-                event.session.end_with(end)
+                event.session.send_at_once(end)
+            elif isinstance(event, Said) and isinstance(event.message, Goodbye):
+                self._hear_goodbye(event.seat, event.message)
             elif isinstance(event, Gone):
                 leaving.discard(event.seat)
+                gone = self._seats.get(event.seat)
+                if gone is not None and gone.ready and gone.goodbye is None:
+                    self._missing.add(gone.member.worker_id)
 
     def _evaluated(self, event: EvaluationDone | EvaluationFailed) -> None:
         if isinstance(event, EvaluationFailed):

@@ -221,7 +221,10 @@ class _Life:
             self._prepare(welcome)
             link.begin(self._participant.new_receiver(), self._ready())
             self._participant.take_part(link)
-        except (RunOver, RunFailed, Rejected, PeerLost):
+        except (RunOver, RunFailed):
+            last_words = Goodbye(reason="the run is over")
+            raise
+        except (Rejected, PeerLost):
             last_words = None
             raise
         except Exception as error:

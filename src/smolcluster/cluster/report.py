@@ -306,7 +306,12 @@ class Report:
         )
 
     def standing(self, progress: Progress) -> TrainingState:
-        """Where the run stands, for a checkpoint; `progress` is what the algorithm adds."""
+        """Where the run stands, for a checkpoint; `progress` is what the algorithm adds.
+
+        What has been reported so far is on its way to the disk then, too.
+        """
+        self._metrics.flush()
+        self._events.flush()
         counts = Counts(
             wall_s=self._wall_s,
             traffic=self._traffic,
@@ -324,10 +329,16 @@ class Report:
             samples_applied=self.samples_applied,
             epoch=self._epoch,
             dataset_fingerprint=self._bench.dataset.fingerprint,
+            seed=self._run.seed,
             codec=self._codec,
             train_loss=self._train_loss,
             progress={**progress, COUNTS: counts.model_dump(mode="json")},
         )
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every sample of every epoch has been applied."""
+        return self.samples_applied == self._run.train.num_epochs * self._epoch_size
 
     def resume(self, state: TrainingState) -> None:
         """Count on from where a checkpoint stood.

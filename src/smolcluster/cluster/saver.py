@@ -7,6 +7,7 @@ server waits for the next gradients; `wait_for_copy` stands before whatever chan
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -18,7 +19,13 @@ from torch import Tensor
 
 from smolcluster.cluster.report import Report
 from smolcluster.errors import NonFiniteLoss, SmolclusterError
-from smolcluster.training.checkpoint import CheckpointStore, CheckpointWriter, Progress, Snapshot
+from smolcluster.training.checkpoint import (
+    CheckpointStore,
+    CheckpointWriter,
+    Progress,
+    Snapshot,
+    TrainingState,
+)
 from smolcluster.training.replica import Replica
 from smolcluster.utils.stopping import Interrupted
 
@@ -73,21 +80,21 @@ class Saver:
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Save the end as well, unless the weights are bad, or may stand between two steps."""
+        if isinstance(error, Interrupted) and not error.is_orderly:
+            self._copier.shutdown(wait=False)
+            return  # at once; the writer's thread ends with the process
         with self._open:
             self.wait_for_copy()
             if _is_orderly(error) and self._report.version != self._newest_step:
                 self._take()
             self.wait_for_copy()
-            if not isinstance(
-                error, NonFiniteLoss
-            ):  # what waits for its evaluation may be bad already
-                self._submit()
+            self._submit()
 
     def after_step(self, *, is_evaluated: bool) -> None:
         """The server has taken a step. `is_evaluated`: a validation loss of its weights is to come."""
         if self._every is not None and self._report.version % self._every == 0:
             self._take()
-            self._is_evaluated = is_evaluated
+            self._is_evaluated = is_evaluated or self._report.is_complete
 
     def wait_for_copy(self) -> None:
         """Return when the weights may change."""
@@ -119,7 +126,7 @@ class Saver:
         self._newest_step = self._report.version
         state = self._report.standing(self._subject.progress())
         self._copying = self._copier.submit(
-            Snapshot.of,
+            _copy,
             *(self._subject.replica, state, self._subject.extra()),
             self._writer.take_spare(),
         )
@@ -132,6 +139,21 @@ class Saver:
             known = {"val_loss": self._report.evaluated_loss}
             copied = replace(copied, state=copied.state.model_copy(update=known))
         self._writer.submit(copied)
+
+
+def _copy(
+    replica: Replica, state: TrainingState, extra: Mapping[str, Tensor], spare: Snapshot | None
+) -> Snapshot:
+    """Take a snapshot.
+
+    Raises:
+        NonFiniteLoss: its weights hold NaN or infinity; nobody could go on from it.
+    """
+    snapshot = Snapshot.of(replica, state, extra, spare)
+    low, high = snapshot.weights.aminmax()
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise NonFiniteLoss("its weights hold NaN or infinity")
+    return snapshot
 
 
 def _is_orderly(error: BaseException | None) -> bool:

@@ -121,12 +121,16 @@ class Session:
 
     def end_with(self, last_words: Message) -> None:
         """Drop what is still queued, send a last message, then close this side."""
+        self.send_at_once(last_words)
+        self.finish()
+
+    def send_at_once(self, message: Message) -> None:
+        """Drop what is still queued, and send a message in its place."""
         with suppress(queue.Empty):
             while True:
                 if isinstance(self._outbound.get_nowait(), tuple):
                     self.num_sent += 1
-        self.send(last_words)
-        self.finish()
+        self.send(message)
 
     def finish(self) -> None:
         """Send what is queued, then close this side; the peer's closing ends the session."""

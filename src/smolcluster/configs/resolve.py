@@ -88,6 +88,7 @@ class Settings:
             staleness=cluster.staleness,
             heartbeat_timeout_s=cluster.heartbeat_timeout_s,
             reconnect_timeout_s=cluster.reconnect_timeout_s,
+            timeout=cluster.timeout if algorithm == "syncps" else None,
             train=self.train.model_copy(update=train),
         )
 

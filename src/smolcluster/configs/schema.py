@@ -330,6 +330,7 @@ class RunConfig(Section):
     staleness: StalenessConfig
     heartbeat_timeout_s: PositiveFloat
     reconnect_timeout_s: PositiveFloat
+    timeout: PositiveFloat | None = None
     train: TrainConfig
 
     @model_validator(mode="after")

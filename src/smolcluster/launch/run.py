@@ -34,8 +34,8 @@ from smolcluster.transport.security import default_secret_path, ensure_secret
 from smolcluster.utils.retry import Deadline
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
-GRACE_S = 15.0
-"""From asking a process to stop to killing it: the server says goodbye for up to 5 s, and W&B may take 6."""
+GRACE_S = 60.0
+"""From asking a process to stop to killing it: a large last checkpoint takes a slow disk that long."""
 FAREWELL_S = 10.0
 """From the end of a good run to the end of its workers, who hear of it from the server."""
 PATIENCE_S = 3.0
@@ -275,10 +275,10 @@ class LocalRun:
                 self._console.print(table(summary))
         elif interrupted:
             self._say("stopped: nothing of it is left running")
-            if self._paths.checkpoints.is_dir():
-                self._say(f"`uv run smolcluster resume {self._paths.run_id}` goes on with it")
         elif code != 0:
             self._say(f"{server.process.title} {server.ending}: the run has failed", "red")
+        if code != 0 and self._paths.checkpoints.is_dir():
+            self._say(f"`uv run smolcluster resume {self._paths.root}` goes on with it")
         self._say(f"files of the run: {self._paths.root}")
 
     def _say(self, line: str, style: str = "") -> None:

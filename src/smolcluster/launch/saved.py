@@ -1,8 +1,10 @@
 """Saved runs as commands: list their checkpoints, take a model out of one, let one go on."""
 
 import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -11,16 +13,17 @@ from rich.text import Text
 
 from smolcluster.algorithms.claim import check_unfinished
 from smolcluster.algorithms.registry import get_algorithm
+from smolcluster.configs.layers import ENVIRONMENT_PREFIX
 from smolcluster.configs.resolve import LOOPBACK, Settings, load_resolved
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.launch.plan import Request
 from smolcluster.launch.run import launch_local, settings_of
 from smolcluster.observability.logs import setup_logging
 from smolcluster.observability.terminal import SteadyConsole, steady
-from smolcluster.runs.events import RunStarted, read_events
+from smolcluster.runs.events import first_start
 from smolcluster.runs.lock import RunLock
 from smolcluster.runs.paths import RunPaths, find_run, runs_root
-from smolcluster.training.checkpoint import CheckpointInfo, CheckpointStore, export
+from smolcluster.training.checkpoint import BEST, LATEST, CheckpointInfo, CheckpointStore, export
 from smolcluster.utils.units import format_bytes
 
 
@@ -30,21 +33,34 @@ def find(run: str) -> RunPaths:
     Raises:
         ConfigError: there is neither.
     """
-    folder = Path(run).expanduser()
-    if folder.name != run and folder.is_dir():
-        return RunPaths(folder.resolve())
-    return find_run(runs_root(), run)
+    with suppress(RuntimeError, OSError):  # no such user; a name that is too long
+        folder = Path(run).expanduser()
+        if folder.name != run and folder.is_dir():
+            if not (folder / "config.yaml").is_file():
+                raise ConfigError(f"{folder} is not the folder of a run: it has no config.yaml")
+            return RunPaths(folder.resolve())
+    stated = os.environ.get(f"{ENVIRONMENT_PREFIX}RUNS_DIR")
+    return find_run(runs_root(Path(stated) if stated else None), run)
 
 
 def show_checkpoints(run: str) -> int:
     """Print a line for each checkpoint of a run; 1 when one is damaged."""
-    infos = _store(find(run)).list()
+    paths = find(run)
+    infos = _store(paths).list()
+    named = {
+        (paths.checkpoints / name).resolve(): name
+        for name in (LATEST, BEST)
+        if (paths.checkpoints / name).is_dir()
+    }
     console = SteadyConsole()
     table = Table("step", "train loss", "val loss", "size", "written (UTC)", "state")
     for info in infos:
-        table.add_row(*_row(info))
+        table.add_row(*_row(info, named.get(info.path.resolve(), "")))
     with steady(console):
         console.print(table if infos else f"run {run} has no checkpoint yet")
+        for info in infos:
+            if info.problem:
+                console.print(Text(f"step {info.step:,}: {info.problem}"), soft_wrap=True)
     return int(any(info.problem for info in infos))
 
 
@@ -58,7 +74,7 @@ def export_model(run: str, folder: Path, *, best: bool) -> int:
     store = _store(paths)
     checkpoint = store.best() if best else store.newest_good()
     if checkpoint is None:
-        kind = "checkpoint with a validation loss" if best else "good checkpoint"
+        kind = "good checkpoint with a validation loss" if best else "good checkpoint"
         raise CheckpointError(f"run {paths.run_id} has no {kind} in {paths.checkpoints}")
     target = export(checkpoint, folder)
     sys.stdout.write(f"step {checkpoint.state.step} of run {paths.run_id} -> {target}\n")
@@ -75,7 +91,13 @@ def resume(run: str, num_workers: int | None, overrides: Sequence[str], *, dry_r
     paths = find(run)
     with RunLock(paths.lock):  # the server takes it again
         settings = load_resolved(paths.config)
-        algorithm = get_algorithm(_algorithm(paths))
+        store = _store(paths)
+        checkpoint = store.newest_good()
+        algorithm = get_algorithm(checkpoint.state.algorithm if checkpoint else _algorithm(paths))
+    if checkpoint is None and store.num_places:
+        raise CheckpointError(
+            f"none of the {store.num_places} checkpoints of {paths.run_id} is good"
+        )
     if set(settings.cluster.host_ip.values()) != {LOOPBACK}:
         raise ConfigError(
             f"run {paths.run_id} was not a local one: start its server with --resume {paths.run_id}, and its "
@@ -93,28 +115,30 @@ def resume(run: str, num_workers: int | None, overrides: Sequence[str], *, dry_r
 
 
 def _algorithm(paths: RunPaths) -> str:
-    started = [each.event for each in read_events(paths.events)]
-    found = next((each.algorithm for each in started if isinstance(each, RunStarted)), None)
-    if found is None:
+    started = first_start(paths.events)
+    if started is None:
         raise ConfigError(
             f"run {paths.run_id} did not get as far as to begin: launch a new one instead"
         )
-    return found
+    return started.algorithm
 
 
 def _kept(settings: Settings, paths: RunPaths, algorithm: str) -> Iterator[str]:
     """What the run's machine and its number of workers said, as overrides."""
-    node = settings.node.model_copy(update={"runs_dir": paths.root.parent})
-    yield from _assignments("", node)
+    node, server = settings.node, settings.cluster.server
+    everybodys = {"runs_dir": paths.root.parent, "secret_file": node.secret_file}
+    yield from _assignments(node.model_copy(update=everybodys), only=("runs_dir", "secret_file"))
+    yield from _assignments(node.dataset, "dataset.")
+    yield from _assignments(node, f"nodes.{server}.", only=("device", "microbatch"))
     if algorithm == "syncps":  # it must not change with the number of workers
         yield f"global_batch_size={settings.global_batch_size}"
 
 
-def _assignments(prefix: str, section: BaseModel) -> Iterator[str]:
+def _assignments(
+    section: BaseModel, prefix: str = "", only: Collection[str] | None = None
+) -> Iterator[str]:
     for name, value in section:
-        if isinstance(value, BaseModel):
-            yield from _assignments(f"{prefix}{name}.", value)
-        elif value is not None:
+        if value is not None and (only is None or name in only):
             yield f"{prefix}{name}={json.dumps(value, default=str)}"
 
 
@@ -123,11 +147,12 @@ def _store(paths: RunPaths) -> CheckpointStore:
     return CheckpointStore(paths.checkpoints, 1, log)
 
 
-def _row(info: CheckpointInfo) -> list[str | Text]:
+def _row(info: CheckpointInfo, name: str) -> list[str | Text]:
     def loss(value: float | None) -> str:
-        return "" if value is None else f"{value:.4f}"
+        return "" if value is None else f"{value:.4g}"
 
-    state = Text("damaged: " + info.problem, "red") if info.problem else Text("good", "green")
+    state = Text("damaged", "red") if info.problem else Text("good", "green")
+    state.append(f", {name}" if name else "", "")
     written = (info.written_at or "").replace("T", " ")[:19]
     size = format_bytes(info.nbytes)
     return [f"{info.step:,}", loss(info.train_loss), loss(info.val_loss), size, written, state]

@@ -6,7 +6,7 @@ raises and never makes training wait: what it cannot report it drops, after one 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 MetricKind = Literal["step", "eval", "worker"]
 RESERVED = frozenset({"ts", "kind", "incarnation", "step", "epoch", "rank", "node"})
@@ -47,6 +47,14 @@ class Sink(Protocol):
         """Report what is left, within a deadline; later records are ignored."""
 
 
+@runtime_checkable
+class Flushing(Protocol):
+    """A sink that keeps records back for a while."""
+
+    def flush(self) -> None:
+        """Write them."""
+
+
 class Metrics:
     """Hands each record to all sinks."""
 
@@ -57,6 +65,12 @@ class Metrics:
         """Report one record."""
         for sink in self._sinks:
             sink.log(record)
+
+    def flush(self) -> None:
+        """Write what the sinks that have a file keep back."""
+        for sink in self._sinks:
+            if isinstance(sink, Flushing):
+                sink.flush()
 
     def tick(self) -> None:
         """Let the sinks do what is due; to be called every second or so, also in a quiet time."""

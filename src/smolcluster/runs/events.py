@@ -130,6 +130,8 @@ class RunEnded(_Event):
     samples_applied: int
 
 
+MAX_FIRST_NBYTES = 64 * 1024
+
 Event = (
     RunStarted
     | WorkerJoined
@@ -184,6 +186,10 @@ class EventLog:
         stamp = {"ts": utc_timestamp(self._now()), "kind": kind_of(type(event))}
         self._writer.write(stamp | {"incarnation": self._incarnation} | event.model_dump())
 
+    def flush(self) -> None:
+        """Write what has been kept back."""
+        self._writer.flush()
+
     def tick(self) -> None:
         """Flush what is a second old."""
         self._writer.tick()
@@ -205,6 +211,12 @@ def follow_events(path: Path) -> Follower[EventRecord]:
             return None
 
     return Follower(path, parse)
+
+
+def first_start(path: Path) -> RunStarted | None:
+    """How the run began; None when its first lines do not tell."""
+    begun = (record.event for record in follow_events(path).poll_first(MAX_FIRST_NBYTES))
+    return next((event for event in begun if isinstance(event, RunStarted)), None)
 
 
 def read_events(path: Path) -> list[EventRecord]:

@@ -4,6 +4,7 @@ A line is written once and never changed. A reader may meet a last line that is 
 and, after a crash and a resume, a broken line in the middle: both are left out.
 """
 
+import errno
 import json
 import math
 import os
@@ -19,6 +20,9 @@ from typing import Any, Generic, TypeVar
 from smolcluster.errors import SmolclusterError
 
 T = TypeVar("T")
+
+_PASSING = frozenset({errno.EMFILE, errno.ENFILE})
+"""What may be over at the next try: no file could be opened."""
 
 
 def utc_timestamp(seconds: float) -> str:
@@ -118,6 +122,9 @@ class LineWriter:
             while view:
                 view = view[self._file.write(view) :]
         except OSError as error:
+            if self._file is None and error.errno in _PASSING:
+                self._waiting.insert(0, data)
+                return None
             return error.strerror or str(error)
         return None
 
@@ -139,6 +146,15 @@ class Follower(Generic[T]):
         self._parse = parse
         self._offset = 0
 
+    def poll_first(self, max_nbytes: int) -> list[T]:
+        """The records in the first bytes of the file, whatever was polled before."""
+        try:
+            with self.path.open("rb") as file:
+                data = file.read(max_nbytes)
+        except FileNotFoundError:
+            return []
+        return self._parsed(data[: data.rfind(b"\n") + 1])
+
     def poll(self) -> list[T]:
         """The records that are new and whole; none while the file does not exist yet."""
         try:
@@ -151,7 +167,10 @@ class Follower(Generic[T]):
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        records = (self._parse(entry) for entry in _objects(whole.splitlines()))
+        return self._parsed(whole)
+
+    def _parsed(self, lines: bytes) -> list[T]:
+        records = (self._parse(entry) for entry in _objects(lines.splitlines()))
         return [record for record in records if record is not None]
 
 

@@ -83,7 +83,7 @@ def _finite_or_none(value: object) -> object:
     return value if not isinstance(value, float) or math.isfinite(value) else None
 
 
-Count = Annotated[int, Field(ge=0, le=2**53)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Timestamp = Annotated[str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z$")]
@@ -109,6 +109,7 @@ class TrainingState(_Part):
     samples_applied: Count
     epoch: Count
     dataset_fingerprint: Text
+    seed: Count = Field(description="Which orders its epochs have.")
     codec: Text
     train_loss: Loss = None
     val_loss: Loss = None
@@ -192,7 +193,7 @@ class Snapshot:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Checkpoint:
     """A checkpoint that was read and found good. Its tensors are on the CPU, apart from the files."""
 
@@ -200,6 +201,10 @@ class Checkpoint:
     state: CheckpointState
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
+
+    def release(self) -> None:
+        """Its tensors have been used: give their memory back."""
+        self.model = self.optimizer = {}
 
 
 @dataclass(frozen=True)
@@ -422,6 +427,7 @@ class CheckpointWriter:
         self._busy = False
         self._ending = False
         self._reported: set[object] = set()
+        self._failed_step: int | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
 
     def __enter__(self) -> Self:
@@ -434,6 +440,12 @@ class CheckpointWriter:
             self._ending = True
             self._changed.notify_all()
         self._thread.join(EXIT_TIMEOUT_S)
+        if self._failed_step is not None:
+            self._log.warning(
+                "the last step, %d, is not saved; see the warning before and what is left with "
+                "`smolcluster checkpoints`",
+                self._failed_step,
+            )
         if self._thread.is_alive():
             self._log.warning(
                 "the last checkpoint is still being written after %s and is given up; "
@@ -454,7 +466,7 @@ class CheckpointWriter:
             self._spare = dropped or self._spare
             self._changed.notify_all()
         if dropped is not None:
-            self._log.info(
+            self._log.debug(
                 "step %d is not saved: the disk was busy until step %d came",
                 dropped.state.step,
                 snapshot.state.step,
@@ -488,6 +500,7 @@ class CheckpointWriter:
         try:
             self._store.save(snapshot)
             self._reported.clear()
+            self._failed_step = None
         except CheckpointError as error:
             self._report(snapshot, error, _errno(error.__cause__) or type(error.__cause__))
         except Exception as error:  # whatever it is, a run is worth more than its checkpoint
@@ -500,6 +513,7 @@ class CheckpointWriter:
 
     def _report(self, snapshot: Snapshot, error: Exception, kind: object) -> None:
         """Warn, once a kind until a checkpoint succeeds again."""
+        self._failed_step = snapshot.state.step
         if kind not in self._reported:
             self._reported.add(kind)
             known = isinstance(error, CheckpointError)
@@ -558,7 +572,12 @@ def parse_progress(kind: type[Shape], stored: JsonValue, step: int) -> Shape:
 
 
 def check_same(
-    state: CheckpointState, *, model_fingerprint: str, dataset_fingerprint: str, algorithm: str
+    state: CheckpointState,
+    *,
+    model_fingerprint: str,
+    dataset_fingerprint: str,
+    algorithm: str,
+    seed: int,
 ) -> None:
     """See to it that a run goes on with what it began with.
 
@@ -570,6 +589,11 @@ def check_same(
         raise CheckpointError(
             f"{who} was trained by algorithm {state.algorithm}, not by {algorithm}: "
             f"resume it with {state.algorithm}, or begin a new run"
+        )
+    if state.seed != seed:
+        raise CheckpointError(
+            f"{who} began with seed {state.seed}, not {seed}, and with it the order of its samples: "
+            f"set seed={state.seed}, or begin a new run"
         )
     if state.dataset_fingerprint != dataset_fingerprint:
         raise CheckpointError(

@@ -68,6 +68,7 @@ class Runs:
                 samples_applied=10 * step,
                 epoch=epoch,
                 dataset_fingerprint="d",
+                seed=42,
                 codec="fp32",
             )
             store.save(Snapshot.of(replica, state))

@@ -29,7 +29,7 @@ from smolcluster.cluster.inbox import Said
 from smolcluster.cluster.joining import RunOver, ServerAddress, join
 from smolcluster.cluster.reception import Reception
 from smolcluster.configs.resolve import Settings
-from smolcluster.errors import ClusterEmpty, NonFiniteLoss, Rejected, RunFailed
+from smolcluster.errors import ClusterEmpty, NonFiniteLoss, PeerLost, Rejected, RunFailed
 from smolcluster.runs.events import (
     Evaluated,
     RunEnded,
@@ -370,16 +370,24 @@ def test_everybody_hears_of_a_good_end(parts: Parts, rooms: ExitStack) -> None:
     assert ended.ok
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (NonFiniteLoss("loss is nan at layer fc1"), "the run failed: loss is nan at layer fc1"),
-        (KeyboardInterrupt(), "the server was stopped"),
-    ],
-)
-def test_everybody_hears_of_a_bad_end_and_why(
-    parts: Parts, rooms: ExitStack, error: BaseException, words: str
-) -> None:
+def test_nobody_is_told_of_a_signal(parts: Parts, rooms: ExitStack) -> None:
+    """The server may be started again, and they look for it."""
+    pool = rooms.enter_context(ThreadPoolExecutor(1))
+    with pytest.raises(KeyboardInterrupt), parts.context.open_hub(Echo) as hub:
+        house = HandledHub(hub, parts.port, parts.dataset)
+        rooms.callback(house.close)
+        news = pool.submit(hear_the_news, house.join(hello()))
+        raise KeyboardInterrupt
+    with pytest.raises(PeerLost):
+        news.result(DEADLINE_S)
+    (ended,) = parts.happened(RunEnded)
+    assert isinstance(ended, RunEnded)
+    assert (ended.ok, ended.reason) == (False, "the server was stopped")
+
+
+def test_everybody_hears_of_a_bad_end_and_why(parts: Parts, rooms: ExitStack) -> None:
+    error = NonFiniteLoss("loss is nan at layer fc1")
+    words = "the run failed: loss is nan at layer fc1"
     pool = rooms.enter_context(ThreadPoolExecutor(1))
     with pytest.raises(type(error)), parts.context.open_hub(Echo) as hub:
         house = HandledHub(hub, parts.port, parts.dataset)

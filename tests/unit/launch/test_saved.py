@@ -22,7 +22,10 @@ def run(tmp_path: Path) -> RunPaths:
     """A SyncPS run that was stopped after some steps, with three checkpoints."""
     paths = create_run(tmp_path, "syncps-1")
     settings = local_settings(
-        "num_epochs=30", "checkpoint_steps=10", "eval_steps=10", workers=2, algorithm="syncps"
+        "num_epochs=30",
+        *("checkpoint_steps=10", "eval_steps=10", "reconnect_timeout_s=1"),
+        workers=2,
+        algorithm="syncps",
     )
     save_resolved(settings, paths.config)
     cluster = Cluster(settings, paths.root, algorithm="syncps")

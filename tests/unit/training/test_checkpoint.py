@@ -106,6 +106,7 @@ def state_of(step: int, **fields: Any) -> TrainingState:
         "samples_applied": 32 * step,
         "epoch": 0,
         "dataset_fingerprint": "d" * 64,
+        "seed": 42,
         "codec": "fp32",
     }
     return TrainingState.model_validate(known | fields)
@@ -1010,9 +1011,10 @@ def test_a_run_goes_on_with_what_it_began_with(
 ) -> None:
     store = new_store(tmp_path)
     store.save(snapshot_of(5))
-    same = {
+    same: dict[str, Any] = {
         "algorithm": "edp",
         "dataset_fingerprint": "d" * 64,
+        "seed": 42,
         "model_fingerprint": new_replica().fingerprint,
     }
     check_same(newest(store).state, **same)

@@ -1,5 +1,6 @@
 """How a worker hears of the server's steps: mean gradients, commits and state, in the order of the wire."""
 
+import math
 import threading
 from collections.abc import Sequence
 
@@ -50,7 +51,9 @@ class StepReceiver(Receiver):
     own reader wait in `place_for`, and so in time the server, which then cuts it off.
     """
 
-    def __init__(self, replica: Replica, codec_name: str) -> None:
+    def __init__(self, replica: Replica, codec_name: str, patience_s: float = math.inf) -> None:
+        """`patience_s`: how long a push waits for the mean at most, each time."""
+        self._patience_s = patience_s
         self._buckets = replica.buckets
         self._codec = get_codec(codec_name)
         self._lossless = get_codec(lossless_for(replica.params.dtype))
@@ -62,6 +65,7 @@ class StepReceiver(Receiver):
         self._paced = False
         self._gradient: Tensor | None = None
         self._num_reduced = 0
+        self._seen: set[int] = set()
         self._version = 0
 
     @property
@@ -92,10 +96,12 @@ class StepReceiver(Receiver):
 
         Flows that share the server's link do not share it evenly, and the mean can only come when the
         slowest has brought its part: whoever is ahead gives way. Nobody waits before the mean has begun
-        to come, because somebody may still be computing, nor any more after `longest_s` seconds in vain.
+        to come, because somebody may still be computing, nor any more after `longest_s` seconds, or the
+        run's `timeout`, in vain: only when a push is whole others learn that they are late.
         """
+        patience_s = min(longest_s, self._patience_s)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._in_pace(bucket), longest_s):
+            if not self._changed.wait_for(lambda: self._in_pace(bucket), patience_s):
                 self._paced = False
 
     def _in_pace(self, bucket: int) -> bool:
@@ -116,6 +122,7 @@ class StepReceiver(Receiver):
                     encoded = torch.frombuffer(payload, dtype=torch.uint8)
                     self._codec.decode(encoded, self._bucket_of(message))
                 with self._changed:
+                    self._seen.add(message.bucket)
                     self._num_reduced += 1
                     self._changed.notify_all()
                 return None
@@ -139,8 +146,13 @@ class StepReceiver(Receiver):
                 f"bucket {reduced.bucket} of {reduced.num_buckets} of the mean gradient is not of "
                 "the agreed shape and codec"
             )
+        if self._gradient is not None and reduced.bucket in self._seen:
+            raise ProtocolError(
+                f"the server sent bucket {reduced.bucket} of the mean gradient twice"
+            )
         if self._gradient is None:
             self._gradient, self._version = self._take_free(), reduced.version
+            self._seen = set()
         elif reduced.version != self._version:
             raise ProtocolError(
                 f"the server began step {reduced.version} before it had committed {self._version}"

@@ -14,6 +14,7 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
     raise SystemExit(main("syncps", "worker"))
 
 
+import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -49,6 +50,7 @@ class Worker:
     def __init__(self, welcome: Welcome, bench: Workbench) -> None:
         self.codec = welcome.codec
         self.polyak_alpha = welcome.run.train.polyak_alpha
+        self.patience_s = welcome.run.timeout or math.inf
         self.bench = bench
         self.replica = bench.replica
         self.sender = GradientSender(welcome.codec, bench.replica, in_place=True)
@@ -68,7 +70,7 @@ class Worker:
 
     def new_receiver(self) -> StepReceiver:
         """What takes the messages of a new session."""
-        self.receiver = StepReceiver(self.replica, self.codec)
+        self.receiver = StepReceiver(self.replica, self.codec, self.patience_s)
         return self.receiver
 
     def take_part(self, link: Link) -> None:
@@ -189,6 +191,7 @@ class Worker:
 
     def settle(self, num_buckets: int | None) -> None:
         """So many buckets (None: all) of the last push have counted; forget the others' residual."""
+        self.receiver.pace(paced=False)
         if self.unacknowledged is not None:
             self.sender.settle(num_buckets)
             self.unacknowledged = None

@@ -50,6 +50,10 @@ class JsonlSink:
             line["node"] = record.node
         self._writer.write(line | dict(record.values))
 
+    def flush(self) -> None:
+        """Write what has been kept back."""
+        self._writer.flush()
+
     def tick(self) -> None:
         """Flush what is a second old."""
         self._writer.tick()

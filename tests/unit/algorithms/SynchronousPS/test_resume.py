@@ -108,6 +108,7 @@ def state_at(step: int, progress: Progress) -> TrainingState:
         samples_applied=8 * step,
         epoch=0,
         dataset_fingerprint="d",
+        seed=42,
         codec="bf16",
         progress=progress,
     )

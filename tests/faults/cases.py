@@ -1,0 +1,450 @@
+"""One case of the fault matrix: a short run of two workers, of which one has a faulty connection.
+
+`play` runs it; the `check_…` functions say whether it went as it must. The run is held back half-way until
+the fault has struck and the struck worker is back, so that nothing depends on who is faster.
+"""
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+import harness
+from faults.proxy import HANDSHAKE, HARMLESS, POINTS, SILENT, Fault, FaultProxy
+from harness import Cluster, MakeParticipant, Outcome, Server, local_settings
+from smolcluster.algorithms.EDP import server as edp
+from smolcluster.algorithms.EDP.exchange import Pushed
+from smolcluster.algorithms.SynchronousPS import server as syncps
+from smolcluster.algorithms.SynchronousPS.step import Step
+from smolcluster.cluster import joining, reception
+from smolcluster.cluster.dispatcher import Range
+from smolcluster.configs.resolve import Settings
+from smolcluster.runs.events import Event, LeaseReturned, WorkerJoined, WorkerLost
+from smolcluster.runs.summary import Summary
+from smolcluster.training.build import build
+from smolcluster.utils.retry import Deadline
+
+Algorithm = Literal["edp", "syncps"]
+ALGORITHMS: tuple[Algorithm, ...] = ("edp", "syncps")
+EPOCHS = 2
+BATCH: Mapping[Algorithm, int] = MappingProxyType({"edp": 32, "syncps": 128})
+NUM_STEPS: Mapping[Algorithm, int] = MappingProxyType({"edp": EPOCHS * 45, "syncps": EPOCHS * 12})
+SMALL_BUCKET = 8192
+"""Bytes: five buckets."""
+HOLD_AT = 12
+"""The step before which the run waits for the struck worker."""
+LATE_AT = 3
+"""The step after which a joiner comes."""
+STRUCK = 2
+"""The worker id behind the proxy."""
+NODES = ("pi5", "win")
+STRUCK_NAME = f"worker {STRUCK} ({NODES[STRUCK - 1]})"
+QUICK_S = 1.0
+"""How soon silence is noticed where a case is about silence, seconds."""
+UNHURRIED_S = 30.0
+"""The same in all other cases: no case waits for it."""
+RECONNECT_S = 6.0
+"""How long a worker tries to come back, seconds: twice as long as a server lingers at the end."""
+PATIENCE_S = 45.0
+"""How long the run is held back at most, seconds."""
+LOSS_REL = 1e-6
+WEIGHTS_REL = 1e-5
+"""Relative to the largest weight: Adam enlarges what float32 rounds off."""
+EDP_VAL_LOSS_ABS = 0.4
+"""The order of EDP's pushes is nobody's choice: runs without a fault end between 0.45 and 0.7, from 2.3."""
+
+
+class Ending(StrEnum):
+    """What a fault leads to."""
+
+    UNNOTICED = "unnoticed"
+    """Nobody is lost."""
+    TURNED_AWAY = "turned away"
+    """The server drops a connection whose worker never took part; the worker tries again."""
+    LOST = "lost"
+    """The server loses a worker; it comes back by itself."""
+    OVER = "over"
+    """The run is over already: the worker comes back to hear that."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cell of the matrix."""
+
+    algorithm: Algorithm
+    point: str
+    fault: Fault
+
+    def __str__(self) -> str:
+        return f"{self.algorithm}-{self.point}-{self.fault}"
+
+    @property
+    def ending(self) -> Ending:
+        """What the fault must lead to."""
+        if self.fault in HARMLESS or self._repeats_something_idempotent:
+            return Ending.UNNOTICED
+        if self.point == "end":
+            return Ending.OVER
+        return Ending.TURNED_AWAY if self.point in HANDSHAKE else Ending.LOST
+
+    @property
+    def _repeats_something_idempotent(self) -> bool:
+        """A second Ack, End, last bucket of a SyncPS push or bucket of a joiner's state changes nothing."""
+        points = {
+            "edp": {"before_commit", "end"},
+            "syncps": {"push_to_ack", "state_transfer", "end"},
+        }
+        return self.fault == Fault.DUPLICATE and self.point in points[self.algorithm]
+
+
+ALL_CASES = tuple(
+    Case(algorithm, point, fault)
+    for algorithm in ALGORITHMS
+    for point in POINTS[algorithm]
+    for fault in Fault
+)
+
+
+class Timeline(logging.Handler):
+    """Log lines with the time of each, on the monotonic clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[float, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one line."""
+        self.lines.append((time.monotonic(), record.getMessage()))
+
+    def first(self, *texts: str, after: float = 0.0) -> float | None:
+        """When a line with any of these texts came first, from `after` on."""
+        for at, line in list(self.lines):
+            if at >= after and any(text in line for text in texts):
+                return at
+        return None
+
+
+NOTICED: Mapping[Ending, tuple[str, ...]] = MappingProxyType(
+    {
+        Ending.UNNOTICED: (),
+        Ending.TURNED_AWAY: ("not let in", "never took part", "is lost: "),
+        Ending.LOST: (f"{STRUCK_NAME} is lost: ",),
+        Ending.OVER: ("the server is lost: ",),
+    }
+)
+"""The lines by which a fault is found out."""
+
+
+@dataclass
+class Played:
+    """A case that has been played."""
+
+    algorithm: Algorithm
+    cluster: Cluster
+    workers: list[Outcome]
+    timeline: Timeline
+    counted: list[int] = field(default_factory=list)
+    """SyncPS: buckets that counted, by step."""
+    expected_pushes: int = 0
+    """Pushes that had to be applied: EDP's batches, SyncPS's parts."""
+    ranges: list[Range] = field(default_factory=list)
+    """What was applied, batch by batch or part by part."""
+    struck: bool = False
+    struck_at: float = 0.0
+    connections: int = 0
+
+    @property
+    def summary(self) -> Summary:
+        """The server's."""
+        assert self.cluster.server.summary is not None
+        return self.cluster.server.summary
+
+    @property
+    def losses(self) -> list[float]:
+        """Of every step."""
+        return [record.values["loss"] for record in self.cluster.metrics.steps]
+
+    @property
+    def weights(self) -> Tensor:
+        """The server's, at the end."""
+        return self.cluster.bench.replica.params
+
+    @property
+    def events(self) -> list[Event]:
+        """What the run's event log holds."""
+        return [record.event for record in self.cluster.events()]
+
+    def noticed_after_s(self, ending: Ending) -> float | None:
+        """Seconds from the strike until somebody said that something was wrong."""
+        return self._seconds_until(*NOTICED[ending])
+
+    @property
+    def back_after_s(self) -> float | None:
+        """Seconds from the strike until the struck worker took part again."""
+        return self._seconds_until(f"{STRUCK_NAME} joined", f"{STRUCK_NAME} is back")
+
+    def _seconds_until(self, *texts: str) -> float | None:
+        at = self.timeline.first(*texts, after=self.struck_at) if self.struck else None
+        return None if at is None else at - self.struck_at
+
+
+def settings_for(algorithm: Algorithm, fault: Fault | None) -> Settings:
+    """A short run on the digits. Only where a case is about silence is it noticed soon."""
+    timeout_s = QUICK_S if fault in SILENT else UNHURRIED_S
+    overrides = [
+        f"num_epochs={EPOCHS}",
+        f"batch_size={BATCH[algorithm]}",
+        f"global_batch_size={BATCH[algorithm]}",
+        f"heartbeat_timeout_s={timeout_s}",
+        "worker_update_interval=2",
+        f"reconnect_timeout_s={RECONNECT_S}",
+        "checkpoint_steps=null",
+        "track_gradients=false",
+        "codec=fp32",
+    ]
+    if algorithm == "edp":
+        overrides.append("learning_rate=0.003")  # so that it learns in so short a run
+    else:
+        overrides += [f"batch_share.{node}=0.5" for node in NODES]
+    return local_settings(*overrides, workers=len(NODES), algorithm=algorithm)
+
+
+def gated(
+    algorithm: Algorithm, may_begin: Callable[[], bool], may_go_on: Callable[[], bool]
+) -> type[Server]:
+    """A server that hands out nothing before it may begin, and waits at `HOLD_AT` until it may go on."""
+
+    def is_open(version: int) -> bool:
+        return may_begin() and (version < HOLD_AT or may_go_on())
+
+    class EDP(edp.Server):
+        def hand_out(self) -> None:
+            if is_open(self.version):
+                super().hand_out()
+
+    class SyncPS(syncps.Server):
+        def open_step(self, now: float) -> None:
+            if is_open(self.version):
+                super().open_step(now)
+
+    return EDP if algorithm == "edp" else SyncPS
+
+
+def play(
+    algorithm: Algorithm,
+    folder: Path,
+    case: Case | None = None,
+    *,
+    make: MakeParticipant | None = None,
+    patience_s: float = PATIENCE_S,
+) -> Played:
+    """Play a case, or without one a run without any fault.
+
+    `make` makes the struck worker's part; the run is held back for `patience_s` seconds at most.
+    """
+    point = POINTS[case.algorithm][case.point] if case else None
+    fault = case.fault if case else None
+    ending = case.ending if case else Ending.UNNOTICED
+    joins_late = case is not None and case.point == "state_transfer"
+    timeline = Timeline()
+    patience = Deadline(patience_s)
+
+    def all_there() -> bool:
+        present = cluster.core.hub.workers
+        if isinstance(cluster.core, syncps.Server):
+            return len(cluster.core.members.free) == len(NODES)
+        return len(present) == len(NODES)
+
+    def may_begin() -> bool:
+        return cluster.core.version > 0 or joins_late or all_there()
+
+    def may_go_on() -> bool:
+        if case is None or case.point == "end" or patience.expired:
+            return True
+        if not proxy.struck.is_set():
+            return False
+        told = not NOTICED[ending] or timeline.first(*NOTICED[ending], after=proxy.struck_at)
+        return bool(told) and all_there()
+
+    with _patches(case):
+        settings = settings_for(algorithm, fault)
+        proxy = FaultProxy(settings.cluster.port, point, fault)
+        try:
+            cluster = Cluster(
+                settings, folder, gated(algorithm, may_begin, may_go_on), algorithm=algorithm
+            )
+            cluster.log.addHandler(timeline)
+            played = Played(algorithm, cluster, [], timeline)
+            _watch(played)
+            played.workers.append(cluster.worker(1, node=NODES[0], start_timeout_s=PATIENCE_S))
+            while joins_late and cluster.core.version < LATE_AT and cluster.server.is_alive():
+                time.sleep(0.01)
+            played.workers.append(
+                cluster.worker(
+                    STRUCK,
+                    port=proxy.port,
+                    node=NODES[STRUCK - 1],
+                    start_timeout_s=PATIENCE_S,
+                    make=make,
+                )
+            )
+            deadline = Deadline(harness.DEADLINE_S)
+            for each in (cluster.server, *played.workers):
+                each.join(deadline.remaining())
+        finally:
+            proxy.close()
+    played.struck, played.struck_at = proxy.struck.is_set(), proxy.struck_at
+    played.connections = proxy.connections
+    return played
+
+
+@contextmanager
+def _patches(case: Case | None) -> Iterator[None]:
+    """Small buckets; and short handshakes where one falls silent."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "build", partial(build, bucket_bytes=SMALL_BUCKET))
+        if case is not None and case.point in HANDSHAKE and case.fault in SILENT:
+            patch.setattr(joining, "HANDSHAKE_TIMEOUT_S", QUICK_S)
+            patch.setattr(reception, "HANDSHAKE_TIMEOUT_S", QUICK_S)
+        yield
+
+
+def _watch(played: Played) -> None:
+    """Note what is applied, where it is applied, by other books than the dispatcher's and the step's."""
+    core = played.cluster.core
+    if isinstance(core, edp.Server):
+        played.expected_pushes = NUM_STEPS[played.algorithm]
+        apply = core.apply
+
+        def watched_apply(peer: edp.Peer, pushed: Pushed, tau: int) -> None:
+            apply(peer, pushed, tau)
+            played.ranges.append(Range.of(pushed.push.lease))
+
+        core.apply = watched_apply  # type: ignore[method-assign]
+        return
+    commit = core.commit
+
+    def watched_commit(step: Step) -> None:
+        num_counted = sum(core.reduction._num_added)
+        commit(step)
+        played.expected_pushes += len(step.parts)
+        played.counted.append(num_counted - len(step.parts) * step.num_buckets)
+        played.ranges += [Range(step.batch.epoch, part.start, part.stop) for part in step.parts]
+
+    core.commit = watched_commit  # type: ignore[method-assign]
+
+
+# What must hold.
+
+
+def check(case: Case, played: Played, reference: Played) -> None:
+    """All of it."""
+    check_everybody_ended_well(played)
+    check_applied_once(played)
+    check_same_result(played, reference)
+    check_traces(case, played)
+
+
+def check_everybody_ended_well(played: Played) -> None:
+    """Server and workers have ended, within the deadline and without an error."""
+    for each in (played.cluster.server, *played.workers):
+        assert not each.is_alive(), f"{each.name} has not ended; {played.timeline.lines}"
+        assert each.error is None, f"{each.name}: {each.error!r}; {played.timeline.lines}"
+
+
+def check_applied_once(played: Played) -> None:
+    """Every sample of every epoch, and every push, counted exactly once."""
+    played.cluster.assert_every_sample_applied_once()
+    summary = played.summary
+    assert len(set(played.ranges)) == len(played.ranges), "a range was applied twice"
+    assert summary.steps == NUM_STEPS[played.algorithm] == len(played.losses)
+    assert summary.pushes.applied == len(played.ranges) == played.expected_pushes
+    assert sum(worker.samples for worker in summary.workers) == summary.samples_applied
+    assert summary.samples_applied == EPOCHS * played.cluster.bench.dataset.train.num_samples
+    assert not any(played.counted), "a step's buckets did not count once for each part"
+
+
+def check_same_result(played: Played, reference: Played) -> None:
+    """SyncPS: every loss is that of a run without a fault, and so are the weights. EDP: it learns as well."""
+    if played.algorithm == "syncps":
+        assert played.losses == pytest.approx(reference.losses, rel=LOSS_REL)
+        largest = float(reference.weights.abs().max())
+        assert float((played.weights - reference.weights).abs().max()) <= WEIGHTS_REL * largest
+        return
+    assert bool(torch.isfinite(played.weights).all())
+    mine, theirs = played.summary.final.val_loss, reference.summary.final.val_loss
+    assert mine == pytest.approx(theirs, abs=EDP_VAL_LOSS_ABS)
+
+
+def check_traces(case: Case, played: Played) -> None:
+    """What happened is told and counted; where nothing happened, nothing is told."""
+    assert played.struck, "the point was never reached"
+    lost = [event for event in played.events if isinstance(event, WorkerLost)]
+    joined = [event for event in played.events if isinstance(event, WorkerJoined)]
+    back = [event for event in joined if event.rejoined]
+    returned = [event for event in played.events if isinstance(event, LeaseReturned)]
+    assert len(returned) == played.summary.leases_returned
+    pushes = played.summary.pushes
+    assert pushes.stale == pushes.late == 0
+    match case.ending:
+        case Ending.UNNOTICED:
+            assert (lost, back, played.connections) == ([], [], 1)
+            assert played.summary.leases_returned == 0
+            # The second copy of a last bucket is a push that nobody waits for.
+            assert pushes.lost == (case.fault == Fault.DUPLICATE and case.point == "push_to_ack")
+            assert played.timeline.first("not let in", "never took part", "server is lost") is None
+        case Ending.TURNED_AWAY:
+            assert played.noticed_after_s(case.ending) is not None
+            assert played.connections >= 2
+            assert (pushes.lost, {event.rank for event in joined}) == (0, {0, 1})
+        case Ending.LOST:
+            check_lost_and_back(case, played)
+        case Ending.OVER:
+            assert (lost, back) == ([], [])
+            assert pushes.lost == 0
+
+
+def check_lost_and_back(case: Case, played: Played) -> None:
+    """The server lost the struck worker, says why, took back what it held, and let it in again."""
+    lost = [event for event in played.events if isinstance(event, WorkerLost)]
+    back = [event for event in played.events if isinstance(event, WorkerJoined) and event.rejoined]
+    assert lost, "nobody was lost"
+    assert back, "the worker never came back"
+    assert played.connections >= 2
+    if case.fault not in SILENT:
+        assert [event.rank for event in lost] == [event.rank for event in back] == [STRUCK - 1]
+        assert played.connections == 2
+    assert all(re.search(reason_pattern(case), event.reason) for event in lost)
+    assert played.timeline.first("trying to reconnect", after=played.struck_at) is not None
+    if case.fault == Fault.CORRUPT:
+        assert played.timeline.first("checksum does not match", after=played.struck_at) is not None
+    if case.point in {"header", "payload"}:
+        assert played.summary.pushes.lost >= 1
+        assert played.summary.leases_returned >= 1
+
+
+def reason_pattern(case: Case) -> str:
+    """By which words the server says why it lost the worker."""
+    ended = "closed the connection|connection lost"
+    if not POINTS[case.algorithm][case.point].upward and case.fault not in SILENT:
+        return ended  # it is the worker that has noticed
+    patterns = {
+        Fault.TRUNCATE: ended,
+        Fault.RESET: ended,
+        Fault.STALL: "silent for|has connected again",
+        Fault.HALF_OPEN: "silent for|has connected again",
+        Fault.DUPLICATE: "it sent bucket|it pushed again",
+        Fault.CORRUPT: "checksum does not match",
+    }
+    return patterns[case.fault]

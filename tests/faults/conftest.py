@@ -1,0 +1,50 @@
+"""The runs that all cases are compared with, and the table of what came of them.
+
+`SMOLCLUSTER_FAULTS_TABLE=path` writes the table as markdown at the end of the session; it is printed when
+the whole matrix was played.
+"""
+
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from faults.cases import Algorithm, Played, check_applied_once, check_everybody_ended_well, play
+from faults.table import Entry, markdown
+
+ENTRIES = pytest.StashKey[list[Entry]]()
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Algorithm], Played]:
+    """A run of the algorithm without any fault, played when it is first asked for."""
+
+    @cache
+    def of(algorithm: Algorithm) -> Played:
+        played = play(algorithm, tmp_path_factory.mktemp(f"reference-{algorithm}"))
+        check_everybody_ended_well(played)
+        check_applied_once(played)
+        return played
+
+    return of
+
+
+@pytest.fixture
+def entries(request: pytest.FixtureRequest) -> list[Entry]:
+    """Where cases that went well are noted for the table."""
+    return request.config.stash.setdefault(ENTRIES, [])
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Print the table and write it where it is wanted."""
+    entries = config.stash.get(ENTRIES, [])
+    path = os.environ.get("SMOLCLUSTER_FAULTS_TABLE")
+    if entries and path:
+        Path(path).write_text(markdown(entries))
+    if entries and os.environ.get("SMOLCLUSTER_TEST_FAULTS") == "all":
+        terminalreporter.section("faults: ending, and seconds until it was noticed")
+        terminalreporter.write(markdown(entries))

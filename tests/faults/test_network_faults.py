@@ -1,0 +1,62 @@
+"""Connections that fail at every point of the protocol, in every way: the run ends as if they had not.
+
+A choice of the matrix runs always. `SMOLCLUSTER_TEST_FAULTS=all` adds the rest, marked `faults`.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from faults.cases import ALL_CASES, Algorithm, Case, Played, check, play
+from faults.proxy import Fault
+from faults.table import Entry
+
+ALWAYS = {
+    Case("edp", "before_hello", Fault.CORRUPT),
+    Case("edp", "proof", Fault.DUPLICATE),
+    Case("edp", "header", Fault.HALF_OPEN),
+    Case("edp", "payload", Fault.STALL),
+    Case("edp", "push_to_ack", Fault.TRUNCATE),
+    Case("edp", "state_transfer", Fault.RESET),
+    Case("edp", "broadcast", Fault.DUPLICATE),
+    Case("edp", "before_commit", Fault.RESET),
+    Case("edp", "end", Fault.HALF_OPEN),
+    Case("syncps", "challenge", Fault.RESET),
+    Case("syncps", "welcome", Fault.TRUNCATE),
+    Case("syncps", "header", Fault.THROTTLE),
+    Case("syncps", "payload", Fault.CORRUPT),
+    Case("syncps", "push_to_ack", Fault.DUPLICATE),
+    Case("syncps", "state_transfer", Fault.HALF_OPEN),
+    Case("syncps", "broadcast", Fault.STALL),
+    Case("syncps", "before_commit", Fault.DUPLICATE),
+    Case("syncps", "end", Fault.DELAY),
+}
+
+
+def cases() -> Iterator[object]:
+    """What is played in this session."""
+    whole = os.environ.get("SMOLCLUSTER_TEST_FAULTS") == "all"
+    for case in ALL_CASES:
+        if whole or case in ALWAYS:
+            marks = [] if case in ALWAYS else [pytest.mark.faults]
+            yield pytest.param(case, id=str(case), marks=marks)
+
+
+@pytest.mark.parametrize("case", list(cases()))
+def test_a_fault_makes_no_difference(
+    case: Case,
+    tmp_path: Path,
+    reference: Callable[[Algorithm], Played],
+    entries: list[Entry],
+) -> None:
+    played = play(case.algorithm, tmp_path, case)
+    check(case, played, reference(case.algorithm))
+    entries.append(Entry.of(case, played))
+
+
+def test_the_choice_has_every_point_and_every_fault() -> None:
+    assert set(ALL_CASES) >= ALWAYS
+    assert {case.point for case in ALWAYS} == {case.point for case in ALL_CASES}
+    assert {case.fault for case in ALWAYS} == set(Fault)

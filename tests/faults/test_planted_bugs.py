@@ -1,0 +1,176 @@
+"""The matrix's checks find the bugs that they are there for: each is planted once, and must fail a check."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from faults.cases import (
+    Algorithm,
+    Case,
+    Played,
+    check_applied_once,
+    check_everybody_ended_well,
+    check_same_result,
+    check_traces,
+    play,
+)
+from faults.proxy import Fault
+from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
+from smolcluster.algorithms.SynchronousPS.reduction import Reduction
+from smolcluster.cluster import link
+from smolcluster.cluster.dispatcher import Dispatcher, Range, Returned, Verdict
+from smolcluster.cluster.inbox import Event
+from smolcluster.cluster.joining import join
+from smolcluster.errors import ConnectTimeout
+from smolcluster.training.build import Workbench
+from smolcluster.transport import connection
+from smolcluster.transport.frames import Frame, build_frame, check_head
+from smolcluster.transport.messages import LeaseKey, Push, Welcome
+
+Reference = Callable[[Algorithm], Played]
+HURRIED_S = 1.0
+"""How long a run waits for what will not come, seconds."""
+
+
+class Repeating(EDPWorker):
+    """Sends its first push a second time, whole, when it has been acknowledged."""
+
+    def __init__(self, welcome: Welcome, bench: Workbench) -> None:
+        super().__init__(welcome, bench)
+        self.copies: list[Frame] = []
+        self.repeated: LeaseKey | None = None
+
+    def push(self, lease: LeaseKey, base_version: int, loss: float, compute_s: float) -> None:
+        super().push(lease, base_version, loss, compute_s)
+        if self.repeated is None:
+            self.repeated = lease
+            frames = self.sender.frames(lease, base_version, loss, compute_s)
+            self.copies = [_copied(frame) for frame in frames]
+
+    def handle(self, event: Event) -> None:
+        super().handle(event)
+        if self.copies and self.unacknowledged is None:
+            self.unacknowledged = self.repeated
+            for frame in self.copies:
+                self.link.send_frame(frame)
+            self.copies = []
+
+
+def _copied(frame: Frame) -> Frame:
+    """The same frame, in memory of its own."""
+    return build_frame(frame.kind, check_head(frame.head), bytes(frame.payload))
+
+
+def test_a_push_that_comes_twice_counts_once(tmp_path: Path, reference: Reference) -> None:
+    played = play("edp", tmp_path, make=Repeating)
+    check_everybody_ended_well(played)
+    check_applied_once(played)
+    check_same_result(played, reference("edp"))
+    assert played.summary.pushes.duplicate >= 1
+
+
+def test_a_push_that_counts_twice_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge, commit = Dispatcher.judge, Dispatcher.commit
+
+    def lenient(self: Dispatcher, key: LeaseKey, holder: int) -> Verdict:
+        verdict = judge(self, key, holder)
+        return "open" if verdict == "duplicate" else verdict
+
+    def commit_once(self: Dispatcher, key: LeaseKey, holder: int, now: float) -> None:
+        if Range.of(key) not in self._applied:
+            commit(self, key, holder, now)
+
+    monkeypatch.setattr(Dispatcher, "judge", lenient)
+    monkeypatch.setattr(Dispatcher, "commit", commit_once)
+    played = play("edp", tmp_path, make=Repeating)
+    check_everybody_ended_well(played)
+    with pytest.raises(AssertionError):
+        check_applied_once(played)
+    assert len(played.ranges) > len(set(played.ranges))
+
+
+def test_a_lease_that_is_taken_for_applied_when_it_returns_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release_all = Dispatcher.release_all
+
+    def forgetful(self: Dispatcher, holder: int) -> list[Returned]:
+        returned = release_all(self, holder)
+        for each in returned:
+            self._waiting.remove(each.range)
+            self._applied.add(each.range)
+            self.samples_applied += each.range.num_samples
+        return returned
+
+    monkeypatch.setattr(Dispatcher, "release_all", forgetful)
+    played = play("edp", tmp_path, Case("edp", "payload", Fault.RESET))
+    check_everybody_ended_well(played)
+    with pytest.raises(AssertionError):
+        check_applied_once(played)
+
+
+def test_a_bucket_that_is_added_twice_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Reference
+) -> None:
+    expected = reference("syncps")
+    add = Reduction.add
+    planted: list[int] = []
+
+    def add_twice(self: Reduction, seat: int, push: Push, gradient: Tensor) -> bool:
+        if push.base_version == 3 and push.bucket == 2 and not planted:
+            planted.append(seat)
+            gradient = gradient + gradient
+        return add(self, seat, push, gradient)
+
+    monkeypatch.setattr(Reduction, "add", add_twice)
+    played = play("syncps", tmp_path)
+    check_everybody_ended_well(played)
+    assert planted
+    assert played.losses[:4] == pytest.approx(expected.losses[:4], rel=1e-6), "not yet"
+    with pytest.raises(AssertionError):
+        check_same_result(played, expected)
+
+
+def test_a_payload_that_is_not_verified_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Reference
+) -> None:
+    expected = reference("syncps")
+    monkeypatch.setattr(connection, "check_payload", lambda *_: None)
+    case = Case("syncps", "payload", Fault.CORRUPT)
+    played = play("syncps", tmp_path, case, patience_s=HURRIED_S)
+    check_everybody_ended_well(played)
+    with pytest.raises(AssertionError):
+        check_same_result(played, expected)
+    with pytest.raises(AssertionError, match="nobody was lost"):
+        check_traces(case, played)
+
+
+def test_a_worker_that_does_not_come_back_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: set[str] = set()
+
+    def join_once(*args: object, **options: object) -> object:
+        instance = getattr(args[1], "instance", "")
+        if instance in known:
+            raise ConnectTimeout("it does not try again")
+        known.add(instance)
+        return join(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(link, "join", join_once)
+    case = Case("edp", "payload", Fault.RESET)
+    played = play("edp", tmp_path, case, patience_s=HURRIED_S)
+    check_applied_once(played)
+    with pytest.raises(AssertionError, match="does not try again"):
+        check_everybody_ended_well(played)
+    with pytest.raises(AssertionError, match="never came back"):
+        check_traces(case, played)
+
+
+def test_a_loss_where_nobody_may_be_lost_is_found(tmp_path: Path) -> None:
+    played = play("edp", tmp_path, Case("edp", "payload", Fault.RESET))
+    check_traces(Case("edp", "payload", Fault.RESET), played)
+    with pytest.raises(AssertionError):
+        check_traces(Case("edp", "payload", Fault.DELAY), played)
