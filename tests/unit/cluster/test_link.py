@@ -124,7 +124,7 @@ def taken_part(life: Life, run: RunConfig | None = None) -> tuple[Hand, Ready]:
 def end(hand: Hand, ok: bool = True, sentence: str = "every sample has been applied") -> None:
     """Say that the run is over, and wait until the worker has closed."""
     hand.say(End(ok=ok, sentence=sentence))
-    hand.connection.end_sending()
+    hand.hear_a(Goodbye)
     hand.hear_the_end()
     hand.leave()
 

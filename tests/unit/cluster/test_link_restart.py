@@ -16,7 +16,7 @@ from smolcluster.configs.schema import NodeConfig, RunConfig
 from smolcluster.training.build import Workbench, build
 from smolcluster.transport.connection import Connection
 from smolcluster.transport.handshake import Offer, accept
-from smolcluster.transport.messages import End, LeaseKey, Pull, Ready, Welcome
+from smolcluster.transport.messages import End, Goodbye, LeaseKey, Pull, Ready, Welcome
 
 LEASE = LeaseKey(incarnation="aaaa", epoch=0, start=0, stop=32, grant=1)
 
@@ -106,7 +106,7 @@ class Seen:
     def end(self) -> None:
         """Say that the run is over, and wait until the worker has closed."""
         self.hand.say(End(ok=True, sentence="every sample has been applied"))
-        self.connection.end_sending()
+        self.hand.hear_a(Goodbye)
         self.hand.hear_the_end()
         self.hand.leave()
 

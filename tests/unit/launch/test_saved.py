@@ -1,5 +1,6 @@
 """Saved runs: listed, exported, resumed."""
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -94,12 +95,24 @@ def test_what_cannot_be_resumed_is_one_line(run: RunPaths, tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match="has ended; to train on, raise num_epochs above 30"):
         resume(str(run.root), None, [], dry_run=True)
     run.summary.unlink()
-    run.config.write_text(run.config.read_text().replace("127.0.0.1", "10.0.0.1"))
+    config = run.config.read_text()
+    run.config.write_text(config.replace("127.0.0.1", "10.0.0.1"))
     with pytest.raises(ConfigError, match="was not a local one"):
         resume(str(run.root), None, [], dry_run=True)
+    run.config.write_text(config)
     run.events.unlink()
+    assert resume(str(run.root), None, [], dry_run=True) == 0, "its checkpoints say what it is"
+    shutil.rmtree(run.checkpoints)
     with pytest.raises(ConfigError, match="did not get as far as to begin"):
         resume(str(run.root), None, [], dry_run=True)
-    empty = create_run(tmp_path, "empty")
     with pytest.raises(CheckpointError, match="has no good checkpoint"):
-        export_model(str(empty.root), tmp_path, best=False)
+        export_model(str(run.root), tmp_path, best=False)
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
+        show_checkpoints(f"{tmp_path}/")
+
+
+def test_of_damaged_checkpoints_alone_no_run_is_resumed(run: RunPaths) -> None:
+    for each in run.checkpoints.glob("step-*/model.safetensors"):
+        each.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"none of the \d checkpoints of syncps-1 is good"):
+        resume(str(run.root), None, [], dry_run=True)

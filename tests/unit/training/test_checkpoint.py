@@ -1109,8 +1109,8 @@ def test_a_stuck_disk_stops_nobody_and_the_newest_waits(tmp_path: Path) -> None:
         assert writer.flush(DEADLINE_S)
         assert store.saved == [1, 4]
     assert lines == [
-        "INFO step 2 is not saved: the disk was busy until step 3 came",
-        "INFO step 3 is not saved: the disk was busy until step 4 came",
+        "DEBUG step 2 is not saved: the disk was busy until step 3 came",
+        "DEBUG step 3 is not saved: the disk was busy until step 4 came",
     ]
 
 
@@ -1173,6 +1173,8 @@ def test_a_failure_is_told_once_a_kind_until_it_works_again(
         "Permission denied; mend the folder's rights",
         "WARNING step 5 is not saved, training goes on: ValueError('a mistake')",
         "WARNING step 8 is not saved, training goes on: " + full.format("00000008"),
+        "WARNING the last step, 8, is not saved; see the warning before and what is left with "
+        "`smolcluster checkpoints`",
     ]
     assert steps_in(store) == [7]
 
