@@ -738,3 +738,23 @@ def test_a_weight_that_differs_in_its_last_bit_would_be_noticed(
     cluster, _ = run_in_process("edp", tmp_path, resume=True)
     with pytest.raises(AssertionError):
         assert_trained(cluster, whole)
+
+
+@pytest.mark.parametrize("override", ["model.hidden=64", "seed=43"])
+def test_a_refused_resume_changes_nothing(processes: Processes, override: str) -> None:
+    site = Site(processes, "edp")
+    assert_ends_well(site.server(), site.worker())
+    files = [each for each in site.run.root.rglob("*") if each.is_file() and each.suffix != ".log"]
+    before = {each: each.read_bytes() for each in files}
+    site.training += [override, "num_epochs=6"]
+    refused = site.server("--resume", "auto")
+    assert refused.wait() == 1, refused.output
+    assert {each: each.read_bytes() for each in files if each.exists()} == before
+
+
+def test_what_was_measured_before_a_checkpoint_survives_the_kill(processes: Processes) -> None:
+    site = Site(processes, "edp")
+    worker = site.worker()
+    assert_killed(site.server(fire=("KILL", "after a step", "100")))
+    assert_ends_well(site.server("--resume", "auto"), worker)
+    assert set(range(1, STEPS + 1)) <= {line.record.step for line in site.steps}

@@ -84,12 +84,11 @@ class ServerContext:
         The checkpoint's own memory is given back.
 
         Raises:
-            CheckpointError: it is of another run than `check_resumable` allows.
+            CheckpointError: its tensors are not the server's.
         """
         if self.checkpoint is None:
             return None
         state = self.checkpoint.state
-        check_resumable(state, self.run, self.bench)
         restore(subject.replica, self.checkpoint, subject.extra())
         self.checkpoint.release()
         report.resume(state)
@@ -101,7 +100,10 @@ class ServerContext:
         Raises:
             PortBusy: another process listens there.
             ConfigError: no address to listen on is this machine's, or a batch does not fit in a bucket.
+            CheckpointError: what is to go on did not begin like this, see `check_resumable`.
         """
+        if self.checkpoint is not None:
+            check_resumable(self.checkpoint.state, self.run, self.bench)
         _check_batch_fits(self.run.train.samples_per_step, self.bench.replica.bucket_bytes)
         cluster, replica = self.settings.cluster, self.bench.replica
         addresses = listening_addresses(cluster)

@@ -26,9 +26,10 @@ from smolcluster.configs.resolve import (
     Settings,
     check_algorithm,
     check_node_overrides,
+    load_resolved,
     load_settings,
 )
-from smolcluster.configs.schema import AlgorithmName
+from smolcluster.configs.schema import AlgorithmName, RunConfig
 from smolcluster.errors import ConfigError, SmolclusterError
 from smolcluster.observability.logs import NodeLog, setup_logging
 from smolcluster.observability.terminal import SteadyConsole
@@ -112,6 +113,7 @@ def serve(
             bench = _build(settings)
             if claimed.checkpoint is not None:
                 check_resumable(claimed.checkpoint.state, run, bench)
+                _tell_changes(paths, run, log.logger)
             open_run(settings, run, role="server", node=node, log=log)
             paths.summary.unlink(missing_ok=True)
             progress = None if args.no_progress else console
@@ -135,6 +137,21 @@ def serve(
                 with stop.collecting():
                     summary = serve_run(context)
             _conclude(paths, summary, progress, console)
+
+
+def _tell_changes(paths: RunPaths, run: RunConfig, log: logging.Logger) -> None:
+    """Say which settings of a resumed run are not what they were: flags are easily forgotten."""
+    try:
+        before = load_resolved(paths.config).run_config(run.run_id, run.algorithm)
+    except SmolclusterError as error:
+        log.warning("the settings that the run had are not known: %s", error)
+        return
+    old, new = before.model_dump(), run.model_dump()
+    old |= {f"train.{key}": value for key, value in old.pop("train").items()}
+    new |= {f"train.{key}": value for key, value in new.pop("train").items()}
+    changes = [f"{key} is {new[key]}, was {old[key]}" for key in new if new[key] != old[key]]
+    if changes:
+        log.warning("the run goes on with other settings than it had: %s", "; ".join(changes))
 
 
 def _conclude(

@@ -332,9 +332,8 @@ def test_more_samples_than_all_epochs_have_are_refused_and_just_as_many_are_not(
     subject = Subject(replica, dict, lambda: owed)
     assert context.resume(subject, report) is not None
     more = checkpoint_of(parts, tmp_path / "more", samples_applied=total + 1)
-    context = replace(parts.context, checkpoint=more)
     with pytest.raises(CheckpointError, match="raise num_epochs"):
-        context.resume(subject, report)
+        Server(replace(parts.context, checkpoint=more))
 
 
 def test_a_checkpoint_of_another_model_is_refused(parts: Parts, tmp_path: Path) -> None:
