@@ -1,5 +1,6 @@
 """What a worker takes from the server: steps, state, and nothing else."""
 
+import math
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -387,4 +388,16 @@ def test_a_push_that_was_held_in_vain_is_never_held_again(
     receiver.pace(paced=True)
     receiver.hold(9, NOT_YET_S)
     with ThreadPoolExecutor(1) as pool:
+        assert returns(pool, receiver, 10)
+
+
+def test_a_runs_timeout_bounds_how_long_a_push_is_held(
+    replica: Replica, mean_of: MakeFrames
+) -> None:
+    """Only a whole push tells the server that others are late."""
+    receiver = StepReceiver(replica, "fp32", patience_s=NOT_YET_S)
+    deliver_all(mean_of(1)[:1], receiver)
+    receiver.pace(paced=True)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(receiver.hold, 9, math.inf).result(DEADLINE_S)
         assert returns(pool, receiver, 10)
