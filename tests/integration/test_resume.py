@@ -429,7 +429,7 @@ def closed_doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("algorithm", "override", "sentence"),
     [
         *((each, "model.hidden=64", "another model") for each in ALGORITHMS),
-        *((each, "seed=43", "other data") for each in ALGORITHMS),
+        *((each, "seed=43", "began with seed 42, not 43") for each in ALGORITHMS),
         *((each, "num_epochs=1", "raise num_epochs") for each in ALGORITHMS),
         *((each, "optimizer=sgd", "optimizer.safetensors") for each in ALGORITHMS),
     ],

@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -30,7 +30,7 @@ from smolcluster.configs.resolve import (
     load_settings,
 )
 from smolcluster.configs.schema import AlgorithmName, RunConfig
-from smolcluster.errors import ConfigError, SmolclusterError
+from smolcluster.errors import CheckpointError, ConfigError, SmolclusterError
 from smolcluster.observability.logs import NodeLog, setup_logging
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.paths import RunPaths, create_run, runs_root
@@ -114,13 +114,14 @@ def serve(
             if claimed.checkpoint is not None:
                 check_resumable(claimed.checkpoint.state, run, bench)
                 _tell_changes(paths, run, log.logger)
-            open_run(settings, run, role="server", node=node, log=log)
-            paths.summary.unlink(missing_ok=True)
             progress = None if args.no_progress else console
-            stop = StopRequest()
-            with open_records(
-                paths, run, role="server", node=node, log=log, progress=progress
-            ) as records:
+            stop, records_of = StopRequest(), ExitStack()
+            with _undone_if_refused(paths), records_of:
+                open_run(settings, run, role="server", node=node, log=log)
+                paths.summary.unlink(missing_ok=True)
+                records = records_of.enter_context(
+                    open_records(paths, run, role="server", node=node, log=log, progress=progress)
+                )
                 context = ServerContext(
                     settings=settings,
                     run=run,
@@ -137,6 +138,18 @@ def serve(
                 with stop.collecting():
                     summary = serve_run(context)
             _conclude(paths, summary, progress, console)
+
+
+@contextmanager
+def _undone_if_refused(paths: RunPaths) -> Iterator[None]:
+    """Put configuration and summary back when a checkpoint turns out to be of something else."""
+    kept = {path: path.read_bytes() for path in (paths.config, paths.summary) if path.is_file()}
+    try:
+        yield
+    except CheckpointError:
+        for path, content in kept.items():
+            path.write_bytes(content)
+        raise
 
 
 def _tell_changes(paths: RunPaths, run: RunConfig, log: logging.Logger) -> None:
