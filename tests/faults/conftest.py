@@ -1,7 +1,6 @@
 """The runs that all cases are compared with, and the table of what came of them.
 
-`SMOLCLUSTER_FAULTS_TABLE=path` writes the table as markdown at the end of the session; it is printed when
-the whole matrix was played.
+`FAULTS_TABLE=path` writes the table as markdown at the end of the session.
 """
 
 import os
@@ -37,14 +36,9 @@ def entries(request: pytest.FixtureRequest) -> list[Entry]:
     return request.config.stash.setdefault(ENTRIES, [])
 
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    """Print the table and write it where it is wanted."""
-    entries = config.stash.get(ENTRIES, [])
-    path = os.environ.get("SMOLCLUSTER_FAULTS_TABLE")
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the table where it is wanted."""
+    entries = session.config.stash.get(ENTRIES, [])
+    path = os.environ.get("FAULTS_TABLE")
     if entries and path:
         Path(path).write_text(markdown(entries))
-    if entries and os.environ.get("SMOLCLUSTER_TEST_FAULTS") == "all":
-        terminalreporter.section("faults: ending, and seconds until it was noticed")
-        terminalreporter.write(markdown(entries))

@@ -1,9 +1,8 @@
 """Connections that fail at every point of the protocol, in every way: the run ends as if they had not.
 
-A choice of the matrix runs always. `SMOLCLUSTER_TEST_FAULTS=all` adds the rest, marked `faults`.
+A choice of the matrix runs always; the rest is marked `faults`.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -36,12 +35,10 @@ ALWAYS = {
 
 
 def cases() -> Iterator[object]:
-    """What is played in this session."""
-    whole = os.environ.get("SMOLCLUSTER_TEST_FAULTS") == "all"
+    """The whole matrix, marked."""
     for case in ALL_CASES:
-        if whole or case in ALWAYS:
-            marks = [] if case in ALWAYS else [pytest.mark.faults]
-            yield pytest.param(case, id=str(case), marks=marks)
+        marks = [] if case in ALWAYS else [pytest.mark.faults]
+        yield pytest.param(case, id=str(case), marks=marks)
 
 
 @pytest.mark.parametrize("case", list(cases()))

@@ -1,7 +1,7 @@
 """Servers and workers that are killed, stopped and started again, as real processes.
 
-What was trained in the end is what an undisturbed run trains: with one worker bit for bit. All cases are run
-with SMOLCLUSTER_TEST_FAULTS=all, some of them always.
+What was trained in the end is what an undisturbed run trains: with one worker bit for bit. Some cases are run
+always; the others are marked `faults`.
 """
 
 import ast
@@ -46,7 +46,6 @@ from smolcluster.training.checkpoint import (
 )
 from smolcluster.training.replica import Replica
 
-ALL = os.environ.get("SMOLCLUSTER_TEST_FAULTS") == "all"
 DRIVER = Path(__file__).with_name("processes_under_fire.py")
 RUN_ID = "under-fire"
 NODES = ("pi5", "win", "macbook", "mini1")
@@ -64,25 +63,17 @@ TRAINING = (
 KILLED_AT = 100
 RESUMED_AT = 90
 
-Test = TypeVar("Test", bound=Callable[..., None])
 E = TypeVar("E", bound=Event)
 
 
 def cases(always: Sequence[object], others: Sequence[object]) -> list[object]:
-    """What is run in this session: some cases always, the others when all are wanted."""
-    return [*always, *(_marked(each) for each in others if ALL)]
+    """Some that are run always, and others that are marked."""
+    return [*always, *(_marked(each) for each in others)]
 
 
 def _marked(case: object) -> object:
     values = case if isinstance(case, tuple) else (case,)
     return pytest.param(*values, marks=pytest.mark.faults)
-
-
-def long_case(test: Test) -> Test:
-    """A test that is only run when all are wanted."""
-    skip = pytest.mark.skipif(not ALL, reason="long: needs SMOLCLUSTER_TEST_FAULTS=all")
-    marked: Test = pytest.mark.faults(skip(test))
-    return marked
 
 
 @pytest.fixture
@@ -305,7 +296,7 @@ def test_three_workers_of_edp_wait_for_a_killed_server(processes: Processes) -> 
             assert_each_sample_applied_once(site)
 
 
-@long_case
+@pytest.mark.faults
 def test_four_workers_of_syncps_wait_for_a_killed_server(
     processes: Processes, reference: Undisturbed
 ) -> None:
@@ -374,7 +365,7 @@ def test_killed_before_its_first_checkpoint_it_begins_again(
     assert_as_undisturbed(site, reference("edp"))
 
 
-@long_case
+@pytest.mark.faults
 @pytest.mark.parametrize("algorithm", ["edp", "syncps"])
 def test_killed_again_and_again(
     processes: Processes, reference: Undisturbed, algorithm: AlgorithmName

@@ -8,9 +8,8 @@ in `tests/faults`.
 import json
 import shutil
 import signal
-import socket
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ from smolcluster.runs.summary import Summary
 from smolcluster.training.checkpoint import Checkpoint, CheckpointWriter, Snapshot, restore
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedule import learning_rate
-from smolcluster.transport.connection import listen
 from smolcluster.utils.stopping import Interrupted
 
 NODES = ("pi5", "win", "macbook", "mini1")
@@ -406,22 +404,6 @@ def test_a_lossy_codec_is_not_resumed_without_what_it_owes(tmp_path: Path) -> No
 
 
 # What is refused.
-
-
-@pytest.fixture
-def closed_doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A server that refuses has opened its port; its process would end now."""
-    doors: list[socket.socket] = []
-
-    def watched(addresses: Sequence[str], port: int) -> list[socket.socket]:
-        opened = listen(addresses, port)
-        doors.extend(opened)
-        return opened
-
-    monkeypatch.setattr(context, "listen", watched)
-    yield
-    for door in doors:
-        door.close()
 
 
 @pytest.mark.usefixtures("closed_doors")

@@ -84,7 +84,7 @@ def _checkpoint(
     log: logging.Logger,
 ) -> Checkpoint | None:
     if resume is None:
-        if store.num_places:
+        if store.count():
             raise ConfigError(
                 f"run {paths.run_id} has checkpoints already: add --resume {AUTO} to go on with it, or "
                 "choose another --run-id"
@@ -92,9 +92,9 @@ def _checkpoint(
         return None
     check_unfinished(paths, settings.train.num_epochs)
     checkpoint = store.newest_good()
-    if checkpoint is None and store.num_places:
+    if checkpoint is None and store.count():
         raise CheckpointError(
-            f"none of the {store.num_places} checkpoints in {paths.checkpoints} is good, see above: begin a "
+            f"none of the {store.count()} checkpoints in {paths.checkpoints} is good, see above: begin a "
             "new run"
         )
     if checkpoint is None and resume != AUTO:

@@ -12,13 +12,14 @@ import torch
 from smolcluster.cluster.evaluator import Evaluator
 from smolcluster.cluster.hub import Fingerprints, Hub
 from smolcluster.cluster.inbox import Inbox
+from smolcluster.cluster.listening import listening_addresses
 from smolcluster.cluster.reception import Reception
 from smolcluster.cluster.report import Report
 from smolcluster.cluster.saver import Saver, Subject
 from smolcluster.cluster.session import Receiver
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import ClusterConfig, RunConfig
+from smolcluster.configs.schema import RunConfig
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import EventLog
@@ -30,7 +31,7 @@ from smolcluster.training.checkpoint import (
     check_same,
     restore,
 )
-from smolcluster.transport.connection import is_local_address, listen
+from smolcluster.transport.connection import listen
 from smolcluster.transport.handshake import Offer
 from smolcluster.transport.security import Secret
 
@@ -188,32 +189,3 @@ def _check_batch_fits(batch_size: int, bucket_bytes: int) -> None:
         raise ConfigError(
             f"a batch of {batch_size} samples is too large, must be at most {bucket_bytes // 4}"
         )
-
-
-def check_port(cluster: ClusterConfig) -> None:
-    """See that the server can listen, before anything is written or built.
-
-    Raises:
-        PortBusy: another process listens there.
-        ConfigError: no address to listen on is this machine's.
-    """
-    for listener in listen(listening_addresses(cluster), cluster.port):
-        listener.close()
-
-
-def listening_addresses(cluster: ClusterConfig) -> list[str]:
-    """Where the server listens: `bind`, or every address in `host_ip` that is this machine's.
-
-    Raises:
-        ConfigError: none of them is.
-    """
-    if cluster.bind is not None:
-        return list(cluster.bind)
-    stated = list(dict.fromkeys(cluster.host_ip.values()))
-    local = [address for address in stated if is_local_address(address)]
-    if not local:
-        raise ConfigError(
-            f"host_ip: none of {', '.join(stated)} is an address of this machine; mend host_ip or set bind, "
-            "or add --local to the server's and the workers' commands to try everything on this machine"
-        )
-    return local

@@ -10,18 +10,19 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
 import smolcluster
 from smolcluster.algorithms.claim import claim_run
-from smolcluster.algorithms.context import ServerContext, check_port, check_resumable
+from smolcluster.algorithms.context import ServerContext, check_resumable
 from smolcluster.algorithms.entry import Ended
 from smolcluster.algorithms.records import open_records, open_run
 from smolcluster.cluster.joining import ServerAddress
 from smolcluster.cluster.link import Participant, Place, follow
+from smolcluster.cluster.listening import check_port
 from smolcluster.configs.resolve import (
     Settings,
     check_algorithm,
@@ -115,13 +116,13 @@ def serve(
                 check_resumable(claimed.checkpoint.state, run, bench)
                 _tell_changes(paths, run, log.logger)
             progress = None if args.no_progress else console
-            stop, records_of = StopRequest(), ExitStack()
-            with _undone_if_refused(paths), records_of:
-                open_run(settings, run, role="server", node=node, log=log)
-                paths.summary.unlink(missing_ok=True)
-                records = records_of.enter_context(
-                    open_records(paths, run, role="server", node=node, log=log, progress=progress)
-                )
+            stop = StopRequest()
+            with (
+                _begun(paths, settings, run, log),
+                open_records(
+                    paths, run, role="server", node=node, log=log, progress=progress
+                ) as records,
+            ):
                 context = ServerContext(
                     settings=settings,
                     run=run,
@@ -141,9 +142,11 @@ def serve(
 
 
 @contextmanager
-def _undone_if_refused(paths: RunPaths) -> Iterator[None]:
-    """Put configuration and summary back when a checkpoint turns out to be of something else."""
+def _begun(paths: RunPaths, settings: Settings, run: RunConfig, log: NodeLog) -> Iterator[None]:
+    """Lay out the run's folder; put back what was there if the checkpoint turns out to be of another run."""
     kept = {path: path.read_bytes() for path in (paths.config, paths.summary) if path.is_file()}
+    open_run(settings, run, role="server", node=settings.cluster.server, log=log)
+    paths.summary.unlink(missing_ok=True)
     try:
         yield
     except CheckpointError:

@@ -16,7 +16,6 @@ clock.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -214,29 +213,28 @@ class Dispatcher:
         Raises:
             CheckpointError: it is none of these epochs and samples.
         """
-        self._cursor = Range(*standing.cursor)
-        self._waiting = deque(Range(*each) for each in standing.waiting)
-        self.samples_applied = samples_applied
-        cut = self._position(self._cursor.epoch, self._cursor.stop)
-        waiting = sum(each.num_samples for each in self._waiting)
-        edges = [0]
-        for each in self._waiting:
-            edges += [self._position(each.epoch, each.start), self._position(each.epoch, each.stop)]
-        disjoint = all(before <= after for before, after in pairwise([*edges, cut]))
-        within = all(
-            0 <= each.start <= each.stop <= self.num_samples and 0 <= each.epoch < self.num_epochs
-            for each in (self._cursor, *self._waiting)
-        )
-        some = all(each.num_samples > 0 for each in self._waiting)
-        if not (within and disjoint and some) or samples_applied != cut - waiting:
+        cursor = Range(*standing.cursor)
+        waiting = [Range(*each) for each in standing.waiting]
+        edges = [(each.epoch, index) for each in waiting for index in (each.start, each.stop)]
+        cut = cursor.epoch * self.num_samples + cursor.stop
+        if (
+            not all(self._exists(each) for each in (cursor, *waiting))
+            or not all(each.num_samples for each in waiting)
+            or [*edges, (cursor.epoch, cursor.stop)]
+            != sorted([*edges, (cursor.epoch, cursor.stop)])
+            or samples_applied != cut - sum(each.num_samples for each in waiting)
+        ):
             raise CheckpointError(
-                f"the checkpoint stands in epoch {self._cursor.epoch + 1} of samples that do not fit "
+                f"the checkpoint stands in epoch {cursor.epoch + 1} of samples that do not fit "
                 f"{self.num_epochs} epochs of {self.num_samples}: resume with the run's own dataset, and "
                 "with as many epochs or more"
             )
+        self._cursor, self._waiting = cursor, deque(waiting)
+        self.samples_applied = samples_applied
 
-    def _position(self, epoch: int, index: int) -> int:
-        return epoch * self.num_samples + index
+    def _exists(self, range_: Range) -> bool:
+        in_epoch = 0 <= range_.start <= range_.stop <= self.num_samples
+        return in_epoch and 0 <= range_.epoch < self.num_epochs
 
     def _next_range(self, holder: int, now: float) -> Range | None:
         if self._waiting:

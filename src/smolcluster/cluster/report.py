@@ -252,6 +252,11 @@ class Report:
             evaluation.accuracy,
         )
 
+    def flush(self) -> None:
+        """Write what is kept back."""
+        self._metrics.flush()
+        self._events.flush()
+
     def tick(self) -> None:
         """Flush what is due."""
         self._metrics.tick()
@@ -306,12 +311,7 @@ class Report:
         )
 
     def standing(self, progress: Progress) -> TrainingState:
-        """Where the run stands, for a checkpoint; `progress` is what the algorithm adds.
-
-        What has been reported so far is on its way to the disk then, too.
-        """
-        self._metrics.flush()
-        self._events.flush()
+        """Where the run stands, for a checkpoint; `progress` is what the algorithm adds."""
         counts = Counts(
             wall_s=self._wall_s,
             traffic=self._traffic,

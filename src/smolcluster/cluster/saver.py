@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.cluster.report import Report
+from smolcluster.codec.base import absmax
 from smolcluster.errors import NonFiniteLoss, SmolclusterError
 from smolcluster.training.checkpoint import (
     CheckpointStore,
@@ -124,6 +125,7 @@ class Saver:
         self._submit()
         self._is_evaluated = False
         self._newest_step = self._report.version
+        self._report.flush()  # a checkpoint is not newer than what is known of its steps
         state = self._report.standing(self._subject.progress())
         self._copying = self._copier.submit(
             _copy,
@@ -150,8 +152,7 @@ def _copy(
         NonFiniteLoss: its weights hold NaN or infinity; nobody could go on from it.
     """
     snapshot = Snapshot.of(replica, state, extra, spare)
-    low, high = snapshot.weights.aminmax()
-    if not (math.isfinite(low) and math.isfinite(high)):
+    if not math.isfinite(absmax(snapshot.weights)):
         raise NonFiniteLoss("its weights hold NaN or infinity")
     return snapshot
 

@@ -15,9 +15,9 @@ from datetime import datetime
 from rich.console import Console
 from rich.text import Text
 
+from smolcluster.cluster.listening import check_port
 from smolcluster.configs.load import Kind, find_config, shipped_names
 from smolcluster.configs.resolve import Settings, check_algorithm, load_settings
-from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
 from smolcluster.launch.children import POLL_S, Child, stop, wait_for
 from smolcluster.launch.interrupts import Interrupts, interrupts
@@ -29,7 +29,6 @@ from smolcluster.runs.events import RunEnded, WorkerJoined, WorkerLeft, WorkerLo
 from smolcluster.runs.paths import RunPaths, create_run, new_run_id, runs_root
 from smolcluster.runs.processes import ProcessEntry, write_processes
 from smolcluster.runs.summary import read_summary, table
-from smolcluster.transport.connection import listen
 from smolcluster.transport.security import default_secret_path, ensure_secret
 from smolcluster.utils.retry import Deadline
 
@@ -88,7 +87,7 @@ def launch_local(request: Request, run_id: str, *, dry_run: bool, resume: bool =
     if dry_run:
         _show(plan)
         return 0
-    _check_port(settings.cluster)
+    check_port(settings.cluster)  # or our workers would find somebody else's server
     ensure_secret(settings.node.secret_file or default_secret_path())
     paths = create_run(runs_root(settings.node.runs_dir), run_id)
     console, num_epochs = SteadyConsole(), settings.train.num_epochs
@@ -97,12 +96,6 @@ def launch_local(request: Request, run_id: str, *, dry_run: bool, resume: bool =
 
 def _show(plan: LaunchPlan) -> None:
     sys.stdout.write("\n".join(plan.lines()) + "\n")
-
-
-def _check_port(cluster: ClusterConfig) -> None:
-    """See before anything is started that our workers will not find somebody else's server."""
-    for listener in listen(cluster.bind or tuple(cluster.host_ip.values()), cluster.port):
-        listener.close()
 
 
 def _for_any_folder(request: Request) -> Request:

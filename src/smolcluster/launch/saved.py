@@ -94,10 +94,8 @@ def resume(run: str, num_workers: int | None, overrides: Sequence[str], *, dry_r
         store = _store(paths)
         checkpoint = store.newest_good()
         algorithm = get_algorithm(checkpoint.state.algorithm if checkpoint else _algorithm(paths))
-    if checkpoint is None and store.num_places:
-        raise CheckpointError(
-            f"none of the {store.num_places} checkpoints of {paths.run_id} is good"
-        )
+    if checkpoint is None and store.count():
+        raise CheckpointError(f"none of the {store.count()} checkpoints of {paths.run_id} is good")
     if set(settings.cluster.host_ip.values()) != {LOOPBACK}:
         raise ConfigError(
             f"run {paths.run_id} was not a local one: start its server with --resume {paths.run_id}, and its "

@@ -272,8 +272,7 @@ class CheckpointStore:
         """The checkpoint to go on from; None when there is none. Damaged ones are skipped with a warning."""
         return self._first_good(self._newest_first())
 
-    @property
-    def num_places(self) -> int:
+    def count(self) -> int:
         """How many checkpoints there are, good or damaged."""
         return len(self._places())
 

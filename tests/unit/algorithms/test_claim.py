@@ -15,7 +15,7 @@ from torch import nn
 from harness import free_port, local_settings, summary_of
 from peers import logger
 from smolcluster.algorithms.claim import AUTO, Claimed, claim_run
-from smolcluster.algorithms.context import check_port
+from smolcluster.cluster.listening import check_port
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import CheckpointError, ConfigError, PortBusy, RunBusy, SmolclusterError
 from smolcluster.runs.lock import RunLock
@@ -407,7 +407,7 @@ def test_a_claim_moves_no_link_and_a_refusal_changes_nothing(
         assert claimed.paths.root.is_dir()
         assert run_id in (None, claimed.paths.run_id)
         assert resume in (None, AUTO, LATEST, claimed.paths.run_id)
-        assert (claimed.checkpoint is not None) == (claimed.store.num_places > 0)
+        assert (claimed.checkpoint is not None) == (claimed.store.count() > 0)
         assert resume is not None or claimed.checkpoint is None
     for folder in runs.root.glob("[!.]*/"):
         with RunLock(folder / ".lock"):

@@ -9,8 +9,9 @@ import torch
 
 from harness import free_port, local_settings
 from peers import Echo, Parts, next_event, server_parts
-from smolcluster.algorithms.context import codec_for, listening_addresses
+from smolcluster.algorithms.context import codec_for
 from smolcluster.cluster.evaluator import EvaluationDone
+from smolcluster.cluster.listening import listening_addresses
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import ConfigError, PortBusy
 

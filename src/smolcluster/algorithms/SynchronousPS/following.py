@@ -64,8 +64,8 @@ class StepReceiver(Receiver):
         self._closed = False
         self._paced = False
         self._gradient: Tensor | None = None
-        self._num_reduced = 0
-        self._seen: set[int] = set()
+        self._reduced: set[int] = set()
+        """Buckets of the gradient that have arrived."""
         self._version = 0
 
     @property
@@ -82,7 +82,7 @@ class StepReceiver(Receiver):
     def close(self) -> None:
         """The worker takes no more steps, or the session has ended: nobody may wait any more."""
         with self._changed:
-            self._closed, self._paced = True, False
+            self._closed = True
             self._changed.notify_all()
 
     def pace(self, *, paced: bool) -> None:
@@ -105,7 +105,8 @@ class StepReceiver(Receiver):
                 self._paced = False
 
     def _in_pace(self, bucket: int) -> bool:
-        return not self._paced or not 0 < self._num_reduced <= bucket - PACE
+        is_ahead = 0 < len(self._reduced) <= bucket - PACE
+        return self._closed or not self._paced or not is_ahead
 
     def place_for(self, message: Message) -> memoryview | None:
         """A lossless mean goes straight to its place in the gradient, which is nobody's until its commit."""
@@ -122,15 +123,14 @@ class StepReceiver(Receiver):
                     encoded = torch.frombuffer(payload, dtype=torch.uint8)
                     self._codec.decode(encoded, self._bucket_of(message))
                 with self._changed:
-                    self._seen.add(message.bucket)
-                    self._num_reduced += 1
+                    self._reduced.add(message.bucket)
                     self._changed.notify_all()
                 return None
             case Commit():
                 digests = self._digests(message, payload)
-                committed = Committed(message, self._gradient, self._num_reduced, digests)
+                committed = Committed(message, self._gradient, len(self._reduced), digests)
                 with self._changed:
-                    self._gradient, self._num_reduced = None, 0
+                    self._gradient, self._reduced = None, set()
                     self._changed.notify_all()
                 return committed
             case State():
@@ -146,13 +146,12 @@ class StepReceiver(Receiver):
                 f"bucket {reduced.bucket} of {reduced.num_buckets} of the mean gradient is not of "
                 "the agreed shape and codec"
             )
-        if self._gradient is not None and reduced.bucket in self._seen:
+        if reduced.bucket in self._reduced:
             raise ProtocolError(
                 f"the server sent bucket {reduced.bucket} of the mean gradient twice"
             )
         if self._gradient is None:
             self._gradient, self._version = self._take_free(), reduced.version
-            self._seen = set()
         elif reduced.version != self._version:
             raise ProtocolError(
                 f"the server began step {reduced.version} before it had committed {self._version}"

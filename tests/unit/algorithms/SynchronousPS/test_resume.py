@@ -1,8 +1,7 @@
 """SyncPS over a restart: the next batch, and what a lossy codec owes, are those that would have been."""
 
 import json
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from harness import local_settings
 from peers import Parts, logger, server_parts
-from smolcluster.algorithms import context as room
 from smolcluster.algorithms.SynchronousPS.reduction import RESIDUAL, Reduction
 from smolcluster.algorithms.SynchronousPS.rule import global_batches
 from smolcluster.algorithms.SynchronousPS.server import Server
@@ -33,7 +31,6 @@ from smolcluster.training.checkpoint import (
     restore,
 )
 from smolcluster.training.replica import Replica
-from smolcluster.transport.connection import listen
 from unit.algorithms.SynchronousPS.actors import (
     DTYPES,
     LOSSY,
@@ -223,19 +220,8 @@ def test_a_lossy_run_does_not_go_on_from_a_lossless_one(tmp_path: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_door_stays_open(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_door_stays_open(closed_doors: None) -> None:
     """Servers are made here that never serve."""
-    opened: list[socket.socket] = []
-
-    def recorded(addresses: Sequence[str], port: int) -> list[socket.socket]:
-        listeners = listen(addresses, port)
-        opened.extend(listeners)
-        return listeners
-
-    monkeypatch.setattr(room, "listen", recorded)
-    yield
-    for listener in opened:
-        listener.close()
 
 
 @pytest.fixture
