@@ -60,7 +60,8 @@ TrainFile = Annotated[
     typer.Option(
         "--train-config",
         metavar="FILE",
-        help="Training file or shipped name.  [default: digits with --local, else nn]",
+        help="Training file or shipped name; gpt with --local means stdlib, a small GPT that needs no "
+        "download.  [default: digits with --local, else nn; of edp-gpt stdlib with --local, else gpt]",
     ),
 ]
 Overrides = Annotated[
@@ -115,6 +116,29 @@ def _launch_edp(
     )
 
 
+@launch_app.command("edp-gpt", epilog=EXIT_CODES)
+def _launch_edp_gpt(
+    *,
+    local: Local = False,
+    workers: Workers = None,
+    dry_run: DryRun = False,
+    no_tmux: NoTmux = False,  # noqa: ARG001 - as above
+    config: ClusterFile = None,
+    train_config: TrainFile = None,
+    override: Overrides = None,
+) -> int:
+    """Train a GPT language model with EDP."""
+    return _launch(
+        "edp",
+        local=local,
+        workers=workers,
+        dry_run=dry_run,
+        config=config,
+        train_config=train_config or "gpt",
+        override=override,
+    )
+
+
 @launch_app.command("syncps", epilog=EXIT_CODES)
 def _launch_syncps(
     *,
@@ -152,6 +176,8 @@ def _launch(
     from smolcluster.launch.plan import Request  # noqa: PLC0415
     from smolcluster.launch.run import launch  # noqa: PLC0415
 
+    if local and train_config == "gpt":
+        train_config = "stdlib"
     request = Request(
         algorithm=get_algorithm(algorithm),
         config=config,
@@ -200,11 +226,40 @@ def _export(
     best: Annotated[
         bool, typer.Option("--best", help="Of the lowest validation loss, not the newest.")
     ] = False,
+    transformers: Annotated[
+        bool,
+        typer.Option("--transformers", help="A GPT as GPT2LMHeadModel.from_pretrained reads it."),
+    ] = False,
 ) -> int:
     """Write a run's model as a plain model.safetensors."""
     from smolcluster.launch.saved import export_model  # noqa: PLC0415 - see above
 
-    return export_model(run, to, best=best)
+    return export_model(run, to, best=best, transformers=transformers)
+
+
+@app.command("generate", epilog=EXIT_CODES)
+def _generate(
+    run: Run = "latest",
+    *,
+    prompt: Annotated[
+        str, typer.Option("--prompt", help="Text to go on from.  [default: a new document]")
+    ] = "",
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", metavar="N", help="Tokens to write.")
+    ] = 100,
+    temperature: Annotated[
+        float, typer.Option("--temperature", help="0 takes the likeliest token each time.")
+    ] = 0.8,
+    top_k: Annotated[
+        int | None,
+        typer.Option("--top-k", metavar="N", help="Choose among the N likeliest.  [default: all]"),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same text.")] = 0,
+) -> int:
+    """Let a language model write, from the best checkpoint of its run."""
+    from smolcluster.launch.generate import Wish, generate  # noqa: PLC0415 - see above
+
+    return generate(run, Wish(prompt, max_tokens, temperature, top_k, seed))
 
 
 @app.command("train", epilog=EXIT_CODES)
@@ -213,12 +268,21 @@ def _train(
     config: Annotated[
         str, typer.Option("--config", metavar="FILE", help="Training file or shipped name.")
     ] = "digits",
+    run_id: Annotated[
+        str | None, typer.Option("--run-id", help="Name of the run.  [default: from the time]")
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume", metavar="RUN", help="Go on with a run: its name, latest, or auto."
+        ),
+    ] = None,
     override: Overrides = None,
 ) -> int:
     """Train in this single process: the baseline that a cluster is compared with."""
     from smolcluster.launch.single import train  # noqa: PLC0415 - see above
 
-    return train(config, override or [])
+    return train(config, override or [], run_id=run_id, resume=resume)
 
 
 def expand_overrides(argv: Sequence[str]) -> list[str]:

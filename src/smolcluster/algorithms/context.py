@@ -6,8 +6,11 @@ Built once from a configuration, by `process.py` for real processes and by tests
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from smolcluster.cluster.evaluator import Evaluator
 from smolcluster.cluster.hub import Fingerprints, Hub
@@ -20,6 +23,7 @@ from smolcluster.cluster.session import Receiver
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import RunConfig
+from smolcluster.data.tokens import TokenBlocks
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import EventLog
@@ -33,8 +37,12 @@ from smolcluster.training.checkpoint import (
 )
 from smolcluster.transport.connection import listen
 from smolcluster.transport.handshake import Offer
+from smolcluster.transport.messages import ServedData
 from smolcluster.transport.security import Secret
 
+NO_CODEC = "none"
+"""Of a run in which nothing travels."""
+INDEX_NBYTES = 4
 EXTRA_QUEUED = 64
 """Small messages that may wait for a worker, besides the tensors of a few transfers of the model."""
 
@@ -46,7 +54,9 @@ class ServerContext:
     settings: Settings
     run: RunConfig
     bench: Workbench
-    secret: Secret
+    node: str
+    secret: Secret | None
+    """What workers prove themselves by; None: there are none."""
     metrics: Metrics
     events: EventLog
     log: logging.Logger
@@ -64,20 +74,54 @@ class ServerContext:
         """Name of the codec that gradients travel in."""
         return codec_for(self.run, self.bench.replica.params.dtype)
 
+    def rows_of(self, indices: Tensor) -> NDArray[Any] | None:
+        """The training samples `indices` (n,) as they travel; None: workers have them themselves."""
+        train = self.bench.dataset.train
+        is_served = self.run.train.dataset.source == "server"
+        return train.rows(indices) if is_served and isinstance(train, TokenBlocks) else None
+
+    @property
+    def served_data(self) -> ServedData | None:
+        """What workers must know of samples that are sent to them; None: they have them themselves."""
+        data = self.bench.dataset
+        if self.run.train.dataset.source == "local":
+            return None
+        return ServedData(
+            name=data.name,
+            fingerprint=data.fingerprint,
+            num_samples=data.train.num_samples,
+            length=data.input_dim,
+            vocab_size=data.num_classes,
+        )
+
     def new_evaluator(self) -> Evaluator:
         """What evaluates the server's replica every `eval_steps` steps."""
-        return Evaluator(
-            self.bench.replica,
-            self.bench.dataset.validation,
-            self.inbox,
-            every=self.run.train.eval_steps,
-            log=self.log,
-        )
+        return Evaluator(self.bench, self.inbox, every=self.run.train.eval_steps, log=self.log)
 
     def new_saver(self, subject: Subject, report: Report) -> Saver:
         """What saves the server every `checkpoint_steps` steps, and at the end."""
         every = self.settings.cluster.checkpoint_steps
         return Saver(self.store, every, subject, report, self.log)
+
+    def new_report(
+        self,
+        codec: str = NO_CODEC,
+        bytes_moved: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    ) -> Report:
+        """What tells the world how the run goes on; `bytes_moved` counts bytes sent and received."""
+        cluster = self.settings.cluster
+        return Report(
+            run=self.run,
+            server_node=self.node,
+            num_workers=cluster.num_workers,
+            codec=codec,
+            incarnation=self.incarnation,
+            bench=self.bench,
+            metrics=self.metrics,
+            events=self.events,
+            log=self.log,
+            bytes_moved=bytes_moved,
+        )
 
     def resume(self, subject: Subject, report: Report) -> CheckpointState | None:
         """Fill the server with the checkpoint that it goes on from, and say where that stood.
@@ -105,7 +149,14 @@ class ServerContext:
         """
         if self.checkpoint is not None:
             check_resumable(self.checkpoint.state, self.run, self.bench)
-        _check_batch_fits(self.run.train.samples_per_step, self.bench.replica.bucket_bytes)
+        row = self.rows_of(torch.zeros(1, dtype=torch.int64))
+        _check_batch_fits(
+            self.run.train.samples_per_step,
+            INDEX_NBYTES + (0 if row is None else row.nbytes),
+            self.bench.replica.bucket_bytes,
+        )
+        if self.secret is None:
+            raise RuntimeError("a server needs the cluster's secret")
         cluster, replica = self.settings.cluster, self.bench.replica
         addresses = listening_addresses(cluster)
         reception = Reception(
@@ -120,23 +171,13 @@ class ServerContext:
                 bucket_bytes=replica.bucket_bytes,
                 codec=self.codec,
                 heartbeat_timeout_s=self.run.heartbeat_timeout_s,
+                data=self.served_data,
             ),
             receiver_for=receiver_for,
             max_queued=4 * len(replica.buckets) + EXTRA_QUEUED,
             log=self.log,
         )
-        report = Report(
-            run=self.run,
-            server_node=cluster.server,
-            num_workers=cluster.num_workers,
-            codec=self.codec,
-            incarnation=self.incarnation,
-            bench=self.bench,
-            metrics=self.metrics,
-            events=self.events,
-            log=self.log,
-            bytes_moved=reception.bytes_moved,
-        )
+        report = self.new_report(self.codec, reception.bytes_moved)
         self.log.info("listening on %s, port %d", ", ".join(addresses), cluster.port)
         return Hub(
             cluster=cluster,
@@ -183,9 +224,8 @@ def codec_for(run: RunConfig, dtype: torch.dtype) -> str:
     return name
 
 
-def _check_batch_fits(batch_size: int, bucket_bytes: int) -> None:
-    """Indices travel as int32, and no payload may be larger than a bucket."""
-    if 4 * batch_size > bucket_bytes:
-        raise ConfigError(
-            f"a batch of {batch_size} samples is too large, must be at most {bucket_bytes // 4}"
-        )
+def _check_batch_fits(batch_size: int, sample_nbytes: int, bucket_bytes: int) -> None:
+    """No payload may be larger than a bucket."""
+    if sample_nbytes * batch_size > bucket_bytes:
+        most = bucket_bytes // sample_nbytes
+        raise ConfigError(f"a batch of {batch_size} samples is too large, must be at most {most}")

@@ -16,10 +16,9 @@ from pathlib import Path
 from rich.console import Console
 
 import smolcluster
-from smolcluster.algorithms.claim import claim_run
-from smolcluster.algorithms.context import ServerContext, check_resumable
+from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import Ended
-from smolcluster.algorithms.records import open_records, open_run
+from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.cluster.joining import ServerAddress
 from smolcluster.cluster.link import Participant, Place, follow
 from smolcluster.cluster.listening import check_port
@@ -27,16 +26,15 @@ from smolcluster.configs.resolve import (
     Settings,
     check_algorithm,
     check_node_overrides,
-    load_resolved,
     load_settings,
 )
-from smolcluster.configs.schema import AlgorithmName, RunConfig
-from smolcluster.errors import CheckpointError, ConfigError, SmolclusterError
+from smolcluster.configs.schema import AlgorithmName
+from smolcluster.errors import ConfigError, SmolclusterError
 from smolcluster.observability.logs import NodeLog, setup_logging
 from smolcluster.observability.terminal import SteadyConsole
-from smolcluster.runs.paths import RunPaths, create_run, runs_root
-from smolcluster.runs.summary import Summary, table, write_summary
-from smolcluster.training.build import Workbench, build
+from smolcluster.runs.paths import create_run, runs_root
+from smolcluster.runs.summary import Summary
+from smolcluster.training.build import Workbench
 from smolcluster.transport.frames import PROTOCOL_VERSION
 from smolcluster.transport.messages import Hello, Welcome
 from smolcluster.transport.security import (
@@ -46,8 +44,8 @@ from smolcluster.transport.security import (
     load_secret,
 )
 from smolcluster.utils.bugs import describe_bug
-from smolcluster.utils.device import pick_device, use_threads
-from smolcluster.utils.stopping import Interrupted, StopRequest
+from smolcluster.utils.device import use_threads
+from smolcluster.utils.stopping import Interrupted
 
 MAX_WORKER_ID = 2**31
 
@@ -105,88 +103,18 @@ def serve(
     check_algorithm(settings, algorithm)
     console = SteadyConsole(stderr=True)
     named = not args.stop_on_stdin_eof
-    node = settings.cluster.server
-    with process_log("server", node, console=console, named=named) as log:
+    with process_log("server", settings.cluster.server, console=console, named=named) as log:
         secret = ensure_secret(settings.node.secret_file or default_secret_path())
         check_port(settings.cluster)
-        with claim_run(settings, algorithm, args.run_id, args.resume, log.logger) as claimed:
-            paths, run = claimed.paths, settings.run_config(claimed.paths.run_id, algorithm)
-            bench = _build(settings)
-            if claimed.checkpoint is not None:
-                check_resumable(claimed.checkpoint.state, run, bench)
-                _tell_changes(paths, run, log.logger)
-            progress = None if args.no_progress else console
-            stop = StopRequest()
-            with (
-                _begun(paths, settings, run, log),
-                open_records(
-                    paths, run, role="server", node=node, log=log, progress=progress
-                ) as records,
-            ):
-                context = ServerContext(
-                    settings=settings,
-                    run=run,
-                    bench=bench,
-                    secret=secret,
-                    metrics=records.metrics,
-                    events=records.events,
-                    log=log.logger,
-                    incarnation=records.incarnation,
-                    store=claimed.store,
-                    checkpoint=claimed.checkpoint,
-                    check_stop=stop.check,
-                )
-                with stop.collecting():
-                    summary = serve_run(context)
-            _conclude(paths, summary, progress, console)
-
-
-@contextmanager
-def _begun(paths: RunPaths, settings: Settings, run: RunConfig, log: NodeLog) -> Iterator[None]:
-    """Lay out the run's folder; put back what was there if the checkpoint turns out to be of another run."""
-    kept = {path: path.read_bytes() for path in (paths.config, paths.summary) if path.is_file()}
-    open_run(settings, run, role="server", node=settings.cluster.server, log=log)
-    paths.summary.unlink(missing_ok=True)
-    try:
-        yield
-    except CheckpointError:
-        for path, content in kept.items():
-            path.write_bytes(content)
-        raise
-
-
-def _tell_changes(paths: RunPaths, run: RunConfig, log: logging.Logger) -> None:
-    """Say which settings of a resumed run are not what they were: flags are easily forgotten."""
-    try:
-        before = load_resolved(paths.config).run_config(run.run_id, run.algorithm)
-    except SmolclusterError as error:
-        log.warning("the settings that the run had are not known: %s", error)
-        return
-    old, new = before.model_dump(), run.model_dump()
-    old |= {f"train.{key}": value for key, value in old.pop("train").items()}
-    new |= {f"train.{key}": value for key, value in new.pop("train").items()}
-    changes = [f"{key} is {new[key]}, was {old[key]}" for key in new if new[key] != old[key]]
-    if changes:
-        log.warning("the run goes on with other settings than it had: %s", "; ".join(changes))
-
-
-def _conclude(
-    paths: RunPaths, summary: Summary, progress: Console | None, console: Console
-) -> None:
-    try:
-        write_summary(paths.summary, summary)
-    except SmolclusterError:
-        progress = console  # then at least a person shall see it
-        raise
-    finally:
-        if progress:
-            progress.print(table(summary))
-
-
-def _build(settings: Settings) -> Workbench:
-    use_threads(settings.node.threads)
-    device = pick_device(settings.node.device)
-    return build(settings.train, settings.cluster.seed, settings.node.dataset, device)
+        own_run(
+            Owner(algorithm, "server", settings.cluster.server, settings, secret),
+            log,
+            serve_run,
+            run_id=args.run_id,
+            resume=args.resume,
+            progress=None if args.no_progress else console,
+            output=None if args.no_progress else console,
+        )
 
 
 def work(

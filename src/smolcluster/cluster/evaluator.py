@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn.utils import vector_to_parameters
 
 from smolcluster.cluster.inbox import Event, Inbox
-from smolcluster.data.dataset import Split
-from smolcluster.training.evaluate import Evaluation, evaluate
-from smolcluster.training.replica import Replica
+from smolcluster.training.build import Workbench
+from smolcluster.training.evaluate import Evaluation
 
 
 @dataclass(frozen=True)
@@ -36,17 +35,13 @@ class EvaluationFailed(Event):
 class Evaluator:
     """Evaluates one snapshot at a time in a thread of its own and reports to the inbox."""
 
-    def __init__(
-        self, replica: Replica, split: Split, inbox: Inbox, *, every: int, log: logging.Logger
-    ) -> None:
-        """`every` so many steps the `replica` is evaluated on `split`."""
-        self._replica = replica
+    def __init__(self, bench: Workbench, inbox: Inbox, *, every: int, log: logging.Logger) -> None:
+        """`every` so many steps the replica is evaluated on the validation split."""
+        self._bench = bench
         self._every = every
         self._log = log
-        self._model = replica.copy_model()
+        self._model = bench.replica.copy_model()
         self._trainable = [param for param in self._model.parameters() if param.requires_grad]
-        self._device = replica.device
-        self._split = split
         self._inbox = inbox
         self._work: queue.Queue[tuple[int, int, Tensor] | None] = queue.Queue(maxsize=1)
         self._busy = threading.Event()
@@ -69,7 +64,7 @@ class Evaluator:
             self._log.info("step %d is not evaluated: the last one still is", version)
             return False
         self._busy.set()
-        self._work.put((version, epoch, self._replica.params.clone()))
+        self._work.put((version, epoch, self._bench.replica.params.clone()))
         return True
 
     def _run(self) -> None:
@@ -78,7 +73,7 @@ class Evaluator:
             version, epoch, weights = work
             try:
                 vector_to_parameters(weights, self._trainable)
-                evaluation = evaluate(self._model, self._split, self._device)
+                evaluation = self._bench.evaluate(self._model)
                 self._inbox.put(EvaluationDone(version, epoch, evaluation))
             except Exception as error:
                 self._inbox.put(EvaluationFailed(version, error))

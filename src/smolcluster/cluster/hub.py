@@ -16,10 +16,10 @@ from smolcluster.cluster.evaluator import EvaluationDone, EvaluationFailed
 from smolcluster.cluster.inbox import Event, Gone, Inbox, Knock, Said
 from smolcluster.cluster.membership import Admitted, Member, Refused, admit, quorum
 from smolcluster.cluster.reception import Reception, Seated
-from smolcluster.cluster.report import Report
+from smolcluster.cluster.report import Report, why_ended
 from smolcluster.cluster.worker import Worker
 from smolcluster.configs.schema import ClusterConfig
-from smolcluster.errors import ClusterEmpty, NonFiniteLoss, SmolclusterError
+from smolcluster.errors import ClusterEmpty, NonFiniteLoss
 from smolcluster.runs.events import EventLog, WorkerJoined, WorkerLeft, WorkerLost, WorkerRejected
 from smolcluster.transport.messages import End, Fault, Goodbye, Ready, Reject
 from smolcluster.utils.retry import Deadline
@@ -95,12 +95,7 @@ class Hub:
 
         After a signal nobody is told: the server may be started again, and workers look for it.
         """
-        if error is None:
-            sentence = "every sample of every epoch has been applied"
-        elif isinstance(error, SmolclusterError):
-            sentence = f"the run failed: {error}"
-        else:
-            sentence = "the server was stopped"
+        sentence = self.report.ending if error is None else why_ended(error)
         try:
             if not isinstance(error, KeyboardInterrupt):
                 self.see_out(error is None, sentence)

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from smolcluster.cluster.inbox import Event, Gone, Inbox, Said
 from smolcluster.cluster.joining import LONGEST_DELAY_S, RunOver, ServerAddress, join
 from smolcluster.cluster.session import Hold, Receiver, Session
 from smolcluster.configs.schema import NodeConfig
+from smolcluster.data.dataset import Dataset
 from smolcluster.errors import NonFiniteLoss, PeerLost, Rejected, RunFailed, SmolclusterError
 from smolcluster.training.build import Workbench, build
 from smolcluster.transport.connection import Connection
@@ -250,6 +249,8 @@ class _Life:
 
     def _build(self, welcome: Welcome) -> None:
         run, place = welcome.run, self._place
+        data = welcome.data
+        served = None if data is None else Dataset.elsewhere(**data.model_dump())
         self._bench = build(
             run.train,
             run.seed,
@@ -257,6 +258,7 @@ class _Life:
             pick_device(place.node.device),
             bucket_bytes=welcome.bucket_bytes,
             microbatch=place.node.microbatch,
+            dataset=served,
         )
         self._samples_per_s = measure_speed(self._bench, run.train.batch_size)
         place.log.info(
@@ -291,9 +293,10 @@ def _same_bench(before: Welcome, now: Welcome) -> bool:
 def measure_speed(bench: Workbench, batch_size: int) -> float:
     """Samples a second that this machine computes, from one batch after a warm-up."""
     num_samples = min(batch_size, bench.dataset.train.num_samples)
-    bench.compute(torch.arange(num_samples))
+    inputs, targets = bench.example(num_samples)
+    bench.compute_batch(inputs, targets)
     started = time.perf_counter()
-    bench.compute(torch.arange(num_samples))
+    bench.compute_batch(inputs, targets)
     return num_samples / max(time.perf_counter() - started, 1e-9)
 
 

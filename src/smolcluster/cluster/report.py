@@ -4,7 +4,8 @@ import logging
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -16,6 +17,7 @@ from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.tally import Tally, WorkerTally
 from smolcluster.cluster.worker import Worker
 from smolcluster.configs.schema import RunConfig
+from smolcluster.errors import SmolclusterError
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.runs.events import (
     EpochFinished,
@@ -30,7 +32,7 @@ from smolcluster.runs.events import (
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic, WorkerShare
 from smolcluster.training.build import Workbench
 from smolcluster.training.checkpoint import Progress, TrainingState, parse_progress
-from smolcluster.training.evaluate import Evaluation, evaluate
+from smolcluster.training.evaluate import Evaluation
 from smolcluster.transport.messages import LeaseKey
 
 WINDOW_S = 1.0
@@ -81,6 +83,8 @@ class Counts(BaseModel):
     pushes: dict[Literal["applied", "stale", "late", "duplicate", "lost"], int]
     leases_returned: int
     workers: dict[int, WorkerTally]
+    lowest_val_loss: float | None = None
+    num_worse: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,9 @@ class Report:
         self.version = 0
         self.evaluated_version = 0
         self.evaluated_loss: float | None = None
+        self._lowest_val_loss: float | None = None
+        self._num_worse = 0
+        """Evaluations in a row that did not lower it."""
         self._epoch = 0
         self._epoch_samples: dict[int, int] = defaultdict(int)
         self._epoch_loss: dict[int, float] = defaultdict(float)
@@ -241,16 +248,30 @@ class Report:
     def evaluated(self, version: int, epoch: int, evaluation: Evaluation) -> None:
         """The weights of `version` have been evaluated."""
         self.evaluated_version, self.evaluated_loss = version, evaluation.loss
-        values = {"val_loss": evaluation.loss, "val_accuracy": evaluation.accuracy}
-        self._metrics.log(MetricRecord("eval", version, epoch, values))
-        self._events.write(Evaluated(epoch=epoch, step=version, **values))
-        self._log.info(
-            "epoch %d, step %d: validation loss %.4f, accuracy %.4f",
-            epoch + 1,
-            version,
-            evaluation.loss,
-            evaluation.accuracy,
-        )
+        if self._lowest_val_loss is None or evaluation.loss < self._lowest_val_loss:
+            self._lowest_val_loss, self._num_worse = evaluation.loss, 0
+        else:
+            self._num_worse += 1
+        self._metrics.log(MetricRecord("eval", version, epoch, evaluation.values))
+        self._events.write(Evaluated(epoch=epoch, step=version, **evaluation.values))
+        self._log.info("epoch %d, step %d: %s", epoch + 1, version, evaluation)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run ends here: all is applied, or it has not got better for too long."""
+        return self.is_complete or self._is_out_of_patience
+
+    @property
+    def ending(self) -> str:
+        """Why a run that is over is so."""
+        if self.is_complete:
+            return "every sample of every epoch has been applied"
+        return f"{self._num_worse} evaluations in a row have not lowered the validation loss"
+
+    @property
+    def _is_out_of_patience(self) -> bool:
+        patience = self._run.train.patience
+        return patience is not None and self._num_worse >= patience
 
     def flush(self) -> None:
         """Write what is kept back."""
@@ -264,10 +285,9 @@ class Report:
 
     def summary(self) -> Summary:
         """Evaluate the final weights and sum up the run."""
-        replica = self._bench.replica
         epochs = self._run.train.num_epochs
-        final = evaluate(replica.copy_model(), self._bench.dataset.validation, replica.device)
-        self.evaluated(self.version, epochs - 1, final)
+        final = self._bench.evaluate()
+        self.evaluated(self.version, self._epoch, final)
         sent, received = self._traffic
         return Summary(
             algorithm=self._run.algorithm,
@@ -277,14 +297,11 @@ class Report:
             steps=self.version,
             train_samples=self._epoch_size,
             samples_applied=self.samples_applied,
+            tokens_per_sample=self._bench.dataset.tokens_per_sample,
             codec=self._codec,
             pushes=Pushes(**self.tally.pushes),
             leases_returned=self.tally.leases_returned,
-            final=Final(
-                train_loss=self._train_loss,
-                val_loss=final.loss,
-                val_accuracy=final.accuracy,
-            ),
+            final=Final(train_loss=self._train_loss, **final.values),
             bytes=Traffic(sent=sent, received=received),
             workers=[
                 WorkerShare(
@@ -297,6 +314,16 @@ class Report:
                 for _, worker in sorted(self.tally.workers.items())
             ],
         )
+
+    @contextmanager
+    def until_its_end(self) -> Iterator[None]:
+        """Write down how the run ends, which it does with this block."""
+        try:
+            yield
+        except BaseException as error:
+            self.ended(False, why_ended(error))
+            raise
+        self.ended(True, self.ending)
 
     def ended(self, ok: bool, reason: str) -> None:
         """The run is over."""
@@ -320,6 +347,8 @@ class Report:
             pushes=dict(self.tally.pushes),
             leases_returned=self.tally.leases_returned,
             workers=self.tally.workers,
+            lowest_val_loss=self._lowest_val_loss,
+            num_worse=self._num_worse,
         )
         return TrainingState(
             run_id=self._run.run_id,
@@ -355,6 +384,7 @@ class Report:
         self.tally.pushes.update(counts.pushes)
         self.tally.leases_returned = counts.leases_returned
         self.tally.workers = counts.workers
+        self._lowest_val_loss, self._num_worse = counts.lowest_val_loss, counts.num_worse
         self.started()
         self._events.write(RunResumed(step=self.version, samples_applied=self.samples_applied))
 
@@ -387,10 +417,19 @@ class Report:
             "start": step.samples.start,
             "stop": step.samples.stop,
         }
+        if tokens := self._bench.dataset.tokens_per_sample:
+            values["tokens_per_s"] = values["samples_per_s"] * tokens
         if step.staleness is not None:
             values["staleness"] = step.staleness
         values |= {f"grad_norm/{name}": norm for name, norm in step.layer_norms.items()}
         return values
+
+
+def why_ended(error: BaseException) -> str:
+    """The end of a run that this ended, as a sentence."""
+    if isinstance(error, SmolclusterError):
+        return f"the run failed: {error}"
+    return "the server was stopped"
 
 
 def _finite(total: float) -> float:

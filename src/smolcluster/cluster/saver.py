@@ -95,7 +95,7 @@ class Saver:
         """The server has taken a step. `is_evaluated`: a validation loss of its weights is to come."""
         if self._every is not None and self._report.version % self._every == 0:
             self._take()
-            self._is_evaluated = is_evaluated or self._report.is_complete
+            self._is_evaluated = is_evaluated or self._report.is_over
 
     def wait_for_copy(self) -> None:
         """Return when the weights may change."""

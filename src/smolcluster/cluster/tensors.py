@@ -1,29 +1,62 @@
 """How tensors travel: views as bytes, their descriptions, and the frames of weights and indices."""
 
 import functools
+from types import MappingProxyType
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from smolcluster.cluster.inbox import Event
 from smolcluster.codec.base import Codec
 from smolcluster.errors import ProtocolError
+from smolcluster.training.build import Workbench
 from smolcluster.transport.messages import Assignment, LeaseKey, TensorSpec
+
+ROW_DTYPES = MappingProxyType({"uint16": np.uint16, "int32": np.int32, "uint32": np.uint32})
+"""What tokens may be sent as."""
 
 
 class Assigned(Event):
-    """Samples to compute: `indices` (num_samples,) int32 into the training split."""
+    """Samples to compute: `indices` (num_samples,) int32 into the training split.
+
+    `rows` (num_samples, length + 1) are the samples themselves, where the server sends them.
+    """
 
     def __init__(self, assignment: Assignment, payload: memoryview) -> None:
         """Unpack an assignment.
 
         Raises:
-            ProtocolError: the payload does not hold its lease's indices.
+            ProtocolError: the payload does not hold its lease's indices, or not their samples.
         """
         self.assignment = assignment
-        if assignment.tensor != indices_spec(assignment.lease.stop - assignment.lease.start):
+        num_samples = assignment.lease.stop - assignment.lease.start
+        if assignment.tensor != indices_spec(num_samples):
             raise ProtocolError("the server's assignment does not hold its lease's indices")
-        self.indices = torch.frombuffer(bytearray(payload), dtype=torch.int32)
+        after = assignment.tensor.nbytes
+        self.indices = torch.frombuffer(bytearray(payload[:after]), dtype=torch.int32)
+        self.rows = None
+        if assignment.rows is not None:
+            self.rows = _unpack_rows(assignment.rows, num_samples, payload[after:])
+
+    def compute(self, bench: Workbench) -> float:
+        """The mean loss of these samples, whose gradient is in the replica then.
+
+        Raises:
+            NonFiniteLoss: the loss or the gradient is NaN or infinite.
+            ProtocolError: the samples that the server sent are not of the model's size.
+        """
+        epoch, start = self.lease.epoch, self.lease.start
+        if self.rows is None:
+            return bench.compute(self.indices, epoch, start)
+        length, vocab_size = bench.dataset.input_dim, bench.dataset.num_classes
+        if self.rows.shape[1] != length + 1 or int(self.rows.max()) >= vocab_size:
+            raise ProtocolError(
+                f"the server's samples are not {length} of {vocab_size} tokens, as it had said"
+            )
+        return bench.compute_batch(self.rows[:, :-1], self.rows[:, 1:], epoch, start)
 
     @property
     def lease(self) -> LeaseKey:
@@ -58,6 +91,29 @@ def indices_spec(num_samples: int) -> TensorSpec:
     return TensorSpec(codec="raw", dtype="int32", shape=(num_samples,), nbytes=4 * num_samples)
 
 
-def indices_payload(indices: Tensor) -> tuple[TensorSpec, memoryview]:
-    """Describe and lay out the indices (num_samples,) int32 of an assignment."""
-    return indices_spec(indices.numel()), bytes_of(indices)
+def work_payload(
+    indices: Tensor, rows: NDArray[Any] | None = None
+) -> tuple[TensorSpec, TensorSpec | None, memoryview]:
+    """Describe the two parts of an assignment's payload, and lay it out.
+
+    Args:
+        indices: (num_samples,) int32.
+        rows: the samples' tokens, (num_samples, length + 1), where they are sent as well.
+    """
+    spec = indices_spec(indices.numel())
+    if rows is None:
+        return spec, None, bytes_of(indices)
+    rows_spec = TensorSpec(codec="raw", dtype=rows.dtype.name, shape=rows.shape, nbytes=rows.nbytes)
+    return spec, rows_spec, memoryview(bytes_of(indices).tobytes() + rows.tobytes())
+
+
+def _unpack_rows(spec: TensorSpec, num_samples: int, payload: memoryview) -> Tensor:
+    """Samples that the server sent, (num_samples, length + 1) int64."""
+    kind = ROW_DTYPES.get(spec.dtype)
+    if kind is None or len(spec.shape) != 2 or spec.shape[0] != num_samples:
+        raise ProtocolError("the server's samples are not one row of tokens for each index")
+    size = np.dtype(kind).itemsize * spec.shape[0] * spec.shape[1]
+    if not spec.nbytes == len(payload) == size:
+        raise ProtocolError("the server's samples are not of the size that it says")
+    rows = np.frombuffer(payload, np.dtype(kind).newbyteorder("<")).reshape(spec.shape)
+    return torch.from_numpy(rows.astype(np.int64))

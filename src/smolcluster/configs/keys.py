@@ -30,11 +30,14 @@ class Shape:
 
     @classmethod
     def build(cls, schema: Json, definitions: Json) -> "Shape":
-        """Follow references and take `null` apart from the rest."""
+        """Follow references, take `null` apart from the rest, and put kinds of a section together."""
         nullable = False
-        while "$ref" in schema or "anyOf" in schema:
+        while schema.keys() & {"$ref", "anyOf", "oneOf"}:
             if "$ref" in schema:
                 schema = definitions[schema["$ref"].rpartition("/")[2]]
+                continue
+            if "oneOf" in schema:
+                schema = _united([cls.build(kind, definitions) for kind in schema["oneOf"]])
                 continue
             branches = [branch for branch in schema["anyOf"] if branch.get("type") != "null"]
             nullable = nullable or len(branches) < len(schema["anyOf"])
@@ -101,6 +104,13 @@ class Shape:
         if schema.get("format") == "path":
             return "a path"
         return "text that is not empty" if schema.get("minLength") else "text"
+
+
+def _united(kinds: list[Shape]) -> Json:
+    """A section that may be of several kinds, as one with the keys of all; they share `type`."""
+    keys = {name: schema for kind in kinds for name, schema in kind.schema["properties"].items()}
+    names = [kind.schema["properties"]["type"]["const"] for kind in kinds]
+    return {"type": "object", "properties": {**keys, "type": {"type": "string", "enum": names}}}
 
 
 @functools.cache

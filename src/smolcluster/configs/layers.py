@@ -19,12 +19,14 @@ from smolcluster.configs.keys import (
     unknown_key,
 )
 from smolcluster.configs.load import parse_yaml
+from smolcluster.configs.nested import DATA, TRAINING, flat_path, flat_values, nested_path
 from smolcluster.configs.schema import ClusterConfig, NodeConfig, Section, TrainConfig
 from smolcluster.errors import ConfigError
 from smolcluster.utils.words import one_line
 
 ENVIRONMENT_PREFIX = "SMOLCLUSTER_"
 OVERRIDE_FLAG = "--override"
+MODEL = "model"
 
 _MOST_PROBLEMS = 5
 _SECTIONS: tuple[tuple[type[Section], str], ...] = (
@@ -112,11 +114,13 @@ class Draft(Generic[S]):
         section: the schema.
         source: what the lowest layer is called in messages.
         values: changed in place; give it a copy.
+        nested: the lowest layer is written in the nested shape, in whose words messages about it are.
     """
 
     section: type[S]
     source: str
     values: dict[str, Any]
+    nested: bool = False
     _origins: dict[KeyPath, str] = field(default_factory=dict)
 
     def take(self, assignment: Assignment) -> None:
@@ -158,18 +162,27 @@ class Draft(Generic[S]):
 
     def _problem(self, details: ErrorDetails) -> tuple[str, str]:
         """Where a wrong value came from, and the sentence about it."""
-        path = tuple(str(part) for part in details["loc"] if part != "[key]")
-        origin, key = self._origin(path), _written(details["loc"])
+        loc = _without_kind(details["loc"])
+        path = tuple(str(part) for part in loc if part != "[key]")
+        origin = self._origin(path)
+        if self.nested and path and origin == self.source:
+            loc = nested_path(loc)
+        key = _written(loc)
         if details["type"] == "value_error":
             sentence = str(details["ctx"]["error"])
-            if path:
+            if path and path != (MODEL,):
                 return origin, f"{key} is {show(details['input'])}, {sentence}"
             return self._origin_of_words(sentence), sentence
+        if details["type"] == "union_tag_invalid":
+            loc, path, key = (*loc, "type"), (*path, "type"), f"{key}.type"
+            details["input"] = details["input"]["type"]
         if details["type"] == "extra_forbidden":
+            if find_shape(self.section, path) is not None:
+                return origin, f"{key} is not a setting of a {details['loc'][1]}"
             parent = find_shape(self.section, path[:-1])
             siblings = parent.keys if parent else ()
             return origin, unknown_key(path, siblings, _places(), dict(_SECTIONS)[self.section])
-        if "[key]" in details["loc"]:
+        if "[key]" in loc:
             return origin, f"{'.'.join(path[:-1])} has the key {path[-1]!r}, must be {A_NAME}"
         shape = find_shape(self.section, path)
         allowed = shape.allowed(details["input"]) if shape else details["msg"]
@@ -188,20 +201,27 @@ class Draft(Generic[S]):
 
 
 def _assign(key: str, raw: str, origin: str, *, folded: bool) -> list[Assignment]:
-    """The values that `raw` gives to `key`: several where it is a mapping."""
-    path = tuple(part.strip() for part in key.split("."))
-    if not all(path):
+    """The values that `raw` gives to `key`, of either shape: several where it is a mapping."""
+    written = tuple(part.strip() for part in key.split("."))
+    if not all(written):
         raise config_error(
             origin, f"the key {key!r} is empty or has an empty part, must be like a.b"
         )
-    path, shape = _locate(path, origin)
-    value = raw.strip()
-    if not (shape.is_text and _is_plain_text(value)):
+    is_section = written in ((TRAINING,), (DATA,))
+    is_text = not is_section and _locate(flat_path(written), origin)[1].is_text
+    value: Any = raw.strip()
+    if not (is_text and _is_plain_text(value)):
         try:
             value = parse_yaml(value)
         except ValueError as error:
             raise config_error(origin, f"the value of {key}, {show(raw)}{error}") from None
-    return list(_spread(Assignment(path, value, origin, folded)))
+    if is_section and not (isinstance(value, dict) and value):
+        raise config_error(origin, f"{key} is {show(value)}, must be a mapping of keys to values")
+    return [
+        assignment
+        for path, item in flat_values(written, value)
+        for assignment in _spread(Assignment(_locate(path, origin)[0], item, origin, folded))
+    ]
 
 
 def _is_plain_text(raw: str) -> bool:
@@ -277,6 +297,11 @@ def _existing(mapping: Mapping[str, Any], part: str, assignment: Assignment) -> 
     if part in mapping:
         return part
     return next((known for known in mapping if assignment.names(known, part)), part)
+
+
+def _without_kind(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """A place without the part that says of which kind pydantic took the model to be."""
+    return (MODEL, *loc[2:]) if loc[:1] == (MODEL,) else loc
 
 
 def _written(loc: tuple[int | str, ...]) -> str:

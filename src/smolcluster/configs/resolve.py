@@ -32,11 +32,12 @@ from smolcluster.configs.load import (
     read_config,
     read_yaml,
 )
+from smolcluster.configs.nested import flatten, is_nested
 from smolcluster.configs.schema import (
     AlgorithmName,
     ClusterConfig,
-    DatasetConfig,
     DatasetPlace,
+    GPTConfig,
     NodeConfig,
     RunConfig,
     TrainConfig,
@@ -68,12 +69,16 @@ class Settings:
     @property
     def global_batch_size(self) -> int:
         """Samples in a step that all workers take together, however many of them are present."""
-        return self.train.global_batch_size or self.train.batch_size * self.cluster.num_workers
+        return (
+            self.train.global_batch_size or self.train.samples_per_push * self.cluster.num_workers
+        )
 
     def run_config(self, run_id: str, algorithm: AlgorithmName) -> RunConfig:
         """What travels to the workers: nothing of any one machine."""
         cluster = self.cluster
-        train: dict[str, object] = {"dataset": DatasetConfig(name=self.train.dataset.name)}
+        train: dict[str, object] = {"dataset": self.train.dataset.anywhere}
+        if isinstance(self.train.model, GPTConfig):
+            train["model"] = self.train.model.model_copy(update={"pretrained": None})
         if algorithm == "syncps":
             train["global_batch_size"] = self.global_batch_size
         return RunConfig(
@@ -161,9 +166,12 @@ def resolve(
         ConfigError: as `load_settings`.
     """
     files = files or Files()
+    nested = is_nested(train)
+    if nested:
+        train = flatten(train, files.train)
     assignments = [*from_environment(environ or {}), *from_overrides(overrides)]
     cluster_draft = Draft(ClusterConfig, files.cluster, copy.deepcopy(dict(cluster)))
-    train_draft = Draft(TrainConfig, files.train, copy.deepcopy(dict(train)))
+    train_draft = Draft(TrainConfig, files.train, copy.deepcopy(dict(train)), nested=nested)
     for assignment in assignments:
         cluster_draft.take(assignment)
         train_draft.take(assignment)

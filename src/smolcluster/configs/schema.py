@@ -13,18 +13,22 @@ a key without naming its file:
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     Strict,
     StringConstraints,
+    Tag,
+    WithJsonSchema,
     model_validator,
 )
 
@@ -54,12 +58,25 @@ Address = Annotated[str, StringConstraints(min_length=1, max_length=255)]
 NodeNames = Annotated[tuple[NodeName, ...], Strict(False)]
 Addresses = Annotated[tuple[Address, ...], Strict(False), Field(min_length=1)]
 LocalPath = Annotated[Path, Strict(False), AfterValidator(_expand_user)]
+Texts = Annotated[
+    tuple[Annotated[str, StringConstraints(min_length=1)], ...], Strict(False), Field(min_length=1)
+]
+AutoInt = Annotated[
+    PositiveInt,
+    WithJsonSchema({"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "null"}]}),
+]
+"""A file may say null: then the section that holds it chooses."""
 MixingRate = Annotated[float, Field(gt=0), AfterValidator(_below_one)]
 AlgorithmName = Literal["edp", "syncps", "single"]
 CodecName = Literal["fp32", "bf16", "fp16", "int8"]
 UpdateRule = Literal["gradient", "mixing"]
+Precision = Literal["fp32", "bf16"]
 
 DEFAULT_MIXING_RATE = 0.6
+SHORT_SEQUENCE, SHORT_BATCH, LONG_BATCH = 128, 32, 16
+NUM_EPOCHS = MappingProxyType({"wikitext": 30, "snli": 20})
+DEFAULT_NUM_EPOCHS = 10
+"""What null means for `batch_size` and `num_epochs`."""
 SHARES_TOLERANCE = 1e-6
 """How far from 1 shares may add up: three times 0.333333 is meant as a whole."""
 
@@ -75,12 +92,50 @@ class DatasetPlace(Section):
 
     root: LocalPath | None = Field(None, description="Folder of the data; null: the default one.")
     download: bool = Field(True, description="Fetch the data when it is not there.")
+    cache: LocalPath | None = Field(
+        None, description="Folder for tokenized text; null: the user's cache folder."
+    )
 
 
 class DatasetConfig(DatasetPlace):
     """Which dataset is trained on (sent to the workers) and where this machine keeps it (not sent)."""
 
-    name: str = Field(description="A registered dataset: digits or MNIST.")
+    name: str = Field(
+        description="A registered dataset: digits or MNIST; of text stdlib, text, wikitext, snli or "
+        "huggingface."
+    )
+    tokenizer: str = Field(
+        "bytes",
+        min_length=1,
+        description="Of text: bytes, the name of a transformers tokenizer, or a path to one.",
+    )
+    source: Literal["local", "server"] = Field(
+        "local",
+        description="Of text: whether workers have the data, or get it from the server with their work.",
+    )
+    repository: str | None = Field(
+        None, description="Of huggingface: the dataset's name, such as Salesforce/wikitext."
+    )
+    configuration: str | None = Field(
+        None, description="Of huggingface: the dataset's configuration, such as wikitext-2-raw-v1."
+    )
+    columns: Texts = Field(("text",), description="Of huggingface: the columns that hold text.")
+    train_split: str = Field("train", description="Of huggingface: the split that is trained on.")
+    validation_split: str = Field(
+        "validation", description="Of huggingface: the split that is held out."
+    )
+
+    @property
+    def anywhere(self) -> "DatasetConfig":
+        """The same without what belongs to a machine."""
+        places = {name: field.default for name, field in DatasetPlace.model_fields.items()}
+        return self.model_copy(update=places)
+
+    def at(self, place: DatasetPlace) -> "DatasetConfig":
+        """The same as a machine keeps it."""
+        return self.model_copy(
+            update={name: getattr(place, name) for name in DatasetPlace.model_fields}
+        )
 
 
 class NodeConfig(Section):
@@ -248,15 +303,51 @@ class GradientClipping(Section):
     max_norm: PositiveFloat = 1.0
 
 
-class ModelConfig(Section):
-    """A model and its sizes."""
+class SimpleNNConfig(Section):
+    """Sizes of the two-layer perceptron."""
 
-    type: str = Field("SimpleNN", description="A registered model.")
+    type: Literal["SimpleNN"] = "SimpleNN"
     input_dim: PositiveInt | None = Field(
         784, description="Features a sample; null: from the data."
     )
     hidden: PositiveInt = Field(128, description="Width of the hidden layer.")
     out: PositiveInt = Field(10, description="Number of classes.")
+
+
+class GPTConfig(Section):
+    """Sizes of the GPT-2 style decoder; its vocabulary is the tokenizer's."""
+
+    type: Literal["GPT"] = "GPT"
+    model_dim: PositiveInt = Field(256, description="Width of the residual stream.")
+    num_layers: PositiveInt = Field(6, description="Number of transformer blocks.")
+    num_heads: PositiveInt = Field(4, description="Attention heads; a divisor of model_dim.")
+    ff_dim: PositiveInt = Field(1024, description="Width of the feed-forward layers.")
+    dropout: float = Field(0.1, ge=0, lt=1, description="Share of activations left out.")
+    max_seq_len: PositiveInt = Field(128, description="Tokens a sample.")
+    pretrained: LocalPath | None = Field(
+        None,
+        description="Folder of GPT-2 weights in the Hugging Face format to begin with; null: random ones.",
+    )
+
+    @model_validator(mode="after")
+    def _heads_divide_the_width(self) -> Self:
+        if self.model_dim % self.num_heads:
+            raise ValueError(
+                f"model.num_heads is {self.num_heads}, must divide model.model_dim, {self.model_dim}"
+            )
+        return self
+
+
+def _type_of_model(model: Any) -> str:
+    if isinstance(model, dict):
+        return str(model.get("type", "SimpleNN"))
+    return str(getattr(model, "type", "SimpleNN"))
+
+
+ModelConfig = Annotated[
+    Annotated[SimpleNNConfig, Tag("SimpleNN")] | Annotated[GPTConfig, Tag("GPT")],
+    Discriminator(_type_of_model),
+]
 
 
 class LrSchedule(Section):
@@ -278,16 +369,33 @@ class LoggingConfig(Section):
 
 
 class TrainConfig(Section):
-    """What is trained (`nn_config*.yaml`)."""
+    """What is trained (`nn_config*.yaml`, `gpt_config*.yaml`)."""
 
-    batch_size: PositiveInt = Field(32, description="Samples a worker's step.")
+    batch_size: AutoInt = Field(
+        32,
+        description="Samples that a worker computes at once; null: 32 for sequences of up to 128 tokens, "
+        "16 for longer ones.",
+    )
+    gradient_accumulation: PositiveInt = Field(
+        1, description="So many times batch_size samples make a worker's step."
+    )
     global_batch_size: PositiveInt | None = Field(
         None,
         description="SyncPS, and training in a single process: samples a step; null: "
-        "batch_size x num_workers in SyncPS, batch_size in a single process.",
+        "batch_size x gradient_accumulation, in SyncPS x num_workers.",
     )
     learning_rate: PositiveFloat = Field(0.001, description="Peak learning rate.")
-    num_epochs: PositiveInt = Field(2, description="Passes over the training samples.")
+    num_epochs: AutoInt = Field(
+        2,
+        description="Passes over the training samples; null: 30 for wikitext, 20 for snli, 10 for others.",
+    )
+    patience: PositiveInt | None = Field(
+        None,
+        description="Evaluations in a row without a lower validation loss that end the run; null: none do.",
+    )
+    precision: Precision = Field(
+        "fp32", description="bf16: forward and backward in bfloat16 where autocast holds it safe."
+    )
     eval_steps: PositiveInt = Field(200, description="Server steps between two evaluations.")
     track_gradients: bool = Field(True, description="Report gradient norms by layer.")
     polyak_alpha: float = Field(
@@ -295,16 +403,39 @@ class TrainConfig(Section):
     )
     gradient_clipping: GradientClipping = GradientClipping()
     optimizer: Literal["adam", "adamw", "sgd"] = "adam"
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: NonNegativeFloat = Field(
+        0.0, description="Of matrices only; biases and norms do not decay."
+    )
     lr_schedule: LrSchedule | None = Field(None, description="null: a constant learning rate.")
-    model: ModelConfig = ModelConfig()
+    model: ModelConfig = SimpleNNConfig()
     dataset: DatasetConfig
     logging: LoggingConfig = LoggingConfig()
 
     @property
+    def samples_per_push(self) -> int:
+        """Samples that a worker's step is computed from, where its batch is not cut short."""
+        return self.batch_size * self.gradient_accumulation
+
+    @property
     def samples_per_step(self) -> int:
         """Samples that an optimizer step is computed from, where its batch is not cut short."""
-        return self.global_batch_size or self.batch_size
+        return self.global_batch_size or self.samples_per_push
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_what_is_null(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        model, dataset = (values.get(key) for key in ("model", "dataset"))
+        chosen = {}
+        if values.get("batch_size", 0) is None:
+            length = model.get("max_seq_len") if isinstance(model, dict) else None
+            is_long = isinstance(length, int) and length > SHORT_SEQUENCE
+            chosen["batch_size"] = LONG_BATCH if is_long else SHORT_BATCH
+        if values.get("num_epochs", 0) is None:
+            name = dataset.get("name") if isinstance(dataset, dict) else None
+            chosen["num_epochs"] = NUM_EPOCHS.get(str(name), DEFAULT_NUM_EPOCHS)
+        return values | chosen
 
     @model_validator(mode="after")
     def _learning_rate_falls(self) -> Self:
@@ -335,6 +466,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _holds_nothing_of_one_machine(self) -> Self:
-        if self.train.dataset.root is not None:
+        if self.train.dataset != self.train.dataset.anywhere:
             raise ValueError("dataset.root belongs to a machine and cannot travel")
+        if isinstance(self.train.model, GPTConfig) and self.train.model.pretrained is not None:
+            raise ValueError("model.pretrained belongs to the server's machine and cannot travel")
         return self

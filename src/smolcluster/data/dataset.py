@@ -2,17 +2,82 @@
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from smolcluster.errors import DataError
 
+Measure = Literal["accuracy", "perplexity"]
+
+
+class Samples(Protocol):
+    """One split of a dataset."""
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples."""
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather samples by index.
+
+        Args:
+            indices: int32 or int64 (n,), on the CPU, each in 0 … num_samples - 1.
+
+        Returns:
+            Inputs (n, input_dim), as the model takes them, and targets, int64 (n,) or (n, seq), with
+            -100 for what is no loss term.
+
+        Raises:
+            DataError: an index lies outside the split.
+        """
+
+    def to(self, device: torch.device) -> Self:
+        """The same samples, whose batches lie on `device`."""
+
+
+def check_indices(indices: Tensor, num_samples: int) -> None:
+    """Look for indices that are none of the split's.
+
+    Raises:
+        DataError: there is one.
+    """
+    if not len(indices):
+        return
+    lowest, highest = (int(bound) for bound in torch.aminmax(indices))
+    if lowest < 0 or highest >= num_samples:
+        wrong = lowest if lowest < 0 else highest
+        raise DataError(
+            f"sample {wrong} does not exist, the split has 0 to {num_samples - 1}; "
+            "check that server and worker hold the same dataset"
+        )
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Samples that this machine has not: somebody sends those that it is to compute."""
+
+    num_samples: int
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """There is none.
+
+        Raises:
+            DataError: always.
+        """
+        raise DataError(
+            f"the {len(indices)} samples are not on this machine: the server sends them"
+        )
+
+    def to(self, device: torch.device) -> Self:  # noqa: ARG002 - as every split
+        """The same."""
+        return self
+
 
 @dataclass(frozen=True)
 class Split:
-    """Samples that sit in memory.
+    """Samples of one label each that sit in memory.
 
     Attributes:
         inputs: (num_samples, input_dim); float32 as the model takes them, or uint8, then a batch is
@@ -44,23 +109,12 @@ class Split:
         Raises:
             DataError: an index lies outside the split.
         """
-        self._check(indices)
+        check_indices(indices, self.num_samples)
         indices = indices.to(self.inputs.device)
         inputs = self.inputs.index_select(0, indices)
         if inputs.dtype is torch.uint8:
             inputs = inputs.to(torch.float32).mul_(self.scale).add_(self.shift)
         return inputs, self.targets.index_select(0, indices)
-
-    def _check(self, indices: Tensor) -> None:
-        if not len(indices):
-            return
-        lowest, highest = (int(bound) for bound in torch.aminmax(indices))
-        if lowest < 0 or highest >= self.num_samples:
-            wrong = lowest if lowest < 0 else highest
-            raise DataError(
-                f"sample {wrong} does not exist, the split has 0 to {self.num_samples - 1}; "
-                "check that server and worker hold the same dataset"
-            )
 
     def to(self, device: torch.device) -> Self:
         """Return the split with its tensors on `device`."""
@@ -69,27 +123,29 @@ class Split:
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset of one label a sample, cut into what is trained on and what is held out.
+    """A dataset, cut into what is trained on and what is held out.
 
     Attributes:
         name: its registered name.
         train: the samples that are trained on.
         validation: the samples held out.
-        input_dim: features a sample.
-        num_classes: number of classes; targets lie in 0 … num_classes - 1.
+        input_dim: features a sample; of text, tokens a sample.
+        num_classes: number of classes; targets lie in 0 … num_classes - 1. Of text, the vocabulary.
         fingerprint: SHA-256 over name, shapes, types and bytes of both splits, in hex.
+        measure: what is said of a model besides its loss.
     """
 
     name: str
-    train: Split
-    validation: Split
+    train: Samples
+    validation: Samples
     input_dim: int
     num_classes: int
     fingerprint: str
+    measure: Measure = "accuracy"
 
     @classmethod
     def of(cls, name: str, *, train: Split, validation: Split, num_classes: int) -> Self:
-        """Put two splits on the CPU together and take their fingerprint.
+        """Put two splits of labelled samples on the CPU together and take their fingerprint.
 
         Raises:
             DataError: a split is empty, or its shapes or labels do not agree.
@@ -108,6 +164,26 @@ class Dataset:
             input_dim=train.inputs.shape[1],
             num_classes=num_classes,
             fingerprint=_fingerprint(name, train, validation),
+        )
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """Loss terms of a sample of text; None of samples with one label."""
+        return self.input_dim if self.measure == "perplexity" else None
+
+    @classmethod
+    def elsewhere(
+        cls, name: str, *, num_samples: int, length: int, vocab_size: int, fingerprint: str
+    ) -> Self:
+        """Text that this machine has not, and what must be known of it."""
+        return cls(
+            name=name,
+            train=Elsewhere(num_samples),
+            validation=Elsewhere(0),
+            input_dim=length,
+            num_classes=vocab_size,
+            fingerprint=fingerprint,
+            measure="perplexity",
         )
 
     def to(self, device: torch.device) -> Self:

@@ -3,41 +3,53 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from smolcluster.configs.schema import DatasetConfig
+from smolcluster.configs.schema import DatasetConfig, GPTConfig, ModelConfig
+from smolcluster.data.corpus import load_corpus, load_stdlib
 from smolcluster.data.dataset import Dataset
 from smolcluster.data.digits import load_digits
 from smolcluster.data.mnist import load_mnist
+from smolcluster.data.wikitext import load_huggingface, load_snli, load_wikitext
 from smolcluster.errors import ConfigError
 from smolcluster.utils.words import nearest
 
-DatasetLoader = Callable[[DatasetConfig, int], Dataset]
+TextLoader = Callable[[DatasetConfig, int], Dataset]
+
+LABELLED = ("digits", "MNIST")
+TEXTS: Mapping[str, TextLoader] = MappingProxyType(
+    {
+        "stdlib": load_stdlib,
+        "text": load_corpus,
+        "wikitext": load_wikitext,
+        "snli": load_snli,
+        "huggingface": load_huggingface,
+    }
+)
 
 
-def _digits(config: DatasetConfig, seed: int) -> Dataset:  # noqa: ARG001 - bundled: no place
-    return load_digits(seed)
-
-
-def _mnist(config: DatasetConfig, seed: int) -> Dataset:  # noqa: ARG001 - it brings its own split
-    return load_mnist(config.root, download=config.download)
-
-
-DATASETS: Mapping[str, DatasetLoader] = MappingProxyType({"digits": _digits, "MNIST": _mnist})
-
-
-def load_dataset(config: DatasetConfig, seed: int) -> Dataset:
+def load_dataset(config: DatasetConfig, seed: int, model: ModelConfig) -> Dataset:
     """Load the dataset that `config.name` names onto the CPU.
 
     Args:
         config: its name, and where this machine keeps it.
-        seed: draws the held-out samples where a dataset has no validation split of its own.
+        seed: draws the held-out samples where a dataset of labels has no validation split of its own.
+        model: says how many tokens a sample of text has.
 
     Raises:
-        ConfigError: no such dataset.
+        ConfigError: no such dataset, or the model is not made for it.
         DataError: its files are missing, damaged or cannot be fetched.
     """
-    if config.name not in DATASETS:
-        known = ", ".join(DATASETS)
-        meant = nearest(config.name, DATASETS)
+    if config.name == "digits":
+        return load_digits(seed)
+    if config.name == "MNIST":
+        return load_mnist(config.root, download=config.download)
+    if config.name not in TEXTS:
+        names = (*LABELLED, *TEXTS)
+        meant = nearest(config.name, names)
         hint = f"; did you mean {meant}?" if meant else ""
-        raise ConfigError(f"dataset.name is {config.name!r}, allowed: {known}{hint}")
-    return DATASETS[config.name](config, seed)
+        raise ConfigError(f"dataset.name is {config.name!r}, allowed: {', '.join(names)}{hint}")
+    if not isinstance(model, GPTConfig):
+        raise ConfigError(
+            f"dataset.name is {config.name}, which is text, but model.type is {model.type}; set "
+            "model.type=GPT and its sizes, or choose another dataset"
+        )
+    return TEXTS[config.name](config, model.max_seq_len)

@@ -15,6 +15,7 @@ from datetime import datetime
 from rich.console import Console
 from rich.text import Text
 
+from smolcluster.algorithms.keepsakes import sample_shown
 from smolcluster.cluster.listening import check_port
 from smolcluster.configs.load import Kind, find_config, shipped_names
 from smolcluster.configs.resolve import Settings, check_algorithm, load_settings
@@ -117,7 +118,8 @@ def _place_overrides(settings: Settings) -> list[str]:
     """Where the data are on this machine, for workers, which do not read the training file."""
     place = settings.node.dataset
     root = [] if place.root is None else [f"dataset.root={place.root}"]
-    return [*root, f"dataset.download={str(place.download).lower()}"]
+    cache = [] if place.cache is None else [f"dataset.cache={place.cache}"]
+    return [*root, *cache, f"dataset.download={str(place.download).lower()}"]
 
 
 def _nodes_with_threads(request: Request, settings: Settings) -> list[str]:
@@ -266,6 +268,8 @@ class LocalRun:
             summary = read_summary(self._paths.summary)
             with steady(self._console):
                 self._console.print(table(summary))
+                if self._paths.sample.is_file():
+                    self._console.print(Text(displayable(self._console, sample_shown(self._paths))))
         elif interrupted:
             self._say("stopped: nothing of it is left running")
         elif code != 0:

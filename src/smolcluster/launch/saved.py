@@ -15,16 +15,31 @@ from smolcluster.algorithms.claim import check_unfinished
 from smolcluster.algorithms.registry import get_algorithm
 from smolcluster.configs.layers import ENVIRONMENT_PREFIX
 from smolcluster.configs.resolve import LOOPBACK, Settings, load_resolved
+from smolcluster.configs.schema import GPTConfig
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.launch.plan import Request
 from smolcluster.launch.run import launch_local, settings_of
+from smolcluster.launch.single import ALGORITHM as SINGLE
+from smolcluster.launch.single import train
+from smolcluster.models.gpt import GPT
+from smolcluster.models.gpt2_weights import write_gpt2
 from smolcluster.observability.logs import setup_logging
 from smolcluster.observability.terminal import SteadyConsole, steady
 from smolcluster.runs.events import first_start
 from smolcluster.runs.lock import RunLock
 from smolcluster.runs.paths import RunPaths, find_run, runs_root
-from smolcluster.training.checkpoint import BEST, LATEST, CheckpointInfo, CheckpointStore, export
+from smolcluster.training.checkpoint import (
+    BEST,
+    LATEST,
+    Checkpoint,
+    CheckpointInfo,
+    CheckpointStore,
+    export,
+)
 from smolcluster.utils.units import format_bytes
+
+EMBEDDING = "wte.weight"
+"""Its rows are the vocabulary."""
 
 
 def find(run: str) -> RunPaths:
@@ -46,7 +61,7 @@ def find(run: str) -> RunPaths:
 def show_checkpoints(run: str) -> int:
     """Print a line for each checkpoint of a run; 1 when one is damaged."""
     paths = find(run)
-    infos = _store(paths).list()
+    infos = store_of(paths).list()
     named = {
         (paths.checkpoints / name).resolve(): name
         for name in (LATEST, BEST)
@@ -64,21 +79,57 @@ def show_checkpoints(run: str) -> int:
     return int(any(info.problem for info in infos))
 
 
-def export_model(run: str, folder: Path, *, best: bool) -> int:
+def export_model(run: str, folder: Path, *, best: bool, transformers: bool) -> int:
     """Write a run's `model.safetensors`, the newest good one or the best one, into a folder.
+
+    With `transformers` it is a GPT, in the format of the library of that name.
 
     Raises:
         CheckpointError: there is none, or it cannot be written.
+        ConfigError: it is no GPT, but ought to be.
     """
     paths = find(run)
-    store = _store(paths)
+    store = store_of(paths)
     checkpoint = store.best() if best else store.newest_good()
     if checkpoint is None:
         kind = "good checkpoint with a validation loss" if best else "good checkpoint"
         raise CheckpointError(f"run {paths.run_id} has no {kind} in {paths.checkpoints}")
-    target = export(checkpoint, folder)
+    if transformers:
+        write_gpt2(checkpoint.model, gpt_config(paths), folder)
+        target = folder
+    else:
+        target = export(checkpoint, folder)
     sys.stdout.write(f"step {checkpoint.state.step} of run {paths.run_id} -> {target}\n")
     return 0
+
+
+def gpt_config(paths: RunPaths) -> GPTConfig:
+    """The sizes of the language model that a run trained.
+
+    Raises:
+        ConfigError: it trained none.
+    """
+    config = load_resolved(paths.config).train.model
+    if not isinstance(config, GPTConfig):
+        raise ConfigError(f"run {paths.run_id} trained a {config.type}, which is no language model")
+    return config
+
+
+def gpt_of(paths: RunPaths, checkpoint: Checkpoint) -> GPT:
+    """The language model of a checkpoint, in evaluation mode.
+
+    Raises:
+        ConfigError: it is none.
+        CheckpointError: its tensors are not those of the run's configuration.
+    """
+    config = gpt_config(paths)
+    try:
+        model = GPT(config, len(checkpoint.model[EMBEDDING]))
+        model.load_state_dict(dict(checkpoint.model))
+    except (KeyError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{checkpoint.path} is of another model: {reason}") from error
+    return model.eval()
 
 
 def resume(run: str, num_workers: int | None, overrides: Sequence[str], *, dry_run: bool) -> int:
@@ -91,11 +142,14 @@ def resume(run: str, num_workers: int | None, overrides: Sequence[str], *, dry_r
     paths = find(run)
     with RunLock(paths.lock):  # the server takes it again
         settings = load_resolved(paths.config)
-        store = _store(paths)
+        store = store_of(paths)
         checkpoint = store.newest_good()
-        algorithm = get_algorithm(checkpoint.state.algorithm if checkpoint else _algorithm(paths))
+        name = checkpoint.state.algorithm if checkpoint else _algorithm(paths)
     if checkpoint is None and store.count():
         raise CheckpointError(f"none of the {store.count()} checkpoints of {paths.run_id} is good")
+    if name == SINGLE:
+        return _resume_single(paths, settings, num_workers, overrides, dry_run=dry_run)
+    algorithm = get_algorithm(name)
     if set(settings.cluster.host_ip.values()) != {LOOPBACK}:
         raise ConfigError(
             f"run {paths.run_id} was not a local one: start its server with --resume {paths.run_id}, and its "
@@ -110,6 +164,24 @@ def resume(run: str, num_workers: int | None, overrides: Sequence[str], *, dry_r
     )
     check_unfinished(paths, settings_of(request, local=True).train.num_epochs)
     return launch_local(request, paths.run_id, dry_run=dry_run, resume=True)
+
+
+def _resume_single(
+    paths: RunPaths,
+    settings: Settings,
+    num_workers: int | None,
+    overrides: Sequence[str],
+    *,
+    dry_run: bool,
+) -> int:
+    if num_workers is not None:
+        raise ConfigError(f"--workers: run {paths.run_id} trains in one process and has none")
+    kept = list(_kept(settings, paths, SINGLE))
+    if dry_run:
+        sys.stdout.write(f"smolcluster train --config {paths.config} --resume {paths.run_id}\n")
+        return 0
+    config = str(paths.config)
+    return train(config, [*kept, *overrides], cluster=config, resume=paths.run_id)
 
 
 def _algorithm(paths: RunPaths) -> str:
@@ -140,7 +212,8 @@ def _assignments(
             yield f"{prefix}{name}={json.dumps(value, default=str)}"
 
 
-def _store(paths: RunPaths) -> CheckpointStore:
+def store_of(paths: RunPaths) -> CheckpointStore:
+    """The checkpoints of a run, to be read."""
     log = setup_logging("checkpoints", paths.run_id, named=False).logger
     return CheckpointStore(paths.checkpoints, 1, log)
 

@@ -110,7 +110,8 @@ class Evaluated(_Event):
     epoch: int
     step: int
     val_loss: float | None
-    val_accuracy: float | None
+    val_accuracy: float | None = None
+    val_perplexity: float | None = None
 
 
 class RunResumed(_Event):

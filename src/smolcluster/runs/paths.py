@@ -1,6 +1,7 @@
 """Where a run keeps its files, and how runs are named and found.
 
-<runs>/<run id>/config.yaml  events.jsonl  metrics.jsonl  summary.json  processes.json  logs/  checkpoints/
+<runs>/<run id>/config.yaml  events.jsonl  metrics.jsonl  summary.json  curves.png  sample.txt  processes.json
+                logs/  checkpoints/
 <runs>/latest -> the newest run
 """
 
@@ -45,6 +46,16 @@ class RunPaths:
     def summary(self) -> Path:
         """What came of it; written by the server at the end."""
         return self.root / "summary.json"
+
+    @property
+    def curves(self) -> Path:
+        """Its learning curves as a picture; drawn at the end."""
+        return self.root / "curves.png"
+
+    @property
+    def sample(self) -> Path:
+        """Text that the trained model wrote; only of language models."""
+        return self.root / "sample.txt"
 
     @property
     def processes(self) -> Path:

@@ -27,11 +27,12 @@ class Pushes(_Part):
 
 
 class Final(_Part):
-    """Losses and accuracy at the end; null where there was no such measurement."""
+    """What the model is worth at the end; null where there was no such measurement."""
 
     train_loss: float | None = None
     val_loss: float | None = None
     val_accuracy: float | None = None
+    val_perplexity: float | None = None
 
 
 class Traffic(_Part):
@@ -52,7 +53,10 @@ class WorkerShare(_Part):
 
 
 class Summary(_Part):
-    """The run in numbers; `train_samples` is an epoch's, all others are the whole run's."""
+    """The run in numbers; `train_samples` is an epoch's, all others are the whole run's.
+
+    `tokens_per_sample` is null where a sample is no text.
+    """
 
     algorithm: str
     run_id: str
@@ -61,6 +65,7 @@ class Summary(_Part):
     steps: NonNegativeInt
     train_samples: NonNegativeInt
     samples_applied: NonNegativeInt
+    tokens_per_sample: NonNegativeInt | None = None
     codec: str
     pushes: Pushes
     leases_returned: NonNegativeInt
@@ -119,12 +124,12 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     own = [
         ("run", summary.run_id),
         ("time", format_duration(summary.wall_s)),
-        ("speed", f"{rate:,.0f} samples/s"),
+        ("speed", _speed(rate, summary.tokens_per_sample)),
         ("epochs", f"{summary.epochs:,}"),
         ("steps", f"{summary.steps:,}"),
         ("samples", f"{summary.samples_applied:,}"),
         ("loss", f"train {_number(final.train_loss)}, validation {_number(final.val_loss)}"),
-        ("validation accuracy", _number(final.val_accuracy)),
+        _measured(final),
     ]
     if not summary.workers:
         return own
@@ -136,6 +141,18 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ("received", format_bytes(traffic.received)),
         ("sent", format_bytes(traffic.sent)),
     ]
+
+
+def _speed(rate: float, tokens_per_sample: int | None) -> str:
+    if tokens_per_sample is None:
+        return f"{rate:,.0f} samples/s"
+    return f"{rate * tokens_per_sample:,.0f} tokens/s"
+
+
+def _measured(final: Final) -> tuple[str, str]:
+    if final.val_perplexity is not None:
+        return "validation perplexity", f"{final.val_perplexity:.4g}"
+    return "validation accuracy", _number(final.val_accuracy)
 
 
 def _number(value: float | None) -> str:

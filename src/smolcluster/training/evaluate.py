@@ -1,15 +1,23 @@
-"""Loss and accuracy of a model on a split."""
+"""What a model is worth on a split: loss, and accuracy or perplexity."""
 
 import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
-from smolcluster.data.dataset import Split
+from smolcluster.configs.schema import Precision
+from smolcluster.data.dataset import Measure, Samples
 from smolcluster.errors import NonFiniteLoss
+from smolcluster.training.loss import NO_TERM, computing_in, loss_sum
 from smolcluster.training.replica import DIVERGENCE_REMEDY
+
+BATCH_SIZE = 1024
+BATCH_TERMS = 4096
+"""Samples of one label, or tokens, that are evaluated at a time."""
+LARGEST_EXPONENT = 700.0
+"""Of e, that still fits a float."""
 
 
 @dataclass(frozen=True)
@@ -18,49 +26,76 @@ class Evaluation:
 
     Attributes:
         loss: mean cross-entropy over all targets.
-        accuracy: share of the targets that the largest logit hits, 0..1.
+        accuracy: share of the targets that the largest logit hits, 0..1; None where that says little.
     """
 
     loss: float
-    accuracy: float
+    accuracy: float | None
+
+    @property
+    def perplexity(self) -> float | None:
+        """e^loss: among how many equally likely tokens the model hesitates; None of labels."""
+        if self.accuracy is not None:
+            return None
+        return math.exp(min(self.loss, LARGEST_EXPONENT))
+
+    @property
+    def values(self) -> dict[str, float]:
+        """Its numbers by the names of metrics."""
+        named = {
+            "val_loss": self.loss,
+            "val_accuracy": self.accuracy,
+            "val_perplexity": self.perplexity,
+        }
+        return {name: value for name, value in named.items() if value is not None}
+
+    def __str__(self) -> str:
+        """As it stands in a line of the log."""
+        if self.accuracy is not None:
+            return f"validation loss {self.loss:.4f}, accuracy {self.accuracy:.4f}"
+        return f"validation loss {self.loss:.4f}, perplexity {self.perplexity:.4g}"
 
 
 def evaluate(
-    model: nn.Module, split: Split, device: torch.device, *, batch_size: int = 1024
+    model: nn.Module,
+    samples: Samples,
+    device: torch.device,
+    *,
+    measure: Measure = "accuracy",
+    precision: Precision = "fp32",
+    batch_size: int | None = None,
 ) -> Evaluation:
-    """Evaluate `model`, which lies on `device`, on every sample of `split`.
+    """Evaluate `model`, which lies on `device`, on every sample of a split.
 
     The model is put into evaluation mode and left there, so give a copy (`Replica.copy_model`).
-    `batch_size` samples are evaluated at a time.
+    `batch_size` samples are evaluated at a time; None: what takes little memory.
 
     Raises:
         NonFiniteLoss: the mean loss is NaN or infinite.
     """
     model.eval()
     dtype = next(model.parameters()).dtype
-    loss = torch.zeros((), device=device)
-    hits = torch.zeros((), dtype=torch.int64, device=device)
-    num_targets = 0
-    with torch.inference_mode():
-        for start in range(0, split.num_samples, batch_size):
-            indices = torch.arange(start, min(start + batch_size, split.num_samples))
-            inputs, targets = split.batch(indices)
-            logits, targets = _logits(model, inputs.to(device), targets.to(device), dtype)
-            loss += functional.cross_entropy(logits, targets, reduction="sum")
-            hits += (logits.argmax(dim=-1) == targets).sum()
-            num_targets += targets.numel()
-    mean = loss.item() / num_targets
+    if batch_size is None:
+        num_terms = samples.batch(torch.zeros(1, dtype=torch.int64))[1].numel()
+        batch_size = BATCH_SIZE if num_terms == 1 else max(1, BATCH_TERMS // num_terms)
+    loss, hits, num_targets = 0.0, 0, 0
+    with torch.inference_mode(), computing_in(precision, device):
+        for start in range(0, samples.num_samples, batch_size):
+            indices = torch.arange(start, min(start + batch_size, samples.num_samples))
+            inputs, targets = (tensor.to(device) for tensor in samples.batch(indices))
+            if inputs.is_floating_point():
+                inputs = inputs.to(dtype)
+            num_targets += int((targets != NO_TERM).sum())
+            if measure == "perplexity":
+                loss += loss_sum(model, inputs, targets).item()
+                continue
+            logits = model(inputs)
+            loss += functional.cross_entropy(logits, targets, reduction="sum").item()
+            hits += int((logits.argmax(dim=-1) == targets).sum())
+    mean = loss / num_targets
     if not math.isfinite(mean):
         raise NonFiniteLoss(
             f"validation loss is {mean}: the weights have diverged; {DIVERGENCE_REMEDY}"
         )
-    return Evaluation(loss=mean, accuracy=hits.item() / num_targets)
-
-
-def _logits(
-    model: nn.Module, inputs: Tensor, targets: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    if inputs.is_floating_point():
-        inputs = inputs.to(dtype)
-    logits = model(inputs)
-    return logits.flatten(0, -2), targets.flatten()
+    accuracy = hits / num_targets if measure == "accuracy" else None
+    return Evaluation(loss=mean, accuracy=accuracy)

@@ -5,7 +5,7 @@ where the device has such kernels. The classes of `torch.optim` are left aside b
 imports PyTorch's compiler, which costs a small machine seconds in every process and is never used here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -27,7 +27,14 @@ class FlatOptimizer:
             `step` counts the steps taken; the others are flat (num_params,).
     """
 
-    def __init__(self, name: str, params: Tensor, grads: Tensor, weight_decay: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        params: Tensor,
+        grads: Tensor,
+        weight_decay: float,
+        num_decayed: int | None = None,
+    ) -> None:
         """Set up the rule for weights `params` and their gradient `grads`, both (num_params,).
 
         Args:
@@ -36,6 +43,7 @@ class FlatOptimizer:
             grads: read by each step.
             weight_decay: added to the gradient as weight_decay · params (adam, sgd), or taken from
                 the weights as learning_rate · weight_decay · params (adamw).
+            num_decayed: so many weights, from the first one, decay; None: all do.
 
         Raises:
             ConfigError: no such optimizer.
@@ -46,6 +54,7 @@ class FlatOptimizer:
         self._params = params
         self._grads = grads
         self._weight_decay = weight_decay
+        self._num_decayed = params.numel() if num_decayed is None else num_decayed
         self._fused = params.device.type in FUSED_DEVICES
         self.state = {} if name == "sgd" else self._moments()
 
@@ -73,15 +82,27 @@ class FlatOptimizer:
         Each piece is a place in the flat tensors and the gradient there, on the weights' device. The
         weights become those that `step` would give.
         """
+        step = self._sgd_step if self._name == "sgd" else self._adam_step
         for place, gradient in pieces:
-            if self._name == "sgd":
-                self._sgd_step(place, gradient, learning_rate)
-            else:
-                self._adam_step(place, gradient, learning_rate)
+            for part, decay in self._parts(place):
+                values = gradient[part.start - place.start : part.stop - place.start]
+                step(part, values, learning_rate, decay)
         if self.state:
             self.state["step"] += 1
 
-    def _adam_step(self, place: slice, gradient: Tensor, learning_rate: float) -> None:
+    def _parts(self, place: slice) -> Iterator[tuple[slice, float]]:
+        """A place cut where the weight decay ends, and the decay of each part."""
+        border = max(place.start, min(self._num_decayed, place.stop))
+        if not self._weight_decay or border == place.stop:
+            yield place, self._weight_decay
+            return
+        if border > place.start:
+            yield slice(place.start, border), self._weight_decay
+        yield slice(border, place.stop), 0.0
+
+    def _adam_step(
+        self, place: slice, gradient: Tensor, learning_rate: float, weight_decay: float
+    ) -> None:
         adam(
             [self._params[place]],
             [gradient],
@@ -96,19 +117,21 @@ class FlatOptimizer:
             beta1=BETA1,
             beta2=BETA2,
             lr=learning_rate,
-            weight_decay=self._weight_decay,
+            weight_decay=weight_decay,
             eps=EPSILON,
             maximize=False,
         )
 
-    def _sgd_step(self, place: slice, gradient: Tensor, learning_rate: float) -> None:
+    def _sgd_step(
+        self, place: slice, gradient: Tensor, learning_rate: float, weight_decay: float
+    ) -> None:
         sgd(
             [self._params[place]],
             [gradient],
             [None],
             foreach=False,
             fused=self._fused,
-            weight_decay=self._weight_decay,
+            weight_decay=weight_decay,
             momentum=0.0,
             lr=learning_rate,
             dampening=0.0,

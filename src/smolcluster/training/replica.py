@@ -2,9 +2,9 @@
 
 Every `param.data` and `param.grad` is a view into the flat tensors, so that a gradient can be cut
 into buckets, sent, reduced and applied without looking at layers. The optimizer works on the flat
-parameter: one fused call a step, with the same result as over separate parameters, because only
-elementwise rules are offered. Tied weights occur once; frozen parameters are left out and stay as
-they are.
+parameter: one or two fused calls a step, with the same result as over separate parameters, because
+only elementwise rules are offered. Matrices come first: weight decay is theirs alone. Tied weights
+occur once; frozen parameters are left out and stay as they are.
 """
 
 import copy
@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from smolcluster.configs.schema import Precision
 from smolcluster.errors import ConfigError, NonFiniteLoss
+from smolcluster.training.loss import NO_TERM, computing_in, loss_sum
 from smolcluster.training.optimizer import FlatOptimizer
 
 DEFAULT_BUCKET_BYTES = 1 << 20
 
 DIVERGENCE_REMEDY = "lower learning_rate, or clip gradients harder (gradient_clipping)"
-_NO_TERM = -100  # what cross_entropy leaves out, unless told otherwise
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -40,6 +40,7 @@ class Replica:
         bucket_bytes: largest size of a bucket.
         buckets: the flat tensors cut into slices of at most `bucket_bytes`, in order.
         fingerprint: SHA-256 over name, shape and type of every parameter, in hex.
+        precision: what forward and backward compute in.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Replica:
         weight_decay: float = 0.0,
         device: torch.device | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        precision: Precision = "fp32",
     ) -> None:
         """Move `model` to `device` and its parameters into flat tensors.
 
@@ -59,6 +61,7 @@ class Replica:
             weight_decay: see `FlatOptimizer`.
             device: None means the CPU.
             bucket_bytes: largest size of a bucket, in bytes of the parameters' type.
+            precision: bf16 computes under autocast; weights and gradient keep their type.
 
         Raises:
             ConfigError: the model cannot be trained so: batch norm, mixed types, nothing to train.
@@ -75,7 +78,9 @@ class Replica:
         self.grads = torch.zeros_like(self.params)
         self._move_into_flat(trainable)
         self.buckets = _cut(self.num_params, max(1, bucket_bytes // dtype.itemsize))
-        self.optimizer = FlatOptimizer(optimizer, self.params, self.grads, weight_decay)
+        matrices = sum(param.numel() for _, param in trainable if _decays(param))
+        self.optimizer = FlatOptimizer(optimizer, self.params, self.grads, weight_decay, matrices)
+        self.precision = precision
         self._staging: Tensor | None = None
 
     @property
@@ -106,10 +111,11 @@ class Replica:
                 The weights are unchanged; `grads` must not be used.
         """
         self.grads.zero_()
-        parts, num_terms = [(inputs, targets)], None
+        parts = [(inputs, targets)]
         if microbatch is not None and microbatch < len(inputs):
             pieces = torch.split(inputs, microbatch), torch.split(targets, microbatch)
-            parts, num_terms = list(zip(*pieces, strict=True)), int((targets != _NO_TERM).sum())
+            parts = list(zip(*pieces, strict=True))
+        num_terms = int((targets != NO_TERM).sum())
         shares = [self._accumulate(*part, num_terms) for part in parts]
         norm = torch.linalg.vector_norm(self.grads)
         losses = [share.item() for share in shares]
@@ -119,19 +125,14 @@ class Replica:
             self._explain_non_finite(self._placed(*parts[bad])[0], loss)
         return loss
 
-    def _accumulate(self, inputs: Tensor, targets: Tensor, num_terms: int | None) -> Tensor:
+    def _accumulate(self, inputs: Tensor, targets: Tensor, num_terms: int) -> Tensor:
         """Add a part's gradient to `grads`; return its share of the batch's loss, (), on `device`.
 
-        `num_terms` counts the whole batch's loss terms; None means that the part is the batch.
+        `num_terms` counts the whole batch's loss terms.
         """
         inputs, targets = self._placed(inputs, targets)
-        logits = self.model(inputs)
-        if logits.dim() > 2:
-            logits, targets = logits.flatten(0, -2), targets.flatten()
-        if num_terms is None:
-            loss = functional.cross_entropy(logits, targets)
-        else:
-            loss = functional.cross_entropy(logits, targets, reduction="sum") / num_terms
+        with computing_in(self.precision, self.device):
+            loss = loss_sum(self.model, inputs, targets) / num_terms
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -307,7 +308,12 @@ def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
                 f"model: parameter {name} is {param.dtype}, but {first_name} is {first.dtype}; "
                 "give all parameters one type"
             )
-    return found
+    return sorted(found, key=lambda entry: not _decays(entry[1]))
+
+
+def _decays(parameter: nn.Parameter) -> bool:
+    """Whether weight decay is meant for it: matrices, and not biases or the scales of norms."""
+    return parameter.ndim > 1
 
 
 def _layout(trainable: list[tuple[str, nn.Parameter]]) -> list[tuple[str, slice]]:

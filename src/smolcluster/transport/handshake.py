@@ -26,6 +26,7 @@ from smolcluster.transport.messages import (
     Message,
     Proof,
     Reject,
+    ServedData,
     Welcome,
     frame_of,
 )
@@ -61,6 +62,7 @@ class Offer:
     bucket_bytes: int
     codec: str
     heartbeat_timeout_s: float
+    data: ServedData | None = None
 
 
 def client_handshake(

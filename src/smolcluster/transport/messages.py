@@ -117,6 +117,19 @@ class Proof(Message):
     nonce: Byte32
 
 
+class ServedData(Part):
+    """Text that the server sends along with the work, so that no worker needs to have it.
+
+    `num_samples` of the training split, each of `length` tokens, out of a vocabulary of `vocab_size`.
+    """
+
+    name: Name
+    fingerprint: Identifier
+    num_samples: Annotated[int, Field(ge=1)]
+    length: Annotated[int, Field(ge=1)]
+    vocab_size: Annotated[int, Field(ge=1)]
+
+
 class Welcome(Message):
     """Server: proves that it knows the secret, and says what is trained."""
 
@@ -129,6 +142,7 @@ class Welcome(Message):
     bucket_bytes: Annotated[int, Field(ge=4, le=MAX_BUCKET_BYTES)]
     codec: Identifier
     heartbeat_timeout_s: PositiveFloat
+    data: ServedData | None = None
 
 
 class Ready(Message):
@@ -154,6 +168,7 @@ class Reject(Message):
 class Assignment(Message):
     """Server: compute the gradient of these samples (payload: their indices).
 
+    With `rows` the payload goes on with the samples themselves, each its tokens and the one after them.
     `version` is the server's. SyncPS: only the buckets from `first_bucket` on are wanted; a `backup` of
     somebody else's part is pushed lossless.
     """
@@ -165,6 +180,7 @@ class Assignment(Message):
     first_bucket: Count = 0
     backup: bool = False
     tensor: TensorSpec
+    rows: TensorSpec | None = None
 
 
 class Push(Message):

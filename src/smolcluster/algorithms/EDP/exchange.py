@@ -10,15 +10,17 @@ buffers of their own, and hand these over with the last bucket.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from smolcluster.cluster.dispatcher import Lease
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.pushing import PushOrder
 from smolcluster.cluster.session import Receiver
-from smolcluster.cluster.tensors import Assigned, bucket_spec, bytes_of, indices_payload
+from smolcluster.cluster.tensors import Assigned, bucket_spec, bytes_of, work_payload
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import ProtocolError
 from smolcluster.transport.frames import Frame
@@ -84,12 +86,19 @@ class GradientReceiver(Receiver):
 
 
 def assignment_of(
-    lease: Lease, version: int, learning_rate: float
+    lease: Lease, version: int, learning_rate: float, rows: NDArray[Any] | None = None
 ) -> tuple[Assignment, memoryview]:
-    """The message that hands out a lease when the weights are at `version`, and its payload."""
-    spec, payload = indices_payload(lease.indices)
+    """The message that hands out a lease when the weights are at `version`, and its payload.
+
+    `rows`: the samples themselves, where workers do not have them.
+    """
+    spec, rows_spec, payload = work_payload(lease.indices, rows)
     return Assignment(
-        lease=lease.key, version=version, learning_rate=learning_rate, tensor=spec
+        lease=lease.key,
+        version=version,
+        learning_rate=learning_rate,
+        tensor=spec,
+        rows=rows_spec,
     ), payload
 
 

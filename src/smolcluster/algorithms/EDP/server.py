@@ -75,7 +75,7 @@ class Server:
             incarnation=context.incarnation,
             num_samples=context.bench.dataset.train.num_samples,
             num_epochs=self.train.num_epochs,
-            batch_size=self.train.batch_size,
+            batch_size=self.train.samples_per_push,
             permutation=lambda epoch: epoch_permutation(
                 context.run.seed, epoch, context.bench.dataset.train.num_samples
             ),
@@ -104,7 +104,7 @@ class Server:
     def run(self) -> Summary:
         """Serve until every sample of every epoch has been applied."""
         with self.hub, self.evaluator, self.saver:
-            while not self.dispatcher.done:
+            while not self.report.is_over:
                 for event in self.hub.next_events(TICK_S):
                     self.handle(event)
                 self.take_back_expired(time.monotonic())
@@ -133,7 +133,7 @@ class Server:
         session = worker.live_session
         peer = self.peers[session.seat] = Peer(worker)
         if samples_per_s > 0:
-            expected_s = LEASES_PER_WORKER * self.train.batch_size / samples_per_s
+            expected_s = LEASES_PER_WORKER * self.train.samples_per_push / samples_per_s
             self.dispatcher.expect(session.seat, min(expected_s, LONGEST_EXPECTED_S))
         if unacknowledged is not None:
             applied = self.last_applied.get(worker.member.instance) == unacknowledged
@@ -228,7 +228,8 @@ class Server:
                 lease = self.dispatcher.grant(seat, time.monotonic())
                 if lease is None:
                     break
-                assignment = assignment_of(lease, self.version, self.learning_rate())
+                rows = self.context.rows_of(lease.indices)
+                assignment = assignment_of(lease, self.version, self.learning_rate(), rows)
                 peer.worker.live_session.send(*assignment)
                 peer.unanswered.add(lease.key)
 

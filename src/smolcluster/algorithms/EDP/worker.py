@@ -92,7 +92,7 @@ class Worker:
 
     def compute(self, lease: Assigned) -> float:
         """The batch's mean loss; its gradient is in the replica."""
-        return self.bench.compute(lease.indices)
+        return lease.compute(self.bench)
 
     def push(self, lease: LeaseKey, base_version: int, loss: float, compute_s: float) -> None:
         """Encode the gradient, or the weights; the session sends them while the next is computed."""

@@ -8,7 +8,9 @@ given, so a stopped one is waited for once at most.
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from numpy.typing import NDArray
 from torch import Tensor
 
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
@@ -21,7 +23,7 @@ from smolcluster.algorithms.SynchronousPS.sharing import (
 from smolcluster.algorithms.SynchronousPS.state import StateStream, weights_frame
 from smolcluster.algorithms.SynchronousPS.step import Holding, Part, Step
 from smolcluster.cluster.session import Session
-from smolcluster.cluster.tensors import indices_payload
+from smolcluster.cluster.tensors import work_payload
 from smolcluster.cluster.worker import Worker
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
@@ -74,10 +76,20 @@ class Member:
         waits = all(holding.won for holding in self.unanswered.values())
         return self.joined and waits and not self.session.is_cut
 
-    def give(self, holding: Holding, version: int, rate: float, indices: Tensor) -> None:
-        """Assign it a part: samples `indices` (n,) int32, on weights of `version`."""
+    def give(
+        self,
+        holding: Holding,
+        version: int,
+        rate: float,
+        indices: Tensor,
+        rows: NDArray[Any] | None = None,
+    ) -> None:
+        """Assign it a part: samples `indices` (n,) int32, on weights of `version`.
+
+        `rows`: the samples themselves, where workers do not have them.
+        """
         self.unanswered[holding.key] = holding
-        spec, payload = indices_payload(indices)
+        spec, rows_spec, payload = work_payload(indices, rows)
         assignment = Assignment(
             lease=holding.key,
             version=version,
@@ -85,6 +97,7 @@ class Member:
             first_bucket=holding.first_bucket,
             backup=holding.backup,
             tensor=spec,
+            rows=rows_spec,
         )
         self.session.send(assignment, payload)
 

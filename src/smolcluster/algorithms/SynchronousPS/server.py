@@ -91,7 +91,7 @@ class Server:
     def run(self) -> Summary:
         """Serve until every sample of every epoch has been applied."""
         with self.hub, self.evaluator, self.saver:
-            while self.samples_applied < self.total_samples:
+            while not self.report.is_over:
                 for event in self.hub.next_events(TICK_S):
                     self.handle(event)
                 self.advance(time.monotonic())
@@ -163,7 +163,8 @@ class Server:
             self.step.give_up(holding)
             return
         indices = self.orders[self.step.batch.epoch][part.start : part.stop]
-        member.give(holding, self.version, self.learning_rate(), indices)
+        rows = self.context.rows_of(indices)
+        member.give(holding, self.version, self.learning_rate(), indices, rows)
         if holding.backup:
             self.context.log.info(
                 "%s takes over %d samples of step %d%s",

@@ -95,7 +95,7 @@ class Worker:
             self.link.flush()  # what is still being sent is the replica's own memory
             started = time.perf_counter()
             try:
-                loss = self.bench.compute(task.indices)
+                loss = task.compute(self.bench)
             except NonFiniteLoss as error:
                 raise NonFiniteLoss(f"step {self.version + 1}: {error}") from error
             compute_s = time.perf_counter() - started

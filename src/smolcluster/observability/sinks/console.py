@@ -35,7 +35,7 @@ class ProgressView:
         self._clock = clock
         self._shown_at = clock()
         self._step: MetricRecord | None = None
-        self._accuracy: float | None = None
+        self._measured = ""
         self._shown = ""
         self._bar: tuple[Progress, TaskID] | None = None
         self._closed = False
@@ -49,7 +49,7 @@ class ProgressView:
         if record.kind == "step":
             self._step = record
         elif record.kind == "eval":
-            self._accuracy = record.values.get("val_accuracy", self._accuracy)
+            self._measured = measured(record) or self._measured
         self.tick()
 
     def tick(self) -> None:
@@ -75,7 +75,7 @@ class ProgressView:
         self._shown_at = self._clock()
         if self._step is None or self._closed:
             return
-        parts = status_parts(self._step, self._num_epochs, self._accuracy)
+        parts = status_parts(self._step, self._num_epochs, self._measured)
         if self._has_bar:
             self._show_bar(self._step, fit(parts, self._console.width - BAR_WIDTH - 7))
         elif (line := " · ".join(parts)) != self._shown:
@@ -111,16 +111,26 @@ class ProgressView:
         return progress, task
 
 
-def status_parts(step: MetricRecord, num_epochs: int | None, accuracy: float | None) -> list[str]:
+def measured(evaluation: MetricRecord) -> str:
+    """What an evaluation says of the model besides its loss."""
+    values = evaluation.values
+    if "val_perplexity" in values:
+        return f"perplexity {values['val_perplexity']:.4g}"
+    return f"acc {values['val_accuracy']:.3f}" if "val_accuracy" in values else ""
+
+
+def status_parts(step: MetricRecord, num_epochs: int | None, measured: str) -> list[str]:
     """What there is to say about a step, the most important first."""
     values = step.values
     epochs = "" if num_epochs is None else f"/{num_epochs}"
     parts = [f"epoch {step.epoch + 1}{epochs}", f"step {step.step:,}"]
     if "loss" in values:
         parts.append(f"loss {values['loss']:.3f}")
-    if accuracy is not None:
-        parts.append(f"acc {accuracy:.3f}")
-    if "samples_per_s" in values:
+    if measured:
+        parts.append(measured)
+    if "tokens_per_s" in values:
+        parts.append(f"{values['tokens_per_s']:,.0f} tokens/s")
+    elif "samples_per_s" in values:
         parts.append(f"{values['samples_per_s']:,.0f} samples/s")
     if "staleness" in values:
         parts.append(f"staleness {values['staleness']:.1f}")

@@ -1,0 +1,54 @@
+"""What a run leaves for people besides its numbers: the picture of its curves, and of text a sample."""
+
+import logging
+
+import torch
+
+from smolcluster.data.tokenizer import load_tokenizer
+from smolcluster.errors import SmolclusterError
+from smolcluster.models.gpt import GPT
+from smolcluster.models.sampling import sample
+from smolcluster.observability.curves import draw_curves
+from smolcluster.runs.files import write_whole
+from smolcluster.runs.paths import RunPaths
+from smolcluster.training.build import Workbench
+
+SAMPLE_TOKENS = 200
+TEMPERATURE, TOP_K = 0.8, 40
+
+
+def leave_keepsakes(
+    paths: RunPaths, bench: Workbench, tokenizer_name: str, log: logging.Logger
+) -> None:
+    """Draw the curves and write a sample; what cannot be had is a warning, for the run is over."""
+    try:
+        draw_curves(paths)
+        if isinstance(bench.replica.model, GPT):
+            write_whole(paths.sample, sample_text(bench, tokenizer_name) + "\n")
+    except SmolclusterError as error:
+        log.warning("%s", error)
+
+
+def sample_shown(paths: RunPaths) -> str:
+    """The sample that a run has left, for the console."""
+    text = paths.sample.read_text(encoding="utf-8").rstrip()
+    return f"a sample of what the model writes:\n\n{text}\n"
+
+
+def sample_text(bench: Workbench, tokenizer_name: str) -> str:
+    """Text that the model writes when it is given nothing but the beginning of a document.
+
+    Raises:
+        DataError: the tokenizer cannot be had.
+    """
+    model, tokenizer = bench.replica.model, load_tokenizer(tokenizer_name)
+    assert isinstance(model, GPT)  # noqa: S101 - the caller has looked
+    tokens = sample(
+        model,
+        [tokenizer.end_of_text],
+        SAMPLE_TOKENS,
+        temperature=TEMPERATURE,
+        top_k=TOP_K,
+        generator=torch.Generator().manual_seed(bench.seed),
+    )
+    return tokenizer.decode(list(tokens))

@@ -1,0 +1,60 @@
+"""Training in one process, with all that a run of a cluster leaves behind: the baseline, and `train.py`.
+
+batch -> forward, backward -> clip -> optimizer step -> evaluate and save now and then -> next batch
+"""
+
+from smolcluster.algorithms.context import ServerContext
+from smolcluster.cluster.dispatcher import Range
+from smolcluster.cluster.report import StepTaken
+from smolcluster.cluster.saver import Subject
+from smolcluster.runs.summary import Summary
+from smolcluster.training.loop import training_steps
+from smolcluster.utils.device import describe
+
+
+def train(context: ServerContext) -> Summary:
+    """Train until the run is over.
+
+    Raises:
+        NonFiniteLoss: naming step and layer.
+        Interrupted: a signal asked this process to stop.
+    """
+    bench, config = context.bench, context.run.train
+    report = context.new_report()
+    subject = Subject(bench.replica, dict, dict)
+    context.resume(subject, report)
+    saver = context.new_saver(subject, report)
+    context.log.info(
+        "training %s on %s: %d samples an epoch, %d epochs, on %s",
+        *(config.model.type, bench.dataset.name, bench.dataset.train.num_samples),
+        *(config.num_epochs, describe(bench.replica.device)),
+    )
+    steps = training_steps(
+        bench,
+        config,
+        samples_applied=report.samples_applied,
+        step=report.version,
+        before_step=saver.wait_for_copy,
+    )
+    with report.until_its_end(), saver:
+        while not report.is_over:
+            context.check_stop()
+            step = next(steps)
+            version = report.version + 1
+            report.step_taken(
+                StepTaken(
+                    version=version,
+                    samples=Range(step.epoch, step.start, step.start + step.num_samples),
+                    loss=step.loss,
+                    learning_rate=step.learning_rate,
+                    grad_norm=step.grad_norm,
+                    layer_norms=step.layer_norms,
+                )
+            )
+            is_evaluated = version % config.eval_steps == 0
+            if is_evaluated:
+                report.evaluated(version, step.epoch, bench.evaluate())
+            saver.after_step(is_evaluated=is_evaluated)
+            saver.tick()
+            report.tick()
+        return report.summary()

@@ -1,0 +1,106 @@
+"""The nested shape of a training file, as it is written for language models.
+
+    model: {…}   training: {batch_size, epochs, grad_clip_norm, …}   lr_schedule: {…}   data: {tokenizer, …}
+
+It says the same as the flat shape of `TrainConfig` with other words, and has other defaults: a GPT on
+WikiText-2, trained by AdamW, and no clipping unless it says so. Single keys may be given in either shape.
+"""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from smolcluster.configs.keys import KeyPath
+from smolcluster.errors import ConfigError
+from smolcluster.utils.words import one_line
+
+TRAINING, DATA = "training", "data"
+DATASET = "dataset"
+CLIP_NORM: KeyPath = ("gradient_clipping", "max_norm")
+CLIP_ENABLED: KeyPath = ("gradient_clipping", "enabled")
+
+_FLAT: Mapping[str, KeyPath] = MappingProxyType(
+    {"epochs": ("num_epochs",), "grad_clip_norm": CLIP_NORM}
+)
+_DEFAULTS: Mapping[KeyPath, Any] = MappingProxyType(
+    {
+        ("model", "type"): "GPT",
+        (DATASET, "name"): "wikitext",
+        ("optimizer",): "adamw",
+        CLIP_ENABLED: False,
+    }
+)
+
+
+def is_nested(content: Mapping[str, Any]) -> bool:
+    """Whether a training file is written in this shape."""
+    return TRAINING in content or DATA in content
+
+
+def flat_path(path: KeyPath) -> KeyPath:
+    """What the flat shape calls a key of either shape."""
+    match path:
+        case (str() as section, str() as name, *below) if section == TRAINING:
+            return (*_FLAT.get(name, (name,)), *below)
+        case (str() as section, *below) if section == DATA:
+            return (DATASET, *below)
+    return path
+
+
+def nested_path(path: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """What this shape calls a key of the flat one."""
+    if path[0] == DATASET:
+        return (DATA, *path[1:])
+    if path[0] in ("model", "lr_schedule", "logging"):
+        return path
+    written: dict[tuple[int | str, ...], KeyPath] = {flat: (name,) for name, flat in _FLAT.items()}
+    return (TRAINING, *written.get(path, path))
+
+
+def flat_values(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
+    """A key of either shape and its value, as keys of the flat shape."""
+    if path in ((TRAINING,), (DATA,)) and isinstance(value, dict):
+        for name, below in value.items():
+            yield from flat_values((*path, name), below)
+        return
+    flat = flat_path(path)
+    if flat != CLIP_NORM or path == flat:
+        yield flat, value
+        return
+    yield CLIP_ENABLED, value is not None
+    if value is not None:
+        yield CLIP_NORM, value
+
+
+def flatten(content: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """A training file in the nested shape as one in the flat shape.
+
+    Raises:
+        ConfigError: a section is no mapping, or a key is set in both shapes.
+    """
+    flat: dict[str, Any] = {}
+    stated: set[KeyPath] = set()
+    for section, value in content.items():
+        if section in (TRAINING, DATA) and not isinstance(value, dict):
+            raise ConfigError(one_line(f"{source}: {section} must be a mapping of keys to values"))
+        for path, item in flat_values((section,), value):
+            if path in stated:
+                written = ".".join(map(str, nested_path(path)))
+                raise ConfigError(
+                    one_line(f"{source}: {written} is also set as {'.'.join(path)}; keep one")
+                )
+            stated.add(path)
+            _put(flat, path, item)
+    for path, item in _DEFAULTS.items():
+        _put(flat, path, item, only_if_missing=True)
+    return flat
+
+
+def _put(values: Any, path: KeyPath, item: Any, *, only_if_missing: bool = False) -> None:
+    *above, last = path
+    for name in above:
+        values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            return  # the schema will say that a mapping must stand here
+    if not (only_if_missing and last in values):
+        values[last] = item

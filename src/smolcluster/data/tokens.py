@@ -1,0 +1,161 @@
+"""Text as samples: blocks of token ids, each of which predicts the one after it."""
+
+import hashlib
+import logging
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+from torch import Tensor
+
+from smolcluster.configs.schema import DatasetConfig
+from smolcluster.data.dataset import Dataset, check_indices
+from smolcluster.data.token_cache import ROLES, Source, Stream, Tokens, open_tokens
+from smolcluster.data.tokenizer import load_tokenizer, tokenizer_identity
+from smolcluster.errors import DataError
+
+NO_TERM = -100
+"""A target that is no loss term."""
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBlocks:
+    """A stream of token ids, seen as samples of `length` inputs and the ids that follow each of them.
+
+    Sample i has the inputs tokens[i * length : (i + 1) * length], and as targets the same, one further on.
+
+    Attributes:
+        tokens: ids (num_tokens,) of any integer type, in memory or mapped from a file.
+        length: inputs a sample.
+        is_whole: the last sample may be a short one, filled up with targets that are no loss terms; else
+            what fills no sample is left out.
+        device: where batches lie.
+    """
+
+    tokens: Stream
+    length: int
+    is_whole: bool = False
+    device: torch.device = _CPU
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of ids in the stream."""
+        return len(self.tokens)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples."""
+        return self._num_full + (self._tail is not None)
+
+    @property
+    def num_terms(self) -> int:
+        """Number of loss terms in all samples."""
+        return self.num_tokens - 1 if self.is_whole else self._num_full * self.length
+
+    def rows(self, indices: Tensor) -> NDArray[Any]:
+        """Gather inputs and the target after the last one.
+
+        Args:
+            indices: int32 or int64 (n,), on the CPU, each in 0 … num_samples - 1.
+
+        Returns:
+            Ids (n, length + 1) of the stream's type; a short sample is filled up with 0.
+
+        Raises:
+            DataError: an index lies outside the split.
+        """
+        check_indices(indices, self.num_samples)
+        wanted = indices.numpy()
+        if self._tail is None:
+            rows: NDArray[Any] = self._windows[wanted]
+            return rows
+        is_last = wanted == self._num_full
+        rows = np.empty((len(wanted), self.length + 1), self.tokens.dtype)
+        rows[~is_last] = self._windows[wanted[~is_last]]
+        rows[is_last] = self._tail
+        return rows
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Gather samples by index.
+
+        Args:
+            indices: int32 or int64 (n,), on the CPU, each in 0 … num_samples - 1.
+
+        Returns:
+            Inputs and targets, both int64 (n, length), on the split's device; -100 for no loss term.
+
+        Raises:
+            DataError: an index lies outside the split.
+        """
+        rows = self.rows(indices)
+        inputs, targets = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
+        if self._tail is not None:
+            num_last_terms = (self.num_tokens - 1) % self.length
+            targets[indices.numpy() == self._num_full, num_last_terms:] = NO_TERM
+        return torch.from_numpy(inputs).to(self.device), torch.from_numpy(targets).to(self.device)
+
+    def to(self, device: torch.device) -> Self:
+        """The same samples, whose batches lie on `device`; the stream stays where it is."""
+        return replace(self, device=device)
+
+    @cached_property
+    def _num_full(self) -> int:
+        return max(0, self.num_tokens - 1) // self.length
+
+    @cached_property
+    def _windows(self) -> NDArray[Any]:
+        """All full samples, (num_full, length + 1), as a view of the stream."""
+        if not self._num_full:
+            return np.empty((0, self.length + 1), self.tokens.dtype)
+        return sliding_window_view(self.tokens, self.length + 1)[:: self.length]
+
+    @cached_property
+    def _tail(self) -> NDArray[Any] | None:
+        """The short last sample (length + 1,), filled up; None where there is none."""
+        rest = self.tokens[self._num_full * self.length :]
+        if not self.is_whole or len(rest) < 2:
+            return None
+        return np.pad(rest, (0, self.length + 1 - len(rest)))
+
+
+def load_text(config: DatasetConfig, source: Source, length: int) -> Dataset:
+    """Tokenize `source`, or open what was tokenized before, as samples of `length` tokens.
+
+    Raises:
+        DataError: the tokenizer, the text or the cache cannot be used, or a split fills no sample.
+    """
+    identity = tokenizer_identity(config.tokenizer)
+    tokens = open_tokens(
+        source,
+        identity,
+        lambda: load_tokenizer(config.tokenizer, download=config.download),
+        config.cache,
+        logging.getLogger("smolcluster"),
+    )
+    _check_lengths(source.name, tokens, length)
+    parts = f"{source.name}|{length}|{tokens.content}"
+    return Dataset(
+        name=source.name,
+        train=TokenBlocks(tokens.train, length),
+        validation=TokenBlocks(tokens.validation, length, is_whole=True),
+        input_dim=length,
+        num_classes=tokens.vocab_size,
+        fingerprint=hashlib.sha256(parts.encode()).hexdigest(),
+        measure="perplexity",
+    )
+
+
+def _check_lengths(name: str, tokens: Tokens, length: int) -> None:
+    for role, stream in zip(ROLES, (tokens.train, tokens.validation), strict=True):
+        if len(stream) <= length:
+            most = min(len(tokens.train), len(tokens.validation)) - 1
+            remedy = f"set model.max_seq_len to at most {most}, or add text" if most else "add text"
+            raise DataError(
+                f"the {role} split of dataset {name} has {len(stream)} tokens, too few for one sample of "
+                f"model.max_seq_len = {length} and the token after it; {remedy}"
+            )

@@ -1,0 +1,63 @@
+"""A run's language model as a command: it goes on from a prompt."""
+
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from smolcluster.configs.resolve import load_resolved
+from smolcluster.data.tokenizer import Tokenizer, load_tokenizer
+from smolcluster.errors import CheckpointError
+from smolcluster.launch.saved import find, gpt_of, store_of
+from smolcluster.models.gpt import GPT
+from smolcluster.models.sampling import sample
+from smolcluster.runs.paths import RunPaths
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What shall be written: up to `max_tokens` tokens after `prompt`, chosen as `sample` does."""
+
+    prompt: str
+    max_tokens: int
+    temperature: float
+    top_k: int | None
+    seed: int
+
+
+def generate(run: str, wish: Wish) -> int:
+    """Write the prompt and what the run's best model makes of it; returns the exit code.
+
+    Raises:
+        ConfigError: the run trained no language model, or a wish cannot be met.
+        CheckpointError: it has no good checkpoint, or its tokenizer is another one now.
+    """
+    paths = find(run)
+    store = store_of(paths)
+    checkpoint = store.best() or store.newest_good()
+    if checkpoint is None:
+        raise CheckpointError(f"run {paths.run_id} has no good checkpoint in {paths.checkpoints}")
+    model = gpt_of(paths, checkpoint)
+    tokenizer = _tokenizer_of(paths, model)
+    tokens = [tokenizer.end_of_text, *tokenizer.encode_batch([wish.prompt])[0].tolist()]
+    written = sample(
+        model,
+        tokens,
+        wish.max_tokens,
+        temperature=wish.temperature,
+        top_k=wish.top_k,
+        generator=torch.Generator().manual_seed(wish.seed),
+    )
+    sys.stdout.write(wish.prompt + tokenizer.decode(list(written)) + "\n")
+    return 0
+
+
+def _tokenizer_of(paths: RunPaths, model: GPT) -> Tokenizer:
+    name = load_resolved(paths.config).train.dataset.tokenizer
+    tokenizer, vocab_size = load_tokenizer(name), model.wte.num_embeddings
+    if tokenizer.vocab_size != vocab_size:
+        raise CheckpointError(
+            f"run {paths.run_id} was trained with {vocab_size} tokens, the tokenizer {name} has "
+            f"{tokenizer.vocab_size} now: give it back the files that it had then"
+        )
+    return tokenizer

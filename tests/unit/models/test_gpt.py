@@ -1,0 +1,249 @@
+import copy
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gpt2_reference import in_our_shape, reference_for, tiny_config, twin_of
+from smolcluster.configs.schema import GPTConfig
+from smolcluster.errors import DataError
+from smolcluster.models.gpt import GPT, build_gpt
+from smolcluster.training.loss import ComputesLoss, loss_sum
+from smolcluster.training.replica import Replica
+
+VOCAB = 37
+
+
+def tokens_of(batch: int, seq: int, vocab_size: int = VOCAB) -> Tensor:
+    return torch.randint(0, vocab_size, (batch, seq))
+
+
+def batch_of(batch: int, seq: int) -> tuple[Tensor, Tensor]:
+    tokens, targets = tokens_of(batch, seq), tokens_of(batch, seq)
+    targets[0, :2] = -100
+    return tokens, targets
+
+
+def tiny(**changes: object) -> GPT:
+    torch.manual_seed(0)
+    return GPT(tiny_config(**changes), VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch", "seq"),
+    [
+        ({}, 3, 12),
+        ({}, 1, 1),
+        ({"num_heads": 1, "ff_dim": 8}, 2, 7),
+        ({"model_dim": 48, "num_heads": 4, "num_layers": 4, "max_seq_len": 64}, 2, 64),
+    ],
+)
+def test_logits_and_gradients_are_those_of_gpt2(
+    sizes: dict[str, object], batch: int, seq: int
+) -> None:
+    torch.manual_seed(0)
+    config = tiny_config(**sizes)
+    theirs = reference_for(config, VOCAB)
+    ours = twin_of(theirs, config)
+    tokens, targets = tokens_of(batch, seq), tokens_of(batch, seq)
+
+    expected = theirs(tokens).logits
+    torch.testing.assert_close(ours(tokens), expected, rtol=1e-5, atol=1e-5)
+
+    functional.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()  # type: ignore[no-untyped-call]
+    (ours.loss(tokens, targets) / targets.numel()).backward()  # type: ignore[no-untyped-call]
+    for name, parameter in ours.named_parameters():
+        gradient = theirs.get_parameter(f"transformer.{name}").grad
+        assert gradient is not None
+        torch.testing.assert_close(
+            parameter.grad, in_our_shape(name, gradient), rtol=1e-4, atol=1e-5, msg=name
+        )
+
+
+def test_modules_bear_the_names_of_gpt2() -> None:
+    theirs = reference_for(tiny_config(), VOCAB).transformer
+    assert {name for name, _ in tiny().named_parameters()} == {
+        name for name, _ in theirs.named_parameters()
+    }
+
+
+def test_the_output_layer_is_the_embedding_and_counts_once() -> None:
+    model = tiny()
+    width, inner = 16, 40
+    block = (width * 3 * width + 3 * width) + (width * width + width) + 4 * width
+    block += (width * inner + inner) + (inner * width + width)
+    expected = VOCAB * width + 12 * width + 2 * block + 2 * width
+    assert sum(parameter.numel() for parameter in model.parameters()) == expected
+    assert Replica(model, "adam").num_params == expected
+
+    tokens = tokens_of(1, 5)
+    before = model(tokens)
+    with torch.no_grad():
+        model.wte.weight[7 if 7 not in tokens else 8 if 8 not in tokens else 9] *= 2
+    assert (model(tokens) != before).any(dim=1).sum() == 1
+
+
+def test_initial_weights_have_gpt2s_scales() -> None:
+    torch.manual_seed(0)
+    num_layers = 8
+    model = GPT(GPTConfig(model_dim=128, num_layers=num_layers, ff_dim=512), 500)
+    for name, parameter in model.named_parameters():
+        if ".ln_" in name or name.startswith("ln_f"):
+            assert (parameter == (1.0 if name.endswith("weight") else 0.0)).all(), name
+        elif name.endswith("bias"):
+            assert not parameter.any(), name
+        else:
+            std = 0.02 / math.sqrt(2 * num_layers) if "c_proj" in name else 0.02
+            assert parameter.std().item() == pytest.approx(std, rel=0.03), name
+            assert abs(parameter.mean().item()) < 0.03 * std, name
+
+
+def test_the_first_loss_is_that_of_guessing() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(model_dim=128, num_layers=4, max_seq_len=64), 1000).eval()
+    tokens = tokens_of(4, 64, 1000)
+    loss = model.loss(tokens, tokens_of(4, 64, 1000)).item() / tokens.numel()
+    assert loss == pytest.approx(math.log(1000), abs=0.1)
+
+
+def test_a_later_token_changes_no_earlier_logit() -> None:
+    model = tiny().eval()
+    tokens = tokens_of(2, 12)
+    logits = model(tokens)
+    for place in range(12):
+        changed = tokens.clone()
+        changed[:, place] = (changed[:, place] + 1) % VOCAB
+        differs = (model(changed) != logits).any(dim=-1)
+        assert not differs[:, :place].any()
+        assert differs[:, place:].all()
+
+
+def test_dropout_is_on_in_training_only() -> None:
+    model, tokens = tiny(dropout=0.5), tokens_of(2, 8)
+    assert not torch.equal(model.train()(tokens), model(tokens))
+    assert torch.equal(model.eval()(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("place", ["embedding", "attention", "attn.c_proj", "mlp.c_proj"])
+def test_dropout_is_everywhere_that_gpt2_has_it(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, float]] = []
+    dropout, attention = functional.dropout, functional.scaled_dot_product_attention
+
+    def watched(inputs: Tensor, p: float, training: bool) -> Tensor:
+        seen.append(("dropout", p if training else 0.0))
+        return dropout(inputs, p, training)
+
+    def attending(q: Tensor, k: Tensor, v: Tensor, *, dropout_p: float, is_causal: bool) -> Tensor:
+        seen.append(("attention", dropout_p))
+        return attention(q, k, v, dropout_p=dropout_p, is_causal=is_causal)
+
+    monkeypatch.setattr(functional, "dropout", watched)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attending)
+    tiny(dropout=0.25, num_layers=1).train()(tokens_of(1, 3))
+    order = ["embedding", "attention", "attn.c_proj", "mlp.c_proj"]
+    kind = "attention" if place == "attention" else "dropout"
+    assert seen[order.index(place)] == (kind, 0.25)
+    assert len(seen) == len(order)
+
+
+def test_a_sequence_that_is_too_long_is_refused_in_one_line() -> None:
+    model = tiny()
+    for call in (model, lambda tokens: model.loss(tokens, tokens)):
+        with pytest.raises(DataError, match=r"^a sequence has 13 tokens, the model takes 12: .*$"):
+            call(tokens_of(1, 13))
+
+
+def test_the_loss_is_that_of_the_logits_in_value_and_gradient() -> None:
+    model = tiny().double()
+    tokens, targets = batch_of(3, 9)
+    assert isinstance(model, ComputesLoss)
+    model.loss(tokens, targets).backward()  # type: ignore[no-untyped-call]
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    expected = functional.cross_entropy(
+        plain(tokens).flatten(0, 1), targets.flatten(), reduction="sum"
+    )
+    expected.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(loss_sum(model, tokens, targets), expected, rtol=1e-12, atol=0)
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def test_a_replica_adds_the_tied_gradient_up_in_its_flat_tensor() -> None:
+    model = tiny().double()
+    plain = copy.deepcopy(model)
+    replica = Replica(model, "sgd")
+    tokens, targets = batch_of(4, 9)
+    for microbatch in (None, 3, 1):
+        loss = replica.forward_backward(tokens, targets, microbatch)
+        plain.zero_grad()
+        expected = functional.cross_entropy(plain(tokens).flatten(0, 1), targets.flatten())
+        expected.backward()  # type: ignore[no-untyped-call]
+        assert loss == pytest.approx(expected.item(), rel=1e-12)
+        for name, place in replica.layers:
+            gradient = plain.get_parameter(name).grad
+            assert gradient is not None
+            torch.testing.assert_close(
+                replica.grads[place], gradient.flatten(), rtol=1e-9, atol=1e-11, msg=name
+            )
+
+
+def test_in_bf16_loss_and_gradient_stay_close() -> None:
+    samples = batch_of(8, 12)
+    exact, coarse = Replica(tiny(), "sgd"), Replica(tiny(), "sgd", precision="bf16")
+    loss = exact.forward_backward(*samples)
+    assert coarse.forward_backward(*samples) == pytest.approx(loss, rel=2e-3)
+    error = (coarse.grads - exact.grads).norm() / exact.grads.norm()
+    assert 0 < error < 0.03
+
+
+def test_it_learns_a_text_by_heart() -> None:
+    replica = Replica(tiny(), "adam")
+    text = tokens_of(1, 13)
+    losses = [replica_step(replica, text) for _ in range(150)]
+    assert losses[0] > 3
+    assert losses[-1] < 0.1
+
+
+def replica_step(replica: Replica, text: Tensor) -> float:
+    loss = replica.forward_backward(text[:, :-1], text[:, 1:])
+    replica.step(0.01)
+    return loss
+
+
+def test_build_gives_fresh_weights_by_the_seed() -> None:
+    torch.manual_seed(3)
+    one = build_gpt(tiny_config(), VOCAB)
+    other = build_gpt(tiny_config(), VOCAB)
+    torch.manual_seed(3)
+    again = build_gpt(tiny_config(), VOCAB)
+    assert torch.equal(nn.utils.parameters_to_vector(one.parameters()), flat(again))
+    assert not torch.equal(flat(one), flat(other))
+
+
+def test_build_begins_with_pretrained_weights(tmp_path: Path) -> None:
+    theirs = reference_for(tiny_config(), VOCAB)
+    theirs.save_pretrained(tmp_path)
+    model = build_gpt(tiny_config(pretrained=tmp_path), VOCAB).eval()
+    tokens = tokens_of(2, 9)
+    torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_shorter_window_than_the_pretrained_one_takes_its_first_positions(
+    tmp_path: Path,
+) -> None:
+    theirs = reference_for(tiny_config(), VOCAB)
+    theirs.save_pretrained(tmp_path)
+    model = build_gpt(tiny_config(pretrained=tmp_path, max_seq_len=5), VOCAB).eval()
+    tokens = tokens_of(2, 5)
+    assert model.wpe.weight.shape == (5, 16)
+    torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters())
