@@ -193,7 +193,13 @@ class Ballast(nn.Module):
 class Prefilled(Workbench):
     """A workbench whose gradient is there already."""
 
-    def compute(self, _indices: Tensor) -> float:
+    def compute_batch(
+        self,
+        inputs: Tensor,  # noqa: ARG002 - nothing is computed
+        targets: Tensor,  # noqa: ARG002
+        epoch: int = 0,  # noqa: ARG002
+        start: int = 0,  # noqa: ARG002
+    ) -> float:
         """A mean loss, at once."""
         return 1.0
 
@@ -206,7 +212,7 @@ def make_bench(case: Case, seed: int, bucket_bytes: int = DEFAULT_BUCKET_BYTES) 
     dataset = Dataset.of("none", train=split, validation=split, num_classes=NUM_CLASSES)
     replica = Replica(Ballast(case.numel), "sgd", bucket_bytes=bucket_bytes)
     replica.grads.normal_(0.0, 1e-3)
-    return Prefilled(dataset, replica)
+    return Prefilled(dataset, replica, seed)
 
 
 class OnDemand(Server):
@@ -226,7 +232,7 @@ class OnDemand(Server):
         if self.wanted == 0 and complete and self.pipe.poll():
             self.wanted = self.pipe.recv()
             if self.wanted == 0:
-                self.total_samples = self.samples_applied
+                self.report.samples_applied = self.total_samples  # as if there were no more
         if self.wanted:
             super().open_step(now)
 
@@ -250,6 +256,7 @@ def serve(pipe: Pipe, case: Case) -> None:
         settings=case.settings,
         run=case.settings.run_config("exchange", "syncps"),
         bench=bench,
+        node=case.settings.cluster.server,
         secret=case.secret,
         metrics=Metrics(),
         events=EventLog(case.folder / "events.jsonl", "benchmark", warn=log.warning),

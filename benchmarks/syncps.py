@@ -59,10 +59,12 @@ class SlowBench(Workbench):
 
     sample_s: float = 0.0
 
-    def compute(self, indices: Tensor) -> float:
+    def compute_batch(
+        self, inputs: Tensor, targets: Tensor, epoch: int = 0, start: int = 0
+    ) -> float:
         """Sleep as long as this machine would compute, then compute."""
-        time.sleep(self.sample_s * len(indices))
-        return super().compute(indices)
+        time.sleep(self.sample_s * len(inputs))
+        return super().compute_batch(inputs, targets, epoch, start)
 
 
 def be_worker(sample_s: float, arguments: Sequence[str]) -> int:
@@ -74,7 +76,7 @@ def be_worker(sample_s: float, arguments: Sequence[str]) -> int:
     Slow.sample_s = sample_s
 
     def make(welcome: Welcome, bench: Workbench) -> Worker:
-        return Worker(welcome, Slow(bench.dataset, bench.replica, bench.microbatch))
+        return Worker(welcome, Slow(bench.dataset, bench.replica, bench.seed, bench.microbatch))
 
     args = worker_parser(get_algorithm("syncps")).parse_args(arguments)
     return guarded(lambda: process.work("syncps", args, make))

@@ -161,6 +161,7 @@ class Cluster:
             settings=settings,
             run=settings.run_config("test-run", algorithm),
             bench=self.bench,
+            node=cluster.server,
             secret=secret,
             metrics=Metrics([self.metrics]),
             events=events,

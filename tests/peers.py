@@ -311,6 +311,7 @@ def server_parts(
             torch.device("cpu"),
             bucket_bytes=bucket_bytes,
         ),
+        node=settings.cluster.server,
         secret=SECRET,
         metrics=Metrics([metrics]),
         events=events,

@@ -127,7 +127,7 @@ def _launch_edp_gpt(
     train_config: TrainFile = None,
     override: Overrides = None,
 ) -> int:
-    """Train a GPT language model with EDP."""
+    """Train a GPT language model with EDP; with --local, workers pull the weights after each step."""
     return _launch(
         "edp",
         local=local,
@@ -135,7 +135,7 @@ def _launch_edp_gpt(
         dry_run=dry_run,
         config=config,
         train_config=train_config or "gpt",
-        override=override,
+        override=[*(["worker_update_interval=1"] if local else []), *(override or [])],
     )
 
 

@@ -36,7 +36,7 @@ def test_one_worker_with_interval_1_is_sequential_training(tmp_path: Path) -> No
     worker.finish()
 
     alone = build(settings.train, settings.cluster.seed, settings.node.dataset, torch.device("cpu"))
-    steps = training_steps(alone.replica, alone.dataset, settings.train, settings.cluster.seed)
+    steps = training_steps(alone, settings.train)
     expected = [step.loss for step in steps]
     assert len(expected) >= 500
     assert [record.values["loss"] for record in cluster.metrics.steps] == pytest.approx(

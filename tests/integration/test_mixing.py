@@ -47,7 +47,7 @@ def test_one_worker_that_always_pulls_takes_mixing_rate_times_the_step(tmp_path:
 
     train, seed = settings_alone.train, settings.cluster.seed
     alone = build(train, seed, settings.node.dataset, torch.device("cpu"))
-    steps = training_steps(alone.replica, alone.dataset, train, seed)
+    steps = training_steps(alone, train)
     expected = [step.loss for step in steps]
     losses = [record.values["loss"] for record in cluster.metrics.steps]
     assert losses == pytest.approx(expected, rel=1e-4)
@@ -78,12 +78,11 @@ def test_final_weights_that_are_not_finite_are_no_result(tmp_path: Path) -> None
         def apply(self, *args: object) -> None:
             super().apply(*args)  # type: ignore[arg-type]
             if self.dispatcher.done:
-                name, place = self.replica.layers[1]
-                assert name.endswith("bias")
+                place = dict(self.replica.layers)["fc1.bias"]
                 self.replica.params[place.start] = -torch.inf
 
     cluster = Cluster(local_settings(MIXING, "num_epochs=1", workers=1), tmp_path, Broken)
     cluster.worker(1)
     failure = cluster.server.failure()
     assert isinstance(failure, NonFiniteLoss)
-    assert f"layer {cluster.bench.replica.layers[1][0]} at the end of the run" in str(failure)
+    assert "layer fc1.bias at the end of the run" in str(failure)

@@ -32,7 +32,6 @@ from smolcluster.runs.events import (
 )
 from smolcluster.runs.summary import Summary
 from smolcluster.training.build import Workbench, build
-from smolcluster.training.evaluate import evaluate
 from smolcluster.training.loop import training_steps
 from smolcluster.transport.messages import State, Welcome
 
@@ -185,7 +184,7 @@ def alone(settings: Settings) -> tuple[list[float], Tensor]:
     """The losses of every step of a single process with the same global batch, and its weights."""
     train, seed = settings.run_config("alone", "syncps").train, settings.cluster.seed
     bench = build(train, seed, settings.node.dataset, torch.device("cpu"))
-    steps = training_steps(bench.replica, bench.dataset, train, seed)
+    steps = training_steps(bench, train)
     return [step.loss for step in steps], bench.replica.params
 
 
@@ -522,7 +521,8 @@ def test_with_a_lossy_codec_it_learns_as_well_and_all_replicas_agree(
     assert 0 < float(difference.abs().max()) < 0.02, "lossy, but little is lost"
     bench = scene.cluster.bench
     bench.replica.load(weights)
-    best = evaluate(bench.replica.copy_model(), bench.dataset.validation, torch.device("cpu"))
+    best = bench.evaluate()
+    assert best.accuracy is not None
     assert best.accuracy > 0.85
     assert summary.final.val_accuracy is not None
     assert summary.final.val_accuracy >= best.accuracy - 0.01

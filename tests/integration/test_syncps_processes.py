@@ -67,7 +67,7 @@ class Machines:
         settings = local_settings(*TRAINING, algorithm="syncps")
         train, seed = settings.run_config("alone", "syncps").train, settings.cluster.seed
         bench = build(train, seed, settings.node.dataset, torch.device("cpu"))
-        expected = [step.loss for step in training_steps(bench.replica, bench.dataset, train, seed)]
+        expected = [step.loss for step in training_steps(bench, train)]
         losses = [step.values["loss"] for step in self.steps]
         assert losses[:EARLY] == pytest.approx(expected[:EARLY], rel=1e-5)
         assert losses == pytest.approx(expected, rel=1e-2)

@@ -1,6 +1,8 @@
 """What a run leaves for people besides its numbers: the picture of its curves, and of text a sample."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -21,18 +23,19 @@ def leave_keepsakes(
     paths: RunPaths, bench: Workbench, tokenizer_name: str, log: logging.Logger
 ) -> None:
     """Draw the curves and write a sample; what cannot be had is a warning, for the run is over."""
-    try:
+    with _or_a_warning(log):
         draw_curves(paths)
-        if isinstance(bench.replica.model, GPT):
+    if isinstance(bench.replica.model, GPT):
+        with _or_a_warning(log):
             write_whole(paths.sample, sample_text(bench, tokenizer_name) + "\n")
+
+
+@contextmanager
+def _or_a_warning(log: logging.Logger) -> Iterator[None]:
+    try:
+        yield
     except SmolclusterError as error:
         log.warning("%s", error)
-
-
-def sample_shown(paths: RunPaths) -> str:
-    """The sample that a run has left, for the console."""
-    text = paths.sample.read_text(encoding="utf-8").rstrip()
-    return f"a sample of what the model writes:\n\n{text}\n"
 
 
 def sample_text(bench: Workbench, tokenizer_name: str) -> str:

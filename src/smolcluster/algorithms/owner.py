@@ -9,19 +9,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.text import Text
 
 from smolcluster.algorithms.claim import claim_run
 from smolcluster.algorithms.context import ServerContext, check_resumable
-from smolcluster.algorithms.keepsakes import leave_keepsakes, sample_shown
+from smolcluster.algorithms.keepsakes import leave_keepsakes
 from smolcluster.algorithms.records import open_records, open_run
 from smolcluster.configs.resolve import Settings, load_resolved
 from smolcluster.configs.schema import AlgorithmName, RunConfig
 from smolcluster.errors import CheckpointError, SmolclusterError
 from smolcluster.observability.logs import NodeLog
-from smolcluster.observability.terminal import SteadyConsole, steady
+from smolcluster.observability.terminal import SteadyConsole, shown_text, steady
 from smolcluster.runs.paths import RunPaths
-from smolcluster.runs.summary import Summary, table, write_summary
+from smolcluster.runs.summary import Summary, sample_shown, table, write_summary
 from smolcluster.training.build import Workbench, build
 from smolcluster.transport.security import Secret
 from smolcluster.utils.device import pick_device, use_threads
@@ -63,7 +62,7 @@ def own_run(
     settings, algorithm = owner.settings, owner.algorithm
     with claim_run(settings, algorithm, run_id, resume, log.logger) as claimed:
         paths, run = claimed.paths, settings.run_config(claimed.paths.run_id, algorithm)
-        bench = _build(settings)
+        bench = _build(settings, log.logger)
         if claimed.checkpoint is not None:
             check_resumable(claimed.checkpoint.state, run, bench)
             _tell_changes(paths, run, log.logger)
@@ -93,7 +92,8 @@ def own_run(
         _conclude(paths, summary, output)
         leave_keepsakes(paths, bench, run.train.dataset.tokenizer, log.logger)
         if output and paths.sample.is_file():
-            output.print(Text(sample_shown(paths)))
+            with steady(output):
+                output.print(shown_text(output, sample_shown(paths)))
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def _conclude(paths: RunPaths, summary: Summary, output: Console | None) -> None
                 output.print(table(summary))
 
 
-def _build(settings: Settings) -> Workbench:
+def _build(settings: Settings, log: logging.Logger) -> Workbench:
     use_threads(settings.node.threads)
     device = pick_device(settings.node.device)
     return build(
@@ -146,4 +146,5 @@ def _build(settings: Settings) -> Workbench:
         settings.node.dataset,
         device,
         microbatch=settings.node.microbatch,
+        log=log,
     )

@@ -51,7 +51,7 @@ def train(context: ServerContext) -> Summary:
                     layer_norms=step.layer_norms,
                 )
             )
-            is_evaluated = version % config.eval_steps == 0
+            is_evaluated = version % config.eval_steps == 0 and not report.is_over
             if is_evaluated:
                 report.evaluated(version, step.epoch, bench.evaluate())
             saver.after_step(is_evaluated=is_evaluated)

@@ -8,7 +8,6 @@ from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn.utils import vector_to_parameters
 
 from smolcluster.cluster.inbox import Event, Inbox
 from smolcluster.training.build import Workbench
@@ -41,7 +40,6 @@ class Evaluator:
         self._every = every
         self._log = log
         self._model = bench.replica.copy_model()
-        self._trainable = [param for param in self._model.parameters() if param.requires_grad]
         self._inbox = inbox
         self._work: queue.Queue[tuple[int, int, Tensor] | None] = queue.Queue(maxsize=1)
         self._busy = threading.Event()
@@ -72,7 +70,7 @@ class Evaluator:
         while (work := self._work.get()) is not None:
             version, epoch, weights = work
             try:
-                vector_to_parameters(weights, self._trainable)
+                self._bench.replica.lend(weights, self._model)
                 evaluation = self._bench.evaluate(self._model)
                 self._inbox.put(EvaluationDone(version, epoch, evaluation))
             except Exception as error:

@@ -259,6 +259,7 @@ class _Life:
             bucket_bytes=welcome.bucket_bytes,
             microbatch=place.node.microbatch,
             dataset=served,
+            log=place.log,
         )
         self._samples_per_s = measure_speed(self._bench, run.train.batch_size)
         place.log.info(

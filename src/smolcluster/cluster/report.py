@@ -247,14 +247,18 @@ class Report:
 
     def evaluated(self, version: int, epoch: int, evaluation: Evaluation) -> None:
         """The weights of `version` have been evaluated."""
+        if version != self.evaluated_version and not self._is_out_of_patience:
+            self._compare(evaluation.loss)
         self.evaluated_version, self.evaluated_loss = version, evaluation.loss
-        if self._lowest_val_loss is None or evaluation.loss < self._lowest_val_loss:
-            self._lowest_val_loss, self._num_worse = evaluation.loss, 0
-        else:
-            self._num_worse += 1
         self._metrics.log(MetricRecord("eval", version, epoch, evaluation.values))
         self._events.write(Evaluated(epoch=epoch, step=version, **evaluation.values))
         self._log.info("epoch %d, step %d: %s", epoch + 1, version, evaluation)
+
+    def _compare(self, loss: float) -> None:
+        if self._lowest_val_loss is None or loss < self._lowest_val_loss:
+            self._lowest_val_loss, self._num_worse = loss, 0
+        else:
+            self._num_worse += 1
 
     @property
     def is_over(self) -> bool:
@@ -266,7 +270,10 @@ class Report:
         """Why a run that is over is so."""
         if self.is_complete:
             return "every sample of every epoch has been applied"
-        return f"{self._num_worse} evaluations in a row have not lowered the validation loss"
+        times = f"{self._num_worse} evaluations in a row have"
+        if self._num_worse == 1:
+            times = "an evaluation has"
+        return f"{times} not lowered the validation loss"
 
     @property
     def _is_out_of_patience(self) -> bool:

@@ -52,7 +52,8 @@ class Assigned(Event):
         if self.rows is None:
             return bench.compute(self.indices, epoch, start)
         length, vocab_size = bench.dataset.input_dim, bench.dataset.num_classes
-        if self.rows.shape[1] != length + 1 or int(self.rows.max()) >= vocab_size:
+        fits = self.rows.shape[1] == length + 1
+        if not (fits and self.rows.min() >= 0 and self.rows.max() < vocab_size):
             raise ProtocolError(
                 f"the server's samples are not {length} of {vocab_size} tokens, as it had said"
             )

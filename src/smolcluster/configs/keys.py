@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -147,6 +147,9 @@ def unknown_key(
     places: Mapping[KeyPath, str],
     here: str | None = None,
     depth: int = -1,
+    *,
+    shown: str | None = None,
+    say: Callable[[KeyPath], KeyPath] = lambda path: path,
 ) -> str:
     """The sentence about a key that does not exist, with the nearest one that does.
 
@@ -156,14 +159,16 @@ def unknown_key(
         places: for the keys of all sections, where each belongs, such as "the training file".
         here: where the key stands; None where every key may stand, as in a flag.
         depth: index into `path`.
+        shown: the key as it was written; None: as `path` has it.
+        say: turns the path of a key into the words of who wrote this one.
     """
     meant = _meant(path, siblings, tuple(places), depth)
-    shown = ".".join(path)
+    shown = shown or ".".join(path)
     if meant is None:
         return f"{shown} is not a setting; known here: {', '.join(siblings)}"
     place = places.get(meant, here)
     where = f" in {place}" if here and place != here else ""
-    return f"{shown} is not a setting{' here' if where else ''}; did you mean {'.'.join(meant)}{where}?"
+    return f"{shown} is not a setting{' here' if where else ''}; did you mean {'.'.join(say(meant))}{where}?"
 
 
 def _meant(

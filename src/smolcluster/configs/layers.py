@@ -19,7 +19,7 @@ from smolcluster.configs.keys import (
     unknown_key,
 )
 from smolcluster.configs.load import parse_yaml
-from smolcluster.configs.nested import DATA, TRAINING, flat_path, flat_values, nested_path
+from smolcluster.configs.nested import DATA, TRAINING, entries, flat_path, flat_values, nested_path
 from smolcluster.configs.schema import ClusterConfig, NodeConfig, Section, TrainConfig
 from smolcluster.errors import ConfigError
 from smolcluster.utils.words import one_line
@@ -44,12 +44,14 @@ class Assignment:
 
     Attributes:
         path: the key's parts.
+        written: the same in the words of who set it, for messages.
         value: as YAML reads it.
         origin: the flag or variable, for messages.
         folded: the key was written in capitals, so free names in it match whatever their case.
     """
 
     path: KeyPath
+    written: KeyPath
     value: Any
     origin: str
     folded: bool = False
@@ -114,13 +116,13 @@ class Draft(Generic[S]):
         section: the schema.
         source: what the lowest layer is called in messages.
         values: changed in place; give it a copy.
-        nested: the lowest layer is written in the nested shape, in whose words messages about it are.
+        words: what those who set a key call it, where that is not its path.
     """
 
     section: type[S]
     source: str
     values: dict[str, Any]
-    nested: bool = False
+    words: dict[KeyPath, KeyPath] = field(default_factory=dict)
     _origins: dict[KeyPath, str] = field(default_factory=dict)
 
     def take(self, assignment: Assignment) -> None:
@@ -141,6 +143,7 @@ class Draft(Generic[S]):
         name = _existing(target, last, assignment)
         target[name] = assignment.value
         self._origins[(*path, name)] = assignment.origin
+        self.words[(*path, name)] = assignment.written
 
     def check(self) -> S:
         """The finished section.
@@ -165,9 +168,7 @@ class Draft(Generic[S]):
         loc = _without_kind(details["loc"])
         path = tuple(str(part) for part in loc if part != "[key]")
         origin = self._origin(path)
-        if self.nested and path and origin == self.source:
-            loc = nested_path(loc)
-        key = _written(loc)
+        key = _written(self._named(loc))
         if details["type"] == "value_error":
             sentence = str(details["ctx"]["error"])
             if path and path != (MODEL,):
@@ -175,19 +176,29 @@ class Draft(Generic[S]):
             return self._origin_of_words(sentence), sentence
         if details["type"] == "union_tag_invalid":
             loc, path, key = (*loc, "type"), (*path, "type"), f"{key}.type"
+            origin = self._origin(path)
             details["input"] = details["input"]["type"]
         if details["type"] == "extra_forbidden":
             if find_shape(self.section, path) is not None:
                 return origin, f"{key} is not a setting of a {details['loc'][1]}"
             parent = find_shape(self.section, path[:-1])
             siblings = parent.keys if parent else ()
-            return origin, unknown_key(path, siblings, _places(), dict(_SECTIONS)[self.section])
+            here = dict(_SECTIONS)[self.section]
+            return origin, _unknown(path, siblings, self._named(path), here)
         if "[key]" in loc:
             return origin, f"{'.'.join(path[:-1])} has the key {path[-1]!r}, must be {A_NAME}"
         shape = find_shape(self.section, path)
         allowed = shape.allowed(details["input"]) if shape else details["msg"]
         state = "missing" if details["type"] == "missing" else show(details["input"])
         return origin, f"{key} is {state}, must be {allowed}"
+
+    def _named(self, loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+        """A place in the words of who set what is there."""
+        path = tuple(map(str, loc))
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.words:
+                return (*self.words[path[:length]], *loc[length:])
+        return loc
 
     def _origin(self, path: KeyPath) -> str:
         """Who set the value at `path` or above it."""
@@ -208,7 +219,7 @@ def _assign(key: str, raw: str, origin: str, *, folded: bool) -> list[Assignment
             origin, f"the key {key!r} is empty or has an empty part, must be like a.b"
         )
     is_section = written in ((TRAINING,), (DATA,))
-    is_text = not is_section and _locate(flat_path(written), origin)[1].is_text
+    is_text = not is_section and _locate(flat_path(written), origin, written)[1].is_text
     value: Any = raw.strip()
     if not (is_text and _is_plain_text(value)):
         try:
@@ -219,8 +230,9 @@ def _assign(key: str, raw: str, origin: str, *, folded: bool) -> list[Assignment
         raise config_error(origin, f"{key} is {show(value)}, must be a mapping of keys to values")
     return [
         assignment
-        for path, item in flat_values(written, value)
-        for assignment in _spread(Assignment(_locate(path, origin)[0], item, origin, folded))
+        for words, below in entries(written, value)
+        for path, item in flat_values(words, below)
+        for assignment in _spread(Assignment(path, words, item, origin, folded))
     ]
 
 
@@ -231,21 +243,25 @@ def _is_plain_text(raw: str) -> bool:
 
 def _spread(assignment: Assignment) -> Iterator[Assignment]:
     """A mapping's values one by one; anything else as it is."""
-    path, shape = _locate(assignment.path, assignment.origin)
+    path, shape = _locate(assignment.path, assignment.origin, assignment.written)
     assignment = replace(assignment, path=path)
     if shape.is_value or not isinstance(assignment.value, dict):
         yield assignment
         return
     if not assignment.value:
-        raise config_error(
-            assignment.origin, f"{'.'.join(path)} is an empty mapping; name the keys to set"
-        )
+        said = ".".join(assignment.written)
+        raise config_error(assignment.origin, f"{said} is an empty mapping; name the keys to set")
     for name, value in assignment.value.items():
-        yield from _spread(replace(assignment, path=(*path, name), value=value))
+        below = replace(
+            assignment, path=(*path, name), written=(*assignment.written, name), value=value
+        )
+        yield from _spread(below)
 
 
-def _locate(path: KeyPath, origin: str) -> tuple[KeyPath, Shape]:
+def _locate(path: KeyPath, origin: str, written: KeyPath) -> tuple[KeyPath, Shape]:
     """The shape at `path`; a name with dots that ends a path is one part of it (`host_ip.pi5.local`).
+
+    `written` is the path in the words of who set it.
 
     Raises:
         ConfigError: the schema has no such key.
@@ -257,7 +273,7 @@ def _locate(path: KeyPath, origin: str) -> tuple[KeyPath, Shape]:
     }
     shape = tops.get(path[0])
     if shape is None:
-        raise config_error(origin, unknown_key(path, tuple(tops), _places(), depth=0))
+        raise config_error(origin, _unknown(path, tuple(tops), written, depth=0))
     for depth, name in enumerate(path):
         if shape.is_value:
             above = ".".join(path[:depth])
@@ -267,11 +283,29 @@ def _locate(path: KeyPath, origin: str) -> tuple[KeyPath, Shape]:
             )
         below = shape.child(name)
         if below is None:
-            raise config_error(origin, unknown_key(path, shape.keys, _places(), depth=depth))
+            raise config_error(origin, _unknown(path, shape.keys, written, depth=depth))
         if shape.holds_names and below.is_value:
             return (*path[:depth], ".".join(path[depth:])), below
         shape = below
     return path, shape
+
+
+def _unknown(
+    path: KeyPath,
+    siblings: tuple[str, ...],
+    written: tuple[int | str, ...],
+    here: str | None = None,
+    depth: int = -1,
+) -> str:
+    """The sentence about a key that does not exist, in the words of who set it."""
+
+    def in_these_words(meant: KeyPath) -> KeyPath:
+        is_nested = written[0] in (TRAINING, DATA) and find_shape(TrainConfig, meant) is not None
+        return nested_path(meant) if is_nested else meant
+
+    return unknown_key(
+        path, siblings, _places(), here, depth, shown=_written(written), say=in_these_words
+    )
 
 
 def _innermost(found: list[ErrorDetails]) -> list[ErrorDetails]:

@@ -6,6 +6,7 @@ It says the same as the flat shape of `TrainConfig` with other words, and has ot
 WikiText-2, trained by AdamW, and no clipping unless it says so. Single keys may be given in either shape.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -47,22 +48,25 @@ def flat_path(path: KeyPath) -> KeyPath:
     return path
 
 
-def nested_path(path: tuple[int | str, ...]) -> tuple[int | str, ...]:
+def nested_path(path: KeyPath) -> KeyPath:
     """What this shape calls a key of the flat one."""
     if path[0] == DATASET:
         return (DATA, *path[1:])
     if path[0] in ("model", "lr_schedule", "logging"):
         return path
-    written: dict[tuple[int | str, ...], KeyPath] = {flat: (name,) for name, flat in _FLAT.items()}
-    return (TRAINING, *written.get(path, path))
+    return (TRAINING, *{flat: (name,) for name, flat in _FLAT.items()}.get(path, path))
+
+
+def entries(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
+    """A key of either shape and its value; of this shape's own sections, each key in them."""
+    if path in ((TRAINING,), (DATA,)) and isinstance(value, dict):
+        yield from (((*path, name), below) for name, below in value.items())
+    else:
+        yield path, value
 
 
 def flat_values(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
     """A key of either shape and its value, as keys of the flat shape."""
-    if path in ((TRAINING,), (DATA,)) and isinstance(value, dict):
-        for name, below in value.items():
-            yield from flat_values((*path, name), below)
-        return
     flat = flat_path(path)
     if flat != CLIP_NORM or path == flat:
         yield flat, value
@@ -72,28 +76,42 @@ def flat_values(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
         yield CLIP_NORM, value
 
 
-def flatten(content: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """A training file in the nested shape as one in the flat shape.
+def flatten(
+    content: Mapping[str, Any], source: str
+) -> tuple[dict[str, Any], dict[KeyPath, KeyPath]]:
+    """A training file in the nested shape as one in the flat shape, and how it calls each of its keys.
 
     Raises:
         ConfigError: a section is no mapping, or a key is set in both shapes.
     """
     flat: dict[str, Any] = {}
-    stated: set[KeyPath] = set()
-    for section, value in content.items():
-        if section in (TRAINING, DATA) and not isinstance(value, dict):
+    words: dict[KeyPath, KeyPath] = {}
+    for section, content_of_it in content.items():
+        if section in (TRAINING, DATA) and not isinstance(content_of_it, dict):
             raise ConfigError(one_line(f"{source}: {section} must be a mapping of keys to values"))
-        for path, item in flat_values((section,), value):
-            if path in stated:
-                written = ".".join(map(str, nested_path(path)))
-                raise ConfigError(
-                    one_line(f"{source}: {written} is also set as {'.'.join(path)}; keep one")
-                )
-            stated.add(path)
-            _put(flat, path, item)
+        for written, value in entries((section,), content_of_it):
+            for path, item in flat_values(written, value):
+                if other := _said_before(words, path, written):
+                    here, there = ".".join(written), ".".join(other)
+                    raise ConfigError(
+                        one_line(f"{source}: {here} is also set as {there}; keep one of them")
+                    )
+                words[path] = written
+                _put(flat, path, copy.deepcopy(item))
     for path, item in _DEFAULTS.items():
         _put(flat, path, item, only_if_missing=True)
-    return flat
+    return flat, words
+
+
+def _said_before(
+    words: Mapping[KeyPath, KeyPath], path: KeyPath, written: KeyPath
+) -> KeyPath | None:
+    """What else says the same as a key, or something of what it says."""
+    for known, other in words.items():
+        length = min(len(known), len(path))
+        if other != written and known[:length] == path[:length]:
+            return other
+    return None
 
 
 def _put(values: Any, path: KeyPath, item: Any, *, only_if_missing: bool = False) -> None:

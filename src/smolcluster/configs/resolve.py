@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from smolcluster.configs.keys import fixed_paths
+from smolcluster.configs.keys import KeyPath, fixed_paths
 from smolcluster.configs.layers import (
     OVERRIDE_FLAG,
     Assignment,
@@ -166,12 +166,12 @@ def resolve(
         ConfigError: as `load_settings`.
     """
     files = files or Files()
-    nested = is_nested(train)
-    if nested:
-        train = flatten(train, files.train)
+    words: dict[KeyPath, KeyPath] = {}
+    if is_nested(train):
+        train, words = flatten(train, files.train)
     assignments = [*from_environment(environ or {}), *from_overrides(overrides)]
     cluster_draft = Draft(ClusterConfig, files.cluster, copy.deepcopy(dict(cluster)))
-    train_draft = Draft(TrainConfig, files.train, copy.deepcopy(dict(train)), nested=nested)
+    train_draft = Draft(TrainConfig, files.train, copy.deepcopy(dict(train)), words)
     for assignment in assignments:
         cluster_draft.take(assignment)
         train_draft.take(assignment)

@@ -1,5 +1,6 @@
 """The datasets that a configuration can name."""
 
+import logging
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -12,7 +13,7 @@ from smolcluster.data.wikitext import load_huggingface, load_snli, load_wikitext
 from smolcluster.errors import ConfigError
 from smolcluster.utils.words import nearest
 
-TextLoader = Callable[[DatasetConfig, int], Dataset]
+TextLoader = Callable[[DatasetConfig, int, logging.Logger], Dataset]
 
 LABELLED = ("digits", "MNIST")
 TEXTS: Mapping[str, TextLoader] = MappingProxyType(
@@ -26,13 +27,16 @@ TEXTS: Mapping[str, TextLoader] = MappingProxyType(
 )
 
 
-def load_dataset(config: DatasetConfig, seed: int, model: ModelConfig) -> Dataset:
+def load_dataset(
+    config: DatasetConfig, seed: int, model: ModelConfig, log: logging.Logger
+) -> Dataset:
     """Load the dataset that `config.name` names onto the CPU.
 
     Args:
         config: its name, and where this machine keeps it.
         seed: draws the held-out samples where a dataset of labels has no validation split of its own.
         model: says how many tokens a sample of text has.
+        log: told what takes long.
 
     Raises:
         ConfigError: no such dataset, or the model is not made for it.
@@ -52,4 +56,4 @@ def load_dataset(config: DatasetConfig, seed: int, model: ModelConfig) -> Datase
             f"dataset.name is {config.name}, which is text, but model.type is {model.type}; set "
             "model.type=GPT and its sizes, or choose another dataset"
         )
-    return TEXTS[config.name](config, model.max_seq_len)
+    return TEXTS[config.name](config, model.max_seq_len, log)

@@ -123,7 +123,7 @@ class TokenBlocks:
         return np.pad(rest, (0, self.length + 1 - len(rest)))
 
 
-def load_text(config: DatasetConfig, source: Source, length: int) -> Dataset:
+def load_text(config: DatasetConfig, source: Source, length: int, log: logging.Logger) -> Dataset:
     """Tokenize `source`, or open what was tokenized before, as samples of `length` tokens.
 
     Raises:
@@ -135,7 +135,7 @@ def load_text(config: DatasetConfig, source: Source, length: int) -> Dataset:
         identity,
         lambda: load_tokenizer(config.tokenizer, download=config.download),
         config.cache,
-        logging.getLogger("smolcluster"),
+        log,
     )
     _check_lengths(source.name, tokens, length)
     parts = f"{source.name}|{length}|{tokens.content}"

@@ -5,6 +5,7 @@ of their own; any other is given by its repository and columns.
 """
 
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -52,27 +53,28 @@ class _Wanted:
     is_running: bool = False
 
 
-def load_wikitext(config: DatasetConfig, length: int) -> Dataset:
+def load_wikitext(config: DatasetConfig, length: int, log: logging.Logger) -> Dataset:
     """Load WikiText-2 in its raw form; each split is one document. As `load_huggingface`."""
     wanted = _Wanted(
         "wikitext", "Salesforce/wikitext", "wikitext-2-raw-v1", ("text",), is_running=True
     )
-    return _load(wanted, config, length)
+    return _load(wanted, config, length, log)
 
 
-def load_snli(config: DatasetConfig, length: int) -> Dataset:
+def load_snli(config: DatasetConfig, length: int, log: logging.Logger) -> Dataset:
     """Load SNLI; a document is a premise, and its hypothesis on the next line. As `load_huggingface`."""
     return _load(
-        _Wanted("snli", "stanfordnlp/snli", None, ("premise", "hypothesis")), config, length
+        _Wanted("snli", "stanfordnlp/snli", None, ("premise", "hypothesis")), config, length, log
     )
 
 
-def load_huggingface(config: DatasetConfig, length: int) -> Dataset:
+def load_huggingface(config: DatasetConfig, length: int, log: logging.Logger) -> Dataset:
     """Load a dataset of the hub, or what `datasets` reads in the folder `config.root`; a row is a document.
 
     Args:
         config: which dataset, columns and splits, where it lies, the tokenizer and the cache.
         length: tokens a sample.
+        log: told what takes long.
 
     Raises:
         ConfigError: no dataset is named.
@@ -90,10 +92,10 @@ def load_huggingface(config: DatasetConfig, length: int) -> Dataset:
         config.columns,
         (config.train_split, config.validation_split),
     )
-    return _load(wanted, config, length)
+    return _load(wanted, config, length, log)
 
 
-def _load(wanted: _Wanted, config: DatasetConfig, length: int) -> Dataset:
+def _load(wanted: _Wanted, config: DatasetConfig, length: int, log: logging.Logger) -> Dataset:
     if config.root is None:
         place, read = wanted.repository, partial(_from_hub, wanted, config.download)
     else:
@@ -102,7 +104,7 @@ def _load(wanted: _Wanted, config: DatasetConfig, length: int) -> Dataset:
     how = [wanted.configuration, wanted.columns, wanted.splits, wanted.is_running]
     identity = json.dumps(["huggingface", READING, place, how])
     return load_text(
-        config, Source(wanted.name, identity, partial(_documents, wanted, read)), length
+        config, Source(wanted.name, identity, partial(_documents, wanted, read)), length, log
     )
 
 

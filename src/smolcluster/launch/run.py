@@ -15,7 +15,6 @@ from datetime import datetime
 from rich.console import Console
 from rich.text import Text
 
-from smolcluster.algorithms.keepsakes import sample_shown
 from smolcluster.cluster.listening import check_port
 from smolcluster.configs.load import Kind, find_config, shipped_names
 from smolcluster.configs.resolve import Settings, check_algorithm, load_settings
@@ -25,11 +24,11 @@ from smolcluster.launch.interrupts import Interrupts, interrupts
 from smolcluster.launch.plan import LaunchPlan, Request, plan_by_hand, plan_local
 from smolcluster.observability.sinks.console import ProgressView
 from smolcluster.observability.sinks.jsonl import follow_metrics
-from smolcluster.observability.terminal import SteadyConsole, displayable, steady
+from smolcluster.observability.terminal import SteadyConsole, displayable, shown_text, steady
 from smolcluster.runs.events import RunEnded, WorkerJoined, WorkerLeft, WorkerLost, follow_events
 from smolcluster.runs.paths import RunPaths, create_run, new_run_id, runs_root
 from smolcluster.runs.processes import ProcessEntry, write_processes
-from smolcluster.runs.summary import read_summary, table
+from smolcluster.runs.summary import read_summary, sample_shown, table
 from smolcluster.transport.security import default_secret_path, ensure_secret
 from smolcluster.utils.retry import Deadline
 
@@ -269,7 +268,7 @@ class LocalRun:
             with steady(self._console):
                 self._console.print(table(summary))
                 if self._paths.sample.is_file():
-                    self._console.print(Text(displayable(self._console, sample_shown(self._paths))))
+                    self._console.print(shown_text(self._console, sample_shown(self._paths)))
         elif interrupted:
             self._say("stopped: nothing of it is left running")
         elif code != 0:

@@ -55,3 +55,8 @@ def displayable(console: Console, text: str) -> str:
     controls = r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
     text = re.sub(controls, lambda match: match.group().encode("unicode_escape").decode(), text)
     return text.encode(console.encoding, "replace").decode(console.encoding)
+
+
+def shown_text(console: Console, text: str) -> Text:
+    """Text of several lines as the console can show it, each as `displayable`."""
+    return Text("\n".join(displayable(console, line) for line in text.splitlines()))

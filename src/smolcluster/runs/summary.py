@@ -9,6 +9,7 @@ from rich.text import Text
 
 from smolcluster.errors import DataError
 from smolcluster.runs.files import write_whole
+from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.units import format_bytes, format_duration
 
 
@@ -115,6 +116,12 @@ def table(summary: Summary) -> RenderableType:
             str(worker.rank), Text(worker.node), f"{worker.samples:,}", share, *staleness
         )
     return Group(facts, workers) if summary.workers else facts
+
+
+def sample_shown(paths: RunPaths) -> str:
+    """The sample that a run has left, for the console."""
+    text = paths.sample.read_text(encoding="utf-8").rstrip()
+    return f"a sample of what the model writes:\n\n{text}\n"
 
 
 def _facts(summary: Summary) -> list[tuple[str, str]]:

@@ -1,5 +1,6 @@
 """From a configuration to a dataset and a replica that fit each other."""
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +87,7 @@ def build(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     microbatch: int | None = None,
     dataset: Dataset | None = None,
+    log: logging.Logger | None = None,
 ) -> Workbench:
     """Load the dataset from this machine's `place`, unless it is given, and build the model for it.
 
@@ -96,7 +98,9 @@ def build(
         DataError: the dataset is missing or damaged.
     """
     if dataset is None:
-        dataset = load_dataset(train.dataset.at(place), seed, train.model)
+        dataset = load_dataset(
+            train.dataset.at(place), seed, train.model, log or logging.getLogger("smolcluster")
+        )
     if train.dataset.source == "server" and dataset.tokens_per_sample is None:
         raise ConfigError(
             f"dataset.source is server, but dataset.name={dataset.name} is no text, and only text is sent; "

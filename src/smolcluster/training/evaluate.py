@@ -90,7 +90,8 @@ def evaluate(
                 loss += loss_sum(model, inputs, targets).item()
                 continue
             logits = model(inputs)
-            loss += functional.cross_entropy(logits, targets, reduction="sum").item()
+            flat = logits.flatten(0, -2), targets.flatten()
+            loss += functional.cross_entropy(*flat, reduction="sum").item()
             hits += int((logits.argmax(dim=-1) == targets).sum())
     mean = loss / num_targets
     if not math.isfinite(mean):

@@ -263,6 +263,12 @@ class Replica:
         """Return an independent copy of the model with the weights of now, in evaluation mode."""
         return copy.deepcopy(self.model).eval()
 
+    def lend(self, flat: Tensor, model: nn.Module) -> None:
+        """Let a copy of the model have `flat` (num_params,), laid out as `params`, as its weights."""
+        for name, place in self.layers:
+            parameter = model.get_parameter(name)
+            parameter.data = flat[place].view(parameter.shape)
+
     def _explain_non_finite(self, inputs: Tensor, loss: float) -> None:
         """Raise and name the cause; return if all is finite and only the norm's sum overflowed."""
         if not math.isfinite(loss):

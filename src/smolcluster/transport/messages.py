@@ -2,7 +2,8 @@
 
 What arrives is validated strictly: unknown kinds and fields, wrong types, duplicate keys, NaN,
 infinities, numbers and texts out of bounds, and deeply nested JSON are refused. A message with a
-`tensor` field announces a payload of exactly `tensor.nbytes` bytes; all others have none.
+`tensor` field announces a payload of exactly `tensor.nbytes` bytes, and of `rows.nbytes` more if it has
+`rows`; all others have none.
 """
 
 import json
@@ -335,7 +336,8 @@ def check_kind(kind: int, kinds: Collection[type[Message]]) -> type[Message]:
 def payload_nbytes(message: Message) -> int:
     """Bytes of payload that the message announces."""
     tensor = getattr(message, "tensor", None)
-    return tensor.nbytes if isinstance(tensor, TensorSpec) else 0
+    rows = getattr(message, "rows", None)
+    return sum(spec.nbytes for spec in (tensor, rows) if isinstance(spec, TensorSpec))
 
 
 def frame_of(message: Message, payload: Buffer = b"") -> Frame:

@@ -2,6 +2,8 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +11,11 @@ from torch import nn
 
 from harness import local_settings
 from peers import DEADLINE_S, logger, next_event, session_threads
-from smolcluster.cluster import evaluator as room
 from smolcluster.cluster.evaluator import EvaluationDone, EvaluationFailed, Evaluator
 from smolcluster.cluster.inbox import Inbox
-from smolcluster.data.dataset import Split
+from smolcluster.data.dataset import Samples
 from smolcluster.errors import NonFiniteLoss
+from smolcluster.training import build as room
 from smolcluster.training.build import Workbench, build
 from smolcluster.training.evaluate import Evaluation, evaluate
 from smolcluster.training.replica import Replica
@@ -40,19 +42,21 @@ class Gate:
         self.entered, self.opened = threading.Event(), threading.Event()
         monkeypatch.setattr(room, "evaluate", self._evaluate)
 
-    def _evaluate(self, model: nn.Module, split: Split, device: torch.device) -> Evaluation:
+    def _evaluate(
+        self, model: nn.Module, samples: Samples, device: torch.device, **how: Any
+    ) -> Evaluation:
         self.entered.set()
         assert self.opened.wait(DEADLINE_S)
-        return evaluate(model, split, device)
+        return evaluate(model, samples, device, **how)
 
 
 class Steps:
     """An evaluator of a replica whose steps the test takes."""
 
-    def __init__(self, replica: Replica, split: Split, every: int = 1) -> None:
+    def __init__(self, bench: Workbench, every: int = 1) -> None:
         self.inbox = Inbox()
         self.lines: list[str] = []
-        self.evaluator = Evaluator(replica, split, self.inbox, every=every, log=logger(self.lines))
+        self.evaluator = Evaluator(bench, self.inbox, every=every, log=logger(self.lines))
 
     def take(self, version: int, epoch: int = 0) -> None:
         """Take a step as soon as the last evaluation has ended."""
@@ -69,9 +73,10 @@ class Steps:
 def test_the_weights_of_the_moment_are_evaluated_whatever_becomes_of_them(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, split = Gate(monkeypatch), bench.dataset.validation
+    gate = Gate(monkeypatch)
+    split = bench.dataset.validation
     expected = evaluate(bench.replica.copy_model(), split, torch.device("cpu"))
-    steps = Steps(bench.replica, split)
+    steps = Steps(bench)
     with steps.evaluator:
         steps.take(50, epoch=1)
         bench.replica.params.zero_()
@@ -83,7 +88,7 @@ def test_the_weights_of_the_moment_are_evaluated_whatever_becomes_of_them(
 
 
 def test_only_every_so_many_steps_the_weights_are_evaluated(bench: Workbench) -> None:
-    steps = Steps(bench.replica, bench.dataset.validation, every=4)
+    steps = Steps(bench, every=4)
     with steps.evaluator:
         for version in range(1, 10):
             steps.take(version)
@@ -95,7 +100,7 @@ def test_only_every_so_many_steps_the_weights_are_evaluated(bench: Workbench) ->
 def test_while_one_evaluation_runs_no_other_is_begun_and_nobody_waits(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, steps = Gate(monkeypatch), Steps(bench.replica, bench.dataset.validation)
+    gate, steps = Gate(monkeypatch), Steps(bench)
     with steps.evaluator:
         steps.take(1)
         assert gate.entered.wait(DEADLINE_S)
@@ -112,7 +117,7 @@ def test_while_one_evaluation_runs_no_other_is_begun_and_nobody_waits(
 def test_the_running_evaluation_is_finished_before_the_evaluator_ends(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, steps = Gate(monkeypatch), Steps(bench.replica, bench.dataset.validation)
+    gate, steps = Gate(monkeypatch), Steps(bench)
     with steps.evaluator:
         steps.take(1)
         assert gate.entered.wait(DEADLINE_S)
@@ -121,7 +126,7 @@ def test_the_running_evaluation_is_finished_before_the_evaluator_ends(
 
 
 def test_diverged_weights_are_reported_and_the_next_ones_evaluated(bench: Workbench) -> None:
-    steps = Steps(bench.replica, bench.dataset.validation)
+    steps = Steps(bench)
     with steps.evaluator:
         good = bench.replica.snapshot()
         bench.replica.params.fill_(float("nan"))
@@ -141,7 +146,7 @@ def test_frozen_weights_are_not_mistaken_for_trained_ones(bench: Workbench) -> N
     model[0].requires_grad_(False)
     replica = Replica(model, "sgd")
     expected = evaluate(replica.copy_model(), split, torch.device("cpu"))
-    steps = Steps(replica, split)
+    steps = Steps(replace(bench, replica=replica))
     with steps.evaluator:
         steps.take(1)
         assert next_event(steps.inbox, EvaluationDone).evaluation == expected

@@ -223,7 +223,7 @@ def test_a_gradient_that_is_not_finite_is_not_sent_and_its_layer_is_named(
     replica: Replica, codec: str
 ) -> None:
     gradient = torch.zeros(replica.num_params)
-    gradient[replica.layers[2][1].start] = float("nan")
+    gradient[dict(replica.layers)["2.weight"].start] = float("nan")
     replica.load_gradient(gradient)
     sent: list[Frame] = []
     with pytest.raises(NonFiniteLoss, match=r"layer 2\.weight"):

@@ -8,7 +8,7 @@ from smolcluster.cluster.tensors import (
     Assigned,
     bucket_spec,
     bytes_of,
-    indices_payload,
+    work_payload,
 )
 from smolcluster.codec.registry import CODECS, get_codec
 from smolcluster.errors import ProtocolError
@@ -21,7 +21,7 @@ def lease(start: int, stop: int) -> LeaseKey:
 
 def assignment(indices: Tensor, key: LeaseKey) -> tuple[Assignment, memoryview]:
     """An assignment as it arrives: the payload is a copy, as from a socket."""
-    spec, payload = indices_payload(indices)
+    spec, _, payload = work_payload(indices)
     message = Assignment(lease=key, version=7, learning_rate=1e-3, tensor=spec)
     return message, memoryview(bytearray(payload))
 

@@ -18,7 +18,7 @@ from smolcluster.configs.resolve import (
     resolve,
     save_resolved,
 )
-from smolcluster.configs.schema import AlgorithmName, ClusterConfig, TrainConfig
+from smolcluster.configs.schema import AlgorithmName, ClusterConfig, SimpleNNConfig, TrainConfig
 from smolcluster.errors import ConfigError, SmolclusterError
 
 HOSTS = {"mini1": "10.10.0.1", "macbook": "10.10.0.1", "pi5": "192.168.50.1", "win": "10.10.0.1"}
@@ -123,6 +123,7 @@ def test_keys_that_users_do_not_have_get_their_defaults() -> None:
 def test_digits_need_no_sizes_of_the_data() -> None:
     train = load_settings("edp", "digits", environ={}).train
     assert train.dataset.name == "digits"
+    assert isinstance(train.model, SimpleNNConfig)
     assert train.model.input_dim is None
 
 
@@ -134,7 +135,7 @@ def test_override_beats_environment_beats_file_beats_default() -> None:
     settings = settle("port=3", environ=environ, cluster={"min_workers": 2})
     assert settings.cluster.port == 3
     assert settings.cluster.seed == 2
-    assert settings.train.model.hidden == 2
+    assert settings.train.model == SimpleNNConfig(hidden=2)
     assert settings.cluster.min_workers == 2
     assert settings.cluster.start_timeout_s == 120.0
 
@@ -269,7 +270,11 @@ def test_a_worker_list_and_its_number_can_be_changed_together() -> None:
         ("modle.hiden=1", "modle.hiden is not a setting; did you mean model.hidden?"),
         ("model.hiden=1", "model.hiden is not a setting; did you mean model.hidden?"),
         ("model={hiden: 1}", "model.hiden is not a setting; did you mean model.hidden?"),
-        ("training.batch_size=1", "training.batch_size is not a setting; did you mean batch_size?"),
+        (
+            "training.batch_sise=1",
+            "training.batch_sise is not a setting; did you mean training.batch_size?",
+        ),
+        ("model.type=SimpelNN", "model.type is 'SimpelNN', must be one of SimpleNN, GPT"),
         ("max_norm=1", "max_norm is not a setting; did you mean gradient_clipping.max_norm?"),
         (
             "nodes.pi5.thread=1",

@@ -1,3 +1,4 @@
+import logging
 import sys
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from smolcluster.data.dataset import Dataset
 from smolcluster.data.token_cache import Source
 from smolcluster.data.tokens import TokenBlocks, load_text
 from smolcluster.errors import DataError
+
+LOG = logging.getLogger("smolcluster")
 
 
 def blocks(num_tokens: int = 11, *, is_whole: bool = False) -> TokenBlocks:
@@ -88,7 +91,7 @@ def load(
         identity=f"{train}|{validation}",
         read=lambda: iter([("train", [train]), ("validation", [validation])]),
     )
-    return load_text(config, source, length)
+    return load_text(config, source, length, LOG)
 
 
 def test_the_dataset_holds_both_splits(config: DatasetConfig) -> None:

@@ -1,4 +1,5 @@
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,10 @@ from smolcluster.data.tokens import TokenBlocks
 from smolcluster.data.wikitext import load_huggingface, load_snli, load_wikitext
 from smolcluster.errors import ConfigError, DataError
 
+LOG = logging.getLogger("smolcluster")
+
 ROWS = ["", " = Title = \n", "", " Some words of an article . \n"]
-Loader = Callable[[DatasetConfig, int], Dataset]
+Loader = Callable[[DatasetConfig, int, logging.Logger], Dataset]
 
 
 def text_of(split: Samples) -> str:
@@ -51,7 +54,7 @@ def test_wikitext_is_read_from_its_own_files(config: DatasetConfig, root: Path, 
     held = "validation" if names == "{}.txt" else "valid"
     (root / names.format("train")).write_text(" \n = Title = \n \n Words . \n")
     (root / names.format(held)).write_text(" Other words . \n")
-    data = load_wikitext(config, 4)
+    data = load_wikitext(config, 4, LOG)
 
     assert text_of(data.train) == " = Title = \n Words . \n\0"
     assert text_of(data.validation) == " Other words . \n\0"
@@ -63,7 +66,7 @@ def test_wikitext_rows_are_lines_of_one_document(
     config: DatasetConfig, root: Path, kind: str
 ) -> None:
     write_rows(root, kind, train=texts(*ROWS), validation=texts(" Held out . \n"))
-    data = load_wikitext(config, 4)
+    data = load_wikitext(config, 4, LOG)
     assert text_of(data.train) == "".join(ROWS) + "\0"
     assert text_of(data.validation) == " Held out . \n\0"
 
@@ -79,7 +82,7 @@ def test_a_copy_of_the_repository_and_the_original_files_have_one_fingerprint(
     (plain / "wiki.train.raw").write_text("".join(row or " \n" for row in ROWS))
     (plain / "wiki.valid.raw").write_text("".join(row or " \n" for row in reversed(ROWS)))
     there = config.model_copy(update={"root": plain})
-    assert load_wikitext(config, 4).fingerprint == load_wikitext(there, 4).fingerprint
+    assert load_wikitext(config, 4, LOG).fingerprint == load_wikitext(there, 4, LOG).fingerprint
 
 
 def test_a_row_of_snli_is_a_document_of_two_lines(config: DatasetConfig, root: Path) -> None:
@@ -88,7 +91,7 @@ def test_a_row_of_snli_is_a_document_of_two_lines(config: DatasetConfig, root: P
         {"premise": "A dog runs.", "hypothesis": "It moves.", "label": 0},
     ]
     write_rows(root, "parquet", train=rows, validation=rows[1:])
-    data = load_snli(config, 4)
+    data = load_snli(config, 4, LOG)
     assert text_of(data.train) == "A man sleeps.\nHe is awake.\0A dog runs.\nIt moves.\0"
     assert text_of(data.validation) == "A dog runs.\nIt moves.\0"
 
@@ -96,33 +99,33 @@ def test_a_row_of_snli_is_a_document_of_two_lines(config: DatasetConfig, root: P
 def test_splits_and_columns_of_any_dataset_can_be_named(config: DatasetConfig, root: Path) -> None:
     write_rows(root, "jsonl", train=[{"a": "x", "b": "y"}], test=[{"a": "held", "b": "out"}])
     named = config.model_copy(update={"columns": ("b", "a"), "validation_split": "test"})
-    data = load_huggingface(named, 1)
+    data = load_huggingface(named, 1, LOG)
     assert (text_of(data.train), text_of(data.validation)) == ("y\nx\0", "out\nheld\0")
 
 
 def test_rows_without_text_are_no_documents(config: DatasetConfig, root: Path) -> None:
     write_rows(root, "parquet", train=texts("a", None, "", "b"), validation=texts("c"))
-    assert text_of(load_huggingface(config, 1).train) == "a\0b\0"
+    assert text_of(load_huggingface(config, 1, LOG).train) == "a\0b\0"
 
 
 def test_many_rows_arrive_in_order(config: DatasetConfig, root: Path) -> None:
     rows = [f"row {number}" for number in range(5000)]
     write_rows(root, "parquet", train=texts(*rows), validation=texts("c"))
-    assert text_of(load_huggingface(config, 1).train) == "".join(f"{row}\0" for row in rows)
+    assert text_of(load_huggingface(config, 1, LOG).train) == "".join(f"{row}\0" for row in rows)
 
 
 def test_reading_a_folder_prints_nothing(
     config: DatasetConfig, root: Path, capfd: pytest.CaptureFixture[str], lookups: list[str]
 ) -> None:
     write_rows(root, "parquet", train=texts("a"), validation=texts("c"))
-    load_huggingface(config.model_copy(update={"download": True}), 1)
+    load_huggingface(config.model_copy(update={"download": True}), 1, LOG)
     captured = capfd.readouterr()
     assert (captured.out, captured.err, lookups) == ("", "", [])
 
 
 def refused(load: Loader, config: DatasetConfig, **changes: object) -> str:
     with pytest.raises(DataError) as error:
-        load(config.model_copy(update=changes), 1)
+        load(config.model_copy(update=changes), 1, LOG)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -168,7 +171,7 @@ def test_a_place_that_does_not_exist_is_named(config: DatasetConfig, root: Path)
 
 def test_a_dataset_without_a_name_is_refused(config: DatasetConfig) -> None:
     with pytest.raises(ConfigError, match=r"dataset\.repository is null"):
-        load_huggingface(config.model_copy(update={"root": None}), 1)
+        load_huggingface(config.model_copy(update={"root": None}), 1, LOG)
 
 
 @pytest.mark.parametrize(("download", "tried"), [(True, 1), (False, 0)])
@@ -204,7 +207,7 @@ def test_a_dataset_that_was_fetched_before_needs_no_network(
         file.rename(place / f"fetched-{file.name.partition('-')[2]}")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "library")
     fetched = config.model_copy(update={"root": None, "repository": "nobody/fetched"})
-    data = load_huggingface(fetched, 1)
+    data = load_huggingface(fetched, 1, LOG)
 
     assert (text_of(data.train), text_of(data.validation)) == ("a\0", "b\0")
     assert lookups == []

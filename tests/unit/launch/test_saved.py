@@ -47,8 +47,8 @@ def test_checkpoints_are_listed_and_exported(
     steps = sorted(int(each.name.removeprefix("step-")) for each in run.checkpoints.glob("step-*"))
     shown = capsys.readouterr().out
     assert all(f"{step:,}" in shown for step in steps)
-    assert export_model(str(run.root), tmp_path / "newest", best=False) == 0
-    assert export_model(str(run.root), tmp_path / "best", best=True) == 0
+    assert export_model(str(run.root), tmp_path / "newest", best=False, transformers=False) == 0
+    assert export_model(str(run.root), tmp_path / "best", best=True, transformers=False) == 0
     for kind, name in (("newest", "latest"), ("best", "best")):
         exported = load_file(tmp_path / kind / "model.safetensors")
         kept = load_file(run.checkpoints / name / "model.safetensors")
@@ -65,7 +65,7 @@ def test_a_damaged_checkpoint_is_named_and_not_exported(
     (newest / "model.safetensors").write_bytes(data)
     assert show_checkpoints(str(run.root)) == 1
     assert "damaged" in capsys.readouterr().out
-    export_model(str(run.root), tmp_path / "out", best=False)
+    export_model(str(run.root), tmp_path / "out", best=False, transformers=False)
     assert newest.name not in capsys.readouterr().out
 
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_resumed_is_one_line(run: RunPaths, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="did not get as far as to begin"):
         resume(str(run.root), None, [], dry_run=True)
     with pytest.raises(CheckpointError, match="has no good checkpoint"):
-        export_model(str(run.root), tmp_path, best=False)
+        export_model(str(run.root), tmp_path, best=False, transformers=False)
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         show_checkpoints(f"{tmp_path}/")
 

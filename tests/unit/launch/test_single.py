@@ -46,6 +46,8 @@ def test_a_run_leaves_its_files_and_a_table(tmp_path: Path) -> None:
     assert summary.run_id in out
     assert "hidden: 8" in paths.config.read_text()
     assert paths.metrics.is_file()
+    assert paths.curves.is_file()
+    assert not paths.sample.exists()
     [log] = paths.logs.iterdir()
     assert "training SimpleNN on digits" in log.read_text()
     assert "training SimpleNN on digits" in err

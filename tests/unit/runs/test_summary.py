@@ -60,11 +60,21 @@ def test_the_file_has_the_documented_keys(tmp_path: Path) -> None:
     assert set(entry) == {
         *("algorithm", "run_id", "wall_s", "epochs", "steps", "train_samples", "samples_applied"),
         *("pushes", "leases_returned", "final", "bytes", "workers", "codec"),
+        "tokens_per_sample",
     }
     assert set(entry["pushes"]) == {"applied", "stale", "late", "duplicate", "lost"}
-    assert set(entry["final"]) == {"train_loss", "val_loss", "val_accuracy"}
+    assert set(entry["final"]) == {"train_loss", "val_loss", "val_accuracy", "val_perplexity"}
     assert set(entry["bytes"]) == {"sent", "received"}
     assert set(entry["workers"][0]) == {"rank", "node", "samples", "mean_staleness", "share"}
+
+
+def test_of_a_language_model_the_table_shows_tokens_and_perplexity() -> None:
+    final = Final(train_loss=1.5, val_loss=1.6, val_perplexity=4.95303)
+    text = shown(summary(tokens_per_sample=128, final=final))
+    assert f"{4311 * 128:,} tokens/s" in text
+    assert "validation perplexity  4.953" in text
+    assert "accuracy" not in text
+    assert "samples/s" not in text
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from smolcluster.configs.schema import DatasetConfig, DatasetPlace, ModelConfig, TrainConfig
+from smolcluster.configs.schema import DatasetConfig, DatasetPlace, SimpleNNConfig, TrainConfig
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.training.build import Workbench, build
 
 CPU = torch.device("cpu")
 
 
-def config(model: ModelConfig, dataset: str = "digits") -> TrainConfig:
+def config(model: SimpleNNConfig, dataset: str = "digits") -> TrainConfig:
     return TrainConfig(model=model, dataset=DatasetConfig(name=dataset))
 
 
 def build_digits(seed: int = 42, **model: object) -> Workbench:
-    sizes = ModelConfig.model_validate({"input_dim": None} | model)
+    sizes = SimpleNNConfig.model_validate({"input_dim": None} | model)
     return build(config(sizes), seed, DatasetPlace(), CPU)
 
 
@@ -62,6 +62,6 @@ def test_the_data_is_looked_for_at_this_machines_place(tmp_path: Path) -> None:
 
 
 def test_buckets_have_the_size_asked_for() -> None:
-    train = config(ModelConfig(input_dim=None))
+    train = config(SimpleNNConfig(input_dim=None))
     replica = build(train, 1, DatasetPlace(), CPU, bucket_bytes=4096).replica
     assert replica.buckets[0] == slice(0, 1024)

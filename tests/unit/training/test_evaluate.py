@@ -58,4 +58,33 @@ def test_a_sequence_of_targets_counts_each_of_them() -> None:
     model.weight.data = 100 * torch.eye(5)
     tokens = torch.tensor([[0, 1], [2, 3], [4, 4]])
     targets = torch.tensor([[0, 1], [2, 3], [4, 0]])
-    assert evaluate(model, Split(tokens, targets), CPU).accuracy == pytest.approx(5 / 6)
+    split = Split(tokens, targets)
+    assert evaluate(model, split, CPU).accuracy == pytest.approx(5 / 6)
+    assert evaluate(model, split, CPU).loss == pytest.approx(100 / 6)
+    assert evaluate(model, split, CPU, measure="perplexity").loss == pytest.approx(100 / 6)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, None])
+def test_of_text_the_perplexity_is_said_and_masked_targets_do_not_count(
+    batch_size: int | None,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Embedding(5, 5)
+    tokens = torch.tensor([[0, 1], [2, 3], [4, 4]])
+    targets = torch.tensor([[0, -100], [2, 3], [-100, -100]])
+    expected = functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).item()
+
+    result = evaluate(
+        model, Split(tokens, targets), CPU, measure="perplexity", batch_size=batch_size
+    )
+
+    assert result.accuracy is None
+    assert result.perplexity == pytest.approx(math.exp(expected))
+    assert result.values == {"val_loss": result.loss, "val_perplexity": result.perplexity}
+
+
+def test_of_labels_no_perplexity_is_said() -> None:
+    split = Split(torch.eye(3), torch.arange(3))
+    result = evaluate(nn.Linear(3, 3), split, CPU)
+    assert result.perplexity is None
+    assert result.values == {"val_loss": result.loss, "val_accuracy": result.accuracy}

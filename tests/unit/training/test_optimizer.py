@@ -47,6 +47,25 @@ def test_a_restored_state_continues_bit_for_bit(name: str) -> None:
     assert torch.equal(whole, resumed)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_only_the_first_weights_decay_however_the_gradient_is_cut(name: str) -> None:
+    found, grads = WEIGHTS.clone(), gradient(1)
+    rule = FlatOptimizer(name, found, grads, 0.1, num_decayed=20)
+    rule.step(0.01)
+    parts = []
+    for place, decay in ((slice(0, 20), 0.1), (slice(20, 50), 0.0)):
+        part = WEIGHTS[place].clone()
+        FlatOptimizer(name, part, grads[place], decay).step(0.01)
+        parts.append(part)
+    assert torch.equal(found, torch.cat(parts))
+
+    for places in ((slice(0, 7), slice(7, 31), slice(31, 50)), (slice(0, 20), slice(20, 50))):
+        cut = WEIGHTS.clone()
+        again = FlatOptimizer(name, cut, grads, 0.1, num_decayed=20)
+        again.step_pieces([(place, grads[place]) for place in places], 0.01)
+        torch.testing.assert_close(cut, found)
+
+
 def test_the_gradient_is_not_changed_by_a_step() -> None:
     for name in NAMES:
         grads = gradient(1)

@@ -17,7 +17,7 @@ from smolcluster.algorithms.EDP.exchange import (
 )
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.pushing import GradientSender
-from smolcluster.cluster.tensors import Assigned, indices_payload
+from smolcluster.cluster.tensors import Assigned, work_payload
 from smolcluster.errors import ProtocolError
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
@@ -231,7 +231,7 @@ def test_weights_say_whose_they_are(replica: Replica) -> None:
 
 def test_an_assignment_is_unpacked(replica: Replica) -> None:
     indices = torch.tensor([5, 3, 8], dtype=torch.int32)
-    spec, payload = indices_payload(indices)
+    spec, _, payload = work_payload(indices)
     message = Assignment(lease=lease(4, 7), version=2, learning_rate=1e-3, tensor=spec)
     event = receiver_of(replica)(message, memoryview(bytearray(payload)))
     assert isinstance(event, Assigned)

@@ -11,7 +11,7 @@ from smolcluster.algorithms.EDP.exchange import WeightsArrived
 from smolcluster.algorithms.EDP.worker import Worker
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.link import Link
-from smolcluster.cluster.tensors import Assigned, indices_payload
+from smolcluster.cluster.tensors import Assigned, work_payload
 from smolcluster.errors import PeerLost
 from smolcluster.training.build import build
 from smolcluster.transport.frames import Frame
@@ -74,7 +74,7 @@ class Desk:
     def assigned(self, number: int, learning_rate: float = RATE) -> Assigned:
         """The samples 32 at a time, as they lie in the dataset."""
         indices = torch.arange(32 * number, 32 * number + 32, dtype=torch.int32)
-        spec, payload = indices_payload(indices)
+        spec, _, payload = work_payload(indices)
         key = LeaseKey(
             incarnation="here", epoch=0, start=32 * number, stop=32 * number + 32, grant=number
         )

@@ -23,7 +23,7 @@ from smolcluster.algorithms.SynchronousPS.state import (
 )
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.session import Receiver
-from smolcluster.cluster.tensors import Assigned, indices_payload
+from smolcluster.cluster.tensors import Assigned, work_payload
 from smolcluster.errors import PeerLost, ProtocolError
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
@@ -298,7 +298,7 @@ def test_a_state_that_was_encoded_is_refused(receiver: StepReceiver, replica: Re
 
 def test_assignments_and_all_else_are_passed_on(receiver: StepReceiver) -> None:
     key = LeaseKey(incarnation="here", epoch=0, start=3, stop=7, grant=1)
-    spec, payload = indices_payload(torch.tensor([9, 4, 5, 6], dtype=torch.int32))
+    spec, _, payload = work_payload(torch.tensor([9, 4, 5, 6], dtype=torch.int32))
     assignment = Assignment(lease=key, version=2, learning_rate=0.1, tensor=spec)
     event = receiver(assignment, payload)
     assert isinstance(event, Assigned)
@@ -309,7 +309,7 @@ def test_assignments_and_all_else_are_passed_on(receiver: StepReceiver) -> None:
 
 def test_an_assignment_that_is_not_its_lease_s_is_refused(receiver: StepReceiver) -> None:
     key = LeaseKey(incarnation="here", epoch=0, start=3, stop=8, grant=1)
-    spec, payload = indices_payload(torch.tensor([9, 4, 5, 6], dtype=torch.int32))
+    spec, _, payload = work_payload(torch.tensor([9, 4, 5, 6], dtype=torch.int32))
     with pytest.raises(ProtocolError, match="its lease's indices"):
         receiver(Assignment(lease=key, version=2, learning_rate=0.1, tensor=spec), payload)
 

@@ -52,7 +52,7 @@ class Joiner:
         cpu = torch.device("cpu")
         self.replica = build_replica(train, seat, dataset, cpu, bucket_bytes=BUCKET_BYTES)
         # It has no link: with digests that differ it would fail as it asks for weights.
-        self._worker = Worker(welcome(server), Workbench(dataset, self.replica))
+        self._worker = Worker(welcome(server), Workbench(dataset, self.replica, 0))
         self._receiver = self._worker.new_receiver()
 
     def come_to(self, place: int, server: Server) -> None:

@@ -18,7 +18,7 @@ from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.link import Link
 from smolcluster.cluster.pushing import GradientSender
 from smolcluster.cluster.session import Hold
-from smolcluster.cluster.tensors import Assigned, bucket_spec, indices_payload
+from smolcluster.cluster.tensors import Assigned, bucket_spec, work_payload
 from smolcluster.codec.registry import get_codec
 from smolcluster.data.dataset import Dataset
 from smolcluster.errors import NonFiniteLoss, PeerLost
@@ -89,7 +89,7 @@ class Bench(Workbench):
     diary: list[str] = field(default_factory=list)
     meanwhile: list[Callable[[], None]] = field(default_factory=list)
 
-    def compute(self, indices: Tensor) -> float:
+    def compute(self, indices: Tensor, epoch: int = 0, start: int = 0) -> float:  # noqa: ARG002
         self.diary.append("compute")
         self.replica.load_gradient(gradient_for(self.replica, indices))
         for happen in self.meanwhile:
@@ -113,7 +113,7 @@ class Shop:
     ) -> None:
         self.diary: list[str] = []
         self.replica = replica or small_replica(optimizer)
-        self.bench = Bench(cast(Dataset, None), self.replica, None, self.diary)
+        self.bench = Bench(cast(Dataset, None), self.replica, 0, diary=self.diary)
         run = local_settings(*overrides, algorithm="syncps").run_config("run", "syncps")
         welcome = Welcome(
             mac="0" * 64,
@@ -172,7 +172,7 @@ def task(
 ) -> Assigned:
     """Four samples, which differ from grant to grant."""
     indices = torch.arange(4 * grant, 4 * grant + 4, dtype=torch.int32)
-    spec, payload = indices_payload(indices)
+    spec, _, payload = work_payload(indices)
     assignment = Assignment(
         lease=lease(grant),
         version=version,

@@ -1,0 +1,168 @@
+"""Training in one process as a run: what it reports and leaves behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from smolcluster.algorithms import owner, single
+from smolcluster.algorithms.owner import Owner, own_run
+from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import (
+    ClusterConfig,
+    DatasetConfig,
+    GradientClipping,
+    NodeConfig,
+    SimpleNNConfig,
+    TrainConfig,
+)
+from smolcluster.errors import NonFiniteLoss
+from smolcluster.observability.logs import setup_logging
+from smolcluster.observability.metrics import MetricRecord
+from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.runs.events import (
+    EpochFinished,
+    Evaluated,
+    EventRecord,
+    RunEnded,
+    RunStarted,
+    read_events,
+)
+from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.summary import Summary, read_summary
+from smolcluster.training.replica import Replica
+
+SEED = 42
+SAMPLES = 1438
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setattr(owner, "leave_keepsakes", lambda *_: None)
+
+
+def config(**changes: object) -> TrainConfig:
+    values: dict[str, object] = {
+        "batch_size": 100,
+        "num_epochs": 2,
+        "eval_steps": 10,
+        "model": SimpleNNConfig(input_dim=None, hidden=16),
+        "dataset": DatasetConfig(name="digits"),
+    }
+    return TrainConfig.model_validate(values | changes)
+
+
+def run(
+    folder: Path, train: TrainConfig, node: NodeConfig | None = None, resume: str | None = None
+) -> tuple[Summary, list[MetricRecord], list[EventRecord], RunPaths]:
+    cluster = ClusterConfig(
+        host_ip={"me": "127.0.0.1", "you": "127.0.0.1"},
+        num_workers=1,
+        workers=("you",),
+        server="me",
+        seed=SEED,
+    )
+    node = (node or NodeConfig(device="cpu")).model_copy(update={"runs_dir": folder})
+    settings = Settings(cluster=cluster, train=train, node=node)
+    log = setup_logging("trainer", "me")
+    try:
+        own_run(
+            Owner("single", "trainer", "me", settings),
+            log,
+            single.train,
+            run_id="single-test",
+            resume=resume,
+            progress=None,
+            output=None,
+        )
+    finally:
+        log.close()
+    paths = RunPaths(folder / "single-test")
+    records = [line.record for line in read_metrics(paths.metrics)]
+    return read_summary(paths.summary), records, read_events(paths.events), paths
+
+
+def test_a_step_takes_the_global_batch_when_there_is_one(tmp_path: Path) -> None:
+    summary, _, events, _ = run(tmp_path, config(batch_size=10, global_batch_size=100))
+    started = events[0].event
+    assert isinstance(started, RunStarted)
+    assert started.batch_size == 100
+    assert summary.steps == 30
+
+
+def test_the_node_says_how_many_samples_it_computes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    microbatches: list[int | None] = []
+    real = Replica.forward_backward
+
+    def noted(
+        replica: Replica, inputs: Tensor, targets: Tensor, microbatch: int | None = None
+    ) -> float:
+        microbatches.append(microbatch)
+        return real(replica, inputs, targets, microbatch)
+
+    monkeypatch.setattr(Replica, "forward_backward", noted)
+    run(tmp_path, config(num_epochs=1), NodeConfig(device="cpu", microbatch=7))
+    assert set(microbatches) == {7}
+
+
+def test_the_summary_says_what_was_done(tmp_path: Path) -> None:
+    summary = run(tmp_path, config(learning_rate=0.01, num_epochs=8))[0]
+
+    assert (summary.algorithm, summary.run_id) == ("single", "single-test")
+    assert (summary.epochs, summary.steps, summary.train_samples) == (8, 120, SAMPLES)
+    assert summary.samples_applied == 8 * SAMPLES
+    assert summary.final.val_accuracy is not None
+    assert summary.final.val_accuracy > 0.9
+    assert summary.final.train_loss is not None
+    assert summary.final.train_loss < 0.3
+
+
+def test_every_step_and_evaluation_is_reported(tmp_path: Path) -> None:
+    summary, records, _, _ = run(tmp_path, config())
+    steps = [record for record in records if record.kind == "step"]
+    evaluations = [record for record in records if record.kind == "eval"]
+
+    assert [record.step for record in steps] == list(range(1, 31))
+    assert [record.step for record in evaluations] == [10, 20, 30]
+    assert evaluations[-1].values["val_loss"] == summary.final.val_loss
+    last = steps[-1].values
+    assert last["samples_applied"] == last["total_samples"] == 2 * SAMPLES
+    assert {"loss", "lr", "samples_per_s", "grad_norm", "grad_norm/fc1.weight"} <= set(last)
+
+
+def test_the_final_weights_are_evaluated_whatever_eval_steps_says(tmp_path: Path) -> None:
+    summary, records, _, _ = run(tmp_path, config(eval_steps=1000))
+    assert [record.step for record in records if record.kind == "eval"] == [30]
+    assert summary.final.val_accuracy is not None
+
+
+def test_the_events_tell_the_run_from_start_to_end(tmp_path: Path) -> None:
+    _, _, events, _ = run(tmp_path, config(eval_steps=20))
+    assert [type(record.event) for record in events] == [
+        RunStarted,
+        EpochFinished,
+        Evaluated,
+        EpochFinished,
+        Evaluated,
+        RunEnded,
+    ]
+
+
+def test_a_diverging_run_ends_with_an_event_and_without_a_summary(tmp_path: Path) -> None:
+    train = config(
+        learning_rate=1e30, optimizer="sgd", gradient_clipping=GradientClipping(enabled=False)
+    )
+    with pytest.raises(NonFiniteLoss):
+        run(tmp_path, train)
+
+    paths = RunPaths(tmp_path / "single-test")
+    end = read_events(paths.events)[-1].event
+    assert isinstance(end, RunEnded)
+    assert not end.ok
+    assert "layer fc" in end.reason
+    assert not paths.summary.exists()
+    assert json.loads(paths.events.read_text().splitlines()[-1])["kind"] == "run_ended"

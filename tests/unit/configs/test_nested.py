@@ -1,0 +1,473 @@
+"""The nested training file: other words for the same settings, and other defaults."""
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smolcluster.configs.load import find_config, read_yaml
+from smolcluster.configs.nested import flatten
+from smolcluster.configs.resolve import Files, Settings, load_settings, resolve
+from smolcluster.configs.schema import GPTConfig, SimpleNNConfig, TrainConfig
+from smolcluster.errors import ConfigError
+
+CLUSTER: dict[str, Any] = {
+    "host_ip": {"mini1": "127.0.0.1", "pi5": "127.0.0.1"},
+    "num_workers": 1,
+    "workers": ["pi5"],
+    "server": "mini1",
+}
+NESTED: dict[str, Any] = {
+    "model": {"model_dim": 16, "num_layers": 1, "num_heads": 2, "ff_dim": 32, "max_seq_len": 16},
+    "training": {"batch_size": 4, "epochs": 3},
+    "data": {"name": "stdlib"},
+}
+FLAT: dict[str, Any] = {"dataset": {"name": "digits"}, "model": {"hidden": 8, "input_dim": None}}
+FILE = "my_gpt.yaml"
+
+
+def settle(
+    train: dict[str, Any], *overrides: str, environ: dict[str, str] | None = None
+) -> Settings:
+    return resolve(
+        cluster=CLUSTER,
+        train=train,
+        overrides=overrides,
+        environ=environ,
+        files=Files("cluster.yaml", FILE),
+    )
+
+
+def refusal(train: dict[str, Any], *overrides: str, environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as raised:
+        settle(train, *overrides, environ=environ)
+    text = str(raised.value)
+    assert text.isprintable()
+    assert "pydantic" not in text
+    return text
+
+
+def value_at(settings: Settings, key: str) -> Any:
+    value: Any = settings.train
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def with_key(key: str, value: Any, content: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A training file with one key set."""
+    changed = copy.deepcopy(NESTED if content is None else content)
+    *above, last = key.split(".")
+    section = changed
+    for name in above:
+        section = section.setdefault(name, {})
+    section[last] = value
+    return changed
+
+
+# Each key's translation
+
+KEYS = [
+    ("training.batch_size", 7, "batch_size"),
+    ("training.epochs", 7, "num_epochs"),
+    ("training.num_epochs", 7, "num_epochs"),
+    ("training.learning_rate", 0.5, "learning_rate"),
+    ("training.weight_decay", 0.25, "weight_decay"),
+    ("training.grad_clip_norm", 2.5, "gradient_clipping.max_norm"),
+    ("training.gradient_clipping.max_norm", 2.5, "gradient_clipping.max_norm"),
+    ("training.gradient_accumulation", 3, "gradient_accumulation"),
+    ("training.global_batch_size", 12, "global_batch_size"),
+    ("training.patience", 2, "patience"),
+    ("training.precision", "bf16", "precision"),
+    ("training.eval_steps", 9, "eval_steps"),
+    ("training.track_gradients", False, "track_gradients"),
+    ("training.polyak_alpha", 0.25, "polyak_alpha"),
+    ("training.optimizer", "sgd", "optimizer"),
+    ("lr_schedule.warmup_iters", 5, "lr_schedule.warmup_iters"),
+    ("lr_schedule.min_lr", 0.0001, "lr_schedule.min_lr"),
+    ("model.model_dim", 32, "model.model_dim"),
+    ("data.name", "snli", "dataset.name"),
+    ("data.tokenizer", "a/b", "dataset.tokenizer"),
+    ("data.source", "server", "dataset.source"),
+    ("data.repository", "a/b", "dataset.repository"),
+    ("logging.project_name", "mine", "logging.project_name"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "flat"), KEYS)
+@pytest.mark.parametrize("layer", ["file", "override", "environment"])
+def test_each_key_means_the_flat_one_in_every_layer(
+    key: str, value: Any, flat: str, layer: str
+) -> None:
+    written = str(value).lower() if isinstance(value, bool) else str(value)
+    match layer:
+        case "file":
+            before = NESTED | {"training": {"batch_size": 4}}
+            settings = settle(with_key(key, value, before))
+        case "override":
+            settings = settle(NESTED, f"{key}={written}")
+        case _:
+            name = "SMOLCLUSTER_" + key.upper().replace(".", "__")
+            settings = settle(NESTED, environ={name: written})
+    assert value_at(settings, flat) == value
+    assert value_at(settle(NESTED | {"lr_schedule": {}}), flat) != value
+
+
+def test_every_key_of_the_training_file_can_be_said_in_the_nested_shape() -> None:
+    told = {flat.partition(".")[0] for _, _, flat in KEYS}
+    assert told == set(TrainConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "flat"),
+    [("num_epochs", 7, "num_epochs"), ("dataset.tokenizer", "x/y", "dataset.tokenizer")],
+)
+def test_single_keys_may_be_given_in_the_flat_shape_too(key: str, value: Any, flat: str) -> None:
+    assert value_at(settle(NESTED, f"{key}={value}"), flat) == value
+    name = "SMOLCLUSTER_" + key.upper().replace(".", "__")
+    assert value_at(settle(NESTED, environ={name: str(value)}), flat) == value
+
+
+def test_nested_keys_may_be_laid_on_a_flat_file() -> None:
+    settings = settle(FLAT, "training.epochs=7", "training.grad_clip_norm=null")
+    assert settings.train.num_epochs == 7
+    assert settings.train.gradient_clipping.enabled is False
+    assert settings.train.optimizer == "adam", "the nested shape's defaults belong to its files"
+
+
+def test_a_whole_section_may_be_laid_on_by_one_override_or_variable() -> None:
+    settings = settle(NESTED, "training={epochs: 5, grad_clip_norm: 2}", "data={tokenizer: x/y}")
+    assert settings.train.num_epochs == 5
+    assert settings.train.batch_size == 4
+    assert (settings.train.gradient_clipping.enabled, settings.train.dataset.tokenizer) == (
+        True,
+        "x/y",
+    )
+    environ = {
+        "SMOLCLUSTER_TRAINING": "{epochs: 5, batch_size: 2}",
+        "SMOLCLUSTER_TRAINING__EPOCHS": "6",
+    }
+    settings = settle(NESTED, environ=environ)
+    assert (settings.train.num_epochs, settings.train.batch_size) == (6, 2)
+
+
+def test_an_override_beats_the_environment_whatever_the_shapes() -> None:
+    environ = {"SMOLCLUSTER_TRAINING__EPOCHS": "5"}
+    assert settle(NESTED, "num_epochs=6", environ=environ).train.num_epochs == 6
+    environ = {"SMOLCLUSTER_NUM_EPOCHS": "5"}
+    assert settle(NESTED, "training.epochs=6", environ=environ).train.num_epochs == 6
+
+
+def test_where_the_data_lie_is_the_machines() -> None:
+    train = with_key("data.cache", "/cache", with_key("data.root", "/data"))
+    assert str(settle(train).node.dataset.root) == "/data"
+    assert str(settle(train).node.dataset.cache) == "/cache"
+    assert str(settle(train, "data.root=/other").node.dataset.root) == "/other"
+
+
+def test_its_defaults_are_those_of_a_language_model() -> None:
+    train = settle({"training": {}}).train
+    assert isinstance(train.model, GPTConfig)
+    assert (train.dataset.name, train.dataset.tokenizer) == ("wikitext", "bytes")
+    assert (train.optimizer, train.gradient_clipping.enabled) == ("adamw", False)
+
+
+def test_a_flat_file_keeps_its_own_defaults() -> None:
+    train = settle(FLAT).train
+    assert isinstance(train.model, SimpleNNConfig)
+    assert (train.optimizer, train.gradient_clipping.enabled) == ("adam", True)
+
+
+def test_no_argument_is_changed() -> None:
+    before = copy.deepcopy(NESTED)
+    settle(NESTED, "model.num_layers=3", "training.grad_clip_norm=1")
+    assert before == NESTED
+
+
+# Clipping
+
+
+@pytest.mark.parametrize(
+    ("training", "enabled"),
+    [({}, False), ({"grad_clip_norm": None}, False), ({"grad_clip_norm": 2.0}, True)],
+)
+def test_clipping_is_on_where_a_norm_is_said(training: dict[str, Any], enabled: bool) -> None:
+    clipping = settle({**NESTED, "training": training}).train.gradient_clipping
+    assert clipping.enabled is enabled
+    assert clipping.max_norm == (2.0 if enabled else 1.0)
+
+
+def test_an_override_switches_clipping_off_and_on() -> None:
+    on = with_key("training.grad_clip_norm", 2.0)
+    assert settle(on, "training.grad_clip_norm=null").train.gradient_clipping.enabled is False
+    settings = settle(NESTED, "training.grad_clip_norm=0.5")
+    assert settings.train.gradient_clipping.enabled is True
+    assert settings.train.gradient_clipping.max_norm == 0.5
+
+
+# Both shapes at once
+
+
+@pytest.mark.parametrize(
+    ("extra", "here", "there"),
+    [
+        ({"batch_size": 3}, "batch_size", "training.batch_size"),
+        ({"num_epochs": 3}, "num_epochs", "training.epochs"),
+        ({"dataset": {"name": "text"}}, "dataset", "data.name"),
+        ({"dataset": {"tokenizer": "bytes"}}, "dataset", "data.name"),
+    ],
+)
+def test_a_key_in_both_shapes_is_refused(extra: dict[str, Any], here: str, there: str) -> None:
+    text = refusal(NESTED | extra)
+    assert text == f"{FILE}: {here} is also set as {there}; keep one of them"
+    turned = refusal(extra | NESTED)
+    assert turned == f"{FILE}: {there} is also set as {here}; keep one of them"
+
+
+def test_a_number_of_epochs_in_two_words_is_refused() -> None:
+    text = refusal({**NESTED, "training": {"epochs": 3, "num_epochs": 4}})
+    assert "training.num_epochs is also set as training.epochs" in text
+
+
+@pytest.mark.parametrize("norm", [1.0, None])
+@pytest.mark.parametrize("clipping", [{"max_norm": 2.0}, {"enabled": True}])
+def test_clipping_in_both_shapes_is_refused(norm: float | None, clipping: dict[str, Any]) -> None:
+    train = with_key("training.grad_clip_norm", norm)
+    assert "also set as" in refusal(train | {"gradient_clipping": clipping})
+    assert "also set as" in refusal({"gradient_clipping": clipping} | train)
+    assert "also set as" in refusal(with_key("training.gradient_clipping", clipping, train))
+
+
+# Words of messages
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("training.epochs", 0, "training.epochs is 0, must be a whole number above 0, or null"),
+        ("training.batch_size", "x", "training.batch_size is 'x', must be a whole number above 0"),
+        ("training.grad_clip_norm", 0, "training.grad_clip_norm is 0, must be a number above 0"),
+        ("training.optimizer", None, "training.optimizer is null, must be one of adam, adamw, sgd"),
+        ("data.download", "yes", "data.download is 'yes', must be true or false"),
+        ("data.columns", [1], "data.columns[0] is 1, must be text"),
+        ("data.tokeniser", "x", "data.tokeniser is not a setting; did you mean data.tokenizer?"),
+        (
+            "training.num_epoch",
+            1,
+            "training.num_epoch is not a setting; did you mean training.epochs",
+        ),
+        ("model.max_len", 1, "model.max_len is not a setting; did you mean model.max_seq_len?"),
+        ("lr_schedule.min_lr", -1, "lr_schedule.min_lr is -1, must be a number of 0 or more"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said_in_its_words(key: str, value: Any, says: str) -> None:
+    assert refusal(with_key(key, value)).startswith(f"{FILE}: {says}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("training.epochs", "zero", "training.epochs is 'zero', must be a whole number above 0"),
+        ("num_epochs", "zero", "num_epochs is 'zero', must be a whole number above 0, or null"),
+        ("training.grad_clip_norm", "-1", "training.grad_clip_norm is -1, must be a number above"),
+        ("data.source", "cloud", "data.source is 'cloud', must be one of local, server"),
+        ("dataset.source", "cloud", "dataset.source is 'cloud', must be one of local, server"),
+        ("data.tokeniser", "x", "data.tokeniser is not a setting; did you mean data.tokenizer?"),
+        ("training", "5", "training is 5, must be a mapping of keys to values"),
+        ("data", "{}", "data is an empty mapping, must be a mapping of keys to values"),
+        ("training", "{epochs: 0}", "training.epochs is 0, must be a whole number above 0"),
+    ],
+)
+def test_what_is_wrong_in_a_flag_or_variable_is_said_in_its_words(
+    key: str, value: str, says: str
+) -> None:
+    assert refusal(NESTED, f"{key}={value}").startswith(f"--override: {says}")
+    name = "SMOLCLUSTER_" + key.upper().replace(".", "__")
+    said = refusal(NESTED, environ={name: value})
+    assert said.startswith(f"environment variable {name}: {says}")
+
+
+@pytest.mark.parametrize("section", ["training", "data"])
+@pytest.mark.parametrize("content", [None, [1], "x"])
+def test_a_section_that_is_no_mapping_is_refused(section: str, content: Any) -> None:
+    text = refusal(NESTED | {section: content})
+    assert text == f"{FILE}: {section} must be a mapping of keys to values"
+
+
+# What null means
+
+
+@pytest.mark.parametrize(
+    ("length", "batch_size"), [(1, 32), (127, 32), (128, 32), (129, 16), (1024, 16)]
+)
+def test_a_batch_of_null_depends_on_the_length_of_sequences(length: int, batch_size: int) -> None:
+    train = with_key("model.max_seq_len", length, with_key("training.batch_size", None))
+    assert settle(train).train.batch_size == batch_size
+    settings = settle(NESTED, "training.batch_size=null", f"model.max_seq_len={length}")
+    assert settings.train.batch_size == batch_size
+
+
+@pytest.mark.parametrize(
+    ("name", "epochs"),
+    [("wikitext", 30), ("snli", 20), ("stdlib", 10), ("text", 10), ("huggingface", 10)],
+)
+def test_epochs_of_null_depend_on_the_dataset(name: str, epochs: int) -> None:
+    train = with_key("data.name", name, with_key("training.epochs", None))
+    assert settle(train).train.num_epochs == epochs
+    settings = settle(NESTED, "training.epochs=null", f"data.name={name}")
+    assert settings.train.num_epochs == epochs
+
+
+def test_a_stated_value_is_not_chosen_anew() -> None:
+    train = settle(NESTED, "model.max_seq_len=512", "data.name=wikitext").train
+    assert (train.batch_size, train.num_epochs) == (4, 3)
+
+
+# What is shipped
+
+DOCUMENT: dict[str, Any] = {
+    "model": {
+        "model_dim": 256,
+        "num_layers": 6,
+        "num_heads": 4,
+        "ff_dim": 1024,
+        "dropout": 0.1,
+        "max_seq_len": 128,
+    },
+    "training": {
+        "batch_size": None,
+        "epochs": None,
+        "learning_rate": 6e-4,
+        "weight_decay": 0.01,
+        "grad_clip_norm": 1.0,
+    },
+    "lr_schedule": {"warmup_iters": 100, "min_lr": 6e-5},
+    "data": {"tokenizer": "openai-community/gpt2"},
+    "logging": {"project_name": "smolcluster-gpt-wikitext2"},
+}
+
+
+def test_the_shipped_gpt_file_holds_exactly_what_users_have() -> None:
+    assert read_yaml(find_config("gpt", "training")) == DOCUMENT
+
+
+def test_the_shipped_gpt_file_means_what_its_document_says() -> None:
+    train = load_settings("edp", "gpt", environ={}).train
+    assert isinstance(train.model, GPTConfig)
+    sizes = train.model
+    assert (sizes.model_dim, sizes.num_layers, sizes.num_heads) == (256, 6, 4)
+    assert (sizes.ff_dim, sizes.dropout, sizes.max_seq_len) == (1024, 0.1, 128)
+    assert (train.batch_size, train.num_epochs) == (32, 30), "32 for L=128, 30 for wikitext"
+    assert (train.optimizer, train.learning_rate, train.weight_decay) == ("adamw", 6e-4, 0.01)
+    assert (train.gradient_clipping.enabled, train.gradient_clipping.max_norm) == (True, 1.0)
+    assert train.lr_schedule is not None
+    assert (train.lr_schedule.warmup_iters, train.lr_schedule.min_lr) == (100, 6e-5)
+    assert (train.dataset.name, train.dataset.tokenizer) == ("wikitext", "openai-community/gpt2")
+    assert train.logging.project_name == "smolcluster-gpt-wikitext2"
+
+
+def test_the_documents_commands_override_it() -> None:
+    overrides = ["training.batch_size=16", "training.epochs=5"]
+    train = load_settings("edp", "gpt", None, overrides, environ={}).train
+    assert (train.batch_size, train.num_epochs) == (16, 5)
+
+
+# Kinds of models
+
+
+@pytest.mark.parametrize("name", ["Foo", "gpt", ""])
+def test_an_unknown_kind_of_model_is_refused(name: str) -> None:
+    text = refusal(with_key("model.type", name))
+    assert text == f"{FILE}: model.type is {name!r}, must be one of SimpleNN, GPT"
+    if name:
+        text = refusal(NESTED, f"model.type={name}")
+        assert text.startswith(f"--override: model.type is {name!r}, must be one of")
+
+
+def test_a_key_of_another_kind_of_model_is_refused() -> None:
+    assert refusal(with_key("model.hidden", 8)) == f"{FILE}: model.hidden is not a setting of a GPT"
+    assert refusal(NESTED, "model.hidden=8") == "--override: model.hidden is not a setting of a GPT"
+    text = refusal(FLAT, "model.num_heads=2")
+    assert text == "--override: model.num_heads is not a setting of a SimpleNN"
+
+
+@pytest.mark.parametrize("heads", [3, 5, 32])
+def test_heads_that_do_not_divide_the_width_are_refused(heads: int) -> None:
+    says = f"model.num_heads is {heads}, must divide model.model_dim, 16"
+    assert refusal(with_key("model.num_heads", heads)) == f"{FILE}: {says}"
+    assert refusal(NESTED, f"model.num_heads={heads}") == f"--override: {says}"
+
+
+@pytest.mark.parametrize("model", [5, None, [], "GPT"])
+def test_a_model_that_is_no_mapping_is_refused(model: Any) -> None:
+    assert refusal(NESTED | {"model": model}).startswith(f"{FILE}: model is ")
+
+
+# The two shapes say the same
+
+numbers = st.floats(1e-6, 10, allow_nan=False)
+counts = st.integers(1, 100)
+training_keys: dict[str, st.SearchStrategy[Any]] = {
+    "batch_size": st.none() | counts,
+    "epochs": st.none() | counts,
+    "learning_rate": numbers,
+    "weight_decay": numbers,
+    "grad_clip_norm": st.none() | numbers,
+    "gradient_accumulation": counts,
+    "patience": st.none() | counts,
+    "precision": st.sampled_from(["fp32", "bf16"]),
+    "eval_steps": counts,
+    "optimizer": st.sampled_from(["adam", "adamw", "sgd"]),
+    "track_gradients": st.booleans(),
+}
+data_keys: dict[str, st.SearchStrategy[Any]] = {
+    "name": st.sampled_from(["wikitext", "snli", "text", "stdlib"]),
+    "tokenizer": st.sampled_from(["bytes", "openai-community/gpt2"]),
+    "root": st.sampled_from([None, "/data"]),
+    "source": st.sampled_from(["local", "server"]),
+}
+model_keys: dict[str, st.SearchStrategy[Any]] = {
+    "type": st.just("GPT"),
+    "num_heads": st.sampled_from([1, 2, 4]),
+    "max_seq_len": counts,
+    "dropout": st.floats(0, 0.9),
+}
+
+
+def spelt_flat(
+    training: dict[str, Any], data: dict[str, Any], model: dict[str, Any]
+) -> dict[str, Any]:
+    """The same file as a person would write it in the flat shape."""
+    flat: dict[str, Any] = {"optimizer": "adamw", "dataset": {"name": "wikitext"} | data}
+    flat["model"] = {"type": "GPT"} | model
+    flat["gradient_clipping"] = {"enabled": False}
+    for name, value in training.items():
+        match name:
+            case "epochs":
+                flat["num_epochs"] = value
+            case "grad_clip_norm" if value is None:
+                pass
+            case "grad_clip_norm":
+                flat["gradient_clipping"] = {"enabled": True, "max_norm": value}
+            case _:
+                flat[name] = value
+    return flat
+
+
+@given(
+    training=st.fixed_dictionaries({}, optional=training_keys),
+    data=st.fixed_dictionaries({}, optional=data_keys),
+    model=st.fixed_dictionaries({}, optional=model_keys),
+    shuffled=st.randoms(),
+)
+def test_a_nested_file_is_the_flat_one_that_says_the_same(
+    training: dict[str, Any], data: dict[str, Any], model: dict[str, Any], shuffled: Any
+) -> None:
+    sections = [("training", training), ("data", data), ("model", model)]
+    shuffled.shuffle(sections)
+    flat, _ = flatten(dict(sections), FILE)
+    expected = spelt_flat(training, data, model)
+    assert flat == expected
+    assert settle(dict(sections)) == settle(expected)

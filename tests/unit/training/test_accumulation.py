@@ -1,0 +1,386 @@
+"""A step in several microbatches is the step of the whole batch; computed in bfloat16 it is close to it."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from smolcluster.configs.schema import (
+    DatasetConfig,
+    GPTConfig,
+    LrSchedule,
+    Precision,
+    TrainConfig,
+)
+from smolcluster.data.dataset import Dataset
+from smolcluster.data.permutation import epoch_permutation
+from smolcluster.data.tokens import TokenBlocks
+from smolcluster.errors import NonFiniteLoss
+from smolcluster.models.gpt import GPT
+from smolcluster.training.build import Workbench, build, most_at_once
+from smolcluster.training.clipping import clip_gradient
+from smolcluster.training.evaluate import evaluate
+from smolcluster.training.loop import training_steps
+from smolcluster.training.loss import NO_TERM
+from smolcluster.training.replica import Replica
+from smolcluster.training.schedule import learning_rate
+
+CPU = torch.device("cpu")
+VOCAB = 13
+SIZES = GPTConfig(model_dim=16, num_layers=1, num_heads=2, ff_dim=32, max_seq_len=8, dropout=0.0)
+
+
+def gpt(dtype: torch.dtype = torch.float64) -> GPT:
+    torch.manual_seed(0)
+    return GPT(SIZES, VOCAB).to(dtype)
+
+
+def uneven_batch(size: int = 12) -> tuple[Tensor, Tensor]:
+    """Sequences of which some have all their loss terms, some few, and some none."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, VOCAB, (size, 9), generator=generator)
+    inputs, targets = tokens[:, :-1].clone(), tokens[:, 1:].clone()
+    for row in range(size):
+        targets[row, row % 9 :] = NO_TERM
+    targets[:4] = NO_TERM  # the first microbatches have no term at all
+    return inputs, targets
+
+
+@pytest.mark.parametrize("microbatch", [1, 2, 4, 5, 12, 100])
+def test_microbatches_with_uneven_terms_give_the_gradient_of_the_whole(microbatch: int) -> None:
+    inputs, targets = uneven_batch()
+    whole, parts = Replica(gpt(), "adamw"), Replica(gpt(), "adamw")
+    expected = whole.forward_backward(inputs, targets)
+    loss = parts.forward_backward(inputs, targets, microbatch)
+    assert loss == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(parts.grads, whole.grads, rtol=1e-10, atol=1e-14)
+
+
+def test_the_loss_is_the_mean_over_all_terms() -> None:
+    inputs, targets = uneven_batch()
+    replica = Replica(gpt(), "adamw")
+    logits = gpt()(inputs)
+    expected = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    assert replica.forward_backward(inputs, targets, 3) == pytest.approx(expected.item())
+
+
+# In a run
+
+
+def text(num_tokens: int = 8 * 30 + 1, rest: int = 0) -> Dataset:
+    generator = torch.Generator().manual_seed(5)
+    stream = torch.randint(0, VOCAB, (num_tokens,), generator=generator).numpy()
+    return Dataset(
+        name="text",
+        train=TokenBlocks(stream, 8),
+        validation=TokenBlocks(stream[: 8 * 5 + 1 + rest], 8, is_whole=True),
+        input_dim=8,
+        num_classes=VOCAB,
+        fingerprint="f",
+        measure="perplexity",
+    )
+
+
+def config(**changes: object) -> TrainConfig:
+    values: dict[str, object] = {
+        "batch_size": 4,
+        "num_epochs": 2,
+        "optimizer": "adamw",
+        "weight_decay": 0.1,
+        "learning_rate": 0.01,
+        "lr_schedule": LrSchedule(warmup_iters=3, min_lr=0.001),
+        "track_gradients": False,
+        "model": SIZES,
+        "dataset": DatasetConfig(name="text"),
+    }
+    return TrainConfig.model_validate(values | changes)
+
+
+def bench_for(train: TrainConfig, microbatch: int | None = None) -> Workbench:
+    bench = build(train, 42, DatasetConfig(name="text"), CPU, microbatch=microbatch, dataset=text())
+    replica = Replica(bench.replica.model.double(), train.optimizer, weight_decay=0.1)
+    return Workbench(bench.dataset, replica, 42, bench.microbatch)
+
+
+@pytest.mark.parametrize("microbatch", [None, 1, 3])
+def test_n_small_batches_make_the_step_of_one_big_one(microbatch: int | None) -> None:
+    accumulated = config(batch_size=4, gradient_accumulation=3)
+    big = config(batch_size=12)
+    bench, reference = bench_for(accumulated, microbatch), bench_for(big)
+    assert bench.microbatch == (microbatch or 4)
+    steps = list(training_steps(bench, accumulated))
+    expected = list(training_steps(reference, big))
+    assert len(steps) == len(expected) == 6, "30 samples, 12 a step, 2 epochs"
+    for step, other in zip(steps, expected, strict=True):
+        assert (step.epoch, step.start, step.num_samples) == (
+            other.epoch,
+            other.start,
+            other.num_samples,
+        )
+        assert step.learning_rate == other.learning_rate
+        assert step.loss == pytest.approx(other.loss, rel=1e-9)
+    torch.testing.assert_close(bench.replica.params, reference.replica.params, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "microbatch", "most"),
+    [(1, None, None), (1, 2, 2), (3, None, 4), (3, 2, 2), (3, 100, 4)],
+)
+def test_accumulation_bounds_what_is_computed_at_once(
+    accumulation: int, microbatch: int | None, most: int | None
+) -> None:
+    assert most_at_once(config(gradient_accumulation=accumulation), microbatch) == most
+
+
+def test_a_run_equals_pytorchs_own_loop() -> None:
+    """Accumulation, AdamW, clipping and schedule together, against a plain loop over big batches."""
+    train = config(batch_size=2, gradient_accumulation=3)
+    train = train.model_copy(
+        update={"gradient_clipping": train.gradient_clipping.model_copy(update={"max_norm": 0.2})}
+    )
+    bench = bench_for(train)
+    model = bench.replica.copy_model().train()
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1.0)
+    applied, total, num_clipped = 0, 60, 0
+    for step in training_steps(bench, train):
+        order = epoch_permutation(42, step.epoch, 30)
+        inputs, targets = bench.dataset.train.batch(order[step.start : step.start + 6])
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        num_clipped += int(norm > 0.2)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(train, applied, total)
+        optimizer.step()
+        applied += len(inputs)
+        assert step.loss == pytest.approx(loss.item(), rel=1e-8)
+        assert step.grad_norm == pytest.approx(norm.item(), rel=1e-8)
+    assert applied == total
+    assert num_clipped, "the clipping has something to do"
+    for name, place in bench.replica.layers:
+        expected = model.get_parameter(name).detach().flatten()
+        torch.testing.assert_close(bench.replica.params[place], expected, rtol=1e-6, atol=1e-8)
+
+
+# The schedule counts samples
+
+
+def test_the_schedule_is_one_of_samples_whatever_a_step_is_made_of() -> None:
+    accumulated = config(batch_size=4, gradient_accumulation=3)
+    big = config(batch_size=12)
+    for applied in range(0, 61, 4):
+        assert learning_rate(accumulated, applied, 60) == learning_rate(big, applied, 60)
+
+
+def test_the_warm_up_takes_its_number_of_steps() -> None:
+    train = config(batch_size=4, gradient_accumulation=3)
+    rates = [learning_rate(train, applied, 1000) for applied in range(0, 72, 12)]
+    assert rates[:4] == pytest.approx([0.01 / 4, 0.02 / 4, 0.03 / 4, 0.01])
+    assert rates[4] < 0.01
+    assert learning_rate(train, 1000, 1000) == 0.001
+
+
+def test_a_global_batch_is_the_step_where_it_is_said() -> None:
+    train = config(batch_size=4, gradient_accumulation=3, global_batch_size=20)
+    assert (train.samples_per_push, train.samples_per_step) == (12, 20)
+    assert learning_rate(train, 20, 1000) == pytest.approx(0.02 / 4)
+
+
+# bfloat16
+
+
+def trained(precision: Precision) -> tuple[Replica, list[float]]:
+    torch.manual_seed(0)
+    replica = Replica(GPT(SIZES, VOCAB), "adamw", precision=precision)
+    inputs, targets = uneven_batch()
+    losses = []
+    for _ in range(10):
+        losses.append(replica.forward_backward(inputs, targets, 4))
+        replica.clip(1.0)
+        replica.step(0.01)
+    return replica, losses
+
+
+def test_bf16_follows_fp32_closely_but_is_not_the_same() -> None:
+    (exact, expected), (replica, losses) = trained("fp32"), trained("bf16")
+    assert losses == pytest.approx(expected, rel=0.02)
+    assert losses[-1] < 0.9 * losses[0]
+    assert not torch.equal(replica.params, exact.params), "it is computed in another precision"
+
+
+def test_bf16_keeps_weights_gradient_and_optimizer_in_float32() -> None:
+    replica, _ = trained("bf16")
+    assert replica.params.dtype == replica.grads.dtype == torch.float32
+    assert {p.dtype for p in replica.model.parameters()} == {torch.float32}
+    assert {tensor.dtype for tensor in replica.optimizer.state.values()} == {torch.float32}
+    beyond_bf16 = replica.params != replica.params.bfloat16().float()
+    assert beyond_bf16.float().mean() > 0.9, "nothing rounds them"
+
+
+def test_bf16_is_what_the_model_computes_in() -> None:
+    seen: list[torch.dtype] = []
+    replica = Replica(gpt(torch.float32), "adamw", precision="bf16")
+    block = replica.model.get_submodule("h.0.mlp.c_fc")
+    block.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
+    replica.forward_backward(*uneven_batch())
+    assert seen == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_evaluation_computes_in_the_same_precision(precision: Precision) -> None:
+    train = config(precision=precision)
+    bench = build(train, 42, DatasetConfig(name="text"), CPU, dataset=text())
+    seen: list[torch.dtype] = []
+    model = bench.replica.copy_model()
+    block = model.get_submodule("h.0.mlp.c_fc")
+    block.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
+    evaluation = bench.evaluate(model)
+    assert set(seen) == {torch.bfloat16 if precision == "bf16" else torch.float32}
+    plain = build(config(), 42, DatasetConfig(name="text"), CPU, dataset=text())
+    assert evaluation.loss == pytest.approx(plain.evaluate().loss, rel=0.02)
+
+
+# Dropout
+
+
+def with_dropout(seed: int = 42, microbatch: int | None = None) -> Workbench:
+    train = config(model=SIZES.model_copy(update={"dropout": 0.3}))
+    place = DatasetConfig(name="text")
+    bench = build(train, 42, place, CPU, dataset=text(), microbatch=microbatch)
+    return Workbench(bench.dataset, bench.replica, seed, microbatch)
+
+
+def computed(bench: Workbench, epoch: int = 0, start: int = 0) -> tuple[float, Tensor]:
+    loss = bench.compute(torch.arange(6), epoch, start)
+    return loss, bench.replica.grads.clone()
+
+
+@pytest.mark.parametrize("microbatch", [None, 2])
+def test_masks_depend_on_seed_epoch_and_place_and_on_nothing_else(microbatch: int | None) -> None:
+    bench = with_dropout(microbatch=microbatch)
+    loss, gradient = computed(bench, 1, 6)
+    torch.manual_seed(99)
+    torch.rand(7)
+    computed(bench, 0, 0)
+    again, same = computed(bench, 1, 6)
+    assert again == loss
+    assert torch.equal(same, gradient)
+    elsewhere, equal = computed(with_dropout(microbatch=microbatch), 1, 6)
+    assert elsewhere == loss, "on another machine"
+    assert torch.equal(equal, gradient)
+
+
+def test_another_place_epoch_or_seed_has_other_masks() -> None:
+    losses = [
+        computed(with_dropout(seed), epoch, start)[0]
+        for seed, epoch, start in itertools.product((42, 43), (0, 1), (0, 6, 12))
+    ]
+    assert len(set(losses)) == len(losses)
+
+
+def test_samples_of_one_batch_and_of_two_microbatches_have_masks_of_their_own() -> None:
+    bench = with_dropout(microbatch=1)
+    tokens, targets = bench.dataset.train.batch(torch.zeros(2, dtype=torch.int64))
+    bench.compute_batch(tokens, targets)
+    twice = bench.replica.grads.clone()
+    bench.compute_batch(tokens[:1], targets[:1])
+    assert not torch.allclose(twice, bench.replica.grads)
+
+
+def test_without_dropout_chance_has_no_part() -> None:
+    bench = build(config(), 42, DatasetConfig(name="text"), CPU, dataset=text())
+    assert computed(bench, 0, 0)[0] == computed(bench, 3, 8)[0]
+
+
+@pytest.mark.parametrize("num_before", [1, 4, 8])
+def test_a_run_that_goes_on_repeats_what_would_have_been(num_before: int) -> None:
+    train = config(model=SIZES.model_copy(update={"dropout": 0.3}))
+    whole, broken = with_dropout(), with_dropout()
+    expected = [step.loss for step in training_steps(whole, train)]
+    steps = training_steps(broken, train)
+    before = [next(steps) for _ in range(num_before)]
+    applied = sum(step.num_samples for step in before)
+    torch.manual_seed(0)
+    rest = training_steps(broken, train, samples_applied=applied, step=num_before)
+    assert [step.loss for step in [*before, *rest]] == expected
+    assert torch.equal(broken.replica.params, whole.replica.params)
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("rest", [0, 1, 5, 7])
+@pytest.mark.parametrize("batch_size", [1, 2, 100])
+def test_perplexity_is_that_of_every_token_of_the_split(rest: int, batch_size: int) -> None:
+    data, model = text(rest=rest), gpt(torch.float32)
+    split = data.validation
+    assert isinstance(split, TokenBlocks)
+    stream = torch.from_numpy(split.tokens.astype("int64"))
+    total, num_terms = 0.0, 0
+    with torch.no_grad():
+        for start in range(0, len(stream) - 1, 8):
+            targets = stream[start + 1 : start + 9]
+            logits = model(stream[None, start : start + len(targets)])[0]
+            total += functional.cross_entropy(logits, targets, reduction="sum").item()
+            num_terms += len(targets)
+    assert num_terms == len(stream) - 1 == 40 + rest
+    result = evaluate(model, split, CPU, measure="perplexity", batch_size=batch_size)
+    assert result.loss == pytest.approx(total / num_terms, rel=1e-5)
+    assert result.perplexity == pytest.approx(
+        torch.tensor(total / num_terms).exp().item(), rel=1e-4
+    )
+    assert result.accuracy is None
+    assert result.values == {"val_loss": result.loss, "val_perplexity": result.perplexity}
+    assert "perplexity" in str(result)
+
+
+def test_evaluation_leaves_out_dropout_and_the_replica_as_it_was() -> None:
+    bench = with_dropout()
+    before = bench.replica.snapshot()
+    assert bench.evaluate() == bench.evaluate()
+    assert bench.replica.model.training
+    assert torch.equal(bench.replica.params, before)
+
+
+def test_perplexity_of_a_model_that_knows_nothing_is_the_vocabulary() -> None:
+    bench = build(config(), 42, DatasetConfig(name="text"), CPU, dataset=text(rest=3))
+    bench.replica.params.zero_()
+    perplexity = bench.evaluate().perplexity
+    assert perplexity == pytest.approx(VOCAB)
+
+
+def test_weights_that_have_diverged_have_no_perplexity() -> None:
+    bench = build(config(), 42, DatasetConfig(name="text"), CPU, dataset=text())
+    bench.replica.params.fill_(torch.inf)
+    with pytest.raises(NonFiniteLoss, match="validation loss is nan"):
+        bench.evaluate()
+
+
+# What a batch costs
+
+
+def test_an_example_has_the_size_of_a_batch_where_the_data_are_and_where_they_are_not() -> None:
+    here = build(config(), 42, DatasetConfig(name="text"), CPU, dataset=text())
+    served = Dataset.elsewhere("text", num_samples=30, length=8, vocab_size=VOCAB, fingerprint="f")
+    there = Workbench(served, here.replica, 42)
+    for bench in (here, there):
+        inputs, targets = bench.example(5)
+        assert inputs.shape == targets.shape == (5, 8)
+        assert inputs.dtype == targets.dtype == torch.int64
+        assert bench.compute_batch(inputs, targets) > 0
+
+
+def test_clipping_that_is_off_only_measures() -> None:
+    replica = Replica(gpt(), "adamw")
+    replica.forward_backward(*uneven_batch())
+    before = replica.grads.clone()
+    clipping = config().gradient_clipping.model_copy(update={"enabled": False, "max_norm": 1e-6})
+    assert clip_gradient(replica, clipping) == pytest.approx(before.norm().item())
+    assert torch.equal(replica.grads, before)
