@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All checks: ruff, mypy, then pytest, whose summary comes last. Arguments go to pytest.
+# All checks: ruff, mypy, then pytest, whose summary comes last. Arguments go to pytest, of which two run side
+# by side: one of them has all tests of faults, because these watch the time.
 # Exits with pytest's code, or with 1 when only a check before it failed.
 set -euo pipefail
 
@@ -41,7 +42,7 @@ fi
 
 printf '\n== pytest\n'
 code=0
-"$uv" run --no-sync pytest "$@" || code=$?
+"$uv" run --no-sync pytest -n 2 --dist loadgroup "$@" || code=$?
 if [ "$code" -eq 0 ] && [ -n "$failed" ]; then
   code=1
 fi

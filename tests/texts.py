@@ -1,12 +1,19 @@
 """Tiny texts and language models, for tests of whole runs."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from rich.console import Console
+
 from harness import free_port
+from smolcluster.algorithms import single
+from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.configs.schema import AlgorithmName
+from smolcluster.observability.logs import setup_logging
+from smolcluster.runs.summary import Summary
 
 TINY = (
     "model.model_dim=16",
@@ -74,3 +81,27 @@ def tiny_settings(
         local=True,
         local_workers=workers,
     )
+
+
+def train_alone(
+    settings: Settings,
+    run_id: str,
+    *,
+    resume: str | None = None,
+    body: Callable[[ServerContext], Summary] = single.train,
+    output: Console | None = None,
+) -> None:
+    """Own a run in this process, as `smolcluster train` does."""
+    log = setup_logging("trainer", "me")
+    try:
+        own_run(
+            Owner("single", "trainer", "me", settings),
+            log,
+            body,
+            run_id=run_id,
+            resume=resume,
+            progress=None,
+            output=output,
+        )
+    finally:
+        log.close()

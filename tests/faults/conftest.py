@@ -36,6 +36,13 @@ def entries(request: pytest.FixtureRequest) -> list[Entry]:
     return request.config.stash.setdefault(ENTRIES, [])
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One process runs all tests of this folder, so that they do not disturb each other."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.xdist_group("faults"))
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write the table where it is wanted."""
     entries = session.config.stash.get(ENTRIES, [])

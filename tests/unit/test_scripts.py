@@ -272,9 +272,9 @@ def test_all_checks_run_pytest_last_and_a_failure_is_remembered(
     done = checkout.run("scripts/test.sh", "-k", "two words")
     ran = [line for line in done.stdout.splitlines() if " ran in " in line]
     assert [line.split()[0] for line in ran] == ["ruff", "ruff", "mypy", "pytest"]
-    assert done.stdout.splitlines()[-3:] == [
+    assert done.stdout.splitlines()[-7:] == [
         f"pytest ran in {checkout.root}",
-        *("[-k]", "[two words]"),
+        *("[-n]", "[2]", "[--dist]", "[loadgroup]", "[-k]", "[two words]"),
     ]
     assert ("FAILED before pytest: " in done.stdout) is (broken not in ("", "pytest"))
     assert done.returncode == code

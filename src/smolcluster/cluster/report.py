@@ -436,7 +436,7 @@ def why_ended(error: BaseException) -> str:
     """The end of a run that this ended, as a sentence."""
     if isinstance(error, SmolclusterError):
         return f"the run failed: {error}"
-    return "the server was stopped"
+    return "it was stopped"
 
 
 def _finite(total: float) -> float:

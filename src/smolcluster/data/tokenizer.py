@@ -45,7 +45,10 @@ _FILES = frozenset(
 _FILE_SUFFIXES = frozenset({".model", ".tiktoken"})
 _SEPARATORS = ("eos_token_id", "bos_token_id", "sep_token_id", "pad_token_id")
 _SEPARATOR_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-_OFFLINE = "what works offline is data.tokenizer=bytes, or a path to a folder with vocab.json and merges.txt"
+_OFFLINE = (
+    "what works offline is data.tokenizer=bytes (and data.name=stdlib as text), or a path to a folder with "
+    "vocab.json and merges.txt"
+)
 
 
 class Tokenizer(Protocol):

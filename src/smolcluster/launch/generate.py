@@ -48,7 +48,9 @@ def generate(run: str, wish: Wish) -> int:
         top_k=wish.top_k,
         generator=torch.Generator().manual_seed(wish.seed),
     )
-    sys.stdout.write(wish.prompt + tokenizer.decode(list(written)) + "\n")
+    text = wish.prompt + tokenizer.decode(list(written)) + "\n"
+    encoding = sys.stdout.encoding
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     return 0
 
 

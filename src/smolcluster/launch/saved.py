@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -176,12 +177,14 @@ def _resume_single(
 ) -> int:
     if num_workers is not None:
         raise ConfigError(f"--workers: run {paths.run_id} trains in one process and has none")
-    kept = list(_kept(settings, paths, SINGLE))
-    if dry_run:
-        sys.stdout.write(f"smolcluster train --config {paths.config} --resume {paths.run_id}\n")
-        return 0
     config = str(paths.config)
-    return train(config, [*kept, *overrides], cluster=config, resume=paths.run_id)
+    overrides = [*_kept(settings, paths, SINGLE), *overrides]
+    if dry_run:
+        stated = [f"seed={settings.cluster.seed}", *overrides]
+        options = ["--config", config, "--resume", paths.run_id, "--override", *stated]
+        sys.stdout.write(shlex.join(["smolcluster", "train", *options]) + "\n")
+        return 0
+    return train(config, overrides, cluster=config, resume=paths.run_id)
 
 
 def _algorithm(paths: RunPaths) -> str:

@@ -115,7 +115,7 @@ class Replica:
         if microbatch is not None and microbatch < len(inputs):
             pieces = torch.split(inputs, microbatch), torch.split(targets, microbatch)
             parts = list(zip(*pieces, strict=True))
-        num_terms = int((targets != NO_TERM).sum())
+        num_terms = max(1, int((targets != NO_TERM).sum()))
         shares = [self._accumulate(*part, num_terms) for part in parts]
         norm = torch.linalg.vector_norm(self.grads)
         losses = [share.item() for share in shares]

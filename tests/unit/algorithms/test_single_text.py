@@ -14,7 +14,6 @@ from torch import Tensor
 
 from smolcluster.algorithms import keepsakes, single
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.configs.resolve import load_resolved
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.observability.curves import draw_curves
@@ -32,7 +31,7 @@ from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.summary import Summary, read_summary
 from smolcluster.training.checkpoint import Checkpoint, CheckpointStore
 from smolcluster.utils.stopping import Interrupted
-from texts import FROZEN, tiny_settings, write_text
+from texts import FROZEN, tiny_settings, train_alone, write_text
 
 DEADLINE_S = 30.0
 DROPOUT = ("model.dropout=0.3", "training.epochs=2")
@@ -62,19 +61,8 @@ class Run:
     ) -> Summary:
         text = self.runs.parent / "text.txt"
         settings = tiny_settings(text, self.runs, *self.overrides, *overrides, algorithm="single")
-        log = setup_logging("trainer", "me")
-        try:
-            own_run(
-                Owner("single", "trainer", "me", settings),
-                log,
-                body,
-                run_id=self.paths.run_id,
-                resume=resume,
-                progress=None,
-                output=Console(file=self.shown, width=120),
-            )
-        finally:
-            log.close()
+        output = Console(file=self.shown, width=120)
+        train_alone(settings, self.paths.run_id, resume=resume, body=body, output=output)
         return read_summary(self.paths.summary)
 
     def abandon(self, after: int, saved: int) -> None:

@@ -384,7 +384,7 @@ def test_nobody_is_told_of_a_signal(parts: Parts, rooms: ExitStack) -> None:
         news.result(DEADLINE_S)
     (ended,) = parts.happened(RunEnded)
     assert isinstance(ended, RunEnded)
-    assert (ended.ok, ended.reason) == (False, "the server was stopped")
+    assert (ended.ok, ended.reason) == (False, "it was stopped")
 
 
 def test_everybody_hears_of_a_bad_end_and_why(parts: Parts, rooms: ExitStack) -> None:

@@ -104,7 +104,7 @@ class Server:
     def run(self) -> Summary:
         """Serve until every sample of every epoch has been applied."""
         with self.hub, self.evaluator, self.saver:
-            while not self.report.is_over:
+            while not (self.dispatcher.done or self.report.is_over):
                 for event in self.hub.next_events(TICK_S):
                     self.handle(event)
                 self.take_back_expired(time.monotonic())

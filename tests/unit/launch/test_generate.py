@@ -1,0 +1,349 @@
+"""What can be done with a trained language model: let it write, take it elsewhere, let it go on."""
+
+import io
+import json
+import shlex
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import GPT2LMHeadModel
+
+from harness import local_settings
+from smolcluster.algorithms import keepsakes, single
+from smolcluster.algorithms.context import ServerContext
+from smolcluster.cli import main
+from smolcluster.configs.load import dump_yaml, read_yaml
+from smolcluster.errors import CheckpointError, ConfigError
+from smolcluster.launch.generate import Wish, generate
+from smolcluster.launch.saved import export_model, find, gpt_of, resume, store_of
+from smolcluster.models.sampling import sample
+from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.summary import Summary, read_summary
+from smolcluster.training.build import build
+from smolcluster.utils.stopping import SIGNALS, Interrupted
+from texts import tiny_settings, train_alone, write_text
+
+WISH = Wish(prompt="the cat", max_tokens=40, temperature=0.9, top_k=None, seed=0)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of a language model that has a few checkpoints; not to be changed."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        be_alone(patch, folder)
+        text = write_text(folder / "text.txt")
+        settings = tiny_settings(
+            text, folder / "runs", "checkpoint_steps=5", "training.eval_steps=5", algorithm="single"
+        )
+        train_alone(settings, "mine")
+    return folder / "runs" / "mine"
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> RunPaths:
+    """A copy of that run."""
+    return RunPaths(shutil.copytree(trained, tmp_path / "runs" / "mine", symlinks=True))
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_alone(monkeypatch, tmp_path)
+
+
+def be_alone(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    patch.setenv("WANDB_MODE", "disabled")
+    patch.setenv("HF_HUB_OFFLINE", "1")
+    patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    patch.setattr(keepsakes, "draw_curves", lambda _paths: None)
+
+
+@pytest.fixture
+def as_a_process() -> Iterator[None]:
+    """What a process changes for its own rest of life is put back."""
+    handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    interval, hook = sys.getswitchinterval(), threading.excepthook
+    yield
+    sys.setswitchinterval(interval)
+    threading.excepthook = hook
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+
+
+def written(paths: RunPaths, capsys: pytest.CaptureFixture[str], **changes: object) -> str:
+    capsys.readouterr()
+    assert generate(str(paths.root), replace(WISH, **changes)) == 0  # type: ignore[arg-type]
+    return capsys.readouterr().out
+
+
+# Writing
+
+
+def test_the_same_seed_writes_the_same_and_another_one_something_else(
+    run: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = written(run, capsys)
+    assert written(run, capsys) == first
+    assert written(run, capsys, seed=1) != first
+
+
+def test_the_likeliest_token_is_the_only_one_of_one(
+    run: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    greedy = written(run, capsys, temperature=0.0)
+    assert written(run, capsys, top_k=1) == greedy
+    assert written(run, capsys, temperature=0.0, seed=5) == greedy, "there is no chance in it"
+    assert written(run, capsys) != greedy
+
+
+@pytest.mark.parametrize("prompt", ["", "the cat", "naïve ☃\n\ttext", "x" * 100])
+def test_the_prompt_stands_before_what_is_written(
+    run: RunPaths, capsys: pytest.CaptureFixture[str], prompt: str
+) -> None:
+    text = written(run, capsys, prompt=prompt, temperature=0.0)
+    assert text.startswith(prompt)
+    assert len(text) > len(prompt) + 1
+    assert text.endswith("\n")
+    assert written(run, capsys, prompt=prompt, max_tokens=0) == prompt + "\n"
+
+
+def test_it_writes_what_the_best_model_says_after_the_beginning_of_a_document(
+    run: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = store_of(run).best()
+    assert checkpoint is not None
+    model = gpt_of(run, checkpoint)
+    tokens = sample(model, [0, *b"the cat"], 40, temperature=0.0)
+    expected = "the cat" + bytes(tokens).decode(errors="replace") + "\n"
+    assert written(run, capsys, temperature=0.0) == expected
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_what_is_written_passes_any_pipe(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    pipe = io.BytesIO()
+    stdout = io.TextIOWrapper(pipe, encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert generate(str(run.root), replace(WISH, prompt="naïve ☃", temperature=5.0)) == 0
+    stdout.flush()
+    assert pipe.getvalue().startswith("naïve ☃".encode(encoding, "replace"))
+
+
+def damage(folder: Path) -> None:
+    file = folder.resolve() / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_damaged_best_one_gives_way_to_a_good_one(
+    run: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = sorted(run.checkpoints.glob("step-*"))
+    assert len(steps) > 1
+    damage(run.checkpoints / "best")
+    good = [folder for folder in steps if folder != (run.checkpoints / "best").resolve()]
+    text = written(run, capsys)
+    texts = []
+    for folder in good:
+        alone = RunPaths(run.root.parent / folder.name)
+        alone.checkpoints.mkdir(parents=True)
+        shutil.copytree(folder, alone.checkpoints / folder.name)
+        shutil.copy(run.config, alone.config)
+        texts.append(written(alone, capsys))
+    assert text in texts
+
+
+def test_without_any_good_one_there_is_nothing_to_write_with(run: RunPaths) -> None:
+    for folder in run.checkpoints.glob("step-*"):
+        damage(folder)
+    with pytest.raises(CheckpointError, match="run mine has no good checkpoint in"):
+        generate(str(run.root), WISH)
+
+
+def test_a_tokenizer_that_has_become_another_one_is_refused(run: RunPaths, tmp_path: Path) -> None:
+    pair = tmp_path / "pair"
+    pair.mkdir()
+    vocabulary = {"a": 0, "b": 1, "ab": 2, "Ċ": 3, "<|endoftext|>": 4}
+    (pair / "vocab.json").write_text(json.dumps(vocabulary))
+    (pair / "merges.txt").write_text("#version: 0.2\na b\n")
+    config = read_yaml(run.config)
+    config["train"]["dataset"]["tokenizer"] = str(pair)
+    run.config.write_text(dump_yaml(config))
+    with pytest.raises(CheckpointError) as raised:
+        generate(str(run.root), WISH)
+    text = str(raised.value)
+    assert "run mine was trained with 256 tokens" in text
+    assert f"the tokenizer {pair} has 5 now" in text
+    assert text.isprintable()
+
+
+def test_a_checkpoint_of_other_sizes_is_refused(run: RunPaths) -> None:
+    config = read_yaml(run.config)
+    config["train"]["model"]["num_layers"] = 2
+    run.config.write_text(dump_yaml(config))
+    with pytest.raises(CheckpointError, match=r"is of another model: .*h\.1\.") as raised:
+        generate(str(run.root), WISH)
+    assert str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("wish", "says"),
+    [
+        ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"max_tokens": -1}, "tokens is -1"),
+    ],
+)
+def test_a_wish_that_cannot_be_met_is_refused(
+    run: RunPaths, capsys: pytest.CaptureFixture[str], wish: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        written(run, capsys, **wish)
+
+
+@pytest.fixture
+def labelled(tmp_path: Path) -> RunPaths:
+    """A run of a SimpleNN."""
+    settings = local_settings(
+        f"runs_dir={tmp_path / 'runs'}", "num_epochs=1", "batch_size=500", "threads=1", workers=1
+    )
+    train_alone(settings, "labelled")
+    return RunPaths(tmp_path / "runs" / "labelled")
+
+
+def test_a_run_of_labels_has_nothing_to_say(labelled: RunPaths, tmp_path: Path) -> None:
+    says = "run labelled trained a SimpleNN, which is no language model"
+    with pytest.raises(ConfigError, match=says):
+        generate(str(labelled.root), WISH)
+    with pytest.raises(ConfigError, match=says):
+        export_model(str(labelled.root), tmp_path / "out", best=False, transformers=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_line_passes_every_wish_on(
+    run: RunPaths, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = written(run, capsys, prompt="a dog", max_tokens=9, temperature=0.5, top_k=3, seed=7)
+    monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(run.root.parent))
+    wishes = ("--prompt", "a dog", "--max-tokens", "9", "--temperature", "0.5", "--top-k", "3")
+    assert main(["generate", "mine", *wishes, "--seed", "7"]) == 0
+    assert capsys.readouterr().out == expected
+
+
+# Elsewhere
+
+
+def test_transformers_reads_what_is_exported_and_computes_the_same(
+    run: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "exported"
+    assert export_model(str(run.root), folder, best=False, transformers=True) == 0
+    assert f"-> {folder}" in capsys.readouterr().out
+    theirs = GPT2LMHeadModel.from_pretrained(str(folder))
+    theirs.eval()  # type: ignore[no-untyped-call]
+    checkpoint = store_of(run).newest_good()
+    assert checkpoint is not None
+    ours = gpt_of(run, checkpoint)
+    tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_exported_can_be_trained_on(run: RunPaths, tmp_path: Path) -> None:
+    folder = tmp_path / "exported"
+    export_model(str(run.root), folder, best=True, transformers=True)
+    text = write_text(tmp_path / "text.txt")
+    settings = tiny_settings(text, None, f"model.pretrained={folder}")
+    bench = build(settings.train, 1, settings.node.dataset, torch.device("cpu"))
+    expected = load_file(run.checkpoints / "best" / "model.safetensors")
+    parameters = dict(bench.replica.model.named_parameters())
+    assert parameters.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(parameters[name], tensor), name
+    assert bench.evaluate().loss == pytest.approx(
+        store_of(run).best().state.val_loss,  # type: ignore[union-attr]
+        rel=1e-5,
+    )
+
+
+def test_a_model_of_other_sizes_is_not_gone_on_from(run: RunPaths, tmp_path: Path) -> None:
+    folder = tmp_path / "exported"
+    export_model(str(run.root), folder, best=False, transformers=True)
+    text = write_text(tmp_path / "text.txt")
+    settings = tiny_settings(text, None, f"model.pretrained={folder}", "model.num_layers=2")
+    with pytest.raises(ConfigError, match="num_layers"):
+        build(settings.train, 1, settings.node.dataset, torch.device("cpu"))
+
+
+# Going on
+
+
+def stopped(context: ServerContext) -> Summary:
+    """Seven steps, and then a signal."""
+    asked = iter(range(7))
+
+    def check() -> None:
+        if next(asked, None) is None:
+            raise Interrupted(signal.SIGTERM, is_orderly=True)
+
+    return single.train(replace(context, check_stop=check))
+
+
+@pytest.fixture
+def half(tmp_path: Path) -> RunPaths:
+    """A run of a seed of its own that was stopped after seven steps; and beside it, `whole`."""
+    text = write_text(tmp_path / "text.txt")
+    extra = ("seed=7", "model.dropout=0.2")
+    settings = tiny_settings(text, tmp_path / "runs", *extra, algorithm="single")
+    train_alone(settings, "whole")
+    with pytest.raises(Interrupted):
+        train_alone(settings, "half", body=stopped)
+    return RunPaths(tmp_path / "runs" / "half")
+
+
+def weights_of(paths: RunPaths) -> dict[str, torch.Tensor]:
+    return load_file(paths.checkpoints / "latest" / "model.safetensors")
+
+
+@pytest.mark.usefixtures("as_a_process")
+def test_a_single_run_goes_on_as_it_was(half: RunPaths) -> None:
+    assert resume(str(half.root), None, [], dry_run=False) == 0
+    whole = RunPaths(half.root.parent / "whole")
+    ours, expected = weights_of(half), weights_of(whole)
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+    assert read_summary(half.summary).final == read_summary(whole.summary).final
+
+
+def test_a_single_run_has_no_workers(half: RunPaths) -> None:
+    with pytest.raises(ConfigError, match="run half trains in one process and has none"):
+        resume(str(half.root), 2, [], dry_run=False)
+
+
+@pytest.mark.usefixtures("as_a_process")
+def test_the_command_that_would_go_on_does(
+    half: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert resume(str(half.root), None, ["training.eval_steps=3"], dry_run=True) == 0
+    program, *arguments = shlex.split(capsys.readouterr().out)
+    assert program == "smolcluster"
+    assert not half.summary.exists()
+    assert main(arguments) == 0
+    whole = RunPaths(half.root.parent / "whole")
+    assert read_summary(half.summary).steps == read_summary(whole.summary).steps
+    ours, expected = weights_of(half), weights_of(whole)
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def test_a_run_is_found_by_its_folder(half: RunPaths) -> None:
+    assert find(str(half.root)).run_id == "half"

@@ -1,0 +1,192 @@
+"""Language models at the command line: `train.py` as documented, `train --resume`, `generate`."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from smolcluster.algorithms import keepsakes
+from smolcluster.cli import main
+from smolcluster.configs.resolve import load_resolved
+from smolcluster.runs.paths import find_run
+from smolcluster.runs.summary import read_summary
+from smolcluster.utils.stopping import SIGNALS
+from texts import TINY, write_text
+
+TRAIN_PY = Path(__file__).resolve().parents[2] / "src" / "smolcluster" / "train.py"
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No network and no settings of others; what a process changes for good is put back."""
+    for name in [name for name in os.environ if name.startswith(("SMOLCLUSTER_", "HF_"))]:
+        monkeypatch.delenv(name)
+    for name, value in {
+        "SMOLCLUSTER_RUNS_DIR": str(tmp_path / "runs"),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "HF_HOME": str(tmp_path / "hub"),
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
+    }.items():
+        monkeypatch.setenv(name, value)
+    handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    interval, hook = sys.getswitchinterval(), threading.excepthook
+    yield
+    sys.setswitchinterval(interval)
+    threading.excepthook = hook
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The options of `train` for a tiny GPT on a tiny text."""
+    monkeypatch.setattr(keepsakes, "draw_curves", lambda _paths: None)
+    text = write_text(tmp_path / "text.txt", 150)
+    return ["--config", "stdlib", "--override", *TINY, f"data.root={text}"]
+
+
+def train_py(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`python src/smolcluster/train.py` as a person types it."""
+    return subprocess.run(
+        [sys.executable, str(TRAIN_PY), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def only_error(err: str) -> str:
+    """The one line that says what is wrong."""
+    assert "Traceback" not in err
+    [line] = [line for line in err.splitlines() if "ERROR" in line or line.startswith("error:")]
+    return line
+
+
+# train.py
+
+
+def test_without_a_network_train_py_says_what_works_without() -> None:
+    done = train_py()
+    assert done.returncode == 1
+    assert done.stdout == ""
+    line = only_error(done.stderr)
+    assert "openai-community/gpt2" in line, "it is the documented GPT that is trained"
+    assert "HF_HUB_OFFLINE is set" in line
+    assert "stdlib" in line
+
+
+def test_train_py_takes_the_documented_options_and_prints_what_any_console_can_show(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A young model writes bytes that are no text, which become U+FFFD: ASCII has none."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = train_py(*tiny, "training.batch_size=8", "training.epochs=2")
+    assert done.returncode == 0, done.stderr
+    run = find_run(tmp_path / "runs")
+    train = load_resolved(run.config).train
+    assert (train.batch_size, train.num_epochs, train.dataset.name) == (8, 2, "text")
+    assert "validation perplexity" in done.stdout
+    assert "tokens/s" in done.stdout
+    assert "a sample of what the model writes" in done.stdout
+    assert "\N{REPLACEMENT CHARACTER}" in run.sample.read_text()
+    assert "\x1b" not in done.stdout, "what it writes may not move the cursor"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("training.epochs=0", "--override: training.epochs is 0, must be a whole number above 0"),
+        ("training.epoch=1", "--override: training.epoch is not a setting; did you mean"),
+        ("model.hidden=3", "--override: model.hidden is not a setting of a GPT"),
+        ("data.name=stdlibs", "dataset.name is 'stdlibs', allowed: "),
+        ("model.num_heads=3", "--override: model.num_heads is 3, must divide model.model_dim, 16"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(
+    tiny: list[str], capsys: pytest.CaptureFixture[str], wrong: str, says: str
+) -> None:
+    assert main(["train", *tiny, wrong]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert says in only_error(captured.err)
+
+
+def test_a_text_that_may_not_be_fetched_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(host: str, *args: object, **kwargs: object) -> NoReturn:
+        raise AssertionError(f"{host} was looked up")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    overrides = ("data.download=false", "data.tokenizer=bytes")
+    assert main(["train", "--config", "gpt", "--override", *overrides]) == 1
+    line = only_error(capsys.readouterr().err)
+    assert "Salesforce/wikitext was not fetched before" in line
+    assert "dataset.download is false" in line
+    assert "data.name=stdlib data.tokenizer=bytes" in line
+
+
+# train --resume
+
+
+def test_a_run_goes_on_at_the_command_line(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--run-id", "mine", *tiny]) == 0
+    run = find_run(tmp_path / "runs", "mine")
+    steps = read_summary(run.summary).steps
+    capsys.readouterr()
+    assert main(["train", "--resume", "mine", *tiny]) == 1
+    error = only_error(capsys.readouterr().err)
+    assert "run mine has ended; to train on, raise num_epochs above 1" in error
+    assert main(["train", "--resume", "latest", *tiny, "training.epochs=2"]) == 0
+    assert read_summary(run.summary).steps == 2 * steps
+    assert main(["resume", "mine", "--override", "training.epochs=3"]) == 0
+    assert read_summary(run.summary).steps == 3 * steps
+
+
+def test_auto_begins_what_is_not_there_yet(tiny: list[str], tmp_path: Path) -> None:
+    assert main(["train", "--resume", "auto", "--run-id", "mine", *tiny]) == 0
+    assert read_summary(find_run(tmp_path / "runs", "mine").summary).run_id == "mine"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--resume", "nowhere"], "no run 'nowhere' under"),
+        (["--resume", "one", "--run-id", "two"], "--resume is 'one' and --run-id 'two'"),
+    ],
+)
+def test_a_run_that_is_not_there_does_not_go_on(
+    tiny: list[str], capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert main(["train", *arguments, *tiny]) == 2
+    assert says in only_error(capsys.readouterr().err)
+
+
+# generate
+
+
+def test_a_trained_model_writes(tiny: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *tiny]) == 0
+    capfd.readouterr()
+    assert main(["generate", "--prompt", "the ", "--max-tokens", "20"]) == 0
+    captured = capfd.readouterr()
+    assert captured.out.startswith("the ")
+    assert captured.err == ""
+
+
+def test_generate_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "nowhere"]) == 2
+    assert "no run 'nowhere' under" in only_error(capsys.readouterr().err)
+    assert main(["generate", "--top-k", "some"]) == 2
+    assert "Invalid value for '--top-k'" in only_error(capsys.readouterr().err)
