@@ -216,6 +216,8 @@ def memory(text: list[str]) -> list[list[str]]:
     """Peak memory of a worker after some steps, beside that of one process after as many."""
     wide = ["model.model_dim=256", "model.num_layers=6", "model.num_heads=4", "model.ff_dim=1024"]
     overrides = [*text, *wide, *QUIET, "num_epochs=50", "batch_size=4", "model.max_seq_len=64"]
+    settings = load_settings("edp", "stdlib", None, overrides, environ={})
+    build(settings.train, 0, settings.node.dataset, torch.device("cpu"))  # nobody else tokenizes
     peaks, parameters = {}, 0
     for name, arguments in commands(overrides).items():
         with TemporaryDirectory() as folder:

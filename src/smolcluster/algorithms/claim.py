@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import AlgorithmName
+from smolcluster.configs.schema import AlgorithmName, TrainConfig
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.runs.events import first_start
 from smolcluster.runs.lock import RunLock
@@ -90,7 +90,7 @@ def _checkpoint(
                 "choose another --run-id"
             )
         return None
-    check_unfinished(paths, settings.train.num_epochs)
+    check_unfinished(paths, settings.train)
     checkpoint = store.newest_good()
     if checkpoint is None and store.count():
         raise CheckpointError(
@@ -122,17 +122,25 @@ def _check_algorithm(paths: RunPaths, algorithm: AlgorithmName) -> None:
         )
 
 
-def check_unfinished(paths: RunPaths, num_epochs: int) -> None:
-    """A run that has ended may only go on with more epochs.
+def check_unfinished(paths: RunPaths, train: TrainConfig) -> None:
+    """A run that has ended may only go on with more epochs, or more patience.
 
     Raises:
-        CheckpointError: it has ended, and `num_epochs` is not more than it had.
+        CheckpointError: it has ended, and `train` does not ask for more than it had.
         DataError: its summary cannot be read.
     """
     if not paths.summary.is_file():
         return
-    ended_with = read_summary(paths.summary).epochs
-    if ended_with >= num_epochs:
+    summary = read_summary(paths.summary)
+    in_vain, ended_with = summary.evaluations_in_vain, summary.epochs
+    if in_vain is not None:
+        if train.patience is not None and train.patience <= in_vain:
+            raise CheckpointError(
+                f"run {paths.run_id} has ended because its validation loss fell no more; to train on, raise "
+                f"patience above {in_vain} or set it to null"
+            )
+        return
+    if ended_with >= train.num_epochs:
         raise CheckpointError(
             f"run {paths.run_id} has ended; to train on, raise num_epochs above {ended_with}"
         )

@@ -228,4 +228,7 @@ def _check_batch_fits(batch_size: int, sample_nbytes: int, bucket_bytes: int) ->
     """No payload may be larger than a bucket."""
     if sample_nbytes * batch_size > bucket_bytes:
         most = bucket_bytes // sample_nbytes
-        raise ConfigError(f"a batch of {batch_size} samples is too large, must be at most {most}")
+        raise ConfigError(
+            f"a batch of {batch_size} samples is too large, must be at most {most}, whose indices (with "
+            "dataset.source=server also tokens) fit in a bucket; lower batch_size or global_batch_size"
+        )

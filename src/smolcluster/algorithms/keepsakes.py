@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from smolcluster.configs.schema import DatasetConfig
 from smolcluster.data.tokenizer import load_tokenizer
 from smolcluster.errors import SmolclusterError
 from smolcluster.models.gpt import GPT
@@ -20,14 +21,14 @@ TEMPERATURE, TOP_K = 0.8, 40
 
 
 def leave_keepsakes(
-    paths: RunPaths, bench: Workbench, tokenizer_name: str, log: logging.Logger
+    paths: RunPaths, bench: Workbench, dataset: DatasetConfig, log: logging.Logger
 ) -> None:
     """Draw the curves and write a sample; what cannot be had is a warning, for the run is over."""
     with _or_a_warning(log):
         draw_curves(paths)
     if isinstance(bench.replica.model, GPT):
         with _or_a_warning(log):
-            write_whole(paths.sample, sample_text(bench, tokenizer_name) + "\n")
+            write_whole(paths.sample, sample_text(bench, dataset) + "\n")
 
 
 @contextmanager
@@ -36,15 +37,18 @@ def _or_a_warning(log: logging.Logger) -> Iterator[None]:
         yield
     except SmolclusterError as error:
         log.warning("%s", error)
+    except Exception as error:  # the run has ended well, whatever becomes of this
+        log.warning("the run's picture or sample could not be made: %r", error, exc_info=error)
 
 
-def sample_text(bench: Workbench, tokenizer_name: str) -> str:
+def sample_text(bench: Workbench, dataset: DatasetConfig) -> str:
     """Text that the model writes when it is given nothing but the beginning of a document.
 
     Raises:
         DataError: the tokenizer cannot be had.
     """
-    model, tokenizer = bench.replica.model, load_tokenizer(tokenizer_name)
+    model = bench.replica.model
+    tokenizer = load_tokenizer(dataset.tokenizer, download=dataset.download)
     assert isinstance(model, GPT)  # noqa: S101 - the caller has looked
     tokens = sample(
         model,

@@ -15,7 +15,7 @@ from smolcluster.algorithms.context import ServerContext, check_resumable
 from smolcluster.algorithms.keepsakes import leave_keepsakes
 from smolcluster.algorithms.records import open_records, open_run
 from smolcluster.configs.resolve import Settings, load_resolved
-from smolcluster.configs.schema import AlgorithmName, RunConfig
+from smolcluster.configs.schema import AlgorithmName, GPTConfig, RunConfig
 from smolcluster.errors import CheckpointError, SmolclusterError
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.terminal import SteadyConsole, shown_text, steady
@@ -62,7 +62,7 @@ def own_run(
     settings, algorithm = owner.settings, owner.algorithm
     with claim_run(settings, algorithm, run_id, resume, log.logger) as claimed:
         paths, run = claimed.paths, settings.run_config(claimed.paths.run_id, algorithm)
-        bench = _build(settings, log.logger)
+        bench = _build(settings, log.logger, begins=claimed.checkpoint is None)
         if claimed.checkpoint is not None:
             check_resumable(claimed.checkpoint.state, run, bench)
             _tell_changes(paths, run, log.logger)
@@ -90,7 +90,7 @@ def own_run(
             with stop.collecting():
                 summary = body(context)
         _conclude(paths, summary, output)
-        leave_keepsakes(paths, bench, run.train.dataset.tokenizer, log.logger)
+        leave_keepsakes(paths, bench, settings.train.dataset.at(settings.node.dataset), log.logger)
         if output and paths.sample.is_file():
             with steady(output):
                 output.print(shown_text(output, sample_shown(paths)))
@@ -137,11 +137,16 @@ def _conclude(paths: RunPaths, summary: Summary, output: Console | None) -> None
                 output.print(table(summary))
 
 
-def _build(settings: Settings, log: logging.Logger) -> Workbench:
+def _build(settings: Settings, log: logging.Logger, *, begins: bool) -> Workbench:
+    """Build what is trained; `begins`: with the weights that the model's configuration names."""
     use_threads(settings.node.threads)
     device = pick_device(settings.node.device)
+    train = settings.train
+    if isinstance(train.model, GPTConfig) and not begins:
+        model = train.model.model_copy(update={"pretrained": None})
+        train = train.model_copy(update={"model": model})
     return build(
-        settings.train,
+        train,
         settings.cluster.seed,
         settings.node.dataset,
         device,

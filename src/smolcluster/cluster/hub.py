@@ -189,7 +189,8 @@ class Hub:
 
     def _check_quorum(self) -> None:
         present = len(self.workers)
-        if present and self.started:
+        is_preparing = present < len(self._seats)
+        if (present and self.started) or is_preparing:
             self._alone_since = time.monotonic()
         waited_s = time.monotonic() - self._alone_since
         decision = quorum(present, self._cluster, started=self.started, waited_s=waited_s)
@@ -262,7 +263,8 @@ class Hub:
             return "dataset", (
                 f"this worker's dataset differs from the server's (fingerprint "
                 f"{ready.dataset_fingerprint[:12]}, "
-                f"server {self._fingerprints.dataset[:12]}); copy the server's files to its dataset.root"
+                f"server {self._fingerprints.dataset[:12]}); copy the server's files to its dataset.root; "
+                "for text, see that tokenizer and Python are the server's, or set dataset.source=server there"
             )
         if ready.model_fingerprint != self._fingerprints.model:
             return "model", (

@@ -288,7 +288,8 @@ def _same_server(before: Welcome, now: Welcome) -> bool:
 
 def _same_bench(before: Welcome, now: Welcome) -> bool:
     """Whether dataset and model would be built just as they were."""
-    return (before.run, before.bucket_bytes) == (now.run, now.bucket_bytes)
+    built_from = (before.run, before.bucket_bytes, before.data)
+    return built_from == (now.run, now.bucket_bytes, now.data)
 
 
 def measure_speed(bench: Workbench, batch_size: int) -> float:

@@ -144,7 +144,8 @@ class Report:
         self._earlier_bytes = (0, 0)
         self.version = 0
         self.evaluated_version = 0
-        self.evaluated_loss: float | None = None
+        self._evaluation: Evaluation | None = None
+        """Of the weights of `evaluated_version`."""
         self._lowest_val_loss: float | None = None
         self._num_worse = 0
         """Evaluations in a row that did not lower it."""
@@ -247,9 +248,9 @@ class Report:
 
     def evaluated(self, version: int, epoch: int, evaluation: Evaluation) -> None:
         """The weights of `version` have been evaluated."""
-        if version != self.evaluated_version and not self._is_out_of_patience:
+        if not self._is_out_of_patience:
             self._compare(evaluation.loss)
-        self.evaluated_version, self.evaluated_loss = version, evaluation.loss
+        self.evaluated_version, self._evaluation = version, evaluation
         self._metrics.log(MetricRecord("eval", version, epoch, evaluation.values))
         self._events.write(Evaluated(epoch=epoch, step=version, **evaluation.values))
         self._log.info("epoch %d, step %d: %s", epoch + 1, version, evaluation)
@@ -291,16 +292,18 @@ class Report:
         self._events.tick()
 
     def summary(self) -> Summary:
-        """Evaluate the final weights and sum up the run."""
-        epochs = self._run.train.num_epochs
-        final = self._bench.evaluate()
-        self.evaluated(self.version, self._epoch, final)
+        """Evaluate the final weights, if they are not yet, and sum up the run."""
+        final = self._evaluation
+        if final is None or self.evaluated_version != self.version:
+            final = self._bench.evaluate()
+            self.evaluated(self.version, self._epoch, final)
         sent, received = self._traffic
         return Summary(
             algorithm=self._run.algorithm,
             run_id=self._run.run_id,
             wall_s=self._wall_s,
-            epochs=epochs,
+            epochs=self._run.train.num_epochs if self.is_complete else self._epoch + 1,
+            evaluations_in_vain=None if self.is_complete else self._num_worse,
             steps=self.version,
             train_samples=self._epoch_size,
             samples_applied=self.samples_applied,
@@ -370,6 +373,16 @@ class Report:
             train_loss=self._train_loss,
             progress={**progress, COUNTS: counts.model_dump(mode="json")},
         )
+
+    def with_evaluation(self, state: TrainingState) -> TrainingState:
+        """The same standing, with what has become known of its weights since, if anything has."""
+        if self._evaluation is None or self.evaluated_version != state.step:
+            return state
+        counts = state.progress[COUNTS]
+        assert isinstance(counts, dict)  # noqa: S101 - `standing` has put it there
+        counts = counts | {"lowest_val_loss": self._lowest_val_loss, "num_worse": self._num_worse}
+        known = {"val_loss": self._evaluation.loss, "progress": state.progress | {COUNTS: counts}}
+        return state.model_copy(update=known)
 
     @property
     def is_complete(self) -> bool:

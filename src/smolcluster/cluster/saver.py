@@ -137,10 +137,8 @@ class Saver:
         copied, self._copied = self._copied, None
         if copied is None or self._writer is None:
             return
-        if self._report.evaluated_version == copied.state.step:
-            known = {"val_loss": self._report.evaluated_loss}
-            copied = replace(copied, state=copied.state.model_copy(update=known))
-        self._writer.submit(copied)
+        state = self._report.with_evaluation(copied.state)
+        self._writer.submit(replace(copied, state=state))
 
 
 def _copy(

@@ -66,9 +66,9 @@ def entries(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def flat_values(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """A key of either shape and its value, as keys of the flat shape."""
+    """A key of either shape and its value, as keys of the flat shape. A largest norm switches clipping on."""
     flat = flat_path(path)
-    if flat != CLIP_NORM or path == flat:
+    if flat != CLIP_NORM or (path == flat and value is None):
         yield flat, value
         return
     yield CLIP_ENABLED, value is not None
@@ -99,7 +99,8 @@ def flatten(
                 words[path] = written
                 _put(flat, path, copy.deepcopy(item))
     for path, item in _DEFAULTS.items():
-        _put(flat, path, item, only_if_missing=True)
+        if path != CLIP_ENABLED or CLIP_ENABLED[0] not in flat:
+            _put(flat, path, item, only_if_missing=True)
     return flat, words
 
 

@@ -36,11 +36,22 @@ from smolcluster.utils.words import nearest
 
 
 def _expand_user(path: Path) -> Path:
-    """`~/data` -> the data folder in this user's home."""
+    """`~/data` -> the data folder in this user's home; a relative path counts from where we are now."""
     try:
-        return path.expanduser()
+        return path.expanduser().absolute()
     except RuntimeError:
         raise ValueError("must not begin with the home folder of an unknown user") from None
+
+
+def _absolute_if_there(tokenizer: str) -> str:
+    """A path to a tokenizer that is here, so that it is found from elsewhere too; a name as it is."""
+    if tokenizer == BYTES:
+        return tokenizer
+    try:
+        path = Path(tokenizer).expanduser()
+        return str(path.absolute()) if path.exists() else tokenizer
+    except (RuntimeError, OSError):
+        return tokenizer
 
 
 def _below_one(rate: float) -> float:
@@ -73,6 +84,8 @@ UpdateRule = Literal["gradient", "mixing"]
 Precision = Literal["fp32", "bf16"]
 
 DEFAULT_MIXING_RATE = 0.6
+BYTES = "bytes"
+"""The tokenizer that needs no files."""
 SHORT_SEQUENCE, SHORT_BATCH, LONG_BATCH = 128, 32, 16
 NUM_EPOCHS = MappingProxyType({"wikitext": 30, "snli": 20})
 DEFAULT_NUM_EPOCHS = 10
@@ -104,8 +117,8 @@ class DatasetConfig(DatasetPlace):
         description="A registered dataset: digits or MNIST; of text stdlib, text, wikitext, snli or "
         "huggingface."
     )
-    tokenizer: str = Field(
-        "bytes",
+    tokenizer: Annotated[str, AfterValidator(_absolute_if_there)] = Field(
+        BYTES,
         min_length=1,
         description="Of text: bytes, the name of a transformers tokenizer, or a path to one.",
     )
@@ -150,7 +163,7 @@ class NodeConfig(Section):
     microbatch: PositiveInt | None = Field(
         None,
         description="Samples computed at once; null: the whole batch. Less takes less memory and "
-        "gives the same result.",
+        "gives the same result without dropout.",
     )
     dataset: DatasetPlace = DatasetPlace()
     secret_file: LocalPath | None = Field(
@@ -373,11 +386,11 @@ class TrainConfig(Section):
 
     batch_size: AutoInt = Field(
         32,
-        description="Samples that a worker computes at once; null: 32 for sequences of up to 128 tokens, "
-        "16 for longer ones.",
+        description="Samples a worker's step; null: 32 for sequences of up to 128 tokens, else 16.",
     )
     gradient_accumulation: PositiveInt = Field(
-        1, description="So many times batch_size samples make a worker's step."
+        1,
+        description="So many times batch_size samples make a worker's step, batch_size computed at once.",
     )
     global_batch_size: PositiveInt | None = Field(
         None,

@@ -28,7 +28,7 @@ from smolcluster.utils.units import format_bytes
 MANY_DOCUMENTS = 20
 VALIDATION_SHARE_OF_MANY = 0.05
 VALIDATION_SHARE_OF_FEW = 0.1
-STDLIB_NBYTES = 3_200_000
+STDLIB_NBYTES = 4_200_000
 STDLIB_VALIDATION_NBYTES = 200_000
 STDLIB_LEAST_NBYTES = 1_000_000
 SPLITTING = 1
@@ -89,7 +89,7 @@ def load_corpus(config: DatasetConfig, length: int, log: logging.Logger) -> Data
 def load_stdlib(config: DatasetConfig, length: int, log: logging.Logger) -> Dataset:
     """Load the source of top-level modules of this interpreter's standard library.
 
-    About 3 MB of them, drawn by their names: what a small GPT on two cores reads in minutes.
+    At most `STDLIB_NBYTES` of them, drawn by their names: what a small GPT on two cores reads in minutes.
 
     Args:
         config: the tokenizer and the cache.

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from smolcluster.errors import DataError
 
+NO_TERM = -100
+"""The target that is no loss term; `cross_entropy` leaves it out unless told otherwise."""
 Measure = Literal["accuracy", "perplexity"]
 
 

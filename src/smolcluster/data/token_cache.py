@@ -340,7 +340,7 @@ class _SplitWriter:
     def flush(self) -> None:
         """Encode and write what waits; None in it is the end of a document."""
         pieces = [piece for piece in self._waiting if piece is not None]
-        encoded = iter(self._tokenizer.encode_batch(pieces))
+        encoded = iter(self._tokenizer.encode_batch(pieces) if pieces else ())
         end = np.array([self._tokenizer.end_of_text])
         parts = [end if piece is None else next(encoded) for piece in self._waiting]
         self._waiting, self._waiting_chars = [], 0

@@ -13,13 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from smolcluster.configs.schema import DatasetConfig
-from smolcluster.data.dataset import Dataset, check_indices
+from smolcluster.data.dataset import NO_TERM, Dataset, check_indices
 from smolcluster.data.token_cache import ROLES, Source, Stream, Tokens, open_tokens
 from smolcluster.data.tokenizer import load_tokenizer, tokenizer_identity
 from smolcluster.errors import DataError
 
-NO_TERM = -100
-"""A target that is no loss term."""
 _CPU = torch.device("cpu")
 
 

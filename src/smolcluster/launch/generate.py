@@ -7,7 +7,7 @@ import torch
 
 from smolcluster.configs.resolve import load_resolved
 from smolcluster.data.tokenizer import Tokenizer, load_tokenizer
-from smolcluster.errors import CheckpointError
+from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.launch.saved import find, gpt_of, store_of
 from smolcluster.models.gpt import GPT
 from smolcluster.models.sampling import sample
@@ -39,6 +39,10 @@ def generate(run: str, wish: Wish) -> int:
         raise CheckpointError(f"run {paths.run_id} has no good checkpoint in {paths.checkpoints}")
     model = gpt_of(paths, checkpoint)
     tokenizer = _tokenizer_of(paths, model)
+    try:
+        wish.prompt.encode()
+    except UnicodeEncodeError:
+        raise ConfigError("--prompt is not text in this terminal's encoding") from None
     tokens = [tokenizer.end_of_text, *tokenizer.encode_batch([wish.prompt])[0].tolist()]
     written = sample(
         model,
@@ -55,8 +59,9 @@ def generate(run: str, wish: Wish) -> int:
 
 
 def _tokenizer_of(paths: RunPaths, model: GPT) -> Tokenizer:
-    name = load_resolved(paths.config).train.dataset.tokenizer
-    tokenizer, vocab_size = load_tokenizer(name), model.wte.num_embeddings
+    settings = load_resolved(paths.config)
+    name, vocab_size = settings.train.dataset.tokenizer, model.wte.num_embeddings
+    tokenizer = load_tokenizer(name, download=settings.node.dataset.download)
     if tokenizer.vocab_size != vocab_size:
         raise CheckpointError(
             f"run {paths.run_id} was trained with {vocab_size} tokens, the tokenizer {name} has "

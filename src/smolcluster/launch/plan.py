@@ -16,6 +16,9 @@ from smolcluster.utils.units import format_address
 
 Role = Literal["server", "worker"]
 
+PATIENCE = "start_timeout_s=86400"
+"""The server may tokenize for long before it listens; if it ends, the launcher stops the workers."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -132,7 +135,7 @@ def plan_local(
                 *(python, str(request.algorithm.worker), str(rank + 1), node, *local),
                 *("--server", format_address(cluster.host_ip[node], cluster.port)),
                 *config,
-                *overrides((*place, *node_overrides(request.overrides)), node),
+                *overrides((PATIENCE, *place, *node_overrides(request.overrides)), node),
             ),
         )
         for rank, node in enumerate(cluster.workers)

@@ -163,7 +163,7 @@ def resume(run: str, num_workers: int | None, overrides: Sequence[str], *, dry_r
         overrides=(*_kept(settings, paths, algorithm.name), *overrides),
         num_workers=num_workers,
     )
-    check_unfinished(paths, settings_of(request, local=True).train.num_epochs)
+    check_unfinished(paths, settings_of(request, local=True).train)
     return launch_local(request, paths.run_id, dry_run=dry_run, resume=True)
 
 
@@ -202,7 +202,8 @@ def _kept(settings: Settings, paths: RunPaths, algorithm: str) -> Iterator[str]:
     everybodys = {"runs_dir": paths.root.parent, "secret_file": node.secret_file}
     yield from _assignments(node.model_copy(update=everybodys), only=("runs_dir", "secret_file"))
     yield from _assignments(node.dataset, "dataset.")
-    yield from _assignments(node, f"nodes.{server}.", only=("device", "microbatch"))
+    own = ("device", "microbatch", *(["threads"] if algorithm == SINGLE else []))
+    yield from _assignments(node, f"nodes.{server}.", only=own)
     if algorithm == "syncps":  # it must not change with the number of workers
         yield f"global_batch_size={settings.global_batch_size}"
 

@@ -56,13 +56,15 @@ class WorkerShare(_Part):
 class Summary(_Part):
     """The run in numbers; `train_samples` is an epoch's, all others are the whole run's.
 
-    `tokens_per_sample` is null where a sample is no text.
+    `tokens_per_sample` is null where a sample is no text. `evaluations_in_vain`: of a run that `patience`
+    has ended, how many in a row had not lowered the validation loss.
     """
 
     algorithm: str
     run_id: str
     wall_s: NonNegativeFloat
     epochs: NonNegativeInt
+    evaluations_in_vain: NonNegativeInt | None = None
     steps: NonNegativeInt
     train_samples: NonNegativeInt
     samples_applied: NonNegativeInt

@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 from smolcluster.configs.schema import Precision
-from smolcluster.data.dataset import Measure, Samples
+from smolcluster.data.dataset import NO_TERM, Measure, Samples
 from smolcluster.errors import NonFiniteLoss
-from smolcluster.training.loss import NO_TERM, computing_in, loss_sum
+from smolcluster.training.loss import computing_in, loss_sum
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 
 BATCH_SIZE = 1024

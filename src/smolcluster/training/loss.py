@@ -9,9 +9,6 @@ from torch.nn import functional
 
 from smolcluster.configs.schema import Precision
 
-NO_TERM = -100
-"""The target that is no loss term; `cross_entropy` leaves it out unless told otherwise."""
-
 
 @runtime_checkable
 class ComputesLoss(Protocol):

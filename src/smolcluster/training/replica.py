@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from smolcluster.configs.schema import Precision
+from smolcluster.data.dataset import NO_TERM
 from smolcluster.errors import ConfigError, NonFiniteLoss
-from smolcluster.training.loss import NO_TERM, computing_in, loss_sum
+from smolcluster.training.loss import computing_in, loss_sum
 from smolcluster.training.optimizer import FlatOptimizer
 
 DEFAULT_BUCKET_BYTES = 1 << 20
@@ -104,7 +105,7 @@ class Replica:
             targets: class indices, (batch,), or (batch, seq) for logits of (batch, seq, classes);
                 -100 marks what is no loss term.
             microbatch: samples, 1 or more, that go through the model at once, for less memory; the
-                result is the same up to rounding. None means all.
+                result is the same up to rounding, without dropout. None means all.
 
         Raises:
             NonFiniteLoss: the loss or the gradient is NaN or infinite; the message names the layer.
@@ -284,7 +285,9 @@ class Replica:
     def _origin_of_loss(self, inputs: Tensor) -> str:
         if inputs.is_floating_point() and (value := _first_non_finite(inputs)) is not None:
             return f"because the batch's inputs hold {value}: check the dataset"
-        if (found := _first_bad_output(self.model, inputs)) is not None:
+        with computing_in(self.precision, self.device):
+            found = _first_bad_output(self.model, inputs)
+        if found is not None:
             return f"at layer {found[0]}, whose output holds {found[1]}"
         for name, place in self.layers:
             if (value := _first_non_finite(self.params[place])) is not None:

@@ -14,7 +14,7 @@ from smolcluster.configs.schema import (
     Precision,
     TrainConfig,
 )
-from smolcluster.data.dataset import Dataset
+from smolcluster.data.dataset import NO_TERM, Dataset
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.data.tokens import TokenBlocks
 from smolcluster.errors import NonFiniteLoss
@@ -23,7 +23,6 @@ from smolcluster.training.build import Workbench, build, most_at_once
 from smolcluster.training.clipping import clip_gradient
 from smolcluster.training.evaluate import evaluate
 from smolcluster.training.loop import training_steps
-from smolcluster.training.loss import NO_TERM
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedule import learning_rate
 
