@@ -57,14 +57,8 @@ def test_a_local_worker_gets_its_place_and_only_what_belongs_to_a_machine() -> N
     assert plan.workers[1].argv == (
         *("/usr/bin/python", str(get_algorithm("edp").worker), "2", "macbook", "--local"),
         *("--server", "127.0.0.1:6000", "--config", "edp"),
-        *(
-            "--override",
-            "device=cpu",
-            "--override",
-            "dataset.root=/data",
-            "--override",
-            "threads=1",
-        ),
+        *("--override", "start_timeout_s=86400", "--override", "device=cpu"),
+        *("--override", "dataset.root=/data", "--override", "threads=1"),
     )
 
 
