@@ -1,6 +1,7 @@
 """A language model in one process as a run: what it leaves, how it goes on after a crash, when it stops."""
 
 import io
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from smolcluster.algorithms import keepsakes, single
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.configs.resolve import load_resolved
 from smolcluster.errors import CheckpointError, ConfigError
+from smolcluster.launch.saved import gpt_config
+from smolcluster.models.gpt2_weights import write_gpt2
 from smolcluster.observability.curves import draw_curves
 from smolcluster.observability.logs import setup_logging
 from smolcluster.observability.sinks.jsonl import read_metrics
@@ -282,6 +285,29 @@ def test_a_run_that_gets_better_is_not_ended(tmp_path: Path) -> None:
 def test_without_patience_a_run_goes_on_to_its_end(tmp_path: Path) -> None:
     run = Run(tmp_path, "mine", *FROZEN, "training.eval_steps=2")
     summary = run.train()
+    assert summary.samples_applied == summary.train_samples
+
+
+def test_a_run_that_ran_out_of_patience_goes_on_with_more_of_it(tmp_path: Path) -> None:
+    run = Run(tmp_path, "mine", *FROZEN, "training.patience=2", "training.eval_steps=3")
+    assert run.train().evaluations_in_vain == 2
+    for change in ("training.patience=2", "training.epochs=9"):
+        with pytest.raises(CheckpointError, match="raise patience above 2 or set it to null"):
+            run.train(change, resume="mine")
+    assert run.train("training.patience=4", resume="mine").steps == 15
+    summary = run.train("training.patience=null", resume="mine")
+    assert (summary.samples_applied, summary.evaluations_in_vain) == (summary.train_samples, None)
+
+
+def test_weights_that_a_run_began_with_are_not_asked_for_again(tmp_path: Path) -> None:
+    begin = Run(tmp_path, "begin")
+    begin.train()
+    folder = tmp_path / "weights"
+    write_gpt2(begin.newest.model, gpt_config(begin.paths), folder)
+    run = Run(tmp_path, "mine", f"model.pretrained={folder}")
+    run.abandon(5, 4)
+    shutil.rmtree(folder)
+    summary = run.train(resume="mine")
     assert summary.samples_applied == summary.train_samples
 
 

@@ -284,6 +284,15 @@ def test_a_hub_that_nobody_joins_gives_up(house: HandledHub) -> None:
     assert caught.value.exit_code == 75
 
 
+@pytest.mark.parametrize("parts", [("start_timeout_s=0.05",)], indirect=True)
+def test_a_worker_that_prepares_its_data_is_waited_for(house: HandledHub, parts: Parts) -> None:
+    hand = house.enter(hello())
+    for _ in range(5):
+        list(house.hub.next_events(0.05))
+    hand.ready(dataset=parts.dataset)
+    house.until(lambda: house.num_joined == 1)
+
+
 @pytest.mark.parametrize("parts", [("empty_cluster_timeout_s=0.05",)], indirect=True)
 def test_a_hub_whose_workers_have_all_gone_gives_up(house: HandledHub) -> None:
     hand = house.join(hello())

@@ -471,3 +471,24 @@ def test_a_nested_file_is_the_flat_one_that_says_the_same(
     expected = spelt_flat(training, data, model)
     assert flat == expected
     assert settle(dict(sections)) == settle(expected)
+
+
+# Whatever names a largest norm means that gradients are clipped
+
+
+@pytest.mark.parametrize(
+    ("content", "override", "expected"),
+    [
+        ({"data": {}}, [], (False, 1.0)),
+        ({"data": {}, "gradient_clipping": {"max_norm": 2.0}}, [], (True, 2.0)),
+        ({"data": {}, "gradient_clipping": {"enabled": False}}, [], (False, 1.0)),
+        ({"data": {}}, ["gradient_clipping.max_norm=3.0"], (True, 3.0)),
+        ({"training": {"grad_clip_norm": None}}, ["training.grad_clip_norm=3.0"], (True, 3.0)),
+        ({"training": {"grad_clip_norm": 2.0}}, ["gradient_clipping.enabled=false"], (False, 2.0)),
+    ],
+)
+def test_a_largest_norm_switches_clipping_on(
+    content: dict[str, Any], override: list[str], expected: tuple[bool, float]
+) -> None:
+    clipping = resolve(cluster=CLUSTER, train=content, overrides=override).train.gradient_clipping
+    assert (clipping.enabled, clipping.max_norm) == expected
