@@ -153,9 +153,13 @@ class Replica:
         return norm
 
     def grad_norm(self) -> float:
-        """Return the L2 norm of `grads`."""
-        norm: float = torch.linalg.vector_norm(self.grads).item()
-        if math.isinf(norm):  # the sum of squares may overflow where the elements do not
+        """Return the L2 norm of `grads`, taken bucket by bucket as SyncPS takes it.
+
+        A sum of millions of squares in float32 would lose the small ones.
+        """
+        norms = torch.stack([torch.linalg.vector_norm(self.grads[place]) for place in self.buckets])
+        norm = math.hypot(*norms.tolist())
+        if math.isinf(norm):  # a sum of squares may overflow where the elements do not
             norm = torch.linalg.vector_norm(self.host_gradient(), dtype=torch.float64).item()
         return norm
 

@@ -286,6 +286,12 @@ def test_a_huge_finite_gradient_has_a_finite_norm() -> None:
     assert torch.linalg.vector_norm(replica.grads).item() == pytest.approx(1.0)
 
 
+def test_the_norm_of_millions_of_small_elements_loses_none() -> None:
+    replica = Replica(nn.Linear(2560, 2500), "sgd")
+    replica.grads.fill_(1e-3)
+    assert replica.grad_norm() == pytest.approx(1e-3 * replica.num_params**0.5, rel=1e-4)
+
+
 def test_layer_norms_are_those_of_each_parameter() -> None:
     replica = Replica(perceptron(), "sgd")
     replica.forward_backward(*batch())
