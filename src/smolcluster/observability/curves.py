@@ -61,7 +61,7 @@ LEFT = ("loss", "val_perplexity", "val_accuracy")
 RIGHT = ("lr", "samples_per_s", "staleness")
 LABELS = MappingProxyType(
     {
-        "loss": "loss (mean of a sample)",
+        "loss": "loss",
         "val_perplexity": "validation perplexity",
         "val_accuracy": "validation accuracy",
         "lr": "learning rate",
