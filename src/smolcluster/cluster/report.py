@@ -293,6 +293,8 @@ class Report:
 
     def summary(self) -> Summary:
         """Evaluate the final weights, if they are not yet, and sum up the run."""
+        if not self.is_complete:
+            self._log.info("the run ends early: %s", self.ending)
         final = self._evaluation
         if final is None or self.evaluated_version != self.version:
             final = self._bench.evaluate()
