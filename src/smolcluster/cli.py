@@ -41,7 +41,9 @@ app.add_typer(launch_app, name="launch", help="Start a server and its workers.")
 Local = Annotated[bool, typer.Option("--local", help="Run everything on this machine.")]
 Workers = Annotated[
     int | None,
-    typer.Option("--workers", metavar="N", help="Number of workers; needs --local.  [default: 3, of edp-gpt 2]"),
+    typer.Option(
+        "--workers", metavar="N", help="Number of workers; needs --local.  [default: 3; edp-gpt: 2]"
+    ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the commands, start nothing.")]
 NoTmux = Annotated[
