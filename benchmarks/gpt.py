@@ -304,7 +304,7 @@ def cut_perplexity(model: GPT, validation: TokenBlocks, size: int) -> float:
 def shakespeare(folder: Path, text: list[str], epochs: int) -> list[list[str]]:
     """The same training in three ways."""
     overrides = [*text, *SMALL, f"num_epochs={epochs}", "track_gradients=false", "eval_steps=40"]
-    each = commands([*overrides, "learning_rate=1e-3", "lr_schedule.warmup_iters=10"])
+    each = commands([*overrides, "learning_rate=6e-4", "lr_schedule.warmup_iters=10"])
     each["one process"] += ["batch_size=16"]
     each["SyncPS"] += ["global_batch_size=16", "batch_size=8"]
     each["EDP"] += ["batch_size=16", "use_quantization=true", "worker_update_interval=1"]
@@ -338,7 +338,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("all", *parts), default="all")
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=1, help="shakespeare: passes over the text")
+    parser.add_argument("--epochs", type=int, default=3, help="shakespeare: passes over the text")
     parser.add_argument("--keep", type=Path, help="an empty folder for the runs of shakespeare")
     options = parser.parse_args()
     torch.set_num_threads(min(2, os.cpu_count() or 1))

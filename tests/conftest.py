@@ -1,13 +1,20 @@
 """What holds for all tests."""
 
+import os
+import signal
 import socket
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 from smolcluster.algorithms import context
+from smolcluster.cluster import hub
+from smolcluster.training import checkpoint
 from smolcluster.transport.connection import listen
+from smolcluster.utils.stopping import SIGNALS
 
 
 @pytest.fixture
@@ -32,3 +39,28 @@ def one_compute_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def as_a_process() -> Iterator[None]:
+    """What a process changes for its own rest of life is put back."""
+    handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    interval, hook = sys.getswitchinterval(), threading.excepthook
+    yield
+    sys.setswitchinterval(interval)
+    threading.excepthook = hook
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+
+
+@pytest.fixture
+def no_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the disk itself does cannot be tested here, and it is slow."""
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
+    monkeypatch.setattr(checkpoint, "_full_sync", lambda _descriptor: False)
+
+
+@pytest.fixture
+def short_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub whose run is over does not wait long for those who do not leave."""
+    monkeypatch.setattr(hub, "FAREWELL_S", 0.05)

@@ -24,7 +24,7 @@ from smolcluster.cluster.dispatcher import Lease
 from smolcluster.cluster.joining import ServerAddress
 from smolcluster.cluster.link import Participant, Place, follow
 from smolcluster.configs.resolve import Settings, load_settings
-from smolcluster.configs.schema import AlgorithmName
+from smolcluster.configs.schema import AlgorithmName, DatasetConfig, SimpleNNConfig, TrainConfig
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.runs.events import EventLog, EventRecord, read_events
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic
@@ -67,6 +67,18 @@ def local_settings(
         local=True,
         local_workers=workers,
     )
+
+
+def digits_config(**changes: object) -> TrainConfig:
+    """Two epochs of the digits, in steps of 100 samples."""
+    values: dict[str, object] = {
+        "batch_size": 100,
+        "num_epochs": 2,
+        "eval_steps": 10,
+        "model": SimpleNNConfig(input_dim=None, hidden=16),
+        "dataset": DatasetConfig(name="digits"),
+    }
+    return TrainConfig.model_validate(values | changes)
 
 
 @dataclass
@@ -149,7 +161,7 @@ class Cluster:
         self.events_path = folder / "events.jsonl"
         self.log_lines: list[str] = []
         self.log = logging.Logger("test", logging.DEBUG)
-        self.log.addHandler(_Lines(self.log_lines))
+        self.log.addHandler(Lines(self.log_lines))
         self._secret = secret
         train, cluster = settings.train, settings.cluster
         self.bench = build(train, cluster.seed, settings.node.dataset, torch.device("cpu"))
@@ -252,14 +264,23 @@ class Cluster:
         """What the run's event log holds."""
         return read_events(self.events_path)
 
+    def finish(self, *workers: Outcome) -> Summary:
+        """The run ends well, for these workers too, and every sample has been applied once."""
+        self.server.finish()
+        for worker in workers:
+            worker.finish()
+        self.assert_every_sample_applied_once()
+        assert self.server.summary is not None
+        return self.server.summary
+
     def assert_every_sample_applied_once(self) -> None:
         """Every sample of every epoch, exactly once."""
         once = Counter(range(self.bench.dataset.train.num_samples))
         assert self.applied == dict.fromkeys(range(self.settings.train.num_epochs), once)
 
 
-def summary_of(epochs: int) -> Summary:
-    """What a run of so many epochs may have left behind."""
+def summary_of(epochs: int, **final: float) -> Summary:
+    """What a run of so many epochs, with these results, may have left behind."""
     return Summary(
         algorithm="edp",
         run_id="run",
@@ -271,13 +292,15 @@ def summary_of(epochs: int) -> Summary:
         codec="fp32",
         pushes=Pushes(),
         leases_returned=0,
-        final=Final(),
+        final=Final(**final),
         bytes=Traffic(),
         workers=[],
     )
 
 
-class _Lines(logging.Handler):
+class Lines(logging.Handler):
+    """Keeps what is logged in a list."""
+
     def __init__(self, lines: list[str]) -> None:
         super().__init__()
         self._lines = lines

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import smolcluster
-from harness import SECRET, Recorder
+from harness import SECRET, Lines, Recorder
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.cluster.hub import Hub, Joined
 from smolcluster.cluster.inbox import Event, Inbox, Said
+from smolcluster.cluster.report import Report
 from smolcluster.cluster.session import Receiver
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import AlgorithmName, RunConfig
@@ -174,7 +175,14 @@ class Door:
         self._hands.append(Hand(connection))
         return connection, server_authenticate(connection, secret, Deadline(DEADLINE_S))
 
-    def admit(self, run: RunConfig, *, model: str = "m", incarnation: str = "0123abcd") -> Hand:
+    def admit(
+        self,
+        run: RunConfig,
+        *,
+        model: str = "m",
+        incarnation: str = "0123abcd",
+        bucket_bytes: int = 1 << 20,
+    ) -> Hand:
         """Welcome the next worker."""
         connection, client = self.open()
         accept(
@@ -185,7 +193,7 @@ class Door:
                 incarnation=incarnation,
                 run=run,
                 model_fingerprint=model,
-                bucket_bytes=1 << 20,
+                bucket_bytes=bucket_bytes,
                 codec="fp32",
                 heartbeat_timeout_s=DEADLINE_S,
             ),
@@ -324,6 +332,28 @@ def server_parts(
         events.close()
 
 
+def report_of(
+    parts: Parts,
+    incarnation: str = "here",
+    moved: tuple[int, int] = (1000, 2000),
+    run: RunConfig | None = None,
+) -> Report:
+    """The report of a server that has moved so many bytes."""
+    context = parts.context
+    return Report(
+        run=run or context.run,
+        server_node="mini1",
+        num_workers=3,
+        incarnation=incarnation,
+        codec="fp32",
+        bench=context.bench,
+        metrics=context.metrics,
+        events=context.events,
+        log=context.log,
+        bytes_moved=lambda: moved,
+    )
+
+
 def opened(frame: Frame) -> tuple[Message, memoryview]:
     """What the other side makes of a frame; the payload is a copy, as from a socket."""
     return decode(frame.kind, check_head(frame.head)), memoryview(bytearray(frame.payload))
@@ -349,18 +379,8 @@ def set_gradient(replica: Replica, seed: int) -> Tensor:
 def logger(lines: list[str]) -> logging.Logger:
     """A logger that adds each line to `lines`."""
     log = logging.Logger("test", logging.DEBUG)
-    log.addHandler(_Lines(lines))
+    log.addHandler(Lines(lines))
     return log
-
-
-class _Lines(logging.Handler):
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__()
-        self._lines = lines
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep one line."""
-        self._lines.append(f"{record.levelname} {record.getMessage()}")
 
 
 def session_threads() -> list[threading.Thread]:

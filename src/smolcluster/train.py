@@ -5,4 +5,4 @@ import sys
 from smolcluster.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(["train", "--config", "gpt", *sys.argv[1:]]))
+    sys.exit(main(["train", "--default-config", "gpt", *sys.argv[1:]]))

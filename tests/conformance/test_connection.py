@@ -350,8 +350,11 @@ def test_a_slow_peer_is_not_a_silent_one(kind: str) -> None:
                 pause.wait(0.3)
 
         pause = threading.Event()
+        began = time.monotonic()
         sender = in_thread(slowly)
-        connection.receive()
+        message, payload = connection.receive()
+        assert (message, bytes(payload)) == (push(16), bytes(range(16)))
+        assert time.monotonic() - began > connection.stall_timeout_s
         sender.join(10)
 
 

@@ -50,7 +50,7 @@ def claim_run(
         CheckpointError: it has no good checkpoint, or has ended.
     """
     root = runs_root(settings.node.runs_dir)
-    name = _run_name(run_id, resume, has_latest=(root / LATEST).exists())
+    name = run_name(run_id, resume, has_latest=(root / LATEST).exists())
     if name is None:
         name = new_run_id(algorithm, datetime.now())
     elif resume is not None and (resume != AUTO or name == LATEST):
@@ -63,7 +63,7 @@ def claim_run(
         yield Claimed(paths, store, _checkpoint(paths, store, resume, settings, log))
 
 
-def _run_name(run_id: str | None, resume: str | None, *, has_latest: bool) -> str | None:
+def run_name(run_id: str | None, resume: str | None, *, has_latest: bool) -> str | None:
     """The run that is meant; None: a new one, whose name is free."""
     if resume is None or (resume == AUTO and run_id is not None):
         return run_id

@@ -27,6 +27,7 @@ from smolcluster.data.tokens import TokenBlocks
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import EventLog
+from smolcluster.runs.status import StatusFile
 from smolcluster.training.build import Workbench
 from smolcluster.training.checkpoint import (
     Checkpoint,
@@ -61,6 +62,8 @@ class ServerContext:
     events: EventLog
     log: logging.Logger
     incarnation: str
+    status: StatusFile | None = None
+    """Where it is kept up to date how the run stands; None: nowhere."""
     store: CheckpointStore | None = None
     """Where checkpoints are saved; None: nowhere."""
     checkpoint: Checkpoint | None = None
@@ -121,6 +124,7 @@ class ServerContext:
             events=self.events,
             log=self.log,
             bytes_moved=bytes_moved,
+            status=self.status,
         )
 
     def resume(self, subject: Subject, report: Report) -> CheckpointState | None:

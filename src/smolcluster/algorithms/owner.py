@@ -4,16 +4,19 @@ That is the server of a cluster, or the one process of `train`.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 
-from smolcluster.algorithms.claim import claim_run
+from smolcluster.algorithms.claim import Claimed, claim_run
 from smolcluster.algorithms.context import ServerContext, check_resumable
 from smolcluster.algorithms.keepsakes import leave_keepsakes
 from smolcluster.algorithms.records import open_records, open_run
+from smolcluster.configs.keys import show
+from smolcluster.configs.nested import saying
 from smolcluster.configs.resolve import Settings, load_resolved
 from smolcluster.configs.schema import AlgorithmName, GPTConfig, RunConfig
 from smolcluster.errors import CheckpointError, SmolclusterError
@@ -62,10 +65,9 @@ def own_run(
     settings, algorithm = owner.settings, owner.algorithm
     with claim_run(settings, algorithm, run_id, resume, log.logger) as claimed:
         paths, run = claimed.paths, settings.run_config(claimed.paths.run_id, algorithm)
-        bench = _build(settings, log.logger, begins=claimed.checkpoint is None)
-        if claimed.checkpoint is not None:
-            check_resumable(claimed.checkpoint.state, run, bench)
-            _tell_changes(paths, run, log.logger)
+        with saying(settings.data_section):
+            bench = _build(settings, log.logger, begins=claimed.checkpoint is None)
+        _check_resumable(claimed, settings, run, bench, log.logger)
         stop = StopRequest()
         with (
             _begun(owner, paths, run, log),
@@ -83,6 +85,7 @@ def own_run(
                 events=records.events,
                 log=log.logger,
                 incarnation=records.incarnation,
+                status=records.status,
                 store=claimed.store,
                 checkpoint=claimed.checkpoint,
                 check_stop=stop.check,
@@ -110,19 +113,56 @@ def _begun(owner: Owner, paths: RunPaths, run: RunConfig, log: NodeLog) -> Itera
         raise
 
 
-def _tell_changes(paths: RunPaths, run: RunConfig, log: logging.Logger) -> None:
-    """Say which settings of a resumed run are not what they were: flags are easily forgotten."""
+def _check_resumable(
+    claimed: Claimed, settings: Settings, run: RunConfig, bench: Workbench, log: logging.Logger
+) -> None:
+    """See to it that a run goes on with what it began with, and say which settings are not what they were.
+
+    Raises:
+        CheckpointError: it began with something else; the message names the settings that differ.
+    """
+    if claimed.checkpoint is None:
+        return
+    changes = []
     try:
-        before = load_resolved(paths.config).run_config(run.run_id, run.algorithm)
+        changes = list(_changes(load_resolved(claimed.paths.config), settings, run))
     except SmolclusterError as error:
         log.warning("the settings that the run had are not known: %s", error)
-        return
-    old, new = before.model_dump(), run.model_dump()
-    old |= {f"train.{key}": value for key, value in old.pop("train").items()}
-    new |= {f"train.{key}": value for key, value in new.pop("train").items()}
-    changes = [f"{key} is {new[key]}, was {old[key]}" for key in new if new[key] != old[key]]
-    if changes:
-        log.warning("the run goes on with other settings than it had: %s", "; ".join(changes))
+    told = "; ".join(changes)
+    try:
+        check_resumable(claimed.checkpoint.state, run, bench)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}; since then changed {told}" if changes else str(error)
+        ) from error
+    if changes:  # flags are easily forgotten
+        log.warning("the run goes on with other settings than it had: %s", told)
+
+
+def _changes(before: Settings, now: Settings, run: RunConfig) -> Iterator[str]:
+    """The settings that differ, as `key: old -> new`, in the words of who set the new ones."""
+    old = dict(_leaves(before.run_config(run.run_id, run.algorithm).model_dump(mode="json")))
+    new = dict(_leaves(run.model_dump(mode="json")))
+    root = "dataset.root"
+    old[root], new[root] = (str(each.node.dataset.root or "") or None for each in (before, now))
+    for key in {**old, **new}:
+        if old.get(key) != new.get(key):
+            said = key.replace("dataset.", f"{now.data_section}.", 1)
+            yield f"{said}: {_shown(old.get(key))} -> {_shown(new.get(key))}"
+
+
+def _shown(value: object) -> str:
+    """A value as in a file; of a path the end tells more than the beginning, so text is not cut short."""
+    return value if isinstance(value, str) else show(value)
+
+
+def _leaves(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """The single values below a section, by their keys as a user writes them."""
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, "" if name == "train" else f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
 
 
 def _conclude(paths: RunPaths, summary: Summary, output: Console | None) -> None:

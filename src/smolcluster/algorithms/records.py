@@ -1,4 +1,4 @@
-"""The records of a run: its folder, resolved configuration, log file, metrics and events."""
+"""The records of a run: its folder, resolved configuration, log file, metrics, events and status."""
 
 import secrets
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from smolcluster.observability.sinks.jsonl import JsonlSink
 from smolcluster.observability.sinks.wandb import WandbSink, run_name
 from smolcluster.runs.events import EventLog
 from smolcluster.runs.paths import RunPaths, create_run, runs_root
+from smolcluster.runs.status import StatusFile
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Records:
 
     metrics: Metrics
     events: EventLog
+    status: StatusFile
     incarnation: str
 
 
@@ -64,7 +66,8 @@ def open_records(
         sinks.append(ProgressView(progress, num_epochs=run.train.num_epochs))
     sinks.append(_wandb(run, role, node, paths, log))
     events = EventLog(paths.events, incarnation, warn=warn)
-    records = Records(Metrics(sinks), events, incarnation)
+    status = StatusFile(paths.status, warn=warn)
+    records = Records(Metrics(sinks), events, status, incarnation)
     try:
         yield records
     finally:

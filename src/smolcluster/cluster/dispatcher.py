@@ -216,12 +216,12 @@ class Dispatcher:
         cursor = Range(*standing.cursor)
         waiting = [Range(*each) for each in standing.waiting]
         edges = [(each.epoch, index) for each in waiting for index in (each.start, each.stop)]
+        edges.append((cursor.epoch, cursor.stop))
         cut = cursor.epoch * self.num_samples + cursor.stop
         if (
             not all(self._exists(each) for each in (cursor, *waiting))
             or not all(each.num_samples for each in waiting)
-            or [*edges, (cursor.epoch, cursor.stop)]
-            != sorted([*edges, (cursor.epoch, cursor.stop)])
+            or edges != sorted(edges)
             or samples_applied != cut - sum(each.num_samples for each in waiting)
         ):
             raise CheckpointError(

@@ -31,6 +31,10 @@ class EvaluationFailed(Event):
     error: Exception
 
 
+class _GivenUp(Exception):
+    """The run has ended before the evaluation did."""
+
+
 class Evaluator:
     """Evaluates one snapshot at a time in a thread of its own and reports to the inbox."""
 
@@ -43,14 +47,17 @@ class Evaluator:
         self._inbox = inbox
         self._work: queue.Queue[tuple[int, int, Tensor] | None] = queue.Queue(maxsize=1)
         self._busy = threading.Event()
+        self._is_given_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="evaluator", daemon=True)
 
     def __enter__(self) -> Self:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Let the running evaluation end, then end the thread."""
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        """Let the running evaluation end, unless nobody wants to know any more; then end the thread."""
+        if error is not None:
+            self._is_given_up.set()
         self._work.put(None)
         self._thread.join()
 
@@ -71,9 +78,15 @@ class Evaluator:
             version, epoch, weights = work
             try:
                 self._bench.replica.lend(weights, self._model)
-                evaluation = self._bench.evaluate(self._model)
+                evaluation = self._bench.evaluate(self._model, self._check_wanted)
                 self._inbox.put(EvaluationDone(version, epoch, evaluation))
+            except _GivenUp:
+                pass
             except Exception as error:
                 self._inbox.put(EvaluationFailed(version, error))
             finally:
                 self._busy.clear()
+
+    def _check_wanted(self) -> None:
+        if self._is_given_up.is_set():
+            raise _GivenUp

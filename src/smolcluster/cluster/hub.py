@@ -100,7 +100,7 @@ class Hub:
             if not isinstance(error, KeyboardInterrupt):
                 self.see_out(error is None, sentence)
         finally:
-            self.report.ended(error is None, sentence)
+            self.report.ended(error)
             self._reception.close()
 
     @property
@@ -188,6 +188,14 @@ class Hub:
             worker.session.cut("it said goodbye twice")
 
     def _check_quorum(self) -> None:
+        """Begin training when there are enough workers; give up when there have been too few for too long.
+
+        A seated worker that still prepares (loads data, builds the model) holds back giving up: with slow
+        disks that takes longer than the deadline, and the worker's heartbeat proves that it lives.
+
+        Raises:
+            ClusterEmpty: it gave up.
+        """
         present = len(self.workers)
         is_preparing = present < len(self._seats)
         if (present and self.started) or is_preparing:
@@ -200,6 +208,7 @@ class Hub:
             self._log.info("training starts: %s", decision.reason)
             self.started = True
             self.report.started()
+        self.report.is_waiting = not (present and self.started)
 
     def _answer(self, knock: Knock) -> Iterator[Event]:
         hello = knock.hello
@@ -244,6 +253,7 @@ class Hub:
         rejoined = worker.member.instance in self._known
         self._known.add(worker.member.instance)
         self.report.tally.worker(worker.member.worker_id, worker.member.node)
+        self.report.board.joined(worker, ready.device)
         self._log.info(
             "%s %s, on %s", worker.name, "is back" if rejoined else "joined", ready.device
         )
@@ -288,10 +298,12 @@ class Hub:
             return
         node = worker.member.node
         if worker.goodbye is not None:
+            self.report.board.departed(worker, "left")
             self._log.info("%s left: %s", worker.name, worker.goodbye)
             self._events.write(WorkerLeft(rank=worker.rank, node=node, reason=worker.goodbye))
         else:
             self._missing.add(worker.member.worker_id)
+            self.report.board.departed(worker, "lost")
             self._log.warning("%s is lost: %s", worker.name, reason)
             self._events.write(WorkerLost(rank=worker.rank, node=node, reason=reason))
         if self.started and not self.workers:

@@ -15,7 +15,7 @@ from smolcluster.transport.messages import LeaseKey, Push, frame_of
 
 
 class GradientSender:
-    """Encodes one gradient at a time; its bytes stay until the next one, its residual until `settle`.
+    """Encodes one gradient at a time; its bytes live until they are sent, its residual until `settle`.
 
     With `in_place` a lossless gradient is not copied: its frames refer to the replica's own memory, which
     must not change before they have been sent.
@@ -29,7 +29,6 @@ class GradientSender:
         self._feedback = (
             None if self._codec.lossless else ErrorFeedback(self._codec, replica.num_params)
         )
-        self._encoded: dict[int, torch.Tensor] = {}
 
     def frames(
         self,
@@ -39,7 +38,7 @@ class GradientSender:
         compute_s: float,
         weights: torch.Tensor | None = None,
     ) -> Iterator[Frame]:
-        """Encode the replica's gradient, bucket by bucket, into frames that share this sender's memory.
+        """Encode the replica's gradient, bucket by bucket, into frames with memory of their own.
 
         With `weights` (num_params,) on the CPU these are sent instead; that takes a lossless codec.
         """
@@ -96,10 +95,8 @@ class GradientSender:
 
     def _encode(self, number: int, values: torch.Tensor, num_samples: int, what: str) -> memoryview:
         bucket = self._replica.buckets[number]
-        encoded = self._encoded.get(number)
-        if encoded is None:
-            size = self._codec.encoded_nbytes(bucket_length(bucket))
-            encoded = self._encoded[number] = torch.empty(size, dtype=torch.uint8)
+        size = self._codec.encoded_nbytes(bucket_length(bucket))
+        encoded = torch.empty(size, dtype=torch.uint8)
         try:
             if self._feedback is None:
                 self._codec.encode(values, encoded)

@@ -1,6 +1,7 @@
-"""What the server tells the world: metrics, events, counts, and the summary at the end."""
+"""What the server tells the world: metrics, events, counts, its status, and the summary at the end."""
 
 import logging
+import math
 import sys
 import time
 from collections import defaultdict
@@ -13,6 +14,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from smolcluster.cluster.board import Pace, StatusBoard
 from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.tally import Tally, WorkerTally
 from smolcluster.cluster.worker import Worker
@@ -29,6 +31,7 @@ from smolcluster.runs.events import (
     RunResumed,
     RunStarted,
 )
+from smolcluster.runs.status import RunState, RunStatus, StatusFile, instant
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic, WorkerShare
 from smolcluster.training.build import Workbench
 from smolcluster.training.checkpoint import Progress, TrainingState, parse_progress
@@ -128,8 +131,19 @@ class Report:
         events: EventLog,
         log: logging.Logger,
         bytes_moved: Callable[[], tuple[int, int]],
+        status: StatusFile | None = None,
+        now: Callable[[], float] = time.time,
     ) -> None:
+        """`status`: where it is kept up to date how the run stands; `now`: seconds since 1970."""
         self.tally = Tally()
+        self.board = StatusBoard(self.tally, now=now)
+        self.is_waiting = False
+        """Whether nobody trains, for lack of workers."""
+        self._status_file = status
+        self._now = now
+        self._begun_at = instant(now())
+        self._loss: float | None = None
+        """Of the newest step."""
         self._run = run
         self._codec = codec
         self._bench = bench
@@ -171,17 +185,20 @@ class Report:
 
     def started(self) -> None:
         """Training begins now: rates and times count from here."""
+        self._total_steps = self.version + self._steps_left()
         self._started = time.monotonic()
         self._samples_rate = Rate(lambda: self.samples_applied)
+        self._samples_pace = Pace(lambda: self.samples_applied)
         self._bytes_rate = Rate(lambda: sum(self._bytes_moved()))
 
     def contributed(self, worker: Worker, num_samples: int, staleness: int = 0) -> None:
         """A push of this worker has been applied, or will be with the step it belongs to."""
         self.tally.applied(worker.member.worker_id, worker.member.node, num_samples, staleness)
+        self.board.contributed(worker, self.version + 1)
 
     def step_taken(self, step: StepTaken) -> None:
         """The server has taken an optimizer step."""
-        self.version = step.version
+        self.version, self._loss = step.version, step.loss
         num_samples = step.samples.num_samples
         self.samples_applied += num_samples
         epoch = self._epoch = step.samples.epoch
@@ -248,7 +265,7 @@ class Report:
 
     def evaluated(self, version: int, epoch: int, evaluation: Evaluation) -> None:
         """The weights of `version` have been evaluated."""
-        if not self._is_out_of_patience:
+        if not self._has_given_up:
             self._compare(evaluation.loss)
         self.evaluated_version, self._evaluation = version, evaluation
         self._metrics.log(MetricRecord("eval", version, epoch, evaluation.values))
@@ -264,12 +281,12 @@ class Report:
     @property
     def is_over(self) -> bool:
         """Whether the run ends here: all is applied, or it has not got better for too long."""
-        return self.is_complete or self._is_out_of_patience
+        return self.is_complete or self._has_given_up
 
     @property
     def ending(self) -> str:
         """Why a run that is over is so."""
-        if self.is_complete:
+        if not self._has_given_up:
             return "every sample of every epoch has been applied"
         times = f"{self._num_worse} evaluations in a row have"
         if self._num_worse == 1:
@@ -277,9 +294,35 @@ class Report:
         return f"{times} not lowered the validation loss"
 
     @property
-    def _is_out_of_patience(self) -> bool:
+    def _has_given_up(self) -> bool:
+        """Whether the run ends before all is applied, because it has not got better for too long."""
         patience = self._run.train.patience
-        return patience is not None and self._num_worse >= patience
+        return patience is not None and self._num_worse >= patience and not self.is_complete
+
+    def status(self, state: RunState, reason: str | None = None) -> RunStatus:
+        """How the run stands, for whoever looks; `reason`: why it is over."""
+        values = self._evaluation.values if self._evaluation else {}
+        return RunStatus(
+            run_id=self._run.run_id,
+            algorithm=self._run.algorithm,
+            incarnation=self._incarnation,
+            state=state,
+            reason=reason,
+            updated_at=instant(self._now()),
+            started_at=self._begun_at,
+            step=self.version,
+            total_steps=self._total_steps,
+            epoch=self._epoch,
+            num_epochs=self._run.train.num_epochs,
+            samples_applied=self.samples_applied,
+            total_samples=self._run.train.num_epochs * self._epoch_size,
+            loss=self._loss,
+            val_loss=values.get("val_loss"),
+            val_accuracy=values.get("val_accuracy"),
+            val_perplexity=values.get("val_perplexity"),
+            samples_per_s=self._samples_pace(),
+            workers=self.board.workers(),
+        )
 
     def flush(self) -> None:
         """Write what is kept back."""
@@ -287,13 +330,17 @@ class Report:
         self._events.flush()
 
     def tick(self) -> None:
-        """Flush what is due."""
+        """Write what is due."""
         self._metrics.tick()
         self._events.tick()
+        if self._status_file:
+            self._status_file.tick(
+                lambda: self.status("waiting" if self.is_waiting else "training")
+            )
 
     def summary(self) -> Summary:
         """Evaluate the final weights, if they are not yet, and sum up the run."""
-        if not self.is_complete:
+        if self._has_given_up:
             self._log.info("the run ends early: %s", self.ending)
         final = self._evaluation
         if final is None or self.evaluated_version != self.version:
@@ -304,8 +351,8 @@ class Report:
             algorithm=self._run.algorithm,
             run_id=self._run.run_id,
             wall_s=self._wall_s,
-            epochs=self._run.train.num_epochs if self.is_complete else self._epoch + 1,
-            evaluations_in_vain=None if self.is_complete else self._num_worse,
+            epochs=self._epoch + 1 if self._has_given_up else self._run.train.num_epochs,
+            evaluations_in_vain=self._num_worse if self._has_given_up else None,
             steps=self.version,
             train_samples=self._epoch_size,
             samples_applied=self.samples_applied,
@@ -333,15 +380,19 @@ class Report:
         try:
             yield
         except BaseException as error:
-            self.ended(False, why_ended(error))
+            self.ended(error)
             raise
-        self.ended(True, self.ending)
+        self.ended()
 
-    def ended(self, ok: bool, reason: str) -> None:
-        """The run is over."""
+    def ended(self, error: BaseException | None = None) -> None:
+        """The run is over; `error`: what has ended it before its time."""
+        reason = self.ending if error is None else why_ended(error)
+        if self._status_file:
+            is_failure = error is not None and not isinstance(error, KeyboardInterrupt)
+            self._status_file.write(self.status("failed" if is_failure else "ended", reason))
         self._events.write(
             RunEnded(
-                ok=ok,
+                ok=error is None,
                 reason=reason,
                 wall_s=self._wall_s,
                 steps=self.version,
@@ -410,6 +461,13 @@ class Report:
         self.started()
         self._events.write(RunResumed(step=self.version, samples_applied=self.samples_applied))
 
+    def _steps_left(self) -> int:
+        """Steps to come; one more or less where a resumed run of EDP had begun two epochs."""
+        left = self._run.train.num_epochs * self._epoch_size - self.samples_applied
+        epochs, samples = divmod(left, self._epoch_size)
+        size = self._run.train.samples_per_step
+        return epochs * math.ceil(self._epoch_size / size) + math.ceil(samples / size)
+
     @property
     def _wall_s(self) -> float:
         return self._earlier_s + time.monotonic() - self._started
@@ -433,6 +491,7 @@ class Report:
             "lr": step.learning_rate,
             "samples_applied": self.samples_applied,
             "total_samples": self._run.train.num_epochs * self._epoch_size,
+            "total_steps": self._total_steps,
             "samples_per_s": self._samples_rate(),
             "mb_per_s": self._bytes_rate() / 1e6,
             "grad_norm": step.grad_norm,

@@ -7,12 +7,14 @@ WikiText-2, trained by AdamW, and no clipping unless it says so. Single keys may
 """
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
 from smolcluster.configs.keys import KeyPath
-from smolcluster.errors import ConfigError
+from smolcluster.errors import ConfigError, DataError
 from smolcluster.utils.words import one_line
 
 TRAINING, DATA = "training", "data"
@@ -31,6 +33,8 @@ _DEFAULTS: Mapping[KeyPath, Any] = MappingProxyType(
         CLIP_ENABLED: False,
     }
 )
+
+_DATASET_KEY = re.compile(rf"(?<![\w./-]){DATASET}\.(?=[a-z])")
 
 
 def is_nested(content: Mapping[str, Any]) -> bool:
@@ -55,6 +59,17 @@ def nested_path(path: KeyPath) -> KeyPath:
     if path[0] in ("model", "lr_schedule", "logging"):
         return path
     return (TRAINING, *{flat: (name,) for name, flat in _FLAT.items()}.get(path, path))
+
+
+@contextmanager
+def saying(section: str) -> Iterator[None]:
+    """Let errors of the block, which know the flat keys, say `data.root` where that is this user's word."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        if section == DATA:
+            error.args = (_DATASET_KEY.sub(f"{DATA}.", str(error)),)
+        raise
 
 
 def entries(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:

@@ -67,7 +67,7 @@ def load_corpus(config: DatasetConfig, length: int, log: logging.Logger) -> Data
         log: told what is made, and what is left out.
 
     Raises:
-        ConfigError: no file or folder is given.
+        ConfigError: no file or folder is given, or it does not exist.
         DataError: there is no text, or it cannot be read or tokenized.
     """
     if config.root is None:
@@ -135,10 +135,11 @@ def list_files(root: Path) -> list[Entry]:
     """The file `root`, or all files below that folder but hidden and empty ones, sorted by name.
 
     Raises:
-        DataError: there is nothing of the kind, or it cannot be looked at.
+        ConfigError: `root` does not exist.
+        DataError: it holds nothing of the kind, or cannot be looked at.
     """
     if not root.exists():
-        raise DataError(
+        raise ConfigError(
             f"dataset.root is {root}, which does not exist; set it to a text file or a folder of them"
         )
     if not root.is_dir():

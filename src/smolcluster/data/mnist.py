@@ -4,8 +4,6 @@ Its test files are the validation split. Pixels stay uint8 in memory and are nor
 training set's mean and deviation when a batch is made.
 """
 
-import os
-import sys
 import textwrap
 import zlib
 from http.client import HTTPException
@@ -16,7 +14,8 @@ import torch
 from torch import Tensor
 
 from smolcluster.data.dataset import Dataset, Split
-from smolcluster.errors import DataError
+from smolcluster.errors import ConfigError, DataError
+from smolcluster.utils.folders import user_cache
 
 MEAN = 0.1307
 DEVIATION = 0.3081
@@ -37,11 +36,17 @@ def load_mnist(root: Path | None, *, download: bool) -> Dataset:
         download: fetch the files when they are not there.
 
     Raises:
+        ConfigError: `root` does not exist, and nothing may be fetched.
         DataError: the files are missing, damaged or cannot be fetched.
     """
     folder = default_root() if root is None else root.expanduser().absolute()
     place = folder / "MNIST" / "raw"
     if not all((place / name).is_file() for name in FILES):
+        if not download and root is not None and not folder.exists():
+            raise ConfigError(
+                f"dataset.root is {folder}, which does not exist; set it to the folder that holds MNIST/raw, "
+                "or set dataset.download=true"
+            )
         if not download:
             raise DataError(
                 f"MNIST is not in {place}; put its four ubyte files there, set dataset.root to the "
@@ -57,10 +62,7 @@ def default_root() -> Path:
     package_data = Path(__file__).parent
     if (package_data.parents[2] / "pyproject.toml").is_file():
         return package_data
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "smolcluster"
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "smolcluster"
+    return user_cache()
 
 
 def _fetch(folder: Path, place: Path) -> None:

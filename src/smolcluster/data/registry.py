@@ -39,7 +39,7 @@ def load_dataset(
         log: told what takes long.
 
     Raises:
-        ConfigError: no such dataset, or the model is not made for it.
+        ConfigError: no such dataset or path, or the model is not made for it.
         DataError: its files are missing, damaged or cannot be fetched.
     """
     if config.name == "digits":

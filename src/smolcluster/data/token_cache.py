@@ -9,11 +9,10 @@ made beside its place, as `<key>.building`, and renamed when it is whole. The sy
 its holder ends, however that happens: what a dead process left behind is cleared away by the next one.
 """
 
-import fcntl
 import hashlib
+import itertools
 import json
 import logging
-import os
 import shutil
 import sys
 import time
@@ -34,6 +33,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from smolcluster.data.huggingface import reason_of
 from smolcluster.data.tokenizer import Tokenizer, cut
 from smolcluster.errors import DataError
+from smolcluster.utils import locks
+from smolcluster.utils.folders import user_cache
 from smolcluster.utils.units import format_bytes, format_duration
 
 FORMAT: Final = 1
@@ -43,11 +44,12 @@ BATCH_CHARS = 1024 * 1024
 
 Role = Literal["train", "validation"]
 ROLES: tuple[Role, ...] = ("train", "validation")
+Documents = Iterator[tuple[Role, Iterable[str]]]
+"""Each document's split, and its text in chunks."""
 Stream = NDArray[Any]
 """Token ids (num_tokens,) of one split."""
 
 _MAX_META_NBYTES = 64 * 1024
-_MAX_PID_NBYTES = 20
 _SMALL_VOCABULARY = 2**16
 
 
@@ -65,7 +67,7 @@ class Source:
 
     name: str
     identity: str
-    read: Callable[[], Iterator[tuple[Role, Iterable[str]]]]
+    read: Callable[[], Documents]
     num_bytes: int | None = None
 
 
@@ -122,10 +124,7 @@ class _Damaged(DataError):
 
 def default_cache() -> Path:
     """The folder used when none is given: in the user's cache, never in a checkout."""
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "smolcluster" / "tokens"
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "smolcluster" / "tokens"
+    return user_cache() / "tokens"
 
 
 def cache_key(source: Source, tokenizer_identity: str) -> str:
@@ -219,24 +218,13 @@ def _storing(place: Path) -> Iterator[None]:
 @contextmanager
 def _alone(path: Path, name: str, log: logging.Logger) -> Iterator[None]:
     """Hold the lock file `path` while the block lasts; wait for whoever holds it now."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = locks.take(
+        path, lambda holder: log.info("waiting for %s, which tokenizes %s", holder, name)
+    )
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            log.info("waiting for %s, which tokenizes %s", _holder(descriptor), name)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
-        os.ftruncate(descriptor, 0)
     finally:
-        os.close(descriptor)
-
-
-def _holder(descriptor: int) -> str:
-    text = os.pread(descriptor, _MAX_PID_NBYTES, 0).strip()
-    return f"process {text.decode()}" if text.isdigit() else "another process"
+        locks.release(descriptor)
 
 
 def _build(folder: Path, source: Source, tokenizer: Tokenizer, log: logging.Logger) -> None:
@@ -245,10 +233,11 @@ def _build(folder: Path, source: Source, tokenizer: Tokenizer, log: logging.Logg
     _clear(scratch)
     scratch.mkdir()
     size = "" if source.num_bytes is None else f", {format_bytes(source.num_bytes)}"
-    log.info("tokenizing %s%s, into %s", source.name, size, folder.parent)
-    start = time.monotonic()
     try:
-        meta = _write(scratch, source, tokenizer)
+        documents = _begun(source.read())  # what comes from afar is fetched by this
+        log.info("tokenizing %s%s, into %s", source.name, size, folder.parent)
+        start = time.monotonic()
+        meta = _write(scratch, source, documents, tokenizer)
         (scratch / META_FILE).write_text(meta.model_dump_json(indent=1) + "\n")
         _clear(folder)
         scratch.rename(folder)
@@ -274,8 +263,14 @@ def _clear(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _write(scratch: Path, source: Source, tokenizer: Tokenizer) -> Meta:
-    """Encode both splits into `scratch`."""
+def _begun(documents: Documents) -> Documents:
+    """The same documents, the first of which is there."""
+    first = next(documents, None)
+    return documents if first is None else itertools.chain((first,), documents)
+
+
+def _write(scratch: Path, source: Source, documents: Documents, tokenizer: Tokenizer) -> Meta:
+    """Encode both splits of `source` into `scratch`."""
     is_small = tokenizer.vocab_size <= _SMALL_VOCABULARY
     dtype: Literal["uint16", "uint32"] = "uint16" if is_small else "uint32"
     with (
@@ -284,7 +279,7 @@ def _write(scratch: Path, source: Source, tokenizer: Tokenizer) -> Meta:
         _SplitWriter(scratch / "validation.bin", tokenizer, dtype, advance) as validation,
     ):
         writers: dict[Role, _SplitWriter] = {"train": train, "validation": validation}
-        for role, chunks in source.read():
+        for role, chunks in documents:
             writers[role].add(chunks)
         for role, writer in writers.items():
             writer.flush()

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from smolcluster.configs.schema import BYTES
 from smolcluster.data.huggingface import hub, reason_of
-from smolcluster.errors import DataError
+from smolcluster.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 Ids = NDArray[Any]
 """Token ids (n,) of an unsigned type."""
 
-BYTES = "bytes"
 PIECE_CHARS = 64 * 1024
 LONGEST_PIECE_CHARS = 16 * PIECE_CHARS
 
@@ -46,8 +46,8 @@ _FILE_SUFFIXES = frozenset({".model", ".tiktoken"})
 _SEPARATORS = ("eos_token_id", "bos_token_id", "sep_token_id", "pad_token_id")
 _SEPARATOR_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 _OFFLINE = (
-    "what works offline is data.tokenizer=bytes (and data.name=stdlib as text), or a path to a folder with "
-    "vocab.json and merges.txt"
+    "what works offline is dataset.tokenizer=bytes (and dataset.name=stdlib as text), or a path to a folder "
+    "with vocab.json and merges.txt"
 )
 
 
@@ -93,7 +93,7 @@ class ByteTokenizer:
         """
         if any("\0" in text for text in texts):
             raise DataError(
-                "a text holds the character NUL, which separates documents with data.tokenizer=bytes; "
+                "a text holds the character NUL, which separates documents with dataset.tokenizer=bytes; "
                 "take it out, or choose another tokenizer"
             )
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
@@ -135,6 +135,7 @@ def tokenizer_identity(name: str) -> str:
         `bytes`; of a path the SHA-256 over its files' names and contents; else the name on the hub.
 
     Raises:
+        ConfigError: a path that does not exist.
         DataError: a path that cannot be read, or without a tokenizer's files.
     """
     if name == BYTES:
@@ -151,6 +152,7 @@ def load_tokenizer(name: str, *, download: bool = True) -> Tokenizer:
         download: fetch one that was not fetched before.
 
     Raises:
+        ConfigError: a path that does not exist.
         DataError: there is none of that name, it is damaged or cannot be fetched, or it has no token that
             could separate documents.
     """
@@ -222,8 +224,8 @@ def _from_home(name: str) -> Path:
     try:
         return Path(name).expanduser()
     except RuntimeError:
-        raise DataError(
-            f"tokenizer {name} begins with the home folder of an unknown user; {_OFFLINE}"
+        raise ConfigError(
+            f"dataset.tokenizer is {name}, which begins with the home folder of an unknown user; {_OFFLINE}"
         ) from None
 
 
@@ -231,12 +233,13 @@ def _files(name: str, path: Path) -> list[Path]:
     """The files of the tokenizer at `path`, by name.
 
     Raises:
+        ConfigError: there is no such path.
         DataError: there are none.
     """
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise DataError(f"tokenizer {name} does not exist; {_OFFLINE}")
+        raise ConfigError(f"dataset.tokenizer is {name}, which does not exist; {_OFFLINE}")
     if _is_pair(path):
         return [path / file for file in sorted(_PAIR)]
     try:

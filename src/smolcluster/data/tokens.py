@@ -50,11 +50,6 @@ class TokenBlocks:
         """Number of samples."""
         return self._num_full + (self._tail is not None)
 
-    @property
-    def num_terms(self) -> int:
-        """Number of loss terms in all samples."""
-        return self.num_tokens - 1 if self.is_whole else self._num_full * self.length
-
     def rows(self, indices: Tensor) -> NDArray[Any]:
         """Gather inputs and the target after the last one.
 

@@ -23,7 +23,7 @@ from smolcluster.errors import ConfigError, DataError
 READING = 1
 """Number of the rules in this module by which rows become text; another number makes other cache keys."""
 
-_OFFLINE = "what works offline is data.name=stdlib data.tokenizer=bytes"
+_OFFLINE = "what works offline is dataset.name=stdlib dataset.tokenizer=bytes"
 _PAIRS = (
     ("wiki.train.raw", "wiki.valid.raw"),
     ("wiki.train.tokens", "wiki.valid.tokens"),
@@ -77,7 +77,7 @@ def load_huggingface(config: DatasetConfig, length: int, log: logging.Logger) ->
         log: told what takes long.
 
     Raises:
-        ConfigError: no dataset is named.
+        ConfigError: no dataset is named, or its folder does not exist.
         DataError: it is not there and cannot be fetched, lacks a column or split, or cannot be tokenized.
     """
     if config.repository is None and config.root is None:
@@ -97,7 +97,7 @@ def load_huggingface(config: DatasetConfig, length: int, log: logging.Logger) ->
 
 def _load(wanted: _Wanted, config: DatasetConfig, length: int, log: logging.Logger) -> Dataset:
     if config.root is None:
-        place, read = wanted.repository, partial(_from_hub, wanted, config.download)
+        place, read = wanted.repository, partial(_from_hub, wanted, config.download, log)
     else:
         folder = _folder(config.root.expanduser().absolute(), wanted)
         place, read = identity_of(list_files(folder)), partial(_from_folder, wanted, folder)
@@ -111,7 +111,7 @@ def _load(wanted: _Wanted, config: DatasetConfig, length: int, log: logging.Logg
 def _folder(root: Path, wanted: _Wanted) -> Path:
     """The folder that is read: in a copy of a repository, that of the configuration."""
     if not root.is_dir():
-        raise DataError(
+        raise ConfigError(
             f"dataset.root is {root}, which is no folder; set it to the one with the files of {wanted.name}"
         )
     inner = root / wanted.configuration if wanted.configuration else root
@@ -129,11 +129,14 @@ def _documents(
             yield from ((role, (row,)) for row in rows)
 
 
-def _from_hub(wanted: _Wanted, download: bool) -> Iterator[tuple[Role, Iterator[str]]]:
+def _from_hub(
+    wanted: _Wanted, download: bool, log: logging.Logger
+) -> Iterator[tuple[Role, Iterator[str]]]:
     """Give both splits' rows, from the hub or from the library's cache."""
     import datasets  # type: ignore[import-untyped]  # noqa: PLC0415 - seconds to import
 
     _be_quiet()
+    log.info("fetching %s, or what was fetched of it before", wanted.repository)
     settings = datasets.DownloadConfig(max_retries=1, disable_tqdm=True)
     with hub(download=download) as problem:
         settings.local_files_only = problem is not None

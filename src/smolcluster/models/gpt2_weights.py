@@ -5,12 +5,10 @@ without `transformer.` before them; its linear weights are (in, out), ours (out,
 the token embedding and need not be in the file. Pickles are never read: loading one runs what it says.
 """
 
-import contextlib
 import json
 import os
 import re
-import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -22,10 +20,13 @@ from torch import Tensor
 
 from smolcluster.configs.schema import GPTConfig
 from smolcluster.errors import CheckpointError, ConfigError
+from smolcluster.utils.replacing import replacing
 from smolcluster.utils.words import one_line
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+RUN_FILE = "config.yaml"
+"""What the folder of a run has instead."""
 PICKLE_FILE = "pytorch_model.bin"
 PARTS_FILE = "model.safetensors.index.json"
 MAX_CONFIG_NBYTES = 1 << 20
@@ -99,19 +100,8 @@ class GPT2Sizes(BaseModel):
         }
 
 
-def read_gpt2(folder: Path) -> tuple[dict[str, Tensor], GPT2Sizes]:
-    """Read a folder's weights, by our names, in our shapes, as float32 on the CPU, and their sizes.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
-        ConfigError: it holds no GPT-2, or a variant that computes something else.
-    """
-    sizes = _read_sizes(folder / CONFIG_FILE)
-    return _read_weights(folder / WEIGHTS_FILE, sizes), sizes
-
-
 def read_for(config: GPTConfig, vocab_size: int) -> dict[str, Tensor]:
-    """Read `config.pretrained` for a model of these sizes.
+    """Read the weights in `config.pretrained`, by our names, in our shapes, as float32 on the CPU.
 
     Position embeddings beyond `max_seq_len` are left out, for no token stands there.
 
@@ -122,6 +112,7 @@ def read_for(config: GPTConfig, vocab_size: int) -> dict[str, Tensor]:
     if config.pretrained is None:
         raise ValueError("the configuration names no pretrained weights")
     path = config.pretrained / CONFIG_FILE
+    _check_folder(config.pretrained)
     sizes = _read_sizes(path)
     _check_sizes(path, sizes, config, vocab_size)
     weights = _read_weights(config.pretrained / WEIGHTS_FILE, sizes)
@@ -146,12 +137,28 @@ def write_gpt2(weights: Mapping[str, Tensor], config: GPTConfig, folder: Path) -
     text = json.dumps(_config_fields(config, len(weights["wte.weight"])), indent=2) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_whole(folder / WEIGHTS_FILE, lambda path: _save_tensors(theirs, path))
-        _write_whole(folder / CONFIG_FILE, lambda path: path.write_text(text))
+        with replacing(folder / WEIGHTS_FILE) as draft:
+            _save_tensors(theirs, draft)
+        with replacing(folder / CONFIG_FILE) as draft:
+            draft.write_text(text)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             one_line(f"cannot write GPT-2 weights to {folder} ({error}); look at the disk")
         ) from error
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise ConfigError unless it can be one of GPT-2's weights, and not that of a run of ours."""
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model.pretrained is {folder}, which is no folder; set it to one with {CONFIG_FILE} and "
+            f"{WEIGHTS_FILE}, or to null"
+        )
+    if not (folder / CONFIG_FILE).exists() and (folder / RUN_FILE).exists():
+        raise ConfigError(
+            f"model.pretrained is {folder}, the folder of a run; export its weights first: "
+            f"smolcluster export --transformers {folder} --to DIR, then set model.pretrained=DIR"
+        )
 
 
 def _read_sizes(path: Path) -> GPT2Sizes:
@@ -298,23 +305,6 @@ def _save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write a safetensors file; `format` tells transformers which library wrote it."""
     floats = {name: tensor.detach().cpu().float() for name, tensor in tensors.items()}
     save_file(floats, path, metadata={"format": "pt"})
-
-
-def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a hidden file beside `path`, flush it, and put it in its place."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        draft.touch()
-        mode = draft.stat().st_mode
-        write(draft)  # save_file replaces it by one that is its owner's alone
-        draft.chmod(mode)
-        with draft.open("rb") as file:
-            os.fsync(file.fileno())
-        draft.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:

@@ -7,11 +7,8 @@ display, no pyplot and none of its settings for the whole process are touched.
 
 import contextlib
 import io
-import json
 import logging
 import math
-import secrets
-import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,11 +16,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from smolcluster.errors import SmolclusterError
-from smolcluster.observability.metrics import MetricRecord
-from smolcluster.observability.sinks.jsonl import MetricLine
+from smolcluster.observability.metrics import RESERVED
+from smolcluster.observability.sinks.jsonl import MetricLine, parse_metric
 from smolcluster.runs.events import (
     Event,
     EventRecord,
@@ -34,6 +31,7 @@ from smolcluster.runs.events import (
     WorkerLost,
     read_events,
 )
+from smolcluster.runs.files import json_objects, write_whole
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.words import one_line
 
@@ -56,6 +54,7 @@ SMOOTHED_OVER = 100
 STEP_VALUES = ("loss", "lr", "samples_per_s", "staleness")
 EVAL_VALUES = ("val_loss", "val_perplexity", "val_accuracy")
 X = "samples_applied"
+READ = RESERVED.union((X,), STEP_VALUES, EVAL_VALUES)
 
 LEFT = ("loss", "val_perplexity", "val_accuracy")
 RIGHT = ("lr", "samples_per_s", "staleness")
@@ -138,7 +137,7 @@ def draw_curves(paths: RunPaths) -> None:
         raise SmolclusterError(f"cannot read the curves of {paths.root}: {reason}") from error
     curves = curves_of(paths.run_id, kept(lines, events), events)
     if curves.series:
-        _replace(paths.curves, _picture(curves))
+        write_whole(paths.curves, _picture(curves))
 
 
 def kept(lines: Sequence[MetricLine], events: Sequence[EventRecord]) -> list[MetricLine]:
@@ -280,38 +279,11 @@ def read_lines(path: Path, max_steps: int = MAX_STEPS_READ) -> list[MetricLine]:
 def _lines(path: Path) -> Iterator[MetricLine]:
     """The steps and evaluations in the file, one by one: it may be larger than the memory."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        for text in file:
-            try:
-                entry = json.loads(text)
-                if isinstance(entry, dict) and entry.get("kind") in ("step", "eval"):
-                    yield _line(entry)
-            except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
-                continue
-
-
-def _line(entry: Mapping[str, Any]) -> MetricLine:
-    values = {
-        name: float(entry[name])
-        for name in (X, *STEP_VALUES, *EVAL_VALUES)
-        if entry.get(name) is not None and math.isfinite(entry[name])
-    }
-    record = MetricRecord(entry["kind"], int(entry["step"]), int(entry["epoch"]), values)
-    return MetricLine(str(entry["ts"]), sys.intern(str(entry["incarnation"])), record)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Replace the file at once."""
-    beside = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    try:
-        beside.write_bytes(content)
-        beside.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        reason = error.strerror or str(error)
-        raise SmolclusterError(
-            f"cannot write {path}: {reason}; free some space or mend the folder's rights"
-        ) from error
+        for entry in json_objects(file):
+            if entry.get("kind") in ("step", "eval"):
+                line = parse_metric({key: entry[key] for key in entry if key in READ})
+                if line is not None:
+                    yield line
 
 
 def _picture(curves: Curves) -> bytes:

@@ -102,11 +102,16 @@ class _ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print one line."""
         moment = time.strftime("%H:%M:%S", time.localtime(record.created))
-        level = _SHORT.get(record.levelname, record.levelname)
         message = displayable(self._out, _message(record))
-        line = Text(f"{moment} {level:<5} {self._who}{message}")
-        line.stylize(_STYLES.get(record.levelname, ""), 9, 14)
-        print_line(self._out, line)
+        print_line(self._out, log_line(moment, record.levelname, self._who + message))
+
+
+def log_line(moment: str, level: str, rest: str) -> Text:
+    """A line for the console: the time, the level in its colour, and what is said."""
+    head = f"{moment} {_SHORT.get(level, level):<5}"
+    line = Text(f"{head} {rest}")
+    line.stylize(_STYLES.get(level, ""), len(moment) + 1, len(head))
+    return line
 
 
 class _FileHandler(logging.Handler):

@@ -9,6 +9,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
+"""Of the processes of a run, in their order, again and again."""
+
 
 class SteadyConsole(Console):
     """A rich console that falls silent, rather than ending the process, when its reader is gone."""

@@ -8,16 +8,16 @@ import errno
 import json
 import math
 import os
-import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from smolcluster.errors import SmolclusterError
+from smolcluster.utils.replacing import replacing
 
 T = TypeVar("T")
 
@@ -170,11 +170,11 @@ class Follower(Generic[T]):
         return self._parsed(whole)
 
     def _parsed(self, lines: bytes) -> list[T]:
-        records = (self._parse(entry) for entry in _objects(lines.splitlines()))
+        records = (self._parse(entry) for entry in json_objects(lines.splitlines()))
         return [record for record in records if record is not None]
 
 
-def _objects(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
+def json_objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """The JSON objects among the lines; what is not one is left out."""
     for line in lines:
         try:
@@ -185,21 +185,18 @@ def _objects(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
             yield entry
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a small file at once: a reader sees the old text or the new, never a part.
+def write_whole(path: Path, content: str | bytes, *, durable: bool = True) -> None:
+    """Replace a small file at once: a reader sees the old content or the new, never a part.
+
+    Returns when it is on the disk, unless it need not be `durable`.
 
     Raises:
         SmolclusterError: the file cannot be written; the old one, if any, is still there.
     """
-    beside = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
+        with replacing(path, durable=durable) as draft:
+            draft.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        beside.unlink(missing_ok=True)
         reason = error.strerror or str(error)
         raise SmolclusterError(
             f"cannot write {path}: {reason}; free some space or mend the folder's rights"

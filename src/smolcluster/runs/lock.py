@@ -1,18 +1,11 @@
-"""A lock on a run's folder, so that two servers cannot write the same run.
+"""A lock on a run's folder, so that two servers cannot write the same run."""
 
-The system holds it for the process and lets it go when the process ends, however that happens: a lock
-file that was left behind locks nothing.
-"""
-
-import fcntl
-import os
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from smolcluster.errors import ConfigError, RunBusy
-
-_MAX_PID_NBYTES = 20
+from smolcluster.utils import locks
 
 
 class RunLock:
@@ -30,15 +23,12 @@ class RunLock:
             ConfigError: the file cannot be made or locked.
         """
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._descriptor = locks.take(self._path, self._refuse)
         except OSError as error:
-            raise self._cannot(error) from error
-        try:
-            self._take(descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        self._descriptor = descriptor
+            raise ConfigError(
+                f"cannot lock {self._path}: {error.strerror or error}; "
+                "set runs_dir to a place on this machine that can be written"
+            ) from error
         return self
 
     def __exit__(
@@ -47,32 +37,13 @@ class RunLock:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Let the lock go. The file stays: removing it could take it from under the next holder."""
+        """Let the lock go."""
         if self._descriptor is not None:
-            os.ftruncate(self._descriptor, 0)
-            os.close(self._descriptor)
+            locks.release(self._descriptor)
             self._descriptor = None
 
-    def _take(self, descriptor: int) -> None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        except BlockingIOError:
-            raise self._busy(descriptor) from None
-        except OSError as error:
-            raise self._cannot(error) from error
-
-    def _busy(self, descriptor: int) -> RunBusy:
-        text = os.pread(descriptor, _MAX_PID_NBYTES, 0).strip()
-        who = f"process {text.decode()}" if text.isdigit() else "another process"
-        return RunBusy(
-            f"run {self._path.parent.name} is being written by {who}: "
+    def _refuse(self, holder: str) -> None:
+        raise RunBusy(
+            f"run {self._path.parent.name} is being written by {holder}: "
             "wait until that ends, or stop it, then try again"
-        )
-
-    def _cannot(self, error: OSError) -> ConfigError:
-        return ConfigError(
-            f"cannot lock {self._path}: {error.strerror or error}; "
-            "set runs_dir to a place on this machine that can be written"
         )

@@ -1,7 +1,7 @@
 """Where a run keeps its files, and how runs are named and found.
 
-<runs>/<run id>/config.yaml  events.jsonl  metrics.jsonl  summary.json  curves.png  sample.txt  processes.json
-                logs/  checkpoints/
+<runs>/<run id>/config.yaml  status.json  events.jsonl  metrics.jsonl  summary.json  curves.png  sample.txt
+                processes.json  launch.json  logs/  checkpoints/
 <runs>/latest -> the newest run
 """
 
@@ -33,6 +33,11 @@ class RunPaths:
         return self.root / "config.yaml"
 
     @property
+    def status(self) -> Path:
+        """How it stands; kept up to date by its owner while it lives."""
+        return self.root / "status.json"
+
+    @property
     def events(self) -> Path:
         """What happened, one JSON object a line."""
         return self.root / "events.jsonl"
@@ -61,6 +66,11 @@ class RunPaths:
     def processes(self) -> Path:
         """The processes that the launcher started."""
         return self.root / "processes.json"
+
+    @property
+    def launched(self) -> Path:
+        """The processes of a cluster, and where they are; on the machine that launched them."""
+        return self.root / "launch.json"
 
     @property
     def logs(self) -> Path:

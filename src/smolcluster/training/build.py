@@ -1,6 +1,7 @@
 """From a configuration to a dataset and a replica that fit each other."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,18 +50,23 @@ class Workbench:
         """
         return self.compute_batch(*self.dataset.train.batch(indices), epoch, start)
 
-    def evaluate(self, model: nn.Module | None = None) -> Evaluation:
+    def evaluate(
+        self, model: nn.Module | None = None, before_batch: Callable[[], None] = lambda: None
+    ) -> Evaluation:
         """Evaluate a copy of the replica's model, or of its weights of now, on the validation split.
+
+        `before_batch` is called now and then, and may raise: an evaluation can take long.
 
         Raises:
             NonFiniteLoss: the loss is NaN or infinite.
         """
         return evaluate(
-            model or self.replica.copy_model(),
+            self.replica.copy_model() if model is None else model,
             self.dataset.validation,
             self.replica.device,
             measure=self.dataset.measure,
             precision=self.replica.precision,
+            before_batch=before_batch,
         )
 
     def example(self, num_samples: int) -> tuple[Tensor, Tensor]:

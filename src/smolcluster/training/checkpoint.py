@@ -597,13 +597,12 @@ def check_same(
     if state.dataset_fingerprint != dataset_fingerprint:
         raise CheckpointError(
             f"{who} was trained on other data (fingerprint {state.dataset_fingerprint[:12]}, here "
-            f"{dataset_fingerprint[:12]}): set dataset.name, dataset.root and seed as they were then, "
-            "or begin a new run"
+            f"{dataset_fingerprint[:12]}): give it the same data, in the same form, or begin a new run"
         )
     if state.model_fingerprint != model_fingerprint:
         raise CheckpointError(
             f"{who} is of another model (fingerprint {state.model_fingerprint[:12]}, here "
-            f"{model_fingerprint[:12]}): set model as it was then, or begin a new run"
+            f"{model_fingerprint[:12]}): set it as it was then, or begin a new run"
         )
 
 

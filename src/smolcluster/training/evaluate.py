@@ -1,16 +1,16 @@
 """What a model is worth on a split: loss, and accuracy or perplexity."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from smolcluster.configs.schema import Precision
 from smolcluster.data.dataset import NO_TERM, Measure, Samples
 from smolcluster.errors import NonFiniteLoss
-from smolcluster.training.loss import computing_in, loss_sum
+from smolcluster.training.loss import computing_in, logits_loss, loss_sum
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 
 BATCH_SIZE = 1024
@@ -64,11 +64,12 @@ def evaluate(
     measure: Measure = "accuracy",
     precision: Precision = "fp32",
     batch_size: int | None = None,
+    before_batch: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Evaluate `model`, which lies on `device`, on every sample of a split.
 
     The model is put into evaluation mode and left there, so give a copy (`Replica.copy_model`).
-    `batch_size` samples are evaluated at a time; None: what takes little memory.
+    `batch_size` samples are evaluated at a time; None: what takes little memory. `before_batch` may raise.
 
     Raises:
         NonFiniteLoss: the mean loss is NaN or infinite.
@@ -81,6 +82,7 @@ def evaluate(
     loss, hits, num_targets = 0.0, 0, 0
     with torch.inference_mode(), computing_in(precision, device):
         for start in range(0, samples.num_samples, batch_size):
+            before_batch()
             indices = torch.arange(start, min(start + batch_size, samples.num_samples))
             inputs, targets = (tensor.to(device) for tensor in samples.batch(indices))
             if inputs.is_floating_point():
@@ -90,8 +92,7 @@ def evaluate(
                 loss += loss_sum(model, inputs, targets).item()
                 continue
             logits = model(inputs)
-            flat = logits.flatten(0, -2), targets.flatten()
-            loss += functional.cross_entropy(*flat, reduction="sum").item()
+            loss += logits_loss(logits, targets).item()
             hits += int((logits.argmax(dim=-1) == targets).sum())
     mean = loss / num_targets
     if not math.isfinite(mean):

@@ -28,7 +28,11 @@ def loss_sum(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """
     if isinstance(model, ComputesLoss):
         return model.loss(inputs, targets)
-    logits = model(inputs)
+    return logits_loss(model(inputs), targets)
+
+
+def logits_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy of logits (batch, classes) or (batch, seq, classes), summed over their targets, ()."""
     return functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
 
 

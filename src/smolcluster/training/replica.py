@@ -244,9 +244,12 @@ class Replica:
                         f"weights hold {value} at layer {name} {when}; {DIVERGENCE_REMEDY}"
                     )
 
-    def load(self, flat: Tensor) -> None:
-        """Replace the weights by `flat` (num_params,); the optimizer's state stays as it is."""
-        self.params.copy_(flat)
+    def load(self, *weights: Tensor) -> None:
+        """Replace the weights by flat ones, whole or in pieces; the optimizer's state stays as it is."""
+        start = 0
+        for piece in weights:
+            self.params[start : start + piece.numel()].copy_(piece)
+            start += piece.numel()
 
     def host_gradient(self) -> Tensor:
         """Return `grads` on the CPU, flat (num_params,).

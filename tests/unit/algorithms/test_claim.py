@@ -21,7 +21,6 @@ from smolcluster.errors import CheckpointError, ConfigError, PortBusy, RunBusy, 
 from smolcluster.runs.lock import RunLock
 from smolcluster.runs.paths import LATEST, RunPaths, create_run
 from smolcluster.runs.summary import write_summary
-from smolcluster.training import checkpoint as room
 from smolcluster.training.checkpoint import (
     MODEL_FILE,
     CheckpointStore,
@@ -30,14 +29,8 @@ from smolcluster.training.checkpoint import (
 )
 from smolcluster.training.replica import Replica
 
+pytestmark = pytest.mark.usefixtures("no_flushing")
 EPOCHS = 5
-
-
-@pytest.fixture(autouse=True)
-def no_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the disk itself does cannot be tested here, and it is slow."""
-    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
-    monkeypatch.setattr(room, "_full_sync", lambda _descriptor: False)
 
 
 @dataclass
@@ -433,7 +426,8 @@ def test_a_port_that_is_free_stays_free() -> None:
     port = free_port()
     for _ in range(2):
         check_port(local_settings(f"port={port}").cluster)
-    socket.create_server(("127.0.0.1", port)).close()
+    with socket.create_server(("127.0.0.1", port)) as mine:
+        assert mine.getsockname()[1] == port
 
 
 def test_a_machine_without_any_of_the_addresses_cannot_listen() -> None:

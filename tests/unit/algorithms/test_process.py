@@ -5,13 +5,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-from harness import free_port
+from harness import free_port, summary_of
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import main
 from smolcluster.cluster.link import Participant
@@ -19,39 +18,19 @@ from smolcluster.configs.load import find_config
 from smolcluster.errors import ClusterEmpty, ConfigError, NonFiniteLoss, SmolclusterError
 from smolcluster.runs.events import EpochFinished, read_events
 from smolcluster.runs.paths import RunPaths
-from smolcluster.runs.summary import Final, Pushes, Summary, Traffic, read_summary
+from smolcluster.runs.summary import Summary, read_summary
 
-SUMMARY = Summary(
-    algorithm="edp",
-    run_id="mine",
-    wall_s=1.0,
-    epochs=1,
-    steps=10,
-    train_samples=320,
-    samples_applied=320,
-    codec="fp32",
-    pushes=Pushes(applied=10),
-    leases_returned=0,
-    final=Final(train_loss=0.25),
-    bytes=Traffic(sent=1, received=2),
-    workers=[],
-)
+SUMMARY = summary_of(1, train_loss=0.25)
 
 
 @pytest.fixture(autouse=True)
-def a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_a_process: None
+) -> None:
     """What a process sets for itself is put back, and its files are the test's."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    interval, num_threads = sys.getswitchinterval(), torch.get_num_threads()
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    sys.setswitchinterval(interval)
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

@@ -6,15 +6,14 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from harness import digits_config
 from smolcluster.algorithms import owner, single
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import (
     ClusterConfig,
-    DatasetConfig,
     GradientClipping,
     NodeConfig,
-    SimpleNNConfig,
     TrainConfig,
 )
 from smolcluster.errors import NonFiniteLoss
@@ -30,6 +29,7 @@ from smolcluster.runs.events import (
     read_events,
 )
 from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import Summary, read_summary
 from smolcluster.training.replica import Replica
 
@@ -41,17 +41,6 @@ SAMPLES = 1438
 def nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setattr(owner, "leave_keepsakes", lambda *_: None)
-
-
-def config(**changes: object) -> TrainConfig:
-    values: dict[str, object] = {
-        "batch_size": 100,
-        "num_epochs": 2,
-        "eval_steps": 10,
-        "model": SimpleNNConfig(input_dim=None, hidden=16),
-        "dataset": DatasetConfig(name="digits"),
-    }
-    return TrainConfig.model_validate(values | changes)
 
 
 def run(
@@ -85,7 +74,7 @@ def run(
 
 
 def test_a_step_takes_the_global_batch_when_there_is_one(tmp_path: Path) -> None:
-    summary, _, events, _ = run(tmp_path, config(batch_size=10, global_batch_size=100))
+    summary, _, events, _ = run(tmp_path, digits_config(batch_size=10, global_batch_size=100))
     started = events[0].event
     assert isinstance(started, RunStarted)
     assert started.batch_size == 100
@@ -105,12 +94,12 @@ def test_the_node_says_how_many_samples_it_computes_at_once(
         return real(replica, inputs, targets, microbatch)
 
     monkeypatch.setattr(Replica, "forward_backward", noted)
-    run(tmp_path, config(num_epochs=1), NodeConfig(device="cpu", microbatch=7))
+    run(tmp_path, digits_config(num_epochs=1), NodeConfig(device="cpu", microbatch=7))
     assert set(microbatches) == {7}
 
 
 def test_the_summary_says_what_was_done(tmp_path: Path) -> None:
-    summary = run(tmp_path, config(learning_rate=0.01, num_epochs=8))[0]
+    summary = run(tmp_path, digits_config(learning_rate=0.01, num_epochs=8))[0]
 
     assert (summary.algorithm, summary.run_id) == ("single", "single-test")
     assert (summary.epochs, summary.steps, summary.train_samples) == (8, 120, SAMPLES)
@@ -122,7 +111,7 @@ def test_the_summary_says_what_was_done(tmp_path: Path) -> None:
 
 
 def test_every_step_and_evaluation_is_reported(tmp_path: Path) -> None:
-    summary, records, _, _ = run(tmp_path, config())
+    summary, records, _, _ = run(tmp_path, digits_config())
     steps = [record for record in records if record.kind == "step"]
     evaluations = [record for record in records if record.kind == "eval"]
 
@@ -135,13 +124,13 @@ def test_every_step_and_evaluation_is_reported(tmp_path: Path) -> None:
 
 
 def test_the_final_weights_are_evaluated_whatever_eval_steps_says(tmp_path: Path) -> None:
-    summary, records, _, _ = run(tmp_path, config(eval_steps=1000))
+    summary, records, _, _ = run(tmp_path, digits_config(eval_steps=1000))
     assert [record.step for record in records if record.kind == "eval"] == [30]
     assert summary.final.val_accuracy is not None
 
 
 def test_the_events_tell_the_run_from_start_to_end(tmp_path: Path) -> None:
-    _, _, events, _ = run(tmp_path, config(eval_steps=20))
+    _, _, events, _ = run(tmp_path, digits_config(eval_steps=20))
     assert [type(record.event) for record in events] == [
         RunStarted,
         EpochFinished,
@@ -152,8 +141,22 @@ def test_the_events_tell_the_run_from_start_to_end(tmp_path: Path) -> None:
     ]
 
 
+def test_the_status_says_how_the_run_stood_at_its_end(tmp_path: Path) -> None:
+    summary, _, events, paths = run(tmp_path, digits_config())
+    status = read_status(paths.status)
+    assert (status.state, status.algorithm, status.workers) == ("ended", "single", [])
+    assert (status.step, status.total_steps) == (summary.steps, 30)
+    assert status.samples_applied == status.total_samples == 2 * SAMPLES
+    assert (status.epoch, status.num_epochs) == (1, 2)
+    assert status.val_accuracy == summary.final.val_accuracy
+    assert status.incarnation == events[0].incarnation
+    end = events[-1].event
+    assert isinstance(end, RunEnded)
+    assert status.reason == end.reason
+
+
 def test_a_diverging_run_ends_with_an_event_and_without_a_summary(tmp_path: Path) -> None:
-    train = config(
+    train = digits_config(
         learning_rate=1e30, optimizer="sgd", gradient_clipping=GradientClipping(enabled=False)
     )
     with pytest.raises(NonFiniteLoss):
@@ -165,4 +168,6 @@ def test_a_diverging_run_ends_with_an_event_and_without_a_summary(tmp_path: Path
     assert not end.ok
     assert "layer fc" in end.reason
     assert not paths.summary.exists()
+    assert read_status(paths.status).state == "failed"
+    assert read_status(paths.status).reason == end.reason
     assert json.loads(paths.events.read_text().splitlines()[-1])["kind"] == "run_ended"

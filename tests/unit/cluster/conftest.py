@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from peers import wait_for_threads
+from peers import Door, wait_for_threads
 from smolcluster.cluster import reception
 
 
@@ -14,3 +14,11 @@ def nothing_goes_on_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.setattr(reception, "ACCEPT_TICK_S", 0.02)
     yield
     wait_for_threads()
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    """A server's door by hand."""
+    door = Door()
+    yield door
+    door.close()

@@ -150,3 +150,16 @@ def test_frozen_weights_are_not_mistaken_for_trained_ones(bench: Workbench) -> N
     with steps.evaluator:
         steps.take(1)
         assert next_event(steps.inbox, EvaluationDone).evaluation == expected
+
+
+def test_an_evaluation_that_nobody_wants_any_more_ends_with_the_run(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    steps = Steps(bench)
+    with pytest.raises(KeyboardInterrupt), steps.evaluator:
+        steps.take(1)
+        assert gate.entered.wait(DEADLINE_S)
+        threading.Timer(0.2, gate.opened.set).start()
+        raise KeyboardInterrupt
+    assert steps.inbox.get(0.0) is None

@@ -43,12 +43,8 @@ from smolcluster.transport.handshake import reject
 from smolcluster.transport.messages import End, Goodbye, Pull, Reject
 from smolcluster.utils.retry import Deadline
 
+pytestmark = pytest.mark.usefixtures("short_farewell")
 INSTANCE = "0123456789abcdef"
-
-
-@pytest.fixture(autouse=True)
-def short_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "FAREWELL_S", 0.05)
 
 
 @pytest.fixture
@@ -105,7 +101,8 @@ def test_a_worker_takes_part_from_its_ready_on(house: HandledHub, parts: Parts) 
 def test_what_a_worker_says_reaches_the_algorithm(house: HandledHub) -> None:
     hand = house.join(hello())
     hand.say(Pull())
-    house.until(lambda: said(house) == [Said(joined_seats(house)[0], Pull())])
+    house.until(lambda: bool(said(house)))
+    assert said(house) == [Said(joined_seats(house)[0], Pull())]
 
 
 def test_a_worker_that_says_goodbye_has_left(house: HandledHub, parts: Parts) -> None:
@@ -230,7 +227,10 @@ def test_who_was_refused_frees_its_id(house: HandledHub, parts: Parts) -> None:
     hand.ready(dataset="cd" * 32)
     house.until(lambda: bool(parts.happened(WorkerRejected)))
     hand.leave()
-    enter_when_free(house)
+    assert house.hub.workers == []
+    enter_when_free(house).ready(dataset=parts.dataset)
+    house.until(lambda: house.num_joined == 1)
+    assert [worker.name for worker in house.hub.workers] == ["worker 1 (macbook)"]
 
 
 def test_a_worker_that_is_lost_before_it_was_ready_frees_its_id(house: HandledHub) -> None:
@@ -251,17 +251,15 @@ def test_why_a_worker_never_took_part_is_in_the_servers_log(
     assert "no MNIST in /data" in line
 
 
-def enter_when_free(house: HandledHub) -> None:
+def enter_when_free(house: HandledHub) -> Hand:
     """Get in under an id whose last holder is about to go."""
     deadline = Deadline(DEADLINE_S)
     while True:
         try:
-            house.enter(hello())
+            return house.enter(hello())
         except Rejected as error:
             assert error.code == "busy"
             assert not deadline.expired, "its id is in use for ever"
-        else:
-            return
 
 
 def test_training_starts_when_enough_workers_have_joined(rooms: ExitStack, tmp_path: Path) -> None:
@@ -289,8 +287,10 @@ def test_a_worker_that_prepares_its_data_is_waited_for(house: HandledHub, parts:
     hand = house.enter(hello())
     for _ in range(5):
         list(house.hub.next_events(0.05))
+    assert not house.hub.started
     hand.ready(dataset=parts.dataset)
     house.until(lambda: house.num_joined == 1)
+    assert [worker.name for worker in house.hub.workers] == ["worker 1 (macbook)"]
 
 
 @pytest.mark.parametrize("parts", [("empty_cluster_timeout_s=0.05",)], indirect=True)

@@ -22,13 +22,6 @@ Joining = Callable[..., "Future[tuple[Connection, Welcome]]"]
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    door = Door()
-    yield door
-    door.close()
-
-
-@pytest.fixture
 def lines() -> list[str]:
     return []
 
@@ -193,7 +186,9 @@ def test_a_server_that_breaks_off_is_asked_again(
     connection, _ = door.open()
     connection.close()
     door.admit(RUN)
-    connection, _ = future.result(DEADLINE_S)
+    connection, welcome = future.result(DEADLINE_S)
+    assert welcome.run == RUN
+    assert len(delays) == 1, "after a pause"
     connection.close()
 
 

@@ -1,20 +1,19 @@
 """The life of a worker process: it takes part, comes back after every loss, and knows when to stop."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from connection_pairs import push, tensor
-from harness import SECRET, Outcome, local_settings
-from peers import DEADLINE_S, Door, Echo, Hand, hello, logger
+from harness import local_settings
+from lives import LEASE, Life, end, run_config
+from peers import DEADLINE_S, Door, Echo
 from smolcluster.cluster.inbox import Said
-from smolcluster.cluster.joining import ServerAddress
-from smolcluster.cluster.link import Link, Place, follow, measure_speed
+from smolcluster.cluster.link import Link, measure_speed
 from smolcluster.cluster.session import Receiver
-from smolcluster.configs.schema import DatasetPlace, NodeConfig, RunConfig
+from smolcluster.configs.schema import DatasetPlace, NodeConfig
 from smolcluster.errors import (
     ConfigError,
     ConnectTimeout,
@@ -43,15 +42,13 @@ from smolcluster.transport.messages import (
     frame_of,
 )
 
-LEASE = LeaseKey(incarnation="0123abcd", epoch=0, start=0, stop=32, grant=1)
-
 
 class Helper:
     """A participant that pulls, and then waits for what comes."""
 
-    def __init__(self, error: BaseException | None = None) -> None:
+    def __init__(self, _: Welcome, bench: Workbench, error: BaseException | None = None) -> None:
         self.unacknowledged: LeaseKey | None = None
-        self.bench: Workbench
+        self.bench = bench
         self._error = error
 
     def new_receiver(self) -> Receiver:
@@ -67,71 +64,14 @@ class Helper:
             link.next_event(DEADLINE_S)
 
 
-@dataclass
-class Life:
-    """A worker that follows a door, and what it made."""
-
-    door: Door
-    lines: list[str] = field(default_factory=list)
-    made: list[Helper] = field(default_factory=list)
-    runs: list[str] = field(default_factory=list)
-
-    def begin(
-        self,
-        error: BaseException | None = None,
-        node: NodeConfig | None = None,
-        start_timeout_s: float = DEADLINE_S,
-        helper: Callable[[], Helper] | None = None,
-    ) -> Outcome:
-        def make(_: Welcome, bench: Workbench) -> Helper:
-            made = helper() if helper else Helper(error)
-            made.bench = bench
-            self.made.append(made)
-            return made
-
-        place = Place(
-            node=node or NodeConfig(device="cpu"),
-            hello=hello(),
-            address=ServerAddress("127.0.0.1", self.door.port),
-            secret=SECRET,
-            start_timeout_s=start_timeout_s,
-            log=logger(self.lines),
-            on_run_known=self.runs.append,
-        )
-        return Outcome("worker", lambda: follow(place, make))
-
-
 @pytest.fixture
-def life() -> Iterator[Life]:
-    door = Door()
-    yield Life(door)
-    door.close()
+def life(door: Door) -> Life[Helper]:
+    return Life(door, Helper)
 
 
-def run_config(run_id: str = "run-1", *overrides: str) -> RunConfig:
-    settings = local_settings(f"reconnect_timeout_s={DEADLINE_S}", *overrides)
-    return settings.run_config(run_id, "edp")
-
-
-def taken_part(life: Life, run: RunConfig | None = None) -> tuple[Hand, Ready]:
-    """The worker is let in, and works."""
-    hand = life.door.admit(run or run_config())
-    ready = hand.hear_a(Ready)
-    hand.hear_a(Pull)
-    return hand, ready
-
-
-def end(hand: Hand, ok: bool = True, sentence: str = "every sample has been applied") -> None:
-    """Say that the run is over, and wait until the worker has closed."""
-    hand.say(End(ok=ok, sentence=sentence))
-    hand.hear_a(Goodbye)
-    hand.hear_the_end()
-    hand.leave()
-
-
-def test_a_worker_says_what_it_has_and_ends_well_with_the_run(life: Life) -> None:
+def test_a_worker_says_what_it_has_and_ends_well_with_the_run(life: Life[Helper]) -> None:
     worker = life.begin()
-    hand, ready = taken_part(life)
+    hand, ready = life.taken_part()
     bench = life.made[0].bench
     assert ready.dataset_fingerprint == bench.dataset.fingerprint
     assert ready.model_fingerprint == bench.replica.fingerprint
@@ -143,11 +83,11 @@ def test_a_worker_says_what_it_has_and_ends_well_with_the_run(life: Life) -> Non
     assert "the run is over: every sample has been applied" in life.lines[-1]
 
 
-def test_a_worker_whose_connection_breaks_comes_back_with_what_it_had(life: Life) -> None:
+def test_a_worker_whose_connection_breaks_comes_back_with_what_it_had(life: Life[Helper]) -> None:
     worker = life.begin()
-    hand, _ = taken_part(life)
+    hand, _ = life.taken_part()
     hand.leave()
-    hand, ready = taken_part(life)
+    hand, ready = life.taken_part()
     assert ready.unacknowledged == LEASE, "the push whose fate it does not know"
     assert len(life.made) == 1, "model, data and residuals are kept"
     assert sum("trying to reconnect" in line for line in life.lines) == 1
@@ -155,10 +95,10 @@ def test_a_worker_whose_connection_breaks_comes_back_with_what_it_had(life: Life
     worker.finish()
 
 
-def test_another_run_behind_the_same_address_is_begun_afresh(life: Life) -> None:
+def test_another_run_behind_the_same_address_is_begun_afresh(life: Life[Helper]) -> None:
     worker = life.begin()
-    taken_part(life)[0].leave()
-    hand, ready = taken_part(life, run_config("run-2", "seed=7"))
+    life.taken_part()[0].leave()
+    hand, ready = life.taken_part(run_config("run-2", "seed=7"))
     assert ready.unacknowledged is None
     assert len(life.made) == 2
     assert life.runs == ["run-1", "run-2"]
@@ -166,17 +106,22 @@ def test_another_run_behind_the_same_address_is_begun_afresh(life: Life) -> None
     worker.finish()
 
 
-def test_a_worker_that_comes_back_after_the_end_hears_of_it_and_ends_well(life: Life) -> None:
+def test_a_worker_that_comes_back_after_the_end_hears_of_it_and_ends_well(
+    life: Life[Helper],
+) -> None:
     worker = life.begin()
-    taken_part(life)[0].leave()
+    life.taken_part()[0].leave()
     connection, _ = life.door.open()
     reject(connection, "over", "every sample has been applied")
     worker.finish()
+    assert len(life.made) == 1
+    assert "the run is over" in life.lines[-1]
+    assert "every sample has been applied" in life.lines[-1]
 
 
-def test_a_server_that_does_not_come_back_is_given_up(life: Life) -> None:
+def test_a_server_that_does_not_come_back_is_given_up(life: Life[Helper]) -> None:
     worker = life.begin()
-    hand, _ = taken_part(life, run_config("run-1", "reconnect_timeout_s=0.2"))
+    hand, _ = life.taken_part(run_config("run-1", "reconnect_timeout_s=0.2"))
     hand.say(_ack())
     hand.leave()
     life.door.close()
@@ -185,16 +130,16 @@ def test_a_server_that_does_not_come_back_is_given_up(life: Life) -> None:
     assert failure.exit_code == 75
 
 
-def test_a_run_that_ended_badly_is_an_error_with_its_reason(life: Life) -> None:
+def test_a_run_that_ended_badly_is_an_error_with_its_reason(life: Life[Helper]) -> None:
     worker = life.begin()
-    hand, _ = taken_part(life)
+    hand, _ = life.taken_part()
     end(hand, ok=False, sentence="the run failed: loss is nan")
     failure = worker.failure()
     assert isinstance(failure, RunFailed)
     assert "loss is nan" in str(failure)
 
 
-def test_a_refusal_after_ready_is_final(life: Life) -> None:
+def test_a_refusal_after_ready_is_final(life: Life[Helper]) -> None:
     worker = life.begin()
     hand = life.door.admit(run_config())
     hand.hear_a(Ready)
@@ -215,26 +160,28 @@ def test_a_refusal_after_ready_is_final(life: Life) -> None:
     ],
 )
 def test_a_worker_that_cannot_go_on_says_goodbye_and_why(
-    life: Life, error: BaseException, words: str
+    life: Life[Helper], error: BaseException, words: str
 ) -> None:
-    worker = life.begin(error)
-    hand, _ = taken_part(life)
+    worker = life.begin(partial(Helper, error=error))
+    hand, _ = life.taken_part()
     assert hand.hear_a(Goodbye).reason == words
     hand.hear_the_end()
     hand.leave()
     assert worker.failure() is error
 
 
-def test_a_loss_that_is_not_finite_is_everybodys_affair(life: Life) -> None:
-    worker = life.begin(NonFiniteLoss("step 3: loss is nan at layer fc1"))
-    hand, _ = taken_part(life)
+def test_a_loss_that_is_not_finite_is_everybodys_affair(life: Life[Helper]) -> None:
+    worker = life.begin(partial(Helper, error=NonFiniteLoss("step 3: loss is nan at layer fc1")))
+    hand, _ = life.taken_part()
     fault = hand.hear_a(Fault)
     assert (fault.code, fault.sentence) == ("non-finite", "step 3: loss is nan at layer fc1")
     hand.leave()
     assert isinstance(worker.failure(), NonFiniteLoss)
 
 
-def test_a_machine_without_the_data_says_so_before_it_is_ready(life: Life, tmp_path: Path) -> None:
+def test_a_machine_without_the_data_says_so_before_it_is_ready(
+    life: Life[Helper], tmp_path: Path
+) -> None:
     node = NodeConfig(device="cpu", dataset=DatasetPlace(root=tmp_path, download=False))
     worker = life.begin(node=node)
     hand = life.door.admit(run_config("run-1", "dataset.name=MNIST", "model.input_dim=784"))
@@ -243,7 +190,9 @@ def test_a_machine_without_the_data_says_so_before_it_is_ready(life: Life, tmp_p
     assert isinstance(worker.failure(), DataError)
 
 
-def test_a_machine_that_cannot_keep_a_run_says_so_and_leaves_nothing_open(life: Life) -> None:
+def test_a_machine_that_cannot_keep_a_run_says_so_and_leaves_nothing_open(
+    life: Life[Helper],
+) -> None:
     """The folder of runs cannot be written: an error of this worker only."""
     error = ConfigError("cannot make the run's folder")
 
@@ -260,13 +209,13 @@ def test_a_machine_that_cannot_keep_a_run_says_so_and_leaves_nothing_open(life: 
     assert worker.failure() is error
 
 
-def test_no_server_at_the_start_is_given_up(life: Life) -> None:
+def test_no_server_at_the_start_is_given_up(life: Life[Helper]) -> None:
     life.door.close()
     failure = life.begin(start_timeout_s=0.2).failure()
     assert isinstance(failure, ConnectTimeout)
 
 
-def test_news_of_the_server_is_raised_wherever_a_participant_waits(life: Life) -> None:
+def test_news_of_the_server_is_raised_wherever_a_participant_waits(life: Life[Helper]) -> None:
     """Also when it only looks for events in between."""
     seen: list[object] = []
 
@@ -277,8 +226,8 @@ def test_news_of_the_server_is_raised_wherever_a_participant_waits(life: Life) -
                 event = link.next_event(0.001)
                 seen.extend([event] if event else [])
 
-    worker = life.begin(helper=Looking)
-    hand, _ = taken_part(life)
+    worker = life.begin(Looking)
+    hand, _ = life.taken_part()
     hand.say(_ack())
     end(hand)
     worker.finish()
@@ -304,9 +253,9 @@ class Sending(Helper):
             link.next_event(DEADLINE_S)
 
 
-def test_what_is_sent_is_what_it_was_before_the_flush(life: Life) -> None:
-    worker = life.begin(helper=Sending)
-    hand, _ = taken_part(life)
+def test_what_is_sent_is_what_it_was_before_the_flush(life: Life[Helper]) -> None:
+    worker = life.begin(Sending)
+    hand, _ = life.taken_part()
     for _ in range(NUM_FRAMES):
         message, payload = hand.hear()
         assert isinstance(message, Push)
@@ -315,9 +264,11 @@ def test_what_is_sent_is_what_it_was_before_the_flush(life: Life) -> None:
     worker.finish()
 
 
-def test_a_worker_that_waits_to_send_comes_back_when_the_server_has_gone(life: Life) -> None:
-    worker = life.begin(helper=Sending)
-    taken_part(life)[0].leave()
+def test_a_worker_that_waits_to_send_comes_back_when_the_server_has_gone(
+    life: Life[Helper],
+) -> None:
+    worker = life.begin(Sending)
+    life.taken_part()[0].leave()
     hand = life.door.admit(run_config())
     hand.hear_a(Ready)
     hand.say(End(ok=True, sentence="every sample has been applied"))
@@ -326,7 +277,7 @@ def test_a_worker_that_waits_to_send_comes_back_when_the_server_has_gone(life: L
     assert len(life.made) == 1
 
 
-def test_weights_are_written_where_the_participants_receiver_wants_them(life: Life) -> None:
+def test_weights_are_written_where_the_participants_receiver_wants_them(life: Life[Helper]) -> None:
     memory = bytearray(64)
 
     class Placing(Echo):
@@ -337,8 +288,8 @@ def test_weights_are_written_where_the_participants_receiver_wants_them(life: Li
         def new_receiver(self) -> Receiver:
             return Placing()
 
-    worker = life.begin(helper=Following)
-    hand, _ = taken_part(life)
+    worker = life.begin(Following)
+    hand, _ = life.taken_part()
     weights = bytes(range(64))
     state = State(incarnation="here", version=3, bucket=0, num_buckets=1, tensor=tensor(64))
     hand.say(state, weights)
@@ -347,9 +298,9 @@ def test_weights_are_written_where_the_participants_receiver_wants_them(life: Li
     assert memory == weights
 
 
-def test_a_machine_computes_no_more_samples_at_once_than_it_is_told(life: Life) -> None:
+def test_a_machine_computes_no_more_samples_at_once_than_it_is_told(life: Life[Helper]) -> None:
     worker = life.begin(node=NodeConfig(device="cpu", microbatch=5))
-    hand, _ = taken_part(life)
+    hand, _ = life.taken_part()
     bench = life.made[0].bench
     sizes: list[int] = []
     bench.replica.model.register_forward_pre_hook(
@@ -373,7 +324,7 @@ def test_speed_is_measured_on_this_machine() -> None:
     assert torch.equal(bench.replica.params, before), "nothing is learned by it"
 
 
-def test_a_server_that_cuts_every_session_is_given_up_and_not_flooded(life: Life) -> None:
+def test_a_server_that_cuts_every_session_is_given_up_and_not_flooded(life: Life[Helper]) -> None:
     run = run_config().model_copy(update={"reconnect_timeout_s": 1.0})
     life.door.patience_s = 0.5
     worker = life.begin(start_timeout_s=1.0)

@@ -1,24 +1,17 @@
 """A worker whose server was started again: the same run goes on with what the machine has built."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from harness import SECRET, Outcome, local_settings
-from peers import DEADLINE_S, Door, Echo, Hand, hello, logger
+from lives import LEASE, Life, end, run_config
+from peers import DEADLINE_S, Door, Echo
 from smolcluster.cluster import link as room
-from smolcluster.cluster.joining import ServerAddress
-from smolcluster.cluster.link import Link, Place, follow
+from smolcluster.cluster.link import Link
 from smolcluster.cluster.session import Receiver
-from smolcluster.configs.schema import NodeConfig, RunConfig
 from smolcluster.training.build import Workbench, build
-from smolcluster.transport.connection import Connection
-from smolcluster.transport.handshake import Offer, accept
-from smolcluster.transport.messages import End, Goodbye, LeaseKey, Pull, Ready, Welcome
-
-LEASE = LeaseKey(incarnation="aaaa", epoch=0, start=0, stop=32, grant=1)
+from smolcluster.transport.messages import LeaseKey, Pull, Welcome
 
 
 class Helper:
@@ -47,75 +40,9 @@ class Helper:
             link.next_event(DEADLINE_S)
 
 
-@dataclass
-class Life:
-    """A worker that follows a door, and what it made."""
-
-    door: Door
-    lines: list[str] = field(default_factory=list)
-    made: list[Helper] = field(default_factory=list)
-    runs: list[str] = field(default_factory=list)
-
-    def begin(self) -> Outcome:
-        def make(welcome: Welcome, bench: Workbench) -> Helper:
-            self.made.append(Helper(welcome, bench))
-            return self.made[-1]
-
-        place = Place(
-            node=NodeConfig(device="cpu"),
-            hello=hello(),
-            address=ServerAddress("127.0.0.1", self.door.port),
-            secret=SECRET,
-            start_timeout_s=DEADLINE_S,
-            log=logger(self.lines),
-            on_run_known=self.runs.append,
-        )
-        return Outcome("worker", lambda: follow(place, make))
-
-    def taken_part(self, run: RunConfig, incarnation: str, bucket_bytes: int = 1 << 20) -> "Seen":
-        """The next session, in which the worker is let in and works."""
-        connection, client = self.door.open()
-        offer = Offer(
-            run_id=run.run_id,
-            incarnation=incarnation,
-            run=run,
-            model_fingerprint="m",
-            bucket_bytes=bucket_bytes,
-            codec="fp32",
-            heartbeat_timeout_s=DEADLINE_S,
-        )
-        accept(connection, client, offer)
-        hand = Hand(connection)
-        ready = hand.hear_a(Ready)
-        hand.hear_a(Pull)
-        return Seen(hand, connection, ready)
-
-
-@dataclass
-class Seen:
-    """One session, as the server sees it."""
-
-    hand: Hand
-    connection: Connection
-    ready: Ready
-
-    def leave(self) -> None:
-        """The server is gone, without a word."""
-        self.hand.leave()
-
-    def end(self) -> None:
-        """Say that the run is over, and wait until the worker has closed."""
-        self.hand.say(End(ok=True, sentence="every sample has been applied"))
-        self.hand.hear_a(Goodbye)
-        self.hand.hear_the_end()
-        self.hand.leave()
-
-
 @pytest.fixture
-def life() -> Iterator[Life]:
-    door = Door()
-    yield Life(door)
-    door.close()
+def life(door: Door) -> Life[Helper]:
+    return Life(door, Helper)
 
 
 @pytest.fixture
@@ -132,19 +59,14 @@ def num_built(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     return lambda: count
 
 
-def run_config(run_id: str = "run-1", *overrides: str) -> RunConfig:
-    settings = local_settings(f"reconnect_timeout_s={DEADLINE_S}", *overrides)
-    return settings.run_config(run_id, "edp")
-
-
 def test_the_same_server_finds_the_same_participant(
-    life: Life, num_built: Callable[[], int]
+    life: Life[Helper], num_built: Callable[[], int]
 ) -> None:
     worker, run = life.begin(), run_config()
-    life.taken_part(run, "aaaa").leave()
-    second = life.taken_part(run, "aaaa")
-    assert second.ready.unacknowledged == LEASE
-    second.end()
+    life.taken_part(run, "aaaa")[0].leave()
+    hand, ready = life.taken_part(run, "aaaa")
+    assert ready.unacknowledged == LEASE.model_copy(update={"incarnation": "aaaa"})
+    end(hand)
     worker.finish()
     (only,) = life.made
     assert only.num_sessions == 2
@@ -154,16 +76,16 @@ def test_the_same_server_finds_the_same_participant(
 
 
 def test_a_server_that_was_started_again_finds_what_was_built_but_nothing_learned(
-    life: Life, num_built: Callable[[], int]
+    life: Life[Helper], num_built: Callable[[], int]
 ) -> None:
     worker, run = life.begin(), run_config()
-    first = life.taken_part(run, "aaaa")
-    first.leave()
-    second = life.taken_part(run, "bbbb")
-    assert second.ready.unacknowledged is None, "the new server knows nothing of that push"
-    assert second.ready.dataset_fingerprint == first.ready.dataset_fingerprint
-    assert second.ready.samples_per_s == first.ready.samples_per_s, "it need not be measured again"
-    second.end()
+    hand, first = life.taken_part(run, "aaaa")
+    hand.leave()
+    hand, second = life.taken_part(run, "bbbb")
+    assert second.unacknowledged is None, "the new server knows nothing of that push"
+    assert second.dataset_fingerprint == first.dataset_fingerprint
+    assert second.samples_per_s == first.samples_per_s, "it need not be measured again"
+    end(hand)
     worker.finish()
     assert num_built() == 1
     before, after = life.made
@@ -177,13 +99,14 @@ def test_a_server_that_was_started_again_finds_what_was_built_but_nothing_learne
     assert life.runs == ["run-1", "run-1"]
 
 
-def test_every_start_of_the_server_is_a_new_one(life: Life, num_built: Callable[[], int]) -> None:
+def test_every_start_of_the_server_is_a_new_one(
+    life: Life[Helper], num_built: Callable[[], int]
+) -> None:
     """Also one that comes back to an earlier incarnation's name, after a session with each."""
     worker, run = life.begin(), run_config()
     for incarnation in ("aaaa", "bbbb", "bbbb", "cccc"):
-        life.taken_part(run, incarnation).leave()
-    last = life.taken_part(run, "aaaa")
-    last.end()
+        life.taken_part(run, incarnation)[0].leave()
+    end(life.taken_part(run, "aaaa")[0])
     worker.finish()
     starts = [(made.welcome.incarnation, made.num_sessions) for made in life.made]
     assert starts == [("aaaa", 1), ("bbbb", 2), ("cccc", 1), ("aaaa", 1)]
@@ -196,11 +119,11 @@ def test_every_start_of_the_server_is_a_new_one(life: Life, num_built: Callable[
     ids=lambda overrides: overrides[0],
 )
 def test_a_server_with_another_configuration_is_begun_afresh(
-    life: Life, num_built: Callable[[], int], overrides: tuple[str, ...]
+    life: Life[Helper], num_built: Callable[[], int], overrides: tuple[str, ...]
 ) -> None:
     worker = life.begin()
-    life.taken_part(run_config(), "aaaa").leave()
-    life.taken_part(run_config("run-1", *overrides), "bbbb").end()
+    life.taken_part(run_config(), "aaaa")[0].leave()
+    end(life.taken_part(run_config("run-1", *overrides), "bbbb")[0])
     worker.finish()
     before, after = life.made
     assert after.bench is not before.bench
@@ -209,36 +132,36 @@ def test_a_server_with_another_configuration_is_begun_afresh(
 
 
 def test_another_run_of_the_same_configuration_is_begun_afresh(
-    life: Life, num_built: Callable[[], int]
+    life: Life[Helper], num_built: Callable[[], int]
 ) -> None:
     worker = life.begin()
-    life.taken_part(run_config("run-1"), "aaaa").leave()
-    life.taken_part(run_config("run-2"), "bbbb").end()
+    life.taken_part(run_config("run-1"), "aaaa")[0].leave()
+    end(life.taken_part(run_config("run-2"), "bbbb")[0])
     worker.finish()
     assert len(life.made) == num_built() == 2
     assert life.runs == ["run-1", "run-2"]
 
 
-def test_other_buckets_are_built_anew(life: Life, num_built: Callable[[], int]) -> None:
+def test_other_buckets_are_built_anew(life: Life[Helper], num_built: Callable[[], int]) -> None:
     worker, run = life.begin(), run_config()
-    life.taken_part(run, "aaaa").leave()
-    life.taken_part(run, "bbbb", bucket_bytes=1 << 12).end()
+    life.taken_part(run, "aaaa")[0].leave()
+    end(life.taken_part(run, "bbbb", bucket_bytes=1 << 12)[0])
     worker.finish()
     assert num_built() == 2
     assert life.made[1].bench.replica.bucket_bytes == 1 << 12
 
 
 def test_a_worker_that_was_cut_off_by_both_starts_still_comes_back(
-    life: Life, num_built: Callable[[], int]
+    life: Life[Helper], num_built: Callable[[], int]
 ) -> None:
     """A session that ends before it has begun to work leaves nothing half done."""
     worker, run = life.begin(), run_config()
-    life.taken_part(run, "aaaa").leave()
+    life.taken_part(run, "aaaa")[0].leave()
     life.door.admit(run, incarnation="bbbb").leave()
-    third = life.taken_part(run, "bbbb")
-    owed = third.ready.unacknowledged
+    hand, ready = life.taken_part(run, "bbbb")
+    owed = ready.unacknowledged
     assert owed is None or owed.incarnation == "bbbb"
-    third.end()
+    end(hand)
     worker.finish()
     assert [made.welcome.incarnation for made in life.made] == ["aaaa", "bbbb"]
     for tensor in life.made[1].state_at_start.values():

@@ -193,8 +193,9 @@ def test_who_has_proved_itself_is_no_stranger_while_it_waits_for_the_answer(hous
     for _ in range(MAX_UNPROVED):
         house.stranger()
     asked.answer.set_result(Admitted())
-    next_event(house.inbox, Seated)
-    future.result(DEADLINE_S)
+    assert next_event(house.inbox, Seated).seat == asked.seat
+    future.result(DEADLINE_S).say(Pull())
+    assert next_event(house.inbox, Said) == Said(asked.seat, Pull())
 
 
 def test_bytes_are_counted_and_stay_counted_when_a_seat_is_gone(house: House) -> None:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from harness import local_settings
-from peers import Parts, server_parts
+from peers import Parts, report_of, server_parts
 from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.membership import Member
 from smolcluster.cluster.report import Rate, Report, StepTaken
 from smolcluster.cluster.worker import Worker
-from smolcluster.configs.schema import RunConfig
+from smolcluster.errors import SmolclusterError
 from smolcluster.runs.events import (
     EpochFinished,
     Evaluated,
@@ -38,23 +38,7 @@ def parts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Parts]:
 
 @pytest.fixture
 def report(parts: Parts) -> Report:
-    return report_of(parts, parts.context.run)
-
-
-def report_of(parts: Parts, run: RunConfig) -> Report:
-    context = parts.context
-    return Report(
-        run=run,
-        server_node="mini1",
-        num_workers=3,
-        incarnation="here",
-        codec="fp32",
-        bench=context.bench,
-        metrics=context.metrics,
-        events=context.events,
-        log=context.log,
-        bytes_moved=lambda: (1000, 2000),
-    )
+    return report_of(parts)
 
 
 def step(
@@ -95,7 +79,7 @@ def test_a_run_begins_with_what_is_trained(parts: Parts, report: Report) -> None
 
 def test_where_workers_share_a_batch_its_size_is_that_of_all_parts(parts: Parts) -> None:
     settings = parts.context.settings
-    report_of(parts, settings.run_config("test-run", "syncps"))
+    report_of(parts, run=settings.run_config("test-run", "syncps"))
     (started,) = parts.happened(RunStarted)
     assert isinstance(started, RunStarted)
     assert started.batch_size == 3 * settings.train.batch_size
@@ -237,7 +221,7 @@ def test_the_summary_adds_up(parts: Parts, report: Report) -> None:
 
 def test_the_end_is_an_event(parts: Parts, report: Report) -> None:
     report.step_taken(step(0, 32))
-    report.ended(False, "the run failed: a reason")
+    report.ended(SmolclusterError("a reason"))
     (ended,) = parts.happened(RunEnded)
     assert isinstance(ended, RunEnded)
     assert (ended.ok, ended.reason, ended.steps) == (False, "the run failed: a reason", 1)

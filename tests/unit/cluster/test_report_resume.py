@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import local_settings
-from peers import Parts, server_parts
+from peers import Parts, report_of, server_parts
 from smolcluster.cluster import report as room
 from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.membership import Member
@@ -70,24 +70,6 @@ def shared_parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
         yield parts
 
 
-def new_report(
-    parts: Parts, incarnation: str = "here", moved: tuple[int, int] = (1000, 2000)
-) -> Report:
-    context = parts.context
-    return Report(
-        run=context.run,
-        server_node="mini1",
-        num_workers=3,
-        incarnation=incarnation,
-        codec="fp32",
-        bench=context.bench,
-        metrics=context.metrics,
-        events=context.events,
-        log=context.log,
-        bytes_moved=lambda: moved,
-    )
-
-
 def step(
     report: Report, num_samples: int, *, epoch: int = 0, loss: float = 0.5, start: int = 0
 ) -> None:
@@ -127,7 +109,7 @@ def through_json(state: TrainingState) -> TrainingState:
 
 
 def resumed(parts: Parts, state: TrainingState, moved: tuple[int, int] = (0, 0)) -> Report:
-    report = new_report(parts, "there", moved)
+    report = report_of(parts, "there", moved)
     report.resume(through_json(state))
     return report
 
@@ -144,7 +126,7 @@ def without_times(state: TrainingState) -> dict[str, Any]:
 def test_a_report_that_was_resumed_counts_as_one_that_went_on(
     shared_parts: Parts, before: list[Doing], after: list[Doing]
 ) -> None:
-    steady = new_report(shared_parts)
+    steady = report_of(shared_parts)
     for doing in before:
         do(steady, doing)
     again = resumed(shared_parts, steady.standing({}), moved=(0, 0))
@@ -157,7 +139,7 @@ def test_a_report_that_was_resumed_counts_as_one_that_went_on(
 
 
 def test_a_standing_says_whose_it_is_and_where(parts: Parts) -> None:
-    report, context = new_report(parts), parts.context
+    report, context = report_of(parts), parts.context
     step(report, 30, epoch=0, loss=2.0)
     step(report, 10, epoch=1, loss=1.0)
     step(report, 30, epoch=1, loss=5.0)
@@ -173,13 +155,13 @@ def test_a_standing_says_whose_it_is_and_where(parts: Parts) -> None:
 
 
 def test_before_the_first_step_there_is_no_loss(parts: Parts) -> None:
-    state = new_report(parts).standing({})
+    state = report_of(parts).standing({})
     assert (state.step, state.samples_applied, state.train_loss) == (0, 0, None)
     assert resumed(parts, state).version == 0
 
 
 def test_a_standing_does_not_change_when_the_run_goes_on(parts: Parts) -> None:
-    report = new_report(parts)
+    report = report_of(parts)
     report.contributed(WORKERS[0], 30)
     step(report, 30)
     state = report.standing({})
@@ -192,7 +174,7 @@ def test_a_standing_does_not_change_when_the_run_goes_on(parts: Parts) -> None:
 
 
 def test_the_resumption_is_an_event_after_the_start(parts: Parts) -> None:
-    first = new_report(parts)
+    first = report_of(parts)
     step(first, 30)
     step(first, 30)
     resumed(parts, first.standing({}))
@@ -201,7 +183,7 @@ def test_the_resumption_is_an_event_after_the_start(parts: Parts) -> None:
 
 
 def test_a_run_that_begins_was_not_resumed(parts: Parts) -> None:
-    new_report(parts)
+    report_of(parts)
     assert parts.happened(RunResumed) == []
 
 
@@ -209,7 +191,7 @@ def test_time_and_traffic_are_those_of_all_starts(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
-    first = new_report(parts, moved=(100, 7))
+    first = report_of(parts, moved=(100, 7))
     clock.now += 10.0
     step(first, 30)
     second = resumed(parts, first.standing({}), moved=(20, 1))
@@ -227,10 +209,10 @@ def test_the_waiting_before_a_resumption_is_not_counted(
     parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
-    report = new_report(parts)
+    report = report_of(parts)
     clock.now += 10.0
     state = report.standing({})
-    late = new_report(parts, "there")
+    late = report_of(parts, "there")
     clock.now += 90.0
     late.resume(through_json(state))
     clock.now += 1.0
@@ -241,7 +223,7 @@ def test_the_rate_begins_with_the_resumption(parts: Parts, monkeypatch: pytest.M
     """What was applied before is no sign of speed."""
     clock = Clock(monkeypatch)
     monkeypatch.setattr(room.Rate.__init__, "__defaults__", (lambda: clock.now,))
-    first = new_report(parts)
+    first = report_of(parts)
     step(first, 1000)
     second = resumed(parts, first.standing({}))
     clock.now += 2.0
@@ -253,7 +235,7 @@ def test_the_rate_begins_with_the_resumption(parts: Parts, monkeypatch: pytest.M
 
 def test_an_epoch_is_finished_by_what_was_applied_before_and_after(parts: Parts) -> None:
     size = parts.context.bench.dataset.train.num_samples
-    first = new_report(parts)
+    first = report_of(parts)
     step(first, size - 1)
     second = resumed(parts, first.standing({}))
     step(second, 5, epoch=1)
@@ -264,7 +246,7 @@ def test_an_epoch_is_finished_by_what_was_applied_before_and_after(parts: Parts)
 
 
 def test_a_worker_that_comes_back_has_one_share(parts: Parts) -> None:
-    first = new_report(parts)
+    first = report_of(parts)
     first.contributed(WORKERS[0], 30, staleness=4)
     step(first, 30)
     second = resumed(parts, first.standing({}))
@@ -278,7 +260,7 @@ def test_a_worker_that_comes_back_has_one_share(parts: Parts) -> None:
 
 
 def test_an_evaluation_of_before_is_not_known_any_more(parts: Parts) -> None:
-    first = new_report(parts)
+    first = report_of(parts)
     step(first, 30)
     first.evaluated(1, 0, Evaluation(0.25, 0.5))
     second = resumed(parts, first.standing({}))
@@ -290,7 +272,7 @@ def test_an_evaluation_of_before_is_not_known_any_more(parts: Parts) -> None:
 
 
 def state_with(parts: Parts, **changes: Any) -> TrainingState:
-    report = new_report(parts)
+    report = report_of(parts)
     report.contributed(WORKERS[0], 30)
     step(report, 30)
     state = report.standing({})
@@ -322,7 +304,7 @@ def state_with(parts: Parts, **changes: Any) -> TrainingState:
 def test_counts_that_cannot_be_read_are_a_checkpoint_error(
     parts: Parts, name: str, value: Any
 ) -> None:
-    report = new_report(parts, "there")
+    report = report_of(parts, "there")
     with pytest.raises(CheckpointError, match="the progress of step 1 cannot be read"):
         report.resume(state_with(parts, **{name: value}))
     assert (report.version, report.samples_applied) == (0, 0)
@@ -335,4 +317,4 @@ def test_a_checkpoint_without_counts_is_a_checkpoint_error(
 ) -> None:
     state = state_with(parts).model_copy(update={"progress": progress})
     with pytest.raises(CheckpointError, match="the progress of step 1 cannot be read"):
-        new_report(parts, "there").resume(state)
+        report_of(parts, "there").resume(state)

@@ -1,6 +1,5 @@
 """When a server saves: at the right steps, what was there at the step, and in nobody's way."""
 
-import os
 import queue
 import signal
 import time
@@ -17,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness import local_settings
-from peers import DEADLINE_S, Parts, logger, server_parts
+from peers import DEADLINE_S, Parts, logger, report_of, server_parts
 from smolcluster.cluster.dispatcher import Range
-from smolcluster.cluster.report import Report, StepTaken
+from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import Saver, Subject
 from smolcluster.errors import (
     CheckpointError,
@@ -28,7 +27,6 @@ from smolcluster.errors import (
     RunFailed,
     SmolclusterError,
 )
-from smolcluster.training import checkpoint as room
 from smolcluster.training.checkpoint import (
     Checkpoint,
     CheckpointStore,
@@ -40,15 +38,9 @@ from smolcluster.training.replica import Replica
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.stopping import Interrupted
 
+pytestmark = pytest.mark.usefixtures("no_flushing")
 COPY_S = 0.05
 """How long a slow copy takes: longer than what must not overtake it."""
-
-
-@pytest.fixture(autouse=True)
-def no_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the disk itself does cannot be tested here, and it is slow."""
-    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
-    monkeypatch.setattr(room, "_full_sync", lambda _descriptor: False)
 
 
 @pytest.fixture(scope="module")
@@ -92,22 +84,10 @@ class Training:
     def __init__(
         self, parts: Parts, store: CheckpointStore | None, every: int | None, first: int = 0
     ) -> None:
-        context = parts.context
         self.lines: list[str] = []
-        self.replica: Replica = context.bench.replica
+        self.replica: Replica = parts.context.bench.replica
         self.owed = torch.zeros(5)
-        self.report = Report(
-            run=context.run,
-            server_node="mini1",
-            num_workers=3,
-            incarnation="here",
-            codec="fp32",
-            bench=context.bench,
-            metrics=context.metrics,
-            events=context.events,
-            log=context.log,
-            bytes_moved=lambda: (0, 0),
-        )
+        self.report = report_of(parts, moved=(0, 0))
         self.report.version = first
         self._set(first)
         subject = Subject(self.replica, self.progress, self.extra)

@@ -12,7 +12,7 @@ from smolcluster.data import corpus
 from smolcluster.data.corpus import draw, list_files, load_corpus, load_stdlib, stdlib_files
 from smolcluster.data.dataset import Dataset, Samples
 from smolcluster.data.tokens import TokenBlocks
-from smolcluster.errors import ConfigError, DataError
+from smolcluster.errors import ConfigError, DataError, SmolclusterError
 
 LOG = logging.getLogger("smolcluster")
 
@@ -189,8 +189,10 @@ def test_a_file_that_changed_is_read_again(config: DatasetConfig, root: Path) ->
     assert text_of(load_corpus(config, 3, LOG).train) == "new\n" * 18 + "\0"
 
 
-def refused(config: DatasetConfig, **changes: object) -> str:
-    with pytest.raises(DataError) as error:
+def refused(
+    config: DatasetConfig, kind: type[SmolclusterError] = DataError, **changes: object
+) -> str:
+    with pytest.raises(kind) as error:
         load_corpus(config.model_copy(update=changes), 8, LOG)
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -202,7 +204,7 @@ def test_text_without_a_place_asks_for_one(config: DatasetConfig) -> None:
 
 
 def test_a_place_that_does_not_exist_is_named(config: DatasetConfig, tmp_path: Path) -> None:
-    assert f"{tmp_path}/root, which does not exist" in refused(config)
+    assert f"dataset.root is {tmp_path}/root, which does not exist" in refused(config, ConfigError)
 
 
 def test_a_binary_file_is_refused(config: DatasetConfig, root: Path) -> None:

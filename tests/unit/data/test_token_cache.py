@@ -415,3 +415,18 @@ def test_the_default_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert default_cache() == tmp_path / ".cache" / "smolcluster" / "tokens"
     monkeypatch.setattr(sys, "platform", "darwin")
     assert default_cache() == tmp_path / "Library" / "Caches" / "smolcluster" / "tokens"
+
+
+def test_a_text_is_tokenized_when_it_is_there(tmp_path: Path) -> None:
+    told: list[str] = []
+    log = logging.Logger("order")
+    log.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: told.append(record.getMessage().split()[0])  # type: ignore[method-assign]
+
+    def read() -> Iterator[tuple[Role, Iterable[str]]]:
+        log.info("fetching")
+        yield "train", ["one"]
+        yield "validation", ["two"]
+
+    open_tokens(Source("made", "far", read), "bytes", Making(), tmp_path, log)
+    assert told == ["fetching", "tokenizing", "tokenized"]

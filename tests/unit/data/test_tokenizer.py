@@ -10,7 +10,7 @@ import pytest
 
 from smolcluster.data import tokenizer as module
 from smolcluster.data.tokenizer import Tokenizer, cut, load_tokenizer, tokenizer_identity
-from smolcluster.errors import DataError
+from smolcluster.errors import ConfigError, DataError, SmolclusterError
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 GPT2 = SHARED / "gpt2-tokenizer"
@@ -183,16 +183,19 @@ def test_a_tokenizer_below_home_may_be_written_with_a_tilde(
     assert tokenizer_identity("~/pair") == tokenizer_identity(str(pair))
 
 
-def refused(name: str | Path, *, download: bool = True) -> str:
-    with pytest.raises(DataError) as error:
+def refused(
+    name: str | Path, kind: type[SmolclusterError] = DataError, *, download: bool = True
+) -> str:
+    with pytest.raises(kind) as error:
         load_tokenizer(str(name), download=download)
     assert "\n" not in str(error.value)
-    assert "data.tokenizer=bytes" in str(error.value)
+    assert "dataset.tokenizer=bytes" in str(error.value)
     return str(error.value)
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    assert f"{tmp_path}/nothing does not exist" in refused(tmp_path / "nothing")
+    says = f"dataset.tokenizer is {tmp_path}/nothing, which does not exist"
+    assert says in refused(tmp_path / "nothing", ConfigError)
 
 
 def test_a_folder_of_other_things_is_refused(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_each_target_is_the_token_after_its_input(dtype: torch.dtype) -> None:
 def test_training_leaves_out_what_fills_no_sample(num_tokens: int, num_samples: int) -> None:
     split = blocks(num_tokens)
     _, targets = split.batch(torch.arange(num_samples))
-    assert (split.num_samples, split.num_terms) == (num_samples, 4 * num_samples)
+    assert split.num_samples == num_samples
     assert targets.shape == (num_samples, 4)
     assert (targets != -100).all()
 
@@ -47,7 +47,6 @@ def test_validation_counts_each_token_but_the_first_once(num_tokens: int) -> Non
     terms = targets[targets != -100]
     assert terms.tolist() == list(range(101, 100 + num_tokens))
     assert inputs[targets != -100].tolist() == list(range(100, 99 + num_tokens))
-    assert split.num_terms == len(terms)
 
 
 def test_the_last_validation_sample_is_filled_up() -> None:

@@ -10,7 +10,7 @@ from smolcluster.configs.schema import DatasetConfig
 from smolcluster.data.dataset import Dataset, Samples
 from smolcluster.data.tokens import TokenBlocks
 from smolcluster.data.wikitext import load_huggingface, load_snli, load_wikitext
-from smolcluster.errors import ConfigError, DataError
+from smolcluster.errors import ConfigError, DataError, SmolclusterError
 
 LOG = logging.getLogger("smolcluster")
 
@@ -123,8 +123,13 @@ def test_reading_a_folder_prints_nothing(
     assert (captured.out, captured.err, lookups) == ("", "", [])
 
 
-def refused(load: Loader, config: DatasetConfig, **changes: object) -> str:
-    with pytest.raises(DataError) as error:
+def refused(
+    load: Loader,
+    config: DatasetConfig,
+    kind: type[SmolclusterError] = DataError,
+    **changes: object,
+) -> str:
+    with pytest.raises(kind) as error:
         load(config.model_copy(update=changes), 1, LOG)
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -166,7 +171,7 @@ def test_a_folder_without_a_dataset_says_what_to_put_there(
 
 def test_a_place_that_does_not_exist_is_named(config: DatasetConfig, root: Path) -> None:
     root.rmdir()
-    assert f"dataset.root is {root}" in refused(load_wikitext, config)
+    assert f"dataset.root is {root}" in refused(load_wikitext, config, ConfigError)
 
 
 def test_a_dataset_without_a_name_is_refused(config: DatasetConfig) -> None:
@@ -184,7 +189,7 @@ def test_without_a_network_one_line_says_what_can_be_done(
     assert "nobody/nothing-at-all" in message
     assert ("cannot be reached" if download else "dataset.download is false") in message
     assert "set dataset.root" in message
-    assert "data.name=stdlib data.tokenizer=bytes" in message
+    assert "dataset.name=stdlib dataset.tokenizer=bytes" in message
     assert len(lookups) <= tried
 
 

@@ -12,7 +12,7 @@ from transformers import GPT2LMHeadModel, GPT2Model
 from gpt2_reference import reference_for, tiny_config, twin_of
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.models.gpt import GPT, build_gpt
-from smolcluster.models.gpt2_weights import read_gpt2, write_gpt2
+from smolcluster.models.gpt2_weights import read_for, write_gpt2
 
 VOCAB = 37
 TOKENS = torch.arange(20).reshape(2, 10)
@@ -72,10 +72,9 @@ def test_what_is_written_is_read_again_exactly(tmp_path: Path) -> None:
     config = tiny_config()
     weights = GPT(config, VOCAB).state_dict()
     write_gpt2(weights, config, tmp_path)
-    again, sizes = read_gpt2(tmp_path)
+    again = read_for(config.model_copy(update={"pretrained": tmp_path}), VOCAB)
     assert again.keys() == weights.keys()
     assert all(torch.equal(again[name], weights[name]) for name in weights)
-    assert (sizes.vocab_size, sizes.n_positions, sizes.ff_dim) == (VOCAB, 12, 40)
 
 
 def test_what_transformers_writes_is_read(folder: Path, theirs: GPT2LMHeadModel) -> None:
@@ -271,3 +270,17 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=f"cannot write GPT-2 weights to {tmp_path}/file"):
         write_gpt2(GPT(config, VOCAB).state_dict(), config, tmp_path / "file")
+
+
+def test_the_folder_of_a_run_is_answered_with_how_to_export_it(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    config = tiny_config().model_copy(update={"pretrained": tmp_path})
+    command = f"smolcluster export --transformers {tmp_path} --to DIR"
+    with pytest.raises(ConfigError, match=command):
+        read_for(config, VOCAB)
+
+
+def test_a_folder_that_does_not_exist_is_named_with_its_key(tmp_path: Path) -> None:
+    config = tiny_config().model_copy(update={"pretrained": tmp_path / "nothing"})
+    with pytest.raises(ConfigError, match=f"model.pretrained is {tmp_path}/nothing, which"):
+        read_for(config, VOCAB)

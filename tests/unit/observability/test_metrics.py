@@ -27,10 +27,13 @@ def test_every_sink_gets_every_record() -> None:
     assert [sink.calls for sink in sinks] == [[record, "tick", "close"]] * 2
 
 
-def test_without_sinks_nothing_happens() -> None:
+def test_without_sinks_nothing_happens(capfd: pytest.CaptureFixture[str]) -> None:
     metrics = Metrics()
     metrics.log(MetricRecord("step", 1, 0, {"loss": 0.5}))
+    metrics.flush()
+    metrics.tick()
     metrics.close()
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED))

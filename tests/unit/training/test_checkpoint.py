@@ -48,16 +48,10 @@ from smolcluster.training.checkpoint import (
 from smolcluster.training.replica import Replica
 from smolcluster.utils.retry import Deadline
 
+pytestmark = pytest.mark.usefixtures("no_flushing")
 FILES = (MODEL_FILE, OPTIMIZER_FILE, STATE_FILE)
 FULL_DISK = SafetensorError("I/O error: No space left on device (os error 28)")
 Damage = Callable[[Path], None]
-
-
-@pytest.fixture(autouse=True)
-def no_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the disk itself does cannot be tested here, and it is slow."""
-    monkeypatch.setattr(os, "fsync", lambda _descriptor: None)
-    monkeypatch.setattr(room, "_full_sync", lambda _descriptor: False)
 
 
 class Odd(nn.Module):
@@ -1002,7 +996,10 @@ def test_further_tensors_must_be_those_that_were_saved(tmp_path: Path) -> None:
     ("differing", "sentence"),
     [
         ({"algorithm": "syncps"}, "trained by algorithm edp, not by syncps: resume it with edp"),
-        ({"dataset_fingerprint": "e" * 64}, "on other data .fingerprint d{12}, here e{12}.: set"),
+        (
+            {"dataset_fingerprint": "e" * 64},
+            "on other data .fingerprint d{12}, here e{12}.: give it",
+        ),
         ({"model_fingerprint": "f" * 64}, "of another model .fingerprint .*, here f{12}.: set"),
     ],
 )

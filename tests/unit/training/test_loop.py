@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from harness import digits_config
 from smolcluster.configs.schema import (
-    DatasetConfig,
     DatasetPlace,
     GradientClipping,
     LrSchedule,
-    SimpleNNConfig,
     TrainConfig,
 )
 from smolcluster.data.dataset import Dataset
@@ -28,17 +27,6 @@ from smolcluster.training.schedule import learning_rate
 CPU = torch.device("cpu")
 SEED = 42
 SAMPLES = 1438
-
-
-def config(**changes: object) -> TrainConfig:
-    values: dict[str, object] = {
-        "batch_size": 100,
-        "num_epochs": 2,
-        "eval_steps": 10,
-        "model": SimpleNNConfig(input_dim=None, hidden=16),
-        "dataset": DatasetConfig(name="digits"),
-    }
-    return TrainConfig.model_validate(values | changes)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +56,7 @@ def test_every_sample_of_every_epoch_is_applied_once_in_the_seeded_order(
         return real(digits.train, indices)
 
     monkeypatch.setattr(type(digits.train), "batch", spy)
-    _, steps = take_all(config(), digits)
+    _, steps = take_all(digits_config(), digits)
 
     orders = [epoch_permutation(SEED, epoch, SAMPLES) for epoch in range(2)]
     assert torch.equal(torch.cat(asked), torch.cat(orders))
@@ -80,13 +68,13 @@ def test_every_sample_of_every_epoch_is_applied_once_in_the_seeded_order(
 
 
 def test_a_step_takes_the_global_batch_when_there_is_one(digits: Dataset) -> None:
-    train = config(batch_size=10, global_batch_size=100)
+    train = digits_config(batch_size=10, global_batch_size=100)
     _, steps = take_all(train, digits)
-    assert steps == take_all(config(), digits)[1]
+    assert steps == take_all(digits_config(), digits)[1]
 
 
 def test_it_goes_on_after_what_has_been_applied(digits: Dataset) -> None:
-    train = config(optimizer="sgd")
+    train = digits_config(optimizer="sgd")
     _, whole = take_all(train, digits)
     bench = bench_for(train, digits)
     steps = training_steps(bench, train)
@@ -97,7 +85,7 @@ def test_it_goes_on_after_what_has_been_applied(digits: Dataset) -> None:
 
 
 def test_it_says_when_the_weights_are_about_to_change(digits: Dataset) -> None:
-    train = config(num_epochs=1)
+    train = digits_config(num_epochs=1)
     bench = bench_for(train, digits)
     seen: list[Tensor] = []
     steps = training_steps(bench, train, before_step=lambda: seen.append(bench.replica.snapshot()))
@@ -128,7 +116,7 @@ class Spy:
 def test_a_microbatch_is_what_is_computed_at_once_and_changes_nothing_else(
     digits: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train, spy = config(num_epochs=1), Spy(monkeypatch)
+    train, spy = digits_config(num_epochs=1), Spy(monkeypatch)
     expected = take_all(train, digits)[1]
     found = take_all(train, digits, microbatch=33)[1]
     assert spy.microbatches == [None] * 15 + [33] * 15
@@ -139,19 +127,19 @@ def test_a_microbatch_is_what_is_computed_at_once_and_changes_nothing_else(
 
 
 def test_it_learns_the_digits(digits: Dataset) -> None:
-    _, steps = take_all(config(learning_rate=0.01, num_epochs=8), digits)
+    _, steps = take_all(digits_config(learning_rate=0.01, num_epochs=8), digits)
     assert steps[0].loss > 2.0
     assert steps[-1].loss < 0.3
 
 
 def test_two_runs_of_one_seed_are_equal_bit_for_bit(digits: Dataset) -> None:
-    first, again = take_all(config(), digits), take_all(config(), digits)
+    first, again = take_all(digits_config(), digits), take_all(digits_config(), digits)
     assert first[1] == again[1]
     assert torch.equal(first[0].params, again[0].params)
 
 
 def test_the_schedule_follows_the_samples_applied(digits: Dataset) -> None:
-    train = config(lr_schedule=LrSchedule(warmup_iters=3, min_lr=1e-5))
+    train = digits_config(lr_schedule=LrSchedule(warmup_iters=3, min_lr=1e-5))
     _, steps = take_all(train, digits)
     before = accumulate((step.num_samples for step in steps[:-1]), initial=0)
     assert [step.learning_rate for step in steps] == [
@@ -160,8 +148,8 @@ def test_the_schedule_follows_the_samples_applied(digits: Dataset) -> None:
 
 
 def test_clipping_bounds_the_gradient_that_is_applied(digits: Dataset) -> None:
-    loose = config(optimizer="sgd", gradient_clipping=GradientClipping(enabled=False))
-    tight = config(optimizer="sgd", gradient_clipping=GradientClipping(max_norm=0.01))
+    loose = digits_config(optimizer="sgd", gradient_clipping=GradientClipping(enabled=False))
+    tight = digits_config(optimizer="sgd", gradient_clipping=GradientClipping(max_norm=0.01))
     moved = []
     for train in (loose, tight):
         bench = bench_for(train, digits)
@@ -174,8 +162,8 @@ def test_clipping_bounds_the_gradient_that_is_applied(digits: Dataset) -> None:
 
 
 def test_layer_norms_are_measured_when_gradients_are_tracked(digits: Dataset) -> None:
-    _, tracked = take_all(config(num_epochs=1), digits)
-    _, plain = take_all(config(num_epochs=1, track_gradients=False), digits)
+    _, tracked = take_all(digits_config(num_epochs=1), digits)
+    _, plain = take_all(digits_config(num_epochs=1, track_gradients=False), digits)
 
     norms = torch.tensor(list(tracked[0].layer_norms.values()))
     assert set(tracked[0].layer_norms) == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
@@ -185,7 +173,7 @@ def test_layer_norms_are_measured_when_gradients_are_tracked(digits: Dataset) ->
 
 
 def test_a_diverging_run_stops_naming_step_and_layer(digits: Dataset) -> None:
-    train = config(
+    train = digits_config(
         learning_rate=1e30, optimizer="sgd", gradient_clipping=GradientClipping(enabled=False)
     )
     with pytest.raises(NonFiniteLoss, match=r"^step [23]: .* at layer fc\d.*lower learning_rate"):

@@ -64,6 +64,10 @@ def test_without_a_signal_nothing_stops() -> None:
     stop.check()
     with stop.collecting():
         stop.check()
+    stop.check()
+    stop.note(signal.SIGTERM)
+    with pytest.raises(Interrupted):
+        stop.check()
 
 
 def test_a_signal_is_remembered_after_the_block() -> None:
@@ -108,6 +112,10 @@ def test_two_requests_know_nothing_of_each_other() -> None:
     one, other = StopRequest(), StopRequest()
     one.note(signal.SIGINT)
     other.check()
+    other.note(signal.SIGTERM)
+    for stop, name in ((one, "SIGINT"), (other, "SIGTERM")):
+        with pytest.raises(Interrupted, match=name):
+            stop.check()
 
 
 def test_a_request_may_come_from_another_thread() -> None:

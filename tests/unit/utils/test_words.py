@@ -18,4 +18,5 @@ def test_the_nearest_word_is_found_whatever_its_case() -> None:
 def test_the_foot_of_the_house_does_not_import_torch() -> None:
     rooms = "device, seed, retry, units, words"
     script = f"import sys\nfrom smolcluster.utils import {rooms}\nsys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    assert done.returncode == 0

@@ -20,7 +20,13 @@ from smolcluster.cluster.dispatcher import Lease
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.pushing import PushOrder
 from smolcluster.cluster.session import Receiver
-from smolcluster.cluster.tensors import Assigned, bucket_spec, bytes_of, work_payload
+from smolcluster.cluster.tensors import (
+    Assigned,
+    bucket_length,
+    bucket_spec,
+    bytes_of,
+    work_payload,
+)
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import ProtocolError
 from smolcluster.transport.frames import Frame
@@ -42,10 +48,10 @@ class Pushed(Event):
 
 @dataclass(frozen=True)
 class WeightsArrived(Event):
-    """The server's weights of `version`, flat (num_params,), whole."""
+    """The server's weights of `version`: its buckets, flat and in order, whole."""
 
     version: int
-    weights: Tensor
+    weights: list[Tensor]
 
 
 class GradientReceiver(Receiver):
@@ -123,19 +129,21 @@ def state_frames(
 
 
 class StateReceiver(Receiver):
-    """A worker's receiver: puts weights together, unpacks assignments, passes everything else on."""
+    """A worker's receiver: collects weights, unpacks assignments, passes everything else on.
+
+    Each bucket has memory of its own, which is free again as soon as the worker has taken the weights over.
+    """
 
     def __init__(self, buckets: Sequence[slice], dtype: torch.dtype) -> None:
         self._codec = get_codec(lossless_for(dtype))
         self._buckets = buckets
-        self._weights: Tensor | None = None
-        self._next = 0
+        self._weights: list[Tensor] = []
         self._version = 0
 
     @property
     def in_progress(self) -> bool:
         """Whether weights have begun to arrive and are not whole."""
-        return self._next > 0
+        return bool(self._weights)
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         """Take a message in the reader's thread."""
@@ -146,21 +154,21 @@ class StateReceiver(Receiver):
         return Said(0, message)
 
     def _take(self, state: State, payload: memoryview) -> Event | None:
-        in_order = (state.bucket, state.num_buckets) == (self._next, len(self._buckets))
-        if not in_order or (self._next and state.version != self._version):
+        number, expected = state.bucket, len(self._weights)
+        in_order = (number, state.num_buckets) == (expected, len(self._buckets))
+        if not in_order or (expected and state.version != self._version):
             raise ProtocolError(
-                f"the server sent bucket {state.bucket} of {state.num_buckets} of its weights, "
-                f"expected {self._next} of {len(self._buckets)}"
+                f"the server sent bucket {number} of {state.num_buckets} of its weights, "
+                f"expected {expected} of {len(self._buckets)}"
             )
-        agreed = bucket_spec(self._codec, self._buckets[state.bucket])
+        agreed = bucket_spec(self._codec, self._buckets[number])
         if (state.content, state.tensor) != (WEIGHTS, agreed):
-            raise ProtocolError(
-                f"bucket {state.bucket} of the server's weights is not of the agreed shape"
-            )
-        if self._weights is None:
-            self._weights = torch.empty(self._buckets[-1].stop, dtype=self._codec.dtype)
-        encoded = torch.frombuffer(payload, dtype=torch.uint8)
-        self._codec.decode(encoded, self._weights[self._buckets[state.bucket]])
+            raise ProtocolError(f"bucket {number} of the server's weights is not of the agreed shape")
+        values = torch.empty(bucket_length(self._buckets[number]), dtype=self._codec.dtype)
+        self._codec.decode(torch.frombuffer(payload, dtype=torch.uint8), values)
+        self._weights.append(values)
         self._version = state.version
-        self._next = (self._next + 1) % len(self._buckets)
-        return WeightsArrived(state.version, self._weights) if self._next == 0 else None
+        if len(self._weights) < len(self._buckets):
+            return None
+        weights, self._weights = self._weights, []
+        return WeightsArrived(state.version, weights)

@@ -131,7 +131,7 @@ class Worker:
             case Assigned():
                 self.leases.append(event)
             case WeightsArrived(version, weights):
-                self.replica.load(weights)
+                self.replica.load(*weights)
                 self.base_version, self.pulling = version, False
             case Said(message=Ack() as ack) if ack.lease == self.unacknowledged:
                 self.sender.settle(None if ack.outcome == "applied" else 0)

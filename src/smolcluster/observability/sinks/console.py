@@ -40,10 +40,6 @@ class ProgressView:
         self._bar: tuple[Progress, TaskID] | None = None
         self._closed = False
 
-    def begin(self, num_epochs: int) -> None:
-        """Say how many epochs the run has, where that is learnt later."""
-        self._num_epochs = num_epochs
-
     def log(self, record: MetricRecord) -> None:
         """Take a step's or an evaluation's values."""
         if record.kind == "step":
@@ -61,11 +57,12 @@ class ProgressView:
         """Print a line above the bar."""
         print_line(self._console, line)
 
-    def close(self) -> None:
-        """Show the last state and leave it standing."""
+    def close(self, *, show_last: bool = True) -> None:
+        """Show the last state, unless it is of no interest any more; nothing is shown after that."""
         if self._closed:
             return
-        self._show()
+        if show_last:
+            self._show()
         self._closed = True
         if self._bar is not None:
             with steady(self._console):
@@ -78,7 +75,7 @@ class ProgressView:
         parts = status_parts(self._step, self._num_epochs, self._measured)
         if self._has_bar:
             self._show_bar(self._step, fit(parts, self._console.width - BAR_WIDTH - 7))
-        elif (line := " · ".join(parts)) != self._shown:
+        elif (line := " · ".join([*share_done(self._step), *parts])) != self._shown:
             self._shown = line
             print_line(self._console, line)
 
@@ -119,11 +116,18 @@ def measured(evaluation: MetricRecord) -> str:
     return f"acc {values['val_accuracy']:.3f}" if "val_accuracy" in values else ""
 
 
+def share_done(step: MetricRecord) -> list[str]:
+    """How much of the run is done, in percent, if that is known."""
+    done, total = (step.values.get(name) for name in ("samples_applied", "total_samples"))
+    return [f"{done / total:.0%}"] if done is not None and total else []
+
+
 def status_parts(step: MetricRecord, num_epochs: int | None, measured: str) -> list[str]:
     """What there is to say about a step, the most important first."""
     values = step.values
     epochs = "" if num_epochs is None else f"/{num_epochs}"
-    parts = [f"epoch {step.epoch + 1}{epochs}", f"step {step.step:,}"]
+    steps = f"/{values['total_steps']:,.0f}" if "total_steps" in values else ""
+    parts = [f"epoch {step.epoch + 1}{epochs}", f"step {step.step:,}{steps}"]
     if "loss" in values:
         parts.append(f"loss {values['loss']:.3f}")
     if measured:

@@ -5,6 +5,7 @@ then the values by name.
 """
 
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ class MetricLine:
 
 def follow_metrics(path: Path) -> Follower[MetricLine]:
     """A follower whose `poll()` returns the records that are new."""
-    return Follower(path, _parse)
+    return Follower(path, parse_metric)
 
 
 def read_metrics(path: Path) -> list[MetricLine]:
@@ -82,7 +83,8 @@ def read_metrics(path: Path) -> list[MetricLine]:
     return follow_metrics(path).poll()
 
 
-def _parse(entry: dict[str, Any]) -> MetricLine | None:
+def parse_metric(entry: dict[str, Any]) -> MetricLine | None:
+    """The record of one line's JSON object; None when it is not one."""
     if entry.get("kind") not in get_args(MetricKind):
         return None
     try:
@@ -98,6 +100,6 @@ def _parse(entry: dict[str, Any]) -> MetricLine | None:
             rank=entry.get("rank"),
             node=entry.get("node"),
         )
-        return MetricLine(str(entry["ts"]), str(entry["incarnation"]), record)
-    except (KeyError, TypeError, ValueError):
+        return MetricLine(str(entry["ts"]), sys.intern(str(entry["incarnation"])), record)
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness import free_port, local_settings
-from peers import DEADLINE_S, HandledHub, Parts, hello, server_parts
+from peers import DEADLINE_S, hello, opened, server_parts
 from smolcluster.algorithms.EDP import rule
 from smolcluster.algorithms.EDP.exchange import (
     GradientReceiver,
@@ -22,7 +22,6 @@ from smolcluster.algorithms.EDP.exchange import (
 )
 from smolcluster.algorithms.EDP.server import Server
 from smolcluster.algorithms.EDP.worker import Worker
-from smolcluster.cluster import hub as hub_room
 from smolcluster.cluster.dispatcher import Dispatcher
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.link import Link
@@ -33,7 +32,7 @@ from smolcluster.runs.events import PushDropped
 from smolcluster.training.build import Workbench, build
 from smolcluster.training.clipping import clip_gradient
 from smolcluster.training.replica import Replica
-from smolcluster.transport.frames import Frame, check_head
+from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
     Ack,
     Assignment,
@@ -43,9 +42,10 @@ from smolcluster.transport.messages import (
     Pull,
     State,
     Welcome,
-    decode,
 )
+from stages import EDPStage
 
+pytestmark = pytest.mark.usefixtures("short_farewell")
 BUCKET_BYTES = 16 * 1024
 MIXING = ("update_rule=mixing", "optimizer=sgd")
 
@@ -125,10 +125,6 @@ def test_weights_that_are_the_servers_own_change_nothing() -> None:
 
 def lease_key(start: int = 0) -> LeaseKey:
     return LeaseKey(incarnation="here", epoch=0, start=start, stop=start + 32, grant=1)
-
-
-def opened(frame: Frame) -> tuple[Message, memoryview]:
-    return decode(frame.kind, check_head(frame.head)), memoryview(bytearray(frame.payload))
 
 
 def arrived(frames: list[Frame], replica: Replica) -> Pushed:
@@ -270,7 +266,7 @@ def test_weights_that_arrive_before_a_push_do_not_change_what_it_brings() -> Non
     office.link.frames.clear()
     office.worker.pulling = True
     pulled = some_weights(office.replica)
-    office.link.events.append(WeightsArrived(5, pulled))
+    office.link.events.append(WeightsArrived(5, [pulled]))
     office.acknowledge(first)
     office.worker.step(second)
     pushed = arrived(office.link.frames, office.replica)
@@ -284,7 +280,7 @@ def test_with_an_interval_of_1_every_lease_begins_at_the_servers_weights() -> No
     office = Office("worker_update_interval=1")
     first, second = office.lease(), office.lease()
     pulled = some_weights(office.replica, 1)
-    office.link.pulled.extend(WeightsArrived(version, pulled) for version in (1, 2))
+    office.link.pulled.extend(WeightsArrived(version, [pulled]) for version in (1, 2))
     office.worker.step(first)
     assert [type(message) for message in office.link.said] == [Pull]
     assert torch.equal(office.replica.params, pulled)
@@ -300,39 +296,10 @@ def test_with_an_interval_of_1_every_lease_begins_at_the_servers_weights() -> No
 # The server.
 
 
-class Stage:
-    """A server whose loop is the test, and workers that push what the test says."""
-
-    def __init__(self, parts: Parts, rooms: ExitStack) -> None:
-        self.parts = parts
-        self.server = Server(parts.context)
-        rooms.enter_context(self.server.hub)
-        rooms.enter_context(self.server.evaluator)
-        self.house = HandledHub(self.server.hub, parts.port, parts.dataset)
-        self.house.on_event = self._handle
-        rooms.callback(self.house.close)
-
-    def _handle(self, event: Event) -> None:
-        self.house.events.append(event)
-        self.server.handle(event)
-
-    @property
-    def weights(self) -> Tensor:
-        return self.server.replica.snapshot()
-
-    @property
-    def num_pushed(self) -> int:
-        return sum(isinstance(event, Pushed) for event in self.house.events)
-
-    def hand_out(self) -> None:
-        list(self.server.hub.next_events(0.0))
-        self.server.hand_out()
-
-
 class Puppet:
     """A worker that has the weights and its first two leases."""
 
-    def __init__(self, stage: Stage, worker_id: int = 1) -> None:
+    def __init__(self, stage: EDPStage, worker_id: int = 1) -> None:
         self._stage = stage
         self._hand = stage.house.join(hello(worker_id))
         replica = make_bench().replica
@@ -349,29 +316,24 @@ class Puppet:
         return receiver(message, memoryview(bytearray(payload)))
 
     def push(self, lease: LeaseKey, weights: Tensor, base_version: int = 0) -> Ack:
-        seen = self._stage.num_pushed
+        seen = self._stage.count(Pushed)
         for frame in self._sender.frames(lease, base_version, 0.5, 0.01, weights):
             self._hand.connection.send_frame(frame)
-        self._stage.house.until(lambda: self._stage.num_pushed > seen)
+        self._stage.house.until(lambda: self._stage.count(Pushed) > seen)
         return self._hand.hear_a(Ack)
 
 
-@pytest.fixture(autouse=True)
-def short_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_room, "FAREWELL_S", 0.05)
-
-
 @pytest.fixture
-def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
+def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[EDPStage]:
     defaults = (f"heartbeat_timeout_s={DEADLINE_S}", f"port={free_port()}", "track_gradients=true")
     settings = local_settings(*MIXING, *defaults, *getattr(request, "param", ()))
     with ExitStack() as rooms:
         parts = rooms.enter_context(server_parts(settings, tmp_path, BUCKET_BYTES))
-        yield Stage(parts, rooms)
+        yield EDPStage(Server(parts.context), parts, rooms)
 
 
 @pytest.mark.parametrize("stage", [(), ("mixing_rate=0.25",)], indirect=True)
-def test_the_server_moves_towards_a_fresh_workers_weights(stage: Stage) -> None:
+def test_the_server_moves_towards_a_fresh_workers_weights(stage: EDPStage) -> None:
     puppet = Puppet(stage)
     alpha = stage.parts.context.run.mixing_rate
     assert alpha in {0.6, 0.25}
@@ -383,7 +345,7 @@ def test_the_server_moves_towards_a_fresh_workers_weights(stage: Stage) -> None:
 
 
 def test_how_far_apart_they_were_is_reported_with_the_schedules_learning_rate(
-    stage: Stage,
+    stage: EDPStage,
 ) -> None:
     other, puppet = Puppet(stage, 1), Puppet(stage, 2)
     other.push(other.leases[0], some_weights(stage.server.replica, 1))
@@ -398,7 +360,7 @@ def test_how_far_apart_they_were_is_reported_with_the_schedules_learning_rate(
         assert values[f"grad_norm/{name}"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_only_the_pushes_of_others_lower_the_weight(stage: Stage) -> None:
+def test_only_the_pushes_of_others_lower_the_weight(stage: EDPStage) -> None:
     busy, slow = Puppet(stage, 1), Puppet(stage, 2)
     for number, lease in enumerate(busy.leases):
         before, theirs = stage.weights, some_weights(stage.server.replica, number)
@@ -411,7 +373,7 @@ def test_only_the_pushes_of_others_lower_the_weight(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("stage", [("staleness.bound=1",)], indirect=True)
-def test_weights_that_are_too_old_or_come_twice_are_not_mixed_in(stage: Stage) -> None:
+def test_weights_that_are_too_old_or_come_twice_are_not_mixed_in(stage: EDPStage) -> None:
     busy, slow = Puppet(stage, 1), Puppet(stage, 2)
     for number, lease in enumerate(busy.leases):
         busy.push(lease, some_weights(stage.server.replica, number))

@@ -13,8 +13,6 @@ from harness import free_port, local_settings
 from peers import (
     DEADLINE_S,
     Hand,
-    HandledHub,
-    Parts,
     hello,
     opened,
     server_parts,
@@ -22,42 +20,21 @@ from peers import (
 )
 from smolcluster.algorithms.EDP.exchange import Pushed, StateReceiver, WeightsArrived
 from smolcluster.algorithms.EDP.server import LEASES_PER_WORKER, Server
-from smolcluster.cluster import hub as hub_room
 from smolcluster.cluster.hub import Departed
-from smolcluster.cluster.inbox import Event
 from smolcluster.cluster.pushing import GradientSender
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLost
-from smolcluster.training.build import build
 from smolcluster.transport.frames import Frame, build_frame, check_head
 from smolcluster.transport.messages import Ack, Assignment, Fault, LeaseKey, Pull, State
+from stages import EDPStage
 
 INSTANCE = "0123456789abcdef"
+pytestmark = pytest.mark.usefixtures("short_farewell")
 BUCKET_BYTES = 16 * 1024
 
 
-class Stage:
-    """A server whose loop is the test, and workers spoken by hand."""
-
-    def __init__(self, parts: Parts, rooms: ExitStack) -> None:
-        self.parts = parts
-        self.server = Server(parts.context)
-        rooms.enter_context(self.server.hub)
-        rooms.enter_context(self.server.evaluator)
-        self.house = HandledHub(self.server.hub, parts.port, parts.dataset)
-        self.house.on_event = self._handle
-        rooms.callback(self.house.close)
-
-    def _handle(self, event: Event) -> None:
-        self.house.events.append(event)
-        self.server.handle(event)
-
-    @property
-    def weights(self) -> Tensor:
-        return self.server.replica.snapshot()
-
-    def count(self, kind: type[Event]) -> int:
-        return sum(isinstance(event, kind) for event in self.house.events)
+class Stage(EDPStage):
+    """A server, and workers spoken by hand."""
 
     def worker(
         self,
@@ -68,11 +45,6 @@ class Stage:
         hand = self.house.join(hello(worker_id, instance=instance), unacknowledged)
         return Puppet(self, hand)
 
-    def hand_out(self) -> None:
-        """What the loop does between two events."""
-        list(self.server.hub.next_events(0.0))
-        self.server.hand_out()
-
 
 class Puppet:
     """A worker that does what the test says."""
@@ -80,10 +52,7 @@ class Puppet:
     def __init__(self, stage: Stage, hand: Hand) -> None:
         self._stage = stage
         self.hand = hand
-        settings = stage.parts.context.settings
-        self.replica = build(
-            settings.train, 1, settings.node.dataset, torch.device("cpu"), bucket_bytes=BUCKET_BYTES
-        ).replica
+        self.replica = stage.workers_replica()
         self._sender = GradientSender(stage.parts.context.codec, self.replica)
 
     def weights(self) -> tuple[int, Tensor]:
@@ -94,7 +63,7 @@ class Puppet:
             assert isinstance(message, State)
             event = receiver(message, memoryview(bytearray(payload)))
             if isinstance(event, WeightsArrived):
-                return event.version, event.weights
+                return event.version, torch.cat(event.weights)
 
     def assignment(self) -> Assignment:
         return self.hand.hear_a(Assignment)
@@ -115,11 +84,6 @@ class Puppet:
         return self.hand.hear_a(Ack)
 
 
-@pytest.fixture(autouse=True)
-def short_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_room, "FAREWELL_S", 0.05)
-
-
 @pytest.fixture
 def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
     overrides = getattr(request, "param", ())
@@ -128,7 +92,7 @@ def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
     with ExitStack() as rooms:
         parts = rooms.enter_context(server_parts(settings, tmp_path, BUCKET_BYTES))
         assert len(parts.context.bench.replica.buckets) > 2
-        yield Stage(parts, rooms)
+        yield Stage(Server(parts.context), parts, rooms)
 
 
 def working(

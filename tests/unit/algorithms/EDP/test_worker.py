@@ -99,7 +99,7 @@ def third_push(second_outcome: Outcome | None) -> bytes:
         task = desk.assigned(number)
         desk.worker.step(task)
         desk.answer(task, outcome)
-        desk.wire.events.append(WeightsArrived(0, start))
+        desk.wire.events.append(WeightsArrived(0, [start]))
         desk.worker.wait_until(lambda: not desk.wire.events)
     desk.worker.step(desk.assigned(2))
     assert desk.wire.said == [Pull()] * (second_outcome == "stale")

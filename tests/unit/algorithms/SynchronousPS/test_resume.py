@@ -44,14 +44,16 @@ LOSSLESS = ["fp32", "fp64"]
 
 # The next batch
 
+EPOCHS_AND_SIZES: dict[str, st.SearchStrategy[Any]] = {
+    "num_samples": st.integers(1, 60),
+    "num_epochs": st.integers(1, 4),
+    "batch_size": st.integers(1, 70),
+    "data": st.data(),
+}
+
 
 @settings(max_examples=200, deadline=None)
-@given(
-    num_samples=st.integers(1, 60),
-    num_epochs=st.integers(1, 4),
-    batch_size=st.integers(1, 70),
-    data=st.data(),
-)
+@given(**EPOCHS_AND_SIZES)
 def test_after_any_step_the_batches_are_those_that_would_have_come(
     num_samples: int, num_epochs: int, batch_size: int, data: st.DataObject
 ) -> None:
@@ -62,12 +64,7 @@ def test_after_any_step_the_batches_are_those_that_would_have_come(
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    num_samples=st.integers(1, 60),
-    num_epochs=st.integers(1, 4),
-    batch_size=st.integers(1, 70),
-    data=st.data(),
-)
+@given(**EPOCHS_AND_SIZES)
 def test_from_any_sample_on_every_position_comes_once_and_in_order(
     num_samples: int, num_epochs: int, batch_size: int, data: st.DataObject
 ) -> None:

@@ -9,21 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
+import stages
 from harness import local_settings
-from peers import DEADLINE_S, Hand, HandledHub, Parts, hello, server_parts
+from peers import DEADLINE_S, Hand, hello, server_parts
 from smolcluster.algorithms.SynchronousPS.members import Member
 from smolcluster.algorithms.SynchronousPS.reduction import PartArrived
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.state import digests_of
 from smolcluster.algorithms.SynchronousPS.step import Step
-from smolcluster.cluster import hub as hub_room
 from smolcluster.cluster.hub import Departed, Joined
-from smolcluster.cluster.inbox import Event
 from smolcluster.cluster.pushing import GradientSender
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLost
-from smolcluster.training.build import build
-from smolcluster.training.replica import Replica, clip_coefficient
+from smolcluster.training.replica import clip_coefficient
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
     Assignment,
@@ -37,6 +35,7 @@ from smolcluster.transport.messages import (
 )
 from unit.algorithms.SynchronousPS.actors import deliver, random_gradient
 
+pytestmark = pytest.mark.usefixtures("short_farewell")
 BUCKET_BYTES = 16 * 1024
 NUM_BUCKETS = 3
 BATCH = 64
@@ -44,21 +43,8 @@ INSTANCE = "0123456789abcdef"
 NODES = ("pi5", "win", "macbook")
 
 
-class Stage:
-    """A server whose loop is the test, and workers spoken by hand."""
-
-    def __init__(self, parts: Parts, rooms: ExitStack) -> None:
-        self.parts = parts
-        self.server = Server(parts.context)
-        rooms.enter_context(self.server.hub)
-        rooms.enter_context(self.server.evaluator)
-        self.house = HandledHub(self.server.hub, parts.port, parts.dataset)
-        self.house.on_event = self._handle
-        rooms.callback(self.house.close)
-
-    def _handle(self, event: Event) -> None:
-        self.house.events.append(event)
-        self.server.handle(event)
+class Stage(stages.Stage[Server]):
+    """A server, and workers spoken by hand."""
 
     @property
     def step(self) -> Step:
@@ -67,16 +53,9 @@ class Stage:
         return self.server.step
 
     @property
-    def weights(self) -> Tensor:
-        return self.server.replica.snapshot()
-
-    @property
     def pushes(self) -> dict[str, int]:
         """What became of the pushes that were counted."""
         return dict(self.server.report.tally.pushes)
-
-    def count(self, kind: type[Event]) -> int:
-        return sum(isinstance(event, kind) for event in self.house.events)
 
     def answers(self) -> int:
         """How many pushes have come to their end."""
@@ -105,7 +84,7 @@ class Stage:
     def advance(self, after_s: float = 0.0) -> None:
         """What the loop does between two events, so many seconds later."""
         for event in self.server.hub.next_events(0.0):
-            self._handle(event)
+            self.handle(event)
         self.server.advance(time.monotonic() + after_s)
 
 
@@ -116,10 +95,7 @@ class Puppet:
         self._stage = stage
         self.hand = hand
         self.member = member
-        settings = stage.parts.context.settings
-        self.replica: Replica = build(
-            settings.train, 1, settings.node.dataset, torch.device("cpu"), bucket_bytes=BUCKET_BYTES
-        ).replica
+        self.replica = stage.workers_replica()
         self._sender = GradientSender(stage.parts.context.codec, self.replica)
 
     @property
@@ -194,11 +170,6 @@ class Puppet:
             buckets[message.bucket] = torch.frombuffer(bytearray(payload), dtype=torch.float32)
 
 
-@pytest.fixture(autouse=True)
-def short_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_room, "FAREWELL_S", 0.05)
-
-
 @pytest.fixture
 def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
     overrides = getattr(request, "param", ())
@@ -212,7 +183,7 @@ def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
     with ExitStack() as rooms:
         parts = rooms.enter_context(server_parts(settings, tmp_path, BUCKET_BYTES, "syncps"))
         assert len(parts.context.bench.replica.buckets) == NUM_BUCKETS
-        yield Stage(parts, rooms)
+        yield Stage(Server(parts.context), parts, rooms)
 
 
 def with_overrides(*overrides: str) -> pytest.MarkDecorator:

@@ -1,6 +1,7 @@
 import io
 import os
 
+import pytest
 from rich.console import Console
 
 from smolcluster.observability.metrics import MetricRecord
@@ -52,10 +53,10 @@ def test_without_a_terminal_there_is_a_plain_line_every_two_seconds() -> None:
         view.log(step(number))
     view.close()
     lines = text(console).splitlines()
-    assert [line.split(" · ")[1] for line in lines] == [
+    assert [line.split(" · ")[2] for line in lines] == [
         f"step {number}" for number in (20, 40, 60, 80, 100)
     ]
-    assert lines[-1] == LINE.format(step=100)
+    assert lines[-1] == "7% · " + LINE.format(step=100)
     assert "\x1b" not in text(console)
 
 
@@ -68,7 +69,7 @@ def test_the_last_state_is_shown_once_at_the_end() -> None:
     view.close()
     view.close()
     view.log(step(8))
-    assert text(console).splitlines() == [LINE.format(step=7)]
+    assert text(console).splitlines() == ["1% · " + LINE.format(step=7)]
 
 
 def test_a_quiet_time_repeats_nothing() -> None:
@@ -96,15 +97,6 @@ def test_values_that_are_missing_are_left_out() -> None:
     view.log(MetricRecord("step", 1234, 0, {"loss": float("nan")}))
     view.close()
     assert text(console) == "epoch 1 · step 1,234 · loss nan\n"
-
-
-def test_the_number_of_epochs_may_be_learnt_later() -> None:
-    console = plain()
-    view = ProgressView(console)
-    view.begin(num_epochs=5)
-    view.log(MetricRecord("step", 1, 0, {}))
-    view.close()
-    assert text(console) == "epoch 1/5 · step 1\n"
 
 
 def test_a_terminal_shows_one_bar_line_with_everything() -> None:
@@ -155,16 +147,21 @@ def test_a_narrow_terminal_keeps_one_line_and_what_matters_most() -> None:
     view.close()
 
 
-def test_a_terminal_that_goes_away_does_not_end_the_run() -> None:
+@pytest.mark.parametrize("num_seen", [0, 3])
+def test_a_terminal_that_goes_away_does_not_end_the_run(num_seen: int) -> None:
     read, write = os.pipe()
     with os.fdopen(write, "w", buffering=1) as file:
         clock = Clock()
-        view = ProgressView(SteadyConsole(file=file, force_terminal=True, width=100), clock=clock)
+        console = SteadyConsole(file=file, force_terminal=True, width=100)
+        view = ProgressView(console, clock=clock)
+        for number in range(num_seen):
+            clock.now += 1.0
+            view.log(step(number))
+            assert not console.quiet, "somebody reads"
         os.close(read)
-        clock.now = 1.0
-        view.log(step(1))
-        clock.now = 2.0
-        view.log(step(2))
+        clock.now += 1.0
+        view.log(step(num_seen))
+        assert console.quiet
         view.print("line")
         view.close()
 

@@ -1,0 +1,120 @@
+"""Who takes part in a run, and how each of them does: what a run's status says of its workers."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from smolcluster.cluster.tally import Tally
+from smolcluster.cluster.worker import Worker
+from smolcluster.runs.status import Presence, WorkerStatus, instant
+
+PACE_WINDOW_S = 10.0
+
+
+class Pace:
+    """How fast a counter grows, a second, as a person wants to read it.
+
+    Unlike a plain rate it is steady where the counter grows rarely: a window of at least `PACE_WINDOW_S`
+    seconds ends only when it has grown, and when the next one lasts longer than that the pace fades.
+    """
+
+    def __init__(
+        self, count: Callable[[], int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._count = count
+        self._clock = clock
+        self._since = clock()
+        self._base = count()
+        self._last: tuple[int, float] | None = None
+        """By how much it grew in the last window, and how many seconds that took."""
+
+    def __call__(self) -> float:
+        """The pace of the last window, or of the first one so far."""
+        now, count = self._clock(), self._count()
+        grown, elapsed = count - self._base, now - self._since
+        if grown and elapsed >= PACE_WINDOW_S:
+            self._last = (grown, elapsed)
+            self._since, self._base = now, count
+            return grown / elapsed
+        if self._last is None:
+            return grown / elapsed if elapsed > 0 else 0.0
+        last_grown, last_elapsed = self._last
+        return last_grown / max(last_elapsed, elapsed)
+
+
+@dataclass
+class Entry:
+    """What the board has of a worker. A worker that has gone is not held: its session's memory is free."""
+
+    rank: int
+    node: str
+    device: str
+    worker: Worker | None
+    pace: Pace
+    state: Presence = "joined"
+    step: int | None = None
+    last_seen: float = 0.0
+    """Of a worker that has gone: when the last byte came from it, on the board's clock."""
+
+    @property
+    def seen_at(self) -> float:
+        """When the last byte came from it, on the clock of connections."""
+        if self.worker is None:
+            return self.last_seen
+        return self.worker.live_session.connection.last_byte_at
+
+
+class StatusBoard:
+    """The workers that took part since this start of the server, by worker id."""
+
+    def __init__(
+        self,
+        tally: Tally,
+        *,
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`now` gives seconds since 1970; `clock` is that of connections, which is never set."""
+        self._tally = tally
+        self._now = now
+        self._clock = clock
+        self._entries: dict[int, Entry] = {}
+
+    def joined(self, worker: Worker, device: str) -> None:
+        """A worker takes part from now on, in the place of whoever had its id."""
+        worker_id, node = worker.member.worker_id, worker.member.node
+        pace = Pace(lambda: self._samples(worker_id, node), self._clock)
+        before = self._entries.get(worker_id)
+        entry = Entry(worker.rank, node, device, worker, pace, step=before.step if before else None)
+        self._entries[worker_id] = entry
+
+    def departed(self, worker: Worker, state: Presence) -> None:
+        """A worker that took part does so no more."""
+        entry = self._entries[worker.member.worker_id]
+        entry.last_seen = entry.seen_at
+        entry.state, entry.worker = state, None
+
+    def contributed(self, worker: Worker, step: int) -> None:
+        """A worker had a part in this step."""
+        entry = self._entries.get(worker.member.worker_id)
+        if entry is not None:
+            entry.step = step
+
+    def workers(self) -> list[WorkerStatus]:
+        """How they stand, by rank."""
+        return [
+            WorkerStatus(
+                rank=entry.rank,
+                node=entry.node,
+                state=entry.state,
+                device=entry.device,
+                step=entry.step,
+                samples=self._samples(worker_id, entry.node),
+                samples_per_s=entry.pace() if entry.state == "joined" else 0.0,
+                last_seen=instant(self._now() - (self._clock() - entry.seen_at)),
+            )
+            for worker_id, entry in sorted(self._entries.items())
+        ]
+
+    def _samples(self, worker_id: int, node: str) -> int:
+        return self._tally.worker(worker_id, node).samples

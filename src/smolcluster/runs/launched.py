@@ -1,0 +1,109 @@
+"""`launch.json`: which processes were started for a run, and where; kept on the machine that launched it."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from smolcluster.errors import DataError
+from smolcluster.runs.files import write_whole
+from smolcluster.runs.paths import log_stem
+
+
+class LaunchedProcess(BaseModel):
+    """One process, in a tmux session of its own.
+
+    Attributes:
+        node: the machine's name in the cluster file.
+        role: server or worker.
+        rank: a worker's place, from 0; None for the server.
+        ssh: where `ssh` finds the machine; None: it is the one that launched.
+        run_dir: the run's folder there, absolute or from `~/`.
+        session: name of the tmux session.
+        project_dir: the project's folder there, likewise; the command starts in it.
+        argv: the command, an argument an item.
+        device: what it computes on, where the configuration says so.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    node: str
+    role: str
+    rank: int | None
+    ssh: str | None
+    run_dir: str
+    session: str
+    project_dir: str = "~/smolcluster"
+    argv: tuple[str, ...] = ()
+    device: str | None = None
+
+    @property
+    def title(self) -> str:
+        """The process in messages: `server mini1`, `worker 1 pi5`."""
+        place = "" if self.rank is None else f"{self.rank + 1} "
+        return f"{self.role} {place}{self.node}"
+
+    @property
+    def stem(self) -> str:
+        """Its name in the names of files: `worker-rank0-pi5`."""
+        return log_stem(self.role, self.node, self.rank)
+
+    def with_arguments(self, *arguments: str) -> "LaunchedProcess":
+        """The same process with more arguments to its command."""
+        return self.model_copy(update={"argv": (*self.argv, *arguments)})
+
+
+class Launched(BaseModel):
+    """A run that was launched: its processes, the server first."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run_id: str
+    algorithm: str
+    port: int = 0
+    overrides: tuple[str, ...] = ()
+    """What the user set for this run besides the files."""
+    processes: Annotated[tuple[LaunchedProcess, ...], Field(min_length=1)]
+
+    def resumed(self) -> "Launched":
+        """The same run, which goes on from its newest good checkpoint."""
+        server = self.server.with_arguments("--resume", "auto")
+        return self.model_copy(update={"processes": (server, *self.workers)})
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all of it runs on the machine that launched it."""
+        return all(process.ssh is None for process in self.processes)
+
+    @property
+    def server(self) -> LaunchedProcess:
+        """The server's process."""
+        return self.processes[0]
+
+    @property
+    def workers(self) -> tuple[LaunchedProcess, ...]:
+        """The workers' processes."""
+        return self.processes[1:]
+
+
+def write_launched(path: Path, launched: Launched) -> None:
+    """Replace the file.
+
+    Raises:
+        SmolclusterError: it cannot be written.
+    """
+    write_whole(path, launched.model_dump_json(indent=2) + "\n")
+
+
+def read_launched(path: Path) -> Launched:
+    """What the file says.
+
+    Raises:
+        DataError: it is missing or damaged.
+    """
+    try:
+        return Launched.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValidationError as error:
+        raise DataError(f"{path} is damaged: {error.errors()[0]['msg']}") from error

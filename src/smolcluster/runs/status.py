@@ -1,0 +1,180 @@
+"""`status.json`: how a run stands now, for whoever looks. Only the run's owner writes it.
+
+While the run lives the file is at most about a second old, unless its owner is busy with one long thing, such
+as an evaluation in a single process; how old it is says `updated_at`. The owner's clock gives all times.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    AwareDatetime,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PlainSerializer,
+    ValidationError,
+)
+
+from smolcluster.errors import DataError, SmolclusterError
+from smolcluster.runs.files import utc_timestamp, write_whole
+
+EVERY_S = 1.0
+"""How often the file is written at most, seconds."""
+
+RunState = Literal["waiting", "training", "ended", "failed"]
+Presence = Literal["joined", "left", "lost"]
+
+
+def _finite_or_none(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Instant = Annotated[
+    AwareDatetime,
+    PlainSerializer(lambda moment: utc_timestamp(moment.timestamp()), when_used="json"),
+]
+"""RFC 3339 in the file, UTC."""
+Measured = Annotated[float | None, BeforeValidator(_finite_or_none)]
+"""Null where nothing was measured yet, or no finite number."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class WorkerStatus(_Part):
+    """How one worker stands. Who came back has the entry of its rank."""
+
+    rank: NonNegativeInt
+    node: str
+    state: Presence = Field(description="Of a run that is over: what it was when the run ended.")
+    device: str
+    step: NonNegativeInt | None = Field(
+        description="Newest step it contributed to since the owner started; null before."
+    )
+    samples: NonNegativeInt = Field(description="Applied, in the whole run.")
+    samples_per_s: NonNegativeFloat = Field(description="Applied; 0 of a worker that has gone.")
+    last_seen: Instant = Field(description="When the last byte came from it; heartbeats count.")
+
+    def silent_s(self, now: datetime) -> float:
+        """Seconds since the last byte came from it."""
+        return age_s(self.last_seen, now)
+
+
+class RunStatus(_Part):
+    """How a run stands. Epochs and ranks count from 0.
+
+    `workers` are those that took part since the owner started, by rank; none in a single process.
+    """
+
+    run_id: str
+    algorithm: str
+    incarnation: str
+    state: RunState = Field(
+        description="waiting: for workers; ended: complete, out of patience, or stopped."
+    )
+    reason: str | None = Field(description="Why the run is over, one sentence; null until then.")
+    updated_at: Instant
+    started_at: Instant = Field(description="When the owner started, for the last time.")
+    step: NonNegativeInt
+    total_steps: NonNegativeInt
+    epoch: NonNegativeInt
+    num_epochs: NonNegativeInt
+    samples_applied: NonNegativeInt
+    total_samples: NonNegativeInt
+    loss: Measured = Field(description="Of the newest step since the owner started; null before.")
+    val_loss: Measured = Field(description="Of the newest evaluation since the owner started.")
+    val_accuracy: Measured
+    val_perplexity: Measured
+    samples_per_s: NonNegativeFloat
+    workers: list[WorkerStatus]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing will be added to it."""
+        return self.state in ("ended", "failed")
+
+    def age_s(self, now: datetime) -> float:
+        """Seconds since it was written: of a run that is not over, a few at most while its owner lives."""
+        return age_s(self.updated_at, now)
+
+
+def age_s(moment: datetime, now: datetime) -> float:
+    """Seconds from `moment` to `now`, both with a time zone; 0 where clocks differ and it is yet to come."""
+    return max(0.0, (now - moment).total_seconds())
+
+
+def instant(seconds: float) -> datetime:
+    """Seconds since 1970 as a moment in UTC."""
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def write_status(path: Path, status: RunStatus) -> None:
+    """Replace the file at once; without waiting for the disk, which may be busy with a checkpoint.
+
+    Raises:
+        SmolclusterError: it cannot be written.
+    """
+    write_whole(path, status.model_dump_json(indent=2) + "\n", durable=False)
+
+
+def read_status(path: Path) -> RunStatus:
+    """The status in the file.
+
+    Raises:
+        DataError: it is missing, or not a status.
+    """
+    try:
+        return RunStatus.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise DataError(
+            f"cannot read {path}: {error.strerror or error}; has the run begun?"
+        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise DataError(f"{path} is not a run's status: {where}: {first['msg']}") from error
+
+
+class StatusFile:
+    """Keeps `status.json` up to date, from one thread.
+
+    `warn` is called once, with one sentence, when the file cannot be written; later statuses are still
+    tried, because the obstacle may pass.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        warn: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path = path
+        self._warn = warn
+        self._clock = clock
+        self._due_at = -math.inf
+        self._has_warned = False
+
+    def tick(self, status: Callable[[], RunStatus]) -> None:
+        """Write what `status` says, if it is time; otherwise do not even ask."""
+        if self._clock() >= self._due_at:
+            self.write(status())
+
+    def write(self, status: RunStatus) -> None:
+        """Write this status now; never raises for the file's sake."""
+        self._due_at = self._clock() + EVERY_S
+        try:
+            write_status(self._path, status)
+        except SmolclusterError as error:
+            if not self._has_warned:
+                self._warn(f"{error}; training goes on")
+            self._has_warned = True

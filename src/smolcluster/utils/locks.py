@@ -1,0 +1,67 @@
+"""Lock files that say who holds them.
+
+The system holds a lock for a process and lets it go when the process ends, however that happens: a file that
+was left behind locks nothing.
+"""
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+_MAX_PID_NBYTES = 20
+
+
+def take(path: Path, on_busy: Callable[[str], None]) -> int:
+    """Lock a file, which is made if need be, and write this process's id into it.
+
+    Args:
+        path: the file.
+        on_busy: hears who holds the lock, such as `process 4711`; when it returns, that one is waited for.
+
+    Returns:
+        The open file, to be given to `release`.
+
+    Raises:
+        OSError: it cannot be made, locked or written.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        _lock(descriptor, on_busy)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def release(descriptor: int) -> None:
+    """Let the lock go. The file stays: removing it could take it from under the next holder."""
+    os.ftruncate(descriptor, 0)
+    os.close(descriptor)
+
+
+def _lock(descriptor: int, on_busy: Callable[[str], None]) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = os.pread(descriptor, _MAX_PID_NBYTES, 0).strip()
+        on_busy(f"process {text.decode()}" if text.isdigit() else "another process")
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def is_taken(path: Path) -> bool:
+    """Whether a process holds the lock of a file, which must be there.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,104 @@
+"""A small cluster to look at, and what machines say."""
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from smolcluster.configs.schema import ClusterConfig
+from smolcluster.errors import LaunchError
+from smolcluster.launch.doctor import Patient
+from smolcluster.launch.findings import Answer, Context, Facts
+from smolcluster.launch.host import Done, Host
+
+LINUX = Facts("Linux", "x86_64", packages="apt-get")
+PI = Facts("Linux", "aarch64", packages="apt-get")
+MAC = Facts("Darwin", "arm64", is_apple_silicon=True, packages="brew")
+
+
+def cluster(nodes: Mapping[str, Any] | None = None, **stated: Any) -> ClusterConfig:
+    """A server and two workers."""
+    values = {
+        "host_ip": {"mini1": "10.10.0.1", "mini2": "10.10.0.1", "pi5": "192.168.50.1"},
+        "num_workers": 2,
+        "workers": ["mini2", "pi5"],
+        "server": "mini1",
+        "nodes": dict(nodes or {}),
+        **stated,
+    }
+    return ClusterConfig.model_validate(values)
+
+
+def context(node: str = "pi5", facts: Facts = LINUX, **stated: Any) -> Context:
+    """A worker that has been reached; `stated` is of its section of the cluster file, or of `Context`."""
+    own = {name: stated.pop(name) for name in ("device", "torch", "ssh") if name in stated}
+    made = Context(node, cluster({node: own}), node, facts=facts, version="v1", environment="e1")
+    return replace(made, **stated)
+
+
+def answer(stdout: str, code: int = 0, stderr: str = "", **times: float) -> Answer:
+    """What a machine says."""
+    return Answer(code, stdout, stderr, **times)
+
+
+@dataclass(frozen=True)
+class FakeHost(Host):
+    """A healthy machine that answers from memory; `says` changes what it says to a check, or raises."""
+
+    says: Mapping[str, str | LaunchError] = field(default_factory=dict)
+    before: Callable[[str, str, float], None] = lambda *_: None
+    calls: list[str] = field(default_factory=list)
+
+    def run(self, script: str, *, stdin: bytes = b"", timeout_s: float = 20.0) -> Done:  # noqa: ARG002
+        """Answer as a machine does whose user's shell greets first."""
+        found = re.match(r"echo '(:: doctor (.+))'\n", script)
+        name = found[2] if found else script
+        self.before(self.node, name, timeout_s)
+        self.calls.append(name)
+        said = self.says.get(name, HEALTHY.get(name, ""))
+        if isinstance(said, LaunchError):
+            raise said
+        words = said.format(node=self.node, now=int(time.time()))
+        return Done(0, f"welcome\n{found[1] if found else ''}\n{words}", "")
+
+
+HEALTHY = {
+    "system": "system Linux\nmachine aarch64\napple_silicon \npackages apt-get\n",
+    "clock": "{now}\n",
+    "Python": "Python 3.12.3\n",
+    "uv": "uv 0.9.2\n",
+    "tmux": "tmux 3.4\n",
+    "rsync": "rsync  version 3.2.7  protocol version 31\n",
+    "disk": "environment there\nFilesystem 1024-blocks Used Available Capacity Mounted on\n"
+    "/dev/a 9 9 47398644 1% /\n",
+    "memory": "MemAvailable:    7000000 kB\n",
+    "secret": "-rw------- 1 pi pi 65 Nov 22 03:00 /home/pi/.config/smolcluster/secret\n",
+    "identity": "id-of-{node}\n{node}\n",
+    "code": "mark v1\n",
+    "environment": "mark e1\npython runs\n",
+    "torch": 'torch {{"version": "2.11.0", "cuda": null, "hip": null, "num_gpus": 0, "mps": false, '
+    '"machine": "aarch64"}}\n',
+    "port": '{{"places": {{"10.10.0.1": {{"state": "listening", "port": 65432}}, "192.168.50.1": '
+    '{{"state": "listening", "port": 65432}}}}, "own": ["10.10.0.1"], "holder": "", "free": 0, '
+    '"pid": 4711}}\n',
+    "server": 'outside {{"error": null}}\ninside {{"error": null}}\n',
+    "link": '{{"error": null, "ms": 0.31, "mb_per_s": 112.4}}\n',
+}
+"""What a healthy machine says to each check."""
+
+
+def patients(
+    stated: ClusterConfig,
+    says: Mapping[str, Mapping[str, str | LaunchError]] | None = None,
+    **more: Any,
+) -> list[Patient]:
+    """The nodes of a cluster, on fake hosts."""
+    nodes = dict.fromkeys((stated.server, *stated.workers))
+    return [
+        Patient(
+            FakeHost(node, node, says=(says or {}).get(node, {}), **more),
+            Context(node, stated, node, version="v1", environment="e1", token="t0"),
+        )
+        for node in nodes
+    ]

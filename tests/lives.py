@@ -1,0 +1,79 @@
+"""The life of a worker process whose server is a door by hand."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from harness import SECRET, Outcome, local_settings
+from peers import DEADLINE_S, Door, Hand, hello, logger
+from smolcluster.cluster.joining import ServerAddress
+from smolcluster.cluster.link import Participant, Place, follow
+from smolcluster.configs.schema import NodeConfig, RunConfig
+from smolcluster.training.build import Workbench
+from smolcluster.transport.messages import End, Goodbye, LeaseKey, Pull, Ready, Welcome
+
+P = TypeVar("P", bound=Participant)
+
+LEASE = LeaseKey(incarnation="0123abcd", epoch=0, start=0, stop=32, grant=1)
+
+
+@dataclass
+class Life(Generic[P]):
+    """A worker that follows a door, and what it made."""
+
+    door: Door
+    participant: Callable[[Welcome, Workbench], P]
+    lines: list[str] = field(default_factory=list)
+    made: list[P] = field(default_factory=list)
+    runs: list[str] = field(default_factory=list)
+
+    def begin(
+        self,
+        participant: Callable[[Welcome, Workbench], P] | None = None,
+        *,
+        node: NodeConfig | None = None,
+        start_timeout_s: float = DEADLINE_S,
+    ) -> Outcome:
+        """Start the worker, with another participant if need be."""
+
+        def make(welcome: Welcome, bench: Workbench) -> P:
+            self.made.append((participant or self.participant)(welcome, bench))
+            return self.made[-1]
+
+        place = Place(
+            node=node or NodeConfig(device="cpu"),
+            hello=hello(),
+            address=ServerAddress("127.0.0.1", self.door.port),
+            secret=SECRET,
+            start_timeout_s=start_timeout_s,
+            log=logger(self.lines),
+            on_run_known=self.runs.append,
+        )
+        return Outcome("worker", lambda: follow(place, make))
+
+    def taken_part(
+        self,
+        run: RunConfig | None = None,
+        incarnation: str = LEASE.incarnation,
+        bucket_bytes: int = 1 << 20,
+    ) -> tuple[Hand, Ready]:
+        """The next session: the worker is let in, and works."""
+        run = run or run_config()
+        hand = self.door.admit(run, incarnation=incarnation, bucket_bytes=bucket_bytes)
+        ready = hand.hear_a(Ready)
+        hand.hear_a(Pull)
+        return hand, ready
+
+
+def run_config(run_id: str = "run-1", *overrides: str) -> RunConfig:
+    """A run whose workers have time to come back."""
+    settings = local_settings(f"reconnect_timeout_s={DEADLINE_S}", *overrides)
+    return settings.run_config(run_id, "edp")
+
+
+def end(hand: Hand, ok: bool = True, sentence: str = "every sample has been applied") -> None:
+    """Say that the run is over, and wait until the worker has closed."""
+    hand.say(End(ok=ok, sentence=sentence))
+    hand.hear_a(Goodbye)
+    hand.hear_the_end()
+    hand.leave()

@@ -1,0 +1,170 @@
+"""`status.json`: how a run stands, written once a second and read by whoever looks."""
+
+import json
+import math
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from smolcluster.errors import DataError
+from smolcluster.runs.status import (
+    RunStatus,
+    StatusFile,
+    WorkerStatus,
+    instant,
+    read_status,
+    write_status,
+)
+
+NOON = datetime(2026, 11, 20, 12, 0, 0, 123456, tzinfo=UTC)
+
+
+def status(**changes: object) -> RunStatus:
+    values: dict[str, object] = {
+        "run_id": "edp-1",
+        "algorithm": "edp",
+        "incarnation": "0123abcd",
+        "state": "training",
+        "reason": None,
+        "updated_at": NOON,
+        "started_at": NOON - timedelta(minutes=5),
+        "step": 120,
+        "total_steps": 1350,
+        "epoch": 2,
+        "num_epochs": 30,
+        "samples_applied": 3840,
+        "total_samples": 43110,
+        "loss": 0.25,
+        "val_loss": 0.3,
+        "val_accuracy": 0.9,
+        "val_perplexity": None,
+        "samples_per_s": 1234.5,
+        "workers": [
+            WorkerStatus(
+                rank=0,
+                node="pi5",
+                state="lost",
+                device="cpu",
+                step=119,
+                samples=1000,
+                samples_per_s=0.0,
+                last_seen=NOON - timedelta(seconds=7),
+            )
+        ],
+    }
+    return RunStatus.model_validate(values | changes)
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_status_is_read_as_it_was_written_to_the_millisecond(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    on_the_second = NOON.replace(microsecond=0)
+    written = status(updated_at=on_the_second, started_at=on_the_second, workers=[])
+    write_status(path, written)
+    assert read_status(path) == written
+    assert [each.name for each in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_times_in_the_file_are_as_in_the_other_files_of_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    write_status(path, status())
+    content = json.loads(path.read_text())
+    assert content["updated_at"] == "2026-11-20T12:00:00.123Z"
+    assert content["workers"][0]["last_seen"] == "2026-11-20T11:59:53.123Z"
+    assert content["reason"] is None
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_what_is_no_finite_number_is_null(tmp_path: Path, value: float) -> None:
+    path = tmp_path / "status.json"
+    write_status(path, status(loss=value, val_perplexity=value))
+    read = read_status(path)
+    assert (read.loss, read.val_perplexity) == (None, None)
+
+
+def test_how_old_it_is_and_how_long_a_worker_is_silent() -> None:
+    now = NOON + timedelta(seconds=3)
+    assert status().age_s(now) == 3.0
+    assert status().workers[0].silent_s(now) == 10.0
+    assert status().age_s(NOON - timedelta(hours=1)) == 0.0, "another machine's clock may be late"
+
+
+@pytest.mark.parametrize(
+    ("state", "is_over"),
+    [("waiting", False), ("training", False), ("ended", True), ("failed", True)],
+)
+def test_a_run_is_over_when_it_ended_or_failed(state: str, is_over: bool) -> None:
+    assert status(state=state).is_over == is_over
+
+
+def test_a_time_without_a_zone_is_refused() -> None:
+    with pytest.raises(ValidationError, match="updated_at"):
+        status(updated_at=datetime(2026, 11, 20))
+
+
+def test_a_missing_status_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "status.json"
+    with pytest.raises(DataError, match=f"cannot read {path}: No such file"):
+        read_status(path)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"run_id": 3}'])
+def test_what_is_not_a_status_is_an_error_that_names_the_file(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "status.json"
+    path.write_text(content)
+    with pytest.raises(DataError, match=f"{path} is not a run's status"):
+        read_status(path)
+
+
+def test_it_is_written_once_a_second_at_most_and_nobody_is_asked_in_between(
+    tmp_path: Path,
+) -> None:
+    clock, asked = Clock(), []
+
+    def asking() -> RunStatus:
+        asked.append(clock.now)
+        return status(step=len(asked))
+
+    file = StatusFile(tmp_path / "status.json", warn=pytest.fail, clock=clock)
+    for _ in range(25):
+        file.tick(asking)
+        clock.now += 0.125
+    assert asked == [100.0, 101.0, 102.0, 103.0]
+    assert read_status(tmp_path / "status.json").step == 4
+
+
+def test_what_must_be_written_is_written_at_once(tmp_path: Path) -> None:
+    file = StatusFile(tmp_path / "status.json", warn=pytest.fail, clock=Clock())
+    file.tick(status)
+    file.write(status(state="ended", reason="it was stopped"))
+    assert read_status(tmp_path / "status.json").state == "ended"
+
+
+def test_what_cannot_be_written_is_one_warning_and_tried_again(tmp_path: Path) -> None:
+    clock, folder, warnings = Clock(), tmp_path / "run", list[str]()
+    file = StatusFile(folder / "status.json", warn=warnings.append, clock=clock)
+    for _ in range(5):
+        file.tick(status)
+        clock.now += 1.0
+    (warning,) = warnings
+    assert str(folder / "status.json") in warning
+    assert "training goes on" in warning
+    folder.mkdir()
+    file.tick(status)
+    assert read_status(folder / "status.json").step == 120
+    assert len(warnings) == 1
+
+
+def test_a_moment_of_the_clock_is_one_in_utc() -> None:
+    assert instant(NOON.timestamp()) == NOON
