@@ -31,9 +31,7 @@ def test_one_worker_with_interval_1_is_sequential_training(tmp_path: Path) -> No
     """500 steps and more, each loss within 1e-6 of the single process, and the same weights at the end."""
     settings = local_settings("worker_update_interval=1", "num_epochs=12", workers=1)
     cluster = Cluster(settings, tmp_path)
-    worker = cluster.worker(1)
-    cluster.server.finish()
-    worker.finish()
+    cluster.finish(cluster.worker(1))
 
     alone = build(settings.train, settings.cluster.seed, settings.node.dataset, torch.device("cpu"))
     steps = training_steps(alone, settings.train)
@@ -51,13 +49,7 @@ def test_one_worker_with_interval_1_is_sequential_training(tmp_path: Path) -> No
 def test_three_workers_learn_and_apply_every_sample_once(tmp_path: Path, quantized: bool) -> None:
     settings = local_settings(f"use_quantization={str(quantized).lower()}", "num_epochs=12")
     cluster = Cluster(settings, tmp_path)
-    workers = [cluster.worker(rank + 1) for rank in range(3)]
-    cluster.server.finish()
-    for worker in workers:
-        worker.finish()
-    cluster.assert_every_sample_applied_once()
-    summary = cluster.server.summary
-    assert summary is not None
+    summary = cluster.finish(*(cluster.worker(rank + 1) for rank in range(3)))
     assert summary.samples_applied == 12 * summary.train_samples
     assert summary.codec == ("int8" if quantized else "fp32")
     assert summary.final.val_accuracy is not None
@@ -115,9 +107,7 @@ def test_a_late_worker_joins_and_shares_the_work(tmp_path: Path) -> None:
     cluster.worker(1)
     assert half_way.wait(30)
     late = cluster.worker(4)
-    cluster.server.finish()
-    late.finish()
-    cluster.assert_every_sample_applied_once()
+    cluster.finish(late)
     assert {record.rank for record in cluster.metrics.steps} == {0, 3}
 
 
@@ -126,13 +116,8 @@ def test_stale_pushes_beyond_the_bound_are_dropped_counted_and_computed_again(
 ) -> None:
     settings = local_settings("staleness.bound=1", "num_epochs=3", "worker_update_interval=5")
     cluster = Cluster(settings, tmp_path)
-    for rank in range(3):
-        cluster.worker(rank + 1)
-    cluster.server.finish()
-    cluster.assert_every_sample_applied_once()
+    summary = cluster.finish(*(cluster.worker(rank + 1) for rank in range(3)))
     assert all(record.values["staleness"] <= 1 for record in cluster.metrics.steps)
-    summary = cluster.server.summary
-    assert summary is not None
     kinds = [type(record.event) for record in cluster.events()]
     assert summary.pushes.stale > 0
     assert summary.pushes.stale == kinds.count(PushDropped)
@@ -173,9 +158,7 @@ def test_a_wrong_secret_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
     cluster = Cluster(local_settings("num_epochs=5", workers=1), tmp_path)
     stranger = cluster.worker(2, secret=Secret(Path("other"), b"f" * 32))
     assert isinstance(stranger.failure(), AuthError)
-    cluster.worker(1)
-    cluster.server.finish()
-    cluster.assert_every_sample_applied_once()
+    cluster.finish(cluster.worker(1))
 
 
 def test_a_worker_with_other_data_is_refused(tmp_path: Path) -> None:

@@ -16,13 +16,7 @@ MIXING = "update_rule=mixing"
 
 def test_two_workers_learn_and_every_sample_counts_once(tmp_path: Path) -> None:
     cluster = Cluster(local_settings(MIXING, "num_epochs=12", "min_workers=2", workers=2), tmp_path)
-    workers = [cluster.worker(1), cluster.worker(2)]
-    cluster.server.finish()
-    for worker in workers:
-        worker.finish()
-    cluster.assert_every_sample_applied_once()
-    summary = cluster.server.summary
-    assert summary is not None
+    summary = cluster.finish(cluster.worker(1), cluster.worker(2))
     assert summary.pushes.applied == summary.steps == len(cluster.metrics.steps)
     assert summary.final.val_accuracy is not None
     assert summary.final.val_accuracy > 0.85
@@ -41,9 +35,7 @@ def test_one_worker_that_always_pulls_takes_mixing_rate_times_the_step(tmp_path:
         workers=1,
     )
     cluster = Cluster(settings, tmp_path)
-    worker = cluster.worker(1)
-    cluster.server.finish()
-    worker.finish()
+    cluster.finish(cluster.worker(1))
 
     train, seed = settings_alone.train, settings.cluster.seed
     alone = build(train, seed, settings.node.dataset, torch.device("cpu"))
@@ -61,13 +53,8 @@ def test_stale_pushes_are_dropped_and_their_samples_still_count_once(tmp_path: P
         MIXING, "staleness.bound=1", "num_epochs=3", "worker_update_interval=5", "min_workers=3"
     )
     cluster = Cluster(settings, tmp_path)
-    for rank in range(3):
-        cluster.worker(rank + 1)
-    cluster.server.finish()
-    cluster.assert_every_sample_applied_once()
+    summary = cluster.finish(*(cluster.worker(rank + 1) for rank in range(3)))
     assert all(record.values["staleness"] <= 1 for record in cluster.metrics.steps)
-    summary = cluster.server.summary
-    assert summary is not None
     assert summary.pushes.stale > 0
 
 

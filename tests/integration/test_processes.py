@@ -13,6 +13,7 @@ from processes import Processes
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.paths import find_run
+from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import read_summary
 
 Eventually = Callable[[Callable[[], bool]], None]
@@ -43,6 +44,8 @@ def test_a_worker_is_killed_another_comes_late_and_every_sample_is_applied_once(
     ]
     metrics = processes.runs / "latest" / "metrics.jsonl"
     eventually(lambda: {r.record.rank for r in read_metrics(metrics)} >= {0, 1, 2})
+    status_file = metrics.with_name("status.json")
+    eventually(lambda: len(read_status(status_file).workers) == 3)
     workers[1].kill(signal.SIGKILL)
     late = processes.worker(4, "macbook", "--local", "--override", port, "threads=1")
     assert server.wait() == 0, server.output
@@ -57,6 +60,14 @@ def test_a_worker_is_killed_another_comes_late_and_every_sample_is_applied_once(
     once = Counter(range(summary.train_samples))
     assert applied(run.metrics, summary.train_samples) == dict.fromkeys(range(epochs), once)
     assert {share.rank for share in summary.workers} >= {0, 1, 2}
+    status = read_status(run.status)
+    assert (status.state, status.step) == ("ended", summary.steps)
+    assert status.samples_applied == status.total_samples == summary.samples_applied
+    assert status.val_accuracy == summary.final.val_accuracy
+    states = [each.state for each in status.workers]
+    assert states[:3] == ["joined", "lost", "joined"]
+    assert [each.samples for each in status.workers] == [each.samples for each in summary.workers]
+    assert all(each.step and each.step <= status.step for each in status.workers[:3])
     assert "Traceback" not in server.output
 
 
@@ -93,6 +104,8 @@ def test_workers_look_for_a_server_that_was_stopped(processes: Processes) -> Non
     assert worker.wait() == 75
     assert "trying to reconnect for 1 s" in worker.output
     assert "Traceback" not in server.output + worker.output
+    status = read_status(find_run(processes.runs).status)
+    assert (status.state, status.reason) == ("ended", "it was stopped")
 
 
 def test_a_stopped_worker_leaves_and_the_run_goes_on(processes: Processes) -> None:

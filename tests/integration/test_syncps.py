@@ -144,12 +144,7 @@ class Scene:
 
     def finish(self) -> Summary:
         """The run ends well, for all who are still there, and every sample has been applied once."""
-        self.cluster.server.finish()
-        for outcome in self.workers.values():
-            outcome.finish()
-        self.cluster.assert_every_sample_applied_once()
-        assert self.cluster.server.summary is not None
-        return self.cluster.server.summary
+        return self.cluster.finish(*self.workers.values())
 
     @property
     def losses(self) -> list[float]:

@@ -76,13 +76,8 @@ class Finished:
 def run_cluster(settings: Settings, folder: Path, algorithm: AlgorithmName) -> Finished:
     folder.mkdir()
     cluster = Cluster(settings, folder, algorithm=algorithm)
-    workers = [cluster.worker(rank + 1) for rank in range(settings.cluster.num_workers)]
-    cluster.server.finish()
-    for worker in workers:
-        worker.finish()
-    cluster.assert_every_sample_applied_once()
-    summary = cluster.server.summary
-    assert summary is not None
+    num_workers = settings.cluster.num_workers
+    summary = cluster.finish(*(cluster.worker(rank + 1) for rank in range(num_workers)))
     return Finished(summary, cluster.metrics.records, cluster.bench.replica.snapshot())
 
 

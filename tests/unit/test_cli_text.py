@@ -1,12 +1,9 @@
 """Language models at the command line: `train.py` as documented, `train --resume`, `generate`."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,14 +14,13 @@ from smolcluster.cli import main
 from smolcluster.configs.resolve import load_resolved
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import read_summary
-from smolcluster.utils.stopping import SIGNALS
 from texts import TINY, write_text
 
 TRAIN_PY = Path(__file__).resolve().parents[2] / "src" / "smolcluster" / "train.py"
 
 
 @pytest.fixture(autouse=True)
-def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_a_process: None) -> None:
     """No network and no settings of others; what a process changes for good is put back."""
     for name in [name for name in os.environ if name.startswith(("SMOLCLUSTER_", "HF_"))]:
         monkeypatch.delenv(name)
@@ -36,13 +32,6 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "WANDB_MODE": "disabled",
     }.items():
         monkeypatch.setenv(name, value)
-    handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
-    interval, hook = sys.getswitchinterval(), threading.excepthook
-    yield
-    sys.setswitchinterval(interval)
-    threading.excepthook = hook
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
 
 
 @pytest.fixture
@@ -107,7 +96,7 @@ def test_train_py_takes_the_documented_options_and_prints_what_any_console_can_s
         ("training.epochs=0", "--override: training.epochs is 0, must be a whole number above 0"),
         ("training.epoch=1", "--override: training.epoch is not a setting; did you mean"),
         ("model.hidden=3", "--override: model.hidden is not a setting of a GPT"),
-        ("data.name=stdlibs", "dataset.name is 'stdlibs', allowed: "),
+        ("data.name=stdlibs", "data.name is 'stdlibs', allowed: "),
         ("model.num_heads=3", "--override: model.num_heads is 3, must divide model.model_dim, 16"),
     ],
 )
@@ -131,7 +120,7 @@ def test_a_text_that_may_not_be_fetched_is_one_line(
     assert main(["train", "--config", "gpt", "--override", *overrides]) == 1
     line = only_error(capsys.readouterr().err)
     assert "Salesforce/wikitext was not fetched before" in line
-    assert "dataset.download is false" in line
+    assert "data.download is false" in line
     assert "data.name=stdlib data.tokenizer=bytes" in line
 
 
@@ -171,6 +160,53 @@ def test_a_run_that_is_not_there_does_not_go_on(
 ) -> None:
     assert main(["train", *arguments, *tiny]) == 2
     assert says in only_error(capsys.readouterr().err)
+
+
+def test_a_run_that_goes_on_keeps_its_own_configuration(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--run-id", "mine", *tiny]) == 0
+    run = find_run(tmp_path / "runs", "mine")
+    before, steps = load_resolved(run.config), read_summary(run.summary).steps
+    for resume in ("mine", "latest", "auto", str(run.root)):
+        capsys.readouterr()
+        assert main(["train", "--resume", resume]) == 1
+        assert "run mine has ended" in only_error(capsys.readouterr().err)
+    assert main(["train", "--resume", "mine", "--override", "num_epochs=2"]) == 0
+    assert read_summary(run.summary).steps == 2 * steps
+    after = load_resolved(run.config)
+    assert after.train == before.train.model_copy(update={"num_epochs": 2})
+    assert after.node.dataset == before.node.dataset
+
+
+def test_what_differs_is_named_where_a_run_does_not_go_on(
+    tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--run-id", "mine", *tiny]) == 0
+    capsys.readouterr()
+    changes = ("num_epochs=2", "model.max_seq_len=8")
+    assert main(["train", "--resume", "mine", "--override", *changes]) == 1
+    error = only_error(capsys.readouterr().err)
+    assert "model.max_seq_len: 16 -> 8" in error
+    assert "num_epochs: 1 -> 2" in error
+
+
+def test_a_path_that_does_not_exist_is_a_wrong_setting(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key in ("data.root", "dataset.root", "data.tokenizer", "model.pretrained"):
+        assert main(["train", *tiny, f"{key}={tmp_path}/nothing"]) == 2
+        assert f"{key} is {tmp_path}/nothing, which " in only_error(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--max-tokens", "-1"), ("--top-k", "0"), ("--temperature", "-1")]
+)
+def test_a_wrong_flag_of_generate_is_called_what_it_is(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "mine", flag, value]) == 2
+    assert f"'{flag}'" in only_error(capsys.readouterr().err)
 
 
 # generate

@@ -11,7 +11,7 @@ training file's `dataset.root` and `dataset.download` hold.
 import copy
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from smolcluster.configs.load import (
     read_config,
     read_yaml,
 )
-from smolcluster.configs.nested import flatten, is_nested
+from smolcluster.configs.nested import DATA, DATASET, flatten, is_nested
 from smolcluster.configs.schema import (
     AlgorithmName,
     ClusterConfig,
@@ -65,6 +65,8 @@ class Settings:
     cluster: ClusterConfig
     train: TrainConfig
     node: NodeConfig
+    data_section: str = field(default=DATASET, compare=False)
+    """What the user calls the section `dataset`, for messages."""
 
     @property
     def global_batch_size(self) -> int:
@@ -167,6 +169,7 @@ def resolve(
     """
     files = files or Files()
     words: dict[KeyPath, KeyPath] = {}
+    data_section = DATA if is_nested(train) else DATASET
     if is_nested(train):
         train, words = flatten(train, files.train)
     assignments = [*from_environment(environ or {}), *from_overrides(overrides)]
@@ -180,7 +183,10 @@ def resolve(
     node_draft = Draft(NodeConfig, files.cluster, _node_values(cluster, train, name))
     for assignment in assignments:
         node_draft.take(assignment.seen_by(name))
-    return Settings(checked_cluster, checked_train, node_draft.check())
+    for assignment in assignments:
+        if assignment.path[0] == DATASET:
+            data_section = assignment.written[0]
+    return Settings(checked_cluster, checked_train, node_draft.check(), data_section)
 
 
 def load_resolved(path: Path) -> Settings:

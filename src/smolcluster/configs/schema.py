@@ -63,9 +63,15 @@ def _below_one(rate: float) -> float:
 
 
 # A YAML list is no tuple and YAML text no Path: these two are converted, all else must have its type.
-# A node's name is part of the names of log files.
+# A node's name is part of the names of log files. A destination must not look like an option of ssh.
 NodeName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Address = Annotated[str, StringConstraints(min_length=1, max_length=255)]
+SshDestination = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@:%+\[\]/-]{0,254}$")
+]
+RemotePath = Annotated[str, StringConstraints(pattern=r"^(~|~?/[^\x00-\x1f]*)$")]
+EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+TorchBackend = Annotated[str, StringConstraints(pattern=r"^[a-z0-9.]+$")]
 NodeNames = Annotated[tuple[NodeName, ...], Strict(False)]
 Addresses = Annotated[tuple[Address, ...], Strict(False), Field(min_length=1)]
 LocalPath = Annotated[Path, Strict(False), AfterValidator(_expand_user)]
@@ -171,6 +177,22 @@ class NodeConfig(Section):
     )
     runs_dir: LocalPath | None = Field(
         None, description="Where runs are kept; null: runs/ at the project's root."
+    )
+    ssh: SshDestination | None = Field(
+        None,
+        description="For the launcher: where `ssh` finds the machine, such as pi@192.168.50.2; local: it is "
+        "the one that launches; null: the node's name.",
+    )
+    project_dir: RemotePath = Field(
+        "~/smolcluster", description="For the launcher: the project's folder on that machine."
+    )
+    env: dict[EnvName, str] = Field(
+        {}, description="For the launcher: environment of the machine's processes."
+    )
+    torch: TorchBackend = Field(
+        "auto",
+        description="For the launcher: PyTorch's build, as uv's --torch-backend (auto, cpu, cu128, …); "
+        "pypi: the one of the registry.",
     )
 
 

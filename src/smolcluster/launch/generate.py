@@ -8,7 +8,8 @@ import torch
 from smolcluster.configs.resolve import load_resolved
 from smolcluster.data.tokenizer import Tokenizer, load_tokenizer
 from smolcluster.errors import CheckpointError, ConfigError
-from smolcluster.launch.saved import find, gpt_of, store_of
+from smolcluster.launch.find import find
+from smolcluster.launch.saved import gpt_of, store_of
 from smolcluster.models.gpt import GPT
 from smolcluster.models.sampling import sample
 from smolcluster.runs.paths import RunPaths

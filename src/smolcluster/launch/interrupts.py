@@ -36,6 +36,11 @@ class Interrupts:
         return len(self.received) > 1
 
     @property
+    def hung_up(self) -> bool:
+        """Whether the terminal has gone, and nobody has asked for anything."""
+        return self.received[:1] == [signal.SIGHUP]
+
+    @property
     def exit_code(self) -> int:
         """What to end with: 128 + the first signal's number."""
         return 128 + (self.received[0] if self.received else signal.SIGTERM)

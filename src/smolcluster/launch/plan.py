@@ -5,19 +5,25 @@ each is a command that a person could type as well.
 """
 
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from smolcluster.algorithms.registry import Algorithm
 from smolcluster.configs.resolve import node_overrides
-from smolcluster.configs.schema import ClusterConfig
+from smolcluster.configs.schema import ClusterConfig, NodeConfig
+from smolcluster.launch.tmux import session_name
+from smolcluster.runs.launched import Launched, LaunchedProcess
+from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.units import format_address
 
 Role = Literal["server", "worker"]
 
 PATIENCE = "start_timeout_s=86400"
 """The server may tokenize for long before it listens; if it ends, the launcher stops the workers."""
+NO_PROGRESS = "--no-progress"
+CLUSTER_FILE, TRAIN_FILE = "launch/cluster.yaml", "launch/train.yaml"
+"""The configuration's copies in a run's folder on a node."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,29 @@ class Process:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a run lives on a machine; paths as that machine understands them, absolute or from `~/`.
+
+    Attributes:
+        ssh: where `ssh` finds it; None: it is this machine.
+        project_dir: the project's folder.
+        runs_dir: the folder of runs.
+        python: the interpreter, relative to `project_dir` or absolute.
+        overrides: for a worker: where the training file says that the data are.
+    """
+
+    ssh: str | None
+    project_dir: str
+    runs_dir: str
+    python: str = ".venv/bin/python"
+    overrides: tuple[str, ...] = ()
+
+
+Places = Mapping[str, Place]
+"""By the names of nodes."""
+
+
+@dataclass(frozen=True)
 class LaunchPlan:
     """The processes of a run."""
 
@@ -119,7 +148,7 @@ def plan_local(
         rank=None,
         argv=(
             *(python, str(request.algorithm.server), *local),
-            *("--run-id", run_id, "--no-progress"),
+            *("--run-id", run_id, NO_PROGRESS),
             *_option("--resume", "auto" if resume else None),
             *config,
             *_option("--train-config", request.train_config),
@@ -141,6 +170,68 @@ def plan_local(
         for rank, node in enumerate(cluster.workers)
     )
     return LaunchPlan(server, workers)
+
+
+def plan_cluster(request: Request, cluster: ClusterConfig, places: Places, run_id: str) -> Launched:
+    """The processes of a run on the machines of a cluster, each in a tmux session of its own.
+
+    They read the configuration from copies in their run's folder.
+    """
+
+    def planned(node: str, rank: int | None, argv: Sequence[str]) -> LaunchedProcess:
+        stated = cluster.nodes.get(node, NodeConfig())
+        place = places[node]
+        return LaunchedProcess(
+            node=node,
+            role="server" if rank is None else "worker",
+            rank=rank,
+            ssh=place.ssh,
+            run_dir=f"{place.runs_dir}/{run_id}",
+            session=session_name(run_id, "server" if rank is None else "worker", rank),
+            project_dir=place.project_dir,
+            argv=(place.python, *argv, "--config", f"{place.runs_dir}/{run_id}/{CLUSTER_FILE}"),
+            device=stated.device,
+        )
+
+    folder = f"src/smolcluster/algorithms/{request.algorithm.folder.name}"
+    train_file = f"{places[cluster.server].runs_dir}/{run_id}/{TRAIN_FILE}"
+    server = planned(cluster.server, None, [f"{folder}/server.py", "--run-id", run_id])
+    server = server.with_arguments("--train-config", train_file, *_overrides(request.overrides))
+    workers = [
+        planned(node, rank, [f"{folder}/worker.py", str(rank + 1), node]).with_arguments(
+            *_overrides((PATIENCE, *places[node].overrides, *node_overrides(request.overrides)))
+        )
+        for rank, node in enumerate(cluster.workers)
+    ]
+    return Launched(
+        run_id=run_id,
+        algorithm=request.algorithm.name,
+        port=cluster.port,
+        overrides=request.overrides,
+        processes=(server, *workers),
+    )
+
+
+def in_sessions(plan: LaunchPlan, paths: RunPaths, algorithm: str, port: int) -> Launched:
+    """A local plan whose processes run in tmux sessions of this machine."""
+    return Launched(
+        run_id=paths.run_id,
+        algorithm=algorithm,
+        port=port,
+        processes=tuple(
+            LaunchedProcess(
+                node=process.node,
+                role=process.role,
+                rank=process.rank,
+                ssh=None,
+                run_dir=str(paths.root),
+                session=session_name(paths.run_id, process.role, process.rank),
+                project_dir=str(paths.root.parent),
+                argv=tuple(word for word in process.argv if word != NO_PROGRESS),
+            )
+            for process in plan.processes
+        ),
+    )
 
 
 def plan_by_hand(request: Request, cluster: ClusterConfig) -> LaunchPlan:

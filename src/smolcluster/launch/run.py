@@ -17,14 +17,22 @@ from rich.text import Text
 
 from smolcluster.cluster.listening import check_port
 from smolcluster.configs.load import Kind, find_config, shipped_names
-from smolcluster.configs.resolve import Settings, check_algorithm, load_settings
-from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
+from smolcluster.configs.resolve import Settings, check_algorithm
+from smolcluster.errors import LaunchError, SmolclusterError
 from smolcluster.launch.children import POLL_S, Child, stop, wait_for
 from smolcluster.launch.interrupts import Interrupts, interrupts
-from smolcluster.launch.plan import LaunchPlan, Request, plan_by_hand, plan_local
+from smolcluster.launch.plan import LaunchPlan, Request, in_sessions, plan_local
+from smolcluster.launch.remote import How, launch_here, launch_remote, wants_window
+from smolcluster.launch.requests import settings_of
 from smolcluster.observability.sinks.console import ProgressView
 from smolcluster.observability.sinks.jsonl import follow_metrics
-from smolcluster.observability.terminal import SteadyConsole, displayable, shown_text, steady
+from smolcluster.observability.terminal import (
+    COLOURS,
+    SteadyConsole,
+    displayable,
+    shown_text,
+    steady,
+)
 from smolcluster.runs.events import RunEnded, WorkerJoined, WorkerLeft, WorkerLost, follow_events
 from smolcluster.runs.paths import RunPaths, create_run, new_run_id, runs_root
 from smolcluster.runs.processes import ProcessEntry, write_processes
@@ -32,47 +40,36 @@ from smolcluster.runs.summary import read_summary, sample_shown, table
 from smolcluster.transport.security import default_secret_path, ensure_secret
 from smolcluster.utils.retry import Deadline
 
-COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 GRACE_S = 60.0
 """From asking a process to stop to killing it: a large last checkpoint takes a slow disk that long."""
 FAREWELL_S = 10.0
 """From the end of a good run to the end of its workers, who hear of it from the server."""
 PATIENCE_S = 3.0
 """How long a server may be alone after all our workers have failed; what it reports is a second old."""
-LATER = (
-    "clusters over SSH come with a later version: add --local to run everything on this machine, or start "
-    "each machine by hand in src/smolcluster/algorithms/{folder} with `uv run server.py` and `uv run "
-    "worker.py 1 NODE` (--dry-run prints the commands)"
-)
 
 
-def launch(request: Request, *, local: bool, dry_run: bool) -> int:
+def launch(request: Request, how: How, *, local: bool) -> int:
     """Launch a cluster, or only print its plan; returns the exit code.
 
     Raises:
         SmolclusterError: what prevents it, in one line.
     """
-    if local:
-        run_id = new_run_id(request.algorithm.name, datetime.now().astimezone())
-        return launch_local(request, run_id, dry_run=dry_run)
-    if not dry_run:
-        raise ConfigError(LATER.format(folder=request.algorithm.folder.name))
-    request = _for_any_folder(request)
-    settings = settings_of(request, local=False)
-    check_algorithm(settings, request.algorithm.name)
-    _show(plan_by_hand(request, settings.cluster))
-    return 0
+    if not local:
+        return launch_remote(for_any_folder(request), how)
+    run_id = new_run_id(request.algorithm.name, datetime.now().astimezone())
+    return launch_local(request, run_id, how)
 
 
-def launch_local(request: Request, run_id: str, *, dry_run: bool, resume: bool = False) -> int:
+def launch_local(request: Request, run_id: str, how: How, *, resume: bool = False) -> int:
     """Run a whole cluster on this machine, or only print its plan; returns the exit code.
 
-    With `resume` the run goes on from its newest good checkpoint.
+    On a terminal with tmux it gets a window; elsewhere its processes are this one's children. With `resume`
+    the run goes on from its newest good checkpoint.
 
     Raises:
         SmolclusterError: what prevents it, in one line.
     """
-    request = _for_any_folder(request)
+    request = for_any_folder(request)
     settings = settings_of(request, local=True)
     check_algorithm(settings, request.algorithm.name)
     plan = plan_local(
@@ -84,13 +81,17 @@ def launch_local(request: Request, run_id: str, *, dry_run: bool, resume: bool =
         place=_place_overrides(settings),
         resume=resume,
     )
-    if dry_run:
+    if how.dry_run:
         _show(plan)
         return 0
     check_port(settings.cluster)  # or our workers would find somebody else's server
     ensure_secret(settings.node.secret_file or default_secret_path())
     paths = create_run(runs_root(settings.node.runs_dir), run_id)
-    console, num_epochs = SteadyConsole(), settings.train.num_epochs
+    console = SteadyConsole()
+    if wants_window(how):
+        launched = in_sessions(plan, paths, request.algorithm.name, settings.cluster.port)
+        return launch_here(launched, paths, console, how)
+    num_epochs = settings.train.num_epochs
     return LocalRun(plan, paths, console, num_epochs=num_epochs, resumed=resume).run()
 
 
@@ -98,7 +99,7 @@ def _show(plan: LaunchPlan) -> None:
     sys.stdout.write("\n".join(plan.lines()) + "\n")
 
 
-def _for_any_folder(request: Request) -> Request:
+def for_any_folder(request: Request) -> Request:
     """The same request with absolute paths, so that its commands also work in another folder."""
 
     def absolute(source: str | None, kind: Kind) -> str | None:
@@ -125,22 +126,6 @@ def _nodes_with_threads(request: Request, settings: Settings) -> list[str]:
     """The nodes whose number of compute threads comes from the user, wherever it is said."""
     names = dict.fromkeys((settings.cluster.server, *settings.cluster.workers))
     return [name for name in names if settings_of(request, True, name).node.threads is not None]
-
-
-def settings_of(request: Request, local: bool, node: str | None = None) -> Settings:
-    """What a process on `node` (None: the server's) is told by this request.
-
-    Raises:
-        ConfigError: one line with what is wrong.
-    """
-    return load_settings(
-        request.config or request.algorithm.name,
-        request.train_config or ("digits" if local else "nn"),
-        node,
-        request.overrides,
-        local_workers=request.num_workers,
-        local=local,
-    )
 
 
 class LocalRun:
@@ -195,7 +180,10 @@ class LocalRun:
     def _start(self) -> None:
         """Start the server, then the workers; `_children` has what was started, come what may."""
         workers = f"{len(self._plan.workers)} worker{'s'[: len(self._plan.workers) != 1]}"
-        self._say(f"run {self._paths.run_id}: starting a server and {workers}; Ctrl-C stops them")
+        self._say(
+            f"run {self._paths.run_id}: starting a server and {workers}; Ctrl-C stops them. "
+            "Loading PyTorch takes each of them some seconds"
+        )
         width = max(len(process.title) for process in self._plan.processes)
         for process, colour in zip(self._plan.processes, itertools.cycle(COLOURS), strict=False):
             prefix = Text(f"{process.title:<{width}}", style=colour)
@@ -227,6 +215,7 @@ class LocalRun:
                     f"the run was stopped; their logs are in {self._paths.logs}"
                 )
             time.sleep(POLL_S)
+        self._view.close(show_last=False)
         self._say("stopping everything that was started; Ctrl-C again to do it at once", "yellow")
         return asked.exit_code
 

@@ -5,29 +5,33 @@ import os
 import shlex
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel
 from rich.table import Table
 from rich.text import Text
 
-from smolcluster.algorithms.claim import check_unfinished
+from smolcluster.algorithms.claim import AUTO, check_unfinished, run_name
 from smolcluster.algorithms.registry import get_algorithm
-from smolcluster.configs.layers import ENVIRONMENT_PREFIX
+from smolcluster.configs.layers import Draft, from_environment, from_overrides
 from smolcluster.configs.resolve import LOOPBACK, Settings, load_resolved
-from smolcluster.configs.schema import GPTConfig
+from smolcluster.configs.schema import GPTConfig, NodeConfig
 from smolcluster.errors import CheckpointError, ConfigError
+from smolcluster.launch.find import find, in_folder
 from smolcluster.launch.plan import Request
-from smolcluster.launch.run import launch_local, settings_of
+from smolcluster.launch.remote import How, resume_remote
+from smolcluster.launch.requests import settings_of
+from smolcluster.launch.run import launch_local
 from smolcluster.launch.single import ALGORITHM as SINGLE
-from smolcluster.launch.single import train
+from smolcluster.launch.single import CLUSTER, train
 from smolcluster.models.gpt import GPT
 from smolcluster.models.gpt2_weights import write_gpt2
 from smolcluster.observability.logs import setup_logging
 from smolcluster.observability.terminal import SteadyConsole, steady
 from smolcluster.runs.events import first_start
+from smolcluster.runs.launched import read_launched
 from smolcluster.runs.lock import RunLock
+from smolcluster.runs.paths import LATEST as LATEST_RUN
 from smolcluster.runs.paths import RunPaths, find_run, runs_root
 from smolcluster.training.checkpoint import (
     BEST,
@@ -41,22 +45,6 @@ from smolcluster.utils.units import format_bytes
 
 EMBEDDING = "wte.weight"
 """Its rows are the vocabulary."""
-
-
-def find(run: str) -> RunPaths:
-    """The run of that name in the folder of runs, or the run whose folder that is.
-
-    Raises:
-        ConfigError: there is neither.
-    """
-    with suppress(RuntimeError, OSError):  # no such user; a name that is too long
-        folder = Path(run).expanduser()
-        if folder.name != run and folder.is_dir():
-            if not (folder / "config.yaml").is_file():
-                raise ConfigError(f"{folder} is not the folder of a run: it has no config.yaml")
-            return RunPaths(folder.resolve())
-    stated = os.environ.get(f"{ENVIRONMENT_PREFIX}RUNS_DIR")
-    return find_run(runs_root(Path(stated) if stated else None), run)
 
 
 def show_checkpoints(run: str) -> int:
@@ -133,14 +121,18 @@ def gpt_of(paths: RunPaths, checkpoint: Checkpoint) -> GPT:
     return model.eval()
 
 
-def resume(run: str, num_workers: int | None, overrides: Sequence[str], *, dry_run: bool) -> int:
-    """Start a whole local run again, from its newest good checkpoint; returns the exit code.
+def resume(run: str, num_workers: int | None, overrides: Sequence[str], how: How) -> int:
+    """Start a whole run again where it ran, from its newest good checkpoint; returns the exit code.
 
     Raises:
-        ConfigError: there is no such run, it was not a local one, or it did not get as far as to begin.
+        ConfigError: there is no such run, or it did not get as far as to begin.
         RunBusy: it is still alive.
     """
     paths = find(run)
+    if paths.launched.is_file() and not (launched := read_launched(paths.launched)).is_local:
+        if num_workers is not None:
+            raise ConfigError("--workers: the workers of a cluster are those of its file")
+        return resume_remote(paths, launched, overrides, how)
     with RunLock(paths.lock):  # the server takes it again
         settings = load_resolved(paths.config)
         store = store_of(paths)
@@ -149,7 +141,7 @@ def resume(run: str, num_workers: int | None, overrides: Sequence[str], *, dry_r
     if checkpoint is None and store.count():
         raise CheckpointError(f"none of the {store.count()} checkpoints of {paths.run_id} is good")
     if name == SINGLE:
-        return _resume_single(paths, settings, num_workers, overrides, dry_run=dry_run)
+        return _resume_single(paths, settings, num_workers, overrides, dry_run=how.dry_run)
     algorithm = get_algorithm(name)
     if set(settings.cluster.host_ip.values()) != {LOOPBACK}:
         raise ConfigError(
@@ -164,7 +156,7 @@ def resume(run: str, num_workers: int | None, overrides: Sequence[str], *, dry_r
         num_workers=num_workers,
     )
     check_unfinished(paths, settings_of(request, local=True).train)
-    return launch_local(request, paths.run_id, dry_run=dry_run, resume=True)
+    return launch_local(request, paths.run_id, how, resume=True)
 
 
 def _resume_single(
@@ -177,14 +169,70 @@ def _resume_single(
 ) -> int:
     if num_workers is not None:
         raise ConfigError(f"--workers: run {paths.run_id} trains in one process and has none")
+    if not dry_run:
+        return _go_on(paths, settings, overrides, paths.run_id)
+    stated = [f"seed={settings.cluster.seed}", *_kept(settings, paths, SINGLE), *overrides]
+    options = ["--config", str(paths.config), "--resume", paths.run_id, "--override", *stated]
+    sys.stdout.write(shlex.join(["smolcluster", "train", *options]) + "\n")
+    return 0
+
+
+def _go_on(paths: RunPaths, settings: Settings, overrides: Sequence[str], resume: str) -> int:
+    """Train a run of a single process on, with its own configuration."""
+    kept = _kept(settings, paths, SINGLE)
     config = str(paths.config)
-    overrides = [*_kept(settings, paths, SINGLE), *overrides]
-    if dry_run:
-        stated = [f"seed={settings.cluster.seed}", *overrides]
-        options = ["--config", config, "--resume", paths.run_id, "--override", *stated]
-        sys.stdout.write(shlex.join(["smolcluster", "train", *options]) + "\n")
-        return 0
-    return train(config, overrides, cluster=config, resume=paths.run_id)
+    return train(config, [*kept, *overrides], cluster=config, run_id=paths.run_id, resume=resume)
+
+
+def train_or_go_on(
+    config: str | None,
+    overrides: Sequence[str],
+    *,
+    default: str,
+    run_id: str | None,
+    resume: str | None,
+) -> int:
+    """The command `train`; returns the exit code.
+
+    A run that goes on does so with its own configuration, unless a file is named.
+
+    Args:
+        config: training file, by path or shipped name; None: the run's own, else `default`.
+        overrides: `key=value` texts, on top of either.
+        default: the file of a run that begins.
+        run_id: name of the run; None: made from the time, or that of `resume`.
+        resume: a run to go on with: its name or folder, latest, or auto; None: a new run.
+
+    Raises:
+        ConfigError: there is no such run, or a file, key or value is wrong.
+    """
+    paths = None if resume is None else _run_meant(run_id, resume, overrides)
+    if resume is None or paths is None:
+        return train(config or default, overrides, run_id=run_id, resume=resume)
+    resume = AUTO if resume == AUTO else paths.run_id
+    if config is None and paths.config.is_file():
+        return _go_on(paths, load_resolved(paths.config), overrides, resume)
+    overrides = [f"runs_dir={json.dumps(str(paths.root.parent))}", *overrides]
+    return train(config or default, overrides, run_id=paths.run_id, resume=resume)
+
+
+def _run_meant(run_id: str | None, resume: str, overrides: Sequence[str]) -> RunPaths | None:
+    """The run that `--run-id` and `--resume` mean; None: one that begins now.
+
+    Raises:
+        ConfigError: there is no such run, or the two differ.
+    """
+    if (paths := in_folder(resume)) is not None:
+        run_name(run_id, paths.run_id, has_latest=False)
+        return paths
+    node = Draft(NodeConfig, CLUSTER, {})
+    for assignment in (*from_environment(os.environ), *from_overrides(overrides)):
+        node.take(assignment)
+    root = runs_root(node.check().runs_dir)
+    name = run_name(run_id, resume, has_latest=(root / LATEST_RUN).exists())
+    if name is None or (resume == AUTO and not (root / name).exists()):
+        return None
+    return find_run(root, name)
 
 
 def _algorithm(paths: RunPaths) -> str:

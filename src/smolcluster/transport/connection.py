@@ -11,6 +11,7 @@ import errno
 import selectors
 import socket
 import struct
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
@@ -103,6 +104,8 @@ class Connection:
         self.max_unproved: int | None = UNPROVED_NBYTES
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.last_byte_at = time.monotonic()
+        """When the last byte was received, on the monotonic clock; before the first one: the beginning."""
         self.received_head = b""
         """Prefix, header and header sum of the last message received, exactly as they came."""
         self._socket = sock
@@ -323,6 +326,7 @@ class Connection:
             silent_s = 0.0
             filled += received
             self.bytes_received += received
+            self.last_byte_at = time.monotonic()
 
     def _arm(self, option: int, deadline: Deadline | None) -> float:
         """Set the kernel's timeout for the next call; returns it, in seconds."""

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smolcluster.configs.load import find_config, read_yaml
-from smolcluster.configs.nested import flatten
+from smolcluster.configs.nested import flatten, saying
 from smolcluster.configs.resolve import Files, Settings, load_settings, resolve
 from smolcluster.configs.schema import GPTConfig, SimpleNNConfig, TrainConfig
-from smolcluster.errors import ConfigError
+from smolcluster.errors import ConfigError, DataError
 
 CLUSTER: dict[str, Any] = {
     "host_ip": {"mini1": "127.0.0.1", "pi5": "127.0.0.1"},
@@ -492,3 +492,31 @@ def test_a_largest_norm_switches_clipping_on(
 ) -> None:
     clipping = resolve(cluster=CLUSTER, train=content, overrides=override).train.gradient_clipping
     assert (clipping.enabled, clipping.max_norm) == expected
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ("dataset", "dataset.root is /my/dataset.root, set dataset.name"),
+        ("data", "data.root is /my/dataset.root, set data.name"),
+    ],
+)
+def test_errors_of_the_data_are_said_in_the_users_words(section: str, says: str) -> None:
+    with pytest.raises(DataError) as error, saying(section):
+        raise DataError("dataset.root is /my/dataset.root, set dataset.name")
+    assert str(error.value) == says
+
+
+@pytest.mark.parametrize(
+    ("train", "overrides", "section"),
+    [
+        (NESTED, (), "data"),
+        ({"dataset": {"name": "text"}}, (), "dataset"),
+        ({"dataset": {"name": "text"}}, ("data.root=/text",), "data"),
+        (NESTED, ("dataset.root=/text",), "dataset"),
+    ],
+)
+def test_the_section_of_the_data_is_called_what_the_user_calls_it(
+    train: dict[str, Any], overrides: tuple[str, ...], section: str
+) -> None:
+    assert settle(train, *overrides).data_section == section

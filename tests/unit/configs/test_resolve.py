@@ -479,11 +479,21 @@ def test_the_global_batch_of_the_synchronous_server_travels_as_a_number(
 # What an algorithm cannot follow
 
 
+def objection(settings: Settings, algorithm: AlgorithmName) -> str | None:
+    """Why the algorithm cannot follow these settings; None: it can."""
+    try:
+        check_algorithm(settings, algorithm)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 @pytest.mark.parametrize("name", shipped_names("cluster"))
 @pytest.mark.parametrize("is_local", [False, True])
 def test_the_shipped_files_fit_the_algorithm_of_their_name(name: Any, is_local: bool) -> None:
     for train in shipped_names("training"):
-        check_algorithm(load_settings(name, train, environ={}, local=is_local), name)
+        settings = load_settings(name, train, environ={}, local=is_local)
+        assert objection(settings, name) is None, train
 
 
 SHARES = "batch_share={pi5: 0.25, win: 0.25, macbook: 0.5}"
@@ -533,9 +543,7 @@ SHARES = "batch_share={pi5: 0.25, win: 0.25, macbook: 0.5}"
 def test_what_an_algorithm_cannot_follow_is_refused(
     algorithm: AlgorithmName, overrides: list[str], says: str
 ) -> None:
-    with pytest.raises(ConfigError) as raised:
-        check_algorithm(settle(*overrides), algorithm)
-    assert str(raised.value) == says
+    assert objection(settle(*overrides), algorithm) == says
 
 
 @pytest.mark.parametrize(
@@ -555,7 +563,7 @@ def test_what_an_algorithm_cannot_follow_is_refused(
 def test_what_an_algorithm_can_follow_is_left_alone(
     algorithm: AlgorithmName, overrides: list[str]
 ) -> None:
-    check_algorithm(settle(*overrides), algorithm)
+    assert objection(settle(*overrides), algorithm) is None
 
 
 def test_what_is_saved_with_a_run_resolves_to_the_same_settings() -> None:
@@ -706,4 +714,5 @@ def test_resolving_does_not_wait_for_torch() -> None:
         "load_settings('edp', 'nn', None, ['port=1'], {})\n"
         "sys.exit('torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
+    assert done.returncode == 0

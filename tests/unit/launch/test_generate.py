@@ -6,8 +6,6 @@ import shlex
 import shutil
 import signal
 import sys
-import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,13 +20,14 @@ from smolcluster.algorithms.context import ServerContext
 from smolcluster.cli import main
 from smolcluster.configs.load import dump_yaml, read_yaml
 from smolcluster.errors import CheckpointError, ConfigError
+from smolcluster.launch.find import find
 from smolcluster.launch.generate import Wish, generate
-from smolcluster.launch.saved import export_model, find, gpt_of, resume, store_of
+from smolcluster.launch.saved import export_model, gpt_of, resume, store_of
 from smolcluster.models.sampling import sample
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.summary import Summary, read_summary
 from smolcluster.training.build import build
-from smolcluster.utils.stopping import SIGNALS, Interrupted
+from smolcluster.utils.stopping import Interrupted
 from texts import tiny_settings, train_alone, write_text
 
 WISH = Wish(prompt="the cat", max_tokens=40, temperature=0.9, top_k=None, seed=0)
@@ -64,18 +63,6 @@ def be_alone(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setenv("HF_HUB_OFFLINE", "1")
     patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     patch.setattr(keepsakes, "draw_curves", lambda _paths: None)
-
-
-@pytest.fixture
-def as_a_process() -> Iterator[None]:
-    """What a process changes for its own rest of life is put back."""
-    handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
-    interval, hook = sys.getswitchinterval(), threading.excepthook
-    yield
-    sys.setswitchinterval(interval)
-    threading.excepthook = hook
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
 
 
 def written(paths: RunPaths, capsys: pytest.CaptureFixture[str], **changes: object) -> str:

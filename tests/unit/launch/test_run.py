@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from harness import summary_of
 from smolcluster.errors import LaunchError
 from smolcluster.launch.plan import LaunchPlan, Process
 from smolcluster.launch.run import LocalRun
@@ -19,7 +20,7 @@ from smolcluster.observability.sinks.jsonl import JsonlSink
 from smolcluster.runs.events import EventLog, WorkerJoined
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.processes import read_processes
-from smolcluster.runs.summary import Final, Pushes, Summary, Traffic, write_summary
+from smolcluster.runs.summary import write_summary
 
 FakePlan = Callable[..., LaunchPlan]
 IDLE = "wait_for_ever()"
@@ -262,21 +263,7 @@ def test_progress_comes_from_the_runs_metrics(
 def test_at_the_end_there_is_a_table(
     fake_plan: FakePlan, paths: RunPaths, console: Console
 ) -> None:
-    summary = Summary(
-        algorithm="edp",
-        run_id="edp-1",
-        wall_s=2.0,
-        epochs=3,
-        steps=135,
-        train_samples=1437,
-        samples_applied=4311,
-        codec="fp32",
-        pushes=Pushes(applied=135),
-        leases_returned=0,
-        final=Final(val_accuracy=0.9722),
-        bytes=Traffic(),
-        workers=[],
-    )
+    summary = summary_of(3, val_accuracy=0.9722)
     write_summary(paths.summary, summary)
     assert LocalRun(fake_plan("", ""), paths, console).run() == 0
     assert any(line.endswith("accuracy  0.9722") for line in map(str.rstrip, printed(console)))

@@ -2,6 +2,7 @@ import errno
 import selectors
 import socket
 import struct
+import time
 
 import pytest
 from hypothesis import given
@@ -37,6 +38,18 @@ def test_what_is_left_after_a_partial_send(buffers: list[bytes], data: st.DataOb
     whole = b"".join(buffers)
     sent = data.draw(st.integers(0, len(whole)))
     assert b"".join(after(buffers, sent)) == whole[sent:]
+
+
+def test_a_connection_knows_when_the_last_byte_came_though_no_message_is_whole() -> None:
+    here, there = socket_pair("socketpair")
+    connection = Connection(here, "peer", stall_timeout_s=0.4)
+    begun = connection.last_byte_at
+    there.sendall(b"SMOL")
+    sent_at = time.monotonic()
+    with pytest.raises(PeerLost, match="silent"):
+        connection.receive()
+    assert begun < connection.last_byte_at < sent_at + 0.4
+    close(connection, there)
 
 
 def test_a_client_reaches_a_listener() -> None:

@@ -1,0 +1,7 @@
+"""`python -m smolcluster.cli`."""
+
+import sys
+
+from smolcluster.cli import main
+
+sys.exit(main())

@@ -1,0 +1,136 @@
+"""Commands that start, show and stop a run: launch, resume, attach, stop."""
+
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from smolcluster.cli.options import (
+    EXIT_CODES,
+    ClusterFile,
+    Detach,
+    DryRun,
+    Local,
+    NoSync,
+    NoTmux,
+    Overrides,
+    Run,
+    TrainFile,
+    Workers,
+    below,
+)
+
+app = typer.Typer(rich_markup_mode=None)
+launch_app = typer.Typer(rich_markup_mode=None, epilog=EXIT_CODES)
+app.add_typer(launch_app, name="launch", help="Start a server and its workers.")
+
+
+def _launch_command(name: str, algorithm: str) -> Callable[[Callable[[], None]], None]:
+    """Make `launch NAME` out of a function, whose docstring is its help."""
+
+    def decorate(described: Callable[[], None]) -> None:
+        def command(
+            *,
+            local: Local = False,
+            workers: Workers = None,
+            dry_run: DryRun = False,
+            detach: Detach = False,
+            no_sync: NoSync = False,
+            no_tmux: NoTmux = False,
+            config: ClusterFile = None,
+            train_config: TrainFile = None,
+            override: Overrides = None,
+        ) -> int:
+            from smolcluster.launch.remote import How  # noqa: PLC0415 - see above
+            from smolcluster.launch.run import launch  # noqa: PLC0415
+            from smolcluster.launch.verbs import request_of  # noqa: PLC0415
+
+            request = request_of(
+                name,
+                algorithm,
+                local=local,
+                num_workers=workers,
+                config=config,
+                train_config=train_config,
+                overrides=override or [],
+            )
+            how = How(dry_run=dry_run, sync=not no_sync, tmux=not no_tmux, detach=detach)
+            return launch(request, how, local=local)
+
+        command.__doc__ = described.__doc__
+        launch_app.command(
+            name,
+            epilog=below(
+                f"smolcluster launch {name} --local              on this machine alone",
+                f"smolcluster launch {name} --config my.yaml --dry-run",
+                f"smolcluster launch {name} --config my.yaml --detach --override num_epochs=5",
+            ),
+        )(command)
+
+    return decorate
+
+
+@_launch_command("edp", "edp")
+def _launch_edp() -> None:
+    """Elastic Distributed Parallelism: an asynchronous parameter server and its workers."""
+
+
+@_launch_command("edp-gpt", "edp")
+def _launch_edp_gpt() -> None:
+    """Train a GPT language model with EDP.
+
+    With --local two workers pull the weights after each step: a GPT suffers more from old gradients than a
+    perceptron, and two cores compute no faster with three.
+    """
+
+
+@_launch_command("syncps", "syncps")
+def _launch_syncps() -> None:
+    """Synchronous Parameter Server: exact synchronous training with a server and its workers."""
+
+
+@app.command(
+    "resume",
+    epilog=below("smolcluster resume", "smolcluster resume edp-20261120-1350-3f9c --detach"),
+)
+def _resume(
+    run: Run = "latest",
+    *,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", metavar="N", help="Number of workers.  [default: as before]"),
+    ] = None,
+    dry_run: DryRun = False,
+    detach: Detach = False,
+    no_sync: NoSync = False,
+    no_tmux: NoTmux = False,
+    override: Overrides = None,
+) -> int:
+    """Start a whole run again on its machines, from its newest good checkpoint."""
+    from smolcluster.launch.remote import How  # noqa: PLC0415 - see above
+    from smolcluster.launch.saved import resume  # noqa: PLC0415
+
+    how = How(dry_run=dry_run, sync=not no_sync, tmux=not no_tmux, detach=detach)
+    return resume(run, workers, override or [], how)
+
+
+@app.command("attach", epilog=below("smolcluster attach"))
+def _attach(run: Run = "latest") -> int:
+    """Show a launched run in a tmux window, a pane a process. Ctrl-B d leaves it, the run goes on."""
+    from smolcluster.launch.remote import attach  # noqa: PLC0415 - see above
+
+    return attach(run)
+
+
+@app.command(
+    "stop", epilog=below("smolcluster stop", "smolcluster stop edp-20261120-1350-3f9c --now")
+)
+def _stop(
+    run: Run = "latest",
+    *,
+    now: Annotated[bool, typer.Option("--now", help="Kill it: no checkpoint, no goodbye.")] = False,
+) -> int:
+    """Stop a run: it saves a checkpoint and says goodbye; then see that nothing of it is left anywhere."""
+    from smolcluster.launch.remote import stop  # noqa: PLC0415 - see above
+
+    return stop(run, now=now)

@@ -1,0 +1,111 @@
+"""Commands about one model: train, checkpoints, export, generate."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from smolcluster.cli.options import Overrides, Run, below
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.command(
+    "train",
+    epilog=below(
+        "smolcluster train                         digits, a minute",
+        "smolcluster train --config gpt --override training.epochs=5",
+        "smolcluster train --resume latest",
+    ),
+)
+def _train(
+    *,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="Training file or shipped name.  [default: digits; with --resume the run's own]",
+        ),
+    ] = None,
+    default_config: Annotated[str, typer.Option("--default-config", hidden=True)] = "digits",
+    run_id: Annotated[
+        str | None, typer.Option("--run-id", help="Name of the run.  [default: from the time]")
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume", metavar="RUN", help="Go on with a run: its name or folder, latest, or auto."
+        ),
+    ] = None,
+    override: Overrides = None,
+) -> int:
+    """Train in this single process: the baseline that a cluster is compared with."""
+    from smolcluster.launch.saved import train_or_go_on  # noqa: PLC0415 - see above
+
+    return train_or_go_on(
+        config, override or [], default=default_config, run_id=run_id, resume=resume
+    )
+
+
+@app.command("checkpoints", epilog=below("smolcluster checkpoints"))
+def _checkpoints(run: Run = "latest") -> int:
+    """List a run's checkpoints: step, losses, size, good or damaged. Exits with 1 if one is damaged."""
+    from smolcluster.launch.saved import show_checkpoints  # noqa: PLC0415 - see above
+
+    return show_checkpoints(run)
+
+
+@app.command(
+    "export",
+    epilog=below(
+        "smolcluster export --to model", "smolcluster export latest --best --transformers --to gpt2"
+    ),
+)
+def _export(
+    run: Run = "latest",
+    *,
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Folder to write into.")],
+    best: Annotated[
+        bool, typer.Option("--best", help="Of the lowest validation loss, not the newest.")
+    ] = False,
+    transformers: Annotated[
+        bool,
+        typer.Option("--transformers", help="A GPT as GPT2LMHeadModel.from_pretrained reads it."),
+    ] = False,
+) -> int:
+    """Write a run's model as a plain model.safetensors."""
+    from smolcluster.launch.saved import export_model  # noqa: PLC0415 - see above
+
+    return export_model(run, to, best=best, transformers=transformers)
+
+
+@app.command(
+    "generate",
+    epilog=below("smolcluster generate latest --prompt 'def ' --max-tokens 100 --seed 1"),
+)
+def _generate(
+    run: Run = "latest",
+    *,
+    prompt: Annotated[
+        str, typer.Option("--prompt", help="Text to go on from.  [default: a new document]")
+    ] = "",
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", metavar="N", min=0, help="Tokens to write.")
+    ] = 100,
+    temperature: Annotated[
+        float,
+        typer.Option("--temperature", min=0, help="0 takes the likeliest token each time."),
+    ] = 0.8,
+    top_k: Annotated[
+        int | None,
+        typer.Option(
+            "--top-k", metavar="N", min=1, help="Choose among the N likeliest.  [default: all]"
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same text.")] = 0,
+) -> int:
+    """Let a language model write, from the best checkpoint of its run."""
+    from smolcluster.launch.generate import Wish, generate  # noqa: PLC0415 - see above
+
+    return generate(run, Wish(prompt, max_tokens, temperature, top_k, seed))

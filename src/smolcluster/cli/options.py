@@ -1,0 +1,78 @@
+"""Options that several commands have, and what stands below each command's help."""
+
+from typing import Annotated
+
+import typer
+
+OVERRIDE = "--override"
+EXIT_CODES = """Exit codes:
+
+\b
+  0    done
+  1    the run failed; the message says why
+  2    a flag, a file, a key or a value is wrong
+  75   try again: no server answered, the port is busy, or no worker came
+  77   the cluster's secret is missing, open to others, or not the server's
+  78   the server refused this worker
+  130  interrupted (Ctrl-C);  143  terminated"""
+
+
+def below(*examples: str) -> str:
+    """What stands below a command's help: examples, and the exit codes."""
+    lines = "".join(f"\n  {example}" for example in examples)
+    return f"Examples:\n\n\b{lines}\n\n{EXIT_CODES}"
+
+
+Local = Annotated[bool, typer.Option("--local", help="Run everything on this machine.")]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers", metavar="N", help="Number of workers; needs --local.  [default: 3; edp-gpt: 2]"
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Print the plan: processes, commands, memory, bytes; start nothing."
+    ),
+]
+NoTmux = Annotated[
+    bool,
+    typer.Option(
+        "--no-tmux", help="No window; with --local plain child processes, which need no tmux."
+    ),
+]
+NoSync = Annotated[
+    bool, typer.Option("--no-sync", help="Leave code and environment of the machines as they are.")
+]
+Detach = Annotated[
+    bool, typer.Option("--detach", help="Leave the run alone as soon as all workers have joined.")
+]
+ClusterFile = Annotated[
+    str | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="Cluster file or shipped name.  [default: the algorithm's name]",
+    ),
+]
+TrainFile = Annotated[
+    str | None,
+    typer.Option(
+        "--train-config",
+        metavar="FILE",
+        help="Training file or shipped name; gpt with --local means stdlib, a small GPT that needs no "
+        "download.  [default: digits with --local, else nn; of edp-gpt stdlib with --local, else gpt]",
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        OVERRIDE,
+        metavar="KEY=VALUE …",
+        help="Set keys of the configuration, such as num_epochs=5 model.hidden=64.",
+    ),
+]
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="Name of a run, latest, or a run's folder.")
+]

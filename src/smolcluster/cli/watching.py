@@ -1,0 +1,85 @@
+"""Commands that look at runs: status, logs, runs, fetch."""
+
+from typing import Annotated
+
+import typer
+
+from smolcluster.cli.options import Run, below
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.command(
+    "status",
+    epilog=below(
+        "smolcluster status                     the newest run",
+        "smolcluster status edp-20261120-1350-3f9c --watch",
+        "smolcluster status --json | jq .state",
+    ),
+)
+def _status(
+    run: Run = "latest",
+    *,
+    watch: Annotated[bool, typer.Option("--watch", help="Draw it anew every 2 s.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> int:
+    """How a run stands: a row a process, with step, loss, speed and last heartbeat.
+
+    All machines are asked at once; one that cannot be reached is a row that says so.
+    """
+    from smolcluster.launch.status import status  # noqa: PLC0415 - takes time
+
+    return status(run, as_json=as_json, watch=watch)
+
+
+@app.command(
+    "logs",
+    epilog=below(
+        "smolcluster logs --level WARNING       what went wrong, on all machines",
+        "smolcluster logs --node pi5 --follow   what one machine says, as it says it",
+        "smolcluster logs --since 10m",
+    ),
+)
+def _logs(
+    run: Run = "latest",
+    *,
+    node: Annotated[str | None, typer.Option("--node", help="Only this machine's.")] = None,
+    rank: Annotated[
+        int | None,
+        typer.Option("--rank", metavar="N", help="Only this worker's; ranks count from 0."),
+    ] = None,
+    level: Annotated[str, typer.Option("--level", help="This level and above.")] = "INFO",
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until Ctrl-C.")] = False,
+    since: Annotated[
+        str | None, typer.Option("--since", help="Such as 10m, 2h or 2026-11-22T10:00.")
+    ] = None,
+) -> int:
+    """Print the log lines of all processes of a run, in the order of time."""
+    from smolcluster.launch.logs import logs  # noqa: PLC0415
+
+    return logs(run, node=node, rank=rank, level=level, follow=follow, since=since)
+
+
+@app.command("runs", epilog=below("smolcluster runs"))
+def _runs() -> int:
+    """List the runs that this machine knows, the newest last."""
+    from smolcluster.launch.listing import runs  # noqa: PLC0415
+
+    return runs()
+
+
+@app.command(
+    "fetch",
+    epilog=below("smolcluster fetch", "smolcluster fetch edp-20261120-1350-3f9c --no-checkpoints"),
+)
+def _fetch(
+    run: Run = "latest",
+    *,
+    no_checkpoints: Annotated[
+        bool, typer.Option("--no-checkpoints", help="Leave the checkpoints where they are.")
+    ] = False,
+) -> int:
+    """Bring a run's logs, metrics and checkpoints home from its machines."""
+    from smolcluster.launch.fetch import fetch  # noqa: PLC0415
+
+    return fetch(run, checkpoints=not no_checkpoints)

@@ -1,0 +1,290 @@
+"""What `smolcluster doctor` looks at between the workers and the server: port, way and speed.
+
+On the server's machine a listener waits for some seconds at the addresses and the port of the real server.
+Each worker connects to it twice: from a plain command, and from inside a tmux session as a run does. macOS
+since 15 cuts programs off from the local network until the user has granted it, by the program that started
+them.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from smolcluster.configs.schema import ClusterConfig
+from smolcluster.launch import link_probe
+from smolcluster.launch.checks import HAS_PYTHON3
+from smolcluster.launch.findings import (
+    Answer,
+    Check,
+    Context,
+    Finding,
+    Listener,
+    fail,
+    fields,
+    ok,
+    skipped,
+    warn,
+)
+from smolcluster.launch.host import shell_path
+from smolcluster.utils.units import format_address
+
+LISTEN_S = 15.0
+REACH_S = 20.0
+INSIDE_S = 6
+TURN_S = 1.5
+"""The longest turn of a worker that measures its link."""
+LOW_SPEED_MB_PER_S, LARGE_LATENCY_MS = 1.0, 20.0
+LOCAL_NETWORK_FIX = (
+    "macOS keeps tmux from the local network: on that Mac's own screen open System Settings > Privacy & "
+    "Security > Local Network, turn on Terminal and tmux, then `tmux kill-server`; if tmux is not "
+    "listed, run `tmux new-session 'nc -vz {address} {port}'` in Terminal and allow what it asks"
+)
+
+
+def probe_source() -> bytes:
+    """The program that listens and measures."""
+    return Path(link_probe.__file__).read_bytes()
+
+
+def python_words(context: Context) -> str:
+    """Shell lines that let `python` be any Python there: best the environment's, which a run uses too."""
+    own = shell_path(context.python)
+    return f"""
+if [ -x {own} ]; then python() {{ {own} "$@"; }}
+elif {HAS_PYTHON3}; then python() {{ python3 "$@"; }}
+else python() {{ uv run --no-project --no-python-downloads --quiet python "$@"; }}; fi"""
+
+
+# --- the server's port
+
+
+def listening_addresses(cluster: ClusterConfig) -> list[str]:
+    """Where the server would listen, if these addresses are its machine's."""
+    return list(cluster.bind or dict.fromkeys(cluster.host_ip.values()))
+
+
+def listen_seconds(cluster: ClusterConfig) -> int:
+    """How long the listener lives at most."""
+    return int(LISTEN_S + REACH_S + link_limit_s(cluster))
+
+
+def link_limit_s(cluster: ClusterConfig) -> float:
+    """How long a worker may wait for its turn and take it."""
+    return REACH_S + TURN_S * cluster.num_workers
+
+
+def listen_script(context: Context) -> str:
+    """Start the listener, which goes on in the background."""
+    cluster = context.cluster
+    words = [str(cluster.port), context.token, str(listen_seconds(cluster))]
+    arguments = " ".join(shell_path(word) for word in (*words, *listening_addresses(cluster)))
+    return f"{python_words(context)}\npython - listen {arguments}"
+
+
+def read_listener(answer: Answer) -> Listener | None:
+    """The listener that was started; None: none was."""
+    try:
+        told = json.loads(answer.stdout)
+        places = told["places"].items()
+        return Listener(
+            states={address: place["state"] for address, place in places},
+            ports={address: place["port"] for address, place in places if place["port"]},
+            own=tuple(told["own"]),
+            pid=told["pid"],
+        )
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def judge_port(answer: Answer, context: Context) -> Finding:
+    """Whether the server could listen where the workers look for it."""
+    listener, cluster = read_listener(answer), context.cluster
+    if listener is None:
+        return fail(
+            f"the test listener does not start ({answer.last_words})",
+            "there: `uv python install` brings a Python that can",
+        )
+    told = json.loads(answer.stdout)
+    if "busy" in listener.states.values():
+        by = f" by {told['holder']}" if told["holder"] else ""
+        other = f"--override port={told['free']}" if told["free"] else "another port"
+        return fail(
+            f"port {cluster.port} is in use{by}",
+            f"`smolcluster runs` shows whether a run has it; end that, or take {other}",
+        )
+    if "refused" in listener.states.values():
+        why = next(place["why"] for place in told["places"].values() if place["state"] == "refused")
+        return fail(f"port {cluster.port} may not be used ({why})", "take a port above 1023")
+    if "listening" not in listener.states.values():
+        return fail(_foreign(listener, context), _own_fix(listener, context, "host_ip"))
+    return ok(f"{cluster.port} free")
+
+
+def _foreign(listener: Listener, context: Context) -> str:
+    stated = ", ".join(listener.states)
+    return f"{stated}: no address of {context.cluster.server}, which has {_own(listener)}"
+
+
+def _own(listener: Listener) -> str:
+    return ", ".join(listener.own) or "none"
+
+
+def _own_fix(listener: Listener, context: Context, key: str) -> str:
+    return f"set {key} to an address of {context.cluster.server}: {_own(listener)}"
+
+
+def stop_script(listener: Listener) -> str:
+    """End the listener."""
+    return f"kill {listener.pid} 2>/dev/null; true"
+
+
+# --- the way there
+
+
+def needs_server(context: Context) -> str | None:
+    """Why a worker has nowhere to connect to."""
+    return None if context.listener else "needs the server"
+
+
+def is_foreign(context: Context) -> bool:
+    """Whether the worker's address of the server is none of the server's machine."""
+    listener = context.listener
+    return listener is not None and listener.states.get(context.address) == "foreign"
+
+
+def needs_address(context: Context) -> str | None:
+    """Why a worker has no link that could be measured."""
+    return "needs the server" if is_foreign(context) else needs_server(context)
+
+
+def _target(context: Context) -> str:
+    """Address, port and token as words for a shell."""
+    ports = context.listener.ports if context.listener else {}
+    port = ports.get(context.address) or next(iter(ports.values()), context.cluster.port)
+    return " ".join(shell_path(word) for word in (context.address, str(port), context.token))
+
+
+def reach_script(context: Context) -> str:
+    """Connect from here, and from inside a session of a tmux server of its own."""
+    if is_foreign(context):
+        return "true"
+    tmux = 'tmux -S "$dir/socket" -f /dev/null'
+    return f"""
+dir=$(mktemp -d) || exit 9
+trap '{tmux} kill-server 2>/dev/null; rm -rf "$dir"' EXIT
+cat > "$dir/probe.py"
+cat > "$dir/knock.sh" <<'END'
+{python_words(context)}
+python "$1/probe.py" knock {_target(context)}
+END
+echo "outside $(sh "$dir/knock.sh" "$dir" 2>&1 | tail -n 1)"
+command -v tmux >/dev/null || exit 0
+{tmux} new-session -d "sh $dir/knock.sh $dir > $dir/part 2>&1; mv $dir/part $dir/inside" || exit 0
+end=$(($(date +%s) + {INSIDE_S}))
+while [ ! -e "$dir/inside" ] && [ "$(date +%s)" -le $end ]; do sleep 0.1; done
+echo "inside $(tail -n 1 "$dir/inside" 2>/dev/null)" """
+
+
+def judge_reach(answer: Answer, context: Context) -> Finding:
+    """Whether the server can be reached from where a run's processes live."""
+    listener, cluster = context.listener, context.cluster
+    if listener and is_foreign(context):
+        return fail(
+            f"{context.address} is no address of {cluster.server}, which has {_own(listener)}",
+            _own_fix(listener, context, f"host_ip.{context.node}"),
+        )
+    told = fields(answer.stdout)
+    outside = json.loads(told["outside"])
+    inside = json.loads(told["inside"]) if told.get("inside") else None
+    if outside["error"]:
+        return _unreached(outside, context)
+    if inside is None:
+        return (
+            skipped("needs tmux")
+            if "inside" not in told
+            else _cut_off_in_tmux("ETIMEDOUT", context)
+        )
+    if inside["error"]:
+        return _cut_off_in_tmux(inside["error"], context)
+    return ok("from tmux too")
+
+
+def _cut_off_in_tmux(error: str, context: Context) -> Finding:
+    place = format_address(context.address, context.cluster.port)
+    what = f"{place} is reached, but not from inside tmux ({error})"
+    if error == "EHOSTUNREACH" and context.facts.is_mac:
+        return fail(
+            what,
+            LOCAL_NETWORK_FIX.format(address=context.address, port=context.cluster.port),
+        )
+    return fail(what, "there: `tmux kill-server`, then try again")
+
+
+def _unreached(told: dict[str, Any], context: Context) -> Finding:
+    """Why the server is not reached at all, by the error of the attempt."""
+    place = format_address(context.address, context.cluster.port)
+    server, key = context.cluster.server, f"host_ip.{context.node}"
+    match told["error"]:
+        case "name":
+            return fail(
+                f"{context.address} has no address there", f"set {key} to an address of {server}"
+            )
+        case "EHOSTUNREACH" | "ENETUNREACH" | "EHOSTDOWN":
+            return fail(
+                f"there is no way to {place} ({told['error']})",
+                f"connect both to one network, or set {key} to an address of {server} in "
+                f"{context.node}'s network",
+            )
+        case "stranger":
+            return fail(
+                f"at {place} somebody else than {server} answers",
+                f"set {key} to an address of {server}; two machines may have the same address",
+            )
+        case error:
+            port = context.cluster.port
+            return fail(
+                f"{place} does not answer ({error})",
+                f"open port {port} on {server} (Linux: `sudo ufw allow {port}/tcp`; macOS: System Settings > "
+                f"Network > Firewall), and check the cable and {key}",
+            )
+
+
+# --- its speed
+
+
+def link_script(context: Context) -> str:
+    """Measure round trips and bandwidth."""
+    return f"{python_words(context)}\npython - measure {_target(context)}"
+
+
+def judge_link(answer: Answer, _context: Context) -> Finding:
+    """Whether the link is fast enough to be of use."""
+    told = json.loads(answer.stdout)
+    if told["error"]:
+        return skipped("needs the server")
+    shown = f"{told['mb_per_s']:.3g} MB/s, {told['ms']:.2g} ms"
+    if told["mb_per_s"] < LOW_SPEED_MB_PER_S:
+        return warn(
+            f"the link to the server is slow: {shown}",
+            "use a cable; or `--override use_quantization=true worker_update_interval=50`",
+        )
+    if told["ms"] > LARGE_LATENCY_MS:
+        return warn(
+            f"the link to the server has long delays: {shown}", "use a cable, or 5 GHz Wi-Fi"
+        )
+    return ok(shown)
+
+
+def port_check() -> Check:
+    """What is looked at on the server's machine, and leaves the listener there."""
+    return Check("port", listen_script, judge_port, LISTEN_S, stdin=probe_source())
+
+
+def link_checks(cluster: ClusterConfig) -> Sequence[Check]:
+    """What is looked at from every worker, while the listener waits."""
+    source, limit_s = probe_source(), link_limit_s(cluster)
+    return (
+        Check("server", reach_script, judge_reach, REACH_S, needs_server, source),
+        Check("link", link_script, judge_link, limit_s, needs_address, source),
+    )

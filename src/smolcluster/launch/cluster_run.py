@@ -1,0 +1,375 @@
+"""A run on the machines of a cluster, from the first look at them to its end.
+
+    look at each machine -> code and environment -> secret and configuration -> server -> workers -> follow
+
+Until all workers have joined, a failure anywhere stops what was started. From then on the run does not need
+this machine: it may sleep, lose its network or leave, and come back with `smolcluster attach`.
+"""
+
+import select
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.text import Text
+
+from smolcluster.errors import LaunchError
+from smolcluster.launch.host import Host, shell_path
+from smolcluster.launch.interrupts import Interrupts, interrupts
+from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE
+from smolcluster.launch.prepare import TOOLS, check, check_port, everywhere, hand_over_secret
+from smolcluster.launch.sessions import begin, exit_code, host_of, last_words, put
+from smolcluster.launch.stop import stop_processes
+from smolcluster.launch.sync import environment_digest, make_environment, send_code, tree_digest
+from smolcluster.launch.tmux import close_window
+from smolcluster.observability.terminal import displayable, steady
+from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
+from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.status import RunStatus
+from smolcluster.runs.summary import Summary, table
+from smolcluster.utils.retry import Deadline
+
+POLL_S = 0.5
+FAREWELL_S = 10.0
+"""From the end of a good run to the end of its workers, who hear of it from the server."""
+TOLD_EVERY_S = 10.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A node before the run.
+
+    Attributes:
+        host: how it is reached.
+        project_dir: the project's folder there.
+        torch: the build of PyTorch, as `nodes.<name>.torch`.
+        env: what is added to the environment of its processes.
+        secret_file: where the secret belongs; None: the default place.
+    """
+
+    host: Host
+    project_dir: str
+    torch: str
+    env: Mapping[str, str]
+    secret_file: str | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is the machine that launches: then nothing needs to be brought there."""
+        return self.host.destination is None
+
+
+@dataclass(frozen=True)
+class Baggage:
+    """What the machines get: the project at `root`, the two configuration files, the cluster's secret."""
+
+    root: Path
+    cluster_file: bytes
+    train_file: bytes
+    secret: bytes
+
+
+class Choice(Enum):
+    """What Ctrl-C was meant for."""
+
+    LEAVE = "l"
+    STOP = "s"
+
+
+class Stopped(LaunchError):
+    """The user has stopped the run while it was starting."""
+
+    exit_code = 130
+
+
+class ClusterRun:
+    """One run of a plan on its machines, for the main thread."""
+
+    def __init__(
+        self,
+        launched: Launched,
+        machines: Mapping[str, Machine],
+        paths: RunPaths,
+        console: Console,
+    ) -> None:
+        """`machines`: by the names of nodes."""
+        self._launched = launched
+        self._machines = machines
+        self._paths = paths
+        self._console = console
+
+    def prepare(self, baggage: Baggage, *, sync: bool) -> None:
+        """Look at the machines, and bring there what a run needs; with `sync` also code and environment.
+
+        Raises:
+            LaunchError: a machine is not fit; the message says what to do.
+        """
+        machines, server = self._machines, self._launched.server
+        hosts = [machine.host for machine in machines.values()]
+        tools = [tool for tool in TOOLS if sync or tool == "tmux"]
+        self.say(f"looking at {', '.join(machines)}")
+        everywhere(hosts, lambda host: self._check(host, tools))
+        check_port(host_of(server), self._launched.port)
+        if sync:
+            bring = partial(self._bring, root=baggage.root, version=tree_digest(baggage.root))
+            everywhere([host for host in hosts if not machines[host.node].is_here], bring)
+        everywhere(hosts, lambda host: self._hand_over(host, baggage.secret))
+        nodes = {process.node: process for process in reversed(self._launched.processes)}
+        for process in nodes.values():
+            put(host_of(process), f"{process.run_dir}/{CLUSTER_FILE}", baggage.cluster_file)
+        put(host_of(server), f"{server.run_dir}/{TRAIN_FILE}", baggage.train_file)
+
+    def _check(self, host: Host, tools: list[str]) -> None:
+        machine = self._machines[host.node]
+        needed = [tool for tool in tools if tool == "tmux" or not machine.is_here]
+        check(host, machine.project_dir, needed)
+
+    def _bring(self, host: Host, *, root: Path, version: str) -> None:
+        machine, began = self._machines[host.node], time.monotonic()
+        self.say(f"{host.node}: code and environment in {machine.project_dir}")
+        send_code(root, host, machine.project_dir, version)
+        digest = environment_digest(root, machine.torch)
+        make_environment(host, machine.project_dir, machine.torch, digest, machine.env)
+        self.say(f"{host.node}: ready ({time.monotonic() - began:.1f} s)")
+
+    def _hand_over(self, host: Host, secret: bytes) -> None:
+        if hand_over_secret(host, self._machines[host.node].secret_file, secret):
+            self.say(f"{host.node}: had another secret, which this machine's replaces", "yellow")
+
+    def start(self) -> None:
+        """Start the server, then the workers; return when all of them have joined, or the run is over.
+
+        Raises:
+            LaunchError: it cannot be done; nothing of it is left running.
+        """
+        write_launched(self._paths.launched, self._launched)
+        with interrupts() as asked:
+            try:
+                self._start_server(asked)
+                self._start_workers(asked)
+            except BaseException as error:
+                self._take_back(error)
+                raise
+
+    def _start_server(self, asked: Interrupts) -> None:
+        server = self._launched.server
+        before = self.status()
+        self.say(f"run {self._launched.run_id}: starting the server on {server.node}")
+        self._begin(server)
+        while not _is_new(self.status(), before):
+            self._check_alive([server], asked)
+            time.sleep(POLL_S)
+
+    def _start_workers(self, asked: Interrupts) -> None:
+        workers = self._launched.workers
+        self.say(f"it listens; starting {', '.join(worker.title for worker in workers)}")
+        by_node: dict[str, list[LaunchedProcess]] = {}
+        for worker in workers:
+            by_node.setdefault(worker.node, []).append(worker)
+
+        def begin_there(host: Host) -> None:
+            for worker in by_node[host.node]:
+                self._begin(worker)
+
+        everywhere([self._machines[node].host for node in by_node], begin_there)
+        while not self._all_have_joined():
+            self._check_alive(self._launched.processes, asked)
+            time.sleep(POLL_S)
+        self.say("all have joined")
+
+    def _begin(self, process: LaunchedProcess) -> None:
+        begin(process, self._machines[process.node].env)
+
+    def _all_have_joined(self) -> bool:
+        status = self.status()
+        if status is None:
+            return False
+        joined = {worker.rank for worker in status.workers}
+        return status.is_over or joined >= {worker.rank for worker in self._launched.workers}
+
+    def _check_alive(self, processes: Sequence[LaunchedProcess], asked: Interrupts) -> None:
+        """See that nobody has ended or is out of reach, and that the user still wants this."""
+        if asked:
+            raise Stopped("stopped while it was starting")
+        codes = everywhere_processes(processes)
+        for process, code in codes:
+            if code:
+                raise LaunchError(
+                    f"{process.title} ended with exit code {code}: {last_words(process)}"
+                )
+
+    def _take_back(self, error: BaseException) -> None:
+        self.say(
+            f"{error}"
+            if isinstance(error, Stopped)
+            else "the start has failed: stopping what was started"
+        )
+        for left in stop_processes(self._launched):
+            self.say(f"{left.process.title}: {left.reason}", "red")
+
+    def status(self) -> RunStatus | None:
+        """What the server last wrote of itself; None: nothing yet.
+
+        Raises:
+            LaunchError: its machine cannot be asked.
+        """
+        server = self._launched.server
+        text = (
+            host_of(server).run(f"cat {shell_path(server.run_dir)}/status.json 2>/dev/null").stdout
+        )
+        try:
+            return RunStatus.model_validate_json(text)
+        except ValidationError:
+            return None
+
+    def follow(self) -> int:
+        """Tell how the run goes on, until its end or Ctrl-C; returns the exit code.
+
+        A lost connection ends nothing: it is said, and tried again.
+        """
+        server = self._launched.server
+        told, is_lost = Deadline(0), False
+        with interrupts() as asked:
+            while True:
+                if asked:
+                    return self._interrupted(asked)
+                try:
+                    code, status = exit_code(server), self.status()
+                except LaunchError as error:
+                    if not is_lost:
+                        self.say(
+                            f"no contact with {server.node}, where the run goes on ({error})",
+                            "yellow",
+                        )
+                    is_lost = True
+                    _wait(POLL_S * 4, asked)
+                    continue
+                if is_lost:
+                    self.say(f"{server.node} is back")
+                    is_lost = False
+                if code is not None:
+                    return self.conclude(code)
+                if status is not None and told.expired:
+                    told = Deadline(TOLD_EVERY_S)
+                    self.say(progress_line(status))
+                _wait(POLL_S * 2, asked)
+
+    def left_window(self) -> int:
+        """The user has left the window: say what came of the run, or how to get back to it."""
+        code = exit_code(self._launched.server)
+        if code is not None:
+            return self.conclude(code)
+        self.say(left_running(self._launched.run_id))
+        return 0
+
+    def _interrupted(self, asked: Interrupts) -> int:
+        if asked.hung_up or self._ask(asked) is Choice.LEAVE:
+            self.say(left_running(self._launched.run_id))
+            return 0
+        self.say("stopping the run", "yellow")
+        return self.stop() or 130
+
+    def _ask(self, asked: Interrupts) -> Choice:
+        """Leave the run going, or stop it? Without a terminal nobody can answer: then it is stopped."""
+        if not sys.stdin.isatty():
+            return Choice.STOP
+        self.say("leave the run going (l), or stop it (s, or Ctrl-C again)?")
+        while not asked.repeated:
+            ready, _, _ = select.select([sys.stdin], [], [], 0.1)
+            answer = sys.stdin.readline().strip().lower()[:1] if ready else ""
+            if ready and answer in {choice.value for choice in Choice}:
+                return Choice(answer)
+        return Choice.STOP
+
+    def stop(self, *, in_a_hurry: bool = False) -> int:
+        """Stop the run; 1 if something of it may be left."""
+        left = stop_processes(self._launched, in_a_hurry=in_a_hurry, say=self.say)
+        for each in left:
+            self.say(f"{each.process.title}: {each.reason}", "red")
+        close_window(self._launched.run_id)
+        if not left:
+            self.say("stopped: nothing of it is left running")
+        return int(bool(left))
+
+    def conclude(self, code: int) -> int:
+        """Say what came of a run whose server has ended, and see that its workers end; returns `code`."""
+        if code:
+            server = self._launched.server
+            self.say(f"{server.title} ended with exit code {code}: {last_words(server)}", "red")
+        deadline = Deadline(FAREWELL_S if code == 0 else 0)
+        while not deadline.expired and any(
+            ended is None for _, ended in everywhere_processes(self._launched.workers)
+        ):
+            time.sleep(POLL_S)
+        for left in stop_processes(self._launched):
+            self.say(f"{left.process.title}: {left.reason}", "yellow")
+        if code == 0 and (summary := self._summary()):
+            with steady(self._console):
+                self._console.print(table(summary))
+        self.say(f"`uv run smolcluster fetch {self._launched.run_id}` brings its files here")
+        return code
+
+    def _summary(self) -> Summary | None:
+        server = self._launched.server
+        text = host_of(server).run(f"cat {shell_path(server.run_dir)}/summary.json").stdout
+        try:
+            return Summary.model_validate_json(text)
+        except ValidationError:
+            return None
+
+    def say(self, line: str, style: str = "") -> None:
+        """Print a line."""
+        with steady(self._console):
+            self._console.print(Text(displayable(self._console, line), style=style), soft_wrap=True)
+
+
+def everywhere_processes(
+    processes: Sequence[LaunchedProcess],
+) -> list[tuple[LaunchedProcess, int | None]]:
+    """The exit code of each process (None: it runs), asked of all machines at once.
+
+    Raises:
+        LaunchError: one cannot be asked.
+    """
+    with ThreadPoolExecutor(max_workers=max(1, len(processes))) as pool:
+        return list(zip(processes, pool.map(exit_code, processes), strict=True))
+
+
+def progress_line(status: RunStatus) -> str:
+    """How far a run is, as a line."""
+    parts = [f"step {status.step:,} of {status.total_steps:,}"]
+    if status.loss is not None:
+        parts.append(f"loss {status.loss:.4g}")
+    if status.val_accuracy is not None:
+        parts.append(f"validation accuracy {status.val_accuracy:.3f}")
+    if status.val_perplexity is not None:
+        parts.append(f"validation perplexity {status.val_perplexity:.4g}")
+    parts.append(f"{status.samples_per_s:,.0f} samples/s")
+    present = sum(worker.state == "joined" for worker in status.workers)
+    return ", ".join([*parts, f"{present} workers"])
+
+
+def left_running(run_id: str) -> str:
+    """What to do with a run that goes on without us."""
+    return (
+        f"run {run_id} goes on: `uv run smolcluster attach {run_id}` shows it, status, logs and stop do what "
+        "they say"
+    )
+
+
+def _is_new(status: RunStatus | None, before: RunStatus | None) -> bool:
+    """Whether a server has written this since it was started."""
+    return status is not None and (before is None or status.incarnation != before.incarnation)
+
+
+def _wait(seconds: float, asked: Interrupts) -> None:
+    deadline = Deadline(seconds)
+    while not deadline.expired and not asked:
+        time.sleep(0.05)

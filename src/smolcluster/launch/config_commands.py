@@ -1,0 +1,123 @@
+"""`smolcluster config schema|show|check`: what a configuration may be, what it is, whether it is right."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+from smolcluster.algorithms.registry import ALGORITHMS
+from smolcluster.configs.json_schema import json_schema
+from smolcluster.configs.load import NODE_SECTION, SECTIONS, Kind
+from smolcluster.configs.resolve import Settings, check_algorithm, load_settings
+from smolcluster.errors import ConfigError
+
+DEFAULT_CLUSTER = "edp"
+
+
+def schema(kind: str) -> int:
+    """Print the JSON schema of cluster files or of training files; returns the exit code.
+
+    Raises:
+        ConfigError: there is no such kind.
+    """
+    kinds: dict[str, Kind] = {name: name for name in SECTIONS}
+    if kind not in kinds:
+        raise ConfigError(f"{kind!r} is no kind of configuration file (known: {', '.join(kinds)})")
+    _write(json.dumps(json_schema(kinds[kind]), indent=2, ensure_ascii=False) + "\n")
+    return 0
+
+
+def show(
+    config: str | None,
+    train_config: str | None,
+    node: str | None,
+    overrides: Sequence[str],
+    *,
+    local: bool,
+    environ: Mapping[str, str] = os.environ,
+) -> int:
+    """Print the resolved configuration as a run saves it, a section at a time; returns the exit code.
+
+    `node` is the machine whose settings are shown; None: the server.
+
+    Raises:
+        ConfigError: one line with what is wrong.
+    """
+    files = (config or DEFAULT_CLUSTER, train_config or default_training(local))
+    settings = load_settings(*files, node, overrides, environ, local=local)
+    if local and settings.node.threads is None:  # as `plan_local` has it
+        with_threads = [*overrides, "threads=1"]
+        settings = load_settings(*files, node, with_threads, environ, local=True)
+    _write(commented(settings, node or settings.cluster.server))
+    return 0
+
+
+def check(
+    config: str | None,
+    train_config: str | None,
+    overrides: Sequence[str],
+    *,
+    environ: Mapping[str, str] = os.environ,
+) -> int:
+    """Check both files, and what they say about every machine; returns the exit code.
+
+    Raises:
+        ConfigError: one line with what is wrong.
+    """
+    files = (config or DEFAULT_CLUSTER, train_config or default_training(local=False))
+    settings = load_settings(*files, None, overrides, environ)
+    for node in settings.cluster.host_ip:
+        load_settings(*files, node, overrides, environ)
+    _write(f"ok: {summary(settings)}\n")
+    return 0
+
+
+def default_training(local: bool) -> str:
+    """The training file of a launch that names none."""
+    return "digits" if local else "nn"
+
+
+def commented(settings: Settings, node: str) -> str:
+    """The resolved configuration as YAML, each section behind a line that says what it is."""
+    comments = {
+        SECTIONS["cluster"]: "The machines and how they work together",
+        SECTIONS["training"]: "What is trained",
+        NODE_SECTION: f"What belongs to the machine {node}",
+    }
+    return "".join(_with_comments(settings.to_yaml(), comments))
+
+
+def summary(settings: Settings) -> str:
+    """The cluster, what it trains, and which algorithms can, in one line.
+
+    Raises:
+        ConfigError: none can.
+    """
+    cluster, train = settings.cluster, settings.train
+    refusals: dict[str, str] = {}
+    for algorithm in ALGORITHMS.values():
+        try:
+            check_algorithm(settings, algorithm.name)
+        except ConfigError as error:
+            refusals[algorithm.name] = str(error)
+    if len(refusals) == len(ALGORITHMS):
+        raise ConfigError("; ".join(f"{name}: {said}" for name, said in refusals.items()))
+    fitting = " and ".join(name for name in ALGORITHMS if name not in refusals)
+    workers = f"{cluster.num_workers} worker{'s'[: cluster.num_workers != 1]}"
+    return (
+        f"server {cluster.server}, {workers} ({', '.join(cluster.workers)}), port {cluster.port}; "
+        f"{train.model.type} on {train.dataset.name}, {train.num_epochs} epochs of batches of "
+        f"{train.samples_per_push}; for {fitting}"
+    )
+
+
+def _with_comments(yaml: str, comments: Mapping[str, str]) -> Iterator[str]:
+    for line in yaml.splitlines(keepends=True):
+        comment = comments.get(line.rstrip().removesuffix(":"))
+        yield f"# {comment}\n{line}" if comment else line
+
+
+def _write(text: str) -> None:
+    """Write to standard output what its encoding can say."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))

@@ -1,0 +1,159 @@
+"""What `smolcluster doctor` found, as a table with what mends it, and as JSON."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from smolcluster.launch.findings import Context, Finding, State
+from smolcluster.observability.terminal import displayable, steady
+
+MAX_CELL = 22
+"""Columns of a cell."""
+STYLES: Mapping[State, str] = {
+    "ok": "green",
+    "warn": "yellow",
+    "fail": "bold red",
+    "skipped": "dim",
+}
+FRAME = 3
+"""Columns around a cell."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found of each node, by the names of checks; the server is first."""
+
+    nodes: Mapping[str, tuple[Context, Mapping[str, Finding]]]
+
+    @property
+    def exit_code(self) -> int:
+        """1 if something fails."""
+        return int(any(finding.state == "fail" for _, _, finding in self))
+
+    @property
+    def checks(self) -> list[str]:
+        """The names of all checks that were made, in the order in which one reads them."""
+        made = {name for _, name, _ in self}
+        return [name for name in ORDER if name in made]
+
+    def __iter__(self) -> Iterator[tuple[str, str, Finding]]:
+        for node, (_, findings) in self.nodes.items():
+            for name in sorted(findings, key=ORDER.index):
+                yield node, name, findings[name]
+
+    def count(self, state: State) -> int:
+        """How many findings are of a state."""
+        return sum(finding.state == state for _, _, finding in self)
+
+
+ORDER = (
+    *("SSH", "host key", "system", "identity", "clock", "Python", "uv", "tmux", "rsync"),
+    *(
+        "disk",
+        "memory",
+        "sleep",
+        "secret",
+        "code",
+        "environment",
+        "torch",
+        "port",
+        "server",
+        "link",
+    ),
+)
+
+
+def as_json_text(diagnosis: Diagnosis) -> str:
+    """One JSON object: `ok`, counts, and for each node its checks."""
+    nodes = {
+        node: {
+            "ssh": context.destination,
+            "role": "server" if context.is_server else "worker",
+            "checks": {name: asdict(findings[name]) for name in ORDER if name in findings},
+        }
+        for node, (context, findings) in diagnosis.nodes.items()
+    }
+    states: tuple[State, ...] = ("ok", "warn", "fail", "skipped")
+    counts = {state: diagnosis.count(state) for state in states}
+    return json.dumps({"ok": diagnosis.exit_code == 0, "counts": counts, "nodes": nodes}, indent=2)
+
+
+def show(diagnosis: Diagnosis, console: Console) -> None:
+    """Print the table, then what is wrong with the remedy under each."""
+    with steady(console):
+        for nodes in columns(diagnosis, console.width):
+            console.print(_table(diagnosis, nodes, console))
+        console.print(Group(*_remedies(diagnosis, console)), soft_wrap=True)
+
+
+def columns(diagnosis: Diagnosis, width: int) -> Iterator[list[str]]:
+    """The nodes, in as many tables as the width needs."""
+    free = width - FRAME - 1 - max(map(len, diagnosis.checks))
+    nodes: list[str] = []
+    left = free
+    for node, (_, findings) in diagnosis.nodes.items():
+        needed = FRAME + max(map(len, (node, *map(_cell, findings.values()))))
+        if nodes and needed > left:
+            yield nodes
+            nodes, left = [], free
+        nodes.append(node)
+        left -= needed
+    yield nodes
+
+
+def _table(diagnosis: Diagnosis, nodes: Sequence[str], console: Console) -> Table:
+    table = Table("", *nodes)
+    for name in diagnosis.checks:
+        found = (diagnosis.nodes[node][1].get(name) for node in nodes)
+        table.add_row(name, *(_styled(finding, console) for finding in found))
+    return table
+
+
+def _styled(finding: Finding | None, console: Console) -> Text:
+    if finding is None:
+        return Text()
+    return Text(displayable(console, _cell(finding)), STYLES[finding.state], no_wrap=True)
+
+
+def _cell(finding: Finding) -> str:
+    match finding.state:
+        case "ok":
+            text = finding.what
+        case "skipped":
+            text = f"- {finding.what}"
+        case "warn":
+            text = "warning"
+        case "fail":
+            text = "FAILS"
+    return text if len(text) <= MAX_CELL else f"{text[: MAX_CELL - 1]}…"
+
+
+def _remedies(diagnosis: Diagnosis, console: Console) -> Iterator[RenderableType]:
+    for state, word in (("warn", "warning"), ("fail", "FAILS")):
+        for (name, finding), nodes in _alike(diagnosis).items():
+            if finding.state == state:
+                line = displayable(console, f"{', '.join(nodes)}: {name}: {finding.what}")
+                yield Text.assemble((f"{word} ", STYLES[state]), line)
+                yield Text(displayable(console, f"  -> {finding.fix}"))
+    failures, warnings = diagnosis.count("fail"), diagnosis.count("warn")
+    if not failures:
+        extra = f" ({_number(warnings, 'warning')})" if warnings else ""
+        yield Text(f"the cluster is ready{extra}", "green")
+    else:
+        yield Text(f"{_number(failures, 'failure')}, {_number(warnings, 'warning')}", "bold red")
+
+
+def _alike(diagnosis: Diagnosis) -> dict[tuple[str, Finding], list[str]]:
+    """The nodes of which the same was found."""
+    alike: dict[tuple[str, Finding], list[str]] = {}
+    for node, name, finding in diagnosis:
+        alike.setdefault((name, finding), []).append(node)
+    return alike
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,95 @@
+"""Machines in the neighbourhood that say of themselves, by mDNS, that one can log in to them.
+
+macOS with Remote Login announces `_ssh._tcp` and `_sftp-ssh._tcp`, Debian's Avahi `_workstation._tcp`.
+What they say comes from the network: names that are none of a node, or of a host, are not passed on.
+"""
+
+import re
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from smolcluster.errors import LaunchError
+
+if TYPE_CHECKING:
+    from zeroconf import ServiceInfo, Zeroconf
+
+SERVICES = ("_ssh._tcp.local.", "_sftp-ssh._tcp.local.", "_workstation._tcp.local.")
+SECONDS = 3.0
+ANSWER_MS = 500
+MOST = 100
+"""So many machines are listed; more would be an attack."""
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A machine that was found: its name, such as pi5, and its address."""
+
+    name: str
+    address: str
+
+    @property
+    def destination(self) -> str:
+        """What `ssh` is told: its name where this machine can look it up, which outlives an address."""
+        local = f"{self.name}.local"
+        return local if _has_address(local) else self.address
+
+
+def discover(seconds: float = SECONDS, interfaces: Sequence[str] | None = None) -> list[Found]:
+    """The machines that announce themselves within some seconds; `interfaces`: addresses; None: all.
+
+    Raises:
+        LaunchError: this machine cannot listen to such announcements.
+    """
+    # Imported here because it takes 0.1 s, and hardly anybody needs it.
+    from zeroconf import InterfaceChoice, ServiceBrowser, Zeroconf  # noqa: PLC0415
+
+    seen: dict[tuple[str, str], None] = {}
+
+    def note(*_: object, service_type: str, name: str, **__: object) -> None:
+        if len(seen) < MOST:
+            seen[service_type, name] = None
+
+    try:
+        zeroconf = Zeroconf(list(interfaces) if interfaces else InterfaceChoice.All)
+    except (OSError, RuntimeError) as error:  # the second one without any interface
+        why = getattr(error, "strerror", None) or str(error).partition(",")[0]
+        raise LaunchError(
+            f"this machine cannot listen for mDNS ({why}): leave --discover out and name the machines"
+        ) from error
+    with zeroconf:
+        ServiceBrowser(zeroconf, list(SERVICES), handlers=[note])
+        time.sleep(seconds)
+        return machines(filter(None, (_info(zeroconf, *each) for each in list(seen))))
+
+
+def machines(announced: "Iterable[ServiceInfo]") -> list[Found]:
+    """The machines behind announced services, each once, by name."""
+    found: dict[str, Found] = {}
+    for info in announced:
+        name = (info.server or "").partition(".")[0]
+        addresses = sorted(info.parsed_addresses(), key=lambda address: ":" in address)
+        usable = [address for address in addresses if not address.startswith("fe80")]
+        if usable and _HOST_NAME.fullmatch(name):
+            found.setdefault(name.lower(), Found(name, usable[0]))
+    return [found[name] for name in sorted(found)]
+
+
+def _info(zeroconf: "Zeroconf", service_type: str, name: str) -> "ServiceInfo | None":
+    from zeroconf import Error  # noqa: PLC0415
+
+    try:
+        return zeroconf.get_service_info(service_type, name, timeout=ANSWER_MS)
+    except Error:
+        return None  # a name that breaks the rules
+
+
+def _has_address(name: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(name, 22))
+    except OSError:
+        return False

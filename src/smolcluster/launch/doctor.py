@@ -1,0 +1,264 @@
+"""`smolcluster doctor`: what would go wrong on the machines of a cluster, and what mends it.
+
+    first contact -> the machine, the project on it -> a listener on the server -> the workers connect to it
+
+All machines at once, some checks of a machine at once, and each check has its time limit; so the whole takes
+as long as the slowest machine. Only the workers' measurements of their links take turns.
+"""
+
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+
+from smolcluster.configs.load import find_config, read_config
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import ClusterConfig, NodeConfig
+from smolcluster.errors import LaunchError
+from smolcluster.launch.checks import (
+    CONTACT_SCRIPT,
+    MACHINE_CHECKS,
+    find_twins,
+    identity,
+    judge_system,
+    read_facts,
+)
+from smolcluster.launch.checks_links import link_checks, port_check, read_listener, stop_script
+from smolcluster.launch.checks_project import PROJECT_CHECKS
+from smolcluster.launch.diagnosis import Diagnosis, as_json_text, show
+from smolcluster.launch.findings import (
+    Answer,
+    Check,
+    Context,
+    Finding,
+    Listener,
+    fail,
+    ok,
+    skipped,
+)
+from smolcluster.launch.host import Host, TookTooLong, Unreachable, host_of
+from smolcluster.launch.remote import project_root
+from smolcluster.launch.sync import environment_digest, tree_digest
+from smolcluster.observability.terminal import SteadyConsole
+from smolcluster.utils.words import one_line
+
+CONTACT_S = 15.0
+MAX_SESSIONS = 6
+"""At once on one machine: its SSH server allows 10 over one connection."""
+PLAIN_WIDTH = 100
+"""Columns where the output is no terminal."""
+MARK = ":: doctor"
+"""Begins what a script says, because a user's shell may greet before; `ps` there shows which check it is."""
+SSH, HOST_KEY, SYSTEM, IDENTITY = "SSH", "host key", "system", "identity"
+
+
+@dataclass
+class Patient:
+    """A node that is looked at; `findings` by the names of checks."""
+
+    host: Host
+    context: Context
+    findings: dict[str, Finding] = field(default_factory=dict)
+    identity: str | None = None
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether commands can be run there."""
+        states = [self.findings[name].state for name in (SSH, SYSTEM) if name in self.findings]
+        return states == ["ok", "ok"]
+
+
+def doctor(config: str | None, overrides: list[str], as_json: bool) -> int:
+    """Look at the machines of a cluster file and print what was found; 1 if something fails.
+
+    Raises:
+        ConfigError: the cluster file or an override is wrong.
+    """
+    source = config or "edp"
+    cluster = load_settings(source, "nn", None, overrides).cluster
+    raw = read_config(find_config(source, "cluster"), "cluster").get("nodes") or {}
+    patients = [
+        Patient(host_of(cluster, node), context) for node, context in contexts(cluster, raw).items()
+    ]
+    console = SteadyConsole(stderr=True)
+    waiting = f"looking at {len(patients)} machine{'s' if len(patients) > 1 else ''} …"
+    with console.status(waiting) if console.is_terminal else nullcontext():
+        diagnosis = examine(patients, cluster)
+    if as_json:
+        sys.stdout.write(as_json_text(diagnosis) + "\n")
+    else:
+        show(diagnosis, SteadyConsole(width=None if sys.stdout.isatty() else PLAIN_WIDTH))
+    return diagnosis.exit_code
+
+
+def contexts(cluster: ClusterConfig, raw: Mapping[str, Mapping[str, object]]) -> dict[str, Context]:
+    """What is known of each node beforehand, the server first; `raw`: the file's `nodes`, as written."""
+    try:
+        root = project_root()
+    except LaunchError:
+        root = None
+    version = tree_digest(root) if root else None
+    token = secrets.token_hex(8)
+    known = {}
+    for node in dict.fromkeys((cluster.server, *cluster.workers)):
+        settings = cluster.nodes.get(node, NodeConfig())
+        destination = host_of(cluster, node).destination
+        is_here = destination is None
+        folder = str(root) if is_here and root else settings.project_dir
+        secret_file = (raw.get(node) or {}).get("secret_file")
+        known[node] = Context(
+            node,
+            cluster,
+            destination,
+            folder=folder,
+            python=sys.executable if is_here else f"{folder}/.venv/bin/python",
+            secret_file=None if secret_file is None else str(secret_file),
+            version=version,
+            environment=environment_digest(root, settings.torch) if root else "",
+            token=token,
+        )
+    return known
+
+
+def examine(patients: Sequence[Patient], cluster: ClusterConfig) -> Diagnosis:
+    """Look at all of them at once."""
+    for_all(patients, examine_machine)
+    identities = {each.host.node: each.identity for each in patients if each.identity}
+    destinations = {each.host.node: each.host.destination for each in patients}
+    twins = find_twins(identities, destinations, cluster)
+    for each in patients:
+        if each.host.node in twins:
+            each.findings[IDENTITY] = twins[each.host.node]
+    server = next(each for each in patients if each.context.is_server)
+    workers = [each for each in patients if each.host.node in cluster.workers]
+    with listening(server) as listener:
+        checks = link_checks(cluster)
+
+        def examine_links(worker: Patient) -> None:
+            worker.context = replace(worker.context, listener=listener)
+            look_at_all(worker, checks)
+
+        for_all(workers, examine_links)
+    return Diagnosis({each.host.node: (each.context, each.findings) for each in patients})
+
+
+def for_all(patients: Sequence[Patient], task: Callable[[Patient], None]) -> None:
+    """Do a task for all of them at once."""
+    with ThreadPoolExecutor(max_workers=max(1, len(patients))) as pool:
+        for done in [pool.submit(task, each) for each in patients]:
+            done.result()
+
+
+def examine_machine(patient: Patient) -> None:
+    """First contact, then the machine and the project on it."""
+    make_contact(patient)
+    look_at_all(patient, [*MACHINE_CHECKS, *PROJECT_CHECKS])
+
+
+def make_contact(patient: Patient) -> None:
+    """Whether scripts can be run there, and on what system."""
+    context, findings = patient.context, patient.findings
+    try:
+        answer = ask(patient.host, SYSTEM, CONTACT_SCRIPT, CONTACT_S)
+    except Unreachable as error:
+        is_key = error.cause.startswith("host_key")
+        mark, other = (HOST_KEY, SSH) if is_key else (SSH, HOST_KEY)
+        findings[SSH] = findings[HOST_KEY] = skipped(f"needs {mark}")
+        findings[mark] = fail(error.what, error.fix)
+        findings[other] = skipped("needs the host key" if is_key else "needs SSH")
+    except LaunchError as error:
+        findings[SSH] = refused(error, context, CONTACT_S)
+        findings[HOST_KEY] = skipped("needs SSH")
+    else:
+        findings[SSH] = ok(f"{answer.took_s:.1f} s" if context.destination else "this machine")
+        findings[HOST_KEY] = ok("known") if context.destination else skipped("this machine")
+        findings[SYSTEM] = judged(judge_system, answer, context)
+        patient.context = replace(context, facts=read_facts(answer))
+
+
+def look_at_all(patient: Patient, checks: Iterable[Check]) -> None:
+    """Make the checks, some at once."""
+    with ThreadPoolExecutor(MAX_SESSIONS) as pool:
+        running = {check.name: pool.submit(look_at, patient, check) for check in checks}
+        patient.findings |= {name: done.result()[0] for name, done in running.items()}
+
+
+def look_at(patient: Patient, check: Check) -> tuple[Finding, Answer | None]:
+    """Make a check; the finding, and the answer where there is one."""
+    context = patient.context
+    if not patient.is_reached:
+        return skipped(
+            "needs SSH" if SYSTEM not in patient.findings else "needs another system"
+        ), None
+    if reason := check.why_not(context):
+        return skipped(reason), None
+    try:
+        answer = ask(patient.host, check.name, check.script(context), check.limit_s, check.stdin)
+    except LaunchError as error:
+        return refused(error, context, check.limit_s), None
+    finding = judged(check.judge, answer, context)
+    if check.name == IDENTITY and finding.state == "ok":
+        patient.identity = identity(answer)
+    return finding, answer
+
+
+def ask(host: Host, name: str, script: str, limit_s: float, stdin: bytes = b"") -> Answer:
+    """Run a check's script.
+
+    Raises:
+        LaunchError: it did not end in time, or the machine is out of reach.
+    """
+    begun, start = time.time(), time.monotonic()
+    done = host.run(f"echo '{MARK} {name}'\n{script}", stdin=stdin, timeout_s=limit_s)
+    took_s = time.monotonic() - start
+    _, mark, said = done.stdout.partition(f"{MARK} {name}\n")
+    return Answer(done.code, said if mark else done.stdout, done.stderr, begun, took_s)
+
+
+def judged(
+    judge: Callable[[Answer, Context], Finding], answer: Answer, context: Context
+) -> Finding:
+    """What is thought of an answer, also of one that makes no sense."""
+    try:
+        return judge(answer, context)
+    except (ValueError, LookupError):
+        said = one_line(answer.last_words)[:60]
+        return fail(
+            f"the answer makes no sense ({said})", f"{context.there('true')} should say nothing"
+        )
+
+
+def refused(error: LaunchError, context: Context, limit_s: float) -> Finding:
+    """Why there is no answer."""
+    if isinstance(error, Unreachable):
+        return fail(error.what, error.fix)
+    if isinstance(error, TookTooLong):
+        return fail(
+            f"no answer within {limit_s:g} s", f"see what keeps it busy: {context.there('uptime')}"
+        )
+    return fail(str(error), "mend this machine")
+
+
+@contextmanager
+def listening(server: Patient) -> Iterator[Listener | None]:
+    """Look at the server's port; the listener is there as long as the block lasts."""
+    check = port_check()
+    finding, answer = look_at(server, check)
+    server.findings[check.name] = finding
+    listener = read_listener(answer) if answer else None
+    try:
+        yield listener
+    finally:
+        if listener and listener.pid:
+            end(server.host, listener)
+
+
+def end(host: Host, listener: Listener) -> None:
+    """End the listener; should that fail, it ends by itself."""
+    try:
+        host.run(stop_script(listener), timeout_s=CONTACT_S)
+    except LaunchError:
+        return

@@ -1,0 +1,84 @@
+"""What a run will cost, from its configuration alone: parameters, memory, and bytes a step on each link.
+
+Nothing is measured. A parameter has four bytes; activations, PyTorch itself (some 0.5 GB) and the batch come
+on top.
+"""
+
+from dataclasses import dataclass
+
+from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import GPTConfig, SimpleNNConfig
+
+FLOAT_NBYTES = 4
+INT8_SHARE = 1 / 4
+"""Bytes of an int8 gradient beside those of its float32 form; scales add less than a hundredth."""
+HALF_SHARE = 1 / 2
+NUM_MOMENTS = {"sgd": 0, "adam": 2, "adamw": 2}
+VOCABULARIES = {"bytes": 256, "openai-community/gpt2": 50257, "gpt2": 50257}
+FEATURES = {"digits": 64, "MNIST": 784}
+LINKS_MBIT = (100, 1000, 10000)
+"""Ethernet of a Pi 4 behind a switch or good Wi-Fi, Gigabit Ethernet, Thunderbolt."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run costs. Bytes are of one step of one worker, to the server and from it."""
+
+    num_params: int
+    server_nbytes: int
+    worker_nbytes: int
+    sent_nbytes: int
+    received_nbytes: int
+
+    def transfer_s(self, mbit: float) -> float:
+        """Seconds that the bytes of a step take on a link of so many megabits a second, both ways at once."""
+        return max(self.sent_nbytes, self.received_nbytes) * 8 / (mbit * 1e6)
+
+
+def cost_of(settings: Settings, algorithm: str) -> Cost | None:
+    """What a run of these settings costs; None where only its data tell how large the model is."""
+    num_params = params_of(settings)
+    if num_params is None:
+        return None
+    cluster = settings.cluster
+    copy = num_params * FLOAT_NBYTES
+    moments = NUM_MOMENTS[settings.train.optimizer]
+    share = _share(cluster.codec or ("int8" if cluster.use_quantization else "fp32"))
+    sent = round(copy * share)
+    back = round(copy * share) if algorithm == "syncps" else copy // cluster.worker_update_interval
+    own = (2 + moments) * copy
+    return Cost(
+        num_params=num_params,
+        server_nbytes=own + (cluster.num_workers + 1) * copy,
+        worker_nbytes=own + 2 * copy,
+        sent_nbytes=sent,
+        received_nbytes=back,
+    )
+
+
+def params_of(settings: Settings) -> int | None:
+    """Trainable weights; None where the data or an unknown tokenizer decide."""
+    model, dataset = settings.train.model, settings.train.dataset
+    if isinstance(model, SimpleNNConfig):
+        features = model.input_dim or FEATURES.get(dataset.name)
+        return (
+            None
+            if features is None
+            else (features + 1) * model.hidden + (model.hidden + 1) * model.out
+        )
+    vocabulary = VOCABULARIES.get(dataset.tokenizer)
+    return None if vocabulary is None else gpt_params(model, vocabulary)
+
+
+def gpt_params(model: GPTConfig, vocabulary: int) -> int:
+    """Weights of a GPT whose output layer is its token embedding."""
+    width, hidden = model.model_dim, model.ff_dim
+    attention = 4 * width * width + 4 * width
+    feed_forward = 2 * width * hidden + hidden + width
+    norms = 4 * width
+    block = attention + feed_forward + norms
+    return (vocabulary + model.max_seq_len) * width + model.num_layers * block + 2 * width
+
+
+def _share(codec: str) -> float:
+    return {"fp32": 1.0, "bf16": HALF_SHARE, "fp16": HALF_SHARE, "int8": INT8_SHARE}[codec]

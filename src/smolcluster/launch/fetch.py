@@ -1,0 +1,191 @@
+"""`smolcluster fetch`: bring the files of a launched run to the machine that launched it.
+
+Everything of the server's run folder, and the logs of all others. Files that are here are replaced by newer
+ones and never removed. What a shell's quoting could spoil never passes through rsync's own hands: the folder
+is named in the command that starts the other rsync, and the destination in the one that starts ssh.
+"""
+
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from smolcluster.errors import LaunchError
+from smolcluster.launch.find import find
+from smolcluster.launch.host import PREAMBLE, SSH_FAILED, Host, shell_path, ssh_options
+from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched
+from smolcluster.runs.paths import RunPaths
+from smolcluster.utils.units import format_bytes
+from smolcluster.utils.words import one_line
+
+NOT_FETCHED = ("/.lock", "/pids", "/exits", "/launch", "/launch.json", ".*.tmp")
+"""Of a server's run folder; in rsync's words."""
+VANISHED = 24
+"""rsync's code when a file was removed while it looked, as old checkpoints are."""
+NO_COMMAND = 127
+STREAM_BROKE = 12
+"""rsync's code when the other one went away, whatever the cause."""
+NO_FOLDER = "no folder"
+MISSING = "sudo apt install rsync, or brew install rsync"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Files that one process has left on its machine.
+
+    Attributes:
+        host: the machine.
+        folder: where they are there, absolute or from `~/`.
+        to: where they come to.
+        left_out: patterns in rsync's words.
+    """
+
+    host: Host
+    folder: str
+    to: Path
+    left_out: tuple[str, ...] = ()
+
+
+def fetch(run: str, *, checkpoints: bool = True) -> int:
+    """Bring the files of a launched run here; returns 1 when those of a machine did not come.
+
+    Args:
+        run: its name, latest, or its folder.
+        checkpoints: also those, which may be large.
+
+    Raises:
+        ConfigError: there is no such run.
+        DataError: its list of processes is damaged.
+        LaunchError: rsync is not installed here.
+    """
+    paths = find(run)
+    if not paths.launched.is_file():
+        _say(f"run {paths.run_id} ran on this machine: its files are in {paths.root}")
+        return 0
+    parts = list(parts_of(read_launched(paths.launched), paths, checkpoints=checkpoints))
+    if parts and shutil.which("rsync") is None:
+        raise LaunchError(f"rsync is not installed here: {MISSING}")
+    failures = 0
+    for part in parts:
+        before = files_in(paths.root)
+        try:
+            _bring(part)
+        except LaunchError as error:
+            failures += 1
+            _say(f"error: {error}")
+        came = changed(before, files_in(paths.root))
+        _say(f"{part.host.node}: {_count(came)}, {format_bytes(sum(came.values()))}")
+    _say(f"files of the run: {paths.root}")
+    return int(failures > 0)
+
+
+def parts_of(launched: Launched, paths: RunPaths, *, checkpoints: bool) -> Iterator[Part]:
+    """What is to be brought: the server's run folder, and the logs that are in none of those before."""
+    server, *workers = launched.processes
+    left_out = NOT_FETCHED if checkpoints else (*NOT_FETCHED, "/checkpoints")
+    if not _is_here(server, paths):
+        yield Part(Host(server.node, server.ssh), server.run_dir, paths.root, left_out)
+    done = {(server.ssh, server.run_dir)}
+    for worker in workers:
+        if (worker.ssh, worker.run_dir) not in done and not _is_here(worker, paths):
+            host = Host(worker.node, worker.ssh)
+            yield Part(host, f"{worker.run_dir}/logs", paths.logs, (".*.tmp",))
+        done.add((worker.ssh, worker.run_dir))
+
+
+def _is_here(process: LaunchedProcess, paths: RunPaths) -> bool:
+    """Whether its run folder is the one to which everything comes."""
+    return process.ssh is None and Path(process.run_dir).expanduser().resolve() == paths.root
+
+
+def rsync_command(part: Part) -> list[str]:
+    """The command that brings a part.
+
+    To rsync the machine is called `env`, which our `ssh` takes as the first word of the remote command, where
+    it does nothing: so no form of destination can confuse rsync.
+    """
+    excludes = [f"--exclude={pattern}" for pattern in part.left_out]
+    command = ["rsync", "-rlt", "--safe-links", *excludes]
+    if part.host.destination is None:
+        return [*command, "--", f"{Path(part.folder).expanduser()}/", f"{part.to}/"]
+    folder = shell_path(part.folder)
+    enter = f"cd {folder} 2>/dev/null || {{ echo {NO_FOLDER} {folder} >&2; exit 1; }}"
+    there = f'{PREAMBLE}{enter}; exec rsync "$@"'
+    ssh = ["ssh", *ssh_options(), "--", part.host.destination]
+    return [
+        *command,
+        "--compress",
+        "-e",
+        shlex.join(ssh),
+        f"--rsync-path={shlex.join(['sh', '-c', there, 'sh'])}",
+        "--",
+        "env:./",
+        f"{part.to}/",
+    ]
+
+
+def _bring(part: Part) -> None:
+    """Bring a part.
+
+    Raises:
+        LaunchError: not all of it came.
+    """
+    part.to.mkdir(parents=True, exist_ok=True)
+    try:
+        ended = subprocess.run(  # noqa: S603 - an argument list
+            rsync_command(part), stdin=subprocess.DEVNULL, capture_output=True, check=False
+        )
+    except OSError as error:
+        raise LaunchError(f"rsync cannot be run: {error.strerror or error}") from error
+    if ended.returncode not in (0, VANISHED):
+        raise failure(part.host, ended.returncode, ended.stderr.decode("utf-8", "replace").strip())
+
+
+def failure(host: Host, code: int, said: str) -> LaunchError:
+    """Why rsync failed, from its code and what it, ssh and the shell over there said."""
+    first = said.splitlines()[0] if said else f"exit code {code}"
+    if first.startswith(NO_FOLDER):
+        return LaunchError(f"{host.node}: there is {first} there")
+    if code == NO_COMMAND or "rsync: not found" in said:
+        return LaunchError(f"{host.node}: rsync is not installed there: {MISSING}")
+    if host.destination is not None and code in (SSH_FAILED, STREAM_BROKE):
+        unreachable = host.unreachable(said)
+        if code == SSH_FAILED or unreachable.cause != "closed":
+            return unreachable
+        return LaunchError(f"{host.node} ({host.shown}): the connection broke: try again")
+    return LaunchError(f"{host.node}: rsync failed: {first}")
+
+
+def files_in(root: Path) -> dict[str, tuple[int, int]]:
+    """The regular files below a folder: their size in bytes and time of change in nanoseconds."""
+    found = {}
+    for path in root.rglob("*"):
+        with suppress(FileNotFoundError):
+            facts = path.lstat()
+            if stat.S_ISREG(facts.st_mode):
+                found[str(path.relative_to(root))] = (facts.st_size, facts.st_mtime_ns)
+    return found
+
+
+def changed(
+    before: Mapping[str, tuple[int, int]], after: Mapping[str, tuple[int, int]]
+) -> dict[str, int]:
+    """The files that came or changed, with their sizes in bytes."""
+    return {name: facts[0] for name, facts in after.items() if before.get(name) != facts}
+
+
+def _count(files: Mapping[str, int]) -> str:
+    if not files:
+        return "nothing new"
+    shown = ", ".join(sorted({name.split("/")[0] for name in files}))
+    return f"{len(files)} file{'s'[: len(files) != 1]} ({shown})"
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{one_line(line)}\n")
+    sys.stdout.flush()

@@ -1,0 +1,314 @@
+"""Files of another machine, read as they grow: one command a machine, which sends what is new.
+
+The command runs over ssh like any other. It sends frames: `::data FILE OFFSET LENGTH` and then exactly so
+many bytes; `::whole` after the first round over the files; `::beat` twice a second from then on, so that a
+broken connection is noticed at either end. It ends when its standard input does. A file that has become
+shorter is read from its beginning.
+"""
+
+import os
+import re
+import select
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from tempfile import TemporaryFile
+from typing import IO, Protocol
+
+from smolcluster.errors import LaunchError
+from smolcluster.launch.host import SSH_FAILED, Host
+
+SILENCE_S = 20.0
+RETRY_S = 2.0
+END_S = 1.0
+MAX_LINE_NBYTES = 1 << 20
+CHUNK_NBYTES = 1 << 16
+_DATA = re.compile(rb"::data (\d{1,6}) (\d{1,18}) (\d{1,18})")
+_SHOW = """show() {
+  end=$3; [ -f "$2" ] || return 0
+  size=$(($(wc -c < "$2"))); [ "$size" -ge "$end" ] || end=0
+  [ "$size" -gt "$end" ] || return 0
+  echo "::data $1 $end $((size - end))"
+  tail -c "+$((end + 1))" "$2" | head -c "$((size - end))"
+  end=$size
+}
+"""
+
+
+def growing_script(files: Sequence[str], offsets: Sequence[int], *, follow: bool) -> str:
+    """What sends the files (words of a shell) from these offsets on; with `follow` without end."""
+    start = "; ".join(f"o{index}={offset}" for index, offset in enumerate(offsets))
+    rounds = "; ".join(
+        f'show {index} {file} "$o{index}"; o{index}=$end' for index, file in enumerate(files)
+    )
+    script = f"{_SHOW}{start}\necho ::ready\n{rounds}\necho ::whole\n"
+    if not follow:
+        return script
+    loop = f"while sleep 0.5; do {rounds}; echo ::beat || exit; done"
+    return f"{script}{{ {loop}; }} & loop=$!\ncat > /dev/null; kill $loop\n"
+
+
+class Output(Protocol):
+    """What a command prints."""
+
+    def read(self, most: int) -> bytes:
+        """Some bytes, no more than `most`; none at the end."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some bytes of a file; `file` None: the first round is over."""
+
+    file: int | None
+    offset: int = 0
+    data: bytes = b""
+
+
+class BadFrame(Exception):
+    """What came is no frame."""
+
+
+class _Buffered:
+    """An output, by lines and by numbers of bytes."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._held = b""
+
+    def line(self) -> bytes | None:
+        """The next line, without its end; None: there is none.
+
+        Raises:
+            BadFrame: it has no end.
+        """
+        while b"\n" not in self._held:
+            if len(self._held) > CHUNK_NBYTES:
+                raise BadFrame
+            more = self._output.read(CHUNK_NBYTES)
+            if not more:
+                return None
+            self._held += more
+        line, _, self._held = self._held.partition(b"\n")
+        return line
+
+    def some(self, most: int) -> bytes:
+        """Some bytes, no more than `most`; none at the end."""
+        data = self._held or self._output.read(CHUNK_NBYTES)
+        self._held = data[most:]
+        return data[:most]
+
+
+def pieces(output: Output) -> Iterator[Piece]:
+    """The pieces of files in what the command prints; what a login shell prints before is left out.
+
+    Raises:
+        BadFrame: what came makes no sense.
+    """
+    source = _Buffered(output)
+    while (line := source.line()) not in (None, b"::ready"):
+        pass
+    while (line := source.line()) is not None:
+        if line == b"::whole":
+            yield Piece(None)
+        elif found := _DATA.fullmatch(line):
+            yield from _pieces_of(source, *map(int, found.groups()))
+        elif line != b"::beat":
+            raise BadFrame
+
+
+def _pieces_of(source: _Buffered, file: int, offset: int, length: int) -> Iterator[Piece]:
+    """The pieces of one frame, as they come."""
+    while length and (data := source.some(length)):
+        yield Piece(file, offset, data)
+        offset, length = offset + len(data), length - len(data)
+
+
+class Lines:
+    """The whole lines of one file.
+
+    `offset` is where the first line that was not yet handed out begins. The middle of a line of more than
+    a megabyte is left out.
+    """
+
+    def __init__(self, offset: int = 0) -> None:
+        self.offset = offset
+        self._held = b""
+        self._left_out = 0
+
+    def take(self, piece: Piece) -> list[bytes]:
+        """The lines that are whole now."""
+        if piece.offset != self.offset + self._left_out + len(self._held):  # it begins anew
+            self.offset, self._held, self._left_out = piece.offset, b"", 0
+        *lines, last = piece.data.split(b"\n")
+        whole = []
+        for line in lines:
+            whole.append(self._held + line[: max(0, MAX_LINE_NBYTES - len(self._held))])
+            self.offset += self._left_out + len(self._held) + len(line) + 1
+            self._held, self._left_out = b"", 0
+        kept = last[: max(0, MAX_LINE_NBYTES - len(self._held))]
+        self._held += kept
+        self._left_out += len(last) - len(kept)
+        return whole
+
+    def rest(self) -> list[bytes]:
+        """What is there of a last line that has no end."""
+        return [self._held] if self._held else []
+
+    def forget_half(self) -> int:
+        """Drop what is held of a half line; returns the offset to go on from."""
+        self._held, self._left_out = b"", 0
+        return self.offset
+
+
+class Pipe:
+    """The output of a running command; as if it had ended when it says nothing for long."""
+
+    def __init__(self, source: IO[bytes], silence_s: float = SILENCE_S) -> None:
+        self._descriptor = source.fileno()
+        self._silence_s = silence_s
+
+    def read(self, most: int) -> bytes:
+        """Some bytes; none at the end, or after a long silence."""
+        ready, _, _ = select.select([self._descriptor], [], [], self._silence_s)
+        return os.read(self._descriptor, most) if ready else b""
+
+
+class Reader:
+    """Reads files of one machine.
+
+    Args:
+        host: the machine.
+        files: their paths, as words of a shell.
+        on_lines: gets a file's number and lines of it, in order.
+        on_whole: hears that all that was there when the command began has been handed out.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        files: Sequence[str],
+        *,
+        on_lines: Callable[[int, list[bytes]], None],
+        on_whole: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.host = host
+        self._files = files
+        self._lines = [Lines() for _ in files]
+        self._on_lines = on_lines
+        self._on_whole = on_whole
+        self._stopped = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def read(self) -> None:
+        """Read what is there.
+
+        Raises:
+            LaunchError: the machine cannot be reached, or not all of it came.
+        """
+        if not self._once(follow=False):
+            raise LaunchError(f"{self.host.node}: the connection broke while its logs came")
+        for index, lines in enumerate(self._lines):
+            if rest := lines.rest():
+                self._on_lines(index, rest)
+
+    def follow(self, on_lost: Callable[[str], None], on_found: Callable[[], None]) -> None:
+        """Read for ever, from where it ended when the connection breaks; returns after `stop`.
+
+        `on_lost` hears once a break, in a sentence; `on_found` when it is mended.
+        """
+        is_lost = False
+
+        def whole() -> None:
+            nonlocal is_lost
+            if is_lost:
+                on_found()
+            is_lost = False
+            self._on_whole()
+
+        while not self._stopped.is_set():
+            try:
+                self._once(follow=True, on_whole=whole)
+                problem = f"{self.host.node} ({self.host.shown}): the connection broke"
+            except LaunchError as error:
+                problem = str(error)
+            if not is_lost and not self._stopped.is_set():
+                on_lost(problem)
+                is_lost = True
+            self._stopped.wait(RETRY_S)
+
+    def stop(self) -> None:
+        """Ask it to end, from another thread."""
+        self._stopped.set()
+        if (process := self._process) is not None:
+            _close_input(process)
+
+    def kill(self) -> None:
+        """End its command at once, which a dead connection needs."""
+        if (process := self._process) is not None and process.poll() is None:
+            process.kill()
+
+    def _once(self, *, follow: bool, on_whole: Callable[[], None] | None = None) -> bool:
+        """Run the command until its end; whether all that was there when it began has come.
+
+        Raises:
+            LaunchError: the machine cannot be reached.
+        """
+        offsets = [lines.forget_half() for lines in self._lines]
+        script = growing_script(self._files, offsets, follow=follow)
+        is_whole = False
+        with TemporaryFile() as said:
+            process = self._start(script, said)
+            assert process.stdout is not None  # noqa: S101 - it was asked for
+            try:
+                with suppress(BadFrame):
+                    for piece in pieces(Pipe(process.stdout)):
+                        if piece.file is None:
+                            is_whole = True
+                            (on_whole or self._on_whole)()
+                        elif piece.file < len(self._files):
+                            self._hand_on(piece, piece.file)
+            finally:
+                code = _end(process)
+            if not is_whole and code == SSH_FAILED and self.host.destination is not None:
+                said.seek(0)
+                raise self.host.unreachable(said.read().decode("utf-8", "replace"))
+        return is_whole
+
+    def _hand_on(self, piece: Piece, file: int) -> None:
+        if lines := self._lines[file].take(piece):
+            self._on_lines(file, lines)
+
+    def _start(self, script: str, errors: IO[bytes]) -> "subprocess.Popen[bytes]":
+        try:
+            self._process = process = subprocess.Popen(  # noqa: S603 - an argument list; it is quoted
+                self.host.argv(script),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,  # Ctrl-C reaches this process only, which then ends them
+            )
+        except OSError as error:
+            raise LaunchError(f"cannot run ssh: {error.strerror or error}") from error
+        if self._stopped.is_set():
+            _close_input(process)
+        return process
+
+
+def _close_input(process: "subprocess.Popen[bytes]") -> None:
+    with suppress(OSError, ValueError):
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+def _end(process: "subprocess.Popen[bytes]") -> int:
+    """End a command, which ends when its input does, and free its pipes; returns its exit code."""
+    _close_input(process)
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    if process.stdout is not None:
+        process.stdout.close()
+    return process.wait()

@@ -1,0 +1,199 @@
+"""A machine on which the launcher runs commands: this one, or another one over the system's `ssh`.
+
+`ssh` itself does the rest: `~/.ssh/config`, agents, ProxyJump and host keys work as the user has set them up,
+and host keys are always verified. The first connection to a machine stays open for those that follow.
+A script travels as one quoted word of `sh -c`, so that no name or path in it is ever executed: whatever goes
+into a script passes through `shlex.quote`, `shlex.join` or `shell_path`.
+"""
+
+import os
+import shlex
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from smolcluster.configs.schema import ClusterConfig
+from smolcluster.errors import LaunchError
+
+HERE = "local"
+"""What `nodes.<name>.ssh` says of the machine that launches."""
+CONNECT_TIMEOUT_S = 6
+COMMAND_TIMEOUT_S = 20.0
+PERSIST_S = 300
+"""How long a connection that nobody uses stays open."""
+MAX_SOCKET_PATH = 90
+"""A socket's path has 104 characters on macOS; ssh adds some of its own for a moment."""
+PREAMBLE = (
+    'PATH="$HOME/.local/bin:$HOME/.cargo/bin:/opt/homebrew/bin:/usr/local/bin:$PATH"; export PATH; '
+)
+"""A shell that is not interactive does not know where people install things."""
+SSH_FAILED = 255
+
+_CAUSES = (
+    # what ssh says, what it means, what to do
+    ("remote host identification has changed", "its host key has changed", "host_key_changed"),
+    ("host key verification failed", "its host key is not known here", "host_key"),
+    ("could not resolve hostname", "its name has no address", "name"),
+    ("no route to host", "there is no route to it", "route"),
+    ("network is unreachable", "there is no route to it", "route"),
+    ("host is down", "there is no route to it", "route"),
+    ("connection refused", "it answers, but no SSH server listens there", "port"),
+    ("permission denied", "it does not let this user in", "key"),
+    ("timed out", "it does not answer", "silent"),
+    ("bad configuration option", "this machine's SSH configuration is wrong", "config"),
+    ("bad owner or permissions", "this machine's SSH configuration is wrong", "config"),
+)
+_FIXES = {
+    "host_key_changed": "if it was installed anew, `ssh-keygen -R {host}` and connect once by hand; "
+    "otherwise somebody may be in between",
+    "host_key": "`ssh {host}` once by hand, compare the fingerprint and accept it",
+    "name": "set nodes.{node}.ssh to its address, or give {host} a HostName in ~/.ssh/config",
+    "route": "check its cable or Wi-Fi, and that this machine has an address in its network",
+    "port": "turn on its SSH server (macOS: Sharing, Remote Login; Linux: systemctl enable --now ssh)",
+    "key": "`ssh-copy-id {host}`, or name the user in nodes.{node}.ssh as user@host",
+    "silent": "switch it on and wake it up; check its address and firewall",
+    "config": "`ssh {host}` says where",
+    "closed": "`ssh -v {host}` says why",
+}
+
+
+class Unreachable(LaunchError):
+    """No command can be run on a machine.
+
+    Attributes:
+        cause: name, route, port, silent, key, host_key, host_key_changed, config or closed.
+        what: the same for a person: it does not answer.
+        fix: what mends it.
+    """
+
+    def __init__(self, node: str, destination: str, cause: str, what: str) -> None:
+        self.node, self.cause, self.what = node, cause, what
+        self.fix = _FIXES[cause].format(host=destination, node=node)
+        super().__init__(f"{node} ({destination}): {what}: {self.fix}")
+
+
+class TookTooLong(LaunchError):
+    """A command did not end in time."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended well."""
+        return self.code == 0
+
+    @property
+    def last_words(self) -> str:
+        """The last line of what it said, of its errors if there are any."""
+        lines = (self.stderr.strip() or self.stdout.strip()).splitlines()
+        return lines[-1].strip() if lines else f"exit code {self.code}"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine, by its name in the cluster file.
+
+    Attributes:
+        node: the name.
+        destination: what `ssh` is told, such as `pi5` or `pi@192.168.50.2`; None: it is this machine.
+    """
+
+    node: str
+    destination: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """Where it is, for a person."""
+        return self.destination or "this machine"
+
+    def argv(self, script: str, *, terminal: bool = False) -> list[str]:
+        """The command that runs a POSIX shell script there; with a `terminal` for programs that draw."""
+        if self.destination is None:
+            return ["sh", "-c", PREAMBLE + script]
+        remote = shlex.join(["sh", "-c", PREAMBLE + script])
+        tty = ["-t"] if terminal else []
+        return ["ssh", *ssh_options(), *tty, "--", self.destination, remote]
+
+    def run(self, script: str, *, stdin: bytes = b"", timeout_s: float = COMMAND_TIMEOUT_S) -> Done:
+        """Run a POSIX shell script there and wait for its end.
+
+        Raises:
+            Unreachable: the machine cannot be reached, or does not let us in.
+            TookTooLong: it takes longer than `timeout_s`.
+        """
+        try:
+            ended = subprocess.run(  # noqa: S603 - an argument list; the script is quoted
+                self.argv(script), input=stdin, capture_output=True, timeout=timeout_s, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise TookTooLong(
+                f"{self.node} ({self.shown}): a command did not end within {timeout_s:g} s"
+            ) from error
+        except OSError as error:
+            raise LaunchError(f"cannot run ssh: {error.strerror or error}") from error
+        done = Done(
+            ended.returncode,
+            ended.stdout.decode("utf-8", "replace"),
+            ended.stderr.decode("utf-8", "replace"),
+        )
+        if self.destination is not None and done.code == SSH_FAILED:
+            raise self.unreachable(done.stderr)
+        return done
+
+    def unreachable(self, said: str) -> Unreachable:
+        """Why it cannot be reached, from what `ssh` said."""
+        lowered = said.lower()
+        for words, what, cause in _CAUSES:
+            if words in lowered:
+                return Unreachable(self.node, self.shown, cause, what)
+        lines = said.strip().splitlines()
+        words = lines[-1].strip() if lines else "the connection was closed"
+        return Unreachable(self.node, self.shown, "closed", words)
+
+
+def host_of(cluster: ClusterConfig, node: str) -> Host:
+    """The machine of a node of the cluster file."""
+    stated = cluster.nodes[node].ssh if node in cluster.nodes else None
+    return Host(node, None if stated == HERE else stated or node)
+
+
+def ssh_options() -> list[str]:
+    """The options of every `ssh` that is started: never a question, time limits, one connection for all."""
+    options = {
+        "BatchMode": "yes",
+        "ConnectTimeout": str(CONNECT_TIMEOUT_S),
+        "ServerAliveInterval": "5",
+        "ServerAliveCountMax": "3",
+        "ControlMaster": "auto",
+        "ControlPath": str(control_folder() / "%C"),
+        "ControlPersist": str(PERSIST_S),
+    }
+    return [word for key, value in options.items() for word in ("-o", f"{key}={value}")]
+
+
+def control_folder() -> Path:
+    """Where the sockets of open connections are; only this user may enter it."""
+    folder = Path.home() / ".ssh" / "smolcluster"
+    if len(str(folder)) + 41 > MAX_SOCKET_PATH:
+        folder = Path(tempfile.gettempdir()) / f"smolcluster-ssh-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise LaunchError(f"{folder} belongs to somebody else: remove it")
+    return folder
+
+
+def shell_path(path: str) -> str:
+    """A path as a word of a shell script; `~/` is the home of whoever runs the script."""
+    if path == "~":
+        return '"$HOME"'
+    if path.startswith("~/"):
+        return '"$HOME"/' + shlex.quote(path[2:])
+    return shlex.quote(path)

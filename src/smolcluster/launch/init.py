@@ -1,0 +1,431 @@
+"""`smolcluster init`: from the names of some machines to a cluster file for them.
+
+It logs in to each, measures every way from each worker to the server, and writes down the best ones with
+the reason. What flags leave open is asked, where there is a terminal.
+"""
+
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+import typer
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
+
+from smolcluster.algorithms.registry import get_algorithm
+from smolcluster.configs.keys import A_NAME
+from smolcluster.configs.schema import (
+    AlgorithmName,
+    NodeConfig,
+    NodeName,
+    RemotePath,
+    SshDestination,
+)
+from smolcluster.errors import ConfigError, LaunchError
+from smolcluster.launch.cluster_file import ClusterFile
+from smolcluster.launch.discover import Found, discover
+from smolcluster.launch.host import Host
+from smolcluster.launch.links import (
+    Choice,
+    Interface,
+    Link,
+    choose,
+    interfaces_of,
+    listening,
+    measure,
+    measuring_s,
+)
+from smolcluster.launch.prepare import everywhere
+from smolcluster.observability.terminal import SteadyConsole, print_line
+from smolcluster.utils.replacing import replacing
+from smolcluster.utils.words import one_line
+
+LOCAL = "local"
+"""What stands for SSH where a node is this machine."""
+DEFAULT_PORT = 65432
+DEFAULT_ALGORITHM: AlgorithmName = "edp"
+A_DESTINATION = "a host of ~/.ssh/config, an address or user@address, or local for this machine"
+NEEDED = (
+    "init needs --server NODE[=SSH] and at least one --worker NODE[=SSH], because there is no terminal to "
+    "ask on"
+)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user's flags say; None and empty: nothing.
+
+    Attributes:
+        server: the server's node, as NODE or NODE=SSH.
+        workers: the workers' nodes, in the same form.
+        to: the file to write; None: cluster_config_<algorithm>.yaml in this folder.
+        yes: ask for no confirmation.
+        force: write over a file that is there.
+        project_dir: the project's folder on the machines.
+        discover: look for machines by mDNS.
+    """
+
+    server: str | None = None
+    workers: tuple[str, ...] = ()
+    port: int = DEFAULT_PORT
+    to: Path | None = None
+    algorithm: str | None = None
+    yes: bool = False
+    force: bool = False
+    project_dir: str | None = None
+    discover: bool = False
+
+
+class Asker(Protocol):
+    """Somebody who answers questions."""
+
+    def text(self, question: str, default: str) -> str:
+        """Some text; empty only where `default` is."""
+
+    def confirm(self, question: str) -> bool:
+        """Yes or no."""
+
+
+class Terminal:
+    """The user at the terminal."""
+
+    def text(self, question: str, default: str) -> str:
+        """A line of text.
+
+        Raises:
+            KeyboardInterrupt: the user wants to stop.
+        """
+        try:
+            answer = typer.prompt(question, default=default, show_default=bool(default))
+        except typer.Abort:
+            raise KeyboardInterrupt from None
+        return str(answer).strip()
+
+    def confirm(self, question: str) -> bool:
+        """Yes or no.
+
+        Raises:
+            KeyboardInterrupt: the user wants to stop.
+        """
+        try:
+            return typer.confirm(question, default=True)
+        except typer.Abort:
+            raise KeyboardInterrupt from None
+
+
+def init(wish: Wish, asker: Asker | None = None, *, console: Console | None = None) -> int:
+    """Write a cluster file for the user's machines; returns the exit code.
+
+    `asker` answers what the flags leave open; None: the user, if there is a terminal.
+
+    Raises:
+        ConfigError: a flag is wrong or missing, or the file is there already.
+        LaunchError: a machine cannot be reached, or a worker has no way to the server.
+    """
+    if asker is None and sys.stdin.isatty() and sys.stdout.isatty():
+        asker = Terminal()
+    console = console or SteadyConsole()
+    algorithm = get_algorithm(wish.algorithm or DEFAULT_ALGORITHM).name
+    check_flags(wish)
+    target = wish.to or Path(f"cluster_config_{algorithm}.yaml")
+    if not may_write(target, wish, asker):
+        return 1
+    found = neighbours(console) if wish.discover else []
+    server, workers = machines(wish, asker, found, console)
+    file = draft(wish, algorithm, server, workers, console)
+    text = file.text(one_line(shlex.quote(str(target))), datetime.now().astimezone().date())
+    if asker and not wish.yes and not asker.confirm(f"Write {target}?"):
+        return 1
+    write(target, text)
+    print_line(
+        console,
+        f"wrote {target}; `smolcluster launch {algorithm} --config {shlex.quote(str(target))}` starts it",
+    )
+    return 0
+
+
+def check_flags(wish: Wish) -> None:
+    """Refuse flags that are wrong, before anything is done.
+
+    Raises:
+        ConfigError: one line about the first of them.
+    """
+    if not 1 <= wish.port <= 65535:
+        raise ConfigError(f"--port is {wish.port}, must be a whole number from 1 to 65535")
+    if wish.project_dir is not None and not _is_a(RemotePath, wish.project_dir):
+        raise ConfigError(
+            one_line(
+                f"--project-dir is {wish.project_dir!r}, must be a path that begins with / or ~/"
+            )
+        )
+    if wish.server is not None:
+        parse_machine(wish.server, "--server")
+    check_workers([parse_machine(text, "--worker") for text in wish.workers])
+
+
+def parse_machine(text: str, flag: str) -> Host:
+    """The machine that NODE or NODE=SSH means.
+
+    Raises:
+        ConfigError: its name or destination could be taken for something else.
+    """
+    node, stated, destination = text.partition("=")
+    if not _is_a(NodeName, node):
+        raise ConfigError(one_line(f"{flag}: {node!r} is no name of a node, must be {A_NAME}"))
+    if not stated:
+        return Host(node, node)
+    if not _is_a(SshDestination, destination):
+        raise ConfigError(
+            one_line(f"{flag}: {destination!r} is nowhere for ssh to go, must be {A_DESTINATION}")
+        )
+    return Host(node, None if destination == LOCAL else destination)
+
+
+def check_workers(workers: Sequence[Host]) -> None:
+    """Refuse a worker that is named twice.
+
+    Raises:
+        ConfigError: one is.
+    """
+    node, times = (
+        Counter(worker.node for worker in workers).most_common(1)[0] if workers else ("", 0)
+    )
+    if times > 1:
+        raise ConfigError(f"--worker names {node!r} twice, must name each node once")
+
+
+def may_write(target: Path, wish: Wish, asker: Asker | None) -> bool:
+    """Whether the file may be written; asked before all else, so that no work is in vain.
+
+    Raises:
+        ConfigError: its folder is not there, or it is there and nobody can be asked.
+    """
+    if not target.parent.is_dir():
+        raise ConfigError(one_line(f"--to {target}: there is no folder {target.parent}"))
+    if target.is_dir():
+        raise ConfigError(one_line(f"--to {target}: is a folder, must be a file"))
+    if wish.force or not target.exists():
+        return True
+    if asker is None or wish.yes:
+        raise ConfigError(
+            one_line(f"{target} is there already: --force writes over it, --to FILE names another")
+        )
+    return asker.confirm(f"{target} is there already; write over it?")
+
+
+def neighbours(console: Console) -> list[Found]:
+    """Look for machines that announce themselves, and list them."""
+    print_line(console, "looking for machines that announce themselves …")
+    found = discover()
+    for place, machine in enumerate(found, start=1):
+        print_line(console, f"  {place}  {machine.name}  {machine.address}")
+    if not found:
+        print_line(
+            console, "found none: they may be asleep, in another network, or have SSH turned off"
+        )
+    return found
+
+
+def machines(
+    wish: Wish, asker: Asker | None, found: Sequence[Found], console: Console
+) -> tuple[Host, list[Host]]:
+    """The server and the workers, all of which let us in.
+
+    Raises:
+        ConfigError: nobody can be asked for what is missing.
+        LaunchError: a machine that a flag names cannot be reached.
+    """
+    server = parse_machine(wish.server, "--server") if wish.server else None
+    workers = [parse_machine(text, "--worker") for text in wish.workers]
+    if asker is None and not (server and workers):
+        raise ConfigError(NEEDED)
+    named = {host.node: host for host in (*workers, *([server] if server else []))}
+    if named:
+        print_line(console, f"logging in to {', '.join(named)} …")
+        everywhere(list(named.values()), log_in)
+    if asker:
+        server = server or ask_server(asker, found, console)
+        workers = workers or ask_workers(asker, found, console)
+    assert server is not None  # noqa: S101 - for mypy: NEEDED was raised else
+    return server, [server if worker.node == server.node else worker for worker in workers]
+
+
+def ask_server(asker: Asker, found: Sequence[Found], console: Console) -> Host:
+    """The server's machine, as often as it takes."""
+    while True:
+        if server := ask_machine(asker, "Server", found, console):
+            return server
+
+
+def ask_workers(asker: Asker, found: Sequence[Found], console: Console) -> list[Host]:
+    """The workers' machines, at least one, until the user names no more."""
+    workers: dict[str, Host] = {}
+    while True:
+        end = ", empty: no more" if workers else ""
+        worker = ask_machine(asker, f"Worker {len(workers) + 1}", found, console, end)
+        if worker is None and workers:
+            return list(workers.values())
+        if worker and worker.node in workers:
+            print_line(console, f"{worker.node} is a worker already")
+        elif worker:
+            workers[worker.node] = worker
+
+
+def ask_machine(
+    asker: Asker, what: str, found: Sequence[Found], console: Console, end: str = ""
+) -> Host | None:
+    """A machine that lets us in, or None when the user names none."""
+    listed = ", or its number" if found else ""
+    node, destination = picked(asker.text(f"{what}: its name{listed}{end}", ""), found)
+    while node:
+        destination = asker.text(f"Where ssh finds {node} (local: this machine)", destination)
+        try:
+            host = parse_machine(f"{node}={destination}", what)
+            log_in(host)
+        except (ConfigError, LaunchError) as error:
+            print_line(console, str(error))
+            if not _is_a(NodeName, node):
+                return None
+        else:
+            return host
+    return None
+
+
+def picked(answer: str, found: Sequence[Found]) -> tuple[str, str]:
+    """The name that an answer means, and where ssh may find that machine."""
+    for place, machine in enumerate(found, start=1):
+        if answer in (str(place), machine.name):
+            return machine.name, machine.destination
+    return answer, answer
+
+
+def log_in(host: Host) -> None:
+    """See that commands can be run on a machine.
+
+    Raises:
+        LaunchError: they cannot; the message says why and what to do.
+    """
+    done = host.run("echo at your service")
+    if "at your service" not in done.stdout:
+        raise LaunchError(
+            f"{host.node} ({host.shown}): its shell does not run commands as a POSIX shell does: "
+            f"{done.last_words}"
+        )
+
+
+def draft(
+    wish: Wish, algorithm: AlgorithmName, server: Host, workers: Sequence[Host], console: Console
+) -> ClusterFile:
+    """The cluster file for some machines, whose links are measured for it.
+
+    Raises:
+        LaunchError: a machine cannot be reached, or a worker has no way to the server.
+    """
+    others = [worker for worker in workers if worker.node != server.node]
+    interfaces = interfaces_of(server)
+    links = measured(server, others, interfaces, wish.port, console)
+    choices = chosen(server, links, wish.port)
+    for node, choice in choices.items():
+        print_line(console, f"{node} reaches {server.node} best at {choice.ip}: {choice.reason}")
+    own = most_used(choices, interfaces)
+    return ClusterFile(
+        algorithm=algorithm,
+        server=server.node,
+        workers=[worker.node for worker in workers],
+        port=wish.port,
+        host_ip={server.node: own, **{node: choice.ip for node, choice in choices.items()}},
+        remarks={
+            server.node: "Server",
+            **{node: choice.reason for node, choice in choices.items()},
+        },
+        nodes=settings_of([server, *others], wish.project_dir),
+    )
+
+
+def measured(
+    server: Host,
+    workers: Sequence[Host],
+    interfaces: Sequence[Interface],
+    port: int,
+    console: Console,
+) -> dict[str, list[Link]]:
+    """The links from each worker to each address of the server, one worker after the other.
+
+    Raises:
+        LaunchError: a machine cannot be reached, or has no Python.
+    """
+    if not workers:
+        return {}
+    count = len(interfaces)
+    links = {}
+    with listening(server, port, measuring_s(interfaces) * len(workers)) as listener:
+        for worker in workers:
+            ways = f"{count} way{'s'[: count != 1]}"
+            print_line(console, f"measuring {ways} from {worker.node} to {server.node} …")
+            links[worker.node] = measure(worker, interfaces, listener)
+    return links
+
+
+def chosen(server: Host, links: Mapping[str, Sequence[Link]], port: int) -> dict[str, Choice]:
+    """Each worker's best address of the server.
+
+    Raises:
+        LaunchError: a worker has none.
+    """
+    choices = {node: choose(ways) for node, ways in links.items()}
+    lost = [node for node, choice in choices.items() if choice is None]
+    if lost:
+        ways = "; ".join(f"{link.interface.shown}: {link.failure}" for link in links[lost[0]])
+        raise LaunchError(
+            f"{' and '.join(lost)}: no way to {server.node} ({ways}): let port {port} through its "
+            "firewall, or connect them to one network"
+        )
+    return {node: choice for node, choice in choices.items() if choice}
+
+
+def most_used(choices: Mapping[str, Choice], interfaces: Sequence[Interface]) -> str:
+    """The server's own entry: the address that most workers use."""
+    used = Counter(choice.ip for choice in choices.values())
+    return used.most_common(1)[0][0] if used else interfaces[0].ip
+
+
+def settings_of(hosts: Sequence[Host], project_dir: str | None) -> dict[str, dict[str, str]]:
+    """What the file says about single machines, where it is not the default."""
+    usual = NodeConfig.model_fields["project_dir"].default
+    settings = {}
+    for host in hosts:
+        own = {} if host.destination == host.node else {"ssh": host.destination or LOCAL}
+        if project_dir not in (None, usual) and host.destination is not None:
+            own["project_dir"] = str(project_dir)
+        if own:
+            settings[host.node] = own
+    return settings
+
+
+def write(target: Path, text: str) -> None:
+    """Put the file in its place, at once.
+
+    Raises:
+        LaunchError: it cannot be written.
+    """
+    try:
+        with replacing(target, durable=False) as path:
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(
+            one_line(f"{target}: cannot be written ({error.strerror or error})")
+        ) from error
+
+
+def _is_a(kind: Any, text: str) -> bool:
+    """Whether a text is one that the configuration allows."""
+    try:
+        TypeAdapter(kind).validate_python(text)
+    except ValidationError:
+        return False
+    return True

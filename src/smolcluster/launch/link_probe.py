@@ -1,0 +1,306 @@
+"""What measures the link between a worker's machine and the server's; its text is run there by any Python.
+
+    listen PORT TOKEN SECONDS ADDRESS …  on the server: listen in the background, say where and what is wrong
+    knock ADDRESS PORT TOKEN             on a worker: whether the listener answers
+    measure ADDRESS PORT TOKEN           on a worker: round trips and bandwidth, when it is this worker's turn
+
+Each prints one JSON object. Python 3.9 and its standard library are enough. The listener gives turns, so that
+workers who share a link do not measure each other, and ends by itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import select
+import signal
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+GREETING = b"smolcluster doctor\n"
+NUM_PINGS = 10
+BURST_NBYTES = 64_000_000
+BURST_S = 0.5
+CONNECT_TIMEOUT_S = 3.0
+STALL_TIMEOUT_S = 3.0
+TURN_TIMEOUT_S = 60.0
+CHUNK = bytes(65_536)
+
+
+# --- on the server's machine
+
+
+def listen(port: int, token: str, seconds: int, addresses: list[str]) -> None:
+    """Listen on every address that is this machine's, on another port where that one is in use."""
+    places: dict[str, dict[str, object]] = {}
+    listeners = []
+    for address in addresses:
+        listener, places[address] = _place(address, port)
+        if listener is not None:
+            listeners.append(listener)
+    is_busy = any(place["state"] == "busy" for place in places.values())
+    found = {
+        "places": places,
+        "own": own_addresses(),
+        "holder": _holder(port) if is_busy else "",
+        "free": _next_free(port, [a for a in addresses if places[a]["state"] == "busy"]),
+    }
+    child = os.fork() if listeners else 0
+    if child or not listeners:
+        _say({**found, "pid": child})
+        return
+    _leave_the_terminal()
+    signal.alarm(seconds)
+    turn = threading.Lock()
+    while True:
+        ready, _, _ = select.select(listeners, [], [])
+        for listener in ready:
+            sock, _ = listener.accept()
+            threading.Thread(target=_serve, args=(sock, token, turn), daemon=True).start()
+
+
+def _place(address: str, port: int) -> tuple[socket.socket | None, dict[str, object]]:
+    """Listen on an address; also what came of it: listening, busy, foreign or refused."""
+    if _answers(
+        address, port
+    ):  # macOS lets two listen on one port, if one of them names no address
+        return _place_elsewhere(address, "busy")
+    try:
+        return _listener(address, port), {"state": "listening", "port": port}
+    except socket.gaierror as error:
+        return None, {"state": "foreign", "port": 0, "why": str(error)}
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            return None, {"state": "foreign", "port": 0, "why": _why(error)}
+        state = "busy" if error.errno == errno.EADDRINUSE else "refused"
+        return _place_elsewhere(address, state, _why(error))
+
+
+def _place_elsewhere(
+    address: str, state: str, why: str = ""
+) -> tuple[socket.socket | None, dict[str, object]]:
+    try:
+        listener = _listener(address, 0)
+    except OSError as error:
+        is_foreign = error.errno == errno.EADDRNOTAVAIL  # something answers there, but elsewhere
+        return None, {"state": "foreign" if is_foreign else state, "port": 0, "why": _why(error)}
+    return listener, {"state": state, "port": listener.getsockname()[1], "why": why}
+
+
+def _listener(address: str, port: int) -> socket.socket:
+    family, kind, proto, _, place = socket.getaddrinfo(
+        address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(place)
+        listener.listen(64)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _answers(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=0.3).close()
+    except OSError:
+        return False
+    return True
+
+
+def _next_free(port: int, addresses: list[str]) -> int:
+    """The first port above in which nobody listens on these addresses; 0: none near."""
+    for candidate in range(port + 1, min(port + 100, 65536)):
+        try:
+            for address in addresses:
+                _listener(address, candidate).close()
+        except OSError:
+            continue
+        return candidate
+    return 0
+
+
+def _holder(port: int) -> str:
+    """Who listens on a port, as far as this user may know: `python3 (process 4711)`."""
+    said = _said(["lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-Fpc"])
+    found = re.search(r"^p(\d+)\nc(.+)$", said, re.MULTILINE)
+    if found:
+        return f"{found[2]} (process {found[1]})"
+    said = _said(["ss", "-Hltnp", f"sport = :{port}"])
+    found = re.search(r'\(\("([^"]+)",pid=(\d+)', said)
+    return f"{found[1]} (process {found[2]})" if found else ""
+
+
+def own_addresses() -> list[str]:
+    """The addresses of this machine at which others may reach it."""
+    said = _said(["ip", "-o", "address"]) or _said(["ifconfig"])
+    found = re.findall(r"\binet6? (?:addr:)?([0-9a-fA-F.:]+)", said)
+    return [each for each in found if not each.startswith(("127.", "fe80:")) and each != "::1"]
+
+
+def _said(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=2, check=False)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode("utf-8", "replace")
+
+
+def _leave_the_terminal() -> None:
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+
+
+def _serve(sock: socket.socket, token: str, turn: threading.Lock) -> None:
+    """Greet who knows the token; then, in its turn, echo its pings and count its burst."""
+    with sock:
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.settimeout(STALL_TIMEOUT_S)
+            if _line(sock) != token.encode():
+                return
+            sock.sendall(GREETING)
+            if sock.recv(1) != b"m":
+                return
+            with turn:
+                sock.sendall(b"g")
+                for _ in range(NUM_PINGS):
+                    sock.sendall(sock.recv(1))
+                sock.sendall(json.dumps(_count(sock)).encode() + b"\n")
+                while sock.recv(65_536):  # until the worker has cut the connection
+                    pass
+        except OSError:
+            return
+
+
+def _count(sock: socket.socket) -> dict[str, float]:
+    """Bytes that arrive within the time of a burst, and the seconds from its first to its last."""
+    buffer = bytearray(1 << 20)
+    count = sock.recv_into(buffer)
+    begin = last = time.perf_counter()
+    first = count
+    while count < BURST_NBYTES and last - begin < BURST_S:
+        got = sock.recv_into(buffer)
+        if not got:
+            break
+        count, last = count + got, time.perf_counter()
+    return {"bytes": count - first, "seconds": last - begin}
+
+
+def _line(sock: socket.socket) -> bytes:
+    said = b""
+    while not said.endswith(b"\n") and len(said) < 100:
+        got = sock.recv(1)
+        if not got:
+            break
+        said += got
+    return said.strip()
+
+
+# --- on a worker's machine
+
+
+def knock(address: str, port: int, token: str) -> dict[str, object]:
+    """Whether the listener answers; else why: an errno's name, name or stranger."""
+    return _with_listener(address, port, token, lambda _sock: {})
+
+
+def measure(address: str, port: int, token: str) -> dict[str, object]:
+    """The median round trip in ms, and the bandwidth to the server in MB/s."""
+    return _with_listener(address, port, token, _measure)
+
+
+def _with_listener(
+    address: str, port: int, token: str, do: Callable[[socket.socket], dict[str, object]]
+) -> dict[str, object]:
+    try:
+        with socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S) as sock:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if not _is_greeted(sock, token):
+                return {"error": "stranger"}
+            return {"error": None, **do(sock)}
+    except socket.gaierror as error:
+        return {"error": "name", "why": str(error)}
+    except socket.timeout:  # noqa: UP041 - another class before Python 3.10
+        return {"error": "ETIMEDOUT"}
+    except OSError as error:
+        return {"error": errno.errorcode.get(error.errno or 0, "?"), "why": _why(error)}
+
+
+def _is_greeted(sock: socket.socket, token: str) -> bool:
+    try:
+        sock.sendall(token.encode() + b"\n")
+        return _line(sock) == GREETING.strip()
+    except OSError:
+        return False
+
+
+def _measure(sock: socket.socket) -> dict[str, object]:
+    sock.sendall(b"m")
+    sock.settimeout(TURN_TIMEOUT_S)
+    if sock.recv(1) != b"g":
+        return {"error": "EPIPE"}
+    sock.settimeout(STALL_TIMEOUT_S)
+    pings = []
+    for _ in range(NUM_PINGS):
+        begin = time.perf_counter()
+        sock.sendall(b"p")
+        sock.recv(1)
+        pings.append(time.perf_counter() - begin)
+    counted = json.loads(_burst(sock))
+    # What is still on its way must not go on filling the link in the next one's turn.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    speed = counted["bytes"] / counted["seconds"] / 1e6 if counted["seconds"] else 0.0
+    return {"ms": statistics.median(pings) * 1e3, "mb_per_s": speed}
+
+
+def _burst(sock: socket.socket) -> bytes:
+    """Send until the listener says what it has counted."""
+    sock.setblocking(False)
+    end = time.monotonic() + BURST_S + STALL_TIMEOUT_S
+    while time.monotonic() < end:
+        readable, writable, _ = select.select([sock], [sock], [], STALL_TIMEOUT_S)
+        if readable:
+            sock.settimeout(STALL_TIMEOUT_S)
+            return _line(sock)
+        if writable:
+            sock.send(CHUNK)
+    raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+
+def _say(found: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+
+
+def _why(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def main(argv: list[str]) -> None:
+    """Do what the command line says."""
+    verb, *rest = argv
+    if verb == "listen":
+        listen(int(rest[0]), rest[1], int(rest[2]), rest[3:])
+    else:
+        address, port, token = rest
+        found = (knock if verb == "knock" else measure)(address, int(port), token)
+        _say(found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,165 @@
+"""`smolcluster runs`: all runs whose folders are here. Only small files are read, a few a run."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from smolcluster.errors import DataError
+from smolcluster.launch.find import all_runs
+from smolcluster.observability.terminal import SteadyConsole, displayable, steady
+from smolcluster.runs.events import first_start
+from smolcluster.runs.launched import Launched, read_launched
+from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.status import RunStatus, read_status
+from smolcluster.runs.summary import Summary, read_summary
+from smolcluster.utils import locks
+from smolcluster.utils.units import format_duration
+
+ELSEWHERE = "see status"
+"""The state of a run whose server is on another machine and has not said here that it is over."""
+File = TypeVar("File")
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """A run in a line. What is not known is None."""
+
+    run_id: str
+    algorithm: str | None
+    state: str
+    steps: int | None
+    loss: float | None
+    wall_s: float | None
+    where: str
+    began: float
+
+
+def runs() -> int:
+    """Print a table of all runs, the newest last."""
+    root = all_runs()
+    console = SteadyConsole()
+    found = listed(root)
+    with steady(console):
+        console.print(_table(console, found) if found else f"no runs yet in {root}")
+    return 0
+
+
+def listed(root: Path) -> list[ListedRun]:
+    """The runs in a folder, in the order in which they began."""
+    with suppress(OSError):
+        folders = [path for path in root.iterdir() if _is_run(path)]
+        return sorted(map(listed_run, map(RunPaths, folders)), key=lambda run: run.began)
+    return []
+
+
+def _is_run(path: Path) -> bool:
+    return not path.name.startswith(".") and not path.is_symlink() and path.is_dir()
+
+
+def listed_run(paths: RunPaths) -> ListedRun:
+    """What the small files of a run say."""
+    launched = _or_none(read_launched, paths.launched)
+    summary, status = _or_none(read_summary, paths.summary), _or_none(read_status, paths.status)
+    if summary is not None and (status is None or status.is_over):
+        steps, loss, wall_s = summary.steps, summary.final.train_loss, summary.wall_s
+    elif status is not None:
+        steps, loss = status.step, status.loss
+        wall_s = max(0.0, (status.updated_at - status.started_at).total_seconds())
+    else:
+        steps, loss, wall_s = None, None, None
+    return ListedRun(
+        paths.run_id,
+        _algorithm(paths, launched or summary or status),
+        _state(paths, launched, summary, status),
+        steps,
+        loss,
+        wall_s,
+        _where(launched),
+        _began(paths, status),
+    )
+
+
+def _algorithm(paths: RunPaths, told: Launched | Summary | RunStatus | None) -> str | None:
+    if told is not None:
+        return told.algorithm
+    with suppress(OSError):
+        if started := first_start(paths.events):
+            return started.algorithm
+    return None
+
+
+def _state(
+    paths: RunPaths, launched: Launched | None, summary: Summary | None, status: RunStatus | None
+) -> str:
+    """How a run stands: a server that lives holds its run's lock."""
+    if status is not None and status.is_over:
+        return status.state
+    if status is None and summary is not None:
+        return "ended"
+    if _is_held(paths):
+        return "starting" if status is None else status.state
+    if paths.launched.is_file() and (launched is None or launched.server.ssh is not None):
+        return ELSEWHERE
+    return "broken off"
+
+
+def _is_held(paths: RunPaths) -> bool:
+    """Whether a process of this machine writes the run."""
+    with suppress(OSError):
+        return locks.is_taken(paths.lock)
+    return False
+
+
+def _where(launched: Launched | None) -> str:
+    if launched is None:
+        return "local"
+    return ", ".join(dict.fromkeys(each.node for each in launched.processes))
+
+
+def _began(paths: RunPaths, status: RunStatus | None) -> float:
+    """When a run began, as well as its files tell: they are written in this order."""
+    for path in (paths.launched, paths.config, paths.processes):
+        with suppress(OSError):
+            return path.stat().st_mtime
+    if status is not None:
+        return status.started_at.timestamp()
+    with suppress(OSError):
+        return paths.root.stat().st_mtime
+    return 0.0
+
+
+def _table(console: Console, found: list[ListedRun]) -> Table:
+    table = Table()
+    for name in ("run", "algorithm", "state"):
+        table.add_column(name, no_wrap=name == "run")
+    for name in ("steps", "loss", "time"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("where")
+    for run in found:
+        table.add_row(*(Text(displayable(console, cell)) for cell in row(run)))
+    return table
+
+
+def row(run: ListedRun) -> list[str]:
+    """A run's cells: id, algorithm, state, steps, loss, time, where."""
+    return [
+        run.run_id,
+        run.algorithm or "",
+        run.state,
+        "" if run.steps is None else f"{run.steps:,}",
+        "" if run.loss is None else f"{run.loss:.4g}",
+        "" if run.wall_s is None else format_duration(run.wall_s),
+        run.where,
+    ]
+
+
+def _or_none(read: Callable[[Path], File], path: Path) -> File | None:
+    with suppress(DataError):
+        return read(path)
+    return None

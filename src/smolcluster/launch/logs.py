@@ -1,0 +1,416 @@
+"""`smolcluster logs`: the log lines of all processes of a run, merged by time, wherever they lie."""
+
+import itertools
+import logging
+import queue
+import re
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from smolcluster.errors import ConfigError, DataError, LaunchError
+from smolcluster.launch.find import find
+from smolcluster.launch.growing import Reader
+from smolcluster.launch.host import CONNECT_TIMEOUT_S, Host, shell_path
+from smolcluster.observability.logs import log_line
+from smolcluster.observability.terminal import (
+    COLOURS,
+    SteadyConsole,
+    displayable,
+    print_line,
+)
+from smolcluster.runs.files import json_objects
+from smolcluster.runs.launched import LaunchedProcess, read_launched
+from smolcluster.runs.paths import RunPaths, log_stem
+from smolcluster.runs.processes import read_processes
+from smolcluster.utils.words import nearest, one_line
+
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+MAX_SHOWN = 4000
+"""Characters of a message; the file has the rest."""
+PATIENCE_S = CONNECT_TIMEOUT_S + 1.0
+"""How long the lines of one machine wait for those of the others, before the first is shown."""
+TOGETHER_S = 0.3
+"""Lines that come within so short a time are sorted."""
+_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+@dataclass(frozen=True)
+class Source:
+    """The log file of one process.
+
+    Attributes:
+        host: the machine that has it.
+        file: its path there, a word of a shell.
+        copy: where it is here when it was fetched.
+    """
+
+    node: str
+    role: str
+    rank: int | None
+    host: Host
+    file: str
+    copy: Path
+
+    @property
+    def title(self) -> str:
+        """The process in messages: `server mini1`, `worker 1 pi5`."""
+        place = "" if self.rank is None else f"{self.rank + 1} "
+        return f"{self.role} {place}{self.node}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line: when it was written, in seconds since 1970, and by which process."""
+
+    seconds: float
+    source: int
+    level: str
+    message: str
+    exception: str = ""
+
+
+def logs(
+    run: str, *, node: str | None, rank: int | None, level: str, follow: bool, since: str | None
+) -> int:
+    """Print a run's log lines; returns 1 when those of a machine are missing.
+
+    Args:
+        run: its name, latest, or its folder.
+        node: only of processes on the machine of this name.
+        rank: only of the worker of this rank.
+        level: only of this level and above.
+        follow: go on with what is new, until Ctrl-C.
+        since: only what is newer: `10m`, or a time such as `2026-11-22T10:00`.
+
+    Raises:
+        ConfigError: there is no such run, machine, rank, level or time.
+        DataError: its list of processes is damaged.
+    """
+    paths = find(run)
+    lowest, start = level_number(level), since_when(since, datetime.now().astimezone())
+    sources = chosen(sources_of(paths), node, rank)
+    view = LogView(SteadyConsole(), sources, lowest, start)
+    return _follow(view) if follow else _print(view)
+
+
+def level_number(level: str) -> int:
+    """A level's number, whatever its case.
+
+    Raises:
+        ConfigError: there is no such level.
+    """
+    if level.upper() in LEVELS:
+        return logging.getLevelNamesMapping()[level.upper()]
+    meant = nearest(level, LEVELS)
+    hint = f"; did you mean {meant}?" if meant else ""
+    raise ConfigError(f"--level {one_line(level)}: there are {', '.join(LEVELS)}{hint}")
+
+
+def since_when(text: str | None, now: datetime) -> float:
+    """The moment that `--since` means, in seconds since 1970.
+
+    Raises:
+        ConfigError: it is no moment.
+    """
+    if text is None:
+        return 0.0
+    if found := re.fullmatch(r"(\d{1,9}(?:\.\d+)?) ?(s|min|m|h|d)", text.strip()):
+        ago = timedelta(seconds=float(found[1]) * _SECONDS[found[2]])
+        return now.timestamp() - ago.total_seconds()
+    try:
+        moment = datetime.fromisoformat(text.strip())
+        return moment.replace(tzinfo=moment.tzinfo or now.tzinfo).timestamp()
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"--since {one_line(text)}: say how long ago, such as 30s, 10m, 2h or 1d, or when, such as "
+            f"{now:%Y-%m-%dT%H:%M}"
+        ) from error
+
+
+def sources_of(paths: RunPaths) -> list[Source]:
+    """The log files of a run: on their machines if it was launched there, else those that are here.
+
+    Raises:
+        DataError: its list of processes is damaged.
+    """
+    if paths.launched.is_file():
+        return [_launched(each, paths) for each in read_launched(paths.launched).processes]
+    return _sources_here(paths)
+
+
+def _launched(process: LaunchedProcess, paths: RunPaths) -> Source:
+    return Source(
+        process.node,
+        process.role,
+        process.rank,
+        Host(process.node, process.ssh),
+        f"{shell_path(process.run_dir)}/logs/{shlex.quote(process.stem)}.log",
+        paths.logs / f"{process.stem}.log",
+    )
+
+
+def _sources_here(paths: RunPaths) -> list[Source]:
+    here = Host("this machine")
+    stems: dict[str, tuple[str, str, int | None]] = {}
+    if paths.processes.is_file():
+        with suppress(DataError):
+            for each in read_processes(paths.processes):
+                stem = log_stem(each.role, each.node, each.rank)
+                stems[stem] = (each.node, each.role, each.rank)
+    for file in sorted(paths.logs.glob("*.log")):
+        if found := re.fullmatch(r"([a-z]+)(?:-rank(\d{1,9}))?-(.+)", file.stem):
+            role, rank, node = found.groups()
+            stems.setdefault(file.stem, (node, role, None if rank is None else int(rank)))
+    files = {stem: paths.logs / f"{stem}.log" for stem in stems}
+    return [
+        Source(node, role, rank, here, shlex.quote(str(files[stem])), files[stem])
+        for stem, (node, role, rank) in stems.items()
+    ]
+
+
+def chosen(sources: Sequence[Source], node: str | None, rank: int | None) -> list[Source]:
+    """The sources of that machine and rank.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    of_node = [source for source in sources if node in (None, source.node)]
+    if node is not None and not of_node:
+        names = ", ".join(dict.fromkeys(source.node for source in sources)) or "none"
+        raise ConfigError(
+            f"--node {one_line(node)}: the run has no process there; it has some on: {names}"
+        )
+    of_rank = [source for source in of_node if rank in (None, source.rank)]
+    if rank is not None and not of_rank:
+        ranks = ", ".join(str(source.rank) for source in of_node if source.rank is not None)
+        where = "" if node is None else f" on {node}"
+        raise ConfigError(
+            f"--rank {rank}: the run's workers{where} have the ranks {ranks or 'none'}"
+        )
+    return of_rank
+
+
+def entry_of(line: bytes, source: int, before: float) -> Entry | None:
+    """What a line of a file says; what is no JSON object is shown as it is. None: it is empty.
+
+    `before` is the time of the line before it, for a line that has none.
+    """
+    fields = next(json_objects([line]), None)
+    if fields is None:
+        text = line.decode("utf-8", "replace").strip()
+        return Entry(before, source, "", text) if text else None
+    return Entry(
+        _moment(fields.get("ts"), before),
+        source,
+        str(fields.get("level", ""))[:8],
+        str(fields.get("message", "")),
+        str(fields.get("exception", "")),
+    )
+
+
+def _moment(text: Any, before: float) -> float:
+    try:
+        return datetime.fromisoformat(str(text)).timestamp()
+    except (ValueError, OverflowError):
+        return before
+
+
+class LogView:
+    """Prints entries; leaves out those that are not wanted."""
+
+    def __init__(
+        self, console: Console, sources: Sequence[Source], lowest: int, start: float
+    ) -> None:
+        self.console = console
+        self.problems = SteadyConsole(stderr=True)
+        self.sources = sources
+        self._lowest = lowest
+        self._start = start
+        self._before = [0.0] * len(sources)
+        width = max((len(source.title) for source in sources), default=0)
+        self._prefixes = [
+            Text(displayable(console, f"{source.title:<{width}}"), style=colour)
+            for source, colour in zip(sources, itertools.cycle(COLOURS), strict=False)
+        ]
+
+    def entries(self, source: int, lines: Iterable[bytes]) -> list[Entry]:
+        """What the next lines of a source say that is wanted."""
+        wanted = []
+        for line in lines:
+            entry = entry_of(line, source, self._before[source])
+            if entry is not None:
+                self._before[source] = entry.seconds
+                if self._wants(entry):
+                    wanted.append(entry)
+        return wanted
+
+    def _wants(self, entry: Entry) -> bool:
+        number = logging.getLevelNamesMapping().get(entry.level, logging.INFO)
+        return entry.seconds >= self._start and number >= self._lowest
+
+    def show(self, entries: Iterable[Entry]) -> None:
+        """Print them in the order of their times."""
+        for entry in sorted(entries, key=lambda each: each.seconds):
+            moment = time.strftime("%m-%d %H:%M:%S", time.localtime(entry.seconds))
+            self._print(entry, log_line(moment, entry.level, self._displayable(entry.message)))
+            for line in entry.exception[: 10 * MAX_SHOWN].splitlines():
+                self._print(entry, Text(f"    {self._displayable(line)}", style="dim"))
+
+    def _print(self, entry: Entry, text: Text) -> None:
+        print_line(self.console, Text.assemble(self._prefixes[entry.source], " | ", text))
+
+    def _displayable(self, text: str) -> str:
+        left_out = len(text) - MAX_SHOWN
+        more = f" … ({left_out:,} characters more)" if left_out > 0 else ""
+        return displayable(self.console, text[:MAX_SHOWN] + more)
+
+
+def _by_host(sources: Sequence[Source]) -> dict[Host, list[int]]:
+    hosts: dict[Host, list[int]] = {}
+    for index, source in enumerate(sources):
+        hosts.setdefault(source.host, []).append(index)
+    return hosts
+
+
+# --- what is there
+
+
+def _print(view: LogView) -> int:
+    """Print what is there now; 1 when a machine's lines are missing."""
+    fetched = [_Fetched(view, host, own) for host, own in _by_host(view.sources).items()]
+    threads = [threading.Thread(target=each.read, daemon=True) for each in fetched]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    view.show(itertools.chain.from_iterable(each.entries for each in fetched))
+    for each in fetched:
+        for problem in each.problems:
+            print_line(view.problems, problem)
+    return int(any(each.problems for each in fetched))
+
+
+class _Fetched:
+    """The lines that one machine's files have now."""
+
+    def __init__(self, view: LogView, host: Host, own: list[int]) -> None:
+        self._view, self._host, self._own = view, host, own
+        self.entries: list[Entry] = []
+        self.problems: list[str] = []
+
+    def read(self) -> None:
+        """Read them; the copies here, if there are any, when the machine cannot be reached."""
+        try:
+            self._read(self._host, [self._view.sources[index].file for index in self._own])
+        except LaunchError as error:
+            copies = [self._view.sources[index].copy for index in self._own]
+            if not any(copy.is_file() for copy in copies):
+                self.problems.append(str(error))
+                return
+            self.problems.append(f"{error}; its lines are those that were fetched before")
+            self.entries.clear()
+            with suppress(LaunchError):
+                self._read(Host(self._host.node), [shlex.quote(str(copy)) for copy in copies])
+
+    def _read(self, host: Host, files: list[str]) -> None:
+        def take(file: int, lines: list[bytes]) -> None:
+            self.entries += self._view.entries(self._own[file], lines)
+
+        Reader(host, files, on_lines=take).read()
+
+
+# --- what comes
+
+
+@dataclass(frozen=True)
+class _News:
+    """What a machine's thread has to tell: lines of a source, that all that was there has come, or a word."""
+
+    kind: Literal["lines", "whole", "word"]
+    host: Host
+    source: int = 0
+    lines: tuple[bytes, ...] = ()
+    word: str = ""
+
+
+def _follow(view: LogView) -> int:
+    """Print what is there and what comes, until Ctrl-C."""
+    news: queue.Queue[_News] = queue.Queue()
+    hosts = _by_host(view.sources)
+    readers = [_reader(view, host, own, news) for host, own in hosts.items()]
+    threads = [threading.Thread(target=run, daemon=True) for _, run in readers]
+    try:
+        for thread in threads:
+            thread.start()
+        _show_first(view, news, set(hosts))
+        while not view.console.quiet:
+            _show_next(view, news)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        for reader, _ in readers:
+            reader.stop()
+        for thread in threads:
+            thread.join(1.0)
+        for reader, _ in readers:
+            reader.kill()
+        for thread in threads:
+            thread.join(1.0)
+    return 0  # nobody reads it any more
+
+
+def _reader(
+    view: LogView, host: Host, own: list[int], news: "queue.Queue[_News]"
+) -> tuple[Reader, Callable[[], None]]:
+    def lines(file: int, lines: list[bytes]) -> None:
+        news.put(_News("lines", host, own[file], tuple(lines)))
+
+    def say(sentence: str) -> None:
+        news.put(_News("word", host, word=sentence))
+
+    files = [view.sources[index].file for index in own]
+    reader = Reader(host, files, on_lines=lines, on_whole=lambda: news.put(_News("whole", host)))
+    return reader, lambda: reader.follow(
+        lambda problem: say(f"{problem}; trying again"),
+        lambda: say(f"{host.node}: connected again"),
+    )
+
+
+def _show_first(view: LogView, news: "queue.Queue[_News]", missing: set[Host]) -> None:
+    """Print what is there, as soon as each machine has said all or that it cannot."""
+    entries: list[Entry] = []
+    end = time.monotonic() + PATIENCE_S
+    while missing and (left := end - time.monotonic()) > 0:
+        with suppress(queue.Empty):
+            each = news.get(timeout=left)
+            entries += _taken(view, each)
+            if each.kind != "lines":
+                missing.discard(each.host)
+    view.show(entries)
+
+
+def _show_next(view: LogView, news: "queue.Queue[_News]") -> None:
+    """Wait for something new, and print it with what comes soon after it."""
+    entries: list[Entry] = []
+    with suppress(queue.Empty):
+        entries += _taken(view, news.get(timeout=1.0))
+        end = time.monotonic() + TOGETHER_S
+        while (left := end - time.monotonic()) > 0:
+            entries += _taken(view, news.get(timeout=left))
+    view.show(entries)
+
+
+def _taken(view: LogView, news: _News) -> list[Entry]:
+    if news.kind == "word":
+        print_line(view.problems, news.word)
+    return view.entries(news.source, news.lines)

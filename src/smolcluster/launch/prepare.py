@@ -1,0 +1,123 @@
+"""Before a run begins on a cluster: look at each machine, bring the project there, hand over the secret.
+
+All machines at once; a failure of one is told as one line, with those of the others.
+"""
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from smolcluster.errors import LaunchError, SmolclusterError
+from smolcluster.launch.host import Host, shell_path
+
+T = TypeVar("T")
+
+MIN_FREE_KIB = 200 * 1024
+TOOLS = {
+    "uv": "curl -LsSf https://astral.sh/uv/install.sh | sh",
+    "tmux": "sudo apt install tmux, or brew install tmux",
+    "rsync": "sudo apt install rsync, or brew install rsync",
+}
+DEFAULT_SECRET = '"${XDG_CONFIG_HOME:-$HOME/.config}"/smolcluster/secret'  # noqa: S105 - a path
+
+
+def everywhere(hosts: Sequence[Host], task: Callable[[Host], T]) -> dict[str, T]:
+    """Do a task for all machines at once; what came of it, by node.
+
+    Raises:
+        LaunchError: it failed for at least one; the message has a line for each.
+    """
+    results: dict[str, T] = {}
+    failures = []
+    with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
+        futures = {host.node: pool.submit(task, host) for host in hosts}
+        for node, future in futures.items():
+            try:
+                results[node] = future.result()
+            except SmolclusterError as error:
+                failures.append(str(error))
+    if failures:
+        raise LaunchError("; ".join(failures))
+    return results
+
+
+def check(host: Host, project_dir: str, tools: Sequence[str]) -> None:
+    """See that a machine can be reached and has what a run needs.
+
+    Raises:
+        LaunchError: it has not; the message says what to do.
+    """
+    names = shlex.join(tools)
+    done = host.run(
+        f"for tool in {names}; do command -v $tool >/dev/null || echo missing $tool; done\n"
+        f"folder={shell_path(project_dir)}\n"
+        'while [ ! -d "$folder" ]; do folder=$(dirname "$folder"); done\n'
+        'df -Pk "$folder" | awk \'NR==2 {print "free", $4}\''
+    )
+    words = [line.split() for line in done.stdout.splitlines()]
+    missing = [word[1] for word in words if word[0] == "missing"]
+    if missing:
+        fixes = "; ".join(f"{tool}: {TOOLS[tool]}" for tool in missing)
+        raise LaunchError(
+            f"{host.node} ({host.shown}): has no {' and no '.join(missing)} ({fixes})"
+        )
+    free = next((int(word[1]) for word in words if word[0] == "free" and word[1].isdigit()), None)
+    if free is not None and free < MIN_FREE_KIB:
+        raise LaunchError(
+            f"{host.node} ({host.shown}): the disk of {project_dir} has {free // 1024} MiB left: free some"
+        )
+
+
+def check_port(host: Host, port: int) -> None:
+    """See that nobody on the server's machine listens on a port.
+
+    Raises:
+        LaunchError: somebody does; the message offers the next free one.
+    """
+    done = host.run(
+        "if command -v ss >/dev/null; then ss -Htln | awk '{print $4}'; "
+        "else netstat -an -p tcp | awk '/LISTEN/ {print $4}'; fi"
+    )
+    taken = {line.replace(".", ":").rpartition(":")[2] for line in done.stdout.split()}
+    if str(port) in taken:
+        free = next(number for number in range(port + 1, 65536) if str(number) not in taken)
+        raise LaunchError(
+            f"{host.node} ({host.shown}): port {port} is in use, perhaps by another run (smolcluster runs "
+            f"lists them); take another one: --override port={free}"
+        )
+
+
+def hand_over_secret(host: Host, file: str | None, secret: bytes) -> bool:
+    """Write the cluster's secret to a machine, by standard input; whether it had another one.
+
+    Raises:
+        LaunchError: it cannot be written.
+    """
+    path = DEFAULT_SECRET if file is None else shell_path(file)
+    done = host.run(
+        f'umask 077; file={path}; new=$(cat); old=$(cat "$file" 2>/dev/null)\n'
+        '[ "$new" = "$old" ] && chmod 600 "$file" && exit 0\n'
+        'mkdir -p "$(dirname "$file")" && printf "%s\\n" "$new" > "$file.$$" && mv "$file.$$" "$file" '
+        '|| exit 1\n[ -z "$old" ] || exit 3',
+        stdin=secret,
+    )
+    if done.code not in (0, 3):
+        raise LaunchError(f"{host.node}: the secret cannot be written: {done.last_words}")
+    return done.code == 3
+
+
+def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
+    """What of this machine's environment the processes on others get: keys, and settings of the run."""
+    own = ("SMOLCLUSTER_RUNS_DIR", "SMOLCLUSTER_SECRET_FILE")
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in FORWARDED or (name.startswith("SMOLCLUSTER_") and name not in own)
+    }
+
+
+FORWARDED = (
+    *("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_PROJECT"),
+    *("HF_TOKEN", "HF_HUB_OFFLINE"),
+)

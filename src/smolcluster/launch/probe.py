@@ -1,0 +1,249 @@
+"""Looking at the processes of a run: on their machines if it was launched there, else on this one.
+
+Each machine is asked once, all at the same time, and each has a time limit. The server's machine also tells
+what the server wrote, and its time: all ages are by its clock.
+"""
+
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from smolcluster.errors import DataError, LaunchError
+from smolcluster.launch.host import Host, TookTooLong, Unreachable, shell_path
+from smolcluster.launch.sessions import look_script
+from smolcluster.runs.events import first_start
+from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched
+from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.processes import read_processes
+from smolcluster.runs.status import RunStatus, instant, read_status
+from smolcluster.runs.summary import Summary, read_summary
+
+LIMIT_S = 5.0
+MAX_FILE_NBYTES = 1_000_000
+OURS = ("server.py", "worker.py", "smolcluster")
+"""One of these is in the command line of each of our processes: process ids are used again."""
+MARK = "::"
+"""Begins the lines that say what comes next; no line of a JSON document begins so."""
+
+Liveness = Literal["running", "ended", "gone", "unreachable", "unknown"]
+File = TypeVar("File", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was found of one process.
+
+    Attributes:
+        liveness: ended: of itself or when asked to; gone: nobody knows how it ended.
+        code: its exit code, where it is known.
+        why: why its machine cannot be asked.
+        fix: the same with what mends it.
+    """
+
+    node: str
+    role: str
+    rank: int | None
+    liveness: Liveness
+    code: int | None = None
+    why: str | None = None
+    fix: str | None = None
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What was found of a run: its processes, the server first, and what the server wrote."""
+
+    processes: tuple[Seen, ...]
+    status: RunStatus | None
+    summary: Summary | None
+    now: datetime
+
+
+Ask = Callable[[Host, str], str]
+
+
+def look(paths: RunPaths, ask: Ask | None = None) -> Sighting:
+    """Look at a run.
+
+    Raises:
+        DataError: what says which processes it has is damaged.
+    """
+    if not paths.launched.is_file():
+        return _look_here(paths)
+    launched = read_launched(paths.launched)
+    machines = list(dict.fromkeys((each.node, each.ssh) for each in launched.processes))
+    with ThreadPoolExecutor(len(machines)) as pool:
+        asked = [
+            pool.submit(_look_at, Host(node, ssh), launched, ask or ask_host)
+            for node, ssh in machines
+        ]
+        found = [each.result() for each in asked]
+    seen = {(each.role, each.rank): each for part in found for each in part.processes}
+    server = found[0]
+    if server.processes[0].liveness == "unreachable":  # there may be a copy from before
+        server = replace(
+            server, status=_or_none(read_status, paths.status), summary=_summary_here(paths)
+        )
+    ordered = tuple(seen[each.role, each.rank] for each in launched.processes)
+    return replace(server, processes=ordered)
+
+
+def ask_host(host: Host, script: str) -> str:
+    """What a script prints on a machine.
+
+    Raises:
+        LaunchError: the machine cannot be asked.
+    """
+    return host.run(script, timeout_s=LIMIT_S).stdout
+
+
+def _look_at(host: Host, launched: Launched, ask: Ask) -> Sighting:
+    """Look at what a run has on one machine."""
+    own = [each for each in launched.processes if (each.node, each.ssh) == _key(host)]
+    try:
+        said = sections(ask(host, look_at_script(own, launched.server)))
+    except LaunchError as error:
+        why, fix = _reason(error), str(error)
+        seen = [_found(each, "unreachable", why, fix) for each in own]
+        return Sighting(tuple(seen), None, None, instant(time.time()))
+    return Sighting(
+        tuple(_seen(each, said.get(f"process {index}", "")) for index, each in enumerate(own)),
+        _parsed(RunStatus, said.get("status.json", "")),
+        _parsed(Summary, said.get("summary.json", "")),
+        instant(_seconds(said.get("now", "")) or time.time()),
+    )
+
+
+def _key(host: Host) -> tuple[str, str | None]:
+    return host.node, host.destination
+
+
+def _reason(error: LaunchError) -> str:
+    if isinstance(error, Unreachable):
+        return error.what
+    return f"no answer within {LIMIT_S:g} s" if isinstance(error, TookTooLong) else str(error)
+
+
+def look_at_script(own: Sequence[LaunchedProcess], server: LaunchedProcess) -> str:
+    """What is run on a machine: how its processes are, and, on the server's, what the server wrote."""
+    lines = []
+    for index, process in enumerate(own):
+        lines += [f"echo '{MARK}process {index}'", look_script(process)]
+    if server in own:
+        lines += [f"echo '{MARK}now'", "date +%s.%N"]
+        for name in ("status.json", "summary.json"):
+            file = f"{shell_path(server.run_dir)}/{name}"
+            lines += [f"echo; echo '{MARK}{name}'", f"head -c {MAX_FILE_NBYTES} {file} 2>/dev/null"]
+    return "\n".join([*lines, "true"])
+
+
+def sections(text: str) -> dict[str, str]:
+    """What a machine said, by the marks before it; what comes before the first mark is left out."""
+    parts = f"\n{text}".split(f"\n{MARK}")[1:]
+    pairs = (part.partition("\n") for part in parts)
+    return {name.strip(): rest.strip() for name, _, rest in pairs}
+
+
+def _seen(process: LaunchedProcess, said: str) -> Seen:
+    match said.split():
+        case ["running"]:
+            return _found(process, "running")
+        case ["ended", code] if re.fullmatch(r"[0-9]{1,3}", code):
+            return replace(_found(process, "ended"), code=int(code))
+        case ["gone" | "ended", *_]:
+            return _found(process, "gone")
+    return _found(process, "unreachable", why="its answer makes no sense")
+
+
+def _found(
+    process: LaunchedProcess, liveness: Liveness, why: str | None = None, fix: str | None = None
+) -> Seen:
+    return Seen(process.node, process.role, process.rank, liveness, None, why, fix)
+
+
+def _seconds(text: str) -> float | None:
+    """What `date` printed; where it knows no %N, the middle of that second."""
+    found = re.match(r"(\d{1,11})(\.\d+)?", text)
+    if found is None:
+        return None
+    return float(found[0]) if found[2] else int(found[1]) + 0.5
+
+
+def _parsed(kind: type[File], text: str) -> File | None:
+    with suppress(ValidationError):
+        return kind.model_validate_json(text)
+    return None
+
+
+def _look_here(paths: RunPaths) -> Sighting:
+    """Look at a run all of whose processes are on this machine."""
+    status, summary = _or_none(read_status, paths.status), _summary_here(paths)
+    is_over = summary is not None if status is None else status.is_over
+    known = _processes_here(paths)
+    alive = ours_alive([pid for _, pid in known if pid is not None])
+    seen = [replace(who, liveness=_liveness(pid in alive, is_over)) for who, pid in known]
+    return Sighting(tuple(seen), status, summary, instant(time.time()))
+
+
+def _liveness(is_alive: bool, is_over: bool) -> Liveness:
+    if is_alive:
+        return "running"
+    return "ended" if is_over else "gone"
+
+
+def _processes_here(paths: RunPaths) -> list[tuple[Seen, int | None]]:
+    """The processes that are known of, with their ids: those launched, else the one that holds the run."""
+    if paths.processes.is_file():
+        return [
+            (Seen(each.node, each.role, each.rank, "unknown"), each.pid)
+            for each in read_processes(paths.processes)
+        ]
+    started = first_start(paths.events)
+    is_single = started is None or started.num_workers == 0 or started.algorithm == "single"
+    node = platform.node() if started is None else started.node
+    return [(Seen(node, "trainer" if is_single else "server", None, "unknown"), _holder(paths))]
+
+
+def _holder(paths: RunPaths) -> int | None:
+    with suppress(OSError):
+        text = paths.lock.read_text(errors="replace").strip()
+        return int(text) if re.fullmatch(r"[0-9]{1,10}", text) else None
+    return None
+
+
+def ours_alive(pids: Sequence[int]) -> set[int]:
+    """Those of the processes that live and are of this project."""
+    if not pids:
+        return set()
+    command = ["ps", "-ww", "-o", "pid=,command=", "-p", ",".join(map(str, pids))]
+    try:
+        listed = subprocess.run(  # noqa: S603 - numbers
+            command, capture_output=True, timeout=LIMIT_S, check=False
+        ).stdout.decode("utf-8", "replace")
+    except (OSError, subprocess.TimeoutExpired):
+        return set()
+    pairs = (line.split(None, 1) for line in listed.splitlines())
+    return {
+        int(pair[0])
+        for pair in pairs
+        if len(pair) == 2 and any(word in pair[1] for word in OURS) and "<defunct>" not in pair[1]
+    }
+
+
+def _summary_here(paths: RunPaths) -> Summary | None:
+    return _or_none(read_summary, paths.summary)
+
+
+def _or_none(read: Callable[..., File], path: object) -> File | None:
+    with suppress(DataError):
+        return read(path)
+    return None

@@ -1,0 +1,293 @@
+"""Launching on the machines of a cluster: from what the user asked for to a run that is followed or left."""
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from smolcluster.configs.load import find_config, read_config
+from smolcluster.configs.nested import flatten, is_nested
+from smolcluster.configs.resolve import check_algorithm
+from smolcluster.configs.schema import ClusterConfig, NodeConfig
+from smolcluster.errors import ConfigError, LaunchError
+from smolcluster.launch.cluster_run import Baggage, ClusterRun, Machine, left_running
+from smolcluster.launch.find import find
+from smolcluster.launch.host import Host
+from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE, Place, Places, Request, plan_cluster
+from smolcluster.launch.prepare import forwarded
+from smolcluster.launch.requests import settings_of
+from smolcluster.launch.show_plan import show_plan
+from smolcluster.launch.stop import stop_children
+from smolcluster.launch.tmux import open_window, show_window, window_name
+from smolcluster.observability.terminal import SteadyConsole
+from smolcluster.runs.launched import Launched, read_launched
+from smolcluster.runs.paths import RunPaths, create_run, new_run_id, runs_root
+from smolcluster.transport.security import default_secret_path, ensure_secret
+
+HERE = "local"
+"""What `nodes.<name>.ssh` says of the machine that launches."""
+NOT_INHERITED = ("TMUX", "TMUX_PANE", "TERM", "PWD", "OLDPWD", "SHLVL", "_")
+
+
+@dataclass(frozen=True)
+class How:
+    """How to launch.
+
+    Attributes:
+        dry_run: only print the plan.
+        sync: bring code and environment to the machines first.
+        tmux: open a window with a pane a process, where there is a terminal.
+        detach: leave the run alone when all workers have joined.
+    """
+
+    dry_run: bool = False
+    sync: bool = True
+    tmux: bool = True
+    detach: bool = False
+
+
+def launch_remote(
+    request: Request, how: How, *, run_id: str | None = None, resume: bool = False
+) -> int:
+    """Run on the machines of the cluster file; returns the exit code.
+
+    With `resume` the run of that id goes on from its newest good checkpoint.
+
+    Raises:
+        SmolclusterError: what prevents it, in one line.
+    """
+    settings = settings_of(request, local=False)
+    check_algorithm(settings, request.algorithm.name)
+    run_id = run_id or new_run_id(request.algorithm.name, datetime.now().astimezone())
+    cluster_file = find_config(request.config or request.algorithm.name, "cluster")
+    train_file = find_config(request.train_config or "nn", "training")
+    stated = os.environ.get("SMOLCLUSTER_RUNS_DIR")
+    here = runs_root(Path(stated) if stated else None)
+    places = places_of(request, settings.cluster, cluster_file, train_file, here)
+    launched = plan_cluster(request, settings.cluster, places, run_id)
+    if resume:
+        launched = launched.resumed()
+    if how.dry_run:
+        show_plan(launched, settings)
+        return 0
+    secret = ensure_secret(settings.node.secret_file or default_secret_path())
+    baggage = Baggage(
+        root=project_root(),
+        cluster_file=cluster_file.read_bytes(),
+        train_file=train_file.read_bytes(),
+        secret=secret.key,
+    )
+    paths = create_run(here, run_id)
+    keep(paths, baggage)
+    run = ClusterRun(
+        launched, machines_of(settings.cluster, places, cluster_file), paths, SteadyConsole()
+    )
+    run.prepare(baggage, sync=how.sync)
+    run.start()
+    return go_on(run, launched, how)
+
+
+def keep(paths: RunPaths, baggage: Baggage) -> None:
+    """Keep the configuration files with the run, for who lets it go on.
+
+    Raises:
+        LaunchError: they cannot be written.
+    """
+    try:
+        (paths.root / CLUSTER_FILE).parent.mkdir(mode=0o700, exist_ok=True)
+        (paths.root / CLUSTER_FILE).write_bytes(baggage.cluster_file)
+        (paths.root / TRAIN_FILE).write_bytes(baggage.train_file)
+    except OSError as error:
+        raise LaunchError(f"{paths.root} cannot be written: {error.strerror or error}") from error
+
+
+def launch_here(launched: Launched, paths: RunPaths, console: Console, how: How) -> int:
+    """Run a plan of this machine alone in tmux sessions; returns the exit code.
+
+    Raises:
+        LaunchError: what prevents it, in one line.
+    """
+    env = inherited()
+    machines = {
+        process.node: Machine(Host(process.node), process.project_dir, "pypi", env)
+        for process in launched.processes
+    }
+    run = ClusterRun(launched, machines, paths, console)
+    run.start()
+    return go_on(run, launched, how)
+
+
+def wants_window(how: How) -> bool:
+    """Whether a run on this machine gets tmux sessions, and a window that shows them."""
+    on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    return how.detach or (how.tmux and on_terminal and shutil.which("tmux") is not None)
+
+
+def go_on(run: ClusterRun, launched: Launched, how: How) -> int:
+    """Show a started run in a window, follow it, or leave it alone, as the user wants it."""
+    has_window = how.tmux and shutil.which("tmux") is not None
+    on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if has_window and (how.detach or on_terminal):
+        open_window(launched.run_id, launched.processes, stop_command(launched.run_id))
+    if how.detach:
+        run.say(left_running(launched.run_id))
+        return 0
+    if has_window and on_terminal:
+        show_window(window_name(launched.run_id))
+        return run.left_window()
+    return run.follow()
+
+
+def attach(run: str) -> int:
+    """Show a launched run in a window of this terminal; returns the exit code.
+
+    Raises:
+        SmolclusterError: there is no such run, or no terminal.
+    """
+    paths = find(run)
+    if not paths.launched.is_file():
+        raise ConfigError(
+            f"run {paths.run_id} has no sessions to attach to: it ran without tmux, or was launched elsewhere"
+        )
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise LaunchError("attach needs a terminal; `smolcluster logs --follow` needs none")
+    launched = read_launched(paths.launched)
+    name = open_window(launched.run_id, launched.processes, stop_command(launched.run_id))
+    return show_window(name)
+
+
+def stop(run: str, *, now: bool) -> int:
+    """Stop a run on all its machines, and see that nothing is left; returns the exit code.
+
+    With `now` nothing is saved and nobody says goodbye.
+
+    Raises:
+        SmolclusterError: there is no such run.
+    """
+    paths = find(run)
+    if not paths.launched.is_file():
+        return stop_children(paths)
+    launched = read_launched(paths.launched)
+    return ClusterRun(launched, {}, paths, SteadyConsole()).stop(in_a_hurry=now)
+
+
+def stop_command(run_id: str) -> str:
+    """What a shell runs to stop a run."""
+    program = "from smolcluster.cli import main; raise SystemExit(main())"
+    return shlex.join([sys.executable, "-c", program, "stop", run_id])
+
+
+def project_root() -> Path:
+    """The checkout that this is.
+
+    Raises:
+        LaunchError: it is none, so that there is nothing to bring to other machines.
+    """
+    root = Path(__file__).resolve().parents[3]
+    if not (root / "pyproject.toml").is_file():
+        raise LaunchError("launching on other machines needs a checkout of the project: clone it")
+    return root
+
+
+def places_of(
+    request: Request, cluster: ClusterConfig, cluster_file: Path, train_file: Path, here: Path
+) -> Places:
+    """Where the run lives on each machine; `here`: this one's folder of runs."""
+    raw = read_config(cluster_file, "cluster").get("nodes") or {}
+    data = list(_data_overrides(train_file))
+    places = {}
+    for node in dict.fromkeys((cluster.server, *cluster.workers)):
+        config = cluster.nodes.get(node, NodeConfig())
+        if config.ssh == HERE:
+            places[node] = Place(
+                ssh=None,
+                project_dir=str(project_root()),
+                runs_dir=str(here),
+                python=sys.executable,
+                overrides=(*data, f"runs_dir={here}"),
+            )
+            continue
+        stated = raw.get(node) or {}
+        own = stated.get("dataset") or {}
+        runs_dir = _override_of(request, "runs_dir") or stated.get("runs_dir")
+        places[node] = Place(
+            ssh=config.ssh or node,
+            project_dir=config.project_dir,
+            runs_dir=(runs_dir or f"{config.project_dir}/runs").rstrip("/"),
+            overrides=tuple(
+                text for text in data if text.partition("=")[0].rpartition(".")[2] not in own
+            ),
+        )
+    return places
+
+
+def machines_of(
+    cluster: ClusterConfig, places: Places, cluster_file: Path
+) -> Mapping[str, Machine]:
+    """What each machine is to be brought, by node."""
+    raw = read_config(cluster_file, "cluster").get("nodes") or {}
+    machines = {}
+    for node, place in places.items():
+        config = cluster.nodes.get(node, NodeConfig())
+        machines[node] = Machine(
+            host=Host(node, place.ssh),
+            project_dir=place.project_dir,
+            torch=config.torch,
+            env=(inherited() if place.ssh is None else forwarded(os.environ)) | config.env,
+            secret_file=(raw.get(node) or {}).get("secret_file"),
+        )
+    return machines
+
+
+def inherited() -> dict[str, str]:
+    """The environment of this process, for processes of this machine that tmux starts."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in NOT_INHERITED and name.isidentifier()
+    }
+
+
+def _data_overrides(train_file: Path) -> Iterator[str]:
+    """Where the training file says that the data are, in its own words: `~` is each machine's own."""
+    train: Mapping[str, Any] = read_config(train_file, "training")
+    if is_nested(train):
+        train, _ = flatten(train, str(train_file))
+    dataset = train.get("dataset") or {}
+    for name in ("root", "cache", "download"):
+        if dataset.get(name) is not None:
+            value = dataset[name]
+            yield f"dataset.{name}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+def _override_of(request: Request, key: str) -> str | None:
+    """The value that an override gives a key, the last one of it."""
+    values = [text.partition("=")[2] for text in request.overrides if text.startswith(f"{key}=")]
+    return values[-1] if values else None
+
+
+def resume_remote(paths: RunPaths, launched: Launched, overrides: Sequence[str], how: How) -> int:
+    """Let a run go on on its machines, from its newest good checkpoint; returns the exit code.
+
+    Raises:
+        SmolclusterError: what prevents it, in one line.
+    """
+    from smolcluster.algorithms.registry import get_algorithm  # noqa: PLC0415
+
+    files = paths.root / CLUSTER_FILE, paths.root / TRAIN_FILE
+    if not all(file.is_file() for file in files):
+        raise ConfigError(f"run {paths.run_id} was not launched from here: {files[0]} is missing")
+    request = Request(
+        algorithm=get_algorithm(launched.algorithm),
+        config=str(files[0]),
+        train_config=str(files[1]),
+        overrides=(*launched.overrides, *overrides),
+    )
+    return launch_remote(request, how, run_id=paths.run_id, resume=True)

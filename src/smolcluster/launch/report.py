@@ -1,0 +1,166 @@
+"""How a run stands, as one value: what was seen of its processes, with what its server wrote."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from smolcluster.launch.probe import Liveness, Seen, Sighting
+from smolcluster.runs.status import Presence, WorkerStatus
+
+State = Literal["starting", "waiting", "training", "ended", "failed", "broken off", "unknown"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class ProcessReport(_Part):
+    """How one process stands. Null is what is not known, or does not apply."""
+
+    node: str
+    role: str
+    rank: int | None = Field(description="A worker's, from 0.")
+    process: Liveness = Field(
+        description="gone: not there any more, and nobody knows how it ended; unreachable: its machine "
+        "cannot be asked; unknown: this launcher did not start it."
+    )
+    exit_code: int | None = None
+    why: str | None = Field(None, description="Why its machine cannot be asked.")
+    fix: str | None = Field(None, description="The same in a sentence, with what mends it.")
+    presence: Presence | None = Field(None, description="A worker's, as the server sees it.")
+    device: str | None = None
+    step: int | None = None
+    loss: float | None = None
+    samples: int | None = None
+    samples_per_s: float | None = None
+    heartbeat_age_s: float | None = Field(
+        None, description="Since the server's last word; of a worker since the server heard of it."
+    )
+
+
+class RunReport(_Part):
+    """How a run stands. Epochs and ranks count from 0; null is what is not known."""
+
+    run_id: str
+    algorithm: str | None = None
+    state: State = Field(
+        description="starting: the server has not written yet; broken off: its process is no more and has "
+        "not said why; unknown: its machine cannot be asked."
+    )
+    reason: str | None = Field(None, description="Why the run is over.")
+    step: int | None = None
+    total_steps: int | None = None
+    epoch: int | None = None
+    num_epochs: int | None = None
+    loss: float | None = None
+    val_loss: float | None = None
+    val_accuracy: float | None = None
+    val_perplexity: float | None = None
+    samples_per_s: float | None = None
+    age_s: float | None = Field(None, description="Since the server wrote this.")
+    processes: tuple[ProcessReport, ...]
+
+
+def report_of(run_id: str, algorithm: str | None, sighting: Sighting) -> RunReport:
+    """What was found of a run, as one value."""
+    processes = _processes(sighting)
+    status, summary, state = sighting.status, sighting.summary, state_of(sighting)
+    if status is not None:
+        shared = set(RunReport.model_fields) & set(type(status).model_fields)
+        values = {name: getattr(status, name) for name in shared}
+        age = None if status.is_over else status.age_s(sighting.now)
+        values |= {"run_id": run_id, "state": state, "processes": processes, "age_s": age}
+        if state in ("starting", "broken off"):
+            values |= {"reason": None, "samples_per_s": None}
+        return RunReport.model_validate(values)
+    if summary is not None:
+        return RunReport(
+            run_id=run_id,
+            algorithm=summary.algorithm,
+            state=state,
+            step=summary.steps,
+            epoch=max(0, summary.epochs - 1),
+            loss=summary.final.train_loss,
+            val_loss=summary.final.val_loss,
+            val_accuracy=summary.final.val_accuracy,
+            val_perplexity=summary.final.val_perplexity,
+            processes=processes,
+        )
+    return RunReport(run_id=run_id, algorithm=algorithm, state=state, processes=processes)
+
+
+def state_of(sighting: Sighting) -> State:
+    """How the run stands: what the server wrote, unless its process says otherwise."""
+    status = sighting.status
+    if status is not None and status.is_over:
+        return status.state
+    if status is None and sighting.summary is not None:
+        return "ended"
+    server = sighting.processes[0].liveness if sighting.processes else "unknown"
+    if server in ("unreachable", "unknown"):
+        return "unknown"
+    if server != "running":
+        return "broken off"
+    return "starting" if status is None else status.state
+
+
+def _processes(sighting: Sighting) -> tuple[ProcessReport, ...]:
+    """A report for each process that was launched, then for each worker that came by itself."""
+    known = {} if sighting.status is None else {w.rank: w for w in sighting.status.workers}
+    launched = {seen.rank for seen in sighting.processes}
+    strangers = [
+        Seen(worker.node, "worker", rank, "unknown")
+        for rank, worker in known.items()
+        if rank not in launched
+    ]
+    return tuple(
+        _owner(seen, sighting)
+        if seen.rank is None
+        else _worker(seen, known.get(seen.rank), sighting)
+        for seen in (*sighting.processes, *strangers)
+    )
+
+
+def _owner(seen: Seen, sighting: Sighting) -> ProcessReport:
+    status = sighting.status
+    report = _bare(seen)
+    if status is None:
+        return report
+    goes_on = not status.is_over and seen.liveness in ("running", "unreachable")
+    values: dict[str, object] = {"step": status.step, "loss": status.loss}
+    if goes_on:
+        values |= {
+            "samples_per_s": status.samples_per_s,
+            "heartbeat_age_s": status.age_s(sighting.now),
+        }
+    return report.model_copy(update=values)
+
+
+def _worker(seen: Seen, worker: WorkerStatus | None, sighting: Sighting) -> ProcessReport:
+    report = _bare(seen)
+    if worker is None or sighting.status is None:
+        return report
+    values: dict[str, object] = {
+        "presence": worker.state,
+        "device": worker.device,
+        "step": worker.step,
+        "samples": worker.samples,
+    }
+    if not sighting.status.is_over:
+        values |= {
+            "samples_per_s": worker.samples_per_s,
+            "heartbeat_age_s": worker.silent_s(sighting.now),
+        }
+    return report.model_copy(update=values)
+
+
+def _bare(seen: Seen) -> ProcessReport:
+    return ProcessReport(
+        node=seen.node,
+        role=seen.role,
+        rank=seen.rank,
+        process=seen.liveness,
+        exit_code=seen.code,
+        why=seen.why,
+        fix=seen.fix,
+    )

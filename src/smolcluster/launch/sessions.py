@@ -1,0 +1,134 @@
+"""The processes of a launched run on their machines: started in tmux, looked at, and ended.
+
+A process runs under a small shell script, which its machine gets by standard input (mode 0600, because it
+holds the environment) and which removes itself before it does anything else. It leaves
+
+    <run>/pids/<stem>    its process id, which is the process group's
+    <run>/exits/<stem>   the exit code, once the process has ended
+    <run>/logs/<stem>.console.txt   what was on the screen, if it ended badly
+"""
+
+import shlex
+from collections.abc import Mapping
+
+from smolcluster.errors import LaunchError
+from smolcluster.launch.host import Host, shell_path
+from smolcluster.launch.tmux import start, target
+from smolcluster.runs.launched import LaunchedProcess
+
+POLL_S = 0.2
+SCREEN_LINES = 200
+
+
+def host_of(process: LaunchedProcess) -> Host:
+    """The machine of a process."""
+    return Host(process.node, process.ssh)
+
+
+def begin(process: LaunchedProcess, env: Mapping[str, str]) -> None:
+    """Start a process in its session, with these variables added to its environment.
+
+    Raises:
+        LaunchError: the machine does not do it.
+    """
+    host = host_of(process)
+    file = f"{process.run_dir}/launch/{process.stem}.sh"
+    put(host, file, start_script(process, env).encode())
+    start(host, process, file)
+
+
+def put(host: Host, path: str, content: bytes) -> None:
+    """Write a file on a machine, by standard input, for its user's eyes only.
+
+    Raises:
+        LaunchError: it cannot be written.
+    """
+    file, folder = shell_path(path), shell_path(path.rpartition("/")[0])
+    done = host.run(f"umask 077; mkdir -p {folder} && rm -f {file} && cat > {file}", stdin=content)
+    if not done.ok:
+        raise LaunchError(f"{host.node}: {path} cannot be written: {done.last_words}")
+
+
+def start_script(process: LaunchedProcess, env: Mapping[str, str]) -> str:
+    """The shell script that is a process's life."""
+    run, stem = shell_path(process.run_dir), shlex.quote(process.stem)
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
+    lines = [
+        'rm -f -- "$0"',
+        *exports,
+        f"mkdir -p {run}/pids {run}/exits {run}/logs; rm -f {run}/exits/{stem}",
+        f"echo $$ > {run}/pids/{stem}",
+        "trap : INT TERM HUP",
+        f"cd {shell_path(process.project_dir)} && {shlex.join(process.argv)}",
+        "code=$?",
+        f'[ $code -eq 0 ] || tmux capture-pane -p -S -{SCREEN_LINES} -t "$TMUX_PANE" '
+        f"> {run}/logs/{stem}.console.txt 2>/dev/null",
+        f"echo $code > {run}/exits/{stem}",
+        "exit $code",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def look_script(process: LaunchedProcess) -> str:
+    """Prints `running`, `ended CODE`, or `gone` when it was killed or never started."""
+    exits = f"{shell_path(process.run_dir)}/exits/{shlex.quote(process.stem)}"
+    return (
+        f"if tmux has-session -t {target(process.session)} 2>/dev/null; then echo running; "
+        f'elif [ -s {exits} ]; then echo ended "$(cat {exits})"; else echo gone; fi'
+    )
+
+
+def exit_code(process: LaunchedProcess) -> int | None:
+    """The exit code of a process; None while it runs, 1 if it went without leaving one.
+
+    Raises:
+        LaunchError: its machine cannot be asked.
+    """
+    word, _, code = host_of(process).run(look_script(process)).stdout.strip().partition(" ")
+    if word == "running":
+        return None
+    return int(code) if code.isdigit() else 1
+
+
+def last_words(process: LaunchedProcess) -> str:
+    """The last line that a process which ended badly had on its screen."""
+    run = shell_path(process.run_dir)
+    shown = host_of(process).run(f"cat {run}/logs/{shlex.quote(process.stem)}.console.txt").stdout
+    lines = [line.strip() for line in shown.splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line.lower()]
+    return (errors or lines or ["it left no word"])[-1]
+
+
+def ask_to_end(process: LaunchedProcess, wait_s: float) -> bool:
+    """Send a process SIGTERM, and wait for its end; whether it came.
+
+    Raises:
+        LaunchError: its machine cannot be asked.
+    """
+    return _signal(process, "TERM", wait_s)
+
+
+def kill(process: LaunchedProcess, wait_s: float = 5.0) -> bool:
+    """End a process, and all that it started, at once; whether nothing of it is left."""
+    return _signal(process, "KILL", wait_s)
+
+
+def _signal(process: LaunchedProcess, signal: str, wait_s: float) -> bool:
+    """Signal a session's process group, and wait until nothing of it is left.
+
+    The number that a process left is believed only while commands of its run are in that group.
+    """
+    pid_file = f"{shell_path(process.run_dir)}/pids/{shlex.quote(process.stem)}"
+    ours = shlex.quote(f"{process.run_dir.rpartition('/')[2]}/launch/")
+    done = host_of(process).run(
+        f'pid=$(cat {pid_file} 2>/dev/null) && [ -n "$pid" ] || exit 0\n'
+        f'left() {{ ps -A -o pgid= -o args= | grep "^ *$pid " | grep -qF -- {ours}; }}\n'
+        "left || exit 0\n"
+        f'kill -{signal} -- "-$pid" 2>/dev/null\n'
+        f"n=0; while left && [ $n -lt {round(wait_s / POLL_S)} ]; do sleep {POLL_S}; n=$((n+1)); done\n"
+        "left && exit 3\nexit 0",
+        timeout_s=wait_s + 20,
+    )
+    if done.code not in (0, 3):
+        raise LaunchError(f"{process.title}: cannot be ended: {done.last_words}")
+    return done.ok

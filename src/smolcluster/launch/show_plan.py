@@ -1,0 +1,86 @@
+"""The plan of a launch for people: a table, the commands, and a picture in Mermaid's words."""
+
+import shlex
+import sys
+from collections.abc import Iterator
+
+from rich.table import Table
+
+from smolcluster.configs.resolve import Settings
+from smolcluster.launch.estimate import LINKS_MBIT, Cost, cost_of
+from smolcluster.observability.terminal import SteadyConsole, steady
+from smolcluster.runs.launched import Launched, LaunchedProcess
+from smolcluster.utils.units import format_address, format_bytes, format_duration
+
+
+def show_plan(launched: Launched, settings: Settings) -> None:
+    """Print what would be started, where, and what it would cost."""
+    cost = cost_of(settings, launched.algorithm)
+    console = SteadyConsole()
+    with steady(console):
+        console.print(plan_table(launched, settings, cost))
+    lines = [
+        *commands(launched),
+        "",
+        *costs(cost),
+        "",
+        "```mermaid",
+        *mermaid(launched, settings),
+        "```",
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def plan_table(launched: Launched, settings: Settings, cost: Cost | None) -> Table:
+    """A row a process."""
+    table = Table(
+        "process", "node", "ssh", "folder", "server at", "memory", title=f"run {launched.run_id}"
+    )
+    for process in launched.processes:
+        memory = "?"
+        if cost is not None:
+            memory = format_bytes(
+                cost.server_nbytes if process.rank is None else cost.worker_nbytes
+            )
+        place = process.ssh or "this machine"
+        where = address_of(process, settings)
+        table.add_row(_name(process), process.node, place, process.project_dir, where, memory)
+    return table
+
+
+def address_of(process: LaunchedProcess, settings: Settings) -> str:
+    """Where a process finds the server, or listens if it is the server."""
+    return format_address(settings.cluster.host_ip[process.node], settings.cluster.port)
+
+
+def commands(launched: Launched) -> Iterator[str]:
+    """The command of each process, as a person could type it on its machine."""
+    for process in launched.processes:
+        yield f"{process.title}, in tmux session {process.session}:"
+        yield f"  cd {process.project_dir} && {shlex.join(process.argv)}"
+
+
+def costs(cost: Cost | None) -> Iterator[str]:
+    """Bytes and seconds of a step on a worker's link."""
+    if cost is None:
+        yield "how large the model is, only its data or tokenizer tell: no memory and bytes are known"
+        return
+    yield (
+        f"{cost.num_params:,} parameters; a step of a worker sends {format_bytes(cost.sent_nbytes)} and "
+        f"receives {format_bytes(cost.received_nbytes)}"
+    )
+    rates = [f"{format_duration(cost.transfer_s(mbit))} at {mbit:,} Mbit/s" for mbit in LINKS_MBIT]
+    yield f"on a link of its own that takes {', '.join(rates)}; memory is without PyTorch and activations"
+
+
+def mermaid(launched: Launched, settings: Settings) -> Iterator[str]:
+    """The processes and their links, in the words of https://mermaid.js.org."""
+    yield "graph LR"
+    for number, process in enumerate(launched.processes):
+        yield f'  p{number}["{_name(process)}<br/>{process.node}"]'
+    for number, worker in enumerate(launched.workers, 1):
+        yield f'  p{number} -- "{address_of(worker, settings)}" --> p0'
+
+
+def _name(process: LaunchedProcess) -> str:
+    return "server" if process.rank is None else f"worker {process.rank + 1}"

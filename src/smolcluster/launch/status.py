@@ -1,0 +1,174 @@
+"""`smolcluster status`: how a run and each of its processes stand.
+
+Machines that cannot be reached are a row that says so. `--json` prints one document, a `RunReport`, whose
+fields are described there:
+
+    {run_id, algorithm, state, reason, step, total_steps, epoch, num_epochs, loss, val_loss, val_accuracy,
+     val_perplexity, samples_per_s, age_s,
+     processes: [{node, role, rank, process, exit_code, why, fix, presence, device, step, loss, samples,
+                  samples_per_s, heartbeat_age_s}]}
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from smolcluster.errors import ConfigError
+from smolcluster.launch.find import find
+from smolcluster.launch.probe import Ask, look
+from smolcluster.launch.report import ProcessReport, RunReport, report_of
+from smolcluster.observability.terminal import SteadyConsole, displayable, steady
+from smolcluster.runs.launched import read_launched
+from smolcluster.runs.paths import RunPaths
+from smolcluster.utils.units import format_duration
+
+WATCH_S = 2.0
+OLD_S = 10.0
+"""A status of a run that goes on ought not to be older."""
+STYLES = {
+    **{"running": "green", "ended": "", "gone": "red", "unreachable": "yellow", "unknown": ""},
+    **{"training": "green", "failed": "red", "broken off": "red"},
+}
+
+
+def status(run: str, *, as_json: bool, watch: bool, ask: Ask | None = None) -> int:
+    """Print how a run stands; with `watch` again and again, until Ctrl-C.
+
+    Args:
+        run: its name, latest, or its folder.
+        as_json: print a `RunReport` as JSON.
+        watch: draw it anew every two seconds.
+        ask: runs a script on a machine; only tests say another one.
+
+    Raises:
+        ConfigError: there is no such run, or both are asked for.
+        DataError: its list of processes is damaged.
+    """
+    if as_json and watch:
+        raise ConfigError("--json prints one document: leave --watch out")
+    paths = find(run)
+    if as_json:
+        sys.stdout.write(look_at(paths, ask).model_dump_json(indent=2) + "\n")
+        return 0
+    console = SteadyConsole()
+    if watch:
+        _watch(console, lambda: shown(console, look_at(paths, ask)))
+    else:
+        with steady(console):
+            console.print(shown(console, look_at(paths, ask)))
+    return 0
+
+
+def look_at(paths: RunPaths, ask: Ask | None = None) -> RunReport:
+    """How a run stands.
+
+    Raises:
+        DataError: its list of processes is damaged.
+    """
+    launched = read_launched(paths.launched) if paths.launched.is_file() else None
+    algorithm = None if launched is None else launched.algorithm
+    return report_of(paths.run_id, algorithm, look(paths, ask))
+
+
+def _watch(console: Console, draw: Callable[[], RenderableType]) -> None:
+    with suppress(KeyboardInterrupt), steady(console):
+        first = draw()
+        with Live(first, console=console, auto_refresh=False, vertical_overflow="visible") as live:
+            while True:
+                live.update(draw(), refresh=True)
+                time.sleep(WATCH_S)
+
+
+def shown(console: Console, report: RunReport) -> RenderableType:
+    """The head, the table of the processes, and what to do about machines that cannot be reached."""
+    table = Table()
+    for name in ("node", "rank"):
+        table.add_column(name)
+    table.add_column("process", max_width=44)
+    for name in ("step", "loss", "samples/s", "last heartbeat"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in report.processes:
+        cells = row(each)
+        style = STYLES[each.process] if each.exit_code in (None, 0) else "red"
+        texts = [Text(displayable(console, cell)) for cell in cells]
+        texts[2].stylize(style)
+        table.add_row(*texts)
+    fixes = [Text(displayable(console, each.fix)) for each in report.processes if each.fix]
+    lines = [Text(displayable(console, line)) for line in notes(report)]
+    return Group(_head(console, report), *lines, *([table] if report.processes else []), *fixes)
+
+
+def _head(console: Console, report: RunReport) -> Text:
+    parts = [Text(displayable(console, part)) for part in head(report)]
+    parts[2 if report.algorithm else 1].stylize(STYLES.get(report.state, ""))
+    return Text(" · ").join(parts)
+
+
+def head(report: RunReport) -> list[str]:
+    """The run in a line: id, algorithm, state, step, epoch, losses."""
+    parts = [report.run_id, *([report.algorithm] if report.algorithm else []), report.state]
+    if report.step is not None:
+        parts.append(f"step {_of(report.step, report.total_steps)}")
+    if report.epoch is not None:
+        done = report.epoch + 1
+        parts.append(f"epoch {_of(min(done, report.num_epochs or done), report.num_epochs)}")
+    if report.loss is not None:
+        parts.append(f"loss {report.loss:.4g}")
+    if report.val_loss is not None:
+        parts.append(f"val {report.val_loss:.4g}")
+    if report.val_perplexity is not None:
+        parts.append(f"perplexity {report.val_perplexity:.4g}")
+    elif report.val_accuracy is not None:
+        parts.append(f"acc {report.val_accuracy:.3f}")
+    if report.samples_per_s and report.state == "training":
+        parts.append(f"{report.samples_per_s:,.0f} samples/s")
+    return parts
+
+
+def notes(report: RunReport) -> list[str]:
+    """What else there is to say of the run."""
+    lines = [report.reason] if report.reason else []
+    if report.state == "broken off":
+        lines.append("the server's process is no more, and has not said why: `smolcluster logs`")
+    if report.age_s is not None and report.age_s > OLD_S:
+        lines.append(f"what the server said {format_duration(report.age_s)} ago")
+    return lines
+
+
+def row(process: ProcessReport) -> list[str]:
+    """A process's cells: node, rank, process, step, loss, samples/s, last heartbeat."""
+    age = process.heartbeat_age_s
+    return [
+        process.node,
+        process.role if process.rank is None else str(process.rank),
+        _liveness(process),
+        "" if process.step is None else f"{process.step:,}",
+        "" if process.loss is None else f"{process.loss:.4g}",
+        "" if process.samples_per_s is None else f"{process.samples_per_s:,.0f}",
+        "" if age is None else f"{format_duration(age)} ago",
+    ]
+
+
+def _liveness(process: ProcessReport) -> str:
+    match process.process:
+        case "unreachable":
+            return f"lost contact: {process.why or 'nobody knows why'}"
+        case "unknown":
+            return process.presence or "unknown"
+        case "ended":
+            return "ended" if process.exit_code is None else f"ended with code {process.exit_code}"
+        case "gone":
+            return "gone, without an exit code"
+    if process.presence == "lost":
+        return "running; the server has lost it"
+    return "running; has left" if process.presence == "left" else "running"
+
+
+def _of(done: int, total: int | None) -> str:
+    return f"{done:,}" if total is None else f"{done:,} of {total:,}"

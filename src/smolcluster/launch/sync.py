@@ -1,0 +1,160 @@
+"""Bringing the project to a machine: its code with rsync, then its environment with uv.
+
+The code is whole on a machine when `.smolcluster-version` there holds the digest of this tree: it is removed
+before rsync begins and written after it has ended. The environment is left alone when neither the project's
+requirements nor the wanted build of PyTorch have changed.
+"""
+
+import fnmatch
+import hashlib
+import os
+import shlex
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from smolcluster.errors import LaunchError
+from smolcluster.launch.host import PREAMBLE, Host, shell_path, ssh_options
+
+MARKER = ".smolcluster-version"
+ENVIRONMENT_MARKER = ".venv/.smolcluster-environment"
+NOT_SENT = (
+    *(".git", ".venv", ".uv", "/runs", "/wandb", "/data", "/dist", MARKER),
+    *("__pycache__", "*.py[co]", ".*_cache", ".hypothesis", ".DS_Store"),
+    "/src/smolcluster/data/MNIST",
+)
+"""Patterns in rsync's words: a leading / is the project's root."""
+RSYNC_TIMEOUT_S = 600.0
+ENVIRONMENT_TIMEOUT_S = 3600.0
+"""PyTorch with CUDA is gigabytes."""
+REGISTRY = "pypi"
+
+
+def sent_files(root: Path) -> Iterator[str]:
+    """The files that belong to the project at `root`, as relative paths in a fixed order."""
+    for folder, folders, files in os.walk(root):
+        place = os.path.relpath(folder, root)
+        folders[:] = sorted(name for name in folders if not _left_out(place, name))
+        for name in sorted(files):
+            if not _left_out(place, name):
+                yield name if place == "." else f"{place}/{name}"
+
+
+def _left_out(place: str, name: str) -> bool:
+    path = f"/{name}" if place == "." else f"/{place}/{name}"
+    return any(
+        path == pattern if pattern.startswith("/") else fnmatch.fnmatchcase(name, pattern)
+        for pattern in NOT_SENT
+    )
+
+
+def tree_digest(root: Path) -> str:
+    """SHA-256 over the names and contents of what is sent: the version of the code."""
+    digest = hashlib.sha256()
+    for name in sent_files(root):
+        path = root / name
+        content = str(path.readlink()).encode() if path.is_symlink() else path.read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def environment_digest(root: Path, torch: str) -> str:
+    """SHA-256 over what decides which packages an environment has."""
+    digest = hashlib.sha256(torch.encode())
+    for name in ("pyproject.toml", "uv.lock"):
+        path = root / name
+        digest.update(path.read_bytes() if path.is_file() else b"\0")
+    return digest.hexdigest()
+
+
+def send_code(root: Path, host: Host, project_dir: str, version: str) -> None:
+    """Make the project's folder on a machine equal to `root`, but for what is not sent.
+
+    Raises:
+        LaunchError: the folder is something else's, or rsync fails.
+    """
+    folder = shell_path(project_dir)
+    ready = host.run(
+        f"mkdir -p {folder} && cd {folder} || exit 1; "
+        f'[ "$(cat {MARKER} 2>/dev/null)" = {version} ] && exit 3; '
+        'if [ -n "$(ls -A)" ] && [ ! -e .smolcluster ] && '
+        "! grep -qs 'name = \"smolcluster\"' pyproject.toml; then exit 4; fi; "
+        f"rm -f {MARKER}; touch .smolcluster"
+    )
+    if ready.code == 3:
+        return
+    if ready.code == 4:
+        raise LaunchError(
+            f"{host.node}: {project_dir} holds something else than this project: set "
+            f"nodes.{host.node}.project_dir to another folder"
+        )
+    if not ready.ok:
+        raise LaunchError(f"{host.node}: {project_dir} cannot be used: {ready.last_words}")
+    _rsync(root, host, project_dir)
+    marked = host.run(f"cd {folder} && printf %s {version} > {MARKER} && rm -f .smolcluster")
+    if not marked.ok:
+        raise LaunchError(f"{host.node}: {project_dir} cannot be written: {marked.last_words}")
+
+
+def _rsync(root: Path, host: Host, project_dir: str) -> None:
+    excludes = [word for pattern in NOT_SENT for word in ("--exclude", pattern)]
+    # The folder is named in the remote command, which we quote: versions of rsync differ in how they do.
+    there = f"--rsync-path={PREAMBLE}cd {shell_path(project_dir)} && rsync"
+    command = ["rsync", "-az", "--delete", *excludes, "--exclude", ".smolcluster"]
+    command += [
+        "-e",
+        shlex.join(["ssh", *ssh_options()]),
+        there,
+        f"{root}/",
+        f"{host.destination}:./",
+    ]
+    try:
+        ended = subprocess.run(  # noqa: S603 - an argument list
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=RSYNC_TIMEOUT_S,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise LaunchError("rsync is not installed here: install it, or use --no-sync") from error
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"{host.node}: rsync took longer than {RSYNC_TIMEOUT_S:g} s") from error
+    if ended.returncode:
+        said = ended.stderr.decode("utf-8", "replace").strip().splitlines()
+        reason = said[0] if said else f"exit code {ended.returncode}"
+        raise LaunchError(f"{host.node}: rsync failed: {reason}")
+
+
+def make_environment(
+    host: Host, project_dir: str, torch: str, digest: str, env: Mapping[str, str]
+) -> None:
+    """Make the project's environment on a machine what `digest` stands for, if it is not.
+
+    Raises:
+        LaunchError: uv fails.
+    """
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
+    script = (
+        f"{exports}cd {shell_path(project_dir)} || exit 1\n"
+        f'[ "$(cat {ENVIRONMENT_MARKER} 2>/dev/null)" = {digest} ] && exit 0\n'
+        f"rm -f {ENVIRONMENT_MARKER}\n{_install(torch)} && printf %s {digest} > {ENVIRONMENT_MARKER}\n"
+    )
+    done = host.run("sh -s", stdin=script.encode(), timeout_s=ENVIRONMENT_TIMEOUT_S)
+    if not done.ok:
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        errors = [line for line in said if line.lower().lstrip("× ").startswith("error")]
+        reason = (errors or said or [f"exit code {done.code}"])[-1]
+        raise LaunchError(
+            f"{host.node}: uv cannot make the environment: {reason} (there: cd {project_dir} && uv sync)"
+        )
+
+
+def _install(torch: str) -> str:
+    if torch == REGISTRY:
+        return "uv sync --no-dev --quiet"
+    return (
+        "{ [ -x .venv/bin/python ] || uv venv --quiet .venv; } && "
+        f"uv pip install --quiet --torch-backend={shlex.quote(torch)} -e ."
+    )

@@ -1,0 +1,162 @@
+"""tmux: a session a process on its machine, and one local window with a pane attached to each.
+
+A process goes on in its session when the launching machine sleeps or its network drops. A pane draws the
+remote session with TERM=linux, which has no alternate screen: so what scrolls away lands in the local pane's
+own history, where `Ctrl-B [` finds it. It is attached read-only: keys typed into it reach nobody.
+"""
+
+import os
+import shlex
+import subprocess
+from collections.abc import Sequence
+
+from smolcluster.errors import LaunchError
+from smolcluster.launch.host import SSH_FAILED, Done, Host, shell_path
+from smolcluster.runs.launched import LaunchedProcess
+
+TMUX_TIMEOUT_S = 10.0
+RECONNECT_S = 3
+KEY_TABLE = "smolcluster"
+COLUMNS, LINES = 200, 50
+"""Of a session that nobody has attached to yet."""
+
+
+def session_name(run_id: str, role: str, rank: int | None) -> str:
+    """A process's session; tmux takes no dots and colons in names."""
+    place = role if rank is None else f"{role}{rank + 1}"
+    return f"{run_id}-{place}".replace(".", "_").replace(":", "_")
+
+
+def target(session: str) -> str:
+    """The session of exactly this name as a word of a script."""
+    return shlex.quote(f"={session}")
+
+
+def start(host: Host, process: LaunchedProcess, script_file: str) -> None:
+    """Start a session that runs a shell script of that machine.
+
+    Raises:
+        LaunchError: tmux will not, for instance because there is such a session.
+    """
+    name = shlex.quote(process.session)
+    done = host.run(
+        f"tmux new-session -d -s {name} -x {COLUMNS} -y {LINES} sh {shell_path(script_file)} && "
+        f"{{ tmux set-option -t {target(process.session)}: status off || true; }}"
+    )
+    if "duplicate session" in done.stderr:
+        raise LaunchError(
+            f"{process.title}: a tmux session {process.session} is already there: stop that run first"
+        )
+    if not done.ok and not _ended_at_once(done):
+        raise LaunchError(f"{process.title}: tmux does not start a session: {done.last_words}")
+
+
+def _ended_at_once(done: Done) -> bool:
+    """Whether the session was over before its options were set: its exit code says why."""
+    return "can't find session" in done.stderr or "no server running" in done.stderr
+
+
+def attach_script(session: str) -> str:
+    """What shows a session on its machine's terminal."""
+    return f"unset TMUX; TERM=linux exec tmux -u attach-session -r -t {target(session)}"
+
+
+def pane_command(process: LaunchedProcess) -> str:
+    """What a local pane runs: it shows a process, and finds it again when the connection was lost."""
+    host = Host(process.node, process.ssh)
+    shown = shlex.join(host.argv(attach_script(process.session), terminal=True))
+    if process.ssh is None:
+        return shown
+    lost = f"echo 'no connection to {process.node}; trying again'; sleep {RECONNECT_S}"
+    return f"while {shown}; code=$?; [ $code -eq {SSH_FAILED} ]; do {lost}; done"
+
+
+def window_commands(
+    run_id: str, processes: Sequence[LaunchedProcess], stop: str
+) -> list[list[str]]:
+    """The tmux commands that open a run's local window, one pane a process.
+
+    `stop` is the shell command that stops the run, for who presses Ctrl-C in the window, and once more.
+    """
+    name = window_name(run_id)
+    window = f"={name}:"
+    size = ["-x", str(COLUMNS), "-y", str(LINES)]
+    commands = [
+        ["new-session", "-d", "-s", name, "-n", "smolcluster", *size, pane_command(processes[0])],
+        ["set-option", "-w", "-t", window, "remain-on-exit", "on"],
+        ["set-option", "-w", "-t", window, "pane-border-status", "top"],
+        ["set-option", "-w", "-t", window, "pane-border-format", " #{@process} "],
+        ["set-option", "-t", window, "@stop", stop],
+        ["set-option", "-t", window, "key-table", KEY_TABLE],
+        ["set-option", "-p", "-t", window, "@process", pane_title(processes[0])],
+    ]
+    for process in processes[1:]:
+        commands += [
+            ["split-window", "-t", window, pane_command(process)],
+            ["set-option", "-p", "-t", window, "@process", pane_title(process)],
+            ["select-layout", "-t", window, "tiled"],
+        ]
+    return [*commands, ["select-pane", "-t", f"{window}.{{top-left}}"], _ask_on_ctrl_c()]
+
+
+def _ask_on_ctrl_c() -> list[str]:
+    """Ctrl-C in a run's window asks what is meant; pressed again, it stops the run."""
+    menu = ["display-menu", "-T", " Ctrl-C: and the run? "]
+    menu += ["leave it running", "l", "detach-client"]
+    menu += ["stop it", "C-c", "run-shell -b '#{@stop}' ; detach-client"]
+    menu += ["go on watching", "q", ""]
+    return ["bind-key", "-T", KEY_TABLE, "C-c", *menu]
+
+
+def pane_title(process: LaunchedProcess) -> str:
+    """What stands above a pane: node, rank and device."""
+    rank = "" if process.rank is None else f" rank {process.rank}"
+    device = f" {process.device}" if process.device else ""
+    return f"{process.role}{rank} {process.node}{device}"
+
+
+def window_name(run_id: str) -> str:
+    """The session of a run's local window."""
+    return session_name(run_id, "window", None)
+
+
+def open_window(run_id: str, processes: Sequence[LaunchedProcess], stop: str) -> str:
+    """Open a run's local window, or find it; returns its session's name.
+
+    Raises:
+        LaunchError: tmux is not here, or will not.
+    """
+    name = window_name(run_id)
+    if _tmux("has-session", "-t", f"={name}").ok:
+        return name
+    for command in window_commands(run_id, processes, stop):
+        done = _tmux(*command)
+        if not done.ok:
+            close_window(run_id)
+            raise LaunchError(f"tmux {command[0]}: {done.last_words}")
+    return name
+
+
+def close_window(run_id: str) -> None:
+    """Close a run's local window, if it is open."""
+    _tmux("kill-session", "-t", f"={window_name(run_id)}")
+
+
+def show_window(name: str) -> int:
+    """Bring a window to this terminal; returns when the user has left it."""
+    verb = "switch-client" if os.environ.get("TMUX") else "attach-session"
+    return subprocess.call(["tmux", verb, "-t", f"={name}"])  # noqa: S603, S607 - as the user has it
+
+
+def _tmux(*arguments: str) -> Done:
+    try:
+        ended = subprocess.run(  # noqa: S603
+            ["tmux", *arguments],  # noqa: S607 - as the user has it
+            capture_output=True,
+            text=True,
+            timeout=TMUX_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"tmux {arguments[0]} does not work here: {error}") from error
+    return Done(ended.returncode, ended.stdout, ended.stderr)

@@ -1,0 +1,92 @@
+"""What `smolcluster config` prints and refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from smolcluster.configs.load import parse_yaml
+from smolcluster.configs.resolve import load_resolved, load_settings
+from smolcluster.errors import ConfigError
+from smolcluster.launch.config_commands import check, schema, show
+
+Out = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize("kind", ["cluster", "training"])
+def test_schemas_are_printed_as_json(kind: str, capsys: Out) -> None:
+    assert schema(kind) == 0
+    assert json.loads(capsys.readouterr().out)["$schema"].endswith("2020-12/schema")
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^'nn' is no kind .* \(known: cluster, training\)$"):
+        schema("nn")
+
+
+def test_what_is_shown_is_what_a_run_saves(tmp_path: Path, capsys: Out) -> None:
+    overrides = ["port=6000", "nodes.pi5.threads=3", "num_epochs=7"]
+    assert show("syncps", "gpt", "pi5", overrides, local=False, environ={}) == 0
+    shown = capsys.readouterr().out
+    assert [line for line in shown.splitlines() if line.startswith("#")] == [
+        "# The machines and how they work together",
+        "# What belongs to the machine pi5",
+        "# What is trained",
+    ]
+    settings = load_settings("syncps", "gpt", "pi5", overrides, {})
+    assert parse_yaml(shown) == parse_yaml(settings.to_yaml())
+    saved = tmp_path / "config.yaml"
+    saved.write_text(shown)
+    assert load_resolved(saved) == settings
+    assert settings.node.threads == 3
+
+
+def test_with_local_it_is_what_the_launcher_would_start(capsys: Out) -> None:
+    assert show(None, None, None, [], local=True, environ={}) == 0
+    shown = parse_yaml(capsys.readouterr().out)
+    assert set(shown["cluster"]["host_ip"].values()) == {"127.0.0.1"}
+    assert shown["train"]["dataset"]["name"] == "digits"
+    assert shown["node"]["threads"] == 1
+    assert show(None, None, None, ["threads=2"], local=True, environ={}) == 0
+    assert parse_yaml(capsys.readouterr().out)["node"]["threads"] == 2
+
+
+def test_an_unknown_node_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'pi6' has no address .* did you mean pi5\?"):
+        show("edp", "nn", "pi6", [], local=False, environ={})
+
+
+def test_good_files_are_summed_up(capsys: Out) -> None:
+    assert check("edp", "nn", [], environ={}) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    assert line == (
+        "ok: server mini1, 3 workers (pi5, win, macbook), port 65432; SimpleNN on MNIST, 2 epochs of "
+        "batches of 32; for edp and syncps"
+    )
+
+
+def test_it_says_which_algorithm_can(capsys: Out) -> None:
+    assert check("edp", "nn", ["update_rule=mixing"], environ={}) == 0
+    assert capsys.readouterr().out.endswith("; for edp\n")
+    assert check("edp", "nn", ["global_batch_size=96"], environ={}) == 0
+    assert capsys.readouterr().out.endswith("; for syncps\n")
+
+
+def test_files_that_no_algorithm_can_follow_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^edp: .*; syncps: update_rule is mixing, which is EDP"):
+        check("edp", "nn", ["update_rule=mixing", "codec=int8"], environ={})
+
+
+def test_settings_of_every_node_are_checked(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "host_ip: {a: 10.0.0.1, b: 10.0.0.1}\nnum_workers: 1\nworkers: [b]\nserver: a\n"
+        "nodes:\n  b: {threads: 0}\n"
+    )
+    with pytest.raises(ConfigError, match=r"cluster\.yaml: nodes\.b\.threads is 0, must be"):
+        check(str(file), "nn", [], environ={})
+
+
+def test_the_environment_counts() -> None:
+    with pytest.raises(ConfigError, match="environment variable SMOLCLUSTER_PORT: port is 0"):
+        check("edp", "nn", [], environ={"SMOLCLUSTER_PORT": "0"})

@@ -1,0 +1,183 @@
+"""The files of a launched run, brought home."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from reading import fake_ssh, launched_run, server, worker, write
+from smolcluster.errors import ConfigError, DataError, LaunchError
+from smolcluster.launch.fetch import changed, failure, fetch, parts_of, rsync_command
+from smolcluster.launch.host import Host
+from smolcluster.runs.launched import read_launched
+from smolcluster.runs.paths import RunPaths, create_run
+
+pytestmark = pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
+
+STRANGE = "~/runs/a 'b' \"c\"; $(touch ~/oops) *"
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The home of all other machines."""
+    return fake_ssh(tmp_path, monkeypatch)
+
+
+def server_files(run: Path) -> None:
+    write(run / "config.yaml", "a: 1\n")
+    write(run / "events.jsonl", "{}\n" * 10)
+    write(run / "logs/server-mini1.log", "{}\n")
+    write(run / "checkpoints/step-00000001/model.safetensors", "m" * 1000)
+    (run / "checkpoints/latest").symlink_to("step-00000001")
+    (run / "checkpoints/evil").symlink_to("/etc")
+    write(run / "checkpoints/.step-00000002.abcd.tmp/model.safetensors", "half")
+    for name in (".lock", "pids/server-mini1", "exits/server-mini1", "launch/server-mini1.sh"):
+        write(run / name, "x")
+    write(run / "launch.json", "{evil")
+
+
+def names(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir()}
+
+
+def test_everything_of_the_server_and_the_logs_of_the_others_come(
+    tmp_path: Path, there: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = [server("ssh://pi@mini1:2222", STRANGE), worker(0, "pi5", "::1", "~/elsewhere")]
+    paths = launched_run(tmp_path / "runs", *own)
+    server_files(there / STRANGE[2:])
+    write(there / "elsewhere/logs/worker-rank0-pi5.log", "{}\n{}\n")
+    write(there / "elsewhere/logs/worker-rank0-pi5.console.txt", "oops\n")
+    write(there / "elsewhere/config.yaml", "not this one")
+    kept = write(paths.root / "notes.txt", "mine")
+    before = paths.launched.read_text()
+    assert fetch(str(paths.root)) == 0
+    assert names(paths.root) == {
+        *("launch.json", "notes.txt", "config.yaml", "events.jsonl", "logs/server-mini1.log"),
+        "checkpoints/step-00000001/model.safetensors",
+        *("logs/worker-rank0-pi5.log", "logs/worker-rank0-pi5.console.txt"),
+    }
+    assert (paths.checkpoints / "latest/model.safetensors").read_text() == "m" * 1000
+    assert not (paths.checkpoints / "evil").is_symlink(), "it leads out of the run"
+    assert paths.config.read_text() == "a: 1\n"
+    assert (kept.read_text(), paths.launched.read_text()) == ("mine", before)
+    assert not (there / "oops").exists()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "mini1: 4 files (checkpoints, config.yaml, events.jsonl, logs), 1.0 kB"
+    assert lines[1] == "pi5: 2 files (logs), 11 B"
+    assert fetch(str(paths.root)) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "mini1: nothing new, 0 B",
+        "pi5: nothing new, 0 B",
+    ]
+    write(there / STRANGE[2:] / "events.jsonl", "{}\n" * 11)
+    fetch(str(paths.root))
+    assert "mini1: 1 file (events.jsonl), 33 B" in capsys.readouterr().out
+
+
+def test_checkpoints_can_be_left_out_and_stay(tmp_path: Path, there: Path) -> None:
+    paths = launched_run(tmp_path / "runs", server())
+    server_files(there / "runs/r1")
+    write(paths.checkpoints / "step-00000000/state.json", "kept")
+    assert fetch(str(paths.root), checkpoints=False) == 0
+    assert (paths.root / "events.jsonl").exists()
+    assert names(paths.checkpoints) == {"step-00000000/state.json"}
+
+
+def test_a_machine_that_cannot_be_reached_keeps_nobody_else_back(
+    tmp_path: Path, there: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = [server("cut"), worker(0, "pi5", "pi5"), worker(1, "win", "win", "~/missing")]
+    paths = launched_run(tmp_path / "runs", *own)
+    write(there / "runs/r1/logs/worker-rank0-pi5.log", "{}\n")
+    assert fetch(str(paths.root)) == 1
+    out = capsys.readouterr().out
+    assert "error: mini1 (cut): it does not answer: switch it on" in out
+    assert "win: there is no folder" in out
+    assert "pi5: 1 file (logs), 3 B" in out
+
+
+def test_a_machine_without_rsync_is_named(
+    tmp_path: Path, there: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = launched_run(tmp_path / "runs", server())
+    (there / "runs/r1").mkdir(parents=True)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    monkeypatch.setattr("smolcluster.launch.fetch.PREAMBLE", f"PATH={bare}; ")
+    assert fetch(str(paths.root)) == 1
+    assert "mini1: rsync is not installed there: sudo apt install rsync" in capsys.readouterr().out
+
+
+def test_without_rsync_here_nothing_begins(
+    tmp_path: Path, there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = launched_run(tmp_path / "runs", server())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match="rsync is not installed here: sudo apt install"):
+        fetch(str(paths.root))
+
+
+def test_what_is_here_already_is_not_fetched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    local = create_run(tmp_path, "local")
+    write(local.config, "")
+    assert fetch(str(local.root)) == 0
+    assert "ran on this machine" in capsys.readouterr().out
+    here = str(tmp_path / "r1")
+    elsewhere = str(tmp_path / "other place")
+    own = [server(None, here), worker(0, "mini1", None, here), worker(1, "mini1", None, elsewhere)]
+    paths = launched_run(tmp_path, *own)
+    write(Path(elsewhere) / "logs/worker-rank1-mini1.log", "{}\n")
+    [part] = parts_of(
+        read_launched(paths.launched), RunPaths(paths.root.resolve()), checkpoints=True
+    )
+    assert (part.host, part.folder) == (Host("mini1"), f"{elsewhere}/logs")
+    assert fetch(here) == 0
+    assert "mini1: 1 file (logs), 3 B" in capsys.readouterr().out
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run 'nothing'"):
+        fetch("nothing")
+    paths = launched_run(tmp_path, server())
+    paths.launched.write_text("{")
+    with pytest.raises(DataError, match="damaged"):
+        fetch(str(paths.root))
+
+
+def test_what_changed() -> None:
+    before = {"a": (1, 1), "b": (2, 1), "c": (3, 1)}
+    after = {"a": (1, 1), "b": (2, 2), "d": (4, 1)}
+    assert changed(before, after) == {"b": 2, "d": 4}
+
+
+def test_the_remote_command_is_right_for_every_login_shell(tmp_path: Path, there: Path) -> None:
+    paths = launched_run(tmp_path / "runs", server(run_dir=STRANGE))
+    [part] = parts_of(read_launched(paths.launched), paths, checkpoints=True)
+    command = rsync_command(part)
+    [there_command] = [word for word in command if word.startswith("--rsync-path=")]
+    line = there_command.removeprefix("--rsync-path=") + " --version"
+    (there / STRANGE[2:]).mkdir(parents=True)
+    for shell in ("sh", "bash"):
+        env = os.environ | {"HOME": str(there)}
+        done = subprocess.run([shell, "-c", line], env=env, capture_output=True, check=True)
+        assert b"rsync" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "sentence"),
+    [
+        (12, "mux_client: read from master failed: Broken pipe", "the connection broke: try again"),
+        (12, "ssh: connect to host pi5 port 22: Connection timed out", "it does not answer"),
+        (255, "", "the connection was closed"),
+        (23, 'rsync: open "/x" failed: Permission denied (13)', "rsync failed: rsync: open"),
+        (11, "", "rsync failed: exit code 11"),
+        (127, "sh: 1: exec: rsync: not found", "rsync is not installed there"),
+    ],
+)
+def test_why_it_failed(code: int, said: str, sentence: str) -> None:
+    assert sentence in str(failure(Host("pi5", "pi@pi5"), code, said))

@@ -1,0 +1,131 @@
+"""Files that are read as they grow."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smolcluster.launch.growing import (
+    MAX_LINE_NBYTES,
+    BadFrame,
+    Lines,
+    Piece,
+    Reader,
+    growing_script,
+    pieces,
+)
+from smolcluster.launch.host import Host, shell_path
+
+
+class Chunks:
+    """An output that comes in these chunks."""
+
+    def __init__(self, *chunks: bytes) -> None:
+        self._chunks: Iterator[bytes] = iter(chunks)
+
+    def read(self, most: int) -> bytes:  # noqa: ARG002
+        return next(self._chunks, b"")
+
+
+@given(st.binary(max_size=200), st.lists(st.integers(1, 30), max_size=20))
+def test_lines_are_whole_however_their_bytes_come(data: bytes, cuts: list[int]) -> None:
+    lines, taken, place = Lines(), [], 0
+    for cut in [*cuts, len(data)]:
+        taken += lines.take(Piece(0, place, data[place : place + cut]))
+        place = min(len(data), place + cut)
+    assert taken == data.split(b"\n")[:-1]
+    assert lines.offset == len(data) - len(data.split(b"\n")[-1])
+    assert b"".join(lines.rest()) == data.split(b"\n")[-1]
+
+
+@given(st.binary(max_size=100), st.integers(0, 100))
+def test_a_half_line_is_read_again_after_a_break(data: bytes, cut: int) -> None:
+    cut = min(cut, len(data))
+    lines = Lines()
+    taken = lines.take(Piece(0, 0, data[:cut]))
+    again = lines.forget_half()
+    taken += lines.take(Piece(0, again, data[again:]))
+    assert taken == data.split(b"\n")[:-1]
+
+
+def test_a_huge_line_is_cut_and_the_next_is_whole() -> None:
+    lines = Lines()
+    huge = b"x" * (3 * MAX_LINE_NBYTES)
+    assert lines.take(Piece(0, 0, huge)) == []
+    [first, second] = lines.take(Piece(0, len(huge), b"yy\nnext\n"))
+    assert (len(first), second) == (MAX_LINE_NBYTES, b"next")
+    assert lines.offset == len(huge) + len(b"yy\nnext\n")
+
+
+def test_a_file_that_begins_anew_is_read_from_its_beginning() -> None:
+    lines = Lines()
+    assert lines.take(Piece(0, 0, b"one\ntw")) == [b"one"]
+    assert lines.take(Piece(0, 0, b"1\n")) == [b"1"]
+    assert lines.offset == 2
+
+
+def test_what_a_login_shell_says_is_no_frame() -> None:
+    output = Chunks(
+        b"Welcome\n::data 0 0 5\n::re", b"ady\n::data 1 7 3\nab", b"\n::who", b"le\n::beat\n"
+    )
+    assert list(pieces(output)) == [Piece(1, 7, b"ab"), Piece(1, 9, b"\n"), Piece(None)]
+
+
+@pytest.mark.parametrize(
+    "said", [b"::data 0 0\n", b"hello\n", b"::data x y z\n", b"x" * 200_000, b"::data 0 0 -1\n"]
+)
+def test_what_makes_no_sense_is_refused(said: bytes) -> None:
+    with pytest.raises(BadFrame):
+        list(pieces(Chunks(b"::ready\n", said)))
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+def test_the_script_sends_what_is_new(tmp_path: Path, shell: str) -> None:
+    one, two = tmp_path / "it's a; file", tmp_path / "missing"
+    one.write_bytes(b"0123456789\n\xff\x00\n")
+    files = [shell_path(str(one)), shell_path(str(two))]
+
+    def sent(offsets: list[int]) -> list[Piece]:
+        script = growing_script(files, offsets, follow=False)
+        done = subprocess.run([shell, "-c", script], capture_output=True, check=True)
+        assert done.stderr == b""
+        return list(pieces(Chunks(done.stdout)))
+
+    assert sent([0, 0]) == [Piece(0, 0, b"0123456789\n\xff\x00\n"), Piece(None)]
+    assert sent([11, 5]) == [Piece(0, 11, b"\xff\x00\n"), Piece(None)]
+    assert sent([14, 0]) == [Piece(None)]
+    assert sent([99, 0])[0].offset == 0, "it has become shorter"
+
+
+def test_following_ends_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    import threading
+
+    file = tmp_path / "log"
+    file.write_bytes(b"one\nhal")
+    taken: list[bytes] = []
+    came = threading.Condition()
+
+    def take(_file: int, lines: list[bytes]) -> None:
+        with came:
+            taken.extend(lines)
+            came.notify()
+
+    reader = Reader(Host("here"), [shell_path(str(file))], on_lines=take)
+    words: list[str] = []
+    thread = threading.Thread(target=reader.follow, args=(words.append, lambda: None))
+    thread.start()
+    with came:
+        assert came.wait_for(lambda: taken == [b"one"], 10)
+    with file.open("ab") as growing:
+        growing.write(b"f\ntwo\n")
+    with came:
+        assert came.wait_for(lambda: taken == [b"one", b"half", b"two"], 10)
+    reader.stop()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert words == []
+    listed = subprocess.run(["ps", "-ef"], capture_output=True, text=True, check=True).stdout
+    assert str(file) not in listed

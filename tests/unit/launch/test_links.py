@@ -1,0 +1,381 @@
+"""Addresses of a machine, what the ways to them are like, and which is best."""
+
+import contextlib
+import json
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from smolcluster.errors import LaunchError
+from smolcluster.launch import ways_probe
+from smolcluster.launch.host import Host, Unreachable
+from smolcluster.launch.links import (
+    Interface,
+    Link,
+    Listener,
+    choose,
+    format_rate,
+    interfaces_of,
+    listening,
+    measure,
+    parse_interfaces,
+    parse_links,
+    python_script,
+)
+
+HERE = Host("mini1", None)
+IPV4, IPV6 = Interface("127.0.0.1", "lo"), Interface("::1", "lo")
+
+IP_ADDR = """\
+1: lo    inet 127.0.0.1/8 scope host lo\\       valid_lft forever preferred_lft forever
+1: lo    inet6 ::1/128 scope host noprefixroute \\       valid_lft forever preferred_lft forever
+2: eth0    inet 192.168.50.2/24 brd 192.168.50.255 scope global dynamic eth0\\       valid_lft 8s
+2: eth0    inet6 fd12:3456::99a/64 scope global temporary dynamic \\       valid_lft 8s
+2: eth0    inet6 fd12:3456::dead/64 scope global deprecated dynamic \\       valid_lft 8s
+2: eth0    inet6 fd12:3456::2/64 scope global dynamic mngtmpaddr noprefixroute \\       valid_lft 8s
+2: eth0    inet6 fe80::ba27:ebff:fe00:1/64 scope link noprefixroute \\       valid_lft forever
+3: wlan0    inet 192.168.1.5/24 brd 192.168.1.255 scope global dynamic wlan0\\       valid_lft 8s
+4: docker0    inet 172.17.0.1/16 brd 172.17.255.255 scope global docker0\\       valid_lft forever
+5: br-0123456789ab    inet 172.18.0.1/16 brd 172.18.255.255 scope global br-0123456789ab\\       valid_lft 8s
+6: tailscale0    inet 100.101.102.103/32 scope global tailscale0\\       valid_lft forever
+7: eth1@if12    inet 169.254.7.7/16 scope link eth1\\       valid_lft forever
+8: eth2@if14    inet 10.77.5.3/24 scope global eth2\\       valid_lft forever preferred_lft forever
+9: br0    inet 10.9.0.1/24 scope global br0\\       valid_lft forever preferred_lft forever
+wireless: /sys/class/net/wlan0/wireless
+"""
+IFCONFIG_OF_MACOS = """\
+lo0: flags=8049<UP,LOOPBACK,RUNNING,MULTICAST> mtu 16384
+\toptions=1203<RXCSUM,TXCSUM,TXSTATUS,SW_TIMESTAMP>
+\tinet 127.0.0.1 netmask 0xff000000
+\tinet6 ::1 prefixlen 128
+\tinet6 fe80::1%lo0 prefixlen 64 scopeid 0x1
+en0: flags=8863<UP,BROADCAST,SMART,RUNNING,SIMPLEX,MULTICAST> mtu 1500
+\tether 3c:22:fb:00:00:01
+\tinet6 fe80::14b1:aaaa:bbbb:cccc%en0 prefixlen 64 secured scopeid 0xc
+\tinet6 fd00:1::1c2b:3d4e prefixlen 64 autoconf secured
+\tinet6 fd00:1::9f9f:1 prefixlen 64 autoconf temporary
+\tinet 192.168.1.20 netmask 0xffffff00 broadcast 192.168.1.255
+\tmedia: autoselect
+\tstatus: active
+bridge0: flags=8863<UP,BROADCAST,SMART,RUNNING,SIMPLEX,MULTICAST> mtu 1500
+\tmember: en2 flags=3<LEARNING,DISCOVER>
+\tinet 10.10.0.1 netmask 0xffffff00 broadcast 10.10.0.255
+utun3: flags=8051<UP,POINTOPOINT,RUNNING,MULTICAST> mtu 1280
+\tinet 100.64.0.9 --> 100.64.0.9 netmask 0xffffffff
+
+Hardware Port: Ethernet
+Device: en1
+Ethernet Address: 3c:22:fb:00:00:02
+
+Hardware Port: Thunderbolt Bridge
+Device: bridge0
+Ethernet Address: 3c:22:fb:00:00:03
+
+Hardware Port: Wi-Fi
+Device: en0
+Ethernet Address: 3c:22:fb:00:00:01
+"""
+IFCONFIG_OF_NET_TOOLS = """\
+eth0: flags=4163<UP,BROADCAST,RUNNING,MULTICAST>  mtu 1500
+        inet 10.0.0.7  netmask 255.255.255.0  broadcast 10.0.0.255
+        inet6 fe80::5054:ff:fe00:1  prefixlen 64  scopeid 0x20<link>
+        RX packets 1  bytes 2 (2.0 B)
+lo: flags=73<UP,LOOPBACK,RUNNING>  mtu 65536
+        inet 127.0.0.1  netmask 255.0.0.0
+"""
+IFCONFIG_OF_BUSYBOX = """\
+eth0      Link encap:Ethernet  HWaddr 02:42:AC:11:00:02
+          inet addr:10.0.0.8  Bcast:10.0.0.255  Mask:255.255.255.0
+          inet6 addr: fd00::8/64 Scope:Global
+          UP BROADCAST RUNNING MULTICAST  MTU:1500  Metric:1
+"""
+
+
+def way(ip: str, mb_s: float = 0.0, ms: float = 1.0, failure: str = "") -> Link:
+    return Link(
+        Interface(ip, "Wi-Fi" if ip.startswith("192.168.1.") else "eth0"), ms, mb_s, failure
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            IP_ADDR,
+            [
+                "192.168.50.2 (eth0)",
+                "192.168.1.5 (Wi-Fi)",
+                "100.101.102.103 (tailscale0)",
+                "10.77.5.3 (eth2)",
+                "10.9.0.1 (br0)",
+                "fd12:3456::2 (eth0)",
+            ],
+        ),
+        (
+            IFCONFIG_OF_MACOS,
+            [
+                "192.168.1.20 (Wi-Fi)",
+                "10.10.0.1 (Thunderbolt Bridge)",
+                "100.64.0.9 (utun3)",
+                "fd00:1::1c2b:3d4e (Wi-Fi)",
+            ],
+        ),
+        (IFCONFIG_OF_NET_TOOLS, ["10.0.0.7 (eth0)"]),
+        (IFCONFIG_OF_BUSYBOX, ["10.0.0.8 (eth0)", "fd00::8 (eth0)"]),
+        ("2: eth0    inet $(reboot)/24 scope global eth0", []),
+        ("", []),
+    ],
+    ids=["ip", "macOS", "net-tools", "busybox", "nonsense", "nothing"],
+)
+def test_addresses_that_others_can_use_are_found(text: str, found: list[str]) -> None:
+    assert [interface.shown for interface in parse_interfaces(text)] == found
+
+
+def test_this_machine_tells_its_addresses() -> None:
+    try:
+        found = interfaces_of(HERE)
+    except LaunchError as error:
+        pytest.skip(str(error))
+    assert all(not each.ip.startswith("127.") for each in found)
+    for interface in found:
+        family = socket.AF_INET6 if ":" in interface.ip else socket.AF_INET
+        with socket.socket(family) as sock:
+            sock.bind((interface.ip, 0))  # else it were somebody else's
+
+
+def test_the_highest_bandwidth_wins() -> None:
+    choice = choose([way("192.168.1.5", 10, 4.2), way("192.168.50.1", 117.5, 0.3)])
+    assert choice is not None
+    assert choice.ip == "192.168.50.1"
+    assert choice.reason == "940 Mbit/s, 0.3 ms; 192.168.1.5 (Wi-Fi): 80 Mbit/s, 4.2 ms"
+
+
+def test_of_equal_bandwidths_the_shorter_round_trip_wins() -> None:
+    ways = [way("10.0.0.1", 100, 2.0), way("10.0.1.1", 91, 0.5), way("10.0.2.1", 89, 0.1)]
+    choice = choose(ways)
+    assert choice is not None
+    assert choice.ip == "10.0.1.1"
+
+
+def test_of_ways_that_look_the_same_the_first_one_is_taken() -> None:
+    choice = choose([way("10.0.0.1", 99, 0.32), way("fd00::1", 100, 0.29)])
+    assert choice is not None
+    assert choice.ip == "10.0.0.1"
+
+
+def test_a_way_that_is_closed_is_never_taken_but_told() -> None:
+    choice = choose([way("10.0.0.1", failure="no answer"), way("10.0.1.1", 0.5, 80)])
+    assert choice is not None
+    assert choice.ip == "10.0.1.1"
+    assert choice.reason == "4.0 Mbit/s, 80.0 ms; 10.0.0.1 (eth0): no answer"
+    assert choose([way("10.0.0.1", failure="refused")]) is None
+    assert choose([]) is None
+
+
+@pytest.mark.parametrize(
+    ("mb_s", "shown"),
+    [
+        (1180, "9.4 Gbit/s"),
+        (125, "1.0 Gbit/s"),
+        (124.95, "1.0 Gbit/s"),
+        (117.5, "940 Mbit/s"),
+        (1.2, "9.6 Mbit/s"),
+        (1.249, "10 Mbit/s"),
+    ],
+)
+def test_rates_are_shown_as_networks_are_labelled(mb_s: float, shown: str) -> None:
+    assert format_rate(mb_s) == shown
+
+
+def test_what_a_machine_prints_besides_is_left_out() -> None:
+    lines = [
+        "Welcome to pi5!",
+        json.dumps({"address": "::1", "ms": float("nan"), "mb_s": 1}),
+        json.dumps({"address": "8.8.8.8", "ms": 1, "mb_s": 1}),
+        json.dumps({"address": "127.0.0.1", "failure": "no answer\x1b[2J\n# x"}),
+        "[1, 2]",
+    ]
+    first, second = parse_links("\n".join(lines), [IPV4, IPV6])
+    assert first == Link(IPV4, failure="no answer x")
+    assert second == Link(IPV6, failure="not measured")
+
+
+def test_the_ways_to_this_machine_are_measured() -> None:
+    closed = Interface("127.0.0.1", "closed")
+    interfaces = [IPV4, IPV6] if has_ipv6() else [IPV4]
+    with listening(HERE, 0, 60) as listener:
+        for link in measure(Host("pi5", None), interfaces, listener):
+            assert not link.failure
+            assert 0 < link.ms < 100
+            assert link.mb_s > 1
+    [link] = measure(Host("pi5", None), [closed], listener)
+    assert link.failure == "refused"
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_who_does_not_know_the_token_is_not_answered() -> None:
+    with listening(HERE, 0, 60) as listener:
+        stranger = Listener(listener.port, "0" * len(listener.token))
+        [link] = measure(Host("pi5", None), [IPV4], stranger)
+        assert link.failure == "broke off"
+        with socket.create_connection(("127.0.0.1", listener.port)) as visitor:
+            visitor.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            visitor.settimeout(10)
+            with contextlib.suppress(ConnectionResetError):
+                assert visitor.recv(100) == b""
+
+
+def test_somebody_else_is_not_taken_for_the_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        process = subprocess.Popen(
+            HERE.argv(python_script("measure")),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        order = {"addresses": ["127.0.0.1"], "port": port, "token": "0" * 32}
+        with process:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.close()
+            visitor, _ = other.accept()
+            with visitor:
+                visitor.sendall(b"SSH-2.0-OpenSSH_9.9\r\n")
+                assert process.stdout is not None
+                said = json.loads(process.stdout.read())
+    assert said == {"address": "127.0.0.1", "failure": "somebody else answers"}
+
+
+def test_the_wanted_port_is_taken_if_it_is_free() -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with listening(HERE, port, 60) as listener:
+            assert listener.port != port
+    with listening(HERE, port, 60) as listener:
+        assert listener.port == port
+
+
+def test_the_listener_ends_with_its_block_and_with_its_time() -> None:
+    with listening(HERE, 0, 60) as listener:
+        pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", listener.port))
+    with listening(HERE, 0, 0.5) as listener:
+        end = time.monotonic() + 30
+        with pytest.raises(ConnectionRefusedError):
+            while time.monotonic() < end:
+                socket.create_connection(("127.0.0.1", listener.port)).close()
+                time.sleep(0.05)
+
+
+def test_a_slow_way_is_measured_without_sending_what_is_buffered() -> None:
+    """A reader of 2 MB/s: what counts is what arrives, not what the buffers took."""
+    receiver, sender = socket.socketpair()
+    with receiver, sender:
+        sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        over = threading.Event()
+
+        def trickle() -> None:
+            while not over.wait(0.01):
+                sender.send(bytes(20_000))
+
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        count, seconds = ways_probe.count_bytes(receiver)
+        over.set()
+        thread.join()
+    assert 0.2 < seconds < 1.5
+    assert 0.2 < count / seconds / 1e6 < 3
+
+
+def on_a_machine(tmp_path: Path, **programs: str) -> dict[str, str]:
+    """The environment of a machine that has only these programs."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    return {"PATH": str(folder), "HOME": str(tmp_path)}
+
+
+def run_there(environ: dict[str, str], script: str) -> "subprocess.CompletedProcess[str]":
+    order = json.dumps({"addresses": [], "port": 1, "token": ""})
+    return subprocess.run(
+        ["/bin/sh", "-c", script],
+        env=environ,
+        input=order,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_without_python3_it_is_uvs(tmp_path: Path) -> None:
+    uv = f'echo "$1 $2 $3 $4 $5" >&2; shift 4; exec {shlex.quote(sys.executable)} "$@"'
+    done = run_there(on_a_machine(tmp_path, uv=uv), python_script("measure"))
+    assert done.returncode == 0
+    assert done.stderr == "run --no-project --quiet python -c\n"
+
+
+def test_a_python3_that_is_too_old_is_not_used(tmp_path: Path) -> None:
+    environ = on_a_machine(tmp_path, python3="exit 1", uv="echo this is uv")
+    assert run_there(environ, python_script("measure")).stdout == "this is uv\n"
+
+
+def test_a_machine_without_any_python_is_told(tmp_path: Path) -> None:
+    done = run_there(on_a_machine(tmp_path), python_script("measure"))
+    assert done.returncode == 69
+    assert done.stderr == "there is neither python3 (3.9 or newer) nor uv\n"
+
+
+@dataclass(frozen=True)
+class Scripted(Host):
+    """A machine that runs a script before each other one."""
+
+    first: str = ""
+
+    def argv(self, script: str, *, terminal: bool = False) -> list[str]:  # noqa: ARG002
+        return ["/bin/sh", "-c", f"{self.first}\n{script}"]
+
+
+ABSENT = Scripted("pi5", "pi5", "echo 'ssh: connect to host pi5: No route to host' >&2; exit 255")
+BARE = Scripted("pi5", "pi@pi5", "PATH=/nowhere")
+ALONE = Scripted("mini1", "m", "exit 0")
+
+
+def test_a_machine_that_is_gone_is_told_as_such() -> None:
+    with (
+        pytest.raises(Unreachable, match="there is no route to it"),
+        listening(ABSENT, 0, 9),
+    ):
+        pass
+    with pytest.raises(Unreachable, match="there is no route to it"):
+        measure(ABSENT, [IPV4], Listener(1, "x"))
+
+
+def test_why_nothing_can_be_measured_is_told() -> None:
+    why = r"^pi5 \(pi@pi5\): its links cannot be measured: there is neither python3"
+    with pytest.raises(LaunchError, match=why), listening(BARE, 0, 9):
+        pass
+    with pytest.raises(LaunchError, match=why):
+        measure(BARE, [IPV4], Listener(1, "x"))
+
+
+def test_a_machine_without_addresses_is_refused() -> None:
+    with pytest.raises(LaunchError, match=r"^mini1 \(m\) has no address in any network: check its"):
+        interfaces_of(ALONE)

@@ -1,0 +1,289 @@
+"""The log lines of all processes, merged."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from reading import fake_ssh, launched_run, log_line, server, worker, write
+from smolcluster.errors import ConfigError, DataError
+from smolcluster.launch.logs import entry_of, level_number, logs, since_when
+from smolcluster.runs.paths import RunPaths, create_run
+
+NOW = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
+
+
+def shown(paths: RunPaths, capsys: pytest.CaptureFixture[str], **wish: object) -> list[str]:
+    wishes = {"node": None, "rank": None, "level": "INFO", "follow": False, "since": None} | wish
+    assert logs(str(paths.root), **wishes) == 0  # type: ignore[arg-type]
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.fixture
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
+    """A run of this machine, with a server's and two workers' lines."""
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+    monkeypatch.setenv("COLUMNS", "200")
+    paths = create_run(tmp_path, "r1")
+    write(paths.config, "")
+    write(paths.log_file("server", "mini1"), log_line(0, "up") + log_line(3, "bad", "ERROR"))
+    write(paths.log_file("worker", "pi5", 0), log_line(1, "joined") + log_line(2, "fine", "DEBUG"))
+    write(paths.log_file("worker", "a-b", 1), log_line(1.5, "careful", "WARNING"))
+    return paths
+
+
+def test_lines_are_merged_by_time(local: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(local, capsys) == [
+        "server mini1 | 09-21 14:13:20 INFO  up",
+        "worker 1 pi5 | 09-21 14:13:21 INFO  joined",
+        "worker 2 a-b | 09-21 14:13:21 WARN  careful",
+        "server mini1 | 09-21 14:13:23 ERROR bad",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wish", "expected"),
+    [
+        ({"node": "pi5"}, ["joined"]),
+        ({"rank": 1}, ["careful"]),
+        ({"level": "debug", "rank": 0}, ["joined", "fine"]),
+        ({"level": "WARNING"}, ["careful", "bad"]),
+        ({"since": "2026-09-21T14:13:22"}, ["bad"]),
+        ({"since": "2026-09-21T14:13:22+00:00"}, ["bad"]),
+        ({"since": "1s"}, []),
+    ],
+)
+def test_only_what_is_asked_for(
+    local: RunPaths,
+    capsys: pytest.CaptureFixture[str],
+    wish: dict[str, object],
+    expected: list[str],
+) -> None:
+    assert [line.split()[-1] for line in shown(local, capsys, **wish)] == expected
+
+
+@pytest.mark.parametrize(
+    ("wish", "sentence"),
+    [
+        ({"node": "pi6"}, "it has some on: "),
+        ({"rank": 5}, "have the ranks "),
+        ({"rank": 0, "node": "mini1"}, "workers on mini1 have the ranks none"),
+        ({"level": "warn"}, "did you mean WARNING"),
+        ({"level": "\x1b[2J"}, "there are DEBUG"),
+        ({"since": "yesterday"}, "say how long ago"),
+        ({"since": "-3m"}, "say how long ago"),
+        ({"since": "99999-01-01"}, "say how long ago"),
+    ],
+)
+def test_wrong_wishes_are_refused_in_a_line(
+    local: RunPaths, capsys: pytest.CaptureFixture[str], wish: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence) as refused:
+        shown(local, capsys, **wish)
+    assert str(refused.value).isprintable()
+
+
+def test_moments() -> None:
+    assert since_when("10m", NOW) == NOW.timestamp() - 600
+    assert since_when("1.5 h", NOW) == NOW.timestamp() - 5400
+    assert since_when("2026-11-22T10:00", NOW) == NOW.timestamp() - 7200
+    assert since_when(None, NOW) == 0
+    assert level_number("Error") == 40
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"half a li", "half a li"),
+        (b'{"ts": 5, "level": null, "message": ["x"]}', "['x']"),
+        (b'{"ts": "2026", "message": {}}', "{}"),
+        (b"[1, 2]", "[1, 2]"),
+        (b"\xff\xfe", "\ufffd\ufffd"),
+        (b"[" * 100_000, "[" * 100_000),
+        (b'{"ts": "9999-99-99T00:00:00Z", "message": "m"}', "m"),
+    ],
+)
+def test_a_broken_line_is_shown_where_it_stands(line: bytes, message: str) -> None:
+    entry = entry_of(line, 0, 42.0)
+    assert entry is not None
+    assert (entry.seconds, entry.message) == (42.0, message)
+    assert entry_of(b"  \n", 0, 42.0) is None
+
+
+def test_no_log_line_moves_the_cursor_or_is_read_as_markup(
+    local: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "\x1b[2J\r\u202e<script>[bold red]x[/]\ud800"
+    exception = "Traceback\n  \x1b[31mValueError"
+    line = log_line(1, evil, level="INFO\x1b", exception=exception)
+    write(local.log_file("worker", "pi5", 0), line)
+    out = "\n".join(shown(local, capsys, rank=0))
+    assert r"\x1b[2J\r\u202e<script>[bold red]x[/]?" in out
+    assert "Traceback" in out
+    assert not any(each in out for each in ("\x1b", "\r", "\u202e"))
+
+
+def test_a_huge_message_is_cut(local: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    with local.log_file("worker", "pi5", 0).open("a") as file:
+        file.write(log_line(5, "y" * 500_000) + "z" * 3_000_000 + "\n" + log_line(6, "after"))
+    out = shown(local, capsys, rank=0)
+    assert [line[-24:] for line in out[1:3]] == [
+        " (496,000 characters more)"[-24:],
+        "1,044,576 characters more)"[-24:],
+    ]
+    assert out[3].endswith("after")
+
+
+def test_a_run_without_logs_has_no_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = create_run(tmp_path, "r1")
+    write(paths.config, "")
+    assert shown(paths, capsys) == []
+    with pytest.raises(ConfigError, match="no run 'nothing'"):
+        logs("nothing", node=None, rank=None, level="INFO", follow=False, since=None)
+    write(paths.launched, "{")
+    with pytest.raises(DataError, match="damaged"):
+        shown(paths, capsys)
+
+
+def test_lines_come_from_their_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = fake_ssh(tmp_path, monkeypatch)
+    run_dir = "~/a 'b'; $(touch ~/oops)"
+    own = [
+        server(run_dir=run_dir),
+        worker(0, "mini1", "pi@mini1", run_dir),
+        worker(1, "win", "win"),
+    ]
+    paths = launched_run(tmp_path / "runs", *own)
+    folder = there / run_dir[2:] / "logs"
+    write(folder / "server-mini1.log", log_line(1, "one") + log_line(4, "four"))
+    write(folder / "worker-rank0-mini1.log", log_line(3, "three"))
+    write(there / "runs/r1/logs/worker-rank1-win.log", log_line(2, "two"))
+    assert [line.split()[-1] for line in shown(paths, capsys)] == ["one", "two", "three", "four"]
+    assert not (there / "oops").exists()
+
+
+def test_a_machine_that_cannot_be_reached_is_named_and_its_fetched_lines_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = fake_ssh(tmp_path, monkeypatch)
+    paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "cut"))
+    write(there / "runs/r1/logs/server-mini1.log", log_line(1, "one"))
+
+    def printed() -> tuple[int, str, str]:
+        code = logs(str(paths.root), node=None, rank=None, level="INFO", follow=False, since=None)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    code, out, err = printed()
+    assert (code, out.count("\n")) == (1, 1)
+    assert "pi5 (cut): it does not answer" in err
+    write(paths.logs / "worker-rank0-pi5.log", log_line(2, "copied"))
+    code, out, err = printed()
+    assert (code, out.count("\n")) == (1, 2)
+    assert "copied" in out
+    assert "were fetched before" in err
+
+
+def test_following_goes_on_after_a_break_without_repeating(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a real interrupt at the end."""
+    there = fake_ssh(tmp_path, monkeypatch)
+    paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi5"))
+    one = write(there / "runs/r1/logs/server-mini1.log", log_line(1, "m1"))
+    two = write(there / "runs/r1/logs/worker-rank0-pi5.log", log_line(2, "m2") + '{"half')
+    program = (
+        "import sys; from smolcluster.launch import growing, logs; growing.RETRY_S = 0.2\n"
+        "sys.exit(logs.logs(sys.argv[1], node=None, rank=None, level='INFO', follow=True, since=None))"
+    )
+    output = tmp_path / "output"
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(paths.root)],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def wait_for(text: str) -> None:
+        end = time.monotonic() + 30
+        while text not in output.read_text():
+            assert time.monotonic() < end, output.read_text()
+            time.sleep(0.02)
+
+    try:
+        wait_for("m2")
+        append(one, log_line(3, "m3"))
+        wait_for("m3")
+        ssh = tmp_path / "bin/ssh"
+        shutil.copy(ssh, tmp_path / "ssh")
+        ssh.write_text("#!/bin/sh\necho 'Connection refused' >&2; exit 255\n")
+        end_commands_of(process.pid)
+        wait_for("trying again")
+        append(two, 'way"}\n' + log_line(4, "m4"))
+        shutil.copy(tmp_path / "ssh", ssh)
+        wait_for("connected again")
+        wait_for("m4")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
+        process.wait()
+    text = output.read_text()
+    assert [text.count(f"m{number}") for number in (1, 2, 3, 4)] == [1, 1, 1, 1]
+    assert text.count("trying again") == 2, "a sentence a machine"
+    assert "Traceback" not in text
+    end = time.monotonic() + 5
+    while str(there) in listed_processes() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert "runs/r1/logs" not in listed_processes()
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def listed_processes() -> str:
+    return subprocess.run(["ps", "-ef"], capture_output=True, text=True, check=True).stdout
+
+
+def end_commands_of(pid: int) -> None:
+    """End what a process has started, as a broken connection does."""
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=True
+    )
+    for child in listed.stdout.split():
+        os.killpg(int(child), signal.SIGKILL)
+
+
+def test_following_a_local_run(local: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C, as Python raises it in the main thread."""
+    timer = threading.Timer(2.0, signal.raise_signal, [signal.SIGINT])
+    file = local.log_file("server", "mini1")
+    writer = threading.Timer(1.0, append, [file, log_line(9, "late") + json.dumps({}) + "\n"])
+    for thread in (timer, writer):
+        thread.start()
+    out = shown(local, capsys, follow=True)
+    for thread in (timer, writer):
+        thread.join()
+    assert [line.split()[-1] for line in out if line][:5] == [
+        "up",
+        "joined",
+        "careful",
+        "bad",
+        "late",
+    ]

@@ -1,0 +1,292 @@
+"""How a run stands: what is seen of its processes, with what its server wrote."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from reading import fake_ssh, launched_run, server, status_of, worker, write
+from smolcluster.errors import ConfigError, DataError
+from smolcluster.launch.host import Host, TookTooLong
+from smolcluster.launch.probe import Seen, Sighting, look, look_at_script, ours_alive, sections
+from smolcluster.launch.report import report_of, state_of
+from smolcluster.launch.status import head, look_at, row, status
+from smolcluster.runs.paths import RunPaths, create_run
+from smolcluster.runs.processes import ProcessEntry, write_processes
+from smolcluster.runs.status import RunStatus, instant, write_status
+
+NOW = 1_790_000_000.0
+
+
+def said(processes: list[str], written: RunStatus | None = None, now: float = NOW) -> str:
+    lines = [f"::process {index}\n{words}" for index, words in enumerate(processes)]
+    if written is not None:
+        lines += [f"::now\n{now}", f"::status.json\n{written.model_dump_json(indent=2)}"]
+        lines += ["::summary.json"]
+    return "\n".join(lines) + "\n"
+
+
+def test_a_cluster_is_shown_with_the_age_of_each_heartbeat_by_the_servers_clock(
+    tmp_path: Path,
+) -> None:
+    paths = launched_run(tmp_path, server(), worker(0, "pi5", "pi5"), worker(1, "win", "win"))
+    written = status_of(now=NOW, workers={0: ("pi5", "joined"), 1: ("win", "lost")})
+    answers = {
+        "mini1": said(["running"], written),
+        "pi5": said(["running"]),
+        "win": said(["ended 137"]),
+    }
+    report = look_at(paths, lambda host, _: answers[host.node])
+    assert [row(each) for each in report.processes] == [
+        ["mini1", "server", "running", "120", "0.25", "512", "0.2 s ago"],
+        ["pi5", "0", "running", "119", "", "256", "0.4 s ago"],
+        ["win", "1", "ended with code 137", "119", "", "256", "0.4 s ago"],
+    ]
+    assert head(report) == [
+        *("r1", "edp", "training", "step 120 of 400", "epoch 2 of 4", "loss 0.25", "val 0.5"),
+        *("acc 0.900", "512 samples/s"),
+    ]
+
+
+def test_a_machine_that_cannot_be_reached_is_a_row_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = fake_ssh(tmp_path, monkeypatch) / "runs/r1"
+    paths = launched_run(
+        tmp_path / "runs",
+        server(),
+        worker(0, "pi5", "pi@cut"),
+        worker(1, "win", "win"),
+        worker(2, "odd", "strange"),
+    )
+    write(there / "exits/worker-rank1-win", "1\n")
+    written = status_of(workers={0: ("pi5", "joined"), 1: ("win", "left")})
+    write_status(there / "status.json", written)
+    assert status(str(paths.root), as_json=True, watch=False) == 0
+    document = json.loads(capsys.readouterr().out)
+    found = [(each["node"], each["process"], each["exit_code"]) for each in document["processes"]]
+    assert found == [
+        ("mini1", "gone", None),
+        ("pi5", "unreachable", None),
+        ("win", "ended", 1),
+        ("odd", "unreachable", None),
+    ]
+    assert document["processes"][1]["why"] == "it does not answer"
+    assert document["processes"][1]["heartbeat_age_s"] < 30
+    assert document["state"] == "broken off"
+    assert status(str(paths.root), as_json=False, watch=False) == 0
+    shown = capsys.readouterr().out
+    assert "lost contact: it does not answer" in shown
+    assert "pi5 (pi@cut): it does not answer: switch it on" in " ".join(shown.split())
+
+
+def test_a_machine_that_takes_too_long_has_its_row(tmp_path: Path) -> None:
+    paths = launched_run(tmp_path, server(), worker(0, "pi5", "pi5"))
+
+    def ask(host: Host, script: str) -> str:
+        if host.node == "pi5":
+            raise TookTooLong("pi5 (pi5): a command did not end within 5 s")
+        return said(["running"], status_of("waiting", now=NOW))
+
+    report = look_at(paths, ask)
+    assert report.state == "waiting"
+    assert row(report.processes[1])[2] == "lost contact: no answer within 5 s"
+
+
+def test_without_the_servers_machine_what_was_fetched_is_shown(tmp_path: Path) -> None:
+    paths = launched_run(tmp_path, server("cut"), worker(0, "pi5", "pi5"))
+
+    def ask(host: Host, script: str) -> str:
+        if host.node == "mini1":
+            raise host.unreachable("Connection timed out")
+        return said(["ended 0"])
+
+    assert look_at(paths, ask).state == "unknown"
+    write_status(paths.status, status_of(age_s=100.0))
+    report = look_at(paths, ask)
+    assert (report.state, report.step) == ("unknown", 120)
+    assert report.age_s is not None
+    assert report.age_s > 90
+    write_status(paths.status, status_of("ended", reason="all done"))
+    assert look_at(paths, ask).state == "ended"
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("", ("unreachable", None)),
+        ("garbage", ("unreachable", None)),
+        ("::process 0\n", ("unreachable", None)),
+        ("::process 0\nended 12345678\n", ("gone", None)),
+        ("::process 0\nended x; rm -rf /\n", ("gone", None)),
+        ("::process 0\nended 0\n", ("ended", 0)),
+        ("Last login\n\x1b[31m\n::process 0\nrunning\n", ("running", None)),
+        ("::process 0\nrunning\n::status.json\n{broken\n::now\nyesterday", ("running", None)),
+    ],
+)
+def test_whatever_a_machine_answers_is_no_traceback(
+    tmp_path: Path, answer: str, expected: tuple[str, int | None]
+) -> None:
+    paths = launched_run(tmp_path, server())
+    [seen] = look(paths, lambda _host, _script: answer).processes
+    assert (seen.liveness, seen.code) == expected
+
+
+def sighting(liveness: str, written: RunStatus | None) -> Sighting:
+    seen = Seen("mini1", "server", None, liveness)  # type: ignore[arg-type]
+    return Sighting((seen,), written, None, instant(NOW))
+
+
+@pytest.mark.parametrize(
+    ("liveness", "written", "expected"),
+    [
+        ("running", None, "starting"),
+        ("running", status_of("waiting"), "waiting"),
+        ("running", status_of("training"), "training"),
+        ("gone", status_of("training"), "broken off"),
+        ("ended", status_of("training"), "broken off"),
+        ("ended", status_of("failed"), "failed"),
+        ("gone", status_of("ended"), "ended"),
+        ("unreachable", status_of("training"), "unknown"),
+        ("unreachable", None, "unknown"),
+    ],
+)
+def test_the_state_is_what_the_server_wrote_unless_its_process_says_otherwise(
+    liveness: str, written: RunStatus | None, expected: str
+) -> None:
+    assert state_of(sighting(liveness, written)) == expected
+    assert report_of("r1", "edp", sighting(liveness, written)).state == expected
+
+
+def test_a_worker_that_came_by_itself_is_shown_too() -> None:
+    report = report_of("r1", None, sighting("running", status_of(workers={7: ("mac", "joined")})))
+    assert row(report.processes[1])[:3] == ["mac", "7", "joined"]
+
+
+def test_each_machine_is_asked_once_and_only_the_servers_for_the_files(tmp_path: Path) -> None:
+    own = worker(0, "mini1", "pi@mini1", session="it's; rm -rf ~")
+    script = look_at_script([server(run_dir="~/a b; reboot"), own], server(run_dir="~/a b; reboot"))
+    assert script.count("status.json") == 2
+    assert """'=it'"'"'s; rm -rf ~'""" in script
+    assert """"$HOME"/'a b; reboot'/status.json""" in script
+    assert "status.json" not in look_at_script([own], server())
+    asked: list[str] = []
+    paths = launched_run(tmp_path, server(), own, worker(1, "pi5", "pi5"))
+
+    def ask(host: Host, script: str) -> str:
+        asked.append(host.node)
+        return said(["running", "running"])
+
+    look(paths, ask)
+    assert sorted(asked) == ["mini1", "pi5"]
+
+
+def test_a_damaged_list_of_processes_is_named(tmp_path: Path) -> None:
+    paths = launched_run(tmp_path, server())
+    for damaged in ("{", "[]", '{"run_id": "r1", "algorithm": "edp", "processes": []}'):
+        paths.launched.write_text(damaged)
+        with pytest.raises(DataError, match=r"launch\.json is damaged"):
+            status(str(paths.root), as_json=False, watch=False)
+
+
+def test_an_unknown_run_and_flags_that_contradict_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run 'nothing'"):
+        status("nothing", as_json=False, watch=False)
+    with pytest.raises(ConfigError, match="--json prints one document"):
+        status("latest", as_json=True, watch=True)
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
+        status(str(tmp_path), as_json=False, watch=False)
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[tuple[RunPaths, "subprocess.Popen[bytes]"]]:
+    """A local run whose server lives, and whose worker's process id is somebody else's now."""
+    paths = create_run(tmp_path, "r1")
+    program = "import time; time.sleep(60)"
+    with (
+        subprocess.Popen([sys.executable, "-c", program, "smolcluster"]) as process,
+        subprocess.Popen(["sleep", "60"]) as other,
+    ):
+        write_processes(
+            paths.processes,
+            [
+                ProcessEntry(node="mini1", role="server", pid=process.pid),
+                ProcessEntry(node="pi5", role="worker", rank=0, pid=other.pid),
+            ],
+        )
+        write(paths.config, "")
+        yield paths, process
+        process.kill()
+        other.kill()
+
+
+def test_a_local_run_is_looked_at_here(
+    local: tuple[RunPaths, "subprocess.Popen[bytes]"],
+) -> None:
+    paths, process = local
+    write_status(paths.status, status_of(workers={0: ("pi5", "lost")}))
+    report = look_at(paths)
+    assert report.state == "training"
+    assert [each.process for each in report.processes] == ["running", "gone"]
+    process.kill()
+    process.wait()
+    assert look_at(paths).state == "broken off"
+    write_status(paths.status, status_of("ended"))
+    assert [each.process for each in look_at(paths).processes] == ["ended", "ended"]
+
+
+def test_a_process_of_somebody_else_is_not_ours() -> None:
+    assert ours_alive([]) == set()
+    assert ours_alive([1, 2**30]) == set()
+
+
+def test_a_run_of_one_process_is_known_by_its_lock(tmp_path: Path) -> None:
+    paths = create_run(tmp_path, "single-1")
+    write(paths.config, "")
+    [only] = look_at(paths).processes
+    assert (only.role, only.process) == ("trainer", "gone")
+    for text in ("", "\x00\xff", "4711x", "-1"):
+        paths.lock.write_text(text)
+        assert look_at(paths).processes[0].process == "gone"
+
+
+def test_names_from_elsewhere_move_no_cursor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ssh(tmp_path, monkeypatch)
+    evil = worker(0, "pi\x1b[2J[red]<b>", None)
+    paths = launched_run(tmp_path / "runs", server(None, run_dir=str(tmp_path)), evil)
+    status(str(paths.root), as_json=False, watch=False)
+    shown = capsys.readouterr().out
+    assert "\x1b[2J" not in shown
+    assert "[red]<b>" in shown
+
+
+def test_watching_ends_with_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = create_run(tmp_path, "single-1")
+    write(paths.config, "")
+
+    def interrupted(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupted)
+    assert status(str(paths.root), as_json=False, watch=True) == 0
+    assert "single-1" in capsys.readouterr().out
+
+
+def test_what_comes_before_the_first_mark_is_left_out() -> None:
+    assert sections("hello\n::a\n1\n2\n::b\n") == {"a": "1\n2", "b": ""}
+    assert sections("") == {}
+
+
+def test_no_torch_is_loaded() -> None:
+    program = "import sys, smolcluster.launch.status, smolcluster.launch.logs\n"
+    program += "import smolcluster.launch.listing, smolcluster.launch.fetch\n"
+    program += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
