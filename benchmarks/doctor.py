@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from common import report, seconds
 from doctoring import cluster, patients
-from smolcluster.launch.doctor import examine
+from smolcluster.launch.doctor.examine import examine
 
 TARGET = 2.0
 

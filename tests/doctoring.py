@@ -8,8 +8,8 @@ from typing import Any
 
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import LaunchError
-from smolcluster.launch.doctor import Patient
-from smolcluster.launch.findings import Answer, Context, Facts
+from smolcluster.launch.doctor.examine import Patient
+from smolcluster.launch.doctor.findings import Answer, Context, Facts
 from smolcluster.launch.host import Done, Host
 
 LINUX = Facts("Linux", "x86_64", packages="apt-get")
@@ -32,7 +32,7 @@ def cluster(nodes: Mapping[str, Any] | None = None, **stated: Any) -> ClusterCon
 
 def context(node: str = "pi5", facts: Facts = LINUX, **stated: Any) -> Context:
     """A worker that has been reached; `stated` is of its section of the cluster file, or of `Context`."""
-    own = {name: stated.pop(name) for name in ("device", "torch", "ssh") if name in stated}
+    own = {name: stated.pop(name) for name in ("device", "torch", "env") if name in stated}
     made = Context(node, cluster({node: own}), node, facts=facts, version="v1", environment="e1")
     return replace(made, **stated)
 

@@ -33,7 +33,7 @@ HOMES = Path("/srv")
 PRIVATE = (HOMES, Path("/tmp"), Path("/run"), Path("/var/tmp"), Path("/var/log"))  # noqa: S108
 PATH = "/usr/bin:/bin:/usr/sbin:/sbin"  # what macOS gives to ssh commands
 ETC = Path("/run/lab")
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 90.0
 COMMAND_TIMEOUT_S = 60.0
 
 Command = str | Sequence[str]
@@ -477,7 +477,8 @@ class Host:
         key, pid_file = ETC / "host_key", self.path("/run/sshd.pid")
         self.output(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)])
         self.write(ETC / "sshd_config", _sshd_config(self.environ))
-        self.output(["/usr/sbin/sshd", "-f", f"{ETC}/sshd_config", "-E", f"{ETC}/sshd.log"])
+        sshd, log = f"/usr/sbin/sshd -f {ETC}/sshd_config", ETC / "sshd.log"
+        self.output(f"{sshd} -E {log} || {{ cat {log}; exit 1; }}")
         _wait_until(pid_file.exists, START_TIMEOUT_S, f"sshd of {self.name}")
         return " ".join(self.path(f"{key}.pub").read_text().split()[:2])
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import smolcluster
+from reading import fake_ssh
 from smolcluster import cli
 from smolcluster.algorithms.registry import ALGORITHMS, get_algorithm
 from smolcluster.cli import expand_overrides, main
@@ -91,15 +92,6 @@ def test_a_misspelt_flag_names_itself_and_the_help(capsys: pytest.CaptureFixture
     assert "`smolcluster launch edp --help`" in line
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_clusters_over_ssh_come_later(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", name]) == 2
-    line = last_error(capsys)
-    folder = get_algorithm(name).folder.name
-    for part in ("later version", "--local", "uv run server.py", "uv run worker.py 1", folder):
-        assert part in line
-
-
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where the secret and runs would be made; no process can be started."""
@@ -140,14 +132,39 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_dry_run_without_local_prints_the_commands_for_each_machine(
-    name: str, capsys: pytest.CaptureFixture[str]
+def test_a_dry_run_without_local_prints_the_plan_of_the_cluster_and_starts_nothing(
+    name: str, capsys: pytest.CaptureFixture[str], nothing_starts: Path
 ) -> None:
     assert main(["launch", name, "--dry-run"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    there = f"cd src/smolcluster/algorithms/{get_algorithm(name).folder.name}"
-    assert lines[:2] == ["server mini1:", f"  {there} && uv run server.py"]
-    assert lines[3] == f"  {there} && uv run worker.py 1 pi5"
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    folder = f"src/smolcluster/algorithms/{get_algorithm(name).folder.name}"
+    for part in (
+        "192.168.50.1:65432",
+        f"server mini1, in tmux session {name}-",
+        f'  cd "$HOME"/smolcluster && .venv/bin/python {folder}/server.py --run-id {name}-',
+        f'  cd "$HOME"/smolcluster && .venv/bin/python {folder}/worker.py 1 pi5 --config ',
+        "101,770 parameters",
+        "```mermaid\n",
+    ):
+        assert part in captured.out
+    assert list(nothing_starts.iterdir()) == []
+
+
+def test_machines_that_are_not_reached_are_all_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_ssh(tmp_path, monkeypatch)
+    for name in ("XDG_CONFIG_HOME", "SMOLCLUSTER_RUNS_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    machines = ("mini1", "pi5", "win", "macbook")
+    stated = [f"nodes.{node}.ssh=cut-{node}" for node in machines]
+    assert main(["launch", "edp", "--override", *stated]) == 1
+    captured = capsys.readouterr()
+    [line] = captured.err.splitlines()
+    assert line.startswith("error: ")
+    for node in machines:
+        assert f"{node} (cut-{node}): it does not answer" in line
 
 
 def test_configurations_are_named_so_that_they_are_found_from_another_folder(
@@ -156,9 +173,9 @@ def test_configurations_are_named_so_that_they_are_found_from_another_folder(
     monkeypatch.chdir(tmp_path)
     shipped = get_algorithm("edp").folder.parents[1] / "configs" / "cluster_config_edp.yaml"
     Path("mine.yaml").write_text(shipped.read_text())
-    assert main(["launch", "edp", "--dry-run", "--config", "mine.yaml"]) == 0
+    assert main(["launch", "edp", "--local", "--dry-run", "--config", "mine.yaml"]) == 0
     assert f"--config {tmp_path}/mine.yaml" in capsys.readouterr().out
-    assert main(["launch", "edp", "--dry-run", "--config", "edp"]) == 0
+    assert main(["launch", "edp", "--local", "--dry-run", "--config", "edp"]) == 0
     assert "--config edp" in capsys.readouterr().out
 
 
@@ -187,7 +204,8 @@ def test_all_algorithms_are_launched_with_the_same_flags(
     shown = []
     for name in ALGORITHMS:
         assert main(["launch", name, "--help"]) == 0
-        shown.append(capsys.readouterr().out.partition("Options:")[2])
+        options = capsys.readouterr().out.partition("Options:")[2]
+        shown.append(options.partition("Examples:")[0])
     assert shown[0]
     assert set(shown) == {shown[0]}
 

@@ -33,7 +33,7 @@ def _doctor(
     every worker to the server, its bandwidth and latency. Exits with 1 if anything would keep a run from
     starting.
     """
-    from smolcluster.launch.doctor import doctor  # noqa: PLC0415 - takes time
+    from smolcluster.launch.doctor.examine import doctor  # noqa: PLC0415 - takes time
 
     return doctor(config, override or [], as_json)
 
@@ -74,7 +74,7 @@ def _init(
 
     Logs in to each of them, measures every way from each worker to the server, and chooses the best.
     """
-    from smolcluster.launch.init import Wish, init  # noqa: PLC0415
+    from smolcluster.launch.setup.init import Wish, init  # noqa: PLC0415
 
     return init(
         Wish(
@@ -98,7 +98,7 @@ def _schema(
     kind: Annotated[str, typer.Argument(metavar="KIND", help="cluster or training.")] = "cluster",
 ) -> int:
     """Print the JSON schema of configuration files, for editors."""
-    from smolcluster.launch.config_commands import schema  # noqa: PLC0415
+    from smolcluster.launch.setup.config_commands import schema  # noqa: PLC0415
 
     return schema(kind)
 
@@ -113,7 +113,7 @@ def _show(
     override: Overrides = None,
 ) -> int:
     """Print the configuration that a run would have, with all defaults."""
-    from smolcluster.launch.config_commands import show  # noqa: PLC0415
+    from smolcluster.launch.setup.config_commands import show  # noqa: PLC0415
 
     return show(config, train_config, node, override or [], local=local)
 
@@ -126,6 +126,6 @@ def _check(
     override: Overrides = None,
 ) -> int:
     """Check configuration files as every machine would read them."""
-    from smolcluster.launch.config_commands import check  # noqa: PLC0415
+    from smolcluster.launch.setup.config_commands import check  # noqa: PLC0415
 
     return check(config, train_config, override or [])

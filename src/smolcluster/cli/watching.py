@@ -27,7 +27,7 @@ def _status(
 
     All machines are asked at once; one that cannot be reached is a row that says so.
     """
-    from smolcluster.launch.status import status  # noqa: PLC0415 - takes time
+    from smolcluster.launch.watch.status import status  # noqa: PLC0415 - takes time
 
     return status(run, as_json=as_json, watch=watch)
 
@@ -55,7 +55,7 @@ def _logs(
     ] = None,
 ) -> int:
     """Print the log lines of all processes of a run, in the order of time."""
-    from smolcluster.launch.logs import logs  # noqa: PLC0415
+    from smolcluster.launch.watch.logs import logs  # noqa: PLC0415
 
     return logs(run, node=node, rank=rank, level=level, follow=follow, since=since)
 
@@ -63,7 +63,7 @@ def _logs(
 @app.command("runs", epilog=below("smolcluster runs"))
 def _runs() -> int:
     """List the runs that this machine knows, the newest last."""
-    from smolcluster.launch.listing import runs  # noqa: PLC0415
+    from smolcluster.launch.watch.listing import runs  # noqa: PLC0415
 
     return runs()
 
@@ -80,6 +80,6 @@ def _fetch(
     ] = False,
 ) -> int:
     """Bring a run's logs, metrics and checkpoints home from its machines."""
-    from smolcluster.launch.fetch import fetch  # noqa: PLC0415
+    from smolcluster.launch.watch.fetch import fetch  # noqa: PLC0415
 
     return fetch(run, checkpoints=not no_checkpoints)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -21,14 +22,14 @@ from rich.console import Console
 from rich.text import Text
 
 from smolcluster.errors import LaunchError
-from smolcluster.launch.host import Host, shell_path
+from smolcluster.launch.host import Host, TookTooLong, Unreachable, shell_path
 from smolcluster.launch.interrupts import Interrupts, interrupts
 from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE
 from smolcluster.launch.prepare import TOOLS, check, check_port, everywhere, hand_over_secret
 from smolcluster.launch.sessions import begin, exit_code, host_of, last_words, put
 from smolcluster.launch.stop import stop_processes
 from smolcluster.launch.sync import environment_digest, make_environment, send_code, tree_digest
-from smolcluster.launch.tmux import close_window
+from smolcluster.launch.tmux import close_window, is_stopping
 from smolcluster.observability.terminal import displayable, steady
 from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
 from smolcluster.runs.paths import RunPaths
@@ -37,6 +38,7 @@ from smolcluster.runs.summary import Summary, table
 from smolcluster.utils.retry import Deadline
 
 POLL_S = 0.5
+INTERRUPTED = 130
 FAREWELL_S = 10.0
 """From the end of a good run to the end of its workers, who hear of it from the server."""
 TOLD_EVERY_S = 10.0
@@ -86,7 +88,7 @@ class Choice(Enum):
 class Stopped(LaunchError):
     """The user has stopped the run while it was starting."""
 
-    exit_code = 130
+    exit_code = INTERRUPTED
 
 
 class ClusterRun:
@@ -116,6 +118,7 @@ class ClusterRun:
         tools = [tool for tool in TOOLS if sync or tool == "tmux"]
         self.say(f"looking at {', '.join(machines)}")
         everywhere(hosts, lambda host: self._check(host, tools))
+        self._check_over()
         check_port(host_of(server), self._launched.port)
         if sync:
             bring = partial(self._bring, root=baggage.root, version=tree_digest(baggage.root))
@@ -125,6 +128,21 @@ class ClusterRun:
         for process in nodes.values():
             put(host_of(process), f"{process.run_dir}/{CLUSTER_FILE}", baggage.cluster_file)
         put(host_of(server), f"{server.run_dir}/{TRAIN_FILE}", baggage.train_file)
+
+    def _check_over(self) -> None:
+        """See that nothing of this run is alive: what fails from now on ends all that is of it."""
+        if not self._paths.launched.is_file():  # it has never been started
+            return
+        alive = [
+            each.title
+            for each, code in everywhere_processes(self._launched.processes)
+            if code is None
+        ]
+        if alive:
+            run_id = self._launched.run_id
+            raise LaunchError(
+                f"run {run_id} is not over ({', '.join(alive)}): `uv run smolcluster stop {run_id}` stops it"
+            )
 
     def _check(self, host: Host, tools: list[str]) -> None:
         machine = self._machines[host.node]
@@ -150,6 +168,7 @@ class ClusterRun:
             LaunchError: it cannot be done; nothing of it is left running.
         """
         write_launched(self._paths.launched, self._launched)
+        close_window(self._launched.run_id)  # of a run that goes on: its panes show what has ended
         with interrupts() as asked:
             try:
                 self._start_server(asked)
@@ -198,8 +217,7 @@ class ClusterRun:
         """See that nobody has ended or is out of reach, and that the user still wants this."""
         if asked:
             raise Stopped("stopped while it was starting")
-        codes = everywhere_processes(processes)
-        for process, code in codes:
+        for process, code in everywhere_processes(processes):
             if code:
                 raise LaunchError(
                     f"{process.title} ended with exit code {code}: {last_words(process)}"
@@ -211,7 +229,7 @@ class ClusterRun:
             if isinstance(error, Stopped)
             else "the start has failed: stopping what was started"
         )
-        for left in stop_processes(self._launched):
+        for left in stop_processes(self._launched).left:
             self.say(f"{left.process.title}: {left.reason}", "red")
 
     def status(self) -> RunStatus | None:
@@ -228,6 +246,47 @@ class ClusterRun:
             return RunStatus.model_validate_json(text)
         except ValidationError:
             return None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing will be added to it; a machine out of reach does not say so."""
+        try:
+            status = self.status()
+        except LaunchError:
+            return False
+        return status is not None and status.is_over
+
+    @property
+    def folder(self) -> Path:
+        """Where this machine keeps the run."""
+        return self._paths.root.absolute()
+
+    def check_alive(self) -> None:
+        """See that there is something to look at; a machine out of reach counts as alive.
+
+        Raises:
+            LaunchError: the run is over.
+        """
+        with suppress(Unreachable, TookTooLong):
+            if all(code is not None for _, code in everywhere_processes(self._launched.processes)):
+                run_id = self._launched.run_id
+                raise LaunchError(
+                    f"run {run_id} is over: `uv run smolcluster logs {run_id}` shows what it said"
+                )
+
+    def with_devices(self) -> tuple[LaunchedProcess, ...]:
+        """The processes with the devices on which they compute, as far as these are known."""
+        try:
+            status = self.status()
+        except LaunchError:
+            status = None
+        found = {worker.rank: worker.device for worker in status.workers} if status else {}
+        return tuple(
+            process
+            if process.rank is None
+            else process.model_copy(update={"device": found.get(process.rank, process.device)})
+            for process in self._launched.processes
+        )
 
     def follow(self) -> int:
         """Tell how the run goes on, until its end or Ctrl-C; returns the exit code.
@@ -263,10 +322,18 @@ class ClusterRun:
 
     def left_window(self) -> int:
         """The user has left the window: say what came of the run, or how to get back to it."""
-        code = exit_code(self._launched.server)
+        run_id = self._launched.run_id
+        if is_stopping(run_id):
+            self.say("stopping the run", "yellow")
+            return self.stop() or INTERRUPTED
+        try:
+            code = exit_code(self._launched.server)
+        except LaunchError as error:
+            self.say(f"no contact with {self._launched.server.node} ({error})", "yellow")
+            code = None
         if code is not None:
             return self.conclude(code)
-        self.say(left_running(self._launched.run_id))
+        self.say(left_running(run_id))
         return 0
 
     def _interrupted(self, asked: Interrupts) -> int:
@@ -274,7 +341,7 @@ class ClusterRun:
             self.say(left_running(self._launched.run_id))
             return 0
         self.say("stopping the run", "yellow")
-        return self.stop() or 130
+        return self.stop() or INTERRUPTED
 
     def _ask(self, asked: Interrupts) -> Choice:
         """Leave the run going, or stop it? Without a terminal nobody can answer: then it is stopped."""
@@ -290,13 +357,19 @@ class ClusterRun:
 
     def stop(self, *, in_a_hurry: bool = False) -> int:
         """Stop the run; 1 if something of it may be left."""
-        left = stop_processes(self._launched, in_a_hurry=in_a_hurry, say=self.say)
-        for each in left:
+        run_id = self._launched.run_id
+        stopped = stop_processes(self._launched, in_a_hurry=in_a_hurry, say=self.say)
+        for each in stopped.left:
             self.say(f"{each.process.title}: {each.reason}", "red")
-        close_window(self._launched.run_id)
-        if not left:
-            self.say("stopped: nothing of it is left running")
-        return int(bool(left))
+        close_window(run_id)
+        if stopped.left:
+            self.say(
+                f"the others are stopped; `uv run smolcluster stop {run_id}` tries again", "red"
+            )
+            return 1
+        what = "it was over already" if stopped.was_over else "stopped"
+        self.say(f"run {run_id}: {what}; nothing of it is left running")
+        return 0
 
     def conclude(self, code: int) -> int:
         """Say what came of a run whose server has ended, and see that its workers end; returns `code`."""
@@ -304,12 +377,16 @@ class ClusterRun:
             server = self._launched.server
             self.say(f"{server.title} ended with exit code {code}: {last_words(server)}", "red")
         deadline = Deadline(FAREWELL_S if code == 0 else 0)
-        while not deadline.expired and any(
-            ended is None for _, ended in everywhere_processes(self._launched.workers)
-        ):
-            time.sleep(POLL_S)
-        for left in stop_processes(self._launched):
+        try:
+            while not deadline.expired and any(
+                ended is None for _, ended in everywhere_processes(self._launched.workers)
+            ):
+                time.sleep(POLL_S)
+        except LaunchError:
+            pass  # stopping says which machine it is
+        for left in stop_processes(self._launched).left:
             self.say(f"{left.process.title}: {left.reason}", "yellow")
+        close_window(self._launched.run_id)
         if code == 0 and (summary := self._summary()):
             with steady(self._console):
                 self._console.print(table(summary))

@@ -10,9 +10,8 @@ from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GPTConfig, SimpleNNConfig
 
 FLOAT_NBYTES = 4
-INT8_SHARE = 1 / 4
-"""Bytes of an int8 gradient beside those of its float32 form; scales add less than a hundredth."""
-HALF_SHARE = 1 / 2
+SHARES = {"fp32": 1, "bf16": 1 / 2, "fp16": 1 / 2, "int8": (1 + 4 / 256) / 4}
+"""Bytes of an encoded gradient beside those of its float32 form; int8 has a scale of four bytes for 256."""
 NUM_MOMENTS = {"sgd": 0, "adam": 2, "adamw": 2}
 VOCABULARIES = {"bytes": 256, "openai-community/gpt2": 50257, "gpt2": 50257}
 FEATURES = {"digits": 64, "MNIST": 784}
@@ -43,9 +42,8 @@ def cost_of(settings: Settings, algorithm: str) -> Cost | None:
     cluster = settings.cluster
     copy = num_params * FLOAT_NBYTES
     moments = NUM_MOMENTS[settings.train.optimizer]
-    share = _share(cluster.codec or ("int8" if cluster.use_quantization else "fp32"))
-    sent = round(copy * share)
-    back = round(copy * share) if algorithm == "syncps" else copy // cluster.worker_update_interval
+    sent = round(copy * SHARES[cluster.codec or ("int8" if cluster.use_quantization else "fp32")])
+    back = sent if algorithm == "syncps" else copy // cluster.worker_update_interval
     own = (2 + moments) * copy
     return Cost(
         num_params=num_params,
@@ -61,13 +59,14 @@ def params_of(settings: Settings) -> int | None:
     model, dataset = settings.train.model, settings.train.dataset
     if isinstance(model, SimpleNNConfig):
         features = model.input_dim or FEATURES.get(dataset.name)
-        return (
-            None
-            if features is None
-            else (features + 1) * model.hidden + (model.hidden + 1) * model.out
-        )
+        return None if features is None else perceptron_params(model, features)
     vocabulary = VOCABULARIES.get(dataset.tokenizer)
     return None if vocabulary is None else gpt_params(model, vocabulary)
+
+
+def perceptron_params(model: SimpleNNConfig, features: int) -> int:
+    """Weights of the two-layer perceptron."""
+    return (features + 1) * model.hidden + (model.hidden + 1) * model.out
 
 
 def gpt_params(model: GPTConfig, vocabulary: int) -> int:
@@ -78,7 +77,3 @@ def gpt_params(model: GPTConfig, vocabulary: int) -> int:
     norms = 4 * width
     block = attention + feed_forward + norms
     return (vocabulary + model.max_seq_len) * width + model.num_layers * block + 2 * width
-
-
-def _share(codec: str) -> float:
-    return {"fp32": 1.0, "bf16": HALF_SHARE, "fp16": HALF_SHARE, "int8": INT8_SHARE}[codec]

@@ -7,9 +7,11 @@ into a script passes through `shlex.quote`, `shlex.join` or `shell_path`.
 """
 
 import os
+import re
 import shlex
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +24,9 @@ CONNECT_TIMEOUT_S = 6
 COMMAND_TIMEOUT_S = 20.0
 PERSIST_S = 300
 """How long a connection that nobody uses stays open."""
-MAX_SOCKET_PATH = 90
-"""A socket's path has 104 characters on macOS; ssh adds some of its own for a moment."""
+MAX_SOCKET_PATH = 86
+"""A socket's path has at most 103 characters on macOS; ssh adds 17 of its own for a moment."""
+SHORT_FOLDER = Path("/tmp")  # noqa: S108 - macOS' own temporary folder is too long; ours is checked
 PREAMBLE = (
     'PATH="$HOME/.local/bin:$HOME/.cargo/bin:/opt/homebrew/bin:/usr/local/bin:$PATH"; export PATH; '
 )
@@ -37,15 +40,19 @@ _CAUSES = (
     ("could not resolve hostname", "its name has no address", "name"),
     ("no route to host", "there is no route to it", "route"),
     ("network is unreachable", "there is no route to it", "route"),
+    ("network is down", "there is no route to it", "route"),
+    ("can't assign requested address", "there is no route to it", "route"),
     ("host is down", "there is no route to it", "route"),
     ("connection refused", "it answers, but no SSH server listens there", "port"),
-    ("permission denied", "it does not let this user in", "key"),
+    ("permission denied (", "it does not let this user in", "key"),
+    ("too many authentication failures", "it does not let this user in", "key"),
     ("timed out", "it does not answer", "silent"),
+    ("not responding", "it does not answer", "silent"),
     ("bad configuration option", "this machine's SSH configuration is wrong", "config"),
     ("bad owner or permissions", "this machine's SSH configuration is wrong", "config"),
 )
 _FIXES = {
-    "host_key_changed": "if it was installed anew, `ssh-keygen -R {host}` and connect once by hand; "
+    "host_key_changed": "if it was installed anew, `ssh-keygen -R {known}` and connect once by hand; "
     "otherwise somebody may be in between",
     "host_key": "`ssh {host}` once by hand, compare the fingerprint and accept it",
     "name": "set nodes.{node}.ssh to its address, or give {host} a HostName in ~/.ssh/config",
@@ -67,9 +74,13 @@ class Unreachable(LaunchError):
         fix: what mends it.
     """
 
-    def __init__(self, node: str, destination: str, cause: str, what: str) -> None:
+    def __init__(
+        self, node: str, destination: str, cause: str, what: str, known_as: str | None = None
+    ) -> None:
+        """`known_as`: its name in the list of known hosts, where ssh has said it."""
         self.node, self.cause, self.what = node, cause, what
-        self.fix = _FIXES[cause].format(host=destination, node=node)
+        known = shlex.quote(known_as or destination.rpartition("@")[2])
+        self.fix = _FIXES[cause].format(host=destination, node=node, known=known)
         super().__init__(f"{node} ({destination}): {what}: {self.fix}")
 
 
@@ -130,20 +141,13 @@ class Host:
             TookTooLong: it takes longer than `timeout_s`.
         """
         try:
-            ended = subprocess.run(  # noqa: S603 - an argument list; the script is quoted
-                self.argv(script), input=stdin, capture_output=True, timeout=timeout_s, check=False
-            )
+            done = run_here(self.argv(script), stdin=stdin, timeout_s=timeout_s)
         except subprocess.TimeoutExpired as error:
             raise TookTooLong(
                 f"{self.node} ({self.shown}): a command did not end within {timeout_s:g} s"
             ) from error
         except OSError as error:
             raise LaunchError(f"cannot run ssh: {error.strerror or error}") from error
-        done = Done(
-            ended.returncode,
-            ended.stdout.decode("utf-8", "replace"),
-            ended.stderr.decode("utf-8", "replace"),
-        )
         if self.destination is not None and done.code == SSH_FAILED:
             raise self.unreachable(done.stderr)
         return done
@@ -153,10 +157,37 @@ class Host:
         lowered = said.lower()
         for words, what, cause in _CAUSES:
             if words in lowered:
-                return Unreachable(self.node, self.shown, cause, what)
+                named = re.search(r"host key for (\S+) has changed", said, re.IGNORECASE)
+                return Unreachable(self.node, self.shown, cause, what, named and named[1])
         lines = said.strip().splitlines()
         words = lines[-1].strip() if lines else "the connection was closed"
         return Unreachable(self.node, self.shown, "closed", words)
+
+
+def run_here(argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float) -> Done:
+    """Run a command on this machine and wait for its end.
+
+    Its errors go to a file: an `ssh` of before 8.5 that stays in the background as everybody's connection
+    keeps the pipe, whose end would be waited for.
+
+    Raises:
+        OSError: there is no such command.
+        TimeoutExpired: it takes longer than `timeout_s`.
+    """
+    with tempfile.TemporaryFile() as errors:
+        ended = subprocess.run(  # noqa: S603 - an argument list; a script in it is quoted
+            argv,
+            input=stdin,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            timeout=timeout_s,
+            check=False,
+        )
+        errors.seek(0)
+        said = errors.read()
+    return Done(
+        ended.returncode, ended.stdout.decode("utf-8", "replace"), said.decode("utf-8", "replace")
+    )
 
 
 def host_of(cluster: ClusterConfig, node: str) -> Host:
@@ -180,12 +211,22 @@ def ssh_options() -> list[str]:
 
 
 def control_folder() -> Path:
-    """Where the sockets of open connections are; only this user may enter it."""
+    """Where the sockets of open connections are; only this user may enter it.
+
+    Raises:
+        LaunchError: it cannot be made, or is somebody else's.
+    """
     folder = Path.home() / ".ssh" / "smolcluster"
     if len(str(folder)) + 41 > MAX_SOCKET_PATH:
-        folder = Path(tempfile.gettempdir()) / f"smolcluster-ssh-{os.getuid()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
+        folder = SHORT_FOLDER / f"smolcluster-ssh-{os.getuid()}"
+    try:
+        # sshd trusts no ~/.ssh that others can write
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        owner = folder.stat().st_uid
+    except OSError as error:
+        raise LaunchError(f"cannot make {folder}: {error.strerror or error}") from error
+    if owner != os.getuid():
         raise LaunchError(f"{folder} belongs to somebody else: remove it")
     return folder
 

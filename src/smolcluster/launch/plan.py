@@ -4,6 +4,7 @@ Pure: nothing is read, started or written here. A plan lists the processes of a 
 each is a command that a person could type as well.
 """
 
+import json
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,20 +54,17 @@ class Process:
         node: the machine's name in the cluster file.
         rank: a worker's place, from 0; None for the server.
         argv: the command, an argument an item.
-        folder: where a person changes to first; None: the command works anywhere.
     """
 
     node: str
     role: Role
     rank: int | None
     argv: tuple[str, ...]
-    folder: str | None = None
 
     @property
     def command(self) -> str:
-        """The command as one line for a shell."""
-        line = shlex.join(self.argv)
-        return line if self.folder is None else f"cd {shlex.quote(self.folder)} && {line}"
+        """The command as one line for a shell; it works in any folder."""
+        return shlex.join(self.argv)
 
     @property
     def title(self) -> str:
@@ -175,7 +173,7 @@ def plan_local(
 def plan_cluster(request: Request, cluster: ClusterConfig, places: Places, run_id: str) -> Launched:
     """The processes of a run on the machines of a cluster, each in a tmux session of its own.
 
-    They read the configuration from copies in their run's folder.
+    They read the configuration from copies in their run's folder, which is told to each of them.
     """
 
     def planned(node: str, rank: int | None, argv: Sequence[str]) -> LaunchedProcess:
@@ -193,13 +191,22 @@ def plan_cluster(request: Request, cluster: ClusterConfig, places: Places, run_i
             device=stated.device,
         )
 
+    def overrides(node: str, texts: Sequence[str]) -> tuple[str, ...]:
+        return _overrides(
+            (*texts, f"runs_dir={json.dumps(places[node].runs_dir, ensure_ascii=False)}")
+        )
+
     folder = f"src/smolcluster/algorithms/{request.algorithm.folder.name}"
     train_file = f"{places[cluster.server].runs_dir}/{run_id}/{TRAIN_FILE}"
     server = planned(cluster.server, None, [f"{folder}/server.py", "--run-id", run_id])
-    server = server.with_arguments("--train-config", train_file, *_overrides(request.overrides))
+    server = server.with_arguments(
+        *("--train-config", train_file, *overrides(cluster.server, request.overrides))
+    )
     workers = [
         planned(node, rank, [f"{folder}/worker.py", str(rank + 1), node]).with_arguments(
-            *_overrides((PATIENCE, *places[node].overrides, *node_overrides(request.overrides)))
+            *overrides(
+                node, (PATIENCE, *places[node].overrides, *node_overrides(request.overrides))
+            )
         )
         for rank, node in enumerate(cluster.workers)
     ]
@@ -232,37 +239,6 @@ def in_sessions(plan: LaunchPlan, paths: RunPaths, algorithm: str, port: int) ->
             for process in plan.processes
         ),
     )
-
-
-def plan_by_hand(request: Request, cluster: ClusterConfig) -> LaunchPlan:
-    """The commands that a person types on each machine, in its checkout of the project."""
-    folder = f"src/smolcluster/algorithms/{request.algorithm.folder.name}"
-    config = _option("--config", request.config)
-    server = Process(
-        node=cluster.server,
-        role="server",
-        rank=None,
-        argv=(
-            *("uv", "run", request.algorithm.server.name, *config),
-            *_option("--train-config", request.train_config),
-            *_overrides(request.overrides),
-        ),
-        folder=folder,
-    )
-    workers = tuple(
-        Process(
-            node=node,
-            role="worker",
-            rank=rank,
-            argv=(
-                *("uv", "run", request.algorithm.worker.name, str(rank + 1), node, *config),
-                *_overrides(node_overrides(request.overrides)),
-            ),
-            folder=folder,
-        )
-        for rank, node in enumerate(cluster.workers)
-    )
-    return LaunchPlan(server, workers)
 
 
 def _option(flag: str, value: str | int | None) -> tuple[str, ...]:

@@ -19,6 +19,11 @@ TOOLS = {
     "tmux": "sudo apt install tmux, or brew install tmux",
     "rsync": "sudo apt install rsync, or brew install rsync",
 }
+FORWARDED = (
+    *("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_PROJECT"),
+    *("HF_TOKEN", "HF_HUB_OFFLINE"),
+)
+"""What processes on other machines get of this one's environment, besides the settings of the run."""
 DEFAULT_SECRET = '"${XDG_CONFIG_HOME:-$HOME/.config}"/smolcluster/secret'  # noqa: S105 - a path
 
 
@@ -26,7 +31,7 @@ def everywhere(hosts: Sequence[Host], task: Callable[[Host], T]) -> dict[str, T]
     """Do a task for all machines at once; what came of it, by node.
 
     Raises:
-        LaunchError: it failed for at least one; the message has a line for each.
+        LaunchError: it failed for at least one; the message has a sentence of each.
     """
     results: dict[str, T] = {}
     failures = []
@@ -55,14 +60,15 @@ def check(host: Host, project_dir: str, tools: Sequence[str]) -> None:
         'while [ ! -d "$folder" ]; do folder=$(dirname "$folder"); done\n'
         'df -Pk "$folder" | awk \'NR==2 {print "free", $4}\''
     )
-    words = [line.split() for line in done.stdout.splitlines()]
-    missing = [word[1] for word in words if word[0] == "missing"]
+    words = [line.split() for line in done.stdout.splitlines() if line.strip()]
+    missing = [word[1] for word in words if word[0] == "missing" and word[1:]]
     if missing:
         fixes = "; ".join(f"{tool}: {TOOLS[tool]}" for tool in missing)
         raise LaunchError(
             f"{host.node} ({host.shown}): has no {' and no '.join(missing)} ({fixes})"
         )
-    free = next((int(word[1]) for word in words if word[0] == "free" and word[1].isdigit()), None)
+    sizes = [word[1] for word in words if word[0] == "free" and word[1:]]
+    free = next((int(size) for size in sizes if size.isdigit()), None)
     if free is not None and free < MIN_FREE_KIB:
         raise LaunchError(
             f"{host.node} ({host.shown}): the disk of {project_dir} has {free // 1024} MiB left: free some"
@@ -76,16 +82,23 @@ def check_port(host: Host, port: int) -> None:
         LaunchError: somebody does; the message offers the next free one.
     """
     done = host.run(
-        "if command -v ss >/dev/null; then ss -Htln | awk '{print $4}'; "
-        "else netstat -an -p tcp | awk '/LISTEN/ {print $4}'; fi"
+        "if command -v ss >/dev/null; then ss -Htln; else netstat -an -p tcp; fi 2>/dev/null"
     )
-    taken = {line.replace(".", ":").rpartition(":")[2] for line in done.stdout.split()}
-    if str(port) in taken:
-        free = next(number for number in range(port + 1, 65536) if str(number) not in taken)
+    taken = listening_ports(done.stdout)
+    if port in taken:
+        others = (*range(port + 1, 65536), *range(1024, port))
+        free = next(number for number in others if number not in taken)
         raise LaunchError(
             f"{host.node} ({host.shown}): port {port} is in use, perhaps by another run (smolcluster runs "
             f"lists them); take another one: --override port={free}"
         )
+
+
+def listening_ports(output: str) -> set[int]:
+    """The ports on which somebody listens, of what `ss -Htln` (Linux) or `netstat -an` (macOS) prints."""
+    lines = [line.split() for line in output.splitlines() if "LISTEN" in line]
+    ports = [line[3].replace(".", ":").rpartition(":")[2] for line in lines if line[3:]]
+    return {int(port) for port in ports if port.isdigit()}
 
 
 def hand_over_secret(host: Host, file: str | None, secret: bytes) -> bool:
@@ -115,9 +128,3 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name in FORWARDED or (name.startswith("SMOLCLUSTER_") and name not in own)
     }
-
-
-FORWARDED = (
-    *("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_PROJECT"),
-    *("HF_TOKEN", "HF_HUB_OFFLINE"),
-)

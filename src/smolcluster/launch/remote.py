@@ -132,10 +132,12 @@ def wants_window(how: How) -> bool:
 
 def go_on(run: ClusterRun, launched: Launched, how: How) -> int:
     """Show a started run in a window, follow it, or leave it alone, as the user wants it."""
+    if run.is_over:  # a small one may end before its last worker is there, who must not wait for it
+        return run.follow()
     has_window = how.tmux and shutil.which("tmux") is not None
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if has_window and (how.detach or on_terminal):
-        open_window(launched.run_id, launched.processes, stop_command(launched.run_id))
+        open_window(launched.run_id, run.with_devices(), stop_command(run.folder))
     if how.detach:
         run.say(left_running(launched.run_id))
         return 0
@@ -159,8 +161,10 @@ def attach(run: str) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise LaunchError("attach needs a terminal; `smolcluster logs --follow` needs none")
     launched = read_launched(paths.launched)
-    name = open_window(launched.run_id, launched.processes, stop_command(launched.run_id))
-    return show_window(name)
+    shown = ClusterRun(launched, {}, paths, SteadyConsole())
+    shown.check_alive()
+    show_window(open_window(launched.run_id, shown.with_devices(), stop_command(shown.folder)))
+    return shown.left_window()
 
 
 def stop(run: str, *, now: bool) -> int:
@@ -178,10 +182,10 @@ def stop(run: str, *, now: bool) -> int:
     return ClusterRun(launched, {}, paths, SteadyConsole()).stop(in_a_hurry=now)
 
 
-def stop_command(run_id: str) -> str:
-    """What a shell runs to stop a run."""
+def stop_command(folder: Path) -> str:
+    """What a shell runs to stop the run that is kept in a folder, wherever and however it is started."""
     program = "from smolcluster.cli import main; raise SystemExit(main())"
-    return shlex.join([sys.executable, "-c", program, "stop", run_id])
+    return shlex.join([sys.executable, "-c", program, "stop", str(folder)])
 
 
 def project_root() -> Path:

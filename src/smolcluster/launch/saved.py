@@ -212,7 +212,7 @@ def train_or_go_on(
     resume = AUTO if resume == AUTO else paths.run_id
     if config is None and paths.config.is_file():
         return _go_on(paths, load_resolved(paths.config), overrides, resume)
-    overrides = [f"runs_dir={json.dumps(str(paths.root.parent))}", *overrides]
+    overrides = [f"runs_dir={json.dumps(str(paths.root.parent), ensure_ascii=False)}", *overrides]
     return train(config or default, overrides, run_id=paths.run_id, resume=resume)
 
 
@@ -261,7 +261,7 @@ def _assignments(
 ) -> Iterator[str]:
     for name, value in section:
         if value is not None and (only is None or name in only):
-            yield f"{prefix}{name}={json.dumps(value, default=str)}"
+            yield f"{prefix}{name}={json.dumps(value, default=str, ensure_ascii=False)}"
 
 
 def store_of(paths: RunPaths) -> CheckpointStore:

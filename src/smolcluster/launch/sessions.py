@@ -5,11 +5,13 @@ holds the environment) and which removes itself before it does anything else. It
 
     <run>/pids/<stem>    its process id, which is the process group's
     <run>/exits/<stem>   the exit code, once the process has ended
-    <run>/logs/<stem>.console.txt   what was on the screen, if it ended badly
+    <run>/logs/<stem>.console.txt   what was on the screen at its end
 """
 
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
+from enum import IntEnum
 
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import Host, shell_path
@@ -18,6 +20,14 @@ from smolcluster.runs.launched import LaunchedProcess
 
 POLL_S = 0.2
 SCREEN_LINES = 200
+
+
+class Ending(IntEnum):
+    """What came of ending a process, as the script that does it exits."""
+
+    ENDED = 0
+    REMAINS = 3
+    WAS_OVER = 4
 
 
 def host_of(process: LaunchedProcess) -> Host:
@@ -34,7 +44,12 @@ def begin(process: LaunchedProcess, env: Mapping[str, str]) -> None:
     host = host_of(process)
     file = f"{process.run_dir}/launch/{process.stem}.sh"
     put(host, file, start_script(process, env).encode())
-    start(host, process, file)
+    try:
+        start(host, process, file)
+    except LaunchError:
+        with suppress(LaunchError):  # nobody else removes it, and it holds the environment
+            host.run(f"rm -f {shell_path(file)}")
+        raise
 
 
 def put(host: Host, path: str, content: bytes) -> None:
@@ -54,14 +69,14 @@ def start_script(process: LaunchedProcess, env: Mapping[str, str]) -> str:
     run, stem = shell_path(process.run_dir), shlex.quote(process.stem)
     exports = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
     lines = [
-        'rm -f -- "$0"',
+        'rm -f -- "$0"; asked=',
         *exports,
         f"mkdir -p {run}/pids {run}/exits {run}/logs; rm -f {run}/exits/{stem}",
         f"echo $$ > {run}/pids/{stem}",
-        "trap : INT TERM HUP",
-        f"cd {shell_path(process.project_dir)} && {shlex.join(process.argv)}",
+        "trap asked=1 INT TERM HUP",
+        f'[ -z "$asked" ] && cd {shell_path(process.project_dir)} && {shlex.join(process.argv)}',
         "code=$?",
-        f'[ $code -eq 0 ] || tmux capture-pane -p -S -{SCREEN_LINES} -t "$TMUX_PANE" '
+        f'tmux capture-pane -p -S -{SCREEN_LINES} -t "$TMUX_PANE" '
         f"> {run}/logs/{stem}.console.txt 2>/dev/null",
         f"echo $code > {run}/exits/{stem}",
         "exit $code",
@@ -84,9 +99,15 @@ def exit_code(process: LaunchedProcess) -> int | None:
     Raises:
         LaunchError: its machine cannot be asked.
     """
-    word, _, code = host_of(process).run(look_script(process)).stdout.strip().partition(" ")
+    done = host_of(process).run(look_script(process))
+    word, _, code = done.stdout.strip().partition(" ")
     if word == "running":
         return None
+    if word not in (
+        "ended",
+        "gone",
+    ):  # ssh itself has ended, for instance by Ctrl-C at the terminal
+        raise LaunchError(f"{process.title}: cannot be looked at: {done.last_words}")
     return int(code) if code.isdigit() else 1
 
 
@@ -99,36 +120,49 @@ def last_words(process: LaunchedProcess) -> str:
     return (errors or lines or ["it left no word"])[-1]
 
 
-def ask_to_end(process: LaunchedProcess, wait_s: float) -> bool:
-    """Send a process SIGTERM, and wait for its end; whether it came.
+def ask_to_end(process: LaunchedProcess, wait_s: float, patience_s: float = 0.0) -> Ending:
+    """Send a process that has not ended of itself in `patience_s` a SIGTERM, and wait for its end.
 
     Raises:
         LaunchError: its machine cannot be asked.
     """
-    return _signal(process, "TERM", wait_s)
+    return _signal(process, "TERM", wait_s, patience_s)
 
 
-def kill(process: LaunchedProcess, wait_s: float = 5.0) -> bool:
-    """End a process, and all that it started, at once; whether nothing of it is left."""
+def kill(process: LaunchedProcess, wait_s: float = 5.0) -> Ending:
+    """End a process, and all that it started, at once.
+
+    Raises:
+        LaunchError: its machine cannot be asked.
+    """
     return _signal(process, "KILL", wait_s)
 
 
-def _signal(process: LaunchedProcess, signal: str, wait_s: float) -> bool:
+def _signal(
+    process: LaunchedProcess, signal: str, wait_s: float, patience_s: float = 0.0
+) -> Ending:
     """Signal a session's process group, and wait until nothing of it is left.
 
-    The number that a process left is believed only while commands of its run are in that group.
+    The group is that of its tmux session, or, if tmux has gone, the number that it left; both are believed
+    only while commands of its run are in that group.
     """
     pid_file = f"{shell_path(process.run_dir)}/pids/{shlex.quote(process.stem)}"
     ours = shlex.quote(f"{process.run_dir.rpartition('/')[2]}/launch/")
-    done = host_of(process).run(
-        f'pid=$(cat {pid_file} 2>/dev/null) && [ -n "$pid" ] || exit 0\n'
-        f'left() {{ ps -A -o pgid= -o args= | grep "^ *$pid " | grep -qF -- {ours}; }}\n'
-        "left || exit 0\n"
-        f'kill -{signal} -- "-$pid" 2>/dev/null\n'
-        f"n=0; while left && [ $n -lt {round(wait_s / POLL_S)} ]; do sleep {POLL_S}; n=$((n+1)); done\n"
-        "left && exit 3\nexit 0",
-        timeout_s=wait_s + 20,
-    )
-    if done.code not in (0, 3):
+    pane = f"tmux list-panes -s -t {target(process.session)}: -F '#{{pane_pid}}' 2>/dev/null"
+    lines = [
+        f'left() {{ ps -A -ww -o pgid= -o args= | grep "^ *$pid " | grep -qF -- {ours}; }}',
+        f"wait_for() {{ n=0; while left && [ $n -lt $1 ]; do sleep {POLL_S}; n=$((n+1)); done; }}",
+        f"pid=$({pane} | head -n 1)",
+        # A session that has just been made may not have come to its command yet.
+        f'if [ -n "$pid" ]; then n=0; until left || [ $n -ge 5 ]; do sleep {POLL_S}; n=$((n+1)); done',
+        f'else pid=$(cat {pid_file} 2>/dev/null) && [ -n "$pid" ] || exit {Ending.WAS_OVER}; fi',
+        f"left || exit {Ending.WAS_OVER}",
+        f"wait_for {round(patience_s / POLL_S)}; left || exit {Ending.ENDED}",
+        f'kill -s {signal} -- "-$pid" 2>/dev/null; wait_for {round(wait_s / POLL_S)}',
+        f"left && exit {Ending.REMAINS}",
+        f"exit {Ending.ENDED}",
+    ]
+    done = host_of(process).run("\n".join(lines), timeout_s=patience_s + wait_s + 20)
+    if done.code not in list(Ending):
         raise LaunchError(f"{process.title}: cannot be ended: {done.last_words}")
-    return done.ok
+    return Ending(done.code)

@@ -5,9 +5,11 @@ import sys
 from collections.abc import Iterator
 
 from rich.table import Table
+from rich.text import Text
 
 from smolcluster.configs.resolve import Settings
 from smolcluster.launch.estimate import LINKS_MBIT, Cost, cost_of
+from smolcluster.launch.host import shell_path
 from smolcluster.observability.terminal import SteadyConsole, steady
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.utils.units import format_address, format_bytes, format_duration
@@ -32,10 +34,8 @@ def show_plan(launched: Launched, settings: Settings) -> None:
 
 
 def plan_table(launched: Launched, settings: Settings, cost: Cost | None) -> Table:
-    """A row a process."""
-    table = Table(
-        "process", "node", "ssh", "folder", "server at", "memory", title=f"run {launched.run_id}"
-    )
+    """A row a process; it fits 80 columns, so folders are left to the commands."""
+    table = Table("process", "node", "ssh", "server at", "memory", title=f"run {launched.run_id}")
     for process in launched.processes:
         memory = "?"
         if cost is not None:
@@ -44,7 +44,8 @@ def plan_table(launched: Launched, settings: Settings, cost: Cost | None) -> Tab
             )
         place = process.ssh or "this machine"
         where = address_of(process, settings)
-        table.add_row(_name(process), process.node, place, process.project_dir, where, memory)
+        row = (_name(process), process.node, place, where, memory)
+        table.add_row(*map(Text, row))  # [fe80::1] would be read as markup
     return table
 
 
@@ -57,20 +58,21 @@ def commands(launched: Launched) -> Iterator[str]:
     """The command of each process, as a person could type it on its machine."""
     for process in launched.processes:
         yield f"{process.title}, in tmux session {process.session}:"
-        yield f"  cd {process.project_dir} && {shlex.join(process.argv)}"
+        yield f"  cd {shell_path(process.project_dir)} && {shlex.join(process.argv)}"
 
 
 def costs(cost: Cost | None) -> Iterator[str]:
-    """Bytes and seconds of a step on a worker's link."""
+    """Bytes and seconds of a step on a worker's link, in lines of at most 80 columns."""
     if cost is None:
-        yield "how large the model is, only its data or tokenizer tell: no memory and bytes are known"
+        yield "memory and bytes are not known: the data or the tokenizer decide the model's size"
         return
+    yield f"{cost.num_params:,} parameters; memory is without PyTorch and activations"
     yield (
-        f"{cost.num_params:,} parameters; a step of a worker sends {format_bytes(cost.sent_nbytes)} and "
-        f"receives {format_bytes(cost.received_nbytes)}"
+        f"a step of a worker sends {format_bytes(cost.sent_nbytes)} and receives "
+        f"{format_bytes(cost.received_nbytes)}, which takes"
     )
     rates = [f"{format_duration(cost.transfer_s(mbit))} at {mbit:,} Mbit/s" for mbit in LINKS_MBIT]
-    yield f"on a link of its own that takes {', '.join(rates)}; memory is without PyTorch and activations"
+    yield f"  {', '.join(rates)}"
 
 
 def mermaid(launched: Launched, settings: Settings) -> Iterator[str]:

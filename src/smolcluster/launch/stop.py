@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from smolcluster.errors import ConfigError, LaunchError
-from smolcluster.launch.probe import ours_alive
-from smolcluster.launch.sessions import ask_to_end, kill
+from smolcluster.launch.sessions import Ending, ask_to_end, kill
+from smolcluster.launch.watch.probe import ours_alive
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.processes import read_processes
@@ -33,36 +33,52 @@ class Left:
     reason: str
 
 
+@dataclass(frozen=True)
+class Stopped:
+    """What came of stopping a run: what may be left of it, and whether it was over before."""
+
+    left: list[Left]
+    was_over: bool
+
+
 def stop_processes(
     launched: Launched, *, in_a_hurry: bool = False, say: Callable[[str], None] = lambda _: None
-) -> list[Left]:
-    """End all processes of a run and see that nothing is left; returns what may be.
+) -> Stopped:
+    """End all processes of a run and see that nothing is left.
 
     The server is asked first, then the workers; whoever does not end in time is killed, in a hurry at once.
     """
     server = _end(launched.server, 0.0 if in_a_hurry else SERVER_GRACE_S, say)
     with ThreadPoolExecutor(max_workers=max(1, len(launched.workers))) as pool:
         ended = pool.map(lambda worker: _end_worker(worker, in_a_hurry, say), launched.workers)
-    return [left for left in (server, *ended) if left is not None]
+    results = [server, *ended]
+    return Stopped(
+        left=[result for result in results if isinstance(result, Left)],
+        was_over=all(result is Ending.WAS_OVER for result in results),
+    )
 
 
 def _end_worker(
     worker: LaunchedProcess, in_a_hurry: bool, say: Callable[[str], None]
-) -> Left | None:
-    return _end(worker, 0.0 if in_a_hurry else WORKER_GRACE_S, say)
+) -> Ending | Left:
+    return _end(worker, 0.0 if in_a_hurry else WORKER_GRACE_S, say, FAREWELL_S)
 
 
-def _end(process: LaunchedProcess, grace_s: float, say: Callable[[str], None]) -> Left | None:
+def _end(
+    process: LaunchedProcess, grace_s: float, say: Callable[[str], None], patience_s: float = 0.0
+) -> Ending | Left:
     try:
-        if grace_s and ask_to_end(process, grace_s):
-            return None
         if grace_s:
+            ending = ask_to_end(process, grace_s, patience_s)
+            if ending is not Ending.REMAINS:
+                return ending
             say(f"{process.title} does not end within {grace_s:g} s: it is killed")
-        if kill(process):
-            return None
+        ending = kill(process)
     except LaunchError as error:
         return Left(process, str(error))
-    return Left(process, "it cannot be killed: it may be waiting for a disk")
+    if ending is Ending.REMAINS:
+        return Left(process, "it cannot be killed: it may be waiting for a disk")
+    return ending
 
 
 def stop_children(paths: RunPaths) -> int:

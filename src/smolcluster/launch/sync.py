@@ -14,9 +14,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from smolcluster.errors import LaunchError
-from smolcluster.launch.host import PREAMBLE, Host, shell_path, ssh_options
+from smolcluster.launch.host import PREAMBLE, Host, run_here, shell_path, ssh_options
+from smolcluster.launch.watch.fetch import failure
 
 MARKER = ".smolcluster-version"
+SENDING = ".smolcluster"
+"""Says that a folder is ours while the project is on its way there."""
 ENVIRONMENT_MARKER = ".venv/.smolcluster-environment"
 NOT_SENT = (
     *(".git", ".venv", ".uv", "/runs", "/wandb", "/data", "/dist", MARKER),
@@ -34,8 +37,9 @@ def sent_files(root: Path) -> Iterator[str]:
     """The files that belong to the project at `root`, as relative paths in a fixed order."""
     for folder, folders, files in os.walk(root):
         place = os.path.relpath(folder, root)
+        links = [name for name in folders if Path(folder, name).is_symlink()]
         folders[:] = sorted(name for name in folders if not _left_out(place, name))
-        for name in sorted(files):
+        for name in sorted((*files, *links)):
             if not _left_out(place, name):
                 yield name if place == "." else f"{place}/{name}"
 
@@ -49,12 +53,19 @@ def _left_out(place: str, name: str) -> bool:
 
 
 def tree_digest(root: Path) -> str:
-    """SHA-256 over the names and contents of what is sent: the version of the code."""
+    """SHA-256 over the names and contents of what is sent: the version of the code.
+
+    Raises:
+        LaunchError: a file cannot be read.
+    """
     digest = hashlib.sha256()
     for name in sent_files(root):
         path = root / name
-        content = str(path.readlink()).encode() if path.is_symlink() else path.read_bytes()
-        digest.update(f"{name}\0{len(content)}\0".encode())
+        try:
+            content = os.fsencode(path.readlink()) if path.is_symlink() else path.read_bytes()
+        except OSError as error:
+            raise LaunchError(f"{path} cannot be read: {error.strerror or error}") from error
+        digest.update(os.fsencode(name) + b"\0%d\0" % len(content))
         digest.update(content)
     return digest.hexdigest()
 
@@ -78,9 +89,9 @@ def send_code(root: Path, host: Host, project_dir: str, version: str) -> None:
     ready = host.run(
         f"mkdir -p {folder} && cd {folder} || exit 1; "
         f'[ "$(cat {MARKER} 2>/dev/null)" = {version} ] && exit 3; '
-        'if [ -n "$(ls -A)" ] && [ ! -e .smolcluster ] && '
+        f'if [ -n "$(ls -A)" ] && [ ! -e {SENDING} ] && '
         "! grep -qs 'name = \"smolcluster\"' pyproject.toml; then exit 4; fi; "
-        f"rm -f {MARKER}; touch .smolcluster"
+        f"rm -f {MARKER} && touch {SENDING}"
     )
     if ready.code == 3:
         return
@@ -92,39 +103,36 @@ def send_code(root: Path, host: Host, project_dir: str, version: str) -> None:
     if not ready.ok:
         raise LaunchError(f"{host.node}: {project_dir} cannot be used: {ready.last_words}")
     _rsync(root, host, project_dir)
-    marked = host.run(f"cd {folder} && printf %s {version} > {MARKER} && rm -f .smolcluster")
+    marked = host.run(f"cd {folder} && printf %s {version} > {MARKER} && rm -f {SENDING}")
     if not marked.ok:
         raise LaunchError(f"{host.node}: {project_dir} cannot be written: {marked.last_words}")
 
 
 def _rsync(root: Path, host: Host, project_dir: str) -> None:
-    excludes = [word for pattern in NOT_SENT for word in ("--exclude", pattern)]
-    # The folder is named in the remote command, which we quote: versions of rsync differ in how they do.
-    there = f"--rsync-path={PREAMBLE}cd {shell_path(project_dir)} && rsync"
-    command = ["rsync", "-az", "--delete", *excludes, "--exclude", ".smolcluster"]
-    command += [
-        "-e",
-        shlex.join(["ssh", *ssh_options()]),
-        there,
-        f"{root}/",
-        f"{host.destination}:./",
-    ]
     try:
-        ended = subprocess.run(  # noqa: S603 - an argument list
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=RSYNC_TIMEOUT_S,
-            check=False,
-        )
+        done = run_here(rsync_command(root, host, project_dir), timeout_s=RSYNC_TIMEOUT_S)
     except FileNotFoundError as error:
         raise LaunchError("rsync is not installed here: install it, or use --no-sync") from error
     except subprocess.TimeoutExpired as error:
         raise LaunchError(f"{host.node}: rsync took longer than {RSYNC_TIMEOUT_S:g} s") from error
-    if ended.returncode:
-        said = ended.stderr.decode("utf-8", "replace").strip().splitlines()
-        reason = said[0] if said else f"exit code {ended.returncode}"
-        raise LaunchError(f"{host.node}: rsync failed: {reason}")
+    if not done.ok:
+        raise failure(host, done.code, done.stderr.strip())
+
+
+def rsync_command(root: Path, host: Host, project_dir: str) -> list[str]:
+    """The command that makes a folder on a machine equal to `root`.
+
+    What rsync's quoting could spoil is kept from it, as in `fetch`: folder and destination are named in the
+    commands that start the other rsync and ssh, and to rsync itself the machine is called `env`.
+    """
+    there = f'{PREAMBLE}cd {shell_path(project_dir)} && exec rsync "$@"'
+    excludes = [f"--exclude={pattern}" for pattern in (*NOT_SENT, SENDING)]
+    return [
+        *("rsync", "-rlptz", "--delete", *excludes),
+        *("-e", shlex.join(["ssh", *ssh_options(), "--", host.destination or host.node])),
+        f"--rsync-path={shlex.join(['sh', '-c', there, 'sh'])}",
+        *("--", f"{root}/", "env:./"),
+    ]
 
 
 def make_environment(

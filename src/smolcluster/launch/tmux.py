@@ -9,6 +9,7 @@ import os
 import shlex
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import SSH_FAILED, Done, Host, shell_path
@@ -17,6 +18,8 @@ from smolcluster.runs.launched import LaunchedProcess
 TMUX_TIMEOUT_S = 10.0
 RECONNECT_S = 3
 KEY_TABLE = "smolcluster"
+STOPPING = "@stopping"
+"""The option of a window in which the user has stopped the run."""
 COLUMNS, LINES = 200, 50
 """Of a session that nobody has attached to yet."""
 
@@ -38,11 +41,15 @@ def start(host: Host, process: LaunchedProcess, script_file: str) -> None:
     Raises:
         LaunchError: tmux will not, for instance because there is such a session.
     """
-    name = shlex.quote(process.session)
-    done = host.run(
-        f"tmux new-session -d -s {name} -x {COLUMNS} -y {LINES} sh {shell_path(script_file)} && "
-        f"{{ tmux set-option -t {target(process.session)}: status off || true; }}"
+    name, window = shlex.quote(process.session), f"{target(process.session)}:"
+    # What a user's own tmux.conf may say: it must neither hide the end of a process nor be it.
+    options = (
+        f"set-option -t {window} status off",
+        f"set-option -t {window} destroy-unattached off",
+        f"set-option -w -t {window} remain-on-exit off",
     )
+    begun = f"tmux new-session -d -s {name} -x {COLUMNS} -y {LINES} sh {shell_path(script_file)}"
+    done = host.run(" \\; ".join((begun, *options)))
     if "duplicate session" in done.stderr:
         raise LaunchError(
             f"{process.title}: a tmux session {process.session} is already there: stop that run first"
@@ -61,14 +68,21 @@ def attach_script(session: str) -> str:
     return f"unset TMUX; TERM=linux exec tmux -u attach-session -r -t {target(session)}"
 
 
+def last_screen_script(process: LaunchedProcess) -> str:
+    """Prints what a process had on its screen at its end, which tmux clears."""
+    run, stem = shell_path(process.run_dir), shlex.quote(process.stem)
+    return f"cat {run}/logs/{stem}.console.txt; echo exit code $(cat {run}/exits/{stem})"
+
+
 def pane_command(process: LaunchedProcess) -> str:
     """What a local pane runs: it shows a process, and finds it again when the connection was lost."""
     host = Host(process.node, process.ssh)
     shown = shlex.join(host.argv(attach_script(process.session), terminal=True))
+    ended = shlex.join(host.argv(last_screen_script(process)))
     if process.ssh is None:
-        return shown
+        return f"{shown}; {ended}"
     lost = f"echo 'no connection to {process.node}; trying again'; sleep {RECONNECT_S}"
-    return f"while {shown}; code=$?; [ $code -eq {SSH_FAILED} ]; do {lost}; done"
+    return f"while {shown}; code=$?; [ $code -eq {SSH_FAILED} ]; do {lost}; done; {ended}"
 
 
 def window_commands(
@@ -82,7 +96,7 @@ def window_commands(
     window = f"={name}:"
     size = ["-x", str(COLUMNS), "-y", str(LINES)]
     commands = [
-        ["new-session", "-d", "-s", name, "-n", "smolcluster", *size, pane_command(processes[0])],
+        ["new-session", "-d", "-s", name, "-n", "smolcluster", *size, *_pane(processes[0])],
         ["set-option", "-w", "-t", window, "remain-on-exit", "on"],
         ["set-option", "-w", "-t", window, "pane-border-status", "top"],
         ["set-option", "-w", "-t", window, "pane-border-format", " #{@process} "],
@@ -92,18 +106,25 @@ def window_commands(
     ]
     for process in processes[1:]:
         commands += [
-            ["split-window", "-t", window, pane_command(process)],
+            ["split-window", "-t", window, *_pane(process)],
             ["set-option", "-p", "-t", window, "@process", pane_title(process)],
             ["select-layout", "-t", window, "tiled"],
         ]
     return [*commands, ["select-pane", "-t", f"{window}.{{top-left}}"], _ask_on_ctrl_c()]
 
 
+def _pane(process: LaunchedProcess) -> list[str]:
+    """A pane's command as words: tmux would have the user's own shell read a single one."""
+    return ["sh", "-c", pane_command(process)]
+
+
 def _ask_on_ctrl_c() -> list[str]:
     """Ctrl-C in a run's window asks what is meant; pressed again, it stops the run."""
     menu = ["display-menu", "-T", " Ctrl-C: and the run? "]
     menu += ["leave it running", "l", "detach-client"]
-    menu += ["stop it", "C-c", "run-shell -b '#{@stop}' ; detach-client"]
+    # The menu expands what it is given, and so does run-shell: @stop must be left for the second.
+    stop = f"set-option {STOPPING} yes ; run-shell -b '##{{@stop}}' ; detach-client"
+    menu += ["stop it", "C-c", stop]
     menu += ["go on watching", "q", ""]
     return ["bind-key", "-T", KEY_TABLE, "C-c", *menu]
 
@@ -139,7 +160,14 @@ def open_window(run_id: str, processes: Sequence[LaunchedProcess], stop: str) ->
 
 def close_window(run_id: str) -> None:
     """Close a run's local window, if it is open."""
-    _tmux("kill-session", "-t", f"={window_name(run_id)}")
+    with suppress(LaunchError):  # without tmux there is none
+        _tmux("kill-session", "-t", f"={window_name(run_id)}")
+
+
+def is_stopping(run_id: str) -> bool:
+    """Whether the user has stopped the run in its window."""
+    window = f"={window_name(run_id)}:"
+    return _tmux("show-options", "-v", "-t", window, STOPPING).stdout.strip() == "yes"
 
 
 def show_window(name: str) -> int:

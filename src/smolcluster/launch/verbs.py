@@ -22,9 +22,7 @@ def request_of(
     """What the command of that name asks for."""
     if name == "edp-gpt":
         train_config = train_config or "gpt"
-        if (
-            local
-        ):  # a GPT suffers from old gradients, and two cores compute no faster with three workers
+        if local:  # old gradients harm a GPT, and two cores compute no faster with three workers
             num_workers = 2 if num_workers is None else num_workers
             overrides = ["worker_update_interval=1", *overrides]
     if local and train_config == "gpt":

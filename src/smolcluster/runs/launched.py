@@ -106,4 +106,6 @@ def read_launched(path: Path) -> Launched:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     except ValidationError as error:
-        raise DataError(f"{path} is damaged: {error.errors()[0]['msg']}") from error
+        first = error.errors()[0]
+        words = (".".join(map(str, first["loc"])), first["msg"])
+        raise DataError(f"{path} is damaged: {': '.join(filter(None, words))}") from error

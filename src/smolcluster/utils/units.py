@@ -16,7 +16,10 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A length of time in its two largest units: `0.4 s`, `12 s`, `1 min 05 s`, `2 h`, `3 d 04 h`."""
+    """A length of time in its two largest units: `3.3 ms`, `0.4 s`, `12 s`, `1 min 05 s`, `3 d 04 h`."""
+    if 0 < seconds < 0.0995:
+        thousandths = seconds * 1000
+        return f"{thousandths:.2g} ms" if thousandths < 9.95 else f"{thousandths:.0f} ms"
     if seconds < 9.95:
         short = f"{seconds:.1f}"
         return f"{short.removesuffix('.0')} s"

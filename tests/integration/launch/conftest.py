@@ -1,11 +1,12 @@
 """Hosts for tests of the launcher."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from lab import Lab, obstacle
+from launching import Launching, Screen
 
 HERE = Path(__file__).parent
 
@@ -25,3 +26,32 @@ def lab() -> Iterator[Lab]:
         pytest.skip(reason)
     with Lab() as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def _launching(lab: Lab) -> Launching:
+    return Launching(lab)
+
+
+@pytest.fixture
+def launching(_launching: Launching) -> Iterator[Launching]:
+    """A controller with a checkout, and hosts that the first launch has prepared for the others."""
+    _launching.end_all()
+    yield _launching
+    _launching.end_all()
+
+
+@pytest.fixture
+def screen(launching: Launching) -> Iterator[Callable[[list[str]], Screen]]:
+    """Opens a terminal on the controller, in which a command runs."""
+    opened: list[Screen] = []
+
+    def open_screen(words: list[str]) -> Screen:
+        for each in opened:
+            each.close()
+        opened[:] = [Screen(launching.controller, words)]
+        return opened[0]
+
+    yield open_screen
+    for each in opened:
+        each.close()

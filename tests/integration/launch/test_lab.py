@@ -58,7 +58,8 @@ def test_each_host_has_a_tmux_and_files_of_its_own(lab: Lab) -> None:
 def test_what_runs_on_a_host_is_seen_there_only(
     lab: Lab, eventually: Callable[[Callable[[], bool]], None]
 ) -> None:
-    assert [host.processes() for host in (lab.controller, *lab)] == [[], [], [], []]
+    for host in (lab.controller, *lab):
+        host.end_processes()
     running = sleeper(lab["mini1"])
     (process,) = lab["mini1"].processes()
     assert process.argv == ("sleep", "1000")
@@ -145,6 +146,7 @@ def test_a_prepared_checkout_runs_its_own_code(lab: Lab) -> None:
 def test_nothing_is_left_of_a_lab() -> None:
     before = left_on_the_machine()
     with Lab() as other:
+        assert not any(host.processes() for host in (other.controller, *other))
         sleeper(other["mini1"])
         other["mini2"].output("tmux new -d; touch /tmp/of-a-lab")
         first = [Path(f"/proc/{host.init}") for host in (other.controller, *other)]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from doctoring import LINUX, MAC, answer, cluster, context
-from smolcluster.launch.checks import (
+from smolcluster.launch.doctor.checks import (
     MIN_PYTHON,
     find_twins,
     identity,
@@ -23,7 +23,7 @@ from smolcluster.launch.checks import (
     judge_uv,
     read_facts,
 )
-from smolcluster.launch.findings import Facts
+from smolcluster.launch.doctor.findings import Facts
 
 MAC_CONTACT = "system Darwin\nmachine arm64\napple_silicon 1\npackages brew\n"
 PI_CONTACT = "system Linux\nmachine aarch64\napple_silicon \npackages apt-get\n"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from doctoring import LINUX, MAC, answer, cluster, context
-from smolcluster.launch.checks_links import (
+from smolcluster.launch.doctor.checks_links import (
     judge_link,
     judge_port,
     judge_reach,
@@ -15,7 +15,7 @@ from smolcluster.launch.checks_links import (
     listening_addresses,
     read_listener,
 )
-from smolcluster.launch.findings import Answer, Context, Facts, Finding, Listener
+from smolcluster.launch.doctor.findings import Answer, Context, Facts, Finding, Listener
 
 FREE = {"state": "listening", "port": 65432}
 FOREIGN = {"state": "foreign", "port": 0, "why": "Cannot assign requested address"}
@@ -108,6 +108,11 @@ def test_on_linux_that_is_something_else() -> None:
     assert "Local Network" not in found.fix
 
 
+def test_a_tmux_that_does_not_start() -> None:
+    found = reached(None, "tmux does not start")
+    assert (found.state, found.fix) == ("fail", "there: `tmux kill-server`, then try again")
+
+
 def test_without_tmux_only_the_plain_way_is_known() -> None:
     assert reached(None).state == "skipped"
 
@@ -149,7 +154,7 @@ def test_a_slow_link_and_one_with_delays() -> None:
     assert "use_quantization=true" in slow.fix
     assert "48 ms" in late.what
     fast = judge_link(answer('{"error": null, "ms": 0.31, "mb_per_s": 941.2}'), context())
-    assert (fast.state, fast.what) == ("ok", "941 MB/s, 0.31 ms")
+    assert (fast.state, fast.what) == ("ok", "941 MB/s 0.31 ms")
 
 
 def test_the_listener_outlives_everybody_who_may_come() -> None:

@@ -4,7 +4,13 @@ import json
 from typing import Any
 
 from doctoring import MAC, answer, context
-from smolcluster.launch.checks_project import judge_code, judge_environment, judge_torch
+from smolcluster.launch.doctor.checks_project import (
+    environment_script,
+    judge_code,
+    judge_environment,
+    judge_torch,
+    torch_script,
+)
 
 H200 = "gpu GPU 0: NVIDIA H200 (UUID: GPU-1f2e)\n"
 CPU_BUILD = {
@@ -75,14 +81,14 @@ def test_torch_that_cannot_be_imported() -> None:
     found = judge_torch(answer("", 1, said), context())
     assert found.state == "fail"
     assert "No module named 'torch'" in found.what
-    assert found.fix == "there: `ssh pi5 rm -rf ~/smolcluster/.venv`, then launch again"
+    assert found.fix == "there: `rm -rf ~/smolcluster/.venv`, then launch again"
 
 
 def test_a_build_for_the_cpu_where_there_is_a_gpu() -> None:
     found = judge_torch(torch(CPU_BUILD, H200), context())
     assert found.state == "fail"
     assert found.what == "PyTorch 2.11.0+cpu is a build for the CPU, but there is an NVIDIA H200"
-    assert found.fix.startswith("set nodes.pi5.torch to auto, `ssh pi5 rm -rf")
+    assert found.fix.startswith("set nodes.pi5.torch to auto; there: `rm -rf")
 
 
 def test_a_cpu_that_was_asked_for_is_fine() -> None:
@@ -121,6 +127,12 @@ def test_a_gpu_too_many() -> None:
     found = judge_torch(torch(CUDA_BUILD, H200, num_gpus=1), context(device="cuda:1"))
     assert "sees 1 x cuda, cpu" in found.what
     assert judge_torch(torch(CUDA_BUILD, H200, num_gpus=2), context(device="cuda:1")).state == "ok"
+
+
+def test_pytorch_gets_the_environment_of_the_nodes_processes() -> None:
+    node = context(env={"LD_LIBRARY_PATH": "/opt/my cuda"})
+    for script in (torch_script(node), environment_script(node)):
+        assert "export LD_LIBRARY_PATH='/opt/my cuda'" in script
 
 
 def test_without_an_environment_there_is_nothing_to_look_at() -> None:

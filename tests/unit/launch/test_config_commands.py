@@ -8,7 +8,7 @@ import pytest
 from smolcluster.configs.load import parse_yaml
 from smolcluster.configs.resolve import load_resolved, load_settings
 from smolcluster.errors import ConfigError
-from smolcluster.launch.config_commands import check, schema, show
+from smolcluster.launch.setup.config_commands import check, schema, show
 
 Out = pytest.CaptureFixture[str]
 

@@ -11,7 +11,7 @@ import zeroconf
 from zeroconf import ServiceInfo, Zeroconf
 
 from smolcluster.errors import LaunchError
-from smolcluster.launch.discover import Found, discover, machines
+from smolcluster.launch.setup.discover import Found, discover, machines
 
 LOOPBACK = ["127.0.0.1"]
 OWN = f"smol-{os.getpid()}"
@@ -83,5 +83,5 @@ def test_a_machine_that_cannot_listen_says_so(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_zeroconf_is_imported_only_when_it_is_needed() -> None:
-    program = "import sys, smolcluster.launch.init; sys.exit('zeroconf' in sys.modules)"
+    program = "import sys, smolcluster.launch.setup.init; sys.exit('zeroconf' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

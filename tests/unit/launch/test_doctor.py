@@ -11,11 +11,18 @@ from rich.console import Console
 
 from doctoring import HEALTHY, FakeHost, cluster, patients
 from smolcluster.errors import ConfigError, LaunchError
-from smolcluster.launch import doctor as module
-from smolcluster.launch.checks_links import link_limit_s
-from smolcluster.launch.diagnosis import ORDER, Diagnosis, as_json_text, show
-from smolcluster.launch.doctor import CONTACT_S, MAX_SESSIONS, Patient, contexts, doctor, examine
-from smolcluster.launch.findings import QUICK_S
+from smolcluster.launch.doctor import examine as module
+from smolcluster.launch.doctor.checks_links import link_limit_s
+from smolcluster.launch.doctor.diagnosis import ORDER, Diagnosis, as_json_text, show
+from smolcluster.launch.doctor.examine import (
+    CONTACT_S,
+    MAX_SESSIONS,
+    Patient,
+    contexts,
+    doctor,
+    examine,
+)
+from smolcluster.launch.doctor.findings import QUICK_S
 from smolcluster.launch.host import Host, TookTooLong, Unreachable
 
 ONLY_SERVER, ONLY_WORKER = {"port"}, {"server", "link"}
@@ -133,14 +140,14 @@ def test_a_host_key_that_is_not_known_is_a_check_of_its_own(cause: str) -> None:
     says = {"pi5": {"system": key_refused(cause)}}
     _, findings = examine(patients(cluster(), says), cluster()).nodes["pi5"]
     assert findings["host key"].state == "fail"
-    assert findings["SSH"].what == "needs the host key"
+    assert findings["SSH"].what == "needs its key"
 
 
 def test_a_system_that_we_do_not_know_is_not_asked_on() -> None:
     ill = patients(cluster(), {"pi5": {"system": "system Windows_NT\n"}})
     _, findings = examine(ill, cluster()).nodes["pi5"]
     assert findings["system"].state == "fail"
-    assert findings["tmux"].what == "needs another system"
+    assert findings["tmux"].what == "unknown system"
     assert host(ill[2]).calls == ["system"]
 
 
@@ -200,6 +207,27 @@ def test_the_fix_stands_under_its_failure() -> None:
     ).splitlines()
     place = lines.index("FAILS pi5: code: ~/smolcluster is half-synced")
     assert lines[place + 1] == "  -> launch again without --no-sync"
+
+
+def test_long_remedies_are_wrapped_but_commands_are_whole() -> None:
+    mac = "system Darwin\nmachine arm64\napple_silicon 1\npackages brew\n"
+    cut_off = 'outside {{"error": null}}\ninside {{"error": "EHOSTUNREACH"}}\n'
+    says = {"pi5": {"system": mac, "server": cut_off, "sleep": " sleep 0\n"}}
+    diagnosis = examine(patients(cluster(), says), cluster())
+    for width in range(80, 101):
+        text = shown(diagnosis, width)
+        assert max(map(len, text.splitlines())) <= width
+        assert "`tmux new-session 'nc -vz 192.168.50.1 65432'`" in text
+
+
+def test_four_nodes_fit_side_by_side() -> None:
+    four = cluster(
+        host_ip=dict.fromkeys(("mini1", "mini2", "pi5", "win"), "10.10.0.1"),
+        workers=["mini2", "pi5", "win"],
+        num_workers=3,
+    )
+    says = {"win": {"system": "system MINGW64_NT\n"}, "pi5": {"torch": "absent\n"}}
+    assert shown(examine(patients(four, says), four)).count("host key") == 1
 
 
 def test_what_is_the_same_on_many_nodes_is_said_once() -> None:

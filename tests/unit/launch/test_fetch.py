@@ -9,8 +9,8 @@ import pytest
 
 from reading import fake_ssh, launched_run, server, worker, write
 from smolcluster.errors import ConfigError, DataError, LaunchError
-from smolcluster.launch.fetch import changed, failure, fetch, parts_of, rsync_command
 from smolcluster.launch.host import Host
+from smolcluster.launch.watch.fetch import changed, failure, fetch, parts_of, rsync_command
 from smolcluster.runs.launched import read_launched
 from smolcluster.runs.paths import RunPaths, create_run
 
@@ -106,7 +106,7 @@ def test_a_machine_without_rsync_is_named(
     (there / "runs/r1").mkdir(parents=True)
     bare = tmp_path / "bare"
     bare.mkdir()
-    monkeypatch.setattr("smolcluster.launch.fetch.PREAMBLE", f"PATH={bare}; ")
+    monkeypatch.setattr("smolcluster.launch.watch.fetch.PREAMBLE", f"PATH={bare}; ")
     assert fetch(str(paths.root)) == 1
     assert "mini1: rsync is not installed there: sudo apt install rsync" in capsys.readouterr().out
 

@@ -22,6 +22,7 @@ from smolcluster.configs.load import dump_yaml, read_yaml
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.launch.find import find
 from smolcluster.launch.generate import Wish, generate
+from smolcluster.launch.remote import How
 from smolcluster.launch.saved import export_model, gpt_of, resume, store_of
 from smolcluster.models.sampling import sample
 from smolcluster.runs.paths import RunPaths
@@ -305,7 +306,7 @@ def weights_of(paths: RunPaths) -> dict[str, torch.Tensor]:
 
 @pytest.mark.usefixtures("as_a_process")
 def test_a_single_run_goes_on_as_it_was(half: RunPaths) -> None:
-    assert resume(str(half.root), None, [], dry_run=False) == 0
+    assert resume(str(half.root), None, [], How()) == 0
     whole = RunPaths(half.root.parent / "whole")
     ours, expected = weights_of(half), weights_of(whole)
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
@@ -314,14 +315,14 @@ def test_a_single_run_goes_on_as_it_was(half: RunPaths) -> None:
 
 def test_a_single_run_has_no_workers(half: RunPaths) -> None:
     with pytest.raises(ConfigError, match="run half trains in one process and has none"):
-        resume(str(half.root), 2, [], dry_run=False)
+        resume(str(half.root), 2, [], How())
 
 
 @pytest.mark.usefixtures("as_a_process")
 def test_the_command_that_would_go_on_does(
     half: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert resume(str(half.root), None, ["training.eval_steps=3"], dry_run=True) == 0
+    assert resume(str(half.root), None, ["training.eval_steps=3"], How(dry_run=True)) == 0
     program, *arguments = shlex.split(capsys.readouterr().out)
     assert program == "smolcluster"
     assert not half.summary.exists()

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smolcluster.launch.growing import (
+from smolcluster.launch.host import Host, shell_path
+from smolcluster.launch.watch.growing import (
     MAX_LINE_NBYTES,
     BadFrame,
     Lines,
@@ -17,7 +18,6 @@ from smolcluster.launch.growing import (
     growing_script,
     pieces,
 )
-from smolcluster.launch.host import Host, shell_path
 
 
 class Chunks:

@@ -13,11 +13,11 @@ from smolcluster.configs.load import find_config, parse_yaml, read_yaml
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
-from smolcluster.launch import init as init_module
-from smolcluster.launch.cluster_file import ClusterFile
-from smolcluster.launch.discover import Found
 from smolcluster.launch.host import Host
-from smolcluster.launch.init import (
+from smolcluster.launch.setup import init as init_module
+from smolcluster.launch.setup.cluster_file import ClusterFile
+from smolcluster.launch.setup.discover import Found
+from smolcluster.launch.setup.init import (
     NEEDED,
     Wish,
     chosen,
@@ -26,7 +26,7 @@ from smolcluster.launch.init import (
     parse_machine,
     settings_of,
 )
-from smolcluster.launch.links import Choice, Interface, Link
+from smolcluster.launch.setup.links import Choice, Interface, Link
 
 TODAY = date(2026, 11, 22)
 LOOPBACK = Interface("127.0.0.1", "lo")

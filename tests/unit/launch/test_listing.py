@@ -8,7 +8,7 @@ import pytest
 
 from reading import launched_run, server, status_of, worker, write
 from smolcluster.launch.find import RUNS_DIR
-from smolcluster.launch.listing import ELSEWHERE, listed, row, runs
+from smolcluster.launch.watch.listing import ELSEWHERE, listed, row, runs
 from smolcluster.runs.lock import RunLock
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.status import write_status

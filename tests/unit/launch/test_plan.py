@@ -12,7 +12,7 @@ from smolcluster.algorithms.registry import ALGORITHMS, get_algorithm
 from smolcluster.configs.resolve import localise
 from smolcluster.configs.schema import AlgorithmName, ClusterConfig
 from smolcluster.errors import ConfigError
-from smolcluster.launch.plan import LaunchPlan, Process, Request, plan_by_hand, plan_local
+from smolcluster.launch.plan import LaunchPlan, Process, Request, plan_local
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.summary import Summary
 
@@ -43,7 +43,7 @@ def local(asked: Request, cluster: ClusterConfig = CLUSTER, **facts: Any) -> Lau
 def test_a_local_server_gets_everything_the_user_said() -> None:
     asked = request("num_epochs=5", "device=cpu", config="edp", train_config="nn", num_workers=2)
     server = local(asked).server
-    assert (server.node, server.role, server.rank, server.folder) == ("mini1", "server", None, None)
+    assert (server.node, server.role, server.rank) == ("mini1", "server", None)
     assert server.argv == (
         *("/usr/bin/python", str(get_algorithm("edp").server), "--local", "--workers", "2"),
         *("--run-id", "edp-1", "--no-progress", "--config", "edp", "--train-config", "nn"),
@@ -67,8 +67,6 @@ def test_each_process_runs_a_file_of_the_algorithm_that_was_asked_for(name: Algo
     algorithm, asked = get_algorithm(name), request(algorithm=name)
     files = [str(algorithm.server), *[str(algorithm.worker)] * 2]
     assert [process.argv[1] for process in local(asked).processes] == files
-    folder = f"src/smolcluster/algorithms/{algorithm.folder.name}"
-    assert {process.folder for process in plan_by_hand(asked, CLUSTER).processes} == {folder}
 
 
 @pytest.fixture
@@ -105,18 +103,11 @@ def test_a_server_refuses_what_its_algorithm_cannot_follow() -> None:
         serve("syncps", args, serve_run)
 
 
-TRAINING_SERVER = CLUSTER.model_copy(update={"workers": ("mini1", "pi5")})
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [local(request(), TRAINING_SERVER), plan_by_hand(request(), TRAINING_SERVER)],
-    ids=["local", "by hand"],
-)
-def test_the_server_s_machine_may_train_too(plan: LaunchPlan, tmp_path: Path) -> None:
+def test_the_server_s_machine_may_train_too(tmp_path: Path) -> None:
     def log_file(process: Process) -> str:
         return RunPaths(tmp_path).log_file(process.role, process.node, process.rank).name
 
+    plan = local(request(), CLUSTER.model_copy(update={"workers": ("mini1", "pi5")}))
     assert [process.node for process in plan.processes] == ["mini1", "mini1", "pi5"]
     assert plan.lines()[::2] == ["server mini1:", "worker 1 mini1:", "worker 2 pi5:"]
     files = ["server.py", "worker.py 1 mini1", "worker.py 2 pi5"]
@@ -145,21 +136,6 @@ def test_an_ipv6_address_is_bracketed() -> None:
     cluster = localise(CLUSTER, 1).model_copy(update={"host_ip": {"mini1": "::1", "pi5": "::1"}})
     plan = plan_local(request(), cluster, run_id="edp-1", python="python")
     assert "[::1]:6000" in plan.workers[0].argv
-
-
-def test_by_hand_each_machine_gets_the_command_that_a_person_types() -> None:
-    plan = plan_by_hand(request("num_epochs=5", "threads=4", config="/my files/c.yaml"), CLUSTER)
-    assert plan.lines() == [
-        "server mini1:",
-        "  cd src/smolcluster/algorithms/EDP && uv run server.py --config '/my files/c.yaml' "
-        "--override num_epochs=5 --override threads=4",
-        "worker 1 pi5:",
-        "  cd src/smolcluster/algorithms/EDP && uv run worker.py 1 pi5 --config '/my files/c.yaml' "
-        "--override threads=4",
-        "worker 2 macbook:",
-        "  cd src/smolcluster/algorithms/EDP && uv run worker.py 2 macbook "
-        "--config '/my files/c.yaml' --override threads=4",
-    ]
 
 
 def test_a_printed_command_can_be_pasted_into_a_shell() -> None:

@@ -12,9 +12,16 @@ import pytest
 from reading import fake_ssh, launched_run, server, status_of, worker, write
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.launch.host import Host, TookTooLong
-from smolcluster.launch.probe import Seen, Sighting, look, look_at_script, ours_alive, sections
-from smolcluster.launch.report import report_of, state_of
-from smolcluster.launch.status import head, look_at, row, status
+from smolcluster.launch.watch.probe import (
+    Seen,
+    Sighting,
+    look,
+    look_at_script,
+    ours_alive,
+    sections,
+)
+from smolcluster.launch.watch.report import report_of, state_of
+from smolcluster.launch.watch.status import head, look_at, row, status
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.processes import ProcessEntry, write_processes
 from smolcluster.runs.status import RunStatus, instant, write_status
@@ -286,7 +293,7 @@ def test_what_comes_before_the_first_mark_is_left_out() -> None:
 
 
 def test_no_torch_is_loaded() -> None:
-    program = "import sys, smolcluster.launch.status, smolcluster.launch.logs\n"
-    program += "import smolcluster.launch.listing, smolcluster.launch.fetch\n"
+    program = "import sys, smolcluster.launch.watch.status, smolcluster.launch.watch.logs\n"
+    program += "import smolcluster.launch.watch.listing, smolcluster.launch.watch.fetch\n"
     program += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0

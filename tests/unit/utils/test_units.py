@@ -25,6 +25,11 @@ def test_bytes_are_decimal_with_one_digit(num_bytes: float, text: str) -> None:
     ("seconds", "text"),
     [
         (0, "0 s"),
+        (0.000_031, "0.031 ms"),
+        (0.003_26, "3.3 ms"),
+        (0.009_96, "10 ms"),
+        (0.0994, "99 ms"),
+        (0.0996, "0.1 s"),
         (0.44, "0.4 s"),
         (9.94, "9.9 s"),
         (9.97, "10 s"),

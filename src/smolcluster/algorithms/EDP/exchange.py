@@ -163,7 +163,9 @@ class StateReceiver(Receiver):
             )
         agreed = bucket_spec(self._codec, self._buckets[number])
         if (state.content, state.tensor) != (WEIGHTS, agreed):
-            raise ProtocolError(f"bucket {number} of the server's weights is not of the agreed shape")
+            raise ProtocolError(
+                f"bucket {number} of the server's weights is not of the agreed shape"
+            )
         values = torch.empty(bucket_length(self._buckets[number]), dtype=self._codec.dtype)
         self._codec.decode(torch.frombuffer(payload, dtype=torch.uint8), values)
         self._weights.append(values)

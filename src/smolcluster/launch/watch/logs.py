@@ -19,8 +19,8 @@ from rich.text import Text
 
 from smolcluster.errors import ConfigError, DataError, LaunchError
 from smolcluster.launch.find import find
-from smolcluster.launch.growing import Reader
 from smolcluster.launch.host import CONNECT_TIMEOUT_S, Host, shell_path
+from smolcluster.launch.watch.growing import Reader
 from smolcluster.observability.logs import log_line
 from smolcluster.observability.terminal import (
     COLOURS,

@@ -21,8 +21,8 @@ from rich.text import Text
 
 from smolcluster.errors import ConfigError
 from smolcluster.launch.find import find
-from smolcluster.launch.probe import Ask, look
-from smolcluster.launch.report import ProcessReport, RunReport, report_of
+from smolcluster.launch.watch.probe import Ask, look
+from smolcluster.launch.watch.report import ProcessReport, RunReport, report_of
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
 from smolcluster.runs.launched import read_launched
 from smolcluster.runs.paths import RunPaths

@@ -27,10 +27,11 @@ from smolcluster.configs.schema import (
     SshDestination,
 )
 from smolcluster.errors import ConfigError, LaunchError
-from smolcluster.launch.cluster_file import ClusterFile
-from smolcluster.launch.discover import Found, discover
 from smolcluster.launch.host import Host
-from smolcluster.launch.links import (
+from smolcluster.launch.prepare import everywhere
+from smolcluster.launch.setup.cluster_file import ClusterFile
+from smolcluster.launch.setup.discover import Found, discover
+from smolcluster.launch.setup.links import (
     Choice,
     Interface,
     Link,
@@ -40,7 +41,6 @@ from smolcluster.launch.links import (
     measure,
     measuring_s,
 )
-from smolcluster.launch.prepare import everywhere
 from smolcluster.observability.terminal import SteadyConsole, print_line
 from smolcluster.utils.replacing import replacing
 from smolcluster.utils.words import one_line
@@ -363,7 +363,8 @@ def measured(
         return {}
     count = len(interfaces)
     links = {}
-    with listening(server, port, measuring_s(interfaces) * len(workers)) as listener:
+    seconds = measuring_s(len(workers), interfaces)
+    with listening(server, interfaces, port, seconds) as listener:
         for worker in workers:
             ways = f"{count} way{'s'[: count != 1]}"
             print_line(console, f"measuring {ways} from {worker.node} to {server.node} …")

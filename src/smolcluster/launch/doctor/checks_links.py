@@ -13,8 +13,8 @@ from typing import Any
 
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.launch import link_probe
-from smolcluster.launch.checks import HAS_PYTHON3
-from smolcluster.launch.findings import (
+from smolcluster.launch.doctor.checks import HAS_PYTHON3
+from smolcluster.launch.doctor.findings import (
     Answer,
     Check,
     Context,
@@ -180,7 +180,8 @@ python "$1/probe.py" knock {_target(context)}
 END
 echo "outside $(sh "$dir/knock.sh" "$dir" 2>&1 | tail -n 1)"
 command -v tmux >/dev/null || exit 0
-{tmux} new-session -d "sh $dir/knock.sh $dir > $dir/part 2>&1; mv $dir/part $dir/inside" || exit 0
+{tmux} new-session -d "sh $dir/knock.sh $dir > $dir/part 2>&1; mv $dir/part $dir/inside" || {{
+  echo 'inside {{"error": "tmux does not start"}}'; exit 0; }}
 end=$(($(date +%s) + {INSIDE_S}))
 while [ ! -e "$dir/inside" ] && [ "$(date +%s)" -le $end ]; do sleep 0.1; done
 echo "inside $(tail -n 1 "$dir/inside" 2>/dev/null)" """
@@ -263,7 +264,7 @@ def judge_link(answer: Answer, _context: Context) -> Finding:
     told = json.loads(answer.stdout)
     if told["error"]:
         return skipped("needs the server")
-    shown = f"{told['mb_per_s']:.3g} MB/s, {told['ms']:.2g} ms"
+    shown = f"{told['mb_per_s']:.3g} MB/s {told['ms']:.2g} ms"
     if told["mb_per_s"] < LOW_SPEED_MB_PER_S:
         return warn(
             f"the link to the server is slow: {shown}",

@@ -1,6 +1,6 @@
 """The ways from a cluster's workers to its server: which there are, what they carry, and which is best.
 
-A server may be reached at several addresses: over Ethernet, a Thunderbolt bridge, Wi-Fi, a VPN. `ways_probe`
+A server may be reached at several addresses: over Ethernet, a Thunderbolt bridge, Wi-Fi, a VPN. `link_probe`
 measures each of them from each worker; what was measured decides.
 """
 
@@ -9,18 +9,17 @@ import json
 import math
 import re
 import secrets
-import select
 import shlex
-import subprocess
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from smolcluster.errors import LaunchError
-from smolcluster.launch import ways_probe
-from smolcluster.launch.host import SSH_FAILED, Host
+from smolcluster.launch import link_probe
+from smolcluster.launch.host import Host
+from smolcluster.utils.words import one_line
 
 ADDRESSES_SCRIPT = """
 PATH="$PATH:/usr/sbin:/sbin"
@@ -35,10 +34,19 @@ true
 """
 EQUAL = 0.9
 """Bandwidths from here to the highest one count as equal: so much they differ from one time to the next."""
-START_S, ADDRESS_S = 60.0, 8.0
-"""Longest time until a listener listens (uv may have to fetch a Python), and for a visit to an address."""
+START_S, MEASURE_S = 60.0, 60.0
+"""Longest time until a listener listens, and until a way is measured: uv may have to fetch a Python."""
 WI_FI = "Wi-Fi"
 
+_FAILURES = {
+    "ECONNREFUSED": "refused",
+    "ETIMEDOUT": "no answer",
+    "EHOSTUNREACH": "no route",
+    "ENETUNREACH": "no route",
+    "EADDRNOTAVAIL": "no route",
+    "EAFNOSUPPORT": "no route",
+    "stranger": "somebody else answers",
+}
 _IP_LINE = re.compile(
     r"^\d+:\s+(?P<interface>\S+?)(?:@\S+)?\s+inet6?\s+(?P<ip>[^\s/]+)(?P<rest>.*)$"
 )
@@ -103,9 +111,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Listener:
-    """Where workers may be measured, and the token that they must know."""
+    """Where workers may be measured: the port at each address, and the token that they must know."""
 
-    port: int
+    ports: Mapping[str, int]
     token: str
 
 
@@ -179,8 +187,8 @@ def _addresses(text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def python_script(*arguments: str) -> str:
-    """A shell script that runs `ways_probe` with a Python that is there, or else with uv's."""
-    code = shlex.quote(Path(ways_probe.__file__).read_text(encoding="utf-8"))
+    """A shell script that runs `link_probe` with a Python that is there, or else with uv's."""
+    code = shlex.quote(Path(link_probe.__file__).read_text(encoding="utf-8"))
     words = shlex.join(arguments)
     return (
         f"code={code}\n"
@@ -194,39 +202,22 @@ def python_script(*arguments: str) -> str:
 
 
 @contextmanager
-def listening(host: Host, port: int, seconds: float) -> Iterator[Listener]:
-    """Let a machine be measured, on `port` if that is free there, until the block or the time ends.
+def listening(
+    host: Host, interfaces: Sequence[Interface], port: int, seconds: int
+) -> Iterator[Listener]:
+    """Let a machine be measured, on `port` where that is free, until the block or the time ends.
 
     Raises:
         LaunchError: it cannot be reached, or has no Python.
     """
-    token = secrets.token_hex(ways_probe.TOKEN_LENGTH // 2)
-    argv = host.argv(python_script("serve", str(port), str(seconds)))
-    pipe = subprocess.PIPE
-    with subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0) as process:  # noqa: S603 - quoted
-        try:
-            yield Listener(_port_of(process, host, token), token)
-        finally:
-            process.terminate()
-
-
-def _port_of(process: "subprocess.Popen[bytes]", host: Host, token: str) -> int:
-    """Where the process listens, as soon as it does."""
-    assert process.stdin is not None  # noqa: S101 - for mypy: they are pipes
-    assert process.stdout is not None  # noqa: S101
-    assert process.stderr is not None  # noqa: S101
-    with suppress(BrokenPipeError):  # then it says why
-        process.stdin.write(token.encode() + b"\n")
-    said, end = b"", time.monotonic() + START_S
-    while not (match := re.search(rb"^port (\d+)\n", said, re.MULTILINE)):
-        if not select.select([process.stdout], [], [], max(end - time.monotonic(), 0))[0]:
-            raise LaunchError(f"{host.node} ({host.shown}): no Python started within {START_S:g} s")
-        part = process.stdout.read(1 << 12)
-        if not part:
-            complaint = process.stderr.read().decode("utf-8", "replace")
-            raise _cannot_measure(host, process.wait(), complaint)
-        said += part
-    return int(match[1])
+    token = secrets.token_hex(16)
+    addresses = [interface.ip for interface in interfaces]
+    found = _ask(host, START_S, "listen", str(port), token, str(seconds), *addresses)
+    try:
+        yield Listener({ip: place["port"] for ip, place in found["places"].items()}, token)
+    finally:
+        with suppress(LaunchError):  # then it ends by itself
+            host.run(f"kill {int(found['pid'])}" if found["pid"] else "true")
 
 
 def measure(host: Host, interfaces: Sequence[Interface], listener: Listener) -> list[Link]:
@@ -235,53 +226,41 @@ def measure(host: Host, interfaces: Sequence[Interface], listener: Listener) -> 
     Raises:
         LaunchError: it cannot be reached, or has no Python.
     """
-    order = {
-        "addresses": [interface.ip for interface in interfaces],
-        "port": listener.port,
-        "token": listener.token,
-    }
-    done = host.run(
-        python_script("measure"),
-        stdin=json.dumps(order).encode() + b"\n",
-        timeout_s=measuring_s(interfaces),
+    return [_measure(host, interface, listener) for interface in interfaces]
+
+
+def measuring_s(num_workers: int, interfaces: Sequence[Interface]) -> int:
+    """The longest time that workers take to measure, one after the other."""
+    return int(num_workers * len(interfaces) * MEASURE_S)
+
+
+def _measure(host: Host, interface: Interface, listener: Listener) -> Link:
+    port = listener.ports.get(interface.ip)
+    if not port:
+        return Link(interface, failure="nobody may listen there")
+    return read_link(
+        interface, _ask(host, MEASURE_S, "measure", interface.ip, str(port), listener.token)
     )
-    if not done.ok:
-        raise _cannot_measure(host, done.code, done.stderr)
-    return parse_links(done.stdout, interfaces)
 
 
-def measuring_s(interfaces: Sequence[Interface]) -> float:
-    """The longest time that `measure` takes."""
-    return START_S + ADDRESS_S * len(interfaces)
+def read_link(interface: Interface, found: Mapping[str, Any]) -> Link:
+    """What `link_probe` says about an address; numbers that are none count as a failure."""
+    if found.get("error"):
+        return Link(interface, failure=_FAILURES.get(str(found["error"]), "broke off"))
+    with suppress(KeyError, TypeError, ValueError):
+        link = Link(interface, float(found["ms"]), float(found["mb_per_s"]))
+        if math.isfinite(link.ms) and math.isfinite(link.mb_s):
+            return link
+    return Link(interface, failure="not measured")
 
 
-def parse_links(text: str, interfaces: Iterable[Interface]) -> list[Link]:
-    """What `ways_probe` says about each address; what it does not say failed."""
-    said: dict[str, Link] = {}
-    known = {interface.ip: interface for interface in interfaces}
-    for line in text.splitlines():
-        with suppress(ValueError, KeyError, TypeError):
-            link = _link(json.loads(line), known)
-            said[link.interface.ip] = link
-    return [
-        said.get(ip, Link(interface, failure="not measured")) for ip, interface in known.items()
-    ]
-
-
-def _link(found: Mapping[str, str | float], known: Mapping[str, Interface]) -> Link:
-    interface = known[str(found["address"])]
-    if "failure" in found:
-        words = re.sub(r"[^a-z ]", "", str(found["failure"]))
-        return Link(interface, failure=words or "failed")
-    link = Link(interface, float(found["ms"]), float(found["mb_s"]))
-    if not (math.isfinite(link.ms) and math.isfinite(link.mb_s)):
-        raise ValueError
-    return link
-
-
-def _cannot_measure(host: Host, code: int, complaint: str) -> LaunchError:
-    if host.destination is not None and code == SSH_FAILED:
-        return host.unreachable(complaint)
-    lines = complaint.strip().splitlines()
-    why = lines[-1].strip() if lines else f"exit code {code}"
-    return LaunchError(f"{host.node} ({host.shown}): its links cannot be measured: {why}")
+def _ask(host: Host, limit_s: float, *arguments: str) -> dict[str, Any]:
+    """What `link_probe` says on a machine: the last line that it prints, after any words of welcome."""
+    done = host.run(python_script(*arguments), timeout_s=limit_s)
+    with suppress(ValueError, IndexError):
+        found = json.loads(done.stdout.splitlines()[-1])
+        if done.ok and isinstance(found, dict):
+            return found
+    raise LaunchError(
+        f"{host.node} ({host.shown}): its links cannot be measured: {one_line(done.last_words)}"
+    )

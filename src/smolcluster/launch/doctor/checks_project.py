@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterable
 from typing import Any
 
-from smolcluster.launch.findings import (
+from smolcluster.launch.doctor.findings import (
     Answer,
     Check,
     Context,
@@ -88,7 +88,7 @@ def judge_environment(answer: Answer, context: Context) -> Finding:
     if told.get("python") != "runs":
         return fail(
             f"the environment's Python does not run ({told.get('python') or 'it is not there'})",
-            f"there: `rm -rf {context.folder}/.venv`, then launch again",
+            _anew(context),
         )
     if not told["mark"]:
         return warn("the environment is half-made", "launch again without --no-sync")
@@ -110,7 +110,7 @@ def judge_torch(answer: Answer, context: Context) -> Finding:
     """PyTorch: that it is there, of the right build, and sees the device that is asked for."""
     told = fields(answer.stdout)
     if "absent" in told:
-        return skipped("needs the environment")
+        return skipped("no environment")
     if "torch" not in told:
         return fail(f"PyTorch cannot be imported ({answer.last_words})", _anew(context))
     torch = json.loads(told["torch"])
@@ -123,7 +123,7 @@ def _wrong_build(torch: dict[str, Any], gpu: str, context: Context) -> Finding |
     if context.facts.is_apple_silicon and torch["machine"] != "arm64":
         return fail(
             f"PyTorch {version} is built for {torch['machine']} and runs under Rosetta",
-            f"there: install uv anew in a terminal without Rosetta, {_anew(context, '')}",
+            f"install uv anew in a terminal without Rosetta; {_anew(context)}",
         )
     wants_cpu = settings.device == "cpu" or settings.torch == "cpu"
     if not gpu or wants_cpu or torch["num_gpus"]:
@@ -132,7 +132,7 @@ def _wrong_build(torch: dict[str, Any], gpu: str, context: Context) -> Finding |
     if torch["cuda"] is None and torch["hip"] is None:
         return fail(
             f"PyTorch {version} is a build for the CPU, but there is an {name}",
-            f"set nodes.{context.node}.torch to auto, {_anew(context, '')}",
+            f"set nodes.{context.node}.torch to auto; {_anew(context)}",
         )
     return fail(
         f"PyTorch {version} (CUDA {torch['cuda']}) cannot use the {name}",
@@ -156,10 +156,10 @@ def _with_device(torch: dict[str, Any], context: Context) -> Finding:
     return ok(f"{torch['version']} {wanted}")
 
 
-def _anew(context: Context, begin: str = "there: ") -> str:
+def _anew(context: Context) -> str:
     if context.is_here:
-        return f"{begin}`rm -rf {context.folder}/.venv && uv sync`"
-    return f"{begin}`{context.there(f'rm -rf {context.folder}/.venv')[1:-1]}`, then launch again"
+        return f"`rm -rf {context.folder}/.venv && uv sync`"
+    return f"there: `rm -rf {context.folder}/.venv`, then launch again"
 
 
 def _not_brought(context: Context) -> str | None:
@@ -167,7 +167,7 @@ def _not_brought(context: Context) -> str | None:
 
 
 def _no_checkout(context: Context) -> str | None:
-    return _not_brought(context) or (None if context.version else "this is no checkout")
+    return _not_brought(context) or (None if context.version else "no checkout")
 
 
 PROJECT_CHECKS: Iterable[Check] = (

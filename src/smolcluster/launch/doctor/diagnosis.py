@@ -1,6 +1,8 @@
 """What `smolcluster doctor` found, as a table with what mends it, and as JSON."""
 
 import json
+import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -8,10 +10,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from smolcluster.launch.findings import Context, Finding, State
+from smolcluster.launch.doctor.findings import Context, Finding, State
 from smolcluster.observability.terminal import displayable, steady
 
-MAX_CELL = 22
+MAX_CELL = 18
 """Columns of a cell."""
 STYLES: Mapping[State, str] = {
     "ok": "green",
@@ -136,15 +138,29 @@ def _remedies(diagnosis: Diagnosis, console: Console) -> Iterator[RenderableType
     for state, word in (("warn", "warning"), ("fail", "FAILS")):
         for (name, finding), nodes in _alike(diagnosis).items():
             if finding.state == state:
-                line = displayable(console, f"{', '.join(nodes)}: {name}: {finding.what}")
-                yield Text.assemble((f"{word} ", STYLES[state]), line)
-                yield Text(displayable(console, f"  -> {finding.fix}"))
+                line = _wrapped(f"{word} {', '.join(nodes)}: {name}: {finding.what}", console)
+                yield Text.assemble((word, STYLES[state]), line.removeprefix(word))
+                yield Text(_wrapped(f"  -> {finding.fix}", console))
     failures, warnings = diagnosis.count("fail"), diagnosis.count("warn")
     if not failures:
         extra = f" ({_number(warnings, 'warning')})" if warnings else ""
         yield Text(f"the cluster is ready{extra}", "green")
     else:
         yield Text(f"{_number(failures, 'failure')}, {_number(warnings, 'warning')}", "bold red")
+
+
+def _wrapped(text: str, console: Console) -> str:
+    """The text in lines of the console's width, with every `command` whole on one."""
+    whole = re.sub("`[^`]*`", lambda command: command[0].replace(" ", "\0"), text)
+    lines = textwrap.wrap(
+        whole,
+        console.width,
+        subsequent_indent=" " * 5,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    shown = (displayable(console, line.replace("\0", " ")) for line in lines)
+    return "\n".join(shown)
 
 
 def _alike(diagnosis: Diagnosis) -> dict[tuple[str, Finding], list[str]]:

@@ -1,0 +1,1 @@
+"""What is wrong with which machine, and what mends it."""

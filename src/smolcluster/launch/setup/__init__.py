@@ -1,0 +1,1 @@
+"""Configuration: made for your machines, shown and checked."""

@@ -1,0 +1,1 @@
+"""Looking at runs, wherever they are."""

@@ -1,0 +1,207 @@
+"""Launching on the hosts of the lab, from its controller, as a user does."""
+
+import json
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lab import Host, Lab, Process, Running
+
+PROJECT = "launching"
+"""The controller's checkout."""
+ODD = "my $(touch /tmp/pwned) 'cluster\""
+"""pi5's folder of the project: nothing of its name must ever be executed."""
+STORIES_TIMEOUT_S = 600
+"""Of a test that tells the story of a run, on a busy machine."""
+LAUNCH_TIMEOUT_S = 240.0
+"""From a command to the end of a tiny run: three processes load PyTorch on two cores."""
+POLL_S = 0.2
+TINY = ("num_epochs=1", "batch_size=32")
+ENDLESS = ("num_epochs=100000", "eval_steps=100000")
+READY = """
+import sys
+from smolcluster.launch.host import Host
+from smolcluster.launch.remote import project_root
+from smolcluster.launch.sync import environment_digest, make_environment, send_code, tree_digest
+root = project_root()
+for node, folder in (word.split("=", 1) for word in sys.argv[1:]):
+    send_code(root, Host(node, node), f"~/{folder}", tree_digest(root))
+    digest = environment_digest(root, "pypi")
+    make_environment(Host(node, node), f"~/{folder}", "pypi", digest, {})
+"""
+COLUMNS, ROWS = 160, 48
+
+
+def wait_until(
+    condition: Callable[[], object], what: Callable[[], str] | str, timeout_s: float = 120.0
+) -> None:
+    """Wait for a condition; `what` is said when it does not come."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            said = what if isinstance(what, str) else what()
+            raise AssertionError(f"not within {timeout_s:g} s: {said}")
+        time.sleep(POLL_S)
+
+
+class Launching:
+    """A controller with a checkout, and hosts that a first launch prepares."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.controller = lab.controller
+        self.root = self.controller.checkout(PROJECT)
+        self.programs = self.controller.prepare(PROJECT)
+        self.projects = {"mini1": PROJECT, "mini2": PROJECT, "pi5": ODD}
+        self.write_config("cluster.yaml")
+
+    def write_config(self, path: str, nodes: Mapping[str, Mapping[str, str]] | None = None) -> None:
+        """Make a cluster file; `nodes` are further settings."""
+        address = self.lab["mini1"].address
+        settings = {
+            name: {"project_dir": f"~/{folder}", "torch": "pypi", "threads": 1}
+            | dict((nodes or {}).get(name, {}))
+            for name, folder in self.projects.items()
+        }
+        config = {
+            "host_ip": dict.fromkeys(settings, address),
+            "port": 6000,
+            "num_workers": 2,
+            "workers": ["mini2", "pi5"],
+            "server": "mini1",
+            "worker_update_interval": 2,
+            "nodes": settings,
+        }
+        self.controller.write(path, json.dumps(config))  # JSON is YAML
+
+    def make_ready(self) -> None:
+        """Bring code and environment to the nodes, as a launch does first."""
+        words = [f"{node}={folder}" for node, folder in self.projects.items()]
+        ready = [str(self.programs / "python"), "-c", READY, *words]
+        self.controller.output(ready, timeout_s=LAUNCH_TIMEOUT_S)
+
+    # commands
+
+    def command(self, *words: str) -> list[str]:
+        return ["env", "WANDB_MODE=disabled", str(self.programs / "smolcluster"), *words]
+
+    def script(self, name: str, *words: str, config: str = "~/cluster.yaml") -> list[str]:
+        """A launch script of the project."""
+        script = f"{self.root}/launch_{name}.sh"
+        return ["env", "WANDB_MODE=disabled", "bash", script, "--config", config, *words]
+
+    def launch(self, *words: str, config: str = "~/cluster.yaml") -> list[str]:
+        return self.command("launch", "edp", "--config", config, "--train-config", "digits", *words)
+
+    def run(
+        self, words: list[str], *, timeout_s: float = LAUNCH_TIMEOUT_S
+    ) -> subprocess.CompletedProcess[str]:
+        return self.controller.run(words, timeout_s=timeout_s)
+
+    def popen(self, words: list[str]) -> Running:
+        return self.controller.popen(words)
+
+    # runs
+
+    @property
+    def run_id(self) -> str:
+        """The newest run."""
+        return self.controller.path(f"{PROJECT}/runs/latest").readlink().name
+
+    def folder(self, node: str, run_id: str | None = None) -> Path:
+        """A run's folder on a node."""
+        return self.lab[node].path(f"{self.projects[node]}/runs/{run_id or self.run_id}")
+
+    def status(self, run_id: str | None = None) -> dict[str, Any]:
+        """What the server last wrote of itself."""
+        with suppress(OSError, ValueError):
+            return dict(json.loads((self.folder("mini1", run_id) / "status.json").read_text()))
+        return {"step": 0, "workers": []}
+
+    def goes_on(self, run_id: str | None = None) -> None:
+        """See that a run makes progress."""
+        before = self.status(run_id)["step"]
+        wait_until(
+            lambda: self.status(run_id)["step"] > before + 5, f"progress after step {before}"
+        )
+
+    def presence(self, rank: int) -> str:
+        """Whether a worker takes part."""
+        found = [each["state"] for each in self.status()["workers"] if each["rank"] == rank]
+        return str(found[0]) if found else "unknown"
+
+    # what is left
+
+    def is_clean(self) -> bool:
+        return all(host.processes() == [] for host in self.lab)
+
+    def left(self) -> dict[str, list[Process]]:
+        return {host.name: host.processes() for host in self.lab}
+
+    def left_of(self, run_id: str) -> list[Process]:
+        """What runs of a run; a tmux server shows the session for which it was started, for ever."""
+        everything = [each for processes in self.left().values() for each in processes]
+        return [each for each in everything if each.argv[0] != "tmux" and run_id in str(each.argv)]
+
+    def wait_until_clean(self, timeout_s: float = 20.0) -> None:
+        """See that each host has its sshd alone."""
+        wait_until(self.is_clean, lambda: str(self.left()), timeout_s)
+
+    def wait_for_ssh(self) -> None:
+        """Until all hosts answer; after a cut the old connections are of no use."""
+        for host in (self.controller, *self.lab):
+            host.join()
+        self.cut_ssh()
+        for host in self.lab:
+            probe = ["ssh", "-o", "ConnectTimeout=2", host.name, "true"]
+            wait_until(lambda probe=probe: self.controller.run(probe).returncode == 0, host.name)  # type: ignore[misc]
+
+    def cut_ssh(self) -> None:
+        """Kill all SSH clients of the controller."""
+        pids = [each.pid for each in self.controller.processes() if each.argv[0].startswith("ssh")]
+        if pids:
+            self.controller.run(["kill", "-KILL", *map(str, pids)])
+
+    def end_all(self) -> None:
+        """End whatever a test has left, and make all as it was."""
+        for host in (self.controller, *self.lab):
+            host.join()
+            host.end_processes()
+
+
+class Screen:
+    """A terminal on the controller: a pane of an outer tmux, whose screen can be read."""
+
+    def __init__(self, controller: Host, words: list[str]) -> None:
+        self._host = controller
+        command = f"env -u TMUX {shlex.join(words)}; echo code=$?; sleep 1000"
+        size = ["-x", str(COLUMNS), "-y", str(ROWS)]
+        self._tmux("-f", "/dev/null", "new-session", "-d", "-s", "screen", *size, command)
+
+    def _tmux(self, *words: str) -> str:
+        return self._host.output(["tmux", "-L", "outer", *words])
+
+    @property
+    def text(self) -> str:
+        """What is on it now."""
+        return self._tmux("capture-pane", "-p", "-t", "=screen:")
+
+    def press(self, *keys: str) -> None:
+        """Press keys, in tmux's names."""
+        self._tmux("send-keys", "-t", "=screen:", *keys)
+
+    def wait_for(self, *texts: str, timeout_s: float = 60.0) -> str:
+        """Wait until all of these are on it at once; returns it."""
+        wait_until(
+            lambda: all(text in self.text for text in texts),
+            lambda: f"{texts} on\n{self.text}",
+            timeout_s,
+        )
+        return self.text
+
+    def close(self) -> None:
+        self._host.run(["tmux", "-L", "outer", "kill-server"])

@@ -1,0 +1,267 @@
+"""From a configuration to the processes on the machines of a cluster."""
+
+import builtins
+import itertools
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from smolcluster.algorithms.entry import server_parser, worker_parser
+from smolcluster.algorithms.process import worker_settings
+from smolcluster.algorithms.registry import ALGORITHMS, get_algorithm
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import AlgorithmName, ClusterConfig, NodeConfig
+from smolcluster.launch import remote
+from smolcluster.launch.plan import (
+    CLUSTER_FILE,
+    NO_PROGRESS,
+    TRAIN_FILE,
+    Place,
+    Request,
+    in_sessions,
+    plan_cluster,
+    plan_local,
+)
+from smolcluster.launch.remote import How, launch_remote, places_of
+from smolcluster.runs.launched import Launched
+from smolcluster.runs.paths import RunPaths
+
+RUN_ID = "edp-1"
+CLUSTER = ClusterConfig(
+    host_ip={"mini1": "10.10.0.1", "pi5": "192.168.50.1", "mac.book-2": "10.10.0.1"},
+    port=6000,
+    num_workers=2,
+    workers=("pi5", "mac.book-2"),
+    server="mini1",
+    nodes={"pi5": NodeConfig(device="cpu")},
+)
+PLACES = {
+    "mini1": Place(ssh="mini1", project_dir="~/smolcluster", runs_dir="~/smolcluster/runs"),
+    "pi5": Place(
+        ssh="pi@192.168.50.2",
+        project_dir="/opt/smolcluster",
+        runs_dir="/mnt/my disk/runs",
+        overrides=("dataset.root=~/data",),
+    ),
+    "mac.book-2": Place(
+        ssh=None,
+        project_dir="/home/u/main",
+        runs_dir="/home/u/main/runs",
+        python="/usr/bin/python3",
+    ),
+}
+
+
+def planned(
+    *overrides: str, cluster: ClusterConfig = CLUSTER, algorithm: AlgorithmName = "edp"
+) -> Launched:
+    request = Request(get_algorithm(algorithm), overrides=overrides)
+    return plan_cluster(request, cluster, PLACES, RUN_ID)
+
+
+def overrides_of(argv: tuple[str, ...]) -> list[str]:
+    return [after for word, after in itertools.pairwise(argv) if word == "--override"]
+
+
+def test_each_process_runs_on_its_machine_in_its_own_session() -> None:
+    launched = planned()
+    assert (launched.run_id, launched.algorithm, launched.port) == (RUN_ID, "edp", 6000)
+    assert [(each.title, each.ssh, each.session) for each in launched.processes] == [
+        ("server mini1", "mini1", "edp-1-server"),
+        ("worker 1 pi5", "pi@192.168.50.2", "edp-1-worker1"),
+        ("worker 2 mac.book-2", None, "edp-1-worker2"),
+    ]
+    assert [each.run_dir for each in launched.processes] == [
+        "~/smolcluster/runs/edp-1",
+        "/mnt/my disk/runs/edp-1",
+        "/home/u/main/runs/edp-1",
+    ]
+    assert [each.project_dir for each in launched.processes] == [
+        place.project_dir for place in PLACES.values()
+    ]
+    assert [each.device for each in launched.processes] == [None, "cpu", None]
+
+
+def test_the_server_gets_everything_the_user_said() -> None:
+    launched = planned("num_epochs=5", "nodes.pi5.threads=2", "port=6000")
+    folder = "~/smolcluster/runs/edp-1"
+    assert launched.server.argv == (
+        *(".venv/bin/python", "src/smolcluster/algorithms/EDP/server.py", "--run-id", RUN_ID),
+        *("--config", f"{folder}/{CLUSTER_FILE}", "--train-config", f"{folder}/{TRAIN_FILE}"),
+        *("--override", "num_epochs=5", "--override", "nodes.pi5.threads=2"),
+        *("--override", "port=6000", "--override", 'runs_dir="~/smolcluster/runs"'),
+    )
+    assert launched.overrides == ("num_epochs=5", "nodes.pi5.threads=2", "port=6000")
+
+
+def test_a_worker_gets_its_place_and_only_what_belongs_to_a_machine() -> None:
+    [first, second] = planned("num_epochs=5", "device=mps", "host_ip.pi5=10.0.0.1").workers
+    assert first.argv == (
+        *(".venv/bin/python", "src/smolcluster/algorithms/EDP/worker.py", "1", "pi5"),
+        *("--config", f"/mnt/my disk/runs/edp-1/{CLUSTER_FILE}"),
+        *("--override", "start_timeout_s=86400", "--override", "dataset.root=~/data"),
+        *("--override", "device=mps", "--override", "host_ip.pi5=10.0.0.1"),
+        *("--override", 'runs_dir="/mnt/my disk/runs"'),
+    )
+    assert second.argv[:4] == (
+        *("/usr/bin/python3", "src/smolcluster/algorithms/EDP/worker.py", "2", "mac.book-2"),
+    )
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_files_are_those_of_the_algorithm_and_are_there(name: AlgorithmName) -> None:
+    root = Path(__file__).parents[3]
+    launched = planned(algorithm=name)
+    for process in launched.processes:
+        file = root / process.argv[1]
+        assert file.is_file()
+        assert file.parent == get_algorithm(name).folder
+        assert file.stem == process.role
+
+
+@pytest.mark.parametrize("runs_dir", ["~/my runs", "/a: b #c", "/ünï😀/'x'\""])
+def test_processes_write_where_the_launcher_looks(
+    runs_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the cluster file or a variable says something else to them."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", "/elsewhere")
+    places = dict.fromkeys(PLACES, Place(ssh="x", project_dir="~/p", runs_dir=runs_dir))
+    request = Request(get_algorithm("edp"), overrides=("runs_dir=/other",))
+    launched = plan_cluster(request, CLUSTER, places, RUN_ID)
+    for process in launched.processes:
+        settings = load_settings("edp", "nn", overrides=overrides_of(process.argv))
+        assert str(settings.node.runs_dir) == runs_dir.replace("~", str(tmp_path), 1)
+        assert process.run_dir == f"{runs_dir}/{RUN_ID}"
+
+
+def test_processes_understand_their_commands(tmp_path: Path) -> None:
+    config = tmp_path / "cluster.yaml"
+    config.write_text(CLUSTER.model_dump_json(exclude_unset=True))
+    launched = planned("num_epochs=5", "microbatch=8", "start_timeout_s=7")
+    algorithm = get_algorithm("edp")
+    args = server_parser(algorithm).parse_args(launched.server.argv[2:])
+    assert (args.run_id, args.train_config) == (RUN_ID, launched.server.argv[7])
+    for worker in launched.workers:
+        place = worker.argv.index("--config") + 1
+        argv = (*worker.argv[2:place], str(config), *worker.argv[place + 1 :])
+        settings = worker_settings("edp", worker_parser(algorithm).parse_args(argv))
+        assert settings.node.microbatch == 8
+        assert settings.cluster.start_timeout_s == 7, "the user's word is the last one"
+
+
+def test_the_server_s_machine_may_train_too() -> None:
+    cluster = CLUSTER.model_copy(update={"workers": ("mini1", "pi5")})
+    launched = planned(cluster=cluster)
+    assert [each.title for each in launched.processes] == [
+        "server mini1",
+        "worker 1 mini1",
+        "worker 2 pi5",
+    ]
+    assert len({each.session for each in launched.processes}) == 3
+    assert [each.stem for each in launched.processes] == [
+        "server-mini1",
+        "worker-rank0-mini1",
+        "worker-rank1-pi5",
+    ]
+
+
+def test_sessions_have_names_that_tmux_leaves_as_they_are() -> None:
+    launched = plan_cluster(Request(get_algorithm("edp")), CLUSTER, PLACES, "my.run:1")
+    assert launched.server.session == "my_run_1-server"
+    for process in launched.processes:
+        assert not re.search(r"[.:]", process.session)
+        assert "my.run:1" in process.run_dir
+    node = launched.workers[1].node
+    assert node == "mac.book-2", "but nodes keep theirs"
+    assert launched.workers[1].stem == "worker-rank1-mac.book-2"
+
+
+def test_a_plan_is_made_without_looking_at_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    def touch(*_: object, **__: object) -> None:
+        pytest.fail("a plan is pure")
+
+    before = planned("num_epochs=5")
+    with monkeypatch.context() as patch:
+        for owner, name in ((builtins, "open"), (os, "stat"), (subprocess, "Popen")):
+            patch.setattr(owner, name, touch)
+        after = planned("num_epochs=5")
+    assert after == before
+
+
+def test_a_run_that_goes_on_differs_by_a_flag_of_its_server() -> None:
+    launched = planned("num_epochs=5")
+    resumed = launched.resumed()
+    assert resumed.server.argv == (*launched.server.argv, "--resume", "auto")
+    assert resumed.workers == launched.workers
+    args = server_parser(get_algorithm("edp")).parse_args(resumed.server.argv[2:])
+    assert args.resume == "auto"
+
+
+def test_a_local_run_in_sessions_runs_the_commands_of_a_local_run(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / RUN_ID)
+    plan = plan_local(
+        Request(get_algorithm("edp")), CLUSTER, run_id=RUN_ID, python="/usr/bin/python3"
+    )
+    launched = in_sessions(plan, paths, "edp", 6000)
+    assert launched.is_local
+    assert NO_PROGRESS in plan.server.argv
+    for ours, theirs in zip(launched.processes, plan.processes, strict=True):
+        assert ours.argv == tuple(word for word in theirs.argv if word != NO_PROGRESS)
+        assert (ours.title, ours.run_dir) == (theirs.title, str(paths.root))
+
+
+# With the configuration's files
+
+
+def test_a_dry_run_shows_the_plan_that_is_carried_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Both ways end before anything is done."""
+    seen: list[Launched] = []
+
+    class Stop(Exception):
+        pass
+
+    def take(launched: Launched, *_: object) -> None:
+        seen.append(launched)
+        raise Stop
+
+    monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setattr(remote, "show_plan", take)
+    monkeypatch.setattr(remote, "ClusterRun", take)
+    request = Request(get_algorithm("edp"), overrides=("num_epochs=5",))
+    for how in (How(dry_run=True), How()):
+        with pytest.raises(Stop):
+            launch_remote(request, how, run_id=RUN_ID)
+    assert seen[0] == seen[1]
+    assert overrides_of(seen[0].server.argv)[0] == "num_epochs=5"
+
+
+def test_where_a_run_lives_is_what_the_file_says(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "host_ip: {mini1: 10.0.0.1, pi5: 10.0.0.1, here: 10.0.0.1}\n"
+        "num_workers: 2\nworkers: [pi5, here]\nserver: mini1\n"
+        "nodes:\n"
+        "  pi5: {ssh: pi@10.0.0.2, project_dir: ~/my/project, runs_dir: /mnt/runs/,"
+        " dataset: {root: ~/pi-data}}\n"
+        "  here: {ssh: local}\n"
+    )
+    train = tmp_path / "train.yaml"
+    train.write_text("dataset: {name: MNIST, root: ~/data, download: false}\n")
+    cluster = load_settings(file, train, environ={}).cluster
+    request = Request(get_algorithm("edp"))
+    places = places_of(request, cluster, file, train, tmp_path / "runs")
+    assert (places["mini1"].ssh, places["mini1"].runs_dir) == ("mini1", "~/smolcluster/runs")
+    assert places["pi5"].ssh == "pi@10.0.0.2"
+    assert places["pi5"].runs_dir == "/mnt/runs"
+    assert places["pi5"].project_dir == "~/my/project"
+    assert places["pi5"].overrides == ("dataset.download=false",), "its own data folder stays"
+    assert places["mini1"].overrides == ("dataset.root=~/data", "dataset.download=false")
+    assert places["here"].ssh is None
+    assert places["here"].runs_dir == str(tmp_path / "runs")

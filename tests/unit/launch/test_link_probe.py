@@ -1,0 +1,111 @@
+"""The program that measures links, run as it is on other machines: by any Python, from its text."""
+
+import ast
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from smolcluster.launch import link_probe
+from smolcluster.launch.doctor.checks_links import probe_source
+
+LOOPBACK, TOKEN = "127.0.0.1", "t0"
+COMMAND = [sys.executable, "-I", "-S"]
+
+
+def probe(*words: object) -> dict[str, Any]:
+    command = [*COMMAND, "-", *map(str, words)]
+    done = subprocess.run(
+        command, input=probe_source(), capture_output=True, timeout=30, check=True
+    )
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+@pytest.fixture
+def port() -> int:
+    """A port in which nobody listens."""
+    with socket.create_server((LOOPBACK, 0)) as server:
+        number: int = server.getsockname()[1]
+        return number
+
+
+@pytest.fixture
+def listener(port: int) -> Iterator[dict[str, Any]]:
+    told = probe("listen", port, TOKEN, 20, LOOPBACK, "192.0.2.77")
+    yield told
+    os.kill(told["pid"], signal.SIGKILL)
+
+
+def test_python_3_9_and_its_standard_library_are_enough() -> None:
+    tree = ast.parse(probe_source(), feature_version=(3, 9))
+    imported = {
+        name.name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for name in node.names
+    } | {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported - {"collections.abc"} <= sys.stdlib_module_names
+
+
+def test_who_listens_and_who_measures(port: int, listener: dict[str, Any]) -> None:
+    places = listener["places"]
+    assert places[LOOPBACK] == {"state": "listening", "port": port}
+    assert places["192.0.2.77"]["state"] == "foreign"
+    assert probe("knock", LOOPBACK, port, TOKEN) == {"error": None}
+    told = probe("measure", LOOPBACK, port, TOKEN)
+    assert told["error"] is None
+    assert told["ms"] > 0
+    assert told["mb_per_s"] > 1
+
+
+def test_who_does_not_know_the_token_is_not_served(port: int, listener: dict[str, Any]) -> None:
+    assert probe("knock", LOOPBACK, port, "another") == {"error": "stranger"}
+
+
+def test_two_workers_take_turns(port: int, listener: dict[str, Any]) -> None:
+    with socket.create_connection((LOOPBACK, port)) as first:
+        first.sendall(b"t0\n")
+        assert first.recv(100) == link_probe.GREETING
+        first.sendall(b"m")
+        assert first.recv(1) == b"g"
+        with socket.create_connection((LOOPBACK, port)) as second:
+            second.sendall(b"t0\n")
+            assert second.recv(100) == link_probe.GREETING
+            second.sendall(b"m")
+            second.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                second.recv(1)
+            first.close()
+            second.settimeout(10)
+            assert second.recv(1) == b"g"
+
+
+def test_a_port_in_use_is_told_and_left_alone() -> None:
+    with socket.create_server((LOOPBACK, 0)) as server:
+        taken = server.getsockname()[1]
+        told = probe("listen", taken, TOKEN, 1, LOOPBACK)
+    assert told["places"][LOOPBACK]["state"] == "busy"
+    assert told["places"][LOOPBACK]["port"] not in (0, taken)
+    assert told["free"] > taken
+
+
+def test_nobody_there(port: int) -> None:
+    assert probe("knock", LOOPBACK, port, TOKEN)["error"] == "ECONNREFUSED"
+    assert probe("knock", "nowhere.invalid", port, TOKEN)["error"] == "name"
+
+
+def test_the_listener_ends_by_itself(port: int) -> None:
+    probe("listen", port, TOKEN, 1, LOOPBACK)
+    end = time.monotonic() + 10
+    with pytest.raises(ConnectionRefusedError):
+        while time.monotonic() < end:
+            socket.create_connection((LOOPBACK, port)).close()
+            time.sleep(0.05)

@@ -1,0 +1,282 @@
+"""Looking at machines before a run, and handing over the cluster's secret."""
+
+import os
+import shutil
+import socket
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from smolcluster.errors import LaunchError
+from smolcluster.launch.host import Done, Host
+from smolcluster.launch.prepare import (
+    MIN_FREE_KIB,
+    TOOLS,
+    check,
+    check_port,
+    everywhere,
+    forwarded,
+    hand_over_secret,
+    listening_ports,
+)
+
+HERE = Host("pi5")
+SECRET = b"0123456789abcdef0123456789abcdef"
+
+SS = """\
+LISTEN 0      128          0.0.0.0:22        0.0.0.0:*
+LISTEN 0      4096   127.0.0.53%lo:53        0.0.0.0:*
+LISTEN 0      128             [::]:2222         [::]:*
+LISTEN 0      128                *:3000            *:*
+LISTEN 0      128    [fe80::1]%eth0:6000         [::]:*
+"""
+NETSTAT_MACOS = """\
+Active Internet connections (including servers)
+Proto Recv-Q Send-Q  Local Address          Foreign Address        (state)
+tcp4       0      0  10.10.0.1.52000        10.10.0.2.65432        ESTABLISHED
+tcp4       0      0  127.0.0.1.631          *.*                    LISTEN
+tcp6       0      0  ::1.632                *.*                    LISTEN
+tcp46      0      0  *.65432                *.*                    LISTEN
+tcp6       0      0  fe80::1%lo0.1024       *.*                    LISTEN
+"""
+NETSTAT_LINUX = """\
+Active Internet connections (servers and established)
+Proto Recv-Q Send-Q Local Address           Foreign Address         State
+tcp        0      0 0.0.0.0:22              0.0.0.0:*               LISTEN
+tcp        0      0 10.10.0.1:52000         10.10.0.2:65432         ESTABLISHED
+tcp6       0      0 :::8080                 :::*                    LISTEN
+"""
+
+
+def that_says(said: str) -> Host:
+    """A machine whose answer is known before."""
+
+    class Scripted(Host):
+        def run(self, *_: object, **__: object) -> Done:
+            return Done(0, said, "")
+
+    return Scripted("pi5", "pi@pi5")
+
+
+# All at once
+
+
+def test_what_came_of_a_task_is_told_by_node() -> None:
+    hosts = [Host("pi5"), Host("mini1")]
+    assert everywhere(hosts, lambda host: host.node.upper()) == {"pi5": "PI5", "mini1": "MINI1"}
+    assert everywhere([], lambda host: host.node) == {}
+
+
+def test_all_machines_are_looked_at_at_once() -> None:
+    barrier = threading.Barrier(3)
+    everywhere([Host(name) for name in "abc"], lambda _host: barrier.wait(timeout=20))
+
+
+def test_every_failure_is_told_and_nobody_is_left_out() -> None:
+    done = []
+
+    def task(host: Host) -> None:
+        if host.node != "b":
+            raise LaunchError(f"{host.node} is ill")
+        done.append(host.node)
+
+    with pytest.raises(LaunchError, match=r"^a is ill; c is ill$"):
+        everywhere([Host(name) for name in "abc"], task)
+    assert done == ["b"]
+
+
+def test_a_bug_is_no_failure_of_a_machine() -> None:
+    def task(_host: Host) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        everywhere([Host("a")], task)
+
+
+# Tools and disks
+
+
+@pytest.fixture
+def only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make a machine that has these programs only; what the script needs itself is there."""
+
+    def make(*tools: str) -> None:
+        folder = tmp_path / "bin"
+        folder.mkdir()
+        for name in ("sh", "awk", "df", "dirname"):
+            found = shutil.which(name)
+            assert found
+            (folder / name).symlink_to(found)
+        for name in tools:
+            (folder / name).touch(mode=0o755)
+        monkeypatch.setattr("smolcluster.launch.host.PREAMBLE", f"PATH={folder}; export PATH; ")
+
+    return make
+
+
+def test_a_machine_with_all_tools_passes(only: Callable[..., None], tmp_path: Path) -> None:
+    only("uv", "tmux", "rsync")
+    check(HERE, str(tmp_path / "not" / "yet there"), list(TOOLS))
+
+
+def test_missing_tools_are_told_with_what_installs_them(
+    only: Callable[..., None], tmp_path: Path
+) -> None:
+    only("rsync")
+    with pytest.raises(LaunchError) as caught:
+        check(HERE, str(tmp_path), list(TOOLS))
+    message = str(caught.value)
+    assert message.startswith("pi5 (this machine): has no uv and no tmux (uv: curl -LsSf ")
+    assert "tmux: sudo apt install tmux, or brew install tmux" in message
+    assert "rsync" not in message
+    check(HERE, str(tmp_path), ["rsync"])
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="the disk of ~/p has 199 MiB left: free some"):
+        check(that_says(f"free {MIN_FREE_KIB - 1}\n"), "~/p", [])
+    check(that_says(f"free {MIN_FREE_KIB}\n"), "~/p", [])
+
+
+def test_what_a_login_prints_besides_does_no_harm() -> None:
+    check(that_says("Welcome!\n\nfree beer\nfree\nmissing\nfree 999999\n"), "~/p", ["uv"])
+
+
+# Ports
+
+
+@pytest.mark.parametrize(
+    ("output", "ports"),
+    [
+        (SS, {22, 53, 2222, 3000, 6000}),
+        (NETSTAT_MACOS, {631, 632, 65432, 1024}),
+        (NETSTAT_LINUX, {22, 8080}),
+        ("", set()),
+        ("LISTEN to me\nLISTEN 0 128 *:* *:*\n", set()),
+    ],
+    ids=["ss", "macOS", "netstat", "nothing", "noise"],
+)
+def test_who_listens_is_read_from_either_program(output: str, ports: set[int]) -> None:
+    assert listening_ports(output) == ports
+
+
+@pytest.mark.parametrize("tool", ["ss", "netstat"])
+def test_a_busy_port_is_told_with_a_free_one(
+    tool: str, only: Callable[..., None], tmp_path: Path
+) -> None:
+    if (program := shutil.which(tool)) is None:
+        pytest.skip(f"{tool} is not installed")
+    only()
+    (tmp_path / "bin" / tool).symlink_to(program)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(LaunchError, match=rf"pi5 .*: port {port} is in use.* port=\d+$"):
+            check_port(HERE, port)
+    check_port(HERE, port)
+
+
+def test_the_port_that_is_offered_is_free() -> None:
+    taken = "".join(f"LISTEN 0 1 *:{port} *:*\n" for port in (6000, 6001, 65535, 1024))
+    with pytest.raises(LaunchError, match=r"--override port=6002$"):
+        check_port(that_says(taken), 6000)
+    with pytest.raises(LaunchError, match=r"--override port=1025$"):
+        check_port(that_says(taken), 65535)
+    check_port(that_says(taken), 6002)
+
+
+# The secret
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The default place of the secret on this machine."""
+    monkeypatch.setenv("HOME", str(tmp_path / "my home"))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    return tmp_path / "my home" / ".config" / "smolcluster" / "secret"
+
+
+def test_a_secret_is_written_for_its_user_alone(secret_file: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert hand_over_secret(HERE, None, SECRET) is False
+    finally:
+        os.umask(before)
+    assert secret_file.read_bytes() == SECRET + b"\n"
+    assert stat.S_IMODE(secret_file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(secret_file.parent.stat().st_mode) == 0o700
+    assert [path.name for path in secret_file.parent.iterdir()] == ["secret"]
+
+
+def test_the_same_secret_is_left_but_closed_to_others(secret_file: Path) -> None:
+    hand_over_secret(HERE, None, SECRET)
+    secret_file.chmod(0o644)
+    written = secret_file.stat().st_ino
+    assert hand_over_secret(HERE, None, SECRET) is False
+    assert secret_file.stat().st_ino == written
+    assert stat.S_IMODE(secret_file.stat().st_mode) == 0o600
+
+
+def test_another_secret_is_replaced_and_that_is_said(secret_file: Path) -> None:
+    secret_file.parent.mkdir(parents=True)
+    secret_file.write_text("another one, which is as long as they are\n")
+    assert hand_over_secret(HERE, None, SECRET) is True
+    assert secret_file.read_bytes() == SECRET + b"\n"
+    assert hand_over_secret(HERE, None, SECRET) is False
+
+
+def test_a_secret_goes_where_the_machine_expects_it(
+    secret_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand_over_secret(HERE, "~/my own/$(x) secret", SECRET)
+    assert (tmp_path / "my home" / "my own" / "$(x) secret").read_bytes() == SECRET + b"\n"
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    hand_over_secret(HERE, None, SECRET)
+    assert (tmp_path / "config" / "smolcluster" / "secret").is_file()
+    assert not secret_file.exists()
+
+
+def test_a_secret_is_never_an_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = []
+
+    class Noting(Host):
+        def run(self, *arguments: object, **options: object) -> Done:
+            scripts.append(str(arguments))
+            assert options == {"stdin": SECRET}
+            return Done(3, "", "")
+
+    assert hand_over_secret(Noting("pi5", "pi5"), None, SECRET) is True
+    assert SECRET.decode() not in "".join(scripts)
+
+
+def test_a_secret_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(LaunchError, match=r"^pi5: the secret cannot be written: ") as caught:
+        hand_over_secret(HERE, str(tmp_path / "file" / "secret"), SECRET)
+    assert SECRET.decode() not in str(caught.value)
+
+
+# The environment
+
+
+def test_of_the_environment_only_what_a_run_needs_is_forwarded() -> None:
+    kept = {
+        "WANDB_API_KEY": "k",
+        "WANDB_MODE": "offline",
+        "HF_TOKEN": "t",
+        "HF_HUB_OFFLINE": "1",
+        "SMOLCLUSTER_NUM_EPOCHS": "3",
+        "SMOLCLUSTER_DATASET__NAME": "digits",
+    }
+    own = {
+        "SMOLCLUSTER_RUNS_DIR": "/here",
+        "SMOLCLUSTER_SECRET_FILE": "/here",
+        "HOME": "/here",
+        "PATH": "/here",
+        "AWS_SECRET_ACCESS_KEY": "private",
+        "HF_HOME": "/here",
+        "SMOLCLUSTERS": "x",
+    }
+    assert forwarded(kept | own) == kept
