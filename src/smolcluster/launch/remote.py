@@ -170,7 +170,7 @@ def attach(run: str) -> int:
 def stop(run: str, *, now: bool) -> int:
     """Stop a run on all its machines, and see that nothing is left; returns the exit code.
 
-    With `now` nothing is saved and nobody says goodbye.
+    With `now` all are killed at once, and nothing is saved.
 
     Raises:
         SmolclusterError: there is no such run.

@@ -120,13 +120,13 @@ def last_words(process: LaunchedProcess) -> str:
     return (errors or lines or ["it left no word"])[-1]
 
 
-def ask_to_end(process: LaunchedProcess, wait_s: float, patience_s: float = 0.0) -> Ending:
-    """Send a process that has not ended of itself in `patience_s` a SIGTERM, and wait for its end.
+def ask_to_end(process: LaunchedProcess, wait_s: float) -> Ending:
+    """Send a process SIGTERM, and wait for its end.
 
     Raises:
         LaunchError: its machine cannot be asked.
     """
-    return _signal(process, "TERM", wait_s, patience_s)
+    return _signal(process, "TERM", wait_s)
 
 
 def kill(process: LaunchedProcess, wait_s: float = 5.0) -> Ending:
@@ -138,9 +138,7 @@ def kill(process: LaunchedProcess, wait_s: float = 5.0) -> Ending:
     return _signal(process, "KILL", wait_s)
 
 
-def _signal(
-    process: LaunchedProcess, signal: str, wait_s: float, patience_s: float = 0.0
-) -> Ending:
+def _signal(process: LaunchedProcess, signal: str, wait_s: float) -> Ending:
     """Signal a session's process group, and wait until nothing of it is left.
 
     The group is that of its tmux session, or, if tmux has gone, the number that it left; both are believed
@@ -151,18 +149,17 @@ def _signal(
     pane = f"tmux list-panes -s -t {target(process.session)}: -F '#{{pane_pid}}' 2>/dev/null"
     lines = [
         f'left() {{ ps -A -ww -o pgid= -o args= | grep "^ *$pid " | grep -qF -- {ours}; }}',
-        f"wait_for() {{ n=0; while left && [ $n -lt $1 ]; do sleep {POLL_S}; n=$((n+1)); done; }}",
         f"pid=$({pane} | head -n 1)",
         # A session that has just been made may not have come to its command yet.
         f'if [ -n "$pid" ]; then n=0; until left || [ $n -ge 5 ]; do sleep {POLL_S}; n=$((n+1)); done',
         f'else pid=$(cat {pid_file} 2>/dev/null) && [ -n "$pid" ] || exit {Ending.WAS_OVER}; fi',
         f"left || exit {Ending.WAS_OVER}",
-        f"wait_for {round(patience_s / POLL_S)}; left || exit {Ending.ENDED}",
-        f'kill -s {signal} -- "-$pid" 2>/dev/null; wait_for {round(wait_s / POLL_S)}',
+        f'kill -s {signal} -- "-$pid" 2>/dev/null',
+        f"n=0; while left && [ $n -lt {round(wait_s / POLL_S)} ]; do sleep {POLL_S}; n=$((n+1)); done",
         f"left && exit {Ending.REMAINS}",
         f"exit {Ending.ENDED}",
     ]
-    done = host_of(process).run("\n".join(lines), timeout_s=patience_s + wait_s + 20)
+    done = host_of(process).run("\n".join(lines), timeout_s=wait_s + 20)
     if done.code not in list(Ending):
         raise LaunchError(f"{process.title}: cannot be ended: {done.last_words}")
     return Ending(done.code)

@@ -1,4 +1,7 @@
-"""Ending a launched run: its server first, which saves a checkpoint and says goodbye to its workers."""
+"""Ending a launched run: its server first, which saves a checkpoint while all take part; then the workers.
+
+These do not hear of it: to them a server that was stopped is one that may come back.
+"""
 
 import os
 import signal
@@ -19,8 +22,6 @@ from smolcluster.utils.retry import Deadline
 
 SERVER_GRACE_S = 60.0
 """A large last checkpoint takes a slow disk that long."""
-FAREWELL_S = 3.0
-"""From the end of the server to the end of its workers, who hear of it."""
 WORKER_GRACE_S = 10.0
 POLL_S = 0.1
 
@@ -61,15 +62,13 @@ def stop_processes(
 def _end_worker(
     worker: LaunchedProcess, in_a_hurry: bool, say: Callable[[str], None]
 ) -> Ending | Left:
-    return _end(worker, 0.0 if in_a_hurry else WORKER_GRACE_S, say, FAREWELL_S)
+    return _end(worker, 0.0 if in_a_hurry else WORKER_GRACE_S, say)
 
 
-def _end(
-    process: LaunchedProcess, grace_s: float, say: Callable[[str], None], patience_s: float = 0.0
-) -> Ending | Left:
+def _end(process: LaunchedProcess, grace_s: float, say: Callable[[str], None]) -> Ending | Left:
     try:
         if grace_s:
-            ending = ask_to_end(process, grace_s, patience_s)
+            ending = ask_to_end(process, grace_s)
             if ending is not Ending.REMAINS:
                 return ending
             say(f"{process.title} does not end within {grace_s:g} s: it is killed")
