@@ -128,9 +128,9 @@ def _attach(run: Run = "latest") -> int:
 def _stop(
     run: Run = "latest",
     *,
-    now: Annotated[bool, typer.Option("--now", help="Kill it: no checkpoint, no goodbye.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Kill it, without a checkpoint.")] = False,
 ) -> int:
-    """Stop a run: it saves a checkpoint and says goodbye; then see that nothing of it is left anywhere."""
+    """Stop a run: it saves a checkpoint and ends; then see that nothing of it is left on any machine."""
     from smolcluster.launch.remote import stop  # noqa: PLC0415 - see above
 
     return stop(run, now=now)

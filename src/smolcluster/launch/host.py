@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from smolcluster.configs.schema import ClusterConfig
@@ -32,6 +32,8 @@ PREAMBLE = (
 )
 """A shell that is not interactive does not know where people install things."""
 SSH_FAILED = 255
+GREETING = "--- smolcluster ---"
+"""What a shell's start-up files print comes before it."""
 
 _CAUSES = (
     # what ssh says, what it means, what to do
@@ -141,7 +143,8 @@ class Host:
             TookTooLong: it takes longer than `timeout_s`.
         """
         try:
-            done = run_here(self.argv(script), stdin=stdin, timeout_s=timeout_s)
+            greeted = f"echo {GREETING}; {script}"
+            done = run_here(self.argv(greeted), stdin=stdin, timeout_s=timeout_s)
         except subprocess.TimeoutExpired as error:
             raise TookTooLong(
                 f"{self.node} ({self.shown}): a command did not end within {timeout_s:g} s"
@@ -150,7 +153,8 @@ class Host:
             raise LaunchError(f"cannot run ssh: {error.strerror or error}") from error
         if self.destination is not None and done.code == SSH_FAILED:
             raise self.unreachable(done.stderr)
-        return done
+        _, greeting, stdout = done.stdout.partition(f"{GREETING}\n")
+        return replace(done, stdout=stdout) if greeting else done
 
     def unreachable(self, said: str) -> Unreachable:
         """Why it cannot be reached, from what `ssh` said."""
@@ -182,6 +186,7 @@ def run_here(argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float) -> Do
             stderr=errors,
             timeout=timeout_s,
             check=False,
+            start_new_session=True,  # Ctrl-C is for us, not for a command that is half done
         )
         errors.seek(0)
         said = errors.read()

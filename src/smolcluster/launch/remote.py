@@ -28,7 +28,7 @@ from smolcluster.launch.stop import stop_children
 from smolcluster.launch.tmux import open_window, show_window, window_name
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.launched import Launched, read_launched
-from smolcluster.runs.paths import RunPaths, create_run, new_run_id, runs_root
+from smolcluster.runs.paths import RunPaths, check_run_id, create_run, new_run_id, runs_root
 from smolcluster.transport.security import default_secret_path, ensure_secret
 
 HERE = "local"
@@ -84,12 +84,10 @@ def launch_remote(
         train_file=train_file.read_bytes(),
         secret=secret.key,
     )
-    paths = create_run(here, run_id)
-    keep(paths, baggage)
-    run = ClusterRun(
-        launched, machines_of(settings.cluster, places, cluster_file), paths, SteadyConsole()
-    )
+    machines = machines_of(settings.cluster, places, cluster_file)
+    run = ClusterRun(launched, machines, RunPaths(here / check_run_id(run_id)), SteadyConsole())
     run.prepare(baggage, sync=how.sync)
+    keep(create_run(here, run_id), baggage)
     run.start()
     return go_on(run, launched, how)
 

@@ -89,8 +89,10 @@ def send_code(root: Path, host: Host, project_dir: str, version: str) -> None:
     ready = host.run(
         f"mkdir -p {folder} && cd {folder} || exit 1; "
         f'[ "$(cat {MARKER} 2>/dev/null)" = {version} ] && exit 3; '
-        f'if [ -n "$(ls -A)" ] && [ ! -e {SENDING} ] && '
+        f'if [ -n "$(ls -A | grep -vx runs)" ] && [ ! -e {SENDING} ] && '
         "! grep -qs 'name = \"smolcluster\"' pyproject.toml; then exit 4; fi; "
+        f"if [ -e .git ] && [ ! -e {MARKER} ] && [ ! -e {SENDING} ] && "
+        '[ -n "$(git status --porcelain 2>/dev/null)" ]; then exit 5; fi; '
         f"rm -f {MARKER} && touch {SENDING}"
     )
     if ready.code == 3:
@@ -99,6 +101,11 @@ def send_code(root: Path, host: Host, project_dir: str, version: str) -> None:
         raise LaunchError(
             f"{host.node}: {project_dir} holds something else than this project: set "
             f"nodes.{host.node}.project_dir to another folder"
+        )
+    if ready.code == 5:
+        raise LaunchError(
+            f"{host.node}: {project_dir} is a clone with changes of its own, which would be lost: commit "
+            f"them there, set nodes.{host.node}.project_dir to another folder, or use --no-sync"
         )
     if not ready.ok:
         raise LaunchError(f"{host.node}: {project_dir} cannot be used: {ready.last_words}")
