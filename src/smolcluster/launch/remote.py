@@ -19,7 +19,7 @@ from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.cluster_run import Baggage, ClusterRun, Machine, left_running
 from smolcluster.launch.find import find
-from smolcluster.launch.host import Host
+from smolcluster.launch.host import HERE, Host
 from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE, Place, Places, Request, plan_cluster
 from smolcluster.launch.prepare import forwarded
 from smolcluster.launch.requests import settings_of
@@ -31,8 +31,6 @@ from smolcluster.runs.launched import Launched, read_launched
 from smolcluster.runs.paths import RunPaths, check_run_id, create_run, new_run_id, runs_root
 from smolcluster.transport.security import default_secret_path, ensure_secret
 
-HERE = "local"
-"""What `nodes.<name>.ssh` says of the machine that launches."""
 NOT_INHERITED = ("TMUX", "TMUX_PANE", "TERM", "PWD", "OLDPWD", "SHLVL", "_")
 
 

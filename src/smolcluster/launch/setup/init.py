@@ -27,7 +27,7 @@ from smolcluster.configs.schema import (
     SshDestination,
 )
 from smolcluster.errors import ConfigError, LaunchError
-from smolcluster.launch.host import Host
+from smolcluster.launch.host import HERE, Host
 from smolcluster.launch.prepare import everywhere
 from smolcluster.launch.setup.cluster_file import ClusterFile
 from smolcluster.launch.setup.discover import Found, discover
@@ -45,8 +45,6 @@ from smolcluster.observability.terminal import SteadyConsole, print_line
 from smolcluster.utils.replacing import replacing
 from smolcluster.utils.words import one_line
 
-LOCAL = "local"
-"""What stands for SSH where a node is this machine."""
 DEFAULT_PORT = 65432
 DEFAULT_ALGORITHM: AlgorithmName = "edp"
 A_DESTINATION = "a host of ~/.ssh/config, an address or user@address, or local for this machine"
@@ -183,7 +181,7 @@ def parse_machine(text: str, flag: str) -> Host:
         raise ConfigError(
             one_line(f"{flag}: {destination!r} is nowhere for ssh to go, must be {A_DESTINATION}")
         )
-    return Host(node, None if destination == LOCAL else destination)
+    return Host(node, None if destination == HERE else destination)
 
 
 def check_workers(workers: Sequence[Host]) -> None:
@@ -400,7 +398,7 @@ def settings_of(hosts: Sequence[Host], project_dir: str | None) -> dict[str, dic
     usual = NodeConfig.model_fields["project_dir"].default
     settings = {}
     for host in hosts:
-        own = {} if host.destination == host.node else {"ssh": host.destination or LOCAL}
+        own = {} if host.destination == host.node else {"ssh": host.destination or HERE}
         if project_dir not in (None, usual) and host.destination is not None:
             own["project_dir"] = str(project_dir)
         if own:
