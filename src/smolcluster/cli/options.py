@@ -53,7 +53,8 @@ ClusterFile = Annotated[
     typer.Option(
         "--config",
         metavar="FILE",
-        help="Cluster file or shipped name.  [default: the algorithm's name]",
+        help="Cluster file or shipped name.  [default: cluster_config_edp.yaml or …_syncps.yaml in this "
+        "folder, else the shipped one]",
     ),
 ]
 TrainFile = Annotated[

@@ -10,12 +10,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from smolcluster.configs.schema import REMOTE_PATH
 from smolcluster.utils.words import nearest
 
 KeyPath = tuple[str, ...]
 Json = Mapping[str, Any]
 
 A_NAME = "a name of at most 64 letters, digits, '.', '_' and '-'"
+A_REMOTE_PATH = "a path from / or ~/ without backslashes"
 
 _LONGEST_SHOWN = 60
 
@@ -86,7 +88,7 @@ class Shape:
         if choices:
             return "one of " + ", ".join(map(str, choices))
         if "pattern" in schema:
-            return A_NAME
+            return A_REMOTE_PATH if schema["pattern"] == REMOTE_PATH else A_NAME
         match schema.get("type"):
             case "boolean":
                 return "true or false"

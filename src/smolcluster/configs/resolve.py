@@ -9,6 +9,7 @@ training file's `dataset.root` and `dataset.download` hold.
 """
 
 import copy
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,9 @@ from smolcluster.errors import ConfigError, SmolclusterError
 from smolcluster.utils.words import nearest, one_line
 
 LOOPBACK = "127.0.0.1"
+ENV = "env"
+"""The key of a machine's section whose values may be secrets, such as tokens and passwords."""
+HIDDEN = "***"
 
 _WORKER_CLUSTER_KEYS = ("host_ip", "port", "start_timeout_s", "nodes")
 
@@ -99,14 +103,24 @@ class Settings:
             train=self.train.model_copy(update=train),
         )
 
-    def to_yaml(self) -> str:
-        """The resolved configuration with all defaults, one mapping a section, to keep with a run."""
+    def to_yaml(self, *, env_names: bool = False) -> str:
+        """The resolved configuration with all defaults, one mapping a section, to keep with a run.
+
+        The machines' `env` is left out, for others may read the file; with `env_names` its names are there,
+        each with `***` as its value.
+        """
         sections = {
             SECTIONS["cluster"]: self.cluster,
             SECTIONS["training"]: self.train,
             NODE_SECTION: self.node,
         }
-        return dump_yaml({name: part.model_dump(mode="json") for name, part in sections.items()})
+        dumped = {name: part.model_dump(mode="json") for name, part in sections.items()}
+        for node in (dumped[NODE_SECTION], *dumped[SECTIONS["cluster"]]["nodes"].values()):
+            if env_names:
+                node[ENV] = dict.fromkeys(node[ENV], HIDDEN)
+            else:
+                del node[ENV]
+        return dump_yaml(dumped)
 
 
 def load_settings(
@@ -190,7 +204,7 @@ def resolve(
 
 
 def load_resolved(path: Path) -> Settings:
-    """The configuration that `save_resolved` kept with a run.
+    """The configuration that `save_resolved` kept with a run: without the `env` of machines.
 
     Raises:
         ConfigError: the file cannot be read, or is not such a configuration.
@@ -282,6 +296,8 @@ def _check_edp(settings: Settings) -> None:
 def save_resolved(settings: Settings, path: Path) -> None:
     """Keep the resolved configuration at `path`: YAML, a section a key, with all defaults written out.
 
+    What `Settings.to_yaml` hides is not in it.
+
     Raises:
         SmolclusterError: the file cannot be written; what is there then is incomplete.
     """
@@ -300,6 +316,50 @@ def node_overrides(overrides: Iterable[str]) -> list[str]:
         ConfigError: an override that is malformed or names no setting.
     """
     return [text for text in overrides if all(map(_is_for_worker, from_overrides([text])))]
+
+
+def is_secret_override(text: str) -> bool:
+    """Whether an override sets environment variables of a machine: others must not see it.
+
+    Raises:
+        ConfigError: the override is malformed or names no setting.
+    """
+    return any(map(_is_secret, from_overrides([text])))
+
+
+def public_overrides(overrides: Iterable[str]) -> list[str]:
+    """What of `overrides` others may see, in an order that means the same.
+
+    Of one that sets more than environment variables, such as `nodes.pi5={env: {A: b}, threads: 2}`, the
+    rest is kept.
+
+    Raises:
+        ConfigError: an override is malformed or names no setting.
+    """
+    public = []
+    for text in overrides:
+        assignments = from_overrides([text])
+        if not any(map(_is_secret, assignments)):
+            public.append(text)
+            continue
+        for assignment in assignments:
+            if not _is_secret(assignment):
+                public.append(_as_override(assignment))
+    return public
+
+
+def _is_secret(assignment: Assignment) -> bool:
+    path = assignment.path
+    return path[0] == ENV or (path[0] == "nodes" and path[2:3] == (ENV,))
+
+
+def _as_override(assignment: Assignment) -> str:
+    """The text of an override that makes the same assignment, whatever its names consist of."""
+    first, *below = assignment.path
+    value = assignment.value
+    for part in reversed(below):
+        value = {part: value}
+    return f"{first}={json.dumps(value, default=str, ensure_ascii=False)}"
 
 
 def check_node_overrides(overrides: Iterable[str]) -> None:

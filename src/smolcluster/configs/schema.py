@@ -62,6 +62,8 @@ def _below_one(rate: float) -> float:
     return rate
 
 
+REMOTE_PATH = r"^(~|~?/[^\x00-\x1f\\]*)$"
+
 # A YAML list is no tuple and YAML text no Path: these two are converted, all else must have its type.
 # A node's name is part of the names of log files. A destination must not look like an option of ssh.
 NodeName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -69,7 +71,8 @@ Address = Annotated[str, StringConstraints(min_length=1, max_length=255)]
 SshDestination = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@:%+\[\]/-]{0,254}$")
 ]
-RemotePath = Annotated[str, StringConstraints(pattern=r"^(~|~?/[^\x00-\x1f]*)$")]
+# In a remote path a backslash would mean one thing to fish, and another to all other shells.
+RemotePath = Annotated[str, StringConstraints(pattern=REMOTE_PATH)]
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 TorchBackend = Annotated[str, StringConstraints(pattern=r"^[a-z0-9.]+$")]
 NodeNames = Annotated[tuple[NodeName, ...], Strict(False)]

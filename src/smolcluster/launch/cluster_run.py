@@ -54,6 +54,7 @@ class Machine:
         torch: the build of PyTorch, as `nodes.<name>.torch`.
         env: what is added to the environment of its processes.
         secret_file: where the secret belongs; None: the default place.
+        kept: what else it has below that folder, as patterns of rsync.
     """
 
     host: Host
@@ -61,6 +62,7 @@ class Machine:
     torch: str
     env: Mapping[str, str]
     secret_file: str | None = None
+    kept: tuple[str, ...] = ()
 
     @property
     def is_here(self) -> bool:
@@ -152,7 +154,7 @@ class ClusterRun:
     def _bring(self, host: Host, *, root: Path, version: str) -> None:
         machine, began = self._machines[host.node], time.monotonic()
         self.say(f"{host.node}: code and environment in {machine.project_dir}")
-        send_code(root, host, machine.project_dir, version)
+        send_code(root, host, machine.project_dir, version, machine.kept)
         digest = environment_digest(root, machine.torch)
         make_environment(host, machine.project_dir, machine.torch, digest, machine.env)
         self.say(f"{host.node}: ready ({time.monotonic() - began:.1f} s)")

@@ -9,6 +9,7 @@ into a script passes through `shlex.quote`, `shlex.join` or `shell_path`.
 import os
 import re
 import shlex
+import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -135,8 +136,15 @@ class Host:
         tty = ["-t"] if terminal else []
         return ["ssh", *ssh_options(), *tty, "--", self.destination, remote]
 
-    def run(self, script: str, *, stdin: bytes = b"", timeout_s: float = COMMAND_TIMEOUT_S) -> Done:
-        """Run a POSIX shell script there and wait for its end.
+    def run(
+        self,
+        script: str,
+        *,
+        stdin: bytes = b"",
+        timeout_s: float = COMMAND_TIMEOUT_S,
+        shielded: bool = False,
+    ) -> Done:
+        """Run a POSIX shell script there and wait for its end; `shielded` from a Ctrl-C at the terminal.
 
         Raises:
             Unreachable: the machine cannot be reached, or does not let us in.
@@ -144,7 +152,7 @@ class Host:
         """
         try:
             greeted = f"echo {GREETING}; {script}"
-            done = run_here(self.argv(greeted), stdin=stdin, timeout_s=timeout_s)
+            done = run_here(self.argv(greeted), stdin=stdin, timeout_s=timeout_s, shielded=shielded)
         except subprocess.TimeoutExpired as error:
             raise TookTooLong(
                 f"{self.node} ({self.shown}): a command did not end within {timeout_s:g} s"
@@ -168,8 +176,10 @@ class Host:
         return Unreachable(self.node, self.shown, "closed", words)
 
 
-def run_here(argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float) -> Done:
-    """Run a command on this machine and wait for its end.
+def run_here(
+    argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float, shielded: bool = False
+) -> Done:
+    """Run a command on this machine and wait for its end; `shielded` from a Ctrl-C at the terminal.
 
     Its errors go to a file: an `ssh` of before 8.5 that stays in the background as everybody's connection
     keeps the pipe, whose end would be waited for.
@@ -186,7 +196,7 @@ def run_here(argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float) -> Do
             stderr=errors,
             timeout=timeout_s,
             check=False,
-            start_new_session=True,  # Ctrl-C is for us, not for a command that is half done
+            start_new_session=shielded,
         )
         errors.seek(0)
         said = errors.read()
@@ -228,11 +238,14 @@ def control_folder() -> Path:
         # sshd trusts no ~/.ssh that others can write
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        owner = folder.stat().st_uid
+        status = folder.lstat()
     except OSError as error:
         raise LaunchError(f"cannot make {folder}: {error.strerror or error}") from error
-    if owner != os.getuid():
-        raise LaunchError(f"{folder} belongs to somebody else: remove it")
+    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if not is_ours or stat.S_IMODE(status.st_mode) & 0o077:
+        raise LaunchError(
+            f"{folder} is not a folder of this user alone: remove it, so that it is made anew"
+        )
     return folder
 
 

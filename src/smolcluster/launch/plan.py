@@ -204,9 +204,7 @@ def plan_cluster(request: Request, cluster: ClusterConfig, places: Places, run_i
     )
     workers = [
         planned(node, rank, [f"{folder}/worker.py", str(rank + 1), node]).with_arguments(
-            *overrides(
-                node, (PATIENCE, *places[node].overrides, *node_overrides(request.overrides))
-            )
+            *overrides(node, (*places[node].overrides, *node_overrides(request.overrides)))
         )
         for rank, node in enumerate(cluster.workers)
     ]

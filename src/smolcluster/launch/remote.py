@@ -22,7 +22,7 @@ from smolcluster.launch.find import find
 from smolcluster.launch.host import HERE, Host
 from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE, Place, Places, Request, plan_cluster
 from smolcluster.launch.prepare import forwarded
-from smolcluster.launch.requests import settings_of
+from smolcluster.launch.requests import cluster_source, settings_of
 from smolcluster.launch.show_plan import show_plan
 from smolcluster.launch.stop import stop_children
 from smolcluster.launch.tmux import open_window, show_window, window_name
@@ -31,7 +31,10 @@ from smolcluster.runs.launched import Launched, read_launched
 from smolcluster.runs.paths import RunPaths, check_run_id, create_run, new_run_id, runs_root
 from smolcluster.transport.security import default_secret_path, ensure_secret
 
-NOT_INHERITED = ("TMUX", "TMUX_PANE", "TERM", "PWD", "OLDPWD", "SHLVL", "_")
+NOT_INHERITED = (
+    *("TMUX", "TMUX_PANE", "TERM", "PWD", "OLDPWD", "SHLVL", "_"),
+    *("UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS", "IFS"),  # of which a shell lets none be set
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def launch_remote(
     settings = settings_of(request, local=False)
     check_algorithm(settings, request.algorithm.name)
     run_id = run_id or new_run_id(request.algorithm.name, datetime.now().astimezone())
-    cluster_file = find_config(request.config or request.algorithm.name, "cluster")
+    cluster_file = find_config(cluster_source(request.config, request.algorithm.name), "cluster")
     train_file = find_config(request.train_config or "nn", "training")
     stated = os.environ.get("SMOLCLUSTER_RUNS_DIR")
     here = runs_root(Path(stated) if stated else None)
@@ -75,7 +78,7 @@ def launch_remote(
     if how.dry_run:
         show_plan(launched, settings)
         return 0
-    secret = ensure_secret(settings.node.secret_file or default_secret_path())
+    secret = ensure_secret(own_secret_file())
     baggage = Baggage(
         root=project_root(),
         cluster_file=cluster_file.read_bytes(),
@@ -88,6 +91,12 @@ def launch_remote(
     keep(create_run(here, run_id), baggage)
     run.start()
     return go_on(run, launched, how)
+
+
+def own_secret_file() -> Path:
+    """Where this machine has the cluster's secret, whatever the server's machine calls it."""
+    stated = os.environ.get("SMOLCLUSTER_SECRET_FILE")
+    return Path(stated).expanduser() if stated else default_secret_path()
 
 
 def keep(paths: RunPaths, baggage: Baggage) -> None:
@@ -133,7 +142,13 @@ def go_on(run: ClusterRun, launched: Launched, how: How) -> int:
     has_window = how.tmux and shutil.which("tmux") is not None
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if has_window and (how.detach or on_terminal):
-        open_window(launched.run_id, run.with_devices(), stop_command(run.folder))
+        try:
+            open_window(launched.run_id, run.with_devices(), stop_command(run.folder))
+        except LaunchError as error:
+            run.say(f"no window: {error}", "yellow")
+            has_window = False
+    elif on_terminal:
+        run.say("without a window: Ctrl-C asks whether to leave the run or to stop it")
     if how.detach:
         run.say(left_running(launched.run_id))
         return 0
@@ -211,7 +226,7 @@ def places_of(
                 project_dir=str(project_root()),
                 runs_dir=str(here),
                 python=sys.executable,
-                overrides=(*data, f"runs_dir={here}"),
+                overrides=tuple(data),
             )
             continue
         stated = raw.get(node) or {}
@@ -242,8 +257,18 @@ def machines_of(
             torch=config.torch,
             env=(inherited() if place.ssh is None else forwarded(os.environ)) | config.env,
             secret_file=(raw.get(node) or {}).get("secret_file"),
+            kept=tuple(own_paths(raw.get(node) or {}, place)),
         )
     return machines
+
+
+def own_paths(stated: Mapping[str, Any], place: Place) -> Iterator[str]:
+    """What a machine keeps below the project's folder besides the project, as patterns of rsync."""
+    dataset = stated.get("dataset") or {}
+    paths = [place.runs_dir, stated.get("secret_file"), dataset.get("root"), dataset.get("cache")]
+    for path in filter(None, paths):
+        if str(path).startswith(f"{place.project_dir}/"):
+            yield str(path).removeprefix(place.project_dir).rstrip("/")
 
 
 def inherited() -> dict[str, str]:

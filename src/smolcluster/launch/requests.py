@@ -1,7 +1,20 @@
 """What a request of a user means: the settings of each process."""
 
+from pathlib import Path
+
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.launch.plan import Request
+
+
+def cluster_source(stated: str | None, algorithm: str) -> str:
+    """The cluster file that is meant: the named one, else the one in this folder, else the shipped one."""
+    return stated or written_here(algorithm) or algorithm
+
+
+def written_here(algorithm: str) -> str | None:
+    """The cluster file that `init` has written into this folder, if it has."""
+    file = Path(f"cluster_config_{algorithm}.yaml")
+    return str(file) if file.is_file() else None
 
 
 def settings_of(request: Request, local: bool, node: str | None = None) -> Settings:
@@ -11,7 +24,7 @@ def settings_of(request: Request, local: bool, node: str | None = None) -> Setti
         ConfigError: one line with what is wrong.
     """
     return load_settings(
-        request.config or request.algorithm.name,
+        cluster_source(request.config, request.algorithm.name),
         request.train_config or ("digits" if local else "nn"),
         node,
         request.overrides,

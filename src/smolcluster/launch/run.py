@@ -23,7 +23,7 @@ from smolcluster.launch.children import POLL_S, Child, stop, wait_for
 from smolcluster.launch.interrupts import Interrupts, interrupts
 from smolcluster.launch.plan import LaunchPlan, Request, in_sessions, plan_local
 from smolcluster.launch.remote import How, launch_here, launch_remote, wants_window
-from smolcluster.launch.requests import settings_of
+from smolcluster.launch.requests import settings_of, written_here
 from smolcluster.observability.sinks.console import ProgressView
 from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.observability.terminal import (
@@ -109,7 +109,7 @@ def for_any_folder(request: Request) -> Request:
 
     return replace(
         request,
-        config=absolute(request.config, "cluster"),
+        config=absolute(request.config or written_here(request.algorithm.name), "cluster"),
         train_config=absolute(request.train_config, "training"),
     )
 

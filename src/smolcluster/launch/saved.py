@@ -61,11 +61,18 @@ def show_checkpoints(run: str) -> int:
     for info in infos:
         table.add_row(*_row(info, named.get(info.path.resolve(), "")))
     with steady(console):
-        console.print(table if infos else f"run {run} has no checkpoint yet")
+        console.print(table if infos else f"run {paths.run_id} has no checkpoint {_where(paths)}")
         for info in infos:
             if info.problem:
                 console.print(Text(f"step {info.step:,}: {info.problem}"), soft_wrap=True)
     return int(any(info.problem for info in infos))
+
+
+def _where(paths: RunPaths) -> str:
+    """Why there are no checkpoints here."""
+    if not paths.launched.is_file() or (server := read_launched(paths.launched).server).ssh is None:
+        return "yet"
+    return f"here; they are on {server.node}: `smolcluster fetch {paths.run_id}` brings them"
 
 
 def export_model(run: str, folder: Path, *, best: bool, transformers: bool) -> int:

@@ -10,7 +10,7 @@ import hashlib
 import os
 import shlex
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from smolcluster.errors import LaunchError
@@ -27,6 +27,12 @@ NOT_SENT = (
     "/src/smolcluster/data/MNIST",
 )
 """Patterns in rsync's words: a leading / is the project's root."""
+_CLEAN_CLONE = (
+    'found=$(git status --porcelain --ignored 2>/dev/null) && [ -z "$(printf \'%s\\n\' "$found" | '
+    "grep -vE '^$|^!! (\\.venv/|\\.uv/|runs/|wandb/|data/|dist/|uv\\.lock|.*__pycache__/|\\.[a-z]+_cache/|"
+    "\\.hypothesis/|src/smolcluster/data/MNIST/)')\" ]"
+)
+"""Whether a clone holds nothing that git does not have, but for what is not sent."""
 RSYNC_TIMEOUT_S = 600.0
 ENVIRONMENT_TIMEOUT_S = 3600.0
 """PyTorch with CUDA is gigabytes."""
@@ -79,8 +85,12 @@ def environment_digest(root: Path, torch: str) -> str:
     return digest.hexdigest()
 
 
-def send_code(root: Path, host: Host, project_dir: str, version: str) -> None:
+def send_code(
+    root: Path, host: Host, project_dir: str, version: str, kept: Sequence[str] = ()
+) -> None:
     """Make the project's folder on a machine equal to `root`, but for what is not sent.
+
+    `kept`: paths below that folder which are the machine's own, such as `/experiments`.
 
     Raises:
         LaunchError: the folder is something else's, or rsync fails.
@@ -91,8 +101,8 @@ def send_code(root: Path, host: Host, project_dir: str, version: str) -> None:
         f'[ "$(cat {MARKER} 2>/dev/null)" = {version} ] && exit 3; '
         f'if [ -n "$(ls -A | grep -vx runs)" ] && [ ! -e {SENDING} ] && '
         "! grep -qs 'name = \"smolcluster\"' pyproject.toml; then exit 4; fi; "
-        f"if [ -e .git ] && [ ! -e {MARKER} ] && [ ! -e {SENDING} ] && "
-        '[ -n "$(git status --porcelain 2>/dev/null)" ]; then exit 5; fi; '
+        f"if [ -e .git ] && [ ! -e {MARKER} ] && [ ! -e {SENDING} ] && ! {{ {_CLEAN_CLONE}; }}; "
+        "then exit 5; fi; "
         f"rm -f {MARKER} && touch {SENDING}"
     )
     if ready.code == 3:
@@ -104,20 +114,21 @@ def send_code(root: Path, host: Host, project_dir: str, version: str) -> None:
         )
     if ready.code == 5:
         raise LaunchError(
-            f"{host.node}: {project_dir} is a clone with changes of its own, which would be lost: commit "
-            f"them there, set nodes.{host.node}.project_dir to another folder, or use --no-sync"
+            f"{host.node}: {project_dir} is a clone with files of its own, which would be lost, or git "
+            f"there cannot tell: commit or move them, use --no-sync, or set nodes.{host.node}.project_dir "
+            "to another folder"
         )
     if not ready.ok:
         raise LaunchError(f"{host.node}: {project_dir} cannot be used: {ready.last_words}")
-    _rsync(root, host, project_dir)
+    _rsync(root, host, project_dir, kept)
     marked = host.run(f"cd {folder} && printf %s {version} > {MARKER} && rm -f {SENDING}")
     if not marked.ok:
         raise LaunchError(f"{host.node}: {project_dir} cannot be written: {marked.last_words}")
 
 
-def _rsync(root: Path, host: Host, project_dir: str) -> None:
+def _rsync(root: Path, host: Host, project_dir: str, kept: Sequence[str]) -> None:
     try:
-        done = run_here(rsync_command(root, host, project_dir), timeout_s=RSYNC_TIMEOUT_S)
+        done = run_here(rsync_command(root, host, project_dir, kept), timeout_s=RSYNC_TIMEOUT_S)
     except FileNotFoundError as error:
         raise LaunchError("rsync is not installed here: install it, or use --no-sync") from error
     except subprocess.TimeoutExpired as error:
@@ -126,14 +137,14 @@ def _rsync(root: Path, host: Host, project_dir: str) -> None:
         raise failure(host, done.code, done.stderr.strip())
 
 
-def rsync_command(root: Path, host: Host, project_dir: str) -> list[str]:
-    """The command that makes a folder on a machine equal to `root`.
+def rsync_command(root: Path, host: Host, project_dir: str, kept: Sequence[str] = ()) -> list[str]:
+    """The command that makes a folder on a machine equal to `root`, but for what is `kept` there.
 
     What rsync's quoting could spoil is kept from it, as in `fetch`: folder and destination are named in the
     commands that start the other rsync and ssh, and to rsync itself the machine is called `env`.
     """
     there = f'{PREAMBLE}cd {shell_path(project_dir)} && exec rsync "$@"'
-    excludes = [f"--exclude={pattern}" for pattern in (*NOT_SENT, SENDING)]
+    excludes = [f"--exclude={pattern}" for pattern in (*NOT_SENT, SENDING, *kept)]
     return [
         *("rsync", "-rlptz", "--delete", *excludes),
         *("-e", shlex.join(["ssh", *ssh_options(), "--", host.destination or host.node])),
@@ -171,5 +182,5 @@ def _install(torch: str) -> str:
         return "uv sync --no-dev --quiet"
     return (
         "{ [ -x .venv/bin/python ] || uv venv --quiet .venv; } && "
-        f"uv pip install --quiet --torch-backend={shlex.quote(torch)} -e ."
+        f"uv pip install --quiet --python .venv/bin/python --torch-backend={shlex.quote(torch)} -e ."
     )

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 
+from smolcluster.configs.layers import from_overrides
 from smolcluster.configs.load import find_config, parse_yaml, read_yaml, shipped_names
 from smolcluster.configs.resolve import (
     Settings,
     check_algorithm,
     check_node_overrides,
+    is_secret_override,
     load_settings,
     localise,
     node_overrides,
+    public_overrides,
     resolve,
     save_resolved,
 )
@@ -582,6 +585,34 @@ def test_the_saved_configuration_is_yaml_and_a_folder_that_is_gone_is_told(tmp_p
     assert read_yaml(tmp_path / "config.yaml") == parse_yaml(settings.to_yaml())
     with pytest.raises(SmolclusterError, match=r"gone/config\.yaml: cannot be written \(No such"):
         save_resolved(settings, tmp_path / "gone" / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "public"),
+    [
+        ("nodes.pi5.env.HF_TOKEN=abc", []),
+        ("nodes.pi5.env={HF_TOKEN: abc, B: c}", []),
+        ("nodes.pi5={env: {HF_TOKEN: abc}}", []),
+        ("nodes={pi5: {env: {A: abc}}, win: {env: {A: abc}}}", []),
+        ("env.HF_TOKEN=abc", []),
+        ("env={HF_TOKEN: abc}", []),
+        ("nodes.pi5={env: {A: abc}, threads: 2}", ['nodes={"pi5": {"threads": 2}}']),
+        (
+            'nodes={"pi5.local": {env: {A: abc}, dataset: {root: /data}}}',
+            ['nodes={"pi5.local": {"dataset": {"root": "/data"}}}'],
+        ),
+        ("nodes.env.threads=2", ["nodes.env.threads=2"]),
+        ("threads=2", ["threads=2"]),
+        ("host_ip.env=10.0.0.1", ["host_ip.env=10.0.0.1"]),
+    ],
+)
+def test_a_machines_environment_is_kept_from_others(text: str, public: list[str]) -> None:
+    assert is_secret_override(text) == (public != [text])
+    assert public_overrides(["port=7000", text, "seed=1"]) == ["port=7000", *public, "seed=1"]
+    before, after = from_overrides([text]), from_overrides(public)
+    assert [(each.path, each.value) for each in after] == [
+        (each.path, each.value) for each in before if "env" not in (each.path[0], *each.path[2:3])
+    ]
 
 
 def test_workers_are_handed_what_is_their_machine_s_and_the_way_to_the_server() -> None:

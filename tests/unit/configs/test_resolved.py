@@ -104,6 +104,27 @@ def test_the_environment_of_now_changes_nothing(
     assert load_resolved(file) == settings
 
 
+SECRET = "hf_abcdefgh"
+SECRETS = [f"nodes.pi5.env.HF_TOKEN={SECRET}", f"nodes.mini1.env.KEY={SECRET}", f"env.OWN={SECRET}"]
+
+
+def test_values_of_a_machines_environment_are_kept_nowhere(file: Path) -> None:
+    settings = shipped("port=7001", "nodes.pi5.threads=3", *SECRETS)
+    assert settings.cluster.nodes["pi5"].env == {"HF_TOKEN": SECRET}
+    assert SECRET not in kept(settings, file).read_text()
+    again = load_resolved(file)
+    assert (again.cluster.port, again.cluster.nodes["pi5"].threads) == (7001, 3)
+    assert again.cluster.nodes["pi5"].env == again.node.env == {}
+    assert again.train == settings.train
+
+
+def test_shown_are_only_the_names_of_a_machines_environment() -> None:
+    shown = parse_yaml(shipped(*SECRETS).to_yaml(env_names=True))
+    assert SECRET not in str(shown)
+    assert shown["cluster"]["nodes"]["pi5"]["env"] == {"HF_TOKEN": "***"}
+    assert shown["node"]["env"] == {"KEY": "***", "OWN": "***"}
+
+
 # As a configuration file
 
 
@@ -112,7 +133,7 @@ def test_of_a_runs_configuration_only_the_part_of_that_kind_is_read(file: Path, 
     settings = shipped("port=7001", "learning_rate=0.25")
     part = read_config(kept(settings, file), kind)
     own = settings.cluster if kind == "cluster" else settings.train
-    assert part == own.model_dump(mode="json")
+    assert part == own.model_dump(mode="json", exclude={"nodes": {"__all__": {"env"}}})
 
 
 def test_a_runs_configuration_stands_for_both_files(file: Path) -> None:

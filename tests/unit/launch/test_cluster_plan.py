@@ -26,6 +26,7 @@ from smolcluster.launch.plan import (
     plan_local,
 )
 from smolcluster.launch.remote import How, launch_remote, places_of
+from smolcluster.launch.requests import cluster_source
 from smolcluster.runs.launched import Launched
 from smolcluster.runs.paths import RunPaths
 
@@ -102,7 +103,7 @@ def test_a_worker_gets_its_place_and_only_what_belongs_to_a_machine() -> None:
     assert first.argv == (
         *(".venv/bin/python", "src/smolcluster/algorithms/EDP/worker.py", "1", "pi5"),
         *("--config", f"/mnt/my disk/runs/edp-1/{CLUSTER_FILE}"),
-        *("--override", "start_timeout_s=86400", "--override", "dataset.root=~/data"),
+        *("--override", "dataset.root=~/data"),
         *("--override", "device=mps", "--override", "host_ip.pi5=10.0.0.1"),
         *("--override", 'runs_dir="/mnt/my disk/runs"'),
     )
@@ -265,3 +266,20 @@ def test_where_a_run_lives_is_what_the_file_says(tmp_path: Path) -> None:
     assert places["mini1"].overrides == ("dataset.root=~/data", "dataset.download=false")
     assert places["here"].ssh is None
     assert places["here"].runs_dir == str(tmp_path / "runs")
+
+
+def test_what_a_machine_keeps_in_the_project_s_folder_is_its_own() -> None:
+    place = remote.Place(ssh="pi5", project_dir="~/p", runs_dir="~/p/experiments")
+    stated = {"secret_file": "~/p/secret", "dataset": {"root": "~/data", "cache": "~/p/cache/"}}
+    assert list(remote.own_paths(stated, place)) == ["/experiments", "/secret", "/cache"]
+
+
+def test_a_cluster_file_in_this_folder_is_meant_where_none_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cluster_source(None, "edp") == "edp"
+    (tmp_path / "cluster_config_edp.yaml").touch()
+    assert cluster_source(None, "edp") == "cluster_config_edp.yaml"
+    assert cluster_source("mine.yaml", "edp") == "mine.yaml"
+    assert cluster_source(None, "syncps") == "syncps"

@@ -34,11 +34,19 @@ def test_what_is_shown_is_what_a_run_saves(tmp_path: Path, capsys: Out) -> None:
         "# What is trained",
     ]
     settings = load_settings("syncps", "gpt", "pi5", overrides, {})
-    assert parse_yaml(shown) == parse_yaml(settings.to_yaml())
+    assert parse_yaml(shown) == parse_yaml(settings.to_yaml(env_names=True))
     saved = tmp_path / "config.yaml"
     saved.write_text(shown)
     assert load_resolved(saved) == settings
     assert settings.node.threads == 3
+
+
+def test_of_a_machines_environment_only_the_names_are_shown(capsys: Out) -> None:
+    overrides = ["nodes.pi5.env.HF_TOKEN=hf_abcdefgh"]
+    assert show("syncps", "gpt", "pi5", overrides, local=False, environ={}) == 0
+    out = capsys.readouterr().out
+    assert "hf_abcdefgh" not in out
+    assert parse_yaml(out)["node"]["env"] == {"HF_TOKEN": "***"}
 
 
 def test_with_local_it_is_what_the_launcher_would_start(capsys: Out) -> None:

@@ -254,7 +254,19 @@ def test_a_folder_of_somebody_else_is_refused(home: Path, monkeypatch: pytest.Mo
     control_folder()
     mine = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: mine + 1)
-    with pytest.raises(LaunchError, match=r"\.ssh/smolcluster belongs to somebody else"):
+    with pytest.raises(LaunchError, match=r"\.ssh/smolcluster is not a folder of this user alone"):
+        control_folder()
+
+
+@pytest.mark.parametrize("kind", ["open", "link"])
+def test_a_folder_that_others_may_enter_is_refused(home: Path, kind: str) -> None:
+    folder = control_folder()
+    if kind == "open":
+        folder.chmod(0o777)
+    else:
+        folder.rename(home / "elsewhere")
+        folder.symlink_to(home / "elsewhere")
+    with pytest.raises(LaunchError, match="not a folder of this user alone"):
         control_folder()
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -160,6 +161,52 @@ def test_an_empty_folder_and_a_clone_are_taken(
     assert (folder / MARKER).read_text() == "1"
 
 
+@pytest.mark.parametrize("own", ["src/notes.py", "mydata/digits.bin"])
+def test_a_clone_with_files_of_its_own_is_left_alone(
+    tmp_path: Path, tree: Path, own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with those that git ignores, and where git cannot tell."""
+    monkeypatch.setattr("smolcluster.launch.sync.rsync_command", lambda *_: ["true"])
+    clone = cloned(tmp_path / "there")
+    write(clone / own, "weeks of work")
+    with pytest.raises(LaunchError, match="a clone with files of its own"):
+        send_code(tree, Host("pi5"), str(clone), "1")
+    assert (clone / own).read_text() == "weeks of work"
+    (clone / own).unlink()
+    write(clone / "runs/edp-1/config.yaml")
+    write(clone / ".venv/bin/python")
+    send_code(tree, Host("pi5"), str(clone), "1")
+    assert (clone / MARKER).read_text() == "1"
+
+
+def test_a_clone_that_git_cannot_read_is_left_alone(tmp_path: Path, tree: Path) -> None:
+    clone = cloned(tmp_path / "there")
+    (clone / ".git/HEAD").unlink()
+    with pytest.raises(LaunchError, match="or git there cannot tell"):
+        send_code(tree, Host("pi5"), str(clone), "1")
+
+
+def cloned(folder: Path) -> Path:
+    """A clone of a small project of our name, which ignores `mydata/` and what is not sent."""
+    write(folder / "pyproject.toml", 'name = "smolcluster"\n')
+    write(folder / ".gitignore", "mydata/\nruns/\n.venv/\n")
+    write(folder / "src/train.py")
+    git = ["git", "-C", str(folder), "-c", "user.name=n", "-c", "user.email=e@example.org"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *command], check=True, timeout=60)
+    return folder
+
+
+@needs_rsync
+def test_what_is_a_machine_s_own_stays(tree: Path, there: Path) -> None:
+    write(there / "p/pyproject.toml", 'name = "smolcluster"\n')
+    write(there / "p/experiments/edp-1/model")
+    write(there / "p/old.py")
+    send_code(tree, Host("pi5", "pi5"), "~/p", "1", ["/experiments"])
+    assert (there / "p/experiments/edp-1/model").exists()
+    assert not (there / "p/old.py").exists()
+
+
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, tree: Path) -> None:
     write(tmp_path / "file")
     with pytest.raises(LaunchError, match=r"pi5: .*file/p cannot be used: "):
@@ -278,7 +325,7 @@ def test_an_environment_is_made_once(tmp_path: Path, uv: Path) -> None:
     made = uv.read_text().splitlines()
     assert made == [
         "venv --quiet .venv it's $HOME",
-        "pip install --quiet --torch-backend=cpu -e . it's $HOME",
+        "pip install --quiet --python .venv/bin/python --torch-backend=cpu -e . it's $HOME",
     ]
     assert (tmp_path / "p" / ENVIRONMENT_MARKER).read_text() == "1"
     make_environment(Host("pi5"), project, "cpu", "1", env)

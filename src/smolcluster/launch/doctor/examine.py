@@ -46,6 +46,7 @@ from smolcluster.launch.doctor.findings import (
 )
 from smolcluster.launch.host import Host, TookTooLong, Unreachable, host_of
 from smolcluster.launch.remote import project_root
+from smolcluster.launch.requests import cluster_source
 from smolcluster.launch.sync import environment_digest, tree_digest
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.utils.words import one_line
@@ -82,7 +83,7 @@ def doctor(config: str | None, overrides: list[str], as_json: bool) -> int:
     Raises:
         ConfigError: the cluster file or an override is wrong.
     """
-    source = config or "edp"
+    source = cluster_source(config, "edp")
     cluster = load_settings(source, "nn", None, overrides).cluster
     raw = read_config(find_config(source, "cluster"), "cluster").get("nodes") or {}
     patients = [

@@ -10,6 +10,7 @@ from smolcluster.configs.json_schema import json_schema
 from smolcluster.configs.load import NODE_SECTION, SECTIONS, Kind
 from smolcluster.configs.resolve import Settings, check_algorithm, load_settings
 from smolcluster.errors import ConfigError
+from smolcluster.launch.requests import cluster_source
 
 DEFAULT_CLUSTER = "edp"
 
@@ -36,14 +37,16 @@ def show(
     local: bool,
     environ: Mapping[str, str] = os.environ,
 ) -> int:
-    """Print the resolved configuration as a run saves it, a section at a time; returns the exit code.
+    """Print the resolved configuration, a section at a time; returns the exit code.
+
+    It is what a run saves, besides the names of environment variables, whose values are not shown.
 
     `node` is the machine whose settings are shown; None: the server.
 
     Raises:
         ConfigError: one line with what is wrong.
     """
-    files = (config or DEFAULT_CLUSTER, train_config or default_training(local))
+    files = (cluster_source(config, DEFAULT_CLUSTER), train_config or default_training(local))
     settings = load_settings(*files, node, overrides, environ, local=local)
     if local and settings.node.threads is None:  # as `plan_local` has it
         with_threads = [*overrides, "threads=1"]
@@ -64,7 +67,7 @@ def check(
     Raises:
         ConfigError: one line with what is wrong.
     """
-    files = (config or DEFAULT_CLUSTER, train_config or default_training(local=False))
+    files = (cluster_source(config, DEFAULT_CLUSTER), train_config or default_training(local=False))
     settings = load_settings(*files, None, overrides, environ)  # with the settings of every node
     _write(f"ok: {summary(settings)}\n")
     return 0
@@ -82,7 +85,7 @@ def commented(settings: Settings, node: str) -> str:
         SECTIONS["training"]: "What is trained",
         NODE_SECTION: f"What belongs to the machine {node}",
     }
-    return "".join(_with_comments(settings.to_yaml(), comments))
+    return "".join(_with_comments(settings.to_yaml(env_names=True), comments))
 
 
 def summary(settings: Settings) -> str:
