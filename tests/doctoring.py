@@ -50,7 +50,14 @@ class FakeHost(Host):
     before: Callable[[str, str, float], None] = lambda *_: None
     calls: list[str] = field(default_factory=list)
 
-    def run(self, script: str, *, stdin: bytes = b"", timeout_s: float = 20.0) -> Done:  # noqa: ARG002
+    def run(
+        self,
+        script: str,
+        *,
+        stdin: bytes = b"",  # noqa: ARG002
+        timeout_s: float = 20.0,
+        shielded: bool = False,  # noqa: ARG002
+    ) -> Done:
         """Answer as a machine does whose user's shell greets first."""
         found = re.match(r"echo '(:: doctor (.+))'\n", script)
         name = found[2] if found else script

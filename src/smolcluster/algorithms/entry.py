@@ -19,7 +19,7 @@ from smolcluster.algorithms.registry import Algorithm, get_algorithm
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.errors import SmolclusterError
 from smolcluster.utils.bugs import describe_bug
-from smolcluster.utils.stopping import SIGNALS, Interrupted, interrupt
+from smolcluster.utils.stopping import SIGNALS, Interrupted, heeded, interrupt
 
 Role = Literal["server", "worker"]
 
@@ -57,7 +57,7 @@ def guarded(body: Callable[[], None], *, stop_on_stdin_eof: bool = False) -> int
     """Run a process's body with signals as exceptions, and return the exit code."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
-        for signum in SIGNALS:
+        for signum in heeded():
             signal.signal(signum, interrupt)
         if stop_on_stdin_eof:
             threading.Thread(target=_stop_on_stdin_eof, name="stdin", daemon=True).start()

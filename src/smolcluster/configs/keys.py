@@ -17,7 +17,7 @@ KeyPath = tuple[str, ...]
 Json = Mapping[str, Any]
 
 A_NAME = "a name of at most 64 letters, digits, '.', '_' and '-'"
-A_REMOTE_PATH = "a path from / or ~/ without backslashes"
+A_REMOTE_PATH = "a path that begins with / or ~/, without backslashes"
 
 _LONGEST_SHOWN = 60
 

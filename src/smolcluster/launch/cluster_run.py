@@ -7,6 +7,7 @@ this machine: it may sleep, lose its network or leave, and come back with `smolc
 """
 
 import select
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from smolcluster.launch.interrupts import Interrupts, interrupts
 from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE
 from smolcluster.launch.prepare import TOOLS, check, check_port, everywhere, hand_over_secret
 from smolcluster.launch.sessions import begin, exit_code, host_of, last_words, put
-from smolcluster.launch.stop import stop_processes
+from smolcluster.launch.stop import StopResult, stop_processes
 from smolcluster.launch.sync import environment_digest, make_environment, send_code, tree_digest
 from smolcluster.launch.tmux import close_window, is_stopping
 from smolcluster.observability.terminal import displayable, steady
@@ -160,7 +161,10 @@ class ClusterRun:
         self.say(f"{host.node}: ready ({time.monotonic() - began:.1f} s)")
 
     def _hand_over(self, host: Host, secret: bytes) -> None:
-        if hand_over_secret(host, self._machines[host.node].secret_file, secret):
+        machine = self._machines[host.node]
+        if machine.is_here and machine.secret_file is None:
+            return  # it is where it comes from
+        if hand_over_secret(host, machine.secret_file, secret):
             self.say(f"{host.node}: had another secret, which this machine's replaces", "yellow")
 
     def start(self) -> None:
@@ -170,6 +174,7 @@ class ClusterRun:
             LaunchError: it cannot be done; nothing of it is left running.
         """
         write_launched(self._paths.launched, self._launched)
+        self._paths.processes.unlink(missing_ok=True)  # of a launch without sessions
         close_window(self._launched.run_id)  # of a run that goes on: its panes show what has ended
         with interrupts() as asked:
             try:
@@ -182,7 +187,10 @@ class ClusterRun:
     def _start_server(self, asked: Interrupts) -> None:
         server = self._launched.server
         before = self.status()
-        self.say(f"run {self._launched.run_id}: starting the server on {server.node}")
+        self.say(
+            f"run {self._launched.run_id}: starting the server on {server.node}; loading PyTorch takes "
+            "some seconds"
+        )
         self._begin(server)
         while not _is_new(self.status(), before):
             self._check_alive([server], asked)
@@ -200,20 +208,25 @@ class ClusterRun:
                 self._begin(worker)
 
         everywhere([self._machines[node].host for node in by_node], begin_there)
-        while not self._all_have_joined():
+        told = Deadline(TOLD_EVERY_S)
+        while missing := self._missing():
             self._check_alive(self._launched.processes, asked)
+            if told.expired:
+                told = Deadline(TOLD_EVERY_S)
+                self.say(f"waiting for {', '.join(missing)}")
             time.sleep(POLL_S)
         self.say("all have joined")
 
     def _begin(self, process: LaunchedProcess) -> None:
         begin(process, self._machines[process.node].env)
 
-    def _all_have_joined(self) -> bool:
+    def _missing(self) -> list[str]:
+        """The workers that have not joined yet; none when the run is over."""
         status = self.status()
-        if status is None:
-            return False
-        joined = {worker.rank for worker in status.workers}
-        return status.is_over or joined >= {worker.rank for worker in self._launched.workers}
+        if status is not None and status.is_over:
+            return []
+        joined = {worker.rank for worker in status.workers} if status else set()
+        return [worker.title for worker in self._launched.workers if worker.rank not in joined]
 
     def _check_alive(self, processes: Sequence[LaunchedProcess], asked: Interrupts) -> None:
         """See that nobody has ended or is out of reach, and that the user still wants this."""
@@ -231,8 +244,17 @@ class ClusterRun:
             if isinstance(error, Stopped)
             else "the start has failed: stopping what was started"
         )
-        for left in stop_processes(self._launched).left:
+        for left in self._end().left:
             self.say(f"{left.process.title}: {left.reason}", "red")
+
+    def _end(self, *, in_a_hurry: bool = False) -> StopResult:
+        """End all processes; Ctrl-C from now on kills them."""
+        with interrupts() as asked:
+            return stop_processes(
+                self._launched,
+                in_a_hurry=lambda: in_a_hurry or signal.SIGINT in asked.received,
+                say=self.say,
+            )
 
     def status(self) -> RunStatus | None:
         """What the server last wrote of itself; None: nothing yet.
@@ -326,7 +348,6 @@ class ClusterRun:
         """The user has left the window: say what came of the run, or how to get back to it."""
         run_id = self._launched.run_id
         if is_stopping(run_id):
-            self.say("stopping the run", "yellow")
             return self.stop() or INTERRUPTED
         try:
             code = exit_code(self._launched.server)
@@ -339,28 +360,40 @@ class ClusterRun:
         return 0
 
     def _interrupted(self, asked: Interrupts) -> int:
-        if asked.hung_up or self._ask(asked) is Choice.LEAVE:
+        if self._ask(asked) is Choice.LEAVE:
             self.say(left_running(self._launched.run_id))
             return 0
-        self.say("stopping the run", "yellow")
         return self.stop() or INTERRUPTED
 
     def _ask(self, asked: Interrupts) -> Choice:
-        """Leave the run going, or stop it? Without a terminal nobody can answer: then it is stopped."""
+        """Leave the run going, or stop it? Who closes the terminal leaves it.
+
+        Where there was no terminal nobody can answer: then it is stopped.
+        """
+        if asked.hung_up:
+            return Choice.LEAVE
         if not sys.stdin.isatty():
             return Choice.STOP
         self.say("leave the run going (l), or stop it (s, or Ctrl-C again)?")
-        while not asked.repeated:
+        while not (asked.repeated or asked.hung_up):
             ready, _, _ = select.select([sys.stdin], [], [], 0.1)
-            answer = sys.stdin.readline().strip().lower()[:1] if ready else ""
-            if ready and answer in {choice.value for choice in Choice}:
+            try:
+                line = sys.stdin.readline() if ready else None
+            except OSError:  # its terminal has gone
+                line = ""
+            if line == "":
+                return Choice.LEAVE
+            answer = (line or "").strip().lower()[:1]
+            if answer in {choice.value for choice in Choice}:
                 return Choice(answer)
-        return Choice.STOP
+        return Choice.LEAVE if asked.hung_up else Choice.STOP
 
     def stop(self, *, in_a_hurry: bool = False) -> int:
         """Stop the run; 1 if something of it may be left."""
         run_id = self._launched.run_id
-        stopped = stop_processes(self._launched, in_a_hurry=in_a_hurry, say=self.say)
+        if not in_a_hurry:
+            self.say("stopping the run; Ctrl-C kills it, without a last checkpoint", "yellow")
+        stopped = self._end(in_a_hurry=in_a_hurry)
         for each in stopped.left:
             self.say(f"{each.process.title}: {each.reason}", "red")
         close_window(run_id)
@@ -386,7 +419,7 @@ class ClusterRun:
                 time.sleep(POLL_S)
         except LaunchError:
             pass  # stopping says which machine it is
-        for left in stop_processes(self._launched).left:
+        for left in self._end().left:
             self.say(f"{left.process.title}: {left.reason}", "yellow")
         close_window(self._launched.run_id)
         if code == 0 and (summary := self._summary()):

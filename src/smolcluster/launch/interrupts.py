@@ -32,13 +32,13 @@ class Interrupts:
 
     @property
     def repeated(self) -> bool:
-        """Whether the user has asked twice."""
-        return len(self.received) > 1
+        """Whether the user has asked twice; who closes the terminal asks for nothing."""
+        return any(signum != signal.SIGHUP for signum in self.received[1:])
 
     @property
     def hung_up(self) -> bool:
-        """Whether the terminal has gone, and nobody has asked for anything."""
-        return self.received[:1] == [signal.SIGHUP]
+        """Whether the terminal has gone."""
+        return signal.SIGHUP in self.received
 
     @property
     def exit_code(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from smolcluster.algorithms.registry import Algorithm
-from smolcluster.configs.resolve import node_overrides
+from smolcluster.configs.resolve import node_overrides, public_overrides
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.launch.tmux import session_name
 from smolcluster.runs.launched import Launched, LaunchedProcess
@@ -196,15 +196,16 @@ def plan_cluster(request: Request, cluster: ClusterConfig, places: Places, run_i
             (*texts, f"runs_dir={json.dumps(places[node].runs_dir, ensure_ascii=False)}")
         )
 
+    public = tuple(public_overrides(request.overrides))  # commands are for everybody to see
     folder = f"src/smolcluster/algorithms/{request.algorithm.folder.name}"
     train_file = f"{places[cluster.server].runs_dir}/{run_id}/{TRAIN_FILE}"
     server = planned(cluster.server, None, [f"{folder}/server.py", "--run-id", run_id])
     server = server.with_arguments(
-        *("--train-config", train_file, *overrides(cluster.server, request.overrides))
+        *("--train-config", train_file, *overrides(cluster.server, public))
     )
     workers = [
         planned(node, rank, [f"{folder}/worker.py", str(rank + 1), node]).with_arguments(
-            *overrides(node, (*places[node].overrides, *node_overrides(request.overrides)))
+            *overrides(node, (*places[node].overrides, *node_overrides(public)))
         )
         for rank, node in enumerate(cluster.workers)
     ]
@@ -212,7 +213,7 @@ def plan_cluster(request: Request, cluster: ClusterConfig, places: Places, run_i
         run_id=run_id,
         algorithm=request.algorithm.name,
         port=cluster.port,
-        overrides=request.overrides,
+        overrides=public,
         processes=(server, *workers),
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from smolcluster.configs.load import find_config, read_config
+from smolcluster.configs.load import dump_yaml, find_config, read_config
 from smolcluster.configs.nested import flatten, is_nested
 from smolcluster.configs.resolve import check_algorithm
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
@@ -81,14 +81,14 @@ def launch_remote(
     secret = ensure_secret(own_secret_file())
     baggage = Baggage(
         root=project_root(),
-        cluster_file=cluster_file.read_bytes(),
+        cluster_file=without_env(cluster_file),
         train_file=train_file.read_bytes(),
         secret=secret.key,
     )
     machines = machines_of(settings.cluster, places, cluster_file)
     run = ClusterRun(launched, machines, RunPaths(here / check_run_id(run_id)), SteadyConsole())
     run.prepare(baggage, sync=how.sync)
-    keep(create_run(here, run_id), baggage)
+    keep(create_run(here, run_id), cluster_file.read_bytes(), baggage.train_file)
     run.start()
     return go_on(run, launched, how)
 
@@ -99,16 +99,29 @@ def own_secret_file() -> Path:
     return Path(stated).expanduser() if stated else default_secret_path()
 
 
-def keep(paths: RunPaths, baggage: Baggage) -> None:
-    """Keep the configuration files with the run, for who lets it go on.
+def without_env(cluster_file: Path) -> bytes:
+    """A cluster file as it may travel: what one machine's environment holds is nobody else's business."""
+    raw = read_config(cluster_file, "cluster")
+    nodes = raw.get("nodes") or {}
+    if not any("env" in (node or {}) for node in nodes.values()):
+        return cluster_file.read_bytes()
+    bare = {
+        name: {key: value for key, value in (node or {}).items() if key != "env"}
+        for name, node in nodes.items()
+    }
+    return dump_yaml({**raw, "nodes": bare}).encode()
+
+
+def keep(paths: RunPaths, cluster_file: bytes, train_file: bytes) -> None:
+    """Keep the configuration files with the run, where only its user reads them, for who lets it go on.
 
     Raises:
         LaunchError: they cannot be written.
     """
     try:
         (paths.root / CLUSTER_FILE).parent.mkdir(mode=0o700, exist_ok=True)
-        (paths.root / CLUSTER_FILE).write_bytes(baggage.cluster_file)
-        (paths.root / TRAIN_FILE).write_bytes(baggage.train_file)
+        (paths.root / CLUSTER_FILE).write_bytes(cluster_file)
+        (paths.root / TRAIN_FILE).write_bytes(train_file)
     except OSError as error:
         raise LaunchError(f"{paths.root} cannot be written: {error.strerror or error}") from error
 
@@ -188,7 +201,7 @@ def stop(run: str, *, now: bool) -> int:
     """
     paths = find(run)
     if not paths.launched.is_file():
-        return stop_children(paths)
+        return stop_children(paths, now=now)
     launched = read_launched(paths.launched)
     return ClusterRun(launched, {}, paths, SteadyConsole()).stop(in_a_hurry=now)
 

@@ -185,6 +185,7 @@ class LocalRun:
             "Loading PyTorch takes each of them some seconds"
         )
         width = max(len(process.title) for process in self._plan.processes)
+        self._paths.launched.unlink(missing_ok=True)  # of sessions that it had before
         for process, colour in zip(self._plan.processes, itertools.cycle(COLOURS), strict=False):
             prefix = Text(f"{process.title:<{width}}", style=colour)
             self._children.append(Child(process, self._behind(prefix)))

@@ -5,6 +5,7 @@ holds the environment) and which removes itself before it does anything else. It
 
     <run>/pids/<stem>    its process id, which is the process group's
     <run>/exits/<stem>   the exit code, once the process has ended
+    <run>/asked/<stem>.<process id>   is there from when the process was asked to end
     <run>/logs/<stem>.console.txt   what was on the screen at its end
 """
 
@@ -43,8 +44,8 @@ def begin(process: LaunchedProcess, env: Mapping[str, str]) -> None:
     """
     host = host_of(process)
     file = f"{process.run_dir}/launch/{process.stem}.sh"
-    put(host, file, start_script(process, env).encode())
     try:
+        put(host, file, start_script(process, env).encode())
         start(host, process, file)
     except LaunchError:
         with suppress(LaunchError):  # nobody else removes it, and it holds the environment
@@ -69,12 +70,13 @@ def start_script(process: LaunchedProcess, env: Mapping[str, str]) -> str:
     run, stem = shell_path(process.run_dir), shlex.quote(process.stem)
     exports = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
     lines = [
-        'rm -f -- "$0"; asked=',
+        'rm -f -- "$0"; _smolcluster_asked=',  # a name that nobody exports
         *exports,
-        f"mkdir -p {run}/pids {run}/exits {run}/logs; rm -f {run}/exits/{stem}",
+        f"mkdir -p {run}/pids {run}/exits {run}/logs; rm -f {run}/exits/{stem} {run}/asked/{stem}.*",
         f"echo $$ > {run}/pids/{stem}",
-        "trap asked=1 INT TERM HUP",
-        f'[ -z "$asked" ] && cd {shell_path(process.project_dir)} && {shlex.join(process.argv)}',
+        "trap _smolcluster_asked=1 INT TERM HUP",
+        f'[ -z "$_smolcluster_asked" ] && cd {shell_path(process.project_dir)} && '
+        f"{shlex.join(process.argv)}",
         "code=$?",
         f'tmux capture-pane -p -S -{SCREEN_LINES} -t "$TMUX_PANE" '
         f"> {run}/logs/{stem}.console.txt 2>/dev/null",
@@ -121,12 +123,34 @@ def last_words(process: LaunchedProcess) -> str:
 
 
 def ask_to_end(process: LaunchedProcess, wait_s: float) -> Ending:
-    """Send a process SIGTERM, and wait for its end.
+    """Send a process SIGTERM, and wait for its end; who has been asked before is only waited for.
+
+    A second SIGTERM would cut a server's last checkpoint.
 
     Raises:
         LaunchError: its machine cannot be asked.
     """
-    return _signal(process, "TERM", wait_s)
+    asked = shell_path(process.run_dir) + "/asked"
+    file = f'{asked}/{shlex.quote(process.stem)}."$pid"'
+    return _signal(
+        process,
+        [
+            f"mkdir -p {asked} 2>/dev/null",
+            # Of two who ask at the same time one makes the file; where nobody can make it, all ask.
+            f"if (set -C; : > {file}) 2>/dev/null || [ ! -e {file} ]; then",
+            'kill -s TERM -- "-$pid" 2>/dev/null; fi',
+        ],
+        wait_s,
+    )
+
+
+def wait_to_end(process: LaunchedProcess, wait_s: float) -> Ending:
+    """Wait for a process's end, and do nothing to it.
+
+    Raises:
+        LaunchError: its machine cannot be asked.
+    """
+    return _signal(process, [], wait_s)
 
 
 def kill(process: LaunchedProcess, wait_s: float = 5.0) -> Ending:
@@ -135,11 +159,11 @@ def kill(process: LaunchedProcess, wait_s: float = 5.0) -> Ending:
     Raises:
         LaunchError: its machine cannot be asked.
     """
-    return _signal(process, "KILL", wait_s)
+    return _signal(process, ['kill -s KILL -- "-$pid" 2>/dev/null'], wait_s)
 
 
-def _signal(process: LaunchedProcess, signal: str, wait_s: float) -> Ending:
-    """Signal a session's process group, and wait until nothing of it is left.
+def _signal(process: LaunchedProcess, signalling: list[str], wait_s: float) -> Ending:
+    """Signal a session's process group, `$pid`, and wait until nothing of it is left.
 
     The group is that of its tmux session, or, if tmux has gone, the number that it left; both are believed
     only while commands of its run are in that group.
@@ -154,12 +178,12 @@ def _signal(process: LaunchedProcess, signal: str, wait_s: float) -> Ending:
         f'if [ -n "$pid" ]; then n=0; until left || [ $n -ge 5 ]; do sleep {POLL_S}; n=$((n+1)); done',
         f'else pid=$(cat {pid_file} 2>/dev/null) && [ -n "$pid" ] || exit {Ending.WAS_OVER}; fi',
         f"left || exit {Ending.WAS_OVER}",
-        f'kill -s {signal} -- "-$pid" 2>/dev/null',
+        *signalling,
         f"n=0; while left && [ $n -lt {round(wait_s / POLL_S)} ]; do sleep {POLL_S}; n=$((n+1)); done",
         f"left && exit {Ending.REMAINS}",
         f"exit {Ending.ENDED}",
     ]
-    done = host_of(process).run("\n".join(lines), timeout_s=wait_s + 20)
+    done = host_of(process).run("\n".join(lines), timeout_s=wait_s + 20, shielded=True)
     if done.code not in list(Ending):
         raise LaunchError(f"{process.title}: cannot be ended: {done.last_words}")
     return Ending(done.code)

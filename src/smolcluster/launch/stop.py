@@ -7,23 +7,33 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from smolcluster.errors import ConfigError, LaunchError
-from smolcluster.launch.sessions import Ending, ask_to_end, kill
-from smolcluster.launch.watch.probe import ours_alive
+from smolcluster.launch.interrupts import interrupts
+from smolcluster.launch.sessions import Ending, ask_to_end, kill, wait_to_end
+from smolcluster.launch.watch.probe import command_lines, is_launched_worker, is_server_of
 from smolcluster.runs.launched import Launched, LaunchedProcess
-from smolcluster.runs.paths import RunPaths
-from smolcluster.runs.processes import read_processes
+from smolcluster.runs.paths import RunPaths, log_stem
+from smolcluster.runs.processes import ProcessEntry, read_processes
 from smolcluster.utils.retry import Deadline
 
-SERVER_GRACE_S = 60.0
+SERVER_GRACE_S = 300.0
 """A large last checkpoint takes a slow disk that long."""
 WORKER_GRACE_S = 10.0
+KILL_GRACE_S = 5.0
+"""How long what was killed may take to be gone."""
+ASK_S = 2.0
+"""How long a machine is waited for at once: so soon a changed mind is heard."""
 POLL_S = 0.1
+WAITING = "waiting for its last checkpoint"
+
+InAHurry = Callable[[], bool]
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,7 @@ class Left:
 
 
 @dataclass(frozen=True)
-class Stopped:
+class StopResult:
     """What came of stopping a run: what may be left of it, and whether it was over before."""
 
     left: list[Left]
@@ -43,36 +53,38 @@ class Stopped:
 
 
 def stop_processes(
-    launched: Launched, *, in_a_hurry: bool = False, say: Callable[[str], None] = lambda _: None
-) -> Stopped:
+    launched: Launched,
+    *,
+    in_a_hurry: InAHurry = lambda: False,
+    say: Say = lambda _: None,
+    server_grace_s: float = SERVER_GRACE_S,
+) -> StopResult:
     """End all processes of a run and see that nothing is left.
 
-    The server is asked first, then the workers; whoever does not end in time is killed, in a hurry at once.
+    The server is asked first, then the workers. Who does not end in time is killed, and so is everybody as
+    soon as `in_a_hurry()` says so.
     """
-    server = _end(launched.server, 0.0 if in_a_hurry else SERVER_GRACE_S, say)
+    server = _end(launched.server, server_grace_s, in_a_hurry, say)
     with ThreadPoolExecutor(max_workers=max(1, len(launched.workers))) as pool:
-        ended = pool.map(lambda worker: _end_worker(worker, in_a_hurry, say), launched.workers)
+        ended = pool.map(
+            lambda worker: _end(worker, WORKER_GRACE_S, in_a_hurry, say), launched.workers
+        )
     results = [server, *ended]
-    return Stopped(
+    return StopResult(
         left=[result for result in results if isinstance(result, Left)],
         was_over=all(result is Ending.WAS_OVER for result in results),
     )
 
 
-def _end_worker(
-    worker: LaunchedProcess, in_a_hurry: bool, say: Callable[[str], None]
-) -> Ending | Left:
-    return _end(worker, 0.0 if in_a_hurry else WORKER_GRACE_S, say)
-
-
-def _end(process: LaunchedProcess, grace_s: float, say: Callable[[str], None]) -> Ending | Left:
+def _end(process: LaunchedProcess, grace_s: float, in_a_hurry: InAHurry, say: Say) -> Ending | Left:
     try:
-        if grace_s:
-            ending = ask_to_end(process, grace_s)
+        if not in_a_hurry():
+            ending = _ask(process, grace_s, in_a_hurry, say)
             if ending is not Ending.REMAINS:
                 return ending
-            say(f"{process.title} does not end within {grace_s:g} s: it is killed")
-        ending = kill(process)
+            if not in_a_hurry():
+                say(f"{process.title} does not end within {grace_s:g} s: it is killed")
+        ending = kill(process, KILL_GRACE_S)
     except LaunchError as error:
         return Left(process, str(error))
     if ending is Ending.REMAINS:
@@ -80,26 +92,120 @@ def _end(process: LaunchedProcess, grace_s: float, say: Callable[[str], None]) -
     return ending
 
 
-def stop_children(paths: RunPaths) -> int:
-    """Ask the launcher's children of a run of this machine to end: their server, which ends the others.
+def _ask(process: LaunchedProcess, grace_s: float, in_a_hurry: InAHurry, say: Say) -> Ending:
+    """Ask a process to end, and wait for it as long as there is time."""
+    deadline = Deadline(grace_s)
+    ending = ask_to_end(process, min(ASK_S, grace_s))
+    if ending is Ending.REMAINS and process.rank is None:
+        say(f"{process.title}: {WAITING}")
+    while ending is Ending.REMAINS and not (deadline.expired or in_a_hurry()):
+        ending = wait_to_end(process, ASK_S)
+        if ending is Ending.WAS_OVER:  # since it was asked
+            return Ending.ENDED
+    return ending
 
-    Returns the exit code: 1 if it still runs after a minute.
+
+def stop_children(paths: RunPaths, *, now: bool, server_grace_s: float = SERVER_GRACE_S) -> int:
+    """End a run of this machine whose processes are some launcher's children.
+
+    Its server is asked, and gets its time for a last checkpoint; then the launcher ends the workers. Who
+    remains is killed, with `now` or at Ctrl-C at once. Returns the exit code: 1 if something is left.
 
     Raises:
         ConfigError: the run has left no list of processes.
+        DataError: the list is damaged.
     """
     if not paths.processes.is_file():
         raise ConfigError(f"run {paths.run_id} was not launched from here: it lists no processes")
-    alive = ours_alive([entry.pid for entry in read_processes(paths.processes)])
-    for pid in alive:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-    deadline = Deadline(SERVER_GRACE_S)
-    while left := ours_alive(list(alive)):
-        if deadline.expired:
-            sys.stdout.write(f"run {paths.run_id}: processes {sorted(left)} do not end\n")
+    children = Children(paths)
+    servers, workers = children.servers(), children.workers()
+    with interrupts() as asked:
+
+        def in_a_hurry() -> bool:
+            return now or signal.SIGINT in asked.received
+
+        if servers and not in_a_hurry():
+            _say(f"stopping run {paths.run_id}; Ctrl-C kills it, without a last checkpoint")
+            children.ask(servers)
+            if not _wait(children.servers, ASK_S, in_a_hurry):
+                _say(f"run {paths.run_id}: {WAITING}")
+                _wait(children.servers, server_grace_s, in_a_hurry)
+        children.kill(children.servers())
+        _wait(children.workers, WORKER_GRACE_S, in_a_hurry)
+        children.kill(children.workers())
+        if not _wait(children.alive, KILL_GRACE_S, lambda: False):
+            _say(f"run {paths.run_id}: processes {sorted(children.alive())} do not end")
             return 1
-        time.sleep(POLL_S)
-    what = "stopped" if alive else "it was over already"
-    sys.stdout.write(f"run {paths.run_id}: {what}; nothing of it is left running\n")
+    what = "stopped" if servers or workers else "it was over already"
+    _say(f"run {paths.run_id}: {what}; nothing of it is left running")
     return 0
+
+
+class Children:
+    """The listed processes of a run; one counts only while its command line says that it is of the run.
+
+    Process ids are used again.
+    """
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._entries = read_processes(paths.processes)
+
+    def servers(self) -> list[int]:
+        """The server's process id, while it lives."""
+        lines = command_lines([each.pid for each in self._entries if each.rank is None])
+        return [pid for pid, line in lines.items() if is_server_of(line, self._paths.run_id)]
+
+    def workers(self) -> list[int]:
+        """The process ids of the workers that live."""
+        lines = command_lines([each.pid for each in self._entries if each.rank is not None])
+        return [pid for pid, line in lines.items() if is_launched_worker(line)]
+
+    def alive(self) -> list[int]:
+        """All that live."""
+        return [*self.servers(), *self.workers()]
+
+    def ask(self, pids: Collection[int]) -> None:
+        """Send SIGTERM to who has not been asked before: a second one would cut the last checkpoint."""
+        for entry in self._entries:
+            if entry.pid in pids and _is_first(self._marker(entry)):
+                with suppress(ProcessLookupError):
+                    os.kill(entry.pid, signal.SIGTERM)
+
+    def kill(self, pids: Collection[int]) -> None:
+        """End each of these, and what it has started in its session, at once."""
+        for pid in pids:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _marker(self, entry: ProcessEntry) -> Path:
+        stem = log_stem(entry.role, entry.node, entry.rank)
+        return self._paths.root / "asked" / f"{stem}.{entry.pid}"
+
+
+def _is_first(marker: Path) -> bool:
+    """Whether nobody has asked this process to end; from now on somebody has."""
+    try:
+        marker.parent.mkdir(exist_ok=True)
+        marker.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # it cannot be noted, for instance on a full disk
+        return True
+    return True
+
+
+def _wait(alive: Callable[[], Collection[int]], timeout_s: float, in_a_hurry: InAHurry) -> bool:
+    """Wait until nobody is alive; whether it is so."""
+    deadline = Deadline(timeout_s)
+    while alive():
+        if deadline.expired or in_a_hurry():
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # its terminal may have gone
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()

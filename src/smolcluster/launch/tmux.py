@@ -20,6 +20,8 @@ RECONNECT_S = 3
 KEY_TABLE = "smolcluster"
 STOPPING = "@stopping"
 """The option of a window in which the user has stopped the run."""
+FOLLOWED = "@followed"
+"""The option of a window with the id of the process that waits for its user to leave it."""
 COLUMNS, LINES = 200, 50
 """Of a session that nobody has attached to yet."""
 
@@ -88,14 +90,16 @@ def pane_command(process: LaunchedProcess) -> str:
 def window_commands(
     run_id: str, processes: Sequence[LaunchedProcess], stop: str
 ) -> list[list[str]]:
-    """The tmux commands that open a run's local window, one pane a process.
+    """The calls of tmux that open a run's local window, one pane a process.
 
-    `stop` is the shell command that stops the run, for who presses Ctrl-C in the window, and once more.
+    Each is a sequence of commands, whose length tmux limits to 16 KiB. The first one also sees to it that
+    panes stay whose command ends at once. `stop` is the shell command that stops the run, for who presses
+    Ctrl-C in the window, and once more, while no launcher waits to do it.
     """
     name = window_name(run_id)
     window = f"={name}:"
     size = ["-x", str(COLUMNS), "-y", str(LINES)]
-    commands = [
+    begin = [
         ["new-session", "-d", "-s", name, "-n", "smolcluster", *size, *_pane(processes[0])],
         ["set-option", "-w", "-t", window, "remain-on-exit", "on"],
         ["set-option", "-w", "-t", window, "pane-border-status", "top"],
@@ -104,13 +108,25 @@ def window_commands(
         ["set-option", "-t", window, "key-table", KEY_TABLE],
         ["set-option", "-p", "-t", window, "@process", pane_title(processes[0])],
     ]
-    for process in processes[1:]:
-        commands += [
+    more = [
+        [
             ["split-window", "-t", window, *_pane(process)],
             ["set-option", "-p", "-t", window, "@process", pane_title(process)],
             ["select-layout", "-t", window, "tiled"],
         ]
-    return [*commands, ["select-pane", "-t", f"{window}.{{top-left}}"], _ask_on_ctrl_c()]
+        for process in processes[1:]
+    ]
+    end = [["select-pane", "-t", f"{window}.{{top-left}}"], _ask_on_ctrl_c()]
+    return [_sequence(commands) for commands in (begin, *more, end)]
+
+
+def _sequence(commands: Sequence[Sequence[str]]) -> list[str]:
+    """Commands as the arguments of one call of tmux, to which a word's last `;` is the end of a command."""
+    words = [
+        [f"{word[:-1]}\\;" if word.endswith(";") else word for word in command]
+        for command in commands
+    ]
+    return [*words[0], *(word for command in words[1:] for word in (";", *command))]
 
 
 def _pane(process: LaunchedProcess) -> list[str]:
@@ -122,8 +138,10 @@ def _ask_on_ctrl_c() -> list[str]:
     """Ctrl-C in a run's window asks what is meant; pressed again, it stops the run."""
     menu = ["display-menu", "-T", " Ctrl-C: and the run? "]
     menu += ["leave it running", "l", "detach-client"]
-    # The menu expands what it is given, and so does run-shell: @stop must be left for the second.
-    stop = f"set-option {STOPPING} yes ; run-shell -b '##{{@stop}}' ; detach-client"
+    # Who waits for the user to leave the window stops the run. The menu expands what it is given, and so
+    # does run-shell: the options must be left for the second.
+    alone = f"kill -0 ##{{{FOLLOWED}}} 2>/dev/null || ##{{@stop}}"
+    stop = f"set-option {STOPPING} yes ; run-shell -b '{alone}' ; detach-client"
     menu += ["stop it", "C-c", stop]
     menu += ["go on watching", "q", ""]
     return ["bind-key", "-T", KEY_TABLE, "C-c", *menu]
@@ -150,11 +168,11 @@ def open_window(run_id: str, processes: Sequence[LaunchedProcess], stop: str) ->
     name = window_name(run_id)
     if _tmux("has-session", "-t", f"={name}").ok:
         return name
-    for command in window_commands(run_id, processes, stop):
-        done = _tmux(*command)
+    for commands in window_commands(run_id, processes, stop):
+        done = _tmux(*commands)
         if not done.ok:
             close_window(run_id)
-            raise LaunchError(f"tmux {command[0]}: {done.last_words}")
+            raise LaunchError(f"tmux {commands[0]}: {done.last_words}")
     return name
 
 
@@ -173,6 +191,8 @@ def is_stopping(run_id: str) -> bool:
 def show_window(name: str) -> int:
     """Bring a window to this terminal; returns when the user has left it."""
     verb = "switch-client" if os.environ.get("TMUX") else "attach-session"
+    if verb == "attach-session":  # the other one returns at once
+        _tmux("set-option", "-t", f"={name}:", FOLLOWED, str(os.getpid()))
     return subprocess.call(["tmux", verb, "-t", f"={name}"])  # noqa: S603, S607 - as the user has it
 
 

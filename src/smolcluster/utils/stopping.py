@@ -5,7 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def heeded() -> tuple[signal.Signals, ...]:
+    """The signals that are to be taken: of SIGHUP nothing is heard where it is ignored (nohup)."""
+    is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(signum for signum in SIGNALS if not (is_deaf and signum == signal.SIGHUP))
 
 
 class Interrupted(KeyboardInterrupt):
@@ -23,7 +29,10 @@ def interrupt(signum: int, _frame: FrameType | None) -> None:
 
 
 class StopRequest:
-    """Keeps a signal until `check`; a second one counts at once."""
+    """Keeps a signal until `check`; a second one counts at once.
+
+    But for SIGHUP: a terminal that goes, of which one may hear twice, is nobody's impatience.
+    """
 
     def __init__(self) -> None:
         self._signum: int | None = None
@@ -44,7 +53,7 @@ class StopRequest:
     @contextmanager
     def collecting(self) -> Iterator[None]:
         """Take the signals while the block lasts; for the main thread."""
-        before = {signum: signal.signal(signum, self._take) for signum in SIGNALS}
+        before = {signum: signal.signal(signum, self._take) for signum in heeded()}
         try:
             yield
         finally:
@@ -52,6 +61,6 @@ class StopRequest:
                 signal.signal(signum, handler)
 
     def _take(self, signum: int, frame: FrameType | None) -> None:
-        if self._signum is not None:
+        if self._signum is not None and signum != signal.SIGHUP:
             interrupt(signum, frame)
         self.note(signum)

@@ -24,7 +24,7 @@ from smolcluster.configs.schema import ClusterConfig, NodeConfig, Section, Train
         (ClusterConfig, "workers", "a list such as [a, b]"),
         (ClusterConfig, "bind", "a list of at least one, such as [a, b], or null"),
         (ClusterConfig, "server", "a name of at most 64 letters, digits, '.', '_' and '-'"),
-        (NodeConfig, "project_dir", "a path from / or ~/ without backslashes"),
+        (NodeConfig, "project_dir", "a path that begins with / or ~/, without backslashes"),
         (ClusterConfig, "host_ip", "a mapping of names to values"),
         (ClusterConfig, "host_ip.anybody", "text that is not empty"),
         (ClusterConfig, "nodes.anybody.threads", "a whole number above 0, or null"),

@@ -45,7 +45,9 @@ def test_a_folder_of_another_machine(path: str) -> None:
     assert NodeConfig.model_validate({"project_dir": path}).project_dir == path
 
 
-@pytest.mark.parametrize("path", ["", "a", "~u/a", "/a\nb", "/a\\", "~/a\\b", "/a\\'; touch oops; '"])
+@pytest.mark.parametrize(
+    "path", ["", "a", "~u/a", "/a\nb", "/a\\", "~/a\\b", "/a\\'; touch oops; '"]
+)
 def test_a_folder_that_some_shell_might_misread_is_refused(path: str) -> None:
     """To fish a backslash in single quotes is none before another one or a quote."""
     with pytest.raises(ValidationError):

@@ -1,6 +1,13 @@
 """What is thought of the server's port, of the way to it, and of the link."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +20,7 @@ from smolcluster.launch.doctor.checks_links import (
     link_limit_s,
     listen_seconds,
     listening_addresses,
+    reach_script,
     read_listener,
 )
 from smolcluster.launch.doctor.findings import Answer, Context, Facts, Finding, Listener
@@ -35,9 +43,14 @@ def listener(**states: str) -> Listener:
 
 
 def reached(
-    outside: str | None, inside: str | None = "absent", facts: Facts = LINUX, node: str = "pi5"
+    outside: str | None,
+    inside: str | None = "absent",
+    facts: Facts = LINUX,
+    node: str = "pi5",
+    *,
+    tmux_runs: bool = False,
 ) -> Finding:
-    said = f"outside {json.dumps({'error': outside})}\n"
+    said = f"outside {json.dumps({'error': outside})}\n" + "tmux runs\n" * tmux_runs
     if inside != "absent":
         said += f"inside {json.dumps({'error': inside})}\n"
     return judge_reach(answer(said), context(node, facts, listener=listener()))
@@ -100,6 +113,7 @@ def test_a_mac_keeps_tmux_from_the_local_network() -> None:
     assert "not from inside tmux (EHOSTUNREACH)" in found.what
     assert "Privacy & Security > Local Network" in found.fix
     assert "nc -vz 192.168.50.1 65432" in found.fix
+    assert "kill-server" not in found.fix, "there is no server that could know less"
 
 
 def test_on_linux_that_is_something_else() -> None:
@@ -108,9 +122,91 @@ def test_on_linux_that_is_something_else() -> None:
     assert "Local Network" not in found.fix
 
 
+@pytest.mark.parametrize("facts", [MAC, LINUX])
+@pytest.mark.parametrize("inside", ["EHOSTUNREACH", "ETIMEDOUT"])
+def test_all_sessions_are_only_ended_where_that_helps_and_who_does_it_knows(
+    facts: Facts, inside: str
+) -> None:
+    old, new = (reached(None, inside, facts, tmux_runs=runs) for runs in (True, False))
+    assert "when you need none of its sessions any more" in old.fix
+    assert "`tmux kill-server`, which ends them all" in old.fix
+    assert "kill-server" not in new.fix
+
+
 def test_a_tmux_that_does_not_start() -> None:
     found = reached(None, "tmux does not start")
-    assert (found.state, found.fix) == ("fail", "there: `tmux kill-server`, then try again")
+    assert (found.state, found.what) == ("fail", "tmux does not start")
+    assert found.fix == "there: `tmux new-session -d` says why"
+
+
+TELLS_TMUX = b"import json, os; print(json.dumps({'error': os.environ.get('TMUX')}))"
+"""In place of the program that knocks: it says where it is."""
+
+
+@pytest.fixture
+def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where tmux keeps the sockets of its servers; in the end none of them runs."""
+    if shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        home = Path(folder) / "my home"
+        home.mkdir()
+        for name, value in (("TMUX_TMPDIR", folder), ("TMPDIR", folder), ("HOME", str(home))):
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("TMUX", raising=False)
+        yield Path(folder)
+        tmux("kill-server")
+
+
+def tmux(*words: str) -> str:
+    """What the user's tmux server says; nothing if there is none."""
+    return subprocess.run(["tmux", *words], capture_output=True, text=True, check=False).stdout
+
+
+def knocked() -> dict[str, str]:
+    """What the script says on this machine."""
+    script = reach_script(context(listener=listener(), python=sys.executable))
+    done = subprocess.run(
+        ["sh", "-c", script], input=TELLS_TMUX, capture_output=True, check=True, timeout=60
+    )
+    assert done.stderr == b""
+    return dict(line.split(" ", 1) for line in done.stdout.decode().splitlines())
+
+
+@pytest.mark.parametrize(
+    "configuration", ["", "set -g destroy-unattached on\n", "set -g remain-on-exit on\n"]
+)
+def test_it_looks_from_the_tmux_server_that_a_run_would_live_in(
+    sockets: Path, configuration: str
+) -> None:
+    tmux("new-session", "-d", "-s", "work", "sleep 60")
+    tmux("set-option", "-t", "work", "destroy-unattached", "off")
+    (sockets / "own.conf").write_text(configuration)
+    tmux("source-file", str(sockets / "own.conf"))
+    tmux("set-environment", "-g", "PATH", "/nowhere")
+    said = knocked()
+    assert json.loads(said["outside"]) == {"error": None}
+    socket = json.loads(said["inside"])["error"].split(",")[0]
+    assert socket == f"{sockets}/tmux-{os.getuid()}/default"
+    assert said["tmux"] == "runs"
+    assert tmux("list-sessions", "-F", "#S") == "work\n", "its own session has ended, no other"
+    assert {path.name for path in sockets.iterdir()} == {
+        *("my home", "own.conf", f"tmux-{os.getuid()}")
+    }
+
+
+def test_where_no_tmux_server_runs_it_starts_one_of_its_own(sockets: Path) -> None:
+    said = knocked()
+    assert json.loads(said["inside"])["error"].split(",")[0].endswith("/socket")
+    assert "tmux" not in said
+    assert [path.name for path in sockets.iterdir()] == ["my home"], "nothing stays behind"
+
+
+def test_a_tmux_that_refuses_is_told(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (sockets / "tmux").write_text("#!/bin/sh\nexit 1\n")
+    (sockets / "tmux").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sockets}{os.pathsep}{os.environ['PATH']}")
+    assert json.loads(knocked()["inside"]) == {"error": "tmux does not start"}
 
 
 def test_without_tmux_only_the_plain_way_is_known() -> None:

@@ -12,6 +12,7 @@ import pytest
 from smolcluster.algorithms.entry import server_parser, worker_parser
 from smolcluster.algorithms.process import worker_settings
 from smolcluster.algorithms.registry import ALGORITHMS, get_algorithm
+from smolcluster.configs.load import read_config
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import AlgorithmName, ClusterConfig, NodeConfig
 from smolcluster.launch import remote
@@ -269,7 +270,7 @@ def test_where_a_run_lives_is_what_the_file_says(tmp_path: Path) -> None:
 
 
 def test_what_a_machine_keeps_in_the_project_s_folder_is_its_own() -> None:
-    place = remote.Place(ssh="pi5", project_dir="~/p", runs_dir="~/p/experiments")
+    place = Place(ssh="pi5", project_dir="~/p", runs_dir="~/p/experiments")
     stated = {"secret_file": "~/p/secret", "dataset": {"root": "~/data", "cache": "~/p/cache/"}}
     assert list(remote.own_paths(stated, place)) == ["/experiments", "/secret", "/cache"]
 
@@ -283,3 +284,25 @@ def test_a_cluster_file_in_this_folder_is_meant_where_none_is_named(
     assert cluster_source(None, "edp") == "cluster_config_edp.yaml"
     assert cluster_source("mine.yaml", "edp") == "mine.yaml"
     assert cluster_source(None, "syncps") == "syncps"
+
+
+def test_keys_of_a_machine_are_in_no_command_and_in_no_file_of_the_plan() -> None:
+    launched = planned("num_epochs=5", "nodes.pi5.env.HF_TOKEN=hf_sentinel")
+    assert "sentinel" not in launched.model_dump_json()
+    assert "num_epochs=5" in overrides_of(launched.server.argv)
+
+
+def test_a_machine_s_environment_does_not_travel_to_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "port: 6000\nnodes: {pi5: {env: {HF_TOKEN: sentinel}, threads: 2}, mini1: null}\n"
+    )
+    sent = remote.without_env(file)
+    assert b"sentinel" not in sent
+    (tmp_path / "sent.yaml").write_bytes(sent)
+    assert read_config(tmp_path / "sent.yaml", "cluster") == {
+        "port": 6000,
+        "nodes": {"pi5": {"threads": 2}, "mini1": {}},
+    }
+    file.write_text("port: 6000  # as it is\n")
+    assert remote.without_env(file) == file.read_bytes()

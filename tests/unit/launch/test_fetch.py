@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,39 @@ def test_a_machine_that_cannot_be_reached_keeps_nobody_else_back(
     assert "pi5: 1 file (logs), 3 B" in out
 
 
+def test_a_disk_that_hangs_is_given_up(
+    tmp_path: Path, there: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("smolcluster.launch.watch.fetch.STALL_TIMEOUT_S", 1)
+    paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi5", "~/elsewhere"))
+    write(there / "elsewhere/logs/worker-rank0-pi5.log", "{}\n")
+    (there / "runs/r1").mkdir(parents=True)
+    hanging = (
+        f'#!/bin/sh\ncase "$PWD" in */r1) exec sleep 30;; esac\nexec {shutil.which("rsync")} "$@"\n'
+    )
+    write(there / ".local/bin/rsync", hanging).chmod(0o755)
+    begun = time.monotonic()
+    assert fetch(str(paths.root)) == 1
+    assert time.monotonic() - begun < 15
+    out = capsys.readouterr().out
+    assert "error: mini1: nothing came for 1 s: look at its disk and network" in out
+    assert "pi5: 1 file (logs), 3 B" in out
+
+
+def test_a_connection_that_stays_open_is_not_waited_for(
+    tmp_path: Path, there: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An old ssh keeps standard error open while it is everybody's connection in the background."""
+    paths = launched_run(tmp_path / "runs", server())
+    write(there / "runs/r1/events.jsonl", "{}\n")
+    ssh = tmp_path / "bin/ssh"
+    ssh.write_text(ssh.read_text().replace("exec sh", "sleep 5 >/dev/null </dev/null &\nexec sh"))
+    begun = time.monotonic()
+    assert fetch(str(paths.root)) == 0
+    assert time.monotonic() - begun < 4
+    assert "mini1: 1 file" in capsys.readouterr().out
+
+
 def test_a_machine_without_rsync_is_named(
     tmp_path: Path, there: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +210,7 @@ def test_the_remote_command_is_right_for_every_login_shell(tmp_path: Path, there
         (255, "", "the connection was closed"),
         (23, 'rsync: open "/x" failed: Permission denied (13)', "rsync failed: rsync: open"),
         (11, "", "rsync failed: exit code 11"),
+        (30, "io timeout after 60 seconds", "nothing came for 60 s: look at its disk and network"),
         (127, "sh: 1: exec: rsync: not found", "rsync is not installed there"),
     ],
 )

@@ -301,7 +301,18 @@ def test_the_home_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert Host("here").run(f"printf %s {shell_path('~root')}").stdout == "~root"
 
 
-@pytest.mark.parametrize("shell", [shell for shell in SHELLS if shutil.which(shell)])
+@pytest.mark.parametrize(
+    "shell",
+    [
+        pytest.param(
+            shell,
+            marks=pytest.mark.skipif(
+                shutil.which(shell) is None, reason=f"{shell} is not installed"
+            ),
+        )
+        for shell in SHELLS
+    ],
+)
 @pytest.mark.parametrize("name", STRANGE_NAMES)
 def test_a_script_passes_the_shell_of_the_other_side(home: Path, shell: str, name: str) -> None:
     """sshd gives the remote command to the user's login shell."""

@@ -24,6 +24,22 @@ def test_a_signal_is_collected_instead_of_obeyed(signum: int, code: int) -> None
         assert (asked.repeated, asked.exit_code) == (True, code)
 
 
+@pytest.mark.parametrize(
+    ("received", "repeated", "hung_up"),
+    [
+        ([signal.SIGINT, signal.SIGINT], True, False),
+        ([signal.SIGINT, signal.SIGHUP], False, True),
+        ([signal.SIGHUP, signal.SIGHUP], False, True),
+        ([signal.SIGHUP, signal.SIGTERM], True, True),
+    ],
+)
+def test_who_closes_the_terminal_is_not_impatient(
+    received: list[int], repeated: bool, hung_up: bool
+) -> None:
+    asked = Interrupts(received)
+    assert (asked.repeated, asked.hung_up) == (repeated, hung_up)
+
+
 def test_afterwards_everything_is_as_it_was() -> None:
     watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(signum) for signum in watched]

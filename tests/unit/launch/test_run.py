@@ -135,6 +135,15 @@ def test_the_processes_of_the_run_are_listed(
     ]
 
 
+def test_sessions_that_the_run_had_before_are_forgotten(
+    fake_plan: FakePlan, paths: RunPaths, console: Console
+) -> None:
+    paths.launched.write_text("{}")
+    assert LocalRun(fake_plan(""), paths, console).run() == 0
+    assert not paths.launched.exists()
+    assert paths.processes.exists()
+
+
 def test_when_a_worker_fails_the_run_goes_on(
     fake_plan: FakePlan, paths: RunPaths, console: Console
 ) -> None:

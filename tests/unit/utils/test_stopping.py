@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from smolcluster.utils.stopping import SIGNALS, Interrupted, StopRequest, interrupt
+from smolcluster.utils.stopping import SIGNALS, Interrupted, StopRequest, heeded, interrupt
 
 EACH = pytest.mark.parametrize(
     ("signum", "code", "name"), [(signal.SIGINT, 130, "SIGINT"), (signal.SIGTERM, 143, "SIGTERM")]
@@ -51,6 +51,28 @@ def test_the_second_signal_counts_at_once(signum: int, code: int, name: str) -> 
     assert str(caught.value) == f"stopped by {name}"
 
 
+def test_a_terminal_that_goes_is_a_request_but_no_impatience() -> None:
+    stop = StopRequest()
+    with stop.collecting():
+        send(signal.SIGHUP)
+        send(signal.SIGHUP)  # the kernel's, and a shell's
+        with pytest.raises(Interrupted) as caught:
+            stop.check()
+    assert (caught.value.exit_code, caught.value.is_orderly) == (129, True)
+
+
+def test_under_nohup_a_terminal_that_goes_is_not_heard_of() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert heeded() == (signal.SIGINT, signal.SIGTERM)
+        stop = StopRequest()
+        with stop.collecting():
+            send(signal.SIGHUP)
+            stop.check()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_the_check_says_it_again_until_somebody_listens() -> None:
     stop = StopRequest()
     stop.note(signal.SIGTERM)
@@ -83,8 +105,10 @@ def test_afterwards_signals_do_what_they_did(handler: signal.Handlers) -> None:
     before = [signal.signal(signum, handler) for signum in SIGNALS]
     try:
         with StopRequest().collecting():
-            assert all(signal.getsignal(signum) != handler for signum in SIGNALS)
-        assert [signal.getsignal(signum) for signum in SIGNALS] == [handler, handler]
+            taken = [signum for signum in SIGNALS if signal.getsignal(signum) != handler]
+            ignores = handler is signal.SIG_IGN
+            assert taken == [signum for signum in SIGNALS if not ignores or signum != signal.SIGHUP]
+        assert [signal.getsignal(signum) for signum in SIGNALS] == [handler] * len(SIGNALS)
     finally:
         for signum, was in zip(SIGNALS, before, strict=True):
             signal.signal(signum, was)

@@ -3,7 +3,8 @@
 On the server's machine a listener waits for some seconds at the addresses and the port of the real server.
 Each worker connects to it twice: from a plain command, and from inside a tmux session as a run does. macOS
 since 15 cuts programs off from the local network until the user has granted it, by the program that started
-them.
+them; a tmux server keeps the standing that it was born with. So the session is one of the user's tmux server,
+where that runs: a run's sessions will be there too.
 """
 
 import json
@@ -37,9 +38,14 @@ TURN_S = 1.5
 LOW_SPEED_MB_PER_S, LARGE_LATENCY_MS = 1.0, 20.0
 LOCAL_NETWORK_FIX = (
     "macOS keeps tmux from the local network: on that Mac's own screen open System Settings > Privacy & "
-    "Security > Local Network, turn on Terminal and tmux, then `tmux kill-server`; if tmux is not "
-    "listed, run `tmux new-session 'nc -vz {address} {port}'` in Terminal and allow what it asks"
+    "Security > Local Network, turn on Terminal and tmux; if tmux is not listed, run "
+    "`tmux new-session 'nc -vz {address} {port}'` in Terminal and allow what it asks"
 )
+NEW_TMUX_FIX = (
+    "the tmux server that runs there keeps the network that it was born with: when you need none of its "
+    "sessions any more (`tmux list-sessions`), `tmux kill-server`, which ends them all"
+)
+TMUX_FAILS = "tmux does not start"
 
 
 def probe_source() -> bytes:
@@ -166,22 +172,44 @@ def _target(context: Context) -> str:
 
 
 def reach_script(context: Context) -> str:
-    """Connect from here, and from inside a session of a tmux server of its own."""
+    """Connect from here, and from inside a tmux session.
+
+    The session is of the user's tmux server if that runs, else of one of its own, as a launch would start it.
+    It is ended in any case.
+    """
     if is_foreign(context):
         return "true"
-    tmux = 'tmux -S "$dir/socket" -f /dev/null'
     return f"""
 dir=$(mktemp -d) || exit 9
-trap '{tmux} kill-server 2>/dev/null; rm -rf "$dir"' EXIT
+trap 'rm -rf "$dir"' EXIT
+trap 'exit 9' HUP INT TERM
 cat > "$dir/probe.py"
+printf %s "$PATH" > "$dir/path"
+cat > "$dir/inside.sh" <<'END'
+sh "$1/knock.sh" "$1" > "$1/part" 2>&1
+mv "$1/part" "$1/inside"
+END
 cat > "$dir/knock.sh" <<'END'
+PATH=$(cat "$1/path"); export PATH
 {python_words(context)}
 python "$1/probe.py" knock {_target(context)}
 END
 echo "outside $(sh "$dir/knock.sh" "$dir" 2>&1 | tail -n 1)"
 command -v tmux >/dev/null || exit 0
-{tmux} new-session -d "sh $dir/knock.sh $dir > $dir/part 2>&1; mv $dir/part $dir/inside" || {{
-  echo 'inside {{"error": "tmux does not start"}}'; exit 0; }}
+session=smolcluster-doctor-$$
+if tmux list-sessions >/dev/null 2>&1; then
+  echo "tmux runs"
+  of_doctor() {{ tmux "$@"; }}
+  trap 'tmux kill-session -t "=$session" 2>/dev/null; rm -rf "$dir"' EXIT
+else
+  rmdir "${{TMUX_TMPDIR:-/tmp}}/tmux-$(id -u)" 2>/dev/null  # it is empty if asking has made it
+  of_doctor() {{ tmux -S "$dir/socket" -f /dev/null "$@"; }}
+  trap 'of_doctor kill-server 2>/dev/null; rm -rf "$dir"' EXIT
+fi
+of_doctor new-session -d -s "$session" sh "$dir/inside.sh" "$dir" \\; \
+  set-option -t "=$session:" destroy-unattached off || sleep 1
+of_doctor has-session -t "=$session" 2>/dev/null || [ -e "$dir/inside" ] || {{
+  echo 'inside {{"error": "{TMUX_FAILS}"}}'; exit 0; }}
 end=$(($(date +%s) + {INSIDE_S}))
 while [ ! -e "$dir/inside" ] && [ "$(date +%s)" -le $end ]; do sleep 0.1; done
 echo "inside $(tail -n 1 "$dir/inside" 2>/dev/null)" """
@@ -204,22 +232,25 @@ def judge_reach(answer: Answer, context: Context) -> Finding:
         return (
             skipped("needs tmux")
             if "inside" not in told
-            else _cut_off_in_tmux("ETIMEDOUT", context)
+            else _cut_off_in_tmux("ETIMEDOUT", context, is_old="tmux" in told)
         )
     if inside["error"]:
-        return _cut_off_in_tmux(inside["error"], context)
+        return _cut_off_in_tmux(inside["error"], context, is_old="tmux" in told)
     return ok("from tmux too")
 
 
-def _cut_off_in_tmux(error: str, context: Context) -> Finding:
-    place = format_address(context.address, context.cluster.port)
-    what = f"{place} is reached, but not from inside tmux ({error})"
+def _cut_off_in_tmux(error: str, context: Context, *, is_old: bool) -> Finding:
+    """What keeps tmux from the server; `is_old`: it is a tmux server that ran before."""
+    if error == TMUX_FAILS:
+        return fail(error, "there: `tmux new-session -d` says why")
+    address, port = context.address, context.cluster.port
+    what = f"{format_address(address, port)} is reached, but not from inside tmux ({error})"
     if error == "EHOSTUNREACH" and context.facts.is_mac:
-        return fail(
-            what,
-            LOCAL_NETWORK_FIX.format(address=context.address, port=context.cluster.port),
-        )
-    return fail(what, "there: `tmux kill-server`, then try again")
+        fix = LOCAL_NETWORK_FIX.format(address=address, port=port)
+        return fail(what, f"{fix}; then {NEW_TMUX_FIX}" if is_old else fix)
+    if is_old:
+        return fail(what, NEW_TMUX_FIX)
+    return fail(what, f"there: `tmux new-session 'nc -vz {address} {port}'` shows it")
 
 
 def _unreached(told: dict[str, Any], context: Context) -> Finding:

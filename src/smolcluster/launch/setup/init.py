@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from smolcluster.algorithms.registry import get_algorithm
-from smolcluster.configs.keys import A_NAME
+from smolcluster.configs.keys import A_NAME, A_REMOTE_PATH
 from smolcluster.configs.schema import (
     AlgorithmName,
     NodeConfig,
@@ -157,9 +157,7 @@ def check_flags(wish: Wish) -> None:
         raise ConfigError(f"--port is {wish.port}, must be a whole number from 1 to 65535")
     if wish.project_dir is not None and not _is_a(RemotePath, wish.project_dir):
         raise ConfigError(
-            one_line(
-                f"--project-dir is {wish.project_dir!r}, must be a path that begins with / or ~/"
-            )
+            one_line(f"--project-dir is {wish.project_dir!r}, must be {A_REMOTE_PATH}")
         )
     if wish.server is not None:
         parse_machine(wish.server, "--server")

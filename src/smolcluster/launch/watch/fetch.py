@@ -10,6 +10,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,11 +24,15 @@ from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.units import format_bytes
 from smolcluster.utils.words import one_line
 
-NOT_FETCHED = ("/.lock", "/pids", "/exits", "/launch", "/launch.json", ".*.tmp")
+NOT_FETCHED = ("/.lock", "/pids", "/exits", "/asked", "/launch", "/launch.json", ".*.tmp")
 """Of a server's run folder; in rsync's words."""
 VANISHED = 24
 """rsync's code when a file was removed while it looked, as old checkpoints are."""
 NO_COMMAND = 127
+STALLED = 30
+"""rsync's code when nothing came for `STALL_TIMEOUT_S`."""
+STALL_TIMEOUT_S = 60
+"""rsync here or there gives up when nothing has come for so long: a disk may hang for ever."""
 STREAM_BROKE = 12
 """rsync's code when the other one went away, whatever the cause."""
 NO_FOLDER = "no folder"
@@ -110,7 +115,7 @@ def rsync_command(part: Part) -> list[str]:
     it does nothing: so no form of destination can confuse rsync.
     """
     excludes = [f"--exclude={pattern}" for pattern in part.left_out]
-    command = ["rsync", "-rlt", "--safe-links", *excludes]
+    command = ["rsync", "-rlt", "--safe-links", f"--timeout={STALL_TIMEOUT_S}", *excludes]
     if part.host.destination is None:
         return [*command, "--", f"{Path(part.folder).expanduser()}/", f"{part.to}/"]
     folder = shell_path(part.folder)
@@ -132,18 +137,27 @@ def rsync_command(part: Part) -> list[str]:
 def _bring(part: Part) -> None:
     """Bring a part.
 
+    Errors go to a file, for the reason that `run_here` has.
+
     Raises:
         LaunchError: not all of it came.
     """
     part.to.mkdir(parents=True, exist_ok=True)
-    try:
-        ended = subprocess.run(  # noqa: S603 - an argument list
-            rsync_command(part), stdin=subprocess.DEVNULL, capture_output=True, check=False
-        )
-    except OSError as error:
-        raise LaunchError(f"rsync cannot be run: {error.strerror or error}") from error
+    with tempfile.TemporaryFile() as errors:
+        try:
+            ended = subprocess.run(  # noqa: S603 - an argument list
+                rsync_command(part),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                check=False,
+            )
+        except OSError as error:
+            raise LaunchError(f"rsync cannot be run: {error.strerror or error}") from error
+        errors.seek(0)
+        said = errors.read().decode("utf-8", "replace").strip()
     if ended.returncode not in (0, VANISHED):
-        raise failure(part.host, ended.returncode, ended.stderr.decode("utf-8", "replace").strip())
+        raise failure(part.host, ended.returncode, said)
 
 
 def failure(host: Host, code: int, said: str) -> LaunchError:
@@ -153,6 +167,10 @@ def failure(host: Host, code: int, said: str) -> LaunchError:
         return LaunchError(f"{host.node}: there is {first} there")
     if code == NO_COMMAND or "rsync: not found" in said:
         return LaunchError(f"{host.node}: rsync is not installed there: {MISSING}")
+    if code == STALLED:
+        return LaunchError(
+            f"{host.node}: nothing came for {STALL_TIMEOUT_S} s: look at its disk and network, and try again"
+        )
     if host.destination is not None and code in (SSH_FAILED, STREAM_BROKE):
         unreachable = host.unreachable(said)
         if code == SSH_FAILED or unreachable.cause != "closed":

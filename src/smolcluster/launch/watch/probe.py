@@ -18,6 +18,7 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from smolcluster.errors import DataError, LaunchError
+from smolcluster.launch.children import STOP_ON_STDIN_EOF
 from smolcluster.launch.host import Host, TookTooLong, Unreachable, shell_path
 from smolcluster.launch.sessions import look_script
 from smolcluster.runs.events import first_start
@@ -222,20 +223,34 @@ def _holder(paths: RunPaths) -> int | None:
 
 def ours_alive(pids: Sequence[int]) -> set[int]:
     """Those of the processes that live and are of this project."""
+    found = command_lines(pids)
+    return {pid for pid, line in found.items() if any(word in line for word in OURS)}
+
+
+def is_server_of(command_line: str, run_id: str) -> bool:
+    """Whether this is the launched server of a run."""
+    return f" --run-id {run_id} " in f"{command_line} "
+
+
+def is_launched_worker(command_line: str) -> bool:
+    """Whether this is a worker that a launcher of this project has started."""
+    return "/algorithms/" in command_line and STOP_ON_STDIN_EOF in command_line.split()
+
+
+def command_lines(pids: Sequence[int]) -> dict[int, str]:
+    """The command line of each of these processes that lives."""
     if not pids:
-        return set()
+        return {}
     command = ["ps", "-ww", "-o", "pid=,command=", "-p", ",".join(map(str, pids))]
     try:
         listed = subprocess.run(  # noqa: S603 - numbers
             command, capture_output=True, timeout=LIMIT_S, check=False
         ).stdout.decode("utf-8", "replace")
     except (OSError, subprocess.TimeoutExpired):
-        return set()
+        return {}
     pairs = (line.split(None, 1) for line in listed.splitlines())
     return {
-        int(pair[0])
-        for pair in pairs
-        if len(pair) == 2 and any(word in pair[1] for word in OURS) and "<defunct>" not in pair[1]
+        int(pair[0]): pair[1] for pair in pairs if len(pair) == 2 and "<defunct>" not in pair[1]
     }
 
 

@@ -1,0 +1,175 @@
+"""The processes of a run, begun and ended by shell scripts of their machine, here this one."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from reading import server
+from smolcluster.errors import LaunchError
+from smolcluster.launch import sessions
+from smolcluster.launch.host import Done, Host
+from smolcluster.launch.sessions import Ending, ask_to_end, begin, kill, start_script, wait_to_end
+from smolcluster.launch.stop import WAITING, stop_processes
+from smolcluster.runs.launched import Launched, LaunchedProcess
+
+COUNTING = """
+import pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1]).parent.parent
+signals = []
+def note(signum, frame):
+    signals.append(signum)
+    (folder / "signals").write_text(str(len(signals)))
+signal.signal(signal.SIGTERM, note)
+(folder / "ready").touch()
+while not (signals and (folder / "saved").exists()):
+    time.sleep(0.02)
+"""
+"""Ends after it has been asked to, when the file `saved` is there; counts how often it is asked."""
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> LaunchedProcess:
+    return server(ssh=None, run_dir=str(tmp_path / "r1"))
+
+
+@pytest.fixture
+def run(process: LaunchedProcess) -> Path:
+    folder = Path(process.run_dir)
+    (folder / "pids").mkdir(parents=True)
+    return folder
+
+
+Spawn = Callable[[], "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def spawn(process: LaunchedProcess, run: Path) -> Iterator[Spawn]:
+    """Start the process without tmux, as its group's leader, with the number that its script leaves."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> "subprocess.Popen[bytes]":
+        (run / "ready").unlink(missing_ok=True)
+        argv = [sys.executable, "-c", COUNTING, f"{run}/launch/{process.stem}.sh"]
+        child = subprocess.Popen(argv, start_new_session=True)
+        started.append(child)
+        threading.Thread(target=child.wait, daemon=True).start()
+        (run / "pids" / process.stem).write_text(f"{child.pid}\n")
+        end = time.monotonic() + 30
+        while not (run / "ready").exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        return child
+
+    yield start
+    for child in started:
+        child.kill()
+        child.wait()
+
+
+def test_who_has_been_asked_to_end_is_not_asked_again(
+    process: LaunchedProcess, run: Path, spawn: Spawn
+) -> None:
+    child = spawn()
+    for _ in range(2):
+        assert ask_to_end(process, 0.4) is Ending.REMAINS
+    assert wait_to_end(process, 0.2) is Ending.REMAINS
+    assert (run / "signals").read_text() == "1"
+    (run / "saved").touch()
+    assert ask_to_end(process, 10.0) in (Ending.ENDED, Ending.WAS_OVER)
+    assert child.wait() == 0
+    assert ask_to_end(process, 0.2) is Ending.WAS_OVER
+    (run / "signals").unlink()
+    child = spawn()  # the same run once more: what it was asked then does not count
+    assert ask_to_end(process, 10.0) is Ending.ENDED
+    assert (run / "signals").read_text() == "1"
+
+
+def test_of_two_who_ask_at_the_same_time_one_is_heard(
+    process: LaunchedProcess, run: Path, spawn: Spawn
+) -> None:
+    spawn()
+    asking = [threading.Thread(target=ask_to_end, args=(process, 0.4)) for _ in range(4)]
+    for each in asking:
+        each.start()
+    for each in asking:
+        each.join()
+    assert (run / "signals").read_text() == "1"
+
+
+def test_where_it_cannot_be_noted_it_is_asked_all_the_same(
+    process: LaunchedProcess, run: Path, spawn: Spawn
+) -> None:
+    spawn()
+    (run / "saved").touch()
+    (run / "asked").write_text("in the way of the folder")
+    assert ask_to_end(process, 10.0) is Ending.ENDED
+
+
+def test_who_has_been_asked_can_be_killed(
+    process: LaunchedProcess, run: Path, spawn: Spawn
+) -> None:
+    child = spawn()
+    assert ask_to_end(process, 0.2) is Ending.REMAINS
+    assert kill(process) is Ending.ENDED
+    assert child.wait() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_server_has_time_for_its_last_checkpoint(
+    process: LaunchedProcess, run: Path, spawn: Spawn, saves: bool
+) -> None:
+    """Unless whoever stops it is in a hurry."""
+    child = spawn()
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        if saves:
+            (run / "saved").touch()
+
+    launched = Launched(run_id="r1", algorithm="edp", processes=(process,))
+    stopped = stop_processes(launched, in_a_hurry=lambda: bool(said) and not saves, say=say)
+    assert (stopped.left, stopped.was_over) == ([], False)
+    assert said == [f"server mini1: {WAITING}"]
+    assert child.wait() == (0 if saves else -signal.SIGKILL)
+
+
+@pytest.mark.parametrize("broken", ["put", "start"])
+def test_a_start_that_fails_leaves_no_script_with_its_keys(
+    process: LaunchedProcess, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    ran: list[str] = []
+
+    def fail(*_: object) -> None:
+        raise LaunchError("the connection was closed")
+
+    def note(_host: Host, script: str, **_: object) -> Done:
+        ran.append(script)
+        return Done(0, "", "")
+
+    monkeypatch.setattr(sessions, broken, fail)
+    monkeypatch.setattr(Host, "run", note)
+    with pytest.raises(LaunchError, match="was closed"):
+        begin(process, {"WANDB_API_KEY": "secret"})
+    assert ran[-1] == f"rm -f {process.run_dir}/launch/{process.stem}.sh"
+
+
+def test_a_variable_of_the_users_does_not_keep_a_process_from_starting(
+    process: LaunchedProcess, run: Path
+) -> None:
+    told = process.model_copy(
+        update={"project_dir": str(run), "argv": ("sh", "-c", 'echo "$asked" > told')}
+    )
+    script = run / "launch.sh"
+    script.write_text(start_script(told, {"asked": "for", "code": "7"}))
+    env = os.environ | {"TMUX_PANE": "%0"}
+    assert subprocess.run(["sh", str(script)], env=env, check=False).returncode == 0
+    assert (run / "told").read_text() == "for\n"
+    assert (run / "exits" / process.stem).read_text() == "0\n"

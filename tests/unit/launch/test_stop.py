@@ -1,0 +1,168 @@
+"""Ending a run whose processes are children of a launcher, on this machine."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from reading import write
+from smolcluster.errors import ConfigError
+from smolcluster.launch.stop import WAITING, stop_children
+from smolcluster.runs.paths import RunPaths, create_run
+from smolcluster.runs.processes import ProcessEntry, write_processes
+
+TOUCHY = """
+import pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+signals = []
+def note(signum, frame):
+    signals.append(signum)
+    (folder / "signals").write_text(str(len(signals)))
+signal.signal(signal.SIGTERM, note)
+(folder / "ready").touch()
+while not (signals and (folder / "saved").exists()):
+    time.sleep(0.02)
+"""
+"""Ends after it has been asked to, when the file `saved` is there; counts how often it is asked."""
+
+Spawn = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return create_run(tmp_path, "edp-1")
+
+
+@pytest.fixture
+def spawn(tmp_path: Path) -> Iterator[Spawn]:
+    """Start a process of these arguments; it is reaped as soon as it ends, as a launcher does."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*words: str) -> "subprocess.Popen[bytes]":
+        (tmp_path / "ready").unlink(missing_ok=True)
+        argv = [sys.executable, "-c", TOUCHY, str(tmp_path), *words]
+        process = subprocess.Popen(argv, start_new_session=True)
+        started.append(process)
+        threading.Thread(target=process.wait, daemon=True).start()
+        wait_for(tmp_path / "ready")
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} does not come"
+        time.sleep(0.01)
+
+
+def listed(paths: RunPaths, server: int, *workers: int) -> None:
+    entries = [ProcessEntry(node="mini1", role="server", pid=server)]
+    entries += [
+        ProcessEntry(node="pi5", role="worker", rank=rank, pid=pid)
+        for rank, pid in enumerate(workers)
+    ]
+    write_processes(paths.processes, entries)
+
+
+def test_the_process_of_somebody_else_with_a_used_number_is_left_alone(
+    paths: RunPaths, spawn: Spawn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    web = spawn("/srv/web/server.py")
+    other = spawn("server.py", "--run-id", "edp-12", "smolcluster")
+    listed(paths, web.pid, other.pid)
+    assert stop_children(paths, now=True) == 0
+    assert "it was over already" in capsys.readouterr().out
+    assert [process.poll() for process in (web, other)] == [None, None]
+    assert not (paths.root.parent / "signals").exists()
+
+
+def test_whoever_asks_again_waits_for_the_last_checkpoint(
+    paths: RunPaths, spawn: Spawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = spawn("server.py", "--run-id", "edp-1")
+    listed(paths, server.pid)
+    codes: list[int] = []
+    asking = [
+        subprocess.Popen([sys.executable, "-c", STOP, str(paths.root)], stdout=subprocess.PIPE)
+        for _ in range(3)
+    ]
+    wait_for(tmp_path / "signals")
+    time.sleep(3)
+    assert server.poll() is None
+    write(tmp_path / "saved", "")
+    for each in asking:
+        said, _ = each.communicate(timeout=60)
+        codes.append(each.returncode)
+        assert said.decode().count(WAITING) == 1
+    assert codes == [0, 0, 0]
+    assert (tmp_path / "signals").read_text() == "1"
+
+
+STOP = """
+import sys
+from pathlib import Path
+from smolcluster.launch.stop import stop_children
+from smolcluster.runs.paths import RunPaths
+raise SystemExit(stop_children(RunPaths(Path(sys.argv[1])), now=False))
+"""
+
+
+def test_a_mark_from_before_a_restart_does_not_count(
+    paths: RunPaths, spawn: Spawn, tmp_path: Path
+) -> None:
+    server = spawn("server.py", "--run-id", "edp-1")
+    listed(paths, server.pid)
+    write(paths.root / "asked/server-mini1.4711", "")
+    write(tmp_path / "saved", "")
+    assert stop_children(paths, now=False) == 0
+    assert server.wait() == 0
+
+
+def test_with_now_everybody_is_killed_without_being_asked(
+    paths: RunPaths, spawn: Spawn, tmp_path: Path
+) -> None:
+    server = spawn("server.py", "--run-id", "edp-1")
+    worker = spawn("/x/algorithms/EDP/worker.py", "1", "pi5", "--stop-on-stdin-eof")
+    listed(paths, server.pid, worker.pid)
+    assert stop_children(paths, now=True) == 0
+    assert [server.wait(), worker.wait()] == [-signal.SIGKILL] * 2
+    assert not (tmp_path / "signals").exists()
+
+
+def test_who_does_not_end_in_time_is_killed(paths: RunPaths, spawn: Spawn, tmp_path: Path) -> None:
+    server = spawn("server.py", "--run-id", "edp-1")
+    listed(paths, server.pid)
+    assert stop_children(paths, now=False, server_grace_s=0.2) == 0
+    assert server.wait() == -signal.SIGKILL
+    assert (tmp_path / "signals").read_text() == "1"
+
+
+def test_ctrl_c_ends_the_wait_for_the_last_checkpoint(
+    paths: RunPaths, spawn: Spawn, tmp_path: Path
+) -> None:
+    server = spawn("server.py", "--run-id", "edp-1")
+    listed(paths, server.pid)
+
+    def press() -> None:
+        wait_for(tmp_path / "signals")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()
+    assert stop_children(paths, now=False) == 0
+    assert server.wait() == -signal.SIGKILL
+
+
+def test_a_run_from_elsewhere_is_refused(paths: RunPaths) -> None:
+    with pytest.raises(ConfigError, match="was not launched from here"):
+        stop_children(paths, now=False)

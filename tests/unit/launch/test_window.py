@@ -1,0 +1,114 @@
+"""The local tmux window of a run, with a tmux server of the test's own."""
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from reading import server, worker
+from smolcluster.errors import LaunchError
+from smolcluster.launch import tmux
+from smolcluster.launch.tmux import (
+    close_window,
+    is_stopping,
+    open_window,
+    show_window,
+    window_commands,
+)
+
+needs_tmux = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
+PROCESSES = [server(None), worker(0, "odd;", None), worker(1, "pi5", None)]
+
+
+def output(*words: str) -> str:
+    return subprocess.run(["tmux", *words], capture_output=True, text=True, check=False).stdout
+
+
+@pytest.fixture
+def own_tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("TMUX", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TERM", "xterm")
+    yield
+    output("kill-server")
+
+
+@needs_tmux
+@pytest.mark.usefixtures("own_tmux")
+def test_panes_that_end_at_once_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tmux, "pane_command", lambda _: "exit 3")
+    for number in range(5):
+        name = open_window(f"r{number}", PROCESSES, "true")
+        shown = output("list-panes", "-t", f"={name}:", "-F", "#{@process}").splitlines()
+        assert sorted(shown) == ["server mini1", "worker rank 0 odd;", "worker rank 1 pi5"]
+        assert open_window(f"r{number}", PROCESSES, "true") == name
+        close_window(f"r{number}")
+    assert output("list-sessions") == ""
+
+
+@needs_tmux
+@pytest.mark.usefixtures("own_tmux")
+def test_a_window_that_does_not_open_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tmux, "_ask_on_ctrl_c", lambda: ["bind-key", "no-such-key", "detach"])
+    with pytest.raises(LaunchError, match="no-such-key"):
+        open_window("r1", PROCESSES, "true")
+    assert output("list-sessions") == ""
+
+
+def test_no_call_of_tmux_is_longer_than_it_can_be() -> None:
+    many = [server("pi@mini1"), *(worker(rank, "pi5", "pi@pi5") for rank in range(30))]
+    for call in window_commands("r1", many, "true"):
+        assert sum(len(word) + 1 for word in call) < 16_000
+
+
+@pytest.fixture
+def press(own_tmux: None, tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """Open a window whose processes sleep, show it on a terminal, and press keys there."""
+    screen = ["tmux", "-L", "outer"]
+    env = {name: value for name, value in os.environ.items() if name != "TMUX"}
+
+    def keys(command: str) -> None:
+        begin = [*screen, "new-session", "-d", "-s", "outer", "-x", "120", "-y", "40"]
+        inner = f"unset TMUX; {command}"
+        subprocess.run([*begin, "sh", "-c", inner], env=env, check=True)
+        until(lambda: "mini1" in output("-L", "outer", "capture-pane", "-p"))
+        subprocess.run([*screen, "send-keys", "C-c"], env=env, check=True)
+        until(lambda: "and the run?" in output("-L", "outer", "capture-pane", "-p"))
+        subprocess.run([*screen, "send-keys", "C-c"], env=env, check=True)
+
+    yield keys
+    output("-L", "outer", "kill-server")
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@needs_tmux
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_who_chooses_stop_is_served_once(
+    press: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_followed: bool
+) -> None:
+    """By the launcher that waits for the window to be left; where none does, by tmux."""
+    monkeypatch.setattr(tmux, "pane_command", lambda _: "sleep 60")
+    stop = f"sh -c 'echo \"$0\" > {tmp_path}/stopped' it"
+    name = open_window("r1", [server(None)], stop)
+    if is_followed:  # the terminal is the other one's: only the mark of who follows is wanted here
+        monkeypatch.setattr(subprocess, "call", lambda _: 0)
+        show_window(name)
+    press(f"tmux attach-session -t ={name}")
+    until(lambda: is_stopping("r1"))
+    until(lambda: output("list-clients", "-t", f"={name}") == "")
+    if is_followed:
+        time.sleep(0.5)
+        assert not (tmp_path / "stopped").exists()
+    else:
+        until((tmp_path / "stopped").exists)
