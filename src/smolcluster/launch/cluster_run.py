@@ -425,7 +425,10 @@ class ClusterRun:
         if code == 0 and (summary := self._summary()):
             with steady(self._console):
                 self._console.print(table(summary))
-        self.say(f"`uv run smolcluster fetch {self._launched.run_id}` brings its files here")
+        if self._launched.is_local:
+            self.say(f"files of the run: {self._paths.root}")
+        else:
+            self.say(f"`uv run smolcluster fetch {self._launched.run_id}` brings its files here")
         return code
 
     def _summary(self) -> Summary | None:

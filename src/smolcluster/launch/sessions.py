@@ -90,9 +90,21 @@ def look_script(process: LaunchedProcess) -> str:
     """Prints `running`, `ended CODE`, or `gone` when it was killed or never started."""
     exits = f"{shell_path(process.run_dir)}/exits/{shlex.quote(process.stem)}"
     return (
+        f"{_left(process)}; pid=$(cat {_pid_file(process)} 2>/dev/null)\n"
         f"if tmux has-session -t {target(process.session)} 2>/dev/null; then echo running; "
-        f'elif [ -s {exits} ]; then echo ended "$(cat {exits})"; else echo gone; fi'
+        f'elif [ -s {exits} ]; then echo ended "$(cat {exits})"; '
+        'elif [ -n "$pid" ] && left; then echo running; else echo gone; fi'
     )
+
+
+def _left(process: LaunchedProcess) -> str:
+    """A shell function that says whether commands of a run are in the process group `$pid`."""
+    ours = shlex.quote(f"{process.run_dir.rpartition('/')[2]}/launch/")
+    return f'left() {{ ps -A -ww -o pgid= -o args= | grep "^ *$pid " | grep -qF -- {ours}; }}'
+
+
+def _pid_file(process: LaunchedProcess) -> str:
+    return f"{shell_path(process.run_dir)}/pids/{shlex.quote(process.stem)}"
 
 
 def exit_code(process: LaunchedProcess) -> int | None:
@@ -168,15 +180,13 @@ def _signal(process: LaunchedProcess, signalling: list[str], wait_s: float) -> E
     The group is that of its tmux session, or, if tmux has gone, the number that it left; both are believed
     only while commands of its run are in that group.
     """
-    pid_file = f"{shell_path(process.run_dir)}/pids/{shlex.quote(process.stem)}"
-    ours = shlex.quote(f"{process.run_dir.rpartition('/')[2]}/launch/")
     pane = f"tmux list-panes -s -t {target(process.session)}: -F '#{{pane_pid}}' 2>/dev/null"
     lines = [
-        f'left() {{ ps -A -ww -o pgid= -o args= | grep "^ *$pid " | grep -qF -- {ours}; }}',
+        _left(process),
         f"pid=$({pane} | head -n 1)",
         # A session that has just been made may not have come to its command yet.
         f'if [ -n "$pid" ]; then n=0; until left || [ $n -ge 5 ]; do sleep {POLL_S}; n=$((n+1)); done',
-        f'else pid=$(cat {pid_file} 2>/dev/null) && [ -n "$pid" ] || exit {Ending.WAS_OVER}; fi',
+        f'else pid=$(cat {_pid_file(process)} 2>/dev/null) && [ -n "$pid" ] || exit {Ending.WAS_OVER}; fi',
         f"left || exit {Ending.WAS_OVER}",
         *signalling,
         f"n=0; while left && [ $n -lt {round(wait_s / POLL_S)} ]; do sleep {POLL_S}; n=$((n+1)); done",

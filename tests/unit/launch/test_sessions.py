@@ -15,7 +15,15 @@ from reading import server
 from smolcluster.errors import LaunchError
 from smolcluster.launch import sessions
 from smolcluster.launch.host import Done, Host
-from smolcluster.launch.sessions import Ending, ask_to_end, begin, kill, start_script, wait_to_end
+from smolcluster.launch.sessions import (
+    Ending,
+    ask_to_end,
+    begin,
+    exit_code,
+    kill,
+    start_script,
+    wait_to_end,
+)
 from smolcluster.launch.stop import WAITING, stop_processes
 from smolcluster.runs.launched import Launched, LaunchedProcess
 
@@ -173,3 +181,17 @@ def test_a_variable_of_the_users_does_not_keep_a_process_from_starting(
     assert subprocess.run(["sh", str(script)], env=env, check=False).returncode == 0
     assert (run / "told").read_text() == "for\n"
     assert (run / "exits" / process.stem).read_text() == "0\n"
+
+
+def test_a_process_whose_session_was_killed_still_runs(
+    spawn: Spawn, process: LaunchedProcess, run: Path
+) -> None:
+    """tmux may go before its commands do; then `stop` must still be told of them."""
+    child = spawn()
+    assert exit_code(process) is None
+    child.kill()
+    child.wait()
+    assert exit_code(process) == 1
+    (run / "exits").mkdir()
+    (run / "exits" / process.stem).write_text("0\n")
+    assert exit_code(process) == 0
