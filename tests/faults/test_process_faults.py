@@ -689,7 +689,11 @@ def test_a_clock_that_jumps_by_hours_changes_nothing(
     assert [line for line in cluster.log_lines if "reconnect" in line or "left" in line] == []
 
 
-STAMPS = {"training/checkpoint.py", "observability/sinks/jsonl.py", "runs/events.py"}
+STAMPS = {
+    *("training/checkpoint.py", "observability/sinks/jsonl.py", "runs/events.py"),
+    *("cluster/board.py", "cluster/report.py"),
+    *("launch/doctor/examine.py", "launch/watch/probe.py"),  # which compare clocks of machines
+}
 """Where the clock on the wall is read, as the default of `now`, for time stamps."""
 
 

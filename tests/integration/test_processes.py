@@ -112,7 +112,7 @@ def test_a_stopped_worker_leaves_and_the_run_goes_on(processes: Processes) -> No
     port = f"port={free_port()}"
     server = processes.server("--local", "--override", port, "num_epochs=40")
     first = processes.worker(1, "macbook", "--local", "--override", port)
-    first.wait_for("joined run")
+    server.wait_for("worker 1 (macbook) joined")
     first.kill(signal.SIGTERM)
     assert first.wait() == 143
     server.wait_for("left: ")

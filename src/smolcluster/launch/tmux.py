@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from smolcluster.errors import LaunchError
-from smolcluster.launch.host import SSH_FAILED, Done, Host, shell_path
+from smolcluster.launch.host import Done, Host, shell_path
 from smolcluster.runs.launched import LaunchedProcess
 
 TMUX_TIMEOUT_S = 10.0
 RECONNECT_S = 3
+KILLED = 128
+"""An exit code above it says that ssh was killed, or, 255, that it lost the connection."""
 KEY_TABLE = "smolcluster"
 STOPPING = "@stopping"
 """The option of a window in which the user has stopped the run."""
@@ -84,7 +86,7 @@ def pane_command(process: LaunchedProcess) -> str:
     if process.ssh is None:
         return f"{shown}; {ended}"
     lost = f"echo 'no connection to {process.node}; trying again'; sleep {RECONNECT_S}"
-    return f"while {shown}; code=$?; [ $code -eq {SSH_FAILED} ]; do {lost}; done; {ended}"
+    return f"while {shown}; code=$?; [ $code -gt {KILLED} ]; do {lost}; done; {ended}"
 
 
 def window_commands(

@@ -68,7 +68,7 @@ def test_the_script_trains_digits_and_leaves_nothing(launching: Launching) -> No
     """Nor does anybody see a secret."""
     controller, lab = launching.controller, launching.lab
     controller.write("spy/ssh", SPY, mode=0o755)
-    script = launching.script("edp", "--train-config", "digits", "--override", "num_epochs=16")
+    script = launching.script("edp", "--train-config", "digits", "--override", "num_epochs=30")
     environment = [f"WANDB_API_KEY={SENTINEL}", f"PATH={controller.home}/spy:/usr/bin:/bin"]
     learn = ["learning_rate=0.004", "eval_steps=100000"]
     running = launching.popen(["env", *environment, *script, *learn])

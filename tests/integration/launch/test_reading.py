@@ -70,7 +70,7 @@ def python(call: str, module: str) -> list[str]:
     return [
         sys.executable,
         "-c",
-        f"import sys; from smolcluster.launch.{module} import {module}; sys.exit({call})",
+        f"import sys; from smolcluster.launch.watch.{module} import {module}; sys.exit({call})",
     ]
 
 

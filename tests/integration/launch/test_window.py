@@ -115,7 +115,8 @@ def test_a_window_that_stays_open_shows_the_end(
     terminal = screen(launching.launch("--override", *ENDLESS, "reconnect_timeout_s=2"))
     terminal.wait_for("server mini1", "rank 1 pi5 cpu", timeout_s=LAUNCH_TIMEOUT_S)
     launching.lab["mini1"].output("pkill -TERM -f '[s]erver.py --run-id'")
-    wait_until(lambda: terminal.text.count("Pane is dead") == 3, lambda: terminal.text)
+    dead = ["tmux", "list-panes", "-a", "-F", "#{pane_dead}"]
+    wait_until(lambda: launching.controller.output(dead).count("1") == 3, lambda: terminal.text)
     terminal.wait_for("exit code 143", "exit code 75")
     terminal.press(CTRL_B, "d")
     terminal.wait_for("server mini1 ended with exit code 143", "brings its files here", "code=143")
