@@ -42,7 +42,9 @@ def hidden(host: Host, program: str) -> Iterator[None]:
 
 
 def pythons(host: Host) -> list[int]:
-    return [each.pid for each in host.processes() if "python" in each.argv[0]]
+    """The server and the workers there."""
+    programs = ("server.py", "worker.py")
+    return [each.pid for each in host.processes() if " ".join(each.argv[:2]).endswith(programs)]
 
 
 def test_an_interrupted_rsync_leaves_no_half_synced_node(launching: Launching) -> None:
@@ -80,9 +82,11 @@ def test_the_script_trains_digits_and_leaves_nothing(launching: Launching) -> No
         for host in lab:
             seen.update(" ".join(each.argv) for each in host.processes())
             if host.name not in looked_at and (pids := pythons(host)):
+                environ = host.run(f"tr '\\0' '\\n' < /proc/{pids[0]}/environ")
+                if environ.returncode:
+                    continue  # it was one of those that prepare, and has gone
                 looked_at.add(host.name)
-                environ = host.output(f"tr '\\0' '\\n' < /proc/{pids[0]}/environ").splitlines()
-                assert f"WANDB_API_KEY={SENTINEL}" in environ
+                assert f"WANDB_API_KEY={SENTINEL}" in environ.stdout.splitlines()
                 assert host.run([*NOBODY, "cat", f"/proc/{pids[0]}/environ"]).returncode != 0
                 seen.add(host.output([*NOBODY, "ps", "-A", "-ww", "-o", "args"]))
         return len(looked_at) == 3 or running.process.poll() is not None
