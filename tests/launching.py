@@ -1,5 +1,6 @@
 """Launching on the hosts of the lab, from its controller, as a user does."""
 
+import itertools
 import json
 import shlex
 import subprocess
@@ -173,6 +174,9 @@ class Launching:
             host.end_processes()
 
 
+_screens = itertools.count()
+
+
 class Screen:
     """A terminal on the controller: a pane of an outer tmux, whose screen can be read."""
 
@@ -180,10 +184,12 @@ class Screen:
         self._host = controller
         command = f"env -u TMUX {shlex.join(words)}; echo code=$?; sleep 1000"
         size = ["-x", str(COLUMNS), "-y", str(ROWS)]
+        # Each with a tmux server of its own: the last one may still be going.
+        self._socket = f"outer-{next(_screens)}"
         self._tmux("-f", "/dev/null", "new-session", "-d", "-s", "screen", *size, command)
 
     def _tmux(self, *words: str) -> str:
-        return self._host.output(["tmux", "-L", "outer", *words])
+        return self._host.output(["tmux", "-L", self._socket, *words])
 
     @property
     def text(self) -> str:
@@ -204,4 +210,4 @@ class Screen:
         return self.text
 
     def close(self) -> None:
-        self._host.run(["tmux", "-L", "outer", "kill-server"])
+        self._host.run(["tmux", "-L", self._socket, "kill-server"])

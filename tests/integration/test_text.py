@@ -17,7 +17,7 @@ from smolcluster.cluster.evaluator import EvaluationDone, Evaluator
 from smolcluster.cluster.inbox import Inbox
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import AlgorithmName
-from smolcluster.errors import ConfigError, DataError
+from smolcluster.errors import ConfigError
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.events import Evaluated, EventLog, RunEnded
@@ -217,7 +217,7 @@ def test_without_the_text_a_worker_that_must_have_it_says_so(
     poor = tiny_settings(tmp_path / "nowhere.txt", algorithm=algorithm)
     cluster = Cluster(settings, tmp_path, algorithm=algorithm)
     error = cluster.worker(1, settings=poor).failure()
-    assert isinstance(error, DataError)
+    assert isinstance(error, ConfigError)
     assert "nowhere.txt, which does not exist" in str(error)
     good = cluster.worker(1)
     cluster.server.finish()
@@ -279,6 +279,8 @@ def test_a_run_that_gets_no_better_ends_well_for_everybody(
 
 # Launching
 
+DOCUMENTED_GPT = "17,637,632 parameters"
+
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     assert main(["launch", *arguments, "--dry-run"]) == 0
@@ -296,8 +298,8 @@ def test_edp_gpt_on_one_machine_is_the_small_gpt(capsys: pytest.CaptureFixture[s
 
 
 def test_edp_gpt_on_a_cluster_is_the_documented_gpt(capsys: pytest.CaptureFixture[str]) -> None:
-    server, *_ = plan(capsys, "edp-gpt")
-    assert "--train-config gpt" in server
+    assert main(["launch", "edp-gpt", "--dry-run"]) == 0
+    assert DOCUMENTED_GPT in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -306,8 +308,8 @@ def test_gpt_on_one_machine_means_the_small_one(
 ) -> None:
     server, *_ = plan(capsys, algorithm, "--local", "--train-config", "gpt")
     assert "--train-config stdlib" in server
-    server, *_ = plan(capsys, algorithm, "--train-config", "gpt")
-    assert "--train-config gpt" in server
+    assert main(["launch", algorithm, "--train-config", "gpt", "--dry-run"]) == 0
+    assert DOCUMENTED_GPT in capsys.readouterr().out
 
 
 def test_a_cluster_of_processes_trains_a_language_model(
