@@ -51,7 +51,14 @@ ENV = "env"
 """The key of a machine's section whose values may be secrets, such as tokens and passwords."""
 HIDDEN = "***"
 
-_WORKER_CLUSTER_KEYS = ("host_ip", "port", "start_timeout_s", "nodes")
+_WORKER_CLUSTER_KEYS = (
+    "host_ip",
+    "port",
+    "start_timeout_s",
+    "metrics_port",
+    "metrics_bind",
+    "nodes",
+)
 
 
 @dataclass(frozen=True)

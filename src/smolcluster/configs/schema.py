@@ -68,6 +68,8 @@ REMOTE_PATH = r"^(~|~?/[^\x00-\x1f\\]*)$"
 # A node's name is part of the names of log files. A destination must not look like an option of ssh.
 NodeName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Address = Annotated[str, StringConstraints(min_length=1, max_length=255)]
+MetricsPort = Annotated[int, Field(ge=1, le=65535)] | None
+LokiUrl = Annotated[str, StringConstraints(pattern=r"^https?://[^\s@/]+/?$")] | None
 SshDestination = Annotated[
     str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@:%+\[\]/-]{0,254}$")
 ]
@@ -265,6 +267,20 @@ class ClusterConfig(Section):
         200,
         description="Server steps between two checkpoints; null: only one at the end, or when the server "
         "is stopped.",
+    )
+    metrics_port: MetricsPort = Field(
+        9464,
+        description="Port of the server's /metrics for Prometheus; worker n adds n; null: there is none.",
+    )
+    metrics_bind: Address | None = Field(
+        None,
+        description="Address on which /metrics is served; null: 127.0.0.1 where everything runs on one "
+        "machine, else every address.",
+    )
+    loki_url: LokiUrl = Field(
+        None,
+        description="Where Loki takes the logs, such as http://192.168.1.10:3100; null: where the launcher "
+        "runs it, if it does.",
     )
     keep_last: PositiveInt = Field(
         3, description="Checkpoints that are kept, besides the one of the lowest validation loss."

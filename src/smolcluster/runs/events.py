@@ -114,6 +114,12 @@ class Evaluated(_Event):
     val_perplexity: float | None = None
 
 
+class CheckpointSaved(_Event):
+    """The weights of `step` are on the disk, and the run can go on from there."""
+
+    step: int
+
+
 class RunResumed(_Event):
     """The run goes on from the checkpoint of `step`; what other incarnations did after it is undone."""
 
@@ -143,6 +149,7 @@ Event = (
     | PushDropped
     | EpochFinished
     | Evaluated
+    | CheckpointSaved
     | RunResumed
     | RunEnded
 )

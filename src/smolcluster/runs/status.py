@@ -20,6 +20,7 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PlainSerializer,
+    PositiveInt,
     ValidationError,
 )
 
@@ -62,6 +63,17 @@ class WorkerStatus(_Part):
     )
     samples: NonNegativeInt = Field(description="Applied, in the whole run.")
     samples_per_s: NonNegativeFloat = Field(description="Applied; 0 of a worker that has gone.")
+    mean_staleness: NonNegativeFloat = Field(
+        0.0, description="Mean τ of its applied pushes, steps."
+    )
+    staleness: list[NonNegativeInt] = Field(
+        [],
+        description="How many of its applied pushes had a τ of 0, 1, 2, 3-4, 5-8, 9-16, 17-32, more.",
+    )
+    vitals: dict[str, float] = Field({}, description="What it reported of itself last.")
+    address: str = Field("", description="Its IP address, as the server sees it.")
+    sent_bytes: NonNegativeInt = Field(0, description="By it to the server since it joined.")
+    received_bytes: NonNegativeInt = Field(0, description="By it from the server since it joined.")
     last_seen: Instant = Field(description="When the last byte came from it; heartbeats count.")
 
     def silent_s(self, now: datetime) -> float:
@@ -95,6 +107,11 @@ class RunStatus(_Part):
     val_accuracy: Measured
     val_perplexity: Measured
     samples_per_s: NonNegativeFloat
+    learning_rate: Measured = None
+    grad_norm: Measured = None
+    staleness_bound: PositiveInt | None = Field(None, description="EDP's staleness.bound.")
+    pushes: dict[str, NonNegativeInt] = Field({}, description="By outcome, in the whole run.")
+    leases_returned: NonNegativeInt = 0
     workers: list[WorkerStatus]
 
     @property
