@@ -207,7 +207,7 @@ def serve(bare_port: int, port: int, num_buckets: int) -> None:
         elif what == b"c":
             for _ in range(num_buckets):
                 connection.receive()
-            connection.send(Heartbeat())
+            connection.send(Heartbeat(sent_at=1.0))
         elif what == b"d":
             read_pickle(bare, size)
             bare.sendall(b"!")

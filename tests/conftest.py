@@ -16,6 +16,10 @@ from smolcluster.training import checkpoint
 from smolcluster.transport.connection import listen
 from smolcluster.utils.stopping import SIGNALS
 
+for number in SIGNALS:  # nohup, for one, has its children ignore a hang-up, which the tests send
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+
 
 @pytest.fixture
 def closed_doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from smolcluster.configs.schema import DatasetConfig, RunConfig, StalenessConfig, TrainConfig
 from smolcluster.transport import messages as m
@@ -71,7 +72,7 @@ def one_of_each() -> list[m.Message]:
         m.Ack(lease=LEASE, outcome="applied", version=4),
         m.Pull(),
         m.State(incarnation="0123abcd", version=4, bucket=0, num_buckets=1, tensor=tensor(64)),
-        m.Heartbeat(),
+        m.Heartbeat(sent_at=1.0),
         m.Goodbye(reason="done"),
         m.Fault(code="non-finite", sentence="the dataset differs"),
         m.End(ok=True, sentence="the run is over"),
@@ -79,7 +80,20 @@ def one_of_each() -> list[m.Message]:
         m.Commit(version=4, num_samples=96, clip=0.5, learning_rate=1e-3, tensor=tensor(32)),
         m.Cancel(lease=LEASE, num_buckets=2),
         m.Skip(lease=LEASE, compute_s=0.25),
+        telemetry(spans_at=1.7e9, spans=((7, 0, 900), (1, 20, 300))),
     ]
+
+
+def telemetry(uptime_s: float = 2.0, steps: int = 0, **sums: Any) -> m.Telemetry:
+    """What a worker reports that has done nothing but what is stated."""
+    nothing = {
+        "samples": 0,
+        "phase_s": (0.0,) * m.NUM_PHASES,
+        **dict.fromkeys(("raw_bytes", "encoded_bytes", "memory_bytes", "queued"), 0),
+        **dict.fromkeys(("sent_bytes", "received_bytes"), 0),
+        "cpu_s": 0.0,
+    }
+    return m.Telemetry(uptime_s=uptime_s, steps=steps, **(nothing | sums))
 
 
 def socket_pair(kind: str) -> tuple[socket.socket, socket.socket]:

@@ -47,7 +47,7 @@ class Life(Generic[P]):
             secret=SECRET,
             start_timeout_s=start_timeout_s,
             log=logger(self.lines),
-            on_run_known=self.runs.append,
+            on_run_known=lambda run: self.runs.append(run.run_id),
         )
         return Outcome("worker", lambda: follow(place, make))
 

@@ -44,6 +44,7 @@ from smolcluster.transport.messages import (
     LeaseKey,
     Message,
     Ready,
+    Telemetry,
     Welcome,
     decode,
 )
@@ -111,10 +112,10 @@ class Hand:
         )
 
     def hear(self) -> tuple[Message, bytes]:
-        """The next message but for heartbeats, and its payload."""
+        """The next message but for heartbeats and reports, and its payload."""
         while True:
             message, payload = self.connection.receive(deadline=Deadline(DEADLINE_S))
-            if not isinstance(message, Heartbeat):
+            if not isinstance(message, Heartbeat | Telemetry):
                 return message, bytes(payload)
 
     def hear_a(self, kind: type[M]) -> M:

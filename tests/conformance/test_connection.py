@@ -37,7 +37,7 @@ from smolcluster.utils.retry import Deadline
 
 pytestmark = [pytest.mark.timeout(60)]
 
-HEARTBEAT = b"".join(frame_of(Heartbeat()).buffers)
+HEARTBEAT = b"".join(frame_of(Heartbeat(sent_at=1.0)).buffers)
 PUSH = b"".join(frame_of(push(16), bytes(range(16))).buffers)
 PREFIX = struct.Struct("!4sBBHIQ")
 LENGTH_FIELDS = range(8, 20)
@@ -193,7 +193,7 @@ def test_a_message_for_which_there_is_no_place_ends_the_connection(kind: str) ->
 
     with connection_pair(kind) as (one, other):
         one.send(push(16), bytes(16))
-        one.send(Heartbeat())
+        one.send(Heartbeat(sent_at=1.0))
         with pytest.raises(ProtocolError, match=r"session: no Push is expected now"):
             other.receive(place_for=refuse)
         with pytest.raises(PeerLost, match="closed for receiving"):
@@ -252,8 +252,8 @@ def test_every_flipped_bit_ends_the_connection(kind: str) -> None:
         (PREFIX.pack(b"SMOL", 1, 8, 0, 300, 2**63), "payload of 9223372036854775808"),
         (PREFIX.pack(b"SMOL", 1, 8, 0, 300, BUCKET_BYTES + 1), "exceeds the limit of 65536"),
         (b"".join(build_frame(12, b"[" * 10_000).buffers), "Invalid JSON: recursion limit"),
-        (b"".join(build_frame(12, b'{"x":NaN}').buffers), "field 'x'"),
-        (b"".join(build_frame(12, b"{}", b"1234").buffers), "announces a payload of 0 bytes"),
+        (b"".join(build_frame(13, b'{"reason":"","x":NaN}').buffers), "field 'x'"),
+        (b"".join(build_frame(10, b"{}", b"1234").buffers), "announces a payload of 0 bytes"),
         (b"".join(build_frame(8, encode(push(16)), b"1234").buffers), "a payload of 16 bytes"),
         (b"".join(build_frame(8, encode(push(16))).buffers), "a payload of 16 bytes"),
     ],
@@ -391,7 +391,7 @@ def test_a_peer_that_does_not_read_is_lost(kind: str) -> None:
                 connection.send(push(BUCKET_BYTES), bytes(BUCKET_BYTES))
         assert connection.broken
         with pytest.raises(PeerLost, match="closed for sending"):
-            connection.send(Heartbeat())
+            connection.send(Heartbeat(sent_at=1.0))
 
 
 def test_what_the_peer_said_can_be_read_after_a_send_failed(kind: str) -> None:
@@ -400,7 +400,7 @@ def test_what_the_peer_said_can_be_read_after_a_send_failed(kind: str) -> None:
         with pytest.raises(PeerLost, match="took no byte"):
             for _ in range(1000):
                 connection.send(push(BUCKET_BYTES), bytes(BUCKET_BYTES))
-        assert connection.receive()[0] == Heartbeat()
+        assert connection.receive()[0] == Heartbeat(sent_at=1.0)
 
 
 def test_a_partial_send_goes_on_where_it_stopped(kind: str) -> None:
@@ -440,7 +440,7 @@ def test_closing_twice_and_using_after_is_safe(kind: str) -> None:
         one.end_sending()
         one.finish()
         with pytest.raises(PeerLost):
-            one.send(Heartbeat())
+            one.send(Heartbeat(sent_at=1.0))
         with pytest.raises(PeerLost):
             one.receive()
         with pytest.raises(PeerLost, match="closed the connection"):

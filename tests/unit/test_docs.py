@@ -139,7 +139,7 @@ def decoded(frame: bytes) -> tuple[messages.Message, bytes]:
 
 def test_the_examples_are_what_this_version_sends() -> None:
     heartbeat, assignment = example_frames()
-    assert decoded(heartbeat) == (messages.Heartbeat(), b"")
+    assert decoded(heartbeat) == (messages.Heartbeat(sent_at=1795328282.25), b"")
     message, indices = decoded(assignment)
     assert isinstance(message, messages.Assignment)
     assert [int.from_bytes(indices[i : i + 4], "little") for i in (0, 4)] == [1203, 17]

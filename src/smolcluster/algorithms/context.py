@@ -26,6 +26,7 @@ from smolcluster.configs.schema import RunConfig
 from smolcluster.data.tokens import TokenBlocks
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.observability.metrics import Metrics
+from smolcluster.observability.spans import SpanLog
 from smolcluster.runs.events import EventLog
 from smolcluster.runs.status import StatusFile
 from smolcluster.training.build import Workbench
@@ -64,6 +65,8 @@ class ServerContext:
     incarnation: str
     status: StatusFile | None = None
     """Where it is kept up to date how the run stands; None: nowhere."""
+    spans: SpanLog | None = None
+    """Where spans of all processes are kept; None: nowhere."""
     store: CheckpointStore | None = None
     """Where checkpoints are saved; None: nowhere."""
     checkpoint: Checkpoint | None = None
@@ -125,6 +128,7 @@ class ServerContext:
             log=self.log,
             bytes_moved=bytes_moved,
             status=self.status,
+            spans=self.spans,
         )
 
     def resume(self, subject: Subject, report: Report) -> CheckpointState | None:

@@ -1,4 +1,4 @@
-"""What a run leaves for people besides its numbers: the picture of its curves, and of text a sample."""
+"""What a run leaves for people besides its numbers: its report, its curves as a picture, of text a sample."""
 
 import logging
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.models.gpt import GPT
 from smolcluster.models.sampling import sample
 from smolcluster.observability.curves import draw_curves
+from smolcluster.observability.report.page import write_report
 from smolcluster.runs.files import write_whole
 from smolcluster.runs.paths import RunPaths
 from smolcluster.training.build import Workbench
@@ -23,12 +24,25 @@ TEMPERATURE, TOP_K = 0.8, 40
 def leave_keepsakes(
     paths: RunPaths, bench: Workbench, dataset: DatasetConfig, log: logging.Logger
 ) -> None:
-    """Draw the curves and write a sample; what cannot be had is a warning, for the run is over."""
+    """Draw the curves, write a sample and the report; what cannot be had is a warning, for the run is over."""
     with _or_a_warning(log):
         draw_curves(paths)
     if isinstance(bench.replica.model, GPT):
         with _or_a_warning(log):
             write_whole(paths.sample, sample_text(bench, dataset) + "\n")
+    with _or_a_warning(log):
+        write_report(paths)
+
+
+@contextmanager
+def report_of_failure(paths: RunPaths, log: logging.Logger) -> Iterator[None]:
+    """Write the run's report if the block is ended by an error, or because it was asked to."""
+    try:
+        yield
+    except BaseException as error:
+        with _or_a_warning(log):
+            write_report(paths, error)
+        raise
 
 
 @contextmanager
@@ -37,8 +51,10 @@ def _or_a_warning(log: logging.Logger) -> Iterator[None]:
         yield
     except SmolclusterError as error:
         log.warning("%s", error)
-    except Exception as error:  # the run has ended well, whatever becomes of this
-        log.warning("the run's picture or sample could not be made: %r", error, exc_info=error)
+    except Exception as error:  # the run has ended, whatever becomes of this
+        log.warning(
+            "the run's report, picture or sample could not be made: %r", error, exc_info=error
+        )
 
 
 def sample_text(bench: Workbench, dataset: DatasetConfig) -> str:

@@ -13,13 +13,15 @@ from rich.console import Console
 
 from smolcluster.algorithms.claim import Claimed, claim_run
 from smolcluster.algorithms.context import ServerContext, check_resumable
-from smolcluster.algorithms.keepsakes import leave_keepsakes
+from smolcluster.algorithms.keepsakes import leave_keepsakes, report_of_failure
+from smolcluster.algorithms.observed import metrics_served
 from smolcluster.algorithms.records import open_records, open_run
 from smolcluster.configs.keys import show
 from smolcluster.configs.nested import saying
 from smolcluster.configs.resolve import Settings, load_resolved
 from smolcluster.configs.schema import AlgorithmName, GPTConfig, RunConfig
 from smolcluster.errors import CheckpointError, SmolclusterError
+from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.terminal import SteadyConsole, shown_text, steady
 from smolcluster.runs.paths import RunPaths
@@ -39,6 +41,8 @@ class Owner:
     node: str
     settings: Settings
     secret: Secret | None = None
+    local: bool = True
+    """Whether the whole run is on this machine."""
 
 
 def own_run(
@@ -70,10 +74,19 @@ def own_run(
         _check_resumable(claimed, settings, run, bench, log.logger)
         stop = StopRequest()
         with (
+            report_of_failure(paths, log.logger),
             _begun(owner, paths, run, log),
             open_records(
                 paths, run, role=owner.role, node=owner.node, log=log, progress=progress
             ) as records,
+            metrics_served(
+                settings,
+                ProcessLabels(owner.role, owner.node),
+                bench.replica.meter,
+                log.logger,
+                local=owner.local,
+                status=lambda: records.status.newest,
+            ),
         ):
             context = ServerContext(
                 settings=settings,
@@ -86,6 +99,7 @@ def own_run(
                 log=log.logger,
                 incarnation=records.incarnation,
                 status=records.status,
+                spans=records.spans,
                 store=claimed.store,
                 checkpoint=claimed.checkpoint,
                 check_stop=stop.check,

@@ -7,10 +7,11 @@ with the same arguments as a person does.
 
 import argparse
 import logging
+import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -18,6 +19,7 @@ from rich.console import Console
 import smolcluster
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import Ended
+from smolcluster.algorithms.observed import WorkerRun, metrics_served
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.cluster.joining import ServerAddress
 from smolcluster.cluster.link import Participant, Place, follow
@@ -28,8 +30,9 @@ from smolcluster.configs.resolve import (
     check_node_overrides,
     load_settings,
 )
-from smolcluster.configs.schema import AlgorithmName
+from smolcluster.configs.schema import AlgorithmName, RunConfig
 from smolcluster.errors import ConfigError, SmolclusterError
+from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog, setup_logging
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.paths import create_run, runs_root
@@ -45,6 +48,8 @@ from smolcluster.transport.security import (
 )
 from smolcluster.utils.bugs import describe_bug
 from smolcluster.utils.device import use_threads
+from smolcluster.utils.machine import machine_facts
+from smolcluster.utils.meter import Meter
 from smolcluster.utils.stopping import Interrupted
 
 MAX_WORKER_ID = 2**31
@@ -64,6 +69,9 @@ def process_log(
     `named`: whether console lines say whose they are; a launcher says so itself.
     """
     log = setup_logging(component, node, rank, console=console, named=named)
+    machine = machine_facts()
+    versions = [f"{name} {machine[name]}" for name in ("smolcluster", "python", "torch")]
+    log.logger.debug("process %d: %s", os.getpid(), ", ".join(versions), extra={"machine": machine})
     threading.excepthook = lambda args: log.logger.error(
         "internal error in thread %s: %r",
         args.thread and args.thread.name,
@@ -107,7 +115,7 @@ def serve(
         secret = ensure_secret(settings.node.secret_file or default_secret_path())
         check_port(settings.cluster)
         own_run(
-            Owner(algorithm, "server", settings.cluster.server, settings, secret),
+            Owner(algorithm, "server", settings.cluster.server, settings, secret, local=args.local),
             log,
             serve_run,
             run_id=args.run_id,
@@ -129,7 +137,18 @@ def work(
         raise ConfigError(f"worker_id is {args.worker_id}, must be between 1 and {MAX_WORKER_ID}")
     use_threads(node.threads)
     rank = args.worker_id - 1
-    with process_log("worker", args.node, rank, named=not args.stop_on_stdin_eof) as log:
+    meter, who = Meter(), ProcessLabels("worker", args.node, rank)
+    with (
+        process_log("worker", args.node, rank, named=not args.stop_on_stdin_eof) as log,
+        metrics_served(settings, who, meter, log.logger, local=args.local),
+        closing(WorkerRun(args.node, rank, log.logger)) as wandb,
+    ):
+
+        def begin(run: RunConfig) -> None:
+            paths = create_run(runs_root(node.runs_dir), run.run_id, newest=False)
+            log.file_logs_to(paths.log_file("worker", args.node, rank), run.run_id)
+            wandb.begin(run, paths)
+
         place = Place(
             node=node,
             hello=Hello(
@@ -143,9 +162,9 @@ def work(
             secret=_secret(args.local, node.secret_file),
             start_timeout_s=cluster.start_timeout_s,
             log=log.logger,
-            on_run_known=lambda run_id: _file_worker_logs(
-                log, node.runs_dir, run_id, args.node, rank
-            ),
+            meter=meter,
+            on_run_known=begin,
+            on_vitals=wandb.take,
         )
         follow(place, make_participant)
 
@@ -172,13 +191,6 @@ def worker_settings(algorithm: AlgorithmName, args: argparse.Namespace) -> Setti
 def _secret(local: bool, file: Path | None) -> Secret:
     """A worker never makes a secret, but for one that shares its machine with the server."""
     return (ensure_secret if local else load_secret)(file or default_secret_path())
-
-
-def _file_worker_logs(
-    log: NodeLog, runs_dir: Path | None, run_id: str, node: str, rank: int
-) -> None:
-    paths = create_run(runs_root(runs_dir), run_id, newest=False)
-    log.file_logs_to(paths.log_file("worker", node, rank), run_id)
 
 
 def _server_overrides(stated: str | None, node: str) -> list[str]:

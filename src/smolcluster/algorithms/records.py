@@ -14,7 +14,8 @@ from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import Metrics, Sink
 from smolcluster.observability.sinks.console import ProgressView
 from smolcluster.observability.sinks.jsonl import JsonlSink
-from smolcluster.observability.sinks.wandb import WandbSink, run_name
+from smolcluster.observability.sinks.wandb import wandb_for
+from smolcluster.observability.spans import SpanLog
 from smolcluster.runs.events import EventLog
 from smolcluster.runs.paths import RunPaths, create_run, runs_root
 from smolcluster.runs.status import StatusFile
@@ -27,6 +28,7 @@ class Records:
     metrics: Metrics
     events: EventLog
     status: StatusFile
+    spans: SpanLog
     incarnation: str
 
 
@@ -64,31 +66,23 @@ def open_records(
     sinks: list[Sink] = [JsonlSink(paths.metrics, incarnation, warn=warn)]
     if progress is not None:
         sinks.append(ProgressView(progress, num_epochs=run.train.num_epochs))
-    sinks.append(_wandb(run, role, node, paths, log))
-    events = EventLog(paths.events, incarnation, warn=warn)
+    wandb = wandb_for(
+        run,
+        title_of(run.algorithm),
+        role=role,
+        node=node,
+        rank=None,
+        paths=paths,
+        warn=warn,
+    )
+    sinks.append(wandb)
+    events = EventLog(paths.events, incarnation, warn=warn, on_event=wandb.happened)
     status = StatusFile(paths.status, warn=warn)
-    records = Records(Metrics(sinks), events, status, incarnation)
+    spans = SpanLog(paths.spans, warn=warn)
+    records = Records(Metrics(sinks), events, status, spans, incarnation)
     try:
         yield records
     finally:
+        records.spans.close()
         records.events.close()
         records.metrics.close()
-
-
-def _wandb(run: RunConfig, role: str, node: str, paths: RunPaths, log: NodeLog) -> WandbSink:
-    name = run_name(
-        algorithm=title_of(run.algorithm),
-        role=role,
-        hostname=node,
-        rank=None,
-        learning_rate=run.train.learning_rate,
-        batch_size=run.train.samples_per_step,
-    )
-    return WandbSink(
-        paths.root,
-        project=run.train.logging.project_name,
-        run_id=run.run_id,
-        name=name,
-        config=run.model_dump(mode="json"),
-        warn=log.logger.warning,
-    )

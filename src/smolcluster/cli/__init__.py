@@ -12,7 +12,18 @@ from typing import Annotated
 import typer
 
 import smolcluster
-from smolcluster.cli import launching, machines, models, watching
+from smolcluster.cli import (
+    dashboards,
+    launching,
+    machines,
+    models,
+    observing,
+    reports,
+    shipping,
+    topping,
+    tracing,
+    watching,
+)
 from smolcluster.cli.options import EXIT_CODES, OVERRIDE
 from smolcluster.errors import SmolclusterError
 from smolcluster.utils.bugs import describe_bug
@@ -23,7 +34,18 @@ app = typer.Typer(
     help="Train PyTorch models on the machines you already own, over plain TCP.",
     epilog=EXIT_CODES,
 )
-for part in (launching, watching, machines, models):
+for part in (
+    launching,
+    watching,
+    dashboards,
+    reports,
+    machines,
+    models,
+    shipping,
+    topping,
+    tracing,
+    observing,
+):
     app.add_typer(part.app)
 
 

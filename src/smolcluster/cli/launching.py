@@ -11,6 +11,7 @@ from smolcluster.cli.options import (
     Detach,
     DryRun,
     Local,
+    NoObserve,
     NoSync,
     NoTmux,
     Overrides,
@@ -37,6 +38,7 @@ def _launch_command(name: str, algorithm: str) -> Callable[[Callable[[], None]],
             detach: Detach = False,
             no_sync: NoSync = False,
             no_tmux: NoTmux = False,
+            no_observe: NoObserve = False,
             config: ClusterFile = None,
             train_config: TrainFile = None,
             override: Overrides = None,
@@ -54,7 +56,13 @@ def _launch_command(name: str, algorithm: str) -> Callable[[Callable[[], None]],
                 train_config=train_config,
                 overrides=override or [],
             )
-            how = How(dry_run=dry_run, sync=not no_sync, tmux=not no_tmux, detach=detach)
+            how = How(
+                dry_run=dry_run,
+                sync=not no_sync,
+                tmux=not no_tmux,
+                detach=detach,
+                observe=not no_observe,
+            )
             return launch(request, how, local=local)
 
         command.__doc__ = described.__doc__
@@ -104,13 +112,20 @@ def _resume(
     detach: Detach = False,
     no_sync: NoSync = False,
     no_tmux: NoTmux = False,
+    no_observe: NoObserve = False,
     override: Overrides = None,
 ) -> int:
     """Start a whole run again on its machines, from its newest good checkpoint."""
     from smolcluster.launch.remote import How  # noqa: PLC0415 - see above
     from smolcluster.launch.saved import resume  # noqa: PLC0415
 
-    how = How(dry_run=dry_run, sync=not no_sync, tmux=not no_tmux, detach=detach)
+    how = How(
+        dry_run=dry_run,
+        sync=not no_sync,
+        tmux=not no_tmux,
+        detach=detach,
+        observe=not no_observe,
+    )
     return resume(run, workers, override or [], how)
 
 

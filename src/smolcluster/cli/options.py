@@ -45,6 +45,9 @@ NoTmux = Annotated[
 NoSync = Annotated[
     bool, typer.Option("--no-sync", help="Leave code and environment of the machines as they are.")
 ]
+NoObserve = Annotated[
+    bool, typer.Option("--no-observe", help="Leave Grafana, Loki and Prometheus as they are.")
+]
 Detach = Annotated[
     bool, typer.Option("--detach", help="Leave the run alone as soon as all workers have joined.")
 ]

@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from smolcluster.cluster.tally import Tally
 from smolcluster.cluster.worker import Worker
 from smolcluster.runs.status import Presence, WorkerStatus, instant
+from smolcluster.transport.messages import Telemetry
 
 PACE_WINDOW_S = 10.0
 
@@ -49,12 +50,16 @@ class Entry:
     rank: int
     node: str
     device: str
+    address: str
     worker: Worker | None
     pace: Pace
     state: Presence = "joined"
     step: int | None = None
+    vitals: dict[str, float] = field(default_factory=dict)
     last_seen: float = 0.0
     """Of a worker that has gone: when the last byte came from it, on the board's clock."""
+    traffic: tuple[int, int] = (0, 0)
+    """Of a worker that has gone: bytes that it sent and received in its last session."""
 
     @property
     def seen_at(self) -> float:
@@ -62,6 +67,14 @@ class Entry:
         if self.worker is None:
             return self.last_seen
         return self.worker.live_session.connection.last_byte_at
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes that it sent and received in its newest session."""
+        if self.worker is None:
+            return self.traffic
+        connection = self.worker.live_session.connection
+        return connection.bytes_received, connection.bytes_sent
 
 
 class StatusBoard:
@@ -85,14 +98,30 @@ class StatusBoard:
         worker_id, node = worker.member.worker_id, worker.member.node
         pace = Pace(lambda: self._samples(worker_id, node), self._clock)
         before = self._entries.get(worker_id)
-        entry = Entry(worker.rank, node, device, worker, pace, step=before.step if before else None)
+        entry = Entry(
+            worker.rank,
+            node,
+            device,
+            worker.live_session.connection.address,
+            worker,
+            pace,
+            step=before.step if before else None,
+        )
         self._entries[worker_id] = entry
 
     def departed(self, worker: Worker, state: Presence) -> None:
         """A worker that took part does so no more."""
         entry = self._entries[worker.member.worker_id]
-        entry.last_seen = entry.seen_at
+        entry.last_seen, entry.traffic = entry.seen_at, entry.moved
         entry.state, entry.worker = state, None
+
+    def heard(self, worker: Worker, telemetry: Telemetry) -> dict[str, float] | None:
+        """A worker reports of itself; returns what is to be kept of that, if it is time."""
+        kept = worker.gauge.take(telemetry)
+        entry = self._entries.get(worker.member.worker_id)
+        if entry is not None and entry.worker is worker:
+            entry.vitals = worker.gauge.values | link_vitals(worker)
+        return None if kept is None else kept | link_vitals(worker)
 
     def contributed(self, worker: Worker, step: int) -> None:
         """A worker had a part in this step."""
@@ -103,18 +132,34 @@ class StatusBoard:
     def workers(self) -> list[WorkerStatus]:
         """How they stand, by rank."""
         return [
-            WorkerStatus(
-                rank=entry.rank,
-                node=entry.node,
-                state=entry.state,
-                device=entry.device,
-                step=entry.step,
-                samples=self._samples(worker_id, entry.node),
-                samples_per_s=entry.pace() if entry.state == "joined" else 0.0,
-                last_seen=instant(self._now() - (self._clock() - entry.seen_at)),
-            )
-            for worker_id, entry in sorted(self._entries.items())
+            self._status(worker_id, entry) for worker_id, entry in sorted(self._entries.items())
         ]
+
+    def _status(self, worker_id: int, entry: Entry) -> WorkerStatus:
+        tally = self._tally.worker(worker_id, entry.node)
+        sent_bytes, received_bytes = entry.moved
+        return WorkerStatus(
+            rank=entry.rank,
+            node=entry.node,
+            state=entry.state,
+            device=entry.device,
+            step=entry.step,
+            samples=tally.samples,
+            samples_per_s=entry.pace() if entry.state == "joined" else 0.0,
+            mean_staleness=tally.mean_staleness,
+            staleness=list(tally.staleness_counts),
+            vitals=dict(entry.vitals),
+            address=entry.address,
+            sent_bytes=sent_bytes,
+            received_bytes=received_bytes,
+            last_seen=instant(self._now() - (self._clock() - entry.seen_at)),
+        )
 
     def _samples(self, worker_id: int, node: str) -> int:
         return self._tally.worker(worker_id, node).samples
+
+
+def link_vitals(worker: Worker) -> dict[str, float]:
+    """What the server knows of the way to a worker, by the names of `metrics.jsonl`."""
+    best = worker.live_session.clocks.best
+    return {} if best is None else {"rtt_s": best.round_trip_s, "clock_offset_s": best.offset_s}

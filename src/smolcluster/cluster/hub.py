@@ -21,7 +21,7 @@ from smolcluster.cluster.worker import Worker
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import ClusterEmpty, NonFiniteLoss
 from smolcluster.runs.events import EventLog, WorkerJoined, WorkerLeft, WorkerLost, WorkerRejected
-from smolcluster.transport.messages import End, Fault, Goodbye, Ready, Reject
+from smolcluster.transport.messages import End, Fault, Goodbye, Ready, Reject, Telemetry
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_duration
 
@@ -117,7 +117,8 @@ class Hub:
             SmolclusterError: the weights could not be evaluated.
         """
         self._check_stop()
-        event = self._inbox.get(timeout_s)
+        with self.report.meter("wait"):
+            event = self._inbox.get(timeout_s)
         self._check_quorum()
         match event:
             case None:
@@ -135,6 +136,8 @@ class Hub:
                 yield from self._join(seat, ready)
             case Said(seat=seat, message=Goodbye() as goodbye):
                 self._hear_goodbye(seat, goodbye)
+            case Said(seat=seat, message=Telemetry() as telemetry):
+                self._hear_report(seat, telemetry)
             case Said(seat=seat, message=Fault() as fault):
                 self._hear_fault(seat, fault)
             case _:
@@ -161,6 +164,8 @@ class Hub:
                 event.session.send_at_once(end)
             elif isinstance(event, Said) and isinstance(event.message, Goodbye):
                 self._hear_goodbye(event.seat, event.message)
+            elif isinstance(event, Said) and isinstance(event.message, Telemetry):
+                self._hear_report(event.seat, event.message)
             elif isinstance(event, Gone):
                 leaving.discard(event.seat)
                 gone = self._seats.get(event.seat)
@@ -186,6 +191,11 @@ class Hub:
             worker.goodbye = goodbye.reason
         else:
             worker.session.cut("it said goodbye twice")
+
+    def _hear_report(self, seat: int, telemetry: Telemetry) -> None:
+        worker = self._seats.get(seat)
+        if worker is not None and worker.session is not None:
+            self.report.heard(worker, telemetry)
 
     def _check_quorum(self) -> None:
         """Begin training when there are enough workers; give up when there have been too few for too long.

@@ -8,13 +8,14 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from smolcluster.cluster.inbox import Event, Gone, Inbox, Said
 from smolcluster.cluster.joining import LONGEST_DELAY_S, RunOver, ServerAddress, join
 from smolcluster.cluster.session import Hold, Receiver, Session
-from smolcluster.configs.schema import NodeConfig
+from smolcluster.cluster.vitals import Vitals
+from smolcluster.configs.schema import NodeConfig, RunConfig
 from smolcluster.data.dataset import Dataset
 from smolcluster.errors import NonFiniteLoss, PeerLost, Rejected, RunFailed, SmolclusterError
 from smolcluster.training.build import Workbench, build
@@ -30,10 +31,12 @@ from smolcluster.transport.messages import (
     Message,
     Ready,
     Reject,
+    Telemetry,
     Welcome,
 )
 from smolcluster.transport.security import Secret
 from smolcluster.utils.device import describe, pick_device
+from smolcluster.utils.meter import Meter
 from smolcluster.utils.retry import Deadline, backoff_delays
 from smolcluster.utils.units import format_duration
 
@@ -54,7 +57,10 @@ class Place:
     secret: Secret
     start_timeout_s: float
     log: logging.Logger
-    on_run_known: Callable[[str], None] = lambda _: None
+    meter: Meter = field(default_factory=Meter)
+    on_run_known: Callable[[RunConfig], None] = lambda _: None
+    on_vitals: Callable[[Telemetry], None] = lambda _: None
+    """Hears of every report that goes to the server, in the session's thread; must not block."""
 
 
 class Participant(Protocol):
@@ -74,7 +80,13 @@ class Participant(Protocol):
 class Link(Receiver):
     """One session with the server, as its own receiver until the algorithm's is there."""
 
-    def __init__(self, connection: Connection, heartbeat_timeout_s: float) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        heartbeat_timeout_s: float,
+        report: Callable[[Session], Message | None] = lambda _: None,
+    ) -> None:
+        """`report`: what to tell the server of this worker with each heartbeat."""
         self.heard = False
         """Whether the server has answered this worker's Ready."""
         self._inbox = Inbox()
@@ -87,6 +99,7 @@ class Link(Receiver):
             heartbeat_timeout_s=heartbeat_timeout_s,
             max_queued=MAX_QUEUED,
             kinds=FROM_SERVER,
+            report=lambda: report(self._session),
         )
         self._session.start()
 
@@ -207,16 +220,17 @@ class _Life:
         self._bench: Workbench
         self._participant: Participant
         self._samples_per_s = 0.0
+        self._vitals = Vitals(place.meter)
         self.made_progress = False
         """Whether the last session was answered after Ready, or was the first to build what is trained."""
 
     def spend_session(self, connection: Connection, welcome: Welcome) -> None:
         """Take part over one connection; it ends with an exception, and is closed then."""
-        link = Link(connection, welcome.heartbeat_timeout_s)
+        link = Link(connection, welcome.heartbeat_timeout_s, self._report)
         self.made_progress = False
         last_words: Message | None = Goodbye(reason="it was stopped")
         try:
-            self._place.on_run_known(welcome.run_id)
+            self._place.on_run_known(welcome.run)
             self._prepare(welcome)
             link.begin(self._participant.new_receiver(), self._ready())
             self._participant.take_part(link)
@@ -232,6 +246,15 @@ class _Life:
         finally:
             self.made_progress |= link.heard
             link.leave(last_words)
+
+    def _report(self, session: Session) -> Telemetry:
+        """What this worker has done so far."""
+        meter, clocks = self._place.meter, session.clocks.best
+        if clocks is not None:
+            meter.clock_offset_s = -clocks.offset_s
+        report = self._vitals.report(session.connection, session.num_queued - session.num_sent)
+        self._place.on_vitals(report)
+        return report
 
     def _prepare(self, welcome: Welcome) -> None:
         """Build what is trained, unless it is there from the last session with this same server."""
@@ -259,6 +282,7 @@ class _Life:
             bucket_bytes=welcome.bucket_bytes,
             microbatch=place.node.microbatch,
             dataset=served,
+            meter=place.meter,
             log=place.log,
         )
         self._samples_per_s = measure_speed(self._bench, run.train.batch_size)

@@ -23,6 +23,7 @@ class GradientSender:
 
     def __init__(self, codec_name: str, replica: Replica, *, in_place: bool = False) -> None:
         self._replica = replica
+        self._meter = replica.meter
         self._codec = get_codec(codec_name)
         self._lossless = get_codec(lossless_for(replica.params.dtype))
         self._in_place = in_place
@@ -49,7 +50,10 @@ class GradientSender:
             if self._in_place and self._codec.lossless:
                 payload = bytes_of(values[bucket])
             else:
-                payload = self._encode(number, values[bucket], push.num_samples, what)
+                with self._meter("encode"):
+                    payload = self._encode(number, values[bucket], push.num_samples, what)
+            self._meter.raw_bytes += values[bucket].nbytes
+            self._meter.encoded_bytes += payload.nbytes
             yield frame_of(
                 push.model_copy(
                     update={"bucket": number, "tensor": bucket_spec(self._codec, bucket)}

@@ -17,11 +17,14 @@ from torch import Tensor
 from smolcluster.cluster.board import Pace, StatusBoard
 from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.tally import Tally, WorkerTally
+from smolcluster.cluster.vitals import Gauge, Vitals
 from smolcluster.cluster.worker import Worker
 from smolcluster.configs.schema import RunConfig
 from smolcluster.errors import SmolclusterError
 from smolcluster.observability.metrics import MetricRecord, Metrics
+from smolcluster.observability.spans import SpanLog
 from smolcluster.runs.events import (
+    CheckpointSaved,
     EpochFinished,
     Evaluated,
     EventLog,
@@ -36,9 +39,13 @@ from smolcluster.runs.summary import Final, Pushes, Summary, Traffic, WorkerShar
 from smolcluster.training.build import Workbench
 from smolcluster.training.checkpoint import Progress, TrainingState, parse_progress
 from smolcluster.training.evaluate import Evaluation
-from smolcluster.transport.messages import LeaseKey
+from smolcluster.transport.messages import LeaseKey, Telemetry
+from smolcluster.utils.cadence import Cadence
 
 WINDOW_S = 1.0
+VITALS_EVERY_S = 1.0
+NUM_LAYERED_FIRST, LAYERED_EVERY_S = 1000, 10.0
+"""Of so many steps the norms of all layers are kept, later those of one step in so many seconds."""
 COUNTS = "counts"
 """Where a checkpoint's progress has them."""
 Dropped = Literal["stale", "late", "duplicate"]
@@ -132,18 +139,27 @@ class Report:
         log: logging.Logger,
         bytes_moved: Callable[[], tuple[int, int]],
         status: StatusFile | None = None,
+        spans: SpanLog | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """`status`: where it is kept up to date how the run stands; `now`: seconds since 1970."""
+        """`status`: where it is kept up to date how the run stands; `spans`: where those of all processes go;
+        `now`: seconds since 1970.
+        """
         self.tally = Tally()
         self.board = StatusBoard(self.tally, now=now)
         self.is_waiting = False
         """Whether nobody trains, for lack of workers."""
+        self.meter = bench.replica.meter
+        self._server_node = server_node
+        self._vitals, self._gauge = Vitals(self.meter), Gauge()
+        self._looked_at = -math.inf
+        self._layers = Cadence(NUM_LAYERED_FIRST, LAYERED_EVERY_S)
         self._status_file = status
+        self._spans = spans
         self._now = now
         self._begun_at = instant(now())
-        self._loss: float | None = None
-        """Of the newest step."""
+        self._newest: StepTaken | None = None
+        """The newest step."""
         self._run = run
         self._codec = codec
         self._bench = bench
@@ -198,7 +214,7 @@ class Report:
 
     def step_taken(self, step: StepTaken) -> None:
         """The server has taken an optimizer step."""
-        self.version, self._loss = step.version, step.loss
+        self.version, self._newest = step.version, step
         num_samples = step.samples.num_samples
         self.samples_applied += num_samples
         epoch = self._epoch = step.samples.epoch
@@ -219,12 +235,43 @@ class Report:
             self._events.write(
                 EpochFinished(epoch=epoch, step=step.version, samples_applied=self.samples_applied)
             )
+        self.meter.step_done(num_samples)
 
     def layer_norms(self, pieces: Iterable[tuple[slice, Tensor]]) -> dict[str, float]:
-        """L2 norms by parameter of a gradient that comes in pieces, where they are tracked."""
-        if not self._run.train.track_gradients:
+        """L2 norms by parameter of a gradient that comes in pieces, where they are tracked and it is time."""
+        if not (self._run.train.track_gradients and self._layers.is_due):
             return {}
         return self._bench.replica.layer_norms(pieces)
+
+    def heard(self, worker: Worker, telemetry: Telemetry) -> None:
+        """A worker reports what it does."""
+        rank, node = worker.rank, worker.member.node
+        kept = self.board.heard(worker, telemetry)
+        if kept is not None:
+            self._metrics.log(
+                MetricRecord("worker", self.version, self._epoch, kept, rank=rank, node=node)
+            )
+        best = worker.live_session.clocks.best
+        if self._spans and best:
+            self._spans.write("worker", telemetry, ahead_s=best.offset_s, rank=rank, node=node)
+
+    def _look_at_oneself(self) -> None:
+        """The same for the server's own process."""
+        if time.monotonic() - self._looked_at < VITALS_EVERY_S:
+            return
+        self._looked_at = time.monotonic()
+        report = self._vitals.report()
+        kept = self._gauge.take(report)
+        if kept is not None:
+            self._metrics.log(
+                MetricRecord("server", self.version, self._epoch, kept, node=self._server_node)
+            )
+        if self._spans:
+            self._spans.write("server", report, node=self._server_node)
+
+    def saved(self, step: int) -> None:
+        """A checkpoint of this step is on the disk. Any thread."""
+        self._events.write(CheckpointSaved(step=step))
 
     def dropped(self, worker: Worker, lease: LeaseKey, outcome: Dropped, staleness: int) -> None:
         """A push was not applied."""
@@ -302,6 +349,7 @@ class Report:
     def status(self, state: RunState, reason: str | None = None) -> RunStatus:
         """How the run stands, for whoever looks; `reason`: why it is over."""
         values = self._evaluation.values if self._evaluation else {}
+        newest = self._newest
         return RunStatus(
             run_id=self._run.run_id,
             algorithm=self._run.algorithm,
@@ -316,7 +364,13 @@ class Report:
             num_epochs=self._run.train.num_epochs,
             samples_applied=self.samples_applied,
             total_samples=self._run.train.num_epochs * self._epoch_size,
-            loss=self._loss,
+            loss=newest.loss if newest else None,
+            learning_rate=newest.learning_rate if newest else None,
+            grad_norm=newest.grad_norm if newest else None,
+            staleness_bound=self._run.staleness.bound if self._run.algorithm == "edp" else None,
+            pushes=dict(self.tally.pushes),
+            leases_returned=self.tally.leases_returned,
+            vitals=self._gauge.values,
             val_loss=values.get("val_loss"),
             val_accuracy=values.get("val_accuracy"),
             val_perplexity=values.get("val_perplexity"),
@@ -331,6 +385,7 @@ class Report:
 
     def tick(self) -> None:
         """Write what is due."""
+        self._look_at_oneself()
         self._metrics.tick()
         self._events.tick()
         if self._status_file:
@@ -502,7 +557,8 @@ class Report:
             values["tokens_per_s"] = values["samples_per_s"] * tokens
         if step.staleness is not None:
             values["staleness"] = step.staleness
-        values |= {f"grad_norm/{name}": norm for name, norm in step.layer_norms.items()}
+        if step.layer_norms and self._layers.take():
+            values |= {f"grad_norm/{name}": norm for name, norm in step.layer_norms.items()}
         return values
 
 

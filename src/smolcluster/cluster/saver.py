@@ -65,7 +65,7 @@ class Saver:
         self._subject = subject
         self._report = report
         self._log = log
-        self._writer = None if store is None else CheckpointWriter(store, log)
+        self._writer = None if store is None else CheckpointWriter(store, log, report.saved)
         self._copier = ThreadPoolExecutor(1, "copier", torch.set_num_threads, (1,))
         self._copying: Future[Snapshot] | None = None
         self._copied: Snapshot | None = None

@@ -1,19 +1,21 @@
 """A session: one proved connection with a thread that reads and a thread that writes.
 
 The reader hands every message to a receiver and puts what that returns into the inbox; it never sends. The
-writer sends what is queued, and a heartbeat when there is nothing; nobody else touches the socket, so two
-peers that both send a lot can never wait for each other. A full queue means that the peer does not keep up:
+writer sends what is queued, and a heartbeat now and then; nobody else touches the socket, so two peers that
+both send a lot can never wait for each other. A full queue means that the peer does not keep up:
 the session is cut, and the peer may come back.
 """
 
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 
+from smolcluster.cluster.clocks import Clocks
 from smolcluster.cluster.inbox import Event, Gone, Inbox
 from smolcluster.errors import SmolclusterError
 from smolcluster.transport.connection import Connection
@@ -54,6 +56,8 @@ Outbound = tuple[Frame, Hold | None] | threading.Event | None
 """What a writer gets: a frame, somebody who waits until it is here, or the end."""
 
 HEARTBEATS_PER_TIMEOUT = 4
+LONGEST_PULSE_S = 1.0
+"""Heartbeats also tell the round trip and what the worker does, and are followed by people."""
 FLUSH_TICK_S = 0.5
 """How soon a wait for the writer sees that the session has ended."""
 
@@ -71,13 +75,18 @@ class Session:
         heartbeat_timeout_s: float,
         max_queued: int,
         kinds: Kinds,
+        report: Callable[[], Message | None] = lambda: None,
     ) -> None:
+        """`report`: what to send along with each heartbeat; the writer asks it."""
         self.seat = seat
+        self.clocks = Clocks()
+        self._report = report
         self.connection = connection
         self.receiver = receiver
         self._kinds = kinds
         self._inbox = inbox
-        self._heartbeat_every_s = heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
+        self._longest_hold_s = heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
+        self._heartbeat_every_s = min(self._longest_hold_s, LONGEST_PULSE_S)
         self.num_queued = 0
         """Frames that were ever queued; only the thread that sends counts them."""
         self.num_sent = 0
@@ -120,17 +129,23 @@ class Session:
         return not self._writer.is_alive()
 
     def end_with(self, last_words: Message) -> None:
-        """Drop what is still queued, send a last message, then close this side."""
-        self.send_at_once(last_words)
+        """Drop what is still queued, send a last report and a last message, then close this side."""
+        self._drop_queued()
+        if report := self._report():
+            self.send(report)
+        self.send(last_words)
         self.finish()
 
     def send_at_once(self, message: Message) -> None:
         """Drop what is still queued, and send a message in its place."""
+        self._drop_queued()
+        self.send(message)
+
+    def _drop_queued(self) -> None:
         with suppress(queue.Empty):
             while True:
                 if isinstance(self._outbound.get_nowait(), tuple):
                     self.num_sent += 1
-        self.send(message)
 
     def finish(self) -> None:
         """Send what is queued, then close this side; the peer's closing ends the session."""
@@ -160,7 +175,9 @@ class Session:
                 message, payload = self.connection.receive(
                     self._kinds, place_for=self.receiver.place_for
                 )
-                if not isinstance(message, Heartbeat):
+                if isinstance(message, Heartbeat):
+                    self.clocks.hear(message)
+                else:
                     event = self.receiver(message, payload)
                     if event is not None:
                         self._inbox.put(event)
@@ -175,24 +192,35 @@ class Session:
             self._inbox.put(Gone(self.seat, self._reason or ""))
 
     def _write(self) -> None:
-        heartbeat = frame_of(Heartbeat())
+        beat_at = time.monotonic() + self._heartbeat_every_s
         try:
-            while (item := self._next_item(heartbeat)) is not None:
-                if isinstance(item, threading.Event):
-                    item.set()
+            while True:
+                if time.monotonic() >= beat_at:  # however much is queued
+                    self._beat()
+                    beat_at = time.monotonic() + self._heartbeat_every_s
+                try:
+                    item = self._outbound.get(timeout=max(0.0, beat_at - time.monotonic()))
+                except queue.Empty:
                     continue
-                frame, hold = item
-                if hold is not None:
-                    hold(self._heartbeat_every_s)
-                self.connection.send_frame(frame)
-                if frame is not heartbeat:
-                    self.num_sent += 1
+                if item is None:
+                    break
+                self._send_item(item)
             self.connection.end_sending()
         except SmolclusterError as error:
             self.cut(str(error))
 
-    def _next_item(self, heartbeat: Frame) -> Outbound:
-        try:
-            return self._outbound.get(timeout=self._heartbeat_every_s)
-        except queue.Empty:
-            return heartbeat, None
+    def _send_item(self, item: tuple[Frame, Hold | None] | threading.Event) -> None:
+        if isinstance(item, threading.Event):
+            item.set()
+            return
+        frame, hold = item
+        if hold is not None:
+            hold(self._longest_hold_s)
+        self.connection.send_frame(frame)
+        self.num_sent += 1
+
+    def _beat(self) -> None:
+        """Show that this side lives, and what it does."""
+        self.connection.send_frame(frame_of(self.clocks.beat()))
+        if report := self._report():
+            self.connection.send_frame(frame_of(report))

@@ -1,7 +1,11 @@
 """What a run counts: pushes by outcome, leases that came back, and each worker's part."""
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
+
+STALENESS_EDGES = (0, 1, 2, 4, 8, 16, 32)
+"""Largest τ of the bins in which pushes are counted; the last bin has all above."""
 
 
 @dataclass
@@ -13,6 +17,8 @@ class WorkerTally:
     samples: int = 0
     pushes: int = 0
     staleness_sum: int = 0
+    staleness_counts: list[int] = field(default_factory=lambda: [0] * (len(STALENESS_EDGES) + 1))
+    """Applied pushes by τ, see `STALENESS_EDGES`."""
 
     @property
     def mean_staleness(self) -> float:
@@ -41,3 +47,4 @@ class Tally:
         worker.samples += num_samples
         worker.pushes += 1
         worker.staleness_sum += staleness
+        worker.staleness_counts[bisect_left(STALENESS_EDGES, staleness)] += 1

@@ -64,6 +64,11 @@ class Assigned(Event):
         """Names what was assigned."""
         return self.assignment.lease
 
+    @property
+    def num_samples(self) -> int:
+        """How many they are."""
+        return self.indices.numel()
+
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""

@@ -1,9 +1,10 @@
 """A worker as the server knows it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from smolcluster.cluster.membership import Member
 from smolcluster.cluster.session import Session
+from smolcluster.cluster.vitals import Gauge
 from smolcluster.transport.messages import Ready
 
 
@@ -15,6 +16,7 @@ class Worker:
     session: Session | None = None
     ready: Ready | None = None
     goodbye: str | None = None
+    gauge: Gauge = field(default_factory=Gauge)
 
     @property
     def rank(self) -> int:

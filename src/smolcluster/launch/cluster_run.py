@@ -25,9 +25,11 @@ from rich.text import Text
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import Host, TookTooLong, Unreachable, shell_path
 from smolcluster.launch.interrupts import Interrupts, interrupts
+from smolcluster.launch.observe.beside import forget
 from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE
 from smolcluster.launch.prepare import TOOLS, check, check_port, everywhere, hand_over_secret
 from smolcluster.launch.sessions import begin, exit_code, host_of, last_words, put
+from smolcluster.launch.shipping import begin_shippers, with_shippers
 from smolcluster.launch.stop import StopResult, stop_processes
 from smolcluster.launch.sync import environment_digest, make_environment, send_code, tree_digest
 from smolcluster.launch.tmux import close_window, is_stopping
@@ -167,12 +169,15 @@ class ClusterRun:
         if hand_over_secret(host, machine.secret_file, secret):
             self.say(f"{host.node}: had another secret, which this machine's replaces", "yellow")
 
-    def start(self) -> None:
+    def start(self, loki: str | None = None) -> None:
         """Start the server, then the workers; return when all of them have joined, or the run is over.
+
+        `loki`: where the logs go, as this machine sees it; None: nowhere.
 
         Raises:
             LaunchError: it cannot be done; nothing of it is left running.
         """
+        self._launched = with_shippers(self._launched, loki, self._warn)
         write_launched(self._paths.launched, self._launched)
         self._paths.processes.unlink(missing_ok=True)  # of a launch without sessions
         close_window(self._launched.run_id)  # of a run that goes on: its panes show what has ended
@@ -192,6 +197,7 @@ class ClusterRun:
             "some seconds"
         )
         self._begin(server)
+        self._ship([each for each in self._launched.shippers if each.node == server.node])
         while not _is_new(self.status(), before):
             self._check_alive([server], asked)
             time.sleep(POLL_S)
@@ -208,6 +214,7 @@ class ClusterRun:
                 self._begin(worker)
 
         everywhere([self._machines[node].host for node in by_node], begin_there)
+        self._ship([each for each in self._launched.shippers if each.node in by_node])
         told = Deadline(TOLD_EVERY_S)
         while missing := self._missing():
             self._check_alive(self._launched.processes, asked)
@@ -219,6 +226,11 @@ class ClusterRun:
 
     def _begin(self, process: LaunchedProcess) -> None:
         begin(process, self._machines[process.node].env)
+
+    def _ship(self, shippers: Sequence[LaunchedProcess]) -> None:
+        begin_shippers(
+            shippers, {node: each.env for node, each in self._machines.items()}, self._warn
+        )
 
     def _missing(self) -> list[str]:
         """The workers that have not joined yet; none when the run is over."""
@@ -239,6 +251,7 @@ class ClusterRun:
                 )
 
     def _take_back(self, error: BaseException) -> None:
+        forget(self._launched.run_id)
         self.say(
             f"{error}"
             if isinstance(error, Stopped)
@@ -402,6 +415,7 @@ class ClusterRun:
                 f"the others are stopped; `uv run smolcluster stop {run_id}` tries again", "red"
             )
             return 1
+        forget(run_id)
         what = "it was over already" if stopped.was_over else "stopped"
         self.say(f"run {run_id}: {what}; nothing of it is left running")
         return 0
@@ -422,6 +436,7 @@ class ClusterRun:
         for left in self._end().left:
             self.say(f"{left.process.title}: {left.reason}", "yellow")
         close_window(self._launched.run_id)
+        forget(self._launched.run_id)
         if code == 0 and (summary := self._summary()):
             with steady(self._console):
                 self._console.print(table(summary))
@@ -438,6 +453,9 @@ class ClusterRun:
             return Summary.model_validate_json(text)
         except ValidationError:
             return None
+
+    def _warn(self, line: str) -> None:
+        self.say(line, "yellow")
 
     def say(self, line: str, style: str = "") -> None:
         """Print a line."""

@@ -18,7 +18,7 @@ from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.units import format_address
 
-Role = Literal["server", "worker"]
+Role = Literal["server", "worker", "shipper"]
 
 PATIENCE = "start_timeout_s=86400"
 """The server may tokenize for long before it listens; if it ends, the launcher stops the workers."""

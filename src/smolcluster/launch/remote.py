@@ -20,9 +20,11 @@ from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.cluster_run import Baggage, ClusterRun, Machine, left_running
 from smolcluster.launch.find import find
 from smolcluster.launch.host import HERE, Host
+from smolcluster.launch.observe.beside import announce, bring_up
 from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE, Place, Places, Request, plan_cluster
 from smolcluster.launch.prepare import forwarded
 from smolcluster.launch.requests import cluster_source, settings_of
+from smolcluster.launch.shipping import loki_of
 from smolcluster.launch.show_plan import show_plan
 from smolcluster.launch.stop import stop_children
 from smolcluster.launch.tmux import open_window, show_window, window_name
@@ -46,12 +48,14 @@ class How:
         sync: bring code and environment to the machines first.
         tmux: open a window with a pane a process, where there is a terminal.
         detach: leave the run alone when all workers have joined.
+        observe: see that Grafana, Loki and Prometheus are there, if they can be.
     """
 
     dry_run: bool = False
     sync: bool = True
     tmux: bool = True
     detach: bool = False
+    observe: bool = True
 
 
 def launch_remote(
@@ -89,7 +93,11 @@ def launch_remote(
     run = ClusterRun(launched, machines, RunPaths(here / check_run_id(run_id)), SteadyConsole())
     run.prepare(baggage, sync=how.sync)
     keep(create_run(here, run_id), cluster_file.read_bytes(), baggage.train_file)
-    run.start()
+    stack = bring_up(run.say) if how.observe else None
+    if stack is not None:
+        ssh = {node: place.ssh for node, place in places.items()}
+        announce(stack, run_id, launched.processes, settings.cluster, ssh=ssh.get, say=run.say)
+    run.start(loki_of(settings.cluster, stack))
     return go_on(run, launched, how)
 
 
@@ -126,8 +134,12 @@ def keep(paths: RunPaths, cluster_file: bytes, train_file: bytes) -> None:
         raise LaunchError(f"{paths.root} cannot be written: {error.strerror or error}") from error
 
 
-def launch_here(launched: Launched, paths: RunPaths, console: Console, how: How) -> int:
+def launch_here(
+    launched: Launched, paths: RunPaths, console: Console, how: How, loki: str | None = None
+) -> int:
     """Run a plan of this machine alone in tmux sessions; returns the exit code.
+
+    `loki`: where the logs go; None: nowhere.
 
     Raises:
         LaunchError: what prevents it, in one line.
@@ -138,7 +150,7 @@ def launch_here(launched: Launched, paths: RunPaths, console: Console, how: How)
         for process in launched.processes
     }
     run = ClusterRun(launched, machines, paths, console)
-    run.start()
+    run.start(loki)
     return go_on(run, launched, how)
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 
 from rich.console import Console
 from rich.text import Text
@@ -21,15 +22,19 @@ from smolcluster.configs.resolve import Settings, check_algorithm
 from smolcluster.errors import LaunchError, SmolclusterError
 from smolcluster.launch.children import POLL_S, Child, stop, wait_for
 from smolcluster.launch.interrupts import Interrupts, interrupts
+from smolcluster.launch.observe.beside import announce, bring_up, forget, within_reach
 from smolcluster.launch.plan import LaunchPlan, Request, in_sessions, plan_local
 from smolcluster.launch.remote import How, launch_here, launch_remote, wants_window
 from smolcluster.launch.requests import settings_of, written_here
+from smolcluster.launch.shipping import ROLE, local_shipper, loki_of
+from smolcluster.launch.stop import SHIPPER_GRACE_S
 from smolcluster.observability.sinks.console import ProgressView
 from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.observability.terminal import (
     COLOURS,
     SteadyConsole,
     displayable,
+    print_line,
     shown_text,
     steady,
 )
@@ -72,7 +77,35 @@ def launch_local(request: Request, run_id: str, how: How, *, resume: bool = Fals
     request = for_any_folder(request)
     settings = settings_of(request, local=True)
     check_algorithm(settings, request.algorithm.name)
-    plan = plan_local(
+    if how.dry_run:
+        _show(_plan(request, settings, run_id, resume=resume))
+        return 0
+    check_port(settings.cluster)  # or our workers would find somebody else's server
+    ensure_secret(settings.node.secret_file or default_secret_path())
+    paths = create_run(runs_root(settings.node.runs_dir), run_id)
+    console = SteadyConsole()
+    say = partial(print_line, console)
+    stack = bring_up(say) if how.observe else None
+    if stack is not None:
+        request = within_reach(request, settings.cluster)
+        settings = settings_of(request, local=True)
+    plan = _plan(request, settings, run_id, resume=resume)
+    if stack is not None:
+        announce(stack, run_id, plan.processes, settings.cluster, ssh=lambda _: None, say=say)
+    loki = loki_of(settings.cluster, stack)
+    if wants_window(how):
+        launched = in_sessions(plan, paths, request.algorithm.name, settings.cluster.port)
+        return launch_here(launched, paths, console, how, loki)
+    num_epochs = settings.train.num_epochs
+    try:
+        run = LocalRun(plan, paths, console, num_epochs=num_epochs, resumed=resume, loki=loki)
+        return run.run()
+    finally:
+        forget(run_id)
+
+
+def _plan(request: Request, settings: Settings, run_id: str, *, resume: bool) -> LaunchPlan:
+    return plan_local(
         request,
         settings.cluster,
         run_id=run_id,
@@ -81,18 +114,6 @@ def launch_local(request: Request, run_id: str, how: How, *, resume: bool = Fals
         place=_place_overrides(settings),
         resume=resume,
     )
-    if how.dry_run:
-        _show(plan)
-        return 0
-    check_port(settings.cluster)  # or our workers would find somebody else's server
-    ensure_secret(settings.node.secret_file or default_secret_path())
-    paths = create_run(runs_root(settings.node.runs_dir), run_id)
-    console = SteadyConsole()
-    if wants_window(how):
-        launched = in_sessions(plan, paths, request.algorithm.name, settings.cluster.port)
-        return launch_here(launched, paths, console, how)
-    num_epochs = settings.train.num_epochs
-    return LocalRun(plan, paths, console, num_epochs=num_epochs, resumed=resume).run()
 
 
 def _show(plan: LaunchPlan) -> None:
@@ -139,12 +160,14 @@ class LocalRun:
         *,
         num_epochs: int | None = None,
         resumed: bool = False,
+        loki: str | None = None,
         grace_s: float = GRACE_S,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self._plan = plan
         self._paths = paths
         self._console = console
+        self._loki = loki
         self._grace_s = grace_s
         self._patience_s = patience_s
         self._view = ProgressView(console, num_epochs=num_epochs)
@@ -154,6 +177,7 @@ class LocalRun:
             self._metrics.poll()
             self._events.poll()
         self._children: list[Child] = []
+        self._shippers: list[Child] = []
         self._reported: set[int] = set()
         self._members: set[int] = set()
         self._run_ended = False
@@ -172,6 +196,7 @@ class LocalRun:
             finally:
                 server, workers = self._children[:1], self._children[1:]
                 stop([*workers, *server], self._grace_s, lambda: asked.repeated)
+                stop(self._shippers, SHIPPER_GRACE_S, lambda: asked.repeated)
                 self._follow()
                 self._view.close()
         self._conclude(code, interrupted=bool(asked) and code == asked.exit_code)
@@ -198,6 +223,17 @@ class LocalRun:
             write_processes(self._paths.processes, entries)
         except SmolclusterError as error:
             self._say(f"{error}; the run goes on without it", "yellow")
+        if self._loki is not None:
+            self._ship(self._loki, width)
+
+    def _ship(self, loki: str, width: int) -> None:
+        """Start what brings the logs to Loki."""
+        process = local_shipper(self._plan.server.node, self._paths.root, loki)
+        try:
+            say = self._behind(Text(f"{ROLE:<{width}}", style="dim"))
+            self._shippers.append(Child(process, say))
+        except LaunchError as error:
+            self._say(f"the logs are not shipped: {error}", "yellow")
 
     def _watch(self, asked: Interrupts) -> int:
         """Wait for the server's end, or for a reason not to."""

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +25,9 @@ from smolcluster.utils.retry import Deadline
 SERVER_GRACE_S = 300.0
 """A large last checkpoint takes a slow disk that long."""
 WORKER_GRACE_S = 10.0
+SHIPPER_GRACE_S = 10.0
+LAST_LINES_S = 1.0
+"""What follows the log files may look at them once a second."""
 KILL_GRACE_S = 5.0
 """How long what was killed may take to be gone."""
 ASK_S = 2.0
@@ -61,8 +64,8 @@ def stop_processes(
 ) -> StopResult:
     """End all processes of a run and see that nothing is left.
 
-    The server is asked first, then the workers. Who does not end in time is killed, and so is everybody as
-    soon as `in_a_hurry()` says so.
+    The server is asked first, then the workers, and at last what ships their logs. Who does not end in time
+    is killed, and so is everybody as soon as `in_a_hurry()` says so.
     """
     server = _end(launched.server, server_grace_s, in_a_hurry, say)
     with ThreadPoolExecutor(max_workers=max(1, len(launched.workers))) as pool:
@@ -70,8 +73,9 @@ def stop_processes(
             lambda worker: _end(worker, WORKER_GRACE_S, in_a_hurry, say), launched.workers
         )
     results = [server, *ended]
+    shippers = _end_shippers(launched.shippers, in_a_hurry, say)
     return StopResult(
-        left=[result for result in results if isinstance(result, Left)],
+        left=[result for result in (*results, *shippers) if isinstance(result, Left)],
         was_over=all(result is Ending.WAS_OVER for result in results),
     )
 
@@ -92,11 +96,27 @@ def _end(process: LaunchedProcess, grace_s: float, in_a_hurry: InAHurry, say: Sa
     return ending
 
 
+def _end_shippers(
+    shippers: Sequence[LaunchedProcess], in_a_hurry: InAHurry, say: Say
+) -> list[Ending | Left]:
+    """End what ships the logs, when it has had a moment to look at their last lines."""
+
+    def end(shipper: LaunchedProcess) -> Ending | Left:
+        with suppress(LaunchError):
+            ending = wait_to_end(shipper, 0.0 if in_a_hurry() else LAST_LINES_S)
+            if ending is not Ending.REMAINS:
+                return ending
+        return _end(shipper, SHIPPER_GRACE_S, in_a_hurry, say)
+
+    with ThreadPoolExecutor(max_workers=max(1, len(shippers))) as pool:
+        return list(pool.map(end, shippers))
+
+
 def _ask(process: LaunchedProcess, grace_s: float, in_a_hurry: InAHurry, say: Say) -> Ending:
     """Ask a process to end, and wait for it as long as there is time."""
     deadline = Deadline(grace_s)
     ending = ask_to_end(process, min(ASK_S, grace_s))
-    if ending is Ending.REMAINS and process.rank is None:
+    if ending is Ending.REMAINS and process.role == "server":
         say(f"{process.title}: {WAITING}")
     while ending is Ending.REMAINS and not (deadline.expired or in_a_hurry()):
         ending = wait_to_end(process, ASK_S)

@@ -22,6 +22,7 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.observability.metrics import RESERVED
 from smolcluster.observability.sinks.jsonl import MetricLine, parse_metric
 from smolcluster.runs.events import (
+    CheckpointSaved,
     Event,
     EventRecord,
     RunResumed,
@@ -109,11 +110,13 @@ class Curves:
         title: one line.
         series: by metric; those that the run has, each of one point at least, all finite.
         marks: where something happened, in samples applied.
+        saved: where there is a checkpoint, likewise.
     """
 
     title: str
     series: Mapping[str, Series]
     marks: Mapping[Mark, list[float]]
+    saved: Sequence[float] = ()
 
     @property
     def panels(self) -> tuple[list[str], list[str]]:
@@ -186,6 +189,11 @@ def curves_of(run_id: str, lines: Sequence[MetricLine], events: Sequence[EventRe
         title=_title(run_id, events),
         series={name: points for name, points in series.items() if points.x},
         marks=_marks(steps, events),
+        saved=[
+            samples_at(event.event.step)
+            for event in events
+            if isinstance(event.event, CheckpointSaved)
+        ],
     )
 
 
@@ -406,12 +414,17 @@ def _plot_loss(axes: "Axes", loss: Series, val_loss: Series | None) -> None:
     axes.plot(bold.x, bold.y, color=BLUE, linewidth=2, label="training, smoothed")
     if val_loss is not None:
         _plot_evaluations(axes, val_loss, "validation")
+    axes.set_ylim(*loss_limits(loss, smoothed, val_loss))
+
+
+def loss_limits(loss: Series, smoothed: Series, val_loss: Series | None) -> tuple[float, float]:
+    """What an axis of losses spans: all but the rarest of single steps."""
     ordered = sorted(loss.y)
     usual = [ordered[len(ordered) // 200], ordered[-1 - len(ordered) // 200]]
     shown = [*usual, *smoothed.y, *(val_loss.y if val_loss else [])]
     low, high = min(shown), max(shown)
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    axes.set_ylim(low - margin, high + margin)
+    return low - margin, high + margin
 
 
 def _plot_evaluations(axes: "Axes", points: Series, label: str) -> None:

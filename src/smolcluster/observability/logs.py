@@ -21,6 +21,8 @@ from smolcluster.runs.files import LineWriter, utc_timestamp
 from smolcluster.runs.paths import log_stem
 
 MAX_KEPT_LINES = 1000
+MAX_LOG_NBYTES = 64_000_000
+"""A larger log file is rotated; with two old ones a process's log takes three times as much."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _SHORT = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 _STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red", "DEBUG": "dim"}
@@ -139,7 +141,9 @@ class _FileHandler(logging.Handler):
             if self._writer is not None:
                 self._writer.close()
             self._run_id = run_id
-            self._writer = LineWriter(path, warn=self._warn, flush_interval_s=0.0)
+            self._writer = LineWriter(
+                path, warn=self._warn, flush_interval_s=0.0, max_nbytes=MAX_LOG_NBYTES
+            )
             while self._kept:
                 self._file(self._writer, self._kept.popleft())
         finally:

@@ -5,11 +5,13 @@ so that an abandoned time line can be left out) and the event's own fields. Epoc
 from 0; `start` and `stop` are positions in the epoch's permutation.
 """
 
+import functools
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -173,7 +175,7 @@ class EventLog:
     """Appends events to `events.jsonl`; safe to use from several threads.
 
     `warn` is called once, with one sentence, when the file cannot be written; events are then
-    dropped.
+    dropped. `on_event` hears of each event, whatever becomes of the file.
     """
 
     def __init__(
@@ -182,10 +184,12 @@ class EventLog:
         incarnation: str,
         *,
         warn: Callable[[str], None],
+        on_event: Callable[[Event], None] = lambda _: None,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._incarnation = incarnation
+        self._on_event = on_event
         self._now = now
         self._writer = LineWriter(path, warn=warn, clock=clock)
 
@@ -193,6 +197,7 @@ class EventLog:
         """Append one event."""
         stamp = {"ts": utc_timestamp(self._now()), "kind": kind_of(type(event))}
         self._writer.write(stamp | {"incarnation": self._incarnation} | event.model_dump())
+        self._on_event(event)
 
     def flush(self) -> None:
         """Write what has been kept back."""
@@ -207,18 +212,23 @@ class EventLog:
         self._writer.close()
 
 
+_KINDS: Mapping[str, type[Event]] = MappingProxyType(
+    {kind_of(model): model for model in get_args(Event)}
+)
+
+
+def parse_event(entry: dict[str, Any]) -> EventRecord | None:
+    """The event of one line's JSON object; None when it is of no known kind."""
+    kind, ts, incarnation = (str(entry.pop(name, "")) for name in ("kind", "ts", "incarnation"))
+    try:
+        return EventRecord(ts, incarnation, _KINDS[kind].model_validate(entry))
+    except (KeyError, ValidationError):
+        return None
+
+
 def follow_events(path: Path) -> Follower[EventRecord]:
     """A follower whose `poll()` returns the events that are new; unknown kinds are left out."""
-    kinds: dict[str, type[Event]] = {kind_of(model): model for model in get_args(Event)}
-
-    def parse(entry: dict[str, Any]) -> EventRecord | None:
-        kind, ts, incarnation = (str(entry.pop(name, "")) for name in ("kind", "ts", "incarnation"))
-        try:
-            return EventRecord(ts, incarnation, kinds[kind].model_validate(entry))
-        except (KeyError, ValidationError):
-            return None
-
-    return Follower(path, parse)
+    return Follower(path, parse_event)
 
 
 def first_start(path: Path) -> RunStarted | None:

@@ -5,6 +5,7 @@ and, after a crash and a resume, a broken line in the middle: both are left out.
 """
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -23,6 +24,8 @@ T = TypeVar("T")
 
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE})
 """What may be over at the next try: no file could be opened."""
+NUM_OLD_FILES = 2
+"""Of a file that is rotated: `name.1` is what was `name` before, `name.2` what was `name.1`."""
 
 
 def utc_timestamp(seconds: float) -> str:
@@ -32,12 +35,25 @@ def utc_timestamp(seconds: float) -> str:
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
-    """One JSON object and a newline. NaN and infinity, which JSON lacks, become null."""
+    """One JSON object and a newline. NaN and infinity, which JSON lacks, become null.
+
+    A value that JSON cannot hold, such as one that contains itself, becomes text.
+    """
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False, default=str)
-    except ValueError:
-        text = json.dumps(_without_non_finite(record), ensure_ascii=False, default=str)
+    except (ValueError, TypeError, RecursionError):
+        fit = {str(key): _jsonable(value) for key, value in record.items()}
+        text = json.dumps(fit, ensure_ascii=False, default=str)
     return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _jsonable(value: Any) -> Any:
+    try:
+        finite = _without_non_finite(value)
+        json.dumps(finite, default=str)
+    except (ValueError, TypeError, RecursionError):
+        return str(value)
+    return finite
 
 
 def _without_non_finite(value: Any) -> Any:
@@ -56,7 +72,7 @@ class LineWriter:
     Lines reach the file at the first `write` or `tick` that comes `flush_interval_s` after the last
     flush, and at `close`. When the file cannot be written (a full disk, a missing folder), `warn`
     is called once with one sentence, and the writer does nothing from then on: a run is worth more
-    than its log.
+    than its log. A file that would grow over `max_nbytes` is rotated first.
     """
 
     def __init__(
@@ -65,11 +81,13 @@ class LineWriter:
         *,
         warn: Callable[[str], None],
         flush_interval_s: float = 1.0,
+        max_nbytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = path
         self._warn = warn
         self._interval_s = flush_interval_s
+        self._max_nbytes = max_nbytes
         self._clock = clock
         self._lock = threading.Lock()
         self._waiting: list[bytes] = []
@@ -118,6 +136,10 @@ class LineWriter:
                 self._file = FileIO(self.path, "ab")
                 if _ends_half_way(self.path):
                     data = b"\n" + data
+            if self._is_too_long_for(self._file, data):
+                rotate(self.path)
+                self._file.close()
+                self._file = FileIO(self.path, "ab")
             view = memoryview(data)
             while view:
                 view = view[self._file.write(view) :]
@@ -127,6 +149,29 @@ class LineWriter:
                 return None
             return error.strerror or str(error)
         return None
+
+    def _is_too_long_for(self, file: FileIO, data: bytes) -> bool:
+        if self._max_nbytes is None:
+            return False
+        nbytes = os.fstat(file.fileno()).st_size
+        return nbytes > 0 and nbytes + len(data) > self._max_nbytes
+
+
+def rotate(path: Path) -> None:
+    """Give a file the name of an old one, and each old one that of an older; the oldest is removed.
+
+    Raises:
+        OSError: it cannot be done.
+    """
+    for newer, older in reversed(list(itertools.pairwise(rotations(path)))):
+        if newer.exists():
+            newer.replace(older)
+
+
+def rotations(path: Path) -> list[Path]:
+    """The names under which the lines of a file that is rotated may lie, the newest first."""
+    old = range(1, NUM_OLD_FILES + 1)
+    return [path, *(path.with_name(f"{path.name}.{age}") for age in old)]
 
 
 def _ends_half_way(path: Path) -> bool:

@@ -64,6 +64,8 @@ class Launched(BaseModel):
     overrides: tuple[str, ...] = ()
     """What the user set for this run besides the files."""
     processes: Annotated[tuple[LaunchedProcess, ...], Field(min_length=1)]
+    shippers: tuple[LaunchedProcess, ...] = ()
+    """What brings their logs to Loki, one a machine."""
 
     def resumed(self) -> "Launched":
         """The same run, which goes on from its newest good checkpoint."""

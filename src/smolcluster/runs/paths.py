@@ -1,7 +1,8 @@
 """Where a run keeps its files, and how runs are named and found.
 
-<runs>/<run id>/config.yaml  status.json  events.jsonl  metrics.jsonl  summary.json  curves.png  sample.txt
-                processes.json  launch.json  logs/  checkpoints/
+<runs>/<run id>/config.yaml  status.json  events.jsonl  metrics.jsonl  spans.jsonl  summary.json
+                curves.png  report.html  sample.txt  trace.json  processes.json  launch.json
+                logs/  checkpoints/
 <runs>/latest -> the newest run
 """
 
@@ -48,6 +49,16 @@ class RunPaths:
         return self.root / "metrics.jsonl"
 
     @property
+    def spans(self) -> Path:
+        """What its processes did when, of the first steps of every ten seconds, one JSON object a line."""
+        return self.root / "spans.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        """Some of these for Chrome and Perfetto; made when asked for."""
+        return self.root / "trace.json"
+
+    @property
     def summary(self) -> Path:
         """What came of it; written by the server at the end."""
         return self.root / "summary.json"
@@ -56,6 +67,11 @@ class RunPaths:
     def curves(self) -> Path:
         """Its learning curves as a picture; drawn at the end."""
         return self.root / "curves.png"
+
+    @property
+    def report(self) -> Path:
+        """All of it on one page, for a browser; written at the end, and whenever it is asked for."""
+        return self.root / "report.html"
 
     @property
     def sample(self) -> Path:

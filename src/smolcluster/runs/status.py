@@ -112,6 +112,7 @@ class RunStatus(_Part):
     staleness_bound: PositiveInt | None = Field(None, description="EDP's staleness.bound.")
     pushes: dict[str, NonNegativeInt] = Field({}, description="By outcome, in the whole run.")
     leases_returned: NonNegativeInt = 0
+    vitals: dict[str, float] = Field({}, description="What the owner measured of itself last.")
     workers: list[WorkerStatus]
 
     @property
@@ -180,6 +181,8 @@ class StatusFile:
         self._clock = clock
         self._due_at = -math.inf
         self._has_warned = False
+        self.newest: RunStatus | None = None
+        """What was written last, or should have been; for any thread."""
 
     def tick(self, status: Callable[[], RunStatus]) -> None:
         """Write what `status` says, if it is time; otherwise do not even ask."""
@@ -189,6 +192,7 @@ class StatusFile:
     def write(self, status: RunStatus) -> None:
         """Write this status now; never raises for the file's sake."""
         self._due_at = self._clock() + EVERY_S
+        self.newest = status
         try:
             write_status(self._path, status)
         except SmolclusterError as error:

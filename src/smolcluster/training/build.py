@@ -20,6 +20,7 @@ from smolcluster.errors import ConfigError
 from smolcluster.models.registry import build_model
 from smolcluster.training.evaluate import Evaluation, evaluate
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
+from smolcluster.utils.meter import Meter
 from smolcluster.utils.seed import derive_seed
 
 
@@ -48,7 +49,9 @@ class Workbench:
         Raises:
             NonFiniteLoss: the loss or the gradient is NaN or infinite.
         """
-        return self.compute_batch(*self.dataset.train.batch(indices), epoch, start)
+        with self.replica.meter("data"):
+            inputs, targets = self.dataset.train.batch(indices)
+        return self.compute_batch(inputs, targets, epoch, start)
 
     def evaluate(
         self, model: nn.Module | None = None, before_batch: Callable[[], None] = lambda: None
@@ -93,6 +96,7 @@ def build(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     microbatch: int | None = None,
     dataset: Dataset | None = None,
+    meter: Meter | None = None,
     log: logging.Logger | None = None,
 ) -> Workbench:
     """Load the dataset from this machine's `place`, unless it is given, and build the model for it.
@@ -112,7 +116,7 @@ def build(
             f"dataset.source is server, but dataset.name={dataset.name} is no text, and only text is sent; "
             "set dataset.source=local"
         )
-    replica = build_replica(train, seed, dataset, device, bucket_bytes=bucket_bytes)
+    replica = build_replica(train, seed, dataset, device, bucket_bytes=bucket_bytes, meter=meter)
     return Workbench(dataset.to(device), replica, seed, most_at_once(train, microbatch))
 
 
@@ -130,6 +134,7 @@ def build_replica(
     device: torch.device,
     *,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    meter: Meter | None = None,
 ) -> Replica:
     """Build the model of `train` for `dataset`, with the initial weights that `seed` gives.
 
@@ -147,6 +152,7 @@ def build_replica(
         device=device,
         bucket_bytes=bucket_bytes,
         precision=train.precision,
+        meter=meter,
     )
 
 

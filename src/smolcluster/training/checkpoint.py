@@ -417,9 +417,16 @@ class CheckpointWriter:
     is being written, one that waits, and a spare one.
     """
 
-    def __init__(self, store: CheckpointStore, log: logging.Logger) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        log: logging.Logger,
+        on_saved: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """`on_saved` hears, in the writer's thread, of every step that is on the disk."""
         self._store = store
         self._log = log
+        self._on_saved = on_saved
         self._changed = threading.Condition()
         self._waiting: Snapshot | None = None
         self._spare: Snapshot | None = None
@@ -500,6 +507,7 @@ class CheckpointWriter:
             self._store.save(snapshot)
             self._reported.clear()
             self._failed_step = None
+            self._on_saved(snapshot.state.step)
         except CheckpointError as error:
             self._report(snapshot, error, _errno(error.__cause__) or type(error.__cause__))
         except Exception as error:  # whatever it is, a run is worth more than its checkpoint

@@ -21,6 +21,7 @@ from smolcluster.data.dataset import NO_TERM
 from smolcluster.errors import ConfigError, NonFiniteLoss
 from smolcluster.training.loss import computing_in, loss_sum
 from smolcluster.training.optimizer import FlatOptimizer
+from smolcluster.utils.meter import Meter
 
 DEFAULT_BUCKET_BYTES = 1 << 20
 
@@ -42,6 +43,7 @@ class Replica:
         buckets: the flat tensors cut into slices of at most `bucket_bytes`, in order.
         fingerprint: SHA-256 over name, shape and type of every parameter, in hex.
         precision: what forward and backward compute in.
+        meter: where it counts the time of forward, backward, and what changes the weights.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Replica:
         device: torch.device | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         precision: Precision = "fp32",
+        meter: Meter | None = None,
     ) -> None:
         """Move `model` to `device` and its parameters into flat tensors.
 
@@ -63,6 +66,7 @@ class Replica:
             device: None means the CPU.
             bucket_bytes: largest size of a bucket, in bytes of the parameters' type.
             precision: bf16 computes under autocast; weights and gradient keep their type.
+            meter: the process's; None: one of its own.
 
         Raises:
             ConfigError: the model cannot be trained so: batch norm, mixed types, nothing to train.
@@ -82,6 +86,7 @@ class Replica:
         matrices = sum(param.numel() for _, param in trainable if _decays(param))
         self.optimizer = FlatOptimizer(optimizer, self.params, self.grads, weight_decay, matrices)
         self.precision = precision
+        self.meter = meter or Meter()
         self._staging: Tensor | None = None
 
     @property
@@ -118,10 +123,11 @@ class Replica:
             parts = list(zip(*pieces, strict=True))
         num_terms = max(1, int((targets != NO_TERM).sum()))
         shares = [self._accumulate(*part, num_terms) for part in parts]
-        norm = torch.linalg.vector_norm(self.grads)
+        with self.meter("backward"):  # an accelerator has it to finish
+            norm = torch.linalg.vector_norm(self.grads).item()
         losses = [share.item() for share in shares]
         loss = sum(losses)
-        if not (math.isfinite(loss) and math.isfinite(norm.item())):
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             bad = next((i for i, value in enumerate(losses) if not math.isfinite(value)), 0)
             self._explain_non_finite(self._placed(*parts[bad])[0], loss)
         return loss
@@ -131,10 +137,12 @@ class Replica:
 
         `num_terms` counts the whole batch's loss terms.
         """
-        inputs, targets = self._placed(inputs, targets)
-        with computing_in(self.precision, self.device):
+        with self.meter("data"):
+            inputs, targets = self._placed(inputs, targets)
+        with self.meter("forward"), computing_in(self.precision, self.device):
             loss = loss_sum(self.model, inputs, targets) / num_terms
-        loss.backward()  # type: ignore[no-untyped-call]
+        with self.meter("backward"):
+            loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def _placed(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,10 +154,11 @@ class Replica:
 
     def clip(self, max_norm: float) -> float:
         """Scale `grads` to an L2 norm of at most about `max_norm`; return the norm it had before."""
-        norm = self.grad_norm()
-        coefficient = clip_coefficient(norm, max_norm)
-        if coefficient < 1.0:
-            self.grads.mul_(coefficient)
+        with self.meter("apply"):
+            norm = self.grad_norm()
+            coefficient = clip_coefficient(norm, max_norm)
+            if coefficient < 1.0:
+                self.grads.mul_(coefficient)
         return norm
 
     def grad_norm(self) -> float:
@@ -165,7 +174,8 @@ class Replica:
 
     def step(self, learning_rate: float) -> None:
         """Apply `grads` to the weights with the optimizer."""
-        self.optimizer.step(learning_rate)
+        with self.meter("apply"):
+            self.optimizer.step(learning_rate)
 
     def step_pieces(
         self, pieces: Iterable[tuple[slice, Tensor]], scale: float, learning_rate: float
@@ -175,7 +185,8 @@ class Replica:
         Each piece is a place in the flat tensors and the gradient there, on the CPU; it is not changed.
         Weights outside of the pieces stay as they are.
         """
-        self.optimizer.step_pieces(self._scaled(pieces, scale), learning_rate)
+        with self.meter("apply"):
+            self.optimizer.step_pieces(self._scaled(pieces, scale), learning_rate)
 
     def _scaled(
         self, pieces: Iterable[tuple[slice, Tensor]], scale: float
@@ -247,9 +258,10 @@ class Replica:
     def load(self, *weights: Tensor) -> None:
         """Replace the weights by flat ones, whole or in pieces; the optimizer's state stays as it is."""
         start = 0
-        for piece in weights:
-            self.params[start : start + piece.numel()].copy_(piece)
-            start += piece.numel()
+        with self.meter("apply"):
+            for piece in weights:
+                self.params[start : start + piece.numel()].copy_(piece)
+                start += piece.numel()
 
     def host_gradient(self) -> Tensor:
         """Return `grads` on the CPU, flat (num_params,).

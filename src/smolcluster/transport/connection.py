@@ -82,7 +82,8 @@ class Connection:
     """Messages over one connected stream socket, which it owns.
 
     Until `proved` is called, at most `max_unproved` bytes are received in all. `peer` and `phase`
-    appear in every error and may be set as more becomes known. `bytes_sent` and `bytes_received`
+    appear in every error and may be set as more becomes known. `address` is the peer's IP address, empty for
+    a Unix socket. `bytes_sent` and `bytes_received`
     count everything that passed the socket.
     """
 
@@ -98,6 +99,7 @@ class Connection:
                 seconds.
         """
         self.peer = _peer_name(sock) if peer is None else peer
+        self.address = _peer_address(sock)
         self.phase = "handshake"
         self.stall_timeout_s = stall_timeout_s
         self.max_payload = UNPROVED_NBYTES
@@ -506,12 +508,23 @@ def _tune(sock: socket.socket) -> None:
         return
 
 
+def _peer_address(sock: socket.socket) -> str:
+    try:
+        return str(sock.getpeername()[0]) if _is_internet(sock) else ""
+    except OSError:
+        return ""
+
+
+def _is_internet(sock: socket.socket) -> bool:
+    return sock.family in (socket.AF_INET, socket.AF_INET6)
+
+
 def _peer_name(sock: socket.socket) -> str:
     try:
         address = sock.getpeername()
     except OSError:
         return "a peer that is gone"
-    if sock.family in (socket.AF_INET, socket.AF_INET6):
+    if _is_internet(sock):
         return format_address(address[0], address[1])
     return "local peer"
 

@@ -25,6 +25,7 @@ from pydantic import (
 from smolcluster.configs.schema import RunConfig
 from smolcluster.errors import ProtocolError
 from smolcluster.transport.frames import Buffer, Frame, build_frame
+from smolcluster.utils.meter import MAX_SPANS, PHASES
 
 MAX_SENTENCE_CHARS = 1000
 MAX_BUCKET_BYTES = 64 * 1024 * 1024
@@ -57,6 +58,18 @@ Buckets = Annotated[
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Speed = Annotated[float, Field(ge=0, le=1e15)]
 Loss = Annotated[float, Field(ge=-1e30, le=1e30)]
+Moment = Annotated[float, Field(ge=0, le=1e11)]
+"""Seconds since 1970 on the sender's clock."""
+NUM_PHASES = len(PHASES)
+SpanEntry = Annotated[
+    tuple[
+        Annotated[int, Field(ge=0, le=NUM_PHASES)],
+        Annotated[int, Field(ge=-(2**53), le=2**53)],
+        Annotated[int, Field(ge=0, le=2**53)],
+    ],
+    Strict(False),
+]
+"""A phase, its start and its length, in microseconds."""
 WEIGHTS = "weights"
 """The content of a State that holds weights."""
 
@@ -227,9 +240,16 @@ class State(Message):
 
 
 class Heartbeat(Message):
-    """Either side: still alive."""
+    """Either side: still alive, at `sent_at`; and when the peer's last heartbeat was sent and came.
+
+    The four moments of a pair of heartbeats give the round trip and the difference of the clocks (NTP,
+    RFC 5905).
+    """
 
     KIND: ClassVar[int] = 12
+    sent_at: Moment
+    heard_sent_at: Moment | None = None
+    heard_at: Moment | None = None
 
 
 class Goodbye(Message):
@@ -296,6 +316,31 @@ class Skip(Message):
     compute_s: Seconds
 
 
+class Telemetry(Message):
+    """Client: what its process has counted since it started, in sums that only grow (`utils/meter.py`).
+
+    `phase_s` are the seconds by phase, `queued` the frames that wait to be sent now, `spans` those of its
+    newest steps, counted from `spans_at`.
+    """
+
+    KIND: ClassVar[int] = 20
+    uptime_s: Seconds
+    steps: Count
+    samples: Count
+    phase_s: Annotated[
+        tuple[Seconds, ...], Strict(False), Field(min_length=NUM_PHASES, max_length=NUM_PHASES)
+    ]
+    raw_bytes: Count
+    encoded_bytes: Count
+    cpu_s: Seconds
+    memory_bytes: Count
+    sent_bytes: Count
+    received_bytes: Count
+    queued: Count
+    spans_at: Moment = 0.0
+    spans: Annotated[tuple[SpanEntry, ...], Strict(False), Field(max_length=MAX_SPANS)] = ()
+
+
 Kinds = frozenset[type[Message]]
 """A set of messages that a connection accepts at some moment."""
 
@@ -305,12 +350,12 @@ MESSAGES = MappingProxyType(
         for kind in (
             *(Hello, Challenge, Proof, Welcome, Ready, Reject, Assignment, Push),
             *(Ack, Pull, State, Heartbeat, Goodbye, Fault, End),
-            *(Reduced, Commit, Cancel, Skip),
+            *(Reduced, Commit, Cancel, Skip, Telemetry),
         )
     }
 )
 ALL_KINDS: Kinds = frozenset(MESSAGES.values())
-FROM_WORKER: Kinds = frozenset({Ready, Push, Pull, Skip, Heartbeat, Goodbye, Fault})
+FROM_WORKER: Kinds = frozenset({Ready, Push, Pull, Skip, Heartbeat, Telemetry, Goodbye, Fault})
 """What a server accepts once a worker has proved itself."""
 FROM_SERVER: Kinds = frozenset(
     {Assignment, Ack, State, Reduced, Commit, Cancel, Heartbeat, Goodbye, Reject, End}

@@ -26,7 +26,9 @@ class Setting:
         )
 
     def worker(self, worker_id: int = 1, node: str = "pi5", seat: int = 5) -> Worker:
-        connection = SimpleNamespace(last_byte_at=self.clock)
+        connection = SimpleNamespace(
+            last_byte_at=self.clock, address="10.10.0.2", bytes_sent=30, bytes_received=70
+        )
         session: Any = SimpleNamespace(connection=connection)
         return Worker(Member(seat, worker_id, node, "abcdef01"), session)
 

@@ -282,10 +282,10 @@ def test_a_hub_that_nobody_joins_gives_up(house: HandledHub) -> None:
     assert caught.value.exit_code == 75
 
 
-@pytest.mark.parametrize("parts", [("start_timeout_s=0.05",)], indirect=True)
+@pytest.mark.parametrize("parts", [("start_timeout_s=0.5",)], indirect=True)
 def test_a_worker_that_prepares_its_data_is_waited_for(house: HandledHub, parts: Parts) -> None:
     hand = house.enter(hello())
-    for _ in range(5):
+    for _ in range(15):
         list(house.hub.next_events(0.05))
     assert not house.hub.started
     hand.ready(dataset=parts.dataset)

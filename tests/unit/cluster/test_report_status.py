@@ -227,7 +227,7 @@ def test_a_heartbeat_is_a_sign_of_life(board: Board, house: HandledHub) -> None:
     connection = member(house, 0).live_session.connection
     before, received = connection.last_byte_at, connection.bytes_received
     seen = board.read(house.hub.report).workers[0].last_seen
-    hand.say(Heartbeat())
+    hand.say(Heartbeat(sent_at=1.0))
     house.until(lambda: connection.bytes_received > received)
     house.until(lambda: connection.last_byte_at > before)
     status = board.read(house.hub.report)

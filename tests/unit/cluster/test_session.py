@@ -79,7 +79,7 @@ def test_what_the_peer_says_goes_through_the_receiver_to_the_inbox(
 def test_heartbeats_are_nobodys_business(ends: tuple[Connection, Hand], inbox: Inbox) -> None:
     ours, peer = ends
     session_on(ours, inbox).start()
-    peer.say(Heartbeat())
+    peer.say(Heartbeat(sent_at=1.0))
     peer.say(Pull())
     assert next_event(inbox, Said).message == Pull()
     peer.leave()
@@ -119,7 +119,7 @@ def test_a_held_frame_is_sent_when_it_is_released(
     released.set()
     assert isinstance(peer.hear_a(Ack), Ack)
     assert isinstance(peer.hear_a(Goodbye), Goodbye)
-    assert asked == [DEADLINE_S / 4], "no longer than until the next heartbeat is due"
+    assert asked == [DEADLINE_S / 4], "so that heartbeats go on"
     peer.leave()
     next_event(inbox, Gone)
 
@@ -261,7 +261,8 @@ def test_heartbeats_are_not_counted_as_frames_that_were_queued(
     session = session_on(ours, inbox, heartbeat_timeout_s=0.04)
     session.start()
     for _ in range(3):
-        assert peer.connection.receive(deadline=Deadline(DEADLINE_S))[0] == Heartbeat()
+        beat, _ = peer.connection.receive(deadline=Deadline(DEADLINE_S))
+        assert isinstance(beat, Heartbeat)
     session.send(ACK)
     peer.hear_a(Ack)
     assert session.flush(DEADLINE_S)
@@ -275,7 +276,7 @@ def test_an_idle_session_sends_heartbeats(ends: tuple[Connection, Hand], inbox: 
     session_on(ours, inbox, heartbeat_timeout_s=0.04).start()
     for _ in range(5):
         message, _ = peer.connection.receive(deadline=Deadline(DEADLINE_S))
-        assert message == Heartbeat()
+        assert isinstance(message, Heartbeat)
     peer.leave()
     next_event(inbox, Gone)
 

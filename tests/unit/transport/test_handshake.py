@@ -326,7 +326,7 @@ def announces_much(raw: socket.socket) -> None:
         announces_much,
         lambda raw: raw.sendall(os.urandom(UNPROVED_NBYTES)),
         lambda raw: raw.sendall(b"GET / HTTP/1.1\r\n\r\n    "),
-        lambda raw: say(raw, Heartbeat()),
+        lambda raw: say(raw, Heartbeat(sent_at=1.0)),
         lambda raw: say(raw, Proof(mac="00" * 32, nonce="00" * 32)),
         lambda raw: raw.sendall(b"".join(build_frame(1, b"[" * 3000).buffers)),
         lambda raw: raw.sendall(b"".join(frame_of(push(64), bytes(64)).buffers)),

@@ -299,4 +299,4 @@ def test_a_message_without_tensor_has_no_payload() -> None:
     with pytest.raises(ValueError, match="Push announces 16 bytes of payload, got 15"):
         frame_of(push(16), bytes(15))
     with pytest.raises(ValueError, match="Heartbeat announces 0 bytes"):
-        frame_of(Heartbeat(), b"x")
+        frame_of(Heartbeat(sent_at=1.0), b"x")

@@ -237,10 +237,13 @@ class Server:
         """Send the newest weights; whoever pulls the same version shares one copy."""
         if self.snapshot is None or self.snapshot[0] != self.version:
             self.replica.check_weights(f"after step {self.version}")
-            weights = self.replica.snapshot()
-            frames = state_frames(
-                self.context.incarnation, self.version, weights, self.replica.buckets
-            )
+            with self.replica.meter("encode"):
+                frames = state_frames(
+                    self.context.incarnation,
+                    self.version,
+                    self.replica.snapshot(),
+                    self.replica.buckets,
+                )
             self.snapshot = (self.version, frames)
         for frame in self.snapshot[1]:
             peer.worker.live_session.send_frame(frame)

@@ -31,6 +31,7 @@ from smolcluster.errors import NonFiniteLoss
 from smolcluster.training.build import Workbench
 from smolcluster.training.clipping import clip_gradient
 from smolcluster.transport.messages import Ack, LeaseKey, Pull, Welcome
+from smolcluster.utils.meter import Phase
 
 WAIT_S = 1.0
 
@@ -81,7 +82,7 @@ class Worker:
             if self.mixing:
                 self.step_alone(learning_rate)
                 self.stepped = self.replica.snapshot(self.stepped)
-            self.wait_until(lambda: self.unacknowledged is None)
+            self.wait_until(lambda: self.unacknowledged is None, "send")
             self.push(lease.lease, base_version, loss, compute_s)
         except NonFiniteLoss as error:
             raise NonFiniteLoss(f"step {self.steps}: {error}") from error
@@ -89,6 +90,7 @@ class Worker:
             self.pull()
         elif not self.mixing:
             self.step_alone(learning_rate)
+        self.replica.meter.step_done(lease.num_samples)
 
     def compute(self, lease: Assigned) -> float:
         """The batch's mean loss; its gradient is in the replica."""
@@ -116,10 +118,11 @@ class Worker:
         clip_gradient(self.replica, self.train.gradient_clipping)
         self.replica.step(learning_rate)
 
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Take in all that has arrived, and go on until `condition` holds."""
+    def wait_until(self, condition: Callable[[], bool], phase: Phase = "wait") -> None:
+        """Take in all that has arrived, and go on until `condition` holds; `phase`: what that time is."""
         while True:
-            event = self.link.next_event(0.0 if condition() else WAIT_S)
+            with self.replica.meter(phase):
+                event = self.link.next_event(0.0 if condition() else WAIT_S)
             if event is not None:
                 self.handle(event)
             elif condition():

@@ -58,6 +58,8 @@ class Worker:
         self.num_joined = 0
         """Buckets of the server's state that have arrived in this session."""
         self.tasks: deque[Assigned] = deque()
+        self.num_computed = 0
+        """Samples since the last step."""
         self.cancelled: set[LeaseKey] = set()
         self.unacknowledged: LeaseKey | None = None
         self.link: Link
@@ -80,7 +82,8 @@ class Worker:
         self.cancelled.clear()
         try:
             while True:
-                event = link.next_event(0.0 if self.tasks else WAIT_S)
+                with self.replica.meter("wait"):
+                    event = link.next_event(0.0 if self.tasks else WAIT_S)
                 if event is not None:
                     self.handle(event)
                 elif self.tasks:
@@ -92,13 +95,15 @@ class Worker:
         """Compute a part's gradient and push it, unless it is wanted no more."""
         compute_s = 0.0
         if self.is_wanted(task):
-            self.link.flush()  # what is still being sent is the replica's own memory
+            with self.replica.meter("send"):
+                self.link.flush()  # what is still being sent is the replica's own memory
             started = time.perf_counter()
             try:
                 loss = task.compute(self.bench)
             except NonFiniteLoss as error:
                 raise NonFiniteLoss(f"step {self.version + 1}: {error}") from error
             compute_s = time.perf_counter() - started
+            self.num_computed += task.num_samples
             while (event := self.link.next_event(0.0)) is not None:
                 self.handle(event)
         if self.is_wanted(task):
@@ -156,6 +161,8 @@ class Worker:
         self.version = commit.version
         self.cancelled.clear()
         self.settle(None)
+        self.replica.meter.step_done(self.num_computed)
+        self.num_computed = 0
 
     def compare(self, digests: Sequence[bytes]) -> None:
         """Ask for the buckets of the weights that differ from the server's."""

@@ -24,7 +24,10 @@ from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.units import format_bytes
 from smolcluster.utils.words import one_line
 
-NOT_FETCHED = ("/.lock", "/pids", "/exits", "/asked", "/launch", "/launch.json", ".*.tmp")
+NOT_FETCHED = (
+    *("/.lock", "/pids", "/exits", "/asked", "/launch", "/launch.json"),
+    *(".shipped.*", ".*.tmp"),
+)
 """Of a server's run folder; in rsync's words."""
 VANISHED = 24
 """rsync's code when a file was removed while it looked, as old checkpoints are."""
@@ -99,7 +102,7 @@ def parts_of(launched: Launched, paths: RunPaths, *, checkpoints: bool) -> Itera
     for worker in workers:
         if (worker.ssh, worker.run_dir) not in done and not _is_here(worker, paths):
             host = Host(worker.node, worker.ssh)
-            yield Part(host, f"{worker.run_dir}/logs", paths.logs, (".*.tmp",))
+            yield Part(host, f"{worker.run_dir}/logs", paths.logs, (".shipped.*", ".*.tmp"))
         done.add((worker.ssh, worker.run_dir))
 
 

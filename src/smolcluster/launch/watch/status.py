@@ -112,12 +112,28 @@ def _head(console: Console, report: RunReport) -> Text:
 
 def head(report: RunReport) -> list[str]:
     """The run in a line: id, algorithm, state, step, epoch, losses."""
-    parts = [report.run_id, *([report.algorithm] if report.algorithm else []), report.state]
+    return [*title(report), *progress(report), *measured(report)]
+
+
+def title(report: RunReport) -> list[str]:
+    """Id, algorithm, state."""
+    return [report.run_id, *([report.algorithm] if report.algorithm else []), report.state]
+
+
+def progress(report: RunReport) -> list[str]:
+    """Step and epoch."""
+    parts = []
     if report.step is not None:
         parts.append(f"step {_of(report.step, report.total_steps)}")
     if report.epoch is not None:
         done = report.epoch + 1
         parts.append(f"epoch {_of(min(done, report.num_epochs or done), report.num_epochs)}")
+    return parts
+
+
+def measured(report: RunReport) -> list[str]:
+    """Losses, and how fast it goes."""
+    parts = []
     if report.loss is not None:
         parts.append(f"loss {report.loss:.4g}")
     if report.val_loss is not None:

@@ -1,32 +1,96 @@
 """Weights & Biases: online with an API key or a login, offline otherwise; never in the way.
 
-W&B runs in a child process (`wandb_child.py`), which a thread feeds through a pipe. So importing
-wandb, its exit hooks (which can hold a process for 90 s when the network is dead), its prompts and
-its output cannot touch training, and the deadline at the end holds: the child's process group is
-ended. If any of it fails, one warning says so and the run goes on. The API key is not read here:
+Each process of a run is a run in W&B, and their group is the run. Its x axis is `step`, the server's, so
+that the curves of all processes line up. What workers report of themselves is named `worker/…` in their
+own runs and `rank0/…` in the server's, where `events/…` count what happened.
+
+W&B runs in a child process (`wandb_child.py`), which a thread feeds through a pipe, twice a second. So
+importing wandb, its exit hooks (which can hold a process for 90 s when the network is dead), its
+prompts and its output cannot touch training, and the deadline at the end holds: the child's process
+group is ended. If any of it fails, one warning says so and the run goes on. The API key is not read here:
 the child inherits the environment, where wandb finds it or its own login.
 """
 
 import contextlib
 import netrc
 import os
-import queue
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 from urllib.parse import urlsplit
 
+from smolcluster.configs.schema import RunConfig
 from smolcluster.observability.metrics import MetricRecord
+from smolcluster.runs.events import (
+    CheckpointSaved,
+    Event,
+    LeaseReturned,
+    PushDropped,
+    RunResumed,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLost,
+    WorkerRejected,
+    kind_of,
+)
 from smolcluster.runs.files import json_line
+from smolcluster.runs.paths import RunPaths
 
 MAX_WAITING = 20_000
+WRITE_EVERY_S = 0.5
+COUNTED = (
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLost,
+    WorkerRejected,
+    LeaseReturned,
+    PushDropped,
+    CheckpointSaved,
+    RunResumed,
+)
+"""The events that are counted; what the others say is a metric already."""
+LEFT_OUT = frozenset({"start", "stop", "total_samples", "total_steps"})
+"""Values of a step that make no curve."""
 Mode = Literal["online", "offline", "disabled"]
+
+
+def wandb_for(
+    run: RunConfig,
+    algorithm: str,
+    *,
+    role: str,
+    node: str,
+    rank: int | None,
+    paths: RunPaths,
+    warn: Callable[[str], None],
+    environ: Mapping[str, str] = os.environ,
+) -> "WandbSink":
+    """The sink of one process of a run; `algorithm` is its title, `rank` a worker's."""
+    name = run_name(
+        algorithm=algorithm,
+        role=role,
+        hostname=node,
+        rank=rank,
+        learning_rate=run.train.learning_rate,
+        batch_size=run.train.samples_per_step,
+    )
+    return WandbSink(
+        paths.root,
+        project=run.train.logging.project_name,
+        run_id=run.run_id,
+        name=name,
+        role=role,
+        config=run.model_dump(mode="json") | {"role": role, "node": node, "rank": rank},
+        warn=warn,
+        environ=environ,
+    )
 
 
 def run_name(
@@ -70,12 +134,12 @@ def _has_login(environ: Mapping[str, str]) -> bool:
 
 
 class WandbSink:
-    """Reports records to W&B; `log` puts them in a queue and returns at once.
+    """Reports records to W&B; `log` keeps them for its thread and returns at once.
 
-    `folder` is the run's folder, where all that wandb writes goes; `run_id` becomes the group.
-    `warn` is called with one sentence, once for each thing that can go wrong. `close` takes at most
-    about `finish_timeout_s` seconds; what was not uploaded by then stays in the folder for `wandb
-    sync`.
+    `folder` is the run's folder, where all that wandb writes goes; `run_id` becomes the group and `role`
+    the job type. `warn` is called with one sentence, once for each thing that can go wrong. `close` takes
+    at most about `finish_timeout_s` seconds; what was not uploaded by then stays in the folder for
+    `wandb sync`.
     """
 
     def __init__(
@@ -85,6 +149,7 @@ class WandbSink:
         project: str,
         run_id: str,
         name: str,
+        role: str,
         config: Mapping[str, Any],
         warn: Callable[[str], None],
         environ: Mapping[str, str] = os.environ,
@@ -94,36 +159,51 @@ class WandbSink:
         self._folder = folder / "wandb"
         self._environ = _child_environment(environ, self._folder)
         self._output = self._folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)}.log"
+        self._role = role
         self._warn = warn
         self._timeout_s = finish_timeout_s
-        self._queue: queue.Queue[bytes | None] = queue.Queue(MAX_WAITING)
+        self._newest = MetricRecord("step", 0, 0)
+        self._counts: Counter[str] = Counter()
+        self._counting = threading.Lock()
+        self._waiting: deque[MetricRecord] = deque()
+        self._closing = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
         self._off = mode == "disabled"
         self._late = False
         self._slow = False
         start: dict[str, Any] = {"mode": mode, "project": project, "group": run_id, "name": name}
-        start |= {"dir": str(folder), "config": dict(config), "finish_timeout_s": finish_timeout_s}
-        self._put(json_line(start))
+        start |= {"job_type": role, "dir": str(folder), "config": dict(config)}
+        self._first_line = json_line(start | {"finish_timeout_s": finish_timeout_s})
         self._thread = threading.Thread(target=self._feed, name="wandb", daemon=True)
         if not self._off:
             self._thread.start()
 
     def log(self, record: MetricRecord) -> None:
-        """Take one record; the values of a worker's report are named `rank0/…`."""
-        prefix = f"rank{record.rank}/" if record.kind == "worker" else ""
-        values = {f"{prefix}{name}": value for name, value in record.values.items()}
-        self._put(json_line({"step": record.step, "epoch": record.epoch} | values))
+        """Take one record, whose values must not change any more."""
+        if self._off:
+            return
+        if len(self._waiting) < MAX_WAITING:
+            self._newest = record
+            self._waiting.append(record)
+        elif not self._slow:
+            self._slow = True
+            self._warn("Weights & Biases is too slow: it misses some records")
+
+    def happened(self, event: Event) -> None:
+        """Count an event."""
+        if isinstance(event, COUNTED):
+            self._log_counts(f"events/{kind_of(type(event))}")
 
     def tick(self) -> None:
         """Nothing is due: the thread does it all."""
 
     def close(self) -> None:
-        """Hand over what is queued and end W&B, within the deadline."""
+        """Hand over what waits and end W&B, within the deadline."""
         if self._off:
             return
         deadline = time.monotonic() + self._timeout_s
-        with contextlib.suppress(queue.Full):
-            self._queue.put(None, timeout=self._timeout_s)
+        self._log_counts(None)
+        self._closing.set()
         self._thread.join(max(0.0, deadline - time.monotonic()))
         self._off = True
         if self._thread.is_alive():
@@ -136,18 +216,16 @@ class WandbSink:
                 _end_group(self._child)
             self._thread.join(1.0)
 
-    def _put(self, line: bytes) -> None:
-        if self._off:
-            return
-        try:
-            self._queue.put_nowait(line)
-        except queue.Full:
-            if not self._slow:
-                self._slow = True
-                self._warn("Weights & Biases is too slow: it misses some records")
+    def _log_counts(self, one_more: str | None) -> None:
+        with self._counting:
+            if one_more is not None:
+                self._counts[one_more] += 1
+            counts = dict(self._counts)
+        if counts:
+            self.log(MetricRecord("step", self._newest.step, self._newest.epoch, counts))
 
     def _feed(self) -> None:
-        """The thread: start the child, pass it every line, wait for its end."""
+        """The thread: start the child, pass it what has come, again and again, wait for its end."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with self._output.open("wb") as output:
@@ -157,18 +235,19 @@ class WandbSink:
             return
         self._child = child
         with contextlib.suppress(BrokenPipeError), cast(IO[bytes], child.stdin) as pipe:
-            while child.poll() is None and (line := self._next_line()) is not None:
-                pipe.write(line)
-                pipe.flush()
+            _write(pipe, self._first_line)
+            while child.poll() is None:
+                is_last = self._closing.wait(WRITE_EVERY_S)
+                _write(pipe, self._take())
+                if is_last:
+                    break
         if child.wait() != 0:
             self._give_up(_last_line(self._output))
 
-    def _next_line(self) -> bytes | None:
-        """The next line, None at the end; nothing after a second, so that a dead child is noticed."""
-        try:
-            return self._queue.get(timeout=1.0)
-        except queue.Empty:
-            return b""
+    def _take(self) -> bytes:
+        """A line for each record that waits."""
+        records = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        return b"".join(json_line(values_of(record, self._role)) for record in records)
 
     def _start(self, output: IO[bytes]) -> subprocess.Popen[bytes]:
         script = Path(__file__).with_name("wandb_child.py")
@@ -186,6 +265,25 @@ class WandbSink:
         self._off = True
         if not self._late:
             self._warn(f"Weights & Biases is off: {reason or 'it ended'}; see {self._output}")
+
+
+def values_of(record: MetricRecord, role: str) -> dict[str, Any]:
+    """A record as W&B gets it, in the run of a process of this role."""
+    prefix = ""
+    if record.kind == "worker":
+        prefix = "worker/" if role == "worker" else f"rank{record.rank}/"
+    elif record.kind == "server":
+        prefix = "server/"
+    values = {
+        f"{prefix}{name}": value for name, value in record.values.items() if name not in LEFT_OUT
+    }
+    return {"step": record.step, "epoch": record.epoch} | values
+
+
+def _write(pipe: IO[bytes], lines: bytes) -> None:
+    if lines:
+        pipe.write(lines)
+        pipe.flush()
 
 
 def _child_environment(environ: Mapping[str, str], folder: Path) -> dict[str, str]:

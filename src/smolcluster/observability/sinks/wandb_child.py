@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+BEST = {"val_loss": "min", "val_perplexity": "min", "val_accuracy": "max"}
+"""What of an evaluation the table of all runs shows besides the last one."""
+
 
 def main() -> None:
     """Report everything that comes; ends with an error if wandb does, its last line saying why."""
@@ -24,10 +27,18 @@ def main() -> None:
 
     settings = wandb.Settings(console="off", silent=True, x_save_requirements=False)
     run = wandb.init(**start, settings=settings)
-    run.define_metric("*", step_metric="step")
+    define_metrics(run)
     for values in lines:
         run.log({name: value for name, value in values.items() if value is not None})
     run.finish()
+
+
+def define_metrics(run: Any) -> None:
+    """Let everything be drawn over the server's steps, so that the curves of all processes line up."""
+    run.define_metric("step", hidden=True)
+    run.define_metric("*", step_metric="step")
+    for name, best in BEST.items():
+        run.define_metric(name, step_metric="step", summary=f"{best},last")
 
 
 def take_over_input() -> BinaryIO:

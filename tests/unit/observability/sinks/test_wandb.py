@@ -1,19 +1,33 @@
 import fcntl
 import inspect
+import itertools
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
+from connection_pairs import RUN
 from smolcluster.observability.metrics import MetricRecord
-from smolcluster.observability.sinks.wandb import MAX_WAITING, WandbSink, run_name, wandb_mode
+from smolcluster.observability.sinks import wandb as wandb_module
+from smolcluster.observability.sinks.wandb import (
+    MAX_WAITING,
+    WandbSink,
+    run_name,
+    wandb_for,
+    wandb_mode,
+)
+from smolcluster.runs.events import CheckpointSaved, EpochFinished, Event, WorkerLost
+from smolcluster.runs.paths import RunPaths
 
 CHILD = Path(inspect.getfile(WandbSink)).with_name("wandb_child.py")
 FAKE = """
@@ -25,13 +39,15 @@ class Settings(dict):
 class Run:
     def __init__(self, out):
         self.out = out
-    def define_metric(self, name, step_metric):
-        assert (name, step_metric) == ("*", "step")
+    def define_metric(self, name, **what):
+        pass
     def log(self, values):
         self.out.write(json.dumps(values) + "\\n")
         self.out.flush()
         if os.environ.get("FAKE") == "breaks":
             raise RuntimeError("quota exceeded")
+        if os.environ.get("FAKE") == "dies":
+            os.kill(os.getpid(), 9)
     def finish(self):
         if os.environ.get("FAKE") == "hangs":
             lock = open(os.path.join(os.path.dirname(__file__), "lock"), "w")
@@ -89,6 +105,7 @@ def wandb_sink(
         project="digits",
         run_id="edp-1",
         name="EDP-server-mini1_lr0.001_bs32",
+        role="server",
         config={"model": {"hidden": 128}},
         warn=warnings.append,
         environ=environ,
@@ -98,6 +115,37 @@ def wandb_sink(
 
 def seen(tmp_path: Path) -> list[str]:
     return (tmp_path / "run" / "seen.txt").read_text().splitlines()
+
+
+def written(folder: Path) -> list[Any]:
+    """The records of wandb's own file of the run in this folder: LevelDB's log, of protocol buffers."""
+    protocol: Any = import_module("wandb.proto.wandb_internal_pb2")
+    [file] = (folder / "wandb").glob("offline-run-*/run-*.wandb")
+    data, at, held, records = file.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, size, part = struct.unpack_from("<IHB", data, at)
+        held += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if part in (1, 4):  # whole, or the last part
+            records.append(protocol.Record.FromString(held))
+            held = b""
+    return records
+
+
+def history(records: Sequence[Any]) -> list[dict[str, Any]]:
+    """The rows of values, without what wandb adds."""
+    return [
+        {
+            name: json.loads(item.value_json)
+            for item in record.history.item
+            if not (name := item.key or "/".join(item.nested_key)).startswith("_")
+        }
+        for record in records
+        if record.HasField("history")
+    ]
 
 
 def step(number: int, **values: float) -> MetricRecord:
@@ -160,6 +208,7 @@ def test_records_reach_wandb_in_order_and_the_run_is_finished(
         "project": "digits",
         "group": "edp-1",
         "name": "EDP-server-mini1_lr0.001_bs32",
+        "job_type": "server",
         "dir": str(tmp_path / "run"),
         "config": {"model": {"hidden": 128}},
         "console": "off",
@@ -181,6 +230,7 @@ def test_records_reach_wandb_in_order_and_the_run_is_finished(
         ("fails", "RuntimeError: no such entity"),
         ("breaks", "RuntimeError: quota exceeded"),
         ("reads", "EOFError"),
+        ("dies", "noise on standard"),
     ],
 )
 def test_a_failure_is_one_warning_and_no_noise(
@@ -282,25 +332,121 @@ def test_an_orphan_whose_wandb_hangs_ends_at_the_deadline(tmp_path: Path) -> Non
     assert done.returncode == -signal.SIGKILL
 
 
-def test_the_real_wandb_works_offline_and_stays_in_the_runs_folder(
+def test_the_real_wandb_keeps_every_step_offline_in_the_runs_folder(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tmp").mkdir()
     environ = environment(tmp_path, TMPDIR=str(tmp_path / "tmp"))
     warnings: list[str] = []
-    began = time.monotonic()
     sink = wandb_sink(tmp_path, environ, warnings)
+    began = time.monotonic()
     for number in range(100):
-        sink.log(step(number))
+        sink.log(step(number, **{"grad_norm/fc1.weight": 0.125}))
+        if number % 50 == 0:
+            sink.log(MetricRecord("eval", number, 0, {"val_loss": 0.5 + number}))
+    sink.happened(WorkerLost(rank=1, node="pi5", reason="it fell silent"))
     assert time.monotonic() - began < 1.0
     sink.close()
-    if warnings and "ModuleNotFoundError" in warnings[0]:
-        pytest.skip(f"wandb cannot run here: {warnings[0]}")
     assert warnings == []
     assert capfd.readouterr() == ("", "")
-    runs = list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert len(runs) == 1
-    assert runs[0].stat().st_size > 1000
     outside = [path for path in tmp_path.rglob("*") if not path.is_relative_to(tmp_path / "run")]
     assert [path for path in outside if not path.is_dir()] == []
+
+    records = written(tmp_path / "run")
+    rows = history(records)
+    assert [row["step"] for row in rows if "loss" in row] == list(range(100))
+    assert rows[0] == {"step": 0, "epoch": 0, "loss": 0.5, "grad_norm/fc1.weight": 0.125}
+    assert [row["val_loss"] for row in rows if "val_loss" in row] == [0.5, 50.5]
+    assert rows[-1] == {"step": 99, "epoch": 0, "events/worker_lost": 1}
+    [run] = [record.run for record in records if record.HasField("run")]
+    assert (run.project, run.run_group, run.job_type) == ("digits", "edp-1", "server")
+    metrics = {metric.name or metric.glob_name: metric for metric in defined(records)}
+    assert metrics["*"].step_metric == "step"
+    assert metrics["val_loss"].step_metric == "step"
+    summary = metrics["val_loss"].summary
+    assert (summary.min, summary.max, summary.last) == (True, False, True)
+    assert metrics["val_accuracy"].summary.max
+
+
+def defined(records: Sequence[Any]) -> list[Any]:
+    return [record.metric for record in records if record.HasField("metric")]
+
+
+def test_a_worker_is_a_run_of_its_own_beside_the_servers(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    sink = wandb_for(
+        RUN,
+        "EDP",
+        role="worker",
+        node="mini2",
+        rank=0,
+        paths=paths,
+        warn=warnings.append,
+        environ=with_fake(tmp_path),
+    )
+    values = {"samples_per_s": 10.0, "share/forward": 0.25}
+    sink.log(MetricRecord("worker", 7, 1, values, rank=0, node="mini2"))
+    sink.close()
+    first, line, end = seen(tmp_path)
+    start = json.loads(first)
+    assert start["name"].startswith("EDP-worker-mini2_rank0_lr")
+    assert (start["group"], start["job_type"]) == (RUN.run_id, "worker")
+    own = {name: start["config"][name] for name in ("run_id", "role", "node", "rank")}
+    assert own == {"run_id": RUN.run_id, "role": "worker", "node": "mini2", "rank": 0}
+    assert json.loads(line) == {
+        "step": 7,
+        "epoch": 1,
+        "worker/samples_per_s": 10.0,
+        "worker/share/forward": 0.25,
+    }
+    assert end == "finished"
+    assert warnings == []
+
+
+def test_events_are_counted_in_the_servers_run(tmp_path: Path) -> None:
+    sink = wandb_sink(tmp_path, with_fake(tmp_path), [])
+    lost = WorkerLost(rank=0, node="pi5", reason="it fell silent")
+    events: list[Event] = [lost, EpochFinished(epoch=0, step=4, samples_applied=9), lost]
+    sink.log(step(4))
+    for event in events:
+        sink.happened(event)
+    sink.log(step(5))
+    sink.happened(CheckpointSaved(step=5))
+    sink.log(step(9))
+    sink.close()
+    rows = [json.loads(line) for line in seen(tmp_path)[1:-1]]
+    assert [row for row in rows if "loss" not in row] == [
+        {"step": 4, "epoch": 0, "events/worker_lost": 1},
+        {"step": 4, "epoch": 0, "events/worker_lost": 2},
+        {"step": 5, "epoch": 0, "events/worker_lost": 2, "events/checkpoint_saved": 1},
+        {"step": 9, "epoch": 0, "events/worker_lost": 2, "events/checkpoint_saved": 1},
+    ]
+
+
+def test_the_child_is_written_to_twice_a_second_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written_at: list[float] = []
+    write = wandb_module._write
+
+    def noted(pipe: IO[bytes], lines: bytes) -> None:
+        if lines:
+            written_at.append(time.monotonic())
+        write(pipe, lines)
+
+    monkeypatch.setattr(wandb_module, "_write", noted)
+    sink = wandb_sink(tmp_path, with_fake(tmp_path), [])
+    began = time.monotonic()
+    number = 0
+    while time.monotonic() - began < 1.8:
+        sink.log(step(number := number + 1))
+        time.sleep(0.001)
+    sink.close()
+    start, *batches, _last = written_at
+    assert len(batches) <= 4
+    assert all(later - sooner >= 0.49 for sooner, later in itertools.pairwise([start, *batches]))
+    steps = [json.loads(line)["step"] for line in seen(tmp_path)[1:-1]]
+    assert steps == list(range(1, number + 1))

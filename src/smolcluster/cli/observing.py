@@ -1,0 +1,36 @@
+"""Commands for Grafana, Loki and Prometheus: observe up, down, status."""
+
+import typer
+
+from smolcluster.cli.options import below
+
+app = typer.Typer(rich_markup_mode=None)
+observe_app = typer.Typer(rich_markup_mode=None, epilog=below("smolcluster observe up"))
+app.add_typer(observe_app, name="observe", help="Grafana, Loki and Prometheus in Docker.")
+
+
+@observe_app.command("up", epilog=below("GRAFANA_PASSWORD=secret smolcluster observe up"))
+def _up() -> int:
+    """Start them, as launches do by themselves, and wait until they answer."""
+    from smolcluster.launch.observe.commands import observe_up  # noqa: PLC0415 - takes time
+
+    return observe_up()
+
+
+@observe_app.command("down", epilog=below("smolcluster observe down"))
+def _down() -> int:
+    """Stop them; what they have collected is kept."""
+    from smolcluster.launch.observe.commands import observe_down  # noqa: PLC0415
+
+    return observe_down()
+
+
+@observe_app.command("status", epilog=below("smolcluster observe status"))
+def _status() -> int:
+    """Say of each of them whether it answers, and what Docker says of its container.
+
+    Exits with 0 if all three answer.
+    """
+    from smolcluster.launch.observe.commands import observe_status  # noqa: PLC0415
+
+    return observe_status()

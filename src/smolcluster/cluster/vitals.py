@@ -1,0 +1,130 @@
+"""What a process reports of itself: a worker once a second to the server, and what the server makes of it.
+
+    Meter, psutil, connection -> Telemetry -> rates -> status.json, metrics.jsonl, Weights & Biases
+
+A report holds sums, so one that is lost costs nothing; two of them make rates.
+"""
+
+import time
+from collections.abc import Callable
+
+import psutil
+
+from smolcluster.transport.connection import Connection
+from smolcluster.transport.messages import Telemetry
+from smolcluster.utils.cadence import Cadence
+from smolcluster.utils.meter import MAX_SPANS, PHASES, Meter, Span
+
+NUM_KEPT_FIRST, KEPT_EVERY_S = 600, 10.0
+"""Of the first ten minutes every report is kept, later one in 10 s: a week of 4 processes takes 150 MB."""
+MIN_INTERVAL_S = 0.2
+"""Rates over less say little."""
+
+
+class Vitals:
+    """Takes one process's reports. Never raises for want of a number."""
+
+    def __init__(self, meter: Meter, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.meter = meter
+        self._clock = clock
+        self._started = clock()
+        self._process = psutil.Process()
+
+    def report(
+        self, connection: Connection | None = None, queued: int = 0, *, with_spans: bool = True
+    ) -> Telemetry:
+        """What it has counted by now; `connection`: its session's, on which `queued` frames wait."""
+        meter = self.meter
+        cpu_s, memory_bytes = self._cost()
+        spans = meter.take_spans() if with_spans else []
+        at = spans[0].start if spans else 0.0
+        return Telemetry(
+            uptime_s=self._clock() - self._started,
+            steps=meter.steps,
+            samples=meter.samples,
+            phase_s=tuple(meter.seconds),
+            raw_bytes=meter.raw_bytes,
+            encoded_bytes=meter.encoded_bytes,
+            cpu_s=cpu_s,
+            memory_bytes=memory_bytes,
+            sent_bytes=connection.bytes_sent if connection else 0,
+            received_bytes=connection.bytes_received if connection else 0,
+            queued=max(0, queued),
+            spans_at=time.time() - (time.perf_counter() - at) if spans else 0.0,
+            spans=tuple(_entry(span, at) for span in spans[:MAX_SPANS]),
+        )
+
+    def _cost(self) -> tuple[float, int]:
+        """Seconds of processor time, and bytes of resident memory."""
+        try:
+            with self._process.oneshot():
+                times = self._process.cpu_times()
+                return times.user + times.system, self._process.memory_info().rss
+        except psutil.Error:
+            return 0.0, 0
+
+
+def _entry(span: Span, at: float) -> tuple[int, int, int]:
+    return span.what, round(1e6 * (span.start - at)), round(1e6 * span.seconds)
+
+
+def follows(before: Telemetry, now: Telemetry) -> bool:
+    """Whether both are of the same process and the same connection, in this order."""
+    sums = zip(_sums(before), _sums(now), strict=True)
+    return before.uptime_s <= now.uptime_s and all(old <= new for old, new in sums)
+
+
+def _sums(report: Telemetry) -> tuple[float, ...]:
+    counts = (report.steps, report.samples, report.sent_bytes, report.received_bytes)
+    return *counts, report.cpu_s, *report.phase_s
+
+
+def rates(before: Telemetry, now: Telemetry) -> dict[str, float]:
+    """What a process did between two reports, which follow each other, by the names of `metrics.jsonl`.
+
+    `share/…` are parts of the time that went by, the rest went elsewhere; `step_s` is the mean time of a
+    step; `cpu` counts busy cores.
+    """
+    elapsed_s = now.uptime_s - before.uptime_s
+    steps = now.steps - before.steps
+    spent = zip(PHASES, before.phase_s, now.phase_s, strict=True)
+    values = {
+        "steps_per_s": steps / elapsed_s,
+        "samples_per_s": (now.samples - before.samples) / elapsed_s,
+        **{f"share/{phase}": min(1.0, (new - old) / elapsed_s) for phase, old, new in spent},
+        "cpu": (now.cpu_s - before.cpu_s) / elapsed_s,
+        "memory_bytes": float(now.memory_bytes),
+        "sent_bytes_per_s": (now.sent_bytes - before.sent_bytes) / elapsed_s,
+        "received_bytes_per_s": (now.received_bytes - before.received_bytes) / elapsed_s,
+        "queue": float(now.queued),
+    }
+    if steps:
+        values["step_s"] = elapsed_s / steps
+    if now.encoded_bytes:
+        values["codec_ratio"] = now.raw_bytes / now.encoded_bytes
+    return {name: float(f"{value:.6g}") for name, value in values.items()}
+
+
+class Gauge:
+    """Makes rates of one process's reports as they come: the newest, and now and then some to be kept."""
+
+    def __init__(self, cadence: Cadence | None = None) -> None:
+        self.values: dict[str, float] = {}
+        """The newest rates; empty before there are any."""
+        self._cadence = cadence or Cadence(NUM_KEPT_FIRST, KEPT_EVERY_S)
+        self._last: Telemetry | None = None
+        self._last_kept: Telemetry | None = None
+
+    def take(self, report: Telemetry) -> dict[str, float] | None:
+        """Take the next report; returns rates that are to be kept, since those before, if it is time."""
+        last = self._last
+        if last is None or self._last_kept is None or not follows(last, report):
+            self._last = self._last_kept = report
+            return None
+        if report.uptime_s - last.uptime_s < MIN_INTERVAL_S:
+            return None
+        self.values, self._last = rates(last, report), report
+        if not self._cadence.take():
+            return None
+        kept, self._last_kept = rates(self._last_kept, report), report
+        return kept

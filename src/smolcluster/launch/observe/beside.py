@@ -1,0 +1,111 @@
+"""The stack beside a run that is launched: never a reason to fail, and nothing to wait for."""
+
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from smolcluster.configs.schema import ClusterConfig
+from smolcluster.errors import LaunchError, SmolclusterError, TryAgain
+from smolcluster.launch.observe.stack import (
+    GRAFANA,
+    answers,
+    begin_up,
+    bridge_address,
+    check_docker,
+    own_stack,
+    services,
+)
+from smolcluster.launch.observe.targets import (
+    Placed,
+    local_address,
+    remove_stale,
+    remove_targets,
+    ssh_address,
+    targets_of,
+    write_targets,
+)
+from smolcluster.launch.plan import Request
+
+DOCKER_S, SERVICE_S = 3.0, 0.5
+"""How long a launch waits for a word from Docker, and from each service."""
+
+Say = Callable[[str], None]
+
+
+def bring_up(say: Say) -> Path | None:
+    """See that the stack is there or on its way, and say so in one line.
+
+    Returns its folder; None: without Docker it will not come.
+    """
+    stack = own_stack()
+    if stack is None:
+        return None
+    try:
+        check_docker(DOCKER_S)
+        if all(answers(service, SERVICE_S) for service in services()):
+            say(f"Grafana shows the run: {GRAFANA}")
+        else:
+            begin_up(stack)
+            say(
+                f"Grafana is starting: {GRAFANA}; `uv run smolcluster observe status` tells how far"
+            )
+    except (LaunchError, TryAgain) as error:
+        say(f"no Grafana beside the run: {error}")
+        return None
+    return stack
+
+
+def announce(
+    stack: Path,
+    run_id: str,
+    processes: Iterable[Placed],
+    cluster: ClusterConfig,
+    *,
+    ssh: Callable[[str], str | None],
+    say: Say,
+) -> None:
+    """Tell Prometheus where the processes of a run are; `ssh` of a node is None where that is here."""
+
+    def address_of(node: str) -> str:
+        destination = ssh(node)
+        return local_address(cluster) if destination is None else ssh_address(destination)
+
+    remove_stale(stack)
+    targets = targets_of(run_id, processes, cluster, address_of)
+    if not targets:
+        return
+    try:
+        write_targets(stack, run_id, targets)
+    except SmolclusterError as error:
+        say(f"{error}; Prometheus does not see the run")
+
+
+def forget(run_id: str) -> None:
+    """The run is over: Prometheus need not ask its processes any more."""
+    stack = own_stack()
+    if stack is not None:
+        remove_targets(stack, run_id)
+
+
+def within_reach(request: Request, cluster: ClusterConfig) -> Request:
+    """The same request for this machine alone, its `/metrics` where Prometheus' container reaches them.
+
+    On Linux that is Docker's bridge, which other machines do not reach either. A stated `metrics_bind` stays.
+    """
+    if cluster.metrics_bind is not None or cluster.metrics_port is None:
+        return request
+    address = bridge_address(_can_listen)
+    if address is None:
+        return request
+    return replace(request, overrides=(*request.overrides, f"metrics_bind={address}"))
+
+
+def _can_listen(address: str) -> bool:
+    """Whether an address is this machine's: with Docker in a virtual machine its bridge is elsewhere."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True

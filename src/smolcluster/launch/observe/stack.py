@@ -1,0 +1,206 @@
+"""Grafana, Loki and Prometheus in Docker, from the project's folder `logging`.
+
+Docker is asked through its command line, as a person would: `docker compose`, or the older `docker-compose`.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from smolcluster.errors import LaunchError, TryAgain
+from smolcluster.launch.host import Done, run_here
+
+FOLDER = "logging"
+COMPOSE_FILE = "docker-compose.yml"
+GRAFANA, LOKI_PORT = "http://localhost:3000", 3100
+ASK_S = 10.0
+"""How long Docker may take to answer a question."""
+ANSWER_S = 2.0
+"""How long a service may take to say how it is."""
+UP_S, DOWN_S = 1800.0, 120.0
+"""How long Docker may take to fetch and start the images, and to stop the containers."""
+OF_SERVICE = '{{.Label "com.docker.compose.service"}}\t{{.Status}}'
+EVERY_ADDRESS = ("", "0.0.0.0", "::")  # noqa: S104 - compared with
+
+
+class NoDocker(LaunchError):
+    """Docker, or its Compose, is not installed, or does not let this user in."""
+
+
+class DockerIsDown(TryAgain):
+    """Docker is installed and does not run."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """One of the three, as who runs it sees it.
+
+    Attributes:
+        name: of its container.
+        url: where it says how it is.
+        word: what is in its answer when it is well.
+    """
+
+    name: str
+    url: str
+    word: str
+
+
+@dataclass(frozen=True)
+class Health:
+    """How a service is: whether it answers, and what Docker says of its container."""
+
+    service: Service
+    answers: bool
+    container: str
+
+
+def services(environ: Mapping[str, str] = os.environ) -> tuple[Service, ...]:
+    """The three services; Loki may be published on one address only."""
+    bound = environ.get("LOKI_BIND", "")
+    loki = "127.0.0.1" if bound in EVERY_ADDRESS else bound
+    return (
+        Service("grafana", "http://127.0.0.1:3000/api/health", "database"),
+        Service("loki", f"http://{loki}:{LOKI_PORT}/ready", "ready"),
+        Service("prometheus", "http://127.0.0.1:9090/-/healthy", "Healthy"),
+    )
+
+
+def own_stack() -> Path | None:
+    """The stack's folder in the checkout that this is; None: it is none."""
+    folder = Path(__file__).resolve().parents[4] / FOLDER
+    return folder if (folder / COMPOSE_FILE).is_file() else None
+
+
+def check_docker(timeout_s: float = ASK_S) -> None:
+    """See that Docker runs and can be used.
+
+    Raises:
+        NoDocker: it is not installed, or not for this user.
+        DockerIsDown: it does not run, or does not answer.
+    """
+    if shutil.which("docker") is None:
+        raise NoDocker("Docker is not installed: install Docker, or Docker Desktop on a Mac")
+    answer = _ask(["docker", "version", "--format", "{{.Server.Version}}"], timeout_s)
+    if answer.ok:
+        return
+    if "permission denied" in answer.stderr.lower():
+        raise NoDocker(
+            "Docker does not let this user in: `sudo usermod -aG docker $USER`, then log in again"
+        )
+    start = "open Docker Desktop" if sys.platform == "darwin" else "`sudo systemctl start docker`"
+    raise DockerIsDown(f"Docker is not running: {start}")
+
+
+def compose(folder: Path) -> list[str]:
+    """The words with which Compose is called for the stack.
+
+    Raises:
+        NoDocker: Docker has no Compose.
+    """
+    if _ask(["docker", "compose", "version"], ASK_S).ok:
+        words = ["docker", "compose"]
+    elif shutil.which("docker-compose") is not None:
+        words = ["docker-compose"]
+    else:
+        raise NoDocker(
+            "Docker has no Compose: install docker-compose-plugin (Debian's docker-compose does as well)"
+        )
+    return [*words, "--file", str(folder / COMPOSE_FILE)]
+
+
+def up(folder: Path) -> None:
+    """Start the stack; what Docker says goes to the terminal.
+
+    Raises:
+        NoDocker: there is no Docker.
+        DockerIsDown: it does not run.
+        LaunchError: the stack does not start.
+    """
+    _compose(folder, ["up", "--detach"], UP_S)
+
+
+def down(folder: Path) -> None:
+    """Stop the stack and remove its containers; what it has collected stays in its volumes.
+
+    Raises:
+        NoDocker: there is no Docker.
+        DockerIsDown: it does not run.
+        LaunchError: the stack does not stop.
+    """
+    _compose(folder, ["down"], DOWN_S)
+
+
+def begin_up(folder: Path) -> None:
+    """Start the stack without waiting for it, which may take minutes where images are fetched.
+
+    Raises:
+        NoDocker: Docker has no Compose.
+    """
+    argv = [*compose(folder), "up", "--detach"]
+    run_here(["sh", "-c", '"$@" </dev/null >/dev/null 2>&1 &', "sh", *argv], timeout_s=ASK_S)
+
+
+def health(folder: Path) -> list[Health]:
+    """How the three services are."""
+    states = _containers(folder)
+    return [
+        Health(service, answers(service), states.get(service.name, "no container"))
+        for service in services()
+    ]
+
+
+def answers(service: Service, timeout_s: float = ANSWER_S) -> bool:
+    """Whether a service says that it is well."""
+    try:
+        reply = httpx.get(service.url, timeout=timeout_s, trust_env=False)
+    except (httpx.HTTPError, httpx.InvalidURL):
+        return False
+    return reply.status_code == httpx.codes.OK and service.word in reply.text
+
+
+def bridge_address(can_listen: Callable[[str], bool]) -> str | None:
+    """An address of this machine that its containers reach and other machines do not; None: there is none.
+
+    That is Docker's bridge on Linux. Docker Desktop has none here: there containers reach what listens on
+    127.0.0.1.
+    """
+    if sys.platform != "linux":
+        return None
+    first = "{{(index .IPAM.Config 0).Gateway}}"
+    answer = _ask(["docker", "network", "inspect", "bridge", "--format", first], ASK_S)
+    address = answer.stdout.strip()
+    return address if answer.ok and address and can_listen(address) else None
+
+
+def _containers(folder: Path) -> dict[str, str]:
+    """What Docker says of the containers that Compose made from the folder, by service."""
+    label = f"label=com.docker.compose.project.working_dir={folder}"
+    answer = _ask(["docker", "ps", "--all", "--filter", label, "--format", OF_SERVICE], ASK_S)
+    lines = (line.partition("\t") for line in answer.stdout.splitlines())
+    return {name: state for name, tab, state in lines if tab}
+
+
+def _compose(folder: Path, words: Sequence[str], timeout_s: float) -> None:
+    check_docker()
+    argv = [*compose(folder), *words]
+    try:
+        code = subprocess.run(argv, check=False, timeout=timeout_s).returncode  # noqa: S603 - a list
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"`{' '.join(argv)}` did not end within {timeout_s:g} s") from error
+    if code:
+        raise LaunchError(f"`{' '.join(argv)}` ended with exit code {code}; it says why above")
+
+
+def _ask(argv: Sequence[str], timeout_s: float) -> Done:
+    """Run a command; one that is missing or too slow has failed, too."""
+    try:
+        return run_here(argv, timeout_s=timeout_s)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Done(1, "", str(error))

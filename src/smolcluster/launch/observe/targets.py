@@ -1,0 +1,148 @@
+"""`logging/targets/<run id>.json`: where Prometheus finds `/metrics` of a run's processes.
+
+The format is that of Prometheus' file-based service discovery. A file is there as long as its run.
+"""
+
+import json
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from smolcluster.configs.schema import ClusterConfig
+from smolcluster.errors import SmolclusterError
+from smolcluster.launch.host import run_here
+from smolcluster.observability.exporter import EVERYWHERE, LOOPBACK, metrics_address
+from smolcluster.runs.files import write_whole
+from smolcluster.utils.units import format_address
+
+FOLDER = "targets"
+STALE_AFTER_S = 3600.0
+"""A file that is younger is of a run that may still be starting."""
+CONNECT_S = 0.5
+SSH_S = 5.0
+READABLE = 0o644
+"""Prometheus is another user; the files say nothing that others may not know."""
+
+Json = dict[str, Any]
+
+
+class Placed(Protocol):
+    """A process of a plan, on a node."""
+
+    @property
+    def node(self) -> str:
+        """The machine's name in the cluster file."""
+
+    @property
+    def role(self) -> str:
+        """Server or worker."""
+
+    @property
+    def rank(self) -> int | None:
+        """A worker's place, from 0; None for the server."""
+
+
+def targets_of(
+    run_id: str,
+    processes: Iterable[Placed],
+    cluster: ClusterConfig,
+    address_of: Callable[[str], str],
+) -> list[Json]:
+    """What Prometheus is told of a run: an entry a process that serves `/metrics`.
+
+    `address_of` says where a node is.
+    """
+
+    def entries() -> Iterator[Json]:
+        for process in processes:
+            worker_id = None if process.rank is None else process.rank + 1
+            served = metrics_address(cluster, worker_id, local=False)
+            if served is not None:
+                labels = {"run": run_id, "role": process.role, "node": process.node}
+                where = format_address(address_of(process.node), served[1])
+                yield {"targets": [where], "labels": labels}
+
+    return list(entries())
+
+
+def local_address(cluster: ClusterConfig) -> str:
+    """Where this machine's own processes are reached."""
+    bound = cluster.metrics_bind
+    return LOOPBACK if bound in (None, EVERYWHERE, "::") else bound
+
+
+def ssh_address(destination: str) -> str:
+    """The address behind a destination of `ssh`, as the user's `~/.ssh/config` has it.
+
+    A container knows neither that file nor names such as `pi5.local`; so names become addresses where this
+    machine can tell.
+    """
+    name = _hostname(destination)
+    with suppress(OSError, UnicodeError):
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    return name
+
+
+def write_targets(stack: Path, run_id: str, targets: list[Json]) -> None:
+    """Tell Prometheus of a run.
+
+    Raises:
+        SmolclusterError: the file cannot be written.
+    """
+    path = _file(stack, run_id)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write_whole(path, json.dumps(targets, indent=2) + "\n", durable=False)
+        path.chmod(READABLE)
+    except OSError as error:
+        raise SmolclusterError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def remove_targets(stack: Path, run_id: str) -> None:
+    """Let Prometheus forget a run that is over."""
+    with suppress(OSError):
+        _file(stack, run_id).unlink(missing_ok=True)
+
+
+def remove_stale(stack: Path, *, now: Callable[[], float] = time.time) -> None:
+    """Remove the files of runs that ended while nobody looked: none of their processes answers."""
+    for path in sorted((stack / FOLDER).glob("*.json")):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            old = now() - path.stat().st_mtime > STALE_AFTER_S
+            if old and not _any_listens(json.loads(path.read_bytes())):
+                path.unlink(missing_ok=True)
+
+
+def _file(stack: Path, run_id: str) -> Path:
+    return stack / FOLDER / f"{run_id}.json"
+
+
+def _hostname(destination: str) -> str:
+    """What `ssh` itself says it would connect to."""
+    with suppress(OSError, subprocess.TimeoutExpired):
+        said = run_here(["ssh", "-G", "--", destination], timeout_s=SSH_S).stdout
+        for line in said.splitlines():
+            word, _, name = line.partition(" ")
+            if word == "hostname":
+                return name.strip()
+    return destination.rpartition("@")[2]
+
+
+def _any_listens(targets: list[Json]) -> bool:
+    addresses = [address for entry in targets for address in entry["targets"]]
+    with ThreadPoolExecutor(max_workers=max(1, min(16, len(addresses)))) as pool:
+        return any(pool.map(_listens, addresses))
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,164 @@
+"""Shipping the logs of a launched run to Loki: one shipper a machine, which ends with the run.
+
+Promtail where it is installed, else Grafana Alloy, else our own `smolcluster ship`. A shipper is started in
+a tmux session like the processes of the run, and ends by itself when those of its machine have ended: a run
+that was left alone leaves nothing behind. Whatever fails here is said, and disturbs no run.
+"""
+
+import ipaddress
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+from smolcluster.configs.schema import ClusterConfig
+from smolcluster.errors import LaunchError
+from smolcluster.launch.host import PREAMBLE, shell_path
+from smolcluster.launch.observe.loki import loki_here, own_loki
+from smolcluster.launch.observe.stack import LOKI_PORT
+from smolcluster.launch.plan import Process
+from smolcluster.launch.sessions import ask_to_end, begin, host_of, look_script
+from smolcluster.launch.tmux import session_name
+from smolcluster.runs.launched import Launched, LaunchedProcess
+from smolcluster.utils.units import format_address
+
+ROLE: Literal["shipper"] = "shipper"
+OUTPUT = "/tmp/promtail.log"  # noqa: S108 - where users look for it
+LOOPBACKS = ("http://127.", "http://localhost", "http://[::1]")
+END_S = 8.0
+"""How long an old shipper of the same run may take to end."""
+LOOK_EVERY_S = 2
+LAST_LINES_S = 1
+"""What follows files may look at them once a second."""
+
+Say = Callable[[str], None]
+
+
+def loki_of(cluster: ClusterConfig, stack: Path | None) -> str | None:
+    """Loki's address as this machine sees it; None: the logs of a run go nowhere.
+
+    With a `stack` that is up or on its way it is this machine's own: until it is there the log files wait.
+    """
+    return cluster.loki_url or (loki_here() if stack is None else own_loki())
+
+
+def with_shippers(launched: Launched, loki: str | None, say: Say) -> Launched:
+    """The same run with a shipper for each of its machines; `loki`: its address as this machine sees it."""
+    if loki is None:
+        return launched
+    places: dict[tuple[str | None, str], list[LaunchedProcess]] = {}
+    for process in launched.processes:
+        places.setdefault((process.ssh, process.run_dir), []).append(process)
+
+    def planned(processes: Sequence[LaunchedProcess]) -> LaunchedProcess | None:
+        try:
+            return shipper_of(launched.run_id, processes, url_for(processes[0], loki))
+        except LaunchError as error:
+            say(f"the logs of {processes[0].node} are not shipped: {error}")
+            return None
+
+    with ThreadPoolExecutor(max_workers=len(places)) as pool:
+        shippers = tuple(filter(None, pool.map(planned, places.values())))
+    return launched.model_copy(update={"shippers": shippers})
+
+
+def url_for(process: LaunchedProcess, loki: str) -> str:
+    """Loki's address as the machine of a process sees it.
+
+    Raises:
+        LaunchError: the machine cannot be asked, or does not say how it sees this one.
+    """
+    if process.ssh is None or not loki.startswith(LOOPBACKS):
+        return loki
+    seen = host_of(process).run("echo ${SSH_CONNECTION%% *}").stdout.strip()
+    try:
+        address = str(ipaddress.ip_address(seen.removeprefix("::ffff:")))
+    except ValueError as error:
+        raise LaunchError("it does not say how it sees this machine: set loki_url") from error
+    if "%" in address:
+        raise LaunchError(f"it sees this machine at {address}, which no URL can say: set loki_url")
+    return f"http://{format_address(address, LOKI_PORT)}"
+
+
+def shipper_of(run_id: str, processes: Sequence[LaunchedProcess], url: str) -> LaunchedProcess:
+    """The shipper for the processes of one machine."""
+    first = processes[0]
+    return first.model_copy(
+        update={
+            "role": ROLE,
+            "rank": None,
+            "session": session_name(run_id, f"{ROLE}-{first.node}", None),
+            "argv": ("sh", "-c", ship_script(processes, url)),
+            "device": None,
+        }
+    )
+
+
+def local_shipper(node: str, run_dir: Path, loki: str) -> Process:
+    """The shipper of a run whose processes are this process's children."""
+    words = ("-m", "smolcluster.cli", "ship", str(run_dir), "--loki", loki)
+    return Process(node, ROLE, None, (sys.executable, *words))
+
+
+def ship_script(processes: Sequence[LaunchedProcess], url: str) -> str:
+    """What ships the logs of these processes of one machine, until they have ended or it is told to end."""
+    first = processes[0]
+    project = shell_path(first.project_dir) if first.ssh else shlex.quote(str(_checkout()))
+    roles = dict.fromkeys(process.role for process in processes)
+    configs = [f"logging/promtail-{role}-remote.yaml" for role in roles]
+    looks = "\n".join(f"{{ {look_script(process)}; }}" for process in processes)
+    return "\n".join(
+        [
+            PREAMBLE,
+            "trap : INT TERM HUP",  # who is told to end tells all of us: the others are waited for
+            f"here=$(pwd); out={OUTPUT}; (: >> $out) 2>/dev/null || out=/dev/null; pids=",
+            f"export LOKI_URL={shlex.quote(url.rstrip('/'))}",
+            f"export SMOLCLUSTER_RUNS_DIR={shell_path(first.run_dir.rpartition('/')[0])}",
+            f"cd {project} 2>/dev/null",
+            f"if command -v promtail >/dev/null && [ -f {configs[0]} ]; then",
+            *(
+                f'promtail -config.expand-env=true -config.file={file} >> $out 2>&1 & pids="$pids $!"'
+                for file in configs
+            ),
+            "elif command -v alloy >/dev/null && [ -f logging/config.alloy ]; then",
+            "alloy run --disable-reporting --server.http.listen-addr=127.0.0.1:0 "
+            '--storage.path="$HOME/.cache/smolcluster-alloy" logging/config.alloy >> $out 2>&1 & pids=$!',
+            "else",
+            f'cd "$here"; {_own_command(processes, url)} & pids=$!',
+            "fi",
+            f'running() {{ case "$({looks}\n)" in *running*) ;; *) return 1; esac; }}',
+            f"while kill -0 $pids 2>/dev/null && running; do sleep {LOOK_EVERY_S}; done",
+            f"kill -0 $pids 2>/dev/null && sleep {LAST_LINES_S} && kill $pids",
+            "wait",
+        ]
+    )
+
+
+def _own_command(processes: Sequence[LaunchedProcess], url: str) -> str:
+    """Our own shipper, as a command of a shell; it starts in the folder in which the processes start."""
+    first = processes[0]
+    only = [word for process in processes for word in ("--only", process.stem)]
+    command = [first.argv[0], "-m", "smolcluster.cli", "ship"]
+    return f"{shlex.join(command)} {shell_path(first.run_dir)} {shlex.join(['--loki', url, *only])}"
+
+
+def _checkout() -> Path:
+    return Path(__file__).resolve().parents[3]
+
+
+def begin_shippers(
+    shippers: Sequence[LaunchedProcess], env: Mapping[str, Mapping[str, str]], say: Say
+) -> None:
+    """Start shippers on all their machines at once, with these environments by node."""
+
+    def start(shipper: LaunchedProcess) -> None:
+        try:
+            ask_to_end(shipper, END_S)  # one of before, when a run goes on at once
+            begin(shipper, env[shipper.node])
+        except LaunchError as error:
+            say(f"the logs of {shipper.node} are not shipped: {error}")
+
+    with ThreadPoolExecutor(max_workers=max(1, len(shippers))) as pool:
+        list(pool.map(start, shippers))

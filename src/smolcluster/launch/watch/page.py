@@ -1,0 +1,50 @@
+"""`smolcluster dashboard`: a run on a web page, wherever its files are."""
+
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from smolcluster.errors import DataError
+from smolcluster.launch.find import find
+from smolcluster.launch.watch.mirror import Mirror, is_wholly_here
+from smolcluster.observability.dashboard.app import Views
+from smolcluster.observability.dashboard.serve import serve
+from smolcluster.observability.view.run import Files, files_here
+from smolcluster.runs.launched import read_launched
+from smolcluster.runs.paths import RunPaths
+
+
+def dashboard(run: str, *, host: str, port: int | None, opens: bool) -> int:
+    """Serve the page until Ctrl-C.
+
+    Args:
+        run: the run that is shown first: its name, latest, or its folder. The others of its folder can be
+            chosen on the page.
+        host: the address to listen on.
+        port: the port; None: the usual one, or any that is free.
+        opens: open a browser.
+
+    Raises:
+        ConfigError: there is no such run, or no such address.
+        PortBusy: somebody else listens there.
+    """
+    paths = find(run)
+    with tempfile.TemporaryDirectory(prefix="smolcluster-") as folder:
+        views = Views(paths.root.parent, lambda chosen: open_files(chosen, Path(folder)))
+        serve(views, paths.run_id, host=host, port=port, say=_say, opens=opens)
+    return 0
+
+
+def open_files(paths: RunPaths, folder: Path) -> Files:
+    """Where a run is read: its own folder, or copies under `folder` that grow with the originals."""
+    with suppress(DataError):
+        launched = read_launched(paths.launched)
+        if not is_wholly_here(launched, paths):
+            return Mirror(paths, launched, folder / paths.run_id).files()
+    return files_here(paths)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

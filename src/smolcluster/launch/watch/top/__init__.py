@@ -1,0 +1,1 @@
+"""`smolcluster top`: the cluster in a terminal, drawn anew every second."""

@@ -1,0 +1,358 @@
+"""A picture of a run as lines of text, for a terminal of any size.
+
+    head      run and state; progress; losses and speed; what is wrong
+    curves    loss and samples a second over the steps so far
+    table     a row a process: the columns that fit, the most important ones first
+    news      the newest events and warnings
+
+A line is never wider than the terminal, and there are never more lines than it has.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from smolcluster.launch.watch.report import ProcessReport
+from smolcluster.launch.watch.status import STYLES, measured, notes, progress, title
+from smolcluster.launch.watch.top import bars
+from smolcluster.launch.watch.top.source import News, Picture
+from smolcluster.observability.sinks.console import fit
+from smolcluster.runs.status import RunStatus, WorkerStatus
+from smolcluster.utils.units import format_duration
+
+MIN_SPLIT, MAX_SPLIT = 8, 32
+"""Columns of the bar that splits a step's time."""
+MAX_NAME = 16
+MIN_NEWS = 3
+WIDE = 110
+"""From so many columns on there is more space between those of the table, and curves lie side by side."""
+NEWS_STYLES = {
+    **{"worker_joined": "green", "worker_left": "yellow", "worker_lost": "red"},
+    **{"worker_rejected": "yellow", "lease_returned": "dim", "push_dropped": "dim"},
+    **{"checkpoint_saved": "cyan", "run_resumed": "cyan"},
+    **{"run_started": "cyan", "run_ended": "bold"},
+    **{"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"},
+}
+LEVELS = {"WARNING": "WARN ", "ERROR": "ERROR ", "CRITICAL": "FATAL "}
+
+PLAIN = str.maketrans("·…", "-~")
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """The terminal.
+
+    Attributes:
+        show: makes text of peers fit for it.
+        is_plain: it knows ASCII only.
+        has_colour: styles are seen.
+    """
+
+    width: int
+    height: int
+    show: Callable[[str], str]
+    is_plain: bool = False
+    has_colour: bool = True
+
+
+@dataclass(frozen=True)
+class Row:
+    """A process, with what is known of it."""
+
+    process: ProcessReport
+    worker: WorkerStatus | None
+    vitals: Mapping[str, float]
+    state: str
+    """The run's."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: its least width, and what it says of a row; empty where nothing is known."""
+
+    title: str
+    width: int
+    cell: Callable[[Row], str]
+
+
+def frame(picture: Picture, canvas: Canvas) -> list[Text]:
+    """The lines that show a picture."""
+    head = _head(picture, canvas)
+    rows = _rows(picture)
+    table = _table(rows, canvas)
+    room = canvas.height - len(head)
+    if len(table) > room:
+        table = _cut(table, room)
+    room -= len(table)
+    news = _news(picture.news, canvas)
+    room -= (least := min(MIN_NEWS, len(news), max(0, room)))
+    curves = _curves(picture, canvas)
+    if len(curves) > room:
+        curves = []
+    room -= len(curves)
+    legend = []
+    if room >= 3 and any(row.vitals for row in rows):
+        legend = [bars.legend(letters=not canvas.has_colour)]
+    room -= len(legend)
+    gap = [Text()] if room >= 2 else []
+    room -= 2 * len(gap)
+    news = news[len(news) - min(len(news), least + room) :]
+    lines = [*head, *curves, *gap, *table, *legend, *(gap if news else []), *news]
+    return [_fitted(line, canvas) for line in lines[: canvas.height]]
+
+
+# --- head
+
+
+def _head(picture: Picture, canvas: Canvas) -> list[Text]:
+    report, status = picture.report, picture.status
+    lines = [_title(picture, canvas)]
+    if status is not None:
+        lines.append(_progress(picture, status, canvas))
+        lines.append(Text(canvas.show(fit(_measured(picture, status), canvas.width))))
+    style = "" if report.state == "ended" else "yellow"
+    return [*lines, *(Text(canvas.show(note), style=style) for note in notes(report))]
+
+
+def _title(picture: Picture, canvas: Canvas) -> Text:
+    """The run and its state; where there is little room without the algorithm."""
+    report, status = picture.report, picture.status
+    run_id, *algorithm, state = [Text(canvas.show(part)) for part in title(report)]
+    run_id.stylize("bold")
+    state.stylize(STYLES.get(report.state, ""))
+    names = [run_id, *algorithm, state]
+    if status is not None and not status.is_over:
+        lasted = (picture.now - status.started_at).total_seconds()
+        names.append(Text(f"for {format_duration(max(1.0, lasted))}", style="dim"))
+    line = Text(" · ").join(names)
+    return line if line.cell_len <= canvas.width else Text(" · ").join([run_id, state])
+
+
+def _progress(picture: Picture, status: RunStatus, canvas: Canvas) -> Text:
+    done = status.samples_applied / max(1, status.total_samples)
+    parts = progress(picture.report)
+    if left := _time_left(picture):
+        parts.insert(0, left)
+    bar = bars.progress_bar(done, max(8, min(30, canvas.width // 4)), plain=canvas.is_plain)
+    said = fit(parts, canvas.width - len(bar) - 6)
+    return Text.assemble(bar, f" {done:.0%}  ", canvas.show(said))
+
+
+def _time_left(picture: Picture) -> str | None:
+    status = picture.status
+    if status is None or picture.report.state != "training" or not status.samples_per_s:
+        return None
+    left = status.total_samples - status.samples_applied
+    return f"{format_duration(max(1.0, left / status.samples_per_s))} left"
+
+
+def _measured(picture: Picture, status: RunStatus) -> list[str]:
+    parts = measured(picture.report)
+    if status.learning_rate is not None and not status.is_over:
+        parts.append(f"lr {status.learning_rate:.3g}")
+    if status.grad_norm is not None and not status.is_over:
+        parts.append(f"gradient {status.grad_norm:.3g}")
+    dropped = [f"{n:,} {kind}" for kind, n in status.pushes.items() if n and kind != "applied"]
+    return [*parts, *([f"pushes dropped: {', '.join(dropped)}"] if dropped else [])]
+
+
+# --- curves
+
+
+def _curves(picture: Picture, canvas: Canvas) -> list[Text]:
+    points = picture.points
+    if len(points) < 2:
+        return []
+    steps = [point.step for point in points]
+    is_wide = canvas.width >= WIDE
+    width = (canvas.width - 4) // 2 if is_wide else canvas.width
+    lines = []
+    for name, values, form in (
+        ("loss", [point.loss for point in points], "{:.4g}"),
+        ("samples/s", [point.samples_per_s for point in points], "{:,.0f}"),
+    ):
+        shown = bars.spread(steps, values, max(4, width - 19))
+        heights = [bars.logarithm(value) for value in shown] if name == "loss" else shown
+        line = Text.assemble(
+            (f"{name:<9} ", "dim"),
+            (bars.sparkline(heights, plain=canvas.is_plain), "cyan"),
+            f" {form.format(shown[-1])}",
+        )
+        lines.append(line)
+    if not is_wide:
+        return lines
+    lines[0].pad_right(max(0, width + 4 - lines[0].cell_len))
+    return [Text.assemble(*lines)]
+
+
+# --- table
+
+
+def _rows(picture: Picture) -> list[Row]:
+    status = picture.status
+    workers = {} if status is None else {worker.rank: worker for worker in status.workers}
+    rows = []
+    for process in picture.report.processes:
+        worker = None if process.rank is None else workers.get(process.rank)
+        vitals: Mapping[str, float] = {}
+        if status is not None and not status.is_over:
+            if process.rank is None:
+                vitals = {name: value for name, value in status.vitals.items() if value}
+            elif worker is not None and worker.state == "joined":
+                vitals = worker.vitals
+        rows.append(Row(process, worker, vitals, picture.report.state))
+    return rows
+
+
+def _vital(name: str, form: Callable[[float], str]) -> Callable[[Row], str]:
+    return lambda row: form(row.vitals[name]) if name in row.vitals else ""
+
+
+def _rate(row: Row) -> str:
+    rate = row.process.samples_per_s
+    return "" if rate is None or row.state != "training" else f"{rate:,.0f}"
+
+
+def _staleness(row: Row) -> str:
+    worker = row.worker
+    return f"{worker.mean_staleness:.1f}" if worker is not None and any(worker.staleness) else ""
+
+
+def _age(row: Row) -> str:
+    age = row.process.heartbeat_age_s
+    return "" if age is None else bars.short_age(age)
+
+
+def state_of(row: Row) -> str:
+    """A process's state in a word or two."""
+    process = row.process
+    match process.process:
+        case "unreachable":
+            return "no answer"
+        case "gone":
+            return "gone"
+        case "ended":
+            return f"exit {process.exit_code}" if process.exit_code else "ended"
+    if process.rank is None:
+        return "running" if process.process == "running" else process.process
+    return process.presence or ("starting" if process.process == "running" else process.process)
+
+
+SPLIT = Column("time", MIN_SPLIT, lambda _: "")
+COLUMNS = (
+    Column("node", 6, lambda row: row.process.node),
+    Column("#", 2, lambda row: "" if row.process.rank is None else str(row.process.rank)),
+    Column("state", 9, state_of),
+    Column("samples/s", 9, _rate),
+    SPLIT,
+    Column("seen", 4, _age),
+    Column("stale", 5, _staleness),
+    Column("cpu", 5, _vital("cpu", lambda cores: f"{100 * cores:.0f}%")),
+    Column("rtt", 6, _vital("rtt_s", bars.short_delay)),
+    Column("up/s", 5, _vital("sent_bytes_per_s", bars.short_bytes)),
+    Column("down/s", 6, _vital("received_bytes_per_s", bars.short_bytes)),
+    Column("memory", 6, _vital("memory_bytes", bars.short_bytes)),
+    Column("step", 7, lambda row: "" if row.process.step is None else f"{row.process.step:,}"),
+    Column("samples", 9, lambda row: "" if row.worker is None else f"{row.worker.samples:,}"),
+    Column("queue", 5, _vital("queue", lambda frames: f"{frames:.0f}")),
+)
+"""The most important first; they are shown in this order."""
+LEFT = ("node", "state")
+
+
+def _style(row: Row) -> str:
+    word = state_of(row)
+    if word in ("joined", "running"):
+        return "green"
+    if word in ("gone", "lost") or word.startswith("exit"):
+        return "red"
+    return "yellow" if word in ("no answer", "left", "starting") else "dim"
+
+
+def _table(rows: Sequence[Row], canvas: Canvas) -> list[Text]:
+    gap = 2 if canvas.width >= WIDE else 1
+    cells = {column.title: [canvas.show(column.cell(row)) for row in rows] for column in COLUMNS}
+    has_split = any(row.vitals for row in rows)
+    known = [each for each in COLUMNS if any(cells[each.title]) or (each is SPLIT and has_split)]
+    widths = {column.title: _width(column, cells[column.title]) for column in known}
+    kept: list[Column] = []
+    used = -gap
+    for column in known:
+        if used + gap + widths[column.title] <= canvas.width or not kept:
+            kept.append(column)
+            used += gap + widths[column.title]
+    if SPLIT in kept:
+        widths["time"] += min(MAX_SPLIT - MIN_SPLIT, max(0, canvas.width - used))
+    lines = [Text((" " * gap).join(_aligned(each, each.title, widths) for each in kept), "dim")]
+    for place, row in enumerate(rows):
+        line = Text(" " * gap).join(
+            _cell(column, cells[column.title][place], row, widths, canvas) for column in kept
+        )
+        lines.append(line)
+    return lines
+
+
+def _width(column: Column, cells: Sequence[str]) -> int:
+    longest = max((Text(cell).cell_len for cell in cells), default=0)
+    return max(column.width, len(column.title), min(longest, MAX_NAME))
+
+
+def _aligned(column: Column, cell: str, widths: Mapping[str, int]) -> str:
+    text = Text(cell)
+    width = widths[column.title]
+    text.truncate(width, overflow="ellipsis")
+    fill = " " * (width - text.cell_len)
+    is_left = column.title in LEFT or column is SPLIT
+    return f"{text.plain}{fill}" if is_left else f"{fill}{text.plain}"
+
+
+def _cell(column: Column, cell: str, row: Row, widths: Mapping[str, int], canvas: Canvas) -> Text:
+    if column is SPLIT:
+        return bars.split_bar(row.vitals, widths["time"], letters=not canvas.has_colour)
+    style = _style(row) if column.title == "state" else ""
+    return Text(_aligned(column, cell, widths), style)
+
+
+def _cut(table: list[Text], room: int) -> list[Text]:
+    """As much of the table as there is room for, and how much is missing."""
+    if room < 2:
+        return table[1 : 1 + max(0, room)]
+    kept = table[: room - 1]
+    return [*kept, Text(f"and {len(table) - len(kept)} more", "dim")]
+
+
+# --- news
+
+
+def _news(news: Sequence[News], canvas: Canvas) -> list[Text]:
+    """A line for each; of those that repeat themselves the last."""
+    told: list[list[News]] = []
+    for each in news:
+        if told and _repeats(told[-1][-1], each):
+            told[-1].append(each)
+        else:
+            told.append([each])
+    return [_news_line(each, canvas) for each in told]
+
+
+def _repeats(before: News, now: News) -> bool:
+    is_frequent = now.kind in ("push_dropped", "lease_returned", "checkpoint_saved")
+    return now.kind == before.kind and (is_frequent or before.text == now.text)
+
+
+def _news_line(alike: Sequence[News], canvas: Canvas) -> Text:
+    news = alike[-1]
+    moment = time.strftime("%H:%M:%S ", time.localtime(news.seconds))
+    style, level = NEWS_STYLES.get(news.kind, ""), LEVELS.get(news.kind, "")
+    again = f" (the last of {len(alike)})" if len(alike) > 1 else ""
+    said = canvas.show(news.text[: 4 * canvas.width]) + again
+    return Text.assemble((moment, "dim"), (level, style), (said, "" if level else style))
+
+
+def _fitted(line: Text, canvas: Canvas) -> Text:
+    line.truncate(canvas.width, overflow="ellipsis")
+    if canvas.is_plain:
+        line.plain = line.plain.translate(PLAIN)
+    return line

@@ -1,0 +1,273 @@
+"""What `top` shows, looked up again and again: on the run's machines, or here for a local run.
+
+Each machine is asked once a look, by the same command that asks for its processes; it sends the ends of its
+files only. What it sends more than once is known by its text. How loss and speed went before the first look
+is sampled at places that are evenly spread over `metrics.jsonl`, however long that is.
+"""
+
+import itertools
+import math
+import shlex
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from smolcluster.errors import LaunchError
+from smolcluster.launch.host import Host, shell_path
+from smolcluster.launch.watch.logs import Source as LogFile
+from smolcluster.launch.watch.logs import entry_of, sources_of
+from smolcluster.launch.watch.probe import Ask, ask_host, look, sections
+from smolcluster.launch.watch.report import RunReport, report_of
+from smolcluster.launch.watch.top.bars import mean
+from smolcluster.observability.report.story import told
+from smolcluster.observability.sinks.jsonl import parse_metric
+from smolcluster.runs.events import EpochFinished, Evaluated, kind_of, parse_event
+from smolcluster.runs.files import json_objects
+from smolcluster.runs.launched import Launched, read_launched
+from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.status import RunStatus
+
+EVENTS_NBYTES = 8192
+LOG_NBYTES = 65536
+LOG_LINES = 8
+PLACES = 48
+"""Where `metrics.jsonl` is sampled."""
+PLACE_NBYTES = 8192
+PLACE_LINES = 4
+MAX_POINTS = 480
+MAX_NEWS = 200
+ROUTINE = (EpochFinished, Evaluated)
+"""The head of the picture tells them."""
+_SERIOUS = '"level": "(WARNING|ERROR|CRITICAL)"'
+_HERE = Host("this machine")
+
+
+@dataclass(frozen=True)
+class Point:
+    """Loss and speed at a step; NaN is what is not known."""
+
+    step: int
+    loss: float
+    samples_per_s: float
+
+
+@dataclass(frozen=True)
+class News:
+    """Something that happened.
+
+    Attributes:
+        seconds: when, since 1970, by the clock of the machine that tells.
+        kind: an event's kind, or a log line's level.
+    """
+
+    seconds: float
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A run at one moment; `now` is by its server's clock. The newest points and news come last."""
+
+    report: RunReport
+    status: RunStatus | None
+    now: datetime
+    points: Sequence[Point]
+    news: Sequence[News]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come; a server that still runs may be winding up, or beginning again."""
+        server = self.report.processes[0].process if self.report.processes else "unknown"
+        return self.report.state in ("ended", "failed", "broken off") and server != "running"
+
+    def later(self, seconds: float) -> "Picture":
+        """The same picture, so much later: what it tells is older then."""
+        if self.status is None or self.status.is_over:
+            return self
+        aged = [
+            process
+            if process.heartbeat_age_s is None
+            else process.model_copy(update={"heartbeat_age_s": process.heartbeat_age_s + seconds})
+            for process in self.report.processes
+        ]
+        age = None if self.report.age_s is None else self.report.age_s + seconds
+        report = self.report.model_copy(update={"processes": tuple(aged), "age_s": age})
+        now = self.now + timedelta(seconds=seconds)
+        return Picture(report, self.status, now, self.points, self.news)
+
+
+class Source:
+    """Looks at one run; `ask` runs a script on a machine."""
+
+    def __init__(self, paths: RunPaths, ask: Ask | None = None) -> None:
+        """Read which processes the run has.
+
+        Raises:
+            DataError: its list of processes is damaged.
+        """
+        self.is_elsewhere = paths.launched.is_file()
+        """Whether looking may take a network."""
+        self._paths = paths
+        self._ask = ask or ask_host
+        self._launched = read_launched(paths.launched) if self.is_elsewhere else None
+        self._logs = sources_of(paths)
+        self._said: dict[Host, Mapping[str, str]] = {}
+        self._points: list[Point] = []
+        self._has_curve = False
+        self._news: dict[str, News] = {}
+
+    def look(self) -> Picture:
+        """How the run stands now; takes as long as the slowest machine.
+
+        Raises:
+            DataError: its list of processes is damaged.
+        """
+        self._said.clear()
+        if not self.is_elsewhere:
+            self._logs = sources_of(self._paths)
+        sighting = look(self._paths, self._ask_more)
+        server = self._server_of(self._launched)
+        if server not in self._said:  # what lies here, of a local run or fetched before
+            self._ask_here(server)
+        self._learn(server)
+        status = sighting.status
+        if status is not None:
+            self._add([_point_of(status)])
+        algorithm = None if self._launched is None else self._launched.algorithm
+        report = report_of(self._paths.run_id, algorithm, sighting)
+        news = sorted(self._news.values(), key=lambda each: each.seconds)[-MAX_NEWS:]
+        return Picture(report, status, sighting.now, tuple(self._points), news)
+
+    def _ask_more(self, host: Host, script: str) -> str:
+        answer = self._ask(host, f"{script}\n{self._script(host)}\ntrue")
+        self._said[host] = sections(answer)
+        return answer
+
+    def _ask_here(self, server: Host) -> None:
+        with suppress(LaunchError):
+            script = self._tails(str(self._paths.root), is_here=True)
+            copies = [shlex.quote(str(log.copy)) for log in self._logs]
+            lines = [
+                *script,
+                *(_log_tail(place, file) for place, file in enumerate(copies)),
+                "true",
+            ]
+            self._said[server] = sections(ask_host(_HERE, "\n".join(lines)))
+
+    @staticmethod
+    def _server_of(launched: Launched | None) -> Host:
+        return _HERE if launched is None else Host(launched.server.node, launched.server.ssh)
+
+    def _script(self, host: Host) -> str:
+        """What is asked of a machine besides its processes."""
+        assert self._launched is not None  # noqa: S101 - nobody else is asked
+        lines = [
+            _log_tail(place, log.file) for place, log in enumerate(self._logs) if log.host == host
+        ]
+        if host == self._server_of(self._launched):
+            lines += self._tails(self._launched.server.run_dir, is_here=False)
+        return "\n".join(lines)
+
+    def _tails(self, run_dir: str, *, is_here: bool) -> list[str]:
+        folder = shlex.quote(run_dir) if is_here else shell_path(run_dir)
+        events = f"tail -c {EVENTS_NBYTES} {folder}/events.jsonl 2>/dev/null"
+        lines = ["echo; echo ::events", events]
+        return lines if self._has_curve else [*lines, _curve_script(f"{folder}/metrics.jsonl")]
+
+    def _learn(self, server: Host) -> None:
+        """Keep what is new in the answers."""
+        for host, said in self._said.items():
+            for place, log in enumerate(self._logs):
+                self._learn_lines(log, said.get(f"log {place}", ""))
+            if host == server:
+                self._learn_events(said.get("events", ""))
+                if "curve" in said and not self._has_curve:
+                    self._has_curve = True
+                    self._add(_points(said["curve"]))
+        while len(self._news) > 2 * MAX_NEWS:
+            del self._news[next(iter(self._news))]
+
+    def _learn_events(self, text: str) -> None:
+        for line in text.split("\n"):
+            if line in self._news:
+                continue
+            for entry in json_objects([line.encode()]):
+                record = parse_event(entry)
+                if record is not None and not isinstance(record.event, ROUTINE):
+                    seconds = _seconds(record.ts)
+                    kind = kind_of(type(record.event))
+                    self._news[line] = News(seconds, kind, told(record.event))
+
+    def _learn_lines(self, log: LogFile, text: str) -> None:
+        for line in text.split("\n"):
+            key = f"{log.file} {line}"
+            entry = None if key in self._news else entry_of(line.encode(), 0, time.time())
+            if entry is not None and entry.level:
+                self._news[key] = News(entry.seconds, entry.level, f"{log.title}: {entry.message}")
+
+    def _add(self, points: Iterable[Point]) -> None:
+        """Add points; what an abandoned time line had after them goes."""
+        for point in points:
+            while self._points and self._points[-1].step >= point.step:
+                self._points.pop()
+            self._points.append(point)
+        if len(self._points) > MAX_POINTS:
+            self._points = thinned(self._points, MAX_POINTS // 2)
+
+
+def thinned(points: Sequence[Point], most: int) -> list[Point]:
+    """The means of stretches of as many steps each, at most `most` of them."""
+    if len(points) <= most:
+        return list(points)
+    first, length = points[0].step, points[-1].step + 1 - points[0].step
+    groups = itertools.groupby(points, lambda point: (point.step - first) * most // length)
+    return [_mean(list(group)) for _, group in groups]
+
+
+def _mean(points: Sequence[Point]) -> Point:
+    return Point(
+        points[-1].step,
+        mean(point.loss for point in points),
+        mean(point.samples_per_s for point in points),
+    )
+
+
+def _log_tail(place: int, file: str) -> str:
+    return (
+        f"echo; echo '::log {place}'; tail -c {LOG_NBYTES} {file} 2>/dev/null | "
+        f"grep -aE '{_SERIOUS}' | tail -n {LOG_LINES}"
+    )
+
+
+def _curve_script(file: str) -> str:
+    """Some steps of each of `PLACES` places of the file; of a short one the same several times."""
+    return f"""echo; echo ::curve
+size=$(wc -c < {file} 2>/dev/null || echo 0); place=0
+[ "$size" -gt 0 ] && while [ $place -lt {PLACES} ]; do
+  tail -c "+$((size * place / {PLACES} + 1))" {file} | head -c {PLACE_NBYTES} |
+    grep -aE '"kind": "step"' | tail -n {PLACE_LINES}
+  echo; place=$((place + 1))
+done"""
+
+
+def _points(text: str) -> list[Point]:
+    lines = map(parse_metric, json_objects(text.encode().split(b"\n")))
+    return [
+        Point(line.record.step, values.get("loss", math.nan), values.get("samples_per_s", math.nan))
+        for line in lines
+        if line is not None and (values := line.record.values) and line.record.kind == "step"
+    ]
+
+
+def _point_of(status: RunStatus) -> Point:
+    loss = math.nan if status.loss is None else status.loss
+    return Point(status.step, loss, status.samples_per_s)
+
+
+def _seconds(ts: str) -> float:
+    with suppress(ValueError, OverflowError):
+        return datetime.fromisoformat(ts).timestamp()
+    return time.time()

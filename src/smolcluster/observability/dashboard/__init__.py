@@ -1,0 +1,1 @@
+"""A run on a local web page: what `view` reads, served to one person's browser."""

@@ -1,0 +1,172 @@
+"""The page's web application: static files, and what `view` says of runs as JSON and as a stream."""
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, PlainTextResponse
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException as AnyHTTPException
+
+from smolcluster.errors import ConfigError
+from smolcluster.observability.view import lines
+from smolcluster.observability.view.listing import listed, run_of
+from smolcluster.observability.view.run import Files, RunView, files_here
+from smolcluster.runs.files import json_line
+from smolcluster.runs.paths import RunPaths
+
+STATIC = Path(__file__).parent / "static"
+MAX_VIEWS = 4
+"""Runs that are read at the same time; of others what was read is forgotten."""
+EVERY_S = 1.0
+MAX_LINES = 1000
+
+
+class Views:
+    """The runs of a folder that are looked at."""
+
+    def __init__(self, root: Path, open_files: Callable[[RunPaths], Files] = files_here) -> None:
+        self.root = root
+        self._open_files = open_files
+        self._lock = threading.Lock()
+        self._views: OrderedDict[str, RunView] = OrderedDict()
+
+    def get(self, name: str) -> RunView:
+        """The run of that name, or the newest for `latest`.
+
+        Raises:
+            ConfigError: the name cannot be a run's.
+            KeyError: there is none.
+        """
+        paths = run_of(self.root, name)
+        if paths is None:
+            raise KeyError(name)
+        with self._lock:
+            view = self._views.pop(paths.run_id, None) or RunView(self._open_files(paths))
+            self._views[paths.run_id] = view
+            if len(self._views) > MAX_VIEWS:
+                self._views.popitem(last=False)[1].close()
+        return view
+
+    def close(self) -> None:
+        """Stop reading."""
+        with self._lock:
+            while self._views:
+                self._views.popitem()[1].close()
+
+
+def make_app(views: Views, chosen: str = "latest") -> FastAPI:
+    """The application; `chosen` is the run that is shown first. Whoever asks has passed the guard."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await run_in_threadpool(views.close)
+
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.state.views, app.state.chosen = views, chosen
+    app.include_router(router)
+    app.mount("/static", StaticFiles(directory=STATIC), name="static")
+    app.add_exception_handler(AnyHTTPException, _in_one_line)
+    app.add_exception_handler(RequestValidationError, _in_one_line)
+    return app
+
+
+router = APIRouter()
+
+
+def _view_of(request: Request, run: str) -> RunView:
+    views: Views = request.app.state.views
+    try:
+        return views.get(run)
+    except ConfigError as error:
+        raise HTTPException(400, str(error)) from error
+    except KeyError as error:
+        raise HTTPException(404, f"there is no run {run[:100]!r} in {views.root}") from error
+
+
+View = Annotated[RunView, Depends(_view_of)]
+
+
+@router.get("/")
+def _page() -> FileResponse:
+    return FileResponse(STATIC / "index.html")
+
+
+@router.get("/api/runs")
+def _runs(request: Request) -> Response:
+    views: Views = request.app.state.views
+    return _json({"chosen": request.app.state.chosen, "runs": listed(views.root)})
+
+
+@router.get("/api/runs/{run}/state")
+def _state(view: View) -> Response:
+    return _json(view.state())
+
+
+@router.get("/api/runs/{run}/series")
+def _series(view: View) -> Response:
+    return _json(view.series())
+
+
+@router.get("/api/runs/{run}/events")
+def _events(view: View) -> Response:
+    return _json(view.events())
+
+
+@router.get("/api/runs/{run}/logs")
+def _logs(
+    view: View,
+    node: str | None = None,
+    rank: int | None = None,
+    level: Annotated[str, Query(max_length=8)] = "",
+    text: Annotated[str, Query(max_length=200)] = "",
+) -> Response:
+    lowest = lines.level_number(level) if level else 0
+    wanted = lines.Wanted(node, rank, lowest, text)
+    found = lines.search(view.log_files(), wanted, MAX_LINES)
+    return _json({"entries": found.entries, "is_all": found.is_all})
+
+
+@router.get("/api/runs/{run}/line")
+def _line(view: View, file: str, offset: Annotated[int, Query(ge=0, lt=1 << 60)]) -> Response:
+    path = lines.file_of(view.log_files(), file)
+    entry = lines.line_at(path, offset) if path else None
+    if entry is None:
+        raise HTTPException(404, "there is no such line (any more)")
+    return _json(entry)
+
+
+@router.get("/api/runs/{run}/stream", response_class=EventSourceResponse)
+async def _stream(view: View) -> AsyncIterator[ServerSentEvent]:
+    """How the run stands every second, and the log lines that have come."""
+    new_lines = await run_in_threadpool(lambda: lines.NewLines(view.log_files()))
+    while True:
+        yield _event("state", await run_in_threadpool(view.state))
+        entries = await run_in_threadpool(lambda: new_lines.poll(view.log_files()))
+        if entries:
+            yield _event("lines", {"entries": entries})
+        await asyncio.sleep(EVERY_S)
+
+
+def _json(value: dict[str, Any]) -> Response:
+    """JSON, in which what is no finite number is null."""
+    return Response(json_line(value), media_type="application/json")
+
+
+def _event(name: str, value: dict[str, Any]) -> ServerSentEvent:
+    return ServerSentEvent(event=name, raw_data=json_line(value).decode().rstrip("\n"), retry=1000)
+
+
+async def _in_one_line(_: Request, error: Exception) -> Response:
+    if isinstance(error, AnyHTTPException):
+        return PlainTextResponse(f"{error.detail}\n", error.status_code)
+    return PlainTextResponse("a value in the address is not what it should be\n", 400)

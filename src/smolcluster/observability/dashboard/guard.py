@@ -1,0 +1,174 @@
+"""Who may see the page: whoever has the token, at the page's own address.
+
+The token comes once in the address, and goes on as a cookie that no script can read. `Host` is checked, so
+that no other name can be made to mean this machine (DNS rebinding), and `Origin`, so that no other page can
+read what is here. Nothing here can be changed by a request.
+"""
+
+import ipaddress
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.cookies import CookieError, SimpleCookie
+from typing import Literal
+from urllib.parse import parse_qs
+
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark">
+<meta name="viewport" content="width=device-width"><title>smolcluster</title>{head}</head>
+<body><p>{text}</p></body></html>
+"""
+UNKNOWN = _PAGE.format(
+    head="",
+    text="This page needs its token. Open the whole address that <code>smolcluster dashboard</code> has "
+    "printed in its terminal; it ends in <code>?token=…</code>",
+)
+OPENING = _PAGE.format(
+    head='<meta http-equiv="refresh" content="0;url=/">', text='<a href="/">To the dashboard</a>'
+)
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a request must have.
+
+    Attributes:
+        token: the secret.
+        names: what `Host` may say, without a port.
+        takes_addresses: whether it may also be any number: then no name can be made to mean this machine.
+        cookie: the cookie's name; browsers share cookies between the ports of a machine.
+    """
+
+    token: str
+    names: frozenset[str]
+    takes_addresses: bool
+    cookie: str
+
+    def verdict(
+        self, path: str, query: str, headers: Mapping[str, str]
+    ) -> Literal["welcome", "new", "unknown", "stranger"]:
+        """Welcome: has the cookie; new: has brought the token; stranger: comes from another page or name."""
+        if not self._is_own_address(headers):
+            return "stranger"
+        if path == "/" and (given := parse_qs(query).get("token")):
+            return "new" if self._is_token(given[0]) else "unknown"
+        return "welcome" if self._is_token(_cookie(headers, self.cookie)) else "unknown"
+
+    def _is_own_address(self, headers: Mapping[str, str]) -> bool:
+        host = headers.get("host", "")
+        if not self._is_known(_name_of(host)):
+            return False
+        origin = headers.get("origin")
+        from_where = headers.get("sec-fetch-site", "none")
+        is_shown = headers.get("sec-fetch-mode", "navigate") == "navigate"
+        return origin in (None, f"http://{host}") and (
+            is_shown or from_where in ("same-origin", "none")
+        )
+
+    def _is_known(self, name: str) -> bool:
+        return name in self.names or (self.takes_addresses and _is_address(name))
+
+    def _is_token(self, given: str) -> bool:
+        return secrets.compare_digest(given.encode(), self.token.encode())
+
+
+def access_for(host: str, port: int, hostname: str, token: str) -> Access:
+    """What a request must have where the server listens on `host`; `hostname` is this machine's name."""
+    name = f"smolcluster-{port}"
+    if host in LOOPBACK:
+        return Access(token, LOOPBACK, False, name)
+    own = {host, hostname, f"{hostname.partition('.')[0]}.local"}
+    return Access(token, LOOPBACK | {each.lower() for each in own}, True, name)
+
+
+class Guard:
+    """Lets requests through to the application, and puts the headers on all answers."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._answer(scope)(scope, receive, _with_headers(send))
+
+    def _answer(self, scope: Scope) -> ASGIApp:
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        if scope["method"] not in ("GET", "HEAD"):
+            return PlainTextResponse("only GET is answered here\n", 405)
+        match self._access.verdict(scope["path"], scope["query_string"].decode("latin-1"), headers):
+            case "welcome":
+                return self._app
+            case "new":
+                return self._opened()
+            case "unknown":
+                return HTMLResponse(UNKNOWN, 401)
+        return PlainTextResponse("the request comes from another page or by another name\n", 403)
+
+    def _opened(self) -> Response:
+        """A page that goes on to the dashboard.
+
+        No redirect: where another program or page has opened the address, a browser would follow one without
+        the cookie, which is for this page's own requests only.
+        """
+        response = HTMLResponse(OPENING)
+        response.set_cookie(
+            self._access.cookie, self._access.token, httponly=True, samesite="strict", path="/"
+        )
+        return response
+
+
+def _with_headers(send: Send) -> Send:
+    own = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            names = {name for name, _ in own}
+            others = [pair for pair in message.get("headers", []) if pair[0] not in names]
+            message = {**message, "headers": [*others, *own]}
+        await send(message)
+
+    return sending
+
+
+def _name_of(host: str) -> str:
+    """The name in `localhost:8265`, `[::1]:8265` and the like."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.rpartition(":")[0].lower() if ":" in host else host.lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _cookie(headers: Mapping[str, str], name: str) -> str:
+    try:
+        morsel = SimpleCookie(headers.get("cookie", "")).get(name)
+    except CookieError:
+        return ""
+    return morsel.value if morsel else ""

@@ -1,0 +1,186 @@
+// The curves. All of them share the horizontal axis, the cursor and the zoom.
+
+import { el, byId, colour, rankColour } from "./dom.js";
+import { bytes, clock, count, duration, number } from "./format.js";
+
+const SMOOTHED_OVER = 40;
+const HEIGHT = 190;
+
+/** Averages of a column, over a part of its length; without the bias of its beginning. */
+function smooth(values) {
+  const keep = 1 - 2 / (Math.max(1, Math.floor(values.length / SMOOTHED_OVER)) + 1);
+  let average = 0, weight = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    average = keep * average + (1 - keep) * value;
+    weight = keep * weight + 1 - keep;
+    return average / weight;
+  });
+}
+
+const steps = (data, name) => ({ table: data.steps, values: data.steps[name] });
+const evaluations = (data, name) => ({ table: data.evaluations, values: data.evaluations[name] });
+
+/** A curve: what it is called, its colour, its points, and how it is drawn. */
+const raw = (label, name) => (data) => [{ label, colour: "faint", ...steps(data, name), width: 1 }];
+const smoothed = (label, name, shade) => (data) => {
+  const own = steps(data, name);
+  return own.values ? [{ label, colour: shade, table: own.table, values: smooth(own.values), width: 2 }] : [];
+};
+const evaluated = (label, name, shade) => (data) => [{ label, colour: shade, ...evaluations(data, name), width: 2, points: true }];
+const perProcess = (name, withServer = true) => (data) => data.processes
+  .filter((process) => withServer || process.rank !== null)
+  .map((process) => ({
+    label: process.rank === null ? `server ${process.node}` : `${process.rank} ${process.node}`,
+    colour: rankColour(process.rank), table: process, values: process[name], width: 1.5,
+  }));
+
+const PANELS = [
+  { title: "Loss", curves: [raw("each step", "loss"), smoothed("smoothed", "loss", "accent"), evaluated("validation", "val_loss", "second")], isLog: true, wide: true },
+  { title: "Validation accuracy", curves: [evaluated("accuracy", "val_accuracy", "second")] },
+  { title: "Validation perplexity", curves: [evaluated("perplexity", "val_perplexity", "second")] },
+  { title: "Throughput", unit: "samples/s", curves: [raw("each step", "samples_per_s"), smoothed("smoothed", "samples_per_s", "accent")], fromZero: true },
+  { title: "Learning rate", curves: [(data) => [{ label: "learning rate", colour: "accent", ...steps(data, "lr"), width: 2 }]], fromZero: true },
+  { title: "Staleness", unit: "steps", curves: [raw("each step", "staleness"), smoothed("smoothed", "staleness", "accent")], fromZero: true },
+  { title: "Gradient norm", curves: [raw("each step", "grad_norm"), smoothed("smoothed", "grad_norm", "accent")], fromZero: true },
+  { title: "Worker throughput", unit: "samples/s", curves: [perProcess("samples_per_s", false)], fromZero: true },
+  { title: "CPU", unit: "cores", curves: [perProcess("cpu")], fromZero: true },
+  { title: "Memory", curves: [perProcess("memory_bytes")], format: bytes, fromZero: true },
+  { title: "Sent", unit: "to the server, a second", curves: [perProcess("sent_bytes_per_s", false)], format: bytes, fromZero: true },
+  { title: "Round trip", curves: [perProcess("rtt_s", false)], format: duration, fromZero: true },
+];
+
+const drawn = new Map();
+let data = null, over = "step", isLogLoss = false, zoom = null;
+
+/** The curves of a panel that have points. */
+function found(panel) {
+  return panel.curves.flatMap((curve) => curve(data)).filter((curve) => curve.values?.some((value) => value !== null));
+}
+
+/** Tables of columns over one axis, with gaps where one of them has no point there. */
+function aligned(curves) {
+  const tables = curves.map((curve) => sorted(curve.table[over], curve.values));
+  return uPlot.join(tables, tables.map((table) => table.slice(1).map(() => 1)));
+}
+
+function sorted(places, values) {
+  const order = places.map((_, index) => index).sort((a, b) => places[a] - places[b]);
+  const unique = order.filter((index, rank) => rank + 1 === order.length || places[order[rank + 1]] !== places[index]);
+  return [unique.map((index) => places[index]), unique.map((index) => values[index])];
+}
+
+function options(panel, curves, width) {
+  const format = panel.format ?? ((value) => number(value));
+  const axis = { stroke: () => colour("quiet"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+  const inTime = over === "t";
+  return {
+    width, height: HEIGHT, padding: [8, 8, 0, 0],
+    cursor: { sync: { key: "run", scales: ["x", null] }, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, bind: { dblclick: () => () => zoomTo(null) } },
+    select: { show: true },
+    legend: { live: true },
+    scales: {
+      x: { time: inTime, range: (_, low, high) => zoom ?? (low === high ? [low - 1, high + 1] : [low, high]) },
+      y: { distr: panel.isLog && isLogLoss ? 3 : 1, range: (u, low, high) => heights(panel, low, high) },
+    },
+    axes: [
+      { ...axis, ...(inTime ? {} : { values: (_, splits) => splits.map((split) => (Number.isInteger(split) ? short(split) : "")) }) },
+      { ...axis, size: 54, values: (_, splits) => splits.map((split) => (split === null ? "" : format(split))) },
+    ],
+    series: [
+      { label: inTime ? "time" : "step", value: (_, value) => (value === null ? "" : inTime ? clock(value) : count(value)) },
+      ...curves.map((curve) => ({
+        label: curve.label, stroke: () => colour(curve.colour), width: curve.width, spanGaps: true,
+        points: { show: Boolean(curve.points) && curve.values.length < 80, size: 5, fill: () => colour("card") },
+        value: (_, value) => (value === null ? "" : format(value)),
+      })),
+    ],
+    hooks: { setSelect: [(u) => {
+      if (u.select.width > 4) zoomTo([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]);
+      u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+    }] },
+  };
+}
+
+const short = (value) => (Math.abs(value) >= 1e6 ? `${number(value / 1e6, 3)}M` : Math.abs(value) >= 1e4 ? `${number(value / 1e3, 3)}k` : count(value));
+
+function heights(panel, low, high) {
+  if (low === null || high === null) return [0, 1];
+  if (panel.isLog && isLogLoss) return uPlot.rangeLog(low, high, 10, false);
+  const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
+  return [panel.fromZero && low >= 0 ? 0 : low - room, high + room];
+}
+
+function zoomTo(range) {
+  zoom = range;
+  for (const each of drawn.values()) each.plot.setData(each.plot.data, true);
+}
+
+export function drawCharts(next) {
+  data = next;
+  const box = byId("curves");
+  for (const panel of PANELS) drawPanel(panel, box);
+  byId("curves-title").closest("section").classList.toggle("empty", drawn.size === 0);
+}
+
+function drawPanel(panel, box) {
+  const curves = found(panel);
+  const key = `${over} ${isLogLoss && panel.isLog} ${curves.map((curve) => curve.label).join("|")} ${curves.some((curve) => curve.points) && curves.some((curve) => curve.points && curve.values.length < 80)}`;
+  const old = drawn.get(panel.title);
+  if (!curves.length) { remove(panel.title); return; }
+  if (old && old.key === key) { old.plot.setData(aligned(curves), true); return; }
+  const place = old?.figure.nextSibling ?? after(panel, box);
+  remove(panel.title);
+  const figure = el("figure", { class: panel.wide ? "card wide-curve" : "card" }, el("figcaption", {}, panel.title, panel.unit ? el("small", {}, ` ${panel.unit}`) : null));
+  box.insertBefore(figure, place);
+  const plot = new uPlot(options(panel, curves, inner(figure)), aligned(curves), figure);
+  plot.root.setAttribute("role", "img");
+  plot.root.setAttribute("aria-label", `${panel.title} over ${over === "t" ? "time" : "steps"}`);
+  drawn.set(panel.title, { plot, figure, key });
+}
+
+/** The figure of the next panel that is drawn. */
+function after(panel, box) {
+  const later = PANELS.slice(PANELS.indexOf(panel) + 1).find((each) => drawn.has(each.title));
+  return later && drawn.get(later.title).figure.parentNode === box ? drawn.get(later.title).figure : null;
+}
+
+function remove(title) {
+  const old = drawn.get(title);
+  if (!old) return;
+  old.plot.destroy();
+  old.figure.remove();
+  drawn.delete(title);
+}
+
+const inner = (figure) => Math.max(200, figure.clientWidth - 24);
+
+export function clearCharts() {
+  for (const title of [...drawn.keys()]) remove(title);
+  [data, zoom] = [null, null];
+}
+
+export function redrawCharts() {
+  for (const { plot } of drawn.values()) plot.redraw(false, true);
+}
+
+export function setUpCharts() {
+  for (const button of document.querySelectorAll("[data-x]")) {
+    button.addEventListener("click", () => {
+      [over, zoom] = [button.dataset.x, null];
+      for (const other of document.querySelectorAll("[data-x]")) other.setAttribute("aria-pressed", String(other === button));
+      if (data) drawCharts(data);
+    });
+  }
+  byId("log-scale").addEventListener("click", (event) => {
+    isLogLoss = !isLogLoss;
+    event.currentTarget.setAttribute("aria-pressed", String(isLogLoss));
+    if (data) drawCharts(data);
+  });
+  new ResizeObserver(() => {
+    for (const { plot, figure } of drawn.values()) {
+      const width = inner(figure);
+      if (width !== plot.width) plot.setSize({ width, height: HEIGHT });
+    }
+  }).observe(byId("curves"));
+}

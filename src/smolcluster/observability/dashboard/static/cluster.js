@@ -1,0 +1,139 @@
+// The cluster as a picture: the server in the middle, the workers around it, and what flows between them.
+
+import { svg, byId, say } from "./dom.js";
+import { bytes, duration, number, percent } from "./format.js";
+
+export const PHASES = ["data", "forward", "backward", "encode", "send", "wait", "apply"];
+const WAITS = 0.35;
+const share = (worker, phase) => worker.vitals?.[`share/${phase}`];
+
+/** The parts of a step that are known, and what is left of the time. */
+export function parts(vitals) {
+  const found = PHASES.map((phase) => [phase, vitals?.[`share/${phase}`]]).filter(([, value]) => value > 0);
+  const rest = 1 - found.reduce((sum, [, value]) => sum + value, 0);
+  return found.length && rest > 0.005 ? [...found, ["other", rest]] : found;
+}
+
+export function condition(worker) {
+  if (worker.state !== "joined") return worker.state;
+  return share(worker, "wait") > WAITS ? "waiting" : "training";
+}
+
+function traffic(worker) {
+  const { sent_bytes_per_s: up, received_bytes_per_s: down } = worker.vitals ?? {};
+  return up === undefined && down === undefined ? null : { up: up ?? 0, down: down ?? 0 };
+}
+
+function ring(x, y, radius, vitals) {
+  const around = 2 * Math.PI * radius;
+  let start = 0;
+  return parts(vitals).map(([phase, value]) => {
+    const arc = svg("circle", {
+      cx: x, cy: y, r: radius, class: `arc phase-${phase}`, transform: `rotate(-90 ${x} ${y})`,
+      "stroke-dasharray": `${value * around} ${around}`, "stroke-dashoffset": -start * around,
+    }, svg("title", {}, `${phase} ${percent(value)}`));
+    start += value;
+    return arc;
+  });
+}
+
+/** Where the workers stand: on an ellipse around the server. */
+function places(num, width, height, margin) {
+  const [rx, ry] = [width / 2 - margin.x, height / 2 - margin.y];
+  const first = num === 2 ? Math.PI : -Math.PI / 2;
+  return Array.from({ length: num }, (_, index) => {
+    const angle = first + (2 * Math.PI * index) / num;
+    return { x: width / 2 + rx * Math.cos(angle), y: height / 2 + ry * Math.sin(angle), angle };
+  });
+}
+
+function link(worker, from, to, server, radius, isOver, isCrowded) {
+  const length = Math.hypot(to.x - from.x, to.y - from.y);
+  const along = (distance) => ({
+    x: from.x + ((to.x - from.x) * distance) / length, y: from.y + ((to.y - from.y) * distance) / length,
+  });
+  const [a, b] = [along(server + 4), along(length - radius - 8)];
+  const flow = traffic(worker);
+  const total = flow && !isOver ? flow.up + flow.down : 0;
+  const width = 1.5 + Math.min(8, 2.2 * Math.log10(1 + total / 3e4));
+  const state = isOver ? "over" : condition(worker);
+  const line = { x1: a.x, y1: a.y, x2: b.x, y2: b.y };
+  const group = svg("g", { class: `link ${state.replace(" ", "-")}` }, svg("line", { ...line, "stroke-width": width }));
+  if (total > 0 && worker.state === "joined") group.append(svg("line", { ...line, class: "flow", "stroke-width": Math.max(1.5, width * 0.6) }));
+  const lines = [];
+  if (flow && worker.state === "joined") {
+    lines.push(`↑ ${bytes(flow.up)}/s  ↓ ${bytes(flow.down)}/s`);
+    const { rtt_s: rtt, codec_ratio: ratio } = worker.vitals;
+    lines.push([rtt >= 0 ? duration(rtt) : "", ratio > 0 ? `codec ×${number(ratio, 2)}` : ""].filter(Boolean).join(" · "));
+  }
+  if (lines.length && !isCrowded) {
+    const middle = along((server + 4 + length - radius - 8) / 2);
+    const text = svg("text", { x: middle.x, y: middle.y - 3, class: "flow-label" });
+    lines.filter(Boolean).forEach((words, index) => text.append(svg("tspan", { x: middle.x, dy: index ? 14 : 0 }, words)));
+    group.append(text);
+  }
+  group.append(svg("title", {}, lines.join("\n") || worker.state));
+  return group;
+}
+
+function drawWorker(worker, at, radius, isOver, isCrowded) {
+  const state = isOver && worker.state === "joined" ? "over" : condition(worker);
+  const waits = share(worker, "wait");
+  const group = svg("g", { class: `node ${state.replace(" ", "-")}` });
+  group.append(
+    svg("circle", { cx: at.x, cy: at.y, r: radius, class: "body" }),
+    ...ring(at.x, at.y, radius + 4, worker.vitals),
+    svg("text", { x: at.x, y: at.y + 5, class: "rank" }, String(worker.rank)),
+  );
+  const below = Math.sin(at.angle) > -0.3;
+  const y = below ? at.y + radius + 22 : at.y - radius - 26;
+  const words = isOver ? "" : state === "training" && worker.samples_per_s > 0 ? `${number(worker.samples_per_s, 3)} samples/s`
+    : state === "waiting" ? `waits ${percent(waits)}` : state;
+  group.append(svg("text", { x: at.x, y, class: "name" }, worker.node.length > 18 ? `${worker.node.slice(0, 17)}…` : worker.node));
+  if (!isCrowded) group.append(svg("text", { x: at.x, y: y + 15, class: `said ${state}` }, words));
+  group.append(svg("title", {}, `worker ${worker.rank} on ${worker.node}: ${state}`));
+  return group;
+}
+
+export function drawCluster(state) {
+  const box = byId("cluster");
+  const width = Math.max(300, box.clientWidth);
+  const num = state.workers.length;
+  const isNarrow = width < 560, isCrowded = num > (isNarrow ? 5 : 10);
+  const height = isNarrow ? 400 : Math.min(520, 330 + 8 * num);
+  const radius = isCrowded ? 13 : isNarrow ? 19 : 23, server = isNarrow ? 30 : 40;
+  const middle = { x: width / 2, y: height / 2 };
+  const label = `Cluster: server ${state.server.node ?? ""} and ${num} workers: `
+    + state.workers.map((worker) => `${worker.node} ${state.is_over ? worker.state : condition(worker)}`).join(", ");
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label });
+  const spots = places(num, width, height, { x: isNarrow ? 58 : 96, y: 66 });
+  state.workers.forEach((worker, index) => picture.append(link(worker, middle, spots[index], server, radius, state.is_over, isCrowded)));
+  state.workers.forEach((worker, index) => picture.append(drawWorker(worker, spots[index], radius, state.is_over, isCrowded)));
+  picture.append(svg("g", { class: `node server ${state.is_over ? "over" : state.state}` },
+    svg("circle", { ...circle(middle), r: server, class: "body" }),
+    ...ring(middle.x, middle.y, server + 5, state.server.vitals),
+    svg("text", { x: middle.x, y: middle.y - 2, class: "rank" }, num ? "server" : "trainer"),
+    svg("text", { x: middle.x, y: middle.y + 14, class: "said" }, (state.server.node ?? "").slice(0, 12))));
+  box.replaceChildren(picture);
+  say(byId("insight"), insight(state));
+}
+
+const circle = ({ x, y }) => ({ cx: x, cy: y });
+
+/** Who waits for whom, in a sentence. */
+function insight(state) {
+  if (state.is_over) return "";
+  const here = state.workers.filter((worker) => worker.state === "joined" && worker.vitals);
+  const gone = state.workers.filter((worker) => worker.state === "lost");
+  const said = gone.length ? [`Lost: ${gone.map((worker) => worker.node).join(", ")}.`] : [];
+  const waiting = here.filter((worker) => share(worker, "wait") > WAITS);
+  const busiest = [...here].sort((a, b) => (share(a, "wait") ?? 1) - (share(b, "wait") ?? 1))[0];
+  if (waiting.length && state.algorithm === "syncps" && busiest && !waiting.includes(busiest)) {
+    said.push(`${waiting.map((worker) => worker.node).join(", ")} wait${waiting.length > 1 ? "" : "s"} for ${busiest.node}, the slowest.`);
+  } else if (waiting.length) {
+    const most = Math.max(...waiting.map((worker) => share(worker, "wait")));
+    said.push(`${waiting.map((worker) => worker.node).join(", ")}: up to ${percent(most)} of the time goes into waiting for the server and its link.`);
+  }
+  return said.join(" ");
+}
+

@@ -1,0 +1,102 @@
+// What has happened, on an axis of time; a lane for each sort of event.
+
+import { el, svg, byId, say } from "./dom.js";
+import { clock, moment, sentence } from "./format.js";
+
+const LANES = [
+  ["run", ["run_started", "run_resumed", "epoch_finished", "run_ended"]],
+  ["workers", ["worker_joined", "worker_left", "worker_lost", "worker_rejected"]],
+  ["work", ["push_dropped", "lease_returned"]],
+  ["model", ["evaluated", "checkpoint_saved"]],
+];
+const LANE_HEIGHT = 30, LEFT = 64, RIGHT = 14;
+const hidden = new Set(["epoch_finished"]);
+let events = [], counts = {}, shown = [], chosen = null;
+
+export function drawTimeline(next) {
+  const known = chosen === null ? null : shown[chosen];
+  ({ events, counts } = next);
+  drawKinds();
+  redrawTimeline();
+  if (known) choose(shown.findIndex((event) => event.t === known.t && event.kind === known.kind), false);
+}
+
+function drawKinds() {
+  const box = byId("kinds");
+  const kinds = LANES.flatMap(([, own]) => own).filter((kind) => counts[kind]);
+  const key = kinds.join();
+  if (box.dataset.key !== key) {
+    box.dataset.key = key;
+    box.replaceChildren(...kinds.map((kind) => {
+      const chip = el("button", { type: "button", class: `chip kind-${kind}`, "data-kind": kind, "aria-pressed": String(!hidden.has(kind)) }, el("i"), el("span"), el("small"));
+      chip.addEventListener("click", () => {
+        if (!hidden.delete(kind)) hidden.add(kind);
+        chip.setAttribute("aria-pressed", String(!hidden.has(kind)));
+        redrawTimeline();
+      });
+      return chip;
+    }));
+  }
+  for (const chip of box.children) {
+    say(chip.querySelector("span"), sentence(chip.dataset.kind));
+    say(chip.querySelector("small"), String(counts[chip.dataset.kind]));
+  }
+}
+
+export function redrawTimeline() {
+  const box = byId("timeline");
+  shown = events.filter((event) => !hidden.has(event.kind));
+  chosen = null;
+  say(byId("event"), shown.length ? "Point at a mark, or use the arrow keys." : "");
+  if (!events.length) { box.replaceChildren(el("p", { class: "quiet" }, "nothing has happened yet")); return; }
+  const width = Math.max(280, box.clientWidth), height = LANES.length * LANE_HEIGHT + 26;
+  const [first, last] = [events[0].t, Math.max(events.at(-1).t, events[0].t + 1)];
+  const x = (t) => LEFT + ((t - first) / (last - first)) * (width - LEFT - RIGHT);
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "application", tabindex: "0", "aria-label": "Events over time; arrow keys go from one to the next" });
+  LANES.forEach(([name], lane) => {
+    const y = lane * LANE_HEIGHT + LANE_HEIGHT / 2;
+    picture.append(svg("text", { x: 0, y: y + 4, class: "lane" }, name), svg("line", { x1: LEFT, x2: width - RIGHT, y1: y, y2: y, class: "rail" }));
+  });
+  const num = width < 500 ? 3 : 6;
+  for (let tick = 0; tick <= num; tick += 1) {
+    const t = first + ((last - first) * tick) / num;
+    picture.append(svg("text", { x: x(t), y: height - 6, class: "tick", "text-anchor": tick === 0 ? "start" : tick === num ? "end" : "middle" }, clock(t)));
+  }
+  const marks = shown.map((event, index) => {
+    const lane = LANES.findIndex(([, kinds]) => kinds.includes(event.kind));
+    const mark = svg("circle", { cx: x(event.t), cy: lane * LANE_HEIGHT + LANE_HEIGHT / 2, r: 5, class: `mark kind-${event.kind}`, "data-index": index });
+    return mark;
+  });
+  picture.append(...marks);
+  picture.addEventListener("pointermove", (event) => choose(nearest(marks, event, picture), true));
+  picture.addEventListener("keydown", (event) => {
+    const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!move || !shown.length) return;
+    event.preventDefault();
+    choose(chosen === null ? (move > 0 ? 0 : shown.length - 1) : (chosen + move + shown.length) % shown.length, true);
+  });
+  box.replaceChildren(picture);
+}
+
+function nearest(marks, event, picture) {
+  const box = picture.getBoundingClientRect();
+  const [px, py] = [event.clientX - box.left, event.clientY - box.top];
+  let best = -1, least = 18;
+  marks.forEach((mark, index) => {
+    const distance = Math.hypot(mark.cx.baseVal.value - px, mark.cy.baseVal.value - py);
+    if (distance < least) [best, least] = [index, distance];
+  });
+  return best;
+}
+
+function choose(index) {
+  if (index < 0 || index === chosen || !shown[index]) return;
+  byId("timeline").querySelector(".chosen")?.classList.remove("chosen");
+  byId("timeline").querySelector(`[data-index="${index}"]`)?.classList.add("chosen");
+  chosen = index;
+  const event = shown[index];
+  const who = [event.node, event.rank !== undefined ? `(worker ${event.rank})` : ""].filter(Boolean).join(" ");
+  byId("event").replaceChildren(
+    el("time", { datetime: moment(event.t), title: moment(event.t) }, clock(event.t, true)), " ",
+    el("b", {}, sentence(event.kind)), who ? ` ${who}` : "", event.text ? ` – ${event.text}` : "");
+}

@@ -1,0 +1,88 @@
+// A row a worker. Cells are changed in place, so that a selection in them stays.
+
+import { el, byId, say, rankColour } from "./dom.js";
+import { bytes, count, duration, number, percent, rate } from "./format.js";
+import { condition, parts } from "./cluster.js";
+
+const vital = (name) => (worker) => worker.vitals?.[name];
+
+const COLUMNS = [
+  ["worker", (worker) => `${worker.rank}  ${worker.node}`],
+  ["state", (worker, state) => (state.is_over ? worker.state : condition(worker))],
+  ["device", (worker) => worker.device ?? ""],
+  ["step", (worker) => count(worker.step)],
+  ["samples", (worker) => count(worker.samples), (worker) => (worker.share > 0 ? percent(worker.share) : "")],
+  ["samples/s", (worker, state) => (state.is_over ? "" : number(worker.samples_per_s, 3))],
+  ["staleness", (worker) => number(worker.mean_staleness, 3)],
+  ["time of a step", null],
+  ["CPU", (worker) => cores(vital("cpu")(worker))],
+  ["memory", (worker) => optional(vital("memory_bytes")(worker), bytes)],
+  ["up", (worker) => optional(vital("sent_bytes_per_s")(worker), rate), (worker) => optional(worker.sent_bytes, bytes)],
+  ["down", (worker) => optional(vital("received_bytes_per_s")(worker), rate), (worker) => optional(worker.received_bytes, bytes)],
+  ["round trip", (worker) => optional(vital("rtt_s")(worker), duration)],
+  ["queue", (worker) => optional(vital("queue")(worker), count)],
+  ["last seen", (worker) => (worker.silent_s === null || worker.silent_s === undefined ? "" : `${duration(worker.silent_s)} ago`)],
+];
+const RIGHT = new Set(["step", "samples", "samples/s", "staleness", "CPU", "memory", "up", "down", "round trip", "queue", "last seen"]);
+
+const optional = (value, format) => (value === undefined || value === null || value === 0 && format === bytes ? "" : format(value));
+const cores = (value) => (value === undefined ? "" : `${number(value, 2)} cores`);
+
+const rows = new Map();
+
+export function drawWorkers(state) {
+  const table = byId("workers");
+  if (!table.tBodies.length) {
+    table.append(el("thead", {}, el("tr", {}, ...COLUMNS.map(([name]) => el("th", { scope: "col", class: RIGHT.has(name) ? "right" : null }, name)))), el("tbody"));
+    byId("phases").append(...["data", "forward", "backward", "encode", "send", "wait", "apply", "other"].map((phase) => el("li", { class: `phase-${phase}` }, phase)));
+  }
+  const body = table.tBodies[0];
+  const keys = new Set(state.workers.map((worker) => String(worker.rank)));
+  for (const [key, row] of rows) if (!keys.has(key)) { row.remove(); rows.delete(key); }
+  for (const worker of state.workers) {
+    const key = String(worker.rank);
+    if (!rows.has(key)) rows.set(key, body.appendChild(newRow(worker)));
+    fillRow(rows.get(key), worker, state);
+  }
+  const empty = state.workers.length === 0;
+  body.classList.toggle("empty", empty);
+  byId("phases").hidden = !state.workers.some((worker) => parts(worker.vitals).length);
+  if (empty && !body.rows.length) rows.set("none", body.appendChild(el("tr", {}, el("td", { colspan: COLUMNS.length, class: "quiet" }, state.is_over ? "no workers took part" : "no workers yet"))));
+}
+
+function newRow(worker) {
+  return el("tr", {}, ...COLUMNS.map(([name], index) => {
+    const cell = el(index ? "td" : "th", { "data-label": name, class: RIGHT.has(name) ? "right" : null, scope: index ? null : "row" });
+    if (name === "worker") cell.append(el("i", { class: `dot ${rankColour(worker.rank)}` }));
+    if (name === "time of a step") cell.append(el("div", { class: "split" }));
+    else cell.append(el("span"), el("small"));
+    return cell;
+  }));
+}
+
+function fillRow(row, worker, state) {
+  row.className = state.is_over ? "" : condition(worker).replace(" ", "-");
+  COLUMNS.forEach(([name, main, beside], index) => {
+    const cell = row.cells[index];
+    if (name === "time of a step") return drawSplit(cell, worker);
+    say(cell.querySelector("span"), main(worker, state) ?? "");
+    say(cell.querySelector("small"), beside ? beside(worker) ?? "" : "");
+    cell.classList.toggle("blank", cell.textContent === "");
+    return undefined;
+  });
+}
+
+function drawSplit(cell, worker) {
+  const bar = cell.firstChild, found = parts(worker.vitals);
+  const step = worker.vitals?.step_s;
+  const told = found.map(([phase, value]) => `${phase} ${percent(value)}`).join(", ");
+  bar.title = step > 0 ? `${duration(step)} a step: ${told}` : told;
+  bar.setAttribute("role", "img");
+  bar.setAttribute("aria-label", bar.title);
+  cell.classList.toggle("blank", !found.length);
+  if (bar.children.length !== found.length) bar.replaceChildren(...found.map(() => el("i")));
+  found.forEach(([phase, value], index) => {
+    bar.children[index].className = `phase-${phase}`;
+    bar.children[index].style.flexGrow = value;
+  });
+}

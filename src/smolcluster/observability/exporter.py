@@ -1,0 +1,322 @@
+"""`/metrics`: what Prometheus reads of a run and of each of its processes.
+
+A process that serves it computes nothing for it: a scrape, on a thread of its own, turns the newest
+`RunStatus` (of the server's process) and the process's own numbers into series. Names are in base units and
+begin with `smolcluster_`; what is no finite number is NaN.
+"""
+
+import math
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import accumulate
+from pathlib import Path
+from socket import AF_INET, AF_INET6
+from socketserver import TCPServer
+from typing import Any, TypeVar
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+import psutil
+from prometheus_client import CollectorRegistry, Metric, make_wsgi_app
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.registry import Collector
+
+from smolcluster.configs.schema import ClusterConfig
+from smolcluster.runs.status import RunStatus, WorkerStatus
+from smolcluster.utils.units import format_address
+
+PREFIX = "smolcluster_"
+LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"  # noqa: S104 - Prometheus is on another machine
+STALENESS_BOUNDS = ("0", "1", "2", "4", "8", "16", "32", "+Inf")
+"""Upper bounds of `WorkerStatus.staleness`, in steps."""
+WORKER_LABELS = ("rank", "node")
+PROCESS_LABELS = ("role", "rank", "node")
+REQUEST_TIMEOUT_S = 10.0
+"""How long a client may take to say what it wants."""
+CLOSE_TIMEOUT_S = 2.0
+
+Family = TypeVar("Family", bound=Metric)
+
+
+@dataclass(frozen=True)
+class ProcessNumbers:
+    """What a process counted of itself since it started.
+
+    Attributes:
+        steps: local optimizer steps, or the server's applied ones.
+        samples: samples that went through it.
+        phase_seconds: wall time by phase: data, forward, backward, encode, send, wait, apply.
+    """
+
+    steps: int
+    samples: int
+    phase_seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class ProcessLabels:
+    """Whose numbers they are: `role` is server or worker; the server has no rank."""
+
+    role: str
+    node: str
+    rank: int | None = None
+
+    @property
+    def values(self) -> tuple[str, str, str]:
+        """The values of `PROCESS_LABELS`."""
+        return self.role, "" if self.rank is None else str(self.rank), self.node
+
+
+class RunCollector(Collector):
+    """Makes the series of one process when somebody asks for them."""
+
+    def __init__(
+        self,
+        who: ProcessLabels,
+        numbers: Callable[[], ProcessNumbers],
+        runs_dir: Path,
+        *,
+        status: Callable[[], RunStatus | None] = lambda: None,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        """Args: `numbers` and `status` are called by the threads that answer; `status` is the server's."""
+        self._who = who
+        self._numbers = numbers
+        self._runs_dir = runs_dir
+        self._status = status
+        self._now = now
+        self._process = psutil.Process(os.getpid())
+        self._last_step = (-1, 0.0)
+
+    def collect(self) -> Iterator[Metric]:
+        """All series of now."""
+        yield from process_series(self._who, self._numbers(), self._process)
+        yield from disk_series(self._who, self._runs_dir)
+        status = self._status()
+        if status is not None:
+            yield from run_series(status)
+            for series in worker_series(status.workers, self._now()):
+                if series.samples:
+                    yield series
+            yield _gauge(
+                "last_step_timestamp_seconds", "When the newest step was seen.", self._moved(status)
+            )
+
+    def _moved(self, status: RunStatus) -> float:
+        """When the step that the status has was first seen here, seconds since 1970."""
+        if status.step != self._last_step[0]:
+            self._last_step = (status.step, status.updated_at.timestamp())
+        return self._last_step[1]
+
+
+def process_series(
+    who: ProcessLabels, numbers: ProcessNumbers, process: psutil.Process
+) -> Iterator[Metric]:
+    """What every process tells of itself."""
+    labels = who.values
+    yield _counter("process_steps", "Steps of this process.", numbers.steps, labels)
+    yield _counter("process_samples", "Samples of this process.", numbers.samples, labels)
+    phases = _labelled(
+        CounterMetricFamily, "phase_seconds", "Wall time by phase.", (*PROCESS_LABELS, "phase")
+    )
+    for phase, seconds in numbers.phase_seconds.items():
+        phases.add_metric((*labels, phase), _number(seconds))
+    yield phases
+    with process.oneshot():
+        cpu, memory = process.cpu_times(), process.memory_info()
+    yield _counter(
+        "process_cpu_seconds", "Processor time of this process.", cpu.user + cpu.system, labels
+    )
+    yield _gauge("process_resident_memory_bytes", "Memory of this process.", memory.rss, labels)
+
+
+def disk_series(who: ProcessLabels, folder: Path) -> Iterator[Metric]:
+    """How full the disk of a folder is; nothing where there is no such folder."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return
+    yield _gauge("disk_free_bytes", "Free on the disk of the runs.", usage.free, who.values)
+    yield _gauge("disk_size_bytes", "Size of the disk of the runs.", usage.total, who.values)
+
+
+def run_series(status: RunStatus) -> Iterator[Metric]:
+    """How the whole run stands. What was not measured yet has no series, but the loss, which is NaN."""
+    info = _labelled(GaugeMetricFamily, "run_info", "The run, always 1.", ("run", "algorithm"))
+    info.add_metric((status.run_id, status.algorithm), 1)
+    yield info
+    yield _counter("steps", "Optimizer steps of the run.", status.step)
+    yield _counter("samples_applied", "Samples whose gradients count.", status.samples_applied)
+    yield _counter("leases_returned", "Pieces of work taken back.", status.leases_returned)
+    yield _gauge("epoch", "Epoch, from 0.", status.epoch)
+    yield _gauge("samples_target", "Samples of the whole run.", status.total_samples)
+    yield _gauge("samples_per_second", "Applied samples.", status.samples_per_s)
+    yield _gauge("loss", "Of the newest step.", math.nan if status.loss is None else status.loss)
+    measured = {
+        "validation_loss": ("Of the newest evaluation.", status.val_loss),
+        "validation_accuracy": ("Of the newest evaluation, 0..1.", status.val_accuracy),
+        "validation_perplexity": ("Of the newest evaluation.", status.val_perplexity),
+        "learning_rate": ("Of the newest step.", status.learning_rate),
+        "gradient_norm": ("Of the newest step.", status.grad_norm),
+        "staleness_bound_steps": ("A push that is older is dropped.", status.staleness_bound),
+    }
+    for name, (description, value) in measured.items():
+        if value is not None:
+            yield _gauge(name, description, value)
+    pushes = _labelled(CounterMetricFamily, "pushes", "Pushes by outcome.", ("reason",))
+    for reason, count in status.pushes.items():
+        pushes.add_metric((reason,), count)
+    yield pushes
+
+
+def worker_series(workers: Sequence[WorkerStatus], now: datetime) -> list[Metric]:
+    """What the server knows of its workers; a family without samples is one that nothing is known of."""
+    up = _labelled(GaugeMetricFamily, "worker_up", "1 while it takes part.", WORKER_LABELS)
+    samples = _labelled(
+        CounterMetricFamily, "worker_samples", "Its applied samples.", WORKER_LABELS
+    )
+    speed = _labelled(
+        GaugeMetricFamily, "worker_samples_per_second", "Its applied samples.", WORKER_LABELS
+    )
+    silent = _labelled(
+        GaugeMetricFamily, "worker_silent_seconds", "Since its last byte.", WORKER_LABELS
+    )
+    traffic = _labelled(
+        CounterMetricFamily,
+        "link_bytes",
+        "Bytes that it sent and received.",
+        (*WORKER_LABELS, "direction"),
+    )
+    staleness = _labelled(
+        HistogramMetricFamily, "staleness_steps", "Staleness of applied pushes.", WORKER_LABELS
+    )
+    vitals = {
+        "rtt_s": _labelled(
+            GaugeMetricFamily, "link_round_trip_seconds", "To it and back.", WORKER_LABELS
+        ),
+        "queue": _labelled(
+            GaugeMetricFamily, "link_queue_frames", "Waiting there to be sent.", WORKER_LABELS
+        ),
+        "codec_ratio": _labelled(
+            GaugeMetricFamily, "codec_ratio", "fp32 bytes by sent bytes.", WORKER_LABELS
+        ),
+    }
+    for worker in workers:
+        labels = (str(worker.rank), worker.node)
+        up.add_metric(labels, worker.state == "joined")
+        samples.add_metric(labels, worker.samples)
+        speed.add_metric(labels, worker.samples_per_s)
+        silent.add_metric(labels, worker.silent_s(now))
+        traffic.add_metric((*labels, "sent"), worker.sent_bytes)
+        traffic.add_metric((*labels, "received"), worker.received_bytes)
+        for name, family in vitals.items():
+            if name in worker.vitals:
+                family.add_metric(labels, _number(worker.vitals[name]))
+        if len(worker.staleness) == len(STALENESS_BOUNDS):
+            counts = list(accumulate(worker.staleness))
+            buckets = list(zip(STALENESS_BOUNDS, counts, strict=True))
+            staleness.add_metric(labels, buckets, worker.mean_staleness * counts[-1])
+    return [up, samples, speed, silent, traffic, staleness, *vitals.values()]
+
+
+def metrics_address(
+    cluster: ClusterConfig, worker_id: int | None, *, local: bool
+) -> tuple[str, int] | None:
+    """Where a process serves `/metrics`: address and port; None: nowhere.
+
+    `worker_id` is None for the server. Workers have the ports behind the server's, by their id; one whose
+    port would be above 65535 serves nothing.
+    """
+    if cluster.metrics_port is None:
+        return None
+    port = cluster.metrics_port + (worker_id or 0)
+    address = cluster.metrics_bind or (LOOPBACK if local else EVERYWHERE)
+    return (address, port) if port <= 65535 else None
+
+
+@contextmanager
+def serve_metrics(
+    collector: Collector, address: str, port: int, *, warn: Callable[[str], None]
+) -> Iterator[None]:
+    """Serve `/metrics` on this address while the body runs.
+
+    Where that is not possible, because the port is busy or the address is not this machine's, `warn` gets one
+    sentence, and the body runs all the same.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    server_class = _Server6 if ":" in address else _Server
+    try:
+        server = make_server(address, port, make_wsgi_app(registry), server_class, _Handler)
+    except OSError as error:
+        where = format_address(address, port)
+        warn(f"no /metrics on {where}: {error.strerror or error}; set metrics_port or metrics_bind")
+        yield
+        return
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(CLOSE_TIMEOUT_S)
+
+
+class _Server(ThreadingWSGIServer):
+    """Asks no name server for its own name, and prints nothing when a client hangs up."""
+
+    address_family = AF_INET
+    daemon_threads = True
+    block_on_close = False
+
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)
+        host, port = self.server_address[:2]
+        self.server_name, self.server_port = str(host), port
+        self.setup_environ()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client's trouble is its own."""
+
+
+class _Server6(_Server):
+    address_family = AF_INET6
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = REQUEST_TIMEOUT_S
+
+    def log_message(self, format: str, *args: object) -> None:
+        """A scrape every few seconds is no news."""
+
+
+def _number(value: float) -> float:
+    return value if math.isfinite(value) else math.nan
+
+
+def _labelled(
+    family: Callable[..., Family], name: str, description: str, labels: Sequence[str]
+) -> Family:
+    return family(PREFIX + name, description, labels=labels)
+
+
+def _counter(name: str, description: str, value: float, labels: Sequence[str] = ()) -> Metric:
+    family = _labelled(CounterMetricFamily, name, description, PROCESS_LABELS[: len(labels)])
+    family.add_metric(labels, value)
+    return family
+
+
+def _gauge(name: str, description: str, value: float, labels: Sequence[str] = ()) -> Metric:
+    family = _labelled(GaugeMetricFamily, name, description, PROCESS_LABELS[: len(labels)])
+    family.add_metric(labels, _number(value))
+    return family

@@ -1,0 +1,514 @@
+"""`report.html`: a run on one page, which needs neither network nor scripts to be read.
+
+`page_of` says what is on it, as texts and charts; the template says how it looks.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import smolcluster
+from smolcluster.observability.report.chart import Chart, charts_of
+from smolcluster.observability.report.facts import Facts, Worker, read_facts, workers_of
+from smolcluster.observability.report.render import write_page
+from smolcluster.observability.report.settings import changed_settings
+from smolcluster.observability.report.story import Happening, told
+from smolcluster.observability.report.trouble import Line, Trouble, seconds_of
+from smolcluster.observability.report.vitals import SHARES, Measured, Vitals, Whose
+from smolcluster.runs.events import (
+    CheckpointSaved,
+    EpochFinished,
+    Evaluated,
+    RunEnded,
+    RunResumed,
+    WorkerJoined,
+    WorkerLost,
+    WorkerRejected,
+)
+from smolcluster.runs.paths import RunPaths
+from smolcluster.utils.units import format_bytes, format_duration
+
+MAX_ROWS = 200
+"""Of a table: the first and the last ones are shown of more."""
+SKEW_S = 0.05
+"""A clock that is off by less is right."""
+UNKNOWN = "–"
+
+
+@dataclass(frozen=True)
+class State:
+    """How a run stands: a word, why, and the look of the word."""
+
+    word: str
+    reason: str
+    look: str
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A number that matters."""
+
+    name: str
+    value: str
+    more: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Texts in rows; `numeric` are the columns of numbers, from 0."""
+
+    head: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    numeric: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Said:
+    """A line of a log."""
+
+    when: str
+    source: str
+    message: str
+    exception: str
+    look: str
+
+
+@dataclass(frozen=True)
+class Told:
+    """An event: when since the run began, and when in UTC."""
+
+    when: str
+    at: str
+    text: str
+    look: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """A phase's part of a process's time."""
+
+    phase: str
+    percent: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where one process's time went."""
+
+    title: str
+    parts: Sequence[Part]
+
+
+@dataclass(frozen=True)
+class FirstTrouble:
+    """What went wrong first, and what was said around it."""
+
+    what: str
+    lines: Sequence[Said]
+
+
+@dataclass(frozen=True)
+class Page:
+    """What is on the page."""
+
+    run_id: str
+    subtitle: str
+    state: State
+    tiles: Sequence[Tile]
+    trouble: FirstTrouble | None
+    no_trouble: str
+    log_notes: Sequence[str]
+    charts: Sequence[Chart]
+    legend: Sequence[tuple[str, str]]
+    workers: Table
+    phases: Sequence[str]
+    splits: Sequence[Split]
+    links: Table
+    events: Sequence[Told]
+    routine: str
+    changed: Table
+    config: str
+    machines: Table
+    problems: Sequence[str]
+    folder: str
+    began: str
+    written: str
+    version: str
+
+
+def write_report(paths: RunPaths, ended_by: BaseException | None = None) -> Path:
+    """Write a run's report, whether it has ended or not; returns where it is.
+
+    Args:
+        paths: the run's folder.
+        ended_by: what is just ending it, for its owner, whose log does not tell yet.
+
+    Raises:
+        SmolclusterError: the run cannot be read or the page written; an older page is still there.
+    """
+    page = page_of(read_facts(paths, ended_by), time.time())
+    write_page(paths.report, "report.html.jinja", page=page)
+    return paths.report
+
+
+def page_of(facts: Facts, now: float) -> Page:
+    """What is on the page that is written `now`, in seconds since 1970."""
+    began = _began(facts)
+    workers = workers_of(facts)
+    charts = charts_of(facts.curves)
+    splits = list(_splits(facts))
+    shown = {part.phase for split in splits for part in split.parts}
+    return Page(
+        run_id=facts.paths.run_id,
+        subtitle=_subtitle(facts),
+        state=state_of(facts),
+        tiles=list(_tiles(facts)),
+        trouble=_trouble(facts.logs.trouble),
+        no_trouble=_no_trouble(facts),
+        log_notes=list(_log_notes(facts)),
+        charts=charts,
+        legend=list(_legend(charts)),
+        workers=_workers(facts, workers),
+        phases=[phase for phase in (*SHARES, "other") if phase in shown],
+        splits=splits,
+        links=_links(facts, workers),
+        events=_events(facts, began),
+        routine=_routine(facts),
+        changed=_changed(facts),
+        config=facts.config,
+        machines=_machines(facts),
+        problems=facts.problems,
+        folder=str(facts.paths.root),
+        began=moment_of(began) if began else "",
+        written=moment_of(now),
+        version=smolcluster.__version__,
+    )
+
+
+def _began(facts: Facts) -> float:
+    """Seconds since 1970; 0 when it is not known."""
+    if facts.story.events:
+        return seconds_of(facts.story.events[0].ts, 0.0)
+    return facts.status.started_at.timestamp() if facts.status else 0.0
+
+
+def moment_of(seconds: float) -> str:
+    """Seconds since 1970 as a date and a time, UTC."""
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
+
+
+def _subtitle(facts: Facts) -> str:
+    started = facts.started
+    if started is None:
+        return facts.algorithm or "Nothing is known of how it began."
+    parts = [started.algorithm, f"{started.model} ({started.num_params:,} parameters)"]
+    parts.append(f"on {started.dataset}")
+    if started.num_workers > 1:
+        parts.append(f"{started.num_workers} workers")
+    return " · ".join([*parts, f"codec {started.codec}", f"{started.num_epochs} epochs"])
+
+
+def state_of(facts: Facts) -> State:
+    """How the run stands."""
+    status = facts.status
+    if status is not None and status.is_over:
+        return _ended(status.state, status.reason or "")
+    if facts.is_alive:
+        word = status.state if status else "starting"
+        return State(word, "it goes on; this is how it stood", "live")
+    ends = [record.event for record in facts.story.of(RunEnded)]
+    if ends and isinstance(end := ends[-1], RunEnded) and status is None:
+        return _ended("ended" if end.ok else "failed", end.reason)
+    if facts.summary is not None and status is None:
+        return State("ended", "", "good")
+    if status is not None:
+        at = f"{status.updated_at:%Y-%m-%d %H:%M:%S}"
+        reason = f"nothing has been heard of its owner since {at}, when it was {status.state}"
+        return State("broken off", reason, "bad")
+    return State("unknown", "its owner has written nothing here", "bad")
+
+
+def _ended(word: str, reason: str) -> State:
+    if word == "ended" and reason == "it was stopped":
+        return State("stopped", "", "live")
+    return State(word, reason, "bad" if word == "failed" else "good")
+
+
+def _tiles(facts: Facts) -> Iterator[Tile]:
+    summary, status = facts.summary, facts.status
+    if summary is not None:
+        final = summary.final
+        train, val = final.train_loss, final.val_loss
+        accuracy, perplexity = final.val_accuracy, final.val_perplexity
+        steps, samples, wall_s = summary.steps, summary.samples_applied, summary.wall_s
+    elif status is not None:
+        train, val = status.loss, status.val_loss
+        accuracy, perplexity = status.val_accuracy, status.val_perplexity
+        steps, samples, wall_s = status.step, status.samples_applied, wall_s_of(facts)
+    else:
+        return
+    yield Tile("Training loss", number(train), "mean of the last epoch" if summary else "last step")
+    yield Tile("Validation loss", number(val))
+    if perplexity is not None:
+        yield Tile("Perplexity", f"{perplexity:.4g}", "validation")
+    elif accuracy is not None:
+        yield Tile("Accuracy", f"{accuracy:.1%}", "validation")
+    of_steps = f"of {status.total_steps:,}" if status and status.total_steps > steps else ""
+    yield Tile("Steps", f"{steps:,}", of_steps)
+    yield Tile("Samples", f"{samples:,}", _epochs(facts))
+    yield Tile("Time", format_duration(wall_s), _rate(facts, samples, wall_s))
+    if summary is not None and summary.workers:
+        sent = f"and {format_bytes(summary.bytes.sent)} sent by it"
+        yield Tile("Received by the server", format_bytes(summary.bytes.received), sent)
+    pushes = summary.pushes.model_dump() if summary else status.pushes if status else {}
+    dropped = {name: count for name, count in pushes.items() if name != "applied" and count}
+    if pushes.get("applied") or dropped:
+        more = ", ".join(f"{count:,} {name}" for name, count in dropped.items())
+        yield Tile("Pushes", f"{pushes.get('applied', 0):,}", more or "all applied")
+
+
+def number(value: float | None) -> str:
+    """A loss."""
+    return UNKNOWN if value is None else f"{value:.4g}" if abs(value) >= 1e4 else f"{value:.4f}"
+
+
+def wall_s_of(facts: Facts) -> float:
+    """Seconds that a run took; of one without a summary since its owner started, for the last time."""
+    if facts.summary is not None:
+        return facts.summary.wall_s
+    status = facts.status
+    ends = [r.event.wall_s for r in facts.story.of(RunEnded) if isinstance(r.event, RunEnded)]
+    if status is None or (ends and status.is_over):
+        return ends[-1] if ends else 0.0
+    return max(0.0, (status.updated_at - status.started_at).total_seconds())
+
+
+def _epochs(facts: Facts) -> str:
+    epochs = facts.summary.epochs if facts.summary else None
+    if epochs is None and facts.status is not None:
+        return f"epoch {facts.status.epoch + 1} of {facts.status.num_epochs}"
+    return f"{epochs} epoch{'s'[: epochs != 1]}" if epochs is not None else ""
+
+
+def _rate(facts: Facts, samples: int, wall_s: float) -> str:
+    if not wall_s:
+        return ""
+    tokens = facts.summary.tokens_per_sample if facts.summary else None
+    rate = samples * (tokens or 1) / wall_s
+    return f"{rate:,.0f} {'tokens' if tokens else 'samples'}/s"
+
+
+def _trouble(trouble: Trouble | None) -> FirstTrouble | None:
+    if trouble is None:
+        return None
+    at = f"{datetime.fromtimestamp(trouble.seconds, UTC):%H:%M:%S}"
+    return FirstTrouble(f"{at} · {trouble.what}", [_said(line) for line in trouble.lines])
+
+
+def _said(line: Line) -> Said:
+    when = f"{datetime.fromtimestamp(line.seconds, UTC):%H:%M:%S.%f}"[:-3] if line.seconds else ""
+    looks = [line.level.lower() if line.level.isalpha() else "", "it" if line.is_it else ""]
+    return Said(when, line.source, line.message, line.exception, " ".join(filter(None, looks)))
+
+
+def _no_trouble(facts: Facts) -> str:
+    if not facts.logs.read:
+        return "No logs are here, and no worker was lost."
+    return "Nothing: no worker was lost, and no log that is here has an error."
+
+
+def _log_notes(facts: Facts) -> Iterator[str]:
+    logs = facts.logs
+    if logs.num_errors:
+        counts = ", ".join(f"{title} {count:,}" for title, count in logs.num_errors.most_common(20))
+        yield f"Errors in the logs: {counts}."
+    if logs.missing:
+        shown, more = logs.missing[:20], len(logs.missing) - 20
+        names = ", ".join(shown) + (f" and {more:,} more" if more > 0 else "")
+        yield (
+            f"Logs that are not here: {names}. `smolcluster fetch` brings those of other machines, and "
+            "`smolcluster report` then writes this page anew."
+        )
+    for whose, vitals in facts.vitals.items():
+        offset = vitals.values.get("clock_offset_s")
+        if whose.rank >= 0 and offset is not None and abs(offset.newest) >= SKEW_S:
+            side = "ahead of" if offset.newest > 0 else "behind"
+            off = format_duration(abs(offset.newest))
+            yield f"The clock of {whose.node} is {off} {side} the server's; its lines are moved by it."
+
+
+def _legend(charts: Sequence[Chart]) -> Iterator[tuple[str, str]]:
+    if not charts:
+        return
+    for stroke in charts[0].strokes:
+        if stroke.label:
+            yield f"stroke {stroke.look}", stroke.label
+    words = {"joined": "worker joined", "lost": "worker lost or left", "resumed": "resumed"}
+    looks = dict.fromkeys(mark.look for mark in charts[0].marks)
+    yield from ((f"stroke {look}", words[look]) for look in looks)
+    if charts[0].saved:
+        yield "saved", "checkpoint"
+
+
+def _vitals_of(facts: Facts, worker: Worker) -> Vitals | None:
+    by_rank = (v for w, v in facts.vitals.items() if w.rank == worker.rank)
+    return facts.vitals.get(Whose(worker.rank, worker.node)) or next(by_rank, None)
+
+
+def _workers(facts: Facts, workers: Sequence[Worker]) -> Table:
+    is_stale = facts.algorithm == "edp"
+    stale = ["mean staleness"] if is_stale else []
+    numbers = ["samples", "share", *stale, "mean step", "joined", "lost"]
+    head = ["rank", "node", "at the end", *numbers, "device", "address"]
+    rows = [_worker_row(facts, worker, is_stale=is_stale) for worker in workers]
+    return Table(head, cut(rows), frozenset({0, *range(3, 3 + len(numbers))}))
+
+
+def _worker_row(facts: Facts, worker: Worker, *, is_stale: bool) -> list[str]:
+    vitals = _vitals_of(facts, worker)
+    step_s = vitals.mean("step_s") if vitals else None
+    tau = worker.mean_staleness
+    stale = [UNKNOWN if tau is None else f"{tau:.2f}"] if is_stale else []
+    return [
+        str(worker.rank),
+        worker.node,
+        worker.state or UNKNOWN,
+        UNKNOWN if worker.samples is None else f"{worker.samples:,}",
+        UNKNOWN if worker.share is None else f"{worker.share:.1%}",
+        *stale,
+        UNKNOWN if step_s is None else format_duration(step_s),
+        f"{worker.num_joins}×",
+        f"{worker.num_losses}×" if worker.num_losses else UNKNOWN,
+        worker.device or UNKNOWN,
+        worker.address or UNKNOWN,
+    ]
+
+
+def cut(rows: list[Any], at_most: int = MAX_ROWS) -> list[Any]:
+    """The first and the last rows of a table, and in place of the others how many they are."""
+    left_out = len(rows) - at_most
+    if left_out <= 0:
+        return rows
+    between = ["…", f"{left_out:,} more"]
+    row = between + [""] * (len(rows[0]) - len(between))
+    return [*rows[: at_most // 2], row, *rows[-(at_most // 2) :]]
+
+
+def _splits(facts: Facts) -> Iterator[Split]:
+    for whose, vitals in facts.vitals.items():
+        parts = [
+            Part(phase, 100 * share, f"{share:.0%}")
+            for phase, share in vitals.shares.items()
+            if share >= 0.0005
+        ]
+        if parts:
+            yield Split(_process_title(whose), parts)
+
+
+def _process_title(whose: Whose) -> str:
+    return (
+        f"server {whose.node}".strip()
+        if whose.rank < 0
+        else f"worker {whose.rank + 1} {whose.node}"
+    )
+
+
+def _links(facts: Facts, workers: Sequence[Worker]) -> Table:
+    head = [
+        *("rank", "node", "sent", "MB/s", "most", "received", "MB/s", "most"),
+        *("round trip", "waiting frames", "codec ratio"),
+    ]
+    rows = [row for worker in workers if (row := _link_row(facts, worker))]
+    return Table(head, cut(rows), frozenset({0, *range(2, len(head))}))
+
+
+def _link_row(facts: Facts, worker: Worker) -> list[str] | None:
+    """A worker's link, with rates as it measured them; None: nothing is known of it."""
+    vitals = _vitals_of(facts, worker)
+    values = vitals.values if vitals else {}
+    if not (worker.sent_bytes or worker.received_bytes or "sent_bytes_per_s" in values):
+        return None
+    queue = values.get("queue")
+    return [
+        str(worker.rank),
+        worker.node,
+        format_bytes(worker.sent_bytes) if worker.sent_bytes else UNKNOWN,
+        *_megabytes(values.get("sent_bytes_per_s")),
+        format_bytes(worker.received_bytes) if worker.received_bytes else UNKNOWN,
+        *_megabytes(values.get("received_bytes_per_s")),
+        format_duration(values["rtt_s"].mean) if "rtt_s" in values else UNKNOWN,
+        UNKNOWN if queue is None else f"{queue.mean:.1f} (most {queue.most:.0f})",
+        f"{values['codec_ratio'].mean:.2f}×" if "codec_ratio" in values else UNKNOWN,
+    ]
+
+
+def _megabytes(rate: Measured | None) -> list[str]:
+    if rate is None:
+        return [UNKNOWN, UNKNOWN]
+    return [f"{rate.mean / 1e6:.2f}", f"{rate.most / 1e6:.2f}"]
+
+
+def _events(facts: Facts, began: float) -> list[Told]:
+    happenings = facts.story.happenings
+    left_out = len(happenings) - MAX_ROWS
+    if left_out <= 0:
+        return [_told(each, began) for each in happenings]
+    half = MAX_ROWS // 2
+    gap = Told("", "", f"… {left_out:,} more …", "muted")
+    first, last = happenings[:half], happenings[-half:]
+    return [*(_told(e, began) for e in first), gap, *(_told(e, began) for e in last)]
+
+
+def _told(happening: Happening, began: float) -> Told:
+    moment = seconds_of(happening.first.ts, began)
+    event, text = happening.first.event, told(happening.first.event)
+    if happening.count > 1:
+        took = format_duration(math.ceil(max(0.0, seconds_of(happening.last_ts, moment) - moment)))
+        text = f"{text} ({happening.count:,} times within {took})"
+    match event:
+        case WorkerLost() | WorkerRejected() | RunEnded(ok=False):
+            look = "lost"
+        case WorkerJoined():
+            look = "joined"
+        case RunResumed():
+            look = "resumed"
+        case _:
+            look = ""
+    when = f"+{format_duration(max(0.0, moment - began))}"
+    return Told(when, happening.first.ts, text, look)
+
+
+def _routine(facts: Facts) -> str:
+    names = (
+        (EpochFinished, "epoch finished", "epochs finished"),
+        (Evaluated, "evaluation", "evaluations"),
+        (CheckpointSaved, "checkpoint", "checkpoints"),
+    )
+    counts = [(facts.story.routine[kind], one, many) for kind, one, many in names]
+    said = [f"{count:,} {one if count == 1 else many}" for count, one, many in counts if count]
+    return f"Besides: {', '.join(said)}." if said else ""
+
+
+def _changed(facts: Facts) -> Table:
+    changed = changed_settings(facts.settings) if facts.settings else []
+    rows = [[each.key, each.value, each.default] for each in changed]
+    return Table(["setting", "value", "default"], cut(rows))
+
+
+def _machines(facts: Facts) -> Table:
+    head = ["process", "system", "processor", "cores", "memory", "Python", "PyTorch", "smolcluster"]
+    rows = [_machine_row(title, said) for title, said in sorted(facts.logs.machines.items())]
+    return Table(head, cut(rows), frozenset({3, 4}))
+
+
+def _machine_row(title: str, said: Any) -> list[str]:
+    memory = said.get("memory_bytes")
+    texts = [str(said.get(name, UNKNOWN))[:100] for name in ("system", "processor", "cores")]
+    versions = [str(said.get(name, UNKNOWN))[:40] for name in ("python", "torch", "smolcluster")]
+    shown = format_bytes(memory) if isinstance(memory, int | float) else UNKNOWN
+    return [title, *texts, shown, *versions]

@@ -1,0 +1,144 @@
+"""A run's events as a reader wants them: those that repeat themselves in one row, with how often."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from smolcluster.runs.events import (
+    CheckpointSaved,
+    EpochFinished,
+    Evaluated,
+    Event,
+    EventRecord,
+    LeaseReturned,
+    PushDropped,
+    RunEnded,
+    RunResumed,
+    RunStarted,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLost,
+    WorkerRejected,
+    parse_event,
+)
+from smolcluster.runs.files import json_objects
+from smolcluster.utils.units import format_duration
+
+ROUTINE = (EpochFinished, Evaluated, CheckpointSaved)
+"""What is expected to happen: the curves show it."""
+FREQUENT = (LeaseReturned, PushDropped, WorkerRejected)
+"""Of these there may be as many as there are steps."""
+
+
+@dataclass
+class Happening:
+    """An event, and how often it came again before any other did.
+
+    Attributes:
+        first: the event.
+        count: how often it happened.
+        last_ts: when it happened last.
+    """
+
+    first: EventRecord
+    count: int
+    last_ts: str
+
+
+@dataclass
+class Story:
+    """What happened in a run.
+
+    Attributes:
+        events: in order, without those of `FREQUENT`.
+        happenings: all but the routine, in order.
+        routine: how often each routine kind happened.
+    """
+
+    events: list[EventRecord] = field(default_factory=list)
+    happenings: list[Happening] = field(default_factory=list)
+    routine: Counter[type[Event]] = field(default_factory=Counter)
+
+    def of(self, kind: type[Event]) -> Iterator[EventRecord]:
+        """The events of a kind that is not in `FREQUENT`."""
+        return (record for record in self.events if isinstance(record.event, kind))
+
+
+def read_story(path: Path) -> Story:
+    """What happened, from a file that may be larger than the memory; nothing when it does not exist.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        parsed = (parse_event(entry) for entry in json_objects(file))
+        return story_of(record for record in parsed if record is not None)
+    return Story()
+
+
+def story_of(records: Iterable[EventRecord]) -> Story:
+    """Put events that repeat the one before them together, and count the routine."""
+    story = Story()
+    for record in records:
+        if not isinstance(record.event, FREQUENT):
+            story.events.append(record)
+        if isinstance(record.event, ROUTINE):
+            story.routine[type(record.event)] += 1
+            continue
+        last = story.happenings[-1] if story.happenings else None
+        if last is not None and _repeats(record.event, last.first.event):
+            last.count, last.last_ts = last.count + 1, record.ts
+        else:
+            story.happenings.append(Happening(record, 1, record.ts))
+    return story
+
+
+def _repeats(event: Event, before: Event) -> bool:
+    match event, before:
+        case PushDropped(), PushDropped():
+            return (event.rank, event.outcome) == (before.rank, before.outcome)
+        case LeaseReturned(), LeaseReturned():
+            return (event.rank, event.reason) == (before.rank, before.reason)
+        case WorkerRejected(), WorkerRejected():
+            return (event.node, event.code) == (before.node, before.code)
+    return False
+
+
+def worker_name(rank: int, node: str) -> str:
+    """A worker as the log calls it: `worker 2 (win)`."""
+    return f"worker {rank + 1} ({node})"
+
+
+def told(event: Event) -> str:  # noqa: C901, PLR0911  (a table that reads from top to bottom)
+    """What happened, as a sentence without its stop."""
+    match event:
+        case RunStarted():
+            workers = f", waiting for {event.num_workers} workers" if event.num_workers > 1 else ""
+            return f"{event.algorithm} started on {event.node}{workers}"
+        case WorkerJoined():
+            verb = "came back" if event.rejoined else "joined"
+            return f"{worker_name(event.rank, event.node)} {verb}, on {event.device}"
+        case WorkerLeft():
+            return f"{worker_name(event.rank, event.node)} left: {event.reason}"
+        case WorkerLost():
+            return f"{worker_name(event.rank, event.node)} is lost: {event.reason}"
+        case WorkerRejected():
+            return f"{event.node} was refused ({event.code}): {event.reason}"
+        case LeaseReturned():
+            samples = f"{event.stop - event.start:,} samples"
+            return f"{samples} of {worker_name(event.rank, event.node)} went back: {event.reason}"
+        case PushDropped():
+            whose = worker_name(event.rank, event.node)
+            return f"a push of {whose} was dropped as {event.outcome}: {event.reason}"
+        case EpochFinished():
+            return f"epoch {event.epoch + 1} finished at step {event.step:,}"
+        case Evaluated():
+            return f"evaluated at step {event.step:,}"
+        case CheckpointSaved():
+            return f"checkpoint of step {event.step:,} saved"
+        case RunResumed():
+            return f"resumed from step {event.step:,}, after {event.samples_applied:,} samples"
+        case RunEnded():
+            return f"the run ended after {format_duration(event.wall_s)}: {event.reason}"

@@ -1,0 +1,274 @@
+"""What went wrong first, out of the logs of all nodes: the line, and those around it by time.
+
+Machines' clocks differ, so lines of a worker are moved by as much as its clock was found to be off. Files of
+any length are read in bounded memory, twice: for the moment, and for what was said around it.
+"""
+
+import contextlib
+import json
+import logging
+import re
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from smolcluster.runs.events import EventRecord, RunEnded, WorkerLost
+from smolcluster.runs.paths import log_stem
+
+LINES_BEFORE, LINES_AFTER = 24, 8
+MAX_LINE_NBYTES = 1 << 20
+MAX_MESSAGE, MAX_EXCEPTION = 1000, 6000
+"""Characters of a line that are shown."""
+SAME_S = 1.0
+"""A warning so shortly before an event is about it."""
+SERIOUS = ("ERROR", "CRITICAL")
+_SERIOUS = re.compile(rb'"level":\s*"(ERROR|CRITICAL)"')
+_MACHINE = re.compile(rb'"machine":\s*\{')
+
+
+@dataclass(frozen=True, order=True)
+class Process:
+    """A process of a run, by which log files are named."""
+
+    role: str
+    node: str
+    rank: int | None = None
+
+    @property
+    def title(self) -> str:
+        """As the console calls it: `server mini1`, `worker 1 pi5`."""
+        place = "" if self.rank is None else f"{self.rank + 1} "
+        return f"{self.role} {place}{self.node}"
+
+    @property
+    def stem(self) -> str:
+        """As its log file is called."""
+        return log_stem(self.role, self.node, self.rank)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a log: when, in seconds since 1970 on the server's clock; by whom; and what."""
+
+    seconds: float
+    source: str
+    level: str
+    message: str
+    exception: str = ""
+    is_it: bool = False
+    """Whether it is the one that is looked for."""
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What went wrong first.
+
+    Attributes:
+        what: one sentence.
+        seconds: when, since 1970 on the server's clock.
+        lines: those before it and a few after it, of all processes, by time.
+    """
+
+    what: str
+    seconds: float
+    lines: Sequence[Line]
+
+
+@dataclass
+class Logs:
+    """What the logs of a run say.
+
+    Attributes:
+        read: titles of the processes whose logs are here.
+        missing: titles of those whose logs are not.
+        num_errors: lines of level ERROR and above, by title.
+        machines: what a process has said of itself and its machine, by title.
+        trouble: what went wrong first; None: nothing.
+    """
+
+    read: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    num_errors: Counter[str] = field(default_factory=Counter)
+    machines: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    trouble: Trouble | None = None
+
+
+def read_logs(
+    folder: Path,
+    expected: Sequence[Process],
+    events: Sequence[EventRecord],
+    offsets: Mapping[int, float],
+    last_words: Line | None = None,
+) -> Logs:
+    """Look through the logs in a folder.
+
+    Args:
+        folder: where the files are.
+        expected: processes that have written one, here or elsewhere.
+        events: of the run, in order.
+        offsets: by rank, how many seconds a worker's clock is ahead of the server's.
+        last_words: a line that is not in a file yet.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    files = _files(folder, expected)
+    logs = Logs(read=[title for title, _, _ in files])
+    logs.missing = [each.title for each in expected if each.title not in logs.read]
+    shifts = {title: offsets.get(rank, 0.0) for title, rank, _ in files if rank is not None}
+    serious = [] if last_words is None else [last_words]
+    for title, _, path in files:
+        if found := _look_through(path, title, logs):
+            serious.append(_moved(found, shifts))
+    trouble = _first(serious, events)
+    if trouble is not None:
+        moment = trouble.seconds
+        around = [_around(path, title, moment, shifts) for title, _, path in files]
+        logs.trouble = _with_context(trouble, [*around, serious[:1] if last_words else []])
+    return logs
+
+
+def _files(folder: Path, expected: Sequence[Process]) -> list[tuple[str, int | None, Path]]:
+    """The log files that are here: whose, the rank, and where; those of one process in order of time."""
+    known = {each.stem: each for each in expected}
+    found: list[tuple[str, int | None, Path]] = []
+    for path in sorted(folder.glob("*.log*"), key=_age_order):
+        stem = path.name.partition(".log")[0]
+        if path.is_file() and path.name.rpartition(".")[2] not in ("gz", "tmp", "json"):
+            process = known.get(stem) or _process(stem)
+            found.append((process.title, process.rank, path))
+    return found
+
+
+def _age_order(path: Path) -> tuple[str, int]:
+    """`x.log.2` was written before `x.log.1`, and that before `x.log`."""
+    stem, _, number = path.name.partition(".log")
+    digits = number.strip(".")
+    return stem, -int(digits) if digits.isdigit() else 0
+
+
+def _process(stem: str) -> Process:
+    if found := re.fullmatch(r"([a-z]+)(?:-rank(\d{1,9}))?-(.+)", stem):
+        role, rank, node = found.groups()
+        return Process(role, node, None if rank is None else int(rank))
+    return Process(stem, "")
+
+
+def _look_through(path: Path, title: str, logs: Logs) -> Line | None:
+    """The file's first serious line; counts the others, and keeps what is said of the machine."""
+    first = None
+    for raw in _raw_lines(path):
+        if _SERIOUS.search(raw):
+            line = parse_line(raw, title, 0.0)
+            if line is not None and line.level in SERIOUS:
+                logs.num_errors[title] += 1
+                first = first or (line if line.seconds else None)
+        elif _MACHINE.search(raw):
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                logs.machines[title] = dict(json.loads(raw)["machine"])
+    return first
+
+
+def _raw_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file; of one that is too long, its beginning."""
+    with path.open("rb") as file:
+        while line := file.readline(MAX_LINE_NBYTES):
+            yield line
+            while line and not line.endswith(b"\n"):
+                line = file.readline(MAX_LINE_NBYTES)
+
+
+def parse_line(raw: bytes, source: str, before: float) -> Line | None:
+    """What a line says; one that is no JSON object as it is, at the time of the line `before` it."""
+    try:
+        fields = json.loads(raw)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        text = raw.decode("utf-8", "replace").strip()
+        return Line(before, source, "", _cut(text, MAX_MESSAGE)) if text else None
+    return Line(
+        seconds_of(fields.get("ts"), before),
+        source,
+        str(fields.get("level", ""))[:8],
+        _cut(str(fields.get("message", "")), MAX_MESSAGE),
+        _cut(str(fields.get("exception", "")), MAX_EXCEPTION),
+    )
+
+
+def seconds_of(ts: object, otherwise: float) -> float:
+    """A time stamp in seconds since 1970."""
+    try:
+        return datetime.fromisoformat(str(ts)).timestamp()
+    except (ValueError, OverflowError):
+        return otherwise
+
+
+def _cut(text: str, at_most: int) -> str:
+    left_out = len(text) - at_most
+    return text if left_out <= 0 else f"{text[:at_most]} … ({left_out:,} characters more)"
+
+
+def _moved(line: Line, shifts: Mapping[str, float]) -> Line:
+    return replace(line, seconds=line.seconds - shifts.get(line.source, 0.0))
+
+
+def _first(serious: Sequence[Line], events: Sequence[EventRecord]) -> Trouble | None:
+    """The earliest of serious lines, of losses of workers, and of a failure that no line tells of."""
+    found = [Trouble(f"{line.source}: {line.message}", line.seconds, [line]) for line in serious]
+    for record in events:
+        moment = seconds_of(record.ts, 0.0)
+        match record.event:
+            case WorkerLost(rank=rank, node=node, reason=reason):
+                found.append(Trouble(f"worker {rank + 1} ({node}) is lost: {reason}", moment, []))
+            case RunEnded(ok=False, reason=reason) if reason.startswith("the run failed"):
+                if not serious:
+                    found.append(Trouble(reason, moment, []))
+    return min(found, key=lambda trouble: trouble.seconds, default=None)
+
+
+def _around(path: Path, title: str, moment: float, shifts: Mapping[str, float]) -> list[Line]:
+    """A file's last lines up to a moment, and its first ones after it."""
+    before: deque[Line] = deque(maxlen=LINES_BEFORE + 1)
+    after: list[Line] = []
+    seconds = 0.0
+    for raw in _raw_lines(path):
+        line = parse_line(raw, title, seconds)
+        if line is None:
+            continue
+        seconds = line.seconds
+        line = _moved(line, shifts)
+        if line.seconds <= moment:
+            before.append(line)
+        elif len(after) < LINES_AFTER:
+            after.append(line)
+        else:
+            break
+    return [*before, *after]
+
+
+def _with_context(trouble: Trouble, around: Sequence[Sequence[Line]]) -> Trouble:
+    """The trouble among the lines of all files, by time."""
+    lines = sorted((line for lines in around for line in lines), key=lambda line: line.seconds)
+    place = _place(trouble, lines)
+    if place is not None:
+        lines[place] = replace(lines[place], is_it=True)
+    else:
+        place = sum(line.seconds <= trouble.seconds for line in lines) - 1
+    first = max(0, place - LINES_BEFORE)
+    return replace(trouble, lines=lines[first : place + LINES_AFTER + 1])
+
+
+def _place(trouble: Trouble, lines: Sequence[Line]) -> int | None:
+    """Where the trouble's own line is; of an event the warning that tells of it."""
+    if trouble.lines:
+        return lines.index(trouble.lines[0]) if trouble.lines[0] in lines else None
+    for place in reversed(range(len(lines))):
+        line = lines[place]
+        is_warning = logging.getLevelNamesMapping().get(line.level, 0) >= logging.WARNING
+        if is_warning and 0 <= trouble.seconds - line.seconds <= SAME_S:
+            return place
+    return None

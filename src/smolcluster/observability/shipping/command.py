@@ -1,0 +1,101 @@
+"""`smolcluster ship`: a process that pushes a run's logs until it is told to end."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+
+from smolcluster.errors import ConfigError, RunBusy, TryAgain
+from smolcluster.observability.shipping.loki import Loki
+from smolcluster.observability.shipping.shipper import Shipper
+from smolcluster.observability.shipping.spool import Spool
+from smolcluster.utils.locks import release, take
+from smolcluster.utils.units import format_bytes
+
+LOCK = ".shipped.lock"
+FLUSH_S = 5.0
+"""From being told to end to the end: what has not been pushed by then stays in its files."""
+HURRY_S = 1.0
+"""How much longer a push that is under way may take."""
+ONCE_S = 60.0
+"""How long `--once` tries."""
+
+
+def ship(
+    logs: Path, base: str, only: Collection[str], *, once: bool, stop_on_stdin_eof: bool
+) -> int:
+    """Push the logs in a folder to Loki until SIGTERM, SIGINT or SIGHUP; returns the exit code.
+
+    Args:
+        logs: the folder.
+        base: Loki's address, such as `http://192.168.1.10:3100`.
+        only: stems of logs; all when there are none.
+        once: push what is there now, and end.
+        stop_on_stdin_eof: end with the standard input, too.
+
+    Raises:
+        ConfigError: the address or the folder is wrong.
+        RunBusy: another process ships these logs.
+        TryAgain: with `once`: not all of it could be pushed.
+    """
+    loki, lock = Loki(base), _lock(logs / LOCK)
+    try:
+        shipper = Shipper(Spool(logs, only), loki.push, _warn)
+        if once:
+            if not shipper.flush(ONCE_S):
+                left = format_bytes(shipper.left_nbytes())
+                raise TryAgain(f"{left} of logs could not be pushed to {base}: is Loki up?")
+            return 0
+        if not _until_told(shipper, stop_on_stdin_eof=stop_on_stdin_eof):
+            left = format_bytes(shipper.left_nbytes())
+            _warn(f"{left} of logs have not been pushed; `smolcluster ship --once` does it later")
+        return 0
+    finally:
+        loki.close()
+        release(lock)
+
+
+def _lock(file: Path) -> int:
+    def busy(holder: str) -> None:
+        raise RunBusy(f"{holder} ships the logs in {file.parent} already")
+
+    try:
+        return take(file, busy)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be made: {error.strerror or error}") from error
+
+
+def _until_told(shipper: Shipper, *, stop_on_stdin_eof: bool) -> bool:
+    """Run it in a thread, so that a receiver which says nothing delays no end; whether all arrived."""
+    asked, arrived = threading.Event(), threading.Event()
+
+    def run() -> None:
+        if shipper.run(asked, FLUSH_S):
+            arrived.set()
+
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, lambda *_: asked.set())
+    if stop_on_stdin_eof:
+        threading.Thread(target=_read_to_end, args=(asked.set,), daemon=True).start()
+    thread = threading.Thread(target=run, name="ship", daemon=True)
+    thread.start()
+    while thread.is_alive() and not asked.is_set():
+        asked.wait(1.0)
+    thread.join(FLUSH_S + HURRY_S)
+    return arrived.is_set()
+
+
+def _read_to_end(at_end: Callable[[], None]) -> None:
+    with suppress(OSError):
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+    at_end()
+
+
+def _warn(sentence: str) -> None:
+    with suppress(OSError):  # its terminal may have gone
+        sys.stderr.write(f"warning: {sentence}\n")
+        sys.stderr.flush()

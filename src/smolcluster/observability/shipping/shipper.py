@@ -1,0 +1,111 @@
+"""Pushing a run's logs to Loki until asked to end; then what is left, for a few seconds."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from smolcluster.errors import SmolclusterError
+from smolcluster.observability.shipping.loki import Answer, Verdict, push_body
+from smolcluster.observability.shipping.spool import Batch, Spool
+from smolcluster.utils.cadence import Cadence
+from smolcluster.utils.retry import Deadline, backoff_delays
+
+POLL_S = 0.5
+FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0
+WARN_EVERY_S = 60.0
+
+Push = Callable[[bytes], Answer]
+
+
+class Shipper:
+    """Takes lines from a spool and pushes them; for one thread.
+
+    `say` gets warnings, each a sentence, one a minute at most.
+    """
+
+    def __init__(
+        self,
+        spool: Spool,
+        push: Push,
+        say: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._spool = spool
+        self._push = push
+        self._say = say
+        self._clock = clock
+        self._cadence = Cadence(0, WARN_EVERY_S, clock)
+        self._unsaid = 0
+        self._lost_nbytes = 0
+        self._waiting: Batch | None = None
+        self._delays = _delays()
+
+    def run(self, asked: threading.Event, flush_s: float) -> bool:
+        """Push until `asked`, then what is left within `flush_s` seconds; whether all of it arrived."""
+        while not asked.is_set():
+            delay_s = self.step()
+            asked.wait(POLL_S if delay_s is None else delay_s)
+        return self.flush(flush_s)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Push all that is there, a last line without an end included; whether all of it arrived."""
+        deadline = Deadline(timeout_s, self._clock)
+        self._delays = _delays()
+        while (delay_s := self.step(at_end=True)) is not None:
+            if deadline.expired:
+                return False
+            time.sleep(min(delay_s, deadline.remaining()))
+        return True
+
+    def left_nbytes(self) -> int:
+        """How many bytes have not been pushed, as of the last look."""
+        return self._spool.left_nbytes()
+
+    def step(self, *, at_end: bool = False) -> float | None:
+        """Push one batch; returns the seconds after which to try the next, None: there is none."""
+        batch = self._waiting = self._waiting or self._next(at_end=at_end)
+        if batch is None:
+            return None
+        answer = self._push(push_body(batch.entries)) if batch.entries else Answer(Verdict.ACCEPTED)
+        if answer.verdict is Verdict.LATER:
+            self._warn(f"Loki does not take the logs, which wait in their files: {answer.reason}")
+            return max(next(self._delays), answer.retry_after_s)
+        if answer.verdict is Verdict.REFUSED:
+            lines = f"{len(batch.entries)} line{'s'[: len(batch.entries) != 1]}"
+            self._warn(f"Loki refuses some of {lines}, which are given up: {answer.reason}")
+        self._waiting, self._delays = None, _delays()
+        self._commit(batch)
+        return 0.0
+
+    def _next(self, *, at_end: bool) -> Batch | None:
+        try:
+            batch = self._spool.next_batch(at_end=at_end)
+        except OSError as error:
+            self._warn(f"the logs in {self._spool.folder} cannot be read: {error.strerror}")
+            return None
+        if (lost := self._spool.lost_nbytes) > self._lost_nbytes:
+            self._warn(
+                f"{lost - self._lost_nbytes:,} bytes of logs were removed before Loki had them"
+            )
+            self._lost_nbytes = lost
+        return batch if batch.places else None
+
+    def _commit(self, batch: Batch) -> None:
+        try:
+            self._spool.commit(batch)
+        except SmolclusterError as error:
+            self._warn(f"{error}; a restart would send lines again")
+
+    def _warn(self, sentence: str) -> None:
+        if not self._cadence.take():
+            self._unsaid += 1
+            return
+        more = f" ({self._unsaid} warnings since the last one)" if self._unsaid else ""
+        self._unsaid = 0
+        self._say(sentence + more)
+
+
+def _delays() -> Iterator[float]:
+    return backoff_delays(FIRST_DELAY_S, cap_s=MAX_DELAY_S, jitter=random.Random())  # noqa: S311

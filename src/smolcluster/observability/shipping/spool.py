@@ -1,0 +1,220 @@
+"""The log files of one run as a spool: what Loki has not got yet, and how far it has got it.
+
+A file is known by its inode and a digest of its beginning, so that one that was rotated is read on under its
+old name's number, and one that was truncated, or whose inode has a new file, from the start.
+"""
+
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+
+from smolcluster.observability.shipping.lines import Entry, entry_of, labels_of
+from smolcluster.runs.files import rotations, write_whole
+
+STATE = ".shipped.json"
+MAX_LINES = 2000
+MAX_NBYTES = 1_000_000
+HEAD_NBYTES = 256
+READ_NBYTES = 4 << 20
+"""A longer line is taken as several."""
+_LOG = re.compile(r"(.+)\.log(?:\.\d+)?")
+
+
+class Place(BaseModel):
+    """How far a file has been taken; `head` is the digest of its first `head_nbytes`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    offset: NonNegativeInt
+    head_nbytes: NonNegativeInt
+    head: str
+
+
+class Shipped(BaseModel):
+    """`.shipped.json`: places by inode, and each stream's last time in nanoseconds since 1970."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    places: dict[str, Place] = {}
+    last_ns: dict[str, NonNegativeInt] = {}
+
+
+@dataclass
+class Batch:
+    """Some lines in their order, and what is to be stored when Loki has them."""
+
+    entries: list[Entry] = field(default_factory=list)
+    places: dict[str, Place] = field(default_factory=dict)
+    last_ns: dict[str, int] = field(default_factory=dict)
+    nbytes: int = 0
+
+    def add(self, entry: Entry) -> None:
+        """Add a line, which comes after those of its stream that were before it."""
+        stream = json.dumps(entry.labels)
+        ns = max(entry.ns, self.last_ns.get(stream, -1) + 1)
+        self.last_ns[stream] = ns
+        self.entries.append(replace(entry, ns=ns))
+        self.nbytes += len(entry.text.encode())
+
+
+@dataclass(frozen=True)
+class _Open:
+    """An open log file; `grows`: its last line may not be whole yet."""
+
+    data: BinaryIO
+    inode: str
+    size: int
+    grows: bool
+
+
+class Spool:
+    """The logs in one folder; `only` of these stems, if any are given.
+
+    Attributes:
+        lost_nbytes: what was removed before Loki had it, because files were rotated too often.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        only: Collection[str] = (),
+        *,
+        max_lines: int = MAX_LINES,
+        max_nbytes: int = MAX_NBYTES,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self.folder = folder
+        self.lost_nbytes = 0
+        self._only = only
+        self._max_lines = max_lines
+        self._max_nbytes = max_nbytes
+        self._now_ns = now_ns
+        self._shipped = _read_state(folder / STATE)
+        self._sizes: dict[str, int] = {}
+
+    def next_batch(self, *, at_end: bool = False) -> Batch:
+        """The lines that come next, of each log some; with `at_end` also a last one that has no end."""
+        batch = Batch(last_ns=dict(self._shipped.last_ns))
+        logs = self._logs()
+        with ExitStack() as stack:
+            files = {log: _opened(log, stack, at_end=at_end) for log in logs}
+            self._look(file for of_log in files.values() for file in of_log)
+            for number, log in enumerate(logs, start=1):
+                share = number / len(logs)
+                limits = round(self._max_lines * share), round(self._max_nbytes * share)
+                self._take(files[log], labels_of(log.stem), batch, limits)
+        return batch
+
+    def commit(self, batch: Batch) -> None:
+        """Note that the lines of a batch have been dealt with.
+
+        Raises:
+            SmolclusterError: it cannot be stored; in this process it holds all the same.
+        """
+        places = {
+            inode: place
+            for inode, place in (self._shipped.places | batch.places).items()
+            if inode in self._sizes
+        }
+        before, self._shipped = self._shipped, Shipped(places=places, last_ns=batch.last_ns)
+        if self._shipped != before:
+            write_whole(self.folder / STATE, self._shipped.model_dump_json(), durable=False)
+
+    def left_nbytes(self) -> int:
+        """How many bytes nobody has dealt with, as of the last look."""
+        return sum(self._left(inode, size) for inode, size in self._sizes.items())
+
+    def _left(self, inode: str, size: int) -> int:
+        place = self._shipped.places.get(inode)
+        return max(0, size - place.offset) if place else size
+
+    def _look(self, files: Iterable[_Open]) -> None:
+        """Note which files there are, and what has gone with those that are there no more."""
+        before, self._sizes = self._sizes, {file.inode: file.size for file in files}
+        self.lost_nbytes += sum(
+            self._left(inode, size) for inode, size in before.items() if inode not in self._sizes
+        )
+
+    def _logs(self) -> list[Path]:
+        """The newest file of each log, which may be about to be made anew."""
+        names = (_LOG.fullmatch(path.name) for path in self.folder.glob("*.log*"))
+        stems = sorted({name[1] for name in names if name})
+        return [
+            self.folder / f"{stem}.log" for stem in stems if not self._only or stem in self._only
+        ]
+
+    def _take(
+        self, files: list[_Open], labels: Mapping[str, str], batch: Batch, limits: tuple[int, int]
+    ) -> None:
+        """Add lines of one log, the oldest first, until the batch reaches its limits."""
+        for file in reversed(files):
+            if not self._take_file(file, labels, batch, limits):
+                return
+
+    def _take_file(
+        self, file: _Open, labels: Mapping[str, str], batch: Batch, limits: tuple[int, int]
+    ) -> bool:
+        """Add lines of one file; whether all of it has been taken."""
+        start = offset = self._offset(file)
+        file.data.seek(start)
+        is_whole = False
+        while len(batch.entries) < limits[0] and batch.nbytes < limits[1]:
+            line = file.data.readline(READ_NBYTES)
+            is_half = len(line) < READ_NBYTES and not line.endswith(b"\n")
+            if not line or (is_half and file.grows):
+                is_whole = True
+                break
+            offset += len(line)
+            if entry := entry_of(line, labels, self._now_ns()):
+                batch.add(entry)
+        if offset != start:
+            nbytes = min(offset, HEAD_NBYTES)
+            batch.places[file.inode] = Place(
+                offset=offset, head_nbytes=nbytes, head=_head(file.data, nbytes)
+            )
+        return is_whole
+
+    def _offset(self, file: _Open) -> int:
+        """Where to go on reading."""
+        place = self._shipped.places.get(file.inode)
+        if place is None or place.offset > file.size:
+            return 0
+        return place.offset if _head(file.data, place.head_nbytes) == place.head else 0
+
+
+def _opened(log: Path, stack: ExitStack, *, at_end: bool) -> list[_Open]:
+    """The files of a log, the newest first: one that is rotated meanwhile is met twice, never missed."""
+    files: list[_Open] = []
+    for path in rotations(log):
+        with suppress(FileNotFoundError):
+            if not path.is_file():
+                continue
+            data = stack.enter_context(path.open("rb"))
+            facts = os.fstat(data.fileno())
+            inode = str(facts.st_ino)
+            if inode not in (file.inode for file in files):
+                grows = path == log and not at_end
+                files.append(_Open(data, inode, facts.st_size, grows))
+    return files
+
+
+def _head(data: BinaryIO, nbytes: int) -> str:
+    data.seek(0)
+    return hashlib.sha256(data.read(nbytes)).hexdigest()[:16]
+
+
+def _read_state(file: Path) -> Shipped:
+    """What is stored; of a damaged file nothing, so that all is sent again rather than left out."""
+    try:
+        return Shipped.model_validate_json(file.read_bytes())
+    except (OSError, ValidationError):
+        return Shipped()

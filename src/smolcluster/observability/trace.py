@@ -1,0 +1,109 @@
+"""A trace of all processes of a run on one clock, in the Trace Event Format of Chrome and Perfetto.
+
+It shows the newest stretch of time in which the run's owner has taken so many steps in a row; the processes
+keep the first steps of every ten seconds, see `utils/meter.py`. Open it at ui.perfetto.dev or in
+chrome://tracing; both work on the file alone, nothing is uploaded.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smolcluster.errors import DataError
+from smolcluster.observability.spans import SpanLine, read_spans
+from smolcluster.runs.files import write_whole
+from smolcluster.runs.paths import RunPaths
+from smolcluster.utils.meter import PHASES, STEP
+
+NAMES = (*PHASES, "step")
+GAP_FACTOR = 3.0
+"""Steps follow each other as long as the pause between them is not so many times the longest of them."""
+LEAST_GAP_S = 1.0
+MICRO = 1_000_000
+
+
+@dataclass(frozen=True, order=True)
+class Traced:
+    """A span of a process: its start and length in microseconds since 1970, and what it was."""
+
+    start: int
+    length: int
+    what: int
+    process: str
+
+    @property
+    def stop(self) -> int:
+        """Its end."""
+        return self.start + self.length
+
+
+def write_trace(paths: RunPaths, num_steps: int, out: Path) -> int:
+    """Write a trace of the newest `num_steps` steps that are known; returns how many it shows.
+
+    Raises:
+        DataError: no step of the run has left spans.
+        SmolclusterError: the file cannot be written.
+    """
+    spans = sorted(_traced(read_spans(paths.spans)))
+    owner = next((span.process for span in spans if not span.process.startswith("worker")), None)
+    steps = newest_stretch([each for each in spans if each.process == owner], num_steps)
+    if not steps:
+        raise DataError(
+            f"{paths.root} has no spans to trace; they are written while a run lives, about every second: "
+            "try again in a moment, or `smolcluster fetch` them from the server's machine"
+        )
+    first, last = steps[0].start, steps[-1].stop
+    shown = [span for span in spans if span.stop > first and span.start < last]
+    write_whole(out, json.dumps({"traceEvents": list(events_of(shown, first))}), durable=False)
+    return len(steps)
+
+
+def _traced(lines: Iterable[SpanLine]) -> Iterator[Traced]:
+    for line in lines:
+        process = line.role if line.rank is None else f"{line.role} rank {line.rank}"
+        for what, start, length in line.spans:
+            if 0 <= what < len(NAMES):
+                yield Traced(round(line.at * MICRO) + start, length, what, f"{process} {line.node}")
+
+
+def newest_stretch(spans: Sequence[Traced], num_steps: int) -> list[Traced]:
+    """The newest `num_steps` whole steps that follow each other; the longest stretch if none has so many."""
+    stretches: list[list[Traced]] = [[]]
+    for step in (span for span in spans if span.what == STEP):
+        stretch = stretches[-1]
+        if stretch:
+            longest = max(step.length, *(each.length for each in stretch[-num_steps:]))
+            if step.start - stretch[-1].stop > max(GAP_FACTOR * longest, LEAST_GAP_S * MICRO):
+                stretches.append([])
+        stretches[-1].append(step)
+    enough = [stretch for stretch in stretches if len(stretch) >= num_steps]
+    return (enough[-1] if enough else max(stretches, key=len))[-num_steps:]
+
+
+def events_of(spans: Sequence[Traced], zero: int) -> Iterator[dict[str, Any]]:
+    """Trace events: a process a row, its phases as complete events within their step, times from `zero`."""
+    processes = sorted({span.process for span in spans}, key=lambda name: ("worker" in name, name))
+    numbers = {name: number for number, name in enumerate(processes, 1)}
+    for name, number in numbers.items():
+        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
+        yield {
+            "ph": "M",
+            "name": "process_sort_index",
+            "pid": number,
+            "args": {"sort_index": number},
+        }
+        yield {
+            **{"ph": "M", "name": "thread_name", "pid": number, "tid": 1},
+            "args": {"name": "training"},
+        }
+    for span in spans:
+        yield {
+            **{
+                "ph": "X",
+                "name": NAMES[span.what],
+                "cat": "step" if span.what == STEP else "phase",
+            },
+            **{"pid": numbers[span.process], "tid": 1, "ts": span.start - zero, "dur": span.length},
+        }

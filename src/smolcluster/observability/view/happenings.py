@@ -1,0 +1,122 @@
+"""What has happened in a run: from `events.jsonl`, of frequent kinds not every event."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from smolcluster.observability.curves import kept
+from smolcluster.observability.metrics import MetricRecord
+from smolcluster.observability.sinks.jsonl import MetricLine
+from smolcluster.observability.view.measured import Columns, columns, seconds
+from smolcluster.observability.view.tail import Line, Tail
+from smolcluster.observability.view.thinned import Thinned
+from smolcluster.runs.events import (
+    Evaluated,
+    EventRecord,
+    RunStarted,
+    kind_of,
+    parse_event,
+)
+from smolcluster.runs.files import json_objects
+
+MAX_OF_A_KIND = 500
+MAX_EVALUATIONS = 1000
+MAX_TEXT = 500
+EVAL_VALUES = ("val_loss", "val_accuracy", "val_perplexity")
+
+
+class Happenings:
+    """The events of a run.
+
+    Attributes:
+        version: grows whenever there is something new.
+        started: how the run began, as the newest start of its server has said.
+        counts: how many there were of each kind.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.version = 0
+        self.started: RunStarted | None = None
+        self.counts: Counter[str] = Counter()
+        self._tail = Tail(path)
+        self._kept: dict[str, Thinned[EventRecord]] = {}
+
+    def poll(self) -> bool:
+        """Take what is new, a piece of the file at most; whether there was something."""
+        offset = self._tail.offset
+        lines = self._tail.poll()
+        if self._tail.offset < offset:
+            self._kept.clear()
+            self.counts.clear()
+        for line in lines:
+            self._take(line)
+        return bool(lines)
+
+    def records(self) -> list[EventRecord]:
+        """The events that are kept, in the order of the file."""
+        merged = [record for records in self._kept.values() for record in records]
+        return sorted(merged, key=lambda record: record.ts)
+
+    def shown(self) -> list[dict[str, Any]]:
+        """The events for a time line: `t`, `kind`, `text`, and `rank`, `node` and `step` where they apply."""
+        return [shown(record) for record in self.records()]
+
+    def evaluations(self) -> Columns:
+        """The evaluations that no later start has undone, as columns."""
+        records = self.records()
+        lines = [
+            MetricLine(each.ts, each.incarnation, _values(each.event))
+            for each in records
+            if isinstance(each.event, Evaluated)
+        ]
+        return columns(kept(lines, records), EVAL_VALUES)
+
+    def _take(self, line: Line) -> None:
+        for entry in json_objects([line.data]):
+            record = parse_event(entry)
+            if record is not None:
+                self._add(record)
+
+    def _add(self, record: EventRecord) -> None:
+        kind = kind_of(type(record.event))
+        self.version += 1
+        self.counts[kind] += 1
+        if isinstance(record.event, RunStarted):
+            self.started = record.event
+        if kind not in self._kept:
+            most = MAX_EVALUATIONS if isinstance(record.event, Evaluated) else MAX_OF_A_KIND
+            self._kept[kind] = Thinned(most, lambda each: seconds(each.ts), lambda _: "")
+        self._kept[kind].add(record)
+
+
+def shown(record: EventRecord) -> dict[str, Any]:
+    """An event for a time line."""
+    event = record.event.model_dump()
+    told = {name: event[name] for name in ("rank", "node", "step") if event.get(name) is not None}
+    kind = kind_of(type(record.event))
+    return {"t": seconds(record.ts), "kind": kind, "text": sentence(event), **told}
+
+
+def sentence(event: dict[str, Any]) -> str:
+    """An event's own fields in a line."""
+    skipped = {"rank", "node", "run_id"}
+    facts = [
+        f"{name.replace('_', ' ')} {_value(value)}"
+        for name, value in event.items()
+        if name not in skipped and value is not None and value != ""
+    ]
+    return ", ".join(facts)[:MAX_TEXT]
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _values(event: Evaluated) -> MetricRecord:
+    values = {name: getattr(event, name) for name in EVAL_VALUES}
+    known = {name: value for name, value in values.items() if value is not None}
+    return MetricRecord("eval", event.step, event.epoch, known)

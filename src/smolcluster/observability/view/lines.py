@@ -1,0 +1,218 @@
+"""Log lines of a run: searched from the newest, and followed as they are written."""
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from heapq import nlargest
+from pathlib import Path
+from typing import Any
+
+from smolcluster.observability.view.measured import seconds
+from smolcluster.observability.view.tail import Line, Tail
+from smolcluster.runs.files import json_objects, rotations
+
+MAX_SHOWN = 2000
+"""Characters of a message, until more is asked for."""
+MAX_LINE_NBYTES = 2 << 20
+BLOCK_NBYTES = 1 << 20
+MAX_SEARCHED_NBYTES = 64 << 20
+"""Of each file, from its end."""
+MAX_NEW = 500
+"""Lines of each file that are handed out at a time; of more that have come the newest."""
+_NAME = re.compile(r"(([a-z]+)(?:-rank(\d{1,9}))?-(.+?)|.+?)\.log(\.\d{1,3})?")
+"""Of a log file: its stem, and of what the stem is made; an old one has a number behind it."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which lines: None and empty leave nothing out."""
+
+    node: str | None = None
+    rank: int | None = None
+    level: int = 0
+    text: str = ""
+
+    def accepts(self, entry: dict[str, Any]) -> bool:
+        """Whether an entry is wanted."""
+        return (
+            self.node in (None, entry["node"])
+            and self.rank in (None, entry["rank"])
+            and level_number(entry["level"]) >= self.level
+            and (not self.text or self.text.casefold() in _searched(entry))
+        )
+
+
+@dataclass(frozen=True)
+class Found:
+    """Lines, the oldest first; `is_all`: nothing older was left out."""
+
+    entries: list[dict[str, Any]]
+    is_all: bool
+
+
+def level_number(level: str) -> int:
+    """A level's number; what is none counts as INFO."""
+    return logging.getLevelNamesMapping().get(level, logging.INFO)
+
+
+def log_files(folders: Iterable[Path]) -> dict[str, Path]:
+    """The log files by their stems; a folder goes before those after it."""
+    found: dict[str, Path] = {}
+    for folder in folders:
+        for path in sorted(folder.glob("*.log")):
+            if not path.is_symlink():
+                found.setdefault(path.stem, path)
+    return found
+
+
+def search(files: dict[str, Path], wanted: Wanted, at_most: int) -> Found:
+    """The newest lines that are wanted, in the order of time."""
+    entries: list[dict[str, Any]] = []
+    is_all = True
+    for path in (each for newest in files.values() for each in rotations(newest)):
+        own, has_all = _newest(path, wanted, at_most)
+        entries += own
+        is_all = is_all and has_all
+    newest = nlargest(at_most, entries, key=_order)
+    return Found(newest[::-1], is_all and len(entries) == len(newest))
+
+
+def _newest(path: Path, wanted: Wanted, at_most: int) -> tuple[list[dict[str, Any]], bool]:
+    """A file's newest lines that are wanted, and whether there are no others."""
+    own: list[dict[str, Any]] = []
+    near = _written_at(path)
+    for line in _backwards(path):
+        if line is None or len(own) == at_most:
+            return own, False
+        if entry := entry_of(path.name, line, near):
+            near = entry["t"]
+            if wanted.accepts(entry):
+                own.append(_cut(entry))
+    return own, True
+
+
+def file_of(files: dict[str, Path], name: str) -> Path | None:
+    """The log file of that name, old ones included; None: there is none."""
+    found = _NAME.fullmatch(name)
+    newest = files.get(found[1]) if found else None
+    names = rotations(newest) if newest else []
+    return next((path for path in names if path.name == name), None)
+
+
+def line_at(path: Path, offset: int) -> dict[str, Any] | None:
+    """The line that begins there, whole (its first two megabytes)."""
+    try:
+        with path.open("rb") as file:
+            if offset:
+                file.seek(offset - 1)
+                if file.read(1) != b"\n":
+                    return None
+            line = Line(offset, file.readline(MAX_LINE_NBYTES))
+            return entry_of(path.name, line, _written_at(path))
+    except OSError:
+        return None
+
+
+class NewLines:
+    """Follows the log files of a run; begins with what comes after it was made."""
+
+    def __init__(self, files: dict[str, Path]) -> None:
+        self._tails = {stem: Tail(path, _whole_nbytes(path)) for stem, path in files.items()}
+
+    def poll(self, files: dict[str, Path]) -> list[dict[str, Any]]:
+        """The lines that have come, in the order of time."""
+        entries = []
+        for stem, path in files.items():
+            tail = self._tails.setdefault(stem, Tail(path))
+            near = _written_at(path)
+            for line in tail.poll()[-MAX_NEW:]:
+                if entry := entry_of(path.name, line, near):
+                    near = entry["t"]
+                    entries.append(_cut(entry))
+        return sorted(entries, key=_order)
+
+
+def entry_of(name: str, line: Line, near: float) -> dict[str, Any] | None:
+    """What a line says; one that is no JSON object is shown as it is. None: it is empty.
+
+    `near` is the time of a neighbour, for a line that has none.
+    """
+    found = _NAME.fullmatch(name)
+    stem, component, rank, node, _ = found.groups() if found else (name, None, None, None, None)
+    entry: dict[str, Any] = {
+        "file": name,
+        "offset": line.offset,
+        "component": component or "",
+        "node": node or stem,
+        "rank": None if rank is None else int(rank),
+    }
+    fields = next(json_objects([line.data]), None)
+    if fields is None:
+        text = line.data.decode("utf-8", "replace").strip()
+        return entry | {"t": near, "level": "", "message": text, "detail": ""} if text else None
+    return entry | {
+        "t": seconds(str(fields.get("ts"))) or near,
+        "level": str(fields.get("level", ""))[:8],
+        "node": str(fields.get("node") or entry["node"]),
+        "message": str(fields.get("message", "")),
+        "detail": str(fields.get("exception", "")),
+    }
+
+
+def _backwards(path: Path) -> Iterator[Line | None]:
+    """The lines of a file from its last whole one on; None at the end of what is searched."""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            lowest = max(0, end - MAX_SEARCHED_NBYTES)
+            held, is_whole = b"", False
+            while end > lowest:
+                start = max(lowest, end - BLOCK_NBYTES)
+                file.seek(start)
+                held, end = file.read(end - start) + held[:MAX_LINE_NBYTES], start
+                first, *lines = held.split(b"\n")
+                place = start + len(held)
+                for data in reversed(lines):
+                    place -= len(data)
+                    if is_whole:
+                        yield Line(place, data)
+                    is_whole = True
+                    place -= 1
+                held = first
+            if lowest:
+                yield None
+            elif is_whole:
+                yield Line(0, held)
+    except OSError:
+        return
+
+
+def _searched(entry: dict[str, Any]) -> str:
+    return f"{entry['message']}\n{entry['detail']}".casefold()
+
+
+def _order(entry: dict[str, Any]) -> tuple[float, str, int]:
+    return entry["t"], entry["file"], entry["offset"]
+
+
+def _cut(entry: dict[str, Any]) -> dict[str, Any]:
+    """The entry with at most so much of its text; `more` is how many characters are missing."""
+    message, detail = entry["message"], entry["detail"]
+    more = max(0, len(message) - MAX_SHOWN) + max(0, len(detail) - MAX_SHOWN)
+    return entry | {"message": message[:MAX_SHOWN], "detail": detail[:MAX_SHOWN], "more": more}
+
+
+def _whole_nbytes(path: Path) -> int:
+    """Where the last whole line of a file ends."""
+    last = next(_backwards(path), None)
+    return last.offset + len(last.data) + 1 if last else 0
+
+
+def _written_at(path: Path) -> float:
+    """When a file was last written, seconds since 1970."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

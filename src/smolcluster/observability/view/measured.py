@@ -1,0 +1,182 @@
+"""What a run has measured, as points for curves: from `metrics.jsonl`, however large it is."""
+
+import math
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from smolcluster.observability.curves import kept
+from smolcluster.observability.metrics import RESERVED
+from smolcluster.observability.sinks.jsonl import MetricLine, parse_metric
+from smolcluster.observability.view.sampling import sampled
+from smolcluster.observability.view.tail import Tail
+from smolcluster.observability.view.thinned import Thinned
+from smolcluster.runs.events import EventRecord
+from smolcluster.runs.files import json_objects
+
+MAX_STEPS = 1500
+MAX_REPORTS = 400
+"""Of each process."""
+MAX_PROCESSES = 256
+READ_WHOLE_NBYTES = 8 << 20
+"""A larger file is sampled when it is opened."""
+STEP_VALUES = ("loss", "lr", "samples_per_s", "mb_per_s", "staleness", "grad_norm")
+_READ = RESERVED.union(STEP_VALUES)
+_DIGITS = 6
+
+Columns = dict[str, list[float | None]]
+Whose = tuple[int | None, str]
+
+
+class Measured:
+    """The steps of a run, and what its processes reported of themselves.
+
+    Attributes:
+        version: grows whenever there is something new.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.version = 0
+        self._path = path
+        self._tail = Tail(path)
+        self._steps = Thinned[MetricLine](MAX_STEPS, lambda line: line.record.step, _start)
+        self._reports: dict[Whose, Thinned[MetricLine]] = {}
+        self._open()
+
+    def poll(self) -> bool:
+        """Take what is new, a piece of the file at most; whether there was something."""
+        offset = self._tail.offset
+        lines = self._tail.poll()
+        if self._tail.offset < offset:
+            self._steps.replace([])
+            self._reports.clear()
+        self._take(line.data for line in lines)
+        return bool(lines)
+
+    def newest_reports(self) -> dict[int | None, dict[str, float]]:
+        """What each rank reported last; None is the server."""
+        newest: dict[int | None, MetricLine] = {}
+        for (rank, _), lines in self._reports.items():
+            last = list(lines)[-1]
+            if rank not in newest or newest[rank].ts < last.ts:
+                newest[rank] = last
+        return {rank: dict(line.record.values) for rank, line in newest.items()}
+
+    def staleness_values(self) -> list[float]:
+        """The staleness of the steps that are known, steps."""
+        values = (line.record.values.get("staleness", math.nan) for line in self._steps)
+        return [value for value in values if math.isfinite(value)]
+
+    def series(self, events: Sequence[EventRecord]) -> dict[str, Any]:
+        """Points of what no later start has undone: of the steps, and of each process.
+
+        Each has `t` (seconds since 1970), `step`, and a column a value; null is what was not measured or is
+        no finite number.
+        """
+        reports = [line for lines in self._reports.values() for line in lines]
+        lines = kept([*self._steps, *reports], events)
+        of_process: dict[Whose, list[MetricLine]] = {}
+        for line in lines:
+            if line.record.kind != "step":
+                of_process.setdefault(_whose(line), []).append(line)
+        return {
+            "steps": columns([line for line in lines if line.record.kind == "step"], STEP_VALUES),
+            "processes": [
+                {"rank": rank, "node": node, **columns(own, _names(own))}
+                for (rank, node), own in sorted(of_process.items(), key=_by_rank)
+            ],
+        }
+
+    def _open(self) -> None:
+        """Take what is there, all of it or samples; the rest is new to `poll`."""
+        try:
+            size = self._path.stat().st_size
+            if size <= READ_WHOLE_NBYTES:
+                return
+            start = size - READ_WHOLE_NBYTES // 8
+            for lines in sampled(self._path, start):
+                self._take(_first_of_each(lines))
+        except OSError:
+            return
+        self._tail.offset = start
+        self._tail.skip_half()
+
+    def _take(self, lines: Iterable[bytes]) -> None:
+        for entry in json_objects(lines):
+            is_step = entry.get("kind") == "step"
+            own = {key: entry[key] for key in entry if key in _READ} if is_step else entry
+            if (line := parse_metric(own)) is not None:
+                self._add(line)
+
+    def _add(self, line: MetricLine) -> None:
+        self.version += 1
+        if line.record.kind == "step":
+            self._steps.add(line)
+        elif line.record.kind in ("worker", "server"):
+            whose = _whose(line)
+            if whose not in self._reports and len(self._reports) < MAX_PROCESSES:
+                self._reports[whose] = Thinned(MAX_REPORTS, seconds_of, _start)
+            if whose in self._reports:
+                self._reports[whose].add(line)
+
+
+def columns(lines: Iterable[MetricLine], names: Iterable[str]) -> Columns:
+    """The lines as columns, by name; values that none of them has are left out."""
+    lines = list(lines)
+    result: Columns = {
+        "t": [seconds_of(line) for line in lines],
+        "step": [line.record.step for line in lines],
+    }
+    for name in names:
+        values = [_rounded(line.record.values.get(name, math.nan)) for line in lines]
+        if any(value is not None for value in values):
+            result[name] = values
+    return result
+
+
+def seconds_of(line: MetricLine) -> float:
+    """When it was written, seconds since 1970; 0 where it does not say."""
+    return seconds(line.ts)
+
+
+def seconds(ts: str) -> float:
+    """RFC 3339 as seconds since 1970; 0 where it is not."""
+    try:
+        return datetime.fromisoformat(ts).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
+
+
+def _names(lines: Iterable[MetricLine]) -> list[str]:
+    return sorted({name for line in lines for name in line.record.values})
+
+
+def _first_of_each(lines: Iterable[bytes]) -> list[bytes]:
+    """The first step among the lines, and the first report of each process."""
+    found: dict[Any, bytes] = {}
+    for line in lines:
+        is_step = b'"kind": "step"' in line
+        if is_step and "step" in found:
+            continue
+        for entry in json_objects([line]):
+            key = "step" if is_step else (entry.get("kind"), str(entry.get("rank")))
+            found.setdefault(key, line)
+    return list(found.values())
+
+
+def _start(line: MetricLine) -> str:
+    return line.incarnation
+
+
+def _whose(line: MetricLine) -> Whose:
+    return line.record.rank, line.record.node or ""
+
+
+def _by_rank(item: tuple[Whose, Any]) -> tuple[int, str]:
+    rank, node = item[0]
+    return (-1 if rank is None else rank), node

@@ -1,0 +1,170 @@
+"""One run, read as it goes on. Safe to use from several threads."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from smolcluster.errors import DataError
+from smolcluster.observability.view import lines
+from smolcluster.observability.view.happenings import Happenings
+from smolcluster.observability.view.measured import Measured
+from smolcluster.observability.view.standing import Known, standing
+from smolcluster.runs.launched import Launched, read_launched
+from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.processes import read_processes
+from smolcluster.runs.status import RunStatus, instant, read_status
+from smolcluster.runs.summary import read_summary
+from smolcluster.utils import locks
+
+EVERY_S = 0.5
+"""The files are not read more often than this, however many ask."""
+MAX_PIECES = 16
+"""Pieces of a file that are read at a time."""
+File = TypeVar("File")
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where the files of a run are read.
+
+    Attributes:
+        own: its folder, where the launcher has left what it knows.
+        served: the folder with what its server writes; a copy that grows where that is another machine.
+        logs: folders with log files.
+        is_here: whether its server runs on this machine.
+        problems: what cannot be read now, and what to do about it.
+        close: ends the copying.
+    """
+
+    own: RunPaths
+    served: RunPaths
+    logs: tuple[Path, ...]
+    is_here: bool = True
+    problems: Callable[[], Sequence[str]] = field(default=list)
+    close: Callable[[], None] = field(default=lambda: None)
+
+
+def files_here(paths: RunPaths) -> Files:
+    """The files of a run that are all in its folder."""
+    return Files(paths, paths, (paths.logs,))
+
+
+class RunView:
+    """A run that is looked at."""
+
+    def __init__(
+        self,
+        files: Files,
+        *,
+        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.files = files
+        self._now = now
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._polled_at: float | None = None
+        self._status: RunStatus | None = None
+        self._changed_at: float | None = None
+        self._measured = Measured(files.served.metrics)
+        self._happenings = Happenings(files.served.events)
+        self._launched = _or_none(read_launched, files.own.launched)
+        self._places = _places(files.own, self._launched)
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """Numbers that grow when there are new points and new events."""
+        return {"series": self._measured.version, "events": self._happenings.version}
+
+    def state(self) -> dict[str, Any]:
+        """How the run stands, see `standing`; reads what is new."""
+        with self._lock:
+            self._poll()
+            known = Known(
+                run_id=self.files.own.run_id,
+                launched=self._launched,
+                places=self._places,
+                started=self._happenings.started,
+                status=self._status,
+                summary=_or_none(read_summary, self.files.served.summary),
+                age_s=self._age_s(),
+                is_held=self._is_held(),
+                reports=self._measured.newest_reports(),
+                staleness=self._measured.staleness_values(),
+                problems=list(self.files.problems()),
+            )
+            return standing(known) | {"versions": self.versions}
+
+    def series(self) -> dict[str, Any]:
+        """Points for curves: `steps`, `processes` (see `Measured`) and `evaluations`."""
+        with self._lock:
+            self._poll()
+            own = self._measured.series(self._happenings.records())
+            return own | {
+                "evaluations": self._happenings.evaluations(),
+                "version": self._measured.version,
+            }
+
+    def events(self) -> dict[str, Any]:
+        """What has happened, and how many there were of each kind."""
+        with self._lock:
+            self._poll()
+            return {
+                "events": self._happenings.shown(),
+                "counts": dict(self._happenings.counts),
+                "version": self._happenings.version,
+            }
+
+    def log_files(self) -> dict[str, Path]:
+        """The log files that are there, by their stems."""
+        return lines.log_files(self.files.logs)
+
+    def close(self) -> None:
+        """Stop whatever copies its files."""
+        self.files.close()
+
+    def _poll(self) -> None:
+        now = self._clock()
+        if self._polled_at is not None and now - self._polled_at < EVERY_S:
+            return
+        self._polled_at = now
+        for source in (self._happenings, self._measured):
+            for _ in range(MAX_PIECES):
+                if not source.poll():
+                    break
+        status = _or_none(read_status, self.files.served.status)
+        if status is not None and status != self._status:
+            self._changed_at = None if self._status is None else now
+            self._status = status
+
+    def _age_s(self) -> float | None:
+        """Seconds since its server wrote; once it was seen to write, by this machine's clock alone."""
+        if self._status is None or self._status.is_over:
+            return None
+        if self._changed_at is None:
+            return self._status.age_s(instant(self._now()))
+        return max(0.0, self._clock() - self._changed_at)
+
+    def _is_held(self) -> bool | None:
+        if not self.files.is_here:
+            return None
+        with suppress(OSError):
+            return locks.is_taken(self.files.served.lock)
+        return None
+
+
+def _places(paths: RunPaths, launched: Launched | None) -> list[tuple[str, int | None, str]]:
+    if launched is not None:
+        return [(each.role, each.rank, each.node) for each in launched.processes]
+    entries = _or_none(read_processes, paths.processes) or []
+    return [(each.role, each.rank, each.node) for each in entries]
+
+
+def _or_none(read: Callable[[Path], File], path: Path) -> File | None:
+    with suppress(DataError):
+        return read(path)
+    return None

@@ -1,0 +1,74 @@
+"""Whole lines of a file that grows, a bounded piece at a time."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+MAX_PIECE_NBYTES = 4 << 20
+
+
+class Line(NamedTuple):
+    """A line without its end, and where in the file it begins."""
+
+    offset: int
+    data: bytes
+
+
+class Tail:
+    """Reads what a file has gained since the last look.
+
+    Attributes:
+        path: the file, which may not exist yet.
+        offset: where the first line that was not handed out begins.
+    """
+
+    def __init__(
+        self, path: Path, offset: int = 0, max_piece_nbytes: int = MAX_PIECE_NBYTES
+    ) -> None:
+        self.path = path
+        self.offset = offset
+        self._max_nbytes = max_piece_nbytes
+        self._is_inside = False
+
+    def poll(self) -> list[Line]:
+        """Lines that are new and whole, a piece of the file at most; none when all are read.
+
+        Of a line that is longer than a piece the beginning is handed out. A file that has become shorter is
+        read from its beginning; one that cannot be read is empty.
+        """
+        data = self._read()
+        end = data.rfind(b"\n") + 1
+        if not end:
+            return self._beginning(data) if len(data) == self._max_nbytes else []
+        lines, place = [], self.offset
+        for part in data[: end - 1].split(b"\n"):
+            lines.append(Line(place, part))
+            place += len(part) + 1
+        self.offset = place
+        if self._is_inside:
+            self._is_inside = False
+            return lines[1:] or self.poll()
+        return lines
+
+    def skip_half(self) -> None:
+        """Leave out the line that `offset` lies in."""
+        self._is_inside = True
+
+    def _read(self) -> bytes:
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self.offset:
+                    self.offset, self._is_inside = 0, False
+                file.seek(self.offset)
+                return file.read(self._max_nbytes)
+        except OSError:
+            return b""
+
+    def _beginning(self, data: bytes) -> list[Line]:
+        """The first piece of a long line; nothing for its other pieces."""
+        line = Line(self.offset, data)
+        self.offset += len(data)
+        if self._is_inside:
+            return self.poll()
+        self._is_inside = True
+        return [line]

@@ -1,0 +1,109 @@
+"""What a process counts of its own work: seconds by phase, steps, samples, bytes before and after encoding.
+
+    with meter("forward"):
+        loss = model(inputs)
+
+One thread does the work and times it, for a microsecond or two a phase; any thread may read the sums, which
+only grow. On an accelerator the work is only begun in the phase that asks for it, and waited for where its
+result is needed. In every window of `WINDOW_S` seconds the first steps are also kept span by span, for a
+trace; processes that agree on the time record the same moments.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal, NamedTuple, get_args
+
+Phase = Literal["data", "forward", "backward", "encode", "send", "wait", "apply"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+STEP = len(PHASES)
+"""In a span: a whole step, whose phases lie within it."""
+WINDOW_S = 10.0
+STEPS_KEPT = 32
+"""Steps of a window that are kept span by span."""
+MAX_SPANS = 1000
+
+
+class Span(NamedTuple):
+    """A stretch of time: a place in `PHASES` or `STEP`, its start (`time.perf_counter`), and its seconds."""
+
+    what: int
+    start: float
+    seconds: float
+
+
+class _Timer:
+    """Times one phase, again and again."""
+
+    __slots__ = ("_meter", "_place", "_started")
+
+    def __init__(self, meter: "Meter", place: int) -> None:
+        self._meter, self._place, self._started = meter, place, 0.0
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        seconds = time.perf_counter() - self._started
+        self._meter.seconds[self._place] += seconds
+        if self._meter.is_keeping:
+            self._meter.spans.append(Span(self._place, self._started, seconds))
+
+
+@dataclass
+class Meter:
+    """The sums of one process.
+
+    Attributes:
+        seconds: spent in each of `PHASES`, which do not overlap.
+        steps: steps that it has taken.
+        samples: samples that it has computed.
+        raw_bytes: what was to be sent of gradients, at full precision.
+        encoded_bytes: what was sent in their place.
+        clock_offset_s: this machine's clock minus that of the run's owner.
+        spans: of the newest steps that are kept, until somebody takes them.
+    """
+
+    seconds: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
+    steps: int = 0
+    samples: int = 0
+    raw_bytes: int = 0
+    encoded_bytes: int = 0
+    clock_offset_s: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+    is_keeping: bool = True
+
+    def __post_init__(self) -> None:
+        self._timers = {phase: _Timer(self, place) for place, phase in enumerate(PHASES)}
+        self._window = -1.0
+        self._kept = 0
+        self._step_began = time.perf_counter()
+
+    def __call__(self, phase: Phase) -> _Timer:
+        """Times a block; a phase within a phase would count twice."""
+        return self._timers[phase]
+
+    def step_done(self, num_samples: int) -> None:
+        """A step of so many samples is complete; the next one begins."""
+        self.steps += 1
+        self.samples += num_samples
+        now = time.perf_counter()
+        if self.is_keeping:
+            self.spans.append(Span(STEP, self._step_began, now - self._step_began))
+        self._step_began = now
+        window = (time.time() - self.clock_offset_s) // WINDOW_S
+        if window != self._window:
+            self._window, self._kept = window, 0
+        self._kept += 1
+        self.is_keeping = self._kept <= STEPS_KEPT and len(self.spans) < MAX_SPANS
+
+    def take_spans(self) -> list[Span]:
+        """The spans since the last call."""
+        spans, self.spans = self.spans, []
+        return spans[:MAX_SPANS]
+
+    @property
+    def by_phase(self) -> Mapping[Phase, float]:
+        """Seconds by phase."""
+        return MappingProxyType(dict(zip(PHASES, self.seconds, strict=True)))

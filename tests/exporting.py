@@ -1,0 +1,62 @@
+"""A run's status and numbers for tests of what Prometheus reads."""
+
+from typing import Any
+
+from smolcluster.observability.exporter import ProcessNumbers
+from smolcluster.runs.status import RunStatus, WorkerStatus, instant
+
+NOW = instant(1_790_000_000.0)
+PHASES = ("data", "forward", "backward", "encode", "send", "wait", "apply")
+NUMBERS = ProcessNumbers(100, 3200, {phase: 0.5 + index for index, phase in enumerate(PHASES)})
+
+
+def a_worker(rank: int, node: str, **changes: Any) -> WorkerStatus:
+    """A worker of which everything is known."""
+    values = {
+        "rank": rank,
+        "node": node,
+        "state": "joined",
+        "device": "cpu",
+        "step": 119,
+        "samples": 6000,
+        "samples_per_s": 256.0,
+        "mean_staleness": 1.0,
+        "staleness": [10, 20, 10, 0, 0, 0, 0, 0],
+        "vitals": {"rtt_s": 0.004, "queue": 1.0, "codec_ratio": 3.9},
+        "address": "127.0.0.1",
+        "sent_bytes": 1000,
+        "received_bytes": 2000,
+        "last_seen": instant(NOW.timestamp() - 0.5),
+    }
+    return WorkerStatus.model_validate(values | changes)
+
+
+def a_status(**changes: Any) -> RunStatus:
+    """A run of which everything is known, with two workers, of which the second is lost."""
+    values = {
+        "run_id": "r1",
+        "algorithm": "edp",
+        "incarnation": "abcd",
+        "state": "training",
+        "reason": None,
+        "updated_at": NOW,
+        "started_at": NOW,
+        "step": 120,
+        "total_steps": 400,
+        "epoch": 1,
+        "num_epochs": 4,
+        "samples_applied": 12_000,
+        "total_samples": 40_000,
+        "loss": 0.25,
+        "val_loss": 0.5,
+        "val_accuracy": 0.9,
+        "val_perplexity": None,
+        "samples_per_s": 512.0,
+        "learning_rate": 0.001,
+        "grad_norm": 1.25,
+        "staleness_bound": 8,
+        "pushes": {"applied": 117, "stale": 3, "late": 1, "duplicate": 0, "lost": 0},
+        "leases_returned": 2,
+        "workers": [a_worker(0, "pi5"), a_worker(1, "win", state="lost")],
+    }
+    return RunStatus.model_validate(values | changes)

@@ -1,0 +1,141 @@
+"""The logs of a run on three hosts come to a receiver that follows Loki's push API, on the controller."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab import Running
+from launching import (
+    ENDLESS,
+    LAUNCH_TIMEOUT_S,
+    PROJECT,
+    STORIES_TIMEOUT_S,
+    TINY,
+    Launching,
+    wait_until,
+)
+
+pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
+RECEIVED = "received.jsonl"
+PROMTAIL = """#!/bin/sh
+echo "$LOKI_URL $SMOLCLUSTER_RUNS_DIR $*"
+exec sleep 1000
+"""
+
+
+class Loki:
+    """The receiver."""
+
+    def __init__(self, launching: Launching) -> None:
+        self._launching = launching
+        self._running: Running | None = None
+
+    def up(self) -> None:
+        launching = self._launching
+        words = [str(launching.programs / "python"), f"{launching.root}/tests/loki.py"]
+        self._running = launching.popen([*words, "0.0.0.0", "3100", RECEIVED])  # noqa: S104
+        wait_until(
+            lambda: "listening" in self._running.output if self._running else False, "a receiver"
+        )
+
+    def down(self) -> None:
+        if self._running is not None:
+            self._running.stop()
+            self._running = None
+
+    def texts(self) -> dict[tuple[str, str], list[str]]:
+        """The lines by the labels job and host, in their order."""
+        found: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for entry in self.entries():
+            labels = entry["labels"]
+            found[labels["job"], labels["host"]].append((entry["ns"], entry["text"]))  # type: ignore[arg-type]
+        return {key: [text for _, text in sorted(values)] for key, values in found.items()}
+
+    def entries(self) -> list[dict[str, Any]]:
+        file = self._launching.controller.path(RECEIVED)
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.fixture
+def loki(launching: Launching) -> Iterator[Loki]:
+    loki = Loki(launching)
+    loki.up()
+    yield loki
+    loki.down()
+
+
+def logs_of(launching: Launching, *nodes: str) -> dict[tuple[str, str], list[str]]:
+    """What is in the log files of the newest run on these nodes."""
+    files = [file for node in nodes for file in launching.folder(node).glob("logs/*.log")]
+    return {_key(file): file.read_text().splitlines() for file in files}
+
+
+def _key(file: Path) -> tuple[str, str]:
+    return f"smolcluster-{file.stem.partition('-')[0]}", file.stem
+
+
+def test_the_logs_of_every_node_arrive_and_nothing_is_left(
+    launching: Launching, loki: Loki
+) -> None:
+    """Of a run that is left alone, of one that is stopped, and with Promtail on a node."""
+    left_alone = launching.run(launching.launch("--detach", "--override", *TINY))
+    assert left_alone.returncode == 0, left_alone.stderr
+    launching.wait_until_clean(60.0)
+    assert launching.status()["state"] == "completed"
+    assert loki.texts() == (logs := logs_of(launching, "mini1", "mini2", "pi5"))
+    assert {host for _, host in logs} == {
+        *("server-mini1", "worker-rank0-mini2", "worker-rank1-pi5"),
+    }
+    labels = [entry["labels"] for entry in loki.entries()]
+    assert {(each["component"], each.get("rank")) for each in labels} == {
+        *(("server", None), ("worker", "0"), ("worker", "1")),
+    }
+    assert "INFO" in {each["level"] for each in labels}
+
+    # Loki is away while the run is stopped; who ships later finds all that is missing.
+    running = launching.popen(launching.launch("--no-sync", "--override", *ENDLESS))
+    running.wait_for("all have joined", LAUNCH_TIMEOUT_S)
+    loki.down()
+    stopped = launching.run(launching.command("stop"))
+    assert stopped.returncode == 0, stopped.stdout
+    assert running.wait(LAUNCH_TIMEOUT_S) != 0
+    assert launching.is_clean(), launching.left()
+    loki.up()
+    for node, project in launching.projects.items():
+        run, program = f"{project}/runs/{launching.run_id}", f"{project}/.venv/bin/smolcluster"
+        url = f"http://{launching.controller.address}:3100"
+        launching.lab[node].output([program, "ship", f"./{run}", "--loki", url, "--once"])
+    second = logs_of(launching, "mini1", "mini2", "pi5")
+    assert loki.texts() == {key: logs[key] + lines for key, lines in second.items()}
+
+    # Promtail ships where it is installed.
+    pi5 = launching.lab["pi5"]
+    pi5.write(".local/bin/promtail", PROMTAIL, mode=0o755)
+    before = loki.texts()["smolcluster-worker", "worker-rank1-pi5"]
+    done = launching.run(launching.launch("--no-sync", "--override", *TINY))
+    assert done.returncode == 0, done.stderr
+    assert launching.is_clean(), launching.left()
+    folder = f"{pi5.home}/{launching.projects['pi5']}"
+    config = "-config.expand-env=true -config.file=logging/promtail-worker-remote.yaml"
+    said = pi5.path("/tmp/promtail.log").read_text()  # noqa: S108
+    assert said == f"http://{launching.controller.address}:3100 {folder}/runs {config}\n"
+    assert loki.texts()["smolcluster-worker", "worker-rank1-pi5"] == before
+    third = logs_of(launching, "mini1", "mini2")
+    for key, lines in third.items():
+        assert loki.texts()[key] == logs[key] + second[key] + lines
+    pi5.path(".local/bin/promtail").unlink()
+
+
+def test_a_run_does_not_care_that_its_logs_cannot_be_shipped(launching: Launching) -> None:
+    nowhere = "loki_url=http://127.0.0.1:9"
+    done = launching.run(launching.launch("--override", *TINY, nowhere))
+    assert done.returncode == 0, done.stderr
+    assert launching.status()["state"] == "completed"
+    assert launching.is_clean(), launching.left()
+    screen = launching.folder("mini1") / "logs/shipper-mini1.console.txt"
+    assert screen.read_text().count("warning: Loki does not take the logs") == 1
+    assert not launching.controller.path(f"{PROJECT}/runs/latest/logs/.shipped.json").exists()

@@ -1,0 +1,90 @@
+"""What the processes of a whole cluster tell of themselves, and where it ends up."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import Cluster, free_port, local_settings
+from processes import Processes
+from smolcluster.cli import main
+from smolcluster.configs.schema import AlgorithmName
+from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.observability.spans import read_spans
+from smolcluster.runs.events import CheckpointSaved, read_events
+from smolcluster.runs.paths import RunPaths, find_run
+from smolcluster.runs.status import read_status
+from smolcluster.runs.summary import read_summary
+from smolcluster.utils.meter import PHASES, STEP
+
+ALGORITHMS: tuple[AlgorithmName, ...] = ("edp", "syncps")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_worker_tells_where_its_time_goes(tmp_path: Path, algorithm: AlgorithmName) -> None:
+    settings = local_settings("num_epochs=20", "heartbeat_timeout_s=2", algorithm=algorithm)
+    cluster = Cluster(settings, tmp_path, algorithm=algorithm)
+    cluster.finish(*(cluster.worker(rank + 1) for rank in range(3)))
+    told = [record for record in cluster.metrics.records if record.kind == "worker"]
+    assert {record.rank for record in told} == {0, 1, 2}
+    for record in told:
+        shares = [record.values[f"share/{phase}"] for phase in PHASES]
+        assert all(0 <= share <= 1 for share in shares)
+        assert 0 < sum(shares) < 1.1
+        assert record.values["memory_bytes"] > 10_000_000
+        assert record.values["codec_ratio"] == pytest.approx(1.0)
+    last = {record.rank: record.values for record in told}
+    for values in last.values():
+        assert values["rtt_s"] >= 0
+        assert abs(values["clock_offset_s"]) < 1.0, "it is one machine"
+    assert any(record.values["share/forward"] > 0 for record in told)
+    assert any(record.values["sent_bytes_per_s"] > 1e4 for record in told)
+    shares = sum(record.values["samples_per_s"] for record in told)
+    assert shares > 0
+
+
+def finished(processes: Processes, algorithm: str, *overrides: str) -> RunPaths:
+    """A run of real processes to its end."""
+    program = ("-m", "smolcluster.cli", "launch", algorithm, "--local", "--workers", "2")
+    flags = ("--no-tmux", "--override", "heartbeat_timeout_s=2", "metrics_port=null")
+    launch = processes.start(sys.executable, *program, *flags, *overrides)
+    assert launch.wait() == 0, launch.output
+    return find_run(processes.runs)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_run_leaves_vitals_spans_and_checkpoints_behind(
+    processes: Processes,
+    algorithm: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    paths = finished(processes, algorithm, "num_epochs=30", f"port={free_port()}")
+    status, summary = read_status(paths.status), read_summary(paths.summary)
+    assert status.pushes["applied"] == summary.pushes.applied
+    for worker in status.workers:
+        assert worker.address == "127.0.0.1"
+        assert sum(worker.staleness) > 0
+        assert {"step_s", "cpu", "share/wait"} <= set(worker.vitals)
+    moved = [worker.sent_bytes + worker.received_bytes for worker in status.workers]
+    total = summary.bytes.sent + summary.bytes.received
+    assert sum(moved) == pytest.approx(total, rel=0.01), "the farewell came later"
+
+    kinds = [line.record.kind for line in read_metrics(paths.metrics)]
+    assert {"step", "eval", "worker", "server"} <= set(kinds)
+    saved = [
+        e.event.step for e in read_events(paths.events) if isinstance(e.event, CheckpointSaved)
+    ]
+    on_disk = {int(each.name.removeprefix("step-")) for each in paths.checkpoints.glob("step-*")}
+    assert summary.steps in saved
+    assert on_disk <= set(saved)
+
+    lines = list(read_spans(paths.spans))
+    assert {(line.role, line.rank) for line in lines} == {
+        ("server", None),
+        ("worker", 0),
+        ("worker", 1),
+    }
+    assert all(any(what == STEP for what, _, _ in line.spans) for line in lines[-3:])
+    assert main(["trace", str(paths.root), "--steps", "10"]) == 0
+    assert capsys.readouterr().out.startswith(f"10 steps of {paths.run_id}")
+    assert paths.trace.is_file()

@@ -1,0 +1,127 @@
+"""Reports of a process, and the rates that two of them make."""
+
+import math
+import threading
+
+import pytest
+
+from connection_pairs import telemetry
+from smolcluster.cluster.vitals import Gauge, Vitals, follows, rates
+from smolcluster.transport.messages import NUM_PHASES
+from smolcluster.utils.cadence import Cadence
+from smolcluster.utils.meter import PHASES, Meter
+
+
+def test_a_report_says_what_was_counted() -> None:
+    now = [0.0]
+    meter = Meter()
+    vitals = Vitals(meter, lambda: now[0])
+    now[0] = 2.5
+    meter.seconds[1] = 0.75
+    meter.raw_bytes, meter.encoded_bytes = 4000, 1000
+    with meter("data"):
+        pass
+    meter.step_done(32)
+    report = vitals.report(queued=3)
+    assert (report.uptime_s, report.steps, report.samples, report.queued) == (2.5, 1, 32, 3)
+    assert report.phase_s[1] == 0.75
+    assert (report.raw_bytes, report.encoded_bytes) == (4000, 1000)
+    assert report.memory_bytes > 10_000_000
+    assert report.cpu_s > 0
+    assert [what for what, _, _ in report.spans] == [0, NUM_PHASES]
+    assert report.spans_at > 1.7e9
+    assert vitals.report().spans == ()
+
+
+def test_two_reports_make_rates() -> None:
+    phase_s = tuple(float(place) for place in range(NUM_PHASES))
+    before = telemetry(10.0, 100, samples=3200, cpu_s=5.0, sent_bytes=1000)
+    now = telemetry(
+        20.0,
+        120,
+        samples=3840,
+        cpu_s=9.0,
+        sent_bytes=3000,
+        received_bytes=500,
+        phase_s=phase_s,
+        raw_bytes=800,
+        encoded_bytes=200,
+        memory_bytes=7_000_000,
+        queued=2,
+    )
+    assert rates(before, now) == {
+        "steps_per_s": 2.0,
+        "samples_per_s": 64.0,
+        **{f"share/{phase}": seconds / 10 for phase, seconds in zip(PHASES, phase_s, strict=True)},
+        "cpu": 0.4,
+        "memory_bytes": 7e6,
+        "sent_bytes_per_s": 200.0,
+        "received_bytes_per_s": 50.0,
+        "queue": 2.0,
+        "step_s": 0.5,
+        "codec_ratio": 4.0,
+    }
+
+
+def test_who_takes_no_step_has_no_time_of_a_step() -> None:
+    values = rates(telemetry(1.0), telemetry(3.0, phase_s=(0, 0, 0, 0, 0, 2.5, 0)))
+    assert "step_s" not in values
+    assert "codec_ratio" not in values
+    assert values["share/wait"] == 1.0, "what overlaps two reports is no more than all"
+    assert all(map(math.isfinite, values.values()))
+
+
+@pytest.mark.parametrize(
+    "later",
+    [telemetry(1.0), telemetry(9.0, 3), telemetry(9.0, 7, sent_bytes=10)],
+    ids=["another process", "fewer steps", "another connection"],
+)
+def test_what_does_not_follow_makes_no_rates(later: object) -> None:
+    before = telemetry(5.0, 7, sent_bytes=1000)
+    assert not follows(before, later)  # type: ignore[arg-type]
+    gauge = Gauge()
+    gauge.take(before)
+    assert gauge.take(later) is None  # type: ignore[arg-type]
+    assert gauge.values == {}
+
+
+def test_what_is_kept_covers_the_time_since_what_was_kept_before() -> None:
+    now = [0.0]
+    gauge = Gauge(Cadence(1, 10.0, lambda: now[0]))
+    kept = []
+    for second in range(22):
+        now[0] = float(second)
+        kept.append(gauge.take(telemetry(second, second * second)))
+        if second:
+            assert gauge.values["steps_per_s"] == 2 * second - 1
+    assert [second for second, values in enumerate(kept) if values] == [1, 11, 21]
+    told = [values["steps_per_s"] for values in kept if values]
+    assert told == [1, (121 - 1) / 10, (441 - 121) / 10]
+
+
+def test_reports_that_come_at_once_are_one() -> None:
+    gauge = Gauge()
+    gauge.take(telemetry(1.0, 10))
+    assert gauge.take(telemetry(1.05, 11)) is None
+    assert gauge.take(telemetry(2.0, 30)) is not None
+    assert gauge.values["steps_per_s"] == 20
+
+
+def test_reports_can_be_taken_while_the_meter_counts() -> None:
+    meter, stop = Meter(), threading.Event()
+
+    def count() -> None:
+        while not stop.is_set():
+            with meter("forward"):
+                pass
+            meter.step_done(1)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        reports = [Vitals(meter).report() for _ in range(200)]
+    finally:
+        stop.set()
+        thread.join(10)
+    steps = [report.steps for report in reports]
+    assert steps == sorted(steps)

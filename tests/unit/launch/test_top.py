@@ -1,0 +1,504 @@
+"""The cluster in a terminal: what is drawn, at every size, and where it comes from."""
+
+import fcntl
+import io
+import itertools
+import math
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from rich.text import Text
+
+from reading import fake_ssh, launched_run, log_line, server, status_of, worker, write
+from smolcluster.errors import ConfigError, DataError
+from smolcluster.launch.host import Host
+from smolcluster.launch.watch.probe import Liveness, Seen, Sighting
+from smolcluster.launch.watch.report import report_of
+from smolcluster.launch.watch.top.bars import (
+    progress_bar,
+    short_age,
+    short_bytes,
+    short_delay,
+    sparkline,
+    split_bar,
+    spread,
+)
+from smolcluster.launch.watch.top.command import top
+from smolcluster.launch.watch.top.frame import Canvas, frame
+from smolcluster.launch.watch.top.source import (
+    MAX_POINTS,
+    News,
+    Picture,
+    Point,
+    Source,
+    thinned,
+)
+from smolcluster.observability.metrics import MetricRecord
+from smolcluster.observability.sinks.jsonl import JsonlSink
+from smolcluster.observability.terminal import SteadyConsole, displayable
+from smolcluster.runs.events import CheckpointSaved, Evaluated, EventLog, WorkerJoined, WorkerLost
+from smolcluster.runs.paths import RunPaths, create_run
+from smolcluster.runs.processes import ProcessEntry, write_processes
+from smolcluster.runs.status import RunStatus, WorkerStatus, instant, write_status
+
+NOW = 1_790_000_000.0
+VITALS = {
+    "share/data": 0.05,
+    "share/forward": 0.2,
+    "share/backward": 0.4,
+    "share/send": 0.1,
+    "share/wait": 0.2,
+    "cpu": 1.53,
+    "memory_bytes": 412e6,
+    "sent_bytes_per_s": 3.1e6,
+    "received_bytes_per_s": 4096.0,
+    "rtt_s": 0.0023,
+    "queue": 2.0,
+}
+
+
+def with_vitals(status: RunStatus, vitals: Mapping[str, float]) -> RunStatus:
+    workers = [
+        each.model_copy(
+            update={"vitals": dict(vitals), "staleness": [3, 4], "mean_staleness": 0.57}
+        )
+        for each in status.workers
+    ]
+    return status.model_copy(update={"workers": workers})
+
+
+def picture_of(
+    status: RunStatus | None,
+    liveness: Liveness = "running",
+    points: Sequence[Point] = (),
+    news: Sequence[News] = (),
+) -> Picture:
+    workers: list[WorkerStatus] = [] if status is None else status.workers
+    seen = [Seen(each.node, "worker", each.rank, liveness) for each in workers]
+    found = Sighting((Seen("mini1", "server", None, liveness), *seen), status, None, instant(NOW))
+    return Picture(report_of("r1", "edp", found), status, found.now, points, news)
+
+
+def three_workers(vitals: Mapping[str, float] = VITALS) -> RunStatus:
+    nodes = {0: ("mini2", "joined"), 1: ("pi5", "lost"), 2: ("macbook", "left")}
+    return with_vitals(status_of(now=NOW, workers=nodes), vitals)  # type: ignore[arg-type]
+
+
+def busy() -> Picture:
+    points = [Point(step, 2.5 / (1 + step), 100.0 + step) for step in range(120)]
+    news = [
+        News(NOW - 9, "worker_joined", "worker 1 (mini2) joined, on cpu"),
+        *(News(NOW - 8 + n, "checkpoint_saved", f"checkpoint of step {n} saved") for n in (1, 2)),
+        News(NOW - 2, "worker_lost", "worker 2 (pi5) is lost: it fell silent"),
+        News(NOW - 1, "WARNING", "server mini1: the disk is nearly full"),
+    ]
+    return picture_of(three_workers(), points=points, news=news)
+
+
+def canvas(
+    width: int = 80, height: int = 24, *, encoding: str = "utf-8", colour: bool = True
+) -> Canvas:
+    console = SteadyConsole(file=io.TextIOWrapper(io.BytesIO(), encoding))
+    return Canvas(
+        width,
+        height,
+        lambda text: displayable(console, text),
+        is_plain=encoding == "ascii",
+        has_colour=colour,
+    )
+
+
+def lines(picture: Picture, on: Canvas | None = None) -> list[str]:
+    return [line.plain for line in frame(picture, on or canvas())]
+
+
+# --- drawing
+
+
+def test_a_pane_of_80_columns_tells_how_the_cluster_does() -> None:
+    shown = lines(busy())
+    assert shown[0] == "r1 · edp · training · for 1 min"
+    assert "30%  4.4 s left · step 120 of 400 · epoch 2 of 4" in shown[1]
+    assert shown[2] == "loss 0.25 · val 0.5 · acc 0.900 · 512 samples/s"
+    assert shown[3].startswith("loss      █")
+    assert shown[4].startswith("samples/s ▁")
+    [title] = [line for line in shown if line.startswith("node")]
+    assert title.split() == [
+        *("node", "#", "state", "samples/s", "time", "seen", "stale", "cpu", "rtt", "up/s"),
+        "down/s",
+    ]
+    [row] = [line for line in shown if line.startswith("mini2")]
+    assert row.replace("█", "").split() == [
+        *("mini2", "0", "joined", "256", "0s", "0.6", "153%", "2.3", "ms", "3.1M", "4.1k")
+    ]
+    assert [line.split()[2] for line in shown if line.startswith(("pi5", "macbook"))] == [
+        "lost",
+        "left",
+    ]
+    news = [line[9:] for line in shown[-4:]]
+    assert news == [
+        "worker 1 (mini2) joined, on cpu",
+        "checkpoint of step 2 saved (the last of 2)",
+        "worker 2 (pi5) is lost: it fell silent",
+        "WARN server mini1: the disk is nearly full",
+    ]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_every_size_is_kept_whatever_peers_are_called(encoding: str) -> None:
+    hostile = "\x1b[2J\u202e机器机器机器\n[red]" + 50 * "x"
+    written = three_workers()
+    workers = [each.model_copy(update={"node": hostile}) for each in written.workers]
+    news = [News(NOW, "ERROR", hostile * 1000), News(NOW, "\x1b[31m", hostile)]
+    points = [Point(1, math.nan, math.inf), Point(2, 0.0, 0.0), Point(9**20, -1.0, 1e300)]
+    evil = written.model_copy(update={"workers": workers, "reason": hostile})
+    picture = picture_of(evil, points=points, news=news)
+    sizes = itertools.product((1, 2, 10, 39, 40, 80, 81, 111, 250), (1, 2, 3, 6, 9, 12, 24, 60))
+    for width, height in sizes:
+        drawn = frame(picture, canvas(width, height, encoding=encoding, colour=False))
+        assert len(drawn) <= height
+        for line in drawn:
+            assert line.cell_len <= width, (width, height, line.plain)
+            assert not set("\x1b\u202e\n") & set(line.plain)
+            line.plain.encode(encoding)
+
+
+def test_a_narrow_pane_leaves_out_what_is_less_important() -> None:
+    [title] = [line for line in lines(busy(), canvas(40, 12)) if line.startswith("node")]
+    assert title.split() == ["node", "#", "state", "samples/s", "time"]
+    assert lines(busy(), canvas(24, 12))[0] == "r1 · training"
+
+
+def test_a_short_pane_says_how_many_rows_are_missing() -> None:
+    nodes = {rank: (f"n{rank}", "joined") for rank in range(30)}
+    picture = picture_of(status_of(now=NOW, workers=nodes))  # type: ignore[arg-type]
+    shown = lines(picture, canvas(80, 10))
+    assert len(shown) == 10
+    assert shown[-1] == "and 26 more"
+
+
+def test_what_is_not_known_takes_no_room() -> None:
+    status = status_of(now=NOW, workers={0: ("mini2", "joined")})
+    shown = lines(picture_of(status))
+    [title] = [line for line in shown if line.startswith("node")]
+    assert title.split() == ["node", "#", "state", "samples/s", "seen", "step", "samples"]
+    assert not any("forward" in line for line in shown)
+    waiting = lines(picture_of(None))
+    assert waiting[0] == "r1 · edp · starting"
+    assert len(waiting) == 4
+
+
+def test_without_colours_phases_are_letters() -> None:
+    shown = lines(busy(), canvas(110, colour=False))
+    assert any("ff" in line and "bbb" in line for line in shown)
+    assert any(line.startswith("d data  f forward  b backward") for line in shown)
+
+
+def test_a_status_that_grows_old_is_said() -> None:
+    later = busy().later(65.0)
+    shown = lines(later)
+    assert "what the server said 1 min 05 s ago" in shown
+    [row] = [line for line in shown if line.startswith("mini2")]
+    assert " 1m " in row
+
+
+@pytest.mark.parametrize(
+    ("state", "liveness", "expected"),
+    [
+        ("ended", "ended", True),
+        ("failed", "gone", True),
+        ("training", "gone", True),
+        ("ended", "running", False),
+        ("training", "running", False),
+        ("training", "unreachable", False),
+    ],
+)
+def test_it_is_over_when_the_server_has_said_so_and_gone(
+    state: str, liveness: Liveness, expected: bool
+) -> None:
+    assert picture_of(status_of(state, now=NOW), liveness).is_over is expected  # type: ignore[arg-type]
+
+
+# --- bars
+
+
+def test_a_bar_splits_a_step_as_it_was_spent() -> None:
+    bar = split_bar(VITALS, 20, letters=True)
+    assert bar.plain == "dffffbbbbbbbbsswwww "
+    assert split_bar({"share/data": 1.0, "share/wait": 0.5}, 4, letters=True).plain == "dddd"
+    assert split_bar({"share/data": math.nan, "share/send": -1.0}, 3, letters=True).plain == "   "
+    assert progress_bar(0.5, 4, plain=True).plain == "##.."
+    assert progress_bar(7.0, 4, plain=False).plain == "████"
+
+
+def test_a_sparkline_shows_the_course_and_its_gaps() -> None:
+    assert sparkline([0.0, 1.0, math.nan, 7.0], plain=False) == "▁▂ █"
+    assert sparkline([5.0, 5.0], plain=False) == "▁▁"
+    assert sparkline([math.nan], plain=False) == ""
+    assert spread([0, 1, 2, 3], [1.0, 3.0, 5.0, 7.0], 2) == [2.0, 6.0]
+    assert spread([0, 9], [1.0, 2.0], 5) == [1.0, 1.0, 1.0, 1.0, 2.0]
+    assert len(thinned([Point(n, 1.0, 1.0) for n in range(1000)], 10)) == 10
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (short_bytes(0), "0"),
+        (short_bytes(999.6), "1.0k"),
+        (short_bytes(4.1e9), "4.1G"),
+        (short_bytes(3e17), "300000T"),
+        (short_age(-3), "0s"),
+        (short_age(59.4), "59s"),
+        (short_age(3599), "59m"),
+        (short_age(90_000), "1d"),
+        (short_delay(12e-6), "12 us"),
+        (short_delay(0.25), "0.2 s"),
+    ],
+)
+def test_quantities_are_short(shown: str, expected: str) -> None:
+    assert shown == expected
+
+
+# --- looking
+
+
+def record(paths: RunPaths, num_steps: int) -> None:
+    """Write what a server writes."""
+    metrics = JsonlSink(paths.metrics, "abc", warn=pytest.fail)
+    for step in range(1, num_steps + 1):
+        values = {"loss": 1000.0 / step, "samples_per_s": 50.0, "start": 0.0, "stop": 32.0}
+        metrics.log(MetricRecord("step", step, 0, values, rank=0, node="pi5"))
+    metrics.close()
+    events = EventLog(paths.events, "abc", warn=pytest.fail, now=lambda: NOW)
+    events.write(WorkerJoined(rank=0, node="pi5", device="cpu", samples_per_s=10.0))
+    events.write(Evaluated(epoch=0, step=5, val_loss=0.5))
+    events.write(WorkerLost(rank=0, node="pi5", reason="it fell silent"))
+    events.close()
+
+
+def tell(log: Path) -> None:
+    write(
+        log,
+        log_line(1, "as usual")
+        + log_line(2, "the disk\u2028is nearly full", "WARNING")
+        + "not json\n"
+        + log_line(3, "no more", "ERROR"),
+    )
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> RunPaths:
+    """A run on this machine whose processes are gone."""
+    paths = create_run(tmp_path, "r1")
+    entries = [ProcessEntry(node="mini1", role="server", pid=2**22 + 1)]
+    write_processes(paths.processes, entries)
+    write(paths.config, "")
+    return paths
+
+
+def test_a_local_run_is_read_from_the_ends_of_its_files(local: RunPaths) -> None:
+    record(local, 20_000)
+    tell(local.log_file("server", "mini1"))
+    write_status(local.status, status_of().model_copy(update={"step": 20_001}))
+    source = Source(local)
+    picture = source.look()
+    steps = [point.step for point in picture.points]
+    assert steps == sorted(set(steps))
+    assert steps[0] < 1000
+    assert steps[-1] == 20_001
+    assert len(steps) <= MAX_POINTS
+    assert [each.text for each in picture.news] == [
+        "worker 1 (pi5) joined, on cpu",
+        "worker 1 (pi5) is lost: it fell silent",
+        "server mini1: the disk\u2028is nearly full",
+        "server mini1: no more",
+    ]
+    events = EventLog(local.events, "abc", warn=pytest.fail, now=lambda: NOW + 5)
+    events.write(CheckpointSaved(step=7))
+    events.close()
+    write_status(local.status, status_of().model_copy(update={"step": 7}))
+    again = source.look()
+    assert [each.text for each in again.news[-2:]] == [
+        "server mini1: no more",
+        "checkpoint of step 7 saved",
+    ]
+    assert again.points[-1].step == 7, "what was abandoned is forgotten"
+    assert again.report.state == "broken off"
+
+
+def test_a_run_with_nothing_written_is_starting_or_broken_off(local: RunPaths) -> None:
+    picture = Source(local).look()
+    assert (picture.points, picture.news) == ((), [])
+    assert picture.is_over
+
+
+def test_a_run_elsewhere_is_asked_once_a_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = RunPaths(fake_ssh(tmp_path, monkeypatch) / "runs/r1")
+    there.logs.mkdir(parents=True)
+    paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi@cut"))
+    record(there, 100)
+    tell(there.log_file("server", "mini1"))
+    write_status(there.status, status_of(workers={0: ("pi5", "joined")}))
+    asked: list[str] = []
+
+    def ask(host: Host, script: str) -> str:
+        asked.append(host.node)
+        return host.run(script, timeout_s=20.0).stdout
+
+    source = Source(paths, ask)
+    first = source.look()
+    second = source.look()
+    assert sorted(asked) == ["mini1", "mini1", "pi5", "pi5"]
+    assert [each.kind for each in first.news] == [
+        "worker_joined",
+        "worker_lost",
+        "WARNING",
+        "ERROR",
+    ]
+    assert len(first.points) > 50
+    assert second.news == first.news
+    assert "no answer" in " ".join(lines(second))
+
+
+def test_what_was_fetched_is_shown_when_the_servers_machine_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ssh(tmp_path, monkeypatch)
+    paths = launched_run(tmp_path / "runs", server("cut"))
+    record(paths, 10)
+    write_status(paths.status, status_of("ended", reason="all done"))
+    picture = Source(paths).look()
+    assert picture.is_over
+    assert picture.news[-1].kind == "worker_lost"
+
+
+@pytest.mark.parametrize("answer", ["", "garbage", "::events\n{\n[]\n::curve\nnull\n::log 0\n1\n"])
+def test_whatever_a_machine_answers_is_drawn(tmp_path: Path, answer: str) -> None:
+    paths = launched_run(tmp_path, server())
+    assert lines(Source(paths, lambda _host, _script: answer).look())
+
+
+def test_a_damaged_list_of_processes_is_named(tmp_path: Path) -> None:
+    paths = launched_run(tmp_path, server())
+    paths.launched.write_text("{")
+    with pytest.raises(DataError, match=r"launch\.json is damaged"):
+        top(str(paths.root), once=True)
+    with pytest.raises(ConfigError, match="no run 'nothing'"):
+        top("nothing", once=True)
+
+
+# --- the command
+
+
+def test_one_frame_is_printed_where_there_is_no_terminal(
+    local: RunPaths, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    record(local, 10)
+    write_status(local.status, status_of("ended", reason="all done"))
+    assert top(str(local.root), once=False) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert "r1 · edp · ended" in shown
+    assert "all done" in shown
+    assert all(Text(line).cell_len <= 80 for line in shown.splitlines())
+
+
+class Terminal:
+    """The command in a terminal of its own."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.shown = b""
+        self._main, end = pty.openpty()
+        fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.before = termios.tcgetattr(end)
+        environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+        command = [sys.executable, "-m", "smolcluster.cli", "top", str(paths.root)]
+        self.process = subprocess.Popen(
+            command, stdin=end, stdout=end, stderr=end, env=environ | {"TERM": "xterm-256color"}
+        )
+        self.end = end
+
+    def press(self, key: bytes) -> None:
+        os.write(self._main, key)
+
+    def wait_for(self, text: bytes) -> None:
+        end = time.monotonic() + 60
+        while text not in self.shown:
+            assert time.monotonic() < end, self.shown[-2000:]
+            self._read()
+
+    def wait(self) -> int:
+        end = time.monotonic() + 60
+        while self.process.poll() is None:
+            assert time.monotonic() < end, self.shown[-2000:]
+            self._read()
+        self._read()
+        return self.process.returncode
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._main)
+        os.close(self.end)
+
+    def _read(self) -> None:
+        if select.select([self._main], [], [], 0.1)[0]:
+            self.shown += os.read(self._main, 65536)
+
+
+@pytest.mark.parametrize("key", [b"q", b"Q", b"\x03"])
+def test_a_key_ends_it_and_leaves_the_terminal_as_it_was(local: RunPaths, key: bytes) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()", "smolcluster"], stdin=-1) as alive:
+        entry = ProcessEntry(node="mini1", role="server", pid=alive.pid)
+        write_processes(local.processes, [entry])
+        write_status(local.status, status_of(workers={0: ("pi5", "joined")}))
+        terminal = Terminal(local)
+        try:
+            terminal.wait_for(b"training")
+            if key == b"\x03":
+                terminal.process.send_signal(signal.SIGINT)
+            else:
+                terminal.press(key)
+            assert terminal.wait() == 0
+            assert b"\x1b[?1049l" in terminal.shown
+            assert termios.tcgetattr(terminal.end) == terminal.before
+        finally:
+            terminal.close()
+            alive.kill()
+
+
+def test_it_ends_with_the_run_whose_end_stays_on_the_screen(local: RunPaths) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()", "smolcluster"], stdin=-1) as alive:
+        entry = ProcessEntry(node="mini1", role="server", pid=alive.pid)
+        write_processes(local.processes, [entry])
+        write_status(local.status, status_of())
+        terminal = Terminal(local)
+        try:
+            terminal.wait_for(b"training")
+            write_status(local.status, status_of("ended", reason="all is applied"))
+            alive.kill()
+            alive.wait()
+            assert terminal.wait() == 0
+            _, _, after = terminal.shown.rpartition(b"\x1b[?1049l")
+            assert b"all is applied" in after
+        finally:
+            terminal.close()
+            alive.kill()
+
+
+def test_no_torch_is_loaded() -> None:
+    program = "import sys, smolcluster.launch.watch.top.command\nsys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0

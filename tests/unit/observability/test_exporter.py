@@ -1,0 +1,224 @@
+"""`/metrics`: what a scrape finds, and what happens where it cannot be served."""
+
+import math
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from exporting import NOW, NUMBERS, a_status, a_worker
+from harness import free_port
+from smolcluster.configs.resolve import load_settings
+from smolcluster.observability.exporter import (
+    ProcessLabels,
+    ProcessNumbers,
+    RunCollector,
+    metrics_address,
+    serve_metrics,
+)
+from smolcluster.runs.status import RunStatus
+
+SERVER = ProcessLabels("server", "mini1")
+Series = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def collector(
+    status: RunStatus | None = None,
+    numbers: ProcessNumbers = NUMBERS,
+    runs: Path = Path("/"),
+    who: ProcessLabels = SERVER,
+) -> RunCollector:
+    return RunCollector(who, lambda: numbers, runs, status=lambda: status, now=lambda: NOW)
+
+
+def scraped(source: RunCollector) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """All series by name and labels, as Prometheus reads them."""
+    registry = CollectorRegistry()
+    registry.register(source)
+    text = generate_latest(registry).decode()
+    return {
+        (sample.name.removeprefix("smolcluster_"), frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(series: Series, name: str, **labels: str) -> float:
+    return series[name, frozenset(labels.items())]
+
+
+def test_the_server_tells_how_the_run_stands() -> None:
+    series = scraped(collector(a_status(step=120)))
+    assert value(series, "run_info", run="r1", algorithm="edp") == 1
+    assert value(series, "steps_total") == 120
+    assert value(series, "samples_applied_total") == 12_000
+    assert value(series, "samples_target") == 40_000
+    assert value(series, "loss") == 0.25
+    assert value(series, "validation_accuracy") == 0.9
+    assert value(series, "learning_rate") == 0.001
+    assert value(series, "staleness_bound_steps") == 8
+    assert value(series, "pushes_total", reason="stale") == 3
+    assert value(series, "leases_returned_total") == 2
+
+
+def test_the_server_tells_of_each_worker() -> None:
+    series = scraped(collector(a_status()))
+    assert value(series, "worker_up", rank="0", node="pi5") == 1
+    assert value(series, "worker_up", rank="1", node="win") == 0
+    assert value(series, "worker_samples_total", rank="0", node="pi5") == 6000
+    assert value(series, "worker_silent_seconds", rank="0", node="pi5") == 0.5
+    assert value(series, "link_bytes_total", rank="0", node="pi5", direction="sent") == 1000
+    assert value(series, "link_bytes_total", rank="0", node="pi5", direction="received") == 2000
+    assert value(series, "link_round_trip_seconds", rank="0", node="pi5") == 0.004
+    assert value(series, "codec_ratio", rank="0", node="pi5") == 3.9
+
+
+def test_staleness_is_a_histogram() -> None:
+    """Of τ = 0, 1, 2, 3-4, 5-8, 9-16, 17-32, more: cumulated, with a sum that gives the mean."""
+    worker = a_worker(0, "pi5", staleness=[5, 3, 1, 1, 0, 0, 0, 2], mean_staleness=1.5)
+    series = scraped(collector(a_status(workers=[worker])))
+    counts = {
+        bound: value(series, "staleness_steps_bucket", rank="0", node="pi5", le=bound)
+        for bound in ("0", "1", "2", "4", "8", "16", "32", "+Inf")
+    }
+    assert list(counts.values()) == [5, 8, 9, 10, 10, 10, 10, 12]
+    assert value(series, "staleness_steps_sum", rank="0", node="pi5") == 18
+    assert value(series, "staleness_steps_count", rank="0", node="pi5") == 12
+
+
+def test_every_process_tells_of_itself(tmp_path: Path) -> None:
+    who = ProcessLabels("worker", "pi5", 0)
+    series = scraped(collector(who=who, runs=tmp_path))
+    labels = {"role": "worker", "rank": "0", "node": "pi5"}
+    assert value(series, "process_steps_total", **labels) == 100
+    assert value(series, "phase_seconds_total", phase="forward", **labels) == 1.5
+    assert value(series, "process_cpu_seconds_total", **labels) > 0
+    assert value(series, "process_resident_memory_bytes", **labels) > 1e6
+    free = value(series, "disk_free_bytes", **labels)
+    assert 0 < free <= value(series, "disk_size_bytes", **labels)
+    assert not any(name == "steps_total" for name, _ in series), "the server tells this"
+
+
+def test_what_was_not_measured_yet_is_absent_and_a_loss_is_no_number() -> None:
+    status = a_status(loss=None, val_loss=None, val_accuracy=None, learning_rate=None)
+    worker = a_worker(0, "pi5", vitals={}, staleness=[])
+    series = scraped(collector(status.model_copy(update={"workers": [worker]})))
+    assert math.isnan(value(series, "loss"))
+    absent = {"validation_loss", "validation_accuracy", "learning_rate", "codec_ratio"}
+    assert absent.isdisjoint(name for name, _ in series)
+    assert not any(name.startswith("staleness_steps") for name, _ in series)
+
+
+def test_before_the_first_status_only_the_process_is_told() -> None:
+    names = {name for name, _ in scraped(collector())}
+    assert "process_steps_total" in names
+    assert "run_info" not in names
+
+
+def test_infinite_and_odd_values_and_names_do_no_harm() -> None:
+    worker = a_worker(0, 'a"\\\nb').model_copy(update={"vitals": {"rtt_s": math.inf}})
+    numbers = ProcessNumbers(1, 1, {"wait": math.inf})
+    series = scraped(collector(a_status(workers=[worker]), numbers))
+    assert math.isnan(value(series, "link_round_trip_seconds", rank="0", node='a"\\\nb'))
+    assert math.isnan(
+        value(series, "phase_seconds_total", role="server", rank="", node="mini1", phase="wait")
+    )
+
+
+def test_a_folder_that_is_gone_leaves_the_rest(tmp_path: Path) -> None:
+    names = {name for name, _ in scraped(collector(runs=tmp_path / "gone"))}
+    assert "process_steps_total" in names
+    assert "disk_free_bytes" not in names
+
+
+def test_the_last_step_is_when_the_step_was_first_seen_to_move() -> None:
+    later = {"updated_at": NOW + timedelta(seconds=60)}
+    statuses = [a_status(step=7), a_status(step=7, **later), a_status(step=8, **later)]
+    told = iter(statuses)
+    source = RunCollector(SERVER, lambda: NUMBERS, Path("/"), status=lambda: next(told))
+    seen = [value(scraped(source), "last_step_timestamp_seconds") for _ in statuses]
+    assert seen == [NOW.timestamp(), NOW.timestamp(), NOW.timestamp() + 60]
+
+
+def get(port: int, host: str = "127.0.0.1") -> str:
+    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=10) as reply:
+        return str(reply.read().decode())
+
+
+def test_it_is_served_on_that_address_and_the_port_is_free_again() -> None:
+    port, warnings = free_port(), list[str]()
+    for _ in range(2):
+        with serve_metrics(collector(a_status()), "127.0.0.1", port, warn=warnings.append):
+            assert "smolcluster_steps_total" in get(port)
+            with socket.socket() as other, pytest.raises(OSError, match="refused"):
+                other.connect(("127.0.0.2", port))
+        with pytest.raises(urllib.error.URLError):
+            get(port)
+    assert warnings == []
+
+
+def test_two_processes_in_one_have_a_registry_each() -> None:
+    first, second = free_port(), free_port()
+    other = collector(a_status(step=9))
+    with (
+        serve_metrics(collector(a_status(step=5)), "127.0.0.1", first, warn=pytest.fail),
+        serve_metrics(other, "127.0.0.1", second, warn=pytest.fail),
+    ):
+        assert "smolcluster_steps_total 5.0" in get(first)
+        assert "smolcluster_steps_total 9.0" in get(second)
+
+
+def test_a_busy_port_is_one_sentence_and_the_run_goes_on() -> None:
+    warnings: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        with serve_metrics(collector(), "127.0.0.1", port, warn=warnings.append):
+            pass
+    [sentence] = warnings
+    assert f"127.0.0.1:{port}" in sentence
+    assert "in use" in sentence
+    assert "metrics_port" in sentence
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "no-such-host.invalid", "2001:db8::1"])
+def test_an_address_that_is_not_ours_is_one_sentence(address: str) -> None:
+    warnings: list[str] = []
+    with serve_metrics(collector(), address, free_port(), warn=warnings.append):
+        pass
+    assert len(warnings) == 1
+
+
+def test_who_hangs_up_or_says_nonsense_disturbs_nobody(capfd: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    with serve_metrics(collector(a_status()), "127.0.0.1", port, warn=pytest.fail):
+        for words in (b"", b"GET", b"\x00\xff\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", port), 5) as client:
+                client.sendall(words)
+        assert "smolcluster_steps_total" in get(port)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "worker_id", "local", "expected"),
+    [
+        ([], None, True, ("127.0.0.1", 9464)),
+        ([], 2, True, ("127.0.0.1", 9466)),
+        ([], None, False, ("0.0.0.0", 9464)),
+        (["metrics_bind=10.0.0.1"], 1, False, ("10.0.0.1", 9465)),
+        (["metrics_bind=10.0.0.1"], 1, True, ("10.0.0.1", 9465)),
+        (["metrics_port=null"], None, True, None),
+        (["metrics_port=65535"], None, True, ("127.0.0.1", 65535)),
+        (["metrics_port=65535"], 1, True, None),
+    ],
+)
+def test_where_a_process_serves(
+    overrides: list[str], worker_id: int | None, local: bool, expected: tuple[str, int] | None
+) -> None:
+    cluster = load_settings("edp", "digits", None, overrides, environ={}, local=True).cluster
+    assert metrics_address(cluster, worker_id, local=local) == expected
