@@ -20,6 +20,8 @@ for number in SIGNALS:  # nohup, for one, has its children ignore a hang-up, whi
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
 
+os.environ["DOCKER_HOST"] = "unix:///no-docker-for-tests"  # launches would start Grafana in it
+
 
 @pytest.fixture
 def closed_doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -131,6 +131,7 @@ class Receiver:
         self.received = Received()
         self.faults: deque[Fault] = deque()
         self.invalid: list[str] = []
+        self.authorizations: list[str] = []
         self.changed = threading.Condition()
         self._address, self.port = address, port
         self._server: ThreadingHTTPServer | None = None
@@ -189,6 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         receiver = self.server.receiver
+        receiver.authorizations += self.headers.get_all("Authorization", [])
         body = self.rfile.read(int(self.headers["Content-Length"] or 0))
         try:
             self._answer(receiver, body)

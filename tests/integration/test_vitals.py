@@ -30,7 +30,7 @@ def test_every_worker_tells_where_its_time_goes(tmp_path: Path, algorithm: Algor
     for record in told:
         shares = [record.values[f"share/{phase}"] for phase in PHASES]
         assert all(0 <= share <= 1 for share in shares)
-        assert 0 < sum(shares) < 1.1
+        assert 0 < sum(shares) < 1.2, "phases do not overlap"
         assert record.values["memory_bytes"] > 10_000_000
         assert record.values["codec_ratio"] == pytest.approx(1.0)
     last = {record.rank: record.values for record in told}

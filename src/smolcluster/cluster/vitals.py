@@ -42,7 +42,7 @@ class Vitals:
             uptime_s=self._clock() - self._started,
             steps=meter.steps,
             samples=meter.samples,
-            phase_s=tuple(meter.seconds),
+            phase_s=tuple(meter.seconds_now()),
             raw_bytes=meter.raw_bytes,
             encoded_bytes=meter.encoded_bytes,
             cpu_s=cpu_s,
@@ -76,7 +76,7 @@ def follows(before: Telemetry, now: Telemetry) -> bool:
 
 def _sums(report: Telemetry) -> tuple[float, ...]:
     counts = (report.steps, report.samples, report.sent_bytes, report.received_bytes)
-    return *counts, report.cpu_s, *report.phase_s
+    return *counts, report.cpu_s
 
 
 def rates(before: Telemetry, now: Telemetry) -> dict[str, float]:
@@ -91,7 +91,7 @@ def rates(before: Telemetry, now: Telemetry) -> dict[str, float]:
     values = {
         "steps_per_s": steps / elapsed_s,
         "samples_per_s": (now.samples - before.samples) / elapsed_s,
-        **{f"share/{phase}": min(1.0, (new - old) / elapsed_s) for phase, old, new in spent},
+        **{f"share/{phase}": _share(new - old, elapsed_s) for phase, old, new in spent},
         "cpu": (now.cpu_s - before.cpu_s) / elapsed_s,
         "memory_bytes": float(now.memory_bytes),
         "sent_bytes_per_s": (now.sent_bytes - before.sent_bytes) / elapsed_s,
@@ -103,6 +103,11 @@ def rates(before: Telemetry, now: Telemetry) -> dict[str, float]:
     if now.encoded_bytes:
         values["codec_ratio"] = now.raw_bytes / now.encoded_bytes
     return {name: float(f"{value:.6g}") for name, value in values.items()}
+
+
+def _share(spent_s: float, elapsed_s: float) -> float:
+    """Both were not read at quite the same moment."""
+    return min(1.0, max(0.0, spent_s / elapsed_s))
 
 
 class Gauge:

@@ -29,7 +29,7 @@ from smolcluster.launch.observe.beside import forget
 from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE
 from smolcluster.launch.prepare import TOOLS, check, check_port, everywhere, hand_over_secret
 from smolcluster.launch.sessions import begin, exit_code, host_of, last_words, put
-from smolcluster.launch.shipping import begin_shippers, with_shippers
+from smolcluster.launch.shipping import Loki, begin_shippers, with_shippers
 from smolcluster.launch.stop import StopResult, stop_processes
 from smolcluster.launch.sync import environment_digest, make_environment, send_code, tree_digest
 from smolcluster.launch.tmux import close_window, is_stopping
@@ -169,10 +169,10 @@ class ClusterRun:
         if hand_over_secret(host, machine.secret_file, secret):
             self.say(f"{host.node}: had another secret, which this machine's replaces", "yellow")
 
-    def start(self, loki: str | None = None) -> None:
+    def start(self, loki: Loki | None = None) -> None:
         """Start the server, then the workers; return when all of them have joined, or the run is over.
 
-        `loki`: where the logs go, as this machine sees it; None: nowhere.
+        `loki`: where the logs go; None: nowhere.
 
         Raises:
             LaunchError: it cannot be done; nothing of it is left running.

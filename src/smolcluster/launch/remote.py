@@ -24,7 +24,7 @@ from smolcluster.launch.observe.beside import announce, bring_up
 from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE, Place, Places, Request, plan_cluster
 from smolcluster.launch.prepare import forwarded
 from smolcluster.launch.requests import cluster_source, settings_of
-from smolcluster.launch.shipping import loki_of
+from smolcluster.launch.shipping import Loki, loki_of
 from smolcluster.launch.show_plan import show_plan
 from smolcluster.launch.stop import stop_children
 from smolcluster.launch.tmux import open_window, show_window, window_name
@@ -135,7 +135,7 @@ def keep(paths: RunPaths, cluster_file: bytes, train_file: bytes) -> None:
 
 
 def launch_here(
-    launched: Launched, paths: RunPaths, console: Console, how: How, loki: str | None = None
+    launched: Launched, paths: RunPaths, console: Console, how: How, loki: Loki | None = None
 ) -> int:
     """Run a plan of this machine alone in tmux sessions; returns the exit code.
 

@@ -26,7 +26,7 @@ from smolcluster.launch.observe.beside import announce, bring_up, forget, within
 from smolcluster.launch.plan import LaunchPlan, Request, in_sessions, plan_local
 from smolcluster.launch.remote import How, launch_here, launch_remote, wants_window
 from smolcluster.launch.requests import settings_of, written_here
-from smolcluster.launch.shipping import ROLE, local_shipper, loki_of
+from smolcluster.launch.shipping import ROLE, Loki, local_shipper, loki_of
 from smolcluster.launch.stop import SHIPPER_GRACE_S
 from smolcluster.observability.sinks.console import ProgressView
 from smolcluster.observability.sinks.jsonl import follow_metrics
@@ -160,7 +160,7 @@ class LocalRun:
         *,
         num_epochs: int | None = None,
         resumed: bool = False,
-        loki: str | None = None,
+        loki: Loki | None = None,
         grace_s: float = GRACE_S,
         patience_s: float = PATIENCE_S,
     ) -> None:
@@ -226,7 +226,7 @@ class LocalRun:
         if self._loki is not None:
             self._ship(self._loki, width)
 
-    def _ship(self, loki: str, width: int) -> None:
+    def _ship(self, loki: Loki, width: int) -> None:
         """Start what brings the logs to Loki."""
         process = local_shipper(self._plan.server.node, self._paths.root, loki)
         try:

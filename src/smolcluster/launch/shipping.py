@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +27,7 @@ from smolcluster.utils.units import format_address
 
 ROLE: Literal["shipper"] = "shipper"
 OUTPUT = "/tmp/promtail.log"  # noqa: S108 - where users look for it
-LOOPBACKS = ("http://127.", "http://localhost", "http://[::1]")
+LOOPBACK = "http://127."
 END_S = 8.0
 """How long an old shipper of the same run may take to end."""
 LOOK_EVERY_S = 2
@@ -36,16 +37,32 @@ LAST_LINES_S = 1
 Say = Callable[[str], None]
 
 
-def loki_of(cluster: ClusterConfig, stack: Path | None) -> str | None:
-    """Loki's address as this machine sees it; None: the logs of a run go nowhere.
+@dataclass(frozen=True)
+class Loki:
+    """Where logs go.
+
+    Attributes:
+        url: Loki's address; of one on the machine that launches as that machine sees it.
+        is_ours: whether it is on that machine.
+    """
+
+    url: str
+    is_ours: bool
+
+
+def loki_of(cluster: ClusterConfig, stack: Path | None) -> Loki | None:
+    """Where the logs of a run go; None: nowhere.
 
     With a `stack` that is up or on its way it is this machine's own: until it is there the log files wait.
     """
-    return cluster.loki_url or (loki_here() if stack is None else own_loki())
+    if cluster.loki_url is not None:
+        return Loki(cluster.loki_url, is_ours=False)
+    url = loki_here() if stack is None else own_loki()
+    return None if url is None else Loki(url, is_ours=True)
 
 
-def with_shippers(launched: Launched, loki: str | None, say: Say) -> Launched:
-    """The same run with a shipper for each of its machines; `loki`: its address as this machine sees it."""
+def with_shippers(launched: Launched, loki: Loki | None, say: Say) -> Launched:
+    """The same run with a shipper for each of its machines."""
     if loki is None:
         return launched
     places: dict[tuple[str | None, str], list[LaunchedProcess]] = {}
@@ -64,14 +81,14 @@ def with_shippers(launched: Launched, loki: str | None, say: Say) -> Launched:
     return launched.model_copy(update={"shippers": shippers})
 
 
-def url_for(process: LaunchedProcess, loki: str) -> str:
+def url_for(process: LaunchedProcess, loki: Loki) -> str:
     """Loki's address as the machine of a process sees it.
 
     Raises:
         LaunchError: the machine cannot be asked, or does not say how it sees this one.
     """
-    if process.ssh is None or not loki.startswith(LOOPBACKS):
-        return loki
+    if process.ssh is None or not (loki.is_ours and loki.url.startswith(LOOPBACK)):
+        return loki.url
     seen = host_of(process).run("echo ${SSH_CONNECTION%% *}").stdout.strip()
     try:
         address = str(ipaddress.ip_address(seen.removeprefix("::ffff:")))
@@ -96,9 +113,9 @@ def shipper_of(run_id: str, processes: Sequence[LaunchedProcess], url: str) -> L
     )
 
 
-def local_shipper(node: str, run_dir: Path, loki: str) -> Process:
+def local_shipper(node: str, run_dir: Path, loki: Loki) -> Process:
     """The shipper of a run whose processes are this process's children."""
-    words = ("-m", "smolcluster.cli", "ship", str(run_dir), "--loki", loki)
+    words = ("-m", "smolcluster.cli", "ship", str(run_dir), "--loki", loki.url)
     return Process(node, ROLE, None, (sys.executable, *words))
 
 
@@ -129,9 +146,10 @@ def ship_script(processes: Sequence[LaunchedProcess], url: str) -> str:
             f'cd "$here"; {_own_command(processes, url)} & pids=$!',
             "fi",
             f'running() {{ case "$({looks}\n)" in *running*) ;; *) return 1; esac; }}',
-            f"while kill -0 $pids 2>/dev/null && running; do sleep {LOOK_EVERY_S}; done",
-            f"kill -0 $pids 2>/dev/null && sleep {LAST_LINES_S} && kill $pids",
-            "wait",
+            "alive() { for each in $pids; do kill -0 $each 2>/dev/null && return; done; return 1; }",
+            f"while alive && running; do sleep {LOOK_EVERY_S}; done",
+            f"alive && sleep {LAST_LINES_S}; kill $pids 2>/dev/null",
+            "while alive; do wait; done",  # a signal ends a wait
         ]
     )
 

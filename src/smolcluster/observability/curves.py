@@ -9,9 +9,10 @@ import contextlib
 import io
 import logging
 import math
+import re
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -55,6 +56,7 @@ SMOOTHED_OVER = 100
 STEP_VALUES = ("loss", "lr", "samples_per_s", "staleness")
 EVAL_VALUES = ("val_loss", "val_perplexity", "val_accuracy")
 X = "samples_applied"
+_BEGINNING = re.compile(rb'"kind": "(\w{1,9})", "incarnation": "\w{1,99}", "step": (\d{1,18}),')
 READ = RESERVED.union((X,), STEP_VALUES, EVAL_VALUES)
 
 LEFT = ("loss", "val_perplexity", "val_accuracy")
@@ -169,7 +171,11 @@ def kept(lines: Sequence[MetricLine], events: Sequence[EventRecord]) -> list[Met
 
 def curves_of(run_id: str, lines: Sequence[MetricLine], events: Sequence[EventRecord]) -> Curves:
     """Arrange a run's lines, of which nothing is undone, over the samples applied."""
-    steps = [line for line in lines if line.record.kind == "step" and X in line.record.values]
+    steps = [
+        line
+        for line in lines
+        if line.record.kind == "step" and math.isfinite(line.record.values.get(X, math.nan))
+    ]
     steps.sort(key=lambda line: line.record.step)
     versions = [line.record.step for line in steps]
 
@@ -273,25 +279,33 @@ def read_lines(path: Path, max_steps: int = MAX_STEPS_READ) -> list[MetricLine]:
     steps: list[MetricLine] = []
     evaluations: list[MetricLine] = []
     every = 1
-    for line in _lines(path):
-        if line.record.kind == "eval":
-            evaluations.append(line)
-        elif line.record.step % every == 0:
-            steps.append(line)
-        if len(steps) > max_steps:
-            every *= 2
-            steps = [line for line in steps if line.record.step % every == 0]
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        for line in _lines(raw for raw in file if _is_wanted(raw, every)):
+            if line.record.kind == "eval":
+                evaluations.append(line)
+            elif line.record.step % every == 0:
+                steps.append(line)
+            if len(steps) > max_steps:
+                every *= 2
+                steps = [line for line in steps if line.record.step % every == 0]
     return steps + evaluations
 
 
-def _lines(path: Path) -> Iterator[MetricLine]:
-    """The steps and evaluations in the file, one by one: it may be larger than the memory."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        for entry in json_objects(file):
-            if entry.get("kind") in ("step", "eval"):
-                line = parse_metric({key: entry[key] for key in entry if key in READ})
-                if line is not None:
-                    yield line
+def _is_wanted(raw: bytes, every: int) -> bool:
+    """Whether a line need be parsed, as far as its beginning tells."""
+    if found := _BEGINNING.search(raw, 0, 200):
+        kind, step = found.groups()
+        return kind == b"eval" or (kind == b"step" and int(step) % every == 0)
+    return True
+
+
+def _lines(raw: Iterable[bytes]) -> Iterator[MetricLine]:
+    """The steps and evaluations among the lines, one by one: they may be more than the memory holds."""
+    for entry in json_objects(raw):
+        if entry.get("kind") in ("step", "eval"):
+            line = parse_metric({key: entry[key] for key in entry if key in READ})
+            if line is not None:
+                yield line
 
 
 def _picture(curves: Curves) -> bytes:

@@ -42,7 +42,8 @@ WORKER_LABELS = ("rank", "node")
 PROCESS_LABELS = ("role", "rank", "node")
 REQUEST_TIMEOUT_S = 10.0
 """How long a client may take to say what it wants."""
-CLOSE_TIMEOUT_S = 2.0
+POLL_S, CLOSE_TIMEOUT_S = 0.1, 2.0
+"""How soon the thread hears that it is to end, and how long that is waited for."""
 
 Family = TypeVar("Family", bound=Metric)
 
@@ -262,7 +263,9 @@ def serve_metrics(
         warn(f"no /metrics on {where}: {error.strerror or error}; set metrics_port or metrics_bind")
         yield
         return
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, args=(POLL_S,), name="metrics", daemon=True
+    )
     thread.start()
     try:
         yield

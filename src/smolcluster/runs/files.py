@@ -5,6 +5,7 @@ and, after a crash and a resume, a broken line in the middle: both are left out.
 """
 
 import errno
+import functools
 import itertools
 import json
 import math
@@ -22,6 +23,7 @@ from smolcluster.utils.replacing import replacing
 
 T = TypeVar("T")
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str)
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE})
 """What may be over at the next try: no file could be opened."""
 NUM_OLD_FILES = 2
@@ -30,8 +32,14 @@ NUM_OLD_FILES = 2
 
 def utc_timestamp(seconds: float) -> str:
     """Seconds since 1970 as RFC 3339 in UTC, to the millisecond: `2026-11-20T13:50:25.123Z`."""
-    text = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
-    return text.replace("+00:00", "Z")
+    whole, milliseconds = divmod(int(seconds * 1000), 1000)
+    return f"{_utc_second(whole)}.{milliseconds:03d}Z"
+
+
+@functools.lru_cache(maxsize=4)
+def _utc_second(seconds: int) -> str:
+    """Made once for all that happens in the same second."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def json_line(record: Mapping[str, Any]) -> bytes:
@@ -40,7 +48,7 @@ def json_line(record: Mapping[str, Any]) -> bytes:
     A value that JSON cannot hold, such as one that contains itself, becomes text.
     """
     try:
-        text = json.dumps(record, ensure_ascii=False, allow_nan=False, default=str)
+        text = _ENCODER.encode(record)
     except (ValueError, TypeError, RecursionError):
         fit = {str(key): _jsonable(value) for key, value in record.items()}
         text = json.dumps(fit, ensure_ascii=False, default=str)

@@ -43,10 +43,12 @@ class _Timer:
 
     def __enter__(self) -> None:
         self._started = time.perf_counter()
+        self._meter.running = (self._place, self._started)
 
     def __exit__(self, *_: object) -> None:
         seconds = time.perf_counter() - self._started
         self._meter.seconds[self._place] += seconds
+        self._meter.running = None
         if self._meter.is_keeping:
             self._meter.spans.append(Span(self._place, self._started, seconds))
 
@@ -56,7 +58,8 @@ class Meter:
     """The sums of one process.
 
     Attributes:
-        seconds: spent in each of `PHASES`, which do not overlap.
+        seconds: spent in each of `PHASES`, which do not overlap, without the one that goes on.
+        running: the phase that goes on, and when it began.
         steps: steps that it has taken.
         samples: samples that it has computed.
         raw_bytes: what was to be sent of gradients, at full precision.
@@ -71,6 +74,7 @@ class Meter:
     raw_bytes: int = 0
     encoded_bytes: int = 0
     clock_offset_s: float = 0.0
+    running: tuple[int, float] | None = None
     spans: list[Span] = field(default_factory=list)
     is_keeping: bool = True
 
@@ -103,7 +107,15 @@ class Meter:
         spans, self.spans = self.spans, []
         return spans[:MAX_SPANS]
 
+    def seconds_now(self) -> list[float]:
+        """Seconds by phase, with those of the phase that goes on: a step may take longer than a report."""
+        seconds, running = self.seconds.copy(), self.running
+        if running is not None:
+            place, started = running
+            seconds[place] += max(0.0, time.perf_counter() - started)
+        return seconds
+
     @property
     def by_phase(self) -> Mapping[Phase, float]:
-        """Seconds by phase."""
-        return MappingProxyType(dict(zip(PHASES, self.seconds, strict=True)))
+        """The same by name."""
+        return MappingProxyType(dict(zip(PHASES, self.seconds_now(), strict=True)))

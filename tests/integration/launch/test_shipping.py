@@ -21,6 +21,8 @@ from launching import (
 
 pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
 RECEIVED = "received.jsonl"
+SHORT = ("num_epochs=40", "batch_size=32")
+"""Long enough for all to join."""
 PROMTAIL = """#!/bin/sh
 echo "$LOKI_URL $SMOLCLUSTER_RUNS_DIR $*"
 exec sleep 1000
@@ -49,10 +51,10 @@ class Loki:
 
     def texts(self) -> dict[tuple[str, str], list[str]]:
         """The lines by the labels job and host, in their order."""
-        found: dict[tuple[str, str], list[str]] = defaultdict(list)
+        found: dict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)
         for entry in self.entries():
             labels = entry["labels"]
-            found[labels["job"], labels["host"]].append((entry["ns"], entry["text"]))  # type: ignore[arg-type]
+            found[labels["job"], labels["host"]].append((entry["ns"], entry["text"]))
         return {key: [text for _, text in sorted(values)] for key, values in found.items()}
 
     def entries(self) -> list[dict[str, Any]]:
@@ -82,10 +84,10 @@ def test_the_logs_of_every_node_arrive_and_nothing_is_left(
     launching: Launching, loki: Loki
 ) -> None:
     """Of a run that is left alone, of one that is stopped, and with Promtail on a node."""
-    left_alone = launching.run(launching.launch("--detach", "--override", *TINY))
+    left_alone = launching.run(launching.launch("--detach", "--override", *SHORT))
     assert left_alone.returncode == 0, left_alone.stderr
     launching.wait_until_clean(60.0)
-    assert launching.status()["state"] == "completed"
+    assert launching.status()["state"] == "ended"
     assert loki.texts() == (logs := logs_of(launching, "mini1", "mini2", "pi5"))
     assert {host for _, host in logs} == {
         *("server-mini1", "worker-rank0-mini2", "worker-rank1-pi5"),
@@ -116,7 +118,7 @@ def test_the_logs_of_every_node_arrive_and_nothing_is_left(
     pi5 = launching.lab["pi5"]
     pi5.write(".local/bin/promtail", PROMTAIL, mode=0o755)
     before = loki.texts()["smolcluster-worker", "worker-rank1-pi5"]
-    done = launching.run(launching.launch("--no-sync", "--override", *TINY))
+    done = launching.run(launching.launch("--no-sync", "--override", *SHORT))
     assert done.returncode == 0, done.stderr
     assert launching.is_clean(), launching.left()
     folder = f"{pi5.home}/{launching.projects['pi5']}"
@@ -134,7 +136,7 @@ def test_a_run_does_not_care_that_its_logs_cannot_be_shipped(launching: Launchin
     nowhere = "loki_url=http://127.0.0.1:9"
     done = launching.run(launching.launch("--override", *TINY, nowhere))
     assert done.returncode == 0, done.stderr
-    assert launching.status()["state"] == "completed"
+    assert launching.status()["state"] == "ended"
     assert launching.is_clean(), launching.left()
     screen = launching.folder("mini1") / "logs/shipper-mini1.console.txt"
     assert screen.read_text().count("warning: Loki does not take the logs") == 1

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 
 import pytest
 
@@ -61,6 +62,19 @@ def test_two_reports_make_rates() -> None:
         "step_s": 0.5,
         "codec_ratio": 4.0,
     }
+
+
+def test_a_step_that_lasts_longer_than_a_report_is_told_all_the_same() -> None:
+    now = [0.0]
+    meter, gauge = Meter(), Gauge()
+    vitals = Vitals(meter, lambda: now[0])
+    gauge.take(vitals.report())
+    began = time.perf_counter()
+    meter.running = (1, began)
+    now[0] = 0.5
+    time.sleep(0.05)
+    gauge.take(vitals.report())
+    assert 0.1 <= gauge.values["share/forward"] <= 1.0
 
 
 def test_who_takes_no_step_has_no_time_of_a_step() -> None:

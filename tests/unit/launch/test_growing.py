@@ -14,10 +14,12 @@ from smolcluster.launch.watch.growing import (
     BadFrame,
     Lines,
     Piece,
+    Place,
     Reader,
     growing_script,
     pieces,
 )
+from smolcluster.runs.files import rotate
 
 
 class Chunks:
@@ -34,7 +36,7 @@ class Chunks:
 def test_lines_are_whole_however_their_bytes_come(data: bytes, cuts: list[int]) -> None:
     lines, taken, place = Lines(), [], 0
     for cut in [*cuts, len(data)]:
-        taken += lines.take(Piece(0, place, data[place : place + cut]))
+        taken += lines.take(Piece(0, 7, place, data[place : place + cut]))
         place = min(len(data), place + cut)
     assert taken == data.split(b"\n")[:-1]
     assert lines.offset == len(data) - len(data.split(b"\n")[-1])
@@ -45,37 +47,39 @@ def test_lines_are_whole_however_their_bytes_come(data: bytes, cuts: list[int]) 
 def test_a_half_line_is_read_again_after_a_break(data: bytes, cut: int) -> None:
     cut = min(cut, len(data))
     lines = Lines()
-    taken = lines.take(Piece(0, 0, data[:cut]))
-    again = lines.forget_half()
-    taken += lines.take(Piece(0, again, data[again:]))
+    taken = lines.take(Piece(0, 7, 0, data[:cut]))
+    again = lines.forget_half().offset
+    taken += lines.take(Piece(0, 7, again, data[again:]))
     assert taken == data.split(b"\n")[:-1]
 
 
 def test_a_huge_line_is_cut_and_the_next_is_whole() -> None:
     lines = Lines()
     huge = b"x" * (3 * MAX_LINE_NBYTES)
-    assert lines.take(Piece(0, 0, huge)) == []
-    [first, second] = lines.take(Piece(0, len(huge), b"yy\nnext\n"))
+    assert lines.take(Piece(0, 7, 0, huge)) == []
+    [first, second] = lines.take(Piece(0, 7, len(huge), b"yy\nnext\n"))
     assert (len(first), second) == (MAX_LINE_NBYTES, b"next")
     assert lines.offset == len(huge) + len(b"yy\nnext\n")
 
 
 def test_a_file_that_begins_anew_is_read_from_its_beginning() -> None:
     lines = Lines()
-    assert lines.take(Piece(0, 0, b"one\ntw")) == [b"one"]
-    assert lines.take(Piece(0, 0, b"1\n")) == [b"1"]
+    assert lines.take(Piece(0, 7, 0, b"one\ntw")) == [b"one"]
+    assert lines.take(Piece(0, 7, 0, b"1\n")) == [b"1"]
     assert lines.offset == 2
+    assert lines.take(Piece(0, 8, 2, b"two\n")) == [b"two"]
+    assert lines.forget_half() == Place(8, 6)
 
 
 def test_what_a_login_shell_says_is_no_frame() -> None:
     output = Chunks(
-        b"Welcome\n::data 0 0 5\n::re", b"ady\n::data 1 7 3\nab", b"\n::who", b"le\n::beat\n"
+        b"Welcome\n::data 0 4 0 5\n::re", b"ady\n::data 1 4 7 3\nab", b"\n::who", b"le\n::beat\n"
     )
-    assert list(pieces(output)) == [Piece(1, 7, b"ab"), Piece(1, 9, b"\n"), Piece(None)]
+    assert list(pieces(output)) == [Piece(1, 4, 7, b"ab"), Piece(1, 4, 9, b"\n"), Piece(None)]
 
 
 @pytest.mark.parametrize(
-    "said", [b"::data 0 0\n", b"hello\n", b"::data x y z\n", b"x" * 200_000, b"::data 0 0 -1\n"]
+    "said", [b"::data 0 0\n", b"hello\n", b"::data x y z q\n", b"x" * 200_000, b"::data 0 0 0 -1\n"]
 )
 def test_what_makes_no_sense_is_refused(said: bytes) -> None:
     with pytest.raises(BadFrame):
@@ -87,17 +91,56 @@ def test_the_script_sends_what_is_new(tmp_path: Path, shell: str) -> None:
     one, two = tmp_path / "it's a; file", tmp_path / "missing"
     one.write_bytes(b"0123456789\n\xff\x00\n")
     files = [shell_path(str(one)), shell_path(str(two))]
+    inode = one.stat().st_ino
 
-    def sent(offsets: list[int]) -> list[Piece]:
-        script = growing_script(files, offsets, follow=False)
+    def sent(*offsets: int) -> list[Piece]:
+        places = [Place(inode if offset else 0, offset) for offset in offsets]
+        script = growing_script(files, places, follow=False)
         done = subprocess.run([shell, "-c", script], capture_output=True, check=True)
         assert done.stderr == b""
         return list(pieces(Chunks(done.stdout)))
 
-    assert sent([0, 0]) == [Piece(0, 0, b"0123456789\n\xff\x00\n"), Piece(None)]
-    assert sent([11, 5]) == [Piece(0, 11, b"\xff\x00\n"), Piece(None)]
-    assert sent([14, 0]) == [Piece(None)]
-    assert sent([99, 0])[0].offset == 0, "it has become shorter"
+    assert sent(0, 0) == [Piece(0, inode, 0, b"0123456789\n\xff\x00\n"), Piece(None)]
+    assert sent(11, 5) == [Piece(0, inode, 11, b"\xff\x00\n"), Piece(None)]
+    assert sent(14, 0) == [Piece(None)]
+    assert sent(99, 0)[0].offset == 0, "it has become shorter"
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+def test_the_script_reads_through_rotated_files_in_order(tmp_path: Path, shell: str) -> None:
+    log = tmp_path / "it's a; log"
+    inodes = []
+
+    def write(text: bytes) -> None:
+        if log.exists():
+            rotate(log)
+        log.write_bytes(text)
+        inodes.append(log.stat().st_ino)
+
+    def sent(place: Place) -> list[Piece]:
+        script = growing_script([shell_path(str(log))], [place], follow=False)
+        done = subprocess.run([shell, "-c", script], capture_output=True, check=True)
+        assert done.stderr == b""
+        return list(pieces(Chunks(done.stdout)))[:-1]
+
+    for text in (b"one\n", b"two\n", b"three\n"):
+        write(text)
+    everything = [
+        Piece(0, inodes[0], 0, b"one\n"),
+        Piece(0, inodes[1], 0, b"two\n"),
+        Piece(0, inodes[2], 0, b"three\n"),
+    ]
+    assert sent(Place()) == everything
+    assert sent(Place(inodes[0], 4)) == everything[1:]
+    assert sent(Place(inodes[1], 2)) == [Piece(0, inodes[1], 2, b"o\n"), everything[2]]
+    assert sent(Place(inodes[2], 6)) == []
+    write(b"four\n")
+    assert sent(Place(inodes[2], 4)) == [
+        Piece(0, inodes[2], 4, b"e\n"),
+        Piece(0, inodes[3], 0, b"four\n"),
+    ]
+    log.rename(tmp_path / "gone")
+    assert sent(Place(inodes[2], 6)) == []
 
 
 def test_following_ends_and_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from smolcluster.observability import logs
 from smolcluster.observability.logs import MAX_KEPT_LINES, NodeLog, setup_logging
 from smolcluster.observability.terminal import SteadyConsole
+from smolcluster.runs.files import rotations
 
 
 def console(**options: Any) -> Console:
@@ -217,3 +219,26 @@ def test_lines_go_to_standard_error_by_default(capfd: pytest.CaptureFixture[str]
     out, err = capfd.readouterr()
     assert out == ""
     assert err.endswith("server mini1  listening\n")
+
+
+def test_a_log_that_grows_too_large_is_rotated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "MAX_LOG_NBYTES", 1000)
+    log = setup_logging("worker", "mini2", 0, console=console())
+    log.file_logs_to(tmp_path / "x.log", "edp-1")
+    for n in range(20):
+        log.logger.debug("%d", n)
+    log.close()
+    kept = [line for file in reversed(rotations(tmp_path / "x.log")) for line in filed(file)]
+    assert [line["message"] for line in kept] == [str(n) for n in range(20)][-len(kept) :]
+    assert 10 < len(kept) < 20
+
+
+def test_a_field_that_cannot_be_written_costs_no_line_and_no_step(tmp_path: Path) -> None:
+    log = setup_logging("worker", "mini2", 0, console=console())
+    log.file_logs_to(tmp_path / "x.log", "edp-1")
+    log.logger.info("odd", extra={"shape": {(3, 4): "x"}})
+    log.close()
+    [line] = filed(tmp_path / "x.log")
+    assert (line["message"], line["shape"]) == ("odd", "{(3, 4): 'x'}")

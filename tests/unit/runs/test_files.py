@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from smolcluster.errors import SmolclusterError
-from smolcluster.runs.files import Follower, LineWriter, json_line, utc_timestamp, write_whole
+from smolcluster.runs.files import (
+    Follower,
+    LineWriter,
+    json_line,
+    rotations,
+    utc_timestamp,
+    write_whole,
+)
 
 
 class Clock:
@@ -166,3 +173,72 @@ def test_what_cannot_be_renamed_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(SmolclusterError, match="taken"):
         write_whole(path, "text")
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_value_that_json_cannot_hold_becomes_text() -> None:
+    circle: list[Any] = [1]
+    circle.append(circle)
+    line = json_line({"circle": circle, "keys": {(1, 2): 3}, "nan": math.nan, "message": "τ"})
+    assert line.endswith(b"\n")
+    assert json.loads(line) == {
+        "circle": "[1, [...]]",
+        "keys": "{(1, 2): 3}",
+        "nan": None,
+        "message": "τ",
+    }
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "x" * 1_000_000,
+        "\x00\x01\x1b[2J\r\n\x7f\x85\u2028\u2029",
+        "\udcff\udc80 \ud800",
+        '<script>alert("&amp;")</script>',
+    ],
+)
+def test_whatever_a_message_holds_it_is_one_line(message: str) -> None:
+    line = json_line({"message": message})
+    assert line.count(b"\n") == 1
+    assert line.splitlines() == [line[:-1]]
+    assert json.loads(line) == {"message": message}
+
+
+def test_a_file_that_grows_too_large_is_rotated_and_no_line_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    writer = LineWriter(path, warn=no_warning, flush_interval_s=0.0, max_nbytes=100)
+    for n in range(40):
+        writer.write({"n": n})
+    writer.close()
+    newest, *old = rotations(path)
+    assert [file.exists() for file in rotations(path)] == [True, True, True]
+    assert all(file.stat().st_size <= 100 for file in rotations(path))
+    records = [record for file in (*reversed(old), newest) for record in follower(file).poll()]
+    assert records == [{"n": n} for n in range(records[0]["n"], 40)]
+    again = LineWriter(path, warn=no_warning, flush_interval_s=0.0, max_nbytes=100)
+    again.write({"n": "x" * 1000})
+    again.close()
+    assert follower(path).poll() == [{"n": "x" * 1000}]
+    assert follower(old[0]).poll()[-1] == {"n": 39}
+
+
+def test_a_file_without_a_limit_is_never_rotated(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    writer = LineWriter(path, warn=no_warning, flush_interval_s=0.0)
+    for _ in range(100):
+        writer.write({"n": "x" * 1000})
+    writer.close()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_rotated_warns_once(tmp_path: Path) -> None:
+    path, warnings = tmp_path / "x.log", list[str]()
+    writer = LineWriter(path, warn=warnings.append, flush_interval_s=0.0, max_nbytes=10)
+    (tmp_path / "x.log.1").mkdir()
+    (tmp_path / "x.log.2").mkdir()
+    (tmp_path / "x.log.2" / "full").touch()
+    for n in range(5):
+        writer.write({"n": n})
+    writer.close()
+    assert len(warnings) == 1
+    assert follower(path).poll() == [{"n": 0}]

@@ -45,6 +45,15 @@ def test_a_phase_that_fails_counts_as_well(time: Time) -> None:
     assert meter.by_phase["backward"] == 2.0
 
 
+def test_a_phase_that_goes_on_counts_as_far_as_it_is(time: Time) -> None:
+    meter = Meter()
+    with meter("backward"):
+        time.now += 7.0
+        assert meter.by_phase["backward"] == 7.0
+        assert meter.seconds == [0.0] * len(PHASES)
+    assert meter.by_phase["backward"] == 7.0
+
+
 def test_spans_tell_when_and_lie_within_their_step(time: Time) -> None:
     meter = Meter()
     time.now = 101.0

@@ -1,9 +1,10 @@
 """Files of another machine, read as they grow: one command a machine, which sends what is new.
 
-The command runs over ssh like any other. It sends frames: `::data FILE OFFSET LENGTH` and then exactly so
-many bytes; `::whole` after the first round over the files; `::beat` twice a second from then on, so that a
+The command runs over ssh like any other. It sends frames: `::data FILE INODE OFFSET LENGTH` and then exactly
+so many bytes; `::whole` after the first round over the files; `::beat` twice a second from then on, so that a
 broken connection is noticed at either end. It ends when its standard input does. A file that has become
-shorter is read from its beginning.
+shorter is read from its beginning; one that is rotated (`runs.files.rotate`) to its end, and its successor
+after it.
 """
 
 import os
@@ -19,29 +20,60 @@ from typing import IO, Protocol
 
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import SSH_FAILED, Host
+from smolcluster.runs.files import NUM_OLD_FILES
 
 SILENCE_S = 20.0
 RETRY_S = 2.0
 END_S = 1.0
 MAX_LINE_NBYTES = 1 << 20
 CHUNK_NBYTES = 1 << 16
-_DATA = re.compile(rb"::data (\d{1,6}) (\d{1,18}) (\d{1,18})")
-_SHOW = """show() {
-  end=$3; [ -f "$2" ] || return 0
+_DATA = re.compile(rb"::data (\d{1,6}) (\d{1,20}) (\d{1,18}) (\d{1,18})")
+_FROM_OLDEST = " ".join([*(f'"$2.{age}"' for age in range(NUM_OLD_FILES, 0, -1)), '"$2"'])
+_SHOW = f"""number() {{ ls -id "$1" 2>/dev/null | {{ read -r number rest; echo "$number"; }}; }}
+send() {{
   size=$(($(wc -c < "$2"))); [ "$size" -ge "$end" ] || end=0
   [ "$size" -gt "$end" ] || return 0
-  echo "::data $1 $end $((size - end))"
+  echo "::data $1 $inode $end $((size - end))"
   tail -c "+$((end + 1))" "$2" | head -c "$((size - end))"
   end=$size
-}
+}}
+show() {{
+  inode=$3; end=$4; known=
+  if [ "$inode" != 0 ]; then
+    for each in "$2" {_FROM_OLDEST}; do
+      [ "$(number "$each")" = "$inode" ] && known=$each && break
+    done
+  fi
+  for each in {_FROM_OLDEST}; do
+    [ -f "$each" ] || continue
+    if [ -n "$known" ]; then
+      [ "$each" = "$known" ] || continue
+      known=
+    else
+      inode=$(number "$each"); end=0
+    fi
+    send "$1" "$each"
+  done
+}}
 """
 
 
-def growing_script(files: Sequence[str], offsets: Sequence[int], *, follow: bool) -> str:
-    """What sends the files (words of a shell) from these offsets on; with `follow` without end."""
-    start = "; ".join(f"o{index}={offset}" for index, offset in enumerate(offsets))
+@dataclass(frozen=True)
+class Place:
+    """Where to go on reading: in the file of that inode, 0 for none yet, at that offset."""
+
+    inode: int = 0
+    offset: int = 0
+
+
+def growing_script(files: Sequence[str], places: Sequence[Place], *, follow: bool) -> str:
+    """What sends the files (words of a shell) from these places on; with `follow` without end."""
+    start = "; ".join(
+        f"i{index}={place.inode} o{index}={place.offset}" for index, place in enumerate(places)
+    )
     rounds = "; ".join(
-        f'show {index} {file} "$o{index}"; o{index}=$end' for index, file in enumerate(files)
+        f'show {index} {file} "$i{index}" "$o{index}"; i{index}=$inode o{index}=$end'
+        for index, file in enumerate(files)
     )
     script = f"{_SHOW}{start}\necho ::ready\n{rounds}\necho ::whole\n"
     if not follow:
@@ -59,9 +91,10 @@ class Output(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """Some bytes of a file; `file` None: the first round is over."""
+    """Some bytes of a file, which may be rotated; `file` None: the first round is over."""
 
     file: int | None
+    inode: int = 0
     offset: int = 0
     data: bytes = b""
 
@@ -118,29 +151,33 @@ def pieces(output: Output) -> Iterator[Piece]:
             raise BadFrame
 
 
-def _pieces_of(source: _Buffered, file: int, offset: int, length: int) -> Iterator[Piece]:
+def _pieces_of(
+    source: _Buffered, file: int, inode: int, offset: int, length: int
+) -> Iterator[Piece]:
     """The pieces of one frame, as they come."""
     while length and (data := source.some(length)):
-        yield Piece(file, offset, data)
+        yield Piece(file, inode, offset, data)
         offset, length = offset + len(data), length - len(data)
 
 
 class Lines:
     """The whole lines of one file.
 
-    `offset` is where the first line that was not yet handed out begins. The middle of a line of more than
-    a megabyte is left out.
+    The first line that was not yet handed out begins at `offset`, in the file of that `inode`. The middle of
+    a line of more than a megabyte is left out.
     """
 
-    def __init__(self, offset: int = 0) -> None:
-        self.offset = offset
+    def __init__(self) -> None:
+        self.inode = self.offset = 0
         self._held = b""
         self._left_out = 0
 
     def take(self, piece: Piece) -> list[bytes]:
         """The lines that are whole now."""
-        if piece.offset != self.offset + self._left_out + len(self._held):  # it begins anew
-            self.offset, self._held, self._left_out = piece.offset, b"", 0
+        place = Place(self.inode, self.offset + self._left_out + len(self._held))
+        if Place(piece.inode, piece.offset) != place:  # it begins anew
+            self.inode, self.offset = piece.inode, piece.offset
+            self._held, self._left_out = b"", 0
         *lines, last = piece.data.split(b"\n")
         whole = []
         for line in lines:
@@ -156,10 +193,10 @@ class Lines:
         """What is there of a last line that has no end."""
         return [self._held] if self._held else []
 
-    def forget_half(self) -> int:
-        """Drop what is held of a half line; returns the offset to go on from."""
+    def forget_half(self) -> Place:
+        """Drop what is held of a half line; returns where to go on."""
         self._held, self._left_out = b"", 0
-        return self.offset
+        return Place(self.inode, self.offset)
 
 
 class Pipe:
@@ -255,8 +292,8 @@ class Reader:
         Raises:
             LaunchError: the machine cannot be reached.
         """
-        offsets = [lines.forget_half() for lines in self._lines]
-        script = growing_script(self._files, offsets, follow=follow)
+        places = [lines.forget_half() for lines in self._lines]
+        script = growing_script(self._files, places, follow=follow)
         is_whole = False
         with TemporaryFile() as said:
             process = self._start(script, said)

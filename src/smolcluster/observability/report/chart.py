@@ -100,10 +100,18 @@ def round_numbers(axis: Axis) -> list[float]:
 
 
 def _decades(low: float, high: float) -> list[float]:
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    values = [each * 10.0**power for power in powers for each in (1, 2, 5)]
-    inside = [value for value in values if low <= value <= high]
-    return inside if len(inside) <= NUM_TICKS + 1 else inside[:: math.ceil(len(inside) / NUM_TICKS)]
+    """Numbers of a logarithmic axis: powers of ten, and twice and five times them if there is room."""
+    powers = [
+        10.0**power
+        for power in range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
+    ]
+    inside: list[float] = []
+    for digits in ((1, 2, 5), (1,)):
+        values = [digit * power for power in powers for digit in digits]
+        inside = [value for value in values if low <= value <= high]
+        if len(inside) <= NUM_TICKS + 1:
+            return inside
+    return inside[:: math.ceil(len(inside) / NUM_TICKS)]
 
 
 def path_of(points: Series, x: Axis, y: Axis) -> str:
@@ -148,7 +156,7 @@ def _chart(name: str, curves: Curves, x: Axis) -> Chart:
         y.ticks(text),
         "samples applied",
         marks=list(_marks(curves, x)),
-        saved=[100 * x.place(at) for at in _thinned(curves.saved)],
+        saved=[100 * x.place(at) for at in _thinned(curves.saved)] if name == "loss" else (),
     )
 
 

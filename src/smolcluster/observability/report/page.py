@@ -3,7 +3,6 @@
 `page_of` says what is on it, as texts and charts; the template says how it looks.
 """
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -371,7 +370,7 @@ def _workers(facts: Facts, workers: Sequence[Worker]) -> Table:
 
 def _worker_row(facts: Facts, worker: Worker, *, is_stale: bool) -> list[str]:
     vitals = _vitals_of(facts, worker)
-    step_s = vitals.mean("step_s") if vitals else None
+    step_s = vitals.step_s if vitals else None
     tau = worker.mean_staleness
     stale = [UNKNOWN if tau is None else f"{tau:.2f}"] if is_stale else []
     return [
@@ -381,12 +380,17 @@ def _worker_row(facts: Facts, worker: Worker, *, is_stale: bool) -> list[str]:
         UNKNOWN if worker.samples is None else f"{worker.samples:,}",
         UNKNOWN if worker.share is None else f"{worker.share:.1%}",
         *stale,
-        UNKNOWN if step_s is None else format_duration(step_s),
+        UNKNOWN if step_s is None else _short_time(step_s),
         f"{worker.num_joins}×",
         f"{worker.num_losses}×" if worker.num_losses else UNKNOWN,
         worker.device or UNKNOWN,
         worker.address or UNKNOWN,
     ]
+
+
+def _short_time(seconds: float) -> str:
+    """A length of time, to the millisecond below a second."""
+    return f"{1000 * seconds:.0f} ms" if 0.0995 <= seconds < 0.9995 else format_duration(seconds)
 
 
 def cut(rows: list[Any], at_most: int = MAX_ROWS) -> list[Any]:
@@ -468,8 +472,9 @@ def _told(happening: Happening, began: float) -> Told:
     moment = seconds_of(happening.first.ts, began)
     event, text = happening.first.event, told(happening.first.event)
     if happening.count > 1:
-        took = format_duration(math.ceil(max(0.0, seconds_of(happening.last_ts, moment) - moment)))
-        text = f"{text} ({happening.count:,} times within {took})"
+        took = seconds_of(happening.last_ts, moment) - moment
+        within = f" within {format_duration(took)}" if took >= 1 else ""
+        text = f"{text} ({happening.count:,} times{within})"
     match event:
         case WorkerLost() | WorkerRejected() | RunEnded(ok=False):
             look = "lost"

@@ -35,15 +35,15 @@ def _changed(section: BaseModel, default: BaseModel | None, above: str) -> Itera
         if isinstance(value, BaseModel):
             is_alike = type(value) is type(usual)
             if not is_alike and "type" in type(value).model_fields:
-                yield Setting(f"{key}.type", show(value.type), _type_of(usual))  # type: ignore[attr-defined]
+                yield Setting(f"{key}.type", _type_of(value), _type_of(usual))
             yield from _changed(value, usual if is_alike else None, f"{key}.")
         elif value != usual:
             is_free = default is None and field.is_required()
             yield Setting(key, _shown(value), "" if is_free else _shown(usual))
 
 
-def _type_of(usual: object) -> str:
-    return show(usual.type) if hasattr(usual, "type") else ""
+def _type_of(section: object) -> str:
+    return str(getattr(section, "type", ""))
 
 
 def _shown(value: object) -> str:

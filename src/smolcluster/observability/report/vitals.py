@@ -70,6 +70,12 @@ class Vitals:
         return self.values[name].mean if name in self.values else None
 
     @property
+    def step_s(self) -> float | None:
+        """Mean time of a step: a report of a second cannot tell it, where a step takes longer than that."""
+        steps_per_s = self.mean("steps_per_s")
+        return 1.0 / steps_per_s if steps_per_s else self.mean("step_s")
+
+    @property
     def shares(self) -> Mapping[str, float]:
         """Parts of its time by phase, which make a whole; none when it reported none."""
         known = {name: self.mean(f"share/{name}") for name in SHARES}

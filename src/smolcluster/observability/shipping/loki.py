@@ -92,7 +92,8 @@ def push_url(base: str) -> httpx.URL:
             f"Loki's address with host {one_line(url.host)} holds more than a host and a port: "
             "a user and a password belong in ~/.netrc"
         )
-    if url.scheme not in ("http", "https") or not url.host:
+    is_port = url.port is None or 0 < url.port < 65536
+    if url.scheme not in ("http", "https") or not url.host or not is_port:
         raise ConfigError(
             f"Loki's address {one_line(base[:200])}: it is written like http://192.168.1.10:3100"
         )

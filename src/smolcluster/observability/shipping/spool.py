@@ -29,14 +29,22 @@ READ_NBYTES = 4 << 20
 _LOG = re.compile(r"(.+)\.log(?:\.\d+)?")
 
 
+class Head(BaseModel):
+    """How a file begins: a digest of its first bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    nbytes: NonNegativeInt
+    digest: str
+
+
 class Place(BaseModel):
-    """How far a file has been taken; `head` is the digest of its first `head_nbytes`."""
+    """How far a file has been taken, and how it begins."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     offset: NonNegativeInt
-    head_nbytes: NonNegativeInt
-    head: str
+    head: Head
 
 
 class Shipped(BaseModel):
@@ -75,6 +83,16 @@ class _Open:
     size: int
     grows: bool
 
+    def head(self, nbytes: int) -> Head:
+        """How it begins."""
+        self.data.seek(0)
+        digest = hashlib.sha256(self.data.read(min(nbytes, HEAD_NBYTES))).hexdigest()
+        return Head(nbytes=min(nbytes, HEAD_NBYTES), digest=digest[:16])
+
+    def begins(self, head: Head) -> bool:
+        """Whether it begins like that."""
+        return self.head(head.nbytes) == head
+
 
 class Spool:
     """The logs in one folder; `only` of these stems, if any are given.
@@ -99,7 +117,7 @@ class Spool:
         self._max_nbytes = max_nbytes
         self._now_ns = now_ns
         self._shipped = _read_state(folder / STATE)
-        self._sizes: dict[str, int] = {}
+        self._seen: dict[str, Place] = {}
 
     def next_batch(self, *, at_end: bool = False) -> Batch:
         """The lines that come next, of each log some; with `at_end` also a last one that has no end."""
@@ -123,7 +141,7 @@ class Spool:
         places = {
             inode: place
             for inode, place in (self._shipped.places | batch.places).items()
-            if inode in self._sizes
+            if inode in self._seen
         }
         before, self._shipped = self._shipped, Shipped(places=places, last_ns=batch.last_ns)
         if self._shipped != before:
@@ -131,7 +149,7 @@ class Spool:
 
     def left_nbytes(self) -> int:
         """How many bytes nobody has dealt with, as of the last look."""
-        return sum(self._left(inode, size) for inode, size in self._sizes.items())
+        return sum(self._left(inode, end.offset) for inode, end in self._seen.items())
 
     def _left(self, inode: str, size: int) -> int:
         place = self._shipped.places.get(inode)
@@ -139,10 +157,16 @@ class Spool:
 
     def _look(self, files: Iterable[_Open]) -> None:
         """Note which files there are, and what has gone with those that are there no more."""
-        before, self._sizes = self._sizes, {file.inode: file.size for file in files}
+        present = {file.inode: file for file in files}
         self.lost_nbytes += sum(
-            self._left(inode, size) for inode, size in before.items() if inode not in self._sizes
+            self._left(inode, end.offset)
+            for inode, end in self._seen.items()
+            if inode not in present or not present[inode].begins(end.head)
         )
+        self._seen = {
+            inode: Place(offset=file.size, head=file.head(file.size))
+            for inode, file in present.items()
+        }
 
     def _logs(self) -> list[Path]:
         """The newest file of each log, which may be about to be made anew."""
@@ -177,10 +201,7 @@ class Spool:
             if entry := entry_of(line, labels, self._now_ns()):
                 batch.add(entry)
         if offset != start:
-            nbytes = min(offset, HEAD_NBYTES)
-            batch.places[file.inode] = Place(
-                offset=offset, head_nbytes=nbytes, head=_head(file.data, nbytes)
-            )
+            batch.places[file.inode] = Place(offset=offset, head=file.head(offset))
         return is_whole
 
     def _offset(self, file: _Open) -> int:
@@ -188,7 +209,7 @@ class Spool:
         place = self._shipped.places.get(file.inode)
         if place is None or place.offset > file.size:
             return 0
-        return place.offset if _head(file.data, place.head_nbytes) == place.head else 0
+        return place.offset if file.begins(place.head) else 0
 
 
 def _opened(log: Path, stack: ExitStack, *, at_end: bool) -> list[_Open]:
@@ -205,11 +226,6 @@ def _opened(log: Path, stack: ExitStack, *, at_end: bool) -> list[_Open]:
                 grows = path == log and not at_end
                 files.append(_Open(data, inode, facts.st_size, grows))
     return files
-
-
-def _head(data: BinaryIO, nbytes: int) -> str:
-    data.seek(0)
-    return hashlib.sha256(data.read(nbytes)).hexdigest()[:16]
 
 
 def _read_state(file: Path) -> Shipped:

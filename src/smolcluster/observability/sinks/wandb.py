@@ -1,8 +1,8 @@
 """Weights & Biases: online with an API key or a login, offline otherwise; never in the way.
 
-Each process of a run is a run in W&B, and their group is the run. Its x axis is `step`, the server's, so
-that the curves of all processes line up. What workers report of themselves is named `worker/…` in their
-own runs and `rank0/…` in the server's, where `events/…` count what happened.
+Each process of a run is a run in W&B, and their group is the run. The server's curves are drawn over its
+`step`, with what workers report of themselves (`rank0/…`) and counts of what happened (`events/…`); a
+worker's own run has the same reports as `worker/…` over the steps that it has taken itself, `worker/step`.
 
 W&B runs in a child process (`wandb_child.py`), which a thread feeds through a pipe, twice a second. So
 importing wandb, its exit hooks (which can hold a process for 90 s when the network is dead), its
@@ -269,11 +269,10 @@ class WandbSink:
 
 def values_of(record: MetricRecord, role: str) -> dict[str, Any]:
     """A record as W&B gets it, in the run of a process of this role."""
-    prefix = ""
-    if record.kind == "worker":
-        prefix = "worker/" if role == "worker" else f"rank{record.rank}/"
-    elif record.kind == "server":
-        prefix = "server/"
+    if role == "worker":
+        own = {f"worker/{name}": value for name, value in record.values.items()}
+        return {"worker/step": record.step} | own
+    prefix = {"worker": f"rank{record.rank}/", "server": "server/"}.get(record.kind, "")
     values = {
         f"{prefix}{name}": value for name, value in record.values.items() if name not in LEFT_OUT
     }

@@ -27,18 +27,20 @@ def main() -> None:
 
     settings = wandb.Settings(console="off", silent=True, x_save_requirements=False)
     run = wandb.init(**start, settings=settings)
-    define_metrics(run)
+    define_metrics(run, start.get("job_type", ""))
     for values in lines:
         run.log({name: value for name, value in values.items() if value is not None})
     run.finish()
 
 
-def define_metrics(run: Any) -> None:
-    """Let everything be drawn over the server's steps, so that the curves of all processes line up."""
-    run.define_metric("step", hidden=True)
-    run.define_metric("*", step_metric="step")
-    for name, best in BEST.items():
-        run.define_metric(name, step_metric="step", summary=f"{best},last")
+def define_metrics(run: Any, role: str) -> None:
+    """Let everything be drawn over the steps of the process, so that the curves of many runs line up."""
+    step = "worker/step" if role == "worker" else "step"
+    run.define_metric(step, hidden=True)
+    run.define_metric("*", step_metric=step)
+    if role != "worker":
+        for name, best in BEST.items():
+            run.define_metric(name, step_metric=step, summary=f"{best},last")
 
 
 def take_over_input() -> BinaryIO:

@@ -92,7 +92,7 @@ def _progress(known: Known, is_over: bool) -> dict[str, Any]:
     status, summary = known.status, known.summary
     if status is None:
         return {} if summary is None else _summed_up(summary)
-    left = status.total_samples - status.samples_applied
+    left = max(0, status.total_samples - status.samples_applied)
     eta_s = left / status.samples_per_s if status.samples_per_s and not is_over else None
     names = set(RunStatus.model_fields) - {"run_id", "algorithm", "state", "workers", "vitals"}
     values = status.model_dump(mode="json", include=names)

@@ -68,12 +68,13 @@ class Log:
 
 @contextmanager
 def running(
-    folder: Path, receiver: Receiver, said: list[str], **limits: int
+    folder: Path, receiver: Receiver, said: list[str], *, max_lines: int = 2000
 ) -> Iterator[Callable[[], bool]]:
     """A shipper in a thread, until the block ends or the yielded function ends it."""
     loki = Loki(receiver.url, timeout_s=5.0)
-    shipper = Shipper(Spool(folder, **limits), loki.push, said.append)
-    asked, arrived = threading.Event(), []
+    shipper = Shipper(Spool(folder, max_lines=max_lines), loki.push, said.append)
+    asked = threading.Event()
+    arrived: list[bool] = []
     thread = threading.Thread(target=lambda: arrived.append(shipper.run(asked, 10.0)))
     thread.start()
 
@@ -81,7 +82,7 @@ def running(
         asked.set()
         thread.join(30.0)
         assert not thread.is_alive()
-        return bool(arrived[0])
+        return arrived[0]
 
     try:
         yield end
@@ -93,7 +94,8 @@ def running(
 def test_ten_thousand_lines_survive_a_receiver_that_is_down(
     tmp_path: Path, receiver: Receiver
 ) -> None:
-    logs, said = [Log(tmp_path, stem) for stem in STEMS], []
+    logs = [Log(tmp_path, stem) for stem in STEMS]
+    said: list[str] = []
     down = threading.Event()
 
     def fall() -> None:
@@ -140,7 +142,8 @@ def test_ten_thousand_lines_survive_a_receiver_that_is_down(
 def test_what_is_no_answer_of_lokis_loses_nothing(
     tmp_path: Path, receiver: Receiver, fault: Fault
 ) -> None:
-    log, said = Log(tmp_path, STEMS[0]), []
+    log = Log(tmp_path, STEMS[0])
+    said: list[str] = []
     log.write(50)
     receiver.faults.extend([fault] * 3)
     with running(tmp_path, receiver, said) as end:
@@ -154,7 +157,8 @@ def test_what_is_no_answer_of_lokis_loses_nothing(
 def test_a_slow_receiver_gets_a_batch_once_more_and_keeps_one_copy(
     tmp_path: Path, receiver: Receiver
 ) -> None:
-    log, said = Log(tmp_path, STEMS[0]), []
+    log = Log(tmp_path, STEMS[0])
+    said: list[str] = []
     log.write(50)
     receiver.faults.append(Fault(204, delay_s=1.0, takes_it=True))
     loki = Loki(receiver.url, timeout_s=0.3)
@@ -169,7 +173,8 @@ def test_a_slow_receiver_gets_a_batch_once_more_and_keeps_one_copy(
 def test_what_loki_refuses_is_given_up_with_its_own_words(
     tmp_path: Path, receiver: Receiver
 ) -> None:
-    log, said = Log(tmp_path, STEMS[0]), []
+    log = Log(tmp_path, STEMS[0])
+    said: list[str] = []
     log.write(100)
     body = b"entry with timestamp 2026-09-21 ignored, reason: 'entry too far behind'\n"
     receiver.faults.extend([Fault(400, body=body)] * 2)
@@ -208,7 +213,8 @@ def test_a_shipper_that_starts_again_repeats_one_batch_at_most(
 def test_files_that_are_rotated_meanwhile_arrive_whole_and_in_order(
     tmp_path: Path, receiver: Receiver
 ) -> None:
-    log, said = Log(tmp_path, STEMS[1], max_nbytes=20_000), []
+    log = Log(tmp_path, STEMS[1], max_nbytes=20_000)
+    said: list[str] = []
     with running(tmp_path, receiver, said) as end:
         for count in range(50, 1050, 50):
             log.write(50)
@@ -223,7 +229,8 @@ def test_files_that_are_rotated_meanwhile_arrive_whole_and_in_order(
 def test_what_was_rotated_while_the_receiver_was_down_arrives(
     tmp_path: Path, receiver: Receiver
 ) -> None:
-    log, said = Log(tmp_path, STEMS[1], max_nbytes=20_000), []
+    log = Log(tmp_path, STEMS[1], max_nbytes=20_000)
+    said: list[str] = []
     with running(tmp_path, receiver, said):
         log.write(100)
         receiver.wait_for(lambda: len(receiver.received.texts()) == 100)
@@ -253,7 +260,8 @@ def test_what_is_left_at_the_end_stays_for_the_next_one(tmp_path: Path, receiver
 
 
 def test_a_warning_a_minute_at_most(tmp_path: Path) -> None:
-    now, said = [0.0], []
+    now = [0.0]
+    said: list[str] = []
     Log(tmp_path, STEMS[0]).write(1)
     loki = Loki("http://127.0.0.1:9")
     shipper = Shipper(Spool(tmp_path), loki.push, said.append, clock=lambda: now[0])
@@ -265,7 +273,8 @@ def test_a_warning_a_minute_at_most(tmp_path: Path) -> None:
 
 
 def test_offsets_that_cannot_be_stored_stop_nothing(tmp_path: Path, receiver: Receiver) -> None:
-    log, said = Log(tmp_path, STEMS[0]), []
+    log = Log(tmp_path, STEMS[0])
+    said: list[str] = []
     log.write(30)
     (tmp_path / STATE).mkdir()
     loki = Loki(receiver.url)

@@ -40,7 +40,8 @@ class Run:
     def __init__(self, out):
         self.out = out
     def define_metric(self, name, **what):
-        pass
+        if name == "*":
+            assert what == {"step_metric": os.environ["STEP"]}
     def log(self, values):
         self.out.write(json.dumps(values) + "\\n")
         self.out.flush()
@@ -89,11 +90,11 @@ def environment(tmp_path: Path, **more: str) -> dict[str, str]:
     return kept | {"HOME": str(home)} | more
 
 
-def with_fake(tmp_path: Path, behaviour: str = "works") -> dict[str, str]:
+def with_fake(tmp_path: Path, behaviour: str = "works", step: str = "step") -> dict[str, str]:
     place = tmp_path / "fake"
     place.mkdir()
     (place / "wandb.py").write_text(FAKE)
-    return environment(tmp_path, PYTHONPATH=str(place), FAKE=behaviour)
+    return environment(tmp_path, PYTHONPATH=str(place), FAKE=behaviour, STEP=step)
 
 
 def wandb_sink(
@@ -385,7 +386,7 @@ def test_a_worker_is_a_run_of_its_own_beside_the_servers(tmp_path: Path) -> None
         rank=0,
         paths=paths,
         warn=warnings.append,
-        environ=with_fake(tmp_path),
+        environ=with_fake(tmp_path, step="worker/step"),
     )
     values = {"samples_per_s": 10.0, "share/forward": 0.25}
     sink.log(MetricRecord("worker", 7, 1, values, rank=0, node="mini2"))
@@ -397,8 +398,7 @@ def test_a_worker_is_a_run_of_its_own_beside_the_servers(tmp_path: Path) -> None
     own = {name: start["config"][name] for name in ("run_id", "role", "node", "rank")}
     assert own == {"run_id": RUN.run_id, "role": "worker", "node": "mini2", "rank": 0}
     assert json.loads(line) == {
-        "step": 7,
-        "epoch": 1,
+        "worker/step": 7,
         "worker/samples_per_s": 10.0,
         "worker/share/forward": 0.25,
     }

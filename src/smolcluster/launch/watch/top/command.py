@@ -9,7 +9,6 @@ import time
 import tty
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -18,7 +17,7 @@ from rich.text import Text
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch.find import find
 from smolcluster.launch.watch.probe import Ask
-from smolcluster.launch.watch.top.frame import Canvas, frame
+from smolcluster.launch.watch.top.frame import PLAIN, Canvas, frame
 from smolcluster.launch.watch.top.source import Picture, Source
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
 
@@ -120,11 +119,16 @@ def _watch(lookout: Lookout, console: Console, first_words: str) -> None:
 
 def drawn(picture: Picture, console: Console, height: int) -> RenderableType:
     """The picture for this console."""
+    is_plain = not console.encoding.lower().startswith("utf")
+
+    def show(text: str) -> str:
+        return displayable(console, text.translate(PLAIN) if is_plain else text)
+
     canvas = Canvas(
         width=console.width,
         height=height,
-        show=partial(displayable, console),
-        is_plain=not console.encoding.lower().startswith("utf"),
+        show=show,
+        is_plain=is_plain,
         has_colour=console.color_system is not None and not console.no_color,
     )
     return Text("\n").join(frame(picture, canvas))

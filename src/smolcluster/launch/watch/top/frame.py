@@ -38,6 +38,7 @@ NEWS_STYLES = {
 LEVELS = {"WARNING": "WARN ", "ERROR": "ERROR ", "CRITICAL": "FATAL "}
 
 PLAIN = str.maketrans("·…", "-~")
+"""What stands for our signs where there is ASCII only."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def _curves(picture: Picture, canvas: Canvas) -> list[Text]:
     width = (canvas.width - 4) // 2 if is_wide else canvas.width
     lines = []
     for name, values, form in (
-        ("loss", [point.loss for point in points], "{:.4g}"),
+        ("loss", [point.loss for point in points], "{:.3g}"),
         ("samples/s", [point.samples_per_s for point in points], "{:,.0f}"),
     ):
         shown = bars.spread(steps, values, max(4, width - 19))

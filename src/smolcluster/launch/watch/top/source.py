@@ -30,6 +30,8 @@ from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import RunStatus
 
 EVENTS_NBYTES = 8192
+RARE_NBYTES = 1 << 18
+RARE_LINES = 20
 LOG_NBYTES = 65536
 LOG_LINES = 8
 PLACES = 48
@@ -40,6 +42,8 @@ MAX_POINTS = 480
 MAX_NEWS = 200
 ROUTINE = (EpochFinished, Evaluated)
 """The head of the picture tells them."""
+_FREQUENT = '"kind": "(epoch_finished|evaluated|checkpoint_saved|push_dropped|lease_returned)"'
+"""What may hide the rare events that tell more, and is looked for in a shorter end of the file."""
 _SERIOUS = '"level": "(WARNING|ERROR|CRITICAL)"'
 _HERE = Host("this machine")
 
@@ -173,8 +177,7 @@ class Source:
 
     def _tails(self, run_dir: str, *, is_here: bool) -> list[str]:
         folder = shlex.quote(run_dir) if is_here else shell_path(run_dir)
-        events = f"tail -c {EVENTS_NBYTES} {folder}/events.jsonl 2>/dev/null"
-        lines = ["echo; echo ::events", events]
+        lines = ["echo; echo ::events", _events_script(f"{folder}/events.jsonl")]
         return lines if self._has_curve else [*lines, _curve_script(f"{folder}/metrics.jsonl")]
 
     def _learn(self, server: Host) -> None:
@@ -239,6 +242,13 @@ def _log_tail(place: int, file: str) -> str:
     return (
         f"echo; echo '::log {place}'; tail -c {LOG_NBYTES} {file} 2>/dev/null | "
         f"grep -aE '{_SERIOUS}' | tail -n {LOG_LINES}"
+    )
+
+
+def _events_script(file: str) -> str:
+    return (
+        f"tail -c {RARE_NBYTES} {file} 2>/dev/null | grep -avE '{_FREQUENT}' | tail -n {RARE_LINES}\n"
+        f"echo; tail -c {EVENTS_NBYTES} {file} 2>/dev/null"
     )
 
 

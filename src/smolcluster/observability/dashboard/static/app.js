@@ -1,7 +1,7 @@
 // The page: which run is shown, what comes from it, and the parts that draw it.
 
 import { el, byId, say } from "./dom.js";
-import { count, duration, NONE, number, percent } from "./format.js";
+import { compact, count, duration, NONE, number, percent } from "./format.js";
 import { drawCluster } from "./cluster.js";
 import { drawWorkers } from "./workers.js";
 import { clearCharts, drawCharts, redrawCharts, setUpCharts } from "./charts.js";
@@ -118,7 +118,7 @@ function drawHead() {
 function drawFigures() {
   const done = state.total_samples ? state.samples_applied / state.total_samples : null;
   const figures = [
-    ["progress", percent(done, done < 1 ? 1 : 0), state.total_samples ? `${count(state.samples_applied)} of ${count(state.total_samples)} samples` : ""],
+    ["progress", percent(done, done < 1 ? 1 : 0), state.total_samples ? `${compact(state.samples_applied)} of ${compact(state.total_samples)} samples` : ""],
     ["step", count(state.step), state.total_steps ? `of ${count(state.total_steps)}` : ""],
     ["epoch", state.num_epochs ? count(Math.min(state.epoch + 1, state.num_epochs)) : NONE, state.num_epochs ? `of ${count(state.num_epochs)}` : ""],
     ["loss", number(state.loss), state.learning_rate > 0 ? `lr ${number(state.learning_rate, 3)}` : ""],

@@ -1,7 +1,7 @@
 // The curves. All of them share the horizontal axis, the cursor and the zoom.
 
 import { el, byId, colour, rankColour } from "./dom.js";
-import { bytes, clock, count, duration, number } from "./format.js";
+import { bytes, clock, compact, count, duration, number } from "./format.js";
 
 const SMOOTHED_OVER = 40;
 const HEIGHT = 190;
@@ -31,6 +31,7 @@ const evaluated = (label, name, shade) => (data) => [{ label, colour: shade, ...
 const perProcess = (name, withServer = true) => (data) => data.processes
   .filter((process) => withServer || process.rank !== null)
   .map((process) => ({
+    gaps: true,
     label: process.rank === null ? `server ${process.node}` : `${process.rank} ${process.node}`,
     colour: rankColour(process.rank), table: process, values: process[name], width: 1.5,
   }));
@@ -40,7 +41,7 @@ const PANELS = [
   { title: "Validation accuracy", curves: [evaluated("accuracy", "val_accuracy", "second")] },
   { title: "Validation perplexity", curves: [evaluated("perplexity", "val_perplexity", "second")] },
   { title: "Throughput", unit: "samples/s", curves: [raw("each step", "samples_per_s"), smoothed("smoothed", "samples_per_s", "accent")], fromZero: true },
-  { title: "Learning rate", curves: [(data) => [{ label: "learning rate", colour: "accent", ...steps(data, "lr"), width: 2 }]], fromZero: true },
+  { title: "Learning rate", curves: [raw("each step", "lr"), smoothed("smoothed", "lr", "accent")], fromZero: true },
   { title: "Staleness", unit: "steps", curves: [raw("each step", "staleness"), smoothed("smoothed", "staleness", "accent")], fromZero: true },
   { title: "Gradient norm", curves: [raw("each step", "grad_norm"), smoothed("smoothed", "grad_norm", "accent")], fromZero: true },
   { title: "Worker throughput", unit: "samples/s", curves: [perProcess("samples_per_s", false)], fromZero: true },
@@ -60,8 +61,22 @@ function found(panel) {
 
 /** Tables of columns over one axis, with gaps where one of them has no point there. */
 function aligned(curves) {
-  const tables = curves.map((curve) => sorted(curve.table[over], curve.values));
+  const tables = curves.map((curve) => (curve.gaps ? interrupted(curve) : sorted(curve.table[over], curve.values)));
   return uPlot.join(tables, tables.map((table) => table.slice(1).map(() => 1)));
+}
+
+/** A process's points, with a gap where it has said nothing for long. */
+function interrupted({ table, values }) {
+  const { t } = table, places = table[over];
+  const pauses = t.slice(1).map((each, index) => each - t[index]).sort((a, b) => a - b);
+  const long = Math.max(15, 4 * (pauses[pauses.length >> 1] ?? 0));
+  const [xs, ys] = [[], []];
+  t.forEach((each, index) => {
+    if (index && each - t[index - 1] > long) { xs.push((places[index] + places[index - 1]) / 2); ys.push(null); }
+    xs.push(places[index]);
+    ys.push(values[index]);
+  });
+  return sorted(xs, ys);
 }
 
 function sorted(places, values) {
@@ -84,13 +99,13 @@ function options(panel, curves, width) {
       y: { distr: panel.isLog && isLogLoss ? 3 : 1, range: (u, low, high) => heights(panel, low, high) },
     },
     axes: [
-      { ...axis, ...(inTime ? {} : { values: (_, splits) => splits.map((split) => (Number.isInteger(split) ? short(split) : "")) }) },
+      { ...axis, size: 26, ...(inTime ? {} : { values: (_, splits) => splits.map((split) => (Number.isInteger(split) ? compact(split) : "")) }) },
       { ...axis, size: 54, values: (_, splits) => splits.map((split) => (split === null ? "" : format(split))) },
     ],
     series: [
       { label: inTime ? "time" : "step", value: (_, value) => (value === null ? "" : inTime ? clock(value) : count(value)) },
       ...curves.map((curve) => ({
-        label: curve.label, stroke: () => colour(curve.colour), width: curve.width, spanGaps: true,
+        label: curve.label, stroke: () => colour(curve.colour), width: curve.width, spanGaps: false,
         points: { show: Boolean(curve.points) && curve.values.length < 80, size: 5, fill: () => colour("card") },
         value: (_, value) => (value === null ? "" : format(value)),
       })),
@@ -101,8 +116,6 @@ function options(panel, curves, width) {
     }] },
   };
 }
-
-const short = (value) => (Math.abs(value) >= 1e6 ? `${number(value / 1e6, 3)}M` : Math.abs(value) >= 1e4 ? `${number(value / 1e3, 3)}k` : count(value));
 
 function heights(panel, low, high) {
   if (low === null || high === null) return [0, 1];

@@ -37,10 +37,10 @@ function ring(x, y, radius, vitals) {
   });
 }
 
-/** Where the workers stand: on an ellipse around the server. */
+/** Where the workers stand: on an ellipse around the server, whose top and bottom have less room. */
 function places(num, width, height, margin) {
   const [rx, ry] = [width / 2 - margin.x, height / 2 - margin.y];
-  const first = num === 2 ? Math.PI : -Math.PI / 2;
+  const first = num % 2 ? Math.PI : -Math.PI / 2 + Math.PI / num;
   return Array.from({ length: num }, (_, index) => {
     const angle = first + (2 * Math.PI * index) / num;
     return { x: width / 2 + rx * Math.cos(angle), y: height / 2 + ry * Math.sin(angle), angle };
@@ -55,7 +55,7 @@ function link(worker, from, to, server, radius, isOver, isCrowded) {
   const [a, b] = [along(server + 4), along(length - radius - 8)];
   const flow = traffic(worker);
   const total = flow && !isOver ? flow.up + flow.down : 0;
-  const width = 1.5 + Math.min(8, 2.2 * Math.log10(1 + total / 3e4));
+  const width = 1.5 + Math.min(6, 1.7 * Math.log10(1 + total / 3e4));
   const state = isOver ? "over" : condition(worker);
   const line = { x1: a.x, y1: a.y, x2: b.x, y2: b.y };
   const group = svg("g", { class: `link ${state.replace(" ", "-")}` }, svg("line", { ...line, "stroke-width": width }));
@@ -66,14 +66,21 @@ function link(worker, from, to, server, radius, isOver, isCrowded) {
     const { rtt_s: rtt, codec_ratio: ratio } = worker.vitals;
     lines.push([rtt >= 0 ? duration(rtt) : "", ratio > 0 ? `codec ×${number(ratio, 2)}` : ""].filter(Boolean).join(" · "));
   }
-  if (lines.length && !isCrowded) {
-    const middle = along((server + 4 + length - radius - 8) / 2);
-    const text = svg("text", { x: middle.x, y: middle.y - 3, class: "flow-label" });
-    lines.filter(Boolean).forEach((words, index) => text.append(svg("tspan", { x: middle.x, dy: index ? 14 : 0 }, words)));
-    group.append(text);
-  }
+  if (lines.length && !isCrowded) group.append(beside(lines.filter(Boolean), a, b, width));
   group.append(svg("title", {}, lines.join("\n") || worker.state));
   return group;
+}
+
+/** Words beside the middle of a line: above it, or to its right where it is steep. */
+function beside(lines, a, b, width) {
+  const middle = { x: (a.x + b.x) / 2, y: (a.y + b.y) / 2 };
+  const slope = Math.abs(b.y - a.y) / Math.max(1, Math.abs(b.x - a.x));
+  const isSteep = slope > 0.7;
+  const x = middle.x + (isSteep ? width / 2 + 12 + 15 / slope : 0);
+  const y = middle.y + (isSteep ? 0 : -width / 2 - 20 - 66 * slope);
+  const text = svg("text", { class: isSteep ? "flow-label steep" : "flow-label" });
+  lines.forEach((words, index) => text.append(svg("tspan", { x, y: y + 14 * index }, words)));
+  return text;
 }
 
 function drawWorker(worker, at, radius, isOver, isCrowded) {
@@ -100,7 +107,7 @@ export function drawCluster(state) {
   const width = Math.max(300, box.clientWidth);
   const num = state.workers.length;
   const isNarrow = width < 560, isCrowded = num > (isNarrow ? 5 : 10);
-  const height = isNarrow ? 400 : Math.min(520, 330 + 8 * num);
+  const height = isNarrow ? 400 : Math.min(520, 350 + 8 * num);
   const radius = isCrowded ? 13 : isNarrow ? 19 : 23, server = isNarrow ? 30 : 40;
   const middle = { x: width / 2, y: height / 2 };
   const label = `Cluster: server ${state.server.node ?? ""} and ${num} workers: `

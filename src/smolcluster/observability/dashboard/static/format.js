@@ -14,6 +14,13 @@ export function number(value, digits = 4) {
   return Number(value.toPrecision(digits)).toString();
 }
 
+/** A count in little room: 950, 12.4k, 2.4M. */
+export function compact(value) {
+  if (!known(value)) return NONE;
+  if (value >= 999500) return `${number(value / 1e6, 3)}M`;
+  return value >= 10000 ? `${number(value / 1e3, 3)}k` : count(value);
+}
+
 export const percent = (value, digits = 0) => (known(value) ? `${(100 * value).toFixed(digits)}%` : NONE);
 
 export function bytes(value) {

@@ -18,7 +18,7 @@ export function drawTimeline(next) {
   ({ events, counts } = next);
   drawKinds();
   redrawTimeline();
-  if (known) choose(shown.findIndex((event) => event.t === known.t && event.kind === known.kind), false);
+  if (known) choose(shown.findIndex((event) => event.t === known.t && event.kind === known.kind));
 }
 
 function drawKinds() {
@@ -57,23 +57,22 @@ export function redrawTimeline() {
     const y = lane * LANE_HEIGHT + LANE_HEIGHT / 2;
     picture.append(svg("text", { x: 0, y: y + 4, class: "lane" }, name), svg("line", { x1: LEFT, x2: width - RIGHT, y1: y, y2: y, class: "rail" }));
   });
-  const num = width < 500 ? 3 : 6;
+  const num = Math.max(1, Math.min(width < 500 ? 3 : 6, Math.floor(last - first)));
   for (let tick = 0; tick <= num; tick += 1) {
     const t = first + ((last - first) * tick) / num;
-    picture.append(svg("text", { x: x(t), y: height - 6, class: "tick", "text-anchor": tick === 0 ? "start" : tick === num ? "end" : "middle" }, clock(t)));
+    picture.append(svg("text", { x: x(t), y: height - 6, class: `tick ${tick === 0 ? "first" : tick === num ? "last" : ""}` }, clock(t)));
   }
   const marks = shown.map((event, index) => {
     const lane = LANES.findIndex(([, kinds]) => kinds.includes(event.kind));
-    const mark = svg("circle", { cx: x(event.t), cy: lane * LANE_HEIGHT + LANE_HEIGHT / 2, r: 5, class: `mark kind-${event.kind}`, "data-index": index });
-    return mark;
+    return svg("circle", { cx: x(event.t), cy: lane * LANE_HEIGHT + LANE_HEIGHT / 2, r: 5, class: `mark kind-${event.kind}`, "data-index": index });
   });
   picture.append(...marks);
-  picture.addEventListener("pointermove", (event) => choose(nearest(marks, event, picture), true));
+  picture.addEventListener("pointermove", (event) => choose(nearest(marks, event, picture)));
   picture.addEventListener("keydown", (event) => {
     const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!move || !shown.length) return;
     event.preventDefault();
-    choose(chosen === null ? (move > 0 ? 0 : shown.length - 1) : (chosen + move + shown.length) % shown.length, true);
+    choose(chosen === null ? (move > 0 ? 0 : shown.length - 1) : (chosen + move + shown.length) % shown.length);
   });
   box.replaceChildren(picture);
 }

@@ -6,6 +6,11 @@ import { condition, parts } from "./cluster.js";
 
 const vital = (name) => (worker) => worker.vitals?.[name];
 
+/** Bytes a second while it runs; those of its sessions when it is over. */
+function flow(name, total) {
+  return (worker, state) => (state.is_over ? optional(worker[total], bytes) : optional(vital(name)(worker), rate));
+}
+
 const COLUMNS = [
   ["worker", (worker) => `${worker.rank}  ${worker.node}`],
   ["state", (worker, state) => (state.is_over ? worker.state : condition(worker))],
@@ -15,18 +20,17 @@ const COLUMNS = [
   ["samples/s", (worker, state) => (state.is_over ? "" : number(worker.samples_per_s, 3))],
   ["staleness", (worker) => number(worker.mean_staleness, 3)],
   ["time of a step", null],
-  ["CPU", (worker) => cores(vital("cpu")(worker))],
+  ["CPU cores", (worker) => optional(vital("cpu")(worker), (value) => number(value, 2))],
   ["memory", (worker) => optional(vital("memory_bytes")(worker), bytes)],
-  ["up", (worker) => optional(vital("sent_bytes_per_s")(worker), rate), (worker) => optional(worker.sent_bytes, bytes)],
-  ["down", (worker) => optional(vital("received_bytes_per_s")(worker), rate), (worker) => optional(worker.received_bytes, bytes)],
+  ["up", flow("sent_bytes_per_s", "sent_bytes")],
+  ["down", flow("received_bytes_per_s", "received_bytes")],
   ["round trip", (worker) => optional(vital("rtt_s")(worker), duration)],
   ["queue", (worker) => optional(vital("queue")(worker), count)],
   ["last seen", (worker) => (worker.silent_s === null || worker.silent_s === undefined ? "" : `${duration(worker.silent_s)} ago`)],
 ];
-const RIGHT = new Set(["step", "samples", "samples/s", "staleness", "CPU", "memory", "up", "down", "round trip", "queue", "last seen"]);
+const RIGHT = new Set(["step", "samples", "samples/s", "staleness", "CPU cores", "memory", "up", "down", "round trip", "queue", "last seen"]);
 
 const optional = (value, format) => (value === undefined || value === null || value === 0 && format === bytes ? "" : format(value));
-const cores = (value) => (value === undefined ? "" : `${number(value, 2)} cores`);
 
 const rows = new Map();
 
@@ -66,6 +70,7 @@ function fillRow(row, worker, state) {
     const cell = row.cells[index];
     if (name === "time of a step") return drawSplit(cell, worker);
     say(cell.querySelector("span"), main(worker, state) ?? "");
+    if (name === "device") cell.title = worker.device ?? "";
     say(cell.querySelector("small"), beside ? beside(worker) ?? "" : "");
     cell.classList.toggle("blank", cell.textContent === "");
     return undefined;

@@ -1,0 +1,244 @@
+"""What it costs to be observed, with everything on: files, status, spans, Weights & Biases offline, /metrics.
+
+* `calls`: microseconds a step that reports take of the training thread: of a worker, which times its phases
+  and is asked for a report every second; of a server, which writes down every step. The aim is 50.
+* `step`: one process trains a GPT whose step takes about 100 ms, everything on against nothing on, in
+  processes of their own, side by side in each round. The aim is a ratio below 1.03.
+"""
+
+import argparse
+import json
+import logging
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from common import report
+from edp import free_port
+from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.observed import metrics_served
+from smolcluster.algorithms.records import open_records
+from smolcluster.cluster.dispatcher import Range
+from smolcluster.cluster.report import Report, StepTaken
+from smolcluster.cluster.vitals import Vitals
+from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.observability.exporter import ProcessLabels
+from smolcluster.observability.logs import setup_logging
+from smolcluster.observability.metrics import Metrics
+from smolcluster.runs.events import EventLog
+from smolcluster.runs.paths import create_run
+from smolcluster.training.build import Workbench, build
+from smolcluster.training.loop import TrainingStep, training_steps
+from smolcluster.utils.meter import PHASES, Meter
+
+WARM_UP = 3
+SMALL = ("model.hidden=32",)
+TEXT = ("batch_size=8", "model.num_layers=4", "model.model_dim=128", "model.max_seq_len=128")
+
+
+@contextmanager
+def observed(settings: Settings, bench: Workbench, folder: Path, *, on: bool) -> Iterator[Report]:
+    """A run's report, with everything on or nothing."""
+    run = settings.run_config("observed", "single")
+    log = setup_logging("trainer", "here")
+    paths = create_run(folder, run.run_id)
+    if not on:
+        events = EventLog(paths.events, "off", warn=print)
+        yield _context(settings, bench, Metrics([]), events, log.logger).new_report()
+        events.close()
+        return
+    with (
+        open_records(paths, run, role="trainer", node="here", log=log, progress=None) as records,
+        metrics_served(
+            settings,
+            ProcessLabels("trainer", "here"),
+            bench.replica.meter,
+            log.logger,
+            local=True,
+            status=lambda: records.status.newest,
+        ),
+        scraped(settings.cluster.metrics_port),
+    ):
+        context = _context(settings, bench, records.metrics, records.events, log.logger)
+        made = Report(
+            run=run,
+            server_node="here",
+            num_workers=1,
+            codec="none",
+            incarnation="on",
+            bench=bench,
+            metrics=context.metrics,
+            events=context.events,
+            log=log.logger,
+            bytes_moved=lambda: (0, 0),
+            status=records.status,
+            spans=records.spans,
+        )
+        yield made
+
+
+def _context(
+    settings: Settings, bench: Workbench, metrics: Metrics, events: EventLog, log: logging.Logger
+) -> ServerContext:
+    return ServerContext(
+        settings=settings,
+        run=settings.run_config("observed", "single"),
+        bench=bench,
+        node="here",
+        secret=None,
+        metrics=metrics,
+        events=events,
+        log=log,
+        incarnation="here",
+    )
+
+
+@contextmanager
+def scraped(port: int | None) -> Iterator[None]:
+    """Prometheus's part: everything is asked for once a second."""
+    done = threading.Event()
+
+    def scrape() -> None:
+        while not done.wait(1.0):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+                answer.read()
+
+    thread = threading.Thread(target=scrape, daemon=True)
+    thread.start()
+    yield
+    done.set()
+    thread.join()
+
+
+def settings_for(train: str, folder: Path, *overrides: str) -> Settings:
+    """What one process trains, with a port of its own."""
+    places = (f"metrics_port={free_port()}", f"runs_dir={folder}")
+    return load_settings("edp", train, None, [*places, *overrides], environ={}, local=True)
+
+
+def bench_of(settings: Settings) -> Workbench:
+    """What is trained, on one thread of the CPU."""
+    torch.set_num_threads(1)
+    place = settings.node.dataset
+    return build(settings.train, settings.cluster.seed, place, torch.device("cpu"))
+
+
+def taken(step: TrainingStep, version: int) -> StepTaken:
+    """A step as it is reported."""
+    return StepTaken(
+        version=version,
+        samples=Range(step.epoch, step.start, step.start + step.num_samples),
+        loss=step.loss,
+        learning_rate=step.learning_rate,
+        grad_norm=step.grad_norm,
+        layer_norms=step.layer_norms,
+    )
+
+
+def server_us(num_steps: int) -> float:
+    """Microseconds that a server's step takes to be reported, the median of so many."""
+    with TemporaryDirectory() as folder:
+        settings = settings_for("digits", Path(folder), "num_epochs=1000000", *SMALL)
+        bench = bench_of(settings)
+        costs = []
+        with observed(settings, bench, Path(folder), on=True) as made:
+            steps = training_steps(bench, settings.train)
+            for version in range(1, num_steps + 1):
+                step = taken(next(steps), version)
+                began = time.perf_counter()
+                made.step_taken(step)
+                made.tick()
+                costs.append(time.perf_counter() - began)
+    return 1e6 * statistics.mean(costs[WARM_UP:])
+
+
+def worker_us(num_steps: int) -> float:
+    """Microseconds that a worker's step takes to be timed, while a thread asks for reports."""
+    meter, done = Meter(), threading.Event()
+    vitals = Vitals(meter)
+
+    def ask() -> None:
+        while not done.wait(1.0):
+            vitals.report()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    began = time.perf_counter()
+    for _ in range(num_steps):
+        for phase in PHASES:
+            with meter(phase):
+                pass
+        meter.step_done(32)
+    cost = (time.perf_counter() - began) / num_steps
+    done.set()
+    thread.join()
+    return 1e6 * cost
+
+
+def step_s(num_steps: int, *, on: bool) -> float:
+    """Seconds of a step of a GPT, the median of so many, in this process."""
+    with TemporaryDirectory() as folder:
+        settings = settings_for("stdlib", Path(folder), "num_epochs=1000", *TEXT)
+        bench = bench_of(settings)
+        costs = []
+        with observed(settings, bench, Path(folder), on=on) as made:
+            steps = training_steps(bench, settings.train)
+            for version in range(1, num_steps + 1):
+                began = time.perf_counter()
+                made.step_taken(taken(next(steps), version))
+                made.tick()
+                costs.append(time.perf_counter() - began)
+    return statistics.median(costs[WARM_UP:])
+
+
+def step_s_of_a_process(num_steps: int, *, on: bool) -> float:
+    """The same in a process of its own."""
+    child = [sys.executable, __file__, "--steps", str(num_steps), "--child", "on" if on else "off"]
+    done = subprocess.run(child, check=True, capture_output=True, text=True, timeout=600)
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--child", choices=("on", "off"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(step_s(args.steps, on=args.child == "on")))
+        return
+    worker, server = worker_us(200_000), server_us(100 * args.steps)
+    pairs = []
+    for number in range(args.rounds):
+        order = (True, False) if number % 2 else (False, True)
+        pair = {on: step_s_of_a_process(args.steps, on=on) for on in order}
+        pairs.append((pair[False], pair[True]))
+    off, on = (statistics.median(side) for side in zip(*pairs, strict=True))
+    ratio = statistics.median(with_all / without for without, with_all in pairs)
+    rows = [
+        ("what", "measured", "aim"),
+        ("a worker's step is timed", f"{worker:.1f} µs", "50 µs"),
+        ("a server's step is reported", f"{server:.1f} µs", "50 µs"),
+        (
+            f"a step of {1e3 * off:.0f} ms, everything on",
+            f"{1e3 * on:.1f} ms, {ratio:.3f}x",
+            "1.03x",
+        ),
+    ]
+    results = {"worker_us": worker, "server_us": server, "off_s": off, "on_s": on, "ratio": ratio}
+    report("What it costs to be observed", rows, results, as_json=args.json)
+
+
+if __name__ == "__main__":
+    main()

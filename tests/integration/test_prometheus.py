@@ -1,0 +1,298 @@
+"""Prometheus itself reads what the project serves, and every panel of the dashboards finds its data.
+
+Needs Debian's packages `prometheus` (with promtool) and, for one test, `docker-compose`.
+"""
+
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from exporting import NUMBERS, a_status, a_worker
+from harness import free_port, local_settings
+from processes import Processes
+from smolcluster.configs.schema import ClusterConfig
+from smolcluster.launch.observe.targets import targets_of, write_targets
+from smolcluster.observability.exporter import (
+    ProcessLabels,
+    ProcessNumbers,
+    RunCollector,
+    metrics_address,
+    serve_metrics,
+)
+from smolcluster.runs.launched import LaunchedProcess
+from smolcluster.runs.paths import find_run
+from smolcluster.runs.processes import read_processes
+from smolcluster.runs.status import RunStatus
+
+STACK = Path(__file__).resolve().parents[2] / "logging"
+DASHBOARDS = STACK / "grafana" / "dashboards"
+DEADLINE_S = 60.0
+RATE_INTERVAL = "3s"
+BAD_QUERY = 400
+
+Answer = list[dict[str, Any]]
+
+
+def tool(name: str) -> str:
+    """The path of a program that not every machine has."""
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"{name} is not installed")
+    return path
+
+
+def promtool(*words: str) -> str:
+    done = subprocess.run(
+        [tool("promtool"), *words],
+        cwd=STACK,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_promtool_finds_the_configuration_and_the_rules_right() -> None:
+    assert "5 rules found" in promtool("check", "config", "prometheus.yml")
+
+
+def test_the_alerts_fire_when_they_should_and_not_before() -> None:
+    assert "SUCCESS" in promtool("test", "rules", "rules/alerts_test.yml")
+
+
+def test_debians_old_compose_understands_the_file() -> None:
+    done = subprocess.run(
+        [tool("docker-compose"), "config"],
+        cwd=STACK,
+        env={"PATH": os.environ["PATH"], "GRAFANA_PASSWORD": "other"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "GF_SECURITY_ADMIN_PASSWORD: other" in done.stdout
+
+
+class Prometheus:
+    """A Prometheus with the project's own configuration, but that it asks more often."""
+
+    def __init__(self, processes: Processes) -> None:
+        self.targets = processes.folder / "stack"
+        self.targets.mkdir()
+        self._port = free_port()
+        config = YAML(typ="safe").load((STACK / "prometheus.yml").read_text())
+        config["global"] |= {"scrape_interval": "300ms", "evaluation_interval": "1s"}
+        config["rule_files"] = [str(STACK / "rules" / "alerts.yml")]
+        [job] = config["scrape_configs"]
+        [found] = job["file_sd_configs"]
+        found |= {"files": [str(self.targets / "targets" / "*.json")], "refresh_interval": "1s"}
+        job["scrape_timeout"] = "300ms"
+        assert "host.docker.internal" in job["relabel_configs"].pop()["replacement"]
+        file = processes.folder / "prometheus.yml"
+        file.write_text(json.dumps(config))
+        processes.start(
+            tool("prometheus"),
+            f"--config.file={file}",
+            f"--storage.tsdb.path={processes.folder / 'tsdb'}",
+            f"--web.listen-address=127.0.0.1:{self._port}",
+        )
+
+    def ask(self, expression: str) -> Answer:
+        """What an expression gives now; nothing while Prometheus starts."""
+        words = urllib.parse.urlencode({"query": expression})
+        try:
+            url = f"http://127.0.0.1:{self._port}/api/v1/query?{words}"
+            with urllib.request.urlopen(url, timeout=10) as reply:
+                return list(json.load(reply)["data"]["result"])
+        except urllib.error.URLError as error:
+            if isinstance(error, urllib.error.HTTPError) and error.code == BAD_QUERY:
+                raise AssertionError(f"{expression}: {error.read().decode()}") from error
+            return []
+
+    def number(self, expression: str) -> float:
+        """The one value of an expression; NaN: there is none."""
+        values = [float(each["value"][1]) for each in self.ask(expression)]
+        return values[0] if len(values) == 1 else math.nan
+
+    def wait_for(self, what: object, condition: Callable[[], bool]) -> None:
+        """Wait until something holds; `what` is it, as it is at the end."""
+        end = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < end, f"this did not come: {what}"
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def prometheus(processes: Processes) -> Prometheus:
+    return Prometheus(processes)
+
+
+def panels() -> Iterator[tuple[str, str]]:
+    """The PromQL of every panel, with its dashboard and title."""
+    for file in sorted(DASHBOARDS.glob("*.json")):
+        page = json.loads(file.read_text())
+        for panel in page["panels"]:
+            for target in panel["targets"]:
+                if target["datasource"]["type"] == "prometheus":
+                    yield f"{page['title']}: {panel['title']}", target["expr"]
+
+
+def filled_in(expression: str) -> str:
+    """An expression as Grafana would send it, for all runs and nodes."""
+    for name, value in (("$__rate_interval", RATE_INTERVAL), ("$run", ".*"), ("$node", ".*")):
+        expression = expression.replace(name, value)
+    assert "$" not in expression
+    return expression
+
+
+def is_data(answer: Answer) -> bool:
+    return any(not math.isnan(float(each["value"][1])) for each in answer)
+
+
+def wait_for_panels(prometheus: Prometheus, *without: str) -> None:
+    """Every query of every panel gives a number, but for those about metrics that a run does not have."""
+    missing = [
+        (title, expression)
+        for title, expression in panels()
+        if not any(metric in expression for metric in without)
+    ]
+
+    def all_there() -> bool:
+        missing[:] = [
+            (title, expression)
+            for title, expression in missing
+            if not is_data(prometheus.ask(filled_in(expression)))
+        ]
+        return not missing
+
+    prometheus.wait_for(missing, all_there)
+
+
+def processes_of(*nodes: str) -> list[LaunchedProcess]:
+    """A server on mini1 and a worker on each of the nodes."""
+    server = LaunchedProcess(
+        node="mini1", role="server", rank=None, ssh=None, run_dir="r", session="s"
+    )
+    return [
+        server,
+        *(
+            server.model_copy(update={"node": node, "role": "worker", "rank": rank})
+            for rank, node in enumerate(nodes)
+        ),
+    ]
+
+
+def announce(prometheus: Prometheus, cluster: ClusterConfig, *nodes: str) -> None:
+    targets = targets_of("r1", processes_of(*nodes), cluster, lambda _: "127.0.0.1")
+    write_targets(prometheus.targets, "r1", targets)
+
+
+def moving_status(steps: Iterator[int]) -> RunStatus:
+    """A run that has gone on since it was asked last, and perplexity as well as accuracy."""
+    step = next(steps)
+    workers = [
+        a_worker(
+            rank,
+            node,
+            samples=step * 50,
+            sent_bytes=step * 1000,
+            received_bytes=step * 2000,
+            staleness=[step, step, 0, 0, 0, 0, 0, 0],
+        )
+        for rank, node in enumerate(("pi5", "win"))
+    ]
+    pushes = {"applied": step, "stale": step // 2}
+    return a_status(
+        step=step, samples_applied=step * 100, workers=workers, pushes=pushes, val_perplexity=12.0
+    )
+
+
+def moving_numbers(steps: Iterator[int]) -> ProcessNumbers:
+    step = next(steps)
+    phases = {phase: seconds + step / 100 for phase, seconds in NUMBERS.phase_seconds.items()}
+    return ProcessNumbers(step, step * 32, phases)
+
+
+def test_every_panel_has_data(prometheus: Prometheus, tmp_path: Path) -> None:
+    cluster = local_settings(f"metrics_port={free_port()}", workers=2).cluster
+    announce(prometheus, cluster, "pi5", "win")
+    whose = {None: "mini1", 1: "pi5", 2: "win"}
+    with ExitStack() as serving:
+        for worker_id, node in whose.items():
+            role, rank = ("server", None) if worker_id is None else ("worker", worker_id - 1)
+            steps, numbers = count(1), count(1)
+            collector = RunCollector(
+                ProcessLabels(role, node, rank),
+                lambda numbers=numbers: moving_numbers(numbers),
+                tmp_path,
+                status=(lambda steps=steps: moving_status(steps)) if rank is None else lambda: None,
+            )
+            served = metrics_address(cluster, worker_id, local=True)
+            assert served is not None
+            serving.enter_context(serve_metrics(collector, *served, warn=pytest.fail))
+        wait_for_panels(prometheus)
+        assert {each["metric"]["run"] for each in prometheus.ask("smolcluster_loss")} == {"r1"}
+        labels = prometheus.ask('smolcluster_process_steps_total{role="worker"}')
+        assert {(each["metric"]["rank"], each["metric"]["node"]) for each in labels} == {
+            ("0", "pi5"),
+            ("1", "win"),
+        }
+        assert prometheus.number('smolcluster_worker_up{node="win"}') == 1
+        [info] = prometheus.ask("smolcluster_run_info")
+        assert info["metric"]["algorithm"] == "edp"
+        prometheus.wait_for(
+            "the alert of dropped pushes",
+            lambda: bool(prometheus.ask('ALERTS{alertname="StalenessBeyondBound"}')),
+        )
+
+
+def test_a_real_run_is_scraped_and_a_killed_worker_is_down(
+    prometheus: Prometheus, processes: Processes
+) -> None:
+    metrics_port = free_port()
+    stated = [
+        *("num_epochs=2000", f"port={free_port()}", f"metrics_port={metrics_port}"),
+        *("heartbeat_timeout_s=3", "staleness.bound=16", "eval_steps=50"),
+    ]
+    launch = processes.start(
+        *(sys.executable, "-m", "smolcluster.cli", "launch", "edp", "--local", "--no-tmux"),
+        *("--no-observe", "--workers", "2", "--override", *stated),
+    )
+    cluster = local_settings(*stated, workers=2).cluster
+    announce(prometheus, cluster, *cluster.workers)
+    wait_for_panels(prometheus, "perplexity", "ALERTS")
+    assert prometheus.number("sum(smolcluster_worker_up)") == 2
+    assert prometheus.number("smolcluster_steps_total") > 0
+    run = find_run(processes.runs)
+    [lost] = [each for each in read_processes(run.processes) if each.rank == 1]
+    os.kill(lost.pid, signal.SIGKILL)
+    prometheus.wait_for(
+        "the worker's end",
+        lambda: prometheus.number(f'smolcluster_worker_up{{node="{lost.node}"}}') == 0,
+    )
+    assert prometheus.number("sum(smolcluster_worker_up)") == 1
+    launch.kill(signal.SIGINT)
+    assert launch.wait() == 130, launch.output
+    for port in (metrics_port, metrics_port + 1):
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.1", port), 5)

@@ -1,0 +1,389 @@
+"""Grafana, Loki and Prometheus beside a run, with a `docker` that only writes down what it is asked."""
+
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from harness import free_port, local_settings
+from reading import fake_ssh, server, worker
+from smolcluster.algorithms.registry import get_algorithm
+from smolcluster.cli import main
+from smolcluster.errors import TryAgain
+from smolcluster.launch.observe import beside, commands, stack
+from smolcluster.launch.observe.beside import announce, bring_up, forget, within_reach
+from smolcluster.launch.observe.stack import (
+    DockerIsDown,
+    NoDocker,
+    Service,
+    check_docker,
+    compose,
+    own_stack,
+    services,
+)
+from smolcluster.launch.observe.targets import (
+    STALE_AFTER_S,
+    local_address,
+    remove_stale,
+    ssh_address,
+    targets_of,
+    write_targets,
+)
+from smolcluster.launch.plan import Request
+from smolcluster.utils.retry import Deadline
+
+DOCKER = """#!/bin/sh
+echo "$*" >>"{folder}/asked"
+case "$*" in
+  "version "*)
+    if [ -f "{folder}/locked" ]; then echo "permission denied while trying to connect" >&2; exit 1; fi
+    if [ -f "{folder}/down" ]; then echo "Cannot connect to the Docker daemon" >&2; exit 1; fi
+    echo 28.0 ;;
+  "compose version") if [ -f "{folder}/without-compose" ]; then exit 1; fi ;;
+  "network inspect "*) cat "{folder}/bridge" ;;
+  "ps "*) printf 'grafana\\tUp 3 minutes (healthy)\\nloki\\tExited (1) 2 minutes ago\\n' ;;
+  *" up --detach") if [ -f "{folder}/broken" ]; then echo "port is already allocated" >&2; exit 1; fi ;;
+esac
+"""
+
+
+class Docker:
+    """A `docker` in the PATH; files in its folder say what is wrong with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        program = folder / "docker"
+        program.write_text(DOCKER.replace("{folder}", str(folder)))
+        program.chmod(0o755)
+
+    def let(self, what: str, content: str = "") -> None:
+        """Have it behave so."""
+        (self.folder / what).write_text(content)
+
+    @property
+    def asked(self) -> list[str]:
+        """What it was called with."""
+        file = self.folder / "asked"
+        return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.fixture
+def no_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A PATH with a shell and nothing of Docker's."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("sh", "cat"):
+        path = shutil.which(name)
+        assert path is not None
+        (folder / name).symlink_to(path)
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+@pytest.fixture
+def docker(no_docker: Path) -> Docker:
+    return Docker(no_docker)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The stack's folder, which is not the checkout's."""
+    made = tmp_path / "logging"
+    made.mkdir()
+    for module in (stack, beside):
+        monkeypatch.setattr(module, "own_stack", lambda: made)
+    return made
+
+
+class Well(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"database": "ok"} ready Healthy')
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def all_well(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Three services that answer."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Well) as http:
+        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+        thread.start()
+        put_services_at(http.server_port, monkeypatch)
+        yield
+        http.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def none_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_services_at(free_port(), monkeypatch)
+
+
+def put_services_at(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = tuple(
+        Service(each.name, f"http://127.0.0.1:{port}/{each.name}", each.word) for each in services()
+    )
+    for module in (stack, beside):
+        monkeypatch.setattr(module, "services", lambda: found)
+
+
+def test_the_checkout_has_a_stack() -> None:
+    found = own_stack()
+    assert found is not None
+    assert (found / "docker-compose.yml").is_file()
+
+
+def test_docker_that_is_missing_locked_or_stopped_is_told_apart(no_docker: Path) -> None:
+    with pytest.raises(NoDocker, match="not installed"):
+        check_docker()
+    fake = Docker(no_docker)
+    check_docker()
+    fake.let("locked")
+    with pytest.raises(NoDocker, match="usermod"):
+        check_docker()
+    (no_docker / "locked").unlink()
+    fake.let("down")
+    with pytest.raises(DockerIsDown, match="not running"):
+        check_docker()
+
+
+def test_either_compose_will_do(docker: Docker, no_docker: Path) -> None:
+    words = ["--file", "/stack/docker-compose.yml"]
+    assert compose(Path("/stack")) == ["docker", "compose", *words]
+    docker.let("without-compose")
+    with pytest.raises(NoDocker, match="docker-compose-plugin"):
+        compose(Path("/stack"))
+    (no_docker / "docker-compose").symlink_to(no_docker / "docker")
+    assert compose(Path("/stack")) == ["docker-compose", *words]
+
+
+@pytest.mark.parametrize("verb", ["up", "down"])
+def test_without_docker_a_command_is_one_line(
+    verb: str, no_docker: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["observe", verb]) == 1
+    assert capsys.readouterr().err == (
+        "error: Docker is not installed: install Docker, or Docker Desktop on a Mac\n"
+    )
+
+
+def test_with_docker_stopped_trying_again_may_help(
+    docker: Docker, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    docker.let("down")
+    assert main(["observe", "up"]) == TryAgain.exit_code
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: Docker is not running: ")
+
+
+def test_up_starts_the_containers_and_says_where_grafana_is(
+    docker: Docker, folder: Path, all_well: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["observe", "up"]) == 0
+    assert f"compose --file {folder}/docker-compose.yml up --detach" in docker.asked
+    assert "http://localhost:3000" in capsys.readouterr().out
+
+
+def test_up_that_fails_says_so(
+    docker: Docker, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    docker.let("broken")
+    assert main(["observe", "up"]) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == "port is already allocated"
+    assert lines[1].startswith("error: `docker compose ")
+    assert lines[1].endswith("ended with exit code 1; it says why above")
+
+
+def test_up_does_not_wait_for_ever(
+    docker: Docker,
+    folder: Path,
+    none_answers: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(commands, "READY_S", 0.0)
+    assert main(["observe", "up"]) == 1
+    assert "Exited (1) 2 minutes ago" in capsys.readouterr().out
+
+
+def test_down_keeps_the_volumes(docker: Docker, folder: Path) -> None:
+    assert main(["observe", "down"]) == 0
+    assert docker.asked[-1] == f"compose --file {folder}/docker-compose.yml down"
+
+
+def test_status_tells_of_each_service(
+    docker: Docker, folder: Path, all_well: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["observe", "status"]) == 0
+    shown = capsys.readouterr().out
+    for word in ("grafana", "loki", "prometheus", "Up 3 minutes (healthy)", "no container"):
+        assert word in shown
+    assert f"working_dir={folder}" in docker.asked[-1]
+
+
+def test_status_of_what_does_not_run(
+    docker: Docker, folder: Path, none_answers: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["observe", "status"]) == 1
+    assert "yes" not in capsys.readouterr().out
+    docker.let("down")
+    assert main(["observe", "status"]) == TryAgain.exit_code
+
+
+def test_a_page_of_somebody_else_is_not_grafana(all_well: None) -> None:
+    [grafana, *_] = stack.services()
+    assert stack.answers(grafana)
+    assert not stack.answers(Service("grafana", grafana.url, "another word"))
+    assert not stack.answers(Service("grafana", "http://[nonsense", "x"))
+
+
+def test_loki_is_asked_where_it_is_published() -> None:
+    assert services({})[1].url == "http://127.0.0.1:3100/ready"
+    assert services({"LOKI_BIND": "::"})[1].url == "http://127.0.0.1:3100/ready"
+    assert services({"LOKI_BIND": "10.0.0.1"})[1].url == "http://10.0.0.1:3100/ready"
+
+
+def test_a_launch_starts_the_stack_and_does_not_wait(
+    docker: Docker, folder: Path, none_answers: None
+) -> None:
+    said: list[str] = []
+    assert bring_up(said.append) == folder
+    [line] = said
+    assert line.startswith("Grafana is starting: http://localhost:3000")
+    deadline = Deadline(10)
+    while docker.asked[-1] != f"compose --file {folder}/docker-compose.yml up --detach":
+        assert not deadline.expired
+        time.sleep(0.01)
+
+
+def test_a_launch_leaves_a_stack_that_runs_alone(
+    docker: Docker, folder: Path, all_well: None
+) -> None:
+    said: list[str] = []
+    assert bring_up(said.append) == folder
+    assert said == ["Grafana shows the run: http://localhost:3000"]
+    assert not any("up" in words.split() for words in docker.asked)
+
+
+def test_a_launch_without_docker_is_told_so_in_one_line(no_docker: Path, folder: Path) -> None:
+    said: list[str] = []
+    assert bring_up(said.append) is None
+    [line] = said
+    assert line.startswith("no Grafana beside the run: Docker is not installed")
+
+
+def request() -> Request:
+    return Request(get_algorithm("edp"), overrides=("num_epochs=1",))
+
+
+def test_a_local_run_is_served_where_containers_reach_it(
+    docker: Docker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.platform", "linux")
+    cluster = local_settings().cluster
+    docker.let("bridge", "127.0.0.9\n")
+    assert within_reach(request(), cluster).overrides == ("num_epochs=1", "metrics_bind=127.0.0.9")
+    docker.let("bridge", "192.0.2.1\n")
+    assert within_reach(request(), cluster) == request(), "Docker is in a virtual machine"
+    docker.let("bridge", "")
+    assert within_reach(request(), cluster) == request()
+
+
+def test_what_the_user_said_of_metrics_stays(
+    docker: Docker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docker.let("bridge", "127.0.0.9\n")
+    for stated in ("metrics_bind=127.0.0.1", "metrics_port=null"):
+        assert within_reach(request(), local_settings(stated).cluster) == request()
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert within_reach(request(), local_settings().cluster) == request()
+
+
+PROCESSES = (server(None), worker(0, "pi5", "pi@pi5"), worker(1, "win", None))
+
+
+def test_prometheus_is_told_of_every_process() -> None:
+    cluster = local_settings("metrics_port=9000").cluster
+    where = {"mini1": "127.0.0.1", "pi5": "192.168.50.2", "win": "fd00::2"}
+    assert targets_of("r1", PROCESSES, cluster, where.__getitem__) == [
+        {
+            "targets": ["127.0.0.1:9000"],
+            "labels": {"run": "r1", "role": "server", "node": "mini1"},
+        },
+        {
+            "targets": ["192.168.50.2:9001"],
+            "labels": {"run": "r1", "role": "worker", "node": "pi5"},
+        },
+        {"targets": ["[fd00::2]:9002"], "labels": {"run": "r1", "role": "worker", "node": "win"}},
+    ]
+    assert targets_of("r1", PROCESSES, local_settings("metrics_port=null").cluster, str) == []
+    far = local_settings("metrics_port=65534").cluster
+    assert [each["targets"] for each in targets_of("r1", PROCESSES, far, lambda _: "a")] == [
+        ["a:65534"],
+        ["a:65535"],
+    ]
+
+
+def test_where_this_machines_processes_are() -> None:
+    assert local_address(local_settings().cluster) == "127.0.0.1"
+    assert local_address(local_settings("metrics_bind=0.0.0.0").cluster) == "127.0.0.1"
+    assert local_address(local_settings("metrics_bind=172.17.0.1").cluster) == "172.17.0.1"
+
+
+def test_the_address_of_a_node_is_what_ssh_says_as_a_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ssh(tmp_path, monkeypatch)
+    assert ssh_address("pi@127.0.0.5") == "127.0.0.5"
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.write_text(
+        '#!/bin/sh\n[ "$1" = -G ] && printf "user pi\\nhostname localhost\\nport 22\\n"\n'
+    )
+    assert ssh_address("pi5") in ("127.0.0.1", "::1")
+    ssh.write_text('#!/bin/sh\necho "hostname no-such-host.invalid"\n')
+    assert ssh_address("pi5") == "no-such-host.invalid"
+
+
+def test_a_run_is_announced_and_forgotten(folder: Path) -> None:
+    cluster = local_settings("metrics_port=9000").cluster
+    announce(folder, "r1", PROCESSES, cluster, ssh=lambda _: None, say=pytest.fail)
+    file = folder / "targets" / "r1.json"
+    assert len(json.loads(file.read_text())) == 3
+    assert file.stat().st_mode & 0o777 == 0o644, "Prometheus is another user"
+    forget("r1")
+    forget("r1")
+    assert list((folder / "targets").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(folder: Path) -> None:
+    (folder / "targets").write_text("in the way")
+    said: list[str] = []
+    announce(folder, "r1", PROCESSES, local_settings().cluster, ssh=lambda _: None, say=said.append)
+    assert len(said) == 1
+    assert said[0].endswith("; Prometheus does not see the run")
+
+
+def test_runs_that_ended_unseen_are_cleared_away(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as alive:
+        port = alive.getsockname()[1]
+        for name, targets in {
+            "alive": [f"127.0.0.1:{port}"],
+            "over": [f"127.0.0.1:{free_port()}"],
+            "young": [f"127.0.0.1:{free_port()}"],
+        }.items():
+            write_targets(folder, name, [{"targets": targets, "labels": {}}])
+        (folder / "targets" / "strange.json").write_text("[[]]")
+        later = (folder / "targets" / "young.json").stat().st_mtime + STALE_AFTER_S + 60
+        os.utime(folder / "targets" / "young.json", (later, later))
+        remove_stale(folder, now=lambda: later)
+    assert {file.stem for file in (folder / "targets").iterdir()} == {"alive", "young", "strange"}

@@ -1,0 +1,214 @@
+"""What ships the logs of a launched run: planned, and run by shells of this machine."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from harness import local_settings
+from loki import receiving
+from reading import fake_ssh, server, worker
+from smolcluster.errors import LaunchError
+from smolcluster.launch import shipping
+from smolcluster.launch.plan import LaunchPlan
+from smolcluster.launch.run import LocalRun
+from smolcluster.launch.shipping import Loki, loki_of, ship_script, url_for, with_shippers
+from smolcluster.runs.launched import Launched, LaunchedProcess
+from smolcluster.runs.paths import create_run
+
+TIMEOUT_S = 30.0
+OURS = Loki("http://127.0.0.1:3100", is_ours=True)
+FOLLOWER = """#!/bin/sh
+echo "$(basename "$0") $LOKI_URL $SMOLCLUSTER_RUNS_DIR $*"
+trap 'sleep 0.5; echo flushed; exit' TERM
+touch ~/ready; n=0; while [ $n -lt 300 ]; do sleep 0.1; n=$((n+1)); done
+"""
+"""Follows nothing; told to end it takes a moment."""
+Shell = Callable[[LaunchedProcess], "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with a checkout that has the configurations of Promtail and Alloy."""
+    monkeypatch.setattr(shipping, "OUTPUT", str(tmp_path / "promtail.log"))
+    logging = tmp_path / "smolcluster" / "logging"
+    logging.mkdir(parents=True)
+    for name in ("promtail-server-remote.yaml", "promtail-worker-remote.yaml", "config.alloy"):
+        (logging / name).touch()
+    return tmp_path
+
+
+def install(home: Path, name: str) -> None:
+    program = home / ".local" / "bin" / name
+    program.parent.mkdir(parents=True, exist_ok=True)
+    program.write_text(FOLLOWER)
+    program.chmod(0o755)
+
+
+@pytest.fixture(params=["sh", "bash"])
+def shell(
+    home: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]:
+    """Start a shipper of these processes as a session does."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*processes: LaunchedProcess) -> "subprocess.Popen[bytes]":
+        script = ship_script(processes, "http://10.0.0.1:3100/")
+        process = subprocess.Popen(
+            [request.param, "-c", script],
+            cwd=home,
+            env={"HOME": str(home), "PATH": "/usr/bin:/bin"},
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def said(home: Path) -> list[str]:
+    return sorted((home / "promtail.log").read_text().splitlines())
+
+
+def test_promtail_follows_and_is_ended_with_the_processes_of_its_machine(
+    home: Path, shell: Shell
+) -> None:
+    install(home, "promtail")
+    install(home, "alloy")
+    shipper = shell(worker(0, "pi5", "pi5"))  # which has gone
+    assert shipper.wait(TIMEOUT_S) == 0
+    config = "-config.expand-env=true -config.file=logging/promtail-worker-remote.yaml"
+    assert said(home) == ["flushed", f"promtail http://10.0.0.1:3100 {home}/runs {config}"]
+    assert shipper.stderr is not None
+    assert shipper.stderr.read() == b""
+
+
+def test_of_a_server_and_a_worker_on_one_machine_both_logs_are_followed(
+    home: Path, shell: Callable[..., "subprocess.Popen[bytes]"]
+) -> None:
+    install(home, "promtail")
+    assert shell(server("pi5"), worker(0, "mini1", "pi5")).wait(TIMEOUT_S) == 0
+    files = [line.rpartition("=")[2] for line in said(home) if line.startswith("promtail")]
+    assert files == [f"logging/promtail-{role}-remote.yaml" for role in ("server", "worker")]
+    assert said(home).count("flushed") == 2
+
+
+def test_alloy_follows_where_there_is_no_promtail(home: Path, shell: Shell) -> None:
+    install(home, "alloy")
+    assert shell(server("pi5")).wait(TIMEOUT_S) == 0
+    assert said(home)[0].startswith(f"alloy http://10.0.0.1:3100 {home}/runs run ")
+    assert said(home)[0].endswith(" logging/config.alloy")
+
+
+def test_a_follower_that_is_told_to_end_is_waited_for(
+    home: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shipping, "look_script", lambda _process: "echo running")
+    install(home, "promtail")
+    shipper = shell(server("pi5"))
+    wait_for((home / "ready").exists)
+    os.killpg(shipper.pid, signal.SIGTERM)
+    assert shipper.wait(TIMEOUT_S) == 0
+    assert "flushed" in said(home)
+
+
+def test_our_own_shipper_gets_the_logs_of_its_machine_only(home: Path, shell: Shell) -> None:
+    odd = home / "it's $(touch pwned)"
+    odd.mkdir()
+    install(home, "python")
+    process = worker(3, "pi5", "pi5", run_dir="~/it's $(touch pwned)/r1")
+    process = process.model_copy(update={"argv": (".local/bin/python", "worker.py")})
+    shipper = shell(process)
+    shipper.wait(TIMEOUT_S)
+    assert (home / "ready").exists()
+    assert not (home / "pwned").exists()
+    script = ship_script([process], "http://10.0.0.1:3100")
+    command = "-m smolcluster.cli ship \"$HOME\"/'it'\"'\"'s $(touch pwned)/r1' --loki"
+    assert f"{command} http://10.0.0.1:3100 --only worker-rank3-pi5 &" in script
+
+
+def test_a_node_finds_loki_where_it_sees_the_launching_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ssh(tmp_path, monkeypatch)
+    stated = Loki("http://127.0.0.1:9", is_ours=False)
+    for process in (server("pi5"), server(None)):
+        assert url_for(process, stated) == "http://127.0.0.1:9"
+    assert url_for(server(None), OURS) == OURS.url
+    elsewhere = Loki("http://192.168.7.7:3100", is_ours=True)  # it listens on one address
+    assert url_for(server("pi5"), elsewhere) == elsewhere.url
+    for connection, url in (
+        ("192.168.50.100 5022 192.168.50.101 22", "http://192.168.50.100:3100"),
+        ("::ffff:10.0.0.9 5022 ::1 22", "http://10.0.0.9:3100"),
+        ("fd00::9 5022 fd00::1 22", "http://[fd00::9]:3100"),
+    ):
+        monkeypatch.setenv("SSH_CONNECTION", connection)
+        assert url_for(server("pi5"), OURS) == url
+    for connection, why in (("", "how it sees"), ("fe80::1%eth0 1 2 3", "which no URL can say")):
+        monkeypatch.setenv("SSH_CONNECTION", connection)
+        with pytest.raises(LaunchError, match=f"{why}.*set loki_url"):
+            url_for(server("pi5"), OURS)
+
+
+def test_each_machine_gets_one_shipper_and_who_cannot_say_how_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ssh(tmp_path, monkeypatch)
+    monkeypatch.setenv("SSH_CONNECTION", "10.0.0.9 1 10.0.0.1 22")
+    processes = (server("pi@mini1"), worker(0, "mini1", "pi@mini1"), worker(1, "pi5", "cut"))
+    launched = Launched(run_id="r1", algorithm="edp", processes=processes)
+    told: list[str] = []
+    [shipper] = with_shippers(launched, OURS, told.append).shippers
+    assert (shipper.stem, shipper.session) == ("shipper-mini1", "r1-shipper-mini1")
+    assert "--only server-mini1 --only worker-rank0-mini1" in shipper.argv[-1]
+    assert [line.split(":")[0] for line in told] == ["the logs of pi5 are not shipped"]
+    assert with_shippers(launched, None, told.append) is launched
+
+
+def test_where_logs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stated = local_settings("loki_url=http://mini1:3100").cluster
+    assert loki_of(stated, tmp_path) == Loki("http://mini1:3100", is_ours=False)
+    with receiving() as receiver:
+        monkeypatch.setattr(shipping, "loki_here", lambda: receiver.url)
+        assert loki_of(local_settings().cluster, None) == Loki(receiver.url, is_ours=True)
+    monkeypatch.setattr(shipping, "loki_here", lambda: None)
+    assert loki_of(local_settings().cluster, None) is None
+    assert loki_of(local_settings().cluster, tmp_path) == OURS, "it is on its way"
+
+
+def test_a_run_of_child_processes_ships_its_last_lines_and_leaves_nothing(
+    fake_plan: Callable[..., LaunchPlan], tmp_path: Path, console: Console
+) -> None:
+    paths = create_run(tmp_path, "r1")
+    file = str(paths.log_file("server", "mini1"))
+    with receiving() as receiver:
+        plan = fake_plan(f"open({file!r}, 'w').write('the last word')", "")
+        run = LocalRun(plan, paths, console, loki=Loki(receiver.url, is_ours=True))
+        assert run.run() == 0
+        assert receiver.received.texts(host="server-mini1") == ["the last word"]
+    assert not [child for child in run._shippers if child.exit_code != 0]
+
+
+def test_a_run_of_child_processes_does_not_need_loki(
+    fake_plan: Callable[..., LaunchPlan], tmp_path: Path, console: Console
+) -> None:
+    paths = create_run(tmp_path, "r1")
+    run = LocalRun(fake_plan("", ""), paths, console, loki=Loki("nonsense", is_ours=False))
+    assert run.run() == 0

@@ -1,0 +1,135 @@
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from made_runs import MadeRun, killed_run, worker_status
+from smolcluster.cli import main
+from smolcluster.errors import ConfigError
+from smolcluster.observability.report.comparison import compare, comparison_of
+from smolcluster.observability.report.facts import read_run
+from smolcluster.runs.paths import RunPaths
+
+
+def shown(*runs: RunPaths, page: Path | None = None, width: int = 120) -> str:
+    output = io.StringIO()
+    compare(runs, page, Console(file=output, width=width))
+    return output.getvalue()
+
+
+def two(folder: Path) -> tuple[RunPaths, RunPaths]:
+    first, second = killed_run(folder, "one"), killed_run(folder, "two")
+    second.config("num_epochs=2", "learning_rate=0.007")
+    return first.paths, second.paths
+
+
+def rows_of(*runs: RunPaths) -> dict[str, list[str]]:
+    compared = comparison_of([read_run(run) for run in runs])
+    return {row.name: list(row.values) for row in (*compared.outcomes, *compared.settings)}
+
+
+def test_what_came_of_runs_and_the_settings_that_differ_are_side_by_side(tmp_path: Path) -> None:
+    runs = two(tmp_path)
+    rows = rows_of(*runs)
+    assert rows["training loss"] == ["0.0213", "0.0213"]
+    assert rows["validation loss"] == ["0.0345", "0.0345"]
+    assert rows["steps"] == ["100", "100"]
+    assert rows["samples/s"] == ["320", "320"]
+    assert rows["workers lost"] == ["1", "1"]
+    assert rows["mean staleness"] == ["0.68", "0.68"]
+    assert rows["received"] == ["5.7 MB", "5.7 MB"]
+    assert rows["learning_rate"] == ["0.003", "0.007"]
+    assert "num_epochs" not in rows
+    table = shown(*runs)
+    assert "learning_rate" in table
+    assert "one" in table.splitlines()[1]
+
+
+def test_a_run_that_is_not_over_is_compared_as_it_stands(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path, "young")
+    run.started()
+    run.steps(1, 5)
+    run.status("training", None, worker_status(0))
+    rows = rows_of(killed_run(tmp_path).paths, run.paths)
+    assert rows["state"] == ["ended", "broken off"]
+    assert rows["training loss"][1] == "0.2500 (last step)"
+    assert rows["received"][1] == "–"
+
+
+def test_a_run_of_which_nothing_is_known_is_a_column_of_dashes(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    rows = rows_of(killed_run(tmp_path).paths, RunPaths(empty))
+    assert rows["state"] == ["ended", "unknown"]
+    assert rows["steps"][1] == "–"
+
+
+def test_the_page_has_the_curves_of_all(tmp_path: Path) -> None:
+    page = tmp_path / "compared.html"
+    runs = [killed_run(tmp_path, f"r{number}").paths for number in range(9)]
+    assert str(page) in shown(*runs, page=page, width=300)
+    text = page.read_text()
+    for look in ("curve run0", "curve run6", "curve run0 dashed", "curve run1 dashed"):
+        assert f'class="{look}"' in text
+    assert "validation accuracy" in text
+    assert "<script" not in text
+
+
+def test_hostile_names_are_text(tmp_path: Path) -> None:
+    run = killed_run(tmp_path, "<script>alert(1)<!--")
+    run.started(algorithm="<b>edp")
+    page = tmp_path / "compared.html"
+    shown(run.paths, killed_run(tmp_path).paths, page=page)
+    assert "<script>" not in page.read_text()
+    assert "&lt;script&gt;" in page.read_text()
+
+
+def test_one_run_cannot_be_compared(tmp_path: Path) -> None:
+    run = killed_run(tmp_path).paths
+    with pytest.raises(ConfigError, match="two runs or more"):
+        shown(run, run)
+
+
+@pytest.fixture
+def runs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["report", "nope"],
+        ["report"],
+        ["compare"],
+        ["compare", "one"],
+        ["compare", "one", "nope"],
+        ["compare", "one", "../one"],
+    ],
+)
+def test_a_wrong_name_is_one_line_and_2(
+    arguments: list[str], runs_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed_run(runs_dir, "one")
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    [line] = captured.err.splitlines()
+    assert line.startswith("error: ")
+
+
+def test_the_command_line_writes_reports_and_compares(
+    runs_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two_ = two(runs_dir)
+    assert main(["report", "one"]) == 0
+    assert capsys.readouterr().out == f"{one.report}\n"
+    assert one.report.is_file()
+    page = runs_dir / "page.html"
+    assert main(["compare", "one", "two", "--html", str(page)]) == 0
+    assert "0.007" in capsys.readouterr().out
+    assert page.is_file()
+    assert not two_.report.exists()
+    assert main(["compare", "one", "two", "--html", str(runs_dir / "no" / "page.html")]) == 1
+    assert "no/page.html" in capsys.readouterr().err

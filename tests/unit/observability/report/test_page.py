@@ -1,0 +1,404 @@
+import math
+import os
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from made_runs import MadeRun, killed_run, worker_status
+from smolcluster.errors import SmolclusterError
+from smolcluster.observability.metrics import MetricRecord
+from smolcluster.observability.report.page import MAX_ROWS, cut, write_report
+from smolcluster.runs.events import (
+    CheckpointSaved,
+    PushDropped,
+    RunResumed,
+    RunStarted,
+    WorkerJoined,
+)
+from smolcluster.runs.lock import RunLock
+from smolcluster.runs.paths import RunPaths
+
+VOID = {"meta", "br", "line", "path"}
+
+
+class Reader(HTMLParser):
+    """A page's texts and rows by section, its elements and attributes; all it opens it must close."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.open: list[str] = []
+        self.text: dict[str, str] = {}
+        self.rows: dict[str, list[list[str]]] = {}
+        self._section = "head"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag == "section":
+            self._section = str(dict(attrs)["id"])
+        if tag == "tr":
+            self.rows.setdefault(self._section, []).append([])
+        if tag in ("td", "th"):
+            self.rows[self._section][-1].append("")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in VOID:
+            return
+        assert self.open.pop() == tag
+        if tag == "section":
+            self._section = "foot"
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.text[self._section] = self.text.get(self._section, "") + data
+            if {"td", "th"} & set(self.open):
+                self.rows[self._section][-1][-1] += data
+
+    def words(self, section: str) -> str:
+        return " ".join(self.text.get(section, "").split())
+
+    def row(self, section: str, first: str) -> dict[str, str]:
+        head, *rows = self.rows[section]
+        [found] = [row for row in rows if row[0] == first]
+        return dict(zip(head, found, strict=True))
+
+
+def read(page: Path) -> Reader:
+    reader = Reader()
+    reader.feed(page.read_text(encoding="utf-8"))
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+def report_of(run: MadeRun | RunPaths, ended_by: BaseException | None = None) -> Reader:
+    paths = run.paths if isinstance(run, MadeRun) else run
+    assert write_report(paths, ended_by) == paths.report
+    return read(paths.report)
+
+
+def vitals(rank: int, node: str, **values: float) -> MetricRecord:
+    shares = {"share/forward": 0.25, "share/backward": 0.5, "share/send": 0.125}
+    return MetricRecord("worker", 1, 0, shares | values, rank=rank, node=node)
+
+
+def test_the_page_says_what_the_summary_says(tmp_path: Path) -> None:
+    page = report_of(killed_run(tmp_path))
+    head = page.words("head")
+    assert "edp-1" in head
+    assert "ended · every sample has been applied" in head
+    for said in (
+        "0.0213",
+        "0.0345",
+        "97.5%",
+        "3,200",
+        "10 s",
+        "320 samples/s",
+        "5.7 MB",
+        "7 stale",
+    ):
+        assert said in head
+    assert page.row("workers", "0")["samples"] == "1,600"
+    assert page.row("workers", "2")["share"] == "40.0%"
+    assert page.row("workers", "1")["mean staleness"] == "1.25"
+
+
+def test_a_worker_that_was_killed_is_in_its_row_the_events_and_the_trouble(tmp_path: Path) -> None:
+    run = killed_run(tmp_path)
+    run.status("ended", "done", worker_status(0), worker_status(1, state="lost"), worker_status(2))
+    page = report_of(run)
+    row = page.row("workers", "1")
+    assert (row["node"], row["at the end"], row["lost"]) == ("win", "lost", "1×")
+    assert page.row("workers", "0")["lost"] == "–"
+    assert ["+5 s", "worker 2 (win) is lost: it was cut"] in page.rows["events"]
+    trouble = page.words("trouble")
+    assert "14:13:25 · worker 2 (win) is lost: it was cut" in trouble
+    assert "worker 2 (win) is lost: it was cut" in trouble
+    assert ("class", "warning it") in page.attributes
+    assert "worker lost or left" in page.words("curves")
+
+
+def test_the_page_needs_no_network_and_runs_no_script(tmp_path: Path) -> None:
+    page = report_of(killed_run(tmp_path))
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    named = {name for name, _ in page.attributes}
+    assert not {"src", "href", "srcset"} & named
+    assert not any(name.startswith("on") for name in named)
+    text = (tmp_path / "edp-1" / "report.html").read_text()
+    assert "@import" not in text
+    assert "url(" not in text
+    assert "default-src 'none'" in text
+
+
+def test_curves_have_their_marks_and_checkpoints(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.started()
+    run.steps(1, 10)
+    run.event(CheckpointSaved(step=10))
+    again = MadeRun(tmp_path, incarnation="b2")
+    again.now = 60.0
+    again.started()
+    again.event(RunResumed(step=10, samples_applied=320))
+    again.joined(0)
+    again.steps(11, 30)
+    again.joined(1)
+    again.steps(31, 40)
+    page = report_of(again)
+    curves = page.words("curves")
+    for label in ("training, smoothed", "worker joined", "resumed", "checkpoint", "learning rate"):
+        assert label in curves
+    looks = [value for name, value in page.attributes if name == "class"]
+    assert looks.count("saved") == 2  # in the legend and at the axis
+    assert "resumed from step 10, after 320 samples" in page.words("events")
+
+
+@pytest.mark.parametrize(
+    "name", ["config", "status", "events", "metrics", "summary", "logs", "processes"]
+)
+def test_whatever_file_is_missing_there_is_a_page(tmp_path: Path, name: str) -> None:
+    run = killed_run(tmp_path)
+    path: Path = getattr(run.paths, name)
+    if path.is_dir():
+        for file in path.iterdir():
+            file.unlink()
+        path.rmdir()
+    else:
+        path.unlink(missing_ok=True)
+    page = report_of(run)
+    assert "edp-1" in page.words("head")
+
+
+@pytest.mark.parametrize("name", ["config", "status", "events", "metrics", "summary", "processes"])
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe{]", b"[1, 2]\n", b'{"ts": null}\n'])
+def test_whatever_file_is_damaged_there_is_a_page(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
+    run = killed_run(tmp_path)
+    path: Path = getattr(run.paths, name)
+    path.write_bytes(content)
+    report_of(run)
+
+
+def test_an_empty_folder_is_a_page_that_knows_nothing(tmp_path: Path) -> None:
+    page = report_of(RunPaths(tmp_path))
+    assert "unknown" in page.words("head")
+    assert "curves" not in page.text
+
+
+def test_a_run_that_is_failing_says_what_its_log_will_say(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.config()
+    run.started()
+    run.joined(0)
+    run.steps(1, 3)
+    run.says("server", "mini1", None, ("INFO", "listening"))
+    run.status("failed", "the run failed: step 4: loss is nan", worker_status(0))
+    run.ended("the run failed: step 4: loss is nan", ok=False)
+    page = report_of(run, SmolclusterError("step 4: loss is nan"))
+    assert "failed · the run failed: step 4: loss is nan" in page.words("head")
+    trouble = page.words("trouble")
+    assert "server mini1: step 4: loss is nan" in trouble
+    assert "smolcluster.errors.SmolclusterError: step 4: loss is nan" in trouble
+    assert "loss is nan" in report_of(run).words("trouble")  # and later without being told
+
+
+def test_a_run_that_was_stopped_has_no_trouble(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.started()
+    run.says("server", "mini1", None, ("INFO", "stopped by SIGINT"))
+    run.status("ended", "it was stopped")
+    run.ended("it was stopped", ok=False)
+    page = report_of(run, KeyboardInterrupt())
+    assert "stopped" in page.words("head")
+    assert "no worker was lost" in page.words("trouble")
+
+
+def test_a_run_that_broke_off_and_one_that_goes_on_say_so(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.config()
+    run.started()
+    run.steps(1, 5)
+    run.status("training", None, worker_status(0))
+    assert "broken off" in report_of(run).words("head")
+    with RunLock(run.paths.lock):
+        page = report_of(run)
+    assert "training · it goes on" in page.words("head")
+
+
+HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;{{ 7*7 }}\x1b[2J\u202e\x00"
+
+
+def test_hostile_text_is_shown_as_text(tmp_path: Path) -> None:
+    run = killed_run(tmp_path)
+    run.lost(2, HOSTILE)
+    run.event(WorkerJoined(rank=7, node=HOSTILE, device=HOSTILE, samples_per_s=1.0))
+    run.metric(vitals(7, HOSTILE, sent_bytes_per_s=1.0))
+    run.says("worker", "pi5", 0, ("ERROR", HOSTILE), exception=ValueError(HOSTILE))
+    run.says("worker", "pi5", 0, ("DEBUG", "here"), machine={"system": HOSTILE, "cores": HOSTILE})
+    run.status("failed", HOSTILE, worker_status(0, address=HOSTILE, device=HOSTILE))
+    (run.paths.logs / "worker-rank9-<b>.log").write_text(HOSTILE + "\n")
+    page = report_of(run)
+    assert not {"script", "img", "b"} & set(page.tags)
+    assert not any(name.startswith("on") for name, _ in page.attributes)
+    text = run.paths.report.read_text()
+    assert not {"\x1b", "\x00", "\u202e"} & set(text)
+    for section in ("head", "trouble", "workers", "time", "links", "events", "machines"):
+        assert "<script>alert(1)</script>" in page.words(section)
+        assert "{{ 7*7 }}" in page.words(section)
+
+
+def test_lone_surrogates_and_bytes_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
+    run = killed_run(tmp_path)
+    log = run.paths.log_file("server", "mini1")
+    with log.open("ab") as file:
+        file.write(b'{"ts": "2026-09-21T14:13:21Z", "level": "ERROR", "message": "a\\ud800b"}\n')
+        file.write(b"\xff\xfe no JSON \x80\n")
+    page = report_of(run)
+    assert r"a\ud800b" in page.words("trouble")
+    assert "no JSON" in page.words("trouble")
+
+
+def test_metrics_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
+    run = killed_run(tmp_path)
+    run.steps(101, 105, loss=math.nan, lr=math.inf)
+    run.metric(vitals(0, "pi5", queue=math.nan, rtt_s=math.inf, **{"share/forward": math.nan}))
+    page = report_of(run)
+    text = run.paths.report.read_text()
+    assert "nan" not in text.lower().replace("finance", "")
+    assert ">inf" not in text.lower()
+    assert "worker 1 pi5" in page.words("time")
+
+
+def test_a_run_of_only_nan_has_a_page(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.started()
+    run.steps(1, 5, loss=math.nan, samples_applied=math.nan)
+    report_of(run)
+
+
+@pytest.mark.parametrize("loss", [0.0, 1e300, -1e-300, 1e-320, 1e15])
+def test_curves_of_any_size_are_drawn(tmp_path: Path, loss: float) -> None:
+    run = MadeRun(tmp_path)
+    run.started()
+    run.steps(1, 3, loss=loss)
+    run.steps(4, 6, loss=2 * loss)
+    report_of(run)
+
+
+def test_time_and_links_come_from_what_workers_report(tmp_path: Path) -> None:
+    run = killed_run(tmp_path)
+    rates = {"sent_bytes_per_s": 2e6, "received_bytes_per_s": 5e5, "steps_per_s": 4.0}
+    more = {"rtt_s": 0.004, "queue": 2.0, "codec_ratio": 3.9}
+    run.metric(vitals(0, "pi5", **rates, **more))
+    run.now += 1
+    run.metric(vitals(0, "pi5", **(rates | {"sent_bytes_per_s": 4e6}), **more))
+    run.metric(MetricRecord("server", 1, 0, {"share/apply": 0.5}, node="mini1"))
+    run.status("ended", "", worker_status(0, sent_bytes=10**9, received_bytes=10**6))
+    page = report_of(run)
+    assert "server mini1 50%" in page.words("time")
+    assert "worker 1 pi5 25%50%12%" in page.words("time")
+    link = page.rows["links"][1]
+    assert link == [
+        *("0", "pi5", "1.0 GB", "3.00", "4.00", "1.0 MB", "0.50", "0.50"),
+        *("4 ms", "2.0 (most 2)", "3.90×"),
+    ]
+    assert page.row("workers", "0")["mean step"] == "250 ms"
+
+
+def test_without_reports_of_workers_there_is_neither_time_nor_links(tmp_path: Path) -> None:
+    page = report_of(killed_run(tmp_path))
+    assert not {"time", "links"} & page.text.keys()
+    assert page.row("workers", "0")["mean step"] == "–"
+
+
+def test_the_settings_that_are_not_defaults_come_first(tmp_path: Path) -> None:
+    page = report_of(killed_run(tmp_path))
+    row = page.row("configuration", "learning_rate")
+    assert (row["value"], row["default"]) == ("0.003", "0.001")
+    assert "weight_decay" not in [row[0] for row in page.rows["configuration"]]
+    assert "weight_decay: 0.0" in page.words("configuration")
+
+
+def test_machines_and_versions_are_told_by_their_logs(tmp_path: Path) -> None:
+    run = killed_run(tmp_path)
+    machine = {"python": "3.11.2", "torch": "2.11.0", "cores": 4, "memory_bytes": 8 * 10**9}
+    run.says("worker", "pi5", 0, ("DEBUG", "here"), machine=machine)
+    row = report_of(run).row("machines", "worker 1 pi5")
+    assert (row["Python"], row["PyTorch"], row["cores"]) == ("3.11.2", "2.11.0", "4")
+    assert row["memory"] == "8.0 GB"
+
+
+def test_long_lists_are_cut_and_say_so(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.started()
+    for number in range(400):
+        run.joined(number, "pi5")
+    page = report_of(run)
+    assert len(page.rows["events"]) == MAX_ROWS + 1
+    assert "… 201 more …" in page.words("events")
+    assert len(page.rows["workers"]) == MAX_ROWS + 2  # and the head
+    assert cut([["a", "b"]] * 5, 4)[2] == ["…", "1 more"]
+
+
+def test_pushes_that_are_dropped_one_after_another_are_one_row(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.started()
+    dropped = PushDropped(
+        **{"rank": 0, "node": "pi5", "outcome": "stale", "epoch": 0, "start": 0, "stop": 1},  # type: ignore[arg-type]
+        reason="too old",
+    )
+    for _ in range(1000):
+        run.now += 0.01
+        run.event(dropped)
+    page = report_of(run)
+    assert page.rows["events"][1][1].endswith("too old (1,000 times within 10 s)")
+
+
+def test_a_single_process_has_neither_workers_nor_links(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path, "single-1")
+    run.event(
+        RunStarted.model_validate(
+            {
+                **{"run_id": "single-1", "algorithm": "single", "node": "laptop", "num_workers": 1},
+                **{"num_epochs": 1, "train_samples": 10, "batch_size": 1, "codec": "fp32"},
+                **{"dataset": "digits", "model": "SimpleNN", "num_params": 1},
+            }
+        )
+    )
+    run.says("trainer", "laptop", None, ("INFO", "training"))
+    run.steps(1, 10)
+    run.summary(algorithm="single", workers=[])
+    page = report_of(run)
+    assert not {"workers", "links"} & page.text.keys()
+    assert "no log that is here has an error" in page.words("trouble")
+    assert "not here" not in page.words("trouble")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    run = killed_run(tmp_path)
+    run.paths.root.chmod(0o500)
+    with pytest.raises(SmolclusterError, match=r"report\.html"):
+        write_report(run.paths)
+    run.paths.root.chmod(0o700)
+
+
+def test_an_older_page_stays_when_a_new_one_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = killed_run(tmp_path)
+    write_report(run.paths)
+    before = run.paths.report.read_bytes()
+
+    def full(_file: Path, _content: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(SmolclusterError, match="No space left"):
+        write_report(run.paths)
+    assert run.paths.report.read_bytes() == before

@@ -1,0 +1,122 @@
+"""Loki's push API from the sender's side."""
+
+import gzip
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from loki import receiving
+from smolcluster.errors import ConfigError
+from smolcluster.observability.shipping.lines import Entry
+from smolcluster.observability.shipping.loki import (
+    Answer,
+    Loki,
+    Verdict,
+    judged,
+    push_body,
+    push_url,
+)
+
+NOW = datetime(2026, 11, 22, 7, 0, tzinfo=UTC)
+
+
+def test_a_body_has_the_documented_form() -> None:
+    one, two = (("job", "a"), ("level", "INFO")), (("job", "b"),)
+    entries = [Entry(one, 1, "first"), Entry(two, 2, "τ\x00\n<script>"), Entry(one, 3, "last")]
+    assert json.loads(gzip.decompress(push_body(entries))) == {
+        "streams": [
+            {"stream": {"job": "a", "level": "INFO"}, "values": [["1", "first"], ["3", "last"]]},
+            {"stream": {"job": "b"}, "values": [["2", "τ\x00\n<script>"]]},
+        ]
+    }
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "verdict"),
+    [
+        (204, b"", Verdict.ACCEPTED),
+        (204, b"anything", Verdict.ACCEPTED),
+        (200, b"", Verdict.ACCEPTED),
+        (200, b"<html>", Verdict.LATER),
+        (301, b"", Verdict.LATER),
+        (400, b"entry too far behind", Verdict.REFUSED),
+        (401, b"", Verdict.REFUSED),
+        (404, b"", Verdict.REFUSED),
+        (413, b"", Verdict.REFUSED),
+        (408, b"", Verdict.LATER),
+        (429, b"", Verdict.LATER),
+        (500, b"", Verdict.LATER),
+        (503, b"", Verdict.LATER),
+        (999, b"", Verdict.LATER),
+    ],
+)
+def test_what_an_answer_means(status: int, said: bytes, verdict: Verdict) -> None:
+    answer = judged(status, {}, said, NOW)
+    assert answer.verdict is verdict
+    assert said.decode() in answer.reason or verdict is Verdict.ACCEPTED
+
+
+def test_an_answer_is_quoted_on_one_line_and_not_at_length() -> None:
+    answer = judged(400, {}, b"a\x1b[2J\n\xff" + b"x" * 5000, NOW)
+    assert answer.reason.startswith("it answers 400: a\\x1b[2J\\n�x")
+    assert len(answer.reason) < 350
+
+
+@pytest.mark.parametrize(
+    ("retry_after", "seconds"),
+    [
+        ("7", 7.0),
+        ("1.5", 1.5),
+        ("-3", 0.0),
+        ("86400", 60.0),
+        ("inf", 60.0),
+        ("nan", 0.0),
+        ("Sun, 22 Nov 2026 07:00:20 GMT", 20.0),
+        ("Sun, 22 Nov 2020 07:00:20 GMT", 0.0),
+        ("soon", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_a_wish_to_wait_is_heard_within_reason(retry_after: str, seconds: float) -> None:
+    assert judged(429, {"Retry-After": retry_after}, b"", NOW).retry_after_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("base", "url"),
+    [
+        ("http://192.168.1.10:3100", "http://192.168.1.10:3100/loki/api/v1/push"),
+        ("http://[::1]:3100/", "http://[::1]:3100/loki/api/v1/push"),
+        ("https://logs.example/tenant/", "https://logs.example/tenant/loki/api/v1/push"),
+        ("http://a:1/loki/api/v1/push", "http://a:1/loki/api/v1/push"),
+    ],
+)
+def test_lines_go_to_the_push_api(base: str, url: str) -> None:
+    assert str(push_url(base)) == url
+
+
+@pytest.mark.parametrize(
+    "base", ["192.168.1.10:3100", "ftp://a", "http://", "", "http://a:x", "http://a:99999", "\x00"]
+)
+def test_an_address_that_is_none_is_refused(base: str) -> None:
+    with pytest.raises(ConfigError, match="Loki's address"):
+        push_url(base)
+
+
+def test_a_password_belongs_in_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"belong in ~/\.netrc") as refused:
+        push_url("http://me:sentinel@loki:3100")
+    assert "sentinel" not in str(refused.value)
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine 127.0.0.1 login me password sentinel\n")
+    netrc.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(netrc))
+    with receiving() as receiver:
+        loki = Loki(receiver.url)
+        assert loki.push(push_body([Entry((("job", "a"),), 1, "x")])) == Answer(Verdict.ACCEPTED)
+        loki.close()
+        assert receiver.authorizations == ["Basic bWU6c2VudGluZWw="]
+    netrc.write_text("machine\n")
+    with pytest.raises(ConfigError, match="netrc"):
+        Loki("http://127.0.0.1:1")
