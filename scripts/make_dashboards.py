@@ -23,7 +23,12 @@ Json = dict[str, Any]
 
 OPTIONS: dict[str, Json] = {
     "timeseries": {
-        "legend": {"displayMode": "table", "placement": "bottom", "calcs": ["lastNotNull"]},
+        "legend": {
+            "showLegend": True,
+            "displayMode": "table",
+            "placement": "bottom",
+            "calcs": ["lastNotNull"],
+        },
         "tooltip": {"mode": "multi", "sort": "desc"},
     },
     "stat": {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "none"},
@@ -87,8 +92,8 @@ class Dashboard:
 
 def of(metric: str, labels: str = "") -> str:
     """A metric of the chosen runs."""
-    chosen = ", ".join(filter(None, ['run=~"$run"', labels]))
-    return f"smolcluster_{metric}{{{chosen}}}"
+    matchers = ", ".join(filter(None, ['run=~"$run"', labels]))
+    return f"smolcluster_{metric}{{{matchers}}}"
 
 
 def rate(metric: str, labels: str = "") -> str:
@@ -106,7 +111,7 @@ def stat(title: str, expression: str, unit: str = "short", description: str = ""
     return Panel(title, [Query(expression)], unit, "stat", 4, 4, description)
 
 
-def chosen(name: str, query: str | Json, source: Json) -> Json:
+def chosen(name: str, query: Json, source: Json) -> Json:
     """A variable with the values that a data source knows, of which several can be chosen."""
     return {
         "name": name,
@@ -129,13 +134,22 @@ def typed(name: str) -> Json:
 
 def label_values(label: str) -> Json:
     """What Loki is asked for all values of a label."""
-    return {"label": label, "refId": f"LokiVariable-{label}", "stream": "", "type": 1}
+    return {
+        "label": label,
+        "refId": "LokiVariableQueryEditor-VariableQuery",
+        "stream": "",
+        "type": 1,
+    }
 
 
-RUN_CHOICE = chosen("run", "label_values(smolcluster_run_info, run)", PROMETHEUS)
-NODE_CHOICE = chosen(
-    "node", 'label_values(smolcluster_process_steps_total{run=~"$run"}, node)', PROMETHEUS
-)
+def values_of(metric: str, label: str) -> Json:
+    """What Prometheus is asked for all values of a metric's label."""
+    query = f"label_values({metric}, {label})"
+    return {"qryType": 1, "query": query, "refId": "PrometheusVariableQueryEditor-VariableQuery"}
+
+
+RUN_CHOICE = chosen("run", values_of("smolcluster_run_info", "run"), PROMETHEUS)
+NODE_CHOICE = chosen("node", values_of(of("process_steps_total"), "node"), PROMETHEUS)
 
 RUN = Dashboard(
     "Run",
@@ -351,6 +365,17 @@ LOGS = Dashboard(
 DASHBOARDS = (RUN, WORKERS, LINKS, LOGS)
 
 
+RANGE: dict[str, Json] = {
+    "prometheus": {"range": True, "instant": False},
+    "loki": {"queryType": "range"},
+}
+"""How each data source is asked for values over time."""
+UP_OR_DOWN: Json = {
+    "mode": "absolute",
+    "steps": [{"color": "red", "value": None}, {"color": "green", "value": 1}],
+}
+
+
 def rendered(dashboard: Dashboard) -> str:
     """The dashboard as Grafana's JSON."""
     uid = f"smolcluster-{dashboard.name.lower()}"
@@ -405,6 +430,7 @@ def rendered_panel(panel: Panel, source: Json) -> Json:
                 "datasource": source,
                 "expr": query.expression,
                 "legendFormat": query.legend,
+                **RANGE[source["type"]],
             }
             for index, query in enumerate(panel.queries)
         ],
@@ -424,6 +450,8 @@ def rendered_panel(panel: Panel, source: Json) -> Json:
                 "stacking": {"mode": "normal" if panel.stacked else "none", "group": "A"},
             },
         }
+    if panel.kind == "state-timeline":
+        made["fieldConfig"]["defaults"]["thresholds"] = UP_OR_DOWN
     if panel.right:
         on_the_right = {"id": "custom.axisPlacement", "value": "right"}
         names = {"id": "byRegexp", "options": panel.right}

@@ -1,13 +1,29 @@
 """A run's status and numbers for tests of what Prometheus reads."""
 
+import socket
+from contextlib import ExitStack
 from typing import Any
 
+from harness import free_port
 from smolcluster.observability.exporter import ProcessNumbers
 from smolcluster.runs.status import RunStatus, WorkerStatus, instant
+from smolcluster.utils.meter import PHASES
 
 NOW = instant(1_790_000_000.0)
-PHASES = ("data", "forward", "backward", "encode", "send", "wait", "apply")
 NUMBERS = ProcessNumbers(100, 3200, {phase: 0.5 + index for index, phase in enumerate(PHASES)})
+
+
+def free_ports(number: int) -> int:
+    """The first of so many ports in a row that nobody listens on now."""
+    while True:
+        first = free_port()
+        with ExitStack() as probes:
+            try:
+                for port in range(first, first + number):
+                    probes.enter_context(socket.create_server(("127.0.0.1", port)))
+            except (OSError, OverflowError):
+                continue
+        return first
 
 
 def a_worker(rank: int, node: str, **changes: Any) -> WorkerStatus:

@@ -7,12 +7,13 @@ import gzip
 import itertools
 import json
 import re
+import socket
 import sys
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -134,7 +135,7 @@ class Receiver:
         self.authorizations: list[str] = []
         self.changed = threading.Condition()
         self._address, self.port = address, port
-        self._server: ThreadingHTTPServer | None = None
+        self._server: _Server | None = None
         self.up()
 
     @property
@@ -151,10 +152,13 @@ class Receiver:
         self._server = server
 
     def down(self) -> None:
-        """Listen no more."""
+        """Listen no more, and break all connections."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
+            for connection in self._server.connections:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
             self._server = None
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -178,6 +182,16 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
     receiver: Receiver
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.connections: list[socket.socket] = []
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection, which `down` will break."""
+        connection, address = super().get_request()
+        self.connections.append(connection)
+        return connection, address
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of senders that hang up."""
@@ -206,6 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, receiver: Receiver, body: bytes) -> None:
         with receiver.changed:
             fault = receiver.faults.popleft() if receiver.faults else None
+            receiver.changed.notify_all()
         if fault is None:
             self._say(404 if self.path != PUSH else receiver.accept(body, self.headers))
             return

@@ -3,10 +3,13 @@
 import json
 import signal
 import socket
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 from harness import free_port
 from processes import Processes
@@ -178,3 +181,22 @@ def _only_error(output: str) -> str:
     lines = [line for line in output.splitlines() if "error" in line.lower()]
     assert len(lines) == 1, output
     return lines[0]
+
+
+def test_logs_are_in_utc_whatever_the_zone_of_a_worker(processes: Processes) -> None:
+    port = f"port={free_port()}"
+    start = time.time()
+    server = processes.server("--local", "--override", port, "num_epochs=1", "threads=1")
+    processes.environ["TZ"] = "Asia/Kolkata"
+    worker = processes.worker(1, "pi5", "--local", "--override", port, "threads=1")
+    assert server.wait() == 0, server.output
+    assert worker.wait() == 0, worker.output
+    log = find_run(processes.runs).logs / "worker-rank0-pi5.log"
+    stamps = [json.loads(line)["ts"] for line in log.read_text().splitlines()]
+    assert stamps
+    for stamp in stamps:
+        assert stamp.endswith("Z")
+        assert start - 1 < datetime.fromisoformat(stamp).timestamp() < time.time() + 1
+    console = datetime.fromtimestamp(start, ZoneInfo("Asia/Kolkata"))
+    hours = {f"{console + timedelta(hours=later):%H:}" for later in (0, 1)}
+    assert worker.output[:3] in hours, "the console has local time"

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from exporting import NUMBERS, a_status, a_worker
+from exporting import NUMBERS, a_status, a_worker, free_ports
 from harness import free_port, local_settings
 from processes import Processes
 from smolcluster.configs.schema import ClusterConfig
@@ -207,9 +207,8 @@ def announce(prometheus: Prometheus, cluster: ClusterConfig, *nodes: str) -> Non
     write_targets(prometheus.targets, "r1", targets)
 
 
-def moving_status(steps: Iterator[int]) -> RunStatus:
-    """A run that has gone on since it was asked last, and perplexity as well as accuracy."""
-    step = next(steps)
+def moving_status(step: int) -> RunStatus:
+    """A run of so many steps, with perplexity as well as accuracy."""
     workers = [
         a_worker(
             rank,
@@ -227,29 +226,32 @@ def moving_status(steps: Iterator[int]) -> RunStatus:
     )
 
 
-def moving_numbers(steps: Iterator[int]) -> ProcessNumbers:
-    step = next(steps)
+def moving_numbers(step: int) -> ProcessNumbers:
     phases = {phase: seconds + step / 100 for phase, seconds in NUMBERS.phase_seconds.items()}
     return ProcessNumbers(step, step * 32, phases)
 
 
+def moving(who: ProcessLabels, runs: Path) -> RunCollector:
+    """A process that has gone a step further whenever it is asked."""
+    steps, counted = count(1), count(1)
+    return RunCollector(
+        who,
+        lambda: moving_numbers(next(counted)),
+        runs,
+        status=lambda: moving_status(next(steps)) if who.rank is None else None,
+    )
+
+
 def test_every_panel_has_data(prometheus: Prometheus, tmp_path: Path) -> None:
-    cluster = local_settings(f"metrics_port={free_port()}", workers=2).cluster
+    cluster = local_settings(f"metrics_port={free_ports(3)}", workers=2).cluster
     announce(prometheus, cluster, "pi5", "win")
-    whose = {None: "mini1", 1: "pi5", 2: "win"}
     with ExitStack() as serving:
-        for worker_id, node in whose.items():
-            role, rank = ("server", None) if worker_id is None else ("worker", worker_id - 1)
-            steps, numbers = count(1), count(1)
-            collector = RunCollector(
-                ProcessLabels(role, node, rank),
-                lambda numbers=numbers: moving_numbers(numbers),
-                tmp_path,
-                status=(lambda steps=steps: moving_status(steps)) if rank is None else lambda: None,
-            )
+        for process in processes_of("pi5", "win"):
+            who = ProcessLabels(process.role, process.node, process.rank)
+            worker_id = None if process.rank is None else process.rank + 1
             served = metrics_address(cluster, worker_id, local=True)
             assert served is not None
-            serving.enter_context(serve_metrics(collector, *served, warn=pytest.fail))
+            serving.enter_context(serve_metrics(moving(who, tmp_path), *served, warn=pytest.fail))
         wait_for_panels(prometheus)
         assert {each["metric"]["run"] for each in prometheus.ask("smolcluster_loss")} == {"r1"}
         labels = prometheus.ask('smolcluster_process_steps_total{role="worker"}')
@@ -269,7 +271,7 @@ def test_every_panel_has_data(prometheus: Prometheus, tmp_path: Path) -> None:
 def test_a_real_run_is_scraped_and_a_killed_worker_is_down(
     prometheus: Prometheus, processes: Processes
 ) -> None:
-    metrics_port = free_port()
+    metrics_port = free_ports(3)
     stated = [
         *("num_epochs=2000", f"port={free_port()}", f"metrics_port={metrics_port}"),
         *("heartbeat_timeout_s=3", "staleness.bound=16", "eval_steps=50"),

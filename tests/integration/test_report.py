@@ -30,7 +30,7 @@ class Text(HTMLParser):
         self.feed(page.read_text())
         self.text = " ".join(" ".join(self.words).split())
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag: str, _attrs: object) -> None:
         if tag == "tr":
             self.rows.append([])
         self._in_cell = tag == "td"
@@ -42,9 +42,8 @@ class Text(HTMLParser):
             self._in_cell = False
 
     def row(self, *first: str) -> list[str]:
-        """The row that begins with these cells."""
-        [found] = [row for row in self.rows if tuple(row[: len(first)]) == first]
-        return found
+        """The first row that begins with these cells."""
+        return next(row for row in self.rows if tuple(row[: len(first)]) == first)
 
 
 def begin(processes: Processes, *overrides: str) -> tuple[Child, list[Child]]:
@@ -102,7 +101,7 @@ def test_a_run_that_fails_leaves_a_report_with_the_first_error(processes: Proces
     assert "failed" in before
     assert "lower learning_rate" in before
     assert "What is not the default" in before
-    again = Text(write_report(run)).text
+    again = Text(write_report(run)).text  # now with the last lines of all logs
     head = again.partition("What went wrong first")[2].partition("Traceback")[0]
     assert "loss is" in head
     assert "worker" in head  # it was a worker that met it first

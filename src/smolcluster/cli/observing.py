@@ -11,7 +11,7 @@ app.add_typer(observe_app, name="observe", help="Grafana, Loki and Prometheus in
 
 @observe_app.command("up", epilog=below("GRAFANA_PASSWORD=secret smolcluster observe up"))
 def _up() -> int:
-    """Start them, as launches do by themselves, and wait until they answer."""
+    """Start them and wait until they answer. Launches start them by themselves."""
     from smolcluster.launch.observe.commands import observe_up  # noqa: PLC0415 - takes time
 
     return observe_up()
@@ -27,7 +27,7 @@ def _down() -> int:
 
 @observe_app.command("status", epilog=below("smolcluster observe status"))
 def _status() -> int:
-    """Say of each of them whether it answers, and what Docker says of its container.
+    """Tell how each of them is: whether it answers, and what Docker says of its container.
 
     Exits with 0 if all three answer.
     """

@@ -21,6 +21,7 @@ from smolcluster.launch.observe.loki import loki_here, own_loki
 from smolcluster.launch.observe.stack import LOKI_PORT
 from smolcluster.launch.plan import Process
 from smolcluster.launch.sessions import ask_to_end, begin, host_of, look_script
+from smolcluster.launch.stop import LAST_LINES_S
 from smolcluster.launch.tmux import session_name
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.utils.units import format_address
@@ -31,8 +32,6 @@ LOOPBACK = "http://127."
 END_S = 8.0
 """How long an old shipper of the same run may take to end."""
 LOOK_EVERY_S = 2
-LAST_LINES_S = 1
-"""What follows files may look at them once a second."""
 
 Say = Callable[[str], None]
 
@@ -143,12 +142,12 @@ def ship_script(processes: Sequence[LaunchedProcess], url: str) -> str:
             "alloy run --disable-reporting --server.http.listen-addr=127.0.0.1:0 "
             '--storage.path="$HOME/.cache/smolcluster-alloy" logging/config.alloy >> $out 2>&1 & pids=$!',
             "else",
-            f'cd "$here"; {_own_command(processes, url)} & pids=$!',
+            f'cd "$here"; {_own_command(processes, url)} >> $out 2>&1 & pids=$!',
             "fi",
             f'running() {{ case "$({looks}\n)" in *running*) ;; *) return 1; esac; }}',
             "alive() { for each in $pids; do kill -0 $each 2>/dev/null && return; done; return 1; }",
             f"while alive && running; do sleep {LOOK_EVERY_S}; done",
-            f"alive && sleep {LAST_LINES_S}; kill $pids 2>/dev/null",
+            f"alive && sleep {LAST_LINES_S:g}; kill $pids 2>/dev/null",
             "while alive; do wait; done",  # a signal ends a wait
         ]
     )

@@ -32,6 +32,7 @@ from prometheus_client.registry import Collector
 
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.runs.status import RunStatus, WorkerStatus
+from smolcluster.utils.meter import Phase
 from smolcluster.utils.units import format_address
 
 PREFIX = "smolcluster_"
@@ -55,12 +56,12 @@ class ProcessNumbers:
     Attributes:
         steps: local optimizer steps, or the server's applied ones.
         samples: samples that went through it.
-        phase_seconds: wall time by phase: data, forward, backward, encode, send, wait, apply.
+        phase_seconds: wall time by phase.
     """
 
     steps: int
     samples: int
-    phase_seconds: Mapping[str, float]
+    phase_seconds: Mapping[Phase, float]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from reading import fake_ssh, server, worker
 from smolcluster.algorithms.registry import get_algorithm
 from smolcluster.cli import main
 from smolcluster.errors import TryAgain
+from smolcluster.launch import run
 from smolcluster.launch.observe import beside, commands, stack
 from smolcluster.launch.observe.beside import announce, bring_up, forget, within_reach
 from smolcluster.launch.observe.stack import (
@@ -387,3 +388,59 @@ def test_runs_that_ended_unseen_are_cleared_away(folder: Path) -> None:
         os.utime(folder / "targets" / "young.json", (later, later))
         remove_stale(folder, now=lambda: later)
     assert {file.stem for file in (folder / "targets").iterdir()} == {"alive", "young", "strange"}
+
+
+@pytest.fixture
+def runs_seen(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """For each run that is launched what Prometheus is told while it lasts; none is really started."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
+    seen: list[list[str]] = []
+
+    class Run:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        def run(self) -> int:
+            files = (folder / "targets").glob("*.json")
+            seen.append(
+                [each["targets"][0] for file in files for each in json.loads(file.read_text())]
+            )
+            return 0
+
+    monkeypatch.setattr(run, "LocalRun", Run)
+    return seen
+
+
+def launch(*words: str) -> int:
+    return main(
+        [
+            *("launch", "edp", "--local", "--no-tmux", "--workers", "2", *words),
+            *("--override", f"port={free_port()}", "metrics_port=9000"),
+        ]
+    )
+
+
+def test_a_local_run_is_told_to_prometheus_while_it_lasts(
+    docker: Docker,
+    folder: Path,
+    all_well: None,
+    runs_seen: list[list[str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    docker.let("bridge", "")
+    assert launch() == 0
+    assert runs_seen == [["127.0.0.1:9000", "127.0.0.1:9001", "127.0.0.1:9002"]]
+    assert list((folder / "targets").iterdir()) == []
+    assert capsys.readouterr().out.splitlines() == ["Grafana shows the run: http://localhost:3000"]
+
+
+def test_without_docker_or_with_no_observe_a_launch_goes_on_alone(
+    no_docker: Path, runs_seen: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch() == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    fake = Docker(no_docker)
+    assert launch("--no-observe") == 0
+    assert capsys.readouterr().out == ""
+    assert fake.asked == []
+    assert runs_seen == [[], []]

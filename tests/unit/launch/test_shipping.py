@@ -12,12 +12,15 @@ from rich.console import Console
 
 from harness import local_settings
 from loki import receiving
-from reading import fake_ssh, server, worker
+from reading import fake_ssh
+from reading import server as bare_server
+from reading import worker as bare_worker
 from smolcluster.errors import LaunchError
 from smolcluster.launch import shipping
 from smolcluster.launch.plan import LaunchPlan
 from smolcluster.launch.run import LocalRun
 from smolcluster.launch.shipping import Loki, loki_of, ship_script, url_for, with_shippers
+from smolcluster.observability.shipping.spool import STATE
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.runs.paths import create_run
 
@@ -41,6 +44,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("promtail-server-remote.yaml", "promtail-worker-remote.yaml", "config.alloy"):
         (logging / name).touch()
     return tmp_path
+
+
+def server(ssh: str | None) -> LaunchedProcess:
+    return bare_server(ssh).with_arguments(".venv/bin/python", "server.py")
+
+
+def worker(rank: int, node: str, ssh: str, run_dir: str = "~/runs/r1") -> LaunchedProcess:
+    return bare_worker(rank, node, ssh, run_dir).with_arguments(".local/bin/python", "worker.py")
 
 
 def install(home: Path, name: str) -> None:
@@ -134,14 +145,13 @@ def test_our_own_shipper_gets_the_logs_of_its_machine_only(home: Path, shell: Sh
     odd.mkdir()
     install(home, "python")
     process = worker(3, "pi5", "pi5", run_dir="~/it's $(touch pwned)/r1")
-    process = process.model_copy(update={"argv": (".local/bin/python", "worker.py")})
     shipper = shell(process)
     shipper.wait(TIMEOUT_S)
     assert (home / "ready").exists()
     assert not (home / "pwned").exists()
     script = ship_script([process], "http://10.0.0.1:3100")
     command = "-m smolcluster.cli ship \"$HOME\"/'it'\"'\"'s $(touch pwned)/r1' --loki"
-    assert f"{command} http://10.0.0.1:3100 --only worker-rank3-pi5 &" in script
+    assert f"{command} http://10.0.0.1:3100 --only worker-rank3-pi5 >> $out" in script
 
 
 def test_a_node_finds_loki_where_it_sees_the_launching_machine(
@@ -197,12 +207,18 @@ def test_a_run_of_child_processes_ships_its_last_lines_and_leaves_nothing(
     fake_plan: Callable[..., LaunchPlan], tmp_path: Path, console: Console
 ) -> None:
     paths = create_run(tmp_path, "r1")
-    file = str(paths.log_file("server", "mini1"))
+    log, state = paths.log_file("server", "mini1"), paths.logs / STATE
+    program = f"""
+with open({str(log)!r}, "w") as log:
+    print("the first", file=log, flush=True)
+    wait_until(lambda: os.path.exists({str(state)!r}))
+    print("the last", file=log)
+"""
     with receiving() as receiver:
-        plan = fake_plan(f"open({file!r}, 'w').write('the last word')", "")
+        plan = fake_plan(program, "")
         run = LocalRun(plan, paths, console, loki=Loki(receiver.url, is_ours=True))
         assert run.run() == 0
-        assert receiver.received.texts(host="server-mini1") == ["the last word"]
+        assert receiver.received.texts(host="server-mini1") == ["the first", "the last"]
     assert not [child for child in run._shippers if child.exit_code != 0]
 
 

@@ -16,6 +16,7 @@ from exporting import NOW, NUMBERS, a_status, a_worker
 from harness import free_port
 from smolcluster.configs.resolve import load_settings
 from smolcluster.observability.exporter import (
+    EVERYWHERE,
     ProcessLabels,
     ProcessNumbers,
     RunCollector,
@@ -209,7 +210,7 @@ def test_who_hangs_up_or_says_nonsense_disturbs_nobody(capfd: pytest.CaptureFixt
     [
         ([], None, True, ("127.0.0.1", 9464)),
         ([], 2, True, ("127.0.0.1", 9466)),
-        ([], None, False, ("0.0.0.0", 9464)),
+        ([], None, False, (EVERYWHERE, 9464)),
         (["metrics_bind=10.0.0.1"], 1, False, ("10.0.0.1", 9465)),
         (["metrics_bind=10.0.0.1"], 1, True, ("10.0.0.1", 9465)),
         (["metrics_port=null"], None, True, None),

@@ -28,13 +28,13 @@ from smolcluster.launch.observe.targets import (
 from smolcluster.launch.plan import Request
 
 DOCKER_S, SERVICE_S = 3.0, 0.5
-"""How long a launch waits for a word from Docker, and from each service."""
+"""How long a launch waits for a word from Docker, and from Grafana."""
 
 Say = Callable[[str], None]
 
 
 def bring_up(say: Say) -> Path | None:
-    """See that the stack is there or on its way, and say so in one line.
+    """See that Grafana is there or the stack on its way, and say so in one line.
 
     Returns its folder; None: without Docker it will not come.
     """
@@ -43,7 +43,7 @@ def bring_up(say: Say) -> Path | None:
         return None
     try:
         check_docker(DOCKER_S)
-        if all(answers(service, SERVICE_S) for service in services()):
+        if answers(services()[0], SERVICE_S):  # the others are left as their user has set them
             say(f"Grafana shows the run: {GRAFANA}")
         else:
             begin_up(stack)

@@ -62,7 +62,7 @@ class Health:
 
 
 def services(environ: Mapping[str, str] = os.environ) -> tuple[Service, ...]:
-    """The three services; Loki may be published on one address only."""
+    """The three services, Grafana first; Loki may be published on one address only."""
     bound = environ.get("LOKI_BIND", "")
     loki = "127.0.0.1" if bound in EVERY_ADDRESS else bound
     return (

@@ -98,6 +98,7 @@ def comparison_of(facts: Sequence[Facts]) -> Comparison:
     """The runs side by side."""
     columns = [dict(_outcomes(each)) for each in facts]
     names = dict.fromkeys(name for column in columns for name in column)
+    outcomes = [Row(name, [column.get(name, UNKNOWN) for column in columns]) for name in names]
     settings = differing([each.settings for each in facts])
     problems = [problem for each in facts for problem in each.problems]
     problems += [
@@ -105,7 +106,7 @@ def comparison_of(facts: Sequence[Facts]) -> Comparison:
     ]
     return Comparison(
         names=[each.paths.run_id for each in facts],
-        outcomes=[Row(name, [column.get(name, UNKNOWN) for column in columns]) for name in names],
+        outcomes=[row for row in outcomes if set(row.values) != {UNKNOWN}],
         settings=[Row(key, values) for key, values in differing_values(settings)],
         problems=problems,
     )
@@ -130,10 +131,9 @@ def _outcomes(facts: Facts) -> Iterator[tuple[str, str]]:
     source = summary.final if summary is not None else status
     if source is not None:
         yield "validation loss", number(source.val_loss)
-        if source.val_accuracy is not None:
-            yield "accuracy", f"{source.val_accuracy:.2%}"
-        if source.val_perplexity is not None:
-            yield "perplexity", f"{source.val_perplexity:.4g}"
+        accuracy, perplexity = source.val_accuracy, source.val_perplexity
+        yield "accuracy", UNKNOWN if accuracy is None else f"{accuracy:.2%}"
+        yield "perplexity", UNKNOWN if perplexity is None else f"{perplexity:.4g}"
     steps = summary.steps if summary else status.step if status else None
     samples = summary.samples_applied if summary else status.samples_applied if status else None
     if steps is None or samples is None:

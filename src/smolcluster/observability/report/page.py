@@ -36,6 +36,8 @@ MAX_ROWS = 200
 SKEW_S = 0.05
 """A clock that is off by less is right."""
 UNKNOWN = "–"
+TAUS = ("0", "1", "2", "3–4", "5–8", "9–16", "17–32", "more")
+"""What the numbers of `WorkerStatus.staleness` count."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class Page:
     charts: Sequence[Chart]
     legend: Sequence[tuple[str, str]]
     workers: Table
+    staleness: Table
     phases: Sequence[str]
     splits: Sequence[Split]
     links: Table
@@ -173,6 +176,7 @@ def page_of(facts: Facts, now: float) -> Page:
         charts=charts,
         legend=list(_legend(charts)),
         workers=_workers(facts, workers),
+        staleness=_staleness(workers),
         phases=[phase for phase in (*SHARES, "other") if phase in shown],
         splits=splits,
         links=_links(facts, workers),
@@ -386,6 +390,23 @@ def _worker_row(facts: Facts, worker: Worker, *, is_stale: bool) -> list[str]:
         worker.device or UNKNOWN,
         worker.address or UNKNOWN,
     ]
+
+
+def _staleness(workers: Sequence[Worker]) -> Table:
+    """How stale each worker's pushes were; none where nothing is stale."""
+    rows = [
+        [str(worker.rank), worker.node, *(_part(count, total) for count in counts)]
+        for worker in workers
+        if (total := sum(counts := list(worker.staleness)[: len(TAUS)]))
+    ]
+    is_stale = any(sum(worker.staleness[1:]) for worker in workers)
+    head = ["rank", "node", *TAUS]
+    return Table(head, cut(rows) if is_stale else [], frozenset({0, *range(2, len(head))}))
+
+
+def _part(count: int, total: int) -> str:
+    share = count / total
+    return UNKNOWN if not count else f"{share:.0%}" if share >= 0.005 else "<1%"
 
 
 def _short_time(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pydantic import BaseModel
 
@@ -52,8 +53,8 @@ def _shown(value: object) -> str:
         value = value.model_dump(mode="json", exclude_defaults=True)
     if isinstance(value, dict):
         return ", ".join(f"{key}: {_shown(item)}" for key, item in value.items()) or "none"
-    if isinstance(value, str):
-        return value
+    if isinstance(value, str | Path):
+        return str(value)
     if isinstance(value, list | tuple):
         return ", ".join(map(_shown, value)) or "none"
     return show(value)

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
@@ -42,20 +43,20 @@ def ship(
         TryAgain: with `once`: not all of it could be pushed.
     """
     loki, lock = Loki(base), _lock(logs / LOCK)
+    shipper = Shipper(Spool(logs, only), loki.push, _warn)
     try:
-        shipper = Shipper(Spool(logs, only), loki.push, _warn)
         if once:
-            if not shipper.flush(ONCE_S):
+            arrived = shipper.flush(ONCE_S)
+            loki.close()
+            if not arrived:
                 left = format_bytes(shipper.left_nbytes())
                 raise TryAgain(f"{left} of logs could not be pushed to {base}: is Loki up?")
-            return 0
-        if not _until_told(shipper, stop_on_stdin_eof=stop_on_stdin_eof):
+        elif not _until_told(shipper, stop_on_stdin_eof=stop_on_stdin_eof):
             left = format_bytes(shipper.left_nbytes())
             _warn(f"{left} of logs have not been pushed; `smolcluster ship --once` does it later")
-        return 0
     finally:
-        loki.close()
         release(lock)
+    return 0
 
 
 def _lock(file: Path) -> int:
@@ -97,5 +98,5 @@ def _read_to_end(at_end: Callable[[], None]) -> None:
 
 def _warn(sentence: str) -> None:
     with suppress(OSError):  # its terminal may have gone
-        sys.stderr.write(f"warning: {sentence}\n")
+        sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} warning: {sentence}\n")
         sys.stderr.flush()

@@ -12,7 +12,7 @@ from smolcluster.utils.cadence import Cadence
 from smolcluster.utils.retry import Deadline, backoff_delays
 
 POLL_S = 0.5
-FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0
+FIRST_DELAY_S, MAX_DELAY_S = 0.5, 10.0
 WARN_EVERY_S = 60.0
 
 Push = Callable[[bytes], Answer]

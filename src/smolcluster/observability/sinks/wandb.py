@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 from smolcluster.configs.schema import RunConfig
 from smolcluster.observability.metrics import MetricRecord
+from smolcluster.observability.sinks.wandb_child import KEPT
 from smolcluster.runs.events import (
     CheckpointSaved,
     Event,
@@ -241,7 +242,13 @@ class WandbSink:
                 _write(pipe, self._take())
                 if is_last:
                     break
-        if child.wait() != 0:
+        code = child.wait()
+        if code == KEPT:
+            self._warn(
+                "Weights & Biases could not be reached; upload the run later with: "
+                f"wandb sync {self._folder}"
+            )
+        elif code != 0:
             self._give_up(_last_line(self._output))
 
     def _take(self) -> bytes:

@@ -1,17 +1,26 @@
 """The child process of `WandbSink`: JSON lines from standard input to one W&B run.
 
 The first line says what to start, each further line is a set of values to log, and the end of input
-ends the run. It needs nothing but wandb, and is started as a file.
+ends the run. Where W&B cannot be reached the run is kept offline, and the exit code is `KEPT`. It needs
+nothing but wandb, and is started as a file.
 """
 
 import json
 import os
 import queue
 import signal
+import socket
+import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import urlsplit
+
+KEPT = 3
+CONNECT_TIMEOUT_S = 3.0
+INIT_TIMEOUT_S = 20.0
 
 BEST = {"val_loss": "min", "val_perplexity": "min", "val_accuracy": "max"}
 """What of an evaluation the table of all runs shows besides the last one."""
@@ -25,12 +34,40 @@ def main() -> None:
         return
     import wandb  # noqa: PLC0415 - importing this module must not import wandb
 
-    settings = wandb.Settings(console="off", silent=True, x_save_requirements=False)
-    run = wandb.init(**start, settings=settings)
+    run, is_kept = begin(wandb, start)
     define_metrics(run, start.get("job_type", ""))
     for values in lines:
         run.log({name: value for name, value in values.items() if value is not None})
     run.finish()
+    sys.exit(KEPT if is_kept else 0)
+
+
+def begin(wandb: Any, start: dict[str, Any]) -> tuple[Any, bool]:
+    """Begin the run; whether it is kept offline for want of a connection."""
+    settings = wandb.Settings(
+        console="off", silent=True, x_save_requirements=False, init_timeout=INIT_TIMEOUT_S
+    )
+    is_online = start["mode"] == "online"
+    if not is_online or can_connect(wandb.setup().settings.base_url):
+        try:
+            return wandb.init(**start, settings=settings), False
+        except wandb.errors.CommError:
+            if not is_online:
+                raise
+    return wandb.init(**start | {"mode": "offline"}, settings=settings), True
+
+
+def can_connect(url: str) -> bool:
+    """Whether a server answers at its address; behind a proxy only a try can tell."""
+    if urllib.request.getproxies():
+        return True
+    parts = urlsplit(url)
+    port = parts.port or (80 if parts.scheme == "http" else 443)
+    try:
+        socket.create_connection((parts.hostname or "", port), CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def define_metrics(run: Any, role: str) -> None:

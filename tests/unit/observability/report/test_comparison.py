@@ -10,6 +10,7 @@ from smolcluster.errors import ConfigError
 from smolcluster.observability.report.comparison import compare, comparison_of
 from smolcluster.observability.report.facts import read_run
 from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.summary import Final
 
 
 def shown(*runs: RunPaths, page: Path | None = None, width: int = 120) -> str:
@@ -63,6 +64,18 @@ def test_a_run_of_which_nothing_is_known_is_a_column_of_dashes(tmp_path: Path) -
     rows = rows_of(killed_run(tmp_path).paths, RunPaths(empty))
     assert rows["state"] == ["ended", "unknown"]
     assert rows["steps"][1] == "–"
+
+
+def test_rows_have_their_order_whichever_run_comes_first(tmp_path: Path) -> None:
+    text = MadeRun(tmp_path, "text")
+    text.summary(final=Final(train_loss=2.0, val_loss=2.5, val_perplexity=12.25))
+    runs = (text.paths, killed_run(tmp_path).paths)
+    rows = rows_of(*runs)
+    assert rows["perplexity"] == ["12.25", "–"]
+    assert rows["accuracy"] == ["–", "97.50%"]
+    for order in (runs, runs[::-1]):
+        names = list(rows_of(*order))
+        assert names.index("perplexity") == names.index("accuracy") + 1 == names.index("steps") - 1
 
 
 def test_the_page_has_the_curves_of_all(tmp_path: Path) -> None:

@@ -316,6 +316,14 @@ def test_without_reports_of_workers_there_is_neither_time_nor_links(tmp_path: Pa
     assert page.row("workers", "0")["mean step"] == "–"
 
 
+def test_staleness_is_told_by_worker_where_something_was_stale(tmp_path: Path) -> None:
+    run = killed_run(tmp_path)
+    run.status("ended", "", worker_status(0, staleness=[900, 0, 97, 3, 0, 0, 0, 0]))
+    assert ["0", "pi5", "90%", "–", "10%", "<1%", *["–"] * 4] in report_of(run).rows["workers"]
+    run.status("ended", "", worker_status(0, staleness=[900, 0, 0, 0, 0, 0, 0, 0]))
+    assert "Staleness" not in report_of(run).words("workers")
+
+
 def test_the_settings_that_are_not_defaults_come_first(tmp_path: Path) -> None:
     page = report_of(killed_run(tmp_path))
     row = page.row("configuration", "learning_rate")

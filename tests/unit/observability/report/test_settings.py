@@ -15,6 +15,7 @@ def test_only_what_is_not_its_default_is_named() -> None:
     assert found["learning_rate"] == Setting("learning_rate", "0.5", "0.001")
     assert found["staleness.bound"] == Setting("staleness.bound", "4", "null")
     assert found["threads"].value == "2"
+    assert changed("runs_dir=/tmp/runs")["runs_dir"].value == "/tmp/runs"  # noqa: S108
     assert not {"staleness.exponent", "weight_decay", "optimizer", "seed"} & found.keys()
 
 

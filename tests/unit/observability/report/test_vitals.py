@@ -9,7 +9,11 @@ from smolcluster.observability.sinks.jsonl import MetricLine
 from smolcluster.runs.files import utc_timestamp
 
 
-def report(at_s: float, rank: int | None = 0, node: str = "pi5", **values: float) -> MetricLine:
+def report(at_s: float, **values: float) -> MetricLine:
+    return report_of(at_s, 0, "pi5", values)
+
+
+def report_of(at_s: float, rank: int | None, node: str, values: dict[str, float]) -> MetricLine:
     kind = "server" if rank is None else "worker"
     record = MetricRecord(kind, 1, 0, values, rank=rank, node=node)  # type: ignore[arg-type]
     return MetricLine(utc_timestamp(at_s), "a1", record)
@@ -59,7 +63,8 @@ def test_a_step_may_take_longer_than_a_report() -> None:
 
 
 def test_each_process_has_its_own_the_server_first() -> None:
-    found = vitals_of([report(1, 2, "b"), report(1, None, "mini1"), report(1, 0, "a")])
+    who = ((2, "b"), (None, "mini1"), (0, "a"))
+    found = vitals_of(report_of(1.0, rank, node, {}) for rank, node in who)
     assert list(found) == [Whose(-1, "mini1"), Whose(0, "a"), Whose(2, "b")]
 
 

@@ -17,6 +17,7 @@ from typing import IO, Any
 import pytest
 
 from connection_pairs import RUN
+from harness import free_port
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks import wandb as wandb_module
 from smolcluster.observability.sinks.wandb import (
@@ -35,6 +36,10 @@ import fcntl, json, os, subprocess, sys
 
 class Settings(dict):
     pass
+
+class errors:
+    class CommError(Exception):
+        pass
 
 class Run:
     def __init__(self, out):
@@ -215,6 +220,7 @@ def test_records_reach_wandb_in_order_and_the_run_is_finished(
         "console": "off",
         "silent": True,
         "x_save_requirements": False,
+        "init_timeout": 20.0,
     }
     assert [json.loads(line) for line in lines] == [
         {"step": 1, "epoch": 0, "loss": 0.5},
@@ -293,7 +299,7 @@ def test_training_never_waits_for_a_wandb_that_does_not_read(
     warnings: list[str] = []
     sink = wandb_sink(tmp_path, environment(tmp_path), warnings, timeout_s=0.5)
     began = time.monotonic()
-    for number in range(MAX_WAITING + 5000):
+    for number in range(2 * MAX_WAITING + 5000):
         sink.log(step(number))
     sink.close()
     assert time.monotonic() - began < 30.0
@@ -304,7 +310,7 @@ def test_training_never_waits_for_a_wandb_that_does_not_read(
 
 def test_the_end_of_the_parent_ends_the_run_in_wandb(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    start = {"dir": str(tmp_path / "run"), "finish_timeout_s": 60.0}
+    start = {"mode": "offline", "dir": str(tmp_path / "run"), "finish_timeout_s": 60.0}
     lines = json.dumps(start) + '\n{"step": 1}\n{"step": 2, "lo'
     subprocess.run(
         [sys.executable, "-P", str(CHILD)],
@@ -368,6 +374,21 @@ def test_the_real_wandb_keeps_every_step_offline_in_the_runs_folder(
     summary = metrics["val_loss"].summary
     assert (summary.min, summary.max, summary.last) == (True, False, True)
     assert metrics["val_accuracy"].summary.max
+
+
+def test_a_run_that_finds_no_wandb_is_kept_for_later(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    environ = environment(
+        tmp_path, WANDB_API_KEY="0" * 40, WANDB_BASE_URL=f"http://127.0.0.1:{free_port()}"
+    )
+    sink = wandb_sink(tmp_path, environ, warnings)
+    sink.log(step(1))
+    sink.close()
+    assert [row["step"] for row in history(written(tmp_path / "run"))] == [1]
+    assert warnings == [
+        "Weights & Biases could not be reached; upload the run later with: "
+        f"wandb sync {tmp_path / 'run' / 'wandb'}"
+    ]
 
 
 def defined(records: Sequence[Any]) -> list[Any]:

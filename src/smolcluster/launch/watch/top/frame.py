@@ -218,7 +218,9 @@ def _rate(row: Row) -> str:
 
 def _staleness(row: Row) -> str:
     worker = row.worker
-    return f"{worker.mean_staleness:.1f}" if worker is not None and any(worker.staleness) else ""
+    if worker is None or not any(worker.staleness[1:]):
+        return ""
+    return f"{worker.mean_staleness:.1f}"
 
 
 def _age(row: Row) -> str:

@@ -39,7 +39,7 @@ PLACES = 48
 PLACE_NBYTES = 8192
 PLACE_LINES = 4
 MAX_POINTS = 480
-MAX_NEWS = 200
+MAX_NEWS = 400
 ROUTINE = (EpochFinished, Evaluated)
 """The head of the picture tells them."""
 _FREQUENT = '"kind": "(epoch_finished|evaluated|checkpoint_saved|push_dropped|lease_returned)"'
@@ -138,11 +138,11 @@ class Source:
             self._ask_here(server)
         self._learn(server)
         status = sighting.status
-        if status is not None:
-            self._add([_point_of(status)])
+        if status is not None and status.loss is not None:
+            self._add([Point(status.step, status.loss, status.samples_per_s)])
         algorithm = None if self._launched is None else self._launched.algorithm
         report = report_of(self._paths.run_id, algorithm, sighting)
-        news = sorted(self._news.values(), key=lambda each: each.seconds)[-MAX_NEWS:]
+        news = sorted(self._news.values(), key=lambda each: each.seconds)
         return Picture(report, status, sighting.now, tuple(self._points), news)
 
     def _ask_more(self, host: Host, script: str) -> str:
@@ -190,7 +190,7 @@ class Source:
                 if "curve" in said and not self._has_curve:
                     self._has_curve = True
                     self._add(_points(said["curve"]))
-        while len(self._news) > 2 * MAX_NEWS:
+        while len(self._news) > MAX_NEWS:
             del self._news[next(iter(self._news))]
 
     def _learn_events(self, text: str) -> None:
@@ -270,11 +270,6 @@ def _points(text: str) -> list[Point]:
         for line in lines
         if line is not None and (values := line.record.values) and line.record.kind == "step"
     ]
-
-
-def _point_of(status: RunStatus) -> Point:
-    loss = math.nan if status.loss is None else status.loss
-    return Point(status.step, loss, status.samples_per_s)
 
 
 def _seconds(ts: str) -> float:

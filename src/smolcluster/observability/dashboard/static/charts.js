@@ -62,7 +62,8 @@ function found(panel) {
 /** Tables of columns over one axis, with gaps where one of them has no point there. */
 function aligned(curves) {
   const tables = curves.map((curve) => (curve.gaps ? interrupted(curve) : sorted(curve.table[over], curve.values)));
-  return uPlot.join(tables, tables.map((table) => table.slice(1).map(() => 1)));
+  const whole = 2; // a null is a gap up to the neighbours of its own curve
+  return uPlot.join(tables, tables.map((table) => table.map(() => whole)));
 }
 
 /** A process's points, with a gap where it has said nothing for long. */

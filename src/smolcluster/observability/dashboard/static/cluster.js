@@ -47,7 +47,7 @@ function places(num, width, height, margin) {
   });
 }
 
-function link(worker, from, to, server, radius, isOver, isCrowded) {
+function link(worker, from, to, server, radius, isOver, isCrowded, isNarrow) {
   const length = Math.hypot(to.x - from.x, to.y - from.y);
   const along = (distance) => ({
     x: from.x + ((to.x - from.x) * distance) / length, y: from.y + ((to.y - from.y) * distance) / length,
@@ -60,25 +60,26 @@ function link(worker, from, to, server, radius, isOver, isCrowded) {
   const line = { x1: a.x, y1: a.y, x2: b.x, y2: b.y };
   const group = svg("g", { class: `link ${state.replace(" ", "-")}` }, svg("line", { ...line, "stroke-width": width }));
   if (total > 0 && worker.state === "joined") group.append(svg("line", { ...line, class: "flow", "stroke-width": Math.max(1.5, width * 0.6) }));
-  const lines = [];
+  let lines = [];
   if (flow && worker.state === "joined") {
-    lines.push(`↑ ${bytes(flow.up)}/s  ↓ ${bytes(flow.down)}/s`);
     const { rtt_s: rtt, codec_ratio: ratio } = worker.vitals;
-    lines.push([rtt >= 0 ? duration(rtt) : "", ratio > 0 ? `codec ×${number(ratio, 2)}` : ""].filter(Boolean).join(" · "));
+    const delay = rtt >= 0 ? duration(rtt) : "", codec = ratio > 0 ? `codec ×${number(ratio, 2)}` : "";
+    lines = isNarrow ? [`${bytes(flow.up + flow.down)}/s`, delay]
+      : [`↑ ${bytes(flow.up)}/s  ↓ ${bytes(flow.down)}/s`, [delay, codec].filter(Boolean).join(" · ")];
   }
-  if (lines.length && !isCrowded) group.append(beside(lines.filter(Boolean), a, b, width));
+  if (lines.length && !isCrowded) group.append(beside(lines.filter(Boolean), a, b, width, isNarrow));
   group.append(svg("title", {}, lines.join("\n") || worker.state));
   return group;
 }
 
 /** Words beside the middle of a line: above it, or to its right where it is steep. */
-function beside(lines, a, b, width) {
+function beside(lines, a, b, width, isNarrow) {
   const middle = { x: (a.x + b.x) / 2, y: (a.y + b.y) / 2 };
   const slope = Math.abs(b.y - a.y) / Math.max(1, Math.abs(b.x - a.x));
-  const isSteep = slope > 0.7;
-  const x = middle.x + (isSteep ? width / 2 + 12 + 15 / slope : 0);
+  const isSteep = slope > 0.7, side = isNarrow && b.x < a.x - 1 ? -1 : 1;
+  const x = middle.x + (isSteep ? side * (width / 2 + 12 + 15 / slope) : 0);
   const y = middle.y + (isSteep ? 0 : -width / 2 - 20 - 66 * slope);
-  const text = svg("text", { class: isSteep ? "flow-label steep" : "flow-label" });
+  const text = svg("text", { class: `flow-label ${isSteep ? (side > 0 ? "right" : "left") : ""}` });
   lines.forEach((words, index) => text.append(svg("tspan", { x, y: y + 14 * index }, words)));
   return text;
 }
@@ -114,7 +115,7 @@ export function drawCluster(state) {
     + state.workers.map((worker) => `${worker.node} ${state.is_over ? worker.state : condition(worker)}`).join(", ");
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label });
   const spots = places(num, width, height, { x: isNarrow ? 58 : 96, y: 66 });
-  state.workers.forEach((worker, index) => picture.append(link(worker, middle, spots[index], server, radius, state.is_over, isCrowded)));
+  state.workers.forEach((worker, index) => picture.append(link(worker, middle, spots[index], server, radius, state.is_over, isCrowded, isNarrow)));
   state.workers.forEach((worker, index) => picture.append(drawWorker(worker, spots[index], radius, state.is_over, isCrowded)));
   picture.append(svg("g", { class: `node server ${state.is_over ? "over" : state.state}` },
     svg("circle", { ...circle(middle), r: server, class: "body" }),

@@ -26,7 +26,7 @@ const COLUMNS = [
   ["down", flow("received_bytes_per_s", "received_bytes")],
   ["round trip", (worker) => optional(vital("rtt_s")(worker), duration)],
   ["queue", (worker) => optional(vital("queue")(worker), count)],
-  ["last seen", (worker) => (worker.silent_s === null || worker.silent_s === undefined ? "" : `${duration(worker.silent_s)} ago`)],
+  ["last seen", (worker) => optional(worker.silent_s, (silent) => (silent < 1.5 ? "now" : `${duration(silent)} ago`))],
 ];
 const RIGHT = new Set(["step", "samples", "samples/s", "staleness", "CPU cores", "memory", "up", "down", "round trip", "queue", "last seen"]);
 

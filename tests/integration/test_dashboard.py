@@ -1,0 +1,260 @@
+"""The dashboard in a real browser: Chromium, headless, from the system's packages."""
+
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import Select
+
+from harness import free_port
+from made_runs import killed_run
+from processes import DEADLINE_S, Child, Processes
+from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.runs.paths import RunPaths, find_run
+from smolcluster.runs.status import read_status
+
+Eventually = Callable[[Callable[[], bool]], None]
+EVIL = "<script>document.title='taken'</script><b id='evil'>bold</b>"
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None or DRIVER is None,
+    reason="needs Chromium and its driver: apt-get install chromium chromium-driver",
+)
+
+
+@pytest.fixture
+def browser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Chrome]:
+    """A browser of its own, which asks nobody for anything."""
+    monkeypatch.setenv("SE_OFFLINE", "true")
+    monkeypatch.setenv("SE_AVOID_STATS", "true")
+    options = ChromeOptions()
+    options.binary_location = CHROMIUM or ""
+    arguments = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
+    arguments += ["--window-size=1280,900", f"--user-data-dir={tmp_path / 'chromium'}"]
+    arguments += ["--disable-background-networking", "--no-first-run"]
+    for argument in [*arguments, *(["--no-sandbox"] if os.geteuid() == 0 else [])]:
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = Chrome(options=options, service=Service(DRIVER))
+    driver.set_page_load_timeout(DEADLINE_S)
+    driver.set_script_timeout(DEADLINE_S)
+    yield driver
+    driver.quit()
+
+
+def dashboard(processes: Processes, *arguments: str) -> tuple[Child, str]:
+    """The page's server, and the address that it prints."""
+    port = str(free_port())
+    child = processes.start(
+        sys.executable, "-m", "smolcluster.cli", "dashboard", "--port", port, *arguments
+    )
+    child.wait_for("Ctrl-C")
+    found = re.search(r"http://\S+", child.output)
+    assert found is not None
+    return child, found[0]
+
+
+def find(browser: Chrome, selector: str) -> WebElement:
+    return browser.find_element(By.CSS_SELECTOR, selector)
+
+
+def text_of(browser: Chrome, selector: str) -> str:
+    """The words of an element at this moment; the page may replace it at any time."""
+    script = "return document.querySelector(arguments[0])?.textContent ?? ''"
+    return str(browser.execute_script(script, selector))  # type: ignore[no-untyped-call]
+
+
+def figure(browser: Chrome, name: str) -> str:
+    return text_of(browser, f"#figures [data-name='{name}'] dd")
+
+
+def step_on(browser: Chrome) -> int:
+    """The step that the page shows; -1 when it shows none."""
+    text = figure(browser, "step").replace(",", "")
+    return int(text) if text.isdigit() else -1
+
+
+def run_js(browser: Chrome, script: str, *arguments: object) -> Any:
+    return browser.execute_script(script, *arguments)  # type: ignore[no-untyped-call]
+
+
+def complaints(browser: Chrome) -> list[str]:
+    """What the browser did not like, such as scripts that the page's policy forbids."""
+    logged = browser.get_log("browser")  # type: ignore[no-untyped-call]
+    return [entry["message"] for entry in logged if entry["level"] == "SEVERE"]
+
+
+def started_run(processes: Processes, eventually: Eventually) -> RunPaths:
+    """A run with two workers that goes on for long, at work."""
+    port = f"port={free_port()}"
+    processes.server("--local", "--workers", "2", "--override", port, "num_epochs=100000")
+    for rank, node in enumerate(("pi5", "win")):
+        processes.worker(rank + 1, node, "--local", "--override", port, "threads=1")
+    status = processes.runs / "latest" / "status.json"
+    eventually(lambda: status.is_file() and read_status(status).step > 20)
+    return find_run(processes.runs)
+
+
+def test_a_run_that_goes_on_is_shown_as_it_is(
+    processes: Processes, eventually: Eventually, browser: Chrome
+) -> None:
+    paths = started_run(processes, eventually)
+    child, address = dashboard(processes)
+    browser.get(address)
+    eventually(lambda: text_of(browser, "#state") == "training")
+    assert browser.title == f"{paths.run_id} · smolcluster"
+    assert "token" not in browser.current_url
+
+    before = read_status(paths.status).step
+    eventually(lambda: step_on(browser) > before)
+    assert step_on(browser) <= read_status(paths.status).step + 1
+    assert text_of(browser, "#fresh") == "live"
+    rows = (
+        "return [...document.querySelectorAll('#workers tbody th')].map((each) => each.innerText)"
+    )
+    assert [row.split() for row in run_js(browser, rows)] == [["0", "pi5"], ["1", "win"]]
+    assert "server mini1 and 2 workers" in str(
+        find(browser, "#cluster svg").get_attribute("aria-label")
+    )
+
+    eventually(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#curves canvas")) >= 4)
+    script = "const done = arguments[1]; fetch(arguments[0]).then((it) => it.json()).then(done)"
+    series = browser.execute_async_script(script, f"/api/runs/{paths.run_id}/series")  # type: ignore[no-untyped-call]
+    points = dict(zip(series["steps"]["step"], series["steps"]["loss"], strict=True))
+    written = {
+        line.record.step: line.record.values["loss"]
+        for line in read_metrics(paths.metrics)
+        if line.record.kind == "step"
+    }
+    assert len(points) > 20
+    for step, loss in points.items():
+        assert loss == pytest.approx(written[step], rel=1e-5)
+
+    resources = "return performance.getEntriesByType('resource').map((each) => each.name)"
+    origin = address.partition("/?")[0]
+    assert all(name.startswith(f"{origin}/") for name in run_js(browser, resources))
+    assert complaints(browser) == []
+
+    server = processes.children[0]
+    server.kill()
+    server.wait()
+    eventually(lambda: text_of(browser, "#state") == "broken off")
+
+    child.kill(signal.SIGINT)
+    assert child.wait() == 0
+    eventually(lambda: "no word from the dashboard" in text_of(browser, "#fresh"))
+
+
+def made_runs(processes: Processes) -> None:
+    """Two runs that are over; in the logs of the second is what could do harm."""
+    killed_run(processes.runs, "edp-first")
+    run = killed_run(processes.runs, "edp-second")
+    run.says("worker", "pi5", 0, ("ERROR", EVIL), ("INFO", "z" * 1_000_000))
+
+
+def open_made(processes: Processes, browser: Chrome, eventually: Eventually) -> None:
+    made_runs(processes)
+    _, address = dashboard(processes, "edp-second")
+    browser.get(address)
+    eventually(lambda: text_of(browser, "#state") == "ended")
+    eventually(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#log-lines .line")) > 5)
+
+
+def test_a_run_that_is_over_is_shown_with_its_curves_events_and_numbers(
+    processes: Processes, eventually: Eventually, browser: Chrome
+) -> None:
+    open_made(processes, browser, eventually)
+    status = read_status(processes.runs / "edp-second" / "status.json")
+    assert step_on(browser) == status.step
+    assert figure(browser, "loss") == f"{status.loss:g}"
+    assert figure(browser, "accuracy") == "90.0%"
+    assert text_of(browser, "#workers tbody").count("joined") == 3
+
+    eventually(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#timeline .mark")) == 7)
+    lost = find(browser, "#kinds [data-kind='worker_lost']")
+    lost.click()
+    assert lost.get_attribute("aria-pressed") == "false"
+    assert len(browser.find_elements(By.CSS_SELECTOR, "#timeline .mark")) == 6
+    lost.click()
+    find(browser, "#timeline svg").send_keys(*[Keys.ARROW_RIGHT] * 5)
+    assert "worker lost win (worker 1) – reason it was cut" in text_of(browser, "#event")
+
+    find(browser, "[data-x='t']").click()
+    find(browser, "#log-scale").click()
+    assert "over time" in str(find(browser, "#curves .uplot").get_attribute("aria-label"))
+    assert complaints(browser) == []
+
+
+def test_logs_are_filtered_and_what_is_in_them_is_text(
+    processes: Processes, eventually: Eventually, browser: Chrome
+) -> None:
+    open_made(processes, browser, eventually)
+    assert EVIL in text_of(browser, "#log-lines")
+    assert browser.find_elements(By.CSS_SELECTOR, "#evil, #log-lines script") == []
+    assert "taken" not in browser.title
+
+    more = find(browser, "#log-lines .more")
+    run_js(browser, "arguments[0].click()", more)
+    eventually(lambda: "z" * 1_000_000 in text_of(browser, "#log-lines"))
+
+    filters = find(browser, "#log-filter")
+    Select(filters.find_element(By.NAME, "level")).select_by_visible_text("ERROR")
+    levels = (
+        "return [...document.querySelectorAll('#log-lines .level')].map((it) => it.textContent)"
+    )
+    eventually(lambda: run_js(browser, levels) == ["ERROR"])
+    Select(filters.find_element(By.NAME, "level")).select_by_visible_text("all levels")
+    Select(filters.find_element(By.NAME, "node")).select_by_visible_text("win")
+    whose = "return [...document.querySelectorAll('#log-lines .who')].map((it) => it.textContent)"
+    eventually(lambda: run_js(browser, whose) == ["worker 1 win"])
+    Select(filters.find_element(By.NAME, "node")).select_by_visible_text("all nodes")
+    filters.find_element(By.NAME, "text").send_keys("IS LOST")
+    eventually(lambda: run_js(browser, whose) == ["server mini1"])
+    assert complaints(browser) == []
+
+
+def test_another_run_is_chosen_the_theme_is_changed_and_it_fits_a_telephone(
+    processes: Processes, eventually: Eventually, browser: Chrome
+) -> None:
+    open_made(processes, browser, eventually)
+    Select(find(browser, "#run")).select_by_value("edp-first")
+    eventually(lambda: browser.title.startswith("edp-first"))
+    eventually(lambda: EVIL not in text_of(browser, "#log-lines"))
+    browser.back()
+    eventually(lambda: browser.title.startswith("edp-second"))
+    eventually(lambda: EVIL in text_of(browser, "#log-lines"))
+
+    background = "return getComputedStyle(document.body).backgroundColor"
+    find(browser, "#theme").click()
+    light = run_js(browser, background)
+    find(browser, "#theme").click()
+    assert run_js(browser, background) != light
+    assert text_of(browser, "#theme") == "Theme: dark"
+    browser.refresh()
+    assert text_of(browser, "#theme") == "Theme: dark"
+
+    narrow = {"width": 400, "height": 850, "deviceScaleFactor": 1, "mobile": True}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)  # type: ignore[no-untyped-call]
+    eventually(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#curves canvas")) >= 4)
+    eventually(lambda: bool(run_js(browser, "return document.documentElement.scrollWidth === 400")))
+    assert complaints(browser) == []
+
+
+def test_without_the_token_the_browser_shows_what_to_do(
+    processes: Processes, browser: Chrome
+) -> None:
+    made_runs(processes)
+    _, address = dashboard(processes)
+    browser.get(address.partition("?")[0])
+    assert "Open the whole address" in text_of(browser, "body")

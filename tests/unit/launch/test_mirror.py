@@ -1,0 +1,102 @@
+"""Copies of a run that goes on elsewhere."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from reading import fake_ssh, launched_run, log_line, server, status_of, worker, write
+from smolcluster.launch.watch.mirror import Mirror
+from smolcluster.launch.watch.page import open_files
+from smolcluster.observability.view.run import RunView
+from smolcluster.runs.launched import read_launched
+from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.status import write_status
+
+DEADLINE_S = 30.0
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.02)
+
+
+def step_line(step: int) -> str:
+    fields = f'"kind": "step", "incarnation": "abc", "step": {step}, "epoch": 0, "loss": 0.5'
+    return f'{{"ts": "2026-11-22T06:00:00.000Z", {fields}}}\n'
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
+    """The run's folder on the server's machine."""
+    there = RunPaths(fake_ssh(tmp_path, monkeypatch) / "runs" / "r1")
+    there.logs.mkdir(parents=True)
+    write_status(there.status, status_of(workers={0: ("pi5", "joined")}))
+    write(there.metrics, step_line(1) + step_line(2))
+    write(there.logs / "server-mini1.log", log_line(1, "listening"))
+    write(there.logs / "worker-rank0-pi5.log", log_line(2, "joined"))
+    return there
+
+
+def test_a_run_on_other_machines_is_read_there_as_it_goes_on(
+    tmp_path: Path, elsewhere: RunPaths
+) -> None:
+    paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi@pi5"))
+    before = sorted(paths.root.rglob("*"))
+    view = RunView(open_files(paths, tmp_path / "copies"), clock=lambda: time.monotonic() * 10)
+    try:
+        eventually(lambda: view.state().get("step") == 120)
+        eventually(lambda: view.series()["steps"]["step"] == [1, 2])
+        with elsewhere.metrics.open("a") as file:
+            file.write(step_line(3))
+        eventually(lambda: view.series()["steps"]["step"] == [1, 2, 3])
+        eventually(lambda: sorted(view.log_files()) == ["server-mini1", "worker-rank0-pi5"])
+        assert view.state()["problems"] == []
+    finally:
+        view.close()
+    assert not (tmp_path / "copies" / "r1").exists()
+    assert sorted(paths.root.rglob("*")) == before
+
+
+def test_a_machine_that_cannot_be_reached_is_named_and_the_others_are_shown(
+    tmp_path: Path, elsewhere: RunPaths
+) -> None:
+    paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi@cut"))
+    view = RunView(open_files(paths, tmp_path / "copies"), clock=lambda: time.monotonic() * 10)
+    try:
+        eventually(lambda: view.state().get("step") == 120)
+        eventually(lambda: view.state()["problems"])
+        [problem] = view.state()["problems"]
+        assert problem.startswith("pi5 (pi@cut): it does not answer")
+    finally:
+        view.close()
+
+
+def test_a_run_that_was_fetched_is_read_here(tmp_path: Path, elsewhere: RunPaths) -> None:
+    paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi@cut"))
+    write_status(paths.status, status_of("ended", reason="all is applied"))
+    write(paths.metrics, step_line(1))
+    for process in read_launched(paths.launched).processes:
+        write(paths.logs / f"{process.stem}.log", log_line(1, "hello"))
+    assert open_files(paths, tmp_path / "copies").served == paths
+
+
+def test_a_server_here_is_read_here_and_only_the_others_logs_are_copied(
+    tmp_path: Path, elsewhere: RunPaths
+) -> None:
+    root = tmp_path / "runs"
+    here = server(None, str(root / "r1"))
+    paths = launched_run(root, here, worker(0, "pi5", "pi@pi5"))
+    write_status(paths.status, status_of())
+    write(paths.logs / "server-mini1.log", log_line(1, "listening"))
+    mirror = Mirror(paths, read_launched(paths.launched), tmp_path / "copies" / "r1")
+    try:
+        files = mirror.files()
+        assert (files.served, files.is_here) == (paths, True)
+        view = RunView(files)
+        eventually(lambda: sorted(view.log_files()) == ["server-mini1", "worker-rank0-pi5"])
+    finally:
+        mirror.close()

@@ -1,0 +1,242 @@
+"""What the page's server answers."""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi.testclient import TestClient
+
+from made_runs import MadeRun, killed_run, worker_status
+from smolcluster.observability.dashboard.app import MAX_VIEWS, STATIC, Views, make_app
+from smolcluster.observability.dashboard.guard import Guard, access_for
+from smolcluster.observability.dashboard.serve import bound
+from smolcluster.observability.view.run import Files, files_here
+from smolcluster.runs.paths import RunPaths
+
+TOKEN = "a-secret-that-nobody-knows"
+DEADLINE_S = 30.0
+
+
+def client_of(root: Path) -> TestClient:
+    """A browser that has not been here."""
+    app = Guard(make_app(Views(root), "edp-1"), access_for("127.0.0.1", 8265, "lab", TOKEN))
+    return TestClient(app, base_url="http://127.0.0.1:8265", follow_redirects=False)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> TestClient:
+    """A browser that has opened the printed address, for a folder with one run."""
+    killed_run(tmp_path)
+    client = client_of(tmp_path)
+    assert client.get(f"/?token={TOKEN}").status_code == 200
+    return client
+
+
+def get(client: TestClient, path: str) -> Any:
+    answer = client.get(path)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_the_printed_address_leaves_a_cookie_that_no_script_and_no_other_page_can_use(
+    tmp_path: Path,
+) -> None:
+    client = client_of(tmp_path)
+    answer = client.get(f"/?token={TOKEN}")
+    cookie = answer.headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "samesite=strict" in cookie.lower()
+    assert 'http-equiv="refresh" content="0;url=/"' in answer.text
+    assert TOKEN not in answer.text
+    page = client.get("/")
+    assert "<title>smolcluster</title>" in page.text
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/api/runs", "/api/runs/edp-1/state", "/static/app.js", "/x"]
+)
+def test_without_a_token_there_is_a_page_that_says_what_to_do(tmp_path: Path, path: str) -> None:
+    killed_run(tmp_path)
+    answer = client_of(tmp_path).get(path)
+    assert answer.status_code == 401
+    assert (
+        "Open the whole address that <code>smolcluster dashboard</code> has printed" in answer.text
+    )
+    assert "edp-1" not in answer.text
+
+
+def test_a_wrong_token_is_none(client: TestClient) -> None:
+    assert client.get("/?token=wrong").status_code == 401
+
+
+def test_other_names_and_other_pages_get_nothing(client: TestClient) -> None:
+    for headers in ({"host": "evil.org:8265"}, {"origin": "http://evil.org"}):
+        answer = client.get("/api/runs", headers=headers)
+        assert answer.status_code == 403
+        assert answer.text.count("\n") == 1
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_every_answer_forbids_foreign_scripts_and_guessing_of_types(client: TestClient) -> None:
+    for path in ("/", "/static/app.js", "/api/runs", "/api/runs/none/state", "/nowhere"):
+        headers = client.get(path).headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+    page = (STATIC / "index.html").read_text()
+    assert "style=" not in page
+    assert "<script>" not in page
+    assert "http://" not in page
+    assert "https://" not in page
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+def test_nothing_can_be_changed(client: TestClient, method: str) -> None:
+    assert client.request(method, "/api/runs/edp-1/state").status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("edp-none", 404),
+        ("..%2f..%2fetc", 404),
+        ("%2e%2e", 400),
+        ("..%5c..", 400),
+        ("a%00b", 400),
+        ("-rf", 400),
+        ("x" * 200, 400),
+        ("%3Cscript%3E", 400),
+    ],
+)
+def test_a_run_that_is_not_there_is_a_sentence(client: TestClient, name: str, code: int) -> None:
+    answer = client.get(f"/api/runs/{name}/state")
+    assert answer.status_code == code
+    assert answer.headers["content-type"].startswith(("text/plain", "text/html")) is True
+    assert "Traceback" not in answer.text
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/static/../app.py", "/static/%2e%2e/app.py", "/static/..%2fguard.py", "/%2e%2e/status.json"],
+)
+def test_no_file_outside_is_served(client: TestClient, path: str) -> None:
+    answer = client.get(path)
+    assert answer.status_code == 404
+    assert "import" not in answer.text
+
+
+def test_state_events_and_series(client: TestClient) -> None:
+    runs = get(client, "/api/runs")
+    assert runs["chosen"] == "edp-1"
+    assert [run["run_id"] for run in runs["runs"]] == ["edp-1"]
+    assert get(client, "/api/runs/edp-1/state")["state"] == "ended"
+    assert get(client, "/api/runs/latest/state")["run_id"] == "edp-1"
+    assert len(get(client, "/api/runs/edp-1/series")["steps"]["loss"]) == 100
+    assert get(client, "/api/runs/edp-1/events")["counts"]["worker_lost"] == 1
+
+
+def test_what_is_no_number_is_null(tmp_path: Path, client: TestClient) -> None:
+    run = MadeRun(tmp_path, "edp-2")
+    run.steps(1, 2, loss=math.nan, grad_norm=math.inf)
+    run.status("training", None, worker_status(0, vitals={"cpu": 1.0}))
+    answer = client.get("/api/runs/edp-2/series")
+    assert "NaN" not in answer.text
+    assert "Infinity" not in answer.text
+    steps = json.loads(answer.text, parse_constant=pytest.fail)["steps"]
+    assert "loss" not in steps
+    assert steps["step"] == [1, 2]
+
+
+def test_hostile_log_lines_are_plain_text_in_json(tmp_path: Path, client: TestClient) -> None:
+    run = MadeRun(tmp_path, "edp-2")
+    evil = "<script>alert(1)</script>\x1b[2J\u202e" + "y" * 1_000_000
+    run.says("server", "mini1", None, ("ERROR", evil))
+    [entry] = get(client, "/api/runs/edp-2/logs?level=ERROR&text=script")["entries"]
+    assert entry["message"] == evil[:2000]
+    whole = get(client, f"/api/runs/edp-2/line?file={entry['file']}&offset={entry['offset']}")
+    assert whole["message"] == evil
+
+
+@pytest.mark.parametrize(
+    ("query", "code"),
+    [
+        ("logs?rank=x", 400),
+        ("logs?level=LOUDER-THAN-LOUD", 400),
+        ("line?file=server-mini1.log&offset=-1", 400),
+        ("line?file=../status.json&offset=0", 404),
+        ("line?file=server-mini1.log&offset=3", 404),
+    ],
+)
+def test_values_that_make_no_sense_are_refused_in_a_line(
+    client: TestClient, query: str, code: int
+) -> None:
+    answer = client.get(f"/api/runs/edp-1/{query}")
+    assert answer.status_code == code
+    assert answer.text.count("\n") == 1
+
+
+def test_few_runs_are_read_at_a_time_and_the_others_closed(tmp_path: Path) -> None:
+    closed: list[str] = []
+
+    def open_files(paths: RunPaths) -> Files:
+        here = files_here(paths)
+        return Files(here.own, here.served, here.logs, close=lambda: closed.append(paths.run_id))
+
+    views = Views(tmp_path, open_files)
+    names = [MadeRun(tmp_path, f"edp-{number}").paths.run_id for number in range(MAX_VIEWS + 1)]
+    for name in names:
+        views.get(name)
+    assert closed == names[:1]
+    assert views.get(names[-1]) is views.get(names[-1])
+    views.close()
+    assert sorted(closed) == names
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[str]:
+    """A real server for the run edp-2; its address."""
+    MadeRun(tmp_path, "edp-2").status("training", None, worker_status(0))
+    with bound("127.0.0.1", 0) as listener:
+        app = make_app(Views(tmp_path))
+        config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        end = time.monotonic() + DEADLINE_S
+        while not server.started and time.monotonic() < end:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
+def test_the_stream_tells_how_it_stands_and_what_is_logged(served: str, tmp_path: Path) -> None:
+    url = f"{served}/api/runs/edp-2/stream"
+    with httpx.stream("GET", url, timeout=DEADLINE_S) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = streamed(answer)
+        name, state = next(events)
+        assert (name, state["state"], state["step"]) == ("state", "training", 120)
+        MadeRun(tmp_path, "edp-2").says("worker", "pi5", 0, ("INFO", "here I am"))
+        entries = next(value for name, value in events if name == "lines")["entries"]
+        assert [entry["message"] for entry in entries] == ["here I am"]
+
+
+def streamed(answer: httpx.Response) -> Iterator[tuple[str, Any]]:
+    """The events of a stream."""
+    name = ""
+    for line in answer.iter_lines():
+        field, _, value = line.partition(": ")
+        if field == "event":
+            name = value
+        elif field == "data":
+            yield name, json.loads(value)

@@ -1,0 +1,135 @@
+"""Log lines: searched from the newest, followed, whatever is in them."""
+
+from pathlib import Path
+
+from made_runs import MadeRun
+from smolcluster.observability.view import lines
+from smolcluster.observability.view.lines import (
+    NewLines,
+    Wanted,
+    file_of,
+    line_at,
+    log_files,
+    search,
+)
+
+ALL = Wanted()
+
+
+def files(run: MadeRun) -> dict[str, Path]:
+    return log_files([run.paths.logs])
+
+
+def messages(run: MadeRun, wanted: Wanted = ALL, at_most: int = 100) -> list[str]:
+    return [entry["message"] for entry in search(files(run), wanted, at_most).entries]
+
+
+def talkative(folder: Path) -> MadeRun:
+    run = MadeRun(folder)
+    run.says("server", "mini1", None, ("INFO", "listening"))
+    run.now = 1.0
+    run.says("worker", "pi5", 0, ("WARNING", "the link is slow"))
+    run.now = 2.0
+    run.says("worker", "win", 1, ("ERROR", "cannot go on"), exception=OSError("no route"))
+    run.now = 3.0
+    run.says("server", "mini1", None, ("INFO", "worker 2 (win) has left"))
+    return run
+
+
+def test_lines_of_all_processes_in_the_order_of_time(tmp_path: Path) -> None:
+    run = talkative(tmp_path)
+    found = search(files(run), ALL, 100)
+    assert [entry["message"] for entry in found.entries] == [
+        *("listening", "the link is slow", "cannot go on", "worker 2 (win) has left")
+    ]
+    assert found.is_all
+    error = found.entries[2]
+    assert (error["node"], error["rank"], error["component"]) == ("win", 1, "worker")
+    assert "OSError: no route" in error["detail"]
+
+
+def test_the_newest_are_found_when_there_are_too_many(tmp_path: Path) -> None:
+    run = talkative(tmp_path)
+    found = search(files(run), ALL, 2)
+    assert [entry["message"] for entry in found.entries] == [
+        "cannot go on",
+        "worker 2 (win) has left",
+    ]
+    assert not found.is_all
+
+
+def test_lines_are_chosen_by_node_rank_level_and_text(tmp_path: Path) -> None:
+    run = talkative(tmp_path)
+    assert messages(run, Wanted(node="pi5")) == ["the link is slow"]
+    assert messages(run, Wanted(rank=1)) == ["cannot go on"]
+    assert messages(run, Wanted(level=30)) == ["the link is slow", "cannot go on"]
+    assert messages(run, Wanted(text="HAS LEFT")) == ["worker 2 (win) has left"]
+    assert messages(run, Wanted(text="no route")) == ["cannot go on"]
+
+
+def test_old_files_of_a_rotated_log_are_searched_too(tmp_path: Path) -> None:
+    run = talkative(tmp_path)
+    log = run.paths.log_file("server", "mini1")
+    log.rename(log.with_name(f"{log.name}.1"))
+    run.says("server", "mini1", None, ("INFO", "new file"))
+    assert set(messages(run, Wanted(node="mini1"))) == {
+        *("listening", "worker 2 (win) has left", "new file")
+    }
+    entry = search(files(run), Wanted(text="listening"), 1).entries[0]
+    path = file_of(files(run), entry["file"])
+    assert path is not None
+    whole = line_at(path, entry["offset"])
+    assert whole is not None
+    assert whole["message"] == "listening"
+
+
+def test_a_long_message_is_cut_until_it_is_asked_for(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.says("server", "mini1", None, ("INFO", "x" * 1_000_000), ("INFO", "after it"))
+    huge, after = search(files(run), ALL, 10).entries
+    assert after["message"] == "after it"
+    assert len(huge["message"]) == lines.MAX_SHOWN
+    path = file_of(files(run), huge["file"])
+    assert path is not None
+    whole = line_at(path, huge["offset"])
+    assert whole is not None
+    assert len(whole["message"]) == len(huge["message"]) + huge["more"]
+
+
+def test_what_is_no_json_is_shown_as_it_is(tmp_path: Path) -> None:
+    run = talkative(tmp_path)
+    with run.paths.log_file("server", "mini1").open("ab") as file:
+        file.write(b"\xff\x00 core dumped <b>\n\n   \n[1, 2]\n")
+    found = search(files(run), Wanted(node="mini1"), 100).entries
+    assert [entry["message"] for entry in found][-2:] == ["\ufffd\x00 core dumped <b>", "[1, 2]"]
+
+
+def test_places_are_right_over_the_borders_of_blocks(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    path = run.paths.logs / "server-mini1.log"
+    path.write_text("".join(f"line {number:06} {'y' * 100}\n" for number in range(25_000)))
+    found = search(files(run), Wanted(text="line 000"), 2000).entries
+    for entry in (found[0], found[-1]):
+        whole = line_at(path, entry["offset"])
+        assert whole is not None
+        assert whole["message"] == entry["message"]
+    assert len(found) == 1000
+
+
+def test_a_place_that_is_no_beginning_of_a_line_has_none(tmp_path: Path) -> None:
+    run = talkative(tmp_path)
+    path = run.paths.log_file("server", "mini1")
+    assert line_at(path, 5) is None
+    assert line_at(path, 10**9) is None
+    assert line_at(tmp_path / "no.log", 0) is None
+    assert file_of(files(run), "../status.json") is None
+
+
+def test_new_lines_are_those_that_come_later(tmp_path: Path) -> None:
+    run = talkative(tmp_path)
+    new = NewLines(files(run))
+    assert new.poll(files(run)) == []
+    run.says("worker", "pi5", 0, ("INFO", "again"))
+    run.says("worker", "macbook", 2, ("INFO", "joined late"))
+    assert {entry["message"] for entry in new.poll(files(run))} == {"again", "joined late"}
+    assert new.poll(files(run)) == []

@@ -1,0 +1,115 @@
+"""Curves from `metrics.jsonl`: whole, sampled, live, and without what was undone."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from made_runs import BEGAN, MadeRun
+from smolcluster.observability.metrics import MetricRecord
+from smolcluster.observability.view import measured
+from smolcluster.observability.view.measured import Measured
+from smolcluster.runs.events import RunResumed, read_events
+from smolcluster.runs.paths import RunPaths
+
+
+def series(measured: Measured, paths: RunPaths) -> dict[str, Any]:
+    while measured.poll():
+        pass
+    found: dict[str, Any] = measured.series(read_events(paths.events))
+    return found
+
+
+def report(step: int, cpu: float) -> MetricRecord:
+    return MetricRecord("worker", step, 0, {"cpu": cpu, "rtt_s": 0.001}, rank=0, node="pi5")
+
+
+def test_a_run_as_columns(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.steps(1, 4)
+    run.metric(report(4, 1.5))
+    found = series(Measured(run.paths.metrics), run.paths)
+    assert found["steps"]["step"] == [1, 2, 3, 4]
+    assert found["steps"]["loss"] == [2.0, 1.0, 0.666667, 0.5]
+    assert found["steps"]["t"] == pytest.approx([BEGAN + each / 10 for each in (1, 2, 3, 4)])
+    assert "grad_norm" not in found["steps"]
+    [process] = found["processes"]
+    assert (process["rank"], process["node"], process["cpu"]) == (0, "pi5", [1.5])
+
+
+def test_what_is_no_finite_number_is_null(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.steps(1, 1)
+    run.steps(2, 2, loss=math.nan)
+    run.steps(3, 3, loss=math.inf)
+    assert series(Measured(run.paths.metrics), run.paths)["steps"]["loss"] == [2.0, None, None]
+
+
+def test_new_lines_are_taken_and_the_version_grows(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    own = Measured(run.paths.metrics)
+    assert series(own, run.paths) == {"steps": {"t": [], "step": []}, "processes": []}
+    run.steps(1, 2)
+    assert series(own, run.paths)["steps"]["step"] == [1, 2]
+    version = own.version
+    run.steps(3, 3)
+    assert series(own, run.paths)["steps"]["step"] == [1, 2, 3]
+    assert own.version == version + 1
+
+
+def test_an_abandoned_time_line_is_left_out(tmp_path: Path) -> None:
+    before = MadeRun(tmp_path)
+    before.started()
+    before.steps(1, 9)
+    after = MadeRun(tmp_path, incarnation="b2")
+    after.now = before.now
+    after.event(RunResumed(step=5, samples_applied=160))
+    after.steps(6, 7, loss=7.0)
+    found = series(Measured(before.paths.metrics), before.paths)
+    assert found["steps"]["step"] == [1, 2, 3, 4, 5, 6, 7]
+    assert found["steps"]["loss"][5:] == [7.0, 7.0]
+
+
+def test_a_damaged_file_has_the_lines_that_are_whole(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.steps(1, 2)
+    with run.paths.metrics.open("ab") as file:
+        file.write(b'\xff\xfe\x00\n{"kind": "step"}\n[1]\n{"kind":\n')
+    run.steps(3, 3)
+    assert series(Measured(run.paths.metrics), run.paths)["steps"]["step"] == [1, 2, 3]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "READ_WHOLE_NBYTES", 64 << 10)
+
+
+def test_a_large_file_is_sampled_from_end_to_end_and_then_followed(
+    tmp_path: Path, small: None
+) -> None:
+    run = MadeRun(tmp_path)
+    run.steps(1, 2000)
+    run.metric(report(2000, 2.5))
+    own = Measured(run.paths.metrics)
+    steps = series(own, run.paths)["steps"]["step"]
+    assert steps[0] == 1
+    assert steps[-1] == 2000
+    assert steps == sorted(set(steps))
+    run.steps(2001, 2001)
+    found = series(own, run.paths)
+    assert found["steps"]["step"][-1] == 2001
+    assert found["processes"][0]["cpu"] == [2.5]
+
+
+def test_where_a_large_file_was_abandoned_is_found_exactly(tmp_path: Path, small: None) -> None:
+    """The new start had no checkpoint: only its first step says what it has undone."""
+    before = MadeRun(tmp_path)
+    before.started()
+    before.steps(1, 900)
+    after = MadeRun(tmp_path, incarnation="b2")
+    after.started()
+    after.steps(1, 1500, loss=7.0)
+    found = series(Measured(before.paths.metrics), before.paths)
+    assert found["steps"]["step"][0] == 1
+    assert set(found["steps"]["loss"]) == {7.0}

@@ -1,0 +1,51 @@
+"""Whole lines of a growing file, a piece at a time."""
+
+from pathlib import Path
+
+from smolcluster.observability.view.tail import Line, Tail
+
+
+def texts(lines: list[Line]) -> list[bytes]:
+    return [line.data for line in lines]
+
+
+def test_a_line_comes_when_it_is_whole_with_the_place_where_it_begins(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    tail = Tail(path)
+    assert tail.poll() == []
+    path.write_bytes(b"one\ntw")
+    assert tail.poll() == [Line(0, b"one")]
+    assert tail.poll() == []
+    with path.open("ab") as file:
+        file.write(b"o\nthree\n")
+    assert tail.poll() == [Line(4, b"two"), Line(8, b"three")]
+
+
+def test_a_large_file_comes_in_pieces(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"".join(b"%05d\n" % number for number in range(100)))
+    tail = Tail(path, max_piece_nbytes=64)
+    seen: list[bytes] = []
+    while lines := tail.poll():
+        assert sum(map(len, texts(lines))) <= 64
+        seen += texts(lines)
+    assert seen == [b"%05d" % number for number in range(100)]
+
+
+def test_of_a_line_longer_than_a_piece_the_beginning_comes_once(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"x" * 1000 + b"\nnext\n")
+    tail = Tail(path, max_piece_nbytes=64)
+    seen: list[bytes] = []
+    while lines := tail.poll():
+        seen += texts(lines)
+    assert seen == [b"x" * 64, b"next"]
+
+
+def test_a_file_that_became_shorter_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"a long first line\n")
+    tail = Tail(path)
+    tail.poll()
+    path.write_bytes(b"new\n")
+    assert tail.poll() == [Line(0, b"new")]

@@ -1,0 +1,49 @@
+"""Points of a run however long."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+from smolcluster.observability.view.thinned import Thinned
+
+
+class Point(NamedTuple):
+    step: float
+    start: str = "a"
+
+
+def thinned(at_most: int) -> Thinned[Point]:
+    return Thinned(at_most, lambda point: point.step, lambda point: point.start)
+
+
+def test_few_points_are_all_kept() -> None:
+    points = thinned(10)
+    for step in range(15):
+        points.add(Point(step))
+    assert [point.step for point in points] == list(range(15))
+
+
+def test_many_points_are_kept_at_even_distances_with_the_first_and_the_newest() -> None:
+    points = thinned(10)
+    for step in range(100_001):
+        points.add(Point(step))
+        assert len(points) <= 21
+    steps = [point.step for point in points]
+    assert steps == sorted(steps)
+    assert (steps[0], steps[-1]) == (0, 100_000)
+    distances = {after - before for before, after in pairwise(steps[:-1])}
+    assert max(distances) <= 2 * min(distances)
+
+
+def test_a_new_start_begins_with_its_own_first_point() -> None:
+    points = thinned(10)
+    for step in range(1000):
+        points.add(Point(step))
+    points.add(Point(500, "b"))
+    assert list(points)[-1] == Point(500, "b")
+
+
+def test_many_starts_of_few_points_do_not_grow_without_end() -> None:
+    points = thinned(10)
+    for start in range(1000):
+        points.add(Point(1, str(start)))
+    assert len(points) <= 21
