@@ -4,6 +4,8 @@
   and is asked for a report every second; of a server, which writes down every step. The aim is 50.
 * `step`: one process trains a GPT whose step takes about 100 ms, everything on against nothing on, in
   processes of their own, side by side in each round. The aim is a ratio below 1.03.
+* `week`: what a week of a step a second leaves on the disk of a server and three workers, reckoned from the
+  sizes of lines that a short run has written. The aim is 1 GB.
 """
 
 import argparse
@@ -28,19 +30,32 @@ from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.observed import metrics_served
 from smolcluster.algorithms.records import open_records
 from smolcluster.cluster.dispatcher import Range
-from smolcluster.cluster.report import Report, StepTaken
-from smolcluster.cluster.vitals import Vitals
+from smolcluster.cluster.report import LAYERED_EVERY_S, NUM_LAYERED_FIRST, Report, StepTaken
+from smolcluster.cluster.vitals import KEPT_EVERY_S, Vitals
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import setup_logging
 from smolcluster.observability.metrics import Metrics
+from smolcluster.observability.sinks.wandb import NUM_STEPS_FIRST, STEP_EVERY_S
+from smolcluster.observability.spans import MAX_NBYTES
 from smolcluster.runs.events import EventLog
-from smolcluster.runs.paths import create_run
+from smolcluster.runs.files import NUM_OLD_FILES
+from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.training.build import Workbench, build
 from smolcluster.training.loop import TrainingStep, training_steps
 from smolcluster.utils.meter import PHASES, Meter
 
+RUN_ID = "observed"
 WARM_UP = 3
+WEEK_S = 7 * 24 * 3600
+LINES = 3000
+"""Steps from which sizes are reckoned; enough for lines without norms of layers."""
+NUM_PROCESSES = 4
+LINK_NBYTES = 80
+"""Of a worker's line, for what a server's lacks: the round trip, the clock, the codec."""
+GPT_LAYERS = 76
+"""Parameters of a GPT of six layers, whose norms have a name each."""
+NUM_FILES = NUM_OLD_FILES + 1
 SMALL = ("model.hidden=32",)
 TEXT = ("batch_size=8", "model.num_layers=4", "model.model_dim=128", "model.max_seq_len=128")
 
@@ -48,7 +63,7 @@ TEXT = ("batch_size=8", "model.num_layers=4", "model.model_dim=128", "model.max_
 @contextmanager
 def observed(settings: Settings, bench: Workbench, folder: Path, *, on: bool) -> Iterator[Report]:
     """A run's report, with everything on or nothing."""
-    run = settings.run_config("observed", "single")
+    run = settings.run_config(RUN_ID, "single")
     log = setup_logging("trainer", "here")
     paths = create_run(folder, run.run_id)
     if not on:
@@ -91,7 +106,7 @@ def _context(
 ) -> ServerContext:
     return ServerContext(
         settings=settings,
-        run=settings.run_config("observed", "single"),
+        run=settings.run_config(RUN_ID, "single"),
         bench=bench,
         node="here",
         secret=None,
@@ -119,6 +134,32 @@ def scraped(port: int | None) -> Iterator[None]:
     thread.join()
 
 
+def week_bytes() -> dict[str, float]:
+    """Bytes that a week leaves: of metrics, and of Weights & Biases' files; spans and logs are rotated."""
+    with TemporaryDirectory() as folder:
+        server_us(LINES, Path(folder))
+        run = RunPaths(Path(folder) / RUN_ID)
+        lines = [(json.loads(line), len(line)) for line in run.metrics.open()]
+        [log] = run.root.glob("wandb/offline-run-*/*.wandb")
+        wandb_row = log.stat().st_size / len(lines)
+    steps = [(line, size) for line, size in lines if line["kind"] == "step"]
+    layered = statistics.mean(size for _, size in steps[:NUM_LAYERED_FIRST])
+    plain = statistics.mean(size for _, size in steps[NUM_LAYERED_FIRST + 1 :])
+    vital = statistics.mean(size for line, size in lines if line["kind"] == "server") + LINK_NBYTES
+    num_layers = sum(name.startswith("grad_norm/") for name in steps[0][0])
+    per_layer = (layered - plain) / num_layers
+    num_vitals = NUM_PROCESSES * WEEK_S / KEPT_EVERY_S
+    num_layered = NUM_LAYERED_FIRST + WEEK_S / LAYERED_EVERY_S
+    num_rows = NUM_STEPS_FIRST + WEEK_S / STEP_EVERY_S
+    return {
+        "steps": plain * WEEK_S,
+        "layers": per_layer * GPT_LAYERS * num_layered,
+        "vitals": vital * num_vitals,
+        "wandb": wandb_row * (num_rows + 2 * num_vitals),
+        "spans": NUM_FILES * MAX_NBYTES,
+    }
+
+
 def settings_for(train: str, folder: Path, *overrides: str) -> Settings:
     """What one process trains, with a port of its own."""
     places = (f"metrics_port={free_port()}", f"runs_dir={folder}")
@@ -144,20 +185,19 @@ def taken(step: TrainingStep, version: int) -> StepTaken:
     )
 
 
-def server_us(num_steps: int) -> float:
-    """Microseconds that a server's step takes to be reported, the median of so many."""
-    with TemporaryDirectory() as folder:
-        settings = settings_for("digits", Path(folder), "num_epochs=1000000", *SMALL)
-        bench = bench_of(settings)
-        costs = []
-        with observed(settings, bench, Path(folder), on=True) as made:
-            steps = training_steps(bench, settings.train)
-            for version in range(1, num_steps + 1):
-                step = taken(next(steps), version)
-                began = time.perf_counter()
-                made.step_taken(step)
-                made.tick()
-                costs.append(time.perf_counter() - began)
+def server_us(num_steps: int, folder: Path) -> float:
+    """Microseconds that a server's step takes to be reported, the mean of so many."""
+    settings = settings_for("digits", folder, "num_epochs=1000000", *SMALL)
+    bench = bench_of(settings)
+    costs = []
+    with observed(settings, bench, folder, on=True) as made:
+        steps = training_steps(bench, settings.train)
+        for version in range(1, num_steps + 1):
+            step = taken(next(steps), version)
+            began = time.perf_counter()
+            made.step_taken(step)
+            made.tick()
+            costs.append(time.perf_counter() - began)
     return 1e6 * statistics.mean(costs[WARM_UP:])
 
 
@@ -218,7 +258,9 @@ def main() -> None:
     if args.child:
         print(json.dumps(step_s(args.steps, on=args.child == "on")))
         return
-    worker, server = worker_us(200_000), server_us(100 * args.steps)
+    with TemporaryDirectory() as folder:
+        worker, server = worker_us(200_000), server_us(100 * args.steps, Path(folder))
+    week = week_bytes()
     pairs = []
     for number in range(args.rounds):
         order = (True, False) if number % 2 else (False, True)
@@ -235,8 +277,20 @@ def main() -> None:
             f"{1e3 * on:.1f} ms, {ratio:.3f}x",
             "1.03x",
         ),
+        (
+            "a week at a step a second",
+            f"{sum(week.values()) / 1e6:.0f} MB: "
+            + ", ".join(f"{name} {size / 1e6:.0f}" for name, size in week.items()),
+            "1,000 MB",
+        ),
     ]
-    results = {"worker_us": worker, "server_us": server, "off_s": off, "on_s": on, "ratio": ratio}
+    results = {"week_bytes": week} | {
+        "worker_us": worker,
+        "server_us": server,
+        "off_s": off,
+        "on_s": on,
+        "ratio": ratio,
+    }
     report("What it costs to be observed", rows, results, as_json=args.json)
 
 

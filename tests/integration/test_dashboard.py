@@ -89,6 +89,11 @@ def run_js(browser: Chrome, script: str, *arguments: object) -> Any:
     return browser.execute_script(script, *arguments)  # type: ignore[no-untyped-call]
 
 
+def press(browser: Chrome, element: WebElement) -> None:
+    """Click it, wherever it is on a page that still moves."""
+    run_js(browser, "arguments[0].click()", element)
+
+
 def complaints(browser: Chrome) -> list[str]:
     """What the browser did not like, such as scripts that the page's policy forbids."""
     logged = browser.get_log("browser")  # type: ignore[no-untyped-call]
@@ -183,15 +188,15 @@ def test_a_run_that_is_over_is_shown_with_its_curves_events_and_numbers(
 
     eventually(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#timeline .mark")) == 7)
     lost = find(browser, "#kinds [data-kind='worker_lost']")
-    lost.click()
+    press(browser, lost)
     assert lost.get_attribute("aria-pressed") == "false"
     assert len(browser.find_elements(By.CSS_SELECTOR, "#timeline .mark")) == 6
-    lost.click()
+    press(browser, lost)
     find(browser, "#timeline svg").send_keys(*[Keys.ARROW_RIGHT] * 5)
     assert "worker lost win (worker 1) – reason it was cut" in text_of(browser, "#event")
 
-    find(browser, "[data-x='t']").click()
-    find(browser, "#log-scale").click()
+    press(browser, find(browser, "[data-x='t']"))
+    press(browser, find(browser, "#log-scale"))
     assert "over time" in str(find(browser, "#curves .uplot").get_attribute("aria-label"))
     assert complaints(browser) == []
 
@@ -204,8 +209,7 @@ def test_logs_are_filtered_and_what_is_in_them_is_text(
     assert browser.find_elements(By.CSS_SELECTOR, "#evil, #log-lines script") == []
     assert "taken" not in browser.title
 
-    more = find(browser, "#log-lines .more")
-    run_js(browser, "arguments[0].click()", more)
+    press(browser, find(browser, "#log-lines .more"))
     eventually(lambda: "z" * 1_000_000 in text_of(browser, "#log-lines"))
 
     filters = find(browser, "#log-filter")
@@ -236,9 +240,9 @@ def test_another_run_is_chosen_the_theme_is_changed_and_it_fits_a_telephone(
     eventually(lambda: EVIL in text_of(browser, "#log-lines"))
 
     background = "return getComputedStyle(document.body).backgroundColor"
-    find(browser, "#theme").click()
+    press(browser, find(browser, "#theme"))
     light = run_js(browser, background)
-    find(browser, "#theme").click()
+    press(browser, find(browser, "#theme"))
     assert run_js(browser, background) != light
     assert text_of(browser, "#theme") == "Theme: dark"
     browser.refresh()
@@ -255,6 +259,6 @@ def test_without_the_token_the_browser_shows_what_to_do(
     processes: Processes, browser: Chrome
 ) -> None:
     made_runs(processes)
-    _, address = dashboard(processes)
+    _, address = dashboard(processes, "edp-first")
     browser.get(address.partition("?")[0])
     assert "Open the whole address" in text_of(browser, "body")

@@ -44,7 +44,7 @@ from smolcluster.utils.cadence import Cadence
 
 WINDOW_S = 1.0
 VITALS_EVERY_S = 1.0
-NUM_LAYERED_FIRST, LAYERED_EVERY_S = 1000, 10.0
+NUM_LAYERED_FIRST, LAYERED_EVERY_S = 1000, 60.0
 """Of so many steps the norms of all layers are kept, later those of one step in so many seconds."""
 COUNTS = "counts"
 """Where a checkpoint's progress has them."""

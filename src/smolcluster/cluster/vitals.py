@@ -15,8 +15,8 @@ from smolcluster.transport.messages import Telemetry
 from smolcluster.utils.cadence import Cadence
 from smolcluster.utils.meter import MAX_SPANS, PHASES, Meter, Span
 
-NUM_KEPT_FIRST, KEPT_EVERY_S = 600, 10.0
-"""Of the first ten minutes every report is kept, later one in 10 s: a week of 4 processes takes 150 MB."""
+NUM_KEPT_FIRST, KEPT_EVERY_S = 600, 20.0
+"""Of the first ten minutes every report is kept, later one in 20 s: a week of 4 processes takes 70 MB."""
 MIN_INTERVAL_S = 0.2
 """Rates over less say little."""
 

@@ -43,8 +43,11 @@ from smolcluster.runs.events import (
 )
 from smolcluster.runs.files import json_line
 from smolcluster.runs.paths import RunPaths
+from smolcluster.utils.cadence import Cadence
 
 MAX_WAITING = 20_000
+NUM_STEPS_FIRST, STEP_EVERY_S = 50_000, 5.0
+"""So many steps are all reported, later one in so many seconds: a week takes 300 MB."""
 WRITE_EVERY_S = 0.5
 COUNTED = (
     WorkerJoined,
@@ -163,6 +166,7 @@ class WandbSink:
         self._role = role
         self._warn = warn
         self._timeout_s = finish_timeout_s
+        self._cadence = Cadence(NUM_STEPS_FIRST, STEP_EVERY_S)
         self._newest = MetricRecord("step", 0, 0)
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
@@ -181,7 +185,7 @@ class WandbSink:
 
     def log(self, record: MetricRecord) -> None:
         """Take one record, whose values must not change any more."""
-        if self._off:
+        if self._off or (record.kind == "step" and not self._cadence.take()):
             return
         if len(self._waiting) < MAX_WAITING:
             self._newest = record
