@@ -86,7 +86,7 @@ def one_of_each() -> list[m.Message]:
 
 def telemetry(uptime_s: float = 2.0, steps: int = 0, **sums: Any) -> m.Telemetry:
     """What a worker reports that has done nothing but what is stated."""
-    nothing = {
+    nothing: dict[str, Any] = {
         "samples": 0,
         "phase_s": (0.0,) * m.NUM_PHASES,
         **dict.fromkeys(("raw_bytes", "encoded_bytes", "memory_bytes", "queued"), 0),

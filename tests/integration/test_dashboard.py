@@ -72,7 +72,7 @@ def find(browser: Chrome, selector: str) -> WebElement:
 def text_of(browser: Chrome, selector: str) -> str:
     """The words of an element at this moment; the page may replace it at any time."""
     script = "return document.querySelector(arguments[0])?.textContent ?? ''"
-    return str(browser.execute_script(script, selector))  # type: ignore[no-untyped-call]
+    return str(browser.execute_script(script, selector))
 
 
 def figure(browser: Chrome, name: str) -> str:
@@ -86,7 +86,7 @@ def step_on(browser: Chrome) -> int:
 
 
 def run_js(browser: Chrome, script: str, *arguments: object) -> Any:
-    return browser.execute_script(script, *arguments)  # type: ignore[no-untyped-call]
+    return browser.execute_script(script, *arguments)
 
 
 def press(browser: Chrome, element: WebElement) -> None:
@@ -96,7 +96,7 @@ def press(browser: Chrome, element: WebElement) -> None:
 
 def complaints(browser: Chrome) -> list[str]:
     """What the browser did not like, such as scripts that the page's policy forbids."""
-    logged = browser.get_log("browser")  # type: ignore[no-untyped-call]
+    logged = browser.get_log("browser")
     return [entry["message"] for entry in logged if entry["level"] == "SEVERE"]
 
 
@@ -135,7 +135,7 @@ def test_a_run_that_goes_on_is_shown_as_it_is(
 
     eventually(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#curves canvas")) >= 4)
     script = "const done = arguments[1]; fetch(arguments[0]).then((it) => it.json()).then(done)"
-    series = browser.execute_async_script(script, f"/api/runs/{paths.run_id}/series")  # type: ignore[no-untyped-call]
+    series = browser.execute_async_script(script, f"/api/runs/{paths.run_id}/series")
     points = dict(zip(series["steps"]["step"], series["steps"]["loss"], strict=True))
     written = {
         line.record.step: line.record.values["loss"]
@@ -249,7 +249,7 @@ def test_another_run_is_chosen_the_theme_is_changed_and_it_fits_a_telephone(
     assert text_of(browser, "#theme") == "Theme: dark"
 
     narrow = {"width": 400, "height": 850, "deviceScaleFactor": 1, "mobile": True}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)  # type: ignore[no-untyped-call]
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
     eventually(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#curves canvas")) >= 4)
     eventually(lambda: bool(run_js(browser, "return document.documentElement.scrollWidth === 400")))
     assert complaints(browser) == []

@@ -39,8 +39,7 @@ def test_every_worker_tells_where_its_time_goes(tmp_path: Path, algorithm: Algor
         assert abs(values["clock_offset_s"]) < 1.0, "it is one machine"
     assert any(record.values["share/forward"] > 0 for record in told)
     assert any(record.values["sent_bytes_per_s"] > 1e4 for record in told)
-    shares = sum(record.values["samples_per_s"] for record in told)
-    assert shares > 0
+    assert any(record.values["samples_per_s"] > 0 for record in told)
 
 
 def finished(processes: Processes, algorithm: str, *overrides: str) -> RunPaths:

@@ -23,6 +23,7 @@ from smolcluster.observability.curves import draw_curves
 from smolcluster.observability.logs import setup_logging
 from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.events import (
+    CheckpointSaved,
     Evaluated,
     EventRecord,
     RunEnded,
@@ -117,7 +118,8 @@ class Run:
         return read_events(self.paths.events)
 
     def end(self) -> RunEnded:
-        event = self.events()[-1].event
+        told = [record.event for record in self.events()]
+        event = next(event for event in reversed(told) if not isinstance(event, CheckpointSaved))
         assert isinstance(event, RunEnded)
         return event
 

@@ -17,8 +17,6 @@ def test_often_at_first_and_rarely_later() -> None:
 
 def test_asking_is_not_taking() -> None:
     cadence = Cadence(0, 10.0, lambda: 5.0)
-    assert cadence.is_due
-    assert cadence.is_due
-    assert cadence.take()
-    assert not cadence.is_due
-    assert not cadence.take()
+    assert [cadence.is_due for _ in range(3)] == [True, True, True]
+    assert [cadence.take() for _ in range(3)] == [True, False, False]
+    assert [cadence.is_due for _ in range(2)] == [False, False]

@@ -1,7 +1,7 @@
 """`smolcluster fetch`: bring the files of a launched run to the machine that launched it.
 
-Everything of the server's run folder, and the logs of all others. Files that are here are replaced by newer
-ones and never removed. What a shell's quoting could spoil never passes through rsync's own hands: the folder
+Everything of the server's run folder, and the logs of all others; then the report is written anew. Files that
+are here are replaced by newer ones and never removed. What a shell's quoting could spoil never passes through rsync's own hands: the folder
 is named in the command that starts the other rsync, and the destination in the one that starts ssh.
 """
 
@@ -16,9 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from smolcluster.errors import LaunchError
+from smolcluster.errors import LaunchError, SmolclusterError
 from smolcluster.launch.find import find
 from smolcluster.launch.host import PREAMBLE, SSH_FAILED, Host, shell_path, ssh_options
+from smolcluster.observability.report.page import write_report
 from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.units import format_bytes
@@ -88,6 +89,10 @@ def fetch(run: str, *, checkpoints: bool = True) -> int:
             _say(f"error: {error}")
         came = changed(before, files_in(paths.root))
         _say(f"{part.host.node}: {_count(came)}, {format_bytes(sum(came.values()))}")
+    try:
+        write_report(paths)  # with the logs of all machines
+    except SmolclusterError as error:
+        _say(f"no report: {error}")
     _say(f"files of the run: {paths.root}")
     return int(failures > 0)
 

@@ -69,7 +69,7 @@ def serve(
 
 
 def bound(host: str, port: int | None) -> socket.socket:
-    """A socket that is bound there; where no port is stated the usual one, or any that is free.
+    """A socket that listens there; where no port is stated the usual one, or any that is free.
 
     Raises:
         PortBusy: somebody else listens there.
@@ -97,6 +97,7 @@ def _bound(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        listener.listen()
     except BaseException:
         listener.close()
         raise

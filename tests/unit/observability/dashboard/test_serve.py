@@ -15,7 +15,6 @@ from smolcluster.observability.dashboard.serve import bound, open_browser
 def test_a_stated_port_is_taken_or_it_is_said_that_it_is_busy() -> None:
     port = free_port()
     with bound("127.0.0.1", port) as listener:
-        listener.listen()
         assert listener.getsockname()[1] == port
         with pytest.raises(PortBusy, match=rf"^port {port} on 127.0.0.1 is taken: "):
             bound("127.0.0.1", port)

@@ -130,7 +130,9 @@ export function setUpLogs() {
   let timer = 0;
   const again = () => { clearTimeout(timer); timer = setTimeout(() => { if (run) openLogs(run); }, 200); };
   form.addEventListener("submit", (event) => event.preventDefault());
-  form.addEventListener("input", (event) => { if (event.target.name !== "follow") again(); });
+  for (const kind of ["input", "change"]) {
+    form.addEventListener(kind, (event) => { if (event.target.name !== "follow") again(); });
+  }
   form.elements.follow.addEventListener("change", () => scroll(false));
   box.addEventListener("wheel", (event) => { if (event.deltaY < 0) form.elements.follow.checked = false; }, { passive: true });
   box.addEventListener("keydown", (event) => { if (["ArrowUp", "PageUp", "Home"].includes(event.key)) form.elements.follow.checked = false; });
