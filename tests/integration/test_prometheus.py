@@ -3,6 +3,7 @@
 Needs Debian's packages `prometheus` (with promtool) and, for one test, `docker-compose`.
 """
 
+import html
 import json
 import math
 import os
@@ -36,6 +37,8 @@ from smolcluster.observability.exporter import (
     metrics_address,
     serve_metrics,
 )
+from smolcluster.observability.report.facts import read_facts
+from smolcluster.observability.view.run import RunView, files_here
 from smolcluster.runs.launched import LaunchedProcess
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.processes import read_processes
@@ -268,9 +271,10 @@ def test_every_panel_has_data(prometheus: Prometheus, tmp_path: Path) -> None:
         )
 
 
-def test_a_real_run_is_scraped_and_a_killed_worker_is_down(
+def test_everything_tells_one_story_of_a_worker_that_is_killed(
     prometheus: Prometheus, processes: Processes
 ) -> None:
+    """Prometheus, the dashboard's time line, and what the report says went wrong first."""
     metrics_port = free_ports(3)
     stated = [
         *("num_epochs=2000", f"port={free_port()}", f"metrics_port={metrics_port}"),
@@ -278,12 +282,12 @@ def test_a_real_run_is_scraped_and_a_killed_worker_is_down(
     ]
     launch = processes.start(
         *(sys.executable, "-m", "smolcluster.cli", "launch", "edp", "--local", "--no-tmux"),
-        *("--no-observe", "--workers", "2", "--override", *stated),
+        *("--no-observe", "--workers", "3", "--override", *stated),
     )
-    cluster = local_settings(*stated, workers=2).cluster
+    cluster = local_settings(*stated, workers=3).cluster
     announce(prometheus, cluster, *cluster.workers)
     wait_for_panels(prometheus, "perplexity", "ALERTS")
-    assert prometheus.number("sum(smolcluster_worker_up)") == 2
+    assert prometheus.number("sum(smolcluster_worker_up)") == 3
     assert prometheus.number("smolcluster_steps_total") > 0
     run = find_run(processes.runs)
     [lost] = [each for each in read_processes(run.processes) if each.rank == 1]
@@ -292,9 +296,20 @@ def test_a_real_run_is_scraped_and_a_killed_worker_is_down(
         "the worker's end",
         lambda: prometheus.number(f'smolcluster_worker_up{{node="{lost.node}"}}') == 0,
     )
-    assert prometheus.number("sum(smolcluster_worker_up)") == 1
+    assert prometheus.number("sum(smolcluster_worker_up)") == 2
     launch.kill(signal.SIGINT)
     assert launch.wait() == 130, launch.output
     for port in (metrics_port, metrics_port + 1):
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(("127.0.0.1", port), 5)
+
+    view = RunView(files_here(run))
+    told = view.events()["events"]
+    view.close()
+    [end] = [event for event in told if event["kind"] == "worker_lost"]
+    assert (end["rank"], end["node"]) == (1, lost.node)
+    trouble = read_facts(run).logs.trouble
+    assert trouble is not None
+    assert f"worker 2 ({lost.node}) is lost" in trouble.what
+    assert trouble.seconds == pytest.approx(end["t"], abs=1.0)
+    assert html.escape(trouble.what) in run.report.read_text()

@@ -40,7 +40,7 @@ function ring(x, y, radius, vitals) {
 /** Where the workers stand: on an ellipse around the server, whose top and bottom have less room. */
 function places(num, width, height, margin) {
   const [rx, ry] = [width / 2 - margin.x, height / 2 - margin.y];
-  const first = num % 2 ? Math.PI : -Math.PI / 2 + Math.PI / num;
+  const first = num === 1 ? Math.PI : -Math.PI / 2 - Math.PI / num;
   return Array.from({ length: num }, (_, index) => {
     const angle = first + (2 * Math.PI * index) / num;
     return { x: width / 2 + rx * Math.cos(angle), y: height / 2 + ry * Math.sin(angle), angle };
@@ -67,17 +67,17 @@ function link(worker, from, to, server, radius, isOver, isCrowded, isNarrow) {
     lines = isNarrow ? [`${bytes(flow.up + flow.down)}/s`, delay]
       : [`↑ ${bytes(flow.up)}/s  ↓ ${bytes(flow.down)}/s`, [delay, codec].filter(Boolean).join(" · ")];
   }
-  if (lines.length && !isCrowded) group.append(beside(lines.filter(Boolean), a, b, width, isNarrow));
+  const label = lines.length && !isCrowded ? beside(lines.filter(Boolean), a, b, width, isNarrow) : null;
   group.append(svg("title", {}, lines.join("\n") || worker.state));
-  return group;
+  return { group, label };
 }
 
 /** Words beside the middle of a line: above it, or to its right where it is steep. */
 function beside(lines, a, b, width, isNarrow) {
   const middle = { x: (a.x + b.x) / 2, y: (a.y + b.y) / 2 };
   const slope = Math.abs(b.y - a.y) / Math.max(1, Math.abs(b.x - a.x));
-  const isSteep = slope > 0.7, side = isNarrow && b.x < a.x - 1 ? -1 : 1;
-  const x = middle.x + (isSteep ? side * (width / 2 + 12 + 15 / slope) : 0);
+  const isSteep = slope > (isNarrow ? 0.35 : 0.7), side = isNarrow && b.x < a.x - 1 ? -1 : 1;
+  const x = middle.x + (isSteep ? side * (width / 2 + 10 + Math.min(24, 15 / slope)) : 0);
   const y = middle.y + (isSteep ? 0 : -width / 2 - 20 - 66 * slope);
   const text = svg("text", { class: `flow-label ${isSteep ? (side > 0 ? "right" : "left") : ""}` });
   lines.forEach((words, index) => text.append(svg("tspan", { x, y: y + 14 * index }, words)));
@@ -115,13 +115,15 @@ export function drawCluster(state) {
     + state.workers.map((worker) => `${worker.node} ${state.is_over ? worker.state : condition(worker)}`).join(", ");
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label });
   const spots = places(num, width, height, { x: isNarrow ? 58 : 96, y: 66 });
-  state.workers.forEach((worker, index) => picture.append(link(worker, middle, spots[index], server, radius, state.is_over, isCrowded, isNarrow)));
+  const links = state.workers.map((worker, index) => link(worker, middle, spots[index], server, radius, state.is_over, isCrowded, isNarrow));
+  picture.append(...links.map(({ group }) => group));
   state.workers.forEach((worker, index) => picture.append(drawWorker(worker, spots[index], radius, state.is_over, isCrowded)));
   picture.append(svg("g", { class: `node server ${state.is_over ? "over" : state.state}` },
     svg("circle", { ...circle(middle), r: server, class: "body" }),
     ...ring(middle.x, middle.y, server + 5, state.server.vitals),
     svg("text", { x: middle.x, y: middle.y - 2, class: "rank" }, num ? "server" : "trainer"),
     svg("text", { x: middle.x, y: middle.y + 14, class: "said" }, (state.server.node ?? "").slice(0, 12))));
+  picture.append(...links.map(({ label: words }) => words).filter(Boolean));
   box.replaceChildren(picture);
   say(byId("insight"), insight(state));
 }

@@ -42,6 +42,7 @@ export function duration(seconds) {
   const two = (value) => String(value).padStart(2, "0");
   if (days) return `${days} d ${two(hours)} h`;
   if (hours) return `${hours} h ${two(minutes)} min`;
+  if (minutes >= 10) return `${minutes} min`;
   return minutes ? `${minutes} min ${two(whole % 60)} s` : `${whole} s`;
 }
 
