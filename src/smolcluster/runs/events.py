@@ -5,7 +5,6 @@ so that an abandoned time line can be left out) and the event's own fields. Epoc
 from 0; `start` and `stop` are positions in the epoch's permutation.
 """
 
-import functools
 import re
 import time
 from collections.abc import Callable, Mapping

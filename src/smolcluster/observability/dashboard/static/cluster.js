@@ -78,7 +78,8 @@ function beside(lines, a, b, width, isNarrow) {
   const slope = Math.abs(b.y - a.y) / Math.max(1, Math.abs(b.x - a.x));
   const isSteep = slope > (isNarrow ? 0.35 : 0.7), side = isNarrow && b.x < a.x - 1 ? -1 : 1;
   const x = middle.x + (isSteep ? side * (width / 2 + 10 + Math.min(24, 15 / slope)) : 0);
-  const y = middle.y + (isSteep ? 0 : -width / 2 - 20 - 66 * slope);
+  const away = isSteep && slope < 1 ? 14 * Math.sign(a.y - b.y) : 0;
+  const y = middle.y + (isSteep ? away : -width / 2 - 20 - 66 * slope);
   const text = svg("text", { class: `flow-label ${isSteep ? (side > 0 ? "right" : "left") : ""}` });
   lines.forEach((words, index) => text.append(svg("tspan", { x, y: y + 14 * index }, words)));
   return text;
