@@ -79,6 +79,7 @@ def observed(settings: Settings, bench: Workbench, folder: Path, *, on: bool) ->
             bench.replica.meter,
             log.logger,
             local=True,
+            run_id=lambda: RUN_ID,
             status=lambda: records.status.newest,
         ),
         scraped(settings.cluster.metrics_port),

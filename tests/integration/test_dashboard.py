@@ -96,7 +96,7 @@ def press(browser: Chrome, element: WebElement) -> None:
 
 def complaints(browser: Chrome) -> list[str]:
     """What the browser did not like, such as scripts that the page's policy forbids."""
-    logged = browser.get_log("browser")
+    logged = browser.get_log("browser")  # type: ignore[no-untyped-call]
     return [entry["message"] for entry in logged if entry["level"] == "SEVERE"]
 
 

@@ -24,7 +24,7 @@ TEMPERATURE, TOP_K = 0.8, 40
 def leave_keepsakes(
     paths: RunPaths, bench: Workbench, dataset: DatasetConfig, log: logging.Logger
 ) -> None:
-    """Draw the curves, write a sample and the report; what cannot be had is a warning, for the run is over."""
+    """Draw the curves, write a sample and the report; what cannot be had is a warning: the run is over."""
     with _or_a_warning(log):
         draw_curves(paths)
     if isinstance(bench.replica.model, GPT):

@@ -1,6 +1,7 @@
 """How a process lets itself be observed: `/metrics`, and a worker's run in Weights & Biases."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,11 +33,13 @@ def metrics_served(
     log: logging.Logger,
     *,
     local: bool,
+    run_id: Callable[[], str],
     status: Callable[[], RunStatus | None] = lambda: None,
 ) -> Iterator[None]:
     """Serve `/metrics` of a process while it works, where its configuration says so.
 
-    `local`: only to this machine, unless the configuration names an address. `status`: the run's newest.
+    `local`: only to this machine, unless the configuration names an address. `run_id`: of the run, empty as
+    long as it is not known; `status`: its newest, of its owner.
     """
     worker_id = None if who.rank is None else who.rank + 1
     place = metrics_address(settings.cluster, worker_id, local=local)
@@ -47,6 +50,7 @@ def metrics_served(
         who,
         lambda: ProcessNumbers(meter.steps, meter.samples, meter.by_phase),
         existing(runs_root(settings.node.runs_dir)),
+        run_id=run_id,
         status=status,
     )
     with serve_metrics(collector, *place, warn=log.info):
@@ -59,21 +63,47 @@ def existing(folder: Path) -> Path:
 
 
 class WorkerRun:
-    """A worker's own run in Weights & Biases, for each run of a cluster that it takes part in."""
+    """A worker's own run in Weights & Biases, for each run of a cluster that it takes part in.
+
+    It begins with the worker's first step, so that it does not slow down what comes before.
+    """
 
     def __init__(self, node: str, rank: int, log: logging.Logger) -> None:
         self._node, self._rank, self._log = node, rank, log
-        self._run_id = ""
+        self._lock = threading.Lock()
+        self._run: tuple[RunConfig, RunPaths] | None = None
         self._sink: WandbSink | None = None
         self._gauge = Gauge()
 
+    @property
+    def run_id(self) -> str:
+        """Of the run that the worker takes part in; empty before."""
+        run = self._run
+        return "" if run is None else run[0].run_id
+
     def begin(self, run: RunConfig, paths: RunPaths) -> None:
         """The worker takes part in a run, for the first time or again."""
-        if run.run_id == self._run_id:
+        if self._run is None or self._run[0].run_id != run.run_id:
+            self.close()
+            self._run = run, paths
+
+    def take(self, report: Telemetry) -> None:
+        """Take what the worker tells the server of itself. Any thread; never blocks for long."""
+        kept = self._gauge.take(report)
+        if kept is None or not report.steps:
             return
-        self.close()
-        self._run_id = run.run_id
-        self._sink = wandb_for(
+        with self._lock:
+            self._sink = self._sink or self._open()
+            if self._sink is not None:
+                self._sink.log(
+                    MetricRecord("worker", report.steps, 0, kept, rank=self._rank, node=self._node)
+                )
+
+    def _open(self) -> WandbSink | None:
+        if self._run is None:
+            return None
+        run, paths = self._run
+        return wandb_for(
             run,
             title_of(run.algorithm),
             role="worker",
@@ -83,16 +113,9 @@ class WorkerRun:
             warn=self._log.warning,
         )
 
-    def take(self, report: Telemetry) -> None:
-        """Take what the worker tells the server of itself. Any thread; never blocks."""
-        kept = self._gauge.take(report)
-        if kept is not None and self._sink is not None:
-            self._sink.log(
-                MetricRecord("worker", report.steps, 0, kept, rank=self._rank, node=self._node)
-            )
-
     def close(self) -> None:
         """Report what is left, within a deadline."""
-        if self._sink is not None:
-            self._sink.close()
-            self._sink = None
+        with self._lock:
+            sink, self._sink, self._run = self._sink, None, None
+        if sink is not None:
+            sink.close()

@@ -85,6 +85,7 @@ def own_run(
                 bench.replica.meter,
                 log.logger,
                 local=owner.local,
+                run_id=lambda: run.run_id,
                 status=lambda: records.status.newest,
             ),
         ):

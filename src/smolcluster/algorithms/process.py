@@ -140,14 +140,16 @@ def work(
     meter, who = Meter(), ProcessLabels("worker", args.node, rank)
     with (
         process_log("worker", args.node, rank, named=not args.stop_on_stdin_eof) as log,
-        metrics_served(settings, who, meter, log.logger, local=args.local),
-        closing(WorkerRun(args.node, rank, log.logger)) as wandb,
+        closing(WorkerRun(args.node, rank, log.logger)) as own,
+        metrics_served(
+            settings, who, meter, log.logger, local=args.local, run_id=lambda: own.run_id
+        ),
     ):
 
         def begin(run: RunConfig) -> None:
             paths = create_run(runs_root(node.runs_dir), run.run_id, newest=False)
             log.file_logs_to(paths.log_file("worker", args.node, rank), run.run_id)
-            wandb.begin(run, paths)
+            own.begin(run, paths)
 
         place = Place(
             node=node,
@@ -164,7 +166,7 @@ def work(
             log=log.logger,
             meter=meter,
             on_run_known=begin,
-            on_vitals=wandb.take,
+            on_vitals=own.take,
         )
         follow(place, make_participant)
 

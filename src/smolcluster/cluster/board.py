@@ -113,7 +113,7 @@ class StatusBoard:
         """A worker that took part does so no more."""
         entry = self._entries[worker.member.worker_id]
         entry.last_seen, entry.traffic = entry.seen_at, entry.moved
-        entry.state, entry.worker = state, None
+        entry.state, entry.worker, entry.vitals = state, None, {}
 
     def heard(self, worker: Worker, telemetry: Telemetry) -> dict[str, float] | None:
         """A worker reports of itself; returns what is to be kept of that, if it is time."""

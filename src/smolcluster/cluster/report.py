@@ -388,6 +388,8 @@ class Report:
         self._look_at_oneself()
         self._metrics.tick()
         self._events.tick()
+        if self._spans:
+            self._spans.tick()
         if self._status_file:
             self._status_file.tick(
                 lambda: self.status("waiting" if self.is_waiting else "training")

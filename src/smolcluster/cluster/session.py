@@ -208,6 +208,9 @@ class Session:
             self.connection.end_sending()
         except SmolclusterError as error:
             self.cut(str(error))
+        except BaseException:
+            self.cut("an internal error in its writer, see the log file")
+            raise
 
     def _send_item(self, item: tuple[Frame, Hold | None] | threading.Event) -> None:
         if isinstance(item, threading.Event):

@@ -60,7 +60,7 @@ class Vitals:
             with self._process.oneshot():
                 times = self._process.cpu_times()
                 return times.user + times.system, self._process.memory_info().rss
-        except psutil.Error:
+        except (psutil.Error, OSError):  # such as no file descriptor left
             return 0.0, 0
 
 
@@ -94,10 +94,13 @@ def rates(before: Telemetry, now: Telemetry) -> dict[str, float]:
         **{f"share/{phase}": _share(new - old, elapsed_s) for phase, old, new in spent},
         "cpu": (now.cpu_s - before.cpu_s) / elapsed_s,
         "memory_bytes": float(now.memory_bytes),
-        "sent_bytes_per_s": (now.sent_bytes - before.sent_bytes) / elapsed_s,
-        "received_bytes_per_s": (now.received_bytes - before.received_bytes) / elapsed_s,
-        "queue": float(now.queued),
     }
+    if now.sent_bytes or now.received_bytes:  # or it has no connection of its own
+        values |= {
+            "sent_bytes_per_s": (now.sent_bytes - before.sent_bytes) / elapsed_s,
+            "received_bytes_per_s": (now.received_bytes - before.received_bytes) / elapsed_s,
+            "queue": float(now.queued),
+        }
     if steps:
         values["step_s"] = elapsed_s / steps
     if now.encoded_bytes:

@@ -41,6 +41,8 @@ STALENESS_BOUNDS = ("0", "1", "2", "4", "8", "16", "32", "+Inf")
 """Upper bounds of `WorkerStatus.staleness`, in steps."""
 WORKER_LABELS = ("rank", "node")
 PROCESS_LABELS = ("role", "rank", "node")
+MAX_CLIENTS = 16
+"""That are answered at once: strangers must not take all file descriptors of the process."""
 REQUEST_TIMEOUT_S = 10.0
 """How long a client may take to say what it wants."""
 POLL_S, CLOSE_TIMEOUT_S = 0.1, 2.0
@@ -87,11 +89,16 @@ class RunCollector(Collector):
         numbers: Callable[[], ProcessNumbers],
         runs_dir: Path,
         *,
+        run_id: Callable[[], str] = lambda: "",
         status: Callable[[], RunStatus | None] = lambda: None,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """Args: `numbers` and `status` are called by the threads that answer; `status` is the server's."""
+        """All that can be called is so by the threads that answer; `status` is the server's.
+
+        `run_id` names the run that every series is labelled with; empty: none yet.
+        """
         self._who = who
+        self._run_id = run_id
         self._numbers = numbers
         self._runs_dir = runs_dir
         self._status = status
@@ -101,6 +108,11 @@ class RunCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All series of now."""
+        run_id = self._run_id()
+        for metric in self._series():
+            yield of_run(metric, run_id) if run_id else metric
+
+    def _series(self) -> Iterator[Metric]:
         yield from process_series(self._who, self._numbers(), self._process)
         yield from disk_series(self._who, self._runs_dir)
         status = self._status()
@@ -118,6 +130,14 @@ class RunCollector(Collector):
         if status.step != self._last_step[0]:
             self._last_step = (status.step, status.updated_at.timestamp())
         return self._last_step[1]
+
+
+def of_run(metric: Metric, run_id: str) -> Metric:
+    """The same series with the label `run`."""
+    metric.samples = [
+        sample._replace(labels={**sample.labels, "run": run_id}) for sample in metric.samples
+    ]
+    return metric
 
 
 def process_series(
@@ -282,6 +302,24 @@ class _Server(ThreadingWSGIServer):
     address_family = AF_INET
     daemon_threads = True
     block_on_close = False
+
+    def __init__(self, *args: Any) -> None:
+        self.places = threading.Semaphore(MAX_CLIENTS)
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own; who comes when there are too many is turned away."""
+        if self.places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and make room."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.places.release()
 
     def server_bind(self) -> None:
         TCPServer.server_bind(self)

@@ -9,6 +9,7 @@ result is needed. In every window of `WINDOW_S` seconds the first steps are also
 trace; processes that agree on the time record the same moments.
 """
 
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -47,8 +48,9 @@ class _Timer:
 
     def __exit__(self, *_: object) -> None:
         seconds = time.perf_counter() - self._started
-        self._meter.seconds[self._place] += seconds
-        self._meter.running = None
+        with self._meter.lock:  # or a reader would count it twice, and see it shrink later
+            self._meter.seconds[self._place] += seconds
+            self._meter.running = None
         if self._meter.is_keeping:
             self._meter.spans.append(Span(self._place, self._started, seconds))
 
@@ -79,6 +81,7 @@ class Meter:
     is_keeping: bool = True
 
     def __post_init__(self) -> None:
+        self.lock = threading.Lock()
         self._timers = {phase: _Timer(self, place) for place, phase in enumerate(PHASES)}
         self._window = -1.0
         self._kept = 0
@@ -109,7 +112,8 @@ class Meter:
 
     def seconds_now(self) -> list[float]:
         """Seconds by phase, with those of the phase that goes on: a step may take longer than a report."""
-        seconds, running = self.seconds.copy(), self.running
+        with self.lock:
+            seconds, running = self.seconds.copy(), self.running
         if running is not None:
             place, started = running
             seconds[place] += max(0.0, time.perf_counter() - started)

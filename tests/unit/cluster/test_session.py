@@ -1,13 +1,14 @@
 """A session reads, writes, keeps itself alive, and ends exactly once, whatever ends it."""
 
+import itertools
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from connection_pairs import BUCKET_BYTES, connection_pair, push
+from connection_pairs import BUCKET_BYTES, connection_pair, push, telemetry
 from peers import DEADLINE_S, Echo, Hand, next_event, session_threads
 from smolcluster.cluster.inbox import Event, Gone, Inbox, Said
 from smolcluster.cluster.session import Receiver, Session
@@ -23,6 +24,7 @@ from smolcluster.transport.messages import (
     Push,
     Ready,
     State,
+    Telemetry,
     frame_of,
 )
 from smolcluster.utils.retry import Deadline
@@ -40,6 +42,7 @@ def session_on(
     receiver: Receiver | None = None,
     heartbeat_timeout_s: float = DEADLINE_S,
     max_queued: int = 100,
+    report: Callable[[], Message | None] = lambda: None,
 ) -> Session:
     return Session(
         connection,
@@ -49,6 +52,7 @@ def session_on(
         heartbeat_timeout_s=heartbeat_timeout_s,
         max_queued=max_queued,
         kinds=FROM_WORKER,
+        report=report,
     )
 
 
@@ -471,3 +475,39 @@ def test_join_says_whether_the_session_has_ended(
     peer.leave()
     assert session.join(DEADLINE_S)
     next_event(inbox, Gone)
+
+
+def test_a_report_goes_with_every_heartbeat_and_before_the_last_words(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    ours, peer = ends
+    count = itertools.count(1)
+    session = session_on(
+        ours, inbox, heartbeat_timeout_s=0.04, report=lambda: telemetry(steps=next(count))
+    )
+    session.start()
+    heard: list[Message] = []
+    while sum(isinstance(message, Telemetry) for message in heard) < 3:
+        heard.append(peer.connection.receive(deadline=Deadline(DEADLINE_S))[0])
+    assert [type(message) for message in heard[:4]] == [Heartbeat, Telemetry, Heartbeat, Telemetry]
+    session.end_with(Goodbye(reason="done"))
+    while not isinstance(heard[-1], Goodbye):
+        heard.append(peer.connection.receive(deadline=Deadline(DEADLINE_S))[0])
+    assert isinstance(heard[-2], Telemetry)
+    steps = [message.steps for message in heard if isinstance(message, Telemetry)]
+    assert steps == list(range(1, len(steps) + 1))
+    peer.leave()
+    next_event(inbox, Gone)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_in_a_report_ends_the_session_and_says_so(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    ours, _ = ends
+
+    def report() -> Message:
+        raise ZeroDivisionError("a bug")
+
+    session_on(ours, inbox, heartbeat_timeout_s=0.04, report=report).start()
+    assert "an internal error in its writer" in next_event(inbox, Gone).reason

@@ -1,9 +1,11 @@
 """Reports of a process, and the rates that two of them make."""
 
+import errno
 import math
 import threading
 import time
 
+import psutil
 import pytest
 
 from connection_pairs import telemetry
@@ -32,6 +34,19 @@ def test_a_report_says_what_was_counted() -> None:
     assert [what for what, _, _ in report.spans] == [0, NUM_PHASES]
     assert report.spans_at > 1.7e9
     assert vitals.report().spans == ()
+
+
+def test_a_process_that_can_open_no_file_reports_what_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vitals = Vitals(Meter())
+
+    def oneshot(_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(psutil.Process, "oneshot", oneshot)
+    report = vitals.report()
+    assert (report.cpu_s, report.memory_bytes) == (0.0, 0)
 
 
 def test_two_reports_make_rates() -> None:

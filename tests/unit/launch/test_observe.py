@@ -374,20 +374,30 @@ def test_a_folder_that_cannot_be_written_is_one_line(folder: Path) -> None:
     assert said[0].endswith("; Prometheus does not see the run")
 
 
+def run_id(suffix: str) -> str:
+    return f"edp-20261120-135025-{suffix}"
+
+
 def test_runs_that_ended_unseen_are_cleared_away(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as alive:
         port = alive.getsockname()[1]
         for name, targets in {
-            "alive": [f"127.0.0.1:{port}"],
-            "over": [f"127.0.0.1:{free_port()}"],
-            "young": [f"127.0.0.1:{free_port()}"],
+            run_id("aaaa"): [f"127.0.0.1:{port}"],
+            run_id("bbbb"): [f"127.0.0.1:{free_port()}"],
+            run_id("cccc"): [f"127.0.0.1:{free_port()}"],
         }.items():
             write_targets(folder, name, [{"targets": targets, "labels": {}}])
-        (folder / "targets" / "strange.json").write_text("[[]]")
-        later = (folder / "targets" / "young.json").stat().st_mtime + STALE_AFTER_S + 60
-        os.utime(folder / "targets" / "young.json", (later, later))
+        mine = folder / "targets" / "node_exporter.json"
+        mine.write_text("[]")
+        os.utime(mine, (0, 0))
+        later = (folder / "targets" / f"{run_id('cccc')}.json").stat().st_mtime + STALE_AFTER_S + 60
+        os.utime(folder / "targets" / f"{run_id('cccc')}.json", (later, later))
         remove_stale(folder, now=lambda: later)
-    assert {file.stem for file in (folder / "targets").iterdir()} == {"alive", "young", "strange"}
+    assert {file.stem for file in (folder / "targets").iterdir()} == {
+        run_id("aaaa"),
+        run_id("cccc"),
+        "node_exporter",
+    }
 
 
 @pytest.fixture

@@ -2,9 +2,11 @@
 
 import math
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from harness import free_port
 from smolcluster.configs.resolve import load_settings
 from smolcluster.observability.exporter import (
     EVERYWHERE,
+    MAX_CLIENTS,
     ProcessLabels,
     ProcessNumbers,
     RunCollector,
@@ -132,6 +135,16 @@ def test_infinite_and_odd_values_and_names_do_no_harm() -> None:
     )
 
 
+def test_every_series_says_of_which_run_it_is_once_that_is_known() -> None:
+    named = ""
+    source = RunCollector(
+        SERVER, lambda: NUMBERS, Path("/"), run_id=lambda: named, status=a_status, now=lambda: NOW
+    )
+    assert all("run" not in dict(labels) for name, labels in scraped(source) if name != "run_info")
+    named = "edp-1"
+    assert {dict(labels)["run"] for _, labels in scraped(source)} == {"edp-1"}
+
+
 def test_a_folder_that_is_gone_leaves_the_rest(tmp_path: Path) -> None:
     names = {name for name, _ in scraped(collector(runs=tmp_path / "gone"))}
     assert "process_steps_total" in names
@@ -193,6 +206,25 @@ def test_an_address_that_is_not_ours_is_one_sentence(address: str) -> None:
     with serve_metrics(collector(), address, free_port(), warn=warnings.append):
         pass
     assert len(warnings) == 1
+
+
+def test_strangers_cannot_take_all_connections_of_the_process() -> None:
+    port = free_port()
+    with serve_metrics(collector(), "127.0.0.1", port, warn=pytest.fail), ExitStack() as idle:
+        for _ in range(MAX_CLIENTS):
+            idle.enter_context(socket.create_connection(("127.0.0.1", port), 5))
+        turned_away = idle.enter_context(socket.create_connection(("127.0.0.1", port), 5))
+        assert turned_away.recv(1) == b""
+        idle.close()
+        url = f"http://127.0.0.1:{port}/metrics"
+        end = time.monotonic() + 20
+        while True:
+            try:
+                with urllib.request.urlopen(url, timeout=5) as answer:
+                    assert b"smolcluster_" in answer.read()
+                return
+            except OSError:
+                assert time.monotonic() < end, "nobody is let in any more"
 
 
 def test_who_hangs_up_or_says_nonsense_disturbs_nobody(capfd: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,6 @@ from smolcluster.errors import NonFiniteLoss
 from smolcluster.training.build import Workbench
 from smolcluster.training.clipping import clip_gradient
 from smolcluster.transport.messages import Ack, LeaseKey, Pull, Welcome
-from smolcluster.utils.meter import Phase
 
 WAIT_S = 1.0
 
@@ -82,7 +81,10 @@ class Worker:
             if self.mixing:
                 self.step_alone(learning_rate)
                 self.stepped = self.replica.snapshot(self.stepped)
-            self.wait_until(lambda: self.unacknowledged is None, "send")
+            if self.unacknowledged is not None:
+                with self.replica.meter("send"):
+                    self.link.flush()
+            self.wait_until(lambda: self.unacknowledged is None)
             self.push(lease.lease, base_version, loss, compute_s)
         except NonFiniteLoss as error:
             raise NonFiniteLoss(f"step {self.steps}: {error}") from error
@@ -118,10 +120,10 @@ class Worker:
         clip_gradient(self.replica, self.train.gradient_clipping)
         self.replica.step(learning_rate)
 
-    def wait_until(self, condition: Callable[[], bool], phase: Phase = "wait") -> None:
-        """Take in all that has arrived, and go on until `condition` holds; `phase`: what that time is."""
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Take in all that has arrived, and go on until `condition` holds."""
         while True:
-            with self.replica.meter(phase):
+            with self.replica.meter("wait"):
                 event = self.link.next_event(0.0 if condition() else WAIT_S)
             if event is not None:
                 self.handle(event)

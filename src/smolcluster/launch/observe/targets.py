@@ -4,6 +4,7 @@ The format is that of Prometheus' file-based service discovery. A file is there 
 """
 
 import json
+import re
 import socket
 import subprocess
 import time
@@ -25,6 +26,8 @@ STALE_AFTER_S = 3600.0
 """A file that is younger is of a run that may still be starting."""
 CONNECT_S = 0.5
 SSH_S = 5.0
+_IS_OURS = re.compile(r"[a-z]+-\d{8}-\d{6}-[0-9a-f]+")
+"""The names of runs as a launch makes them; other files in the folder are their user's."""
 READABLE = 0o644
 """Prometheus is another user; the files say nothing that others may not know."""
 
@@ -83,8 +86,12 @@ def ssh_address(destination: str) -> str:
     machine can tell.
     """
     name = _hostname(destination)
-    with suppress(OSError, UnicodeError):
-        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    for family in (
+        socket.AF_INET,
+        socket.AF_UNSPEC,
+    ):  # /metrics listens on IPv4 unless told otherwise
+        with suppress(OSError, UnicodeError):
+            return str(socket.getaddrinfo(name, None, family, socket.SOCK_STREAM)[0][4][0])
     return name
 
 
@@ -112,6 +119,8 @@ def remove_targets(stack: Path, run_id: str) -> None:
 def remove_stale(stack: Path, *, now: Callable[[], float] = time.time) -> None:
     """Remove the files of runs that ended while nobody looked: none of their processes answers."""
     for path in sorted((stack / FOLDER).glob("*.json")):
+        if not _IS_OURS.fullmatch(path.stem):
+            continue
         with suppress(OSError, ValueError, TypeError, KeyError):
             old = now() - path.stat().st_mtime > STALE_AFTER_S
             if old and not _any_listens(json.loads(path.read_bytes())):

@@ -1,8 +1,9 @@
 """`smolcluster fetch`: bring the files of a launched run to the machine that launched it.
 
 Everything of the server's run folder, and the logs of all others; then the report is written anew. Files that
-are here are replaced by newer ones and never removed. What a shell's quoting could spoil never passes through rsync's own hands: the folder
-is named in the command that starts the other rsync, and the destination in the one that starts ssh.
+are here are replaced by newer ones and never removed. What a shell's quoting could spoil never passes through
+rsync's own hands: the folder is named in the command that starts the other rsync, and the destination in the
+one that starts ssh.
 """
 
 import shlex

@@ -1,4 +1,4 @@
-"""Copies of a run's files on other machines, which grow with the originals; read over SSH, never written back.
+"""Copies of a run's files on other machines, which grow with the originals; nothing is written there.
 
 What is asked of each machine are its log files, and of the server's also events and metrics: from their
 beginning, then what is new. Its status comes every two seconds, as for `smolcluster status`.
@@ -35,7 +35,7 @@ class Copied:
 
 
 def is_wholly_here(launched: Launched, paths: RunPaths) -> bool:
-    """Whether nothing of the run needs to be read on another machine: also when it is over and was fetched."""
+    """Whether nothing needs to be read on another machine: also of a run that is over and was fetched."""
     if all(_is_in(process, paths) for process in launched.processes):
         return True
     with suppress(DataError):
@@ -50,9 +50,7 @@ def _is_in(process: LaunchedProcess, paths: RunPaths) -> bool:
     return process.ssh is None and Path(process.run_dir).expanduser().resolve() == paths.root
 
 
-def copied_from(
-    launched: Launched, paths: RunPaths, folder: RunPaths
-) -> dict[Host, list[Copied]]:
+def copied_from(launched: Launched, paths: RunPaths, folder: RunPaths) -> dict[Host, list[Copied]]:
     """The files that grow and are not in the run's folder here, by the machine that has them."""
     files: dict[Host, list[Copied]] = {}
     for process in launched.processes:

@@ -30,7 +30,8 @@ LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark">
-<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,"><title>smolcluster</title>{head}</head>
+<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">
+<title>smolcluster</title>{head}</head>
 <body><p>{text}</p></body></html>
 """
 UNKNOWN = _PAGE.format(

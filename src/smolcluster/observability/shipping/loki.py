@@ -23,7 +23,7 @@ MAX_ANSWER_NBYTES = 2048
 MAX_QUOTED = 300
 MAX_RETRY_AFTER_S = 60.0
 GZIP_LEVEL = 4
-_LATER = frozenset({408, 429})
+_REFUSED = frozenset({400, 413, 422})
 
 
 class Verdict(Enum):
@@ -59,7 +59,7 @@ def judged(status: int, headers: Mapping[str, str], said: bytes, now: datetime) 
     reason = f"it answers {status}" + (f": {words}" if words else "")
     if 200 <= status < 300 and (status == 204 or not words):
         return Answer(Verdict.ACCEPTED)
-    if 400 <= status < 500 and status not in _LATER:
+    if status in _REFUSED:
         return Answer(Verdict.REFUSED, reason)
     return Answer(Verdict.LATER, reason, _seconds(headers.get("Retry-After", ""), now))
 

@@ -46,6 +46,7 @@ from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.cadence import Cadence
 
 MAX_WAITING = 20_000
+LAYERS = "grad_norm/"
 NUM_STEPS_FIRST, STEP_EVERY_S = 50_000, 5.0
 """So many steps are all reported, later one in so many seconds: a week takes 300 MB."""
 WRITE_EVERY_S = 0.5
@@ -185,7 +186,7 @@ class WandbSink:
 
     def log(self, record: MetricRecord) -> None:
         """Take one record, whose values must not change any more."""
-        if self._off or (record.kind == "step" and not self._cadence.take()):
+        if self._off or not (self._cadence.take() or _is_rare(record)):
             return
         if len(self._waiting) < MAX_WAITING:
             self._newest = record
@@ -294,6 +295,11 @@ def _write(pipe: IO[bytes], lines: bytes) -> None:
     if lines:
         pipe.write(lines)
         pipe.flush()
+
+
+def _is_rare(record: MetricRecord) -> bool:
+    """Whether it is more than a plain step."""
+    return record.kind != "step" or any(name.startswith(LAYERS) for name in record.values)
 
 
 def _child_environment(environ: Mapping[str, str], folder: Path) -> dict[str, str]:

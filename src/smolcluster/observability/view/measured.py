@@ -9,7 +9,7 @@ from typing import Any
 from smolcluster.observability.curves import kept
 from smolcluster.observability.metrics import RESERVED
 from smolcluster.observability.sinks.jsonl import MetricLine, parse_metric
-from smolcluster.observability.view.sampling import sampled
+from smolcluster.observability.view.sampling import sampled, writer_of
 from smolcluster.observability.view.tail import Tail
 from smolcluster.observability.view.thinned import Thinned
 from smolcluster.runs.events import EventRecord
@@ -157,15 +157,15 @@ def _names(lines: Iterable[MetricLine]) -> list[str]:
 
 
 def _first_of_each(lines: Iterable[bytes]) -> list[bytes]:
-    """The first step among the lines, and the first report of each process."""
+    """The first step among the lines, and the first report of each process; of each start of the server."""
     found: dict[Any, bytes] = {}
     for line in lines:
-        is_step = b'"kind": "step"' in line
-        if is_step and "step" in found:
+        step = (writer_of(line), "step") if b'"kind": "step"' in line else None
+        if step in found:
             continue
         for entry in json_objects([line]):
-            key = "step" if is_step else (entry.get("kind"), str(entry.get("rank")))
-            found.setdefault(key, line)
+            report = (writer_of(line), entry.get("kind"), str(entry.get("rank")))
+            found.setdefault(step or report, line)
     return list(found.values())
 
 

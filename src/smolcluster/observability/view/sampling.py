@@ -27,8 +27,8 @@ def sampled(path: Path, end: int, num_places: int = NUM_PLACES) -> Iterator[list
         yield here
         for before, place in pairwise(places):
             there = window(descriptor, place, end)
-            if here and there and _writer(here[-1]) != _writer(there[0]):
-                yield _first_of_next(descriptor, before, place, end, _writer(here[-1]))
+            if here and there and writer_of(here[-1]) != writer_of(there[0]):
+                yield _first_of_next(descriptor, before, place, end, writer_of(here[-1]))
             if there:
                 yield there
                 here = there
@@ -51,13 +51,14 @@ def _first_of_next(descriptor: int, low: int, high: int, end: int, writer: bytes
     while high - low > WINDOW_NBYTES // 2:
         middle = (low + high) // 2
         lines = window(descriptor, middle, end)
-        if lines and _writer(lines[0]) != writer:
+        if lines and writer_of(lines[0]) != writer:
             high = middle
         else:
             low = middle
-    return [line for line in window(descriptor, low, end) if _writer(line) != writer]
+    return [line for line in window(descriptor, low, end) if writer_of(line) != writer]
 
 
-def _writer(line: bytes) -> bytes:
+def writer_of(line: bytes) -> bytes:
+    """The incarnation that a line tells; empty where it tells none."""
     found = _INCARNATION.search(line)
     return found[1] if found else b""

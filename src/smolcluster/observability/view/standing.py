@@ -159,8 +159,13 @@ def _worker(worker: WorkerStatus, known: Known, is_over: bool) -> dict[str, Any]
         "state": worker.state,
         "share": worker.samples / applied if applied else 0.0,
         "silent_s": None if is_over else silent_s,
-        "vitals": dict(worker.vitals) or dict(known.reports.get(worker.rank, {})),
+        "vitals": _vitals(worker, known) if is_over or worker.state == "joined" else {},
     }
+
+
+def _vitals(worker: WorkerStatus, known: Known) -> dict[str, float]:
+    """What it reported of itself last, which says nothing any more of one that has gone."""
+    return dict(worker.vitals) or dict(known.reports.get(worker.rank, {}))
 
 
 def _staleness(known: Known) -> dict[str, Any]:

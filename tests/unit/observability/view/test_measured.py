@@ -1,5 +1,6 @@
 """Curves from `metrics.jsonl`: whole, sampled, live, and without what was undone."""
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from made_runs import BEGAN, MadeRun
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.view import measured
 from smolcluster.observability.view.measured import Measured
+from smolcluster.observability.view.sampling import sampled
 from smolcluster.runs.events import RunResumed, read_events
 from smolcluster.runs.paths import RunPaths
 
@@ -102,8 +104,11 @@ def test_a_large_file_is_sampled_from_end_to_end_and_then_followed(
     assert found["processes"][0]["cpu"] == [2.5]
 
 
-def test_where_a_large_file_was_abandoned_is_found_exactly(tmp_path: Path, small: None) -> None:
+def test_where_a_large_file_was_abandoned_is_found_exactly(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The new start had no checkpoint: only its first step says what it has undone."""
+    monkeypatch.setattr(measured, "sampled", functools.partial(sampled, num_places=5))
     before = MadeRun(tmp_path)
     before.started()
     before.steps(1, 900)

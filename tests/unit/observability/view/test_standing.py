@@ -87,6 +87,16 @@ def test_workers_that_have_not_come_yet_are_rows_too(tmp_path: Path) -> None:
     ]
 
 
+def test_what_a_worker_that_has_gone_reported_is_not_shown_as_if_it_were_news(
+    tmp_path: Path,
+) -> None:
+    run = MadeRun(tmp_path)
+    vitals = {"cpu": 1.5}
+    lost = worker_status(1, state="lost", vitals=vitals)
+    run.status("training", None, worker_status(0, vitals=vitals), lost)
+    assert [worker["vitals"] for worker in state_of(run)["workers"]] == [vitals, {}]
+
+
 def test_staleness_is_what_was_counted_else_what_was_sampled(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.steps(1, 6)

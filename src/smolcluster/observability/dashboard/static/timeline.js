@@ -7,9 +7,10 @@ const LANES = [
   ["run", ["run_started", "run_resumed", "epoch_finished", "run_ended"]],
   ["workers", ["worker_joined", "worker_left", "worker_lost", "worker_rejected"]],
   ["work", ["push_dropped", "lease_returned"]],
-  ["model", ["evaluated", "checkpoint_saved"]],
+  ["model", ["evaluated"]],
+  ["saved", ["checkpoint_saved"]],
 ];
-const LANE_HEIGHT = 30, LEFT = 64, RIGHT = 14;
+const LANE_HEIGHT = 26, LEFT = 64, RIGHT = 14;
 const hidden = new Set(["epoch_finished"]);
 let events = [], counts = {}, shown = [], chosen = null;
 
