@@ -40,7 +40,7 @@ class Measured:
         self.version = 0
         self._path = path
         self._tail = Tail(path)
-        self._steps = Thinned[MetricLine](MAX_STEPS, lambda line: line.record.step, _start)
+        self._steps = Thinned[MetricLine](MAX_STEPS, lambda line: line.record.step, _start, _loss)
         self._reports: dict[Whose, Thinned[MetricLine]] = {}
         self._open()
 
@@ -167,6 +167,12 @@ def _first_of_each(lines: Iterable[bytes]) -> list[bytes]:
             report = (writer_of(line), entry.get("kind"), str(entry.get("rank")))
             found.setdefault(step or report, line)
     return list(found.values())
+
+
+def _loss(line: MetricLine) -> float:
+    """Of a step, for what stands out; one that is no number counts as the lowest."""
+    loss = line.record.values.get("loss", math.nan)
+    return loss if math.isfinite(loss) else -math.inf
 
 
 def _start(line: MetricLine) -> str:

@@ -1,7 +1,7 @@
 """Measurements of a run however long, as so many points at most, evenly over its length."""
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import Generic, TypeGuard, TypeVar
 
 Point = TypeVar("Point")
 
@@ -13,6 +13,7 @@ class Thinned(Generic[Point]):
         at_most: about so many are kept, never more than twice as many.
         place: where a point lies, such as its step; grows within one start of the server.
         start: which start of the server a point belongs to.
+        height: of points that are left out the highest are kept, where they stand out.
     """
 
     def __init__(
@@ -20,35 +21,55 @@ class Thinned(Generic[Point]):
         at_most: int,
         place: Callable[[Point], float],
         start: Callable[[Point], str],
+        height: Callable[[Point], float] = lambda _: 0.0,
     ) -> None:
         self._at_most = at_most
         self._place = place
         self._start = start
+        self._height = height
         self._kept: list[Point] = []
+        self._peak: Point | None = None
+        """The highest of those since the last one that is kept."""
         self._newest: Point | None = None
         self._gap = 0.0
 
     def __iter__(self) -> Iterator[Point]:
         yield from self._kept
+        if self._stands_out(self._peak) and self._peak is not self._newest:
+            yield self._peak
         if self._newest is not None:
             yield self._newest
 
     def __len__(self) -> int:
-        return len(self._kept) + (self._newest is not None)
+        return sum(1 for _ in self)
 
     def add(self, point: Point) -> None:
         """Take the next point."""
-        if self._is_near(point):
-            self._newest = point
-            return
-        self._newest = None
-        self._kept.append(point)
+        self._take(point)
         if len(self._kept) >= 2 * self._at_most:
             self._thin()
 
+    def _take(self, point: Point) -> None:
+        if not self._is_near(point):
+            self._keep_peak()
+            self._kept.append(point)
+            return
+        self._newest = point
+        if self._peak is None or self._height(point) > self._height(self._peak):
+            self._peak = point
+
+    def _keep_peak(self) -> None:
+        """Keep the peak where it stands out: a moment's explosion must be seen in a long run."""
+        if self._stands_out(self._peak):
+            self._kept.append(self._peak)
+        self._peak = self._newest = None
+
+    def _stands_out(self, point: Point | None) -> TypeGuard[Point]:
+        return point is not None and self._height(point) > self._height(self._kept[-1])
+
     def replace(self, points: Iterable[Point]) -> None:
         """Keep these of its points only."""
-        self._kept, self._newest = list(points), None
+        self._kept, self._peak, self._newest = list(points), None, None
 
     def _is_near(self, point: Point) -> bool:
         if not self._kept or self._start(self._kept[-1]) != self._start(point):
@@ -59,11 +80,8 @@ class Thinned(Generic[Point]):
         points = list(self)
         places = [self._place(point) for point in points]
         self._gap = max(2 * self._gap, (max(places) - min(places)) / self._at_most)
-        self._kept, self._newest = [], None
+        self._kept, self._peak, self._newest = [], None, None
         for point in points:
-            if not self._is_near(point):
-                self._kept.append(point)
+            self._take(point)
         if len(self._kept) > 1.5 * self._at_most:  # many starts, each of few points
             self._kept = self._kept[::2]
-        if self._kept[-1] is not points[-1]:
-            self._newest = points[-1]

@@ -9,6 +9,7 @@ from smolcluster.observability.view.thinned import Thinned
 class Point(NamedTuple):
     step: float
     start: str = "a"
+    loss: float = 0.0
 
 
 def thinned(at_most: int) -> Thinned[Point]:
@@ -47,3 +48,15 @@ def test_many_starts_of_few_points_do_not_grow_without_end() -> None:
     for start in range(1000):
         points.add(Point(1, str(start)))
     assert len(points) <= 21
+
+
+def test_what_stands_out_for_a_moment_is_seen_in_a_long_run() -> None:
+    points = Thinned[Point](
+        10, lambda point: point.step, lambda point: point.start, lambda point: point.loss
+    )
+    for step in range(100_000):
+        points.add(Point(step, loss=50.0 if step in (61_803, 99_990) else 1.0))
+        assert len(points) <= 42
+    assert [point.step for point in points if point.loss == 50.0] == [61_803, 99_990]
+    steps = [point.step for point in points]
+    assert steps == sorted(steps)

@@ -7,7 +7,7 @@ const MAX_LINES = 2000;
 const LEVELS = { DEBUG: 10, INFO: 20, WARNING: 30, ERROR: 40, CRITICAL: 50 };
 const number = (level) => LEVELS[level] ?? 20;
 const form = byId("log-filter"), box = byId("log-lines");
-let run = null, asked = 0, known = new Set(), waiting = [];
+let run = null, asked = 0, isLoading = false, known = new Set(), waiting = [];
 
 const wanted = () => {
   const { node, rank, level, text } = form.elements;
@@ -24,6 +24,7 @@ function accepts(entry) {
 export async function openLogs(chosen) {
   run = chosen;
   const own = asked += 1;
+  [isLoading, waiting] = [true, []];
   const query = new URLSearchParams(Object.entries(wanted()).filter(([, value]) => value !== ""));
   let found;
   try {
@@ -31,7 +32,10 @@ export async function openLogs(chosen) {
     if (!answer.ok) throw new Error(await answer.text());
     found = await answer.json();
   } catch (error) {
-    if (own === asked) say(byId("log-note"), `the log lines could not be read: ${error.message}`);
+    if (own === asked) {
+      isLoading = false;
+      say(byId("log-note"), `the log lines could not be read: ${error.message}`);
+    }
     return;
   }
   if (own !== asked) return;
@@ -39,7 +43,7 @@ export async function openLogs(chosen) {
   box.replaceChildren();
   append(found.entries);
   const early = waiting;
-  waiting = [];
+  [isLoading, waiting] = [false, []];
   append(early.filter(accepts));
   say(byId("log-note"), note(found));
   scroll(true);
@@ -51,16 +55,16 @@ function note(found) {
 }
 
 export function closeLogs() {
-  [run, waiting] = [null, []];
+  [run, isLoading, waiting] = [null, false, []];
   known = new Set();
   box.replaceChildren();
   say(byId("log-note"), "");
 }
 
 export function newLines(entries) {
-  if (!known.size && !box.children.length) waiting.push(...entries);
+  if (isLoading) waiting.push(...entries);
   append(entries.filter(accepts));
-  if (box.children.length) say(byId("log-note"), byId("log-note").textContent === "no lines" ? "" : byId("log-note").textContent);
+  if (box.children.length && byId("log-note").textContent === "no lines") say(byId("log-note"), "");
   scroll(false);
 }
 
@@ -68,7 +72,10 @@ function append(entries) {
   const fresh = entries.filter((entry) => !known.has(`${entry.file}:${entry.offset}`));
   for (const entry of fresh) known.add(`${entry.file}:${entry.offset}`);
   box.append(...fresh.map(line));
-  while (box.children.length > MAX_LINES) box.firstChild.remove();
+  while (box.children.length > MAX_LINES) {
+    known.delete(box.firstChild.dataset.key);
+    box.firstChild.remove();
+  }
 }
 
 function line(entry) {
@@ -79,6 +86,7 @@ function line(entry) {
     el("span", { class: "level" }, entry.level),
     el("span", { class: "who" }, el("i", { class: `dot ${rankColour(entry.rank)}` }), `${who} ${entry.node}`.trim()),
     text);
+  row.dataset.key = `${entry.file}:${entry.offset}`;
   if (entry.detail) row.append(el("details", {}, el("summary", {}, "traceback"), el("pre", {}, printable(entry.detail, true))));
   if (entry.more) row.append(moreButton(entry, row, text));
   return row;
