@@ -132,7 +132,7 @@ def _logs(
 ) -> Response:
     lowest = lines.level_number(level) if level else 0
     wanted = lines.Wanted(node, rank, lowest, text)
-    found = lines.search(view.log_files(), wanted, MAX_LINES)
+    found = view.search(wanted, MAX_LINES)
     return _json({"entries": found.entries, "is_all": found.is_all})
 
 

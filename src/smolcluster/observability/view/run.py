@@ -67,6 +67,7 @@ class RunView:
         self._now = now
         self._clock = clock
         self._lock = threading.Lock()
+        self._searching = threading.Lock()
         self._polled_at: float | None = None
         self._status: RunStatus | None = None
         self._changed_at: float | None = None
@@ -122,6 +123,11 @@ class RunView:
     def log_files(self) -> dict[str, Path]:
         """The log files that are there, by their stems."""
         return lines.log_files(self.files.logs)
+
+    def search(self, wanted: lines.Wanted, at_most: int) -> lines.Found:
+        """The newest log lines that are wanted; one search at a time, so that training keeps its cores."""
+        with self._searching:
+            return lines.search(self.log_files(), wanted, at_most)
 
     def close(self) -> None:
         """Stop whatever copies its files."""
