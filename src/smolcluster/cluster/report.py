@@ -418,6 +418,7 @@ class Report:
             pushes=Pushes(**self.tally.pushes),
             leases_returned=self.tally.leases_returned,
             final=Final(train_loss=self._train_loss, **final.values),
+            lowest_val_loss=self._lowest_val_loss,
             bytes=Traffic(sent=sent, received=received),
             workers=[
                 WorkerShare(

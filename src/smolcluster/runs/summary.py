@@ -36,6 +36,10 @@ class Final(_Part):
     val_perplexity: float | None = None
 
 
+SMALL = 0.01
+"""Numbers below it are shown with their own digits."""
+
+
 class Traffic(_Part):
     """Bytes that the server's sockets sent and received, with headers and sums."""
 
@@ -73,6 +77,7 @@ class Summary(_Part):
     pushes: Pushes
     leases_returned: NonNegativeInt
     final: Final
+    lowest_val_loss: float | None = None
     bytes: Traffic
     workers: list[WorkerShare]
 
@@ -137,7 +142,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ("epochs", f"{summary.epochs:,}"),
         ("steps", f"{summary.steps:,}"),
         ("samples", f"{summary.samples_applied:,}"),
-        ("loss", f"train {_number(final.train_loss)}, validation {_number(final.val_loss)}"),
+        ("loss", _losses(final, summary.lowest_val_loss)),
         _measured(final),
     ]
     if not summary.workers:
@@ -150,6 +155,13 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ("received", format_bytes(traffic.received)),
         ("sent", format_bytes(traffic.sent)),
     ]
+
+
+def _losses(final: Final, lowest: float | None) -> str:
+    said = f"train {_number(final.train_loss)}, validation {_number(final.val_loss)}"
+    if lowest is None or final.val_loss is None or _number(lowest) == _number(final.val_loss):
+        return said
+    return f"{said}, lowest {_number(lowest)}"
 
 
 def _speed(rate: float, tokens_per_sample: int | None) -> str:
@@ -165,4 +177,6 @@ def _measured(final: Final) -> tuple[str, str]:
 
 
 def _number(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.4f}"
+    if value is None:
+        return "not measured"
+    return f"{value:.4f}" if value == 0 or abs(value) >= SMALL else f"{value:.3g}"

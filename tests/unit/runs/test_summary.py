@@ -59,7 +59,7 @@ def test_the_file_has_the_documented_keys(tmp_path: Path) -> None:
     entry = json.loads(path.read_text())
     assert set(entry) == {
         *("algorithm", "run_id", "wall_s", "epochs", "steps", "train_samples", "samples_applied"),
-        *("pushes", "leases_returned", "final", "bytes", "workers", "codec"),
+        *("pushes", "leases_returned", "final", "lowest_val_loss", "bytes", "workers", "codec"),
         *("tokens_per_sample", "evaluations_in_vain"),
     }
     assert set(entry["pushes"]) == {"applied", "stale", "late", "duplicate", "lost"}
@@ -119,3 +119,10 @@ def test_the_closing_table_copes_with_a_run_that_did_nothing() -> None:
     assert "0 samples/s" in text
     assert "not measured" in text
     assert "\x1b" not in text
+
+
+def test_the_lowest_validation_loss_is_said_and_small_losses_have_digits() -> None:
+    final = summary().final.model_copy(update={"train_loss": 3.0871e-5, "val_loss": 0.174})
+    said = shown(summary(final=final, lowest_val_loss=0.0871))
+    assert "train 3.09e-05, validation 0.1740, lowest 0.0871" in said
+    assert "lowest" not in shown(summary(final=final, lowest_val_loss=0.174))

@@ -29,6 +29,7 @@ from smolcluster.runs.events import (
     WorkerRejected,
 )
 from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.summary import SMALL
 from smolcluster.utils.units import format_bytes, format_duration
 
 MAX_ROWS = 200
@@ -36,6 +37,7 @@ MAX_ROWS = 200
 SKEW_S = 0.05
 """A clock that is off by less is right."""
 UNKNOWN = "–"
+LARGE = 1e4
 TAUS = ("0", "1", "2", "3–4", "5–8", "9–16", "17–32", "more")
 """What the numbers of `WorkerStatus.staleness` count."""
 
@@ -256,7 +258,9 @@ def _tiles(facts: Facts) -> Iterator[Tile]:
     else:
         return
     yield Tile("Training loss", number(train), "mean of the last epoch" if summary else "last step")
-    yield Tile("Validation loss", number(val))
+    lowest = summary.lowest_val_loss if summary is not None else None
+    differs = lowest is not None and number(lowest) != number(val)
+    yield Tile("Validation loss", number(val), f"lowest {number(lowest)}" if differs else "")
     if perplexity is not None:
         yield Tile("Perplexity", f"{perplexity:.4g}", "validation")
     elif accuracy is not None:
@@ -277,7 +281,10 @@ def _tiles(facts: Facts) -> Iterator[Tile]:
 
 def number(value: float | None) -> str:
     """A loss."""
-    return UNKNOWN if value is None else f"{value:.4g}" if abs(value) >= 1e4 else f"{value:.4f}"
+    if value is None:
+        return UNKNOWN
+    is_plain = value == 0 or SMALL <= abs(value) < LARGE
+    return f"{value:.4f}" if is_plain else f"{value:.4g}"
 
 
 def wall_s_of(facts: Facts) -> float:

@@ -237,7 +237,7 @@ def _around(path: Path, title: str, moment: float, shifts: Mapping[str, float]) 
     seconds = 0.0
     for raw in _raw_lines(path):
         line = parse_line(raw, title, seconds)
-        if line is None:
+        if line is None or line.level == "DEBUG":
             continue
         seconds = line.seconds
         line = _moved(line, shifts)

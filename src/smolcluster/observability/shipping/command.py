@@ -21,7 +21,7 @@ FLUSH_S = 5.0
 """From being told to end to the end: what has not been pushed by then stays in its files."""
 HURRY_S = 1.0
 """How much longer a push that is under way may take."""
-ONCE_S = 60.0
+ONCE_S = 30.0
 """How long `--once` tries."""
 
 
