@@ -34,7 +34,7 @@ from smolcluster.runs.events import (
     RunResumed,
     RunStarted,
 )
-from smolcluster.runs.status import RunState, RunStatus, StatusFile, instant
+from smolcluster.runs.status import STOPPED, RunState, RunStatus, StatusFile, instant
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic, WorkerShare
 from smolcluster.training.build import Workbench
 from smolcluster.training.checkpoint import Progress, TrainingState, parse_progress
@@ -569,7 +569,7 @@ def why_ended(error: BaseException) -> str:
     """The end of a run that this ended, as a sentence."""
     if isinstance(error, SmolclusterError):
         return f"the run failed: {error}"
-    return "it was stopped"
+    return STOPPED
 
 
 def _finite(total: float) -> float:

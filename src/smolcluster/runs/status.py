@@ -27,6 +27,8 @@ from pydantic import (
 from smolcluster.errors import DataError, SmolclusterError
 from smolcluster.runs.files import utc_timestamp, write_whole
 
+STOPPED = "it was stopped"
+"""The reason of a run that its owner was asked to end."""
 EVERY_S = 1.0
 """How often the file is written at most, seconds."""
 
@@ -119,6 +121,12 @@ class RunStatus(_Part):
     def is_over(self) -> bool:
         """Whether nothing will be added to it."""
         return self.state in ("ended", "failed")
+
+    @property
+    def word(self) -> str:
+        """The state in a word; `stopped` is one more."""
+        is_stopped = self.state == "ended" and self.reason == STOPPED
+        return "stopped" if is_stopped else self.state
 
     def age_s(self, now: datetime) -> float:
         """Seconds since it was written: of a run that is not over, a few at most while its owner lives."""

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from smolcluster.errors import DataError
 from smolcluster.runs.status import (
+    STOPPED,
     RunStatus,
     StatusFile,
     WorkerStatus,
@@ -106,6 +107,12 @@ def test_how_old_it_is_and_how_long_a_worker_is_silent() -> None:
 )
 def test_a_run_is_over_when_it_ended_or_failed(state: str, is_over: bool) -> None:
     assert status(state=state).is_over == is_over
+
+
+def test_a_run_that_was_stopped_says_so_in_a_word() -> None:
+    assert status(state="ended", reason=STOPPED).word == "stopped"
+    assert status(state="ended", reason="every sample has been applied").word == "ended"
+    assert status(state="failed", reason=STOPPED).word == "failed"
 
 
 def test_a_time_without_a_zone_is_refused() -> None:

@@ -29,6 +29,7 @@ from smolcluster.runs.events import (
     WorkerRejected,
 )
 from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.status import STOPPED
 from smolcluster.runs.summary import SMALL
 from smolcluster.utils.units import format_bytes, format_duration
 
@@ -239,7 +240,7 @@ def state_of(facts: Facts) -> State:
 
 
 def _ended(word: str, reason: str) -> State:
-    if word == "ended" and reason == "it was stopped":
+    if word == "ended" and reason == STOPPED:
         return State("stopped", "", "live")
     return State(word, reason, "bad" if word == "failed" else "good")
 

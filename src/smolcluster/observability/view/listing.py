@@ -61,4 +61,4 @@ def _described(folder: Path) -> dict[str, Any]:
         status = read_status(RunPaths(folder).status)
     except DataError:
         return {"run_id": folder.name, "state": None, "algorithm": None}
-    return {"run_id": folder.name, "state": status.state, "algorithm": status.algorithm}
+    return {"run_id": folder.name, "state": status.word, "algorithm": status.algorithm}

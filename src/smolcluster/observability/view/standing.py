@@ -46,7 +46,7 @@ class Known:
 def standing(known: Known) -> dict[str, Any]:
     """How the run stands, as plain values; null is what is not known, or does not apply."""
     state = state_of(known)
-    is_over = state in ("ended", "failed", "broken off")
+    is_over = state in ("ended", "stopped", "failed", "broken off")
     return {
         "run_id": known.run_id,
         "state": state,
@@ -69,7 +69,7 @@ def standing(known: Known) -> dict[str, Any]:
 def state_of(known: Known) -> str:
     """How it stands: what the server wrote, unless no process writes it any more."""
     if known.status is not None and known.status.is_over:
-        return known.status.state
+        return known.status.word
     if known.status is None and known.summary is not None:
         return "ended"
     if known.is_held is False:

@@ -9,6 +9,7 @@ from made_runs import BEGAN, MadeRun, killed_run, worker_status
 from smolcluster.observability.view.listing import listed, run_of
 from smolcluster.observability.view.run import RunView, files_here
 from smolcluster.runs.processes import ProcessEntry, write_processes
+from smolcluster.runs.status import STOPPED
 from smolcluster.utils import locks
 
 
@@ -23,6 +24,15 @@ def test_a_run_that_is_over(tmp_path: Path) -> None:
     assert state["eta_s"] is None
     assert [worker["node"] for worker in state["workers"]] == ["pi5", "win", "macbook"]
     assert state["model"] == "SimpleNN"
+
+
+def test_a_run_that_was_stopped_is_over(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.started()
+    run.status("ended", STOPPED, worker_status(0))
+    state = state_of(run)
+    assert (state["state"], state["is_over"]) == ("stopped", True)
+    assert [each["state"] for each in listed(tmp_path)] == ["stopped"]
 
 
 def test_a_run_without_a_status_is_told_by_its_summary(tmp_path: Path) -> None:
