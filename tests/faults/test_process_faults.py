@@ -691,10 +691,14 @@ def test_a_clock_that_jumps_by_hours_changes_nothing(
 
 STAMPS = {
     *("training/checkpoint.py", "observability/sinks/jsonl.py", "runs/events.py"),
-    *("cluster/board.py", "cluster/report.py"),
+    *("cluster/board.py", "cluster/report.py", "observability/spans.py"),
     *("launch/doctor/examine.py", "launch/watch/probe.py"),  # which compare clocks of machines
+    *("cluster/clocks.py", "cluster/vitals.py", "utils/meter.py"),  # and these
+    *(f"observability/report/{name}.py" for name in ("comparison", "facts", "page")),
+    *("observability/view/run.py", "launch/watch/top/source.py"),  # say how old something is
+    "launch/observe/targets.py",  # compares with a file's time
 }
-"""Where the clock on the wall is read, as the default of `now`, for time stamps."""
+"""Where the clock on the wall is read, mostly as the default of `now`, for time stamps."""
 
 
 def test_no_deadline_is_taken_from_the_clock_on_the_wall() -> None:

@@ -8,7 +8,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
 from zoneinfo import ZoneInfo
 
 from harness import free_port
@@ -87,7 +86,9 @@ def test_a_worker_waits_for_the_server_and_both_leave_readable_files(
     run = find_run(processes.runs, "mine")
     logs = sorted(path.name for path in run.logs.iterdir())
     assert logs == ["server-mini1.log", "worker-rank0-macbook.log"]
-    first: dict[str, Any] = json.loads((run.logs / logs[1]).read_text().splitlines()[0])
+    lines = (run.logs / logs[1]).read_text().splitlines()
+    begins, first = (json.loads(line) for line in lines[:2])
+    assert "process" in begins["message"]
     assert "waiting for the server" in first["message"], "lines of before the run are filed too"
     assert first["host"] == "worker-rank0-macbook"
     assert first["rank"] == 0

@@ -8,7 +8,7 @@ import torch
 
 from smolcluster.configs.schema import DatasetConfig
 from smolcluster.data.tokenizer import load_tokenizer
-from smolcluster.errors import SmolclusterError
+from smolcluster.errors import CheckpointError, SmolclusterError
 from smolcluster.models.gpt import GPT
 from smolcluster.models.sampling import sample
 from smolcluster.observability.curves import draw_curves
@@ -36,9 +36,14 @@ def leave_keepsakes(
 
 @contextmanager
 def report_of_failure(paths: RunPaths, log: logging.Logger) -> Iterator[None]:
-    """Write the run's report if the block is ended by an error, or because it was asked to."""
+    """Write the run's report if the block is ended by an error, or because it was asked to.
+
+    A run that does not go on, because the checkpoint is of another one, stays as it is.
+    """
     try:
         yield
+    except CheckpointError:
+        raise
     except BaseException as error:
         with _or_a_warning(log):
             write_report(paths, error)

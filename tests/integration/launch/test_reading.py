@@ -195,6 +195,7 @@ def test_everything_is_fetched(run: Lab) -> None:
     found = {str(path.relative_to(here)) for path in here.rglob("*") if not path.is_dir()}
     assert found == {
         *("launch.json", "config.yaml", "status.json", "checkpoints/step-00000001/state.json"),
+        "report.html",
         *(f"logs/{each.stem}.log" for each in processes()),
     }
     assert (here / "checkpoints/latest/state.json").read_text() == "{}"

@@ -57,7 +57,7 @@ def test_everything_of_the_server_and_the_logs_of_the_others_come(
     assert fetch(str(paths.root)) == 0
     assert names(paths.root) == {
         *("launch.json", "notes.txt", "config.yaml", "events.jsonl", "logs/server-mini1.log"),
-        "checkpoints/step-00000001/model.safetensors",
+        *("checkpoints/step-00000001/model.safetensors", "report.html"),
         *("logs/worker-rank0-pi5.log", "logs/worker-rank0-pi5.console.txt"),
     }
     assert (paths.checkpoints / "latest/model.safetensors").read_text() == "m" * 1000

@@ -167,6 +167,9 @@ class ScriptedLink:
         self.said: list[Message] = []
         self.frames: list[Frame] = []
 
+    def flush(self) -> None:
+        """All has been sent."""
+
     def send(self, message: Message) -> None:
         self.said.append(message)
         if isinstance(message, Pull) and self.pulled:

@@ -36,6 +36,9 @@ class Wire:
         self.said: list[Message] = []
         self.pushes: list[bytes] = []
 
+    def flush(self) -> None:
+        """All has been sent."""
+
     def send(self, message: Message) -> None:
         self.said.append(message)
 
