@@ -252,7 +252,9 @@ class _Life:
         meter, clocks = self._place.meter, session.clocks.best
         if clocks is not None:
             meter.clock_offset_s = -clocks.offset_s
-        report = self._vitals.report(session.connection, session.num_queued - session.num_sent)
+        queued = session.num_queued - session.num_sent
+        is_dated = clocks is not None  # or the server could not say when its spans were
+        report = self._vitals.report(session.connection, queued, with_spans=is_dated)
         self._place.on_vitals(report)
         return report
 
