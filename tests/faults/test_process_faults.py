@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -42,6 +43,8 @@ from smolcluster.training.checkpoint import (
     OPTIMIZER_FILE,
     STATE_FILE,
     Checkpoint,
+    CheckpointWriter,
+    Snapshot,
     restore,
 )
 from smolcluster.training.replica import Replica
@@ -162,11 +165,21 @@ def undisturbed(algorithm: AlgorithmName, folder: Path, workers: int, *overrides
     """The same run in this process; its files are in `folder`."""
     training = (*TRAINING, f"min_workers={workers}", *overrides)
     settings = local_settings(*training, workers=workers, algorithm=algorithm)
-    cluster = Cluster(settings, folder, algorithm=algorithm)
-    outcomes = [cluster.worker(number + 1, node=NODES[number]) for number in range(workers)]
-    for outcome in (cluster.server, *outcomes):
-        outcome.finish()
+    with patch.object(CheckpointWriter, "submit", submit_in_turn):
+        cluster = Cluster(settings, folder, algorithm=algorithm)
+        outcomes = [cluster.worker(number + 1, node=NODES[number]) for number in range(workers)]
+        for outcome in (cluster.server, *outcomes):
+            outcome.finish()
     return cluster
+
+
+_submit = CheckpointWriter.submit
+
+
+def submit_in_turn(writer: CheckpointWriter, snapshot: Snapshot) -> None:
+    """So that none is dropped because the disk is busy with the one before."""
+    assert writer.flush(DEADLINE_S)
+    _submit(writer, snapshot)
 
 
 Undisturbed = Callable[..., tuple[Cluster, Path]]
