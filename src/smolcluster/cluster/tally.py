@@ -4,8 +4,7 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
-STALENESS_EDGES = (0, 1, 2, 4, 8, 16, 32)
-"""Largest τ of the bins in which pushes are counted; the last bin has all above."""
+from smolcluster.runs.status import STALENESS_EDGES
 
 
 @dataclass

@@ -31,13 +31,13 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from smolcluster.configs.schema import ClusterConfig
-from smolcluster.runs.status import RunStatus, WorkerStatus
+from smolcluster.runs.status import STALENESS_EDGES, RunStatus, WorkerStatus
 from smolcluster.utils.meter import Phase
 from smolcluster.utils.units import format_address
 
 PREFIX = "smolcluster_"
 LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"  # noqa: S104 - Prometheus is on another machine
-STALENESS_BOUNDS = ("0", "1", "2", "4", "8", "16", "32", "+Inf")
+STALENESS_BOUNDS = (*map(str, STALENESS_EDGES), "+Inf")
 """Upper bounds of `WorkerStatus.staleness`, in steps."""
 WORKER_LABELS = ("rank", "node")
 PROCESS_LABELS = ("role", "rank", "node")

@@ -27,6 +27,8 @@ from pydantic import (
 from smolcluster.errors import DataError, SmolclusterError
 from smolcluster.runs.files import utc_timestamp, write_whole
 
+STALENESS_EDGES = (0, 1, 2, 4, 8, 16, 32)
+"""Largest τ of the bins in which pushes are counted, steps; one more bin has all above."""
 STOPPED = "it was stopped"
 """The reason of a run that its owner was asked to end."""
 EVERY_S = 1.0

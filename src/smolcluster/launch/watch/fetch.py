@@ -102,17 +102,17 @@ def parts_of(launched: Launched, paths: RunPaths, *, checkpoints: bool) -> Itera
     """What is to be brought: the server's run folder, and the logs that are in none of those before."""
     server, *workers = launched.processes
     left_out = NOT_FETCHED if checkpoints else (*NOT_FETCHED, "/checkpoints")
-    if not _is_here(server, paths):
+    if not is_here(server, paths):
         yield Part(Host(server.node, server.ssh), server.run_dir, paths.root, left_out)
     done = {(server.ssh, server.run_dir)}
     for worker in workers:
-        if (worker.ssh, worker.run_dir) not in done and not _is_here(worker, paths):
+        if (worker.ssh, worker.run_dir) not in done and not is_here(worker, paths):
             host = Host(worker.node, worker.ssh)
             yield Part(host, f"{worker.run_dir}/logs", paths.logs, (".shipped.*", ".*.tmp"))
         done.add((worker.ssh, worker.run_dir))
 
 
-def _is_here(process: LaunchedProcess, paths: RunPaths) -> bool:
+def is_here(process: LaunchedProcess, paths: RunPaths) -> bool:
     """Whether its run folder is the one to which everything comes."""
     return process.ssh is None and Path(process.run_dir).expanduser().resolve() == paths.root
 

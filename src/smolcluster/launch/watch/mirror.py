@@ -13,10 +13,11 @@ from pathlib import Path
 
 from smolcluster.errors import DataError, SmolclusterError
 from smolcluster.launch.host import Host, shell_path
+from smolcluster.launch.watch.fetch import is_here
 from smolcluster.launch.watch.growing import Reader
 from smolcluster.launch.watch.probe import Sighting, look
 from smolcluster.observability.view.run import Files
-from smolcluster.runs.launched import Launched, LaunchedProcess
+from smolcluster.runs.launched import Launched
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import read_status, write_status
 from smolcluster.runs.summary import write_summary
@@ -36,7 +37,7 @@ class Copied:
 
 def is_wholly_here(launched: Launched, paths: RunPaths) -> bool:
     """Whether nothing needs to be read on another machine: also of a run that is over and was fetched."""
-    if all(_is_in(process, paths) for process in launched.processes):
+    if all(is_here(process, paths) for process in launched.processes):
         return True
     with suppress(DataError):
         logs = [paths.logs / f"{process.stem}.log" for process in launched.processes]
@@ -45,16 +46,11 @@ def is_wholly_here(launched: Launched, paths: RunPaths) -> bool:
     return False
 
 
-def _is_in(process: LaunchedProcess, paths: RunPaths) -> bool:
-    """Whether its run folder is this one."""
-    return process.ssh is None and Path(process.run_dir).expanduser().resolve() == paths.root
-
-
 def copied_from(launched: Launched, paths: RunPaths, folder: RunPaths) -> dict[Host, list[Copied]]:
     """The files that grow and are not in the run's folder here, by the machine that has them."""
     files: dict[Host, list[Copied]] = {}
     for process in launched.processes:
-        if _is_in(process, paths):
+        if is_here(process, paths):
             continue
         own = files.setdefault(Host(process.node, process.ssh), [])
         there = shell_path(process.run_dir)
@@ -85,7 +81,7 @@ class Mirror:
         self._paths = paths
         self._copy = RunPaths(folder)
         self._watch = watch
-        self._is_here = _is_in(launched.server, paths)
+        self._is_here = is_here(launched.server, paths)
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._problems: dict[str, str] = {}

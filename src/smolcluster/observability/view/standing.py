@@ -1,18 +1,17 @@
 """How a run stands, as one value: from what its server wrote last, and what its processes reported."""
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from smolcluster.runs.events import RunStarted
 from smolcluster.runs.launched import Launched
-from smolcluster.runs.status import RunStatus, WorkerStatus
+from smolcluster.runs.status import STALENESS_EDGES, RunStatus, WorkerStatus
 from smolcluster.runs.summary import Summary
 
 OLD_S = 10.0
 """A status of a run that goes on ought not to be older."""
-EDGES = (0, 1, 2, 4, 8, 16, 32)
-"""Upper ends of the staleness classes, steps; the last class has none."""
 
 Reports = Mapping[int | None, Mapping[str, float]]
 
@@ -54,7 +53,7 @@ def standing(known: Known) -> dict[str, Any]:
         "is_old": not is_over and known.age_s is not None and known.age_s > OLD_S,
         "age_s": known.age_s,
         "problems": list(known.problems),
-        "staleness_edges": EDGES,
+        "staleness_edges": STALENESS_EDGES,
         **_setup(known),
         **_progress(known, is_over),
         "workers": _workers(known, is_over),
@@ -175,7 +174,7 @@ def _staleness(known: Known) -> dict[str, Any]:
     )
     if own:
         return {"counts": [sum(counts) for counts in zip(*own, strict=False)], "is_sampled": False}
-    counts = [0] * (len(EDGES) + 1)
+    counts = [0] * (len(STALENESS_EDGES) + 1)
     for value in known.staleness:
-        counts[next((i for i, edge in enumerate(EDGES) if value <= edge), len(EDGES))] += 1
+        counts[bisect_left(STALENESS_EDGES, value)] += 1
     return {"counts": counts if known.staleness else [], "is_sampled": True}

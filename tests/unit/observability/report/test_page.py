@@ -182,6 +182,7 @@ def test_whatever_file_is_damaged_there_is_a_page(
     path: Path = getattr(run.paths, name)
     path.write_bytes(content)
     report_of(run)
+    assert run.paths.run_id in run.paths.report.read_text()
 
 
 def test_an_empty_folder_is_a_page_that_knows_nothing(tmp_path: Path) -> None:
@@ -279,6 +280,7 @@ def test_a_run_of_only_nan_has_a_page(tmp_path: Path) -> None:
     run.started()
     run.steps(1, 5, loss=math.nan, samples_applied=math.nan)
     report_of(run)
+    assert run.paths.run_id in run.paths.report.read_text()
 
 
 @pytest.mark.parametrize("loss", [0.0, 1e300, -1e-300, 1e-320, 1e15])
@@ -288,6 +290,7 @@ def test_curves_of_any_size_are_drawn(tmp_path: Path, loss: float) -> None:
     run.steps(1, 3, loss=loss)
     run.steps(4, 6, loss=2 * loss)
     report_of(run)
+    assert run.paths.run_id in run.paths.report.read_text()
 
 
 def test_time_and_links_come_from_what_workers_report(tmp_path: Path) -> None:
