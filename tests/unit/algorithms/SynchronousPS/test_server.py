@@ -359,6 +359,7 @@ def test_who_was_beaten_in_mid_push_is_told_how_much_of_it_counted(stage: Stage)
     one, its_part, other, other_part = two(stage)
     one.push(its_part, seed=1)
     left = other.begin(other_part, seed=2)
+    stage.house.until(lambda: stage.server.reduced == {0})
     stage.advance(LONGER)
     assert one.hand.hear_a(Reduced).bucket == 0
     backup = one.part()
