@@ -79,14 +79,14 @@ def measure(folder: Path, num_lines: int, down_s: float) -> dict[str, object]:
 
 def write(folder: Path, num_lines: int, over_s: float) -> None:
     """Write lines to the logs by turns, all of them within `over_s` seconds."""
-    logs = [
-        LineWriter(folder / f"{stem}.log", warn=sys.exit, flush_interval_s=0.0) for stem in STEMS
-    ]
+    logs = [LineWriter(folder / f"{stem}.log", warn=sys.exit) for stem in STEMS]
     start = time.monotonic()
     for n in range(num_lines):
         time.sleep(max(0.0, start + over_s * n / num_lines - time.monotonic()))
         ts = utc_timestamp(time.time())
-        logs[n % len(logs)].write({"ts": ts, "level": "INFO", "message": str(n)})
+        log = logs[n % len(logs)]
+        log.write({"ts": ts, "level": "INFO", "message": str(n)})
+        log.flush()
     for log in logs:
         log.close()
 

@@ -166,7 +166,7 @@ class Cluster:
         train, cluster = settings.train, settings.cluster
         self.bench = build(train, cluster.seed, settings.node.dataset, torch.device("cpu"))
         incarnation = secrets.token_hex(4)
-        events = EventLog(self.events_path, incarnation, warn=self.log.warning)
+        events = self._events = EventLog(self.events_path, incarnation, warn=self.log.warning)
         self.store = CheckpointStore(folder / "checkpoints", cluster.keep_last, self.log)
         self.stop = StopRequest()
         context = ServerContext(
@@ -262,6 +262,7 @@ class Cluster:
 
     def events(self) -> list[EventRecord]:
         """What the run's event log holds."""
+        self._events.flush()
         return read_events(self.events_path)
 
     def finish(self, *workers: Outcome) -> Summary:

@@ -205,7 +205,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         receiver = self.server.receiver
         receiver.authorizations += self.headers.get_all("Authorization", [])
-        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        nbytes = int(self.headers["Content-Length"] or 0)
+        body = self.rfile.read(nbytes)
+        if len(body) < nbytes:  # `down` has broken the connection
+            self.close_connection = True
+            return
         try:
             self._answer(receiver, body)
         finally:

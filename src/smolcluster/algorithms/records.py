@@ -1,6 +1,7 @@
 """The records of a run: its folder, resolved configuration, log file, metrics, events and status."""
 
 import secrets
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,16 +21,48 @@ from smolcluster.runs.events import EventLog
 from smolcluster.runs.paths import RunPaths, create_run, runs_root
 from smolcluster.runs.status import StatusFile
 
+TICK_S = 0.1
+
 
 @dataclass(frozen=True)
 class Records:
-    """Where a process that owns a run writes down what happens. `incarnation` names this start of it."""
+    """Where a process that owns a run writes down what happens. `incarnation` names this start of it.
+
+    Nothing of it waits for the disk or the terminal, unless it must be there at once: `keep_up` does, in a
+    thread of its own.
+    """
 
     metrics: Metrics
     events: EventLog
     status: StatusFile
     spans: SpanLog
     incarnation: str
+
+    @contextmanager
+    def keep_up(self) -> Iterator[None]:
+        """Write and show what is due, again and again, until the end of the block; then close everything."""
+        done = threading.Event()
+
+        def keep_on() -> None:
+            while not done.wait(TICK_S):
+                for write in (
+                    self.metrics.tick,
+                    self.events.tick,
+                    self.spans.tick,
+                    self.status.flush,
+                ):
+                    write()
+
+        thread = threading.Thread(target=keep_on, name="records", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+            self.spans.close()
+            self.events.close()
+            self.metrics.close()
 
 
 def open_run(settings: Settings, run: RunConfig, *, role: str, node: str, log: NodeLog) -> RunPaths:
@@ -80,9 +113,5 @@ def open_records(
     status = StatusFile(paths.status, warn=warn)
     spans = SpanLog(paths.spans, warn=warn)
     records = Records(Metrics(sinks), events, status, spans, incarnation)
-    try:
+    with records.keep_up():
         yield records
-    finally:
-        records.spans.close()
-        records.events.close()
-        records.metrics.close()

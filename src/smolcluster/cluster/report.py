@@ -384,16 +384,10 @@ class Report:
         self._events.flush()
 
     def tick(self) -> None:
-        """Write what is due."""
+        """Say what is due; others write it."""
         self._look_at_oneself()
-        self._metrics.tick()
-        self._events.tick()
-        if self._spans:
-            self._spans.tick()
         if self._status_file:
-            self._status_file.tick(
-                lambda: self.status("waiting" if self.is_waiting else "training")
-            )
+            self._status_file.ask(lambda: self.status("waiting" if self.is_waiting else "training"))
 
     def summary(self) -> Summary:
         """Evaluate the final weights, if they are not yet, and sum up the run."""

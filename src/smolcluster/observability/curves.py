@@ -56,7 +56,9 @@ SMOOTHED_OVER = 100
 STEP_VALUES = ("loss", "lr", "samples_per_s", "staleness")
 EVAL_VALUES = ("val_loss", "val_perplexity", "val_accuracy")
 X = "samples_applied"
-_BEGINNING = re.compile(rb'"kind": "(\w{1,9})", "incarnation": "\w{1,99}", "step": (\d{1,18}),')
+_BEGINNING = re.compile(
+    rb'"kind": ?"(\w{1,9})", ?"incarnation": ?"\w{1,99}", ?"step": ?(\d{1,18}),'
+)
 READ = RESERVED.union((X,), STEP_VALUES, EVAL_VALUES)
 
 LEFT = ("loss", "val_perplexity", "val_accuracy")

@@ -141,9 +141,7 @@ class _FileHandler(logging.Handler):
             if self._writer is not None:
                 self._writer.close()
             self._run_id = run_id
-            self._writer = LineWriter(
-                path, warn=self._warn, flush_interval_s=0.0, max_nbytes=MAX_LOG_NBYTES
-            )
+            self._writer = LineWriter(path, warn=self._warn, max_nbytes=MAX_LOG_NBYTES)
             while self._kept:
                 self._file(self._writer, self._kept.popleft())
         finally:
@@ -178,6 +176,7 @@ class _FileHandler(logging.Handler):
             head
             | {(name if name not in head else f"{name}_"): value for name, value in line.items()}
         )
+        writer.flush()
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Sink(Protocol):
         """Take one record; must not block or raise."""
 
     def tick(self) -> None:
-        """Do what is due by now (flush, refresh)."""
+        """Do what is due by now (flush, refresh); may wait for the disk or the terminal."""
 
     def close(self) -> None:
         """Report what is left, within a deadline; later records are ignored."""
@@ -74,7 +74,7 @@ class Metrics:
                 sink.flush()
 
     def tick(self) -> None:
-        """Let the sinks do what is due; to be called every second or so, also in a quiet time."""
+        """Let the sinks do what is due; to be called several times a second, also in a quiet time."""
         for sink in self._sinks:
             sink.tick()
 

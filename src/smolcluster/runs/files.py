@@ -12,20 +12,24 @@ import math
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import orjson
+
 from smolcluster.errors import SmolclusterError
 from smolcluster.utils.replacing import replacing
 
 T = TypeVar("T")
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, default=str)
+_HOW = orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE})
 """What may be over at the next try: no file could be opened."""
+FLUSH_EVERY_S = 1.0
 NUM_OLD_FILES = 2
 """Of a file that is rotated: `name.1` is what was `name` before, `name.2` what was `name.1`."""
 
@@ -48,11 +52,11 @@ def json_line(record: Mapping[str, Any]) -> bytes:
     A value that JSON cannot hold, such as one that contains itself, becomes text.
     """
     try:
-        text = _ENCODER.encode(record)
-    except (ValueError, TypeError, RecursionError):
+        return orjson.dumps(record, default=str, option=_HOW)
+    except TypeError:
         fit = {str(key): _jsonable(value) for key, value in record.items()}
         text = json.dumps(fit, ensure_ascii=False, default=str)
-    return text.encode("utf-8", "backslashreplace") + b"\n"
+        return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _jsonable(value: Any) -> Any:
@@ -77,10 +81,10 @@ def _without_non_finite(value: Any) -> Any:
 class LineWriter:
     """Appends JSON lines to a file; safe to use from several threads.
 
-    Lines reach the file at the first `write` or `tick` that comes `flush_interval_s` after the last
-    flush, and at `close`. When the file cannot be written (a full disk, a missing folder), `warn`
-    is called once with one sentence, and the writer does nothing from then on: a run is worth more
-    than its log. A file that would grow over `max_nbytes` is rotated first.
+    Only `flush`, `close`, and the first `tick` that comes `FLUSH_EVERY_S` after the last flush wait for
+    the disk. When the file cannot be written (a full disk, a missing folder), `warn` is called once with
+    one sentence, and the writer does nothing from then on: a run is worth more than its log. A file that
+    would grow over `max_nbytes` is rotated first.
     """
 
     def __init__(
@@ -88,40 +92,35 @@ class LineWriter:
         path: Path,
         *,
         warn: Callable[[str], None],
-        flush_interval_s: float = 1.0,
         max_nbytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = path
         self._warn = warn
-        self._interval_s = flush_interval_s
         self._max_nbytes = max_nbytes
         self._clock = clock
-        self._lock = threading.Lock()
-        self._waiting: list[bytes] = []
+        self._writing = threading.Lock()
+        self._waiting: deque[bytes] = deque()
         self._last_flush = clock()
         self._file: FileIO | None = None
         self._off = False
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record; never raises for the file's sake."""
-        line = json_line(record)
-        with self._lock:
-            if not self._off:
-                self._waiting.append(line)
-        self.tick()
+        if not self._off:
+            self._waiting.append(json_line(record))
 
     def tick(self) -> None:
         """Flush what has waited long enough."""
-        if self._clock() - self._last_flush >= self._interval_s:
+        if self._clock() - self._last_flush >= FLUSH_EVERY_S:
             self.flush()
 
     def flush(self) -> None:
         """Write all that waits to the file."""
         problem = None
-        with self._lock:
+        with self._writing:
             self._last_flush = self._clock()
-            lines, self._waiting = self._waiting, []
+            lines = [self._waiting.popleft() for _ in range(len(self._waiting))]
             if lines and not self._off:
                 problem = self._append(b"".join(lines))
                 self._off = problem is not None
@@ -131,7 +130,7 @@ class LineWriter:
     def close(self) -> None:
         """Flush and close; later writes are ignored."""
         self.flush()
-        with self._lock:
+        with self._writing:
             self._off = True
             if self._file is not None:
                 self._file.close()
@@ -153,7 +152,7 @@ class LineWriter:
                 view = view[self._file.write(view) :]
         except OSError as error:
             if self._file is None and error.errno in _PASSING:
-                self._waiting.insert(0, data)
+                self._waiting.appendleft(data)
                 return None
             return error.strerror or str(error)
         return None

@@ -5,7 +5,9 @@ as an evaluation in a single process; how old it is says `updated_at`. The owner
 """
 
 import math
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -173,7 +175,7 @@ def read_status(path: Path) -> RunStatus:
 
 
 class StatusFile:
-    """Keeps `status.json` up to date, from one thread.
+    """Keeps `status.json` up to date: one thread says how the run stands, another one writes that down.
 
     `warn` is called once, with one sentence, when the file cannot be written; later statuses are still
     tried, because the obstacle may pass.
@@ -191,18 +193,31 @@ class StatusFile:
         self._clock = clock
         self._due_at = -math.inf
         self._has_warned = False
+        self._writing = threading.Lock()
+        self._waiting: deque[RunStatus] = deque(maxlen=1)
         self.newest: RunStatus | None = None
-        """What was written last, or should have been; for any thread."""
+        """What was said last; for any thread."""
 
-    def tick(self, status: Callable[[], RunStatus]) -> None:
-        """Write what `status` says, if it is time; otherwise do not even ask."""
+    def ask(self, status: Callable[[], RunStatus]) -> None:
+        """Keep what `status` says for the next `flush`, if it is time; otherwise do not even ask."""
         if self._clock() >= self._due_at:
-            self.write(status())
+            self._due_at = self._clock() + EVERY_S
+            self.newest = status()
+            self._waiting.append(self.newest)
 
     def write(self, status: RunStatus) -> None:
         """Write this status now; never raises for the file's sake."""
-        self._due_at = self._clock() + EVERY_S
         self.newest = status
+        self._waiting.append(status)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what waits; any thread."""
+        with self._writing:
+            if self._waiting:
+                self._write(self._waiting.popleft())
+
+    def _write(self, status: RunStatus) -> None:
         try:
             write_status(self._path, status)
         except SmolclusterError as error:

@@ -28,8 +28,8 @@ class Board:
     def __init__(self, parts: Parts, path: Path) -> None:
         self.path = path
         self.parts = parts
-        status = StatusFile(path, warn=parts.context.log.warning, clock=self._leap)
-        self.context: ServerContext = replace(parts.context, status=status)
+        self._file = StatusFile(path, warn=parts.context.log.warning, clock=self._leap)
+        self.context: ServerContext = replace(parts.context, status=self._file)
         self._leaps = 0.0
 
     def _leap(self) -> float:
@@ -40,6 +40,7 @@ class Board:
     def read(self, report: Report) -> RunStatus:
         """What the file says after a tick of the report."""
         report.tick()
+        self._file.flush()
         return read_status(self.path)
 
 

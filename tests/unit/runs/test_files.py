@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -69,16 +70,18 @@ def test_a_writer_appends_and_closing_flushes(tmp_path: Path) -> None:
         writer.write({"n": n})
         writer.close()
         writer.write({"n": "too late"})
+        writer.flush()
     assert follower(path).poll() == [{"n": 1}, {"n": 2}]
 
 
 def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
-    writer = LineWriter(path, warn=no_warning, flush_interval_s=0.0)
+    writer = LineWriter(path, warn=no_warning)
 
     def write(thread: int) -> None:
         for n in range(200):
             writer.write({"thread": thread, "n": n})
+            writer.flush()
 
     threads = [threading.Thread(target=write, args=(n,)) for n in range(4)]
     for thread in threads:
@@ -92,12 +95,29 @@ def test_many_threads_write_whole_lines(tmp_path: Path) -> None:
         assert [r["n"] for r in records if r["thread"] == thread_id] == list(range(200))
 
 
+def test_who_writes_does_not_wait_for_the_disk(tmp_path: Path) -> None:
+    """A pipe without a reader hangs as a disk may."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = LineWriter(path, warn=no_warning)
+    writer.write({"n": 1})
+    hanging = threading.Thread(target=writer.flush)
+    hanging.start()
+    writer.write({"n": 2})
+    assert hanging.is_alive()
+    with path.open("rb") as reader:
+        hanging.join(30)
+        writer.close()
+        assert [json.loads(line)["n"] for line in reader] == [1, 2]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
 def test_a_full_disk_warns_once_and_ends_the_writing() -> None:
     warnings: list[str] = []
-    writer = LineWriter(Path("/dev/full"), warn=warnings.append, flush_interval_s=0.0)
+    writer = LineWriter(Path("/dev/full"), warn=warnings.append)
     for n in range(100):
         writer.write({"n": n})
+        writer.flush()
     writer.close()
     assert warnings == [
         "cannot write /dev/full: No space left on device; the run goes on without this file"
@@ -106,9 +126,11 @@ def test_a_full_disk_warns_once_and_ends_the_writing() -> None:
 
 def test_a_missing_folder_warns_once(tmp_path: Path) -> None:
     warnings: list[str] = []
-    writer = LineWriter(tmp_path / "no" / "x.jsonl", warn=warnings.append, flush_interval_s=0.0)
+    writer = LineWriter(tmp_path / "no" / "x.jsonl", warn=warnings.append)
     writer.write({"n": 1})
+    writer.flush()
     writer.write({"n": 2})
+    writer.flush()
     writer.close()
     assert len(warnings) == 1
     assert "No such file" in warnings[0]
@@ -206,17 +228,19 @@ def test_whatever_a_message_holds_it_is_one_line(message: str) -> None:
 
 def test_a_file_that_grows_too_large_is_rotated_and_no_line_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "x.log"
-    writer = LineWriter(path, warn=no_warning, flush_interval_s=0.0, max_nbytes=100)
+    writer = LineWriter(path, warn=no_warning, max_nbytes=100)
     for n in range(40):
         writer.write({"n": n})
+        writer.flush()
     writer.close()
     newest, *old = rotations(path)
     assert [file.exists() for file in rotations(path)] == [True, True, True]
     assert all(file.stat().st_size <= 100 for file in rotations(path))
     records = [record for file in (*reversed(old), newest) for record in follower(file).poll()]
     assert records == [{"n": n} for n in range(records[0]["n"], 40)]
-    again = LineWriter(path, warn=no_warning, flush_interval_s=0.0, max_nbytes=100)
+    again = LineWriter(path, warn=no_warning, max_nbytes=100)
     again.write({"n": "x" * 1000})
+    again.flush()
     again.close()
     assert follower(path).poll() == [{"n": "x" * 1000}]
     assert follower(old[0]).poll()[-1] == {"n": 39}
@@ -224,21 +248,23 @@ def test_a_file_that_grows_too_large_is_rotated_and_no_line_is_lost(tmp_path: Pa
 
 def test_a_file_without_a_limit_is_never_rotated(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
-    writer = LineWriter(path, warn=no_warning, flush_interval_s=0.0)
+    writer = LineWriter(path, warn=no_warning)
     for _ in range(100):
         writer.write({"n": "x" * 1000})
+        writer.flush()
     writer.close()
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_that_cannot_be_rotated_warns_once(tmp_path: Path) -> None:
     path, warnings = tmp_path / "x.log", list[str]()
-    writer = LineWriter(path, warn=warnings.append, flush_interval_s=0.0, max_nbytes=10)
+    writer = LineWriter(path, warn=warnings.append, max_nbytes=10)
     (tmp_path / "x.log.1").mkdir()
     (tmp_path / "x.log.2").mkdir()
     (tmp_path / "x.log.2" / "full").touch()
     for n in range(5):
         writer.write({"n": n})
+        writer.flush()
     writer.close()
     assert len(warnings) == 1
     assert follower(path).poll() == [{"n": 0}]

@@ -134,7 +134,7 @@ def test_what_is_not_a_status_is_an_error_that_names_the_file(tmp_path: Path, co
         read_status(path)
 
 
-def test_it_is_written_once_a_second_at_most_and_nobody_is_asked_in_between(
+def test_it_is_told_once_a_second_at_most_and_nobody_is_asked_in_between(
     tmp_path: Path,
 ) -> None:
     clock, asked = Clock(), []
@@ -145,16 +145,18 @@ def test_it_is_written_once_a_second_at_most_and_nobody_is_asked_in_between(
 
     file = StatusFile(tmp_path / "status.json", warn=pytest.fail, clock=clock)
     for _ in range(25):
-        file.tick(asking)
+        file.ask(asking)
         clock.now += 0.125
+    file.flush()
     assert asked == [100.0, 101.0, 102.0, 103.0]
     assert read_status(tmp_path / "status.json").step == 4
 
 
 def test_what_must_be_written_is_written_at_once(tmp_path: Path) -> None:
     file = StatusFile(tmp_path / "status.json", warn=pytest.fail, clock=Clock())
-    file.tick(status)
+    file.ask(status)
     file.write(status(state="ended", reason="it was stopped"))
+    file.flush()
     assert read_status(tmp_path / "status.json").state == "ended"
 
 
@@ -162,13 +164,15 @@ def test_what_cannot_be_written_is_one_warning_and_tried_again(tmp_path: Path) -
     clock, folder, warnings = Clock(), tmp_path / "run", list[str]()
     file = StatusFile(folder / "status.json", warn=warnings.append, clock=clock)
     for _ in range(5):
-        file.tick(status)
+        file.ask(status)
+        file.flush()
         clock.now += 1.0
     (warning,) = warnings
     assert str(folder / "status.json") in warning
     assert "training goes on" in warning
     folder.mkdir()
-    file.tick(status)
+    file.ask(status)
+    file.flush()
     assert read_status(folder / "status.json").step == 120
     assert len(warnings) == 1
 

@@ -16,7 +16,7 @@ BAR_WIDTH = 16
 class ProgressView:
     """A sink that shows how far a run is: epoch, step, loss, accuracy, samples/s, staleness, MB/s.
 
-    It starts no thread: the view changes in `log` and `tick` only, which one thread calls. Lines
+    Any thread may `log`; the view changes in `tick` and `close` only, which one thread calls at a time. Lines
     that others print to the same console, from any thread, appear above the bar.
     """
 
@@ -46,7 +46,6 @@ class ProgressView:
             self._step = record
         elif record.kind == "eval":
             self._measured = measured(record) or self._measured
-        self.tick()
 
     def tick(self) -> None:
         """Show what is new, if the last time was long enough ago."""

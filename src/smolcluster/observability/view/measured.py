@@ -1,6 +1,7 @@
 """What a run has measured, as points for curves: from `metrics.jsonl`, however large it is."""
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +24,7 @@ READ_WHOLE_NBYTES = 8 << 20
 """A larger file is sampled when it is opened."""
 STEP_VALUES = ("loss", "lr", "samples_per_s", "mb_per_s", "staleness", "grad_norm")
 _READ = RESERVED.union(STEP_VALUES)
+_STEP = re.compile(rb'"kind": ?"step"')
 _DIGITS = 6
 
 Columns = dict[str, list[float | None]]
@@ -160,7 +162,7 @@ def _first_of_each(lines: Iterable[bytes]) -> list[bytes]:
     """The first step among the lines, and the first report of each process; of each start of the server."""
     found: dict[Any, bytes] = {}
     for line in lines:
-        step = (writer_of(line), "step") if b'"kind": "step"' in line else None
+        step = (writer_of(line), "step") if _STEP.search(line) else None
         if step in found:
             continue
         for entry in json_objects([line]):

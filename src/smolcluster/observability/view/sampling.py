@@ -9,7 +9,7 @@ from pathlib import Path
 NUM_PLACES = 1200
 WINDOW_NBYTES = 16 << 10
 MAX_WINDOW_NBYTES = 1 << 20
-_INCARNATION = re.compile(rb'"incarnation": "([^"]*)"')
+_INCARNATION = re.compile(rb'"incarnation": ?"([^"]*)"')
 
 
 def sampled(path: Path, end: int, num_places: int = NUM_PLACES) -> Iterator[list[bytes]]:

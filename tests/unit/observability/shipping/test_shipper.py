@@ -44,14 +44,13 @@ class Log:
 
     def write(self, number: int) -> None:
         """Write so many lines; ten of each time."""
-        writer = LineWriter(
-            self._path, warn=pytest.fail, flush_interval_s=0.0, max_nbytes=self._max_nbytes
-        )
+        writer = LineWriter(self._path, warn=pytest.fail, max_nbytes=self._max_nbytes)
         for _ in range(number):
             ts = utc_timestamp(START_S + self.count // 10 / 1000)
             level = ("INFO", "WARNING")[self.count % 7 == 0]
             message = f"line {self.count}"
             writer.write({"ts": ts, "level": level, "message": message})
+            writer.flush()
             self.count += 1
         writer.close()
 

@@ -29,6 +29,12 @@ def step(number: int) -> MetricRecord:
     )
 
 
+def show(view: ProgressView, record: MetricRecord) -> None:
+    """What a run does with a record, and soon after it."""
+    view.log(record)
+    view.tick()
+
+
 def plain() -> Console:
     return SteadyConsole(file=io.StringIO(), width=200)
 
@@ -47,10 +53,10 @@ def text(console: Console) -> str:
 def test_without_a_terminal_there_is_a_plain_line_every_two_seconds() -> None:
     console, clock = plain(), Clock()
     view = ProgressView(console, num_epochs=30, clock=clock)
-    view.log(EVAL)
+    show(view, EVAL)
     for number in range(1, 101):
         clock.now = number * 0.1
-        view.log(step(number))
+        show(view, step(number))
     view.close()
     lines = text(console).splitlines()
     assert [line.split(" · ")[2] for line in lines] == [
@@ -63,19 +69,19 @@ def test_without_a_terminal_there_is_a_plain_line_every_two_seconds() -> None:
 def test_the_last_state_is_shown_once_at_the_end() -> None:
     console = plain()
     view = ProgressView(console, num_epochs=30, clock=Clock())
-    view.log(EVAL)
-    view.log(step(7))
+    show(view, EVAL)
+    show(view, step(7))
     assert text(console) == ""
     view.close()
     view.close()
-    view.log(step(8))
+    show(view, step(8))
     assert text(console).splitlines() == ["1% · " + LINE.format(step=7)]
 
 
 def test_a_quiet_time_repeats_nothing() -> None:
     console, clock = plain(), Clock()
     view = ProgressView(console, clock=clock)
-    view.log(step(1))
+    show(view, step(1))
     for second in range(20):
         clock.now = float(second)
         view.tick()
@@ -94,7 +100,7 @@ def test_a_view_without_any_step_prints_nothing() -> None:
 def test_values_that_are_missing_are_left_out() -> None:
     console = plain()
     view = ProgressView(console)
-    view.log(MetricRecord("step", 1234, 0, {"loss": float("nan")}))
+    show(view, MetricRecord("step", 1234, 0, {"loss": float("nan")}))
     view.close()
     assert text(console) == "epoch 1 · step 1,234 · loss nan\n"
 
@@ -102,9 +108,9 @@ def test_values_that_are_missing_are_left_out() -> None:
 def test_a_terminal_shows_one_bar_line_with_everything() -> None:
     console, clock = terminal(), Clock()
     view = ProgressView(console, num_epochs=30, clock=clock)
-    view.log(EVAL)
+    show(view, EVAL)
     clock.now = 1.0
-    view.log(step(674))
+    show(view, step(674))
     last = text(console).splitlines()[-1]
     assert LINE.format(step=674) in last
     assert " 50% " in last
@@ -116,7 +122,7 @@ def test_a_terminal_is_redrawn_at_most_ten_times_a_second() -> None:
     view = ProgressView(console, clock=clock)
     for number in range(1, 1001):
         clock.now = number * 0.001
-        view.log(step(number))
+        show(view, step(number))
     drawn = text(console).count("epoch 3")
     view.close()
     assert 5 <= drawn <= 25
@@ -126,7 +132,7 @@ def test_lines_are_printed_above_the_bar() -> None:
     console, clock = terminal(), Clock()
     view = ProgressView(console, clock=clock)
     clock.now = 1.0
-    view.log(step(1))
+    show(view, step(1))
     view.print("mini2 | joined [bold]")
     after = text(console).split("mini2 | joined [bold]\n")
     assert len(after) == 2
@@ -139,7 +145,7 @@ def test_a_narrow_terminal_keeps_one_line_and_what_matters_most() -> None:
     console, clock = terminal(width=60), Clock()
     view = ProgressView(console, num_epochs=30, clock=clock)
     clock.now = 1.0
-    view.log(step(512))
+    show(view, step(512))
     last = text(console).splitlines()[-1]
     assert "epoch 3/30 · step 512" in last
     assert "MB/s" not in last
@@ -156,11 +162,11 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(num_seen: int) -> None:
         view = ProgressView(console, clock=clock)
         for number in range(num_seen):
             clock.now += 1.0
-            view.log(step(number))
+            show(view, step(number))
             assert not console.quiet, "somebody reads"
         os.close(read)
         clock.now += 1.0
-        view.log(step(num_seen))
+        show(view, step(num_seen))
         assert console.quiet
         view.print("line")
         view.close()

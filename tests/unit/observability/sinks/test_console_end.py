@@ -23,6 +23,7 @@ def test_what_is_stopped_shows_no_progress_any_more() -> None:
     console = SteadyConsole(file=io.StringIO(), width=200)
     view = ProgressView(console, interval_s=0.0)
     view.log(MetricRecord("step", 1, 0, {}))
+    view.tick()
     view.close(show_last=False)
     view.log(MetricRecord("step", 2, 0, {}))
     view.tick()

@@ -42,7 +42,7 @@ MAX_POINTS = 480
 MAX_NEWS = 400
 ROUTINE = (EpochFinished, Evaluated)
 """The head of the picture tells them."""
-_FREQUENT = '"kind": "(epoch_finished|evaluated|checkpoint_saved|push_dropped|lease_returned)"'
+_FREQUENT = '"kind": ?"(epoch_finished|evaluated|checkpoint_saved|push_dropped|lease_returned)"'
 """What may hide the rare events that tell more, and is looked for in a shorter end of the file."""
 _SERIOUS = '"level": "(WARNING|ERROR|CRITICAL)"'
 _HERE = Host("this machine")
@@ -258,7 +258,7 @@ def _curve_script(file: str) -> str:
 size=$(wc -c < {file} 2>/dev/null || echo 0); place=0
 [ "$size" -gt 0 ] && while [ $place -lt {PLACES} ]; do
   tail -c "+$((size * place / {PLACES} + 1))" {file} | head -c {PLACE_NBYTES} |
-    grep -aE '"kind": "step"' | tail -n {PLACE_LINES}
+    grep -aE '"kind": ?"step"' | tail -n {PLACE_LINES}
   echo; place=$((place + 1))
 done"""
 
