@@ -114,13 +114,13 @@ def test_workers_look_for_a_server_that_was_stopped(processes: Processes) -> Non
 
 def test_a_stopped_worker_leaves_and_the_run_goes_on(processes: Processes) -> None:
     port = f"port={free_port()}"
-    server = processes.server("--local", "--override", port, "num_epochs=40")
-    first = processes.worker(1, "macbook", "--local", "--override", port)
+    server = processes.server("--local", "--override", port, "num_epochs=20", "threads=1")
+    first = processes.worker(1, "macbook", "--local", "--override", port, "threads=1")
     server.wait_for("worker 1 (macbook) joined")
     first.kill(signal.SIGTERM)
     assert first.wait() == 143
     server.wait_for("left: ")
-    second = processes.worker(2, "pi5", "--local", "--override", port)
+    second = processes.worker(2, "pi5", "--local", "--override", port, "threads=1")
     assert server.wait() == 0, server.output
     assert second.wait() == 0, second.output
 

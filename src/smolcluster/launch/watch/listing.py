@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -13,7 +14,6 @@ from rich.text import Text
 from smolcluster.errors import DataError
 from smolcluster.launch.find import all_runs
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
-from smolcluster.runs.events import first_start
 from smolcluster.runs.launched import Launched, read_launched
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import RunStatus, read_status
@@ -31,7 +31,6 @@ class ListedRun:
     """A run in a line. What is not known is None."""
 
     run_id: str
-    algorithm: str | None
     state: str
     steps: int | None
     loss: float | None
@@ -75,7 +74,6 @@ def listed_run(paths: RunPaths) -> ListedRun:
         steps, loss, wall_s = None, None, None
     return ListedRun(
         paths.run_id,
-        _algorithm(paths, launched or summary or status),
         _state(paths, launched, summary, status),
         steps,
         loss,
@@ -83,15 +81,6 @@ def listed_run(paths: RunPaths) -> ListedRun:
         _where(launched),
         _began(paths, status),
     )
-
-
-def _algorithm(paths: RunPaths, told: Launched | Summary | RunStatus | None) -> str | None:
-    if told is not None:
-        return told.algorithm
-    with suppress(OSError):
-        if started := first_start(paths.events):
-            return started.algorithm
-    return None
 
 
 def _state(
@@ -135,9 +124,9 @@ def _began(paths: RunPaths, status: RunStatus | None) -> float:
 
 
 def _table(console: Console, found: list[ListedRun]) -> Table:
-    table = Table()
-    for name in ("run", "algorithm", "state"):
-        table.add_column(name, no_wrap=name == "run")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("run", "state"):
+        table.add_column(name, no_wrap=True)
     for name in ("steps", "loss", "time"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("where")
@@ -147,10 +136,9 @@ def _table(console: Console, found: list[ListedRun]) -> Table:
 
 
 def row(run: ListedRun) -> list[str]:
-    """A run's cells: id, algorithm, state, steps, loss, time, where."""
+    """A run's cells: id, state, steps, loss, time, where."""
     return [
         run.run_id,
-        run.algorithm or "",
         run.state,
         "" if run.steps is None else f"{run.steps:,}",
         "" if run.loss is None else f"{run.loss:.4g}",

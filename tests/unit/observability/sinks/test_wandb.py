@@ -353,7 +353,7 @@ def test_the_real_wandb_keeps_every_step_offline_in_the_runs_folder(
         if number % 50 == 0:
             sink.log(MetricRecord("eval", number, 0, {"val_loss": 0.5 + number}))
     sink.happened(WorkerLost(rank=1, node="pi5", reason="it fell silent"))
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 10.0
     sink.close()
     assert warnings == []
     assert capfd.readouterr() == ("", "")
