@@ -53,7 +53,7 @@ def metrics_served(
         run_id=run_id,
         status=status,
     )
-    with serve_metrics(collector, *place, warn=log.info):
+    with serve_metrics(collector, *place, warn=log.warning):
         yield
 
 

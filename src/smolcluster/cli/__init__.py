@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 import smolcluster
 from smolcluster.cli import (
@@ -28,7 +29,21 @@ from smolcluster.cli.options import EXIT_CODES, OVERRIDE
 from smolcluster.errors import SmolclusterError
 from smolcluster.utils.bugs import describe_bug
 
+ORDER = (
+    *("launch", "status", "logs", "top", "dashboard", "attach", "stop", "resume"),
+    *("runs", "fetch", "report", "compare", "trace", "checkpoints", "generate", "export"),
+    *("train", "init", "doctor", "config", "observe", "ship"),
+)
+"""How the help lists the commands: in the order in which one meets them."""
+
+
+class _InOrder(TyperGroup):
+    def list_commands(self, ctx: typer.Context) -> list[str]:
+        return sorted(super().list_commands(ctx), key=ORDER.index)
+
+
 app = typer.Typer(
+    cls=_InOrder,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     help="Train PyTorch models on the machines you already own, over plain TCP.",

@@ -19,6 +19,7 @@ from smolcluster.cli.options import (
     TrainFile,
     Workers,
     below,
+    below_training,
 )
 
 app = typer.Typer(rich_markup_mode=None)
@@ -68,7 +69,7 @@ def _launch_command(name: str, algorithm: str) -> Callable[[Callable[[], None]],
         command.__doc__ = described.__doc__
         launch_app.command(
             name,
-            epilog=below(
+            epilog=below_training(
                 f"smolcluster launch {name} --local              on this machine alone",
                 f"smolcluster launch {name} --config my.yaml --dry-run",
                 f"smolcluster launch {name} --config my.yaml --detach --override num_epochs=5",
@@ -99,7 +100,9 @@ def _launch_syncps() -> None:
 
 @app.command(
     "resume",
-    epilog=below("smolcluster resume", "smolcluster resume edp-20261120-1350-3f9c --detach"),
+    epilog=below_training(
+        "smolcluster resume", "smolcluster resume edp-20261120-1350-3f9c --detach"
+    ),
 )
 def _resume(
     run: Run = "latest",

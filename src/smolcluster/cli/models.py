@@ -5,14 +5,14 @@ from typing import Annotated
 
 import typer
 
-from smolcluster.cli.options import Overrides, Run, below
+from smolcluster.cli.options import Overrides, Run, below, below_training
 
 app = typer.Typer(rich_markup_mode=None)
 
 
 @app.command(
     "train",
-    epilog=below(
+    epilog=below_training(
         "smolcluster train                         digits, a minute",
         "smolcluster train --config gpt --override training.epochs=5",
         "smolcluster train --resume latest",

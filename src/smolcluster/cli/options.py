@@ -18,9 +18,14 @@ EXIT_CODES = """Exit codes:
 
 
 def below(*examples: str) -> str:
-    """What stands below a command's help: examples, and the exit codes."""
+    """What stands below a command's help: examples."""
     lines = "".join(f"\n  {example}" for example in examples)
-    return f"Examples:\n\n\b{lines}\n\n{EXIT_CODES}"
+    return f"Examples:\n\n\b{lines}"
+
+
+def below_training(*examples: str) -> str:
+    """The same of a command that trains: also the exit codes."""
+    return f"{below(*examples)}\n\n{EXIT_CODES}"
 
 
 Local = Annotated[bool, typer.Option("--local", help="Run everything on this machine.")]

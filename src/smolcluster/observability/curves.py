@@ -417,8 +417,8 @@ def _plot(axes: "Axes", name: str, series: Mapping[str, Series]) -> None:
             _plot_evaluations(axes, points, "validation")
             if name == "val_accuracy":
                 axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
-            else:
-                _use_decades(axes, points)
+            elif is_over_a_decade(points.y):
+                _use_decades(axes)
         case _:
             _plot_means(axes, points, COLORS[name], with_steps=name != "staleness")
 
@@ -430,17 +430,29 @@ def _plot_loss(axes: "Axes", loss: Series, val_loss: Series | None) -> None:
     axes.plot(bold.x, bold.y, color=BLUE, linewidth=2, label="training, smoothed")
     if val_loss is not None:
         _plot_evaluations(axes, val_loss, "validation")
-    axes.set_ylim(*loss_limits(loss, smoothed, val_loss))
+    low, high, is_logarithmic = loss_limits(loss, smoothed, val_loss)
+    if is_logarithmic:
+        _use_decades(axes)
+    axes.set_ylim(low, high)
 
 
-def loss_limits(loss: Series, smoothed: Series, val_loss: Series | None) -> tuple[float, float]:
-    """What an axis of losses spans: all but the rarest of single steps."""
+def loss_limits(
+    loss: Series, smoothed: Series, val_loss: Series | None
+) -> tuple[float, float, bool]:
+    """What an axis of losses spans, all but the rarest of single steps, and whether it is logarithmic."""
     ordered = sorted(loss.y)
     usual = [ordered[len(ordered) // 200], ordered[-1 - len(ordered) // 200]]
-    shown = [*usual, *smoothed.y, *(val_loss.y if val_loss else [])]
-    low, high = min(shown), max(shown)
+    means = [*smoothed.y, *(val_loss.y if val_loss else [])]
+    low, high = min(*usual, *means), max(*usual, *means)
+    if is_over_a_decade(means):
+        return max(low, min(means) / 2.0) / 1.1, 1.1 * high, True
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    return low - margin, high + margin
+    return low - margin, high + margin, False
+
+
+def is_over_a_decade(values: Sequence[float]) -> bool:
+    """Whether a logarithmic axis shows them better."""
+    return 0.0 < 10.0 * min(values) < max(values)
 
 
 def _plot_evaluations(axes: "Axes", points: Series, label: str) -> None:
@@ -470,12 +482,10 @@ def _plot_means(axes: "Axes", points: Series, color: str, *, with_steps: bool) -
     axes.set_ylim(1.08 * low, 1.08 * high if high > low else 1.0)
 
 
-def _use_decades(axes: "Axes", points: Series) -> None:
-    """A logarithmic axis, if the values range over more than a decade."""
+def _use_decades(axes: "Axes") -> None:
+    """A logarithmic axis."""
     from matplotlib.ticker import LogLocator  # noqa: PLC0415 - as above
 
-    if not 0.0 < 10.0 * min(points.y) < max(points.y):
-        return
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(lambda value, _: short(value))

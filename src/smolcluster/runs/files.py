@@ -250,6 +250,7 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = True) -> No
             draft.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise SmolclusterError(
-            f"cannot write {path}: {reason}; free some space or mend the folder's rights"
-        ) from error
+        remedy = "free some space or mend the folder's rights"
+        if isinstance(error, FileNotFoundError):
+            remedy = "make the folder first"
+        raise SmolclusterError(f"cannot write {path}: {reason}; {remedy}") from error

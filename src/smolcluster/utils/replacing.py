@@ -1,5 +1,6 @@
 """Files that are replaced whole, so that no reader meets a part of one."""
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -18,8 +19,10 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
         fails it is removed, and what was at `path` is still there.
 
     Raises:
-        OSError: it cannot be made, flushed or renamed; `path` is as it was then.
+        OSError: it cannot be made, flushed or renamed, or `path` is a device or the like; it is as it was.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise FileExistsError(errno.EEXIST, "what is there is no regular file")
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         draft.touch()

@@ -215,6 +215,16 @@ def test_perplexity_over_a_decade_is_logarithmic(low: float, scale: str) -> None
     assert panel.get_yscale() == scale
 
 
+@pytest.mark.parametrize(("last", "scale"), [(0.05, "log"), (0.9, "linear")])
+def test_a_loss_over_a_decade_is_logarithmic(last: float, scale: str) -> None:
+    records = [step(1, loss=2.3), evaluation(1, val_loss=2.2), evaluation(2, val_loss=last)]
+    figure = figure_of(curves_from(*records))
+    [panel] = [axes for axes in figure.axes if axes.get_label() == "loss"]
+    assert panel.get_yscale() == scale
+    low, high = panel.get_ylim()
+    assert low < last < 2.3 < high
+
+
 def test_what_a_resume_undid_is_left_out() -> None:
     first = lines("a", [*map(step, range(1, 101)), evaluation(80), evaluation(100)])
     second = lines("b", [*map(step, range(81, 121)), evaluation(100)])

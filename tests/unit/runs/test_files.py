@@ -184,9 +184,17 @@ def test_a_file_is_replaced_whole_and_nothing_is_left_beside_it(tmp_path: Path) 
 def test_a_file_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:
     path = tmp_path / "no" / "small.json"
     with pytest.raises(
-        SmolclusterError, match=r"cannot write .*small\.json: No such file.*free some"
+        SmolclusterError, match=r"cannot write .*small\.json: No such file.*make the folder"
     ):
         write_whole(path, "text")
+
+
+def test_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(SmolclusterError, match=r"cannot write .*pipe: what is there is no regular"):
+        write_whole(pipe, "text")
+    assert pipe.is_fifo()
 
 
 def test_what_cannot_be_renamed_leaves_nothing_behind(tmp_path: Path) -> None:

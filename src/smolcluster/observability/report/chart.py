@@ -15,6 +15,7 @@ from smolcluster.observability.curves import (
     NUM_WINDOWS,
     Curves,
     Series,
+    is_over_a_decade,
     loss_limits,
     short,
     smooth,
@@ -81,6 +82,8 @@ class Axis:
     def place(self, value: float) -> float:
         """Where a value is; outside of 0 to 1 when it is outside of the axis."""
         if self.is_logarithmic:
+            if value <= 0.0:
+                return -math.inf
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
@@ -207,7 +210,7 @@ def limits(values: Sequence[Sequence[float]], *, logarithmic: bool = False) -> A
     """An axis that has room for all values; logarithmic only where they range over a decade."""
     low = min(min(each) for each in values)
     high = max(max(each) for each in values)
-    if logarithmic and 0.0 < 10.0 * low < high:
+    if logarithmic and is_over_a_decade([low, high]):
         return Axis(low / 1.1, high * 1.1, is_logarithmic=True)
     margin = 0.06 * (high - low) or 0.06 * abs(high) or 1.0
     return Axis(low - margin, high + margin)

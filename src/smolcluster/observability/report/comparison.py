@@ -189,7 +189,7 @@ def _chart(name: str, runs: Sequence[Curves], x: Axis) -> Chart:
     values = [points.y for points in shown if points is not None]
     is_evaluated = name.startswith("val_")
     if is_evaluated or name == "loss":
-        y = limits(values, logarithmic=name == "val_perplexity")
+        y = limits(values, logarithmic=name != "val_accuracy")
     else:
         y = from_zero(values)
     strokes = []

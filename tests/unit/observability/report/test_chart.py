@@ -57,6 +57,12 @@ def test_perplexities_over_a_decade_are_on_a_logarithmic_axis() -> None:
     assert {"10", "100", "1k"} <= {tick.text for tick in ticks}
 
 
+def test_what_a_logarithmic_axis_does_not_have_is_below_it() -> None:
+    assert Axis(0.1, 10.0, is_logarithmic=True).place(0.0) < 0.0
+    path = path_of(Series([0.0, 1.0], [0.0, 1.0]), Axis(0.0, 1.0), Axis(0.1, 10.0, True))
+    assert points_of(path) == [(0.0, 2 * SIZE), (SIZE, SIZE / 2)]
+
+
 def test_rates_begin_at_zero() -> None:
     assert from_zero([[5.0, 10.0]]).low == 0.0
     assert from_zero([[0.0]]) == Axis(0.0, 1.0)
