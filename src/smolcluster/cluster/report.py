@@ -358,6 +358,7 @@ class Report:
             reason=reason,
             updated_at=instant(self._now()),
             started_at=self._begun_at,
+            wall_s=self._wall_s,
             step=self.version,
             total_steps=self._total_steps,
             epoch=self._epoch,
@@ -563,6 +564,8 @@ def why_ended(error: BaseException) -> str:
     """The end of a run that this ended, as a sentence."""
     if isinstance(error, SmolclusterError):
         return f"the run failed: {error}"
+    if isinstance(error, Exception):
+        return f"the run failed: {type(error).__name__}: {error}"
     return STOPPED
 
 

@@ -102,6 +102,7 @@ class RunStatus(_Part):
     reason: str | None = Field(description="Why the run is over, one sentence; null until then.")
     updated_at: Instant
     started_at: Instant = Field(description="When the owner started, for the last time.")
+    wall_s: NonNegativeFloat = Field(0.0, description="Spent on it by all its owners so far.")
     step: NonNegativeInt
     total_steps: NonNegativeInt
     epoch: NonNegativeInt
