@@ -91,9 +91,6 @@ class Recorder:
         """Keep one record."""
         self.records.append(record)
 
-    def tick(self) -> None:
-        """Nothing is due."""
-
     def close(self) -> None:
         """Nothing to close."""
 

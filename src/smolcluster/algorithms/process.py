@@ -87,7 +87,7 @@ def process_log(
         log.logger.info("%s", interrupt)
         raise Ended(interrupt.exit_code) from None
     except Exception as error:
-        log.logger.critical("%s", describe_bug(error), exc_info=error)
+        log.logger.log(logging.ERROR, "%s", describe_bug(error), exc_info=error)
         raise Ended(1) from None
     finally:
         threading.excepthook = threading.__excepthook__

@@ -1,9 +1,10 @@
 """The records of a run: its folder, resolved configuration, log file, metrics, events and status."""
 
+import logging
 import secrets
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -13,13 +14,14 @@ from smolcluster.configs.resolve import Settings, save_resolved
 from smolcluster.configs.schema import RunConfig
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import Metrics, Sink
-from smolcluster.observability.sinks.console import ProgressView
+from smolcluster.observability.sinks.console import ProgressView, ShownBeside
 from smolcluster.observability.sinks.jsonl import JsonlSink
 from smolcluster.observability.sinks.wandb import wandb_for
 from smolcluster.observability.spans import SpanLog
 from smolcluster.runs.events import EventLog
 from smolcluster.runs.paths import RunPaths, create_run, runs_root
 from smolcluster.runs.status import StatusFile
+from smolcluster.utils.bugs import describe_bug
 
 TICK_S = 0.1
 
@@ -28,8 +30,7 @@ TICK_S = 0.1
 class Records:
     """Where a process that owns a run writes down what happens. `incarnation` names this start of it.
 
-    Nothing of it waits for the disk or the terminal, unless it must be there at once: `keep_up` does, in a
-    thread of its own.
+    Who tells them something waits neither for the disk nor for the terminal.
     """
 
     metrics: Metrics
@@ -37,32 +38,6 @@ class Records:
     status: StatusFile
     spans: SpanLog
     incarnation: str
-
-    @contextmanager
-    def keep_up(self) -> Iterator[None]:
-        """Write and show what is due, again and again, until the end of the block; then close everything."""
-        done = threading.Event()
-
-        def keep_on() -> None:
-            while not done.wait(TICK_S):
-                for write in (
-                    self.metrics.tick,
-                    self.events.tick,
-                    self.spans.tick,
-                    self.status.flush,
-                ):
-                    write()
-
-        thread = threading.Thread(target=keep_on, name="records", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            thread.join()
-            self.spans.close()
-            self.events.close()
-            self.metrics.close()
 
 
 def open_run(settings: Settings, run: RunConfig, *, role: str, node: str, log: NodeLog) -> RunPaths:
@@ -96,9 +71,10 @@ def open_records(
     """
     incarnation = secrets.token_hex(8)
     warn = log.logger.warning
-    sinks: list[Sink] = [JsonlSink(paths.metrics, incarnation, warn=warn)]
+    lines = JsonlSink(paths.metrics, incarnation, warn=warn)
+    sinks: list[Sink] = [lines]
     if progress is not None:
-        sinks.append(ProgressView(progress, num_epochs=run.train.num_epochs))
+        sinks.append(ShownBeside(ProgressView(progress, num_epochs=run.train.num_epochs)))
     wandb = wandb_for(
         run,
         title_of(run.algorithm),
@@ -112,6 +88,36 @@ def open_records(
     events = EventLog(paths.events, incarnation, warn=warn, on_event=wandb.happened)
     status = StatusFile(paths.status, warn=warn)
     spans = SpanLog(paths.spans, warn=warn)
-    records = Records(Metrics(sinks), events, status, spans, incarnation)
-    with records.keep_up():
-        yield records
+    metrics = Metrics(sinks)
+    with ExitStack() as closing:
+        for close in (metrics.close, events.close, spans.close):
+            closing.callback(close)
+        closing.enter_context(
+            _again_and_again((lines.tick, events.tick, spans.tick, status.flush), log.logger)
+        )
+        yield Records(metrics, events, status, spans, incarnation)
+
+
+@contextmanager
+def _again_and_again(writes: Sequence[Callable[[], None]], log: logging.Logger) -> Iterator[None]:
+    """Call each of them several times a second, in a thread of its own, until the end of the block."""
+    done = threading.Event()
+    failed: list[Callable[[], None]] = []
+
+    def write_on() -> None:
+        while not done.wait(TICK_S):
+            for write in writes:
+                try:
+                    write()
+                except Exception as error:  # the others go on
+                    if write not in failed:
+                        log.log(logging.ERROR, "%s", describe_bug(error), exc_info=error)
+                        failed.append(write)
+
+    thread = threading.Thread(target=write_on, name="records", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

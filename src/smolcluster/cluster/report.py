@@ -440,9 +440,6 @@ class Report:
     def ended(self, error: BaseException | None = None) -> None:
         """The run is over; `error`: what has ended it before its time."""
         reason = self.ending if error is None else why_ended(error)
-        if self._status_file:
-            is_failure = error is not None and not isinstance(error, KeyboardInterrupt)
-            self._status_file.write(self.status("failed" if is_failure else "ended", reason))
         self._events.write(
             RunEnded(
                 ok=error is None,
@@ -452,6 +449,10 @@ class Report:
                 samples_applied=self.samples_applied,
             )
         )
+        self.flush()  # who reads that the run is over finds all of it
+        if self._status_file:
+            is_failure = error is not None and not isinstance(error, KeyboardInterrupt)
+            self._status_file.write(self.status("failed" if is_failure else "ended", reason))
 
     def standing(self, progress: Progress) -> TrainingState:
         """Where the run stands, for a checkpoint; `progress` is what the algorithm adds."""
@@ -562,11 +563,11 @@ class Report:
 
 def why_ended(error: BaseException) -> str:
     """The end of a run that this ended, as a sentence."""
-    if isinstance(error, SmolclusterError):
-        return f"the run failed: {error}"
-    if isinstance(error, Exception):
-        return f"the run failed: {type(error).__name__}: {error}"
-    return STOPPED
+    if not isinstance(error, Exception):
+        return STOPPED
+    kind = "" if isinstance(error, SmolclusterError) else f"{type(error).__name__}: "
+    reason = f"the run failed: {kind}{error}"
+    return reason.encode(errors="backslashreplace").decode()  # it may name any file
 
 
 def _finite(total: float) -> float:

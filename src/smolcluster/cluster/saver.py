@@ -138,6 +138,8 @@ class Saver:
         if copied is None or self._writer is None:
             return
         state = self._report.with_evaluation(copied.state)
+        if state is not copied.state:
+            self._report.flush()
         self._writer.submit(replace(copied, state=state))
 
 

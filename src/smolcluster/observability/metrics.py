@@ -41,9 +41,6 @@ class Sink(Protocol):
     def log(self, record: MetricRecord) -> None:
         """Take one record; must not block or raise."""
 
-    def tick(self) -> None:
-        """Do what is due by now (flush, refresh); may wait for the disk or the terminal."""
-
     def close(self) -> None:
         """Report what is left, within a deadline; later records are ignored."""
 
@@ -72,11 +69,6 @@ class Metrics:
         for sink in self._sinks:
             if isinstance(sink, Flushing):
                 sink.flush()
-
-    def tick(self) -> None:
-        """Let the sinks do what is due; to be called several times a second, also in a quiet time."""
-        for sink in self._sinks:
-            sink.tick()
 
     def close(self) -> None:
         """Close the sinks, in order."""

@@ -14,6 +14,7 @@ from smolcluster.cluster.hub import Departed, Joined
 from smolcluster.cluster.report import Report, StepTaken
 from smolcluster.cluster.worker import Worker
 from smolcluster.errors import NonFiniteLoss
+from smolcluster.runs.events import RunStarted, read_events
 from smolcluster.runs.status import RunStatus, StatusFile, read_status
 from smolcluster.training.evaluate import Evaluation
 from smolcluster.transport.messages import Goodbye, Heartbeat
@@ -139,7 +140,8 @@ def test_a_status_that_cannot_be_written_is_one_warning_and_the_run_goes_on(boar
         (None, "ended", "every sample"),
         (KeyboardInterrupt(), "ended", "it was stopped"),
         (NonFiniteLoss("loss is nan at layer fc1"), "failed", "loss is nan at layer fc1"),
-        (ZeroDivisionError(), "failed", ""),
+        (RuntimeError("out of memory"), "failed", "the run failed: RuntimeError: out of memory"),
+        (OSError("cannot read a\udcff"), "failed", "the run failed: OSError: cannot read a\\udcff"),
     ],
 )
 def test_however_a_run_ends_its_status_says_so_and_why(
@@ -153,6 +155,20 @@ def test_however_a_run_ends_its_status_says_so_and_why(
     assert (status.state, status.step) == (state, 1)
     assert status.is_over
     assert reason in (status.reason or "")
+
+
+def test_who_reads_that_a_run_is_over_finds_its_last_event(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[int] = []
+
+    def written(_: StatusFile, status: RunStatus) -> None:
+        ends.append(len(read_events(board.parts.events_path)))
+
+    monkeypatch.setattr(StatusFile, "write", written)
+    report = board.context.new_report()
+    report.ended()
+    assert ends == [len(board.parts.happened(RunStarted)) + 1]
 
 
 def test_a_resumed_run_counts_on_and_knows_who_came_back_by_rank(

@@ -10,9 +10,6 @@ class Recorder:
     def log(self, record: MetricRecord) -> None:
         self.calls.append(record)
 
-    def tick(self) -> None:
-        self.calls.append("tick")
-
     def close(self) -> None:
         self.calls.append("close")
 
@@ -22,16 +19,14 @@ def test_every_sink_gets_every_record() -> None:
     metrics = Metrics(sinks)
     record = MetricRecord("step", 1, 0, {"loss": 0.5})
     metrics.log(record)
-    metrics.tick()
     metrics.close()
-    assert [sink.calls for sink in sinks] == [[record, "tick", "close"]] * 2
+    assert [sink.calls for sink in sinks] == [[record, "close"]] * 2
 
 
 def test_without_sinks_nothing_happens(capfd: pytest.CaptureFixture[str]) -> None:
     metrics = Metrics()
     metrics.log(MetricRecord("step", 1, 0, {"loss": 0.5}))
     metrics.flush()
-    metrics.tick()
     metrics.close()
     assert capfd.readouterr() == ("", "")
 

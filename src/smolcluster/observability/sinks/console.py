@@ -1,5 +1,6 @@
 """A run's progress: one bar line on a terminal, a plain line every few seconds otherwise."""
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -11,6 +12,8 @@ from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.terminal import displayable, print_line, steady
 
 BAR_WIDTH = 16
+TICK_S = 0.1
+CLOSE_TIMEOUT_S = 2.0
 
 
 class ProgressView:
@@ -105,6 +108,30 @@ class ProgressView:
         with steady(self._console):
             progress.start()
         return progress, task
+
+
+class ShownBeside:
+    """A view that a thread of its own shows: nobody waits for a terminal that hangs."""
+
+    def __init__(self, view: ProgressView) -> None:
+        self._view = view
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
+        self._thread.start()
+
+    def log(self, record: MetricRecord) -> None:
+        """Take a step's or an evaluation's values."""
+        self._view.log(record)
+
+    def close(self) -> None:
+        """Show the last state; a terminal that hangs is left alone."""
+        self._done.set()
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _show(self) -> None:
+        while not self._done.wait(TICK_S):
+            self._view.tick()
+        self._view.close()
 
 
 def measured(evaluation: MetricRecord) -> str:

@@ -1,0 +1,118 @@
+"""The records of a run are written beside it: by a thread that no error ends, whatever the terminal does."""
+
+import io
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from harness import local_settings
+from smolcluster.algorithms.records import Records, open_records
+from smolcluster.observability.logs import NodeLog, setup_logging
+from smolcluster.observability.metrics import MetricRecord
+from smolcluster.observability.sinks import console as console_sink
+from smolcluster.observability.sinks.jsonl import JsonlSink, read_metrics
+from smolcluster.observability.terminal import SteadyConsole
+from smolcluster.runs.events import EpochFinished, read_events
+from smolcluster.runs.paths import RunPaths, create_run
+
+STEP = MetricRecord("step", 1, 0, {"loss": 0.5})
+EPOCH = EpochFinished(epoch=0, step=1, samples_applied=32)
+
+
+@pytest.fixture
+def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    return create_run(tmp_path, "r1")
+
+
+@pytest.fixture
+def log() -> Iterator[NodeLog]:
+    made = setup_logging("server", "here", console=SteadyConsole(file=io.StringIO()))
+    yield made
+    made.close()
+
+
+def opened(
+    paths: RunPaths, log: NodeLog, progress: Console | None = None
+) -> AbstractContextManager[Records]:
+    run = local_settings().run_config("r1", "edp")
+    return open_records(paths, run, role="server", node="here", log=log, progress=progress)
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.02)
+
+
+def tell(records: Records) -> None:
+    records.metrics.log(STEP)
+    records.events.write(EPOCH)
+
+
+def test_what_is_told_is_in_the_files_soon_and_nobody_asks_for_it(
+    paths: RunPaths, log: NodeLog
+) -> None:
+    with opened(paths, log) as records:
+        tell(records)
+        eventually(lambda: read_metrics(paths.metrics) and read_events(paths.events))
+
+
+def test_at_the_end_all_of_it_is_there_also_after_an_error(paths: RunPaths, log: NodeLog) -> None:
+    with pytest.raises(ZeroDivisionError), opened(paths, log) as records:
+        tell(records)
+        raise ZeroDivisionError
+    assert [line.record for line in read_metrics(paths.metrics)] == [STEP]
+    assert [record.event for record in read_events(paths.events)] == [EPOCH]
+
+
+def test_one_that_fails_is_told_once_and_the_others_go_on(
+    paths: RunPaths, log: NodeLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: list[float] = []
+    errors: list[str] = []
+
+    def failing(_: JsonlSink) -> None:
+        failures.append(1.0)
+        raise ZeroDivisionError("oops")
+
+    class Errors(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            errors.append(record.getMessage())
+
+    log.logger.addHandler(Errors(logging.ERROR))
+    monkeypatch.setattr(JsonlSink, "tick", failing)
+    with opened(paths, log) as records:
+        tell(records)
+        eventually(lambda: len(failures) > 2 and read_events(paths.events))
+    assert len(errors) == 1
+    assert "ZeroDivisionError: oops" in errors[0]
+
+
+def test_a_terminal_that_hangs_holds_nothing_up(
+    paths: RunPaths, log: NodeLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console_sink, "CLOSE_TIMEOUT_S", 0.1)
+    hangs, over = threading.Event(), threading.Event()
+
+    class Hanging(io.StringIO):
+        def write(self, text: str) -> int:
+            hangs.set()
+            over.wait(30)
+            return len(text)
+
+    terminal = SteadyConsole(file=Hanging(), force_terminal=True, width=100)
+    try:
+        with opened(paths, log, terminal) as records:
+            tell(records)
+            assert hangs.wait(30)
+            eventually(lambda: read_metrics(paths.metrics) and read_events(paths.events))
+    finally:
+        over.set()
