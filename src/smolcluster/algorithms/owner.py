@@ -4,6 +4,7 @@ That is the server of a cluster, or the one process of `train`.
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from smolcluster.algorithms.context import ServerContext, check_resumable
 from smolcluster.algorithms.keepsakes import leave_keepsakes, report_of_failure
 from smolcluster.algorithms.observed import metrics_served
 from smolcluster.algorithms.records import open_records, open_run
+from smolcluster.cluster.report import never_begun
 from smolcluster.configs.keys import show
 from smolcluster.configs.nested import saying
 from smolcluster.configs.resolve import Settings, load_resolved
@@ -25,6 +27,7 @@ from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.terminal import SteadyConsole, shown_text, steady
 from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.status import StatusFile
 from smolcluster.runs.summary import Summary, sample_shown, table, write_summary
 from smolcluster.training.build import Workbench, build
 from smolcluster.transport.security import Secret
@@ -67,7 +70,10 @@ def own_run(
         output: where it is shown what came of the run; None: nowhere.
     """
     settings, algorithm = owner.settings, owner.algorithm
-    with claim_run(settings, algorithm, run_id, resume, log.logger) as claimed:
+    with (
+        claim_run(settings, algorithm, run_id, resume, log.logger) as claimed,
+        _told_if_it_cannot_begin(owner, claimed, log),
+    ):
         paths, run = claimed.paths, settings.run_config(claimed.paths.run_id, algorithm)
         with saying(settings.data_section):
             bench = _build(settings, log.logger, begins=claimed.checkpoint is None)
@@ -112,6 +118,22 @@ def own_run(
         if output and paths.sample.is_file():
             with steady(output):
                 output.print(shown_text(output, sample_shown(paths)))
+
+
+@contextmanager
+def _told_if_it_cannot_begin(owner: Owner, claimed: Claimed, log: NodeLog) -> Iterator[None]:
+    """Let a new run that ends before it begins leave its log, its configuration, and the reason."""
+    paths = claimed.paths
+    try:
+        yield
+    except BaseException as error:
+        if claimed.checkpoint is None and not paths.status.is_file():
+            run = owner.settings.run_config(paths.run_id, owner.algorithm)
+            if not paths.config.is_file():
+                open_run(owner.settings, run, role=owner.role, node=owner.node, log=log)
+            status = never_begun(run, error, time.time())
+            StatusFile(paths.status, warn=log.logger.warning).write(status)
+        raise
 
 
 @contextmanager

@@ -7,7 +7,7 @@ happens, the console gets one line, never a traceback.
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -38,7 +38,7 @@ ORDER = (
 
 
 class _InOrder(TyperGroup):
-    def list_commands(self, ctx: typer.Context) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         return sorted(super().list_commands(ctx), key=ORDER.index)
 
 

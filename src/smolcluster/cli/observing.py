@@ -11,7 +11,10 @@ app.add_typer(observe_app, name="observe", help="Grafana, Loki and Prometheus in
 
 @observe_app.command("up", epilog=below("GRAFANA_PASSWORD=secret smolcluster observe up"))
 def _up() -> int:
-    """Start them and wait until they answer. Launches start them by themselves."""
+    """Start them and wait until they answer. Launches start them by themselves.
+
+    Grafana's user is admin; the password is what GRAFANA_PASSWORD was at the first start, or admin.
+    """
     from smolcluster.launch.observe.commands import observe_up  # noqa: PLC0415 - takes time
 
     return observe_up()

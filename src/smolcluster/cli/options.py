@@ -11,7 +11,7 @@ EXIT_CODES = """Exit codes:
   0    done
   1    the run failed; the message says why
   2    a flag, a file, a key or a value is wrong
-  75   try again: no server answered, the port is busy, or no worker came
+  75   try again: no server answered, the port or the run is in use, or no worker is there
   77   the cluster's secret is missing, open to others, or not the server's
   78   the server refused this worker
   130  interrupted (Ctrl-C);  143  terminated"""

@@ -561,6 +561,31 @@ class Report:
         return values
 
 
+def never_begun(run: RunConfig, error: BaseException, now: float) -> RunStatus:
+    """The status of a run that this ended before it began; `now` is in seconds since 1970."""
+    return RunStatus(
+        run_id=run.run_id,
+        algorithm=run.algorithm,
+        incarnation="",
+        state="failed" if isinstance(error, Exception) else "ended",
+        reason=why_ended(error),
+        updated_at=instant(now),
+        started_at=instant(now),
+        step=0,
+        total_steps=0,
+        epoch=0,
+        num_epochs=run.train.num_epochs,
+        samples_applied=0,
+        total_samples=0,
+        loss=None,
+        val_loss=None,
+        val_accuracy=None,
+        val_perplexity=None,
+        samples_per_s=0.0,
+        workers=[],
+    )
+
+
 def why_ended(error: BaseException) -> str:
     """The end of a run that this ended, as a sentence."""
     if not isinstance(error, Exception):

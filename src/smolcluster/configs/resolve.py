@@ -325,15 +325,6 @@ def node_overrides(overrides: Iterable[str]) -> list[str]:
     return [text for text in overrides if all(map(_is_for_worker, from_overrides([text])))]
 
 
-def is_secret_override(text: str) -> bool:
-    """Whether an override sets environment variables of a machine: others must not see it.
-
-    Raises:
-        ConfigError: the override is malformed or names no setting.
-    """
-    return any(map(_is_secret, from_overrides([text])))
-
-
 def public_overrides(overrides: Iterable[str]) -> list[str]:
     """What of `overrides` others may see, in an order that means the same.
 

@@ -32,6 +32,11 @@ PREAMBLE = (
     'PATH="$HOME/.local/bin:$HOME/.cargo/bin:/opt/homebrew/bin:/usr/local/bin:$PATH"; export PATH; '
 )
 """A shell that is not interactive does not know where people install things."""
+HAS_PYTHON3 = (
+    '{ [ "$(uname -s 2>/dev/null)" != Darwin ] || xcode-select -p >/dev/null 2>&1; } && '
+    "command -v python3 >/dev/null"
+)
+"""A Mac without developer tools has a python3 that only opens a window."""
 SSH_FAILED = 255
 GREETING = "--- smolcluster ---"
 """What a shell's start-up files print comes before it."""

@@ -15,7 +15,7 @@ from smolcluster.configs.resolve import node_overrides, public_overrides
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.launch.tmux import session_name
 from smolcluster.runs.launched import Launched, LaunchedProcess
-from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.paths import RunPaths, process_title
 from smolcluster.utils.units import format_address
 
 Role = Literal["server", "worker", "shipper"]
@@ -69,8 +69,7 @@ class Process:
     @property
     def title(self) -> str:
         """The process in messages: `server mini1`, `worker 1 pi5`."""
-        place = "" if self.rank is None else f"{self.rank + 1} "
-        return f"{self.role} {place}{self.node}"
+        return process_title(self.role, self.node, self.rank)
 
 
 @dataclass(frozen=True)

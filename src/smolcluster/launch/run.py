@@ -27,7 +27,7 @@ from smolcluster.launch.plan import LaunchPlan, Request, in_sessions, plan_local
 from smolcluster.launch.remote import How, launch_here, launch_remote, wants_window
 from smolcluster.launch.requests import settings_of, written_here
 from smolcluster.launch.shipping import ROLE, Loki, local_shipper, loki_of
-from smolcluster.launch.stop import SHIPPER_GRACE_S
+from smolcluster.launch.stop import SERVER_GRACE_S, SHIPPER_GRACE_S
 from smolcluster.observability.sinks.console import ProgressView
 from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.observability.terminal import (
@@ -41,12 +41,11 @@ from smolcluster.observability.terminal import (
 from smolcluster.runs.events import RunEnded, WorkerJoined, WorkerLeft, WorkerLost, follow_events
 from smolcluster.runs.paths import RunPaths, create_run, new_run_id, runs_root
 from smolcluster.runs.processes import ProcessEntry, write_processes
+from smolcluster.runs.status import STOPPED
 from smolcluster.runs.summary import read_summary, sample_shown, table
 from smolcluster.transport.security import default_secret_path, ensure_secret
 from smolcluster.utils.retry import Deadline
 
-GRACE_S = 60.0
-"""From asking a process to stop to killing it: a large last checkpoint takes a slow disk that long."""
 FAREWELL_S = 10.0
 """From the end of a good run to the end of its workers, who hear of it from the server."""
 PATIENCE_S = 3.0
@@ -161,7 +160,7 @@ class LocalRun:
         num_epochs: int | None = None,
         resumed: bool = False,
         loki: Loki | None = None,
-        grace_s: float = GRACE_S,
+        grace_s: float = SERVER_GRACE_S,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self._plan = plan
@@ -181,6 +180,8 @@ class LocalRun:
         self._reported: set[int] = set()
         self._members: set[int] = set()
         self._run_ended = False
+        self._stopped = False
+        """Whether its server was asked to end, by us or by anybody else."""
         self._alone: Deadline | None = None
 
     def run(self) -> int:
@@ -199,7 +200,7 @@ class LocalRun:
                 stop(self._shippers, SHIPPER_GRACE_S, lambda: asked.repeated)
                 self._follow()
                 self._view.close()
-        self._conclude(code, interrupted=bool(asked) and code == asked.exit_code)
+        self._conclude(code, interrupted=(bool(asked) and code == asked.exit_code) or self._stopped)
         return code
 
     def _start(self) -> None:
@@ -283,8 +284,8 @@ class LocalRun:
                     self._members.add(rank)
                 case WorkerLeft(rank=rank) | WorkerLost(rank=rank):
                     self._members.discard(rank)
-                case RunEnded():
-                    self._run_ended = True
+                case RunEnded(reason=reason):
+                    self._run_ended, self._stopped = True, reason == STOPPED
 
     def _conclude(self, code: int, *, interrupted: bool) -> None:
         """Say what came of it."""

@@ -18,7 +18,7 @@ from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import PREAMBLE, shell_path
 from smolcluster.launch.observe.loki import loki_here, own_loki
-from smolcluster.launch.observe.stack import LOKI_PORT
+from smolcluster.launch.observe.stack import LOKI_PORT, answers, services
 from smolcluster.launch.plan import Process
 from smolcluster.launch.sessions import ask_to_end, begin, host_of, look_script
 from smolcluster.launch.stop import LAST_LINES_S
@@ -52,11 +52,14 @@ class Loki:
 def loki_of(cluster: ClusterConfig, stack: Path | None) -> Loki | None:
     """Where the logs of a run go; None: nowhere.
 
-    With a `stack` that is up or on its way it is this machine's own: until it is there the log files wait.
+    Where this machine has one that answers it is that; with a `stack` that was just begun the one that is to
+    come: until it is there the log files wait.
     """
     if cluster.loki_url is not None:
         return Loki(cluster.loki_url, is_ours=False)
-    url = loki_here() if stack is None else own_loki()
+    url = loki_here()
+    if url is None and stack is not None and not answers(services()[0]):
+        url = own_loki()
     return None if url is None else Loki(url, is_ours=True)
 
 

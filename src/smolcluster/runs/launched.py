@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from smolcluster.errors import DataError
 from smolcluster.runs.files import write_whole
-from smolcluster.runs.paths import log_stem
+from smolcluster.runs.paths import log_stem, process_title
 
 
 class LaunchedProcess(BaseModel):
@@ -40,8 +40,7 @@ class LaunchedProcess(BaseModel):
     @property
     def title(self) -> str:
         """The process in messages: `server mini1`, `worker 1 pi5`."""
-        place = "" if self.rank is None else f"{self.rank + 1} "
-        return f"{self.role} {place}{self.node}"
+        return process_title(self.role, self.node, self.rank)
 
     @property
     def stem(self) -> str:

@@ -15,6 +15,8 @@ from pathlib import Path
 from smolcluster.errors import ConfigError
 
 LATEST = "latest"
+NUM_SHOWN = 5
+"""Of the runs that there are, where one is not."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,18 @@ def log_stem(component: str, node: str, rank: int | None = None) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(parts))
 
 
+def parse_log_stem(stem: str) -> tuple[str, str, int | None] | None:
+    """Component, node and rank of a log file's name; None: no process is called like that."""
+    found = re.fullmatch(r"([a-z]+)(?:-rank(\d{1,9}))?-(.+)", stem)
+    return found and (found[1], found[3], None if found[2] is None else int(found[2]))
+
+
+def process_title(role: str, node: str, rank: int | None = None) -> str:
+    """A process's name in messages: `server mini1`, `worker 1 pi5`."""
+    place = "" if rank is None else f"{rank + 1} "
+    return f"{role} {place}{node}"
+
+
 def runs_root(runs_dir: Path | None = None) -> Path:
     """The folder of all runs: `runs_dir`, else `runs/` of the checkout or working directory."""
     if runs_dir is not None:
@@ -174,7 +188,8 @@ def find_run(root: Path, name: str = LATEST) -> RunPaths:
     folder = root / run_id
     if not folder.is_dir():
         known = sorted(path.name for path in root.glob("[!.]*/") if not path.is_symlink())
+        older = "… " if len(known) > NUM_SHOWN else ""
         raise ConfigError(
-            f"no run {name!r} under {root} (known: {', '.join(known[-5:]) or 'none'})"
+            f"no run {name!r} under {root} (known: {older}{', '.join(known[-NUM_SHOWN:]) or 'none'})"
         )
     return RunPaths(folder.resolve())

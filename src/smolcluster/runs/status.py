@@ -128,7 +128,7 @@ class RunStatus(_Part):
         return self.state in ("ended", "failed")
 
     @property
-    def word(self) -> str:
+    def word(self) -> RunState | Literal["stopped"]:
         """The state in a word; `stopped` is one more."""
         is_stopped = self.state == "ended" and self.reason == STOPPED
         return "stopped" if is_stopped else self.state

@@ -123,18 +123,17 @@ class Connection:
         """Whether a read or a write failed; the connection is then good for nothing but `close`."""
         return self._send_broken or self._receive_broken
 
-    def proved(self, max_payload: int, stall_timeout_s: float, phase: str = "session") -> None:
+    def proved(self, max_payload: int, stall_timeout_s: float) -> None:
         """Lift the limits on strangers: the peer has proved itself.
 
         Args:
             max_payload: largest payload accepted from now on, bytes.
             stall_timeout_s: longest silence from now on, seconds.
-            phase: what errors call the time from now on.
         """
         self.max_unproved = None
         self.max_payload = max_payload
         self.stall_timeout_s = stall_timeout_s
-        self.phase = phase
+        self.phase = "session"
 
     def send(
         self, message: Message, payload: Buffer = b"", deadline: Deadline | None = None

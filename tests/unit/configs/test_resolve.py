@@ -13,7 +13,6 @@ from smolcluster.configs.resolve import (
     Settings,
     check_algorithm,
     check_node_overrides,
-    is_secret_override,
     load_settings,
     localise,
     node_overrides,
@@ -607,7 +606,6 @@ def test_the_saved_configuration_is_yaml_and_a_folder_that_is_gone_is_told(tmp_p
     ],
 )
 def test_a_machines_environment_is_kept_from_others(text: str, public: list[str]) -> None:
-    assert is_secret_override(text) == (public != [text])
     assert public_overrides(["port=7000", text, "seed=1"]) == ["port=7000", *public, "seed=1"]
     before, after = from_overrides([text]), from_overrides(public)
     assert [(each.path, each.value) for each in after] == [

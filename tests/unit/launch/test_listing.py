@@ -11,7 +11,7 @@ from smolcluster.launch.find import RUNS_DIR
 from smolcluster.launch.watch.listing import ELSEWHERE, listed, row, runs
 from smolcluster.runs.lock import RunLock
 from smolcluster.runs.paths import RunPaths, create_run
-from smolcluster.runs.status import write_status
+from smolcluster.runs.status import STOPPED, write_status
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic, write_summary
 
 
@@ -71,6 +71,19 @@ def test_a_run_that_is_written_now_says_so(tmp_path: Path) -> None:
         assert listed(tmp_path)[0].state == "waiting"
         write_summary(paths.summary, summary("a"))  # it goes on after an end
         assert listed(tmp_path)[0].steps == 120
+    assert listed(tmp_path)[0].state == "broken off"
+
+
+def test_a_run_that_was_stopped_says_so(tmp_path: Path) -> None:
+    write_status(create_run(tmp_path, "a").status, status_of("ended", reason=STOPPED))
+    assert listed(tmp_path)[0].state == "stopped"
+
+
+def test_a_run_that_has_just_been_started_is_not_broken_off(tmp_path: Path) -> None:
+    paths = create_run(tmp_path, "a")
+    write(paths.processes, "[]")
+    assert listed(tmp_path)[0].state == "starting"
+    os.utime(paths.processes, (1.0, 1.0))
     assert listed(tmp_path)[0].state == "broken off"
 
 

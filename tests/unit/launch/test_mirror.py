@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from made_runs import MadeRun
 from reading import fake_ssh, launched_run, log_line, server, status_of, worker, write
 from smolcluster.launch.watch.mirror import Mirror
 from smolcluster.launch.watch.page import open_files
@@ -57,8 +58,22 @@ def test_a_run_on_other_machines_is_read_there_as_it_goes_on(
         assert view.state()["problems"] == []
     finally:
         view.close()
-    assert not (tmp_path / "copies" / "r1").exists()
+    assert list((tmp_path / "copies").iterdir()) == []
     assert sorted(paths.root.rglob("*")) == before
+
+
+def test_a_resumed_runs_old_summary_goes_away(tmp_path: Path, elsewhere: RunPaths) -> None:
+    paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi@pi5"))
+    MadeRun(elsewhere.root.parent, "r1").summary()
+    mirror = Mirror(paths, read_launched(paths.launched), tmp_path / "copies" / "r1")
+    try:
+        copy = mirror.files().served
+        eventually(copy.summary.is_file)
+        elsewhere.summary.unlink()
+        eventually(lambda: not copy.summary.exists())
+        assert copy.status.is_file()
+    finally:
+        mirror.close()
 
 
 def test_a_machine_that_cannot_be_reached_is_named_and_the_others_are_shown(

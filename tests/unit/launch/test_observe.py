@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 
 from harness import free_port, local_settings
 from reading import fake_ssh, server, worker
@@ -49,7 +50,9 @@ case "$*" in
     echo 28.0 ;;
   "compose version") if [ -f "{folder}/without-compose" ]; then exit 1; fi ;;
   "network inspect "*) cat "{folder}/bridge" ;;
-  "ps "*) printf 'grafana\\tUp 3 minutes (healthy)\\nloki\\tExited (1) 2 minutes ago\\n' ;;
+  "ps "*) if [ ! -f "{folder}/without-containers" ]; then
+    printf 'grafana\\tUp 3 minutes (healthy)\\nloki\\tExited (1) 2 minutes ago\\n'
+  fi ;;
   *" up --detach") if [ -f "{folder}/broken" ]; then echo "port is already allocated" >&2; exit 1; fi ;;
 esac
 """
@@ -191,7 +194,10 @@ def test_up_starts_the_containers_and_says_where_grafana_is(
 ) -> None:
     assert main(["observe", "up"]) == 0
     assert f"compose --file {folder}/docker-compose.yml up --detach" in docker.asked
-    assert "http://localhost:3000" in capsys.readouterr().out
+    assert capsys.readouterr().out == (
+        "Grafana: http://localhost:3000, user admin, "
+        "password: what GRAFANA_PASSWORD was at the first start, or admin\n"
+    )
 
 
 def test_up_that_fails_says_so(
@@ -254,6 +260,24 @@ def test_loki_is_asked_where_it_is_published() -> None:
     assert services({"LOKI_BIND": "10.0.0.1"})[1].url == "http://10.0.0.1:3100/ready"
 
 
+def test_where_loki_is_published_may_stand_in_the_stacks_env_file(folder: Path) -> None:
+    assert services({})[1].url == "http://127.0.0.1:3100/ready", "there is no such file"
+    for line in ("LOKI_BIND=10.0.0.2", 'LOKI_BIND="10.0.0.2"  # the cable'):
+        (folder / ".env").write_text(f"# LOKI_BIND=10.0.0.3\nCOMPOSE_PROJECT_NAME=x\n{line}\n")
+        assert services({})[1].url == "http://10.0.0.2:3100/ready"
+        assert services({"LOKI_BIND": "10.0.0.1"})[1].url == "http://10.0.0.1:3100/ready"
+        assert services({"LOKI_BIND": ""})[1].url == "http://127.0.0.1:3100/ready"
+
+
+def test_nobody_deletes_logs_through_the_open_port_and_old_ones_go() -> None:
+    stack_folder = own_stack()
+    assert stack_folder is not None
+    config = YAML(typ="safe").load(stack_folder / "loki-config.yaml")
+    assert config["limits_config"]["deletion_mode"] == "disabled"
+    assert config["limits_config"]["retention_period"] == "720h"
+    assert config["compactor"]["retention_enabled"] is True
+
+
 def test_a_launch_starts_the_stack_and_does_not_wait(
     docker: Docker, folder: Path, none_answers: None
 ) -> None:
@@ -273,6 +297,17 @@ def test_a_launch_leaves_a_stack_that_runs_alone(
     said: list[str] = []
     assert bring_up(said.append) == folder
     assert said == ["Grafana shows the run: http://localhost:3000"]
+    assert not any("up" in words.split() for words in docker.asked)
+
+
+def test_who_has_the_port_of_grafana_and_is_not_ours_is_left_alone(
+    docker: Docker, folder: Path, all_well: None
+) -> None:
+    docker.let("without-containers")
+    said: list[str] = []
+    assert bring_up(said.append) is None
+    [line] = said
+    assert line.endswith("port 3000 is used by another program; nothing was started")
     assert not any("up" in words.split() for words in docker.asked)
 
 

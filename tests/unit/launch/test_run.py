@@ -17,9 +17,10 @@ from smolcluster.launch.plan import LaunchPlan, Process
 from smolcluster.launch.run import LocalRun
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.jsonl import JsonlSink
-from smolcluster.runs.events import EventLog, WorkerJoined
+from smolcluster.runs.events import EventLog, RunEnded, WorkerJoined
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.processes import read_processes
+from smolcluster.runs.status import STOPPED
 from smolcluster.runs.summary import write_summary
 
 FakePlan = Callable[..., LaunchPlan]
@@ -186,6 +187,17 @@ wait_for_ever()
 """
     assert LocalRun(fake_plan(server, IDLE, IDLE), paths, console).run() == code
     assert all_gone(paths)
+    assert "stopped: nothing of it is left running" in printed(console)
+    assert not any("failed" in line for line in printed(console))
+
+
+def test_a_run_that_somebody_else_stopped_has_not_failed(
+    fake_plan: FakePlan, paths: RunPaths, console: Console
+) -> None:
+    events = EventLog(paths.events, "1", warn=pytest.fail)
+    events.write(RunEnded(ok=False, reason=STOPPED, wall_s=1.0, steps=1, samples_applied=1))
+    events.close()
+    assert LocalRun(fake_plan("sys.exit(143)", IDLE), paths, console).run() == 143
     assert "stopped: nothing of it is left running" in printed(console)
     assert not any("failed" in line for line in printed(console))
 

@@ -200,7 +200,10 @@ def test_where_logs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert loki_of(local_settings().cluster, None) == Loki(receiver.url, is_ours=True)
     monkeypatch.setattr(shipping, "loki_here", lambda: None)
     assert loki_of(local_settings().cluster, None) is None
+    monkeypatch.setattr(shipping, "answers", lambda _: False)
     assert loki_of(local_settings().cluster, tmp_path) == OURS, "it is on its way"
+    monkeypatch.setattr(shipping, "answers", lambda _: True)
+    assert loki_of(local_settings().cluster, tmp_path) is None, "all are up but Loki"
 
 
 def test_a_run_of_child_processes_ships_its_last_lines_and_leaves_nothing(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from smolcluster.runs.paths import find_run
+from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import read_summary
 
 
@@ -65,6 +66,22 @@ def test_ctrl_c_ends_it_with_130_and_no_traceback(
     _, err = process.communicate()
     assert process.returncode == 130
     assert "Traceback" not in err
+
+
+def test_a_run_that_cannot_begin_leaves_its_log_and_the_reason(tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    data = ("dataset.name=MNIST", f"dataset.root={nowhere}", "dataset.download=false")
+    with train(tmp_path, *data) as process:
+        _, err = process.communicate()
+    assert process.returncode == 2
+    paths = find_run(tmp_path)
+    status = read_status(paths.status)
+    assert (status.state, status.step) == ("failed", 0)
+    assert str(nowhere) in (status.reason or "")
+    assert "name: MNIST" in paths.config.read_text()
+    [log] = paths.logs.iterdir()
+    assert '"level":"ERROR"' in log.read_text()
+    assert str(nowhere) in err
 
 
 def test_a_model_that_does_not_fit_the_data_is_one_line(tmp_path: Path) -> None:

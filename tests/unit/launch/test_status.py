@@ -24,7 +24,7 @@ from smolcluster.launch.watch.report import report_of, state_of
 from smolcluster.launch.watch.status import head, look_at, row, status
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.processes import ProcessEntry, write_processes
-from smolcluster.runs.status import RunStatus, instant, write_status
+from smolcluster.runs.status import STOPPED, RunStatus, instant, write_status
 
 NOW = 1_790_000_000.0
 
@@ -158,6 +158,7 @@ def sighting(liveness: str, written: RunStatus | None) -> Sighting:
         ("ended", status_of("training"), "broken off"),
         ("ended", status_of("failed"), "failed"),
         ("gone", status_of("ended"), "ended"),
+        ("gone", status_of("ended", reason=STOPPED), "stopped"),
         ("unreachable", status_of("training"), "unknown"),
         ("unreachable", None, "unknown"),
     ],
@@ -244,6 +245,8 @@ def test_a_local_run_is_looked_at_here(
     assert look_at(paths).state == "broken off"
     write_status(paths.status, status_of("ended"))
     assert [each.process for each in look_at(paths).processes] == ["ended", "ended"]
+    write_status(paths.status, status_of("ended", workers={0: ("pi5", "lost")}))
+    assert [each.process for each in look_at(paths).processes] == ["ended", "gone"]
 
 
 def test_a_process_of_somebody_else_is_not_ours() -> None:

@@ -3,6 +3,7 @@
 import fcntl
 import io
 import itertools
+import json
 import math
 import os
 import pty
@@ -37,6 +38,7 @@ from smolcluster.launch.watch.top.command import top
 from smolcluster.launch.watch.top.frame import Canvas, frame
 from smolcluster.launch.watch.top.source import (
     MAX_POINTS,
+    PLACES,
     News,
     Picture,
     Point,
@@ -47,9 +49,10 @@ from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.jsonl import JsonlSink
 from smolcluster.observability.terminal import SteadyConsole, displayable
 from smolcluster.runs.events import CheckpointSaved, Evaluated, EventLog, WorkerJoined, WorkerLost
+from smolcluster.runs.files import json_line
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.processes import ProcessEntry, write_processes
-from smolcluster.runs.status import RunStatus, WorkerStatus, instant, write_status
+from smolcluster.runs.status import STOPPED, RunStatus, WorkerStatus, instant, write_status
 
 NOW = 1_790_000_000.0
 VITALS = {
@@ -229,6 +232,14 @@ def test_it_is_over_when_the_server_has_said_so_and_gone(
     assert picture_of(status_of(state, now=NOW), liveness).is_over is expected  # type: ignore[arg-type]
 
 
+def test_a_run_that_was_stopped_is_called_so() -> None:
+    picture = picture_of(status_of("ended", now=NOW, reason=STOPPED), "ended")
+    assert picture.is_over
+    title, *_, note = frame(picture, canvas())[:4]
+    assert title.plain == "r1 · edp · stopped"
+    assert (note.plain, note.style) == (STOPPED, "")
+
+
 # --- bars
 
 
@@ -287,13 +298,14 @@ def record(paths: RunPaths, num_steps: int) -> None:
 
 
 def tell(log: Path) -> None:
-    write(
-        log,
-        log_line(1, "as usual")
-        + log_line(2, "the disk\u2028is nearly full", "WARNING")
-        + "not json\n"
-        + log_line(3, "no more", "ERROR"),
+    """Write what a process writes, and what does not belong there."""
+    lines = (
+        log_line(1, "as usual"),
+        log_line(2, "the disk\u2028is nearly full", "WARNING"),
+        log_line(3, "no more", "ERROR"),
     )
+    written = (json_line(json.loads(line)).decode() for line in lines)
+    write(log, "not json\n".join(written))
 
 
 @pytest.fixture
@@ -334,6 +346,15 @@ def test_a_local_run_is_read_from_the_ends_of_its_files(local: RunPaths) -> None
     ]
     assert again.points[-1].step == 7, "what was abandoned is forgotten"
     assert again.report.state == "broken off"
+
+
+@pytest.mark.parametrize("num_steps", [1, 25, 250])
+def test_of_a_young_run_the_curve_begins_at_the_first_step(local: RunPaths, num_steps: int) -> None:
+    record(local, num_steps)
+    steps = [point.step for point in Source(local).look().points]
+    assert steps[0] == 1
+    assert steps[-1] >= num_steps * (PLACES - 1) / PLACES, "the status tells of the newest one"
+    assert max((b - a for a, b in itertools.pairwise(steps)), default=1) < 8
 
 
 def test_a_run_with_nothing_written_is_starting_or_broken_off(local: RunPaths) -> None:

@@ -12,6 +12,8 @@ from smolcluster.runs.paths import (
     find_run,
     log_stem,
     new_run_id,
+    parse_log_stem,
+    process_title,
     runs_root,
 )
 
@@ -47,6 +49,26 @@ def test_files_of_a_run_have_the_names_that_users_know(tmp_path: Path) -> None:
 
 def test_a_node_name_cannot_lead_out_of_the_logs() -> None:
     assert log_stem("worker", "../../x y", 3) == "worker-rank3-.._.._x_y"
+
+
+@pytest.mark.parametrize(
+    ("process", "title"),
+    [
+        (("server", "mini1", None), "server mini1"),
+        (("server", "my-mini.local", None), "server my-mini.local"),
+        (("worker", "pi5", 0), "worker 1 pi5"),
+    ],
+)
+def test_a_log_says_by_its_name_whose_it_is(
+    process: tuple[str, str, int | None], title: str
+) -> None:
+    assert process_title(*process) == title
+    assert parse_log_stem(log_stem(*process)) == process
+
+
+@pytest.mark.parametrize("stem", ["", "Weird", "server-", "-mini1", "two\nlines-x"])
+def test_a_name_that_no_process_gives_its_log_says_nothing(stem: str) -> None:
+    assert parse_log_stem(stem) is None
 
 
 def test_creating_a_run_makes_its_folder_and_moves_latest(tmp_path: Path) -> None:

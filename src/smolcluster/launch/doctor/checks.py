@@ -18,7 +18,7 @@ from smolcluster.launch.doctor.findings import (
     ok,
     warn,
 )
-from smolcluster.launch.host import shell_path
+from smolcluster.launch.host import HAS_PYTHON3, shell_path
 from smolcluster.launch.prepare import DEFAULT_SECRET, TOOLS
 from smolcluster.utils.units import format_bytes, format_duration
 
@@ -131,13 +131,6 @@ found=$(uv python find --no-project --no-python-downloads '>={wanted}' 2>/dev/nu
 if [ -n "$found" ]; then exec "$found" --version; fi
 if {HAS_PYTHON3}; then exec python3 --version; fi
 echo none"""
-
-
-HAS_PYTHON3 = (
-    '{ [ "$(uname -s)" != Darwin ] || xcode-select -p >/dev/null 2>&1; } && '
-    "command -v python3 >/dev/null"
-)
-"""A Mac without developer tools has a python3 that only opens a window."""
 
 
 def disk_script(context: Context) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.launch import link_probe
-from smolcluster.launch.doctor.checks import HAS_PYTHON3
 from smolcluster.launch.doctor.findings import (
     Answer,
     Check,
@@ -27,7 +26,7 @@ from smolcluster.launch.doctor.findings import (
     skipped,
     warn,
 )
-from smolcluster.launch.host import shell_path
+from smolcluster.launch.host import HAS_PYTHON3, shell_path
 from smolcluster.utils.units import format_address
 
 LISTEN_S = 15.0

@@ -4,6 +4,7 @@ import socket
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import LaunchError, SmolclusterError, TryAgain
@@ -14,10 +15,12 @@ from smolcluster.launch.observe.stack import (
     bridge_address,
     check_docker,
     own_stack,
+    runs,
     services,
 )
 from smolcluster.launch.observe.targets import (
     Placed,
+    listens,
     local_address,
     remove_stale,
     remove_targets,
@@ -36,14 +39,20 @@ Say = Callable[[str], None]
 def bring_up(say: Say) -> Path | None:
     """See that Grafana is there or the stack on its way, and say so in one line.
 
-    Returns its folder; None: without Docker it will not come.
+    Returns its folder; None: it will not come, because there is no Docker, or another program has its port.
     """
     stack = own_stack()
     if stack is None:
         return None
     try:
         check_docker(DOCKER_S)
-        if answers(services()[0], SERVICE_S):  # the others are left as their user has set them
+        grafana = services()[0]
+        if listens(urlsplit(grafana.url).netloc) and not runs(stack, grafana):
+            say(
+                "no Grafana beside the run: port 3000 is used by another program; nothing was started"
+            )
+            return None
+        if answers(grafana, SERVICE_S):  # the others are left as their user has set them
             say(f"Grafana shows the run: {GRAFANA}")
         else:
             begin_up(stack)

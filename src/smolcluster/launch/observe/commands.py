@@ -31,7 +31,10 @@ def observe_up() -> int:
         if deadline.expired:
             return _report(stack.health(folder))
         time.sleep(POLL_S)
-    sys.stdout.write(f"Grafana: {GRAFANA}, user admin, password $GRAFANA_PASSWORD or admin\n")
+    sys.stdout.write(
+        f"Grafana: {GRAFANA}, user admin, "
+        "password: what GRAFANA_PASSWORD was at the first start, or admin\n"
+    )
     return 0
 
 

@@ -4,10 +4,12 @@ Docker is asked through its command line, as a person would: `docker compose`, o
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,8 +64,11 @@ class Health:
 
 
 def services(environ: Mapping[str, str] = os.environ) -> tuple[Service, ...]:
-    """The three services, Grafana first; Loki may be published on one address only."""
-    bound = environ.get("LOKI_BIND", "")
+    """The three services, Grafana first; Loki may be published on one address only.
+
+    Compose reads LOKI_BIND in the environment, else in the file `.env` of the stack's folder; so is it here.
+    """
+    bound = environ["LOKI_BIND"] if "LOKI_BIND" in environ else _bound_in_file(own_stack())
     loki = "127.0.0.1" if bound in EVERY_ADDRESS else bound
     return (
         Service("grafana", "http://127.0.0.1:3000/api/health", "database"),
@@ -76,6 +81,15 @@ def own_stack() -> Path | None:
     """The stack's folder in the checkout that this is; None: it is none."""
     folder = Path(__file__).resolve().parents[4] / FOLDER
     return folder if (folder / COMPOSE_FILE).is_file() else None
+
+
+def _bound_in_file(folder: Path | None) -> str:
+    """The LOKI_BIND of a stack's `.env`; empty: it has none."""
+    with suppress(OSError, UnicodeDecodeError):
+        text = "" if folder is None else (folder / ".env").read_text()
+        if found := re.search(r"^LOKI_BIND=[\"']?([^\s\"'#]*)", text, re.MULTILINE):
+            return found[1]
+    return ""
 
 
 def check_docker(timeout_s: float = ASK_S) -> None:
@@ -154,6 +168,11 @@ def health(folder: Path) -> list[Health]:
         Health(service, answers(service), states.get(service.name, "no container"))
         for service in services()
     ]
+
+
+def runs(folder: Path, service: Service) -> bool:
+    """Whether a container of the stack runs for a service."""
+    return _containers(folder).get(service.name, "").startswith("Up")
 
 
 def answers(service: Service, timeout_s: float = ANSWER_S) -> bool:

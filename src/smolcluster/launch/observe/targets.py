@@ -145,10 +145,11 @@ def _hostname(destination: str) -> str:
 def _any_listens(targets: list[Json]) -> bool:
     addresses = [address for entry in targets for address in entry["targets"]]
     with ThreadPoolExecutor(max_workers=max(1, min(16, len(addresses)))) as pool:
-        return any(pool.map(_listens, addresses))
+        return any(pool.map(listens, addresses))
 
 
-def _listens(address: str) -> bool:
+def listens(address: str) -> bool:
+    """Whether something listens at an address with its port, such as `10.0.0.2:9464`."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()

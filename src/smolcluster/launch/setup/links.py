@@ -18,7 +18,7 @@ from typing import Any
 
 from smolcluster.errors import LaunchError
 from smolcluster.launch import link_probe
-from smolcluster.launch.host import Host
+from smolcluster.launch.host import HAS_PYTHON3, Host
 from smolcluster.utils.words import one_line
 
 ADDRESSES_SCRIPT = """
@@ -192,7 +192,8 @@ def python_script(*arguments: str) -> str:
     words = shlex.join(arguments)
     return (
         f"code={code}\n"
-        "if python3 -c 'import sys; sys.exit(sys.version_info < (3, 9))' >/dev/null 2>&1 </dev/null\n"
+        f"if {HAS_PYTHON3} && python3 -c 'import sys; sys.exit(sys.version_info < (3, 9))' "
+        ">/dev/null 2>&1 </dev/null\n"
         f'then exec python3 -c "$code" {words}\n'
         "elif command -v uv >/dev/null 2>&1\n"
         f'then exec uv run --no-project --quiet python -c "$code" {words}\n'

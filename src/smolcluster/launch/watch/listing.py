@@ -1,5 +1,6 @@
 """`smolcluster runs`: all runs whose folders are here. Only small files are read, a few a run."""
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from smolcluster.utils.units import format_duration
 
 ELSEWHERE = "see status"
 """The state of a run whose server is on another machine and has not said here that it is over."""
+STARTING_S = 60.0
+"""So long a run may take to load PyTorch and its data before it writes anything."""
 File = TypeVar("File")
 
 
@@ -88,13 +91,15 @@ def _state(
 ) -> str:
     """How a run stands: a server that lives holds its run's lock."""
     if status is not None and status.is_over:
-        return status.state
+        return status.word
     if status is None and summary is not None:
         return "ended"
     if _is_held(paths):
         return "starting" if status is None else status.state
     if paths.launched.is_file() and (launched is None or launched.server.ssh is not None):
         return ELSEWHERE
+    if status is None and time.time() - _began(paths, None) < STARTING_S:
+        return "starting"
     return "broken off"
 
 
@@ -129,7 +134,7 @@ def _table(console: Console, found: list[ListedRun]) -> Table:
         table.add_column(name, no_wrap=True)
     for name in ("steps", "loss", "time"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("where")
+    table.add_column("where", min_width=6, overflow="fold")
     for run in found:
         table.add_row(*(Text(displayable(console, cell)) for cell in row(run)))
     return table

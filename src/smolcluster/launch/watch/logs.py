@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 from rich.text import Text
@@ -22,15 +22,15 @@ from smolcluster.launch.find import find
 from smolcluster.launch.host import CONNECT_TIMEOUT_S, Host, shell_path
 from smolcluster.launch.watch.growing import Reader
 from smolcluster.observability.logs import log_line
+from smolcluster.observability.parsing import parse_log_line
 from smolcluster.observability.terminal import (
     COLOURS,
     SteadyConsole,
     displayable,
     print_line,
 )
-from smolcluster.runs.files import json_objects
 from smolcluster.runs.launched import LaunchedProcess, read_launched
-from smolcluster.runs.paths import RunPaths, log_stem
+from smolcluster.runs.paths import RunPaths, log_stem, parse_log_stem, process_title
 from smolcluster.runs.processes import read_processes
 from smolcluster.utils.words import nearest, one_line
 
@@ -64,8 +64,7 @@ class Source:
     @property
     def title(self) -> str:
         """The process in messages: `server mini1`, `worker 1 pi5`."""
-        place = "" if self.rank is None else f"{self.rank + 1} "
-        return f"{self.role} {place}{self.node}"
+        return process_title(self.role, self.node, self.rank)
 
 
 @dataclass(frozen=True)
@@ -166,15 +165,14 @@ def _sources_here(paths: RunPaths) -> list[Source]:
         with suppress(DataError):
             for each in read_processes(paths.processes):
                 stem = log_stem(each.role, each.node, each.rank)
-                stems[stem] = (each.node, each.role, each.rank)
+                stems[stem] = (each.role, each.node, each.rank)
     for file in sorted(paths.logs.glob("*.log")):
-        if found := re.fullmatch(r"([a-z]+)(?:-rank(\d{1,9}))?-(.+)", file.stem):
-            role, rank, node = found.groups()
-            stems.setdefault(file.stem, (node, role, None if rank is None else int(rank)))
+        if process := parse_log_stem(file.stem):
+            stems.setdefault(file.stem, process)
     files = {stem: paths.logs / f"{stem}.log" for stem in stems}
     return [
         Source(node, role, rank, here, shlex.quote(str(files[stem])), files[stem])
-        for stem, (node, role, rank) in stems.items()
+        for stem, (role, node, rank) in stems.items()
     ]
 
 
@@ -205,24 +203,10 @@ def entry_of(line: bytes, source: int, before: float) -> Entry | None:
 
     `before` is the time of the line before it, for a line that has none.
     """
-    fields = next(json_objects([line]), None)
-    if fields is None:
-        text = line.decode("utf-8", "replace").strip()
-        return Entry(before, source, "", text) if text else None
-    return Entry(
-        _moment(fields.get("ts"), before),
-        source,
-        str(fields.get("level", ""))[:8],
-        str(fields.get("message", "")),
-        str(fields.get("exception", "")),
-    )
-
-
-def _moment(text: Any, before: float) -> float:
-    try:
-        return datetime.fromisoformat(str(text)).timestamp()
-    except (ValueError, OverflowError):
-        return before
+    said = parse_log_line(line, before)
+    if said is None:
+        return None
+    return Entry(said.seconds, source, said.level, said.message, said.exception)
 
 
 class LogView:

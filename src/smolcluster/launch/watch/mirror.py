@@ -5,6 +5,7 @@ beginning, then what is new. Its status comes every two seconds, as for `smolclu
 """
 
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -67,7 +68,8 @@ class Mirror:
     Args:
         paths: the run's own folder.
         launched: which processes it has, and where.
-        folder: where the copies go; removed at the end.
+        folder: beside it is made the one where the copies go, which is removed at the end: a run can be
+            opened again while its copies of before are still being removed.
         watch: looks at the run; only tests say another one.
     """
 
@@ -79,7 +81,8 @@ class Mirror:
         watch: Callable[[RunPaths], Sighting] = look,
     ) -> None:
         self._paths = paths
-        self._copy = RunPaths(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._copy = RunPaths(Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent)))
         self._watch = watch
         self._is_here = is_here(launched.server, paths)
         self._stopped = threading.Event()
@@ -150,11 +153,13 @@ class Mirror:
     def _take(self, sighting: Sighting) -> None:
         """Copy what the server has written."""
         self._say("", None)
-        with suppress(SmolclusterError):
+        with suppress(SmolclusterError, OSError):
             if sighting.status is not None:
                 write_status(self._copy.status, sighting.status)
             if sighting.summary is not None:
                 write_summary(self._copy.summary, sighting.summary)
+            elif sighting.status is not None:  # it was resumed
+                self._copy.summary.unlink(missing_ok=True)
 
     def _say(self, node: str, problem: str | None) -> None:
         with self._lock:

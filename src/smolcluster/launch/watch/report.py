@@ -7,7 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from smolcluster.launch.watch.probe import Liveness, Seen, Sighting
 from smolcluster.runs.status import Presence, WorkerStatus
 
-State = Literal["starting", "waiting", "training", "ended", "failed", "broken off", "unknown"]
+State = Literal[
+    "starting", "waiting", "training", "ended", "stopped", "failed", "broken off", "unknown"
+]
 
 
 class _Part(BaseModel):
@@ -93,7 +95,7 @@ def state_of(sighting: Sighting) -> State:
     """How the run stands: what the server wrote, unless its process says otherwise."""
     status = sighting.status
     if status is not None and status.is_over:
-        return status.state
+        return status.word
     if status is None and sighting.summary is not None:
         return "ended"
     server = sighting.processes[0].liveness if sighting.processes else "unknown"
@@ -140,7 +142,9 @@ def _worker(seen: Seen, worker: WorkerStatus | None, sighting: Sighting) -> Proc
     report = _bare(seen)
     if worker is None or sighting.status is None:
         return report
+    was_lost = worker.state == "lost" and (seen.liveness, seen.code) == ("ended", None)
     values: dict[str, object] = {
+        "process": "gone" if was_lost else seen.liveness,
         "presence": worker.state,
         "device": worker.device,
         "step": worker.step,

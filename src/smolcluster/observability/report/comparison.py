@@ -36,11 +36,12 @@ from smolcluster.observability.report.chart import (
     x_axis,
 )
 from smolcluster.observability.report.facts import Facts, read_run, workers_of
-from smolcluster.observability.report.page import UNKNOWN, moment_of, number, state_of, wall_s_of
+from smolcluster.observability.report.page import UNKNOWN, moment_of, number, state_of
 from smolcluster.observability.report.render import write_page
 from smolcluster.observability.report.settings import differing
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
 from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.summary import Summary
 from smolcluster.utils.units import format_bytes, format_duration
 
 NUM_COLOURS = 7
@@ -73,7 +74,7 @@ def compare(runs: Sequence[RunPaths], page: Path | None, console: Console | None
         SmolclusterError: a run cannot be read, or the page not written.
     """
     if len({run.root for run in runs}) < 2:
-        raise ConfigError(f"compare needs two runs or more, and got {runs[0].run_id} alone")
+        raise ConfigError(f"compare needs two different runs, and got {runs[0].run_id} only")
     console = console or SteadyConsole()
     facts = [read_run(run) for run in dict.fromkeys(runs)]
     compared = comparison_of(facts)
@@ -134,12 +135,11 @@ def _outcomes(facts: Facts) -> Iterator[tuple[str, str]]:
         accuracy, perplexity = source.val_accuracy, source.val_perplexity
         yield "accuracy", UNKNOWN if accuracy is None else f"{accuracy:.2%}"
         yield "perplexity", UNKNOWN if perplexity is None else f"{perplexity:.4g}"
-    steps = summary.steps if summary else status.step if status else None
-    samples = summary.samples_applied if summary else status.samples_applied if status else None
-    if steps is None or samples is None:
+    known = summary or status
+    if known is None:
         return
-    wall_s = wall_s_of(facts)
-    yield "steps", f"{steps:,}"
+    samples, wall_s = known.samples_applied, known.wall_s
+    yield "steps", f"{known.steps if isinstance(known, Summary) else known.step:,}"
     yield "samples", f"{samples:,}"
     yield "time", format_duration(wall_s)
     yield "samples/s", f"{samples / wall_s:,.0f}" if wall_s else UNKNOWN

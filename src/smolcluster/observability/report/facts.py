@@ -168,10 +168,14 @@ def _is_alive(paths: RunPaths) -> bool:
     return False
 
 
-def _offsets(vitals: Mapping[Whose, Vitals]) -> dict[int, float]:
-    """By rank, how far a worker's clock was ahead of the server's when it last reported, seconds."""
-    known = {whose.rank: each.values.get("clock_offset_s") for whose, each in vitals.items()}
-    return {rank: offset.newest for rank, offset in known.items() if offset is not None}
+def _offsets(vitals: Mapping[Whose, Vitals]) -> dict[Process, float]:
+    """How far a worker's clock was ahead of the server's when it last reported, seconds."""
+    known = {whose: each.values.get("clock_offset_s") for whose, each in vitals.items()}
+    return {
+        Process("worker", whose.node, whose.rank): offset.newest
+        for whose, offset in known.items()
+        if offset is not None
+    }
 
 
 def _expected(paths: RunPaths, known: _Known) -> list[Process]:

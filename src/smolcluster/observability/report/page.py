@@ -7,16 +7,18 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import smolcluster
+from smolcluster.observability.parsing import seconds_of
 from smolcluster.observability.report.chart import Chart, charts_of
 from smolcluster.observability.report.facts import Facts, Worker, read_facts, workers_of
 from smolcluster.observability.report.render import write_page
 from smolcluster.observability.report.settings import changed_settings
 from smolcluster.observability.report.story import Happening, told
-from smolcluster.observability.report.trouble import Line, Trouble, seconds_of
+from smolcluster.observability.report.trouble import Line, Trouble
 from smolcluster.observability.report.vitals import SHARES, Measured, Vitals, Whose
 from smolcluster.runs.events import (
     CheckpointSaved,
@@ -28,8 +30,8 @@ from smolcluster.runs.events import (
     WorkerLost,
     WorkerRejected,
 )
-from smolcluster.runs.paths import RunPaths
-from smolcluster.runs.status import STOPPED
+from smolcluster.runs.paths import RunPaths, process_title
+from smolcluster.runs.status import STALENESS_EDGES, STOPPED
 from smolcluster.runs.summary import SMALL
 from smolcluster.utils.units import format_bytes, format_duration
 
@@ -39,7 +41,11 @@ SKEW_S = 0.05
 """A clock that is off by less is right."""
 UNKNOWN = "–"
 LARGE = 1e4
-TAUS = ("0", "1", "2", "3–4", "5–8", "9–16", "17–32", "more")
+TAUS = (
+    "0",
+    *(str(b) if b == a + 1 else f"{a + 1}–{b}" for a, b in pairwise(STALENESS_EDGES)),
+    "more",
+)
 """What the numbers of `WorkerStatus.staleness` count."""
 
 
@@ -255,7 +261,7 @@ def _tiles(facts: Facts) -> Iterator[Tile]:
     elif status is not None:
         train, val = status.loss, status.val_loss
         accuracy, perplexity = status.val_accuracy, status.val_perplexity
-        steps, samples, wall_s = status.step, status.samples_applied, wall_s_of(facts)
+        steps, samples, wall_s = status.step, status.samples_applied, status.wall_s
     else:
         return
     yield Tile("Training loss", number(train), "mean of the last epoch" if summary else "last step")
@@ -286,17 +292,6 @@ def number(value: float | None) -> str:
         return UNKNOWN
     is_plain = value == 0 or SMALL <= abs(value) < LARGE
     return f"{value:.4f}" if is_plain else f"{value:.4g}"
-
-
-def wall_s_of(facts: Facts) -> float:
-    """Seconds that a run took; of one without a summary since its owner started, for the last time."""
-    if facts.summary is not None:
-        return facts.summary.wall_s
-    status = facts.status
-    ends = [r.event.wall_s for r in facts.story.of(RunEnded) if isinstance(r.event, RunEnded)]
-    if status is None or (ends and status.is_over):
-        return ends[-1] if ends else 0.0
-    return max(0.0, (status.updated_at - status.started_at).total_seconds())
 
 
 def _epochs(facts: Facts) -> str:
@@ -444,11 +439,9 @@ def _splits(facts: Facts) -> Iterator[Split]:
 
 
 def _process_title(whose: Whose) -> str:
-    return (
-        f"server {whose.node}".strip()
-        if whose.rank < 0
-        else f"worker {whose.rank + 1} {whose.node}"
-    )
+    if whose.rank < 0:
+        return process_title("server", whose.node).strip()
+    return process_title("worker", whose.node, whose.rank)
 
 
 def _links(facts: Facts, workers: Sequence[Worker]) -> Table:

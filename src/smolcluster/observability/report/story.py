@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,7 +34,7 @@ FREQUENT = (LeaseReturned, PushDropped, WorkerRejected)
 
 @dataclass
 class Happening:
-    """An event, and how often it came again before any other did.
+    """An event, and how often it came again before one that is not in `FREQUENT` did.
 
     Attributes:
         first: the event.
@@ -79,31 +79,36 @@ def read_story(path: Path) -> Story:
 
 
 def story_of(records: Iterable[EventRecord]) -> Story:
-    """Put events that repeat the one before them together, and count the routine."""
+    """Put frequent events that repeat themselves together, and count the routine."""
     story = Story()
+    repeated: dict[Hashable, Happening] = {}
     for record in records:
         if not isinstance(record.event, FREQUENT):
             story.events.append(record)
         if isinstance(record.event, ROUTINE):
             story.routine[type(record.event)] += 1
             continue
-        last = story.happenings[-1] if story.happenings else None
-        if last is not None and _repeats(record.event, last.first.event):
+        key = _key(record.event)
+        if key is None:
+            repeated.clear()
+        if last := repeated.get(key):
             last.count, last.last_ts = last.count + 1, record.ts
         else:
-            story.happenings.append(Happening(record, 1, record.ts))
+            repeated[key] = Happening(record, 1, record.ts)
+            story.happenings.append(repeated[key])
     return story
 
 
-def _repeats(event: Event, before: Event) -> bool:
-    match event, before:
-        case PushDropped(), PushDropped():
-            return (event.rank, event.outcome) == (before.rank, before.outcome)
-        case LeaseReturned(), LeaseReturned():
-            return (event.rank, event.reason) == (before.rank, before.reason)
-        case WorkerRejected(), WorkerRejected():
-            return (event.node, event.code) == (before.node, before.code)
-    return False
+def _key(event: Event) -> Hashable:
+    """What events have in common of which one tells of all; None of those that each have their own row."""
+    match event:
+        case PushDropped():
+            return PushDropped, event.rank, event.outcome
+        case LeaseReturned():
+            return LeaseReturned, event.rank, event.reason
+        case WorkerRejected():
+            return WorkerRejected, event.node, event.code
+    return None
 
 
 def worker_name(rank: int, node: str) -> str:
@@ -115,7 +120,7 @@ def told(event: Event) -> str:  # noqa: C901, PLR0911  (a table that reads from 
     """What happened, as a sentence without its stop."""
     match event:
         case RunStarted():
-            workers = f", waiting for {event.num_workers} workers" if event.num_workers > 1 else ""
+            workers = f" for {event.num_workers} workers" if event.num_workers > 1 else ""
             return f"{event.algorithm} started on {event.node}{workers}"
         case WorkerJoined():
             verb = "came back" if event.rejoined else "joined"

@@ -11,12 +11,13 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from smolcluster.observability.parsing import parse_log_line, seconds_of
+from smolcluster.observability.report.story import told
 from smolcluster.runs.events import EventRecord, RunEnded, WorkerLost
-from smolcluster.runs.paths import log_stem
+from smolcluster.runs.paths import log_stem, parse_log_stem, process_title
 
 LINES_BEFORE, LINES_AFTER = 24, 8
 MAX_LINE_NBYTES = 1 << 20
@@ -40,8 +41,7 @@ class Process:
     @property
     def title(self) -> str:
         """As the console calls it: `server mini1`, `worker 1 pi5`."""
-        place = "" if self.rank is None else f"{self.rank + 1} "
-        return f"{self.role} {place}{self.node}"
+        return process_title(self.role, self.node, self.rank)
 
     @property
     def stem(self) -> str:
@@ -100,7 +100,7 @@ def read_logs(
     folder: Path,
     expected: Sequence[Process],
     events: Sequence[EventRecord],
-    offsets: Mapping[int, float],
+    offsets: Mapping[Process, float],
     last_words: Line | None = None,
 ) -> Logs:
     """Look through the logs in a folder.
@@ -109,37 +109,36 @@ def read_logs(
         folder: where the files are.
         expected: processes that have written one, here or elsewhere.
         events: of the run, in order.
-        offsets: by rank, how many seconds a worker's clock is ahead of the server's.
+        offsets: how many seconds a worker's clock is ahead of the server's.
         last_words: a line that is not in a file yet.
 
     Raises:
         OSError: a file cannot be read.
     """
     files = _files(folder, expected)
-    logs = Logs(read=[title for title, _, _ in files])
+    logs = Logs(read=[process.title for process, _ in files])
     logs.missing = [each.title for each in expected if each.title not in logs.read]
-    shifts = {title: offsets.get(rank, 0.0) for title, rank, _ in files if rank is not None}
+    shifts = {process.title: offset for process, offset in offsets.items()}
     serious = [] if last_words is None else [last_words]
-    for title, _, path in files:
-        if found := _look_through(path, title, logs):
+    for process, path in files:
+        if found := _look_through(path, process.title, logs):
             serious.append(_moved(found, shifts))
     trouble = _first(serious, events)
     if trouble is not None:
-        moment = trouble.seconds
-        around = [_around(path, title, moment, shifts) for title, _, path in files]
+        around = [_around(path, process.title, trouble, shifts) for process, path in files]
         logs.trouble = _with_context(trouble, [*around, serious[:1] if last_words else []])
     return logs
 
 
-def _files(folder: Path, expected: Sequence[Process]) -> list[tuple[str, int | None, Path]]:
-    """The log files that are here: whose, the rank, and where; those of one process in order of time."""
+def _files(folder: Path, expected: Sequence[Process]) -> list[tuple[Process, Path]]:
+    """The log files that are here: whose, and where; those of one process in order of time."""
     known = {each.stem: each for each in expected}
-    found: list[tuple[str, int | None, Path]] = []
+    found: list[tuple[Process, Path]] = []
     for path in sorted(folder.glob("*.log*"), key=_age_order):
         stem = path.name.partition(".log")[0]
         if path.is_file() and path.name.rpartition(".")[2] not in ("gz", "tmp", "json"):
-            process = known.get(stem) or _process(stem)
-            found.append((process.title, process.rank, path))
+            process = known.get(stem) or Process(*(parse_log_stem(stem) or (stem, "")))
+            found.append((process, path))
     return found
 
 
@@ -148,13 +147,6 @@ def _age_order(path: Path) -> tuple[str, int]:
     stem, _, number = path.name.partition(".log")
     digits = number.strip(".")
     return stem, -int(digits) if digits.isdigit() else 0
-
-
-def _process(stem: str) -> Process:
-    if found := re.fullmatch(r"([a-z]+)(?:-rank(\d{1,9}))?-(.+)", stem):
-        role, rank, node = found.groups()
-        return Process(role, node, None if rank is None else int(rank))
-    return Process(stem, "")
 
 
 def _look_through(path: Path, title: str, logs: Logs) -> Line | None:
@@ -182,29 +174,17 @@ def _raw_lines(path: Path) -> Iterator[bytes]:
 
 
 def parse_line(raw: bytes, source: str, before: float) -> Line | None:
-    """What a line says; one that is no JSON object as it is, at the time of the line `before` it."""
-    try:
-        fields = json.loads(raw)
-    except (ValueError, RecursionError):
-        fields = None
-    if not isinstance(fields, dict):
-        text = raw.decode("utf-8", "replace").strip()
-        return Line(before, source, "", _cut(text, MAX_MESSAGE)) if text else None
+    """What a line says that can be shown; `before` is the time of the line before it."""
+    said = parse_log_line(raw, before)
+    if said is None:
+        return None
     return Line(
-        seconds_of(fields.get("ts"), before),
+        said.seconds,
         source,
-        str(fields.get("level", ""))[:8],
-        _cut(str(fields.get("message", "")), MAX_MESSAGE),
-        _cut(str(fields.get("exception", "")), MAX_EXCEPTION),
+        said.level,
+        _cut(said.message, MAX_MESSAGE),
+        _cut(said.exception, MAX_EXCEPTION),
     )
-
-
-def seconds_of(ts: object, otherwise: float) -> float:
-    """A time stamp in seconds since 1970."""
-    try:
-        return datetime.fromisoformat(str(ts)).timestamp()
-    except (ValueError, OverflowError):
-        return otherwise
 
 
 def _cut(text: str, at_most: int) -> str:
@@ -222,30 +202,32 @@ def _first(serious: Sequence[Line], events: Sequence[EventRecord]) -> Trouble | 
     for record in events:
         moment = seconds_of(record.ts, 0.0)
         match record.event:
-            case WorkerLost(rank=rank, node=node, reason=reason):
-                found.append(Trouble(f"worker {rank + 1} ({node}) is lost: {reason}", moment, []))
+            case WorkerLost():
+                found.append(Trouble(told(record.event), moment, []))
             case RunEnded(ok=False, reason=reason) if reason.startswith("the run failed"):
                 if not serious:
                     found.append(Trouble(reason, moment, []))
     return min(found, key=lambda trouble: trouble.seconds, default=None)
 
 
-def _around(path: Path, title: str, moment: float, shifts: Mapping[str, float]) -> list[Line]:
-    """A file's last lines up to a moment, and its first ones after it."""
+def _around(path: Path, title: str, trouble: Trouble, shifts: Mapping[str, float]) -> list[Line]:
+    """A file's last lines up to the trouble, with its own, and the first ones after it."""
     before: deque[Line] = deque(maxlen=LINES_BEFORE + 1)
     after: list[Line] = []
-    seconds = 0.0
+    is_its_own = title in (line.source for line in trouble.lines)
+    seconds, has_met = 0.0, False
     for raw in _raw_lines(path):
         line = parse_line(raw, title, seconds)
         if line is None or line.level == "DEBUG":
             continue
         seconds = line.seconds
         line = _moved(line, shifts)
-        if line.seconds <= moment:
+        if line.seconds <= trouble.seconds and not has_met:
             before.append(line)
+            has_met = line in trouble.lines
         elif len(after) < LINES_AFTER:
             after.append(line)
-        else:
+        elif has_met or not is_its_own:
             break
     return [*before, *after]
 

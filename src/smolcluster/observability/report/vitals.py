@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from smolcluster.observability.report.trouble import seconds_of
+from smolcluster.observability.parsing import seconds_of
 from smolcluster.observability.sinks.jsonl import MetricLine, parse_metric
 from smolcluster.runs.files import json_objects
 

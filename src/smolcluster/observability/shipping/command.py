@@ -22,7 +22,7 @@ FLUSH_S = 5.0
 HURRY_S = 1.0
 """How much longer a push that is under way may take."""
 ONCE_S = 30.0
-"""How long `--once` tries."""
+"""How long `--once` tries while Loki takes nothing."""
 
 
 def ship(
@@ -46,7 +46,7 @@ def ship(
     shipper = Shipper(Spool(logs, only), loki.push, _warn)
     try:
         if once:
-            arrived = shipper.flush(ONCE_S)
+            arrived = shipper.flush(ONCE_S, patient=True)
             loki.close()
             if not arrived:
                 left = format_bytes(shipper.left_nbytes())

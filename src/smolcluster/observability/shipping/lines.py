@@ -1,13 +1,13 @@
 """A line of a log file as Loki gets it: labels, a time, a text."""
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from smolcluster.runs.files import json_line
+from smolcluster.runs.paths import parse_log_stem
 
 MAX_LINE_NBYTES = 256_000
 """Loki takes 256 KiB unless it is told otherwise."""
@@ -16,7 +16,6 @@ MAX_FIELD_CHARS = 10_000
 MAX_AHEAD_NS = 600 * 10**9
 """Loki refuses what is later than that."""
 LEVELS = frozenset({"DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"})
-_STEM = re.compile(r"([a-z]+)(?:-rank(\d{1,9}))?-.+")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 Labels = tuple[tuple[str, str], ...]
@@ -33,10 +32,9 @@ class Entry:
 
 def labels_of(stem: str) -> dict[str, str]:
     """The labels that the name of a log file says, such as `worker-rank0-mini2`."""
-    found = _STEM.fullmatch(stem)
-    component = found[1] if found else "other"
+    component, _, rank = parse_log_stem(stem) or ("other", "", None)
     labels = {"job": f"smolcluster-{component}", "component": component, "host": stem}
-    return labels | {"rank": found[2]} if found and found[2] else labels
+    return labels if rank is None else labels | {"rank": str(rank)}
 
 
 def entry_of(line: bytes, labels: Mapping[str, str], now_ns: int) -> Entry | None:

@@ -49,11 +49,16 @@ class Shipper:
             asked.wait(POLL_S if delay_s is None else delay_s)
         return self.flush(flush_s)
 
-    def flush(self, timeout_s: float) -> bool:
-        """Push all that is there, a last line without an end included; whether all of it arrived."""
+    def flush(self, timeout_s: float, *, patient: bool = False) -> bool:
+        """Push all that is there, a last line without an end included; whether all of it arrived.
+
+        With `patient` it may take `timeout_s` seconds anew after each batch that Loki has dealt with.
+        """
         deadline = Deadline(timeout_s, self._clock)
         self._delays = _delays()
         while (delay_s := self.step(at_end=True)) is not None:
+            if patient and self._waiting is None:
+                deadline = Deadline(timeout_s, self._clock)
             if deadline.expired:
                 return False
             time.sleep(min(delay_s, deadline.remaining()))

@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
-from smolcluster.observability.shipping.lines import Entry, entry_of, labels_of
+from smolcluster.observability.shipping.lines import Entry, Labels, entry_of, labels_of
 from smolcluster.runs.files import rotations, write_whole
 
 STATE = ".shipped.json"
@@ -26,6 +27,8 @@ MAX_NBYTES = 1_000_000
 HEAD_NBYTES = 256
 READ_NBYTES = 4 << 20
 """A longer line is taken as several."""
+TIE_NS = 10**9
+"""Lines of a stream are put in order where their times differ by less: clocks tell milliseconds."""
 _LOG = re.compile(r"(.+)\.log(?:\.\d+)?")
 
 
@@ -66,9 +69,13 @@ class Batch:
     nbytes: int = 0
 
     def add(self, entry: Entry) -> None:
-        """Add a line, which comes after those of its stream that were before it."""
-        stream = json.dumps(entry.labels)
-        ns = max(entry.ns, self.last_ns.get(stream, -1) + 1)
+        """Add a line, which comes after those of its stream that were before it.
+
+        It keeps its time if that is much earlier: then the clock was ahead before, or was set back.
+        """
+        stream = _name_of(entry.labels)
+        last_ns = self.last_ns.get(stream, -TIE_NS)
+        ns = last_ns + 1 if 0 <= last_ns - entry.ns < TIE_NS else entry.ns
         self.last_ns[stream] = ns
         self.entries.append(replace(entry, ns=ns))
         self.nbytes += len(entry.text.encode())
@@ -226,6 +233,12 @@ def _opened(log: Path, stack: ExitStack, *, at_end: bool) -> list[_Open]:
                 grows = path == log and not at_end
                 files.append(_Open(data, inode, facts.st_size, grows))
     return files
+
+
+@lru_cache(maxsize=64)
+def _name_of(labels: Labels) -> str:
+    """A stream's name in `.shipped.json`."""
+    return json.dumps(labels)
 
 
 def _read_state(file: Path) -> Shipped:

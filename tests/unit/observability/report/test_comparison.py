@@ -10,6 +10,7 @@ from smolcluster.errors import ConfigError
 from smolcluster.observability.report.comparison import compare, comparison_of
 from smolcluster.observability.report.facts import read_run
 from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.status import read_status, write_status
 from smolcluster.runs.summary import Final
 
 
@@ -56,6 +57,16 @@ def test_a_run_that_is_not_over_is_compared_as_it_stands(tmp_path: Path) -> None
     assert rows["state"] == ["ended", "broken off"]
     assert rows["training loss"][1] == "0.2500 (last step)"
     assert rows["received"][1] == "–"
+
+
+def test_the_speed_of_a_resumed_run_is_over_the_time_of_all_its_starts(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path, "resumed")
+    run.status("training")
+    status = read_status(run.paths.status)
+    write_status(run.paths.status, status.model_copy(update={"wall_s": 96.0}))
+    rows = rows_of(killed_run(tmp_path).paths, run.paths)
+    assert rows["time"][1] == "1 min 36 s"
+    assert rows["samples/s"][1] == "10"
 
 
 def test_a_run_of_which_nothing_is_known_is_a_column_of_dashes(tmp_path: Path) -> None:

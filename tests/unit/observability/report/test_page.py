@@ -18,6 +18,7 @@ from smolcluster.runs.events import (
 )
 from smolcluster.runs.lock import RunLock
 from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.status import read_status, write_status
 
 VOID = {"meta", "br", "line", "path"}
 
@@ -231,6 +232,17 @@ def test_a_run_that_broke_off_and_one_that_goes_on_say_so(tmp_path: Path) -> Non
     assert "training · it goes on" in page.words("head")
 
 
+def test_the_speed_of_a_resumed_run_is_over_the_time_of_all_its_starts(tmp_path: Path) -> None:
+    """Its 960 samples took 96 s, of which its last owner trained 60 s."""
+    run = MadeRun(tmp_path)
+    run.status("training")
+    status = read_status(run.paths.status)
+    write_status(run.paths.status, status.model_copy(update={"wall_s": 96.0}))
+    head = report_of(run).words("head")
+    assert "1 min 36 s" in head
+    assert "10 samples/s" in head
+
+
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;{{ 7*7 }}\x1b[2J\u202e\x00"
 
 
@@ -313,6 +325,19 @@ def test_time_and_links_come_from_what_workers_report(tmp_path: Path) -> None:
     assert page.row("workers", "0")["mean step"] == "250 ms"
 
 
+def test_lines_are_moved_by_the_clock_of_the_machine_that_wrote_them(tmp_path: Path) -> None:
+    """Rank 0 moved from the Pi to a machine whose clock is 10 s ahead: 14:13:23, and 14:13:25 there."""
+    run = MadeRun(tmp_path)
+    run.metric(vitals(0, "pi5", clock_offset_s=0.0), vitals(0, "nas", clock_offset_s=10.0))
+    run.now = 3
+    run.says("worker", "pi5", 0, ("ERROR", "the first"))
+    run.now = 5
+    run.says("worker", "nas", 0, ("ERROR", "the second"), off_s=10)
+    trouble = report_of(run).words("trouble")
+    assert "14:13:23 · worker 1 pi5: the first" in trouble
+    assert "14:13:25.000" in trouble
+
+
 def test_without_reports_of_workers_there_is_neither_time_nor_links(tmp_path: Path) -> None:
     page = report_of(killed_run(tmp_path))
     assert not {"time", "links"} & page.text.keys()
@@ -322,7 +347,10 @@ def test_without_reports_of_workers_there_is_neither_time_nor_links(tmp_path: Pa
 def test_staleness_is_told_by_worker_where_something_was_stale(tmp_path: Path) -> None:
     run = killed_run(tmp_path)
     run.status("ended", "", worker_status(0, staleness=[900, 0, 97, 3, 0, 0, 0, 0]))
-    assert ["0", "pi5", "90%", "–", "10%", "<1%", *["–"] * 4] in report_of(run).rows["workers"]
+    rows = report_of(run).rows["workers"]
+    taus = ["0", "1", "2", "3–4", "5–8", "9–16", "17–32", "more"]
+    assert ["rank", "node", *taus] in rows
+    assert ["0", "pi5", "90%", "–", "10%", "<1%", *["–"] * 4] in rows
     run.status("ended", "", worker_status(0, staleness=[900, 0, 0, 0, 0, 0, 0, 0]))
     assert "Staleness" not in report_of(run).words("workers")
 

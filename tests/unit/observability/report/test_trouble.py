@@ -80,8 +80,20 @@ def test_a_clock_that_is_ahead_does_not_put_the_blame_on_others(run: MadeRun) ->
     run.says("worker", "pi5", 0, ("ERROR", "the first"), off_s=10)
     run.now = 5
     run.says("server", "mini1", None, ("ERROR", "the second"))
-    assert the_one(logs_of(run, offsets={0: 10.0})).message == "the first"
+    assert the_one(logs_of(run, offsets={PI: 10.0})).message == "the first"
     assert the_one(logs_of(run)).message == "the second"
+
+
+def test_the_clock_of_one_machine_does_not_move_what_another_of_its_rank_has_said(
+    run: MadeRun,
+) -> None:
+    """The worker of rank 0 moved from the Pi to a machine whose clock is 10 s ahead."""
+    run.now = 3
+    run.says("server", "mini1", None, ("ERROR", "the first"))
+    run.now = 5
+    run.says("worker", "pi5", 0, ("ERROR", "the second"))
+    offsets = {Process("worker", "nas", 0): 10.0}
+    assert the_one(logs_of(run, offsets=offsets)).message == "the first"
 
 
 def test_a_lost_worker_is_trouble_and_the_warning_of_it_is_pointed_at(run: MadeRun) -> None:
@@ -132,6 +144,22 @@ def test_context_is_bounded_and_all_nodes_have_a_part_in_it(run: MadeRun) -> Non
     numbers = [int(message.split()[1]) for _, message in lines]
     assert numbers == list(range(100 - LINES_BEFORE, 100 + LINES_AFTER + 1))
     assert {source for source, _ in lines} == {"worker 1 pi5", "worker 2 win"}
+
+
+def test_the_trouble_is_shown_among_however_many_lines_of_its_moment(run: MadeRun) -> None:
+    many = [("INFO", f"after {number}") for number in range(3 * LINES_BEFORE)]
+    run.says("server", "mini1", None, ("INFO", "before"), ("ERROR", "no"), *many)
+    run.says("worker", "pi5", 0, *many)
+    lines = said(logs_of(run))
+    assert lines[:3] == [("server mini1", each) for each in ("before", "no", "after 0")]
+
+
+def test_the_trouble_is_shown_when_the_clock_was_set_back_before_it(run: MadeRun) -> None:
+    run.now = 100
+    run.says("server", "mini1", None, *[("INFO", f"line {i}") for i in range(2 * LINES_AFTER)])
+    run.now = 3
+    run.says("server", "mini1", None, ("ERROR", "no"))
+    assert the_one(logs_of(run)).message == "no"
 
 
 def test_nodes_whose_logs_are_not_here_are_named(run: MadeRun) -> None:

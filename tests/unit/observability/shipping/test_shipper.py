@@ -9,7 +9,7 @@ import pytest
 
 from loki import HANGS_UP, Fault, Receiver, receiving
 from smolcluster.observability.shipping import shipper as shipping
-from smolcluster.observability.shipping.loki import Answer, Loki
+from smolcluster.observability.shipping.loki import Answer, Loki, Verdict
 from smolcluster.observability.shipping.shipper import Shipper
 from smolcluster.observability.shipping.spool import STATE, Spool
 from smolcluster.runs.files import LineWriter, utc_timestamp
@@ -256,6 +256,23 @@ def test_what_is_left_at_the_end_stays_for_the_next_one(tmp_path: Path, receiver
     assert Shipper(Spool(tmp_path), loki.push, pytest.fail).flush(10.0)
     loki.close()
     log.check(receiver)
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_who_is_patient_ends_when_loki_has_all_however_long_it_takes(
+    tmp_path: Path, patient: bool
+) -> None:
+    now = [0.0]
+
+    def push(_: bytes) -> Answer:
+        now[0] += 20.0
+        return Answer(Verdict.ACCEPTED)
+
+    Log(tmp_path, STEMS[0]).write(10)
+    spool = Spool(tmp_path, max_lines=1)
+    shipper = Shipper(spool, push, pytest.fail, clock=lambda: now[0])
+    assert shipper.flush(30.0, patient=patient) is patient
+    assert (shipper.left_nbytes() == 0) is patient
 
 
 def test_a_warning_a_minute_at_most(tmp_path: Path) -> None:

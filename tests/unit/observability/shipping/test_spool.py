@@ -2,6 +2,7 @@
 
 import json
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -46,13 +47,26 @@ def test_what_was_not_committed_comes_again_with_the_same_times(tmp_path: Path) 
     assert [entry.ns for entry in first.entries] == [NOW_NS, NOW_NS + 1, NOW_NS + 2]
 
 
-def test_times_of_a_stream_never_go_back_whatever_the_clock_does(tmp_path: Path) -> None:
-    log, source = tmp_path / LOG, spool(tmp_path)
-    for ts in ("11:06:30", "11:05:00"):
-        log.write_bytes(f'{{"ts": "2026-11-18T{ts}Z", "n": "{ts}"}}\n'.encode())
-        source.commit(batch := source.next_batch())
-        assert batch.entries[0].ns == NOW_NS - 10 * 10**9 + (ts == "11:05:00")
+@pytest.mark.parametrize(
+    ("seconds", "shifts_ns"),
+    [
+        ((-10.0, -10.0, -10.0), (0, 1, 2)),
+        ((-10.0, -10.5, -9.0), (0, 500_000_001, 0)),
+        ((300.0, -10.0, -10.0, -9.0), (0, 0, 1, 0)),
+    ],
+)
+def test_times_of_a_stream_rise_but_where_the_clock_was_set_back(
+    tmp_path: Path, seconds: tuple[float, ...], shifts_ns: tuple[int, ...]
+) -> None:
+    """A line from a clock that was ahead shifts none of the later ones."""
+    for second, shift_ns in zip(seconds, shifts_ns, strict=True):
+        ns = NOW_NS + round(second * 1e9)
+        ts = datetime.fromtimestamp(ns / 1e9, UTC).isoformat()
+        (tmp_path / LOG).write_bytes(f'{{"ts": "{ts}", "n": "{shift_ns}"}}\n'.encode())
         source = spool(tmp_path)
+        source.commit(batch := source.next_batch())
+        assert [entry.ns for entry in batch.entries] == [ns + shift_ns]
+        (tmp_path / LOG).unlink()
 
 
 def test_a_half_line_waits_for_its_end_or_the_end_of_the_run(tmp_path: Path) -> None:

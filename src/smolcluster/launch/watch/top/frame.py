@@ -17,7 +17,7 @@ from rich.text import Text
 from smolcluster.launch.watch.report import ProcessReport
 from smolcluster.launch.watch.status import STYLES, measured, notes, progress, title
 from smolcluster.launch.watch.top import bars
-from smolcluster.launch.watch.top.source import News, Picture
+from smolcluster.launch.watch.top.source import AT_END, News, Picture
 from smolcluster.observability.sinks.console import fit
 from smolcluster.runs.status import RunStatus, WorkerStatus
 from smolcluster.utils.units import format_duration
@@ -113,7 +113,7 @@ def _head(picture: Picture, canvas: Canvas) -> list[Text]:
     if status is not None:
         lines.append(_progress(picture, status, canvas))
         lines.append(Text(canvas.show(fit(_measured(picture, status), canvas.width))))
-    style = "" if report.state == "ended" else "yellow"
+    style = "" if report.state in AT_END else "yellow"
     return [*lines, *(Text(canvas.show(note), style=style) for note in notes(report))]
 
 

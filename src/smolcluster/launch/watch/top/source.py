@@ -40,11 +40,13 @@ PLACE_NBYTES = 8192
 PLACE_LINES = 4
 MAX_POINTS = 480
 MAX_NEWS = 400
+AT_END = ("ended", "stopped")
+"""States of a run with which nothing is wrong."""
 ROUTINE = (EpochFinished, Evaluated)
 """The head of the picture tells them."""
 _FREQUENT = '"kind": ?"(epoch_finished|evaluated|checkpoint_saved|push_dropped|lease_returned)"'
 """What may hide the rare events that tell more, and is looked for in a shorter end of the file."""
-_SERIOUS = '"level": "(WARNING|ERROR|CRITICAL)"'
+_SERIOUS = '"level": ?"(WARNING|ERROR|CRITICAL)"'
 _HERE = Host("this machine")
 
 
@@ -85,7 +87,7 @@ class Picture:
     def is_over(self) -> bool:
         """Whether nothing more will come; a server that still runs may be winding up, or beginning again."""
         server = self.report.processes[0].process if self.report.processes else "unknown"
-        return self.report.state in ("ended", "failed", "broken off") and server != "running"
+        return self.report.state in (*AT_END, "failed", "broken off") and server != "running"
 
     def later(self, seconds: float) -> "Picture":
         """The same picture, so much later: what it tells is older then."""
@@ -253,12 +255,12 @@ def _events_script(file: str) -> str:
 
 
 def _curve_script(file: str) -> str:
-    """Some steps of each of `PLACES` places of the file; of a short one the same several times."""
+    """The first steps after each of `PLACES` places of the file; of a short one the same several times."""
     return f"""echo; echo ::curve
 size=$(wc -c < {file} 2>/dev/null || echo 0); place=0
 [ "$size" -gt 0 ] && while [ $place -lt {PLACES} ]; do
   tail -c "+$((size * place / {PLACES} + 1))" {file} | head -c {PLACE_NBYTES} |
-    grep -aE '"kind": ?"step"' | tail -n {PLACE_LINES}
+    grep -aE '"kind": ?"step"' | head -n {PLACE_LINES}
   echo; place=$((place + 1))
 done"""
 

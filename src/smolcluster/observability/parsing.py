@@ -1,0 +1,43 @@
+"""What files of a run say, read back: moments, and lines of logs, whoever has written between them."""
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from smolcluster.runs.files import json_objects
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of a log; `seconds` are since 1970, on the clock of who wrote it."""
+
+    seconds: float
+    level: str
+    message: str
+    exception: str = ""
+    node: str = ""
+
+
+def parse_log_line(line: bytes, otherwise: float) -> LogLine | None:
+    """What a line says; one that is no JSON object as it is. None: it is empty.
+
+    `otherwise` is the time of a line that has none.
+    """
+    fields = next(json_objects([line]), None)
+    if fields is None:
+        text = line.decode("utf-8", "replace").strip()
+        return LogLine(otherwise, "", text) if text else None
+    return LogLine(
+        seconds_of(fields.get("ts"), otherwise),
+        str(fields.get("level", ""))[:8],
+        str(fields.get("message", "")),
+        str(fields.get("exception", "")),
+        str(fields.get("node") or ""),
+    )
+
+
+def seconds_of(ts: object, otherwise: float) -> float:
+    """RFC 3339 as seconds since 1970; `otherwise` where it is not."""
+    try:
+        return datetime.fromisoformat(str(ts)).timestamp()
+    except (ValueError, OverflowError):
+        return otherwise
