@@ -14,6 +14,7 @@ COLUMNS = 24
 WORKER = "{{rank}} {{node}}"
 PROCESS = "{{role}} {{rank}} {{node}}"
 NODE = 'node=~"$node"'
+OF_THE_OWNER = 'role!="worker"'
 ON_THE_LINK = 'role="worker", phase=~"send|wait"'
 STREAMS = '{job=~"smolcluster-.+", host=~"$host", rank=~"$rank", level=~"$level"}'
 FOUND = f'{STREAMS} |~ "(?i)$search" | json run="run", message="message" | run=~"$run"'
@@ -155,8 +156,8 @@ RUN = Dashboard(
     "Run",
     PROMETHEUS,
     [
-        stat("Progress", f"{of('samples_applied_total')} / {of('samples_target')}", "percentunit"),
-        stat("Step", of("steps_total")),
+        stat("Progress", f"{of('samples_applied')} / {of('samples_target')}", "percentunit"),
+        stat("Step", of("step")),
         stat("Samples/s", of("samples_per_second")),
         stat("Workers", f"sum({of('worker_up')})"),
         stat(
@@ -182,13 +183,13 @@ RUN = Dashboard(
             "Throughput",
             [
                 Query(of("samples_per_second"), "samples/s"),
-                Query(rate("steps_total"), "steps/s"),
+                Query(rate("process_steps_total", OF_THE_OWNER), "steps/s"),
             ],
             right="steps/s",
         ),
         Panel(
             "Version",
-            [Query(of("steps_total"), "step"), Query(of("epoch"), "epoch")],
+            [Query(of("step"), "step"), Query(of("epoch"), "epoch")],
             description="The server's version of the weights is its step.",
             right="epoch",
         ),

@@ -6,8 +6,10 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from selenium.webdriver import Chrome, ChromeOptions
@@ -18,9 +20,12 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select
 
 from harness import free_port
-from made_runs import killed_run
+from made_runs import MadeRun, killed_run, worker_status
 from processes import DEADLINE_S, Child, Processes
+from proxy import Proxy
+from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.runs.events import CheckpointSaved
 from smolcluster.runs.paths import RunPaths, find_run
 from smolcluster.runs.status import read_status
 
@@ -162,9 +167,13 @@ def test_a_run_that_goes_on_is_shown_as_it_is(
 
 
 def made_runs(processes: Processes) -> None:
-    """Two runs that are over; in the logs of the second is what could do harm."""
+    """Two runs that are over, and one that begins; in the second is what could do harm."""
     killed_run(processes.runs, "edp-first")
+    MadeRun(processes.runs, "single-third").started(algorithm="single", num_workers=0)
     run = killed_run(processes.runs, "edp-second")
+    run.metric(*(MetricRecord("step", step, 1, {"loss": 0.0}) for step in range(101, 401)))
+    vitals = {"sent_bytes_per_s": 1e6}
+    run.status("ended", None, *(worker_status(rank, vitals=vitals) for rank in range(3)))
     run.says("worker", "pi5", 0, ("ERROR", EVIL), ("INFO", "z" * 1_000_000))
 
 
@@ -187,6 +196,7 @@ def test_a_run_that_is_over_is_shown_with_its_curves_events_and_numbers(
     assert text_of(browser, "#workers tbody").count("joined") == 3
 
     eventually(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#timeline .mark")) == 7)
+    assert browser.find_elements(By.CSS_SELECTOR, "#cluster .flow-label") == []
     lost = find(browser, "#kinds [data-kind='worker_lost']")
     press(browser, lost)
     assert lost.get_attribute("aria-pressed") == "false"
@@ -228,6 +238,46 @@ def test_logs_are_filtered_and_what_is_in_them_is_text(
     assert complaints(browser) == []
 
 
+def test_log_lines_are_shown_that_the_stream_did_not_bring(
+    processes: Processes, eventually: Eventually, browser: Chrome
+) -> None:
+    run = killed_run(processes.runs, "edp-first")
+    _, address = dashboard(processes, "edp-first")
+    port = urlsplit(address).port
+    assert port is not None
+    proxy = Proxy(port)
+    browser.get(address.replace(f":{port}/", f":{proxy.port}/"))
+    eventually(lambda: "is lost" in text_of(browser, "#log-lines"))
+
+    proxy.cut()
+    run.says("server", "mini1", None, ("INFO", "said meanwhile"))
+    eventually(lambda: "said meanwhile" in text_of(browser, "#log-lines"))
+    run.says("server", "mini1", None, *(("INFO", f"line {number}.") for number in range(900)))
+    eventually(lambda: "line 899." in text_of(browser, "#log-lines"))
+    eventually(lambda: "line 0." in text_of(browser, "#log-lines"))
+    proxy.close()
+
+
+def test_frequent_events_are_thinned_to_what_fits(
+    processes: Processes, eventually: Eventually, browser: Chrome
+) -> None:
+    run = killed_run(processes.runs, "edp-first")
+    for step in range(400):
+        run.now += 0.02
+        run.event(CheckpointSaved(step=step))
+    _, address = dashboard(processes, "edp-first")
+    browser.get(address)
+    eventually(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#timeline circle")) == 7)
+    places = (
+        "return [...document.querySelectorAll('#timeline rect')].map((it) => it.x.baseVal.value)"
+    )
+    shown = run_js(browser, places)
+    assert 50 < len(shown) < 400
+    assert min(right - left for left, right in pairwise(shown)) >= 4
+    find(browser, "#timeline svg").send_keys(Keys.ARROW_LEFT)
+    assert "checkpoint saved – step 399" in text_of(browser, "#event")
+
+
 def test_another_run_is_chosen_the_theme_is_changed_and_it_fits_a_telephone(
     processes: Processes, eventually: Eventually, browser: Chrome
 ) -> None:
@@ -252,7 +302,17 @@ def test_another_run_is_chosen_the_theme_is_changed_and_it_fits_a_telephone(
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
     eventually(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#curves canvas")) >= 4)
     eventually(lambda: bool(run_js(browser, "return document.documentElement.scrollWidth === 400")))
+
+    Select(find(browser, "#run")).select_by_value("single-third")
+    eventually(lambda: text_of(browser, "#cluster .rank") == "trainer")
+    assert not find(browser, "#workers").is_displayed()
     assert complaints(browser) == []
+
+    shutil.rmtree(processes.runs / "edp-first")
+    Select(find(browser, "#run")).select_by_value("edp-first")
+    assert not find(browser, "#figures").is_displayed()
+    eventually(lambda: "there is no run 'edp-first'" in text_of(browser, "#problems"))
+    assert not find(browser, "#figures").is_displayed()
 
 
 def test_without_the_token_the_browser_shows_what_to_do(

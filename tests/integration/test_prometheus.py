@@ -288,7 +288,7 @@ def test_everything_tells_one_story_of_a_worker_that_is_killed(
     announce(prometheus, cluster, *cluster.workers)
     wait_for_panels(prometheus, "perplexity", "ALERTS")
     assert prometheus.number("sum(smolcluster_worker_up)") == 3
-    assert prometheus.number("smolcluster_steps_total") > 0
+    assert prometheus.number("smolcluster_step") > 0
     run = find_run(processes.runs)
     [lost] = [each for each in read_processes(run.processes) if each.rank == 1]
     os.kill(lost.pid, signal.SIGKILL)

@@ -275,6 +275,7 @@ def test_gradient_norms_are_tracked_by_layer(tmp_path: Path) -> None:
     scene = Scene(settings_for("num_epochs=1", workers=1), tmp_path)
     scene.enter(1)
     scene.finish()
+    assert scene.cluster.metrics.steps
     for record in scene.cluster.metrics.steps:
         values = record.values
         layers = [value for name, value in values.items() if name.startswith("grad_norm/")]

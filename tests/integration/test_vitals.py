@@ -35,7 +35,7 @@ def test_every_worker_tells_where_its_time_goes(tmp_path: Path, algorithm: Algor
         assert record.values["codec_ratio"] == pytest.approx(1.0)
     last = {record.rank: record.values for record in told}
     for values in last.values():
-        assert values["rtt_s"] >= 0
+        assert 0 < values["rtt_s"] < 10
         assert abs(values["clock_offset_s"]) < 1.0, "it is one machine"
     assert any(record.values["share/forward"] > 0 for record in told)
     assert any(record.values["sent_bytes_per_s"] > 1e4 for record in told)

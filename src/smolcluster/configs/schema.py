@@ -285,7 +285,9 @@ class ClusterConfig(Section):
     keep_last: PositiveInt = Field(
         3, description="Checkpoints that are kept, besides the one of the lowest validation loss."
     )
-    staleness: StalenessConfig = StalenessConfig()
+    staleness: StalenessConfig = Field(
+        StalenessConfig(), description="What EDP does with gradients of older weights."
+    )
     bind: Addresses | None = Field(
         None,
         description="Addresses to listen on; null: the host_ip values that are this machine's.",
@@ -455,15 +457,19 @@ class TrainConfig(Section):
     polyak_alpha: float = Field(
         0.5, ge=0, le=1, description="SyncPS: weight of the server when replicas are blended."
     )
-    gradient_clipping: GradientClipping = GradientClipping()
-    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    gradient_clipping: GradientClipping = Field(
+        GradientClipping(), description="Scales a gradient down whose L2 norm is too large."
+    )
+    optimizer: Literal["adam", "adamw", "sgd"] = Field(
+        "adam", description="adamw decays weights apart from the gradient; sgd is without momentum."
+    )
     weight_decay: NonNegativeFloat = Field(
         0.0, description="Of matrices only; biases and norms do not decay."
     )
     lr_schedule: LrSchedule | None = Field(None, description="null: a constant learning rate.")
-    model: ModelConfig = SimpleNNConfig()
-    dataset: DatasetConfig
-    logging: LoggingConfig = LoggingConfig()
+    model: ModelConfig = Field(SimpleNNConfig(), description="What is trained.")
+    dataset: DatasetConfig = Field(description="What it is trained on.")
+    logging: LoggingConfig = Field(LoggingConfig(), description="The project in Weights & Biases.")
 
     @property
     def samples_per_push(self) -> int:

@@ -80,6 +80,20 @@ class ProcessLabels:
         return self.role, "" if self.rank is None else str(self.rank), self.node
 
 
+class Growth:
+    """How far counts have grown since each was first seen here.
+
+    Those of a run that was resumed begin at its checkpoint's, which Prometheus would take for work just done.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, ...], int] = {}
+
+    def __call__(self, count: int, *name: str) -> int:
+        """Of the count of this name."""
+        return max(0, count - self._first.setdefault(name, count))
+
+
 class RunCollector(Collector):
     """Makes the series of one process when somebody asks for them."""
 
@@ -105,6 +119,7 @@ class RunCollector(Collector):
         self._now = now
         self._process = psutil.Process(os.getpid())
         self._last_step = (-1, 0.0)
+        self._growth = Growth()
 
     def collect(self) -> Iterator[Metric]:
         """All series of now."""
@@ -117,8 +132,8 @@ class RunCollector(Collector):
         yield from disk_series(self._who, self._runs_dir)
         status = self._status()
         if status is not None:
-            yield from run_series(status)
-            for series in worker_series(status.workers, self._now()):
+            yield from run_series(status, self._growth)
+            for series in worker_series(status.workers, self._now(), self._growth):
                 if series.samples:
                     yield series
             yield _gauge(
@@ -171,14 +186,15 @@ def disk_series(who: ProcessLabels, folder: Path) -> Iterator[Metric]:
     yield _gauge("disk_size_bytes", "Size of the disk of the runs.", usage.total, who.values)
 
 
-def run_series(status: RunStatus) -> Iterator[Metric]:
+def run_series(status: RunStatus, growth: Growth) -> Iterator[Metric]:
     """How the whole run stands. What was not measured yet has no series, but the loss, which is NaN."""
     info = _labelled(GaugeMetricFamily, "run_info", "The run, always 1.", ("run", "algorithm"))
     info.add_metric((status.run_id, status.algorithm), 1)
     yield info
-    yield _counter("steps", "Optimizer steps of the run.", status.step)
-    yield _counter("samples_applied", "Samples whose gradients count.", status.samples_applied)
-    yield _counter("leases_returned", "Pieces of work taken back.", status.leases_returned)
+    yield _gauge("step", "Optimizer steps of the run.", status.step)
+    yield _gauge("samples_applied", "Samples whose gradients count.", status.samples_applied)
+    returned = growth(status.leases_returned, "leases_returned")
+    yield _counter("leases_returned", "Pieces of work taken back.", returned)
     yield _gauge("epoch", "Epoch, from 0.", status.epoch)
     yield _gauge("samples_target", "Samples of the whole run.", status.total_samples)
     yield _gauge("samples_per_second", "Applied samples.", status.samples_per_s)
@@ -196,11 +212,11 @@ def run_series(status: RunStatus) -> Iterator[Metric]:
             yield _gauge(name, description, value)
     pushes = _labelled(CounterMetricFamily, "pushes", "Pushes by outcome.", ("reason",))
     for reason, count in status.pushes.items():
-        pushes.add_metric((reason,), count)
+        pushes.add_metric((reason,), growth(count, "pushes", reason))
     yield pushes
 
 
-def worker_series(workers: Sequence[WorkerStatus], now: datetime) -> list[Metric]:
+def worker_series(workers: Sequence[WorkerStatus], now: datetime, growth: Growth) -> list[Metric]:
     """What the server knows of its workers; a family without samples is one that nothing is known of."""
     up = _labelled(GaugeMetricFamily, "worker_up", "1 while it takes part.", WORKER_LABELS)
     samples = _labelled(
@@ -235,7 +251,7 @@ def worker_series(workers: Sequence[WorkerStatus], now: datetime) -> list[Metric
     for worker in workers:
         labels = (str(worker.rank), worker.node)
         up.add_metric(labels, worker.state == "joined")
-        samples.add_metric(labels, worker.samples)
+        samples.add_metric(labels, growth(worker.samples, "samples", *labels))
         speed.add_metric(labels, worker.samples_per_s)
         silent.add_metric(labels, worker.silent_s(now))
         traffic.add_metric((*labels, "sent"), worker.sent_bytes)
@@ -244,9 +260,14 @@ def worker_series(workers: Sequence[WorkerStatus], now: datetime) -> list[Metric
             if name in worker.vitals:
                 family.add_metric(labels, _number(worker.vitals[name]))
         if len(worker.staleness) == len(STALENESS_BOUNDS):
-            counts = list(accumulate(worker.staleness))
-            buckets = list(zip(STALENESS_BOUNDS, counts, strict=True))
-            staleness.add_metric(labels, buckets, worker.mean_staleness * counts[-1])
+            counts = [
+                growth(count, "staleness", bound, *labels)
+                for bound, count in zip(STALENESS_BOUNDS, worker.staleness, strict=True)
+            ]
+            buckets = list(zip(STALENESS_BOUNDS, accumulate(counts), strict=True))
+            # Staleness is whole steps: the product alone would fall by the last bit now and then.
+            total = round(worker.mean_staleness * sum(worker.staleness))
+            staleness.add_metric(labels, buckets, growth(total, "staleness_sum", *labels))
     return [up, samples, speed, silent, traffic, staleness, *vitals.values()]
 
 
@@ -310,7 +331,11 @@ class _Server(ThreadingWSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread of its own; who comes when there are too many is turned away."""
         if self.places.acquire(blocking=False):
-            super().process_request(request, client_address)
+            try:
+                super().process_request(request, client_address)
+            except BaseException:  # there is no thread that would make room
+                self.places.release()
+                raise
         else:
             self.shutdown_request(request)
 

@@ -7,9 +7,9 @@ chrome://tracing; both work on the file alone, nothing is uploaded.
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from smolcluster.errors import DataError
 from smolcluster.observability.spans import SpanLine, read_spans
@@ -24,8 +24,7 @@ LEAST_GAP_S = 1.0
 MICRO = 1_000_000
 
 
-@dataclass(frozen=True, order=True)
-class Traced:
+class Traced(NamedTuple):
     """A span of a process: its start and length in microseconds since 1970, and what it was."""
 
     start: int
@@ -46,40 +45,49 @@ def write_trace(paths: RunPaths, num_steps: int, out: Path) -> int:
         DataError: no step of the run has left spans.
         SmolclusterError: the file cannot be written.
     """
-    spans = sorted(_traced(read_spans(paths.spans)))
-    owner = next((span.process for span in spans if not span.process.startswith("worker")), None)
-    steps = newest_stretch([each for each in spans if each.process == owner], num_steps)
+    of_owners = (line for line in read_spans(paths.spans) if line.role != "worker")
+    owners = sorted(_traced(of_owners), key=attrgetter("start"))
+    newest = [span for span in owners if span.process == owners[-1].process]
+    steps = newest_stretch(newest, num_steps)
     if not steps:
         raise DataError(
             f"{paths.root} has no spans to trace; they are written while a run lives, about every second: "
             "try again in a moment, or `smolcluster fetch` them from the server's machine"
         )
     first, last = steps[0].start, steps[-1].stop
-    shown = [span for span in spans if span.stop > first and span.start < last]
+    # Read again: what is shown is little, and all spans of a long run are half a gigabyte of memory.
+    beside = (s for s in _traced(read_spans(paths.spans)) if s.stop > first and s.start < last)
+    shown = sorted(beside, key=attrgetter("start"))
     write_whole(out, json.dumps({"traceEvents": list(events_of(shown, first))}), durable=False)
     return len(steps)
 
 
 def _traced(lines: Iterable[SpanLine]) -> Iterator[Traced]:
     for line in lines:
-        process = line.role if line.rank is None else f"{line.role} rank {line.rank}"
+        role = line.role if line.rank is None else f"{line.role} rank {line.rank}"
+        process, at = f"{role} {line.node}", round(line.at * MICRO)
         for what, start, length in line.spans:
             if 0 <= what < len(NAMES):
-                yield Traced(round(line.at * MICRO) + start, length, what, f"{process} {line.node}")
+                yield Traced(at + start, length, what, process)
 
 
 def newest_stretch(spans: Sequence[Traced], num_steps: int) -> list[Traced]:
     """The newest `num_steps` whole steps that follow each other; the longest stretch if none has so many."""
-    stretches: list[list[Traced]] = [[]]
-    for step in (span for span in spans if span.what == STEP):
-        stretch = stretches[-1]
-        if stretch:
-            longest = max(step.length, *(each.length for each in stretch[-num_steps:]))
-            if step.start - stretch[-1].stop > max(GAP_FACTOR * longest, LEAST_GAP_S * MICRO):
-                stretches.append([])
-        stretches[-1].append(step)
-    enough = [stretch for stretch in stretches if len(stretch) >= num_steps]
-    return (enough[-1] if enough else max(stretches, key=len))[-num_steps:]
+    best: list[Traced] = []
+    stretch: list[Traced] = []
+    longest = 0
+    for step in reversed([span for span in spans if span.what == STEP]):
+        longest = max(longest, step.length)
+        if stretch and stretch[-1].start - step.stop > max(
+            GAP_FACTOR * longest, LEAST_GAP_S * MICRO
+        ):
+            stretch, longest = [], step.length
+        stretch.append(step)
+        if len(stretch) > len(best):
+            best = stretch
+        if len(stretch) == num_steps:
+            break
+    return best[::-1]
 
 
 def events_of(spans: Sequence[Traced], zero: int) -> Iterator[dict[str, Any]]:

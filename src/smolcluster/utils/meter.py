@@ -47,8 +47,8 @@ class _Timer:
         self._meter.running = (self._place, self._started)
 
     def __exit__(self, *_: object) -> None:
-        seconds = time.perf_counter() - self._started
-        with self._meter.lock:  # or a reader would count it twice, and see it shrink later
+        with self._meter.lock:  # for the clock too, or a reader would see the sum shrink
+            seconds = time.perf_counter() - self._started
             self._meter.seconds[self._place] += seconds
             self._meter.running = None
         if self._meter.is_keeping:
@@ -113,10 +113,10 @@ class Meter:
     def seconds_now(self) -> list[float]:
         """Seconds by phase, with those of the phase that goes on: a step may take longer than a report."""
         with self.lock:
-            seconds, running = self.seconds.copy(), self.running
-        if running is not None:
-            place, started = running
-            seconds[place] += max(0.0, time.perf_counter() - started)
+            seconds = self.seconds.copy()
+            if self.running is not None:
+                place, started = self.running
+                seconds[place] += time.perf_counter() - started
         return seconds
 
     @property

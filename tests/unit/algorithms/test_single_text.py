@@ -191,6 +191,7 @@ def test_steps_say_how_many_tokens_a_second_they_are(tmp_path: Path) -> None:
     run = Run(tmp_path, "mine")
     run.train()
     lines = [line.record for line in read_metrics(run.paths.metrics) if line.record.kind == "step"]
+    assert lines
     for record in lines:
         expected = 16 * record.values["samples_per_s"]
         assert record.values["tokens_per_s"] == pytest.approx(expected)

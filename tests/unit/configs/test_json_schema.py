@@ -96,4 +96,6 @@ def test_the_nested_shape_needs_no_name_of_a_dataset() -> None:
 def test_every_key_is_described() -> None:
     for section, kind in ((ClusterConfig, "cluster"), (TrainConfig, "training")):
         text = json.dumps(json_schema(kind))  # type: ignore[arg-type]
-        assert all(f'"{name}"' in text for name in section.model_fields)
+        for name, field in section.model_fields.items():
+            assert f'"{name}"' in text
+            assert field.description, name

@@ -2,6 +2,7 @@
 
 import math
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -60,22 +61,19 @@ def value(series: Series, name: str, **labels: str) -> float:
 def test_the_server_tells_how_the_run_stands() -> None:
     series = scraped(collector(a_status(step=120)))
     assert value(series, "run_info", run="r1", algorithm="edp") == 1
-    assert value(series, "steps_total") == 120
-    assert value(series, "samples_applied_total") == 12_000
+    assert value(series, "step") == 120
+    assert value(series, "samples_applied") == 12_000
     assert value(series, "samples_target") == 40_000
     assert value(series, "loss") == 0.25
     assert value(series, "validation_accuracy") == 0.9
     assert value(series, "learning_rate") == 0.001
     assert value(series, "staleness_bound_steps") == 8
-    assert value(series, "pushes_total", reason="stale") == 3
-    assert value(series, "leases_returned_total") == 2
 
 
 def test_the_server_tells_of_each_worker() -> None:
     series = scraped(collector(a_status()))
     assert value(series, "worker_up", rank="0", node="pi5") == 1
     assert value(series, "worker_up", rank="1", node="win") == 0
-    assert value(series, "worker_samples_total", rank="0", node="pi5") == 6000
     assert value(series, "worker_silent_seconds", rank="0", node="pi5") == 0.5
     assert value(series, "link_bytes_total", rank="0", node="pi5", direction="sent") == 1000
     assert value(series, "link_bytes_total", rank="0", node="pi5", direction="received") == 2000
@@ -83,10 +81,35 @@ def test_the_server_tells_of_each_worker() -> None:
     assert value(series, "codec_ratio", rank="0", node="pi5") == 3.9
 
 
+def in_a_row(*statuses: RunStatus) -> list[Series]:
+    """What one process tells, status by status."""
+    told = iter(statuses)
+    source = RunCollector(SERVER, lambda: NUMBERS, Path("/"), status=lambda: next(told))
+    return [scraped(source) for _ in statuses]
+
+
+def test_what_a_resumed_run_has_counted_before_is_not_counted_again() -> None:
+    """Else Prometheus would take a checkpoint's 6000 samples for work of the last second."""
+
+    def status(samples: int, stale: int, returned: int, *ranks: int) -> RunStatus:
+        workers = [a_worker(rank, "pi5", samples=samples) for rank in ranks]
+        pushes = {"applied": 117, "stale": stale}
+        return a_status(workers=workers, pushes=pushes, leases_returned=returned)
+
+    told = in_a_row(status(6000, 3, 2, 0), status(6100, 5, 3, 0, 1), status(6150, 5, 3, 0, 1))
+    pushes = [value(series, "pushes_total", reason="stale") for series in told]
+    returned = [value(series, "leases_returned_total") for series in told]
+    samples = [value(series, "worker_samples_total", rank="0", node="pi5") for series in told]
+    assert (pushes, returned, samples) == ([0, 2, 2], [0, 1, 1], [0, 100, 150])
+    late = [value(each, "worker_samples_total", rank="1", node="pi5") for each in told[1:]]
+    assert late == [0, 50], "who comes back later has its samples of before, too"
+
+
 def test_staleness_is_a_histogram() -> None:
     """Of τ = 0, 1, 2, 3-4, 5-8, 9-16, 17-32, more: cumulated, with a sum that gives the mean."""
-    worker = a_worker(0, "pi5", staleness=[5, 3, 1, 1, 0, 0, 0, 2], mean_staleness=1.5)
-    series = scraped(collector(a_status(workers=[worker])))
+    before = a_worker(0, "pi5", staleness=[1, 1, 0, 0, 0, 0, 0, 0], mean_staleness=0.5)
+    worker = a_worker(0, "pi5", staleness=[6, 4, 1, 1, 0, 0, 0, 2], mean_staleness=19 / 14)
+    _, series = in_a_row(a_status(workers=[before]), a_status(workers=[worker]))
     counts = {
         bound: value(series, "staleness_steps_bucket", rank="0", node="pi5", le=bound)
         for bound in ("0", "1", "2", "4", "8", "16", "32", "+Inf")
@@ -94,6 +117,17 @@ def test_staleness_is_a_histogram() -> None:
     assert list(counts.values()) == [5, 8, 9, 10, 10, 10, 10, 12]
     assert value(series, "staleness_steps_sum", rank="0", node="pi5") == 18
     assert value(series, "staleness_steps_count", rank="0", node="pi5") == 12
+
+
+def test_the_sum_of_the_staleness_never_falls() -> None:
+    """Its mean times the number of pushes is 60.99999999999999 here, and 61 a push sooner."""
+    statuses = [
+        a_status(workers=[a_worker(0, "pi5", staleness=[n, 0, 0, 0, 0, 0, 0, 0], mean_staleness=m)])
+        for n, m in ((1, 0.0), (6, 61 / 6), (7, 61 / 7))
+    ]
+    told = in_a_row(*statuses)
+    sums = [value(series, "staleness_steps_sum", rank="0", node="pi5") for series in told]
+    assert sums == [0, 61, 61]
 
 
 def test_every_process_tells_of_itself(tmp_path: Path) -> None:
@@ -106,7 +140,7 @@ def test_every_process_tells_of_itself(tmp_path: Path) -> None:
     assert value(series, "process_resident_memory_bytes", **labels) > 1e6
     free = value(series, "disk_free_bytes", **labels)
     assert 0 < free <= value(series, "disk_size_bytes", **labels)
-    assert not any(name == "steps_total" for name, _ in series), "the server tells this"
+    assert not any(name == "step" for name, _ in series), "the server tells this"
 
 
 def test_what_was_not_measured_yet_is_absent_and_a_loss_is_no_number() -> None:
@@ -153,10 +187,8 @@ def test_a_folder_that_is_gone_leaves_the_rest(tmp_path: Path) -> None:
 
 def test_the_last_step_is_when_the_step_was_first_seen_to_move() -> None:
     later = {"updated_at": NOW + timedelta(seconds=60)}
-    statuses = [a_status(step=7), a_status(step=7, **later), a_status(step=8, **later)]
-    told = iter(statuses)
-    source = RunCollector(SERVER, lambda: NUMBERS, Path("/"), status=lambda: next(told))
-    seen = [value(scraped(source), "last_step_timestamp_seconds") for _ in statuses]
+    told = in_a_row(a_status(step=7), a_status(step=7, **later), a_status(step=8, **later))
+    seen = [value(series, "last_step_timestamp_seconds") for series in told]
     assert seen == [NOW.timestamp(), NOW.timestamp(), NOW.timestamp() + 60]
 
 
@@ -169,7 +201,7 @@ def test_it_is_served_on_that_address_and_the_port_is_free_again() -> None:
     port, warnings = free_port(), list[str]()
     for _ in range(2):
         with serve_metrics(collector(a_status()), "127.0.0.1", port, warn=warnings.append):
-            assert "smolcluster_steps_total" in get(port)
+            assert "smolcluster_step" in get(port)
             with socket.socket() as other, pytest.raises(OSError, match="refused"):
                 other.connect(("127.0.0.2", port))
         with pytest.raises(urllib.error.URLError):
@@ -184,8 +216,8 @@ def test_two_processes_in_one_have_a_registry_each() -> None:
         serve_metrics(collector(a_status(step=5)), "127.0.0.1", first, warn=pytest.fail),
         serve_metrics(other, "127.0.0.1", second, warn=pytest.fail),
     ):
-        assert "smolcluster_steps_total 5.0" in get(first)
-        assert "smolcluster_steps_total 9.0" in get(second)
+        assert "smolcluster_step 5.0" in get(first)
+        assert "smolcluster_step 9.0" in get(second)
 
 
 def test_a_busy_port_is_one_sentence_and_the_run_goes_on() -> None:
@@ -228,13 +260,29 @@ def test_strangers_cannot_take_all_connections_of_the_process() -> None:
         assert b"smolcluster_" in said
 
 
+def test_a_machine_without_threads_turns_nobody_away_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_thread(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    port = free_port()
+    with serve_metrics(collector(a_status()), "127.0.0.1", port, warn=pytest.fail):
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", no_thread)
+            for _ in range(MAX_CLIENTS):
+                with socket.create_connection(("127.0.0.1", port), 5) as client:
+                    assert client.recv(1) == b""
+        assert "smolcluster_step" in get(port)
+
+
 def test_who_hangs_up_or_says_nonsense_disturbs_nobody(capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     with serve_metrics(collector(a_status()), "127.0.0.1", port, warn=pytest.fail):
         for words in (b"", b"GET", b"\x00\xff\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n"):
             with socket.create_connection(("127.0.0.1", port), 5) as client:
                 client.sendall(words)
-        assert "smolcluster_steps_total" in get(port)
+        assert "smolcluster_step" in get(port)
     assert capfd.readouterr() == ("", "")
 
 

@@ -84,6 +84,34 @@ def test_steps_of_two_windows_are_not_one_stretch() -> None:
     assert newest_stretch([], 5) == []
 
 
+def test_of_two_stretches_that_are_too_short_the_newest_is_shown_unless_the_other_is_longer() -> (
+    None
+):
+    sooner, later = (
+        [Traced(begin + at, 1000, STEP, "server") for at in range(0, 5_000, 1000)]
+        for begin in (0, 10_000_000)
+    )
+    assert newest_stretch(sooner + later, 20) == later
+    assert newest_stretch(sooner + later[:-1], 20) == sooner
+
+
+def test_a_run_that_was_resumed_on_another_machine_is_that_machines(
+    paths: RunPaths, log: SpanLog
+) -> None:
+    log.write("server", telemetry(spans_at=1000.0, spans=steps(10)), node="mini1")
+    log.write("server", telemetry(spans_at=2000.0, spans=steps(4)), node="mini2")
+    log.close()
+    assert write_trace(paths, 20, paths.trace) == 4
+    [name] = [each for each in events(paths.trace) if each["name"] == "process_name"]
+    assert name["args"]["name"] == "server mini2"
+
+
+@pytest.mark.timeout(30)
+def test_to_ask_for_many_steps_takes_no_longer_than_for_few() -> None:
+    row = [Traced(at * 1000, 1000, STEP, "server") for at in range(100_000)]
+    assert newest_stretch(row, len(row)) == row
+
+
 def test_slow_steps_follow_each_other() -> None:
     slow = [Traced(at * 3_000_000, 2_500_000, STEP, "server") for at in range(8)]
     assert newest_stretch(slow, 8) == slow

@@ -1,5 +1,7 @@
 """What a process counts of its own work."""
 
+from collections.abc import Callable
+
 import pytest
 
 from smolcluster.utils import meter as room
@@ -52,6 +54,49 @@ def test_a_phase_that_goes_on_counts_as_far_as_it_is(time: Time) -> None:
         assert meter.by_phase["backward"] == 7.0
         assert meter.seconds == [0.0] * len(PHASES)
     assert meter.by_phase["backward"] == 7.0
+
+
+class Contended:
+    """A lock for which somebody waits, and whom it makes wait in turn: something happens on either side."""
+
+    def __init__(self, *, before: Callable[[], None], after: Callable[[], None]) -> None:
+        self._before, self._after = iter([before]), iter([after])
+
+    def __enter__(self) -> None:
+        next(self._before, lambda: None)()
+
+    def __exit__(self, *_: object) -> None:
+        next(self._after, lambda: None)()
+
+
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_a_reader_never_sees_a_sum_shrink_however_long_threads_wait_for_each_other(
+    time: Time, side: str
+) -> None:
+    meter = Meter()
+    seen: list[float] = []
+
+    def nothing() -> None:
+        pass
+
+    def read_late() -> None:
+        time.now += 1.0
+        seen.append(meter.by_phase["wait"])
+
+    def end_early() -> None:
+        phase.__exit__()
+        time.now += 1.0
+
+    phase = meter("wait")
+    phase.__enter__()
+    time.now += 1.0
+    if side == "before":
+        meter.lock = Contended(before=read_late, after=nothing)  # type: ignore[assignment]
+        phase.__exit__()
+    else:
+        meter.lock = Contended(before=nothing, after=end_early)  # type: ignore[assignment]
+        seen.append(meter.by_phase["wait"])
+    assert seen[0] <= meter.by_phase["wait"]
 
 
 def test_spans_tell_when_and_lie_within_their_step(time: Time) -> None:

@@ -169,8 +169,10 @@ class WandbSink:
         self._timeout_s = finish_timeout_s
         self._cadence = Cadence(NUM_STEPS_FIRST, STEP_EVERY_S)
         self._newest = MetricRecord("step", 0, 0)
+        self._counts_cadence = Cadence(NUM_STEPS_FIRST, STEP_EVERY_S)
         self._counts: Counter[str] = Counter()
-        self._counting = threading.Lock()
+        self._reported: Counter[str] = Counter()
+        self._taking = threading.Lock()
         self._waiting: deque[MetricRecord] = deque()
         self._closing = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
@@ -186,7 +188,9 @@ class WandbSink:
 
     def log(self, record: MetricRecord) -> None:
         """Take one record, whose values must not change any more."""
-        if self._off or not (self._cadence.take() or _is_rare(record)):
+        with self._taking:
+            is_due = self._cadence.take() or _is_rare(record)
+        if self._off or not is_due:
             return
         if len(self._waiting) < MAX_WAITING:
             self._newest = record
@@ -196,9 +200,10 @@ class WandbSink:
             self._warn("Weights & Biases is too slow: it misses some records")
 
     def happened(self, event: Event) -> None:
-        """Count an event."""
+        """Count an event; the thread reports the counts when they have changed."""
         if isinstance(event, COUNTED):
-            self._log_counts(f"events/{kind_of(type(event))}")
+            with self._taking:
+                self._counts[f"events/{kind_of(type(event))}"] += 1
 
     def tick(self) -> None:
         """Nothing is due: the thread does it all."""
@@ -208,7 +213,6 @@ class WandbSink:
         if self._off:
             return
         deadline = time.monotonic() + self._timeout_s
-        self._log_counts(None)
         self._closing.set()
         self._thread.join(max(0.0, deadline - time.monotonic()))
         self._off = True
@@ -221,14 +225,6 @@ class WandbSink:
             if self._child is not None:
                 _end_group(self._child)
             self._thread.join(1.0)
-
-    def _log_counts(self, one_more: str | None) -> None:
-        with self._counting:
-            if one_more is not None:
-                self._counts[one_more] += 1
-            counts = dict(self._counts)
-        if counts:
-            self.log(MetricRecord("step", self._newest.step, self._newest.epoch, counts))
 
     def _feed(self) -> None:
         """The thread: start the child, pass it what has come, again and again, wait for its end."""
@@ -244,7 +240,7 @@ class WandbSink:
             _write(pipe, self._first_line)
             while child.poll() is None:
                 is_last = self._closing.wait(WRITE_EVERY_S)
-                _write(pipe, self._take())
+                _write(pipe, self._take(is_last=is_last))
                 if is_last:
                     break
         code = child.wait()
@@ -256,9 +252,15 @@ class WandbSink:
         elif code != 0:
             self._give_up(_last_line(self._output))
 
-    def _take(self) -> bytes:
-        """A line for each record that waits."""
+    def _take(self, *, is_last: bool) -> bytes:
+        """A line for each record that waits, and one for the counts if they have changed."""
+        newest = self._newest
         records = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        with self._taking:
+            counts = self._counts.copy()
+        if counts != self._reported and (is_last or self._counts_cadence.take()):
+            self._reported = counts
+            records.append(MetricRecord("step", newest.step, newest.epoch, counts))
         return b"".join(json_line(values_of(record, self._role)) for record in records)
 
     def _start(self, output: IO[bytes]) -> subprocess.Popen[bytes]:

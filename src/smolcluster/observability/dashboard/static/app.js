@@ -39,15 +39,18 @@ function show(name) {
   clearTimeout(timer);
   [run, state, have, timer] = [name, null, { series: -1, events: -1 }, 0];
   document.title = `${name} · smolcluster`;
+  document.body.classList.add("unread");
+  drawProblems([]);
   clearCharts();
   closeLogs();
   drawTimeline({ events: [], counts: {} });
   heardAt = Date.now();
   source = new EventSource(own("stream"));
   source.addEventListener("state", (event) => { heardAt = Date.now(); take(JSON.parse(event.data)); });
-  source.addEventListener("lines", (event) => newLines(JSON.parse(event.data).entries));
+  source.addEventListener("lines", (event) => newLines(JSON.parse(event.data)));
   source.addEventListener("error", () => { drawFreshness(); explain(source); });
-  openLogs(name);
+  // The first state says that the log files are followed from here on; what was written before is read, again after a break.
+  source.addEventListener("open", ({ target }) => target.addEventListener("state", () => openLogs(name), { once: true }));
 }
 
 /** Why there is no stream: a browser does not tell. */
@@ -58,7 +61,9 @@ async function explain(failed) {
     await read(own("state"));
     setTimeout(() => { if (name === run && failed === source) show(name); }, 2000);
   } catch (error) {
-    if (name === run) drawProblems([error.message]);
+    if (name !== run || failed !== source) return;
+    drawProblems([error.message]);
+    drawFreshness();
     setTimeout(() => { if (name === run && failed === source) explain(failed); }, 3000);
   }
 }
@@ -66,9 +71,11 @@ async function explain(failed) {
 function take(next) {
   if (next.run_id !== run && run !== "latest") return;
   state = next;
+  document.body.classList.remove("unread");
   drawHead();
   drawProblems(state.problems);
   drawFigures();
+  for (const title of ["staleness-title", "workers-title"]) byId(title).closest("section").hidden = state.algorithm === "single";
   drawStaleness();
   drawCluster(state);
   drawWorkers(state);
@@ -151,10 +158,11 @@ function drawProblems(problems) {
 
 function drawFreshness() {
   const note = byId("fresh");
-  const isSilent = Date.now() - heardAt > SILENT_MS;
+  const isRefused = !state && !byId("problems").hidden;
+  const isSilent = !isRefused && Date.now() - heardAt > SILENT_MS;
   document.body.classList.toggle("old", isSilent || Boolean(state?.is_old));
   if (isSilent) say(note, `no word from the dashboard for ${duration((Date.now() - heardAt) / 1000)}; trying again`);
-  else if (!state) say(note, "reading…");
+  else if (!state) say(note, isRefused ? "" : "reading…");
   else if (state.is_old) say(note, `old: the server last wrote ${duration(state.age_s)} ago`);
   else say(note, state.is_over ? "" : "live");
 }

@@ -119,8 +119,8 @@ function options(panel, curves, width) {
 }
 
 function heights(panel, low, high) {
+  if (panel.isLog && isLogLoss) return high > 0 ? uPlot.rangeLog(Math.max(low, high * 1e-9), high, 10, false) : [0.1, 1];
   if (low === null || high === null) return [0, 1];
-  if (panel.isLog && isLogLoss) return uPlot.rangeLog(low, high, 10, false);
   const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
   return [panel.fromZero && low >= 0 ? 0 : low - room, high + room];
 }

@@ -3,13 +3,14 @@
 import { svg, byId, say } from "./dom.js";
 import { bytes, duration, number, percent } from "./format.js";
 
-export const PHASES = ["data", "forward", "backward", "encode", "send", "wait", "apply"];
+const MEASURED = ["data", "forward", "backward", "encode", "send", "wait", "apply"];
+export const PHASES = [...MEASURED, "other"];
 const WAITS = 0.35;
 const share = (worker, phase) => worker.vitals?.[`share/${phase}`];
 
 /** The parts of a step that are known, and what is left of the time. */
 export function parts(vitals) {
-  const found = PHASES.map((phase) => [phase, vitals?.[`share/${phase}`]]).filter(([, value]) => value > 0);
+  const found = MEASURED.map((phase) => [phase, vitals?.[`share/${phase}`]]).filter(([, value]) => value > 0);
   const rest = 1 - found.reduce((sum, [, value]) => sum + value, 0);
   return found.length && rest > 0.005 ? [...found, ["other", rest]] : found;
 }
@@ -61,7 +62,7 @@ function link(worker, from, to, server, radius, isOver, isCrowded, isNarrow) {
   const group = svg("g", { class: `link ${state.replace(" ", "-")}` }, svg("line", { ...line, "stroke-width": width }));
   if (total > 0 && worker.state === "joined") group.append(svg("line", { ...line, class: "flow", "stroke-width": Math.max(1.5, width * 0.6) }));
   let lines = [];
-  if (flow && worker.state === "joined") {
+  if (flow && !isOver && worker.state === "joined") {
     const { rtt_s: rtt, codec_ratio: ratio } = worker.vitals;
     const delay = rtt >= 0 ? duration(rtt) : "", codec = ratio > 0 ? `codec ×${number(ratio, 2)}` : "";
     lines = isNarrow ? [`${bytes(flow.up + flow.down)}/s`, delay]
@@ -109,11 +110,12 @@ export function drawCluster(state) {
   const width = Math.max(300, box.clientWidth);
   const num = state.workers.length;
   const isNarrow = width < 560, isCrowded = num > (isNarrow ? 5 : 10);
-  const height = isNarrow ? 400 : Math.min(520, 350 + 8 * num);
+  const height = !num ? 160 : isNarrow ? 400 : Math.min(520, 350 + 8 * num);
   const radius = isCrowded ? 13 : isNarrow ? 19 : 23, server = isNarrow ? 30 : 40;
   const middle = { x: width / 2, y: height / 2 };
-  const label = `Cluster: server ${state.server.node ?? ""} and ${num} workers: `
-    + state.workers.map((worker) => `${worker.node} ${state.is_over ? worker.state : condition(worker)}`).join(", ");
+  const role = state.algorithm === "single" ? "trainer" : "server";
+  const told = state.workers.map((worker) => `${worker.node} ${state.is_over ? worker.state : condition(worker)}`);
+  const label = `Cluster: ${role} ${state.server.node ?? ""}${num ? ` and ${num} workers: ${told.join(", ")}` : ""}`;
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label });
   const spots = places(num, width, height, { x: isNarrow ? 58 : 96, y: 66 });
   const links = state.workers.map((worker, index) => link(worker, middle, spots[index], server, radius, state.is_over, isCrowded, isNarrow));
@@ -122,7 +124,7 @@ export function drawCluster(state) {
   picture.append(svg("g", { class: `node server ${state.is_over ? "over" : state.state}` },
     svg("circle", { ...circle(middle), r: server, class: "body" }),
     ...ring(middle.x, middle.y, server + 5, state.server.vitals),
-    svg("text", { x: middle.x, y: middle.y - 2, class: "rank" }, num ? "server" : "trainer"),
+    svg("text", { x: middle.x, y: middle.y - 2, class: "rank" }, role),
     svg("text", { x: middle.x, y: middle.y + 14, class: "said" }, (state.server.node ?? "").slice(0, 12))));
   picture.append(...links.map(({ label: words }) => words).filter(Boolean));
   box.replaceChildren(picture);

@@ -7,7 +7,7 @@ const MAX_LINES = 2000;
 const LEVELS = { DEBUG: 10, INFO: 20, WARNING: 30, ERROR: 40, CRITICAL: 50 };
 const number = (level) => LEVELS[level] ?? 20;
 const form = byId("log-filter"), box = byId("log-lines");
-let run = null, asked = 0, isLoading = false, known = new Set(), waiting = [];
+let run = null, search = null, isLoading = false, isCut = false, shown = "", known = new Set(), waiting = [];
 
 const wanted = () => {
   const { node, rank, level, text } = form.elements;
@@ -23,22 +23,24 @@ function accepts(entry) {
 
 export async function openLogs(chosen) {
   run = chosen;
-  const own = asked += 1;
-  [isLoading, waiting] = [true, []];
+  search?.abort();
+  const { signal } = search = new AbortController();
+  [isLoading, isCut, waiting] = [true, false, []];
   const query = new URLSearchParams(Object.entries(wanted()).filter(([, value]) => value !== ""));
+  const address = `/api/runs/${encodeURIComponent(run)}/logs?${query}`;
   let found;
   try {
-    const answer = await fetch(`/api/runs/${encodeURIComponent(run)}/logs?${query}`);
+    const answer = await fetch(address, { signal });
     if (!answer.ok) throw new Error(await answer.text());
     found = await answer.json();
   } catch (error) {
-    if (own === asked) {
-      isLoading = false;
-      say(byId("log-note"), `the log lines could not be read: ${error.message}`);
-    }
+    if (signal.aborted) return;
+    isLoading = false;
+    say(byId("log-note"), `the log lines could not be read: ${error.message}`);
     return;
   }
-  if (own !== asked) return;
+  const place = address === shown ? box.scrollTop : box.scrollHeight;
+  shown = address;
   known = new Set();
   box.replaceChildren();
   append(found.entries);
@@ -46,7 +48,8 @@ export async function openLogs(chosen) {
   [isLoading, waiting] = [false, []];
   append(early.filter(accepts));
   say(byId("log-note"), note(found));
-  scroll(true);
+  box.scrollTop = form.elements.follow.checked ? box.scrollHeight : place;
+  if (isCut) openLogs(run);
 }
 
 function note(found) {
@@ -55,14 +58,17 @@ function note(found) {
 }
 
 export function closeLogs() {
-  [run, isLoading, waiting] = [null, false, []];
+  search?.abort();
+  [run, isLoading, isCut, shown, waiting] = [null, false, false, "", []];
   known = new Set();
   box.replaceChildren();
   say(byId("log-note"), "");
 }
 
-export function newLines(entries) {
-  if (isLoading) waiting.push(...entries);
+/** Lines that have come; where the server left some out, all are read again. */
+export function newLines({ entries, is_all: isAll }) {
+  if (isAll === false && !isLoading) { openLogs(run); return; }
+  if (isLoading) { waiting.push(...entries); isCut ||= isAll === false; }
   append(entries.filter(accepts));
   if (box.children.length && byId("log-note").textContent === "no lines") say(byId("log-note"), "");
   scroll(false);

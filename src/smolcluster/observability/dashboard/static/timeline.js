@@ -1,17 +1,19 @@
-// What has happened, on an axis of time; a lane for each sort of event.
+// What has happened, on an axis of time; a lane for each sort of event, and a low one for each kind that is frequent.
 
 import { el, svg, byId, say } from "./dom.js";
 import { clock, moment, sentence } from "./format.js";
 
 const LANES = [
-  ["run", ["run_started", "run_resumed", "epoch_finished", "run_ended"]],
+  ["run", ["run_started", "run_resumed", "run_ended"]],
   ["workers", ["worker_joined", "worker_left", "worker_lost", "worker_rejected"]],
   ["work", ["push_dropped", "lease_returned"]],
-  ["model", ["evaluated"]],
-  ["saved", ["checkpoint_saved"]],
-];
-const LANE_HEIGHT = 26, LEFT = 64, RIGHT = 14;
-const hidden = new Set(["epoch_finished"]);
+  ["epochs", ["epoch_finished"], "frequent"],
+  ["model", ["evaluated"], "frequent"],
+  ["saved", ["checkpoint_saved"], "frequent"],
+].map(([name, kinds, isFrequent]) => ({ name, kinds, isFrequent: Boolean(isFrequent), height: isFrequent ? 16 : 26 }));
+const LEFT = 64, RIGHT = 14, APART = 4;
+const laneOf = Object.fromEntries(LANES.flatMap((lane) => lane.kinds.map((kind) => [kind, lane])));
+const hidden = new Set();
 let events = [], counts = {}, shown = [], chosen = null;
 
 export function drawTimeline(next) {
@@ -24,7 +26,7 @@ export function drawTimeline(next) {
 
 function drawKinds() {
   const box = byId("kinds");
-  const kinds = LANES.flatMap(([, own]) => own).filter((kind) => counts[kind]);
+  const kinds = Object.keys(laneOf).filter((kind) => counts[kind]);
   const key = kinds.join();
   if (box.dataset.key !== key) {
     box.dataset.key = key;
@@ -46,29 +48,31 @@ function drawKinds() {
 
 export function redrawTimeline() {
   const box = byId("timeline");
-  shown = events.filter((event) => !hidden.has(event.kind));
-  chosen = null;
-  say(byId("event"), shown.length ? "Point at a mark, or use the arrow keys." : "");
+  [shown, chosen] = [[], null];
+  say(byId("event"), "");
   if (!events.length) { box.replaceChildren(el("p", { class: "quiet" }, "nothing has happened yet")); return; }
-  const width = Math.max(280, box.clientWidth), height = LANES.length * LANE_HEIGHT + 26;
+  const width = Math.max(280, box.clientWidth), height = LANES.reduce((sum, lane) => sum + lane.height, 26);
   const [first, last] = [events[0].t, Math.max(events.at(-1).t, events[0].t + 1)];
   const x = (t) => LEFT + ((t - first) / (last - first)) * (width - LEFT - RIGHT);
+  shown = fitting(events.filter((event) => !hidden.has(event.kind)), x);
+  if (shown.length) say(byId("event"), "Point at a mark, or use the arrow keys.");
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "application", tabindex: "0", "aria-label": "Events over time; arrow keys go from one to the next" });
-  LANES.forEach(([name], lane) => {
-    const y = lane * LANE_HEIGHT + LANE_HEIGHT / 2;
-    picture.append(svg("text", { x: 0, y: y + 4, class: "lane" }, name), svg("line", { x1: LEFT, x2: width - RIGHT, y1: y, y2: y, class: "rail" }));
-  });
+  const middles = new Map();
+  let top = 0;
+  for (const lane of LANES) {
+    const y = top + lane.height / 2;
+    middles.set(lane, y);
+    top += lane.height;
+    picture.append(svg("text", { x: 0, y: y + 4, class: "lane" }, lane.name), svg("line", { x1: LEFT, x2: width - RIGHT, y1: y, y2: y, class: "rail" }));
+  }
   const num = Math.max(1, Math.min(width < 500 ? 3 : 6, Math.floor(last - first)));
   for (let tick = 0; tick <= num; tick += 1) {
     const t = first + ((last - first) * tick) / num;
     picture.append(svg("text", { x: x(t), y: height - 6, class: `tick ${tick === 0 ? "first" : tick === num ? "last" : ""}` }, clock(t)));
   }
-  const marks = shown.map((event, index) => {
-    const lane = LANES.findIndex(([, kinds]) => kinds.includes(event.kind));
-    return svg("circle", { cx: x(event.t), cy: lane * LANE_HEIGHT + LANE_HEIGHT / 2, r: 5, class: `mark kind-${event.kind}`, "data-index": index });
-  });
-  picture.append(...marks);
-  picture.addEventListener("pointermove", (event) => choose(nearest(marks, event, picture)));
+  const spots = shown.map(({ t, kind }) => ({ x: x(t), y: middles.get(laneOf[kind]) }));
+  picture.append(...spots.map((spot, index) => mark(spot, shown[index].kind, index)));
+  picture.addEventListener("pointermove", (event) => choose(nearest(spots, event, picture)));
   picture.addEventListener("keydown", (event) => {
     const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!move || !shown.length) return;
@@ -78,12 +82,27 @@ export function redrawTimeline() {
   box.replaceChildren(picture);
 }
 
-function nearest(marks, event, picture) {
+/** Of the frequent kinds only what fits: the newest, and before it each that stands apart from those that are kept. */
+function fitting(all, x) {
+  const kept = {};
+  return all.toReversed().filter(({ kind, t }) => {
+    if (laneOf[kind].isFrequent && x(t) > kept[kind] - APART) return false;
+    kept[kind] = x(t);
+    return true;
+  }).reverse();
+}
+
+function mark({ x, y }, kind, index) {
+  const own = { class: `mark kind-${kind}`, "data-index": index };
+  return laneOf[kind].isFrequent ? svg("rect", { x: x - 1, y: y - 5, width: 2, height: 10, ...own }) : svg("circle", { cx: x, cy: y, r: 5, ...own });
+}
+
+function nearest(spots, event, picture) {
   const box = picture.getBoundingClientRect();
   const [px, py] = [event.clientX - box.left, event.clientY - box.top];
   let best = -1, least = 18;
-  marks.forEach((mark, index) => {
-    const distance = Math.hypot(mark.cx.baseVal.value - px, mark.cy.baseVal.value - py);
+  spots.forEach(({ x, y }, index) => {
+    const distance = Math.hypot(x - px, y - py);
     if (distance < least) [best, least] = [index, distance];
   });
   return best;

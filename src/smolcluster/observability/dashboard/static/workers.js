@@ -2,7 +2,7 @@
 
 import { el, byId, say, rankColour } from "./dom.js";
 import { bytes, count, duration, number, percent, rate } from "./format.js";
-import { condition, parts } from "./cluster.js";
+import { condition, parts, PHASES } from "./cluster.js";
 
 const vital = (name) => (worker) => worker.vitals?.[name];
 
@@ -38,7 +38,7 @@ export function drawWorkers(state) {
   const table = byId("workers");
   if (!table.tBodies.length) {
     table.append(el("thead", {}, el("tr", {}, ...COLUMNS.map(([name]) => el("th", { scope: "col", class: RIGHT.has(name) ? "right" : null }, name)))), el("tbody"));
-    byId("phases").append(...["data", "forward", "backward", "encode", "send", "wait", "apply", "other"].map((phase) => el("li", { class: `phase-${phase}` }, phase)));
+    byId("phases").append(...PHASES.map((phase) => el("li", { class: `phase-${phase}` }, phase)));
   }
   const body = table.tBodies[0];
   const keys = new Set(state.workers.map((worker) => String(worker.rank)));
