@@ -2,12 +2,13 @@
 
 import asyncio
 import threading
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+from anyio import from_thread
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
@@ -25,7 +26,7 @@ from smolcluster.runs.paths import RunPaths
 
 STATIC = Path(__file__).parent / "static"
 MAX_VIEWS = 4
-"""Runs that are read at the same time; of others what was read is forgotten."""
+"""Runs that are read at the same time, or as many as are streamed; of others what was read is forgotten."""
 EVERY_S = 1.0
 MAX_LINES = 1000
 
@@ -38,6 +39,7 @@ class Views:
         self._open_files = open_files
         self._lock = threading.Lock()
         self._views: OrderedDict[str, RunView] = OrderedDict()
+        self._streams: Counter[RunView] = Counter()
 
     def get(self, name: str) -> RunView:
         """The run of that name, or the newest for `latest`.
@@ -46,21 +48,52 @@ class Views:
             ConfigError: the name cannot be a run's.
             KeyError: there is none.
         """
+        return self._take(name, num_streams=0)
+
+    @contextmanager
+    def streamed(self, name: str) -> Iterator[RunView]:
+        """The same, which is not forgotten meanwhile."""
+        view = self._take(name, num_streams=1)
+        try:
+            yield view
+        finally:
+            with self._lock:
+                self._streams[view] -= 1
+                surplus = self._surplus()
+            _close(surplus)
+
+    def close(self) -> None:
+        """Stop reading."""
+        with self._lock:
+            views = list(self._views.values())
+            self._views.clear()
+        _close(views)
+
+    def _take(self, name: str, num_streams: int) -> RunView:
         paths = run_of(self.root, name)
         if paths is None:
             raise KeyError(name)
         with self._lock:
             view = self._views.pop(paths.run_id, None) or RunView(self._open_files(paths))
             self._views[paths.run_id] = view
-            if len(self._views) > MAX_VIEWS:
-                self._views.popitem(last=False)[1].close()
+            self._streams[view] += num_streams
+            surplus = self._surplus()
+        _close(surplus)
         return view
 
-    def close(self) -> None:
-        """Stop reading."""
-        with self._lock:
-            while self._views:
-                self._views.popitem()[1].close()
+    def _surplus(self) -> list[RunView]:
+        """Takes out those that are too many: the longest unused, but none that is streamed."""
+        self._streams = +self._streams
+        older = list(self._views)[:-1]
+        idle = [run_id for run_id in older if self._views[run_id] not in self._streams]
+        num_surplus = max(0, len(self._views) - MAX_VIEWS)
+        return [self._views.pop(run_id) for run_id in idle[:num_surplus]]
+
+
+def _close(views: Iterable[RunView]) -> None:
+    """Takes seconds where copies end: nobody else should wait for it."""
+    for view in views:
+        view.close()
 
 
 def make_app(views: Views, chosen: str = "latest") -> FastAPI:
@@ -85,8 +118,22 @@ router = APIRouter()
 
 def _view_of(request: Request, run: str) -> RunView:
     views: Views = request.app.state.views
-    try:
+    with _in_words(views, run):
         return views.get(run)
+
+
+def _streamed_view(request: Request, run: str) -> Iterator[RunView]:
+    views: Views = request.app.state.views
+    with ExitStack() as stack:
+        with _in_words(views, run):
+            view = stack.enter_context(views.streamed(run))
+        yield view
+
+
+@contextmanager
+def _in_words(views: Views, run: str) -> Iterator[None]:
+    try:
+        yield
     except ConfigError as error:
         raise HTTPException(400, str(error)) from error
     except KeyError as error:
@@ -94,6 +141,7 @@ def _view_of(request: Request, run: str) -> RunView:
 
 
 View = Annotated[RunView, Depends(_view_of)]
+StreamedView = Annotated[RunView, Depends(_streamed_view)]
 
 
 @router.get("/")
@@ -124,7 +172,9 @@ def _events(view: View) -> Response:
 
 @router.get("/api/runs/{run}/logs")
 def _logs(
+    request: Request,
     view: View,
+    *,
     node: str | None = None,
     rank: int | None = None,
     level: Annotated[str, Query(max_length=8)] = "",
@@ -132,7 +182,7 @@ def _logs(
 ) -> Response:
     lowest = lines.level_number(level) if level else 0
     wanted = lines.Wanted(node, rank, lowest, text)
-    found = view.search(wanted, MAX_LINES)
+    found = view.search(wanted, MAX_LINES, lambda: not from_thread.run(request.is_disconnected))
     return _json({"entries": found.entries, "is_all": found.is_all})
 
 
@@ -146,14 +196,14 @@ def _line(view: View, file: str, offset: Annotated[int, Query(ge=0, lt=1 << 60)]
 
 
 @router.get("/api/runs/{run}/stream", response_class=EventSourceResponse)
-async def _stream(view: View) -> AsyncIterator[ServerSentEvent]:
+async def _stream(view: StreamedView) -> AsyncIterator[ServerSentEvent]:
     """How the run stands every second, and the log lines that have come."""
     new_lines = await run_in_threadpool(lambda: lines.NewLines(view.log_files()))
     while True:
         yield _event("state", await run_in_threadpool(view.state))
-        entries = await run_in_threadpool(lambda: new_lines.poll(view.log_files()))
-        if entries:
-            yield _event("lines", {"entries": entries})
+        come = await run_in_threadpool(lambda: new_lines.poll(view.log_files()))
+        if come.entries:
+            yield _event("lines", {"entries": come.entries, "is_all": come.is_all})
         await asyncio.sleep(EVERY_S)
 
 

@@ -9,10 +9,10 @@ import ipaddress
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
 from typing import Literal
 from urllib.parse import parse_qs
 
+from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -168,8 +168,5 @@ def _is_address(name: str) -> bool:
 
 
 def _cookie(headers: Mapping[str, str], name: str) -> str:
-    try:
-        morsel = SimpleCookie(headers.get("cookie", "")).get(name)
-    except CookieError:
-        return ""
-    return morsel.value if morsel else ""
+    """A cookie's value; read as leniently as browsers send: those of other ports' pages come with it."""
+    return cookie_parser(headers.get("cookie", "")).get(name, "")

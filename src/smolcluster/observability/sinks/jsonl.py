@@ -85,7 +85,10 @@ def read_metrics(path: Path) -> list[MetricLine]:
 
 def parse_metric(entry: dict[str, Any]) -> MetricLine | None:
     """The record of one line's JSON object; None when it is not one."""
+    rank, node = entry.get("rank"), entry.get("node")
     if entry.get("kind") not in get_args(MetricKind):
+        return None
+    if not isinstance(rank, int | None) or not isinstance(node, str | None):
         return None
     try:
         record = MetricRecord(
@@ -97,8 +100,8 @@ def parse_metric(entry: dict[str, Any]) -> MetricLine | None:
                 for name, value in entry.items()
                 if name not in RESERVED
             },
-            rank=entry.get("rank"),
-            node=entry.get("node"),
+            rank=rank,
+            node=node,
         )
         return MetricLine(str(entry["ts"]), sys.intern(str(entry["incarnation"])), record)
     except (KeyError, TypeError, ValueError, OverflowError):

@@ -205,9 +205,6 @@ class WandbSink:
             with self._taking:
                 self._counts[f"events/{kind_of(type(event))}"] += 1
 
-    def tick(self) -> None:
-        """Nothing is due: the thread does it all."""
-
     def close(self) -> None:
         """Hand over what waits and end W&B, within the deadline."""
         if self._off:

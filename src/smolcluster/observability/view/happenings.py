@@ -6,8 +6,9 @@ from typing import Any
 
 from smolcluster.observability.curves import kept
 from smolcluster.observability.metrics import MetricRecord
+from smolcluster.observability.parsing import seconds_of
 from smolcluster.observability.sinks.jsonl import MetricLine
-from smolcluster.observability.view.measured import Columns, columns, seconds
+from smolcluster.observability.view.measured import Columns, columns
 from smolcluster.observability.view.tail import Line, Tail
 from smolcluster.observability.view.thinned import Thinned
 from smolcluster.runs.events import (
@@ -23,6 +24,8 @@ MAX_OF_A_KIND = 500
 MAX_EVALUATIONS = 1000
 MAX_TEXT = 500
 EVAL_VALUES = ("val_loss", "val_accuracy", "val_perplexity")
+Numbered = tuple[int, EventRecord]
+"""An event, and its place in the file."""
 
 
 class Happenings:
@@ -39,13 +42,14 @@ class Happenings:
         self.started: RunStarted | None = None
         self.counts: Counter[str] = Counter()
         self._tail = Tail(path)
-        self._kept: dict[str, Thinned[EventRecord]] = {}
+        self._kept: dict[str, Thinned[Numbered]] = {}
 
     def poll(self) -> bool:
         """Take what is new, a piece of the file at most; whether there was something."""
         offset = self._tail.offset
         lines = self._tail.poll()
         if self._tail.offset < offset:
+            self.version += 1
             self._kept.clear()
             self.counts.clear()
         for line in lines:
@@ -53,9 +57,9 @@ class Happenings:
         return bool(lines)
 
     def records(self) -> list[EventRecord]:
-        """The events that are kept, in the order of the file."""
-        merged = [record for records in self._kept.values() for record in records]
-        return sorted(merged, key=lambda record: record.ts)
+        """The events that are kept, in the order of the file: a later start may have an earlier clock."""
+        merged = [each for own in self._kept.values() for each in own]
+        return [record for _, record in sorted(merged, key=_number)]
 
     def shown(self) -> list[dict[str, Any]]:
         """The events for a time line: `t`, `kind`, `text`, and `rank`, `node` and `step` where they apply."""
@@ -85,8 +89,8 @@ class Happenings:
             self.started = record.event
         if kind not in self._kept:
             most = MAX_EVALUATIONS if isinstance(record.event, Evaluated) else MAX_OF_A_KIND
-            self._kept[kind] = Thinned(most, lambda each: seconds(each.ts), lambda _: "")
-        self._kept[kind].add(record)
+            self._kept[kind] = Thinned(most, _number, lambda each: each[1].incarnation)
+        self._kept[kind].add((self.version, record))
 
 
 def shown(record: EventRecord) -> dict[str, Any]:
@@ -94,7 +98,7 @@ def shown(record: EventRecord) -> dict[str, Any]:
     event = record.event.model_dump()
     told = {name: event[name] for name in ("rank", "node", "step") if event.get(name) is not None}
     kind = kind_of(type(record.event))
-    return {"t": seconds(record.ts), "kind": kind, "text": sentence(event), **told}
+    return {"t": seconds_of(record.ts, 0.0), "kind": kind, "text": sentence(event), **told}
 
 
 def sentence(event: dict[str, Any]) -> str:
@@ -106,6 +110,10 @@ def sentence(event: dict[str, Any]) -> str:
         if name not in skipped and value is not None and value != ""
     ]
     return ", ".join(facts)[:MAX_TEXT]
+
+
+def _number(numbered: Numbered) -> int:
+    return numbered[0]
 
 
 def _value(value: object) -> str:

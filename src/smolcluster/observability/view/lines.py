@@ -3,15 +3,16 @@
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
-from smolcluster.observability.view.measured import seconds
+from smolcluster.observability.parsing import parse_log_line
 from smolcluster.observability.view.tail import Line, Tail
-from smolcluster.runs.files import json_objects, rotations
+from smolcluster.runs.files import rotations
+from smolcluster.runs.paths import parse_log_stem
 
 MAX_SHOWN = 2000
 """Characters of a message, until more is asked for."""
@@ -21,8 +22,8 @@ MAX_SEARCHED_NBYTES = 64 << 20
 """Of each file, from its end."""
 MAX_NEW = 500
 """Lines of each file that are handed out at a time; of more that have come the newest."""
-_NAME = re.compile(r"(([a-z]+)(?:-rank(\d{1,9}))?-(.+?)|.+?)\.log(\.\d{1,3})?")
-"""Of a log file: its stem, and of what the stem is made; an old one has a number behind it."""
+_NAME = re.compile(r"(.+?)\.log(\.\d{1,3})?")
+"""Of a log file: its stem; an old one has a number behind it."""
 
 
 @dataclass(frozen=True)
@@ -67,23 +68,30 @@ def log_files(folders: Iterable[Path]) -> dict[str, Path]:
     return found
 
 
-def search(files: dict[str, Path], wanted: Wanted, at_most: int) -> Found:
-    """The newest lines that are wanted, in the order of time."""
+def search(
+    files: dict[str, Path],
+    wanted: Wanted,
+    at_most: int,
+    goes_on: Callable[[], bool] = lambda: True,
+) -> Found:
+    """The newest lines that are wanted, in the order of time; what was found when it need not go on."""
     entries: list[dict[str, Any]] = []
     is_all = True
     for path in (each for newest in files.values() for each in rotations(newest)):
-        own, has_all = _newest(path, wanted, at_most)
+        own, has_all = _newest(path, wanted, at_most, goes_on)
         entries += own
         is_all = is_all and has_all
     newest = nlargest(at_most, entries, key=_order)
     return Found(newest[::-1], is_all and len(entries) == len(newest))
 
 
-def _newest(path: Path, wanted: Wanted, at_most: int) -> tuple[list[dict[str, Any]], bool]:
+def _newest(
+    path: Path, wanted: Wanted, at_most: int, goes_on: Callable[[], bool]
+) -> tuple[list[dict[str, Any]], bool]:
     """A file's newest lines that are wanted, and whether there are no others."""
     own: list[dict[str, Any]] = []
     near = _written_at(path)
-    for line in _backwards(path):
+    for line in _backwards(path, goes_on):
         if line is None or len(own) == at_most:
             return own, False
         if entry := entry_of(path.name, line, near):
@@ -121,17 +129,19 @@ class NewLines:
     def __init__(self, files: dict[str, Path]) -> None:
         self._tails = {stem: Tail(path, _whole_nbytes(path)) for stem, path in files.items()}
 
-    def poll(self, files: dict[str, Path]) -> list[dict[str, Any]]:
-        """The lines that have come, in the order of time."""
-        entries = []
+    def poll(self, files: dict[str, Path]) -> Found:
+        """The lines that have come, in the order of time; of a file's many the newest."""
+        entries, is_all = [], True
         for stem, path in files.items():
             tail = self._tails.setdefault(stem, Tail(path))
             near = _written_at(path)
-            for line in tail.poll()[-MAX_NEW:]:
+            come = tail.poll()
+            is_all = is_all and len(come) <= MAX_NEW
+            for line in come[-MAX_NEW:]:
                 if entry := entry_of(path.name, line, near):
                     near = entry["t"]
                     entries.append(_cut(entry))
-        return sorted(entries, key=_order)
+        return Found(sorted(entries, key=_order), is_all)
 
 
 def entry_of(name: str, line: Line, near: float) -> dict[str, Any] | None:
@@ -140,35 +150,32 @@ def entry_of(name: str, line: Line, near: float) -> dict[str, Any] | None:
     `near` is the time of a neighbour, for a line that has none.
     """
     found = _NAME.fullmatch(name)
-    stem, component, rank, node, _ = found.groups() if found else (name, None, None, None, None)
-    entry: dict[str, Any] = {
+    stem = found[1] if found else name
+    component, node, rank = parse_log_stem(stem) or ("", stem, None)
+    said = parse_log_line(line.data, near)
+    if said is None:
+        return None
+    return {
         "file": name,
         "offset": line.offset,
-        "component": component or "",
-        "node": node or stem,
-        "rank": None if rank is None else int(rank),
-    }
-    fields = next(json_objects([line.data]), None)
-    if fields is None:
-        text = line.data.decode("utf-8", "replace").strip()
-        return entry | {"t": near, "level": "", "message": text, "detail": ""} if text else None
-    return entry | {
-        "t": seconds(str(fields.get("ts"))) or near,
-        "level": str(fields.get("level", ""))[:8],
-        "node": str(fields.get("node") or entry["node"]),
-        "message": str(fields.get("message", "")),
-        "detail": str(fields.get("exception", "")),
+        "component": component,
+        "node": said.node or node,
+        "rank": rank,
+        "t": said.seconds,
+        "level": said.level,
+        "message": said.message,
+        "detail": said.exception,
     }
 
 
-def _backwards(path: Path) -> Iterator[Line | None]:
-    """The lines of a file from its last whole one on; None at the end of what is searched."""
+def _backwards(path: Path, goes_on: Callable[[], bool] = lambda: True) -> Iterator[Line | None]:
+    """The lines of a file from its last whole one on; None where there are more that are not searched."""
     try:
         with path.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
             lowest = max(0, end - MAX_SEARCHED_NBYTES)
             held, is_whole = b"", False
-            while end > lowest:
+            while end > lowest and goes_on():
                 start = max(lowest, end - BLOCK_NBYTES)
                 file.seek(start)
                 held, end = file.read(end - start) + held[:MAX_LINE_NBYTES], start
@@ -181,7 +188,7 @@ def _backwards(path: Path) -> Iterator[Line | None]:
                     is_whole = True
                     place -= 1
                 held = first
-            if lowest:
+            if end:
                 yield None
             elif is_whole:
                 yield Line(0, held)

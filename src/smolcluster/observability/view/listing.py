@@ -5,14 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from smolcluster.errors import ConfigError, DataError
+from smolcluster.observability.view.run import is_held
+from smolcluster.observability.view.standing import state_of
 from smolcluster.runs.paths import LATEST, RunPaths, check_run_id
 from smolcluster.runs.status import read_status
+from smolcluster.runs.summary import read_summary
 
 MAX_LISTED = 200
 
 
 def listed(root: Path) -> list[dict[str, Any]]:
-    """The newest runs of a folder, the newest first: `run_id`, and `state` and `algorithm` where known."""
+    """The newest runs of a folder, the newest first: `run_id`, `state`, and `algorithm` where known."""
     found = []
     with suppress(OSError):
         found = [(path.stat().st_mtime, path.name) for path in root.iterdir() if _is_run(path)]
@@ -57,8 +60,16 @@ def _began(folder: Path, otherwise: float) -> float:
 
 
 def _described(folder: Path) -> dict[str, Any]:
-    try:
-        status = read_status(RunPaths(folder).status)
-    except DataError:
-        return {"run_id": folder.name, "state": None, "algorithm": None}
-    return {"run_id": folder.name, "state": status.word, "algorithm": status.algorithm}
+    paths = RunPaths(folder)
+    status, summary = None, None
+    with suppress(DataError):
+        status = read_status(paths.status)
+    if status is None:
+        with suppress(DataError):
+            summary = read_summary(paths.summary)
+    told = status or summary
+    return {
+        "run_id": folder.name,
+        "state": state_of(status, summary, is_held(paths)),
+        "algorithm": told and told.algorithm,
+    }

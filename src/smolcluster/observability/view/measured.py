@@ -3,12 +3,12 @@
 import math
 import re
 from collections.abc import Iterable, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from smolcluster.observability.curves import kept
 from smolcluster.observability.metrics import RESERVED
+from smolcluster.observability.parsing import seconds_of
 from smolcluster.observability.sinks.jsonl import MetricLine, parse_metric
 from smolcluster.observability.view.sampling import sampled, writer_of
 from smolcluster.observability.view.tail import Tail
@@ -23,6 +23,8 @@ MAX_PROCESSES = 256
 READ_WHOLE_NBYTES = 8 << 20
 """A larger file is sampled when it is opened."""
 STEP_VALUES = ("loss", "lr", "samples_per_s", "mb_per_s", "staleness", "grad_norm")
+REPORT_VALUES = ("samples_per_s", "cpu", "memory_bytes", "sent_bytes_per_s", "rtt_s")
+"""Of which there are curves; the newest of all of them is told with how the run stands."""
 _READ = RESERVED.union(STEP_VALUES)
 _STEP = re.compile(rb'"kind": ?"step"')
 _DIGITS = 6
@@ -51,6 +53,7 @@ class Measured:
         offset = self._tail.offset
         lines = self._tail.poll()
         if self._tail.offset < offset:
+            self.version += 1
             self._steps.replace([])
             self._reports.clear()
         self._take(line.data for line in lines)
@@ -85,7 +88,7 @@ class Measured:
         return {
             "steps": columns([line for line in lines if line.record.kind == "step"], STEP_VALUES),
             "processes": [
-                {"rank": rank, "node": node, **columns(own, _names(own))}
+                {"rank": rank, "node": node, **columns(own, REPORT_VALUES)}
                 for (rank, node), own in sorted(of_process.items(), key=_by_rank)
             ],
         }
@@ -118,7 +121,7 @@ class Measured:
         elif line.record.kind in ("worker", "server"):
             whose = _whose(line)
             if whose not in self._reports and len(self._reports) < MAX_PROCESSES:
-                self._reports[whose] = Thinned(MAX_REPORTS, seconds_of, _start)
+                self._reports[whose] = Thinned(MAX_REPORTS, _seconds, _start)
             if whose in self._reports:
                 self._reports[whose].add(line)
 
@@ -127,7 +130,7 @@ def columns(lines: Iterable[MetricLine], names: Iterable[str]) -> Columns:
     """The lines as columns, by name; values that none of them has are left out."""
     lines = list(lines)
     result: Columns = {
-        "t": [seconds_of(line) for line in lines],
+        "t": [_seconds(line) for line in lines],
         "step": [line.record.step for line in lines],
     }
     for name in names:
@@ -137,25 +140,13 @@ def columns(lines: Iterable[MetricLine], names: Iterable[str]) -> Columns:
     return result
 
 
-def seconds_of(line: MetricLine) -> float:
+def _seconds(line: MetricLine) -> float:
     """When it was written, seconds since 1970; 0 where it does not say."""
-    return seconds(line.ts)
-
-
-def seconds(ts: str) -> float:
-    """RFC 3339 as seconds since 1970; 0 where it is not."""
-    try:
-        return datetime.fromisoformat(ts).timestamp()
-    except (ValueError, OverflowError):
-        return 0.0
+    return seconds_of(line.ts, 0.0)
 
 
 def _rounded(value: float) -> float | None:
     return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
-
-
-def _names(lines: Iterable[MetricLine]) -> list[str]:
-    return sorted({name for line in lines for name in line.record.values})
 
 
 def _first_of_each(lines: Iterable[bytes]) -> list[bytes]:

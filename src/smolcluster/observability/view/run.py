@@ -73,8 +73,9 @@ class RunView:
         self._changed_at: float | None = None
         self._measured = Measured(files.served.metrics)
         self._happenings = Happenings(files.served.events)
-        self._launched = _or_none(read_launched, files.own.launched)
-        self._places = _places(files.own, self._launched)
+        self._launched: Launched | None = None
+        self._damaged: list[str] = []
+        self._shown: tuple[dict[str, int], dict[str, Any]] | None = None
 
     @property
     def versions(self) -> dict[str, int]:
@@ -85,18 +86,19 @@ class RunView:
         """How the run stands, see `standing`; reads what is new."""
         with self._lock:
             self._poll()
+            problems = [*self.files.problems(), *self._damaged]
             known = Known(
                 run_id=self.files.own.run_id,
                 launched=self._launched,
-                places=self._places,
+                places=_places(self.files.own, self._launched),
                 started=self._happenings.started,
                 status=self._status,
-                summary=_or_none(read_summary, self.files.served.summary),
+                summary=_read(read_summary, self.files.served.summary, problems),
                 age_s=self._age_s(),
-                is_held=self._is_held(),
+                is_held=is_held(self.files.served) if self.files.is_here else None,
                 reports=self._measured.newest_reports(),
                 staleness=self._measured.staleness_values(),
-                problems=list(self.files.problems()),
+                problems=problems,
             )
             return standing(known) | {"versions": self.versions}
 
@@ -104,11 +106,11 @@ class RunView:
         """Points for curves: `steps`, `processes` (see `Measured`) and `evaluations`."""
         with self._lock:
             self._poll()
-            own = self._measured.series(self._happenings.records())
-            return own | {
-                "evaluations": self._happenings.evaluations(),
-                "version": self._measured.version,
-            }
+            if self._shown is None or self._shown[0] != self.versions:
+                own = self._measured.series(self._happenings.records())
+                own["evaluations"] = self._happenings.evaluations()
+                self._shown = self.versions, own | {"version": self._measured.version}
+            return self._shown[1]
 
     def events(self) -> dict[str, Any]:
         """What has happened, and how many there were of each kind."""
@@ -124,10 +126,15 @@ class RunView:
         """The log files that are there, by their stems."""
         return lines.log_files(self.files.logs)
 
-    def search(self, wanted: lines.Wanted, at_most: int) -> lines.Found:
-        """The newest log lines that are wanted; one search at a time, so that training keeps its cores."""
+    def search(
+        self, wanted: lines.Wanted, at_most: int, goes_on: Callable[[], bool] = lambda: True
+    ) -> lines.Found:
+        """The newest log lines that are wanted; one search at a time, so that training keeps its cores.
+
+        `goes_on` is asked for each block of a file: nobody may wait for the answer any more.
+        """
         with self._searching:
-            return lines.search(self.log_files(), wanted, at_most)
+            return lines.search(self.log_files(), wanted, at_most, goes_on)
 
     def close(self) -> None:
         """Stop whatever copies its files."""
@@ -142,7 +149,10 @@ class RunView:
             for _ in range(MAX_PIECES):
                 if not source.poll():
                     break
-        status = _or_none(read_status, self.files.served.status)
+        self._damaged = []
+        own, served = self.files.own, self.files.served
+        self._launched = _read(read_launched, own.launched, self._damaged) or self._launched
+        status = _read(read_status, served.status, self._damaged)
         if status is not None and status != self._status:
             self._changed_at = None if self._status is None else now
             self._status = status
@@ -155,22 +165,26 @@ class RunView:
             return self._status.age_s(instant(self._now()))
         return max(0.0, self._clock() - self._changed_at)
 
-    def _is_held(self) -> bool | None:
-        if not self.files.is_here:
-            return None
-        with suppress(OSError):
-            return locks.is_taken(self.files.served.lock)
-        return None
+
+def is_held(paths: RunPaths) -> bool | None:
+    """Whether a process of this machine writes the run; None: none ever did."""
+    with suppress(OSError):
+        return locks.is_taken(paths.lock)
+    return None
 
 
 def _places(paths: RunPaths, launched: Launched | None) -> list[tuple[str, int | None, str]]:
     if launched is not None:
         return [(each.role, each.rank, each.node) for each in launched.processes]
-    entries = _or_none(read_processes, paths.processes) or []
+    entries = _read(read_processes, paths.processes, []) or []
     return [(each.role, each.rank, each.node) for each in entries]
 
 
-def _or_none(read: Callable[[Path], File], path: Path) -> File | None:
-    with suppress(DataError):
+def _read(read: Callable[[Path], File], path: Path, problems: list[str]) -> File | None:
+    """What a file says; None where there is none, or, which is a problem, it is damaged."""
+    try:
         return read(path)
-    return None
+    except DataError as error:
+        if path.exists():
+            problems.append(str(error))
+        return None

@@ -44,7 +44,7 @@ class Known:
 
 def standing(known: Known) -> dict[str, Any]:
     """How the run stands, as plain values; null is what is not known, or does not apply."""
-    state = state_of(known)
+    state = state_of(known.status, known.summary, known.is_held)
     is_over = state in ("ended", "stopped", "failed", "broken off")
     return {
         "run_id": known.run_id,
@@ -65,15 +65,15 @@ def standing(known: Known) -> dict[str, Any]:
     }
 
 
-def state_of(known: Known) -> str:
-    """How it stands: what the server wrote, unless no process writes it any more."""
-    if known.status is not None and known.status.is_over:
-        return known.status.word
-    if known.status is None and known.summary is not None:
+def state_of(status: RunStatus | None, summary: Summary | None, is_held: bool | None) -> str:
+    """How a run stands: what the server wrote, unless no process writes it any more (see `Known`)."""
+    if status is not None and status.is_over:
+        return status.word
+    if status is None and summary is not None:
         return "ended"
-    if known.is_held is False:
+    if is_held is False:
         return "broken off"
-    return "starting" if known.status is None else known.status.state
+    return "starting" if status is None else status.state
 
 
 def _setup(known: Known) -> dict[str, Any]:

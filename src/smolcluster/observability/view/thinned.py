@@ -1,8 +1,13 @@
 """Measurements of a run however long, as so many points at most, evenly over its length."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
+from statistics import median
 from typing import Generic, TypeGuard, TypeVar
 
+NUM_NEIGHBOURS = 32
+STANDS_OUT = 10.0
+"""So many times its neighbours' median deviation above them; of noise the highest of thousands is not."""
 Point = TypeVar("Point")
 
 
@@ -13,7 +18,8 @@ class Thinned(Generic[Point]):
         at_most: about so many are kept, never more than twice as many.
         place: where a point lies, such as its step; grows within one start of the server.
         start: which start of the server a point belongs to.
-        height: of points that are left out the highest are kept, where they stand out.
+        height: of points that are left out the highest are kept, where they stand out far above the noise:
+            were the highest of each gap kept, the points would be too high on average.
     """
 
     def __init__(
@@ -65,7 +71,15 @@ class Thinned(Generic[Point]):
         self._peak = self._newest = None
 
     def _stands_out(self, point: Point | None) -> TypeGuard[Point]:
-        return point is not None and self._height(point) > self._height(self._kept[-1])
+        if point is None:
+            return False
+        heights = [self._height(each) for each in self._kept[-NUM_NEIGHBOURS:]]
+        known = [height for height in heights if math.isfinite(height)]
+        if not known:
+            return False
+        middle = median(known)
+        spread = median(abs(height - middle) for height in known)
+        return self._height(point) > middle + STANDS_OUT * spread
 
     def replace(self, points: Iterable[Point]) -> None:
         """Keep these of its points only."""
@@ -74,7 +88,7 @@ class Thinned(Generic[Point]):
     def _is_near(self, point: Point) -> bool:
         if not self._kept or self._start(self._kept[-1]) != self._start(point):
             return False
-        return self._place(point) - self._place(self._kept[-1]) < self._gap
+        return 0.0 <= self._place(point) - self._place(self._kept[-1]) < self._gap
 
     def _thin(self) -> None:
         points = list(self)

@@ -5,6 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,31 @@ def test_values_that_make_no_sense_are_refused_in_a_line(
     assert answer.text.count("\n") == 1
 
 
+def test_a_run_that_is_streamed_is_not_closed_however_many_are_read(tmp_path: Path) -> None:
+    closed: list[str] = []
+
+    def open_files(paths: RunPaths) -> Files:
+        here = files_here(paths)
+        return Files(here.own, here.served, here.logs, close=lambda: close(paths.run_id))
+
+    def close(run_id: str) -> None:
+        assert not views._lock.locked(), "who asks for another run need not wait"
+        closed.append(run_id)
+
+    views = Views(tmp_path, open_files)
+    names = [MadeRun(tmp_path, f"edp-{number}").paths.run_id for number in range(MAX_VIEWS + 2)]
+    with ExitStack() as stack:
+        streamed = {
+            name: stack.enter_context(views.streamed(name)) for name in names[: MAX_VIEWS + 1]
+        }
+        again = stack.enter_context(views.streamed(names[0]))
+        assert again is streamed[names[0]]
+        assert views.get(names[-1]) is views.get(names[-1])
+        assert all(views.get(name) is view for name, view in streamed.items())
+        assert not streamed.keys() & set(closed)
+    assert len(streamed.keys() & set(closed)) == 1
+
+
 def test_few_runs_are_read_at_a_time_and_the_others_closed(tmp_path: Path) -> None:
     closed: list[str] = []
 
@@ -201,11 +227,16 @@ def test_few_runs_are_read_at_a_time_and_the_others_closed(tmp_path: Path) -> No
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[str]:
+def views(tmp_path: Path) -> Views:
+    return Views(tmp_path)
+
+
+@pytest.fixture
+def served(tmp_path: Path, views: Views) -> Iterator[str]:
     """A real server for the run edp-2; its address."""
     MadeRun(tmp_path, "edp-2").status("training", None, worker_status(0))
     with bound("127.0.0.1", 0) as listener:
-        app = make_app(Views(tmp_path))
+        app = make_app(views)
         config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -229,6 +260,42 @@ def test_the_stream_tells_how_it_stands_and_what_is_logged(served: str, tmp_path
         MadeRun(tmp_path, "edp-2").says("worker", "pi5", 0, ("INFO", "here I am"))
         entries = next(value for name, value in events if name == "lines")["entries"]
         assert [entry["message"] for entry in entries] == ["here I am"]
+
+
+def test_a_run_is_kept_open_as_long_as_its_stream(
+    served: str, tmp_path: Path, views: Views
+) -> None:
+    others = [MadeRun(tmp_path, f"other-{number}").paths.run_id for number in range(MAX_VIEWS + 1)]
+
+    def is_kept() -> bool:
+        view = views.get("edp-2")
+        for name in others:
+            views.get(name)
+        return views.get("edp-2") is view
+
+    with httpx.stream("GET", f"{served}/api/runs/edp-2/stream", timeout=DEADLINE_S) as answer:
+        events = streamed(answer)
+        next(events)
+        assert is_kept()
+    end = time.monotonic() + DEADLINE_S
+    while is_kept():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_search_ends_when_its_browser_has_gone(served: str, tmp_path: Path) -> None:
+    log = tmp_path / "edp-2" / "logs" / "server-mini1.log"
+    log.write_text(f"{'y' * 99}\n" * 150_000)
+    logs = f"{served}/api/runs/edp-2/logs?text="
+    start = time.monotonic()
+    httpx.get(f"{logs}none", timeout=DEADLINE_S)
+    one_s = time.monotonic() - start
+    for number in range(20):
+        with suppress(httpx.ReadTimeout):
+            httpx.get(f"{logs}none{number}", timeout=0.02)
+    start = time.monotonic()
+    assert httpx.get(f"{logs}y", timeout=DEADLINE_S).json()["entries"]
+    assert time.monotonic() - start < 5 * one_s
 
 
 def streamed(answer: httpx.Response) -> Iterator[tuple[str, Any]]:

@@ -28,6 +28,15 @@ def test_who_has_another_cookie_is_unknown(cookie: str) -> None:
     assert access().verdict("/api/runs", "", OWN | {"cookie": cookie}) == "unknown"
 
 
+@pytest.mark.parametrize(
+    "others", ['a={"x":1}', "b=[1, 2]", "c@d=e", "f", "=", "ä=ö", 'g="h', "i=\\"]
+)
+def test_cookies_of_pages_on_other_ports_lock_nobody_out(others: str) -> None:
+    own = OWN["cookie"]
+    for cookie in (f"{others}; {own}", f"{own}; {others}"):
+        assert access().verdict("/", "", OWN | {"cookie": cookie}) == "welcome"
+
+
 def test_the_token_is_taken_once_from_the_pages_address() -> None:
     bare = {"host": "127.0.0.1:8265"}
     assert access().verdict("/", f"token={TOKEN}", bare) == "new"

@@ -111,7 +111,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
 
 def test_one_run_cannot_be_compared(tmp_path: Path) -> None:
     run = killed_run(tmp_path).paths
-    with pytest.raises(ConfigError, match="two runs or more"):
+    with pytest.raises(ConfigError, match="two different runs"):
         shown(run, run)
 
 

@@ -203,7 +203,6 @@ def test_records_reach_wandb_in_order_and_the_run_is_finished(
     sink = wandb_sink(tmp_path, with_fake(tmp_path), warnings)
     sink.log(step(1, grad_norm=float("nan")))
     sink.log(MetricRecord("worker", 2, 1, {"samples_per_s": 10.0}, rank=1, node="pi"))
-    sink.tick()
     sink.close()
     sink.log(step(3))
     first, *lines, end = seen(tmp_path)

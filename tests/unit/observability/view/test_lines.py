@@ -5,6 +5,7 @@ from pathlib import Path
 from made_runs import MadeRun
 from smolcluster.observability.view import lines
 from smolcluster.observability.view.lines import (
+    Found,
     NewLines,
     Wanted,
     file_of,
@@ -128,8 +129,33 @@ def test_a_place_that_is_no_beginning_of_a_line_has_none(tmp_path: Path) -> None
 def test_new_lines_are_those_that_come_later(tmp_path: Path) -> None:
     run = talkative(tmp_path)
     new = NewLines(files(run))
-    assert new.poll(files(run)) == []
+    assert new.poll(files(run)) == Found([], True)
     run.says("worker", "pi5", 0, ("INFO", "again"))
     run.says("worker", "macbook", 2, ("INFO", "joined late"))
-    assert {entry["message"] for entry in new.poll(files(run))} == {"again", "joined late"}
-    assert new.poll(files(run)) == []
+    come = new.poll(files(run))
+    assert {entry["message"] for entry in come.entries} == {"again", "joined late"}
+    assert come.is_all
+    assert new.poll(files(run)) == Found([], True)
+
+
+def test_of_a_burst_the_newest_are_handed_out_and_it_is_said_that_there_are_others(
+    tmp_path: Path,
+) -> None:
+    run = talkative(tmp_path)
+    new = NewLines(files(run))
+    numbers = range(lines.MAX_NEW + 1)
+    run.says("worker", "pi5", 0, *(("INFO", f"line {number}") for number in numbers))
+    come = new.poll(files(run))
+    assert not come.is_all
+    assert come.entries[0]["message"] == "line 1"
+    assert new.poll(files(run)) == Found([], True)
+
+
+def test_a_search_that_nobody_waits_for_ends_within_a_block(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    path = run.paths.logs / "server-mini1.log"
+    path.write_text(f"{'y' * 99}\n" * 50_000)
+    answers = iter([True, False])
+    found = search(files(run), Wanted(text="y"), 10**6, lambda: next(answers, False))
+    assert not found.is_all
+    assert 0 < len(found.entries) * 100 <= lines.BLOCK_NBYTES

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from made_runs import BEGAN, MadeRun, killed_run, worker_status
+from reading import launched_run, server, worker
 from smolcluster.observability.view.listing import listed, run_of
 from smolcluster.observability.view.run import RunView, files_here
 from smolcluster.runs.processes import ProcessEntry, write_processes
@@ -63,6 +64,40 @@ def test_a_run_that_nobody_holds_any_more_has_broken_off(tmp_path: Path) -> None
     run.paths.lock.touch()
     state = state_of(run)
     assert (state["state"], state["is_over"], state["eta_s"]) == ("broken off", True, None)
+
+
+def test_runs_are_listed_as_they_stand(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.status("training")
+    elsewhere = [{"run_id": "edp-1", "state": "training", "algorithm": "edp"}]
+    assert listed(tmp_path) == elsewhere
+    run.paths.lock.touch()
+    assert [each["state"] for each in listed(tmp_path)] == ["broken off"]
+    run.paths.status.unlink()
+    run.summary()
+    assert [each["state"] for each in listed(tmp_path)] == ["ended"]
+
+
+def test_a_file_that_is_damaged_is_a_problem_and_one_that_is_missing_is_none(
+    tmp_path: Path,
+) -> None:
+    run = MadeRun(tmp_path)
+    assert state_of(run)["problems"] == []
+    run.paths.status.write_text("{")
+    run.paths.summary.write_text("{}")
+    first, second = state_of(run)["problems"]
+    assert str(run.paths.status) in first
+    assert str(run.paths.summary) in second
+
+
+def test_workers_that_a_resume_has_added_are_rows(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    ticks = iter(range(100))
+    view = RunView(files_here(run.paths), clock=lambda: next(ticks))
+    assert view.state()["workers"] == []
+    launched = launched_run(tmp_path, server(), worker(0, "pi5", "pi@pi5"))
+    launched.launched.rename(run.paths.launched)
+    assert [each["node"] for each in view.state()["workers"]] == ["pi5"]
 
 
 def test_age_is_by_this_machines_clock_once_the_server_was_seen_to_write(tmp_path: Path) -> None:

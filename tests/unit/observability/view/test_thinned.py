@@ -1,7 +1,11 @@
 """Points of a run however long."""
 
+import random
 from itertools import pairwise
+from statistics import mean
 from typing import NamedTuple
+
+import pytest
 
 from smolcluster.observability.view.thinned import Thinned
 
@@ -48,6 +52,27 @@ def test_many_starts_of_few_points_do_not_grow_without_end() -> None:
     for start in range(1000):
         points.add(Point(1, str(start)))
     assert len(points) <= 21
+
+
+def test_noise_is_as_high_as_it_was_and_what_stands_out_of_it_is_seen() -> None:
+    points = Thinned[Point](
+        1500, lambda point: point.step, lambda point: point.start, lambda point: point.loss
+    )
+    noise = random.Random(7)  # noqa: S311 - no secret
+    for step in range(60_000):
+        points.add(Point(step, loss=200.0 if step == 30_011 else noise.gauss(2.0, 0.3)))
+    losses = [point.loss for point in points]
+    assert losses.count(200.0) == 1
+    assert mean(loss for loss in losses if loss < 200.0) == pytest.approx(2.0, rel=0.02)
+
+
+def test_a_place_before_the_last_one_is_not_near_it() -> None:
+    points = thinned(10)
+    for step in range(10_000, 10_100):
+        points.add(Point(step))
+    for step in range(100):
+        points.add(Point(step))
+    assert sum(point.step < 10_000 for point in points) > 1
 
 
 def test_what_stands_out_for_a_moment_is_seen_in_a_long_run() -> None:
