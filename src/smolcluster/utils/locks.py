@@ -6,10 +6,14 @@ was left behind locks nothing.
 
 import fcntl
 import os
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 _MAX_PID_NBYTES = 20
+_NUM_TRIES, _BETWEEN_TRIES_S = 5, 0.02
+"""Who only asks `is_taken` has the lock for a moment."""
 
 
 def take(path: Path, on_busy: Callable[[str], None]) -> int:
@@ -43,12 +47,14 @@ def release(descriptor: int) -> None:
 
 
 def _lock(descriptor: int, on_busy: Callable[[str], None]) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        text = os.pread(descriptor, _MAX_PID_NBYTES, 0).strip()
-        on_busy(f"process {text.decode()}" if text.isdigit() else "another process")
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    for _ in range(_NUM_TRIES):
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_BETWEEN_TRIES_S)
+    text = os.pread(descriptor, _MAX_PID_NBYTES, 0).strip()
+    on_busy(f"process {text.decode()}" if text.isdigit() else "another process")
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def is_taken(path: Path) -> bool:

@@ -1,3 +1,4 @@
+import fcntl
 import os
 import threading
 from pathlib import Path
@@ -56,3 +57,13 @@ def test_whether_a_lock_is_taken(tmp_path: Path) -> None:
     assert locks.is_taken(path)
     locks.release(descriptor)
     assert not locks.is_taken(path)
+
+
+def test_who_only_looks_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    looking = os.open(path, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr("time.sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
+    locks.release(locks.take(path, refuse))
+    os.close(looking)
