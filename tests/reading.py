@@ -85,6 +85,7 @@ def status_of(
         reason=reason,
         updated_at=instant(moment),
         started_at=instant(moment - 60),
+        wall_s=60.0,
         step=120,
         total_steps=400,
         epoch=1,

@@ -15,7 +15,8 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from smolcluster.runs.files import Follower, LineWriter, utc_timestamp
+from smolcluster.runs.files import Follower, LineWriter, json_objects, utc_timestamp
+from smolcluster.runs.tail import Tail
 
 
 class _Event(BaseModel):
@@ -232,8 +233,10 @@ def follow_events(path: Path) -> Follower[EventRecord]:
 
 def first_start(path: Path) -> RunStarted | None:
     """How the run began; None when its first lines do not tell."""
-    begun = (record.event for record in follow_events(path).poll_first(MAX_FIRST_NBYTES))
-    return next((event for event in begun if isinstance(event, RunStarted)), None)
+    lines = Tail(path, max_piece_nbytes=MAX_FIRST_NBYTES).poll()
+    records = map(parse_event, json_objects(line.data for line in lines))
+    events = (record.event for record in records if record is not None)
+    return next((event for event in events if isinstance(event, RunStarted)), None)
 
 
 def read_events(path: Path) -> list[EventRecord]:

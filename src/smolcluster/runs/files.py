@@ -22,6 +22,7 @@ from typing import Any, Generic, TypeVar
 import orjson
 
 from smolcluster.errors import SmolclusterError
+from smolcluster.runs.tail import Tail
 from smolcluster.utils.replacing import replacing
 
 T = TypeVar("T")
@@ -194,36 +195,16 @@ class Follower(Generic[T]):
     """Reads what a growing file of JSON lines has gained since the last look."""
 
     def __init__(self, path: Path, parse: Callable[[dict[str, Any]], T | None]) -> None:
-        self.path = path
+        self._tail = Tail(path)
         self._parse = parse
-        self._offset = 0
-
-    def poll_first(self, max_nbytes: int) -> list[T]:
-        """The records in the first bytes of the file, whatever was polled before."""
-        try:
-            with self.path.open("rb") as file:
-                data = file.read(max_nbytes)
-        except FileNotFoundError:
-            return []
-        return self._parsed(data[: data.rfind(b"\n") + 1])
 
     def poll(self) -> list[T]:
-        """The records that are new and whole; none while the file does not exist yet."""
-        try:
-            with self.path.open("rb") as file:
-                if file.seek(0, os.SEEK_END) < self._offset:
-                    self._offset = 0
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return self._parsed(whole)
-
-    def _parsed(self, lines: bytes) -> list[T]:
-        records = (self._parse(entry) for entry in json_objects(lines.splitlines()))
-        return [record for record in records if record is not None]
+        """The records that are new and whole; none while the file cannot be read."""
+        found: list[T] = []
+        while lines := self._tail.poll():
+            records = map(self._parse, json_objects(line.data for line in lines))
+            found += [record for record in records if record is not None]
+        return found
 
 
 def json_objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:

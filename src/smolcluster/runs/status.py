@@ -35,6 +35,8 @@ STOPPED = "it was stopped"
 """The reason of a run that its owner was asked to end."""
 EVERY_S = 1.0
 """How often the file is written at most, seconds."""
+OLD_S = 10.0
+"""A status of a run that goes on ought not to be older."""
 
 RunState = Literal["waiting", "training", "ended", "failed"]
 Presence = Literal["joined", "left", "lost"]

@@ -151,7 +151,7 @@ def test_a_pane_of_80_columns_tells_how_the_cluster_does() -> None:
     news = [line[9:] for line in shown[-4:]]
     assert news == [
         "worker 1 (mini2) joined, on cpu",
-        "checkpoint of step 2 saved (the last of 2)",
+        "checkpoint of step 2 saved (the last of 2 lately)",
         "worker 2 (pi5) is lost: it fell silent",
         "WARN server mini1: the disk is nearly full",
     ]

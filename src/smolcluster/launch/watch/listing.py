@@ -71,8 +71,7 @@ def listed_run(paths: RunPaths) -> ListedRun:
     if summary is not None and (status is None or status.is_over):
         steps, loss, wall_s = summary.steps, summary.final.train_loss, summary.wall_s
     elif status is not None:
-        steps, loss = status.step, status.loss
-        wall_s = max(0.0, (status.updated_at - status.started_at).total_seconds())
+        steps, loss, wall_s = status.step, status.loss, status.wall_s
     else:
         steps, loss, wall_s = None, None, None
     return ListedRun(

@@ -26,11 +26,10 @@ from smolcluster.launch.watch.report import ProcessReport, RunReport, report_of
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
 from smolcluster.runs.launched import read_launched
 from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.status import OLD_S
 from smolcluster.utils.units import format_duration
 
 WATCH_S = 2.0
-OLD_S = 10.0
-"""A status of a run that goes on ought not to be older."""
 STYLES = {
     **{"running": "green", "ended": "", "gone": "red", "unreachable": "yellow", "unknown": ""},
     **{"training": "green", "failed": "red", "broken off": "red"},

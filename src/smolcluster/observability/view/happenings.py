@@ -4,12 +4,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from smolcluster.observability.curves import kept
+from smolcluster.observability.curves import EVAL_VALUES, kept
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.parsing import seconds_of
 from smolcluster.observability.sinks.jsonl import MetricLine
 from smolcluster.observability.view.measured import Columns, columns
-from smolcluster.observability.view.tail import Line, Tail
 from smolcluster.observability.view.thinned import Thinned
 from smolcluster.runs.events import (
     Evaluated,
@@ -19,11 +18,11 @@ from smolcluster.runs.events import (
     parse_event,
 )
 from smolcluster.runs.files import json_objects
+from smolcluster.runs.tail import Line, Tail
 
 MAX_OF_A_KIND = 500
 MAX_EVALUATIONS = 1000
 MAX_TEXT = 500
-EVAL_VALUES = ("val_loss", "val_accuracy", "val_perplexity")
 Numbered = tuple[int, EventRecord]
 """An event, and its place in the file."""
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from smolcluster.observability.parsing import parse_log_line
-from smolcluster.observability.view.tail import Line, Tail
 from smolcluster.runs.files import rotations
 from smolcluster.runs.paths import parse_log_stem
+from smolcluster.runs.tail import Line, Tail
 
 MAX_SHOWN = 2000
 """Characters of a message, until more is asked for."""

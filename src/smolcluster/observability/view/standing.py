@@ -7,11 +7,8 @@ from typing import Any
 
 from smolcluster.runs.events import RunStarted
 from smolcluster.runs.launched import Launched
-from smolcluster.runs.status import STALENESS_EDGES, RunStatus, WorkerStatus
+from smolcluster.runs.status import OLD_S, STALENESS_EDGES, RunStatus, WorkerStatus
 from smolcluster.runs.summary import Summary
-
-OLD_S = 10.0
-"""A status of a run that goes on ought not to be older."""
 
 Reports = Mapping[int | None, Mapping[str, float]]
 
@@ -95,9 +92,7 @@ def _progress(known: Known, is_over: bool) -> dict[str, Any]:
     eta_s = left / status.samples_per_s if status.samples_per_s and not is_over else None
     names = set(RunStatus.model_fields) - {"run_id", "algorithm", "state", "workers", "vitals"}
     values = status.model_dump(mode="json", include=names)
-    took = (status.updated_at - status.started_at).total_seconds()
-    wall_s = summary.wall_s if summary is not None and is_over else max(0.0, took)
-    return values | {"eta_s": eta_s, "wall_s": wall_s}
+    return values | {"eta_s": eta_s}
 
 
 def _summed_up(summary: Summary) -> dict[str, Any]:

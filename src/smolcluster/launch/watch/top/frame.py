@@ -124,8 +124,8 @@ def _title(picture: Picture, canvas: Canvas) -> Text:
     run_id.stylize("bold")
     state.stylize(STYLES.get(report.state, ""))
     names = [run_id, *algorithm, state]
-    if status is not None and not status.is_over:
-        lasted = (picture.now - status.started_at).total_seconds()
+    if status is not None and report.state in ("waiting", "training"):
+        lasted = status.wall_s + status.age_s(picture.now)
         names.append(Text(f"for {format_duration(max(1.0, lasted))}", style="dim"))
     line = Text(" · ").join(names)
     return line if line.cell_len <= canvas.width else Text(" · ").join([run_id, state])
@@ -349,7 +349,7 @@ def _news_line(alike: Sequence[News], canvas: Canvas) -> Text:
     news = alike[-1]
     moment = time.strftime("%H:%M:%S ", time.localtime(news.seconds))
     style, level = NEWS_STYLES.get(news.kind, ""), LEVELS.get(news.kind, "")
-    again = f" (the last of {len(alike)})" if len(alike) > 1 else ""
+    again = f" (the last of {len(alike)} lately)" if len(alike) > 1 else ""
     said = canvas.show(news.text[: 4 * canvas.width]) + again
     return Text.assemble((moment, "dim"), (level, style), (said, "" if level else style))
 

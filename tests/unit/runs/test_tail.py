@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from smolcluster.observability.view.tail import Line, Tail
+from smolcluster.runs.tail import Line, Tail
 
 
 def texts(lines: list[Line]) -> list[bytes]:
