@@ -302,7 +302,7 @@ def test_three_workers_of_edp_wait_for_a_killed_server(processes: Processes) -> 
     assert_counted(site)
     assert {worker.rank for worker in site.summary.workers} == {0, 1, 2}
     lines = site.run.metrics.read_text().splitlines(keepends=True)
-    last = max(number for number, line in enumerate(lines) if '"kind": "step"' in line)
+    last = max(number for number, line in enumerate(lines) if '"kind":"step"' in line)
     for times in (0, 2):  # a step that was never taken, or twice, would be noticed
         site.run.metrics.write_text("".join([*lines[:last], *times * [lines[last]]]))
         with pytest.raises(AssertionError):
@@ -709,7 +709,7 @@ STAMPS = {
     *("cluster/clocks.py", "cluster/vitals.py", "utils/meter.py"),  # and these
     *(f"observability/report/{name}.py" for name in ("comparison", "facts", "page")),
     *("observability/view/run.py", "launch/watch/top/source.py"),  # say how old something is
-    "launch/observe/targets.py",  # compares with a file's time
+    *("launch/observe/targets.py", "launch/watch/listing.py"),  # compare with a file's time
 }
 """Where the clock on the wall is read, mostly as the default of `now`, for time stamps."""
 

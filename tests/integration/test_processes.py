@@ -87,9 +87,9 @@ def test_a_worker_waits_for_the_server_and_both_leave_readable_files(
     logs = sorted(path.name for path in run.logs.iterdir())
     assert logs == ["server-mini1.log", "worker-rank0-macbook.log"]
     lines = (run.logs / logs[1]).read_text().splitlines()
-    begins, first = (json.loads(line) for line in lines[:2])
+    begins, *told = map(json.loads, lines)
     assert "process" in begins["message"]
-    assert "waiting for the server" in first["message"], "lines of before the run are filed too"
+    first = next(line for line in told if "waiting for the server" in line["message"])
     assert first["host"] == "worker-rank0-macbook"
     assert first["rank"] == 0
     assert first["run"] == "mine"

@@ -4,7 +4,6 @@ That is the server of a cluster, or the one process of `train`.
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,7 +130,7 @@ def _told_if_it_cannot_begin(owner: Owner, claimed: Claimed, log: NodeLog) -> It
             run = owner.settings.run_config(paths.run_id, owner.algorithm)
             if not paths.config.is_file():
                 open_run(owner.settings, run, role=owner.role, node=owner.node, log=log)
-            status = never_begun(run, error, time.time())
+            status = never_begun(run, error)
             StatusFile(paths.status, warn=log.logger.warning).write(status)
         raise
 

@@ -561,16 +561,17 @@ class Report:
         return values
 
 
-def never_begun(run: RunConfig, error: BaseException, now: float) -> RunStatus:
-    """The status of a run that this ended before it began; `now` is in seconds since 1970."""
+def never_begun(run: RunConfig, error: BaseException) -> RunStatus:
+    """The status of a run that this ended before it began."""
+    now = instant(time.time())
     return RunStatus(
         run_id=run.run_id,
         algorithm=run.algorithm,
         incarnation="",
         state="failed" if isinstance(error, Exception) else "ended",
         reason=why_ended(error),
-        updated_at=instant(now),
-        started_at=instant(now),
+        updated_at=now,
+        started_at=now,
         step=0,
         total_steps=0,
         epoch=0,

@@ -267,7 +267,7 @@ def test_names_are_never_executed(launching: Launching) -> None:
     )
     assert done.returncode == 0, done.stderr
     for host in (launching.controller, *launching.lab):
-        assert host.run("find / -xdev -name pwned; find ~ /tmp -name pwned").stdout == ""
+        assert host.run("find / -maxdepth 2 -name pwned; find ~ /tmp -name pwned").stdout == ""
     assert launching.is_clean(), launching.left()
 
 
