@@ -225,8 +225,9 @@ def test_stopped_at_any_step_it_saves_that_step_and_goes_on_from_it(
     folder.mkdir()
     stopped = Cluster(settings, folder, algorithm=algorithm)
     at_step(stopped, step, lambda: stopped.stop.note(signal.SIGTERM))
-    stopped.worker(1, node=NODES[0])
+    worker = stopped.worker(1, node=NODES[0])
     failure = stopped.server.failure()
+    worker.failure()  # or it would take part in what is resumed
     assert isinstance(failure, Interrupted)
     assert failure.exit_code == 143
     stood = stopped.core.version
@@ -263,8 +264,9 @@ def test_stopped_again_and_again_it_ends_as_an_undisturbed_run(
     for step in (7, 44, 46, 90):
         life = Cluster(whole.settings, folder, algorithm=algorithm, resume=bool(lives))
         at_step(life, step, lambda life=life: life.stop.note(signal.SIGINT))  # type: ignore[misc]
-        life.worker(1, node=NODES[0])
+        worker = life.worker(1, node=NODES[0])
         assert isinstance(life.server.failure(), Interrupted)
+        worker.failure()
         lives.append(life)
     stood = lives[-1].core.version
     last = run(whole.settings, folder, algorithm, resume=True)
