@@ -251,7 +251,7 @@ def step_s_of_a_process(num_steps: int, *, on: bool) -> float:
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--child", choices=("on", "off"), help=argparse.SUPPRESS)
