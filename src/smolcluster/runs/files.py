@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 
 import orjson
 
-from smolcluster.errors import SmolclusterError
+from smolcluster.errors import DataError, SmolclusterError
 from smolcluster.runs.tail import Tail
 from smolcluster.utils.replacing import replacing
 
@@ -216,6 +216,14 @@ def json_objects(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(entry, dict):
             yield entry
+
+
+def or_none(read: Callable[[Path], T], path: Path) -> T | None:
+    """What a small file says; None where it is missing or damaged."""
+    try:
+        return read(path)
+    except DataError:
+        return None
 
 
 def write_whole(path: Path, content: str | bytes, *, durable: bool = True) -> None:

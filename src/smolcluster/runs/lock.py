@@ -1,11 +1,19 @@
 """A lock on a run's folder, so that two servers cannot write the same run."""
 
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from smolcluster.errors import ConfigError, RunBusy
 from smolcluster.utils import locks
+
+
+def is_held(path: Path) -> bool | None:
+    """Whether a process of this machine writes the run whose lock file that is; None: none ever did."""
+    with suppress(OSError):
+        return locks.is_taken(path)
+    return None
 
 
 class RunLock:

@@ -65,5 +65,7 @@ def test_who_only_looks_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.Mon
     looking = os.open(path, os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)
     monkeypatch.setattr("time.sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
-    locks.release(locks.take(path, refuse))
+    held = locks.take(path, refuse)
+    assert locks.is_taken(path)
+    locks.release(held)
     os.close(looking)

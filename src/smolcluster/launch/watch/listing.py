@@ -1,32 +1,29 @@
 """`smolcluster runs`: all runs whose folders are here. Only small files are read, a few a run."""
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from smolcluster.errors import DataError
 from smolcluster.launch.find import all_runs
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
+from smolcluster.runs.files import or_none
 from smolcluster.runs.launched import Launched, read_launched
+from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import RunStatus, read_status
 from smolcluster.runs.summary import Summary, read_summary
-from smolcluster.utils import locks
 from smolcluster.utils.units import format_duration
 
 ELSEWHERE = "see status"
 """The state of a run whose server is on another machine and has not said here that it is over."""
 STARTING_S = 60.0
 """So long a run may take to load PyTorch and its data before it writes anything."""
-File = TypeVar("File")
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,8 @@ def _is_run(path: Path) -> bool:
 
 def listed_run(paths: RunPaths) -> ListedRun:
     """What the small files of a run say."""
-    launched = _or_none(read_launched, paths.launched)
-    summary, status = _or_none(read_summary, paths.summary), _or_none(read_status, paths.status)
+    launched = or_none(read_launched, paths.launched)
+    summary, status = or_none(read_summary, paths.summary), or_none(read_status, paths.status)
     if summary is not None and (status is None or status.is_over):
         steps, loss, wall_s = summary.steps, summary.final.train_loss, summary.wall_s
     elif status is not None:
@@ -93,20 +90,13 @@ def _state(
         return status.word
     if status is None and summary is not None:
         return "ended"
-    if _is_held(paths):
+    if is_held(paths.lock):
         return "starting" if status is None else status.state
     if paths.launched.is_file() and (launched is None or launched.server.ssh is not None):
         return ELSEWHERE
     if status is None and time.time() - _began(paths, None) < STARTING_S:
         return "starting"
     return "broken off"
-
-
-def _is_held(paths: RunPaths) -> bool:
-    """Whether a process of this machine writes the run."""
-    with suppress(OSError):
-        return locks.is_taken(paths.lock)
-    return False
 
 
 def _where(launched: Launched | None) -> str:
@@ -149,9 +139,3 @@ def row(run: ListedRun) -> list[str]:
         "" if run.wall_s is None else format_duration(run.wall_s),
         run.where,
     ]
-
-
-def _or_none(read: Callable[[Path], File], path: Path) -> File | None:
-    with suppress(DataError):
-        return read(path)
-    return None

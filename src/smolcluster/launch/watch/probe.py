@@ -17,11 +17,12 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from smolcluster.errors import DataError, LaunchError
+from smolcluster.errors import LaunchError
 from smolcluster.launch.children import STOP_ON_STDIN_EOF
 from smolcluster.launch.host import Host, TookTooLong, Unreachable, shell_path
 from smolcluster.launch.sessions import look_script
 from smolcluster.runs.events import first_start
+from smolcluster.runs.files import or_none
 from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.processes import read_processes
@@ -92,7 +93,7 @@ def look(paths: RunPaths, ask: Ask | None = None) -> Sighting:
     server = found[0]
     if server.processes[0].liveness == "unreachable":  # there may be a copy from before
         server = replace(
-            server, status=_or_none(read_status, paths.status), summary=_summary_here(paths)
+            server, status=or_none(read_status, paths.status), summary=_summary_here(paths)
         )
     ordered = tuple(seen[each.role, each.rank] for each in launched.processes)
     return replace(server, processes=ordered)
@@ -187,7 +188,7 @@ def _parsed(kind: type[File], text: str) -> File | None:
 
 def _look_here(paths: RunPaths) -> Sighting:
     """Look at a run all of whose processes are on this machine."""
-    status, summary = _or_none(read_status, paths.status), _summary_here(paths)
+    status, summary = or_none(read_status, paths.status), _summary_here(paths)
     is_over = summary is not None if status is None else status.is_over
     known = _processes_here(paths)
     alive = ours_alive([pid for _, pid in known if pid is not None])
@@ -255,10 +256,4 @@ def command_lines(pids: Sequence[int]) -> dict[int, str]:
 
 
 def _summary_here(paths: RunPaths) -> Summary | None:
-    return _or_none(read_summary, paths.summary)
-
-
-def _or_none(read: Callable[..., File], path: object) -> File | None:
-    with suppress(DataError):
-        return read(path)
-    return None
+    return or_none(read_summary, paths.summary)

@@ -16,11 +16,11 @@ from smolcluster.observability.report.trouble import Line, Logs, Process, read_l
 from smolcluster.observability.report.vitals import Vitals, Whose, read_vitals
 from smolcluster.runs.events import RunStarted, WorkerJoined, WorkerLeft, WorkerLost
 from smolcluster.runs.launched import read_launched
+from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.processes import read_processes
 from smolcluster.runs.status import RunStatus, read_status
 from smolcluster.runs.summary import Summary, read_summary
-from smolcluster.utils import locks
 
 File = TypeVar("File")
 
@@ -126,7 +126,7 @@ def _read(paths: RunPaths, *, with_logs: bool, ended_by: BaseException | None) -
         raise SmolclusterError(f"cannot read {where}: {reason}") from error
     return Facts(
         paths=paths,
-        is_alive=_is_alive(paths),
+        is_alive=bool(is_held(paths.lock)),
         settings=settings,
         config=_text(paths.config),
         started=_started(story),
@@ -160,12 +160,6 @@ def _text(path: Path) -> str:
 def _started(story: Story) -> RunStarted | None:
     events = (record.event for record in story.of(RunStarted))
     return next((event for event in events if isinstance(event, RunStarted)), None)
-
-
-def _is_alive(paths: RunPaths) -> bool:
-    with suppress(OSError):
-        return locks.is_taken(paths.lock)
-    return False
 
 
 def _offsets(vitals: Mapping[Whose, Vitals]) -> dict[Process, float]:

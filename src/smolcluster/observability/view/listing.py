@@ -4,9 +4,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from smolcluster.errors import ConfigError, DataError
-from smolcluster.observability.view.run import is_held
+from smolcluster.errors import ConfigError
 from smolcluster.observability.view.standing import state_of
+from smolcluster.runs.files import or_none
+from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import LATEST, RunPaths, check_run_id
 from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import read_summary
@@ -61,15 +62,10 @@ def _began(folder: Path, otherwise: float) -> float:
 
 def _described(folder: Path) -> dict[str, Any]:
     paths = RunPaths(folder)
-    status, summary = None, None
-    with suppress(DataError):
-        status = read_status(paths.status)
-    if status is None:
-        with suppress(DataError):
-            summary = read_summary(paths.summary)
+    status, summary = or_none(read_status, paths.status), or_none(read_summary, paths.summary)
     told = status or summary
     return {
         "run_id": folder.name,
-        "state": state_of(status, summary, is_held(paths)),
+        "state": state_of(status, summary, is_held(paths.lock)),
         "algorithm": told and told.algorithm,
     }

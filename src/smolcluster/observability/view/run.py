@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,11 +13,11 @@ from smolcluster.observability.view.happenings import Happenings
 from smolcluster.observability.view.measured import Measured
 from smolcluster.observability.view.standing import Known, standing
 from smolcluster.runs.launched import Launched, read_launched
+from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.processes import read_processes
 from smolcluster.runs.status import RunStatus, instant, read_status
 from smolcluster.runs.summary import read_summary
-from smolcluster.utils import locks
 
 EVERY_S = 0.5
 """The files are not read more often than this, however many ask."""
@@ -95,7 +94,7 @@ class RunView:
                 status=self._status,
                 summary=_read(read_summary, self.files.served.summary, problems),
                 age_s=self._age_s(),
-                is_held=is_held(self.files.served) if self.files.is_here else None,
+                is_held=is_held(self.files.served.lock) if self.files.is_here else None,
                 reports=self._measured.newest_reports(),
                 staleness=self._measured.staleness_values(),
                 problems=problems,
@@ -164,13 +163,6 @@ class RunView:
         if self._changed_at is None:
             return self._status.age_s(instant(self._now()))
         return max(0.0, self._clock() - self._changed_at)
-
-
-def is_held(paths: RunPaths) -> bool | None:
-    """Whether a process of this machine writes the run; None: none ever did."""
-    with suppress(OSError):
-        return locks.is_taken(paths.lock)
-    return None
 
 
 def _places(paths: RunPaths, launched: Launched | None) -> list[tuple[str, int | None, str]]:

@@ -21,6 +21,7 @@ from smolcluster.launch.watch.logs import entry_of, sources_of
 from smolcluster.launch.watch.probe import Ask, ask_host, look, sections
 from smolcluster.launch.watch.report import RunReport, report_of
 from smolcluster.launch.watch.top.bars import mean
+from smolcluster.observability.parsing import seconds_of
 from smolcluster.observability.report.story import told
 from smolcluster.observability.sinks.jsonl import parse_metric
 from smolcluster.runs.events import EpochFinished, Evaluated, kind_of, parse_event
@@ -202,7 +203,7 @@ class Source:
             for entry in json_objects([line.encode()]):
                 record = parse_event(entry)
                 if record is not None and not isinstance(record.event, ROUTINE):
-                    seconds = _seconds(record.ts)
+                    seconds = seconds_of(record.ts, time.time())
                     kind = kind_of(type(record.event))
                     self._news[line] = News(seconds, kind, told(record.event))
 
@@ -272,9 +273,3 @@ def _points(text: str) -> list[Point]:
         for line in lines
         if line is not None and (values := line.record.values) and line.record.kind == "step"
     ]
-
-
-def _seconds(ts: str) -> float:
-    with suppress(ValueError, OverflowError):
-        return datetime.fromisoformat(ts).timestamp()
-    return time.time()
