@@ -102,7 +102,10 @@ class ServerContext:
 
     def new_evaluator(self) -> Evaluator:
         """What evaluates the server's replica every `eval_steps` steps."""
-        return Evaluator(self.bench, self.inbox, every=self.run.train.eval_steps, log=self.log)
+        every = self.run.train.eval_steps
+        return Evaluator(
+            self.bench, self.inbox, every=every, log=self.log, check_stop=self.check_stop
+        )
 
     def new_saver(self, subject: Subject, report: Report) -> Saver:
         """What saves the server every `checkpoint_steps` steps, and at the end."""

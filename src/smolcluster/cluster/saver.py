@@ -2,6 +2,7 @@
 
     step -> copy, by a thread of its own -> (evaluation of that step, if there is one) -> disk, by another
 
+On a device for one thread only the server copies itself, between two steps.
 A copy takes about as long as reading the weights and the optimizer's state once, and goes on while the
 server waits for the next gradients; `wait_for_copy` stands before whatever changes the weights.
 """
@@ -9,12 +10,11 @@ server waits for the next gradients; `wait_for_copy` stands before whatever chan
 import logging
 import math
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from smolcluster.cluster.report import Report
@@ -28,6 +28,7 @@ from smolcluster.training.checkpoint import (
     TrainingState,
 )
 from smolcluster.training.replica import Replica
+from smolcluster.utils.device import executor_beside
 from smolcluster.utils.stopping import Interrupted
 
 
@@ -66,7 +67,7 @@ class Saver:
         self._report = report
         self._log = log
         self._writer = None if store is None else CheckpointWriter(store, log, report.saved)
-        self._copier = ThreadPoolExecutor(1, "copier", torch.set_num_threads, (1,))
+        self._copier = executor_beside(subject.replica.device, "copier")
         self._copying: Future[Snapshot] | None = None
         self._copied: Snapshot | None = None
         self._is_evaluated = False

@@ -1,6 +1,8 @@
 """The device that a process computes on."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 from smolcluster.errors import ConfigError
 
@@ -8,6 +10,8 @@ if TYPE_CHECKING:
     import torch
 
 _ALLOWED = "null (the best there is), cuda, cuda:N, mps or cpu"
+ONE_THREAD_ONLY = frozenset({"mps"})
+"""Kinds of device whose use from two threads aborts the process (pytorch#197805)."""
 
 
 def pick_device(name: str | None) -> "torch.device":
@@ -63,3 +67,26 @@ def use_threads(num_threads: int | None) -> None:
     import torch  # noqa: PLC0415 - as above
 
     torch.set_num_threads(num_threads or torch.get_num_threads())
+
+
+def executor_beside(device: "torch.device", name: str) -> Executor:
+    """What computes on `device` beside the calling thread: one thread of this name, with one torch thread.
+
+    On a device for one thread only `submit` does the work itself, and returns when it is done; what is
+    no `Exception`, such as an interrupt, passes through it.
+    """
+    import torch  # noqa: PLC0415 - as above
+
+    if device.type in ONE_THREAD_ONLY:
+        return _AtOnce()
+    return ThreadPoolExecutor(1, name, torch.set_num_threads, (1,))
+
+
+class _AtOnce(Executor):
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            done.set_exception(error)
+        return done

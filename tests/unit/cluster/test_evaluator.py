@@ -1,5 +1,6 @@
 """Evaluation in the background: a snapshot, one at a time, in nobody's way."""
 
+import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +20,9 @@ from smolcluster.training import build as room
 from smolcluster.training.build import Workbench, build
 from smolcluster.training.evaluate import Evaluation, evaluate
 from smolcluster.training.replica import Replica
+from smolcluster.utils import device
 from smolcluster.utils.retry import Deadline
+from smolcluster.utils.stopping import Interrupted, StopRequest
 
 
 @pytest.fixture(scope="module")
@@ -163,3 +166,20 @@ def test_an_evaluation_that_nobody_wants_any_more_ends_with_the_run(
         threading.Timer(0.2, gate.opened.set).start()
         raise KeyboardInterrupt
     assert steps.inbox.get(0.0) is None
+
+
+def test_on_a_device_for_one_thread_the_caller_evaluates_unless_it_is_told_to_stop(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "ONE_THREAD_ONLY", {"cpu"})
+    inbox, stop = Inbox(), StopRequest()
+    with Evaluator(bench, inbox, every=1, log=logger([]), check_stop=stop.check) as evaluator:
+        assert evaluator.after_step(1, 0)
+        assert isinstance(inbox.get(0.0), EvaluationDone)
+        bench.replica.params.fill_(float("nan"))
+        assert evaluator.after_step(2, 0)
+        assert isinstance(inbox.get(0.0), EvaluationFailed)
+        stop.note(signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            evaluator.after_step(3, 0)
+    assert session_threads() == []
