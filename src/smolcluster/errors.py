@@ -18,8 +18,8 @@
     ├── AuthError               77  the cluster's secret is missing, unreadable or wrong
     └── Rejected                78  the server refused this worker, and says why
 
-Usage errors exit with 2, an interrupt with 130, a termination with 143. Every message names the thing, its
-value and the next move, and fits on one line.
+Usage errors exit with 2, a bug with 70, an interrupt with 130, a termination with 143. Every message names
+the thing, its value and the next move, and fits on one line.
 """
 
 

@@ -1,6 +1,8 @@
 """Server and workers as real processes, started by hand as the README says; and how each of them ends."""
 
 import json
+import os
+import re
 import signal
 import socket
 import time
@@ -14,6 +16,7 @@ from harness import free_port
 from processes import Processes
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.runs.events import WorkerJoined, WorkerLost, read_events
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import read_summary
@@ -169,6 +172,32 @@ def test_no_server_is_one_line_and_75(processes: Processes) -> None:
     )
     assert worker.wait() == 75
     assert "127.0.0.1" in _only_error(worker.output)
+
+
+def test_a_killed_worker_with_a_supervisor_is_back(
+    processes: Processes, eventually: Eventually
+) -> None:
+    options = ("--local", "--override", f"port={free_port()}", "threads=1")
+    server = processes.server(*options, "num_epochs=100000")
+    worker = processes.worker(1, "pi5", "--restarts", "3", *options)
+    log = processes.runs / "latest/logs/worker-rank0-pi5.log"
+
+    def lives() -> list[int]:
+        return [int(pid) for pid in re.findall(r'"process (\d+):', log.read_text())]
+
+    status = log.parents[1] / "status.json"
+    eventually(lambda: status.exists() and len(read_status(status).workers) == 1)
+    os.kill(lives()[0], signal.SIGKILL)
+    eventually(lambda: len(lives()) == 2 and read_status(status).workers[0].state == "joined")
+    events = [each.event for each in read_events(find_run(processes.runs).events)]
+    assert [type(each) for each in events if isinstance(each, WorkerJoined | WorkerLost)] == [
+        *(WorkerJoined, WorkerLost, WorkerJoined)
+    ]
+    assert "(1 of 3 times)" in log.read_text()
+    worker.kill(signal.SIGTERM)
+    assert worker.wait() == 143
+    server.kill(signal.SIGTERM)
+    assert server.wait() == 143
 
 
 def test_a_server_without_its_launcher_ends(processes: Processes) -> None:

@@ -278,7 +278,7 @@ def test_everything_tells_one_story_of_a_worker_that_is_killed(
     metrics_port = free_ports(3)
     stated = [
         *("num_epochs=2000", f"port={free_port()}", f"metrics_port={metrics_port}"),
-        *("heartbeat_timeout_s=3", "staleness.bound=16", "eval_steps=50"),
+        *("heartbeat_timeout_s=3", "staleness.bound=16", "eval_steps=50", "restarts=0"),
     ]
     launch = processes.start(
         *(sys.executable, "-m", "smolcluster.cli", "launch", "edp", "--local", "--no-tmux"),

@@ -251,7 +251,7 @@ def test_even_a_bug_is_one_line_and_its_traceback_is_in_a_file(
 
     monkeypatch.setattr(cli, "app", fail)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert main(["train"]) == 1
+    assert main(["train"]) == 70
     line = last_error(capsys)
     [file] = tmp_path.iterdir()
     assert line == (

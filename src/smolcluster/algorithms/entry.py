@@ -18,8 +18,9 @@ from typing import Literal
 from smolcluster.algorithms.registry import Algorithm, get_algorithm
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.errors import SmolclusterError
+from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.bugs import describe_bug
-from smolcluster.utils.stopping import SIGNALS, Interrupted, heeded, interrupt
+from smolcluster.utils.stopping import SIGNALS, Interrupted, heeded, interrupt, interrupt_once
 
 Role = Literal["server", "worker"]
 
@@ -40,6 +41,9 @@ def main(name: AlgorithmName, role: Role) -> int:
     algorithm = get_algorithm(name)
     parser = server_parser(algorithm) if role == "server" else worker_parser(algorithm)
     args = parser.parse_args()
+    supervised = role == "worker" and args.supervised is not None
+    if role == "worker" and args.restarts and not supervised:
+        return _supervise(args)
 
     def body() -> None:
         from smolcluster.algorithms import process  # noqa: PLC0415 - it imports torch
@@ -50,24 +54,42 @@ def main(name: AlgorithmName, role: Role) -> int:
         else:
             process.work(name, args, module.Worker)
 
-    return guarded(body, stop_on_stdin_eof=args.stop_on_stdin_eof)
+    return guarded(
+        body, stop_on_stdin_eof=args.stop_on_stdin_eof or supervised, supervised=supervised
+    )
 
 
-def guarded(body: Callable[[], None], *, stop_on_stdin_eof: bool = False) -> int:
-    """Run a process's body with signals as exceptions, and return the exit code."""
+def _supervise(args: argparse.Namespace) -> int:
+    """Be the supervisor of this worker; see there."""
+    from smolcluster.algorithms.supervision import supervise  # noqa: PLC0415 - only launched ones
+
+    if args.stop_on_stdin_eof:
+        _watch_stdin()
+    named = not args.stop_on_stdin_eof
+    return supervise(args.node, args.worker_id - 1, args.restarts, named=named)
+
+
+def guarded(
+    body: Callable[[], None], *, stop_on_stdin_eof: bool = False, supervised: bool = False
+) -> int:
+    """Run a process's body with signals as exceptions, and return the exit code.
+
+    `supervised`: who ends a process group is heard twice, by us and by the supervisor who hands it on.
+    """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    handler = interrupt_once() if supervised else interrupt
     try:
         for signum in heeded():
-            signal.signal(signum, interrupt)
+            signal.signal(signum, handler)
         if stop_on_stdin_eof:
-            threading.Thread(target=_stop_on_stdin_eof, name="stdin", daemon=True).start()
+            _watch_stdin()
         body()
     except SmolclusterError as error:
         return _fail(str(error), error.exit_code)
     except (Ended, Interrupted) as end:
         return end.exit_code
     except Exception as error:
-        return _fail(describe_bug(error), 1)
+        return _fail(describe_bug(error), BUG)
     finally:
         for signum in SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
@@ -101,6 +123,14 @@ def worker_parser(algorithm: Algorithm) -> argparse.ArgumentParser:
     parser.add_argument(
         "--server", metavar="HOST:PORT", help="where the server is; default: host_ip[node]:port"
     )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start it again when it was killed or met an internal error, so often in a row",
+    )
+    parser.add_argument("--supervised", type=int, help=argparse.SUPPRESS)
     return parser
 
 
@@ -128,6 +158,10 @@ def _parser(description: str) -> argparse.ArgumentParser:
 def _fail(sentence: str, exit_code: int) -> int:
     sys.stderr.write(f"error: {sentence}\n")
     return exit_code
+
+
+def _watch_stdin() -> None:
+    threading.Thread(target=_stop_on_stdin_eof, name="stdin", daemon=True).start()
 
 
 def _stop_on_stdin_eof() -> None:

@@ -11,7 +11,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -46,6 +46,7 @@ from smolcluster.transport.security import (
     ensure_secret,
     load_secret,
 )
+from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.bugs import describe_bug
 from smolcluster.utils.device import use_threads
 from smolcluster.utils.machine import machine_facts
@@ -88,7 +89,7 @@ def process_log(
         raise Ended(interrupt.exit_code) from None
     except Exception as error:
         log.logger.log(logging.ERROR, "%s", describe_bug(error), exc_info=error)
-        raise Ended(1) from None
+        raise Ended(BUG) from None
     finally:
         threading.excepthook = threading.__excepthook__
         log.close()
@@ -150,6 +151,9 @@ def work(
             paths = create_run(runs_root(node.runs_dir), run.run_id, newest=False)
             log.file_logs_to(paths.log_file("worker", args.node, rank), run.run_id)
             own.begin(run, paths)
+            if args.supervised is not None:
+                with suppress(OSError):  # it has gone, and so shall we; or was told often enough
+                    os.write(args.supervised, os.fsencode(paths.root.absolute()) + b"\0")
 
         place = Place(
             node=node,

@@ -27,6 +27,7 @@ from smolcluster.cli import (
 )
 from smolcluster.cli.options import EXIT_CODES, OVERRIDE
 from smolcluster.errors import SmolclusterError
+from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.bugs import describe_bug
 
 ORDER = (
@@ -114,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        return _fail(describe_bug(error), 1)
+        return _fail(describe_bug(error), BUG)
     return int(code or 0)
 
 

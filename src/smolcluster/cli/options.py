@@ -11,6 +11,7 @@ EXIT_CODES = """Exit codes:
   0    done
   1    the run failed; the message says why
   2    a flag, a file, a key or a value is wrong
+  70   an internal error; the message names the traceback
   75   try again: no server answered, the port or the run is in use, or no worker is there
   77   the cluster's secret is missing, open to others, or not the server's
   78   the server refused this worker

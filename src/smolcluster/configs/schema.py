@@ -23,6 +23,7 @@ from pydantic import (
     Discriminator,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Strict,
@@ -258,6 +259,11 @@ class ClusterConfig(Section):
     )
     reconnect_timeout_s: PositiveFloat = Field(
         60.0, description="How long a worker tries to get back to a lost server, seconds."
+    )
+    restarts: NonNegativeInt = Field(
+        3,
+        description="How often in a row a launched worker that was killed or met an internal error is "
+        "started again; ten minutes of life begin the count anew.",
     )
     heartbeat_timeout_s: PositiveFloat = Field(
         10.0,

@@ -160,6 +160,7 @@ def plan_local(
             argv=(
                 *(python, str(request.algorithm.worker), str(rank + 1), node, *local),
                 *("--server", format_address(cluster.host_ip[node], cluster.port)),
+                *restarts(cluster),
                 *config,
                 *overrides((PATIENCE, *place, *node_overrides(request.overrides)), node),
             ),
@@ -204,7 +205,7 @@ def plan_cluster(request: Request, cluster: ClusterConfig, places: Places, run_i
     )
     workers = [
         planned(node, rank, [f"{folder}/worker.py", str(rank + 1), node]).with_arguments(
-            *overrides(node, (*places[node].overrides, *node_overrides(public)))
+            *restarts(cluster), *overrides(node, (*places[node].overrides, *node_overrides(public)))
         )
         for rank, node in enumerate(cluster.workers)
     ]
@@ -237,6 +238,11 @@ def in_sessions(plan: LaunchPlan, paths: RunPaths, algorithm: str, port: int) ->
             for process in plan.processes
         ),
     )
+
+
+def restarts(cluster: ClusterConfig) -> tuple[str, ...]:
+    """The option that gives a worker its supervisor; the server's way back is `resume`."""
+    return _option("--restarts", cluster.restarts or None)
 
 
 def _option(flag: str, value: str | int | None) -> tuple[str, ...]:

@@ -3,6 +3,9 @@
 import tempfile
 import traceback
 
+EXIT_CODE = 70
+"""Of a process that met one, as of `sysexits.h`: an internal error."""
+
 
 def describe_bug(error: BaseException) -> str:
     """One sentence that names the file in which the traceback is kept, in the system's folder for such."""

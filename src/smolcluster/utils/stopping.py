@@ -1,7 +1,7 @@
 """Signals that ask a process to stop, at once or at the next good moment."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -26,6 +26,18 @@ class Interrupted(KeyboardInterrupt):
 def interrupt(signum: int, _frame: FrameType | None) -> None:
     """A signal handler that stops the process at once."""
     raise Interrupted(signum)
+
+
+def interrupt_once() -> Callable[[int, FrameType | None], None]:
+    """A handler that does so at the first signal; of further ones only Ctrl-C is impatience."""
+    taken: list[int] = []
+
+    def handler(signum: int, _frame: FrameType | None) -> None:
+        if not taken or signum == signal.SIGINT:
+            taken.append(signum)
+            raise Interrupted(signum)
+
+    return handler
 
 
 class StopRequest:

@@ -139,10 +139,10 @@ def test_a_known_error_is_one_line_its_exit_code_and_a_traceback_in_the_file(
     assert len(read_events(run_files.events)) == 1, "what happened before is on disk"
 
 
-def test_a_bug_is_one_line_and_1(
+def test_a_bug_is_one_line_and_70(
     serve: Callable[..., int], run_files: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert serve(lambda _: 1 / 0) == 1
+    assert serve(lambda _: 1 / 0) == 70
     line = only_line(capsys)
     assert "ZeroDivisionError" in line
     assert "; see /" in line

@@ -1,0 +1,179 @@
+"""The supervisor of a worker: it starts the worker's process, and starts it again when it died.
+
+A worker has died when it was killed (memory ran out, a driver crashed) or met an internal error. One that
+says itself why it ends is not started again: the run is over, the server refused it, the secret is wrong, the
+server stayed away for as long as the configuration lets it.
+
+The process is in the supervisor's process group, so whoever ends the group ends both; who asks the supervisor
+alone to stop is handed on. Its standard input is a pipe of the supervisor's: when that is gone, however it
+went, the process stops.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from smolcluster.observability.logs import setup_logging
+from smolcluster.runs.paths import RunPaths
+from smolcluster.utils.bugs import EXIT_CODE as BUG
+from smolcluster.utils.retry import Deadline
+from smolcluster.utils.stopping import heeded
+from smolcluster.utils.units import format_duration
+
+SUPERVISED = "--supervised"
+"""The option of a supervised process: where to write the folder of its run, a file descriptor."""
+FIRST_DELAY_S, FACTOR = 1.0, 4.0
+SETTLED_S = 600.0
+"""A process that lived for so long is not one that cannot live."""
+POLL_S = 0.1
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of a process that has ended.
+
+    Attributes:
+        delay_s: seconds until it is started again; None: it is not.
+        num_restarts: how often in a row it has been, this time included.
+        reason: how it died; empty: it has not, but said itself why it ended.
+    """
+
+    delay_s: float | None
+    num_restarts: int
+    reason: str = ""
+
+
+def decide(code: int, lived_s: float, num_restarts: int, allowed: int) -> Decision:
+    """Whether to start a process again.
+
+    Args:
+        code: its exit code; minus a signal's number when that ended it.
+        lived_s: how long it ran, seconds.
+        num_restarts: how often in a row it has been started again.
+        allowed: how often it may be.
+    """
+    if lived_s >= SETTLED_S:
+        num_restarts = 0
+    if -code in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) or 0 <= code != BUG:
+        return Decision(None, num_restarts)
+    how = "met an internal error" if code == BUG else f"was ended by {_signal_name(-code)}"
+    if num_restarts >= allowed:
+        return Decision(None, num_restarts, how)
+    return Decision(FIRST_DELAY_S * FACTOR**num_restarts, num_restarts + 1, how)
+
+
+class Stopping:
+    """Signals that ask the supervisor to stop: noted, and handed on to the process that it has."""
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __call__(self, signum: int, _frame: FrameType | None) -> None:
+        """Take a signal; the process takes only one of those that are handed on."""
+        self.signum = self.signum or signum
+        self.hand_on()
+
+    def hand_on(self) -> None:
+        """Ask the process to stop, if there is one."""
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                self.process.terminate()
+
+
+def supervise(node: str, rank: int, allowed: int, *, named: bool = True) -> int:
+    """Be the supervisor of a process with this command line; returns the last one's exit code.
+
+    Args:
+        node: the machine's name.
+        rank: the worker's.
+        allowed: how often in a row it is started again.
+        named: whether lines on the console say whose they are.
+    """
+    stopping, folder = Stopping(), b""
+    for signum in heeded():
+        signal.signal(signum, stopping)
+    command = [sys.executable, *sys.argv]
+
+    def say(level: str, line: str) -> None:
+        _say(level, line, node, rank, os.fsdecode(folder), named=named)
+
+    num_restarts = 0
+    while True:
+        began = time.monotonic()
+        code, told = _life(command, stopping)
+        folder = told or folder
+        decision = decide(code, time.monotonic() - began, num_restarts, allowed)
+        num_restarts = decision.num_restarts
+        if stopping.signum is not None or not decision.reason:
+            return code if code >= 0 else 128 - code
+        if decision.delay_s is None:
+            say(
+                "error",
+                f"error: this worker {decision.reason}, and is not started again: that was done {allowed} "
+                "times (restarts); `smolcluster join` brings it back",
+            )
+            return code if code >= 0 else 128 - code
+        say(
+            "warning",
+            f"this worker {decision.reason}; it is started again in "
+            f"{format_duration(decision.delay_s)} ({num_restarts} of {allowed} times)",
+        )
+        if asked_by := _asked_within(decision.delay_s, stopping):
+            return 128 + asked_by
+
+
+def _life(command: Sequence[str], stopping: Stopping) -> tuple[int, bytes]:
+    """Run the process until its end; its exit code, and the folder of its run if it came so far."""
+    hears, tells = os.pipe()
+    for end in (hears, tells):
+        os.set_blocking(end, False)
+    try:
+        stopping.process = subprocess.Popen(  # noqa: S603 - our own command line
+            [*command, SUPERVISED, str(tells)], stdin=subprocess.PIPE, pass_fds=(tells,)
+        )
+        with stopping.process:
+            if stopping.signum is not None:  # while it was being started
+                stopping.hand_on()
+            code = stopping.process.wait()
+        with suppress(BlockingIOError):
+            return code, os.read(hears, 1 << 16).split(b"\0")[0]
+        return code, b""
+    finally:
+        stopping.process = None
+        os.close(hears)
+        os.close(tells)
+
+
+def _asked_within(delay_s: float, stopping: Stopping) -> int | None:
+    """The signal that asked to stop, if one did while we waited."""
+    deadline = Deadline(delay_s)
+    while stopping.signum is None and not deadline.expired:
+        time.sleep(min(POLL_S, deadline.remaining()))
+    return stopping.signum
+
+
+def _say(level: str, line: str, node: str, rank: int, folder: str, *, named: bool) -> None:
+    """Log a line, in the worker's file as well if there is one; it is closed again for its next process."""
+    log = setup_logging("worker", node, rank, named=named)
+    if folder:
+        paths = RunPaths(Path(folder))
+        log.file_logs_to(paths.log_file("worker", node, rank), paths.run_id)
+    getattr(log.logger, level)(line)
+    log.close()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
