@@ -18,8 +18,8 @@ from smolcluster.observability.sinks.console import ProgressView, ShownBeside
 from smolcluster.observability.sinks.jsonl import JsonlSink
 from smolcluster.observability.sinks.wandb import wandb_for
 from smolcluster.observability.spans import SpanLog
-from smolcluster.runs.events import EventLog
-from smolcluster.runs.paths import RunPaths, create_run, runs_root
+from smolcluster.runs.events import Event, EventLog, RunStarted
+from smolcluster.runs.paths import RunPaths, create_run, point_latest, runs_root
 from smolcluster.runs.status import StatusFile
 from smolcluster.utils.bugs import describe_bug
 
@@ -42,7 +42,7 @@ class Records:
 
 def open_run(settings: Settings, run: RunConfig, *, role: str, node: str, log: NodeLog) -> RunPaths:
     """Make the run's folder, save the configuration there, and file the log in it from now on."""
-    paths = create_run(runs_root(settings.node.runs_dir), run.run_id)
+    paths = create_run(runs_root(settings.node.runs_dir), run.run_id, newest=False)
     log.file_logs_to(paths.log_file(role, node), run.run_id)
     log.logger.info("run %s, files in %s", run.run_id, paths.root)
     save_resolved(settings, paths.config)
@@ -85,7 +85,16 @@ def open_records(
         warn=warn,
     )
     sinks.append(wandb)
-    events = EventLog(paths.events, incarnation, warn=warn, on_event=wandb.happened)
+
+    def happened(event: Event) -> None:
+        if isinstance(event, RunStarted):  # from here on: a start that fails is no newest run
+            try:
+                point_latest(paths.root.parent, paths.run_id)
+            except OSError as error:
+                warn("`latest` cannot point to this run: %s", error.strerror or error)
+        wandb.happened(event)
+
+    events = EventLog(paths.events, incarnation, warn=warn, on_event=happened)
     status = StatusFile(paths.status, warn=warn)
     spans = SpanLog(paths.spans, warn=warn)
     metrics = Metrics(sinks)

@@ -12,7 +12,7 @@ app = typer.Typer(rich_markup_mode=None)
 @app.command(
     "dashboard",
     epilog=below(
-        "smolcluster dashboard                  the newest run, live",
+        "smolcluster dashboard                  the run that is running, else the newest",
         "smolcluster dashboard edp-20261120-1350-3f9c --open",
         "ssh -L 8265:127.0.0.1:8265 lab         then open the address here",
     ),

@@ -84,5 +84,9 @@ Overrides = Annotated[
     ),
 ]
 Run = Annotated[
-    str, typer.Argument(metavar="RUN", help="Name of a run, latest, or a run's folder.")
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Name of a run, or its folder; latest: the one that is running, else the newest.",
+    ),
 ]

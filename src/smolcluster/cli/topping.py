@@ -12,7 +12,7 @@ app = typer.Typer(rich_markup_mode=None)
 @app.command(
     "top",
     epilog=below(
-        "smolcluster top                        the newest run",
+        "smolcluster top                        the run that is running, else the newest",
         "smolcluster top edp-20261120-1350-3f9c",
         "smolcluster top --once | head -20",
     ),

@@ -12,7 +12,7 @@ app = typer.Typer(rich_markup_mode=None)
 @app.command(
     "status",
     epilog=below(
-        "smolcluster status                     the newest run",
+        "smolcluster status                     the run that is running, else the newest",
         "smolcluster status edp-20261120-1350-3f9c --watch",
         "smolcluster status --json | jq .state",
     ),
@@ -61,11 +61,13 @@ def _logs(
 
 
 @app.command("runs", epilog=below("smolcluster runs"))
-def _runs() -> int:
-    """List the runs that this machine knows, the newest last."""
+def _runs(
+    *, as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False
+) -> int:
+    """List the runs that this machine knows, the newest last; those elsewhere are asked for there."""
     from smolcluster.launch.watch.listing import runs  # noqa: PLC0415
 
-    return runs()
+    return runs(as_json=as_json)
 
 
 @app.command(

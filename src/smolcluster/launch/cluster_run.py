@@ -35,7 +35,7 @@ from smolcluster.launch.sync import environment_digest, make_environment, send_c
 from smolcluster.launch.tmux import close_window, is_stopping
 from smolcluster.observability.terminal import displayable, steady
 from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
-from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.paths import RunPaths, latest_of, point_latest, take_back_latest
 from smolcluster.runs.status import RunStatus
 from smolcluster.runs.summary import Summary, table
 from smolcluster.utils.retry import Deadline
@@ -180,6 +180,9 @@ class ClusterRun:
         self._launched = with_shippers(self._launched, loki, self._warn)
         write_launched(self._paths.launched, self._launched)
         self._paths.processes.unlink(missing_ok=True)  # of a launch without sessions
+        self._forget_copies()
+        root = self._paths.root.parent
+        newest_before = latest_of(root)
         close_window(self._launched.run_id)  # of a run that goes on: its panes show what has ended
         with interrupts() as asked:
             try:
@@ -187,7 +190,16 @@ class ClusterRun:
                 self._start_workers(asked)
             except BaseException as error:
                 self._take_back(error)
+                take_back_latest(self._paths, newest_before)
                 raise
+        point_latest(root, self._launched.run_id)
+
+    def _forget_copies(self) -> None:
+        """Remove what this machine has learnt of a run elsewhere that goes on now."""
+        self._paths.standing.unlink(missing_ok=True)
+        if self._launched.server.ssh is not None:
+            self._paths.status.unlink(missing_ok=True)
+            self._paths.summary.unlink(missing_ok=True)
 
     def _start_server(self, asked: Interrupts) -> None:
         server = self._launched.server

@@ -1,22 +1,75 @@
 """Which run a command means. Imports nothing that takes time."""
 
 import os
+import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from smolcluster.errors import ConfigError
-from smolcluster.runs.paths import RunPaths, find_run, runs_root
+from smolcluster.runs.paths import LATEST, RunPaths, find_run, runs_root
 
 RUNS_DIR = "SMOLCLUSTER_RUNS_DIR"
 
 
-def find(run: str) -> RunPaths:
+def find(run: str, *, acts: bool = False) -> RunPaths:
     """The run of that name in the folder of runs, or the run whose folder that is.
 
+    `latest` is the run that lives, and where none does the newest that has begun. Of several that live a
+    command that only looks takes the newest and says so; one that `acts` asks, or refuses where nobody can
+    answer.
+
     Raises:
-        ConfigError: there is neither.
+        ConfigError: there is neither, or it is not clear which is meant.
     """
-    return in_folder(run) or find_run(all_runs(), run)
+    if run != LATEST:
+        return in_folder(run) or find_run(all_runs(), run)
+    from smolcluster.launch.watch.listing import living  # noqa: PLC0415 - takes time
+
+    root = all_runs()
+    *others, newest = living(root) or [None]
+    if newest is None:
+        return find_run(root)
+    if others:
+        known = [newest, *reversed(others)]
+        return _asked(known) if acts else _told(known)
+    if newest != find_run_or_none(root):
+        _say(f"run {newest.run_id}, the one that is running")
+    return newest
+
+
+def find_run_or_none(root: Path) -> RunPaths | None:
+    """The run that `latest` points to, if there is one."""
+    with suppress(ConfigError):
+        return find_run(root)
+    return None
+
+
+def _told(living: Sequence[RunPaths]) -> RunPaths:
+    newest, *others = living
+    rest = ", ".join(each.run_id for each in others)
+    _say(f"run {newest.run_id}, the newest of those that are running; there is also: {rest}")
+    return newest
+
+
+def _asked(living: Sequence[RunPaths]) -> RunPaths:
+    names = [each.run_id for each in living]
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise ConfigError(f"{len(names)} runs are running, name one of them: {', '.join(names)}")
+    for place, name in enumerate(names, start=1):
+        _say(f"  {place}  {name}")
+    sys.stderr.write(f"which run (1 to {len(names)})? ")
+    sys.stderr.flush()
+    answer = sys.stdin.readline().strip()
+    if answer.isdecimal() and 1 <= int(answer) <= len(names):
+        return living[int(answer) - 1]
+    if answer in names:
+        return living[names.index(answer)]
+    raise ConfigError(f"{answer!r} is none of them: {', '.join(names)}")
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
 
 
 def all_runs() -> Path:

@@ -92,7 +92,7 @@ def launch_remote(
     machines = machines_of(settings.cluster, places, cluster_file)
     run = ClusterRun(launched, machines, RunPaths(here / check_run_id(run_id)), SteadyConsole())
     run.prepare(baggage, sync=how.sync)
-    keep(create_run(here, run_id), cluster_file.read_bytes(), baggage.train_file)
+    keep(create_run(here, run_id, newest=False), cluster_file.read_bytes(), baggage.train_file)
     stack = bring_up(run.say) if how.observe else None
     if stack is not None:
         ssh = {node: place.ssh for node, place in places.items()}
@@ -211,7 +211,7 @@ def stop(run: str, *, now: bool) -> int:
     Raises:
         SmolclusterError: there is no such run.
     """
-    paths = find(run)
+    paths = find(run, acts=True)
     if not paths.launched.is_file():
         return stop_children(paths, now=now)
     launched = read_launched(paths.launched)

@@ -6,6 +6,7 @@ does not end the run, because training is elastic; when none is left, the run is
 """
 
 import itertools
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -39,8 +40,15 @@ from smolcluster.observability.terminal import (
     steady,
 )
 from smolcluster.runs.events import RunEnded, WorkerJoined, WorkerLeft, WorkerLost, follow_events
-from smolcluster.runs.paths import RunPaths, create_run, new_run_id, runs_root
-from smolcluster.runs.processes import ProcessEntry, write_processes
+from smolcluster.runs.paths import (
+    RunPaths,
+    create_run,
+    latest_of,
+    new_run_id,
+    runs_root,
+    take_back_latest,
+)
+from smolcluster.runs.processes import ProcessEntry, start_of, write_processes
 from smolcluster.runs.status import STOPPED
 from smolcluster.runs.summary import read_summary, sample_shown, table
 from smolcluster.transport.security import default_secret_path, ensure_secret
@@ -81,7 +89,7 @@ def launch_local(request: Request, run_id: str, how: How, *, resume: bool = Fals
         return 0
     check_port(settings.cluster)  # or our workers would find somebody else's server
     ensure_secret(settings.node.secret_file or default_secret_path())
-    paths = create_run(runs_root(settings.node.runs_dir), run_id)
+    paths = create_run(runs_root(settings.node.runs_dir), run_id, newest=False)
     console = SteadyConsole()
     say = partial(print_line, console)
     stack = bring_up(say) if how.observe else None
@@ -179,6 +187,9 @@ class LocalRun:
         self._shippers: list[Child] = []
         self._reported: set[int] = set()
         self._members: set[int] = set()
+        self._has_begun = False
+        """Whether a worker has taken part."""
+        self._newest_before = latest_of(paths.root.parent)
         self._run_ended = False
         self._stopped = False
         """Whether its server was asked to end, by us or by anybody else."""
@@ -200,6 +211,8 @@ class LocalRun:
                 stop(self._shippers, SHIPPER_GRACE_S, lambda: asked.repeated)
                 self._follow()
                 self._view.close()
+                if not self._has_begun:
+                    take_back_latest(self._paths, self._newest_before)
         self._conclude(code, interrupted=(bool(asked) and code == asked.exit_code) or self._stopped)
         return code
 
@@ -212,11 +225,18 @@ class LocalRun:
         )
         width = max(len(process.title) for process in self._plan.processes)
         self._paths.launched.unlink(missing_ok=True)  # of sessions that it had before
+        shutil.rmtree(self._paths.root / "asked", ignore_errors=True)
         for process, colour in zip(self._plan.processes, itertools.cycle(COLOURS), strict=False):
             prefix = Text(f"{process.title:<{width}}", style=colour)
             self._children.append(Child(process, self._behind(prefix)))
         entries = [
-            ProcessEntry(node=process.node, role=process.role, rank=process.rank, pid=child.pid)
+            ProcessEntry(
+                node=process.node,
+                role=process.role,
+                rank=process.rank,
+                pid=child.pid,
+                started=start_of(child.pid),
+            )
             for child in self._children
             for process in (child.process,)
         ]
@@ -282,6 +302,7 @@ class LocalRun:
             match record.event:
                 case WorkerJoined(rank=rank):
                     self._members.add(rank)
+                    self._has_begun = True
                 case WorkerLeft(rank=rank) | WorkerLost(rank=rank):
                     self._members.discard(rank)
                 case RunEnded(reason=reason):

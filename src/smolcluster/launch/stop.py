@@ -162,10 +162,7 @@ def stop_children(paths: RunPaths, *, now: bool, server_grace_s: float = SERVER_
 
 
 class Children:
-    """The listed processes of a run; one counts only while its command line says that it is of the run.
-
-    Process ids are used again.
-    """
+    """The listed processes of a run, as long as they live; other processes may have their ids by now."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
@@ -173,13 +170,22 @@ class Children:
 
     def servers(self) -> list[int]:
         """The server's process id, while it lives."""
-        lines = command_lines([each.pid for each in self._entries if each.rank is None])
-        return [pid for pid, line in lines.items() if is_server_of(line, self._paths.run_id)]
+        return self._living(
+            lambda each: each.rank is None, lambda line: is_server_of(line, self._paths.run_id)
+        )
 
     def workers(self) -> list[int]:
         """The process ids of the workers that live."""
-        lines = command_lines([each.pid for each in self._entries if each.rank is not None])
-        return [pid for pid, line in lines.items() if is_launched_worker(line)]
+        return self._living(lambda each: each.rank is not None, is_launched_worker)
+
+    def _living(
+        self, chosen: Callable[[ProcessEntry], bool], is_ours: Callable[[str], bool]
+    ) -> list[int]:
+        """Those of the chosen; `is_ours` judges the command line where the list does not tell enough."""
+        entries = [each for each in self._entries if chosen(each)]
+        lines = command_lines([each.pid for each in entries if each.started is None])
+        unsure = {pid for pid, line in lines.items() if is_ours(line)}
+        return [each.pid for each in entries if each.is_itself or each.pid in unsure]
 
     def alive(self) -> list[int]:
         """All that live."""

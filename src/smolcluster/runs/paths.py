@@ -3,11 +3,12 @@
 <runs>/<run id>/config.yaml  status.json  events.jsonl  metrics.jsonl  spans.jsonl  summary.json
                 curves.png  report.html  sample.txt  trace.json  processes.json  launch.json
                 logs/  checkpoints/
-<runs>/latest -> the newest run
+<runs>/latest -> the newest run that has begun: a server that listens, or a single process that trains
 """
 
 import re
 import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -91,6 +92,11 @@ class RunPaths:
         return self.root / "launch.json"
 
     @property
+    def standing(self) -> Path:
+        """How a run on other machines stood when these were asked last; on the machine that launched it."""
+        return self.root / ".standing.json"
+
+    @property
     def logs(self) -> Path:
         """The folder of the log files."""
         return self.root / "logs"
@@ -166,9 +172,7 @@ def create_run(root: Path, run_id: str, *, newest: bool = True) -> RunPaths:
     try:
         paths.logs.mkdir(parents=True, exist_ok=True)
         if newest:
-            beside = root / f".{LATEST}-{secrets.token_hex(4)}"
-            beside.symlink_to(run_id)
-            beside.replace(root / LATEST)
+            point_latest(root, run_id)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(
@@ -178,8 +182,38 @@ def create_run(root: Path, run_id: str, *, newest: bool = True) -> RunPaths:
     return paths
 
 
+def latest_of(root: Path) -> str | None:
+    """The id of the run that `latest` points to; None: to none."""
+    try:
+        return (root / LATEST).readlink().name
+    except OSError:
+        return None
+
+
+def point_latest(root: Path, run_id: str | None) -> None:
+    """Let `latest` point to this run; None: to none.
+
+    Raises:
+        OSError: it cannot be made or removed.
+    """
+    if run_id is None:
+        (root / LATEST).unlink(missing_ok=True)
+        return
+    beside = root / f".{LATEST}-{secrets.token_hex(4)}"
+    beside.symlink_to(run_id)
+    beside.replace(root / LATEST)
+
+
+def take_back_latest(paths: RunPaths, before: str | None) -> None:
+    """Let `latest` point to the run `before` again if it points to this one, whose start has failed."""
+    root = paths.root.parent
+    if latest_of(root) == paths.run_id:
+        with suppress(OSError):
+            point_latest(root, before)
+
+
 def find_run(root: Path, name: str = LATEST) -> RunPaths:
-    """The run of that id, or the newest one for `latest`.
+    """The run of that id, or the one that `latest` points to: the newest that has begun.
 
     Raises:
         ConfigError: there is no such run under `root`.

@@ -15,9 +15,15 @@ from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import main
 from smolcluster.cluster.link import Participant
 from smolcluster.configs.load import find_config
-from smolcluster.errors import ClusterEmpty, ConfigError, NonFiniteLoss, SmolclusterError
+from smolcluster.errors import (
+    ClusterEmpty,
+    ConfigError,
+    NonFiniteLoss,
+    PortBusy,
+    SmolclusterError,
+)
 from smolcluster.runs.events import EpochFinished, read_events
-from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.paths import RunPaths, create_run, latest_of
 from smolcluster.runs.summary import Summary, read_summary
 
 SUMMARY = summary_of(1, train_loss=0.25)
@@ -99,11 +105,39 @@ def test_a_server_leaves_its_files_and_a_table(
     assert serve(body) == 0
     assert read_summary(run_files.summary) == SUMMARY
     assert "num_epochs" in run_files.config.read_text()
-    assert (run_files.root.parent / "latest").resolve() == run_files.root.resolve()
+    assert latest_of(run_files.root.parent) is None, "it never listened"
     assert "0.2500" in capsys.readouterr().err
     (context,) = contexts
     assert (context.run.run_id, context.run.algorithm) == ("mine", "edp")
     assert {line["run"] for line in server_log(run_files)} == {"mine"}
+
+
+def test_the_newest_run_is_one_that_has_begun_to_listen(
+    serve: Callable[..., int], run_files: RunPaths
+) -> None:
+    create_run(run_files.root.parent, "before")
+    newest: list[str | None] = []
+
+    def body(context: ServerContext) -> Summary:
+        newest.append(latest_of(run_files.root.parent))
+        context.new_report("fp32", lambda: (0, 0))
+        newest.append(latest_of(run_files.root.parent))
+        raise PortBusy("somebody else listens there")
+
+    assert serve(body) == 75
+    assert newest == ["before", "mine"]
+
+
+def test_a_server_that_cannot_listen_is_not_the_newest_run(
+    serve: Callable[..., int], run_files: RunPaths
+) -> None:
+    create_run(run_files.root.parent, "before")
+
+    def body(_: ServerContext) -> Summary:
+        raise PortBusy("somebody else listens there")
+
+    assert serve(body) == 75
+    assert latest_of(run_files.root.parent) == "before"
 
 
 def test_without_progress_there_is_no_table(

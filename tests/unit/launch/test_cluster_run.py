@@ -3,17 +3,20 @@
 import io
 import select
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from reading import server
+from smolcluster.errors import LaunchError
 from smolcluster.launch import cluster_run
 from smolcluster.launch.cluster_run import Choice, ClusterRun
 from smolcluster.launch.interrupts import Interrupts
+from smolcluster.launch.stop import StopResult
 from smolcluster.runs.launched import Launched, read_launched
-from smolcluster.runs.paths import RunPaths, create_run
+from smolcluster.runs.paths import RunPaths, create_run, latest_of, point_latest
 
 
 @pytest.fixture
@@ -89,3 +92,23 @@ def test_child_processes_that_the_run_had_before_are_forgotten(
     run.start()
     assert read_launched(paths.launched).run_id == "r1"
     assert not paths.processes.exists()
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_newest_run_is_one_whose_start_has_not_failed(
+    run: ClusterRun, paths: RunPaths, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    create_run(paths.root.parent, "before")
+
+    def start_server(*_: object) -> None:  # it listens here, and a worker ends badly
+        point_latest(paths.root.parent, "r1")
+        if fails:
+            raise LaunchError("worker 1 pi5 ended with exit code 1")
+
+    monkeypatch.setattr(ClusterRun, "_start_server", start_server)
+    monkeypatch.setattr(ClusterRun, "_start_workers", lambda *_: None)
+    monkeypatch.setattr(ClusterRun, "_end", lambda _: StopResult([], was_over=False))
+    monkeypatch.setattr(cluster_run, "close_window", lambda _: None)
+    with pytest.raises(LaunchError) if fails else nullcontext():
+        run.start()
+    assert latest_of(paths.root.parent) == ("before" if fails else "r1")

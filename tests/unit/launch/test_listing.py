@@ -1,17 +1,24 @@
-"""The table of all runs."""
+"""The table of all runs, and which of them a command means that names none."""
 
+import io
+import json
 import os
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from reading import launched_run, server, status_of, worker, write
-from smolcluster.launch.find import RUNS_DIR
-from smolcluster.launch.watch.listing import ELSEWHERE, listed, row, runs
+from smolcluster.errors import ConfigError
+from smolcluster.launch.find import RUNS_DIR, find
+from smolcluster.launch.host import Host, TookTooLong
+from smolcluster.launch.watch import listing
+from smolcluster.launch.watch.listing import listed, living, row, runs
+from smolcluster.launch.watch.probe import Ask
 from smolcluster.runs.lock import RunLock
 from smolcluster.runs.paths import RunPaths, create_run
-from smolcluster.runs.status import STOPPED, write_status
+from smolcluster.runs.status import STOPPED, RunStatus, instant, write_status
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic, write_summary
 
 
@@ -87,12 +94,117 @@ def test_a_run_that_has_just_been_started_is_not_broken_off(tmp_path: Path) -> N
     assert listed(tmp_path)[0].state == "broken off"
 
 
-def test_a_run_on_other_machines(tmp_path: Path) -> None:
-    paths = launched_run(tmp_path, server(), worker(0, "pi5", "pi5"), worker(1, "mini1", None))
-    [run] = listed(tmp_path)
-    assert row(run) == ["r1", ELSEWHERE, "", "", "", "mini1, pi5"]
+def answering(*processes: str, status: RunStatus | None = None) -> tuple[Ask, list[str]]:
+    """Machines that say so of their processes, one each, the server's first; and a list of who was asked."""
+    asked: list[str] = []
+
+    def ask(host: Host, _script: str) -> str:
+        asked.append(host.node)
+        if not processes:
+            raise TookTooLong("it takes long")
+        is_server = host.node == "mini1"
+        lines = [f"::process 0\n{processes[0] if is_server else processes[-1]}"]
+        if is_server and status is not None:
+            lines.append(f"::now\n{time.time()}\n::status.json\n{status.model_dump_json()}")
+        return "\n".join(lines)
+
+    return ask, asked
+
+
+def test_a_run_on_other_machines_is_asked_for_until_it_is_over(tmp_path: Path) -> None:
+    paths = launched_run(tmp_path, server(), worker(0, "pi5", "pi5"))
+    silent, _ = answering()
+    assert row(listed(tmp_path, silent)[0]) == ["r1", "unknown", "", "", "", "mini1, pi5"]
+    alive, _ = answering("running", status=status_of())
+    [run] = listed(tmp_path, alive)
+    assert (run.is_alive, row(run)[1:4]) == (True, ["training", "120", "0.25"])
+    [run] = listed(tmp_path, silent)  # what they said last
+    assert (run.is_alive, run.state, run.steps) == (None, "training", 120)
+    later = run.model_copy(update={"as_of": instant(time.time() - 720)})
+    assert row(later)[1] == "training, 12 min ago"
+    over, asked = answering("ended 0", status=status_of("ended", reason=STOPPED))
+    for _ in range(2):
+        [run] = listed(tmp_path, over)
+        assert (run.is_alive, run.state, run.steps) == (False, "stopped", 120)
+    assert sorted(asked) == ["mini1", "pi5"], "once"
+    paths.standing.unlink()  # it goes on
+    assert listed(tmp_path, alive)[0].state == "training"
+
+
+def test_a_run_on_other_machines_that_was_fetched_is_not_asked_for(tmp_path: Path) -> None:
+    paths = launched_run(tmp_path, server(), worker(0, "pi5", "pi5"))
     write_status(paths.status, status_of("ended"))
-    assert listed(tmp_path)[0].state == "ended"
+    ask, asked = answering("running")
+    assert [run.state for run in listed(tmp_path, ask)] == ["ended"]
+    assert asked == []
+
+
+def test_json_has_a_shape_to_rely_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(RUNS_DIR, str(tmp_path))
+    write_summary(run_of(tmp_path, "b", 10).summary, summary("b"))
+    assert runs(as_json=True) == 0
+    assert json.loads(capsys.readouterr().out) == [
+        {
+            **{"run_id": "b", "algorithm": "syncps", "state": "ended", "is_alive": False},
+            **{"steps": 1000, "loss": 0.125, "wall_s": 75.0, "nodes": []},
+            **{"began_at": "1970-01-01T00:00:10.000Z", "as_of": None},
+        }
+    ]
+
+
+# which run is meant
+
+
+def test_the_run_that_lives_is_meant_before_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(RUNS_DIR, str(tmp_path))
+    first, second = run_of(tmp_path, "first", 1), run_of(tmp_path, "second", 2)
+    assert find("latest") == second
+    with RunLock(first.lock):
+        assert find("latest", acts=True) == first
+        assert "first" in capsys.readouterr().err
+        with RunLock(second.lock):
+            assert find("latest") == second
+            assert "first" in capsys.readouterr().err
+            assert find("first", acts=True) == first
+            with pytest.raises(ConfigError, match="second, first"):
+                find("latest", acts=True)
+            for answer, meant in (("2\n", first), ("second\n", second)):
+                monkeypatch.setattr(sys, "stdin", Terminal(answer))
+                monkeypatch.setattr(sys, "stderr", Terminal())
+                assert find("latest", acts=True) == meant
+    assert find("latest") == second
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_run_on_other_machines_lives_if_they_say_so(tmp_path: Path) -> None:
+    launched_run(tmp_path, server(), worker(0, "pi5", "pi5"))
+    alive, asked = answering("gone", "running")
+    assert [paths.run_id for paths in living(tmp_path, alive)] == ["r1"]
+    assert asked == [], "it is the newest, and no other can live"
+    run_of(tmp_path, "newer", time.time())
+    assert [paths.run_id for paths in living(tmp_path, alive)] == ["r1"], "a worker does"
+    silent, _ = answering()
+    assert living(tmp_path, silent) == []
+    gone, _ = answering("gone")
+    assert living(tmp_path, gone) == []
+
+
+def test_a_run_of_this_machine_lives_as_long_as_its_sessions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched_run(tmp_path, server(None), worker(0, "mini1", None, session="r1-worker1"))
+    monkeypatch.setattr(listing, "_sessions", lambda: ["other", "r1-worker1"])
+    assert [paths.run_id for paths in living(tmp_path)] == ["r1"]
+    monkeypatch.setattr(listing, "_sessions", lambda: ["other"])
+    assert living(tmp_path) == []
 
 
 def test_damaged_files_hide_no_run(tmp_path: Path) -> None:
@@ -100,7 +212,7 @@ def test_damaged_files_hide_no_run(tmp_path: Path) -> None:
     for file in (paths.launched, paths.status, paths.summary, paths.events, paths.config):
         file.write_bytes(b"\xff{")
     [run] = listed(tmp_path)
-    assert (run.run_id, run.state) == ("a", ELSEWHERE)
+    assert (run.run_id, run.state) == ("a", "unknown")
     paths.status.unlink()
     paths.status.mkdir()
     assert len(listed(tmp_path)) == 1

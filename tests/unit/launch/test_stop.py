@@ -15,7 +15,7 @@ from reading import write
 from smolcluster.errors import ConfigError
 from smolcluster.launch.stop import WAITING, stop_children
 from smolcluster.runs.paths import RunPaths, create_run
-from smolcluster.runs.processes import ProcessEntry, write_processes
+from smolcluster.runs.processes import ProcessEntry, start_of, write_processes
 
 TOUCHY = """
 import pathlib, signal, sys, time
@@ -85,6 +85,24 @@ def test_the_process_of_somebody_else_with_a_used_number_is_left_alone(
     assert "it was over already" in capsys.readouterr().out
     assert [process.poll() for process in (web, other)] == [None, None]
     assert not (paths.root.parent / "signals").exists()
+
+
+def test_an_id_that_another_run_of_this_project_has_by_now_gets_no_signal(
+    paths: RunPaths, spawn: Spawn, tmp_path: Path
+) -> None:
+    """Its command line alone does not tell: workers of all local runs have the same."""
+    words = ("/x/algorithms/EDP/worker.py", "1", "pi5", "--stop-on-stdin-eof")
+    before, now = spawn(*words), spawn(*words)
+    was = start_of(before.pid)
+    assert was not in (None, start_of(now.pid))
+    entry = ProcessEntry(node="pi5", role="worker", rank=0, pid=now.pid, started=was)
+    write_processes(paths.processes, [entry])
+    assert stop_children(paths, now=True) == 0
+    assert now.poll() is None
+    write_processes(paths.processes, [entry.model_copy(update={"started": start_of(now.pid)})])
+    assert stop_children(paths, now=True) == 0
+    assert now.wait() == -signal.SIGKILL
+    assert before.poll() is None
 
 
 def test_whoever_asks_again_waits_for_the_last_checkpoint(

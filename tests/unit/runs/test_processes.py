@@ -10,7 +10,7 @@ from smolcluster.runs.processes import ProcessEntry, read_processes, write_proce
 def test_processes_are_read_as_they_were_written(tmp_path: Path) -> None:
     entries = [
         ProcessEntry(node="mini1", role="server", pid=100),
-        ProcessEntry(node="mini2", role="worker", rank=0, pid=101),
+        ProcessEntry(node="mini2", role="worker", rank=0, pid=101, started="b+7"),
     ]
     path = tmp_path / "processes.json"
     write_processes(path, entries)
@@ -20,6 +20,7 @@ def test_processes_are_read_as_they_were_written(tmp_path: Path) -> None:
         "role": "worker",
         "rank": 0,
         "pid": 101,
+        "started": "b+7",
     }
 
 

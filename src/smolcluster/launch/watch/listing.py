@@ -1,115 +1,295 @@
-"""`smolcluster runs`: all runs whose folders are here. Only small files are read, a few a run."""
+"""`smolcluster runs`: all runs whose folders are here, and which of them live.
 
+Only small files are read, a few a run. A run that was launched on other machines and is not known to be over
+is asked for there, each machine once; the answer is kept in the run's folder for when they cannot be reached.
+"""
+
+import json
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, Field
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from smolcluster.errors import DataError, SmolclusterError
 from smolcluster.launch.find import all_runs
+from smolcluster.launch.tmux import TMUX_TIMEOUT_S
+from smolcluster.launch.watch.probe import Ask, Sighting, alive_of, look
+from smolcluster.launch.watch.report import state_of
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
-from smolcluster.runs.files import or_none
+from smolcluster.runs.files import or_none, write_whole
 from smolcluster.runs.launched import Launched, read_launched
 from smolcluster.runs.lock import is_held
-from smolcluster.runs.paths import RunPaths
-from smolcluster.runs.status import RunStatus, read_status
+from smolcluster.runs.paths import RunPaths, latest_of
+from smolcluster.runs.processes import read_processes
+from smolcluster.runs.status import Instant, RunStatus, instant, read_status
 from smolcluster.runs.summary import Summary, read_summary
 from smolcluster.utils.units import format_duration
 
-ELSEWHERE = "see status"
-"""The state of a run whose server is on another machine and has not said here that it is over."""
 STARTING_S = 60.0
 """So long a run may take to load PyTorch and its data before it writes anything."""
+NEWS_S = 5.0
+"""What is older than this is shown with its age."""
+MAX_ASKED = 16
+"""Runs whose machines are asked at the same time."""
+
+Sessions = Callable[[], Collection[str]]
+"""What says the names of this machine's tmux sessions."""
 
 
-@dataclass(frozen=True)
-class ListedRun:
-    """A run in a line. What is not known is None."""
+class ListedRun(BaseModel):
+    """A run in a line; null is what is not known. `runs --json` prints a list of these, the newest last."""
+
+    model_config = ConfigDict(frozen=True)
 
     run_id: str
-    state: str
+    algorithm: str | None
+    state: str = Field(
+        description="starting, waiting, training, ended, stopped, failed, broken off, or unknown."
+    )
+    is_alive: bool | None = Field(
+        description="Whether a process of it lives; null: its machines cannot be asked."
+    )
     steps: int | None
     loss: float | None
     wall_s: float | None
-    where: str
-    began: float
+    nodes: tuple[str, ...] = Field(description="Empty: it was started on this machine alone.")
+    began_at: Instant
+    as_of: Instant | None = Field(
+        None, description="When its machines last answered; null: what is told is of now."
+    )
 
 
-def runs() -> int:
-    """Print a table of all runs, the newest last."""
+def runs(*, as_json: bool = False, ask: Ask | None = None) -> int:
+    """Print a table of all runs, the newest last, or a list of `ListedRun` as JSON."""
     root = all_runs()
+    found = listed(root, ask)
+    if as_json:
+        lines = [run.model_dump(mode="json") for run in found]
+        sys.stdout.write(json.dumps(lines, indent=2, ensure_ascii=False) + "\n")
+        return 0
     console = SteadyConsole()
-    found = listed(root)
     with steady(console):
         console.print(_table(console, found) if found else f"no runs yet in {root}")
     return 0
 
 
-def listed(root: Path) -> list[ListedRun]:
+def listed(root: Path, ask: Ask | None = None) -> list[ListedRun]:
     """The runs in a folder, in the order in which they began."""
+    return _listed(folders(root), ask)
+
+
+def folders(root: Path) -> list[RunPaths]:
+    """The runs in a folder, in no order."""
     with suppress(OSError):
-        folders = [path for path in root.iterdir() if _is_run(path)]
-        return sorted(map(listed_run, map(RunPaths, folders)), key=lambda run: run.began)
+        return [RunPaths(path) for path in root.iterdir() if _is_run(path)]
     return []
+
+
+def living(root: Path, ask: Ask | None = None) -> list[RunPaths]:
+    """The runs of which a process lives, the newest last.
+
+    One whose machines cannot be asked is taken to live if `latest` points to it. Where only that one can live
+    nobody is asked.
+    """
+    sessions = cache(_sessions)
+    possible = [paths for paths in folders(root) if _may_live(paths, sessions)]
+    newest = latest_of(root)
+    if [paths.run_id for paths in possible] == [newest]:
+        return possible
+    return [
+        RunPaths(root / run.run_id)
+        for run in _listed(possible, ask)
+        if run.is_alive or (run.is_alive is None and run.run_id == newest)
+    ]
 
 
 def _is_run(path: Path) -> bool:
     return not path.name.startswith(".") and not path.is_symlink() and path.is_dir()
 
 
-def listed_run(paths: RunPaths) -> ListedRun:
-    """What the small files of a run say."""
-    launched = or_none(read_launched, paths.launched)
-    summary, status = or_none(read_summary, paths.summary), or_none(read_status, paths.status)
+def _listed(runs: Sequence[RunPaths], ask: Ask | None) -> list[ListedRun]:
+    sessions = cache(_sessions)
+    with ThreadPoolExecutor(MAX_ASKED) as pool:
+        found = list(pool.map(lambda paths: listed_run(paths, ask, sessions), runs))
+    return sorted(found, key=lambda run: run.began_at)
+
+
+class _Read:
+    """What the small files of a run say, read once."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.paths = paths
+        self.launched = or_none(read_launched, paths.launched)
+        self.summary = or_none(read_summary, paths.summary)
+        self.status = or_none(read_status, paths.status)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether they say so."""
+        return self.status.is_over if self.status is not None else self.summary is not None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether only other machines can say how it stands."""
+        has_list = self.paths.launched.is_file()
+        return has_list and (self.launched is None or not self.launched.is_local)
+
+    def lives_here(self, sessions: Sessions) -> bool:
+        """Whether a process of this machine is of the run."""
+        if is_held(self.paths.lock):
+            return True
+        if self.launched is not None and not self.is_over:
+            own = {each.session for each in self.launched.processes if each.ssh is None}
+            return bool(own & set(sessions()))
+        with suppress(DataError):
+            return bool(alive_of(read_processes(self.paths.processes)))
+        return False
+
+
+def _may_live(paths: RunPaths, sessions: Sessions) -> bool:
+    read = _Read(paths)
+    if read.lives_here(sessions):
+        return True
+    if not read.is_elsewhere or read.is_over:
+        return False
+    known = _remembered(paths)
+    return known is None or known.is_alive is not False
+
+
+def listed_run(
+    paths: RunPaths, ask: Ask | None = None, sessions: Sessions | None = None
+) -> ListedRun:
+    """How a run stands; its machines are asked where its files here do not say that it is over."""
+    read = _Read(paths)
+    lives = read.lives_here(sessions or _sessions)
+    if read.is_elsewhere and not lives and not read.is_over:
+        return _elsewhere(read, ask)
+    state = _state(read, lives=lives)
+    return _line(read, state, read.status, read.summary, is_alive=lives)
+
+
+def _line(
+    read: _Read,
+    state: str,
+    status: RunStatus | None,
+    summary: Summary | None,
+    *,
+    is_alive: bool | None,
+    as_of: float | None = None,
+) -> ListedRun:
+    steps, loss, wall_s = None, None, None
     if summary is not None and (status is None or status.is_over):
         steps, loss, wall_s = summary.steps, summary.final.train_loss, summary.wall_s
     elif status is not None:
         steps, loss, wall_s = status.step, status.loss, status.wall_s
-    else:
-        steps, loss, wall_s = None, None, None
+    told = status or summary or read.launched
     return ListedRun(
-        paths.run_id,
-        _state(paths, launched, summary, status),
-        steps,
-        loss,
-        wall_s,
-        _where(launched),
-        _began(paths, status),
+        run_id=read.paths.run_id,
+        algorithm=None if told is None else told.algorithm,
+        state=state,
+        is_alive=is_alive,
+        steps=steps,
+        loss=loss,
+        wall_s=wall_s,
+        nodes=_nodes(read.launched),
+        began_at=instant(began(read.paths)),
+        as_of=None if as_of is None else instant(as_of),
     )
 
 
-def _state(
-    paths: RunPaths, launched: Launched | None, summary: Summary | None, status: RunStatus | None
-) -> str:
-    """How a run stands: a server that lives holds its run's lock."""
+def _state(read: _Read, *, lives: bool) -> str:
+    """How a run of this machine stands: a server that lives holds its run's lock."""
+    status = read.status
     if status is not None and status.is_over:
         return status.word
-    if status is None and summary is not None:
+    if status is None and read.summary is not None:
         return "ended"
-    if is_held(paths.lock):
+    if is_held(read.paths.lock):
         return "starting" if status is None else status.state
-    if paths.launched.is_file() and (launched is None or launched.server.ssh is not None):
-        return ELSEWHERE
-    if status is None and time.time() - _began(paths, None) < STARTING_S:
+    if status is None and (lives or time.time() - began(read.paths) < STARTING_S):
         return "starting"
     return "broken off"
 
 
-def _where(launched: Launched | None) -> str:
+# --- on other machines
+
+
+def _elsewhere(read: _Read, ask: Ask | None) -> ListedRun:
+    """What the machines of a run say, else what they said last."""
+    known = _remembered(read.paths)
+    if known is not None and known.is_alive is False:
+        return known
+    try:
+        sighting = look(read.paths, ask)
+    except SmolclusterError:
+        return _line(read, "unknown", None, None, is_alive=None)
+    if sighting.processes[0].liveness == "unreachable":
+        if known is None:
+            return _line(read, "unknown", None, None, is_alive=None)
+        return known.model_copy(update={"is_alive": None})
+    run = _line(
+        read,
+        state_of(sighting),
+        sighting.status,
+        sighting.summary,
+        is_alive=_is_alive(sighting),
+        as_of=time.time(),
+    )
+    with suppress(SmolclusterError):
+        write_whole(read.paths.standing, run.model_dump_json() + "\n", durable=False)
+    return run
+
+
+def _is_alive(sighting: Sighting) -> bool | None:
+    seen = {each.liveness for each in sighting.processes}
+    if "running" in seen:
+        return True
+    is_over = sighting.status is not None and sighting.status.is_over
+    return None if "unreachable" in seen and not is_over else False
+
+
+def _remembered(paths: RunPaths) -> ListedRun | None:
+    with suppress(OSError, ValueError):
+        return ListedRun.model_validate_json(paths.standing.read_bytes())
+    return None
+
+
+# --- on this machine
+
+
+def _sessions() -> Collection[str]:
+    command = ["tmux", "list-sessions", "-F", "#{session_name}"]
+    try:
+        said = subprocess.run(  # noqa: S603
+            command, capture_output=True, text=True, timeout=TMUX_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return said.stdout.split()
+
+
+def _nodes(launched: Launched | None) -> tuple[str, ...]:
     if launched is None:
-        return "local"
-    return ", ".join(dict.fromkeys(each.node for each in launched.processes))
+        return ()
+    return tuple(dict.fromkeys(each.node for each in launched.processes))
 
 
-def _began(paths: RunPaths, status: RunStatus | None) -> float:
-    """When a run began, as well as its files tell: they are written in this order."""
+def began(paths: RunPaths) -> float:
+    """When a run began, as well as its files tell, seconds since 1970: they are written in this order."""
     for path in (paths.launched, paths.config, paths.processes):
         with suppress(OSError):
             return path.stat().st_mtime
+    status = or_none(read_status, paths.status)
     if status is not None:
         return status.started_at.timestamp()
     with suppress(OSError):
@@ -131,11 +311,13 @@ def _table(console: Console, found: list[ListedRun]) -> Table:
 
 def row(run: ListedRun) -> list[str]:
     """A run's cells: id, state, steps, loss, time, where."""
+    age_s = 0.0 if run.as_of is None else time.time() - run.as_of.timestamp()
+    is_old = run.is_alive is not False and age_s > NEWS_S
     return [
         run.run_id,
-        run.state,
+        f"{run.state}, {format_duration(age_s)} ago" if is_old else run.state,
         "" if run.steps is None else f"{run.steps:,}",
         "" if run.loss is None else f"{run.loss:.4g}",
         "" if run.wall_s is None else format_duration(run.wall_s),
-        run.where,
+        ", ".join(run.nodes) or "local",
     ]

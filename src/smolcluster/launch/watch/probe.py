@@ -25,7 +25,7 @@ from smolcluster.runs.events import first_start
 from smolcluster.runs.files import or_none
 from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched
 from smolcluster.runs.paths import RunPaths
-from smolcluster.runs.processes import read_processes
+from smolcluster.runs.processes import ProcessEntry, read_processes
 from smolcluster.runs.status import RunStatus, instant, read_status
 from smolcluster.runs.summary import Summary, read_summary
 
@@ -190,9 +190,10 @@ def _look_here(paths: RunPaths) -> Sighting:
     """Look at a run all of whose processes are on this machine."""
     status, summary = or_none(read_status, paths.status), _summary_here(paths)
     is_over = summary is not None if status is None else status.is_over
-    known = _processes_here(paths)
-    alive = ours_alive([pid for _, pid in known if pid is not None])
-    seen = [replace(who, liveness=_liveness(pid in alive, is_over)) for who, pid in known]
+    seen = [
+        replace(who, liveness=_liveness(is_alive, is_over))
+        for who, is_alive in _processes_here(paths)
+    ]
     return Sighting(tuple(seen), status, summary, instant(time.time()))
 
 
@@ -202,17 +203,27 @@ def _liveness(is_alive: bool, is_over: bool) -> Liveness:
     return "ended" if is_over else "gone"
 
 
-def _processes_here(paths: RunPaths) -> list[tuple[Seen, int | None]]:
-    """The processes that are known of, with their ids: those launched, else the one that holds the run."""
+def _processes_here(paths: RunPaths) -> list[tuple[Seen, bool]]:
+    """The processes that were launched, else the one that holds the run, and whether each lives."""
     if paths.processes.is_file():
+        entries = read_processes(paths.processes)
+        alive = alive_of(entries)
         return [
-            (Seen(each.node, each.role, each.rank, "unknown"), each.pid)
-            for each in read_processes(paths.processes)
+            (Seen(each.node, each.role, each.rank, "unknown"), each.pid in alive)
+            for each in entries
         ]
     started = first_start(paths.events)
     is_single = started is None or started.num_workers == 0 or started.algorithm == "single"
     node = platform.node() if started is None else started.node
-    return [(Seen(node, "trainer" if is_single else "server", None, "unknown"), _holder(paths))]
+    holder = _holder(paths)
+    is_alive = holder is not None and holder in ours_alive([holder])
+    return [(Seen(node, "trainer" if is_single else "server", None, "unknown"), is_alive)]
+
+
+def alive_of(entries: Sequence[ProcessEntry]) -> set[int]:
+    """The ids of those that live."""
+    unsure = ours_alive([each.pid for each in entries if each.started is None])
+    return {each.pid for each in entries if each.is_itself} | unsure
 
 
 def _holder(paths: RunPaths) -> int | None:
