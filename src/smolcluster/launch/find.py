@@ -27,12 +27,12 @@ def find(run: str, *, acts: bool = False) -> RunPaths:
     from smolcluster.launch.watch.listing import living  # noqa: PLC0415 - takes time
 
     root = all_runs()
-    *others, newest = living(root) or [None]
-    if newest is None:
+    found = living(root)[::-1]
+    if not found:
         return find_run(root)
-    if others:
-        known = [newest, *reversed(others)]
-        return _asked(known) if acts else _told(known)
+    if len(found) > 1:
+        return _asked(found) if acts else _told(found)
+    newest = found[0]
     if newest != find_run_or_none(root):
         _say(f"run {newest.run_id}, the one that is running")
     return newest

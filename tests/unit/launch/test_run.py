@@ -18,7 +18,7 @@ from smolcluster.launch.run import LocalRun
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.jsonl import JsonlSink
 from smolcluster.runs.events import EventLog, RunEnded, WorkerJoined
-from smolcluster.runs.paths import RunPaths, create_run
+from smolcluster.runs.paths import RunPaths, create_run, latest_of
 from smolcluster.runs.processes import read_processes
 from smolcluster.runs.status import STOPPED
 from smolcluster.runs.summary import write_summary
@@ -75,6 +75,23 @@ def test_a_server_that_fails_is_named(
     assert "server mini1 | error: port 65432 is taken" in printed(console)
     assert "server mini1 ended with exit code 1: the run has failed" in printed(console)
     assert printed(console)[-1] == f"files of the run: {paths.root}"
+
+
+def test_a_run_in_which_no_worker_took_part_is_not_the_newest(
+    fake_plan: FakePlan, paths: RunPaths, console: Console
+) -> None:
+    """Its server had listened."""
+    root = paths.root.parent
+    create_run(root, "before")
+    listens = f"""
+os.symlink('edp-1', {str(root / "beside")!r})
+os.replace({str(root / "beside")!r}, {str(root / "latest")!r})
+wait_for_ever()
+"""
+    worker = f"wait_until(lambda: os.readlink({str(root / 'latest')!r}) == 'edp-1')\nsys.exit(77)"
+    with pytest.raises(LaunchError, match="no worker is left"):
+        LocalRun(fake_plan(listens, worker), paths, console, patience_s=0.1).run()
+    assert latest_of(root) == "before"
 
 
 def test_each_line_stands_behind_its_process(
