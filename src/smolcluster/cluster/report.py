@@ -34,7 +34,7 @@ from smolcluster.runs.events import (
     RunResumed,
     RunStarted,
 )
-from smolcluster.runs.status import STOPPED, RunState, RunStatus, StatusFile, instant
+from smolcluster.runs.status import STOPPED, RunState, RunStatus, StatusFile, instant, unbegun
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic, WorkerShare
 from smolcluster.training.build import Workbench
 from smolcluster.training.checkpoint import Progress, TrainingState, parse_progress
@@ -563,28 +563,8 @@ class Report:
 
 def never_begun(run: RunConfig, error: BaseException) -> RunStatus:
     """The status of a run that this ended before it began."""
-    now = instant(time.time())
-    return RunStatus(
-        run_id=run.run_id,
-        algorithm=run.algorithm,
-        incarnation="",
-        state="failed" if isinstance(error, Exception) else "ended",
-        reason=why_ended(error),
-        updated_at=now,
-        started_at=now,
-        step=0,
-        total_steps=0,
-        epoch=0,
-        num_epochs=run.train.num_epochs,
-        samples_applied=0,
-        total_samples=0,
-        loss=None,
-        val_loss=None,
-        val_accuracy=None,
-        val_perplexity=None,
-        samples_per_s=0.0,
-        workers=[],
-    )
+    state: RunState = "failed" if isinstance(error, Exception) else "ended"
+    return unbegun(run.run_id, run.algorithm, state, why_ended(error), run.train.num_epochs)
 
 
 def why_ended(error: BaseException) -> str:

@@ -22,7 +22,14 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
-from smolcluster.errors import LaunchError
+from smolcluster.errors import (
+    AuthError,
+    ConfigError,
+    LaunchError,
+    Rejected,
+    RunBusy,
+    TryAgain,
+)
 from smolcluster.launch.host import Host, TookTooLong, Unreachable, shell_path
 from smolcluster.launch.interrupts import Interrupts, interrupts
 from smolcluster.launch.observe.beside import forget
@@ -45,6 +52,7 @@ INTERRUPTED = 130
 FAREWELL_S = 10.0
 """From the end of a good run to the end of its workers, who hear of it from the server."""
 TOLD_EVERY_S = 10.0
+PASSED_ON = (ConfigError.exit_code, TryAgain.exit_code, AuthError.exit_code, Rejected.exit_code)
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,15 @@ class Stopped(LaunchError):
     exit_code = INTERRUPTED
 
 
+class EndedBadly(LaunchError):
+    """A process has ended while its run was starting; a code that says what to do is the launcher's too."""
+
+    def __init__(self, process: LaunchedProcess, code: int) -> None:
+        if code in PASSED_ON:
+            self.exit_code = code
+        super().__init__(f"{process.title} ended with exit code {code}: {last_words(process)}")
+
+
 class ClusterRun:
     """One run of a plan on its machines, for the main thread."""
 
@@ -145,7 +162,7 @@ class ClusterRun:
         ]
         if alive:
             run_id = self._launched.run_id
-            raise LaunchError(
+            raise RunBusy(
                 f"run {run_id} is not over ({', '.join(alive)}): `uv run smolcluster stop {run_id}` stops it"
             )
 
@@ -258,9 +275,7 @@ class ClusterRun:
             raise Stopped("stopped while it was starting")
         for process, code in everywhere_processes(processes):
             if code:
-                raise LaunchError(
-                    f"{process.title} ended with exit code {code}: {last_words(process)}"
-                )
+                raise EndedBadly(process, code)
 
     def _take_back(self, error: BaseException) -> None:
         forget(self._launched.run_id)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from smolcluster.errors import LaunchError, SmolclusterError
+from smolcluster.errors import LaunchError, PortBusy, SmolclusterError
 from smolcluster.launch.host import Host, shell_path
 
 T = TypeVar("T")
@@ -79,7 +79,8 @@ def check_port(host: Host, port: int) -> None:
     """See that nobody on the server's machine listens on a port.
 
     Raises:
-        LaunchError: somebody does; the message offers the next free one.
+        PortBusy: somebody does; the message offers the next free one.
+        LaunchError: the machine cannot be asked.
     """
     done = host.run(
         "if command -v ss >/dev/null; then ss -Htln; else netstat -an -p tcp; fi 2>/dev/null"
@@ -88,7 +89,7 @@ def check_port(host: Host, port: int) -> None:
     if port in taken:
         others = (*range(port + 1, 65536), *range(1024, port))
         free = next(number for number in others if number not in taken)
-        raise LaunchError(
+        raise PortBusy(
             f"{host.node} ({host.shown}): port {port} is in use, perhaps by another run (smolcluster runs "
             f"lists them); take another one: --override port={free}"
         )

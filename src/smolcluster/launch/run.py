@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -28,7 +29,12 @@ from smolcluster.launch.plan import LaunchPlan, Request, in_sessions, plan_local
 from smolcluster.launch.remote import How, launch_here, launch_remote, wants_window
 from smolcluster.launch.requests import settings_of, written_here
 from smolcluster.launch.shipping import ROLE, Loki, local_shipper, loki_of
-from smolcluster.launch.stop import SERVER_GRACE_S, SHIPPER_GRACE_S
+from smolcluster.launch.stop import (
+    SERVER_GRACE_S,
+    SHIPPER_GRACE_S,
+    marker_of,
+    note_stopped_here,
+)
 from smolcluster.observability.sinks.console import ProgressView
 from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.observability.terminal import (
@@ -44,6 +50,7 @@ from smolcluster.runs.paths import (
     RunPaths,
     create_run,
     latest_of,
+    log_stem,
     new_run_id,
     runs_root,
     take_back_latest,
@@ -211,9 +218,13 @@ class LocalRun:
                 stop(self._shippers, SHIPPER_GRACE_S, lambda: asked.repeated)
                 self._follow()
                 self._view.close()
+                self._note_exits()
                 if not self._has_begun:
                     take_back_latest(self._paths, self._newest_before)
-        self._conclude(code, interrupted=(bool(asked) and code == asked.exit_code) or self._stopped)
+        was_stopped = (bool(asked) and code == asked.exit_code) or self._was_asked()
+        if was_stopped:
+            note_stopped_here(self._paths)
+        self._conclude(code, interrupted=was_stopped or self._stopped)
         return code
 
     def _start(self) -> None:
@@ -225,27 +236,43 @@ class LocalRun:
         )
         width = max(len(process.title) for process in self._plan.processes)
         self._paths.launched.unlink(missing_ok=True)  # of sessions that it had before
-        shutil.rmtree(self._paths.root / "asked", ignore_errors=True)
+        for folder in ("asked", "exits"):
+            shutil.rmtree(self._paths.root / folder, ignore_errors=True)
         for process, colour in zip(self._plan.processes, itertools.cycle(COLOURS), strict=False):
             prefix = Text(f"{process.title:<{width}}", style=colour)
             self._children.append(Child(process, self._behind(prefix)))
-        entries = [
-            ProcessEntry(
-                node=process.node,
-                role=process.role,
-                rank=process.rank,
-                pid=child.pid,
-                started=start_of(child.pid),
-            )
-            for child in self._children
-            for process in (child.process,)
-        ]
+        entries = [self._entry(child) for child in self._children]
         try:
             write_processes(self._paths.processes, entries)
         except SmolclusterError as error:
             self._say(f"{error}; the run goes on without it", "yellow")
         if self._loki is not None:
             self._ship(self._loki, width)
+
+    def _note_exits(self) -> None:
+        """Write down how the processes have ended, for who looks later."""
+        with suppress(OSError):
+            exits = self._paths.root / "exits"
+            exits.mkdir(exist_ok=True)
+            for child in self._children:
+                each = child.process
+                stem = log_stem(each.role, each.node, each.rank)
+                (exits / stem).write_text(f"{child.exit_code}\n")
+
+    def _was_asked(self) -> bool:
+        """Whether somebody else has stopped the server."""
+        return marker_of(self._paths, self._entry(self._children[0])).exists()
+
+    @staticmethod
+    def _entry(child: Child) -> ProcessEntry:
+        each = child.process
+        return ProcessEntry(
+            node=each.node,
+            role=each.role,
+            rank=each.rank,
+            pid=child.pid,
+            started=start_of(child.pid),
+        )
 
     def _ship(self, loki: Loki, width: int) -> None:
         """Start what brings the logs to Loki."""

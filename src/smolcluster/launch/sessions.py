@@ -129,9 +129,14 @@ def last_words(process: LaunchedProcess) -> str:
     """The last line that a process which ended badly had on its screen."""
     run = shell_path(process.run_dir)
     shown = host_of(process).run(f"cat {run}/logs/{shlex.quote(process.stem)}.console.txt").stdout
+    return words_of(shown) or "it left no word"
+
+
+def words_of(shown: str) -> str | None:
+    """The last line about an error of what was on a screen, else the last line; None: it is empty."""
     lines = [line.strip() for line in shown.splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower()]
-    return (errors or lines or ["it left no word"])[-1]
+    return next(reversed(errors or lines), None)
 
 
 def ask_to_end(process: LaunchedProcess, wait_s: float) -> Ending:

@@ -13,13 +13,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from smolcluster.errors import ConfigError, LaunchError
+from pydantic import ValidationError
+
+from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
+from smolcluster.launch.host import shell_path
 from smolcluster.launch.interrupts import interrupts
-from smolcluster.launch.sessions import Ending, ask_to_end, kill, wait_to_end
+from smolcluster.launch.sessions import Ending, ask_to_end, host_of, kill, wait_to_end
 from smolcluster.launch.watch.probe import command_lines, is_launched_worker, is_server_of
+from smolcluster.runs.events import first_start
+from smolcluster.runs.files import or_none
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.runs.paths import RunPaths, log_stem
 from smolcluster.runs.processes import ProcessEntry, read_processes
+from smolcluster.runs.status import RunStatus, read_status, stopped, write_status
 from smolcluster.utils.retry import Deadline
 
 SERVER_GRACE_S = 300.0
@@ -68,6 +74,9 @@ def stop_processes(
     is killed, and so is everybody as soon as `in_a_hurry()` says so.
     """
     server = _end(launched.server, server_grace_s, in_a_hurry, say)
+    if server is Ending.ENDED:
+        with suppress(LaunchError):
+            _note_stopped(launched)
     with ThreadPoolExecutor(max_workers=max(1, len(launched.workers))) as pool:
         ended = pool.map(
             lambda worker: _end(worker, WORKER_GRACE_S, in_a_hurry, say), launched.workers
@@ -78,6 +87,32 @@ def stop_processes(
         left=[result for result in (*results, *shippers) if isinstance(result, Left)],
         was_over=all(result is Ending.WAS_OVER for result in results),
     )
+
+
+def _note_stopped(launched: Launched) -> None:
+    """Let the run's status say that it was stopped, where its server was killed before it could.
+
+    Raises:
+        LaunchError: the server's machine cannot be asked.
+    """
+    host, file = host_of(launched.server), f"{shell_path(launched.server.run_dir)}/status.json"
+    status = None
+    with suppress(ValidationError):
+        status = RunStatus.model_validate_json(host.run(f"cat {file} 2>/dev/null").stdout)
+    last = stopped(status, launched.run_id, launched.algorithm)
+    if last is not None:
+        written = f"{last.model_dump_json(indent=2)}\n".encode()
+        host.run(f"cat > {file}.stopped && mv {file}.stopped {file}", stdin=written)
+
+
+def note_stopped_here(paths: RunPaths) -> None:
+    """The same of a run of this machine."""
+    started = first_start(paths.events)
+    algorithm = "" if started is None else started.algorithm
+    last = stopped(or_none(read_status, paths.status), paths.run_id, algorithm)
+    if last is not None:
+        with suppress(SmolclusterError):
+            write_status(paths.status, last)
 
 
 def _end(process: LaunchedProcess, grace_s: float, in_a_hurry: InAHurry, say: Say) -> Ending | Left:
@@ -156,6 +191,8 @@ def stop_children(paths: RunPaths, *, now: bool, server_grace_s: float = SERVER_
         if not _wait(children.alive, KILL_GRACE_S, lambda: False):
             _say(f"run {paths.run_id}: processes {sorted(children.alive())} do not end")
             return 1
+    if servers:
+        note_stopped_here(paths)
     what = "stopped" if servers or workers else "it was over already"
     _say(f"run {paths.run_id}: {what}; nothing of it is left running")
     return 0
@@ -194,19 +231,23 @@ class Children:
     def ask(self, pids: Collection[int]) -> None:
         """Send SIGTERM to who has not been asked before: a second one would cut the last checkpoint."""
         for entry in self._entries:
-            if entry.pid in pids and _is_first(self._marker(entry)):
+            if entry.pid in pids and _is_first(marker_of(self._paths, entry)):
                 with suppress(ProcessLookupError):
                     os.kill(entry.pid, signal.SIGTERM)
 
     def kill(self, pids: Collection[int]) -> None:
         """End each of these, and what it has started in its session, at once."""
-        for pid in pids:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+        for entry in self._entries:
+            if entry.pid in pids:
+                _is_first(marker_of(self._paths, entry))
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(entry.pid, signal.SIGKILL)
 
-    def _marker(self, entry: ProcessEntry) -> Path:
-        stem = log_stem(entry.role, entry.node, entry.rank)
-        return self._paths.root / "asked" / f"{stem}.{entry.pid}"
+
+def marker_of(paths: RunPaths, entry: ProcessEntry) -> Path:
+    """The file that is there when somebody has asked a process to end, or killed it."""
+    stem = log_stem(entry.role, entry.node, entry.rank)
+    return paths.root / "asked" / f"{stem}.{entry.pid}"
 
 
 def _is_first(marker: Path) -> bool:

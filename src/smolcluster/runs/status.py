@@ -150,6 +150,46 @@ def instant(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
+def unbegun(
+    run_id: str, algorithm: str, state: RunState, reason: str, num_epochs: int = 0
+) -> RunStatus:
+    """The status of a run that ended for this reason before it began."""
+    now = instant(time.time())
+    return RunStatus(
+        run_id=run_id,
+        algorithm=algorithm,
+        incarnation="",
+        state=state,
+        reason=reason,
+        updated_at=now,
+        started_at=now,
+        step=0,
+        total_steps=0,
+        epoch=0,
+        num_epochs=num_epochs,
+        samples_applied=0,
+        total_samples=0,
+        loss=None,
+        val_loss=None,
+        val_accuracy=None,
+        val_perplexity=None,
+        samples_per_s=0.0,
+        workers=[],
+    )
+
+
+def stopped(status: RunStatus | None, run_id: str, algorithm: str) -> RunStatus | None:
+    """The last status of a run whose owner was stopped; None: the owner has written its last itself.
+
+    `status` is what it wrote last; None: nothing yet.
+    """
+    if status is None:
+        return unbegun(run_id, algorithm, "ended", STOPPED)
+    if status.is_over:
+        return None
+    return status.model_copy(update={"state": "ended", "reason": STOPPED, "samples_per_s": 0.0})
+
+
 def write_status(path: Path, status: RunStatus) -> None:
     """Replace the file at once; without waiting for the disk, which may be busy with a checkpoint.
 

@@ -94,6 +94,17 @@ def test_child_processes_that_the_run_had_before_are_forgotten(
     assert not paths.processes.exists()
 
 
+@pytest.mark.parametrize(("code", "passed_on"), [(75, 75), (77, 77), (78, 78), (1, 1), (137, 1)])
+def test_the_code_of_a_process_that_says_what_to_do_is_passed_on(
+    run: ClusterRun, monkeypatch: pytest.MonkeyPatch, code: int, passed_on: int
+) -> None:
+    monkeypatch.setattr(cluster_run, "exit_code", lambda _: code)
+    monkeypatch.setattr(cluster_run, "last_words", lambda _: "port 6000 is in use")
+    with pytest.raises(LaunchError, match=f"exit code {code}: port") as caught:
+        run._check_alive(run._launched.processes, Interrupts([]))
+    assert caught.value.exit_code == passed_on
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_the_newest_run_is_one_whose_start_has_not_failed(
     run: ClusterRun, paths: RunPaths, monkeypatch: pytest.MonkeyPatch, fails: bool

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from smolcluster.errors import LaunchError
+from smolcluster.errors import LaunchError, PortBusy
 from smolcluster.launch.host import Done, Host
 from smolcluster.launch.prepare import (
     MIN_FREE_KIB,
@@ -173,16 +173,16 @@ def test_a_busy_port_is_told_with_a_free_one(
     (tmp_path / "bin" / tool).symlink_to(program)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(LaunchError, match=rf"pi5 .*: port {port} is in use.* port=\d+$"):
+        with pytest.raises(PortBusy, match=rf"pi5 .*: port {port} is in use.* port=\d+$"):
             check_port(HERE, port)
     check_port(HERE, port)
 
 
 def test_the_port_that_is_offered_is_free() -> None:
     taken = "".join(f"LISTEN 0 1 *:{port} *:*\n" for port in (6000, 6001, 65535, 1024))
-    with pytest.raises(LaunchError, match=r"--override port=6002$"):
+    with pytest.raises(PortBusy, match=r"--override port=6002$"):
         check_port(that_says(taken), 6000)
-    with pytest.raises(LaunchError, match=r"--override port=1025$"):
+    with pytest.raises(PortBusy, match=r"--override port=1025$"):
         check_port(that_says(taken), 65535)
     check_port(that_says(taken), 6002)
 

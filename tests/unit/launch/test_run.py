@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from harness import summary_of
+from reading import status_of
 from smolcluster.errors import LaunchError
 from smolcluster.launch.plan import LaunchPlan, Process
 from smolcluster.launch.run import LocalRun
@@ -20,7 +21,7 @@ from smolcluster.observability.sinks.jsonl import JsonlSink
 from smolcluster.runs.events import EventLog, RunEnded, WorkerJoined
 from smolcluster.runs.paths import RunPaths, create_run, latest_of
 from smolcluster.runs.processes import read_processes
-from smolcluster.runs.status import STOPPED
+from smolcluster.runs.status import STOPPED, read_status, write_status
 from smolcluster.runs.summary import write_summary
 
 FakePlan = Callable[..., LaunchPlan]
@@ -75,6 +76,26 @@ def test_a_server_that_fails_is_named(
     assert "server mini1 | error: port 65432 is taken" in printed(console)
     assert "server mini1 ended with exit code 1: the run has failed" in printed(console)
     assert printed(console)[-1] == f"files of the run: {paths.root}"
+
+
+def test_a_run_that_somebody_else_kills_was_stopped(
+    fake_plan: FakePlan, paths: RunPaths, console: Console
+) -> None:
+    """Nothing of its server's own is left to say so."""
+    write_status(paths.status, status_of())
+    stop = (
+        "import sys; from pathlib import Path; from smolcluster.launch.stop import stop_children; "
+        "from smolcluster.runs.paths import RunPaths; stop_children(RunPaths(Path(sys.argv[1])), now=True)"
+    )
+    listed = f"wait_until(lambda: os.path.exists({str(paths.processes)!r}))"
+    worker = (
+        f"{listed}; os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, '-c', {stop!r}, "
+        f"{str(paths.root)!r}]); {IDLE}"
+    )
+    assert LocalRun(fake_plan(IDLE, worker), paths, console).run() == 128 + signal.SIGKILL
+    assert "stopped: nothing of it is left running" in printed(console)
+    assert read_status(paths.status).word == "stopped"
+    assert (paths.root / "exits/server-mini1").read_text() == "137\n"
 
 
 def test_a_run_in_which_no_worker_took_part_is_not_the_newest(

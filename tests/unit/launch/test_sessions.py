@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from reading import server
+from reading import server, status_of
 from smolcluster.errors import LaunchError
 from smolcluster.launch import sessions
 from smolcluster.launch.host import Done, Host
@@ -26,6 +26,7 @@ from smolcluster.launch.sessions import (
 )
 from smolcluster.launch.stop import WAITING, stop_processes
 from smolcluster.runs.launched import Launched, LaunchedProcess
+from smolcluster.runs.status import read_status, write_status
 
 COUNTING = """
 import pathlib, signal, sys, time
@@ -135,6 +136,7 @@ def test_a_server_has_time_for_its_last_checkpoint(
 ) -> None:
     """Unless whoever stops it is in a hurry."""
     child = spawn()
+    write_status(run / "status.json", status_of())
     said: list[str] = []
 
     def say(line: str) -> None:
@@ -147,6 +149,9 @@ def test_a_server_has_time_for_its_last_checkpoint(
     assert (stopped.left, stopped.was_over) == ([], False)
     assert said == [f"server mini1: {WAITING}"]
     assert child.wait() == (0 if saves else -signal.SIGKILL)
+    status = read_status(run / "status.json")
+    assert (status.word, status.step) == ("stopped", 120)
+    assert list(run.glob("status.json?*")) == []
 
 
 @pytest.mark.parametrize("broken", ["put", "start"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reading import fake_ssh, launched_run, server, status_of, worker, write
+from reading import fake_ssh, launched_run, log_line, server, status_of, worker, write
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.launch.host import Host, TookTooLong
 from smolcluster.launch.watch.probe import (
@@ -89,6 +89,24 @@ def test_a_machine_that_cannot_be_reached_is_a_row_that_says_so(
     shown = capsys.readouterr().out
     assert "lost contact: it does not answer" in shown
     assert "pi5 (pi@cut): it does not answer: switch it on" in " ".join(shown.split())
+
+
+def test_a_server_that_crashed_is_told_with_its_code_and_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = fake_ssh(tmp_path, monkeypatch) / "runs/r1"
+    paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi5"))
+    write(there / "exits/server-mini1", "134\n")
+    write_status(there / "status.json", status_of())
+    write(there / "logs/server-mini1.console.txt", "step 120\nFatal Python error: Aborted\n\n$\n")
+    report = look_at(paths)
+    assert report.state == "broken off"
+    assert report.reason == "server mini1 ended with exit code 134: Fatal Python error: Aborted"
+    assert status(str(paths.root), as_json=False, watch=False) == 0
+    assert "has not said why" not in capsys.readouterr().out
+    write(there / "exits/server-mini1", "137\n")
+    (there / "logs/server-mini1.console.txt").unlink()
+    assert "137: it was killed" in str(look_at(paths).reason)
 
 
 def test_a_machine_that_takes_too_long_has_its_row(tmp_path: Path) -> None:
@@ -247,6 +265,24 @@ def test_a_local_run_is_looked_at_here(
     assert [each.process for each in look_at(paths).processes] == ["ended", "ended"]
     write_status(paths.status, status_of("ended", workers={0: ("pi5", "lost")}))
     assert [each.process for each in look_at(paths).processes] == ["ended", "gone"]
+
+
+def test_a_server_of_this_machine_that_crashed_is_told_with_its_code_and_last_words(
+    local: tuple[RunPaths, "subprocess.Popen[bytes]"],
+) -> None:
+    paths, process = local
+    write_status(paths.status, status_of())
+    process.kill()
+    process.wait()
+    assert look_at(paths).reason is None
+    write(
+        paths.logs / "server-mini1.log", log_line(1, "the disk is gone", "ERROR") + log_line(2, "x")
+    )
+    assert look_at(paths).reason == "the disk is gone"
+    write(paths.root / "exits/server-mini1", "1\n")
+    report = look_at(paths)
+    assert report.reason == "server mini1 ended with exit code 1: the disk is gone"
+    assert report.processes[0].exit_code == 1
 
 
 def test_a_process_of_somebody_else_is_not_ours() -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from reading import write
+from reading import status_of, write
 from smolcluster.errors import ConfigError
 from smolcluster.launch.stop import WAITING, stop_children
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.processes import ProcessEntry, start_of, write_processes
+from smolcluster.runs.status import read_status, write_status
 
 TOUCHY = """
 import pathlib, signal, sys, time
@@ -115,14 +116,15 @@ def test_whoever_asks_again_waits_for_the_last_checkpoint(
         subprocess.Popen([sys.executable, "-c", STOP, str(paths.root)], stdout=subprocess.PIPE)
         for _ in range(3)
     ]
-    wait_for(tmp_path / "signals")
-    time.sleep(3)
+    for each in asking:
+        assert each.stdout is not None
+        assert any(WAITING.encode() in line for line in iter(each.stdout.readline, b""))
     assert server.poll() is None
     write(tmp_path / "saved", "")
     for each in asking:
         said, _ = each.communicate(timeout=60)
         codes.append(each.returncode)
-        assert said.decode().count(WAITING) == 1
+        assert WAITING not in said.decode(), "said once"
     assert codes == [0, 0, 0]
     assert (tmp_path / "signals").read_text() == "1"
 
@@ -147,15 +149,30 @@ def test_a_mark_from_before_a_restart_does_not_count(
     assert server.wait() == 0
 
 
+@pytest.mark.parametrize("has_status", [True, False])
 def test_with_now_everybody_is_killed_without_being_asked(
-    paths: RunPaths, spawn: Spawn, tmp_path: Path
+    paths: RunPaths, spawn: Spawn, tmp_path: Path, has_status: bool
 ) -> None:
+    if has_status:
+        write_status(paths.status, status_of())
     server = spawn("server.py", "--run-id", "edp-1")
     worker = spawn("/x/algorithms/EDP/worker.py", "1", "pi5", "--stop-on-stdin-eof")
     listed(paths, server.pid, worker.pid)
     assert stop_children(paths, now=True) == 0
     assert [server.wait(), worker.wait()] == [-signal.SIGKILL] * 2
     assert not (tmp_path / "signals").exists()
+    status = read_status(paths.status)
+    assert (status.word, status.step) == ("stopped", 120 if has_status else 0)
+
+
+def test_a_run_that_ended_by_itself_is_not_called_stopped(paths: RunPaths, spawn: Spawn) -> None:
+    write_status(paths.status, status_of())
+    server = spawn("server.py", "--run-id", "edp-1")
+    listed(paths, server.pid)
+    server.kill()
+    server.wait()
+    assert stop_children(paths, now=True) == 0
+    assert read_status(paths.status).state == "training"
 
 
 def test_who_does_not_end_in_time_is_killed(paths: RunPaths, spawn: Spawn, tmp_path: Path) -> None:

@@ -120,8 +120,20 @@ def _is_run(path: Path) -> bool:
 def _listed(runs: Sequence[RunPaths], ask: Ask | None) -> list[ListedRun]:
     sessions = cache(_sessions)
     with ThreadPoolExecutor(MAX_ASKED) as pool:
-        found = list(pool.map(lambda paths: listed_run(paths, ask, sessions), runs))
-    return sorted(found, key=lambda run: run.began_at)
+        found = [_begun_to_list(paths, ask, sessions, pool) for paths in runs]
+        return sorted((tell() for tell in found), key=lambda run: run.began_at)
+
+
+def _begun_to_list(
+    paths: RunPaths, ask: Ask | None, sessions: Sessions, pool: ThreadPoolExecutor
+) -> Callable[[], ListedRun]:
+    """What tells how a run stands; its machines are asked meanwhile, if they must be."""
+    read = _Read(paths)
+    lives = read.lives_here(sessions)
+    if read.is_elsewhere and not lives and not read.is_over:
+        return pool.submit(_elsewhere, read, ask).result
+    run = _line(read, _state(read, lives=lives), read.status, read.summary, is_alive=lives)
+    return lambda: run
 
 
 class _Read:
@@ -164,18 +176,6 @@ def _may_live(paths: RunPaths, sessions: Sessions) -> bool:
         return False
     known = _remembered(paths)
     return known is None or known.is_alive is not False
-
-
-def listed_run(
-    paths: RunPaths, ask: Ask | None = None, sessions: Sessions | None = None
-) -> ListedRun:
-    """How a run stands; its machines are asked where its files here do not say that it is over."""
-    read = _Read(paths)
-    lives = read.lives_here(sessions or _sessions)
-    if read.is_elsewhere and not lives and not read.is_over:
-        return _elsewhere(read, ask)
-    state = _state(read, lives=lives)
-    return _line(read, state, read.status, read.summary, is_alive=lives)
 
 
 def _line(

@@ -4,8 +4,10 @@ Each machine is asked once, all at the same time, and each has a time limit. The
 what the server wrote, and its time: all ages are by its clock.
 """
 
+import os
 import platform
 import re
+import shlex
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -20,19 +22,22 @@ from pydantic import BaseModel, ValidationError
 from smolcluster.errors import LaunchError
 from smolcluster.launch.children import STOP_ON_STDIN_EOF
 from smolcluster.launch.host import Host, TookTooLong, Unreachable, shell_path
-from smolcluster.launch.sessions import look_script
+from smolcluster.launch.sessions import look_script, words_of
+from smolcluster.observability.parsing import parse_log_line
 from smolcluster.runs.events import first_start
 from smolcluster.runs.files import or_none
 from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched
-from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.paths import RunPaths, log_stem
 from smolcluster.runs.processes import ProcessEntry, read_processes
 from smolcluster.runs.status import RunStatus, instant, read_status
 from smolcluster.runs.summary import Summary, read_summary
 
 LIMIT_S = 5.0
-MAX_FILE_NBYTES = 1_000_000
+MAX_FILE_NBYTES, MAX_LOG_NBYTES = 1_000_000, 100_000
 OURS = ("server.py", "worker.py", "smolcluster")
 """One of these is in the command line of each of our processes: process ids are used again."""
+NUM_LAST_LINES = 20
+"""Of what a server had on its screen at its end."""
 MARK = "::"
 """Begins the lines that say what comes next; no line of a JSON document begins so."""
 
@@ -62,12 +67,16 @@ class Seen:
 
 @dataclass(frozen=True)
 class Sighting:
-    """What was found of a run: its processes, the server first, and what the server wrote."""
+    """What was found of a run: its processes, the server first, and what the server wrote.
+
+    `last_words`: the server's, where it has ended and left some.
+    """
 
     processes: tuple[Seen, ...]
     status: RunStatus | None
     summary: Summary | None
     now: datetime
+    last_words: str | None = None
 
 
 Ask = Callable[[Host, str], str]
@@ -122,6 +131,7 @@ def _look_at(host: Host, launched: Launched, ask: Ask) -> Sighting:
         _parsed(RunStatus, said.get("status.json", "")),
         _parsed(Summary, said.get("summary.json", "")),
         instant(_seconds(said.get("now", "")) or time.time()),
+        words_of(said.get("console", "")),
     )
 
 
@@ -142,9 +152,14 @@ def look_at_script(own: Sequence[LaunchedProcess], server: LaunchedProcess) -> s
         lines += [f"echo '{MARK}process {index}'", look_script(process)]
     if server in own:
         lines += [f"echo '{MARK}now'", "date +%s.%N"]
+        run = shell_path(server.run_dir)
         for name in ("status.json", "summary.json"):
-            file = f"{shell_path(server.run_dir)}/{name}"
-            lines += [f"echo; echo '{MARK}{name}'", f"head -c {MAX_FILE_NBYTES} {file} 2>/dev/null"]
+            lines += [
+                f"echo; echo '{MARK}{name}'",
+                f"head -c {MAX_FILE_NBYTES} {run}/{name} 2>/dev/null",
+            ]
+        console = f"{run}/logs/{shlex.quote(server.stem)}.console.txt"
+        lines += [f"echo; echo '{MARK}console'", f"tail -n {NUM_LAST_LINES} {console} 2>/dev/null"]
     return "\n".join([*lines, "true"])
 
 
@@ -194,7 +209,30 @@ def _look_here(paths: RunPaths) -> Sighting:
         replace(who, liveness=_liveness(is_alive, is_over))
         for who, is_alive in _processes_here(paths)
     ]
-    return Sighting(tuple(seen), status, summary, instant(time.time()))
+    seen = [_with_code(each, paths) for each in seen]
+    words = _last_error(paths, seen[0])
+    return Sighting(tuple(seen), status, summary, instant(time.time()), words)
+
+
+def _with_code(seen: Seen, paths: RunPaths) -> Seen:
+    """The same with its exit code, where its launcher has written that down."""
+    file = paths.root / "exits" / log_stem(seen.role, seen.node, seen.rank)
+    if seen.liveness != "running":
+        with suppress(OSError, ValueError):
+            return replace(seen, liveness="ended", code=int(file.read_text()))
+    return seen
+
+
+def _last_error(paths: RunPaths, server: Seen) -> str | None:
+    """The newest error in the log of a server of this machine that has ended."""
+    if server.liveness == "running":
+        return None
+    with suppress(OSError), paths.log_file(server.role, server.node).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - MAX_LOG_NBYTES))
+        said = filter(None, (parse_log_line(line, 0.0) for line in file))
+        errors = [each.message for each in said if each.level in ("ERROR", "CRITICAL")]
+        return errors[-1] if errors else None
+    return None
 
 
 def _liveness(is_alive: bool, is_over: bool) -> Liveness:

@@ -5,7 +5,11 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from smolcluster.launch.watch.probe import Liveness, Seen, Sighting
+from smolcluster.runs.paths import process_title
 from smolcluster.runs.status import Presence, WorkerStatus
+
+KILLED = 137
+"""The exit code of a process that SIGKILL has ended."""
 
 State = Literal[
     "starting", "waiting", "training", "ended", "stopped", "failed", "broken off", "unknown"
@@ -46,10 +50,10 @@ class RunReport(_Part):
     run_id: str
     algorithm: str | None = None
     state: State = Field(
-        description="starting: the server has not written yet; broken off: its process is no more and has "
-        "not said why; unknown: its machine cannot be asked."
+        description="starting: the server has not written yet; broken off: its process is no more and "
+        "could not write why; unknown: its machine cannot be asked."
     )
-    reason: str | None = Field(None, description="Why the run is over.")
+    reason: str | None = Field(None, description="Why the run is over, or has broken off.")
     step: int | None = None
     total_steps: int | None = None
     epoch: int | None = None
@@ -73,7 +77,7 @@ def report_of(run_id: str, algorithm: str | None, sighting: Sighting) -> RunRepo
         age = None if status.is_over else status.age_s(sighting.now)
         values |= {"run_id": run_id, "state": state, "processes": processes, "age_s": age}
         if state in ("starting", "broken off"):
-            values |= {"reason": None, "samples_per_s": None}
+            values |= {"reason": _why(sighting), "samples_per_s": None}
         return RunReport.model_validate(values)
     if summary is not None:
         return RunReport(
@@ -88,7 +92,27 @@ def report_of(run_id: str, algorithm: str | None, sighting: Sighting) -> RunRepo
             val_perplexity=summary.final.val_perplexity,
             processes=processes,
         )
-    return RunReport(run_id=run_id, algorithm=algorithm, state=state, processes=processes)
+    return RunReport(
+        run_id=run_id,
+        algorithm=algorithm,
+        state=state,
+        reason=_why(sighting) if state == "broken off" else None,
+        processes=processes,
+    )
+
+
+def _why(sighting: Sighting) -> str | None:
+    """Why a run has broken off, as far as its server's end tells."""
+    server = sighting.processes[0] if sighting.processes else None
+    if server is None or server.liveness == "running":
+        return None
+    words = sighting.last_words
+    if server.code in (None, 0):
+        return words
+    who = process_title(server.role, server.node)
+    if server.code == KILLED and words is None:
+        words = "it was killed, perhaps for want of memory"
+    return f"{who} ended with exit code {server.code}" + (f": {words}" if words else "")
 
 
 def state_of(sighting: Sighting) -> State:

@@ -149,7 +149,7 @@ def measured(report: RunReport) -> list[str]:
 def notes(report: RunReport) -> list[str]:
     """What else there is to say of the run."""
     lines = [report.reason] if report.reason else []
-    if report.state == "broken off":
+    if report.state == "broken off" and report.reason is None:
         lines.append("the server's process is no more, and has not said why: `smolcluster logs`")
     if report.age_s is not None and report.age_s > OLD_S:
         lines.append(f"what the server said {format_duration(report.age_s)} ago")
