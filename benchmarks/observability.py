@@ -78,7 +78,6 @@ def observed(settings: Settings, bench: Workbench, folder: Path, *, on: bool) ->
             ProcessLabels("trainer", "here"),
             bench.replica.meter,
             log.logger,
-            local=True,
             run_id=lambda: RUN_ID,
             status=lambda: records.status.newest,
         ),

@@ -16,8 +16,9 @@ PROCESS = "{{role}} {{rank}} {{node}}"
 NODE = 'node=~"$node"'
 OF_THE_OWNER = 'role!="worker"'
 ON_THE_LINK = 'role="worker", phase=~"send|wait"'
-STREAMS = '{job=~"smolcluster-.+", host=~"$host", rank=~"$rank", level=~"$level"}'
-FOUND = f'{STREAMS} |~ "(?i)$search" | json run="run", message="message" | run=~"$run"'
+STREAMS = '{job=~"smolcluster-.+", run=~"$run", host=~"$host", rank=~"$rank", level=~"$level"}'
+# A line that is no JSON has no message, and would make an error of the whole count.
+FOUND = f'{STREAMS} |~ "(?i)$search" | json message="message" | drop __error__, __error_details__'
 MESSAGE = '| line_format "{{ if .message }}{{ .message }}{{ else }}{{ __line__ }}{{ end }}"'
 
 Json = dict[str, Any]

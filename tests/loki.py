@@ -21,6 +21,8 @@ from typing import Any
 
 MAX_LINE_NBYTES = 256 * 1024
 MAX_AHEAD_NS = 600 * 10**9
+MAX_BEHIND_NS = 12 * 3600 * 10**9
+"""Half of `max_chunk_age`: how much older than the newest of its stream a line may be."""
 PUSH = "/loki/api/v1/push"
 LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
@@ -59,15 +61,20 @@ class Received:
         self.largest_nbytes = 0
         self.largest_lines = 0
 
-    def take(self, streams: list[tuple[Labels, list[tuple[int, str]]]], nbytes: int) -> None:
-        """Accept the streams of one request."""
+    def take(self, streams: list[tuple[Labels, list[tuple[int, str]]]], nbytes: int) -> int:
+        """Accept the streams of one request, but for lines that are too far behind; returns how many are."""
+        num_behind = 0
         self.largest_nbytes = max(self.largest_nbytes, nbytes)
         self.largest_lines = max(self.largest_lines, sum(len(each) for _, each in streams))
         for labels, values in streams:
             known = set(self.streams[labels])
-            new = [value for value in values if value not in known]
-            self.num_repeated += len(values) - len(new)
+            newest = max((ns for ns, _ in known), default=0)
+            kept = [value for value in values if value[0] >= newest - MAX_BEHIND_NS]
+            num_behind += len(values) - len(kept)
+            new = [value for value in kept if value not in known]
+            self.num_repeated += len(kept) - len(new)
             self.streams[labels] += new
+        return num_behind
 
     def texts(self, **labels: str) -> list[str]:
         """The lines of all streams with these labels, in the order in which they came."""
@@ -166,16 +173,20 @@ class Receiver:
         with self.changed:
             assert self.changed.wait_for(condition, timeout_s), vars(self.received)
 
-    def accept(self, body: bytes, headers: Any) -> int:
-        """Take a request; returns the status."""
+    def accept(self, body: bytes, headers: Any) -> tuple[int, bytes]:
+        """Take a request; returns the status and the answer's body."""
         try:
             streams, nbytes = parsed(body, headers)
         except Invalid as error:
             self.invalid.append(str(error))
-            return 400
+            return 400, b""
         with self.changed:
-            self.received.take(streams, nbytes)
-        return 204
+            num_behind = self.received.take(streams, nbytes)
+        return (
+            (400, f"entry too far behind, ignored: {num_behind}".encode())
+            if num_behind
+            else (204, b"")
+        )
 
 
 class _Server(ThreadingHTTPServer):
@@ -226,7 +237,8 @@ class _Handler(BaseHTTPRequestHandler):
             fault = receiver.faults.popleft() if receiver.faults else None
             receiver.changed.notify_all()
         if fault is None:
-            self._say(404 if self.path != PUSH else receiver.accept(body, self.headers))
+            status, said = (404, b"") if self.path != PUSH else receiver.accept(body, self.headers)
+            self._say(status, body=said)
             return
         time.sleep(fault.delay_s)
         if fault.takes_it:

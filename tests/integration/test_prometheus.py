@@ -252,7 +252,7 @@ def test_every_panel_has_data(prometheus: Prometheus, tmp_path: Path) -> None:
         for process in processes_of("pi5", "win"):
             who = ProcessLabels(process.role, process.node, process.rank)
             worker_id = None if process.rank is None else process.rank + 1
-            served = metrics_address(cluster, worker_id, local=True)
+            served = metrics_address(cluster, worker_id)
             assert served is not None
             serving.enter_context(serve_metrics(moving(who, tmp_path), *served, warn=pytest.fail))
         wait_for_panels(prometheus)

@@ -2,21 +2,34 @@
 
 import importlib.util
 import json
+import os
 import re
+import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import httpx
 import pytest
 from ruamel.yaml import YAML
 
+from harness import free_port
+from loki import Receiver, receiving
+from smolcluster.launch.observe.loki import is_loki
+from smolcluster.launch.observe.targets import listens
+from smolcluster.observability.shipping.lines import Entry
+from smolcluster.observability.shipping.loki import Answer, Loki, Verdict, push_body
+from smolcluster.utils.retry import Deadline
+
 PROJECT = Path(__file__).resolve().parents[2]
 STACK = PROJECT / "logging"
-LABELS = {"job", "component", "host", "rank", "level"}
+LABELS = {"job", "component", "host", "run", "rank", "level"}
 """Loki's."""
-FIELDS = {"run", "message"}
+FIELDS = {"message"}
 """Of a log line, which queries may take out of it."""
 NAMES = ("run", "workers", "links", "logs")
 USERS_QUERIES = (
@@ -123,13 +136,20 @@ def test_promtail_gives_every_label_and_leaves_the_link_out(role: str) -> None:
     [target] = job["static_configs"]
     stages = {name: stage for each in job["pipeline_stages"] for name, stage in each.items()}
     static = {name for name in target["labels"] if not name.startswith("__")}
-    assert static | set(stages["labels"]) == LABELS
+    made = static | set(stages["labels"])
+    assert made == (LABELS if role == "worker" else LABELS - {"rank"})
     assert target["labels"]["job"] == f"smolcluster-{role}"
     assert target["labels"]["__path__"].endswith(f"/*/logs/{role}-*.log")
     assert target["labels"]["__path_exclude__"].endswith(f"/latest/logs/{role}-*.log")
     assert stages["labeldrop"] == ["filename"]
-    [host] = re.findall(stages["regex"]["expression"], f"/runs/r1/logs/{role}-rank0-mini2.log")
-    assert host == (f"{role}-rank0-mini2", role)
+    stem = {"server": "server-mini2", "worker": "worker-rank12-mini2"}[role]
+    found = re.search(stages["regex"]["expression"], f"/me/runs/edp-1/logs/{stem}.log")
+    assert found is not None
+    of_the_name = {"run": "edp-1", "component": role, "host": stem, "rank": "12"}
+    assert found.groupdict() == {name: of_the_name[name] for name in found.groupdict()}
+    assert set(found.groupdict()) | {"job", "level"} == made, (
+        "lines that are no JSON have them, too"
+    )
     [client] = config["clients"]
     assert client["url"].startswith("${LOKI_URL")
     assert client["url"].endswith("/loki/api/v1/push")
@@ -145,17 +165,106 @@ def test_alloy_gives_the_same_labels() -> None:
     [made] = re.findall(r"stage\.labels \{\s*values = \{(.*?)\}", text)
     assert set(re.findall(r"(\w+) = ", made)) == LABELS - {"job"}
     assert text.count("/latest/logs/*") == 2
+    of_a_file: dict[str, str] = {}
+    for expression in re.findall(r'expression = "(.*)"', text):
+        if found := re.search(expression, "/me/runs/edp-1/logs/worker-rank12-mini2.log"):
+            of_a_file |= found.groupdict()
+    assert of_a_file == {
+        **{"run": "edp-1", "host": "worker-rank12-mini2", "component": "worker", "rank": "12"}
+    }
     assert 'sys.env("LOKI_URL")' in text
 
 
-def test_who_is_on_the_network_reaches_loki_and_nothing_else() -> None:
+def test_nobody_else_reaches_the_stack_unless_asked_and_it_neither_starts_nor_grows_by_itself() -> (
+    None
+):
     services = yaml("docker-compose.yml")["services"]
-    assert services["grafana"]["ports"] == ["127.0.0.1:3000:3000"]
-    assert services["prometheus"]["ports"] == ["127.0.0.1:9090:9090"]
-    assert services["loki"]["ports"] == ["${LOKI_BIND:-0.0.0.0}:3100:3100"]
+    assert {name: service.get("ports") for name, service in services.items()} == {
+        "grafana": ["127.0.0.1:3000:3000"],
+        "loki": None,
+        "push": ["${LOKI_BIND:-127.0.0.1}:3100:3100"],
+        "prometheus": ["127.0.0.1:9090:9090"],
+    }
     for name, service in services.items():
+        assert service["restart"] == "on-failure:5", name
+        assert service["logging"]["options"] == {"max-size": "10m", "max-file": "3"}, name
         assert re.fullmatch(r"[\w/]+:v?\d+\.\d+\.\d+", service["image"]), "a pinned version"
-        assert service["healthcheck"]["test"][0] in ("CMD", "CMD-SHELL"), name
+        if name != "push":
+            assert service["healthcheck"]["test"][0] in ("CMD", "CMD-SHELL"), name
+
+
+@pytest.fixture
+def pushing(tmp_path: Path) -> Iterator[tuple[str, Receiver]]:
+    """The gateway before a receiver, run by an nginx of this machine; its address, and the receiver."""
+    nginx = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    if nginx is None:
+        pytest.skip("no nginx")
+    port = free_port()
+    with receiving() as receiver:
+        config = (STACK / "push.conf").read_text()
+        for old, new in {
+            "listen 3100;": f"listen 127.0.0.1:{port};",
+            "http://loki:3100": receiver.url,
+        }.items():
+            assert old in config
+            config = config.replace(old, new)
+        temporary = " ".join(
+            f"{kind}_temp_path {tmp_path}/{kind};"
+            for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+        )
+        whole = (
+            f"daemon off; master_process off; pid {tmp_path}/pid; error_log stderr; "
+            f"events {{}} http {{ {temporary} {config} }}"
+        )
+        (tmp_path / "nginx.conf").write_text(whole)
+        words = [nginx, "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf")]
+        with subprocess.Popen(words, stderr=subprocess.DEVNULL) as process:
+            try:
+                deadline = Deadline(30)
+                while not listens(f"127.0.0.1:{port}"):
+                    assert process.poll() is None
+                    assert not deadline.expired
+                yield f"http://127.0.0.1:{port}", receiver
+            finally:
+                process.kill()
+
+
+def test_through_the_open_port_logs_are_pushed_and_neither_read_nor_deleted(
+    pushing: tuple[str, Receiver],
+) -> None:
+    url, receiver = pushing
+    loki = Loki(url)
+    entry = Entry((("job", "x"),), time.time_ns(), "a line")
+    assert loki.push(push_body([entry])) == Answer(Verdict.ACCEPTED)
+    loki.close()
+    assert receiver.received.texts() == ["a line"]
+    assert is_loki(url)
+    for method, path in (
+        ("POST", "/loki/api/v1/delete?query={job=~%22.%2B%22}"),
+        ("PUT", "/loki/api/v1/delete"),
+        ("GET", "/loki/api/v1/query_range"),
+        ("GET", "/loki/api/v1/push"),
+        ("POST", "/flush"),
+        ("POST", "/loki/api/v1/push/../delete"),
+    ):
+        assert httpx.request(method, url + path, trust_env=False).status_code == 403, path
+
+
+def test_lines_that_are_no_json_break_no_count() -> None:
+    for expression in expressions("logs"):
+        assert "| json" in expression
+        stages = expression.partition("| json")[2]
+        assert "| drop __error__, __error_details__" in stages
+        assert "__error__" not in stages.partition("| drop __error__, __error_details__")[2]
+
+
+def test_grafana_asks_loki_for_no_alerts() -> None:
+    [loki] = [
+        source
+        for source in yaml("grafana/provisioning/datasources/smolcluster.yaml")["datasources"]
+        if source["type"] == "loki"
+    ]
+    assert loki["jsonData"]["manageAlerts"] is False
 
 
 def test_what_is_mounted_is_there() -> None:
@@ -175,5 +284,6 @@ def test_loki_forgets_what_is_old() -> None:
     assert config["compactor"]["retention_enabled"]
     assert config["compactor"]["delete_request_store"] == "filesystem"
     assert config["limits_config"]["retention_period"] == "720h"
+    assert "deletion_mode" not in config["limits_config"], "an error in its log for each query"
     [period] = config["schema_config"]["configs"]
     assert period["index"]["period"] == "24h", "retention needs it"

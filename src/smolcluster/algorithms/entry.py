@@ -131,6 +131,9 @@ def worker_parser(algorithm: Algorithm) -> argparse.ArgumentParser:
         help="start it again when it was killed or met an internal error, so often in a row",
     )
     parser.add_argument("--supervised", type=int, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--run-id", help="the run it is started for: then its log is there before it has joined"
+    )
     return parser
 
 

@@ -32,17 +32,15 @@ def metrics_served(
     meter: Meter,
     log: logging.Logger,
     *,
-    local: bool,
     run_id: Callable[[], str],
     status: Callable[[], RunStatus | None] = lambda: None,
 ) -> Iterator[None]:
     """Serve `/metrics` of a process while it works, where its configuration says so.
 
-    `local`: only to this machine, unless the configuration names an address. `run_id`: of the run, empty as
-    long as it is not known; `status`: its newest, of its owner.
+    `run_id`: of the run, empty as long as it is not known; `status`: its newest, of its owner.
     """
     worker_id = None if who.rank is None else who.rank + 1
-    place = metrics_address(settings.cluster, worker_id, local=local)
+    place = metrics_address(settings.cluster, worker_id)
     if place is None:
         yield
         return

@@ -43,8 +43,6 @@ class Owner:
     node: str
     settings: Settings
     secret: Secret | None = None
-    local: bool = True
-    """Whether the whole run is on this machine."""
 
 
 def own_run(
@@ -89,7 +87,6 @@ def own_run(
                 ProcessLabels(owner.role, owner.node),
                 bench.replica.meter,
                 log.logger,
-                local=owner.local,
                 run_id=lambda: run.run_id,
                 status=lambda: records.status.newest,
             ),

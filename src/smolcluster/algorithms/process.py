@@ -35,7 +35,7 @@ from smolcluster.errors import ConfigError, SmolclusterError
 from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog, setup_logging
 from smolcluster.observability.terminal import SteadyConsole
-from smolcluster.runs.paths import create_run, runs_root
+from smolcluster.runs.paths import RunPaths, create_run, log_stem, runs_root
 from smolcluster.runs.summary import Summary
 from smolcluster.training.build import Workbench
 from smolcluster.transport.frames import PROTOCOL_VERSION
@@ -64,10 +64,12 @@ def process_log(
     *,
     console: Console | None = None,
     named: bool = True,
+    otherwise: Path | None = None,
 ) -> Iterator[NodeLog]:
     """The process's log. What ends the process is one line on the console; the file has the traceback.
 
-    `named`: whether console lines say whose they are; a launcher says so itself.
+    `named`: whether console lines say whose they are; a launcher says so itself. `otherwise`: the file of a
+    process that fails before it knows its run.
     """
     log = setup_logging(component, node, rank, console=console, named=named)
     machine = machine_facts()
@@ -81,15 +83,18 @@ def process_log(
     )
     try:
         yield log
-    except SmolclusterError as error:
-        log.logger.log(logging.ERROR, "%s", error, exc_info=error)
-        raise Ended(error.exit_code) from None
     except Interrupted as interrupt:
         log.logger.info("%s", interrupt)
         raise Ended(interrupt.exit_code) from None
     except Exception as error:
-        log.logger.log(logging.ERROR, "%s", describe_bug(error), exc_info=error)
-        raise Ended(BUG) from None
+        is_ours = isinstance(error, SmolclusterError)
+        sentence = str(error) if is_ours else describe_bug(error)
+        log.logger.log(logging.ERROR, "%s", sentence, exc_info=error)
+        if otherwise is not None and not log.is_filed:
+            with suppress(OSError):
+                otherwise.parent.mkdir(parents=True, exist_ok=True)
+            log.file_logs_to(otherwise, run_id="")
+        raise Ended(error.exit_code if isinstance(error, SmolclusterError) else BUG) from None
     finally:
         threading.excepthook = threading.__excepthook__
         log.close()
@@ -116,7 +121,7 @@ def serve(
         secret = ensure_secret(settings.node.secret_file or default_secret_path())
         check_port(settings.cluster)
         own_run(
-            Owner(algorithm, "server", settings.cluster.server, settings, secret, local=args.local),
+            Owner(algorithm, "server", settings.cluster.server, settings, secret),
             log,
             serve_run,
             run_id=args.run_id,
@@ -137,24 +142,31 @@ def work(
     if not 1 <= args.worker_id <= MAX_WORKER_ID:
         raise ConfigError(f"worker_id is {args.worker_id}, must be between 1 and {MAX_WORKER_ID}")
     use_threads(node.threads)
-    rank = args.worker_id - 1
+    rank, root = args.worker_id - 1, runs_root(node.runs_dir)
+    otherwise = root / f"{log_stem('worker', args.node, rank)}.log"
     meter, who = Meter(), ProcessLabels("worker", args.node, rank)
     with (
-        process_log("worker", args.node, rank, named=not args.stop_on_stdin_eof) as log,
+        process_log(
+            "worker", args.node, rank, named=not args.stop_on_stdin_eof, otherwise=otherwise
+        ) as log,
         closing(WorkerRun(args.node, rank, log.logger)) as own,
-        metrics_served(
-            settings, who, meter, log.logger, local=args.local, run_id=lambda: own.run_id
-        ),
+        metrics_served(settings, who, meter, log.logger, run_id=lambda: own.run_id),
     ):
 
+        def file_logs(run_id: str) -> RunPaths:
+            paths = create_run(root, run_id, newest=False)
+            log.file_logs_to(paths.log_file("worker", args.node, rank), run_id)
+            return paths
+
         def begin(run: RunConfig) -> None:
-            paths = create_run(runs_root(node.runs_dir), run.run_id, newest=False)
-            log.file_logs_to(paths.log_file("worker", args.node, rank), run.run_id)
+            paths = file_logs(run.run_id)
             own.begin(run, paths)
             if args.supervised is not None:
                 with suppress(OSError):  # it has gone, and so shall we; or was told often enough
                     os.write(args.supervised, os.fsencode(paths.root.absolute()) + b"\0")
 
+        if args.run_id is not None:
+            file_logs(args.run_id)
         place = Place(
             node=node,
             hello=Hello(

@@ -11,9 +11,9 @@ from smolcluster.cli.options import (
     Detach,
     DryRun,
     Local,
-    NoObserve,
     NoSync,
     NoTmux,
+    Observe,
     Overrides,
     Run,
     TrainFile,
@@ -39,7 +39,7 @@ def _launch_command(name: str, algorithm: str) -> Callable[[Callable[[], None]],
             detach: Detach = False,
             no_sync: NoSync = False,
             no_tmux: NoTmux = False,
-            no_observe: NoObserve = False,
+            observe: Observe = None,
             config: ClusterFile = None,
             train_config: TrainFile = None,
             override: Overrides = None,
@@ -62,7 +62,7 @@ def _launch_command(name: str, algorithm: str) -> Callable[[Callable[[], None]],
                 sync=not no_sync,
                 tmux=not no_tmux,
                 detach=detach,
-                observe=not no_observe,
+                observe=observe,
             )
             return launch(request, how, local=local)
 
@@ -115,7 +115,7 @@ def _resume(
     detach: Detach = False,
     no_sync: NoSync = False,
     no_tmux: NoTmux = False,
-    no_observe: NoObserve = False,
+    observe: Observe = None,
     override: Overrides = None,
 ) -> int:
     """Start a whole run again on its machines, from its newest good checkpoint."""
@@ -127,7 +127,7 @@ def _resume(
         sync=not no_sync,
         tmux=not no_tmux,
         detach=detach,
-        observe=not no_observe,
+        observe=observe,
     )
     return resume(run, workers, override or [], how)
 

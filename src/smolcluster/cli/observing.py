@@ -11,7 +11,7 @@ app.add_typer(observe_app, name="observe", help="Grafana, Loki and Prometheus in
 
 @observe_app.command("up", epilog=below("GRAFANA_PASSWORD=secret smolcluster observe up"))
 def _up() -> int:
-    """Start them and wait until they answer. Launches start them by themselves.
+    """Start them and wait until they answer. A launch does it with --observe.
 
     Grafana's user is admin; the password is what GRAFANA_PASSWORD was at the first start, or admin.
     """

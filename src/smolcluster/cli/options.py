@@ -51,8 +51,13 @@ NoTmux = Annotated[
 NoSync = Annotated[
     bool, typer.Option("--no-sync", help="Leave code and environment of the machines as they are.")
 ]
-NoObserve = Annotated[
-    bool, typer.Option("--no-observe", help="Leave Grafana, Loki and Prometheus as they are.")
+Observe = Annotated[
+    bool | None,
+    typer.Option(
+        "--observe/--no-observe",
+        help="Start Grafana, Loki and Prometheus in Docker beside the run; --no-observe ignores those that "
+        "run, too.  [default: observe of the cluster file, else show the run in those that run]",
+    ),
 ]
 Detach = Annotated[
     bool, typer.Option("--detach", help="Leave the run alone as soon as all workers have joined.")

@@ -280,8 +280,12 @@ class ClusterConfig(Section):
     )
     metrics_bind: Address | None = Field(
         None,
-        description="Address on which /metrics is served; null: 127.0.0.1 where everything runs on one "
-        "machine, else every address.",
+        description="Address on which /metrics is served; null: 127.0.0.1, for each machine alone; 0.0.0.0: "
+        "every address, where anybody on the network reads it.",
+    )
+    observe: bool = Field(
+        False,
+        description="Whether a launch starts Grafana, Loki and Prometheus in Docker, as --observe does.",
     )
     loki_url: LokiUrl = Field(
         None,

@@ -160,6 +160,7 @@ def plan_local(
             argv=(
                 *(python, str(request.algorithm.worker), str(rank + 1), node, *local),
                 *("--server", format_address(cluster.host_ip[node], cluster.port)),
+                *("--run-id", run_id),
                 *restarts(cluster),
                 *config,
                 *overrides((PATIENCE, *place, *node_overrides(request.overrides)), node),
@@ -204,7 +205,9 @@ def plan_cluster(request: Request, cluster: ClusterConfig, places: Places, run_i
         *("--train-config", train_file, *overrides(cluster.server, public))
     )
     workers = [
-        planned(node, rank, [f"{folder}/worker.py", str(rank + 1), node]).with_arguments(
+        planned(
+            node, rank, [f"{folder}/worker.py", str(rank + 1), node, "--run-id", run_id]
+        ).with_arguments(
             *restarts(cluster), *overrides(node, (*places[node].overrides, *node_overrides(public)))
         )
         for rank, node in enumerate(cluster.workers)

@@ -20,7 +20,7 @@ from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.cluster_run import Baggage, ClusterRun, Machine, left_running
 from smolcluster.launch.find import find
 from smolcluster.launch.host import HERE, Host
-from smolcluster.launch.observe.beside import announce, bring_up
+from smolcluster.launch.observe.beside import announce, stack_for
 from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE, Place, Places, Request, plan_cluster
 from smolcluster.launch.prepare import forwarded
 from smolcluster.launch.requests import cluster_source, settings_of
@@ -48,14 +48,15 @@ class How:
         sync: bring code and environment to the machines first.
         tmux: open a window with a pane a process, where there is a terminal.
         detach: leave the run alone when all workers have joined.
-        observe: see that Grafana, Loki and Prometheus are there, if they can be.
+        observe: start Grafana, Loki and Prometheus where they can be; None: as the cluster file says, and
+            otherwise use those that run; False: leave them alone.
     """
 
     dry_run: bool = False
     sync: bool = True
     tmux: bool = True
     detach: bool = False
-    observe: bool = True
+    observe: bool | None = None
 
 
 def launch_remote(
@@ -93,7 +94,7 @@ def launch_remote(
     run = ClusterRun(launched, machines, RunPaths(here / check_run_id(run_id)), SteadyConsole())
     run.prepare(baggage, sync=how.sync)
     keep(create_run(here, run_id, newest=False), cluster_file.read_bytes(), baggage.train_file)
-    stack = bring_up(run.say) if how.observe else None
+    stack = stack_for(how.observe, settings.cluster, run.say)
     if stack is not None:
         ssh = {node: place.ssh for node, place in places.items()}
         announce(stack, run_id, launched.processes, settings.cluster, ssh=ssh.get, say=run.say)

@@ -24,7 +24,7 @@ from smolcluster.configs.resolve import Settings, check_algorithm
 from smolcluster.errors import LaunchError, SmolclusterError
 from smolcluster.launch.children import POLL_S, Child, stop, wait_for
 from smolcluster.launch.interrupts import Interrupts, interrupts
-from smolcluster.launch.observe.beside import announce, bring_up, forget, within_reach
+from smolcluster.launch.observe.beside import announce, forget, stack_for, within_reach
 from smolcluster.launch.plan import LaunchPlan, Request, in_sessions, plan_local
 from smolcluster.launch.remote import How, launch_here, launch_remote, wants_window
 from smolcluster.launch.requests import settings_of, written_here
@@ -99,7 +99,7 @@ def launch_local(request: Request, run_id: str, how: How, *, resume: bool = Fals
     paths = create_run(runs_root(settings.node.runs_dir), run_id, newest=False)
     console = SteadyConsole()
     say = partial(print_line, console)
-    stack = bring_up(say) if how.observe else None
+    stack = stack_for(how.observe, settings.cluster, say)
     if stack is not None:
         request = within_reach(request, settings.cluster)
         settings = settings_of(request, local=True)

@@ -17,8 +17,8 @@ from typing import Literal
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import PREAMBLE, shell_path
-from smolcluster.launch.observe.loki import loki_here, own_loki
-from smolcluster.launch.observe.stack import LOKI_PORT, answers, services
+from smolcluster.launch.observe.loki import is_loki, loki_here, own_loki
+from smolcluster.launch.observe.stack import EVERYWHERE, LOKI_PORT, answers, loki_bind, services
 from smolcluster.launch.plan import Process
 from smolcluster.launch.sessions import ask_to_end, begin, host_of, look_script
 from smolcluster.launch.stop import LAST_LINES_S
@@ -27,7 +27,8 @@ from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.utils.units import format_address
 
 ROLE: Literal["shipper"] = "shipper"
-OUTPUT = "/tmp/promtail.log"  # noqa: S108 - where users look for it
+OUTPUT = "promtail.log"
+"""In a run's folder: what troubles its shipper."""
 LOOPBACK = "http://127."
 END_S = 8.0
 """How long an old shipper of the same run may take to end."""
@@ -87,7 +88,7 @@ def url_for(process: LaunchedProcess, loki: Loki) -> str:
     """Loki's address as the machine of a process sees it.
 
     Raises:
-        LaunchError: the machine cannot be asked, or does not say how it sees this one.
+        LaunchError: the machine cannot be asked, does not say how it sees this one, or must not reach Loki.
     """
     if process.ssh is None or not (loki.is_ours and loki.url.startswith(LOOPBACK)):
         return loki.url
@@ -98,7 +99,13 @@ def url_for(process: LaunchedProcess, loki: Loki) -> str:
         raise LaunchError("it does not say how it sees this machine: set loki_url") from error
     if "%" in address:
         raise LaunchError(f"it sees this machine at {address}, which no URL can say: set loki_url")
-    return f"http://{format_address(address, LOKI_PORT)}"
+    url = f"http://{format_address(address, LOKI_PORT)}"
+    if loki_bind() not in EVERYWHERE and not is_loki(url):
+        raise LaunchError(
+            f"Loki is open to this machine alone: LOKI_BIND={address} in logging/.env, then `uv run "
+            "smolcluster observe up`, opens it to who pushes logs"
+        )
+    return url
 
 
 def shipper_of(run_id: str, processes: Sequence[LaunchedProcess], url: str) -> LaunchedProcess:
@@ -132,20 +139,21 @@ def ship_script(processes: Sequence[LaunchedProcess], url: str) -> str:
         [
             PREAMBLE,
             "trap : INT TERM HUP",  # who is told to end tells all of us: the others are waited for
-            f"here=$(pwd); out={OUTPUT}; (: >> $out) 2>/dev/null || out=/dev/null; pids=",
+            f"here=$(pwd); umask 077; out={shell_path(first.run_dir)}/{OUTPUT}; pids=",
+            '(: >> "$out") 2>/dev/null || out=/dev/null',
             f"export LOKI_URL={shlex.quote(url.rstrip('/'))}",
             f"export SMOLCLUSTER_RUNS_DIR={shell_path(first.run_dir.rpartition('/')[0])}",
             f"cd {project} 2>/dev/null",
             f"if command -v promtail >/dev/null && [ -f {configs[0]} ]; then",
             *(
-                f'promtail -config.expand-env=true -config.file={file} >> $out 2>&1 & pids="$pids $!"'
+                f'promtail -config.expand-env=true -config.file={file} >> "$out" 2>&1 & pids="$pids $!"'
                 for file in configs
             ),
             "elif command -v alloy >/dev/null && [ -f logging/config.alloy ]; then",
             "alloy run --disable-reporting --server.http.listen-addr=127.0.0.1:0 "
-            '--storage.path="$HOME/.cache/smolcluster-alloy" logging/config.alloy >> $out 2>&1 & pids=$!',
+            '--storage.path="$HOME/.cache/smolcluster-alloy" logging/config.alloy >> "$out" 2>&1 & pids=$!',
             "else",
-            f'cd "$here"; {_own_command(processes, url)} >> $out 2>&1 & pids=$!',
+            f'cd "$here"; {_own_command(processes, url)} >> "$out" 2>&1 & pids=$!',
             "fi",
             f'running() {{ case "$({looks}\n)" in *running*) ;; *) return 1; esac; }}',
             "alive() { for each in $pids; do kill -0 $each 2>/dev/null && return; done; return 1; }",

@@ -36,7 +36,7 @@ from smolcluster.utils.meter import Phase
 from smolcluster.utils.units import format_address
 
 PREFIX = "smolcluster_"
-LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"  # noqa: S104 - Prometheus is on another machine
+LOOPBACK = "127.0.0.1"
 STALENESS_BOUNDS = (*map(str, STALENESS_EDGES), "+Inf")
 """Upper bounds of `WorkerStatus.staleness`, in steps."""
 WORKER_LABELS = ("rank", "node")
@@ -271,9 +271,7 @@ def worker_series(workers: Sequence[WorkerStatus], now: datetime, growth: Growth
     return [up, samples, speed, silent, traffic, staleness, *vitals.values()]
 
 
-def metrics_address(
-    cluster: ClusterConfig, worker_id: int | None, *, local: bool
-) -> tuple[str, int] | None:
+def metrics_address(cluster: ClusterConfig, worker_id: int | None) -> tuple[str, int] | None:
     """Where a process serves `/metrics`: address and port; None: nowhere.
 
     `worker_id` is None for the server. Workers have the ports behind the server's, by their id; one whose
@@ -282,8 +280,7 @@ def metrics_address(
     if cluster.metrics_port is None:
         return None
     port = cluster.metrics_port + (worker_id or 0)
-    address = cluster.metrics_bind or (LOOPBACK if local else EVERYWHERE)
-    return (address, port) if port <= 65535 else None
+    return (cluster.metrics_bind or LOOPBACK, port) if port <= 65535 else None
 
 
 @contextmanager

@@ -59,6 +59,11 @@ class NodeLog:
         """
         self._file.file_to(path, run_id)
 
+    @property
+    def is_filed(self) -> bool:
+        """Whether lines go to a file; until then they are kept."""
+        return self._file.is_open
+
     def close(self) -> None:
         """Close the file and take the handlers off; later lines go nowhere."""
         for handler in (self._console, self._file):
@@ -133,6 +138,11 @@ class _FileHandler(logging.Handler):
         self._kept: deque[dict[str, Any]] = deque(maxlen=MAX_KEPT_LINES)
         self._run_id = ""
         self._writer: LineWriter | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a file."""
+        return self._writer is not None
 
     def file_to(self, path: Path, run_id: str) -> None:
         """File what was kept, and from now on every line, at `path`."""

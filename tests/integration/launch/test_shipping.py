@@ -20,7 +20,7 @@ from launching import (
 )
 
 pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
-RECEIVED, WORDS = "received.jsonl", "/tmp/promtail.log"  # noqa: S108
+RECEIVED, WORDS = "received.jsonl", "promtail.log"
 SHORT = ("num_epochs=40", "batch_size=32")
 """Long enough for all to join."""
 PROMTAIL = """#!/bin/sh
@@ -123,7 +123,7 @@ def test_the_logs_of_every_node_arrive_and_nothing_is_left(
     assert launching.is_clean(), launching.left()
     folder = f"{pi5.home}/{launching.projects['pi5']}"
     config = "-config.expand-env=true -config.file=logging/promtail-worker-remote.yaml"
-    said = pi5.path(WORDS).read_text()
+    said = (launching.folder("pi5") / WORDS).read_text()
     assert (
         said.splitlines()[-1]
         == f"http://{launching.controller.address}:3100 {folder}/runs {config}"
@@ -136,13 +136,11 @@ def test_the_logs_of_every_node_arrive_and_nothing_is_left(
 
 
 def test_a_run_does_not_care_that_its_logs_cannot_be_shipped(launching: Launching) -> None:
-    nowhere, words = "loki_url=http://127.0.0.1:9", launching.lab["mini1"].path(WORDS)
-    words.unlink(missing_ok=True)
-    done = launching.run(launching.launch("--override", *TINY, nowhere))
+    done = launching.run(launching.launch("--override", *TINY, "loki_url=http://127.0.0.1:9"))
     assert done.returncode == 0, done.stderr
     assert launching.status()["state"] == "ended"
     assert launching.is_clean(), launching.left()
-    said = words.read_text()
+    said = (launching.folder("mini1") / WORDS).read_text()
     assert said.count("warning: Loki does not take the logs") == 1
     assert "of logs have not been pushed" in said
     assert not launching.controller.path(f"{PROJECT}/runs/latest/logs/.shipped.json").exists()

@@ -290,6 +290,26 @@ def test_a_worker_without_a_server_says_where_it_looked(
     assert address in only_line(capsys)
 
 
+@pytest.mark.parametrize(
+    ("told", "file", "run"),
+    [
+        (("--run-id", "mine"), "mine/logs/worker-rank0-macbook.log", "mine"),
+        ((), "worker-rank0-macbook.log", ""),
+    ],
+)
+def test_a_worker_that_never_joined_has_its_error_in_a_file(
+    work: Callable[..., int], tmp_path: Path, told: tuple[str, ...], file: str, run: str
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    arguments = ("--local", "--server", address, "--override", "start_timeout_s=0.1")
+    assert work("1", "macbook", *told, *arguments) == 75
+    lines = [json.loads(line) for line in (tmp_path / "runs" / file).read_text().splitlines()]
+    [error] = [line for line in lines if line["level"] == "ERROR"]
+    assert address in error["message"]
+    assert (error["rank"], error["run"]) == (0, run)
+    assert "ConnectTimeout" in error["exception"]
+
+
 @pytest.fixture
 def shares(tmp_path: Path) -> Path:
     """A cluster file that says how much of a batch each of its three workers gets."""

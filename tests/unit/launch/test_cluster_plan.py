@@ -103,6 +103,7 @@ def test_a_worker_gets_its_place_and_only_what_belongs_to_a_machine() -> None:
     [first, second] = planned("num_epochs=5", "device=mps", "host_ip.pi5=10.0.0.1").workers
     assert first.argv == (
         *(".venv/bin/python", "src/smolcluster/algorithms/EDP/worker.py", "1", "pi5"),
+        *("--run-id", "edp-1"),
         *("--config", f"/mnt/my disk/runs/edp-1/{CLUSTER_FILE}", "--restarts", "3"),
         *("--override", "dataset.root=~/data"),
         *("--override", "device=mps", "--override", "host_ip.pi5=10.0.0.1"),

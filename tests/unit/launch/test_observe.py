@@ -11,16 +11,22 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from ruamel.yaml import YAML
 
 from harness import free_port, local_settings
 from reading import fake_ssh, server, worker
 from smolcluster.algorithms.registry import get_algorithm
 from smolcluster.cli import main
+from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import TryAgain
 from smolcluster.launch import run
 from smolcluster.launch.observe import beside, commands, stack
-from smolcluster.launch.observe.beside import announce, bring_up, forget, within_reach
+from smolcluster.launch.observe.beside import (
+    announce,
+    bring_up,
+    forget,
+    stack_for,
+    within_reach,
+)
 from smolcluster.launch.observe.stack import (
     DockerIsDown,
     NoDocker,
@@ -256,7 +262,8 @@ def test_a_page_of_somebody_else_is_not_grafana(all_well: None) -> None:
 
 def test_loki_is_asked_where_it_is_published() -> None:
     assert services({})[1].url == "http://127.0.0.1:3100/ready"
-    assert services({"LOKI_BIND": "::"})[1].url == "http://127.0.0.1:3100/ready"
+    for bound in ("::", "0.0.0.0"):  # noqa: S104
+        assert services({"LOKI_BIND": bound})[1].url == "http://127.0.0.1:3100/ready"
     assert services({"LOKI_BIND": "10.0.0.1"})[1].url == "http://10.0.0.1:3100/ready"
 
 
@@ -269,20 +276,15 @@ def test_where_loki_is_published_may_stand_in_the_stacks_env_file(folder: Path) 
         assert services({"LOKI_BIND": ""})[1].url == "http://127.0.0.1:3100/ready"
 
 
-def test_nobody_deletes_logs_through_the_open_port_and_old_ones_go() -> None:
-    stack_folder = own_stack()
-    assert stack_folder is not None
-    config = YAML(typ="safe").load(stack_folder / "loki-config.yaml")
-    assert config["limits_config"]["deletion_mode"] == "disabled"
-    assert config["limits_config"]["retention_period"] == "720h"
-    assert config["compactor"]["retention_enabled"] is True
-
-
-def test_a_launch_starts_the_stack_and_does_not_wait(
-    docker: Docker, folder: Path, none_answers: None
+@pytest.mark.parametrize(
+    ("asked", "cluster"),
+    [(True, local_settings().cluster), (None, local_settings("observe=true").cluster)],
+)
+def test_a_launch_that_is_asked_to_starts_the_stack_and_does_not_wait(
+    docker: Docker, folder: Path, none_answers: None, asked: bool | None, cluster: ClusterConfig
 ) -> None:
     said: list[str] = []
-    assert bring_up(said.append) == folder
+    assert stack_for(asked, cluster, said.append) == folder
     [line] = said
     assert line.startswith("Grafana is starting: http://localhost:3000")
     deadline = Deadline(10)
@@ -291,11 +293,23 @@ def test_a_launch_starts_the_stack_and_does_not_wait(
         time.sleep(0.01)
 
 
-def test_a_launch_leaves_a_stack_that_runs_alone(
-    docker: Docker, folder: Path, all_well: None
+def test_a_launch_that_is_not_asked_to_starts_nothing_and_says_how(
+    docker: Docker, folder: Path, none_answers: None
 ) -> None:
     said: list[str] = []
-    assert bring_up(said.append) == folder
+    assert stack_for(None, local_settings().cluster, said.append) is None
+    [line] = said
+    assert line.startswith("`--observe` starts Grafana")
+    assert stack_for(False, local_settings("observe=true").cluster, pytest.fail) is None
+    assert docker.asked == []
+
+
+@pytest.mark.parametrize("asked", [True, None])
+def test_a_launch_uses_a_stack_that_runs_and_leaves_it_alone(
+    docker: Docker, folder: Path, all_well: None, asked: bool | None
+) -> None:
+    said: list[str] = []
+    assert stack_for(asked, local_settings().cluster, said.append) == folder
     assert said == ["Grafana shows the run: http://localhost:3000"]
     assert not any("up" in words.split() for words in docker.asked)
 
@@ -401,6 +415,20 @@ def test_a_run_is_announced_and_forgotten(folder: Path) -> None:
     assert list((folder / "targets").iterdir()) == []
 
 
+def test_prometheus_is_not_sent_to_machines_that_do_not_let_it_in(folder: Path) -> None:
+    said: list[str] = []
+    ssh = {"mini1": None, "pi5": "pi@127.0.0.5", "win": "127.0.0.6"}.get
+    announce(folder, "r1", PROCESSES, local_settings().cluster, ssh=ssh, say=said.append)
+    file = folder / "targets" / "r1.json"
+    assert [each["labels"]["node"] for each in json.loads(file.read_text())] == ["mini1"]
+    [line] = said
+    assert line.startswith("Prometheus does not see pi5, win: ")
+    assert "metrics_bind=0.0.0.0" in line
+    open_to_all = local_settings("metrics_bind=0.0.0.0").cluster
+    announce(folder, "r1", PROCESSES, open_to_all, ssh=ssh, say=pytest.fail)
+    assert len(json.loads(file.read_text())) == 3
+
+
 def test_a_folder_that_cannot_be_written_is_one_line(folder: Path) -> None:
     (folder / "targets").write_text("in the way")
     said: list[str] = []
@@ -479,13 +507,20 @@ def test_a_local_run_is_told_to_prometheus_while_it_lasts(
     assert capsys.readouterr().out.splitlines() == ["Grafana shows the run: http://localhost:3000"]
 
 
-def test_without_docker_or_with_no_observe_a_launch_goes_on_alone(
-    no_docker: Path, runs_seen: list[list[str]], capsys: pytest.CaptureFixture[str]
+def test_a_launch_goes_on_alone_without_docker_or_where_nobody_asked_for_grafana(
+    no_docker: Path,
+    none_answers: None,
+    runs_seen: list[list[str]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert launch() == 0
-    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert launch("--observe") == 0
+    [line] = capsys.readouterr().out.splitlines()
+    assert "Docker is not installed" in line
     fake = Docker(no_docker)
+    assert launch() == 0
+    [line] = capsys.readouterr().out.splitlines()
+    assert "`--observe`" in line
     assert launch("--no-observe") == 0
     assert capsys.readouterr().out == ""
     assert fake.asked == []
-    assert runs_seen == [[], []]
+    assert runs_seen == [[], [], []]

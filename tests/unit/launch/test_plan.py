@@ -56,7 +56,7 @@ def test_a_local_worker_gets_its_place_and_only_what_belongs_to_a_machine() -> N
     assert [(worker.node, worker.rank) for worker in plan.workers] == [("pi5", 0), ("macbook", 1)]
     assert plan.workers[1].argv == (
         *("/usr/bin/python", str(get_algorithm("edp").worker), "2", "macbook", "--local"),
-        *("--server", "127.0.0.1:6000", "--restarts", "3", "--config", "edp"),
+        *("--server", "127.0.0.1:6000", "--run-id", "edp-1", "--restarts", "3", "--config", "edp"),
         *("--override", "start_timeout_s=86400", "--override", "device=cpu"),
         *("--override", "dataset.root=/data", "--override", "threads=1"),
     )

@@ -36,9 +36,9 @@ Shell = Callable[[LaunchedProcess], "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with a checkout that has the configurations of Promtail and Alloy."""
-    monkeypatch.setattr(shipping, "OUTPUT", str(tmp_path / "promtail.log"))
+def home(tmp_path: Path) -> Path:
+    """A machine with a checkout that has the configurations of Promtail and Alloy, and a run."""
+    (tmp_path / "runs" / "r1").mkdir(parents=True)
     logging = tmp_path / "smolcluster" / "logging"
     logging.mkdir(parents=True)
     for name in ("promtail-server-remote.yaml", "promtail-worker-remote.yaml", "config.alloy"):
@@ -95,7 +95,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def said(home: Path) -> list[str]:
-    return sorted((home / "promtail.log").read_text().splitlines())
+    return sorted((home / "runs" / "r1" / "promtail.log").read_text().splitlines())
 
 
 def test_promtail_follows_and_is_ended_with_the_processes_of_its_machine(
@@ -109,6 +109,8 @@ def test_promtail_follows_and_is_ended_with_the_processes_of_its_machine(
     assert said(home) == ["flushed", f"promtail http://10.0.0.1:3100 {home}/runs {config}"]
     assert shipper.stderr is not None
     assert shipper.stderr.read() == b""
+    file = home / "runs" / "r1" / "promtail.log"
+    assert file.stat().st_mode & 0o077 == 0, "nobody else reads it, or can put a link in its place"
 
 
 def test_of_a_server_and_a_worker_on_one_machine_both_logs_are_followed(
@@ -142,7 +144,7 @@ def test_a_follower_that_is_told_to_end_is_waited_for(
 
 def test_our_own_shipper_gets_the_logs_of_its_machine_only(home: Path, shell: Shell) -> None:
     odd = home / "it's $(touch pwned)"
-    odd.mkdir()
+    (odd / "r1").mkdir(parents=True)
     install(home, "python")
     process = worker(3, "pi5", "pi5", run_dir="~/it's $(touch pwned)/r1")
     shipper = shell(process)
@@ -151,13 +153,30 @@ def test_our_own_shipper_gets_the_logs_of_its_machine_only(home: Path, shell: Sh
     assert not (home / "pwned").exists()
     script = ship_script([process], "http://10.0.0.1:3100")
     command = "-m smolcluster.cli ship \"$HOME\"/'it'\"'\"'s $(touch pwned)/r1' --loki"
-    assert f"{command} http://10.0.0.1:3100 --only worker-rank3-pi5 >> $out" in script
+    assert f'{command} http://10.0.0.1:3100 --only worker-rank3-pi5 >> "$out"' in script
+    assert (odd / "r1" / "promtail.log").exists()
+
+
+def test_a_node_is_told_of_no_loki_that_does_not_let_it_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ssh(tmp_path, monkeypatch)
+    monkeypatch.setenv("SSH_CONNECTION", "192.168.50.100 5022 192.168.50.101 22")
+    monkeypatch.setattr(shipping, "is_loki", lambda _: False)
+    for bound in ("", "127.0.0.1"):
+        monkeypatch.setenv("LOKI_BIND", bound)
+        assert url_for(server(None), OURS) == OURS.url
+        with pytest.raises(LaunchError, match=r"LOKI_BIND=192\.168\.50\.100"):
+            url_for(server("pi5"), OURS)
+    monkeypatch.setattr(shipping, "is_loki", "http://192.168.50.100:3100".__eq__)
+    assert url_for(server("pi5"), OURS) == "http://192.168.50.100:3100", "another Loki, which does"
 
 
 def test_a_node_finds_loki_where_it_sees_the_launching_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_ssh(tmp_path, monkeypatch)
+    monkeypatch.setenv("LOKI_BIND", "0.0.0.0")  # noqa: S104
     stated = Loki("http://127.0.0.1:9", is_ours=False)
     for process in (server("pi5"), server(None)):
         assert url_for(process, stated) == "http://127.0.0.1:9"
@@ -182,6 +201,7 @@ def test_each_machine_gets_one_shipper_and_who_cannot_say_how_none(
 ) -> None:
     fake_ssh(tmp_path, monkeypatch)
     monkeypatch.setenv("SSH_CONNECTION", "10.0.0.9 1 10.0.0.1 22")
+    monkeypatch.setenv("LOKI_BIND", "0.0.0.0")  # noqa: S104
     processes = (server("pi@mini1"), worker(0, "mini1", "pi@mini1"), worker(1, "pi5", "cut"))
     launched = Launched(run_id="r1", algorithm="edp", processes=processes)
     told: list[str] = []

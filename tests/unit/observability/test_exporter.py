@@ -19,7 +19,6 @@ from exporting import NOW, NUMBERS, a_status, a_worker
 from harness import free_port
 from smolcluster.configs.resolve import load_settings
 from smolcluster.observability.exporter import (
-    EVERYWHERE,
     MAX_CLIENTS,
     ProcessLabels,
     ProcessNumbers,
@@ -287,20 +286,19 @@ def test_who_hangs_up_or_says_nonsense_disturbs_nobody(capfd: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    ("overrides", "worker_id", "local", "expected"),
+    ("overrides", "worker_id", "expected"),
     [
-        ([], None, True, ("127.0.0.1", 9464)),
-        ([], 2, True, ("127.0.0.1", 9466)),
-        ([], None, False, (EVERYWHERE, 9464)),
-        (["metrics_bind=10.0.0.1"], 1, False, ("10.0.0.1", 9465)),
-        (["metrics_bind=10.0.0.1"], 1, True, ("10.0.0.1", 9465)),
-        (["metrics_port=null"], None, True, None),
-        (["metrics_port=65535"], None, True, ("127.0.0.1", 65535)),
-        (["metrics_port=65535"], 1, True, None),
+        ([], None, ("127.0.0.1", 9464)),
+        ([], 2, ("127.0.0.1", 9466)),
+        (["metrics_bind=10.0.0.1"], 1, ("10.0.0.1", 9465)),
+        (["metrics_port=null"], None, None),
+        (["metrics_port=65535"], None, ("127.0.0.1", 65535)),
+        (["metrics_port=65535"], 1, None),
     ],
 )
-def test_where_a_process_serves(
-    overrides: list[str], worker_id: int | None, local: bool, expected: tuple[str, int] | None
+@pytest.mark.parametrize("local", [True, False])
+def test_other_machines_reach_metrics_only_where_they_are_asked_to(
+    overrides: list[str], worker_id: int | None, expected: tuple[str, int] | None, local: bool
 ) -> None:
-    cluster = load_settings("edp", "digits", None, overrides, environ={}, local=True).cluster
-    assert metrics_address(cluster, worker_id, local=local) == expected
+    cluster = load_settings("edp", "digits", None, overrides, environ={}, local=local).cluster
+    assert metrics_address(cluster, worker_id) == expected

@@ -36,6 +36,29 @@ DOCKER_S, SERVICE_S = 3.0, 0.5
 Say = Callable[[str], None]
 
 
+def stack_for(asked: bool | None, cluster: ClusterConfig, say: Say) -> Path | None:
+    """The folder of the stack that shows a run that is launched now; None: there is none.
+
+    It is started only if the user asks for it, on the command line (`asked`) or in the cluster file; one that
+    runs is used unless `asked` is False.
+    """
+    if asked is False:
+        return None
+    return bring_up(say) if asked or cluster.observe else running(say)
+
+
+def running(say: Say) -> Path | None:
+    """The folder of a stack that runs already; else None, and one line that says how to start it."""
+    stack = own_stack()
+    grafana = services()[0]
+    if stack is not None and answers(grafana, SERVICE_S) and runs(stack, grafana):
+        say(f"Grafana shows the run: {GRAFANA}")
+        return stack
+    if stack is not None:
+        say("`--observe` starts Grafana, with metrics and logs of the run; nothing was started")
+    return None
+
+
 def bring_up(say: Say) -> Path | None:
     """See that Grafana is there or the stack on its way, and say so in one line.
 
@@ -43,6 +66,7 @@ def bring_up(say: Say) -> Path | None:
     """
     stack = own_stack()
     if stack is None:
+        say("no Grafana beside the run: its files are in a checkout of the project: clone it")
         return None
     try:
         check_docker(DOCKER_S)
@@ -74,7 +98,18 @@ def announce(
     ssh: Callable[[str], str | None],
     say: Say,
 ) -> None:
-    """Tell Prometheus where the processes of a run are; `ssh` of a node is None where that is here."""
+    """Tell Prometheus where the processes of a run are; `ssh` of a node is None where that is here.
+
+    Those of other machines are left out where `metrics_bind` opens them to nobody, which is said.
+    """
+    processes = list(processes)
+    elsewhere = {process.node for process in processes if ssh(process.node) is not None}
+    if elsewhere and cluster.metrics_bind is None and cluster.metrics_port is not None:
+        say(
+            f"Prometheus does not see {', '.join(sorted(elsewhere))}: /metrics listens on each machine's "
+            "127.0.0.1; `--override metrics_bind=0.0.0.0` opens it to the network"
+        )
+        processes = [process for process in processes if process.node not in elsewhere]
 
     def address_of(node: str) -> str:
         destination = ssh(node)

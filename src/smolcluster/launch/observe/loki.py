@@ -19,4 +19,9 @@ def own_loki(environ: Mapping[str, str] = os.environ) -> str:
 def loki_here(environ: Mapping[str, str] = os.environ) -> str | None:
     """Where this machine has a Loki that answers; None: nowhere."""
     base = own_loki(environ)
-    return base if answers(Service("loki", base + BUILD, "version"), ANSWER_S) else None
+    return base if is_loki(base) else None
+
+
+def is_loki(base: str) -> bool:
+    """Whether a Loki answers there."""
+    return answers(Service("loki", base + BUILD, "version"), ANSWER_S)

@@ -17,6 +17,7 @@ import httpx
 
 from smolcluster.errors import LaunchError, TryAgain
 from smolcluster.launch.host import Done, run_here
+from smolcluster.observability.exporter import LOOPBACK
 
 FOLDER = "logging"
 COMPOSE_FILE = "docker-compose.yml"
@@ -28,7 +29,7 @@ ANSWER_S = 2.0
 UP_S, DOWN_S = 1800.0, 120.0
 """How long Docker may take to fetch and start the images, and to stop the containers."""
 OF_SERVICE = '{{.Label "com.docker.compose.service"}}\t{{.Status}}'
-EVERY_ADDRESS = ("", "0.0.0.0", "::")  # noqa: S104 - compared with
+EVERYWHERE = ("0.0.0.0", "::")  # noqa: S104 - compared with
 
 
 class NoDocker(LaunchError):
@@ -64,17 +65,22 @@ class Health:
 
 
 def services(environ: Mapping[str, str] = os.environ) -> tuple[Service, ...]:
-    """The three services, Grafana first; Loki may be published on one address only.
+    """The three services, Grafana first; Loki may be published on another address than 127.0.0.1.
 
     Compose reads LOKI_BIND in the environment, else in the file `.env` of the stack's folder; so is it here.
     """
-    bound = environ["LOKI_BIND"] if "LOKI_BIND" in environ else _bound_in_file(own_stack())
-    loki = "127.0.0.1" if bound in EVERY_ADDRESS else bound
+    bound = loki_bind(environ)
+    loki = LOOPBACK if bound in ("", *EVERYWHERE) else bound
     return (
         Service("grafana", "http://127.0.0.1:3000/api/health", "database"),
         Service("loki", f"http://{loki}:{LOKI_PORT}/ready", "ready"),
         Service("prometheus", "http://127.0.0.1:9090/-/healthy", "Healthy"),
     )
+
+
+def loki_bind(environ: Mapping[str, str] = os.environ) -> str:
+    """The address on which the user wants Loki to be published; empty: this machine alone."""
+    return environ["LOKI_BIND"] if "LOKI_BIND" in environ else _bound_in_file(own_stack())
 
 
 def own_stack() -> Path | None:

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch.host import run_here
-from smolcluster.observability.exporter import EVERYWHERE, LOOPBACK, metrics_address
+from smolcluster.launch.observe.stack import EVERYWHERE
+from smolcluster.observability.exporter import LOOPBACK, metrics_address
 from smolcluster.runs.files import write_whole
 from smolcluster.utils.units import format_address
 
@@ -64,7 +65,7 @@ def targets_of(
     def entries() -> Iterator[Json]:
         for process in processes:
             worker_id = None if process.rank is None else process.rank + 1
-            served = metrics_address(cluster, worker_id, local=False)
+            served = metrics_address(cluster, worker_id)
             if served is not None:
                 labels = {"run": run_id, "role": process.role, "node": process.node}
                 where = format_address(address_of(process.node), served[1])
@@ -76,7 +77,7 @@ def targets_of(
 def local_address(cluster: ClusterConfig) -> str:
     """Where this machine's own processes are reached."""
     bound = cluster.metrics_bind
-    return LOOPBACK if bound in (None, EVERYWHERE, "::") else bound
+    return LOOPBACK if bound is None or bound in EVERYWHERE else bound
 
 
 def ssh_address(destination: str) -> str:

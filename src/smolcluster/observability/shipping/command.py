@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
-from smolcluster.errors import ConfigError, RunBusy, TryAgain
+from smolcluster.errors import ConfigError, RunBusy, SmolclusterError, TryAgain
 from smolcluster.observability.shipping.loki import Loki
 from smolcluster.observability.shipping.shipper import Shipper
 from smolcluster.observability.shipping.spool import Spool
@@ -41,6 +41,7 @@ def ship(
         ConfigError: the address or the folder is wrong.
         RunBusy: another process ships these logs.
         TryAgain: with `once`: not all of it could be pushed.
+        SmolclusterError: with `once`: Loki has refused some of it.
     """
     loki, lock = Loki(base), _lock(logs / LOCK)
     shipper = Shipper(Spool(logs, only), loki.push, _warn)
@@ -48,15 +49,22 @@ def ship(
         if once:
             arrived = shipper.flush(ONCE_S, patient=True)
             loki.close()
+            if shipper.refusal:
+                raise SmolclusterError(_left(shipper, logs, base))
             if not arrived:
-                left = format_bytes(shipper.left_nbytes())
-                raise TryAgain(f"{left} of logs could not be pushed to {base}: is Loki up?")
+                raise TryAgain(f"{_left(shipper, logs, base)}: is Loki up?")
         elif not _until_told(shipper, stop_on_stdin_eof=stop_on_stdin_eof):
-            left = format_bytes(shipper.left_nbytes())
-            _warn(f"{left} of logs have not been pushed; `smolcluster ship --once` does it later")
+            _warn(f"{_left(shipper, logs, base)}; `smolcluster ship --once` does it later")
     finally:
         release(lock)
     return 0
+
+
+def _left(shipper: Shipper, logs: Path, base: str) -> str:
+    """What has not arrived, for a message."""
+    if shipper.refusal:
+        return f"{base} has refused some of the logs in {logs}, which stay there: {shipper.refusal}"
+    return f"{format_bytes(shipper.left_nbytes())} of logs have not been pushed to {base}"
 
 
 def _lock(file: Path) -> int:

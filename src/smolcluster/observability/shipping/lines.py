@@ -30,10 +30,15 @@ class Entry:
     text: str
 
 
-def labels_of(stem: str) -> dict[str, str]:
-    """The labels that the name of a log file says, such as `worker-rank0-mini2`."""
+def labels_of(stem: str, run_id: str) -> dict[str, str]:
+    """The labels of a run's log file, such as `worker-rank0-mini2`.
+
+    The run is one of them: Loki takes no lines that are hours older than the newest of their stream, such as
+    those of an earlier run.
+    """
     component, _, rank = parse_log_stem(stem) or ("other", "", None)
-    labels = {"job": f"smolcluster-{component}", "component": component, "host": stem}
+    job = f"smolcluster-{component}"
+    labels = {"job": job, "component": component, "host": stem, "run": run_id}
     return labels if rank is None else labels | {"rank": str(rank)}
 
 

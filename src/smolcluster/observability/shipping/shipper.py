@@ -41,6 +41,8 @@ class Shipper:
         self._lost_nbytes = 0
         self._waiting: Batch | None = None
         self._delays = _delays()
+        self.refusal = ""
+        """Why Loki did not take some lines; empty: it took all that it was given."""
 
     def run(self, asked: threading.Event, flush_s: float) -> bool:
         """Push until `asked`, then what is left within `flush_s` seconds; whether all of it arrived."""
@@ -62,10 +64,10 @@ class Shipper:
             if deadline.expired:
                 return False
             time.sleep(min(delay_s, deadline.remaining()))
-        return True
+        return not self.refusal
 
     def left_nbytes(self) -> int:
-        """How many bytes have not been pushed, as of the last look."""
+        """How many bytes who ships these logs anew has to push."""
         return self._spool.left_nbytes()
 
     def step(self, *, at_end: bool = False) -> float | None:
@@ -79,9 +81,10 @@ class Shipper:
             return max(next(self._delays), answer.retry_after_s)
         if answer.verdict is Verdict.REFUSED:
             lines = f"{len(batch.entries)} line{'s'[: len(batch.entries) != 1]}"
-            self._warn(f"Loki refuses some of {lines}, which are given up: {answer.reason}")
+            self._warn(f"Loki refuses some of {lines}, which stay in their files: {answer.reason}")
+            self.refusal = answer.reason
         self._waiting, self._delays = None, _delays()
-        self._commit(batch)
+        self._commit(batch, arrived=answer.verdict is Verdict.ACCEPTED)
         return 0.0
 
     def _next(self, *, at_end: bool) -> Batch | None:
@@ -97,9 +100,9 @@ class Shipper:
             self._lost_nbytes = lost
         return batch if batch.places else None
 
-    def _commit(self, batch: Batch) -> None:
+    def _commit(self, batch: Batch, *, arrived: bool) -> None:
         try:
-            self._spool.commit(batch)
+            self._spool.commit(batch, arrived=arrived)
         except SmolclusterError as error:
             self._warn(f"{error}; a restart would send lines again")
 

@@ -51,7 +51,10 @@ class Place(BaseModel):
 
 
 class Shipped(BaseModel):
-    """`.shipped.json`: places by inode, and each stream's last time in nanoseconds since 1970."""
+    """`.shipped.json`: up to where all has arrived.
+
+    Places by inode, and each stream's last time in nanoseconds since 1970.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -123,12 +126,14 @@ class Spool:
         self._max_lines = max_lines
         self._max_nbytes = max_nbytes
         self._now_ns = now_ns
-        self._shipped = _read_state(folder / STATE)
+        self._run_id = folder.absolute().parent.name
+        self._shipped = self._taken = _read_state(folder / STATE)
+        """Up to where all has arrived, and up to where it has been taken: Loki may refuse some."""
         self._seen: dict[str, Place] = {}
 
     def next_batch(self, *, at_end: bool = False) -> Batch:
         """The lines that come next, of each log some; with `at_end` also a last one that has no end."""
-        batch = Batch(last_ns=dict(self._shipped.last_ns))
+        batch = Batch(last_ns=dict(self._taken.last_ns))
         logs = self._logs()
         with ExitStack() as stack:
             files = {log: _opened(log, stack, at_end=at_end) for log in logs}
@@ -136,30 +141,38 @@ class Spool:
             for number, log in enumerate(logs, start=1):
                 share = number / len(logs)
                 limits = round(self._max_lines * share), round(self._max_nbytes * share)
-                self._take(files[log], labels_of(log.stem), batch, limits)
+                self._take(files[log], labels_of(log.stem, self._run_id), batch, limits)
         return batch
 
-    def commit(self, batch: Batch) -> None:
-        """Note that the lines of a batch have been dealt with.
+    def commit(self, batch: Batch, *, arrived: bool = True) -> None:
+        """Note that the lines of a batch have been dealt with, and whether all of them have arrived.
+
+        From the first that did not on, nothing more is stored: who ships these logs anew begins with it.
 
         Raises:
             SmolclusterError: it cannot be stored; in this process it holds all the same.
         """
         places = {
             inode: place
-            for inode, place in (self._shipped.places | batch.places).items()
+            for inode, place in (self._taken.places | batch.places).items()
             if inode in self._seen
         }
-        before, self._shipped = self._shipped, Shipped(places=places, last_ns=batch.last_ns)
-        if self._shipped != before:
-            write_whole(self.folder / STATE, self._shipped.model_dump_json(), durable=False)
+        before, self._taken = self._taken, Shipped(places=places, last_ns=batch.last_ns)
+        if arrived and before is self._shipped:
+            self._shipped = self._taken
+            if self._shipped != before:
+                write_whole(self.folder / STATE, self._shipped.model_dump_json(), durable=False)
 
     def left_nbytes(self) -> int:
-        """How many bytes nobody has dealt with, as of the last look."""
-        return sum(self._left(inode, end.offset) for inode, end in self._seen.items())
+        """How many bytes are behind what has arrived, as the files are now. Any thread."""
+        shipped = self._shipped
+        with ExitStack() as stack, suppress(OSError):
+            files = [file for log in self._logs() for file in _opened(log, stack, at_end=True)]
+            return sum(file.size - _offset(file, shipped) for file in files)
+        return 0
 
     def _left(self, inode: str, size: int) -> int:
-        place = self._shipped.places.get(inode)
+        place = self._taken.places.get(inode)
         return max(0, size - place.offset) if place else size
 
     def _look(self, files: Iterable[_Open]) -> None:
@@ -195,7 +208,7 @@ class Spool:
         self, file: _Open, labels: Mapping[str, str], batch: Batch, limits: tuple[int, int]
     ) -> bool:
         """Add lines of one file; whether all of it has been taken."""
-        start = offset = self._offset(file)
+        start = offset = _offset(file, self._taken)
         file.data.seek(start)
         is_whole = False
         while len(batch.entries) < limits[0] and batch.nbytes < limits[1]:
@@ -211,12 +224,13 @@ class Spool:
             batch.places[file.inode] = Place(offset=offset, head=file.head(offset))
         return is_whole
 
-    def _offset(self, file: _Open) -> int:
-        """Where to go on reading."""
-        place = self._shipped.places.get(file.inode)
-        if place is None or place.offset > file.size:
-            return 0
-        return place.offset if file.begins(place.head) else 0
+
+def _offset(file: _Open, shipped: Shipped) -> int:
+    """Where to go on reading a file."""
+    place = shipped.places.get(file.inode)
+    if place is None or place.offset > file.size:
+        return 0
+    return place.offset if file.begins(place.head) else 0
 
 
 def _opened(log: Path, stack: ExitStack, *, at_end: bool) -> list[_Open]:

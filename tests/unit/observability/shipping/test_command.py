@@ -90,7 +90,8 @@ def test_a_receiver_that_is_down_delays_no_end(start: Start, receiver: Receiver)
     said, _ = shipper.communicate(timeout=TIMEOUT_S)
     assert shipper.returncode == 0
     assert said.endswith(
-        "warning: 8 B of logs have not been pushed; `smolcluster ship --once` does it later\n"
+        f"warning: 8 B of logs have not been pushed to {receiver.url}; "
+        "`smolcluster ship --once` does it later\n"
     )
 
 
@@ -144,7 +145,20 @@ def test_once_says_when_loki_is_not_there(
     assert main(["ship", str(logs.parent), "--loki", receiver.url, "--once"]) == 75
     warning, error = capsys.readouterr().err.splitlines()
     assert " warning: Loki does not take the logs" in warning
-    assert error == f"error: 8 B of logs could not be pushed to {receiver.url}: is Loki up?"
+    assert error == f"error: 8 B of logs have not been pushed to {receiver.url}: is Loki up?"
+
+
+def test_once_fails_where_loki_refuses_lines_and_tries_them_again(
+    logs: Path, receiver: Receiver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    receiver.faults.append(Fault(400, body=b"entry too far behind"))
+    assert main(["ship", str(logs.parent), "--loki", receiver.url, "--once"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"{receiver.url} has refused some of the logs in {logs}" in error
+    assert "entry too far behind" in error
+    assert not (logs / STATE).exists()
+    assert main(["ship", str(logs.parent), "--loki", receiver.url, "--once"]) == 0
+    assert receiver.received.texts() == ["one", "two"]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from smolcluster.observability.shipping.lines import (
 from smolcluster.runs.files import json_line
 
 NOW = 1_795_000_000 * 10**9
-LABELS = labels_of("worker-rank0-mini2")
+LABELS = labels_of("worker-rank0-mini2", "edp-1")
 
 
 def entry(**fields: Any) -> Entry:
@@ -38,7 +38,7 @@ def entry(**fields: Any) -> Entry:
     ],
 )
 def test_the_name_of_a_log_says_its_labels(stem: str, labels: dict[str, str]) -> None:
-    assert labels_of(stem) == labels | {"host": stem}
+    assert labels_of(stem, "edp-1") == labels | {"host": stem, "run": "edp-1"}
 
 
 def test_a_line_has_its_own_time_and_level_and_comes_as_it_is() -> None:

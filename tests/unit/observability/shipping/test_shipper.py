@@ -169,7 +169,7 @@ def test_a_slow_receiver_gets_a_batch_once_more_and_keeps_one_copy(
     assert "timed out" in said[0]
 
 
-def test_what_loki_refuses_is_given_up_with_its_own_words(
+def test_what_loki_refuses_is_said_with_its_own_words_and_stays(
     tmp_path: Path, receiver: Receiver
 ) -> None:
     log = Log(tmp_path, STEMS[0])
@@ -179,11 +179,44 @@ def test_what_loki_refuses_is_given_up_with_its_own_words(
     receiver.faults.extend([Fault(400, body=body)] * 2)
     with running(tmp_path, receiver, said, max_lines=10) as end:
         receiver.wait_for(lambda: receiver.received.num_requests >= 10)
-        assert end()
+        assert not end()
     assert receiver.received.num_requests == 10
     assert len(receiver.received.texts()) == 80
     [sentence] = said
-    assert "refuses some of 10 lines, which are given up: it answers 400: entry with" in sentence
+    assert "refuses some of 10 lines, which stay in their files: it answers 400: entry" in sentence
+    assert Spool(tmp_path).left_nbytes() == (tmp_path / f"{STEMS[0]}.log").stat().st_size
+    with running(tmp_path, receiver, []) as end:
+        assert end()
+    assert sorted(receiver.received.messages()) == sorted(f"line {n}" for n in range(100))
+    assert receiver.received.num_repeated == 80
+    assert Spool(tmp_path).left_nbytes() == 0
+
+
+def test_lines_of_an_earlier_run_arrive_after_those_of_a_later_one(
+    tmp_path: Path, receiver: Receiver
+) -> None:
+    """Loki takes none that are hours older than the newest of their stream."""
+    loki = Loki(receiver.url)
+    for run, days in (("edp-2", 2), ("edp-1", 0)):
+        folder = tmp_path / run / "logs"
+        folder.mkdir(parents=True)
+        log = Log(folder, STEMS[0])
+        log.count = days * 86_400 * 10_000  # ten lines have a millisecond
+        log.write(50)
+        assert Shipper(Spool(folder), loki.push, pytest.fail).flush(30.0)
+    loki.close()
+    assert [len(receiver.received.texts(run=run)) for run in ("edp-1", "edp-2")] == [50, 50]
+
+
+def test_what_is_left_is_counted_as_the_files_are_now(tmp_path: Path) -> None:
+    """While Loki is down nobody looks at the files."""
+    log = Log(tmp_path, STEMS[0])
+    log.write(1)
+    shipper = Shipper(Spool(tmp_path), lambda _: Answer(Verdict.LATER, "down"), lambda _: None)
+    shipper.step()
+    log.write(500)
+    shipper.step()
+    assert shipper.left_nbytes() == (tmp_path / f"{STEMS[0]}.log").stat().st_size
 
 
 def test_a_shipper_that_starts_again_repeats_one_batch_at_most(
