@@ -49,7 +49,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import smolcluster
 from common import report
 from edp import cpu_seconds, free_port, say
 from smolcluster.algorithms.context import ServerContext
@@ -66,8 +65,7 @@ from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import EventLog
 from smolcluster.training.build import Workbench
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
-from smolcluster.transport.frames import PROTOCOL_VERSION
-from smolcluster.transport.messages import Hello
+from smolcluster.transport.handshake import introduce
 from smolcluster.transport.security import Secret
 
 NEVER = 1_000_000_000
@@ -278,16 +276,11 @@ def work(_pipe: Pipe, case: Case, worker_id: int) -> None:
 
     place = Place(
         node=settings.node,
-        hello=Hello(
-            protocol=PROTOCOL_VERSION,
-            version=smolcluster.__version__,
-            node=f"worker{worker_id}",
-            worker_id=worker_id,
-            instance=secrets.token_hex(8),
-        ),
+        hello=introduce(f"worker{worker_id}", worker_id),
         address=ServerAddress(case.hosts[0].address, case.port),
         secret=case.secret,
         start_timeout_s=settings.cluster.start_timeout_s,
+        encryption=settings.cluster.encryption,
         log=logging.getLogger(),
     )
     with patch("smolcluster.cluster.link.build", build):

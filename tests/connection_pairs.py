@@ -2,14 +2,18 @@
 
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 from smolcluster.configs.schema import DatasetConfig, RunConfig, StalenessConfig, TrainConfig
 from smolcluster.transport import messages as m
 from smolcluster.transport.connection import Connection
+from smolcluster.transport.tls import client_context, new_identity
+from smolcluster.utils.retry import Deadline
 
 BUCKET_BYTES = 64 * 1024
+DEADLINE_S = 20.0
 LEASE = m.LeaseKey(incarnation="0123abcd", epoch=0, start=0, stop=32, grant=1)
 RUN = RunConfig(
     run_id="edp-1",
@@ -45,12 +49,15 @@ def one_of_each() -> list[m.Message]:
     mac, nonce = "ab" * 32, "cd" * 32
     return [
         m.Hello(
-            protocol=1, version="0.1.0", node="mini1", worker_id=1, instance="0123456789abcdef"
+            version="0.1.0",
+            schema_digest="ef" * 32,
+            node="mini1",
+            worker_id=1,
+            instance="0123456789abcdef",
         ),
         m.Challenge(nonce=nonce),
-        m.Proof(mac=mac, nonce=nonce),
+        m.Proof(mac=mac),
         m.Welcome(
-            mac=mac,
             run_id="edp-1",
             incarnation="0123abcd",
             run=RUN,
@@ -97,7 +104,7 @@ def telemetry(uptime_s: float = 2.0, steps: int = 0, **sums: Any) -> m.Telemetry
 
 
 def socket_pair(kind: str) -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets: "socketpair" or "tcp"."""
+    """Two connected sockets: "socketpair", or TCP for "tcp" and "tls"."""
     if kind == "socketpair":
         return socket.socketpair()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -107,12 +114,27 @@ def socket_pair(kind: str) -> tuple[socket.socket, socket.socket]:
 
 
 @contextmanager
+def encrypting(server: Connection) -> Iterator[None]:
+    """Meanwhile the server's end begins TLS, as the other one must."""
+    deadline = Deadline(DEADLINE_S)
+    with ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(
+            server.encrypt, new_identity().context, server_side=True, deadline=deadline
+        )
+        yield
+        begun.result(DEADLINE_S)
+
+
+@contextmanager
 def raw_and_connection(
     kind: str = "socketpair", stall_timeout_s: float = 5.0, *, proved: bool = True
 ) -> Iterator[tuple[socket.socket, Connection]]:
     """A bare socket that can say anything, and the connection that hears it."""
     raw, other = socket_pair(kind)
     connection = Connection(other, "peer", stall_timeout_s)
+    if kind == "tls":
+        with encrypting(connection):
+            raw = client_context().wrap_socket(raw)
     if proved:
         connection.proved(BUCKET_BYTES, stall_timeout_s)
     try:
@@ -128,6 +150,9 @@ def connection_pair(
 ) -> Iterator[tuple[Connection, Connection]]:
     """Two connections that talk to each other."""
     one, other = (Connection(sock, None, stall_timeout_s) for sock in socket_pair(kind))
+    if kind == "tls":
+        with encrypting(other):
+            one.encrypt(client_context(), server_side=False, deadline=Deadline(DEADLINE_S))
     if proved:
         one.proved(BUCKET_BYTES, stall_timeout_s)
         other.proved(BUCKET_BYTES, stall_timeout_s)

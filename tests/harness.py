@@ -12,7 +12,6 @@ from types import MappingProxyType
 
 import torch
 
-import smolcluster
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.EDP.exchange import Pushed
@@ -30,8 +29,8 @@ from smolcluster.runs.events import EventLog, EventRecord, read_events
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic
 from smolcluster.training.build import Workbench, build
 from smolcluster.training.checkpoint import CheckpointStore
-from smolcluster.transport.frames import PROTOCOL_VERSION
-from smolcluster.transport.messages import Hello, LeaseKey, Welcome
+from smolcluster.transport.handshake import introduce
+from smolcluster.transport.messages import LeaseKey, Welcome
 from smolcluster.transport.security import Secret
 from smolcluster.utils.stopping import StopRequest
 
@@ -243,16 +242,11 @@ class Cluster:
         make_participant = make or WORKERS[self.algorithm]
         place = Place(
             node=(settings or self.settings).node,
-            hello=Hello(
-                protocol=PROTOCOL_VERSION,
-                version=smolcluster.__version__,
-                node=node,
-                worker_id=worker_id,
-                instance=secrets.token_hex(8),
-            ),
+            hello=introduce(node, worker_id),
             address=ServerAddress("127.0.0.1", port or cluster.port),
             secret=secret or self._secret,
             start_timeout_s=start_timeout_s,
+            encryption=cluster.encryption,
             log=self.log,
         )
         return Outcome(f"worker {worker_id}", lambda: follow(place, make_participant))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from harness import SECRET, Outcome, local_settings
-from peers import DEADLINE_S, Door, Hand, hello, logger
+from peers import DEADLINE_S, Hand, HandledDoor, hello, logger
 from smolcluster.cluster.joining import ServerAddress
 from smolcluster.cluster.link import Participant, Place, follow
 from smolcluster.configs.schema import NodeConfig, RunConfig
@@ -21,7 +21,7 @@ LEASE = LeaseKey(incarnation="0123abcd", epoch=0, start=0, stop=32, grant=1)
 class Life(Generic[P]):
     """A worker that follows a door, and what it made."""
 
-    door: Door
+    door: HandledDoor
     participant: Callable[[Welcome, Workbench], P]
     lines: list[str] = field(default_factory=list)
     made: list[P] = field(default_factory=list)

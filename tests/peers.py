@@ -14,7 +14,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-import smolcluster
 from harness import SECRET, Lines, Recorder
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.cluster.hub import Hub, Joined
@@ -30,12 +29,14 @@ from smolcluster.runs.events import EventLog, read_events
 from smolcluster.training.build import build
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
 from smolcluster.transport.connection import Connection, accept_next, connect, listen
-from smolcluster.transport.frames import PROTOCOL_VERSION, Frame, check_head
+from smolcluster.transport.frames import Frame, check_head
 from smolcluster.transport.handshake import (
     Authenticated,
+    Door,
     Offer,
     accept,
     client_handshake,
+    introduce,
     server_authenticate,
 )
 from smolcluster.transport.messages import (
@@ -49,9 +50,12 @@ from smolcluster.transport.messages import (
     decode,
 )
 from smolcluster.transport.security import Secret
+from smolcluster.transport.tls import new_identity
 from smolcluster.utils.retry import Deadline
 
 DEADLINE_S = 20.0
+IDENTITY = new_identity()
+"""Making a key takes a while."""
 THREADS = ("reader-", "writer-", "accept", "greet", "evaluator")
 
 E = TypeVar("E", bound=Event)
@@ -140,13 +144,8 @@ class Hand:
 
 def hello(worker_id: int = 1, node: str = "macbook", instance: str | None = None) -> Hello:
     """How a worker introduces itself; each is a process of its own unless `instance` says otherwise."""
-    return Hello(
-        protocol=PROTOCOL_VERSION,
-        version=smolcluster.__version__,
-        node=node,
-        worker_id=worker_id,
-        instance=instance or secrets.token_hex(8),
-    )
+    greeting = introduce(node, worker_id)
+    return greeting if instance is None else greeting.model_copy(update={"instance": instance})
 
 
 def knock(port: int, greeting: Hello, secret: Secret = SECRET) -> Hand:
@@ -160,7 +159,7 @@ def knock(port: int, greeting: Hello, secret: Secret = SECRET) -> Hand:
     return Hand(connection, welcome)
 
 
-class Door:
+class HandledDoor:
     """A server's door by hand: accepts, authenticates and admits when the test says so."""
 
     def __init__(self) -> None:
@@ -169,12 +168,17 @@ class Door:
         self.port: int = self._listeners[0].getsockname()[1]
         self._hands: list[Hand] = []
 
-    def open(self, secret: Secret = SECRET) -> tuple[Connection, Authenticated]:
+    def open(self, secret: Secret = SECRET) -> Authenticated:
         """The next worker, which has proved itself and waits for the answer."""
+        connection = self.accept()
+        return server_authenticate(connection, Door(secret, IDENTITY), Deadline(DEADLINE_S))
+
+    def accept(self) -> Connection:
+        """The next connection; nothing has been said."""
         connection = accept_next(self._listeners, self.patience_s)
         assert connection is not None, "nobody came"
         self._hands.append(Hand(connection))
-        return connection, server_authenticate(connection, secret, Deadline(DEADLINE_S))
+        return connection
 
     def admit(
         self,
@@ -185,9 +189,8 @@ class Door:
         bucket_bytes: int = 1 << 20,
     ) -> Hand:
         """Welcome the next worker."""
-        connection, client = self.open()
+        client = self.open()
         accept(
-            connection,
             client,
             Offer(
                 run_id=run.run_id,
@@ -199,7 +202,7 @@ class Door:
                 heartbeat_timeout_s=DEADLINE_S,
             ),
         )
-        return Hand(connection)
+        return Hand(client.talk.connection)
 
     def close(self) -> None:
         """Close everything."""

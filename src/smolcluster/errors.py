@@ -99,11 +99,20 @@ class Rejected(SmolclusterError):
     """The server refused this worker; the message says what differs and where to mend it.
 
     `code` is the protocol's word for the reason; `retry_after_s` is None when asking again is of no use.
+    Unless `is_proved`, somebody between the two may have said it.
     """
 
     exit_code = 78
 
-    def __init__(self, sentence: str, code: str = "", retry_after_s: float | None = None) -> None:
+    def __init__(
+        self,
+        sentence: str,
+        code: str = "",
+        retry_after_s: float | None = None,
+        *,
+        is_proved: bool = True,
+    ) -> None:
         super().__init__(sentence)
+        self.is_proved = is_proved
         self.code = code
         self.retry_after_s = retry_after_s

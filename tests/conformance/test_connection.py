@@ -1,4 +1,4 @@
-"""What every connection must do, over a Unix socket pair and over TCP alike."""
+"""What every connection must do, over a Unix socket pair, TCP and TLS alike."""
 
 import socket
 import struct
@@ -43,7 +43,7 @@ PREFIX = struct.Struct("!4sBBHIQ")
 LENGTH_FIELDS = range(8, 20)
 
 
-@pytest.fixture(params=["socketpair", "tcp"])
+@pytest.fixture(params=["socketpair", "tcp", "tls"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -244,13 +244,13 @@ def test_every_flipped_bit_ends_the_connection(kind: str) -> None:
     [
         (b"GET / HTTP/1.1\r\nHost: mini1\r\n\r\n", "not a smolcluster peer"),
         (bytes(range(256)), "not a smolcluster peer"),
-        (PREFIX.pack(b"SMOL", 2, 12, 0, 2, 0), "version 2"),
-        (PREFIX.pack(b"SMOL", 1, 12, 7, 2, 0), "reserved"),
-        (PREFIX.pack(b"SMOL", 1, 0, 0, 2, 0), "unknown message kind 0"),
-        (PREFIX.pack(b"SMOL", 1, 200, 0, 2, 0), "unknown message kind 200"),
-        (PREFIX.pack(b"SMOL", 1, 12, 0, 2**32 - 1, 0), "header of 4294967295"),
-        (PREFIX.pack(b"SMOL", 1, 8, 0, 300, 2**63), "payload of 9223372036854775808"),
-        (PREFIX.pack(b"SMOL", 1, 8, 0, 300, BUCKET_BYTES + 1), "exceeds the limit of 65536"),
+        (PREFIX.pack(b"SMOL", 9, 12, 0, 2, 0), "version 9"),
+        (PREFIX.pack(b"SMOL", 2, 12, 7, 2, 0), "reserved"),
+        (PREFIX.pack(b"SMOL", 2, 0, 0, 2, 0), "unknown message kind 0"),
+        (PREFIX.pack(b"SMOL", 2, 200, 0, 2, 0), "unknown message kind 200"),
+        (PREFIX.pack(b"SMOL", 2, 12, 0, 2**32 - 1, 0), "header of 4294967295"),
+        (PREFIX.pack(b"SMOL", 2, 8, 0, 300, 2**63), "payload of 9223372036854775808"),
+        (PREFIX.pack(b"SMOL", 2, 8, 0, 300, BUCKET_BYTES + 1), "exceeds the limit of 65536"),
         (b"".join(build_frame(12, b"[" * 10_000).buffers), "Invalid JSON: recursion limit"),
         (b"".join(build_frame(13, b'{"reason":"","x":NaN}').buffers), "field 'x'"),
         (b"".join(build_frame(10, b"{}", b"1234").buffers), "announces a payload of 0 bytes"),
@@ -305,9 +305,9 @@ def test_a_stranger_may_send_four_kilobytes_in_all(kind: str) -> None:
 
 def test_a_stranger_cannot_announce_more_than_it_may_send(kind: str) -> None:
     for prefix in (
-        PREFIX.pack(b"SMOL", 1, 1, 0, 4096, 0),
-        PREFIX.pack(b"SMOL", 1, 8, 0, 300, 4000),
-        PREFIX.pack(b"SMOL", 1, 8, 0, 300, 4097),
+        PREFIX.pack(b"SMOL", 2, 1, 0, 4096, 0),
+        PREFIX.pack(b"SMOL", 2, 8, 0, 300, 4000),
+        PREFIX.pack(b"SMOL", 2, 8, 0, 300, 4097),
     ):
         with raw_and_connection(kind, proved=False) as (raw, connection):
             raw.sendall(prefix)

@@ -102,7 +102,7 @@ def around_push(where: str, blow: "Blow") -> None:
         is_due = frame.kind == Push.KIND and blow.is_due()
         if is_due and where == "half":
             whole = b"".join(bytes(part) for part in frame.buffers)
-            self._socket.sendall(whole[: len(whole) // 2])
+            self._bare_socket().sendall(whole[: len(whole) // 2])
             blow.fall()
         real(self, frame, deadline)
         if is_due:

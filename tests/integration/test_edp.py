@@ -205,16 +205,15 @@ def test_a_server_without_workers_gives_up(tmp_path: Path) -> None:
 
 def test_a_worker_without_a_server_gives_up_and_says_where_it_looked(tmp_path: Path) -> None:
     from smolcluster.cluster.joining import ServerAddress, join
-    from smolcluster.transport.messages import Hello
+    from smolcluster.transport.handshake import introduce
 
     settings = local_settings()
-    hello = Hello(protocol=1, version="0", node="pi5", worker_id=1, instance="0" * 16)
     import logging
 
     with pytest.raises(ConnectTimeout, match=str(settings.cluster.port)):
         join(
             ServerAddress("127.0.0.1", settings.cluster.port),
-            hello,
+            introduce("pi5", 1),
             SECRET,
             timeout_s=0.3,
             log=logging.Logger("test"),

@@ -38,9 +38,10 @@ from smolcluster.training.checkpoint import (
     restore,
 )
 from smolcluster.transport.connection import listen
-from smolcluster.transport.handshake import Offer
+from smolcluster.transport.handshake import Door, Offer
 from smolcluster.transport.messages import ServedData
 from smolcluster.transport.security import Secret
+from smolcluster.transport.tls import new_identity
 
 NO_CODEC = "none"
 """Of a run in which nothing travels."""
@@ -172,7 +173,7 @@ class ServerContext:
         addresses = listening_addresses(cluster)
         reception = Reception(
             listen(addresses, cluster.port),
-            secret=self.secret,
+            door=Door(self.secret, new_identity(), cluster.encryption),
             inbox=self.inbox,
             offer=Offer(
                 run_id=self.run.run_id,

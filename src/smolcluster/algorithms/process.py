@@ -8,7 +8,6 @@ with the same arguments as a person does.
 import argparse
 import logging
 import os
-import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -16,7 +15,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-import smolcluster
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import Ended
 from smolcluster.algorithms.observed import WorkerRun, metrics_served
@@ -38,8 +36,8 @@ from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.paths import RunPaths, create_run, log_stem, runs_root
 from smolcluster.runs.summary import Summary
 from smolcluster.training.build import Workbench
-from smolcluster.transport.frames import PROTOCOL_VERSION
-from smolcluster.transport.messages import Hello, Welcome
+from smolcluster.transport.handshake import introduce
+from smolcluster.transport.messages import Welcome
 from smolcluster.transport.security import (
     Secret,
     default_secret_path,
@@ -169,16 +167,11 @@ def work(
             file_logs(args.run_id)
         place = Place(
             node=node,
-            hello=Hello(
-                protocol=PROTOCOL_VERSION,
-                version=smolcluster.__version__,
-                node=args.node,
-                worker_id=args.worker_id,
-                instance=secrets.token_hex(8),
-            ),
+            hello=introduce(args.node, args.worker_id),
             address=ServerAddress(cluster.host_ip[args.node], cluster.port),
             secret=_secret(args.local, node.secret_file),
             start_timeout_s=cluster.start_timeout_s,
+            encryption=cluster.encryption,
             log=log.logger,
             meter=meter,
             on_run_known=begin,

@@ -5,12 +5,15 @@ import random
 import time
 from dataclasses import dataclass
 
+from smolcluster.configs.schema import Encryption
 from smolcluster.errors import (
+    AuthError,
     ConnectTimeout,
     PeerLost,
     ProtocolError,
     Rejected,
     RunFailed,
+    SmolclusterError,
     VersionDiffers,
 )
 from smolcluster.transport.connection import Connection, connect
@@ -24,6 +27,8 @@ CONNECT_TIMEOUT_S = 5.0
 HANDSHAKE_TIMEOUT_S = 10.0
 LONGEST_DELAY_S = 0.5
 LAST_TRY_S = 1.0
+UNPROVED_PATIENCE_S = 5.0
+"""How long a refusal is doubted at first that anybody between worker and server may have said."""
 SAY_AFTER_S = 3.0
 """A server that starts at the same time is worth no word."""
 
@@ -50,11 +55,14 @@ def join(
     *,
     timeout_s: float,
     log: logging.Logger,
+    encryption: Encryption = "auto",
+    unproved_patience_s: float = UNPROVED_PATIENCE_S,
     say_after_s: float = SAY_AFTER_S,
 ) -> tuple[Connection, Welcome]:
     """Try until the server welcomes this worker, for at most `timeout_s` seconds.
 
-    What is in the way is logged once it has been there for `say_after_s` seconds, and whenever it changes.
+    What is in the way is logged once it has been there for `say_after_s` seconds, and whenever it changes. A
+    refusal that the server has not proved is doubted for `unproved_patience_s` seconds.
 
     Raises:
         RunOver: the run has ended well in the meantime.
@@ -64,24 +72,16 @@ def join(
         VersionDiffers: it speaks another version of the protocol.
         AuthError: the secrets differ.
     """
-    deadline = Deadline(timeout_s)
+    deadline, doubt = Deadline(timeout_s), Deadline(min(unproved_patience_s, timeout_s))
     said = ""
     jitter = random.Random()  # noqa: S311 - spreads attempts, hides nothing
     for delay_s in backoff_delays(first_s=0.1, cap_s=LONGEST_DELAY_S, jitter=jitter):
         try:
-            return _join_once(address, hello, secret, max(LAST_TRY_S, deadline.remaining()))
-        except VersionDiffers:
-            raise
-        except (ConnectTimeout, PeerLost, ProtocolError) as error:
-            obstacle, wait_s = str(error), delay_s
-        except Rejected as error:
-            if error.code == "over":
-                raise RunOver(str(error)) from None
-            if error.code == "failed":
-                raise RunFailed(str(error)) from None
-            if error.retry_after_s is None:
-                raise
-            obstacle, wait_s = str(error), max(delay_s, error.retry_after_s)
+            limit_s = max(LAST_TRY_S, deadline.remaining())
+            return _join_once(address, hello, secret, limit_s, encryption)
+        except SmolclusterError as error:
+            wait_s = max(delay_s, _retry_after_s(error, is_doubted=not doubt.expired))
+            obstacle = str(error)
         if deadline.remaining() == 0:
             break
         if obstacle != said and timeout_s - deadline.remaining() >= say_after_s:
@@ -94,13 +94,34 @@ def join(
     )
 
 
+def _retry_after_s(error: SmolclusterError, *, is_doubted: bool) -> float:
+    """How many seconds to wait at least before the next attempt; raises what is no reason for one."""
+    match error:
+        case Rejected(is_proved=True, code="over"):
+            raise RunOver(str(error)) from None
+        case Rejected(is_proved=True, code="failed"):
+            raise RunFailed(str(error)) from None
+        case Rejected(is_proved=True, retry_after_s=float(seconds)):
+            return seconds
+        case Rejected(is_proved=True):
+            raise error
+        case Rejected() | AuthError() | VersionDiffers():
+            if not is_doubted:
+                raise error
+        case ConnectTimeout() | PeerLost() | ProtocolError():
+            pass
+        case _:
+            raise error
+    return 0.0
+
+
 def _join_once(
-    address: ServerAddress, hello: Hello, secret: Secret, limit_s: float
+    address: ServerAddress, hello: Hello, secret: Secret, limit_s: float, encryption: Encryption
 ) -> tuple[Connection, Welcome]:
     connection = connect(address.host, address.port, min(CONNECT_TIMEOUT_S, limit_s))
     try:
         deadline = Deadline(min(HANDSHAKE_TIMEOUT_S, limit_s))
-        return connection, client_handshake(connection, hello, secret, deadline)
+        return connection, client_handshake(connection, hello, secret, deadline, encryption)
     except BaseException:
         connection.close()
         raise

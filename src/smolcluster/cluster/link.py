@@ -12,10 +12,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from smolcluster.cluster.inbox import Event, Gone, Inbox, Said
-from smolcluster.cluster.joining import LONGEST_DELAY_S, RunOver, ServerAddress, join
+from smolcluster.cluster.joining import (
+    LONGEST_DELAY_S,
+    UNPROVED_PATIENCE_S,
+    RunOver,
+    ServerAddress,
+    join,
+)
 from smolcluster.cluster.session import Hold, Receiver, Session
 from smolcluster.cluster.vitals import Vitals
-from smolcluster.configs.schema import NodeConfig, RunConfig
+from smolcluster.configs.schema import Encryption, NodeConfig, RunConfig
 from smolcluster.data.dataset import Dataset
 from smolcluster.errors import NonFiniteLoss, PeerLost, Rejected, RunFailed, SmolclusterError
 from smolcluster.training.build import Workbench, build
@@ -57,6 +63,7 @@ class Place:
     secret: Secret
     start_timeout_s: float
     log: logging.Logger
+    encryption: Encryption = "auto"
     meter: Meter = field(default_factory=Meter)
     on_run_known: Callable[[RunConfig], None] = lambda _: None
     on_vitals: Callable[[Telemetry], None] = lambda _: None
@@ -182,6 +189,7 @@ def follow(place: Place, make_participant: Callable[[Welcome, Workbench], Partic
     """
     life = _Life(place, make_participant)
     patience, delays = Deadline(place.start_timeout_s), backoff_delays(cap_s=LONGEST_DELAY_S)
+    unproved_patience_s = UNPROVED_PATIENCE_S
     try:
         while True:
             connection, welcome = join(
@@ -190,7 +198,10 @@ def follow(place: Place, make_participant: Callable[[Welcome, Workbench], Partic
                 place.secret,
                 timeout_s=patience.remaining(),
                 log=place.log,
+                encryption=place.encryption,
+                unproved_patience_s=unproved_patience_s,
             )
+            unproved_patience_s = math.inf  # this is the right server, and knows the secret
             began = time.monotonic()
             try:
                 life.spend_session(connection, welcome)

@@ -18,13 +18,13 @@ from smolcluster.errors import ProtocolError, SmolclusterError
 from smolcluster.transport.connection import Connection, accept_next
 from smolcluster.transport.handshake import (
     HANDSHAKE_TIMEOUT_S,
+    Door,
     Offer,
     accept,
-    reject,
+    refuse,
     server_authenticate,
 )
 from smolcluster.transport.messages import FROM_WORKER
-from smolcluster.transport.security import Secret
 from smolcluster.utils.retry import Deadline
 
 MAX_UNPROVED = 32
@@ -50,7 +50,7 @@ class Reception:
         self,
         listeners: Sequence[socket.socket],
         *,
-        secret: Secret,
+        door: Door,
         inbox: Inbox,
         offer: Offer,
         receiver_for: Callable[[int], Receiver],
@@ -58,7 +58,7 @@ class Reception:
         log: logging.Logger,
     ) -> None:
         self._listeners = listeners
-        self._secret = secret
+        self._door = door
         self._inbox = inbox
         self._offer = offer
         self._receiver_for = receiver_for
@@ -138,7 +138,7 @@ class Reception:
     def _admit(self, seat: int, connection: Connection) -> Session | None:
         """The running session of a worker that was let in; None if it was refused."""
         deadline = Deadline(HANDSHAKE_TIMEOUT_S)
-        proved = server_authenticate(connection, self._secret, deadline)
+        proved = server_authenticate(connection, self._door, deadline)
         with self._lock:
             self._unproved.pop(seat, None)
         knock = Knock(seat, proved.hello)
@@ -148,9 +148,9 @@ class Reception:
         except NoAnswer:
             raise ProtocolError("the server was too busy to answer") from None
         if isinstance(answer, Refused):
-            reject(connection, answer.code, answer.sentence, answer.retry_after_s)
+            refuse(proved, answer.code, answer.sentence, answer.retry_after_s)
             return None
-        accept(connection, proved, self._offer, deadline)
+        accept(proved, self._offer)
         session = Session(
             connection,
             seat=seat,

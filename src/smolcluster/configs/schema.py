@@ -93,6 +93,7 @@ MixingRate = Annotated[float, Field(gt=0), AfterValidator(_below_one)]
 AlgorithmName = Literal["edp", "syncps", "single"]
 CodecName = Literal["fp32", "bf16", "fp16", "int8"]
 UpdateRule = Literal["gradient", "mixing"]
+Encryption = Literal["auto", "on", "off"]
 Precision = Literal["fp32", "bf16"]
 
 DEFAULT_MIXING_RATE = 0.6
@@ -297,6 +298,11 @@ class ClusterConfig(Section):
     )
     staleness: StalenessConfig = Field(
         StalenessConfig(), description="What EDP does with gradients of older weights."
+    )
+    encryption: Encryption = Field(
+        "auto",
+        description="What travels between machines is encrypted (TLS 1.3). auto: but for loopback; on: that "
+        "as well; off: only where the server asks for it, on cables that nobody else reaches.",
     )
     bind: Addresses | None = Field(
         None,

@@ -10,10 +10,11 @@ This is the only module that sees the operating system's network errors; it tran
 import errno
 import selectors
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 from xxhash import xxh3_64
 
@@ -45,6 +46,7 @@ from smolcluster.transport.messages import (
     frame_of,
     payload_nbytes,
 )
+from smolcluster.transport.tls import FIRST_BYTE, TlsSocket
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_address
 
@@ -61,6 +63,8 @@ _RECEIVE_NBYTES = 1024 * 1024
 # quarter.
 _SLICES_PER_STALL = 4
 _EMPTY = memoryview(b"")
+
+T = TypeVar("T")
 
 PlaceFor = Callable[[Message], memoryview | None]
 """Where the payload of a message shall be written; None: the connection's scratch memory."""
@@ -83,8 +87,7 @@ class Connection:
 
     Until `proved` is called, at most `max_unproved` bytes are received in all. `peer` and `phase`
     appear in every error and may be set as more becomes known. `address` is the peer's IP address, empty for
-    a Unix socket. `bytes_sent` and `bytes_received`
-    count everything that passed the socket.
+    a Unix socket. `bytes_sent` and `bytes_received` count everything said, before it is encrypted.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class Connection:
         """When the last byte was received, on the monotonic clock; before the first one: the beginning."""
         self.received_head = b""
         """Prefix, header and header sum of the last message received, exactly as they came."""
-        self._socket = sock
+        self._socket: socket.socket | TlsSocket = sock
         self._send_broken = False
         self._receive_broken = False
         self._timeouts: dict[int, float] = {}
@@ -134,6 +137,36 @@ class Connection:
         self.max_payload = max_payload
         self.stall_timeout_s = stall_timeout_s
         self.phase = "session"
+        if isinstance(self._socket, TlsSocket):
+            self._socket.widen()
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether frames travel in TLS."""
+        return isinstance(self._socket, TlsSocket)
+
+    def begins_encrypted(self, deadline: Deadline) -> bool:
+        """Wait for the peer's first byte, and leave it there: whether it begins TLS, not a frame.
+
+        Raises:
+            PeerLost: the connection broke or ended, or the deadline passed.
+        """
+        sock = self._bare_socket()
+        return self._until(deadline, lambda: sock.recv(1, socket.MSG_PEEK)) == FIRST_BYTE
+
+    def encrypt(self, context: ssl.SSLContext, *, server_side: bool, deadline: Deadline) -> bytes:
+        """Speak TLS from now on; returns the SHA-256 of the certificate that the server has shown.
+
+        Nothing is proved by it: the handshake's proofs must cover this value.
+
+        Raises:
+            PeerLost: the peer does not speak TLS 1.3, was lost, or the deadline passed.
+        """
+        channel = TlsSocket(self._bare_socket(), context, server_side=server_side)
+        while not self._until(deadline, channel.handshake_step):
+            pass
+        self._socket = channel
+        return channel.peer_fingerprint()
 
     def send(
         self, message: Message, payload: Buffer = b"", deadline: Deadline | None = None
@@ -236,6 +269,22 @@ class Connection:
             pass
         finally:
             self.close()
+
+    def _bare_socket(self) -> socket.socket:
+        if isinstance(self._socket, TlsSocket):
+            raise TypeError("the connection is encrypted already")
+        return self._socket
+
+    def _until(self, deadline: Deadline, step: Callable[[], T]) -> T:
+        """What a call returns that reads from the socket; it is repeated until the deadline."""
+        while True:
+            self._arm(socket.SO_RCVTIMEO, deadline)
+            try:
+                return step()
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise self._lost(error) from error
 
     def _send_all(self, buffers: Sequence[Buffer], deadline: Deadline | None) -> None:
         silent_s = 0.0

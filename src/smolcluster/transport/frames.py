@@ -1,4 +1,4 @@
-"""The frame: how one message and its tensor are laid out in bytes (version 1 of the protocol).
+"""The frame: how one message and its tensor are laid out in bytes (version 2 of the protocol).
 
     magic "SMOL" | version u8 | kind u8 | reserved u16 = 0 | header_nbytes u32 | payload_nbytes u64
     | header (JSON) | header_sum u32 | payload (raw bytes) | payload_sum u64
@@ -21,7 +21,7 @@ from smolcluster.errors import ProtocolError, VersionDiffers
 Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"SMOL"
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_HEADER_NBYTES = 64 * 1024
 
 _PREFIX = struct.Struct("!4sBBHIQ")

@@ -1,25 +1,32 @@
 """The handshake: both sides prove that they know the cluster's secret before anything else is said.
 
-    client  Hello ->            <- Challenge        server
-            Proof ->            <- Welcome (with the server's proof), or Reject
+    dials      TLS, if it shall be encrypted         accepts
+               Hello ->             <- Challenge
+               Challenge, Proof ->  <- Welcome or Reject, Proof
 
-The client proves first. Until then the server reads at most 4 KiB and says nothing about itself but
-the protocol's version. The server proves only to a client that has proved itself.
+A proof covers every frame that was said before it, in both directions, and the certificate that the dialling
+side saw. So nobody in between can change a word, and nobody without the secret can be either side. The side
+that dials proves first: until then the other reads at most 4 KiB and says nothing about itself. A Reject
+without a proof, which is all that a stranger gets, is `unproved`: anybody may have said it.
 """
 
+import secrets
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
-from smolcluster.configs.schema import RunConfig
+import smolcluster
+from smolcluster.configs.schema import Encryption, RunConfig
 from smolcluster.errors import (
     AuthError,
     PeerLost,
+    ProtocolError,
     Rejected,
     SmolclusterError,
     VersionDiffers,
 )
 from smolcluster.transport.connection import UNPROVED_NBYTES, Connection
-from smolcluster.transport.frames import MAX_HEADER_NBYTES, PROTOCOL_VERSION, frame_nbytes
+from smolcluster.transport.frames import MAX_HEADER_NBYTES, frame_nbytes
 from smolcluster.transport.messages import (
     Challenge,
     Hello,
@@ -29,8 +36,17 @@ from smolcluster.transport.messages import (
     ServedData,
     Welcome,
     frame_of,
+    schema_digest,
 )
-from smolcluster.transport.security import Secret, new_nonce, proof, proofs_match
+from smolcluster.transport.security import (
+    PLAIN,
+    Role,
+    Secret,
+    new_nonce,
+    proof,
+    proofs_match,
+)
+from smolcluster.transport.tls import ServerIdentity, client_context, is_loopback
 from smolcluster.utils.retry import Deadline
 
 M = TypeVar("M", bound=Message)
@@ -39,16 +55,84 @@ AUTH = "auth"
 """A Reject's code: the proof was wrong."""
 PROTOCOL = "protocol"
 """A Reject's code: the versions of the protocol differ."""
+VERSION = "version"
+"""A Reject's code: the versions of smolcluster differ in what they can say to each other."""
+ENCRYPTION = "encryption"
+"""A Reject's code: the client did not encrypt."""
 HANDSHAKE_TIMEOUT_S = 5.0
 """How long a server lets a stranger take to prove itself, in seconds."""
 
 
+def introduce(node: str, worker_id: int) -> Hello:
+    """What a process says of itself, which it keeps as long as it lives."""
+    return Hello(
+        version=smolcluster.__version__,
+        schema_digest=schema_digest(),
+        node=node,
+        worker_id=worker_id,
+        instance=secrets.token_hex(8),
+    )
+
+
+@dataclass(frozen=True)
+class Door:
+    """How a server lets clients in: its secret, the certificate that it shows, and who must encrypt."""
+
+    secret: Secret
+    identity: ServerIdentity
+    encryption: Encryption = "auto"
+
+
+@dataclass
+class Talk:
+    """A handshake over one connection: the frames said so far, and the proofs over them."""
+
+    connection: Connection
+    secret: Secret
+    deadline: Deadline
+    binding: bytes = PLAIN
+    """What names the channel: the server's certificate, or that there is none."""
+    heads: list[bytes] = field(default_factory=list)
+
+    def say(self, *messages: Message) -> None:
+        """Send messages."""
+        for message in messages:
+            frame = frame_of(message)
+            self.heads.append(frame.head)
+            self.connection.send_frame(frame, self.deadline)
+
+    def hear(self, kind: type[M]) -> M:
+        """Wait for a message of this kind."""
+        return cast(M, self._hear({kind}))
+
+    def hear_answer(self, kind: type[M]) -> M | Reject:
+        """Wait for a message of this kind, or a refusal."""
+        return cast(M | Reject, self._hear({kind, Reject}))
+
+    def prove(self, role: Role) -> None:
+        """Prove that this side knows the secret and said, and heard, what has been said so far."""
+        self.say(Proof(mac=self._proof(role).hex()))
+
+    def is_proved(self, role: Role) -> bool:
+        """Wait for the other side's proof; returns whether it is right."""
+        expected = self._proof(role)
+        return proofs_match(bytes.fromhex(self.hear(Proof).mac), expected)
+
+    def _hear(self, kinds: Collection[type[Message]]) -> Message:
+        message, _ = self.connection.receive(kinds, self.deadline)
+        self.heads.append(self.connection.received_head)
+        return message
+
+    def _proof(self, role: Role) -> bytes:
+        return proof(self.secret.key, role, self.heads, binding=self.binding)
+
+
 @dataclass(frozen=True, slots=True)
 class Authenticated:
-    """A client that proved itself, and the proof that the server owes it."""
+    """A client that proved itself, and the handshake in which it did."""
 
     hello: Hello
-    server_mac: bytes = field(repr=False)
+    talk: Talk
 
 
 @dataclass(frozen=True)
@@ -65,8 +149,17 @@ class Offer:
     data: ServedData | None = None
 
 
+def must_encrypt(encryption: Encryption, address: str) -> bool:
+    """Whether what is said to the peer at this IP address has to be encrypted."""
+    return encryption == "on" or (encryption == "auto" and not is_loopback(address))
+
+
 def client_handshake(
-    connection: Connection, hello: Hello, secret: Secret, deadline: Deadline
+    connection: Connection,
+    hello: Hello,
+    secret: Secret,
+    deadline: Deadline,
+    encryption: Encryption = "auto",
 ) -> Welcome:
     """Prove ourselves to the server and have it prove itself.
 
@@ -74,133 +167,160 @@ def client_handshake(
     when this raises.
 
     Raises:
-        AuthError: the two sides' secrets differ.
+        AuthError: the two sides' secrets differ, or somebody between them changed what was said.
         Rejected: the server refused for another reason; `retry_after_s` says when to ask again.
         ProtocolError, PeerLost: the server does not speak the protocol, or was lost.
     """
     try:
-        return _client_handshake(connection, hello, secret, deadline)
+        talk = Talk(connection, secret, deadline)
+        if must_encrypt(encryption, connection.address):
+            talk.binding = connection.encrypt(
+                client_context(), server_side=False, deadline=deadline
+            )
+        return _client_handshake(talk, hello)
     except SmolclusterError:
         connection.close()
         raise
 
 
-def server_authenticate(
-    connection: Connection, secret: Secret, deadline: Deadline
-) -> Authenticated:
+def server_authenticate(connection: Connection, door: Door, deadline: Deadline) -> Authenticated:
     """Have a client prove itself; nothing is told to it that it could not know.
 
-    Follow it with `accept` or `reject`. The connection is closed when this raises.
+    Follow it with `accept` or `refuse`. The connection is closed when this raises.
 
     Raises:
         AuthError: the client's proof is wrong.
-        ProtocolError: the client does not speak the protocol, or another version of it.
+        ProtocolError: the client does not speak the protocol, or another version of it, or must encrypt.
         PeerLost: the client was lost, or too slow.
     """
     try:
-        return _server_authenticate(connection, secret, deadline)
+        talk = Talk(connection, door.secret, deadline)
+        if connection.begins_encrypted(deadline):
+            context = door.identity.context
+            connection.encrypt(context, server_side=True, deadline=deadline)
+            talk.binding = door.identity.fingerprint
+        elif must_encrypt(door.encryption, connection.address):
+            sentence = "this server takes encrypted connections only: mend encryption on the worker"
+            reject(connection, ENCRYPTION, sentence)
+            raise ProtocolError(
+                f"{connection.peer}: handshake: it does not encrypt (encryption: off?)"
+            )
+        return _server_authenticate(talk)
     except SmolclusterError:
         connection.close()
         raise
 
 
-def accept(
-    connection: Connection, client: Authenticated, offer: Offer, deadline: Deadline | None = None
-) -> None:
-    """Let the client in: send the Welcome with the server's proof and lift the limits on strangers.
+def accept(client: Authenticated, offer: Offer) -> None:
+    """Let the client in: send the Welcome and the server's proof, and lift the limits on strangers.
 
     Raises:
         PeerLost: the client was lost.
     """
-    connection.send(Welcome(mac=client.server_mac.hex(), **vars(offer)), deadline=deadline)
-    connection.proved(offer.bucket_bytes, offer.heartbeat_timeout_s)
+    talk = client.talk
+    talk.say(Welcome(**vars(offer)))
+    talk.prove("server")
+    talk.connection.proved(offer.bucket_bytes, offer.heartbeat_timeout_s)
 
 
-def reject(
-    connection: Connection, code: str, sentence: str, retry_after_s: float | None = None
+def refuse(
+    client: Authenticated, code: str, sentence: str, retry_after_s: float | None = None
 ) -> None:
-    """Refuse the client: say why, let it read that, and close. Never raises for a lost client.
+    """Refuse a client that proved itself: say why and prove it, and close. Never raises for a lost client.
 
     Args:
-        connection: closed afterwards.
-        code: short name of the reason; "auth" and "protocol" are used here.
+        client: its connection is closed afterwards.
+        code: short name of the reason.
         sentence: what differs and where to mend it.
         retry_after_s: when the client may ask again, seconds; None: never.
     """
+    talk = client.talk
     try:
-        connection.send(Reject(code=code, sentence=sentence, retry_after_s=retry_after_s))
+        talk.say(Reject(code=code, sentence=sentence, retry_after_s=retry_after_s))
+        talk.prove("server")
+    except PeerLost:
+        talk.connection.close()
+    else:
+        talk.connection.finish()
+
+
+def reject(connection: Connection, code: str, sentence: str) -> None:
+    """Refuse a stranger, without a proof. Closes the connection, and never raises for a lost client."""
+    try:
+        connection.send(Reject(code=code, sentence=sentence))
     except PeerLost:
         connection.close()
     else:
         connection.finish()
 
 
-def _client_handshake(
-    connection: Connection, hello: Hello, secret: Secret, deadline: Deadline
-) -> Welcome:
-    greeting = frame_of(hello)
-    connection.send_frame(greeting, deadline)
-    _answer(connection, Challenge, secret, deadline)
-    nonce = new_nonce()
-    transcript = (greeting.head, connection.received_head, bytes.fromhex(nonce))
-    mac = proof(secret.key, "client", *transcript)
-    connection.send(Proof(mac=mac.hex(), nonce=nonce), deadline=deadline)
-    # The server's proof is in the Welcome, so one whole header must be let through before it is
-    # known.
+def _client_handshake(talk: Talk, hello: Hello) -> Welcome:
+    connection = talk.connection
+    talk.say(hello)
+    first = talk.hear_answer(Challenge)
+    if isinstance(first, Reject):
+        raise _unproved(talk, first)
+    talk.say(Challenge(nonce=new_nonce()))
+    talk.prove("client")
+    # The server's proof follows the Welcome, so one whole header must be let through before it.
     connection.max_unproved = UNPROVED_NBYTES + frame_nbytes(MAX_HEADER_NBYTES, 0)
-    welcome = _answer(connection, Welcome, secret, deadline)
-    if not proofs_match(bytes.fromhex(welcome.mac), proof(secret.key, "server", *transcript)):
+    answer = talk.hear_answer(Welcome)
+    try:
+        proved = talk.is_proved("server")
+    except (PeerLost, ProtocolError):
+        if isinstance(answer, Reject):
+            raise _unproved(talk, answer) from None
+        raise
+    if not proved:
         raise AuthError(
-            f"{connection.peer}: handshake: the server does not know the secret in {secret.path}: "
+            f"{connection.peer}: handshake: the server does not know the secret in {talk.secret.path}: "
             "is this the right address, and is the file the server's?"
         )
-    connection.proved(welcome.bucket_bytes, welcome.heartbeat_timeout_s)
-    return welcome
+    if isinstance(answer, Reject):
+        sentence = f"{connection.peer}: {answer.sentence}"
+        raise Rejected(sentence, answer.code, answer.retry_after_s)
+    connection.proved(answer.bucket_bytes, answer.heartbeat_timeout_s)
+    return answer
 
 
-def _server_authenticate(
-    connection: Connection, secret: Secret, deadline: Deadline
-) -> Authenticated:
+def _unproved(talk: Talk, message: Reject) -> SmolclusterError:
+    """What a Reject means that anybody may have said."""
+    peer = talk.connection.peer
+    if message.code == AUTH:
+        return AuthError(
+            f"{peer}: handshake: the server does not accept the secret in {talk.secret.path}: "
+            "copy the server's file to this place (chmod 600)"
+        )
+    return Rejected(f"{peer}: {message.sentence}", message.code, is_proved=False)
+
+
+def _server_authenticate(talk: Talk) -> Authenticated:
+    connection = talk.connection
     try:
-        hello = _receive(connection, Hello, deadline)
+        hello = talk.hear(Hello)
     except VersionDiffers as error:
         reject(connection, PROTOCOL, f"the server speaks another protocol: {error}")
         raise
-    hello_head = connection.received_head
-    if hello.protocol != PROTOCOL_VERSION:
-        difference = (
-            f"the server speaks protocol {PROTOCOL_VERSION}, this worker {hello.protocol}: "
-            "install the same smolcluster on both"
-        )
-        reject(connection, PROTOCOL, difference)
-        raise VersionDiffers(f"{connection.peer}: handshake: {difference}")
-    challenge = frame_of(Challenge(nonce=new_nonce()))
-    connection.send_frame(challenge, deadline)
-    answer = _receive(connection, Proof, deadline)
-    transcript = (hello_head, challenge.head, bytes.fromhex(answer.nonce))
-    if not proofs_match(bytes.fromhex(answer.mac), proof(secret.key, "client", *transcript)):
+    talk.say(Challenge(nonce=new_nonce()))
+    talk.hear(Challenge)
+    if not talk.is_proved("client"):
         reject(connection, AUTH, "not accepted")
         raise AuthError(
             f"{connection.peer}: handshake: a client that calls itself {hello.node!r} does not "
-            f"know the secret in {secret.path}: copy the file to it"
+            f"know the secret in {talk.secret.path}: copy the file to it"
         )
     connection.peer = f"{hello.node} ({connection.peer})"
-    return Authenticated(hello, proof(secret.key, "server", *transcript))
+    client = Authenticated(hello, talk)
+    if hello.schema_digest != schema_digest():
+        sentence = _versions_differ(hello)
+        refuse(client, VERSION, sentence)
+        raise VersionDiffers(f"{connection.peer}: handshake: {sentence}")
+    return client
 
 
-def _receive(connection: Connection, kind: type[M], deadline: Deadline) -> M:
-    message, _ = connection.receive({kind}, deadline)
-    return cast(M, message)
-
-
-def _answer(connection: Connection, kind: type[M], secret: Secret, deadline: Deadline) -> M:
-    """The server's next message, unless it is a Reject."""
-    message, _ = connection.receive({kind, Reject}, deadline)
-    if not isinstance(message, Reject):
-        return cast(M, message)
-    if message.code == AUTH:
-        raise AuthError(
-            f"{connection.peer}: handshake: the server does not accept the secret in "
-            f"{secret.path}: copy the server's file to this place (chmod 600)"
-        )
-    raise Rejected(f"{connection.peer}: {message.sentence}", message.code, message.retry_after_s)
+def _versions_differ(hello: Hello) -> str:
+    ours = smolcluster.__version__
+    return (
+        f"the server's smolcluster {ours} and this worker's {hello.version} differ in their messages or "
+        "configuration keys: install the same on both (git pull, then uv sync)"
+    )

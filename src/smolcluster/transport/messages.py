@@ -1,4 +1,4 @@
-"""The messages of protocol version 1: one frozen model a kind, JSON in a frame's header.
+"""The messages of protocol version 2: one frozen model a kind, JSON in a frame's header.
 
 What arrives is validated strictly: unknown kinds and fields, wrong types, duplicate keys, NaN,
 infinities, numbers and texts out of bounds, and deeply nested JSON are refused. A message with a
@@ -6,8 +6,10 @@ infinities, numbers and texts out of bounds, and deeply nested JSON are refused.
 `rows`; all others have none.
 """
 
+import hashlib
 import json
 from collections.abc import Collection
+from functools import cache
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -106,29 +108,28 @@ class Message(Part):
 
 
 class Hello(Message):
-    """Client: who it is. The first message of a connection."""
+    """Client: who it is, and what it can be told (`schema_digest`). The first message of a connection."""
 
     KIND: ClassVar[int] = 1
-    protocol: Annotated[int, Field(ge=0, le=2**31)]
     version: Name
+    schema_digest: Byte32
     node: Name
     worker_id: Annotated[int, Field(ge=1, le=2**31)]
     instance: Instance
 
 
 class Challenge(Message):
-    """Server: 32 random bytes that the proof must cover."""
+    """Either side: 32 random bytes that the other one's proof must cover."""
 
     KIND: ClassVar[int] = 2
     nonce: Byte32
 
 
 class Proof(Message):
-    """Client: proves that it knows the secret, and challenges the server in turn."""
+    """Either side: proves that it knows the secret, and what was said before."""
 
     KIND: ClassVar[int] = 3
     mac: Byte32
-    nonce: Byte32
 
 
 class ServedData(Part):
@@ -145,10 +146,9 @@ class ServedData(Part):
 
 
 class Welcome(Message):
-    """Server: proves that it knows the secret, and says what is trained."""
+    """Server: says what is trained."""
 
     KIND: ClassVar[int] = 4
-    mac: Byte32
     run_id: Identifier
     incarnation: Identifier
     run: RunConfig
@@ -361,6 +361,13 @@ FROM_SERVER: Kinds = frozenset(
     {Assignment, Ack, State, Reduced, Commit, Cancel, Heartbeat, Goodbye, Reject, End}
 )
 """What a worker accepts once it was welcomed."""
+
+
+@cache
+def schema_digest() -> str:
+    """SHA-256 of what all messages may hold, configuration included: what two versions must agree on."""
+    schemas = {kind.__name__: kind.model_json_schema() for kind in MESSAGES.values()}
+    return hashlib.sha256(json.dumps(schemas, sort_keys=True).encode()).hexdigest()
 
 
 def check_kind(kind: int, kinds: Collection[type[Message]]) -> type[Message]:

@@ -2,12 +2,12 @@
 
 A proof is an HMAC-SHA256 with the secret as its key over
 
-    "smolcluster/1" | role | SHA-256(Hello | Challenge | client's nonce) | binding
+    "smolcluster/2" | role | SHA-256(frames) | binding
 
-where `|` joins bytes; role is "client" or "server" (six bytes each); Hello and Challenge are the
-prefix, header and header sum of these frames, exactly as they were sent; the client's nonce is 32
-bytes; binding names the channel ("plain" without TLS). A proof of another connection (replay) fails
-because of the nonces, one's own proof sent back (reflection) because of the role.
+where `|` joins bytes; role is "client" or "server" (six bytes each); frames are the prefix, header and header
+sum of every frame of the handshake so far, in both directions, exactly as they were sent; binding is the
+SHA-256 of the server's certificate, or "plain" without TLS. A proof of another connection (replay) fails
+because of the nonces of both sides, one's own proof sent back (reflection) because of the role.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ import hmac
 import os
 import secrets
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -27,7 +28,7 @@ NONCE_NBYTES = 32
 MIN_SECRET_CHARS = 32
 PLAIN = b"plain"
 
-_CONTEXT = b"smolcluster/1"
+_CONTEXT = b"smolcluster/2"
 _SECRET_NBYTES = 32
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
@@ -115,26 +116,16 @@ def new_nonce() -> str:
     return secrets.token_hex(NONCE_NBYTES)
 
 
-def proof(
-    key: bytes,
-    role: Role,
-    hello: bytes,
-    challenge: bytes,
-    client_nonce: bytes,
-    *,
-    binding: bytes = PLAIN,
-) -> bytes:
+def proof(key: bytes, role: Role, frames: Sequence[bytes], *, binding: bytes = PLAIN) -> bytes:
     """The 32 bytes by which `role` proves that it knows the secret `key`.
 
     Args:
         key: the secret.
         role: whose proof it is.
-        hello: the Hello's prefix, header and header sum, as on the wire.
-        challenge: the Challenge's, likewise.
-        client_nonce: 32 bytes.
-        binding: what names the channel: the TLS certificate's SHA-256, or "plain".
+        frames: prefix, header and header sum of each frame said so far, as on the wire.
+        binding: what names the channel: the certificate's SHA-256 (32 bytes), or "plain".
     """
-    transcript = hashlib.sha256(hello + challenge + client_nonce).digest()
+    transcript = hashlib.sha256(b"".join(frames)).digest()
     return hmac.digest(key, _CONTEXT + role.encode() + transcript + binding, "sha256")
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from peers import Door, wait_for_threads
+from peers import HandledDoor, wait_for_threads
 from smolcluster.cluster import reception
 
 
@@ -17,8 +17,8 @@ def nothing_goes_on_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
+def door() -> Iterator[HandledDoor]:
     """A server's door by hand."""
-    door = Door()
+    door = HandledDoor()
     yield door
     door.close()

@@ -39,7 +39,7 @@ from smolcluster.runs.events import (
     WorkerRejected,
 )
 from smolcluster.training.evaluate import Evaluation
-from smolcluster.transport.handshake import reject
+from smolcluster.transport.handshake import refuse
 from smolcluster.transport.messages import End, Goodbye, Pull, Reject
 from smolcluster.utils.retry import Deadline
 
@@ -461,11 +461,11 @@ def test_the_door_is_not_closed_on_a_worker_that_is_being_told_of_the_end(
 
     def tell_slowly(*args: Any) -> None:
         closed.wait(0.5)
-        reject(*args)
+        refuse(*args)
 
     monkeypatch.setattr(room, "FAREWELL_S", DEADLINE_S)
     monkeypatch.setattr(Reception, "close", close_and_tell)
-    monkeypatch.setattr(reception, "reject", tell_slowly)
+    monkeypatch.setattr(reception, "refuse", tell_slowly)
     pool = rooms.enter_context(ThreadPoolExecutor(1))
     with parts.context.open_hub(Echo) as hub:
         house = HandledHub(hub, parts.port, parts.dataset)

@@ -9,12 +9,12 @@ import pytest
 
 from connection_pairs import RUN
 from harness import SECRET, free_port
-from peers import DEADLINE_S, Door, Hand, hello, logger
+from peers import DEADLINE_S, Hand, HandledDoor, hello, logger
 from smolcluster.cluster import joining
 from smolcluster.cluster.joining import RunOver, ServerAddress, join
 from smolcluster.errors import AuthError, ConnectTimeout, Rejected, RunFailed
 from smolcluster.transport.connection import Connection
-from smolcluster.transport.handshake import reject
+from smolcluster.transport.handshake import refuse, reject
 from smolcluster.transport.messages import Reject, Welcome
 from smolcluster.transport.security import Secret
 
@@ -27,17 +27,26 @@ def lines() -> list[str]:
 
 
 @pytest.fixture
-def start_joining(door: Door, lines: list[str]) -> Iterator[Joining]:
+def start_joining(door: HandledDoor, lines: list[str]) -> Iterator[Joining]:
     """Begins to join in a thread."""
     with ThreadPoolExecutor(1) as pool:
 
         def start(
-            timeout_s: float = DEADLINE_S, secret: Secret = SECRET
+            timeout_s: float = DEADLINE_S,
+            secret: Secret = SECRET,
+            unproved_patience_s: float = 0.0,
         ) -> "Future[tuple[Connection, Welcome]]":
             address = ServerAddress("127.0.0.1", door.port)
             log = logger(lines)
             return pool.submit(
-                join, address, hello(), secret, timeout_s=timeout_s, log=log, say_after_s=0.0
+                join,
+                address,
+                hello(),
+                secret,
+                timeout_s=timeout_s,
+                log=log,
+                unproved_patience_s=unproved_patience_s,
+                say_after_s=0.0,
             )
 
         yield start
@@ -52,7 +61,7 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_server_that_is_there_welcomes_at_once_and_in_silence(
-    door: Door, start_joining: Joining, lines: list[str]
+    door: HandledDoor, start_joining: Joining, lines: list[str]
 ) -> None:
     future = start_joining()
     door.admit(RUN)
@@ -114,12 +123,12 @@ def test_attempts_become_rarer_up_to_a_limit_and_are_spread(
 
 
 def test_another_obstacle_is_said_too(
-    door: Door, start_joining: Joining, lines: list[str], delays: list[float]
+    door: HandledDoor, start_joining: Joining, lines: list[str], delays: list[float]
 ) -> None:
     future = start_joining()
     for reason in ("worker id 1 is in use", "worker id 1 is in use", "something else"):
-        connection, _ = door.open()
-        reject(connection, "busy", reason, retry_after_s=0.01)
+        client = door.open()
+        refuse(client, "busy", reason, retry_after_s=0.01)
     door.admit(RUN)
     connection, _ = future.result(DEADLINE_S)
     assert len(lines) == 2
@@ -129,11 +138,11 @@ def test_another_obstacle_is_said_too(
 
 
 def test_a_busy_worker_id_is_asked_for_again_when_the_server_says(
-    door: Door, start_joining: Joining, delays: list[float]
+    door: HandledDoor, start_joining: Joining, delays: list[float]
 ) -> None:
     future = start_joining()
-    connection, _ = door.open()
-    reject(connection, "busy", "worker id 1 is in use", retry_after_s=7.0)
+    client = door.open()
+    refuse(client, "busy", "worker id 1 is in use", retry_after_s=7.0)
     door.admit(RUN)
     connection, _ = future.result(DEADLINE_S)
     assert delays == [7.0]
@@ -141,16 +150,18 @@ def test_a_busy_worker_id_is_asked_for_again_when_the_server_says(
 
 
 def test_a_worker_id_that_stays_busy_is_given_up_with_the_reason(
-    door: Door, start_joining: Joining
+    door: HandledDoor, start_joining: Joining
 ) -> None:
     future = start_joining(timeout_s=0.0)
-    connection, _ = door.open()
-    reject(connection, "busy", "worker id 1 is in use", retry_after_s=2.0)
+    client = door.open()
+    refuse(client, "busy", "worker id 1 is in use", retry_after_s=2.0)
     with pytest.raises(ConnectTimeout, match="worker id 1 is in use"):
         future.result(DEADLINE_S)
 
 
-def test_another_secret_is_final(door: Door, start_joining: Joining, lines: list[str]) -> None:
+def test_another_secret_is_final(
+    door: HandledDoor, start_joining: Joining, lines: list[str]
+) -> None:
     future = start_joining(secret=Secret(Path("my-secret"), b"x" * 64))
     with pytest.raises(AuthError):
         door.open()
@@ -159,32 +170,54 @@ def test_another_secret_is_final(door: Door, start_joining: Joining, lines: list
     assert lines == []
 
 
-def test_a_refusal_without_another_time_is_final(door: Door, start_joining: Joining) -> None:
+def test_a_refusal_without_another_time_is_final(door: HandledDoor, start_joining: Joining) -> None:
     future = start_joining()
-    connection, _ = door.open()
-    reject(connection, "node", "node 'x' is not in host_ip")
+    client = door.open()
+    refuse(client, "node", "node 'x' is not in host_ip")
     with pytest.raises(Rejected, match="host_ip") as caught:
         future.result(DEADLINE_S)
     assert caught.value.exit_code == 78
 
 
-@pytest.mark.parametrize(("code", "error"), [("over", RunOver), ("failed", RunFailed)])
-def test_a_returning_worker_hears_how_the_run_ended(
-    door: Door, start_joining: Joining, code: str, error: type[Exception]
+@pytest.mark.parametrize("code", ["over", "failed", "node", "auth", "protocol"])
+def test_a_refusal_that_anybody_may_have_said_is_doubted(
+    door: HandledDoor, start_joining: Joining, delays: list[float], code: str
+) -> None:
+    future = start_joining(unproved_patience_s=DEADLINE_S)
+    reject(door.accept(), code, "every sample has been applied")
+    door.admit(RUN)
+    connection, welcome = future.result(DEADLINE_S)
+    assert welcome.run == RUN
+    connection.close()
+
+
+@pytest.mark.parametrize("code", ["over", "failed"])
+def test_nobody_without_the_secret_can_say_that_the_run_is_over(
+    door: HandledDoor, start_joining: Joining, code: str
 ) -> None:
     future = start_joining()
-    connection, _ = door.open()
-    reject(connection, code, "every sample has been applied")
+    reject(door.accept(), code, "every sample has been applied")
+    with pytest.raises(Rejected) as caught:
+        future.result(DEADLINE_S)
+    assert not caught.value.is_proved
+
+
+@pytest.mark.parametrize(("code", "error"), [("over", RunOver), ("failed", RunFailed)])
+def test_a_returning_worker_hears_how_the_run_ended(
+    door: HandledDoor, start_joining: Joining, code: str, error: type[Exception]
+) -> None:
+    future = start_joining()
+    client = door.open()
+    refuse(client, code, "every sample has been applied")
     with pytest.raises(error, match="every sample"):
         future.result(DEADLINE_S)
 
 
 def test_a_server_that_breaks_off_is_asked_again(
-    door: Door, start_joining: Joining, delays: list[float]
+    door: HandledDoor, start_joining: Joining, delays: list[float]
 ) -> None:
     future = start_joining()
-    connection, _ = door.open()
-    connection.close()
+    door.open().talk.connection.close()
     door.admit(RUN)
     connection, welcome = future.result(DEADLINE_S)
     assert welcome.run == RUN
@@ -193,7 +226,7 @@ def test_a_server_that_breaks_off_is_asked_again(
 
 
 def test_a_server_that_accepts_and_says_nothing_is_given_up_in_time(
-    door: Door, start_joining: Joining, monkeypatch: pytest.MonkeyPatch
+    door: HandledDoor, start_joining: Joining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody opens the door: the system accepts, and the handshake waits for an answer."""
     monkeypatch.setattr(joining, "LAST_TRY_S", 0.1)
@@ -207,9 +240,11 @@ def test_an_ipv6_address_is_written_so_that_it_can_be_typed() -> None:
     assert str(ServerAddress("10.0.0.1", 65432)) == "10.0.0.1:65432"
 
 
-def test_a_failed_attempt_leaves_no_connection_open(door: Door, start_joining: Joining) -> None:
+def test_a_failed_attempt_leaves_no_connection_open(
+    door: HandledDoor, start_joining: Joining
+) -> None:
     future = start_joining()
-    connection, _ = door.open()
+    connection = door.open().talk.connection
     connection.send(Reject(code="node", sentence="no"))
     Hand(connection).hear_the_end()
     with pytest.raises(Rejected):

@@ -9,7 +9,7 @@ import torch
 from connection_pairs import push, tensor
 from harness import local_settings
 from lives import LEASE, Life, end, run_config
-from peers import DEADLINE_S, Door, Echo
+from peers import DEADLINE_S, Echo, HandledDoor
 from smolcluster.cluster.inbox import Said
 from smolcluster.cluster.link import Link, measure_speed
 from smolcluster.cluster.session import Receiver
@@ -25,7 +25,7 @@ from smolcluster.errors import (
     TryAgain,
 )
 from smolcluster.training.build import Workbench, build
-from smolcluster.transport.handshake import reject
+from smolcluster.transport.handshake import refuse
 from smolcluster.transport.messages import (
     Ack,
     End,
@@ -65,7 +65,7 @@ class Helper:
 
 
 @pytest.fixture
-def life(door: Door) -> Life[Helper]:
+def life(door: HandledDoor) -> Life[Helper]:
     return Life(door, Helper)
 
 
@@ -111,8 +111,8 @@ def test_a_worker_that_comes_back_after_the_end_hears_of_it_and_ends_well(
 ) -> None:
     worker = life.begin()
     life.taken_part()[0].leave()
-    connection, _ = life.door.open()
-    reject(connection, "over", "every sample has been applied")
+    client = life.door.open()
+    refuse(client, "over", "every sample has been applied")
     worker.finish()
     assert len(life.made) == 1
     assert "the run is over" in life.lines[-1]

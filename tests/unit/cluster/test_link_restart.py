@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lives import LEASE, Life, end, run_config
-from peers import DEADLINE_S, Door, Echo
+from peers import DEADLINE_S, Echo, HandledDoor
 from smolcluster.cluster import link as room
 from smolcluster.cluster.link import Link
 from smolcluster.cluster.session import Receiver
@@ -41,7 +41,7 @@ class Helper:
 
 
 @pytest.fixture
-def life(door: Door) -> Life[Helper]:
+def life(door: HandledDoor) -> Life[Helper]:
     return Life(door, Helper)
 
 

@@ -12,6 +12,7 @@ from connection_pairs import RUN
 from harness import SECRET
 from peers import (
     DEADLINE_S,
+    IDENTITY,
     Echo,
     Hand,
     hello,
@@ -27,7 +28,7 @@ from smolcluster.cluster.membership import Admitted, Refused
 from smolcluster.cluster.reception import MAX_UNPROVED, Reception, Seated
 from smolcluster.errors import AuthError, PeerLost, Rejected, SmolclusterError
 from smolcluster.transport.connection import Connection, accept_next, connect, listen
-from smolcluster.transport.handshake import Offer
+from smolcluster.transport.handshake import Door, Offer
 from smolcluster.transport.messages import Ack, Challenge, Pull
 from smolcluster.transport.security import Secret
 
@@ -52,7 +53,7 @@ class House:
         self.port: int = listeners[0].getsockname()[1]
         self.reception = Reception(
             listeners,
-            secret=SECRET,
+            door=Door(SECRET, IDENTITY),
             inbox=self.inbox,
             offer=OFFER,
             receiver_for=Echo,

@@ -66,7 +66,7 @@ def test_random_bytes_are_no_prefix(data: bytes) -> None:
 
 def test_layout_is_the_documented_one() -> None:
     data = wire(build_frame(8, b"{}", b"\x01\x02\x03\x04"))
-    assert data[:20] == b"SMOL\x01\x08\x00\x00" + struct.pack(">IQ", 2, 4)
+    assert data[:20] == b"SMOL\x02\x08\x00\x00" + struct.pack(">IQ", 2, 4)
     assert data[20:22] == b"{}"
     assert data[22:26] == struct.pack(">I", xxhash.xxh3_64_intdigest(data[:22]) & 0xFFFFFFFF)
     assert data[26:30] == b"\x01\x02\x03\x04"
@@ -83,12 +83,12 @@ def test_an_empty_payload_has_a_sum_too() -> None:
     ("prefix", "complaint"),
     [
         (struct.pack(">4sBBHIQ", b"HTTP", 1, 1, 0, 2, 0), "not a smolcluster peer"),
-        (struct.pack(">4sBBHIQ", b"SMOL", 2, 1, 0, 2, 0), "version 2, this side 1"),
-        (struct.pack(">4sBBHIQ", b"SMOL", 1, 1, 1, 2, 0), "reserved"),
-        (struct.pack(">4sBBHIQ", b"SMOL", 1, 1, 0, LIMIT + 1, 0), "header of 1025 bytes"),
-        (struct.pack(">4sBBHIQ", b"SMOL", 1, 1, 0, 2, LIMIT + 1), "payload of 1025 bytes"),
-        (struct.pack(">4sBBHIQ", b"SMOL", 1, 1, 0, 2, 2**63), "payload of 9223372036854775808"),
-        (struct.pack(">4sBBHIQ", b"SMOL", 1, 1, 0, 2**32 - 1, 0), "header of 4294967295"),
+        (struct.pack(">4sBBHIQ", b"SMOL", 9, 1, 0, 2, 0), "version 9, this side 2"),
+        (struct.pack(">4sBBHIQ", b"SMOL", 2, 1, 1, 2, 0), "reserved"),
+        (struct.pack(">4sBBHIQ", b"SMOL", 2, 1, 0, LIMIT + 1, 0), "header of 1025 bytes"),
+        (struct.pack(">4sBBHIQ", b"SMOL", 2, 1, 0, 2, LIMIT + 1), "payload of 1025 bytes"),
+        (struct.pack(">4sBBHIQ", b"SMOL", 2, 1, 0, 2, 2**63), "payload of 9223372036854775808"),
+        (struct.pack(">4sBBHIQ", b"SMOL", 2, 1, 0, 2**32 - 1, 0), "header of 4294967295"),
     ],
 )
 def test_a_bad_prefix_is_refused_with_its_reason(prefix: bytes, complaint: str) -> None:
@@ -97,7 +97,7 @@ def test_a_bad_prefix_is_refused_with_its_reason(prefix: bytes, complaint: str) 
 
 
 def test_lengths_at_the_limit_are_accepted() -> None:
-    prefix = struct.pack(">4sBBHIQ", b"SMOL", 1, 7, 0, LIMIT, LIMIT)
+    prefix = struct.pack(">4sBBHIQ", b"SMOL", 2, 7, 0, LIMIT, LIMIT)
     assert parse_prefix(prefix, LIMIT, LIMIT) == Prefix(7, LIMIT, LIMIT)
 
 

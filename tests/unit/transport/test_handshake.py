@@ -4,19 +4,34 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+import smolcluster
 from connection_pairs import BUCKET_BYTES, RUN, connection_pair, push, raw_and_connection
-from smolcluster.errors import AuthError, PeerLost, ProtocolError, Rejected, SmolclusterError
+from smolcluster.configs.schema import Encryption
+from smolcluster.errors import (
+    AuthError,
+    PeerLost,
+    ProtocolError,
+    Rejected,
+    SmolclusterError,
+    VersionDiffers,
+)
 from smolcluster.transport.connection import UNPROVED_NBYTES, Connection
-from smolcluster.transport.frames import PROTOCOL_VERSION, build_frame
+from smolcluster.transport.frames import build_frame
 from smolcluster.transport.handshake import (
     Authenticated,
+    Door,
     Offer,
+    Talk,
     accept,
     client_handshake,
+    introduce,
+    must_encrypt,
+    refuse,
     reject,
     server_authenticate,
 )
@@ -31,20 +46,16 @@ from smolcluster.transport.messages import (
     Welcome,
     frame_of,
 )
-from smolcluster.transport.security import Secret, new_nonce, proof
+from smolcluster.transport.security import Secret, new_nonce
+from smolcluster.transport.tls import client_context, new_identity
 from smolcluster.utils.retry import Deadline
 
 pytestmark = [pytest.mark.timeout(60)]
 
 SECRET = Secret(Path("/home/me/secret"), b"s" * 64)
 OTHER_SECRET = Secret(Path("/home/you/secret"), b"x" * 64)
-HELLO = Hello(
-    protocol=PROTOCOL_VERSION,
-    version="0.1.0",
-    node="mini1",
-    worker_id=1,
-    instance="0123456789abcdef",
-)
+DOOR = Door(SECRET, new_identity())
+HELLO = introduce("mini1", 1)
 
 
 @pytest.fixture
@@ -53,30 +64,27 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-def let_in(connection: Connection, client: Authenticated) -> None:
-    accept(
-        connection,
-        client,
-        Offer(
-            run_id="edp-1",
-            incarnation="0123abcd",
-            run=RUN,
-            model_fingerprint="ab" * 32,
-            bucket_bytes=BUCKET_BYTES,
-            codec="int8",
-            heartbeat_timeout_s=7.0,
-        ),
-    )
+OFFER = Offer(
+    run_id="edp-1",
+    incarnation="0123abcd",
+    run=RUN,
+    model_fingerprint="ab" * 32,
+    bucket_bytes=BUCKET_BYTES,
+    codec="int8",
+    heartbeat_timeout_s=7.0,
+)
 
 
-def serve(connection: Connection, secret: Secret = SECRET, seconds: float = 5.0) -> Authenticated:
-    client = server_authenticate(connection, secret, Deadline(seconds))
-    let_in(connection, client)
+def serve(connection: Connection, door: Door = DOOR) -> Authenticated:
+    client = server_authenticate(connection, door, Deadline(5.0))
+    accept(client, OFFER)
     return client
 
 
-def join(connection: Connection, secret: Secret = SECRET, hello: Hello = HELLO) -> Welcome:
-    return client_handshake(connection, hello, secret, Deadline(5.0))
+def join(
+    connection: Connection, secret: Secret = SECRET, encryption: Encryption = "auto"
+) -> Welcome:
+    return client_handshake(connection, HELLO, secret, Deadline(5.0), encryption)
 
 
 def error_of(future: Future[Authenticated]) -> BaseException:
@@ -85,15 +93,33 @@ def error_of(future: Future[Authenticated]) -> BaseException:
     return error
 
 
-def say(raw: socket.socket, message: Message) -> bytes:
-    frame = frame_of(message)
-    raw.sendall(b"".join(frame.buffers))
-    return frame.head
+def say(raw: socket.socket, message: Message) -> None:
+    raw.sendall(b"".join(frame_of(message).buffers))
 
 
-def prove(hello: bytes, challenge: bytes, nonce: str, secret: Secret = SECRET) -> Proof:
-    mac = proof(secret.key, "client", hello, challenge, bytes.fromhex(nonce))
-    return Proof(mac=mac.hex(), nonce=nonce)
+def talk_on(connection: Connection, secret: Secret = SECRET) -> Talk:
+    """A handshake spoken by hand, its mistakes included."""
+    return Talk(connection, secret, Deadline(5.0))
+
+
+def claim(talk: Talk) -> list[bytes]:
+    """Say what a client says up to its proof, which is sent as well; the heads of all that was said."""
+    talk.say(HELLO)
+    talk.hear(Challenge)
+    talk.say(Challenge(nonce=new_nonce()))
+    heads = list(talk.heads)
+    talk.prove("client")
+    return heads
+
+
+def greet(connection: Connection, secret: Secret = SECRET) -> Talk:
+    """Hear a client's proof without looking at it."""
+    talk = talk_on(connection, secret)
+    talk.hear(Hello)
+    talk.say(Challenge(nonce=new_nonce()))
+    talk.hear(Challenge)
+    talk.hear(Proof)
+    return talk
 
 
 @pytest.mark.parametrize("kind", ["socketpair", "tcp"])
@@ -125,9 +151,7 @@ def test_a_client_with_another_secret_is_turned_away(pool: ThreadPoolExecutor) -
 def test_a_reject_before_the_proof_has_no_detail(pool: ThreadPoolExecutor) -> None:
     with connection_pair(proved=False) as (client, server):
         served = pool.submit(serve, server)
-        client.send(HELLO)
-        client.receive({Challenge})
-        client.send(Proof(mac="00" * 32, nonce=new_nonce()))
+        claim(talk_on(client, OTHER_SECRET))
         assert client.receive()[0] == Reject(code="auth", sentence="not accepted")
         client.close()
         assert isinstance(error_of(served), AuthError)
@@ -135,11 +159,7 @@ def test_a_reject_before_the_proof_has_no_detail(pool: ThreadPoolExecutor) -> No
 
 def test_a_server_with_another_secret_is_not_believed(pool: ThreadPoolExecutor) -> None:
     def impostor(connection: Connection) -> None:
-        hello, _ = connection.receive({Hello})
-        assert isinstance(hello, Hello)
-        connection.send(Challenge(nonce=new_nonce()))
-        connection.receive({Proof})
-        let_in(connection, Authenticated(hello, os.urandom(32)))
+        accept(Authenticated(HELLO, greet(connection, OTHER_SECRET)), OFFER)
 
     with connection_pair(proved=False) as (client, server):
         served = pool.submit(impostor, server)
@@ -153,57 +173,56 @@ def test_the_server_proves_nothing_to_a_client_that_did_not(pool: ThreadPoolExec
     with raw_and_connection(proved=False) as (raw, server):
         served = pool.submit(serve, server)
         say(raw, HELLO)
-        say(raw, Proof(mac="00" * 32, nonce=new_nonce()))
+        say(raw, Challenge(nonce=new_nonce()))
+        say(raw, Proof(mac="00" * 32))
         raw.shutdown(socket.SHUT_WR)
         heard = b"".join(iter(lambda: raw.recv(4096), b""))
-        assert b"Welcome" not in heard
+        assert b"edp-1" not in heard
         assert heard.count(b"mac") == 0
         assert isinstance(error_of(served), AuthError)
 
 
-def test_a_replayed_proof_is_refused(pool: ThreadPoolExecutor) -> None:
-    with raw_and_connection(proved=False) as (raw, server):
-        listener = Connection(raw)
+def test_a_replayed_client_is_refused(pool: ThreadPoolExecutor) -> None:
+    """All that a client said in one handshake, played to the server again."""
+    with connection_pair(proved=False) as (client, server):
         served = pool.submit(serve, server)
-        hello = say(raw, HELLO)
-        listener.receive({Challenge})
-        recorded = prove(hello, listener.received_head, new_nonce())
-        listener.send(recorded)
+        talk = talk_on(client)
+        claim(talk)
         served.result(10.0)
+    said = [talk.heads[0], *talk.heads[2:]]
     with raw_and_connection(proved=False) as (raw, server):
         served = pool.submit(serve, server)
-        say(raw, HELLO)
-        say(raw, recorded)
+        empty_payload_sum = frame_of(HELLO).payload_sum
+        raw.sendall(b"".join(head + empty_payload_sum for head in said))
         raw.shutdown(socket.SHUT_WR)
         assert isinstance(error_of(served), AuthError)
 
 
 def test_a_replayed_server_is_not_believed(pool: ThreadPoolExecutor) -> None:
-    """The server's side of one handshake, recorded and played to the same client again."""
+    """All that a server said in one handshake, played to the same client again."""
     with connection_pair(proved=False) as (client, server):
         served = pool.submit(serve, server)
-        client.send(HELLO)
-        challenge, _ = client.receive({Challenge})
-        hello_head = frame_of(HELLO).head
-        client.send(prove(hello_head, client.received_head, new_nonce()))
+        talk = talk_on(client)
+        claim(talk)
         client.max_unproved = None
-        welcome, _ = client.receive({Welcome})
+        talk.hear(Welcome)
+        assert talk.is_proved("server")
         served.result(10.0)
+    said = [talk.heads[1], *talk.heads[4:]]
     with raw_and_connection(proved=False) as (raw, second):
-        say(raw, challenge)
-        say(raw, welcome)
+        raw.sendall(b"".join(head + frame_of(HELLO).payload_sum for head in said))
         with pytest.raises(AuthError, match="server does not know the secret"):
             join(second)
 
 
 def test_a_reflected_proof_is_refused(pool: ThreadPoolExecutor) -> None:
     def reflecting_server(connection: Connection) -> None:
-        hello, _ = connection.receive({Hello})
-        assert isinstance(hello, Hello)
-        connection.send(Challenge(nonce=new_nonce()))
-        answer, _ = connection.receive({Proof})
-        assert isinstance(answer, Proof)
-        let_in(connection, Authenticated(hello, bytes.fromhex(answer.mac)))
+        talk = talk_on(connection)
+        talk.hear(Hello)
+        talk.say(Challenge(nonce=new_nonce()))
+        talk.hear(Challenge)
+        answer = talk.hear(Proof)
+        talk.say(Welcome(**vars(OFFER)), answer)
 
     with connection_pair(proved=False) as (client, server):
         served = pool.submit(reflecting_server, server)
@@ -212,55 +231,162 @@ def test_a_reflected_proof_is_refused(pool: ThreadPoolExecutor) -> None:
         served.result(10.0)
 
 
-@pytest.mark.parametrize(
-    "changed", [{"worker_id": 2}, {"node": "mini2"}, {"instance": "f" * 16}, {"version": "9"}]
-)
-def test_a_hello_that_was_tampered_with_is_refused(
-    pool: ThreadPoolExecutor, changed: dict[str, object]
+REWRITES: list[tuple[type[Message], dict[str, object]]] = [
+    (Hello, {"worker_id": 2}),
+    (Hello, {"node": "mini2"}),
+    (Hello, {"instance": "f" * 16}),
+    (Hello, {"version": "9"}),
+    (Challenge, {"nonce": "00" * 32}),
+    (Welcome, {"run": RUN.model_copy(update={"worker_update_interval": 1000})}),
+    (Welcome, {"codec": "fp16"}),
+    (Welcome, {"heartbeat_timeout_s": 1e6}),
+    (Reject, {"code": "over"}),
+    (Reject, {"retry_after_s": None}),
+]
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+@pytest.mark.parametrize(("kind", "change"), REWRITES)
+def test_who_sits_between_the_two_can_change_nothing_that_is_said(
+    pool: ThreadPoolExecutor, kind: type[Message], change: dict[str, object], encrypted: bool
 ) -> None:
-    with raw_and_connection(proved=False) as (raw, server):
-        listener = Connection(raw)
+    """Somebody without the secret who speaks the protocol, and TLS, with both sides."""
+
+    def answer(connection: Connection) -> None:
+        client = server_authenticate(connection, DOOR, Deadline(5.0))
+        if kind is Reject:
+            refuse(client, "busy", "worker 1 is here already", retry_after_s=2.5)
+        else:
+            accept(client, OFFER)
+
+    with (
+        connection_pair(proved=False) as (client, left),
+        connection_pair(proved=False) as (right, server),
+    ):
+        joined = pool.submit(join, client, encryption="on" if encrypted else "auto")
+        served = pool.submit(answer, server)
+        with suppress(SmolclusterError):
+            if encrypted:
+                left.encrypt(new_identity().context, server_side=True, deadline=Deadline(5.0))
+                right.encrypt(client_context(), server_side=False, deadline=Deadline(5.0))
+            pass_on(left, right, kind, change)
+        left.close()
+        right.close()
+        error = joined.exception(10.0)
+        assert isinstance(error, AuthError | PeerLost | Rejected)
+        assert not (isinstance(error, Rejected) and error.is_proved)
+        with suppress(SmolclusterError):
+            served.result(10.0)
+
+
+def pass_on(
+    left: Connection, right: Connection, kind: type[Message], change: dict[str, object]
+) -> None:
+    """Pass a handshake on from client to server and back, with one message changed."""
+    for end in (left, right):
+        end.max_unproved = None
+    for source, sink, count in (
+        (left, right, 1),
+        (right, left, 1),
+        (left, right, 2),
+        (right, left, 2),
+    ):
+        for _ in range(count):
+            message, _ = source.receive(deadline=Deadline(5.0))
+            changed = message.model_copy(update=change) if isinstance(message, kind) else message
+            sink.send(changed)
+
+
+def test_a_handshake_that_is_passed_on_unchanged_succeeds_unless_it_is_encrypted(
+    pool: ThreadPoolExecutor,
+) -> None:
+    with (
+        connection_pair(proved=False) as (client, left),
+        connection_pair(proved=False) as (right, server),
+    ):
+        joined, served = pool.submit(join, client), pool.submit(serve, server)
+        pass_on(left, right, Proof, {})
+        assert joined.result(10.0).run == RUN
+        served.result(10.0)
+
+
+def test_an_encrypted_client_and_the_server_agree(pool: ThreadPoolExecutor) -> None:
+    with connection_pair("tcp", proved=False) as (client, server):
         served = pool.submit(serve, server)
-        say(raw, HELLO.model_copy(update=changed))
-        listener.receive({Challenge})
-        listener.send(prove(frame_of(HELLO).head, listener.received_head, new_nonce()))
-        raw.shutdown(socket.SHUT_WR)
-        assert isinstance(error_of(served), AuthError)
+        assert join(client, encryption="on").run == RUN
+        served.result(10.0)
+        for sender, receiver in ((client, server), (server, client)):
+            assert sender.is_encrypted
+            sender.send(push(BUCKET_BYTES), b"x" * BUCKET_BYTES)
+            assert bytes(receiver.receive()[1]) == b"x" * BUCKET_BYTES
 
 
-def test_a_proof_with_another_nonce_is_refused(pool: ThreadPoolExecutor) -> None:
-    with raw_and_connection(proved=False) as (raw, server):
-        listener = Connection(raw)
-        served = pool.submit(serve, server)
-        hello = say(raw, HELLO)
-        listener.receive({Challenge})
-        right = prove(hello, listener.received_head, new_nonce())
-        listener.send(right.model_copy(update={"nonce": new_nonce()}))
-        raw.shutdown(socket.SHUT_WR)
-        assert isinstance(error_of(served), AuthError)
+@pytest.mark.parametrize("encryption", ["auto", "on"])
+def test_a_server_that_must_encrypt_refuses_plain_clients(
+    pool: ThreadPoolExecutor, encryption: Encryption
+) -> None:
+    with connection_pair(proved=False) as (client, server):
+        server.address = "192.168.1.4"
+        served = pool.submit(serve, server, Door(SECRET, DOOR.identity, encryption))
+        with pytest.raises(Rejected) as caught:
+            join(client, encryption="off")
+        assert (caught.value.code, caught.value.is_proved) == ("encryption", False)
+        assert isinstance(error_of(served), ProtocolError)
 
 
-def test_another_protocol_version_is_named_on_both_sides(pool: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize(
+    ("encryption", "address", "expected"),
+    [
+        ("auto", "127.0.0.1", False),
+        ("auto", "127.8.8.8", False),
+        ("auto", "::1", False),
+        ("auto", "", False),
+        ("auto", "192.168.1.4", True),
+        ("auto", "fe80::1%eth0", True),
+        ("on", "127.0.0.1", True),
+        ("off", "192.168.1.4", False),
+    ],
+)
+def test_only_loopback_is_plain_unless_told_otherwise(
+    encryption: Encryption, address: str, expected: bool
+) -> None:
+    assert must_encrypt(encryption, address) == expected
+
+
+def test_another_version_is_named_on_both_sides(pool: ThreadPoolExecutor) -> None:
     with connection_pair(proved=False) as (client, server):
         served = pool.submit(serve, server)
-        with pytest.raises(Rejected, match="server speaks protocol 1, this worker 2") as caught:
-            join(client, hello=HELLO.model_copy(update={"protocol": 2}))
-        assert (caught.value.code, caught.value.retry_after_s) == ("protocol", None)
+        other = HELLO.model_copy(update={"version": "0.9", "schema_digest": "00" * 32})
+        with pytest.raises(Rejected, match=rf"{smolcluster.__version__}.*0\.9") as caught:
+            client_handshake(client, other, SECRET, Deadline(5.0))
+        assert (caught.value.code, caught.value.is_proved) == ("version", True)
         error = error_of(served)
-        assert isinstance(error, ProtocolError)
-        assert "this worker 2" in str(error)
+        assert isinstance(error, VersionDiffers)
+        assert "0.9" in str(error)
+
+
+def test_another_protocol_is_named_on_both_sides(pool: ThreadPoolExecutor) -> None:
+    with raw_and_connection(proved=False) as (raw, server):
+        served = pool.submit(serve, server)
+        head = frame_of(HELLO).head
+        raw.sendall(head[:4] + b"\x07" + head[5:])
+        heard, _ = Connection(raw).receive({Reject})
+        assert isinstance(heard, Reject)
+        assert (heard.code, heard.retry_after_s) == ("protocol", None)
+        assert isinstance(error_of(served), VersionDiffers)
 
 
 def test_a_refusal_tells_why_and_when_to_ask_again(pool: ThreadPoolExecutor) -> None:
-    def refuse(connection: Connection) -> None:
-        server_authenticate(connection, SECRET, Deadline(5.0))
-        reject(connection, "busy", "worker 1 is here already", retry_after_s=2.5)
+    def say_no(connection: Connection) -> None:
+        client = server_authenticate(connection, DOOR, Deadline(5.0))
+        refuse(client, "busy", "worker 1 is here already", retry_after_s=2.5)
 
     with connection_pair(proved=False) as (client, server):
-        served = pool.submit(refuse, server)
+        served = pool.submit(say_no, server)
         with pytest.raises(Rejected, match="worker 1 is here already") as caught:
             join(client)
         assert (caught.value.code, caught.value.retry_after_s) == ("busy", 2.5)
+        assert caught.value.is_proved
         assert caught.value.exit_code == 78
         served.result(10.0)
 
@@ -270,12 +396,13 @@ def test_refusing_a_client_that_has_gone_is_no_error() -> None:
         raw.close()
         reject(server, "busy", "worker 1 is here already")
         assert server.broken
+        refuse(Authenticated(HELLO, talk_on(server)), "busy", "worker 1 is here already")
 
 
 def test_a_peer_that_says_nothing_is_given_up() -> None:
     with raw_and_connection(proved=False) as (_, server):
         with pytest.raises(PeerLost, match="peer: handshake: did not finish in time"):
-            server_authenticate(server, SECRET, Deadline(0.1))
+            server_authenticate(server, DOOR, Deadline(0.1))
         assert server.broken
 
 
@@ -299,7 +426,7 @@ def test_a_peer_that_drips_is_given_up_in_the_same_time() -> None:
         dripping = threading.Thread(target=drip, daemon=True)
         dripping.start()
         with pytest.raises(PeerLost, match="did not finish in time"):
-            server_authenticate(server, SECRET, Deadline(0.45))
+            server_authenticate(server, DOOR, Deadline(0.45))
         assert server.bytes_received < 10
         stop.set()
         dripping.join(5.0)
@@ -315,7 +442,7 @@ def several_hellos(raw: socket.socket) -> None:
 
 
 def announces_much(raw: socket.socket) -> None:
-    raw.sendall(b"SMOL\x01\x01\x00\x00" + (0).to_bytes(4, "big") + (2**63).to_bytes(8, "big"))
+    raw.sendall(b"SMOL\x02\x01\x00\x00" + (0).to_bytes(4, "big") + (2**63).to_bytes(8, "big"))
 
 
 @pytest.mark.parametrize(
@@ -327,7 +454,7 @@ def announces_much(raw: socket.socket) -> None:
         lambda raw: raw.sendall(os.urandom(UNPROVED_NBYTES)),
         lambda raw: raw.sendall(b"GET / HTTP/1.1\r\n\r\n    "),
         lambda raw: say(raw, Heartbeat(sent_at=1.0)),
-        lambda raw: say(raw, Proof(mac="00" * 32, nonce="00" * 32)),
+        lambda raw: say(raw, Proof(mac="00" * 32)),
         lambda raw: raw.sendall(b"".join(build_frame(1, b"[" * 3000).buffers)),
         lambda raw: raw.sendall(b"".join(frame_of(push(64), bytes(64)).buffers)),
     ],
@@ -342,7 +469,7 @@ def test_strangers_that_do_not_keep_to_the_protocol_are_cut_off(
         tracemalloc.start()
         try:
             with pytest.raises(ProtocolError, match=r"^peer: handshake: "):
-                server_authenticate(server, SECRET, Deadline(5.0))
+                server_authenticate(server, DOOR, Deadline(5.0))
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -360,5 +487,5 @@ def test_every_flipped_bit_of_a_handshake_fails_it(pool: ThreadPoolExecutor) -> 
             raw.sendall(damaged)
             raw.shutdown(socket.SHUT_WR)
             with pytest.raises(SmolclusterError):
-                server_authenticate(server, SECRET, Deadline(5.0))
+                server_authenticate(server, DOOR, Deadline(5.0))
             assert server.broken

@@ -106,26 +106,26 @@ def test_a_secret_is_never_printed(tmp_path: Path) -> None:
 
 
 def test_a_proof_is_the_documented_formula() -> None:
-    transcript = hashlib.sha256(b"hello" + b"challenge" + b"n" * 32).digest()
-    expected = hmac.new(KEY, b"smolcluster/1" + b"client" + transcript + b"plain", "sha256")
-    assert proof(KEY, "client", b"hello", b"challenge", b"n" * 32) == expected.digest()
+    transcript = hashlib.sha256(b"hello" + b"challenge").digest()
+    expected = hmac.new(KEY, b"smolcluster/2" + b"client" + transcript + b"plain", "sha256")
+    assert proof(KEY, "client", [b"hello", b"challenge"]) == expected.digest()
 
 
 def test_a_proof_depends_on_everything_it_covers() -> None:
     proofs = {
-        proof(KEY, "client", b"h", b"c", b"n"),
-        proof(b"x" * 64, "client", b"h", b"c", b"n"),
-        proof(KEY, "server", b"h", b"c", b"n"),
-        proof(KEY, "client", b"H", b"c", b"n"),
-        proof(KEY, "client", b"h", b"C", b"n"),
-        proof(KEY, "client", b"h", b"c", b"N"),
-        proof(KEY, "client", b"h", b"c", b"n", binding=b"certificate"),
+        proof(KEY, "client", [b"h", b"c"]),
+        proof(b"x" * 64, "client", [b"h", b"c"]),
+        proof(KEY, "server", [b"h", b"c"]),
+        proof(KEY, "client", [b"H", b"c"]),
+        proof(KEY, "client", [b"h"]),
+        proof(KEY, "client", [b"c", b"h"]),
+        proof(KEY, "client", [b"h", b"c"], binding=b"certificate"),
     }
     assert len(proofs) == 7
 
 
 def test_proofs_are_compared_whole() -> None:
-    right = proof(KEY, "client", b"h", b"c", b"n")
+    right = proof(KEY, "client", [b"h", b"c"])
     assert proofs_match(right, right)
     assert not proofs_match(right[:-1], right)
     assert not proofs_match(right[:-1] + bytes([right[-1] ^ 1]), right)

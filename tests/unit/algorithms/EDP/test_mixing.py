@@ -197,7 +197,6 @@ class Office:
         self.link = ScriptedLink()
         self.worker = Worker(
             Welcome(
-                mac="0" * 64,
                 run_id="test-run",
                 incarnation="here",
                 run=self.run,

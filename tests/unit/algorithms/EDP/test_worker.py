@@ -60,7 +60,6 @@ class Desk:
             settings.train, settings.cluster.seed, settings.node.dataset, torch.device("cpu")
         )
         welcome = Welcome(
-            mac="0" * 64,
             run_id="test-run",
             incarnation="here",
             run=settings.run_config("test-run", "edp"),

@@ -91,7 +91,6 @@ def ready() -> Ready:
 
 def welcome(server: Server) -> Welcome:
     return Welcome(
-        mac="0" * 64,
         run_id="run",
         incarnation=server.context.incarnation,
         run=server.context.run,

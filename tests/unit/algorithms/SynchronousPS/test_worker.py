@@ -116,7 +116,6 @@ class Shop:
         self.bench = Bench(cast(Dataset, None), self.replica, 0, diary=self.diary)
         run = local_settings(*overrides, algorithm="syncps").run_config("run", "syncps")
         welcome = Welcome(
-            mac="0" * 64,
             run_id="run",
             incarnation="here",
             run=run,
