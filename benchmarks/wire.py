@@ -2,7 +2,8 @@
 
 A push of 70 MB in buckets of 1 MiB goes to another process: with nothing around it through a socket that
 sends and a socket that `recv_into`s the same pieces; as Push messages through `Connection`; and through a
-`Session` on both sides, whose receiver drops the buckets, or decodes them as EDP's server does. All sockets
+`Session` on both sides, whose receiver drops the buckets, or decodes them as EDP's server does; and once more
+in TLS. All sockets
 have the same options and the same two processes; each transfer ends when the receiver's answer is back.
 Round trips are a Pull and an Ack through the sessions. For comparison, a pickled dict of the same size is
 read with `data += chunk`.
@@ -12,6 +13,7 @@ import argparse
 import multiprocessing
 import pickle
 import socket
+import ssl
 import struct
 import sys
 from functools import partial
@@ -37,6 +39,8 @@ from smolcluster.transport.messages import (
     Push,
     TensorSpec,
 )
+from smolcluster.transport.tls import client_context, new_identity
+from smolcluster.utils.retry import Deadline
 
 BUCKET_BYTES = 1024 * 1024
 BUCKET_NUMEL = BUCKET_BYTES // 4
@@ -76,6 +80,8 @@ class Wires:
             self.inbox = Inbox()
             accepted = proved(accept_next([listener], STALL_TIMEOUT_S))
             self.session = start_session(accepted, Dropping(), self.inbox, FROM_SERVER)
+            accepted = proved(accept_next([listener], STALL_TIMEOUT_S), new_identity().context)
+            self.encrypted = start_session(accepted, Dropping(), self.inbox, FROM_SERVER)
             listener.close()
 
     def push_bare(self) -> None:
@@ -92,11 +98,12 @@ class Wires:
             self.connection.send(push_message(number, self.num_buckets), bucket)
         self.connection.receive()
 
-    def push_session(self, *, decode: bool) -> None:
+    def push_session(self, *, decode: bool = False, encrypt: bool = False) -> None:
         """Send the buckets as Push messages through a session, whose other end decodes or drops them."""
-        order(self.bare, b"g" if decode else b"s", 1)
+        order(self.bare, b"g" if decode else b"t" if encrypt else b"s", 1)
+        session = self.encrypted if encrypt else self.session
         for number, bucket in enumerate(self.buckets):
-            self.session.send(push_message(number, self.num_buckets), bucket)
+            session.send(push_message(number, self.num_buckets), bucket)
         next_event(self.inbox)
 
     def round_trips(self, count: int) -> None:
@@ -118,13 +125,18 @@ class Wires:
         self.bare.close()
         self.connection.close()
         self.session.finish()
+        self.encrypted.finish()
         self.process.join(10.0)
 
 
-def proved(connection: Connection | None) -> Connection:
-    """A connection whose peer needs no handshake here."""
+def proved(
+    connection: Connection | None, tls: ssl.SSLContext | None = None, *, server_side: bool = True
+) -> Connection:
+    """A connection whose peer needs no handshake here, but for that of TLS."""
     if connection is None:
         raise SystemExit("the receiving process did not connect")
+    if tls is not None:
+        connection.encrypt(tls, server_side=server_side, deadline=Deadline(STALL_TIMEOUT_S))
     connection.proved(BUCKET_BYTES, STALL_TIMEOUT_S)
     return connection
 
@@ -195,6 +207,9 @@ def serve(bare_port: int, port: int, num_buckets: int) -> None:
     inbox = Inbox()
     accepted = proved(connect(HOST, port, STALL_TIMEOUT_S))
     session = start_session(accepted, receivers[b"s"], inbox, FROM_WORKER)
+    connected = connect(HOST, port, STALL_TIMEOUT_S)
+    accepted = proved(connected, client_context(), server_side=False)
+    encrypted = start_session(accepted, Dropping(), inbox, FROM_WORKER)
     scratch = memoryview(bytearray(BUCKET_BYTES))
     while len(request := bare.recv(1 + LENGTH.size, socket.MSG_WAITALL)) > LENGTH.size:
         what, size = request[:1], LENGTH.unpack(request[1:])[0]
@@ -213,9 +228,10 @@ def serve(bare_port: int, port: int, num_buckets: int) -> None:
             bare.sendall(b"!")
         else:
             for _ in range(size):
-                acknowledge(session, next_event(inbox))
-    session.finish()
-    session.join(10.0)
+                acknowledge(encrypted if what == b"t" else session, next_event(inbox))
+    for each in (session, encrypted):
+        each.finish()
+        each.join(10.0)
 
 
 def acknowledge(session: Session, event: Event) -> None:
@@ -243,9 +259,11 @@ def read_pickle(bare: socket.socket, nbytes: int) -> None:
 def measure(num_buckets: int, rounds: int, round_trips: int) -> dict[str, float]:
     """All figures, in GB/s and round trips a second."""
     wires = Wires(num_buckets)
-    push, push_decoded = (partial(wires.push_session, decode=each) for each in (False, True))
+    push_decoded = partial(wires.push_session, decode=True)
+    push_encrypted = partial(wires.push_session, encrypt=True)
     try:
-        session = paired_ratios(wires.push_bare, push, rounds)
+        session = paired_ratios(wires.push_bare, wires.push_session, rounds)
+        encrypted = paired_ratios(wires.push_bare, push_encrypted, rounds)
         decoded = paired_ratios(wires.push_bare, push_decoded, rounds)
         connection = paired_ratios(wires.push_bare, wires.push_connection, rounds)
         round_trips_s = min(seconds(lambda: wires.round_trips(round_trips)) for _ in range(3))
@@ -257,6 +275,8 @@ def measure(num_buckets: int, rounds: int, round_trips: int) -> dict[str, float]
         "ratio_to_bare_socket": session.ratio,
         "with_decode_ratio": decoded.ratio,
         "connection_ratio": connection.ratio,
+        "encrypted_ratio": encrypted.ratio,
+        "encrypted_gb_per_s": gigabytes / encrypted.candidate_s,
         "bare_gb_per_s": gigabytes / session.reference_s,
         "goodput_gb_per_s": gigabytes / session.candidate_s,
         "with_decode_gb_per_s": gigabytes / decoded.candidate_s,
@@ -280,6 +300,7 @@ def main() -> None:
     for what, speed, ratio in (
         ("bare sockets", "bare_gb_per_s", None),
         ("session", "goodput_gb_per_s", "ratio_to_bare_socket"),
+        ("session, encrypted", "encrypted_gb_per_s", "encrypted_ratio"),
         ("session, fp32 decoded", "with_decode_gb_per_s", "with_decode_ratio"),
         ("connection", "connection_gb_per_s", "connection_ratio"),
         ("pickle, data += chunk", "pickle_gb_per_s", None),

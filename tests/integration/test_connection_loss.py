@@ -58,7 +58,9 @@ def finish(cluster: Cluster, worker: Outcome) -> list[object]:
     return [record.event for record in cluster.events()]
 
 
-@pytest.mark.parametrize("cluster", [(), ("use_quantization=true",)], indirect=True)
+@pytest.mark.parametrize(
+    "cluster", [(), ("use_quantization=true",), ("encryption=on",)], indirect=True
+)
 def test_a_worker_that_loses_its_connection_comes_back(
     cluster: Cluster, proxy: Proxy, milestones: type[Milestones]
 ) -> None:
@@ -73,7 +75,14 @@ def test_a_worker_that_loses_its_connection_comes_back(
     assert any(isinstance(event, LeaseReturned) for event in events)
 
 
-@pytest.mark.parametrize("after_nbytes", [1, 5, 13, 40, 400, 20_000])
+@pytest.mark.parametrize(
+    ("cluster", "after_nbytes"),
+    [
+        *(((), after_nbytes) for after_nbytes in (1, 5, 13, 40, 400, 20_000)),
+        *((("encryption=on",), after_nbytes) for after_nbytes in (1, 400, 20_000)),
+    ],
+    indirect=["cluster"],
+)
 def test_a_flipped_bit_costs_the_connection_and_nothing_else(
     cluster: Cluster, proxy: Proxy, milestones: type[Milestones], after_nbytes: int
 ) -> None:

@@ -230,8 +230,8 @@ def test_in_double_precision_it_is_the_same_with_any_optimizer(
 
 
 @pytest.mark.usefixtures("small_buckets")
-def test_neither_shares_nor_buckets_make_a_difference(tmp_path: Path) -> None:
-    scene = Scene(settings_for(*shares(0.7, 0.2, 0.1), workers=3), tmp_path)
+def test_neither_shares_nor_buckets_nor_encryption_make_a_difference(tmp_path: Path) -> None:
+    scene = Scene(settings_for(*shares(0.7, 0.2, 0.1), "encryption=on", workers=3), tmp_path)
     assert len(scene.core.replica.buckets) == 5
     for number in (1, 2, 3):
         scene.enter(number)

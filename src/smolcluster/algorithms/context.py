@@ -191,6 +191,10 @@ class ServerContext:
         )
         report = self.new_report(self.codec, reception.bytes_moved)
         self.log.info("listening on %s, port %d", ", ".join(addresses), cluster.port)
+        if cluster.encryption == "off":
+            self.log.warning(
+                "encryption is off: whoever reaches the network between can change what is said"
+            )
         return Hub(
             cluster=cluster,
             inbox=self.inbox,
