@@ -88,6 +88,7 @@ def one_of_each() -> list[m.Message]:
         m.Cancel(lease=LEASE, num_buckets=2),
         m.Skip(lease=LEASE, compute_s=0.25),
         telemetry(spans_at=1.7e9, spans=((7, 0, 900), (1, 20, 300))),
+        m.Park(lease=LEASE, num_buckets=2),
     ]
 
 

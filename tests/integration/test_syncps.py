@@ -26,6 +26,7 @@ from smolcluster.errors import ClusterEmpty, NonFiniteLoss, RunFailed
 from smolcluster.runs.events import Event as RunEvent
 from smolcluster.runs.events import (
     LeaseReturned,
+    StepOverdue,
     WorkerJoined,
     WorkerLeft,
     WorkerLost,
@@ -446,6 +447,31 @@ def test_a_worker_that_hangs_is_waited_for_once_and_then_works_again(tmp_path: P
     assert not [each for each in hanging.pushed_at if version <= each < min(version + 5, LAST - 10)]
     assert LAST - 10 in hanging.pushed_at
     assert scene.happened(WorkerLost) == []
+
+
+@pytest.mark.usefixtures("small_buckets")
+def test_a_worker_that_hangs_with_the_only_part_makes_no_difference(tmp_path: Path) -> None:
+    """No part of that step is ever whole, and its heartbeat lives."""
+    over = Gate()
+
+    class Hanging(Watched):
+        def work_on(self, task: Assigned) -> None:
+            if task.assignment.version == 10:
+                over.wait()
+            super().work_on(task)
+
+    overrides = ("timeout=0.1", "heartbeat_timeout_s=2", *shares(1.0, 0.0))
+    scene = Scene(settings_for(*overrides, workers=2), tmp_path)
+    scene.enter(1, Hanging)
+    scene.enter(2)
+    assert scene.core.reached(LAST - 1).wait(DEADLINE_S)
+    over.open()
+    scene.finish()
+    scene.assert_trained_as_alone()
+    assert scene.happened(WorkerLost) == []
+    (overdue,) = scene.happened(StepOverdue)
+    assert (overdue.rank, overdue.step) == (0, 11)
+    assert len(scene.lines("step 11 waits for worker 1 (pi5)")) == 1
 
 
 def test_when_all_have_gone_the_server_says_so_waits_and_gives_up(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from smolcluster.cluster.joining import (
     ServerAddress,
     join,
 )
-from smolcluster.cluster.session import Hold, Receiver, Session
+from smolcluster.cluster.session import Later, Receiver, Session
 from smolcluster.cluster.vitals import Vitals
 from smolcluster.configs.schema import Encryption, NodeConfig, RunConfig
 from smolcluster.data.dataset import Dataset
@@ -137,16 +137,20 @@ class Link(Receiver):
         """Queue a message."""
         self._session.send(message)
 
-    def send_frame(self, frame: Frame, hold: Hold | None = None) -> None:
-        """Queue a frame; its memory must not change before the server has answered or the link is left.
+    def send_frame(self, frame: Frame) -> None:
+        """Queue a frame; its memory must not change before the server has answered or the link is left."""
+        self._session.send_frame(frame)
 
-        It is sent when `hold` returns.
+    def send_later(self, later: Later) -> None:
+        """Queue a frame that `later` returns when it may be sent, if it is still wanted then."""
+        self._session.send_later(later)
+
+    def flush(self, timeout_s: float = math.inf) -> bool:
+        """Wait until all that is queued has been sent; returns whether it was.
+
+        If the session ends it is, too: `next_event` will say so.
         """
-        self._session.send_frame(frame, hold)
-
-    def flush(self) -> None:
-        """Wait until all that is queued has been sent; if the session ends, `next_event` will say so."""
-        self._session.flush(math.inf)
+        return self._session.flush(timeout_s)
 
     def next_event(self, timeout_s: float) -> Event | None:
         """The next event, or None when there is none within `timeout_s` seconds.
@@ -263,9 +267,8 @@ class _Life:
         meter, clocks = self._place.meter, session.clocks.best
         if clocks is not None:
             meter.clock_offset_s = -clocks.offset_s
-        queued = session.num_queued - session.num_sent
         is_dated = clocks is not None  # or the server could not say when its spans were
-        report = self._vitals.report(session.connection, queued, with_spans=is_dated)
+        report = self._vitals.report(session.connection, session.backlog, with_spans=is_dated)
         self._place.on_vitals(report)
         return report
 

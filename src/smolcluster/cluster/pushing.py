@@ -43,6 +43,18 @@ class GradientSender:
 
         With `weights` (num_params,) on the CPU these are sent instead; that takes a lossless codec.
         """
+        for push, payload in self.pushes(lease, base_version, loss, compute_s, weights):
+            yield frame_of(push, payload)
+
+    def pushes(
+        self,
+        lease: LeaseKey,
+        base_version: int,
+        loss: float,
+        compute_s: float,
+        weights: torch.Tensor | None = None,
+    ) -> Iterator[tuple[Push, memoryview]]:
+        """The messages of those frames, and their payloads."""
         push = self._header(lease, base_version, loss, compute_s)
         values = self._replica.host_gradient() if weights is None else weights
         what = "gradient" if weights is None else "weights"
@@ -54,26 +66,20 @@ class GradientSender:
                     payload = self._encode(number, values[bucket], push.num_samples, what)
             self._meter.raw_bytes += values[bucket].nbytes
             self._meter.encoded_bytes += payload.nbytes
-            yield frame_of(
-                push.model_copy(
-                    update={"bucket": number, "tensor": bucket_spec(self._codec, bucket)}
-                ),
-                payload,
-            )
+            spec = bucket_spec(self._codec, bucket)
+            yield push.model_copy(update={"bucket": number, "tensor": spec}), payload
 
-    def backup_frames(
+    def backup_pushes(
         self, lease: LeaseKey, base_version: int, loss: float, compute_s: float, first_bucket: int
-    ) -> Iterator[Frame]:
-        """Frames of the buckets from `first_bucket` on, lossless, as the replica's own memory."""
+    ) -> Iterator[tuple[Push, memoryview]]:
+        """The same of the buckets from `first_bucket` on, lossless, as the replica's own memory."""
         push = self._header(lease, base_version, loss, compute_s)
         gradient = self._replica.host_gradient()
         for number, bucket in enumerate(self._replica.buckets):
             if number >= first_bucket:
                 spec = bucket_spec(self._lossless, bucket)
-                yield frame_of(
-                    push.model_copy(update={"bucket": number, "tensor": spec}),
-                    bytes_of(gradient[bucket]),
-                )
+                update = {"bucket": number, "tensor": spec}
+                yield push.model_copy(update=update), bytes_of(gradient[bucket])
 
     def settle(self, num_buckets: int | None = None) -> None:
         """The first `num_buckets` buckets (None: all) of the last push have counted.
@@ -128,6 +134,11 @@ class PushOrder:
     def in_progress(self) -> bool:
         """Whether a push has begun and not ended."""
         return self._lease is not None
+
+    def give_up(self, lease: LeaseKey) -> None:
+        """No more comes of this push."""
+        if self._lease == lease:
+            self._lease = None
 
     def take(self, push: Push) -> bool:
         """Note the next frame of a push; returns whether it is the last one.

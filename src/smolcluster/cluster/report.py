@@ -33,6 +33,8 @@ from smolcluster.runs.events import (
     RunEnded,
     RunResumed,
     RunStarted,
+    StepOverdue,
+    WorkerParked,
 )
 from smolcluster.runs.status import STOPPED, RunState, RunStatus, StatusFile, instant, unbegun
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic, WorkerShare
@@ -309,6 +311,16 @@ class Report:
                 reason=reason,
             )
         )
+
+    def overdue(self, worker: Worker, step: int, reason: str) -> None:
+        """A worker has had a part of the open `step` for far longer than expected."""
+        node = worker.member.node
+        self._events.write(StepOverdue(rank=worker.rank, node=node, step=step, reason=reason))
+
+    def parked(self, worker: Worker, step: int, reason: str) -> None:
+        """A worker does not keep up, and hears of no step after `step` for a while."""
+        node = worker.member.node
+        self._events.write(WorkerParked(rank=worker.rank, node=node, step=step, reason=reason))
 
     def evaluated(self, version: int, epoch: int, evaluation: Evaluation) -> None:
         """The weights of `version` have been evaluated."""

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -49,11 +50,11 @@ class Receiver(ABC):
         """
 
 
-Hold = Callable[[float], None]
-"""Returns when a frame may be sent, after so many seconds at most."""
+Later = Callable[[float], Frame | None]
+"""Returns a frame when it may be sent, after so many seconds at most; None: it is wanted no more."""
 
-Outbound = tuple[Frame, Hold | None] | threading.Event | None
-"""What a writer gets: a frame, somebody who waits until it is here, or the end."""
+Outbound = Frame | Later | threading.Event | None
+"""What a writer gets: a frame, now or later, somebody who waits until it is here, or the end."""
 
 HEARTBEATS_PER_TIMEOUT = 4
 LONGEST_PULSE_S = 1.0
@@ -88,11 +89,14 @@ class Session:
         self._longest_hold_s = heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         self._heartbeat_every_s = min(self._longest_hold_s, LONGEST_PULSE_S)
         self.num_queued = 0
-        """Frames that were ever queued; only the thread that sends counts them."""
+        """Frames that were ever queued; only the thread that queues counts them."""
         self.num_sent = 0
         """Frames of these that the system has taken over: their memory is free."""
+        self.num_dropped = 0
+        """Frames of these that were taken back; counted by the thread that queues."""
         self._max_queued = max_queued
         self._outbound: queue.SimpleQueue[Outbound] = queue.SimpleQueue()
+        self._urgent: deque[Frame] = deque()
         self._reason: str | None = None
         self._lock = threading.Lock()
         self._reader = threading.Thread(target=self._read, name=f"reader-{seat}", daemon=True)
@@ -107,16 +111,37 @@ class Session:
         """Queue a message. `payload` must not change until it has been sent. Never blocks."""
         self.send_frame(frame_of(message, payload))
 
-    def send_frame(self, frame: Frame, hold: Hold | None = None) -> None:
-        """Queue a ready frame, which may be shared with other sessions. Never blocks.
+    def send_urgent(self, message: Message) -> None:
+        """Send a small message after the frame that is being sent, before all others. Never blocks."""
+        self._urgent.append(frame_of(message))
+        self._outbound.put(threading.Event())  # lets the writer look
 
-        With `hold` the writer asks it for leave to send, and with this frame all behind it wait.
-        """
-        if self.num_queued - self.num_sent >= self._max_queued:
+    def send_frame(self, frame: Frame) -> None:
+        """Queue a ready frame, which may be shared with other sessions. Never blocks."""
+        self._queue(frame)
+
+    def send_later(self, later: Later) -> None:
+        """Queue what the writer asks for a frame when its turn has come; all behind it wait for that."""
+        self._queue(later)
+
+    def _queue(self, item: Frame | Later) -> None:
+        if self.is_cut:
+            return
+        if self.backlog >= self._max_queued:
             self.cut(f"it does not keep up: {self._max_queued} frames are waiting for it")
             return
         self.num_queued += 1
-        self._outbound.put((frame, hold))
+        self._outbound.put(item)
+
+    @property
+    def backlog(self) -> int:
+        """Frames that wait, with the one that is being sent."""
+        return self.num_queued - self.num_sent - self.num_dropped
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether so many frames wait that another step's might be too many."""
+        return self.backlog > self._max_queued // 2
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until what is queued has been sent. Returns whether it was, or the session has ended."""
@@ -130,7 +155,7 @@ class Session:
 
     def end_with(self, last_words: Message) -> None:
         """Drop what is still queued, send a last report and a last message, then close this side."""
-        self._drop_queued()
+        self.drop_queued()
         if report := self._report():
             self.send(report)
         self.send(last_words)
@@ -138,14 +163,18 @@ class Session:
 
     def send_at_once(self, message: Message) -> None:
         """Drop what is still queued, and send a message in its place."""
-        self._drop_queued()
+        self.drop_queued()
         self.send(message)
 
-    def _drop_queued(self) -> None:
+    def drop_queued(self) -> None:
+        """Take back what has not begun to be sent. Only the thread that queues may, unless nobody does."""
         with suppress(queue.Empty):
             while True:
-                if isinstance(self._outbound.get_nowait(), tuple):
-                    self.num_sent += 1
+                item = self._outbound.get_nowait()
+                if isinstance(item, threading.Event):
+                    item.set()
+                elif item is not None:
+                    self.num_dropped += 1
 
     def finish(self) -> None:
         """Send what is queued, then close this side; the peer's closing ends the session."""
@@ -188,6 +217,7 @@ class Session:
             self.receiver.close()
             self._outbound.put(None)
             self._writer.join()
+            self.drop_queued()
             self.connection.close()
             self._inbox.put(Gone(self.seat, self._reason or ""))
 
@@ -198,13 +228,8 @@ class Session:
                 if time.monotonic() >= beat_at:  # however much is queued
                     self._beat()
                     beat_at = time.monotonic() + self._heartbeat_every_s
-                try:
-                    item = self._outbound.get(timeout=max(0.0, beat_at - time.monotonic()))
-                except queue.Empty:
-                    continue
-                if item is None:
+                if not self._send_next(max(0.0, beat_at - time.monotonic())):
                     break
-                self._send_item(item)
             self.connection.end_sending()
         except SmolclusterError as error:
             self.cut(str(error))
@@ -212,15 +237,22 @@ class Session:
             self.cut("an internal error in its writer, see the log file")
             raise
 
-    def _send_item(self, item: tuple[Frame, Hold | None] | threading.Event) -> None:
+    def _send_next(self, timeout_s: float) -> bool:
+        """Send what comes next, if anything does in time, and keep no hold of it; False: that was all."""
+        try:
+            item = self._outbound.get(timeout=timeout_s)
+        except queue.Empty:
+            return True
+        while self._urgent:
+            self.connection.send_frame(self._urgent.popleft())
         if isinstance(item, threading.Event):
             item.set()
-            return
-        frame, hold = item
-        if hold is not None:
-            hold(self._longest_hold_s)
-        self.connection.send_frame(frame)
-        self.num_sent += 1
+        elif item is not None:
+            frame = item if isinstance(item, Frame) else item(self._longest_hold_s)
+            if frame is not None:
+                self.connection.send_frame(frame)
+            self.num_sent += 1
+        return item is not None
 
     def _beat(self) -> None:
         """Show that this side lives, and what it does."""

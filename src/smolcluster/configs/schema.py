@@ -233,7 +233,9 @@ class ClusterConfig(Section):
         description="How gradients travel; null: int8 with use_quantization, else fp32.",
     )
     timeout: PositiveFloat | None = Field(
-        None, description="SyncPS: seconds before late parts get a backup; null: wait."
+        None,
+        description="SyncPS: seconds from a step's first part to backups for late ones; null: overdue ones "
+        "only.",
     )
     batch_share: dict[NodeName, NonNegativeFloat] | None = Field(
         None,

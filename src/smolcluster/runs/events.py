@@ -98,6 +98,24 @@ class PushDropped(_Event):
     reason: str
 
 
+class StepOverdue(_Event):
+    """SyncPS: a worker has had a part of a step for far longer than expected."""
+
+    rank: int
+    node: str
+    step: int
+    reason: str
+
+
+class WorkerParked(_Event):
+    """SyncPS: a worker does not keep up, and is sent no more steps until it can be sent the whole state."""
+
+    rank: int
+    node: str
+    step: int
+    reason: str
+
+
 class EpochFinished(_Event):
     """Every sample of an epoch has been applied."""
 
@@ -149,6 +167,8 @@ Event = (
     | WorkerRejected
     | LeaseReturned
     | PushDropped
+    | StepOverdue
+    | WorkerParked
     | EpochFinished
     | Evaluated
     | CheckpointSaved

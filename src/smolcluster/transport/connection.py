@@ -207,7 +207,8 @@ class Connection:
             deadline: for the whole message, however the bytes trickle in; None: only silence is
                 bounded.
             place_for: where the payload of a message, whose header is verified, shall be written:
-                exactly as many bytes as it has, or None. When this raises, they are rubbish.
+                exactly as many bytes as it has, or None. It is asked about every message, also
+                one without a payload, and refuses it by raising; what was written is rubbish then.
 
         Raises:
             ProtocolError: the peer sent what it must not.
@@ -316,8 +317,8 @@ class Connection:
                 f"{payload_nbytes(message)} bytes, the prefix {prefix.payload_nbytes}"
             )
         self.received_head = head
+        place = place_for(message)
         if prefix.payload_nbytes:
-            place = place_for(message)
             if place is None:
                 place = self._scratch_of(prefix.payload_nbytes)
             return message, self._receive_payload(place, deadline)

@@ -47,7 +47,7 @@ class Prefix:
         return frame_nbytes(self.header_nbytes, self.payload_nbytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Frame:
     """A frame ready to be sent, to one connection or to many at once.
 

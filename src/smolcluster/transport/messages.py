@@ -198,7 +198,10 @@ class Assignment(Message):
 
 
 class Push(Message):
-    """Client: one bucket of a gradient, computed on the weights of `base_version` in `compute_s` seconds."""
+    """Client: one bucket of a gradient, computed on the weights of `base_version` in `compute_s` seconds.
+
+    For `held_s` seconds in all the push has waited for others' up to this bucket.
+    """
 
     KIND: ClassVar[int] = 8
     lease: LeaseKey
@@ -208,6 +211,7 @@ class Push(Message):
     num_samples: Positive
     loss: Loss
     compute_s: Seconds
+    held_s: Seconds = 0.0
     tensor: TensorSpec
 
 
@@ -221,7 +225,10 @@ class Ack(Message):
 
 
 class Pull(Message):
-    """Client: asks for the weights, or for some buckets of them only."""
+    """Client: asks for the weights, or for some buckets of them only.
+
+    SyncPS: without buckets it has fallen behind, or has been parked, and asks for the whole state.
+    """
 
     KIND: ClassVar[int] = 10
     buckets: Buckets | None = None
@@ -309,11 +316,15 @@ class Cancel(Message):
 
 
 class Skip(Message):
-    """Client: will not push what it was assigned, after having computed for `compute_s` seconds."""
+    """Client: will not push what it was assigned, or no more of it, after having computed for `compute_s` s.
+
+    For `held_s` seconds what it did push has waited for others'.
+    """
 
     KIND: ClassVar[int] = 19
     lease: LeaseKey
     compute_s: Seconds
+    held_s: Seconds = 0.0
 
 
 class Telemetry(Message):
@@ -341,6 +352,18 @@ class Telemetry(Message):
     spans: Annotated[tuple[SpanEntry, ...], Strict(False), Field(max_length=MAX_SPANS)] = ()
 
 
+class Park(Message):
+    """Server: the client does not keep up, and hears of no further step until it is sent the state anew.
+
+    What was queued for it is dropped: the open step, and its parts. Of the push `lease` the first
+    `num_buckets` buckets have counted, of a later one nothing. It answers with a Pull.
+    """
+
+    KIND: ClassVar[int] = 21
+    lease: LeaseKey | None
+    num_buckets: Count
+
+
 Kinds = frozenset[type[Message]]
 """A set of messages that a connection accepts at some moment."""
 
@@ -350,7 +373,7 @@ MESSAGES = MappingProxyType(
         for kind in (
             *(Hello, Challenge, Proof, Welcome, Ready, Reject, Assignment, Push),
             *(Ack, Pull, State, Heartbeat, Goodbye, Fault, End),
-            *(Reduced, Commit, Cancel, Skip, Telemetry),
+            *(Reduced, Commit, Cancel, Skip, Telemetry, Park),
         )
     }
 )
@@ -358,7 +381,7 @@ ALL_KINDS: Kinds = frozenset(MESSAGES.values())
 FROM_WORKER: Kinds = frozenset({Ready, Push, Pull, Skip, Heartbeat, Telemetry, Goodbye, Fault})
 """What a server accepts once a worker has proved itself."""
 FROM_SERVER: Kinds = frozenset(
-    {Assignment, Ack, State, Reduced, Commit, Cancel, Heartbeat, Goodbye, Reject, End}
+    {Assignment, Ack, State, Reduced, Commit, Cancel, Park, Heartbeat, Goodbye, Reject, End}
 )
 """What a worker accepts once it was welcomed."""
 

@@ -1,5 +1,6 @@
 """How a gradient leaves a worker, and in which order the server takes it."""
 
+from itertools import starmap
 from typing import cast
 
 import pytest
@@ -12,7 +13,7 @@ from smolcluster.codec.registry import CODECS, get_codec
 from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import LeaseKey, Push
+from smolcluster.transport.messages import LeaseKey, Push, frame_of
 
 LOSSY = [name for name, codec in CODECS.items() if not codec.lossless]
 
@@ -32,7 +33,7 @@ def push_with(sender: GradientSender, num_samples: int = 32) -> list[Frame]:
 
 
 def backup_with(sender: GradientSender, first_bucket: int) -> list[Frame]:
-    return list(sender.backup_frames(lease(), 7, 0.5, 0.25, first_bucket))
+    return list(starmap(frame_of, sender.backup_pushes(lease(), 7, 0.5, 0.25, first_bucket)))
 
 
 def said(frames: list[Frame]) -> list[Push]:

@@ -14,6 +14,7 @@ from smolcluster.cluster.inbox import Event, Gone, Inbox, Said
 from smolcluster.cluster.session import Receiver, Session
 from smolcluster.errors import ProtocolError
 from smolcluster.transport.connection import Connection
+from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
     FROM_WORKER,
     Ack,
@@ -111,12 +112,13 @@ def test_a_held_frame_is_sent_when_it_is_released(
     asked: list[float] = []
     released = threading.Event()
 
-    def hold(longest_s: float) -> None:
+    def later(longest_s: float) -> Frame:
         asked.append(longest_s)
         released.wait(DEADLINE_S)
+        return frame_of(ACK)
 
     session.start()
-    session.send_frame(frame_of(ACK), hold)
+    session.send_later(later)
     session.send(Goodbye(reason="behind it"))
     time.sleep(0.1)
     assert session.num_sent == 0
@@ -124,6 +126,65 @@ def test_a_held_frame_is_sent_when_it_is_released(
     assert isinstance(peer.hear_a(Ack), Ack)
     assert isinstance(peer.hear_a(Goodbye), Goodbye)
     assert asked == [DEADLINE_S / 4], "so that heartbeats go on"
+    peer.leave()
+    next_event(inbox, Gone)
+
+
+def test_what_is_wanted_no_more_when_its_turn_comes_is_left_out(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    ours, peer = ends
+    session = session_on(ours, inbox)
+    session.send_later(lambda _: None)
+    session.send(ACK)
+    session.start()
+    assert isinstance(peer.hear_a(Ack), Ack)
+    assert session.flush(DEADLINE_S)
+    assert session.backlog == 0
+    peer.leave()
+    next_event(inbox, Gone)
+
+
+def test_what_is_urgent_overtakes_all_but_the_frame_that_is_being_sent(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    ours, peer = ends
+    session = session_on(ours, inbox)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def first(_: float) -> Frame:
+        begun.set()
+        go_on.wait(DEADLINE_S)
+        return frame_of(ACK)
+
+    session.send_later(first)
+    session.send(ACK)
+    session.start()
+    assert begun.wait(DEADLINE_S)
+    session.send_urgent(Goodbye(reason="first"))
+    go_on.set()
+    heard = [type(peer.hear()[0]) for _ in range(3)]
+    assert heard == [Ack, Goodbye, Ack]
+    peer.leave()
+    next_event(inbox, Gone)
+
+
+def test_what_is_taken_back_is_not_sent_and_a_frame_that_was_begun_is_whole(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    ours, peer = ends
+    session = session_on(ours, inbox, max_queued=NUM_FRAMES)
+    session.start()
+    fill(session)
+    session.drop_queued()
+    session.send(ACK)
+    num_whole = 0
+    while isinstance(message := peer.hear()[0], Push):
+        num_whole += 1
+    assert isinstance(message, Ack)
+    assert num_whole == NUM_FRAMES - session.num_dropped < NUM_FRAMES
+    assert session.flush(DEADLINE_S)
+    assert session.backlog == 0
     peer.leave()
     next_event(inbox, Gone)
 
@@ -354,7 +415,7 @@ def test_last_words_are_all_that_is_said_and_what_was_queued_is_free(
     session.start()
     assert peer.hear_a(Goodbye).reason == "done"
     peer.hear_the_end()
-    assert session.num_queued == session.num_sent == 21
+    assert (session.num_queued, session.backlog) == (21, 0)
     peer.leave()
     next_event(inbox, Gone)
 

@@ -2,7 +2,8 @@
 
 import math
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +15,19 @@ from smolcluster.cluster.tensors import Assigned, bucket_spec, bytes_of
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import PeerLost, ProtocolError
 from smolcluster.training.replica import Replica
-from smolcluster.transport.messages import Assignment, Commit, Message, Reduced, State
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.messages import (
+    Assignment,
+    Commit,
+    LeaseKey,
+    Message,
+    Park,
+    Push,
+    Reduced,
+    Skip,
+    State,
+    frame_of,
+)
 
 PACE = 3
 """Buckets by which a push may be ahead of the mean that comes back."""
@@ -44,16 +57,31 @@ class Committed(Event):
         self.digests = digests
 
 
+class FellBehind(Event):
+    """A mean came while both buffers were taken: it and all steps after it are left out until a `Park`."""
+
+
 class StepReceiver(Receiver):
     """A worker's receiver: puts mean gradients together in one of two buffers, and passes all else on.
 
     The server may be a step ahead of a worker that is still computing. One that is further behind makes its
-    own reader wait in `place_for`, and so in time the server, which then cuts it off.
+    own reader wait in `place_for`, but not for so long that the server would take it for dead: then it reads
+    on, and leaves out what it has no room for.
     """
 
-    def __init__(self, replica: Replica, codec_name: str, patience_s: float = math.inf) -> None:
-        """`patience_s`: how long a push waits for the mean at most, each time."""
+    def __init__(
+        self,
+        replica: Replica,
+        codec_name: str,
+        patience_s: float = math.inf,
+        longest_wait_s: float = math.inf,
+    ) -> None:
+        """`patience_s`: how long a push waits for the mean at most, each time; `longest_wait_s`: how long
+        the reader waits for a buffer.
+        """
         self._patience_s = patience_s
+        self._longest_wait_s = longest_wait_s
+        self.has_fallen_behind = self._is_told = False
         self._buckets = replica.buckets
         self._codec = get_codec(codec_name)
         self._lossless = get_codec(lossless_for(replica.params.dtype))
@@ -110,14 +138,26 @@ class StepReceiver(Receiver):
 
     def place_for(self, message: Message) -> memoryview | None:
         """A lossless mean goes straight to its place in the gradient, which is nobody's until its commit."""
-        if not isinstance(message, Reduced):
+        if not isinstance(message, Reduced) or self.has_fallen_behind:
             return None
         self._check(message)
-        return bytes_of(self._bucket_of(message)) if self._codec.lossless else None
+        if self.has_fallen_behind or not self._codec.lossless:
+            return None
+        return bytes_of(self._bucket_of(message))
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         """Take a message in the reader's thread."""
         match message:
+            case Reduced() | Commit() if self.has_fallen_behind:
+                is_news, self._is_told = not self._is_told, True
+                return FellBehind() if is_news else None
+            case Park():
+                with self._changed:
+                    self.has_fallen_behind = self._is_told = False
+                    if self._gradient is not None:
+                        self._free.append(self._gradient)
+                    self._gradient, self._reduced = None, set()
+                    self._changed.notify_all()
             case Reduced():
                 if not self._codec.lossless:
                     encoded = torch.frombuffer(payload, dtype=torch.uint8)
@@ -152,17 +192,20 @@ class StepReceiver(Receiver):
             )
         if self._gradient is None:
             self._gradient, self._version = self._take_free(), reduced.version
+            self.has_fallen_behind = self._gradient is None
         elif reduced.version != self._version:
             raise ProtocolError(
                 f"the server began step {reduced.version} before it had committed {self._version}"
             )
 
-    def _take_free(self) -> Tensor:
+    def _take_free(self) -> Tensor | None:
+        """A buffer that nobody uses; None: there was none for too long."""
+        longest_s = None if math.isinf(self._longest_wait_s) else self._longest_wait_s
         with self._changed:
-            self._changed.wait_for(lambda: self._free or self._closed)
-            if not self._free:
+            self._changed.wait_for(lambda: self._free or self._closed, longest_s)
+            if self._closed and not self._free:
                 raise PeerLost("the worker has left")
-            return self._free.pop()
+            return self._free.pop() if self._free else None
 
     def _bucket_of(self, reduced: Reduced) -> Tensor:
         assert self._gradient is not None  # noqa: S101 - `_check` has seen to it
@@ -188,3 +231,41 @@ class StepReceiver(Receiver):
                 "of the agreed shape"
             )
         return torch.frombuffer(bytearray(payload), dtype=self._lossless.dtype)
+
+
+class Outgoing:
+    """A push on its way out: what its frames wait for, how long they did, and whether it is called off."""
+
+    def __init__(
+        self,
+        lease: LeaseKey,
+        compute_s: float,
+        hold: Callable[[int, float], None] | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`hold`: returns when a bucket may be sent, after so many seconds at most; None: at once."""
+        self.lease = lease
+        self.is_wanted = True
+        self._compute_s = compute_s
+        self._held_s = 0.0
+        self._hold = hold
+        self._clock = clock
+        self._is_cut_short = False
+
+    def frame(self, push: Push, payload: memoryview, longest_s: float) -> Frame | None:
+        """The frame of its next bucket, when it may be sent; in the writer's thread."""
+        if self._hold is not None and self.is_wanted:
+            began = self._clock()
+            self._hold(push.bucket, longest_s)
+            self._held_s += self._clock() - began
+        if not self.is_wanted:
+            self._is_cut_short = True
+        if self._is_cut_short:
+            return None
+        return frame_of(push.model_copy(update={"held_s": self._held_s}), payload)
+
+    def ending(self, _longest_s: float) -> Frame | None:
+        """Behind its last bucket: that no more of it comes, if it does not."""
+        if not self._is_cut_short:
+            return None
+        return frame_of(Skip(lease=self.lease, compute_s=self._compute_s, held_s=self._held_s))

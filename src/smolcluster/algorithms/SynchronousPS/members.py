@@ -2,9 +2,11 @@
 
 Only the server's loop calls this. A worker is a member once it has the whole state; from then on it follows
 every step, also those in which it has no part. It gets a new part only when it has answered for all it was
-given, so a stopped one is waited for once at most.
+given, so a stopped one is waited for once at most. One that does not keep up with the steps is parked: it
+hears of none until it can be sent the newest state.
 """
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +33,7 @@ from smolcluster.transport.messages import (
     Assignment,
     Cancel,
     LeaseKey,
+    Park,
     Push,
     Ready,
     Skip,
@@ -38,6 +41,10 @@ from smolcluster.transport.messages import (
 
 FRAMES_AHEAD = 8
 """Frames of the state that may wait in a joiner's session: what bounds the memory that it takes."""
+FIRST_PAUSE_S, MOST_PAUSE_S = 5.0, 320.0
+"""How long a parked member waits for the state at least: twice as long each time, up to the second."""
+SETTLED = 10.0
+"""A member that has followed for so many times its last pause begins anew with the first one."""
 
 
 @dataclass
@@ -46,10 +53,17 @@ class Member:
 
     worker: Worker
     pace: Pace
-    stream: StateStream
+    stream: StateStream | None
+    """None: it is parked, and hears of no step."""
+    has_asked: bool = False
+    """Whether a parked one has forgotten what it had, and waits for the state."""
     unanswered: dict[LeaseKey, Holding] = field(default_factory=dict)
     num_drifts: int = 0
     """How often its weights differed from the server's."""
+    num_overdue: int = 0
+    """How often a part of its was overdue."""
+    pause_s: float = 0.0
+    resumed_at: float = -math.inf
     last_mean: int = 0
     """Frames that had been queued for it with the last one of a mean, whose memory is the reduction's."""
     commit_marks: deque[int] = field(default_factory=deque)
@@ -67,14 +81,44 @@ class Member:
 
     @property
     def joined(self) -> bool:
-        """Whether the whole state has been sent to it."""
-        return self.stream.done
+        """Whether the whole state has been sent to it, and every step since."""
+        return self.stream is not None and self.stream.done
 
     @property
     def idle(self) -> bool:
         """Whether it could work at once: all that it was given has arrived, if not been answered for."""
         waits = all(holding.won for holding in self.unanswered.values())
         return self.joined and waits and not self.session.is_cut
+
+    def covers(self, bucket: int) -> bool:
+        """Whether it has this bucket of the weights, so that it needs its further steps."""
+        return self.stream is not None and self.stream.covers(bucket)
+
+    def lags(self, num_turns: int) -> bool:
+        """Whether it is `num_turns` steps behind, or has no room for another one."""
+        session, marks = self.session, self.commit_marks
+        is_behind = len(marks) == num_turns and session.num_sent + session.num_dropped < marks[0]
+        return self.stream is not None and (is_behind or session.is_crowded)
+
+    def expected_s(self, num_samples: int) -> float:
+        """How long a part of so many samples will take it, behind those that it has."""
+        waiting = [holding.part for holding in self.unanswered.values() if not holding.won]
+        return sum(
+            self.pace.cost.seconds(n) for n in (num_samples, *(p.num_samples for p in waiting))
+        )
+
+    def park(self, fate: tuple[LeaseKey | None, int], now: float) -> None:
+        """Send it no more steps: take back what is queued, and say so; what it holds is called off."""
+        lease, num_buckets = fate
+        self.session.drop_queued()
+        self.session.send(Park(lease=lease, num_buckets=num_buckets))
+        for holding in self.unanswered.values():
+            holding.is_cancelled = True
+        self.stream, self.has_asked = None, False
+        self.commit_marks.clear()
+        has_settled = now - self.resumed_at > SETTLED * self.pause_s
+        self.pause_s = FIRST_PAUSE_S if has_settled else min(2 * self.pause_s, MOST_PAUSE_S)
+        self.resumed_at = now + self.pause_s
 
     def give(
         self,
@@ -104,7 +148,7 @@ class Member:
     def catch_up(self, version: int, reduced: set[int], reduction: Reduction) -> None:
         """Send it more of the state, and of the open step what went out before."""
         session = self.session
-        while not self.joined and session.num_queued - session.num_sent < FRAMES_AHEAD:
+        while self.stream is not None and not self.joined and session.backlog < FRAMES_AHEAD:
             number, frames = self.stream.next_frames(version)
             for frame in frames:
                 session.send_frame(frame)
@@ -138,8 +182,9 @@ class Members:
 
     @property
     def joining(self) -> list[Member]:
-        """Those that have not been sent the whole state yet."""
-        return [member for member in self._members.values() if not member.joined]
+        """Those that are being sent the state."""
+        members = self._members.values()
+        return [each for each in members if each.stream is not None and not each.joined]
 
     @property
     def free(self) -> list[Member]:
@@ -153,7 +198,7 @@ class Members:
     def send_mean(self, bucket: int, frame: Frame) -> None:
         """Send the mean of a bucket to all who have that bucket of the weights."""
         for member in self._members.values():
-            if member.stream.covers(bucket):
+            if member.covers(bucket):
                 member.send_mean(frame)
 
     def welcome(self, worker: Worker, ready: Ready) -> None:
@@ -209,7 +254,13 @@ class Members:
         self.remember(holding)
         if answer.compute_s > 0:
             elapsed_s = now - holding.granted_at
-            member.pace.measured(holding.part.num_samples, answer.compute_s, elapsed_s)
+            member.pace.measured(
+                holding.part.num_samples,
+                answer.compute_s,
+                elapsed_s,
+                answer.held_s,
+                whole=isinstance(answer, Push),
+            )
         return holding
 
     def remember(self, holding: Holding) -> None:
@@ -233,7 +284,7 @@ class Members:
         if member is not None and not holding.is_cancelled:
             holding.is_cancelled = True
             counted = 0 if holding.backup else holding.num_counted
-            member.session.send(Cancel(lease=holding.key, num_buckets=counted))
+            member.session.send_urgent(Cancel(lease=holding.key, num_buckets=counted))
 
     def cancel_others(self, winner: Holding) -> None:
         """A part is finished: tell who else holds it."""
@@ -244,18 +295,33 @@ class Members:
     def broadcast(self, frame: Frame) -> None:
         """Send a commit to all, also to joiners."""
         for member in self._members.values():
+            if member.stream is None:
+                continue
             member.session.send_frame(frame)
             member.commit_marks.append(member.last_mean)
             if len(member.commit_marks) > self._num_turns:
                 member.commit_marks.popleft()
         self._weights = (-1, {})
 
-    def cut_laggards(self) -> None:
-        """Cut those that have not been sent the oldest mean that is kept: its memory is needed now."""
+    @property
+    def laggards(self) -> list[Member]:
+        """Those that have not been sent the oldest mean that is kept: its memory is needed now."""
+        return [member for member in self._members.values() if member.lags(self._num_turns)]
+
+    def park(self, member: Member, now: float) -> None:
+        """Send a member no more steps; it is told what counted of its last push."""
+        member.park(self._fates.get(member.worker.member.instance, (None, 0)), now)
+
+    def resume(self, now: float, *, at_once: bool) -> None:
+        """Begin to send the newest state to parked members whose links have drained and whose time has come.
+
+        `at_once`: somebody is needed, so that nobody's time has to come.
+        """
         for member in self._members.values():
-            marks = member.commit_marks
-            if len(marks) == self._num_turns and member.session.num_sent < marks[0]:
-                member.session.cut(f"it does not keep up: it is {self._num_turns} steps behind")
+            is_ready = member.stream is None and member.has_asked and member.session.backlog == 0
+            if is_ready and (at_once or now >= member.resumed_at):
+                member.stream = StateStream(self._replica, self._incarnation)
+                member.resumed_at = now
 
     def send_weights(self, seat: int, version: int, buckets: Sequence[int]) -> Member | None:
         """Send a member these buckets of the weights; None if it is none, or they do not exist."""

@@ -7,6 +7,7 @@ the very bytes. So all replicas take the same step.
 
 import math
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -26,7 +27,7 @@ from smolcluster.errors import CheckpointError, NonFiniteLoss, ProtocolError
 from smolcluster.training.checkpoint import Progress
 from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Commit, Message, Push, Reduced, frame_of
+from smolcluster.transport.messages import Commit, Message, Push, Reduced, Skip, frame_of
 
 Pieces = Iterator[tuple[slice, Tensor]]
 RESIDUAL = "residual"
@@ -49,7 +50,8 @@ class Reduction:
 
     Frames of a mean gradient may still be under way when the next steps open. Lossless ones refer to the sum
     itself, so that sums take turns; lossy ones refer to encoded bytes, and these do. There are two, or as
-    many as fit in `SPARE_BYTES`: with a small model a worker may be many steps behind.
+    many as fit in `SPARE_BYTES`: with a small model a worker may be many steps behind. Memory that a frame
+    still refers to when its turn comes, because a slow link is in the middle of it, is left to that frame.
     """
 
     def __init__(self, replica: Replica, codec_name: str) -> None:
@@ -69,7 +71,8 @@ class Reduction:
         else:
             self._sums = [torch.empty(shape, dtype=dtype)] * self.num_turns
             self._feedback = ErrorFeedback(self._codec, replica.num_params)
-        self._encoded = [[self._new_encoded(bucket) for bucket in self._buckets] for _ in turns]
+        self._encoded = [self._new_encoded() for _ in turns]
+        self._frames: list[list[weakref.ref[Frame]]] = [[] for _ in turns]
         self._residual_samples = 0
         self._step: Step | None = None
         self._num_added = [0] * len(self._buckets)
@@ -100,9 +103,15 @@ class Reduction:
         self._feedback.resume(self._buckets if num_samples else (), num_samples)
 
     def open(self, step: Step) -> None:
-        """Begin a step; the oldest sums are given up."""
+        """Begin a step in the oldest one's memory, or in new memory if a link is still busy with that."""
         self._num_added = [0] * len(self._buckets)
         self._step = step
+        turn = step.version % self.num_turns
+        if any(frame() is not None for frame in self._frames[turn]):
+            self._encoded[turn] = self._new_encoded()
+            if self._codec.lossless:
+                self._sums[turn] = torch.empty_like(self._sums[turn])
+        self._frames[turn].clear()
 
     def close(self) -> None:
         """The open step is over; its mean stays for `num_turns` steps."""
@@ -157,7 +166,9 @@ class Reduction:
             num_buckets=len(self._buckets),
             tensor=bucket_spec(self._codec, bucket),
         )
-        return frame_of(reduced, payload)
+        frame = frame_of(reduced, payload)
+        self._frames[version % self.num_turns].append(weakref.ref(frame))
+        return frame
 
     def norm(self) -> float:
         """L2 norm of the whole mean gradient, as it was sent."""
@@ -195,9 +206,11 @@ class Reduction:
     def _encoded_of(self, version: int, number: int) -> Tensor:
         return self._encoded[version % self.num_turns][number]
 
-    def _new_encoded(self, bucket: slice) -> Tensor:
-        nbytes = 0 if self._codec.lossless else self._codec.encoded_nbytes(bucket_length(bucket))
-        return torch.empty(nbytes, dtype=torch.uint8)
+    def _new_encoded(self) -> list[Tensor]:
+        if self._codec.lossless:
+            return []
+        sizes = (self._codec.encoded_nbytes(bucket_length(bucket)) for bucket in self._buckets)
+        return [torch.empty(nbytes, dtype=torch.uint8) for nbytes in sizes]
 
 
 class PartReceiver(Receiver):
@@ -221,6 +234,8 @@ class PartReceiver(Receiver):
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         """Take a message; of a push, tell only when it completes a bucket or ends."""
         if not isinstance(message, Push):
+            if isinstance(message, Skip):
+                self._order.give_up(message.lease)
             return Said(self._seat, message)
         whole = self._order.take(message)
         reduced = self._reduction.add(self._seat, message, self._decoded(message, payload))

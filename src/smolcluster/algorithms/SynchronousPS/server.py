@@ -3,9 +3,10 @@
     global batch -> parts -> members -> sum of their gradients -> mean to everybody -> commit -> next batch
 
 A step is over when every part of its batch has counted, once. A part whose holder has gone is given to
-another member at once; `timeout` seconds after the first whole part, a late one is given to a second member
-as well, and whoever is first wins. Nothing is dropped, so neither changes what is learned. One thread,
-`Server.run`, decides everything; sums are made by the threads that receive.
+another member at once; `timeout` seconds after the first whole part, or when its holders have taken far
+longer than they should have, a late one is given to one more member as well, and whoever is first wins.
+Nothing is dropped, so neither changes what is learned. One thread, `Server.run`, decides everything; sums are
+made by the threads that receive.
 
 Sources: Chen et al., 1604.00981 (synchronous SGD with backup workers); Li et al. 2014 (the parameter server).
 By hand: `uv run server.py`.
@@ -29,6 +30,7 @@ from smolcluster.algorithms.SynchronousPS.reduction import (
     Reduction,
     commit_frame,
 )
+from smolcluster.algorithms.SynchronousPS.sharing import patience_s
 from smolcluster.algorithms.SynchronousPS.state import digests_of
 from smolcluster.algorithms.SynchronousPS.step import Part, Step
 from smolcluster.cluster.dispatcher import Range
@@ -41,6 +43,7 @@ from smolcluster.data.permutation import EpochOrders
 from smolcluster.runs.summary import Summary
 from smolcluster.training.schedule import learning_rate
 from smolcluster.transport.messages import Pull, Push, Ready, Skip
+from smolcluster.utils.units import format_bytes, format_duration
 
 TICK_S = 0.02
 
@@ -61,6 +64,11 @@ class Server:
         """Buckets of the open step whose mean has been sent."""
         self.first_part_at: float | None = None
         """When the first part of the open step was whole."""
+        self.step_s = 0.0
+        """How long the last step took."""
+        self.opened_at = 0.0
+        self.parked: set[int] = set()
+        """Ids of the workers that were parked before."""
         self.reduction = Reduction(self.replica, context.codec)
         self.members = Members(
             self.replica,
@@ -109,8 +117,10 @@ class Server:
                     self.on_reduced(push.bucket)
             case Said(seat=seat, message=Skip() as skip):
                 self.on_answer(seat, skip)
-            case Said(seat=seat, message=Pull(buckets=buckets)):
-                self.on_drift(seat, buckets or ())
+            case Said(seat=seat, message=Pull(buckets=None)):
+                self.on_fallen_behind(seat)
+            case Said(seat=seat, message=Pull(buckets=tuple() as buckets)):
+                self.on_drift(seat, buckets)
             case Joined(worker, ready):
                 self.on_join(worker, ready)
             case Departed(worker):
@@ -120,12 +130,18 @@ class Server:
         """Do what nobody asks for: open a step, replace who is gone or late, let joiners catch up."""
         if self.step is None and self.hub.started:
             self.open_step(now)
+        is_stuck = self.step is None
         if self.step is not None:
             for part in self.step.orphans():
-                self.assign(part, self.members.best_for(part), now)
-            if self.is_late(now):
-                for part in self.step.late():
-                    self.assign(part, self.members.idle_for(part), now)
+                taker = self.members.best_for(part)
+                is_stuck |= taker is None
+                self.assign(part, taker, now)
+            self.tell_overdue(self.step, now)
+            for part in self.step.late(now, is_late=self.is_late(now)):
+                taker = self.members.idle_for(part)
+                is_stuck |= taker is None and part.is_overdue(now)
+                self.assign(part, taker, now)
+        self.members.resume(now, at_once=is_stuck)
         for joiner in self.members.joining:
             joiner.catch_up(self.version, self.reduced, self.reduction)
 
@@ -133,7 +149,8 @@ class Server:
         """Cut the next global batch into a part for each member that is free, and hand them out."""
         if not self.members.free:
             return
-        self.members.cut_laggards()
+        for laggard in self.members.laggards:
+            self.park(laggard, now)
         free = self.members.free
         batch = next(self.batches, None) if free else None
         if batch is None:
@@ -148,7 +165,7 @@ class Server:
             self.context.incarnation,
         )
         self.reduction.open(self.step)
-        self.first_part_at = None
+        self.first_part_at, self.opened_at = None, now
         for part, (member, _) in zip(self.step.parts, taking, strict=True):
             self.assign(part, member, now)
 
@@ -162,6 +179,11 @@ class Server:
         if holding.first_bucket == self.step.num_buckets:  # it has just been finished
             self.step.give_up(holding)
             return
+        least_s = self.cluster.timeout or self.context.run.heartbeat_timeout_s
+        if not member.pace.is_measured:
+            least_s = max(least_s, self.context.run.heartbeat_timeout_s)
+        holding.expected_s = member.expected_s(part.num_samples)
+        holding.due_at = holding.say_at = now + patience_s(holding.expected_s, least_s)
         indices = self.orders[self.step.batch.epoch][part.start : part.stop]
         rows = self.context.rows_of(indices)
         member.give(holding, self.version, self.learning_rate(), indices, rows)
@@ -181,6 +203,56 @@ class Server:
         if patience_s is None or self.first_part_at is None:
             return False
         return now - self.first_part_at >= patience_s
+
+    def tell_overdue(self, step: Step, now: float) -> None:
+        """Say who holds up the step, again at twice the time; ever more seldom if it happens often."""
+        for holding in step.overdue(now):
+            waited_s = now - holding.granted_at
+            is_news = not holding.is_told
+            holding.is_told, holding.say_at = True, now + waited_s
+            member = self.members.get(holding.seat)
+            if member is None:
+                continue
+            member.num_overdue += is_news
+            reason = (
+                f"it has had {holding.part.num_samples} samples for {format_duration(waited_s)}, "
+                f"expected were {format_duration(holding.expected_s)}"
+            )
+            if not self.members.free:
+                reason += "; nobody is free to take them over"
+            self.report.overdue(member.worker, step.version, reason)
+            if not is_news or is_power_of_two(member.num_overdue):
+                self.context.log.warning(
+                    "step %d waits for %s: %s", step.version, member.name, reason
+                )
+
+    def park(self, member: Member, now: float) -> None:
+        """A member does not keep up: send it no more steps until its link has drained."""
+        self.take_from(member.worker, "it does not keep up")
+        self.members.park(member, now)
+        reason = (
+            f"each step sends it {format_bytes(self.replica.params.nbytes)}, and takes "
+            f"{format_duration(self.step_s)}"
+        )
+        self.report.parked(member.worker, self.version, reason)
+        if member.worker.member.worker_id not in self.parked:
+            self.parked.add(member.worker.member.worker_id)
+            self.context.log.warning(
+                "%s does not keep up: %s. It is parked, and gets the newest weights now and then when its "
+                "link has drained; such links and machines suit EDP better (launch_edp.sh)",
+                *(member.name, reason),
+            )
+
+    def on_fallen_behind(self, seat: int) -> None:
+        """A member has left steps out, or it has been parked: it needs the whole state."""
+        member = self.members.get(seat)
+        if member is None:
+            return
+        if member.stream is not None:
+            self.park(member, time.monotonic())
+        else:
+            member.has_asked = True
+            member.unanswered.clear()
 
     def on_join(self, worker: Worker, ready: Ready) -> None:
         """Let a worker catch up; `advance` sends it the state."""
@@ -206,7 +278,7 @@ class Server:
         elif isinstance(answer, Push):
             self.report.dropped(holding.holder, answer.lease, "duplicate", 0)
             self.members.cancel(holding)
-        elif is_open and holding.part.finished_by is None:
+        elif is_open and not holding.is_cancelled and holding.part.finished_by is None:
             holding.holder.live_session.cut("it skipped a part that is wanted")
         if self.step is not None:
             self.step.give_up(holding)
@@ -231,6 +303,7 @@ class Server:
         self.members.broadcast(commit_frame(step, clip, rate, digests))
         self.reduction.close()
         self.version, self.step, self.reduced = step.version, None, set()
+        self.step_s = time.monotonic() - self.opened_at
         self.samples_applied += step.batch.num_samples
         self.open_step(time.monotonic())
         self.replica.step_pieces(self.reduction.pieces(step.version), clip, rate)
@@ -254,11 +327,14 @@ class Server:
             return
         if worker.live_session.receiver.in_progress:
             self.report.lost_push(worker.name, "its connection broke")
+        self.take_from(worker, "its worker has gone")
+
+    def take_from(self, worker: Worker, reason: str) -> None:
+        """Nothing of the open step's parts that this worker holds counts any more."""
         for holding in self.step.drop(worker.member.seat) if self.step else ():
             self.members.remember(holding)
             if holding.part.finished_by is None and not holding.part.num_hopeful:
-                samples = Range.of(holding.key)
-                self.report.lease_returned(worker, samples, "its worker has gone")
+                self.report.lease_returned(worker, Range.of(holding.key), reason)
 
     def tell(self, step: Step, norm: float, rate: float) -> None:
         """Report a step that has been taken, and evaluate if it is time."""

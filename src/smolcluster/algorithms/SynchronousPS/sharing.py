@@ -16,6 +16,11 @@ LEAST_BELIEVED_S = 1e-4
 LEAST_PER_SAMPLE_S = 1e-7
 UNKNOWN_PER_SAMPLE_S = 1e-3
 MOST_PER_SAMPLE_S = 3600.0
+OVERDUE = 4.0
+"""A part is overdue when it has taken so many times as long as expected, beyond what is waited anyhow."""
+LEAST_PATIENCE_S = 1.0
+MOST_ALLOWANCE_S = 600.0
+"""However slow a member is, or says it is."""
 FIRST_PROBE = 16
 """Steps without a part after which a member is measured again; doubles each time."""
 
@@ -45,14 +50,29 @@ class Pace:
         if samples_per_s > 0:
             per_sample_s = min(max(1 / samples_per_s, LEAST_PER_SAMPLE_S), MOST_PER_SAMPLE_S)
         self.cost = Cost(0.0, per_sample_s)
+        self.is_measured = False
         self._is_fresh = True
         self._idle_steps = 0
         self._probe_after = FIRST_PROBE
 
-    def measured(self, num_samples: int, compute_s: float, elapsed_s: float) -> None:
-        """A part took `elapsed_s` from its assignment to its last byte, `compute_s` of it for computing."""
+    def measured(
+        self,
+        num_samples: int,
+        compute_s: float,
+        elapsed_s: float,
+        held_s: float = 0.0,
+        *,
+        whole: bool = True,
+    ) -> None:
+        """A part took `elapsed_s` from its assignment to its last byte, `compute_s` of it for computing.
+
+        For `held_s` of it the push waited for others', which is no cost of its own. One that was not pushed
+        `whole` tells only what it costs at least besides computing.
+        """
         compute_s = min(compute_s, elapsed_s)  # only this side's clock is believed
-        fixed_s = elapsed_s - compute_s
+        fixed_s = max(0.0, elapsed_s - compute_s - held_s)
+        if not whole:
+            fixed_s = max(fixed_s, self.cost.fixed_s)
         per_sample_s = max(compute_s / num_samples, LEAST_PER_SAMPLE_S)
         if self._is_fresh:
             self.cost = Cost(fixed_s, per_sample_s)
@@ -60,7 +80,8 @@ class Pace:
             self.cost = Cost(
                 _moved(self.cost.fixed_s, fixed_s), _moved(self.cost.per_sample_s, per_sample_s)
             )
-        self._is_fresh = False
+        self.is_measured = True
+        self._is_fresh = self._is_fresh and not whole
 
     def wants_probe(self, num_samples: int) -> bool:
         """Note the size of its part; whether a member without one shall be measured again all the same."""
@@ -116,6 +137,11 @@ def with_probes(paces: Sequence[Pace], sizes: list[int]) -> list[int]:
             sizes[largest] -= 1
             sizes[place] += 1
     return sizes
+
+
+def patience_s(expected_s: float, least_s: float) -> float:
+    """How long a part that should take `expected_s` may take before others are asked to do it as well."""
+    return max(least_s, LEAST_PATIENCE_S) + min(OVERDUE * expected_s, MOST_ALLOWANCE_S)
 
 
 def _moved(estimate: float, measured: float) -> float:

@@ -8,6 +8,7 @@ so that its error feedback can be told with one number.
 The session's readers claim buckets while the server's loop grants parts: every method is atomic.
 """
 
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,12 @@ class Holding:
     first_bucket: int
     backup: bool
     granted_at: float
+    expected_s: float = 0.0
+    due_at: float = math.inf
+    """From when on it does not count among those who work on the part."""
+    say_at: float = math.inf
+    """When it is said next that it is overdue."""
+    is_told: bool = False
     num_counted: int = 0
     beaten: bool = False
     is_cancelled: bool = False
@@ -67,6 +74,10 @@ class Part:
     def num_hopeful(self) -> int:
         """Holders that may still finish it."""
         return sum(not holding.beaten for holding in self.holdings)
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether all who may still finish it should have done so long ago."""
+        return all(holding.beaten or now >= holding.due_at for holding in self.holdings)
 
 
 class Step:
@@ -158,9 +169,26 @@ class Step:
         """Unfinished parts that nobody works on."""
         return [part for part in self._unfinished() if part.num_hopeful == 0]
 
-    def late(self) -> list[Part]:
-        """Unfinished parts that could have one more holder."""
-        return [part for part in self._unfinished() if 0 < part.num_hopeful < MAX_HOLDERS]
+    def late(self, now: float, *, is_late: bool) -> list[Part]:
+        """Unfinished parts that shall have one more holder: all who work on it are overdue, or too few do.
+
+        `is_late`: whether a part that is in one member's hands is to be given to a second one.
+        """
+        least = MAX_HOLDERS if is_late else 1
+        return [
+            part
+            for part in self._unfinished()
+            if part.num_hopeful and (part.num_hopeful < least or part.is_overdue(now))
+        ]
+
+    def overdue(self, now: float) -> list[Holding]:
+        """Holdings of unfinished parts of which it is time to say that they are overdue."""
+        return [
+            holding
+            for part in self._unfinished()
+            for holding in part.holdings
+            if now >= holding.say_at and not holding.beaten
+        ]
 
     def _unfinished(self) -> list[Part]:
         with self._lock:

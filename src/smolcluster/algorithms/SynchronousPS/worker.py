@@ -23,11 +23,18 @@ from functools import partial
 from torch import Tensor
 
 from smolcluster.algorithms.SynchronousPS import rule
-from smolcluster.algorithms.SynchronousPS.following import Committed, StateArrived, StepReceiver
+from smolcluster.algorithms.SynchronousPS.following import (
+    Committed,
+    FellBehind,
+    Outgoing,
+    StateArrived,
+    StepReceiver,
+)
 from smolcluster.algorithms.SynchronousPS.state import STEP_COUNT, contents_of, digests_of
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.link import Link
 from smolcluster.cluster.pushing import GradientSender
+from smolcluster.cluster.session import HEARTBEATS_PER_TIMEOUT
 from smolcluster.cluster.tensors import Assigned
 from smolcluster.errors import NonFiniteLoss, PeerLost
 from smolcluster.training.build import Workbench
@@ -35,6 +42,7 @@ from smolcluster.transport.messages import (
     MAX_PULLED_BUCKETS,
     Cancel,
     LeaseKey,
+    Park,
     Pull,
     Skip,
     State,
@@ -42,6 +50,7 @@ from smolcluster.transport.messages import (
 )
 
 WAIT_S = 1.0
+FLUSH_S = 0.1
 
 
 class Worker:
@@ -51,35 +60,43 @@ class Worker:
         self.codec = welcome.codec
         self.polyak_alpha = welcome.run.train.polyak_alpha
         self.patience_s = welcome.run.timeout or math.inf
+        self.longest_wait_s = welcome.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         self.bench = bench
         self.replica = bench.replica
         self.sender = GradientSender(welcome.codec, bench.replica, in_place=True)
         self.version = 0
         self.num_joined = 0
         """Buckets of the server's state that have arrived in this session."""
+        self.fell_behind = False
+        """Whether steps were left out; the server has been told, and will begin anew."""
         self.tasks: deque[Assigned] = deque()
         self.num_computed = 0
         """Samples since the last step."""
         self.cancelled: set[LeaseKey] = set()
+        """Of parts that are computed, or have not even come: a Cancel is quicker than what it cancels."""
+        self.newest_grant = -1
+        self.outgoing: Outgoing | None = None
+        """The last push."""
         self.unacknowledged: LeaseKey | None = None
         self.link: Link
         self.receiver: StepReceiver
 
     @property
     def joined(self) -> bool:
-        """Whether this replica is whole."""
-        return self.num_joined == len(self.replica.buckets)
+        """Whether this replica is whole, and all steps so far have come to it."""
+        return self.num_joined == len(self.replica.buckets) and not self.fell_behind
 
     def new_receiver(self) -> StepReceiver:
         """What takes the messages of a new session."""
-        self.receiver = StepReceiver(self.replica, self.codec, self.patience_s)
+        self.receiver = StepReceiver(self.replica, self.codec, self.patience_s, self.longest_wait_s)
         return self.receiver
 
     def take_part(self, link: Link) -> None:
         """Train until the link raises. The server sends its state first."""
-        self.link, self.num_joined = link, 0
+        self.link, self.num_joined, self.fell_behind = link, 0, False
         self.tasks.clear()
         self.cancelled.clear()
+        self.outgoing = None
         try:
             while True:
                 with self.replica.meter("wait"):
@@ -95,8 +112,8 @@ class Worker:
         """Compute a part's gradient and push it, unless it is wanted no more."""
         compute_s = 0.0
         if self.is_wanted(task):
-            with self.replica.meter("send"):
-                self.link.flush()  # what is still being sent is the replica's own memory
+            self.await_sent()
+        if self.is_wanted(task):
             started = time.perf_counter()
             try:
                 loss = task.compute(self.bench)
@@ -104,43 +121,67 @@ class Worker:
                 raise NonFiniteLoss(f"step {self.version + 1}: {error}") from error
             compute_s = time.perf_counter() - started
             self.num_computed += task.num_samples
-            while (event := self.link.next_event(0.0)) is not None:
-                self.handle(event)
+            self.hear()
         if self.is_wanted(task):
             self.push(task, loss, compute_s)
         else:
             self.link.send(Skip(lease=task.lease, compute_s=compute_s))
 
+    def await_sent(self) -> None:
+        """Wait for the last push, which is the replica's own memory, unless it is called off meanwhile."""
+        while True:
+            with self.replica.meter("send"):
+                is_sent = self.link.flush(FLUSH_S)
+            if is_sent:
+                return
+            self.hear()
+
+    def hear(self) -> None:
+        """Take in all that has arrived."""
+        while (event := self.link.next_event(0.0)) is not None:
+            self.handle(event)
+
     def is_wanted(self, task: Assigned) -> bool:
         """Whether the step of this task is still open, as far as is known here."""
-        return task.assignment.version == self.version and task.lease not in self.cancelled
+        is_current = self.joined and task.assignment.version == self.version
+        return is_current and task.lease not in self.cancelled
 
     def push(self, task: Assigned, loss: float, compute_s: float) -> None:
         """Send the gradient; as a backup for somebody else, only what is missing, and lossless."""
         what = task.lease, self.version, loss, compute_s
         if task.assignment.backup:
-            for frame in self.sender.backup_frames(*what, task.assignment.first_bucket):
-                self.link.send_frame(frame)
-            return
-        self.unacknowledged = task.lease
-        self.receiver.pace(paced=not self.tasks)
-        for bucket, frame in enumerate(self.sender.frames(*what)):
-            self.link.send_frame(frame, partial(self.receiver.hold, bucket))
+            pushes = self.sender.backup_pushes(*what, task.assignment.first_bucket)
+            outgoing = Outgoing(task.lease, compute_s, None)
+        else:
+            pushes = self.sender.pushes(*what)
+            outgoing = Outgoing(task.lease, compute_s, self.receiver.hold)
+            self.unacknowledged = task.lease
+            self.receiver.pace(paced=not self.tasks)
+        self.outgoing = outgoing
+        for push, payload in pushes:
+            self.link.send_later(partial(outgoing.frame, push, payload))
+        self.link.send_later(outgoing.ending)
 
     def handle(self, event: Event) -> None:
         """Take in one event."""
         match event:
             case Assigned():
                 self.receiver.pace(paced=False)  # what waits may be what the mean waits for
+                self.newest_grant = event.lease.grant
                 self.tasks.append(event)
             case Committed():
                 self.take_step(event)
             case StateArrived() if self.joined:
                 self.blend(event.state.bucket, event.values)
-            case StateArrived():
+            case StateArrived() if not self.fell_behind:
                 self.join(event.state, event.values)
             case Said(message=Cancel() as cancel):
                 self.on_cancel(cancel)
+            case Said(message=Park() as park):
+                self.begin_anew(park)
+            case FellBehind() if self.receiver.has_fallen_behind:
+                self.fell_behind = True
+                self.link.send(Pull())
 
     def take_step(self, committed: Committed) -> None:
         """Take the step that everybody takes, with as much of the replica as is there.
@@ -159,7 +200,7 @@ class Worker:
             self.replica.step_pieces([(here, gradient[here])], commit.clip, commit.learning_rate)
             self.receiver.give_back(gradient)
         self.version = commit.version
-        self.cancelled.clear()
+        self.cancelled = {lease for lease in self.cancelled if lease.grant > self.newest_grant}
         self.settle(None)
         self.replica.meter.step_done(self.num_computed)
         self.num_computed = 0
@@ -186,7 +227,8 @@ class Worker:
         self.num_joined = state.bucket + (state.content == list(contents)[-1])
 
     def on_cancel(self, cancel: Cancel) -> None:
-        """Drop a part, or learn how much of its push has counted."""
+        """Drop a part, or what has not been sent of its push; learn how much of that has counted."""
+        self.call_off(cancel.lease)
         waiting = next((task for task in self.tasks if task.lease == cancel.lease), None)
         if waiting is not None:
             self.tasks.remove(waiting)
@@ -195,6 +237,21 @@ class Worker:
             self.settle(cancel.num_buckets)
         else:
             self.cancelled.add(cancel.lease)
+
+    def call_off(self, lease: LeaseKey | None) -> None:
+        """Leave out what has not begun to be sent of the last push, if it is of this lease (None: any)."""
+        if self.outgoing is not None and lease in (None, self.outgoing.lease):
+            self.outgoing.is_wanted = False
+            self.receiver.pace(paced=False)
+
+    def begin_anew(self, park: Park) -> None:
+        """The server has given up sending every step: forget all but the run, and ask for the state."""
+        self.call_off(None)
+        self.settle(park.num_buckets if park.lease == self.unacknowledged else 0)
+        self.tasks.clear()
+        self.cancelled.clear()
+        self.num_joined, self.fell_behind = 0, False
+        self.link.send(Pull())
 
     def settle(self, num_buckets: int | None) -> None:
         """So many buckets (None: all) of the last push have counted; forget the others' residual."""

@@ -17,9 +17,11 @@ from smolcluster.runs.events import (
     RunEnded,
     RunResumed,
     RunStarted,
+    StepOverdue,
     WorkerJoined,
     WorkerLeft,
     WorkerLost,
+    WorkerParked,
     WorkerRejected,
     parse_event,
 )
@@ -28,7 +30,7 @@ from smolcluster.utils.units import format_duration
 
 ROUTINE = (EpochFinished, Evaluated, CheckpointSaved)
 """What is expected to happen: the curves show it."""
-FREQUENT = (LeaseReturned, PushDropped, WorkerRejected)
+FREQUENT = (LeaseReturned, PushDropped, StepOverdue, WorkerParked, WorkerRejected)
 """Of these there may be as many as there are steps."""
 
 
@@ -106,6 +108,8 @@ def _key(event: Event) -> Hashable:
             return PushDropped, event.rank, event.outcome
         case LeaseReturned():
             return LeaseReturned, event.rank, event.reason
+        case StepOverdue() | WorkerParked():
+            return type(event), event.rank
         case WorkerRejected():
             return WorkerRejected, event.node, event.code
     return None
@@ -116,7 +120,7 @@ def worker_name(rank: int, node: str) -> str:
     return f"worker {rank + 1} ({node})"
 
 
-def told(event: Event) -> str:  # noqa: C901, PLR0911  (a table that reads from top to bottom)
+def told(event: Event) -> str:  # noqa: C901, PLR0911, PLR0912  (a table that reads from top to bottom)
     """What happened, as a sentence without its stop."""
     match event:
         case RunStarted():
@@ -137,6 +141,10 @@ def told(event: Event) -> str:  # noqa: C901, PLR0911  (a table that reads from 
         case PushDropped():
             whose = worker_name(event.rank, event.node)
             return f"a push of {whose} was dropped as {event.outcome}: {event.reason}"
+        case StepOverdue():
+            return f"step {event.step:,} waited for {worker_name(event.rank, event.node)}: {event.reason}"
+        case WorkerParked():
+            return f"{worker_name(event.rank, event.node)} does not keep up, parked: {event.reason}"
         case EpochFinished():
             return f"epoch {event.epoch + 1} finished at step {event.step:,}"
         case Evaluated():

@@ -35,9 +35,11 @@ from smolcluster.runs.events import (
     LeaseReturned,
     PushDropped,
     RunResumed,
+    StepOverdue,
     WorkerJoined,
     WorkerLeft,
     WorkerLost,
+    WorkerParked,
     WorkerRejected,
     kind_of,
 )
@@ -57,6 +59,8 @@ COUNTED = (
     WorkerRejected,
     LeaseReturned,
     PushDropped,
+    StepOverdue,
+    WorkerParked,
     CheckpointSaved,
     RunResumed,
 )

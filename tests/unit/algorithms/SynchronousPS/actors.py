@@ -12,12 +12,19 @@ from smolcluster.algorithms.SynchronousPS.step import Holding, Step
 from smolcluster.cluster import membership
 from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.inbox import Event
-from smolcluster.cluster.session import Hold, Receiver, Session
+from smolcluster.cluster.session import Receiver, Session
 from smolcluster.cluster.worker import Worker
 from smolcluster.codec.registry import CODECS, get_codec, lossless_for
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Commit, LeaseKey, Message, Push, TensorSpec
+from smolcluster.transport.messages import (
+    Commit,
+    LeaseKey,
+    Message,
+    Push,
+    TensorSpec,
+    frame_of,
+)
 
 LOSSY = [name for name, codec in CODECS.items() if not codec.lossless]
 DTYPES = {name: codec.dtype for name, codec in CODECS.items()}
@@ -30,13 +37,30 @@ class Post(Session):
         self.seat = seat
         self.num_queued = 0
         self.num_sent = 0
+        self.num_dropped = 0
+        self.is_full = False
         self.frames: list[Frame] = []
         self.cut_because = ""
 
-    def send_frame(self, frame: Frame, _hold: Hold | None = None) -> None:
+    def send_frame(self, frame: Frame) -> None:
         """Keep a frame."""
         self.num_queued += 1
         self.frames.append(frame)
+
+    def send_urgent(self, message: Message) -> None:
+        """Keep it as well."""
+        self.frames.append(frame_of(message))
+
+    def drop_queued(self) -> None:
+        """All but a frame that is being sent."""
+        waiting = max(0, self.backlog - 1)
+        self.num_dropped += waiting
+        del self.frames[len(self.frames) - waiting :]
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether the test says so."""
+        return self.is_full
 
     def cut(self, reason: str) -> None:
         """Keep the reason."""

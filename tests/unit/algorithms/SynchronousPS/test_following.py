@@ -10,8 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from connection_pairs import connection_pair
 from peers import opened
-from smolcluster.algorithms.SynchronousPS.following import Committed, StepReceiver
+from smolcluster.algorithms.SynchronousPS.following import (
+    Committed,
+    FellBehind,
+    Outgoing,
+    StepReceiver,
+)
 from smolcluster.algorithms.SynchronousPS.reduction import (
     Reduction,
     commit_frame,
@@ -32,15 +38,19 @@ from smolcluster.transport.messages import (
     Cancel,
     LeaseKey,
     Message,
+    Park,
+    Push,
     Reduced,
     State,
 )
+from smolcluster.utils.retry import Deadline
 from unit.algorithms.SynchronousPS.actors import (
     DTYPES,
     commit_of,
     committed,
     deliver,
     opened_step,
+    push_of,
     random_gradient,
     reduce_step,
     small_replica,
@@ -156,6 +166,56 @@ def test_a_third_step_waits_until_a_gradient_is_given_back(
         assert reading.result(DEADLINE_S) == []
     assert committed(receiver, 3).gradient is taken[0]
     assert torch.equal(taken[1], random_gradient(610, 2))
+
+
+def behind(receiver: StepReceiver, mean_of: MakeFrames) -> list[Event]:
+    """A third step comes while both gradients are with the worker; what it hears of that."""
+    receiver._longest_wait_s = NOT_YET_S
+    return deliver_all([*mean_of(3), *mean_of(4)], receiver)
+
+
+def test_who_is_too_far_behind_leaves_steps_out_and_hears_so_once(
+    receiver: StepReceiver, mean_of: MakeFrames
+) -> None:
+    """Its reader goes on, or the server would take it for dead."""
+    taken = third_step(receiver, mean_of)
+    (event,) = behind(receiver, mean_of)
+    assert isinstance(event, FellBehind)
+    assert receiver(commit_of(3), memoryview(b"")) is None
+    assert receiver.has_fallen_behind
+    assert torch.equal(taken[0], random_gradient(610, 1)), "they have not been written to"
+
+
+def test_a_park_lets_a_receiver_begin_anew(receiver: StepReceiver, mean_of: MakeFrames) -> None:
+    taken = third_step(receiver, mean_of)
+    behind(receiver, mean_of)
+    told = Park(lease=None, num_buckets=0)
+    assert receiver(told, memoryview(b"")) == Said(0, told)
+    assert not receiver.has_fallen_behind
+    for gradient in taken:
+        receiver.give_back(gradient)
+    for version in (7, 8):
+        deliver_all(mean_of(version), receiver)
+        assert committed(receiver, version).num_reduced == 3
+
+
+def test_a_park_forgets_the_open_step(receiver: StepReceiver, mean_of: MakeFrames) -> None:
+    """And gives its memory back."""
+    for version in (1, 2, 3):
+        deliver_all(mean_of(version)[:2], receiver)
+        receiver(Park(lease=None, num_buckets=0), memoryview(b""))
+        assert not receiver.in_progress
+
+
+def test_a_mean_of_no_bytes_is_refused(receiver: StepReceiver, mean_of: MakeFrames) -> None:
+    """As any other length, though there is nothing to write."""
+    message, _ = opened(mean_of(1)[0])
+    assert isinstance(message, Reduced)
+    empty = message.model_copy(update={"tensor": message.tensor.model_copy(update={"nbytes": 0})})
+    with connection_pair() as (server, worker):
+        server.send(empty)
+        with pytest.raises(ProtocolError, match="not of the agreed shape and codec"):
+            worker.receive(deadline=Deadline(DEADLINE_S), place_for=receiver.place_for)
 
 
 def test_who_waits_for_a_worker_that_leaves_is_let_go(
@@ -401,3 +461,24 @@ def test_a_runs_timeout_bounds_how_long_a_push_is_held(
     with ThreadPoolExecutor(1) as pool:
         pool.submit(receiver.hold, 9, math.inf).result(DEADLINE_S)
         assert returns(pool, receiver, 10)
+
+
+def test_a_push_says_how_long_it_has_waited_for_others() -> None:
+    now = [0.0]
+
+    def hold(bucket: int, _: float) -> None:
+        now[0] += 2.0 if bucket else 0.0
+
+    key = LeaseKey(incarnation="here", epoch=0, start=0, stop=8, grant=1)
+    outgoing = Outgoing(key, 0.25, hold, clock=lambda: now[0])
+    payload = memoryview(bytes(4))
+    said = []
+    for bucket in range(3):
+        now[0] += 1.0  # other work
+        frame = outgoing.frame(push_of(key, bucket), payload, DEADLINE_S)
+        assert frame is not None
+        message = opened(frame)[0]
+        assert isinstance(message, Push)
+        said.append(message.held_s)
+    assert said == [0.0, 2.0, 4.0]
+    assert outgoing.ending(0.0) is None

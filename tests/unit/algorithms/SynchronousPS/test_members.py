@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from peers import opened
-from smolcluster.algorithms.SynchronousPS.members import FRAMES_AHEAD, Member, Members
+from smolcluster.algorithms.SynchronousPS.members import (
+    FIRST_PAUSE_S,
+    FRAMES_AHEAD,
+    Member,
+    Members,
+)
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.sharing import FIRST_PROBE
 from smolcluster.algorithms.SynchronousPS.step import Holding, Part, Step
@@ -19,6 +24,7 @@ from smolcluster.transport.messages import (
     Cancel,
     LeaseKey,
     Message,
+    Park,
     Ready,
     Reduced,
     Skip,
@@ -99,7 +105,7 @@ class House:
 def clear(member: Member) -> None:
     """All that is queued has been sent."""
     post = post_of(member.worker)
-    post.num_sent = post.num_queued
+    post.num_sent = post.num_queued - post.num_dropped
     post.frames.clear()
 
 
@@ -394,7 +400,7 @@ def test_a_commit_is_one_frame_for_all(house: House) -> None:
 
 
 @pytest.mark.parametrize("num_missing", [0, 1, 5])
-def test_who_has_not_been_sent_the_step_before_the_last_is_cut(
+def test_who_has_not_been_sent_the_step_before_the_last_lags(
     house: House, num_missing: int
 ) -> None:
     """Its frames refer to the memory that the next step needs."""
@@ -407,18 +413,85 @@ def test_who_has_not_been_sent_the_step_before_the_last_is_cut(
         house.members.broadcast(frame_of_commit(version))
         post_of(quick.worker).num_sent = post_of(quick.worker).num_queued
     post.num_sent = before + 3 - num_missing  # nothing of step 2, and so many frames less of step 1
-    house.members.cut_laggards()
-    assert bool(post.cut_because) == (num_missing > 0)
-    assert post_of(quick.worker).cut_because == ""
+    assert house.members.laggards == ([member] if num_missing else [])
+    assert not post.is_cut
 
 
-def test_nobody_is_cut_for_the_first_step(house: House) -> None:
+def test_nobody_lags_at_the_first_step(house: House) -> None:
     member = house.member(1)
     post = post_of(member.worker)
     post.send_frame(frame_of_commit(1))
     house.members.broadcast(frame_of_commit(1))
-    house.members.cut_laggards()
-    assert post.cut_because == ""
+    assert house.members.laggards == []
+
+
+def test_who_has_no_room_for_another_step_lags(house: House) -> None:
+    """With a small model many steps may wait, more than its queue is long."""
+    member = house.member(1)
+    post_of(member.worker).is_full = True
+    assert house.members.laggards == [member]
+
+
+def test_who_is_parked_hears_of_no_step_until_it_has_asked_and_its_link_has_drained(
+    house: House,
+) -> None:
+    member = house.member(1)
+    holding = house.give(member, house.step.parts[0])
+    for _ in range(3):
+        house.members.send_mean(0, frame_of_commit(1))
+    house.members.park(member, now=100.0)
+    kinds = [type(each) for each in said(member)]
+    assert kinds == [Assignment, Park], "the frame that is being sent, and that no more comes"
+    assert (house.members.free, house.members.joining, house.members.laggards) == ([], [], [])
+    house.members.broadcast(frame_of_commit(1))
+    house.members.send_mean(0, frame_of_commit(1))
+    house.members.cancel(holding)
+    assert [type(each) for each in said(member)] == kinds
+    house.members.resume(1e9, at_once=True)
+    assert house.members.joining == [], "it has not asked"
+    member.has_asked = True
+    house.members.resume(1e9, at_once=True)
+    assert house.members.joining == [], "its link is busy"
+    clear(member)
+    house.members.resume(100.0 + FIRST_PAUSE_S - 1, at_once=False)
+    assert house.members.joining == [], "others need no help"
+    house.members.resume(100.0 + FIRST_PAUSE_S, at_once=False)
+    assert house.members.joining == [member]
+
+
+def parked_for(house: House, member: Member, now: float) -> float:
+    """For how long it is parked."""
+    house.members.park(member, now)
+    paused_s = member.resumed_at - now
+    member.has_asked = True
+    clear(member)
+    house.members.resume(member.resumed_at, at_once=False)
+    assert house.members.joining == [member]
+    return paused_s
+
+
+def test_who_is_parked_again_and_again_waits_ever_longer_until_it_has_kept_up_for_long(
+    house: House,
+) -> None:
+    member, now, paused = house.member(1), 1000.0, []
+    for followed_s in (1.0, 1.0, 1.0, 1e4, 1.0):
+        paused.append(parked_for(house, member, now))
+        now += paused[-1] + followed_s
+    assert paused == [5.0, 10.0, 20.0, 40.0, 5.0]
+
+
+@pytest.mark.parametrize("num_counted", [0, 2])
+def test_who_is_parked_is_told_how_much_of_its_push_has_counted(
+    house: House, num_counted: int
+) -> None:
+    member = house.member(1)
+    holding = house.give(member, house.step.parts[0])
+    house.claim(holding, *range(num_counted))
+    for dropped in house.step.drop(1):
+        house.members.remember(dropped)
+    house.members.park(member, 0.0)
+    told = said(member)[-1]
+    assert told == Park(lease=holding.key if num_counted else None, num_buckets=num_counted)
 
 
 def test_weights_are_copied_once_for_all_who_ask_at_one_version(house: House) -> None:

@@ -1,8 +1,10 @@
 """SyncPS's server in the test's own hands: what counts, who takes over, and what each worker is told."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import starmap
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor
 import stages
 from harness import local_settings
 from peers import DEADLINE_S, Hand, hello, server_parts
-from smolcluster.algorithms.SynchronousPS.members import Member
+from smolcluster.algorithms.SynchronousPS.members import FIRST_PAUSE_S, Member
 from smolcluster.algorithms.SynchronousPS.reduction import PartArrived
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.state import digests_of
@@ -20,7 +22,13 @@ from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.cluster.hub import Departed, Joined
 from smolcluster.cluster.pushing import GradientSender
 from smolcluster.data.permutation import epoch_permutation
-from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLost
+from smolcluster.runs.events import (
+    LeaseReturned,
+    PushDropped,
+    StepOverdue,
+    WorkerLost,
+    WorkerParked,
+)
 from smolcluster.training.replica import clip_coefficient
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
@@ -28,10 +36,12 @@ from smolcluster.transport.messages import (
     Cancel,
     Commit,
     LeaseKey,
+    Park,
     Pull,
     Reduced,
     Skip,
     State,
+    frame_of,
 )
 from unit.algorithms.SynchronousPS.actors import deliver, random_gradient
 
@@ -131,8 +141,8 @@ class Puppet:
         """A push of some gradient, or what a backup sends of it."""
         self.replica.load_gradient(self.gradient(seed))
         if part.backup:
-            backup = self._sender.backup_frames(part.lease, 0, loss, 0.25, part.first_bucket)
-            return list(backup)
+            backup = self._sender.backup_pushes(part.lease, 0, loss, 0.25, part.first_bucket)
+            return list(starmap(frame_of, backup))
         return list(self._sender.frames(part.lease, part.version, loss, 0.25))
 
     def send(self, frames: Sequence[Frame]) -> None:
@@ -168,6 +178,15 @@ class Puppet:
                 return torch.cat([buckets[number] for number in sorted(buckets)]), message
             assert isinstance(message, Reduced), message
             buckets[message.bucket] = torch.frombuffer(bytearray(payload), dtype=torch.float32)
+
+    def beaten_step(self) -> tuple[LeaseKey, int]:
+        """The next step up to its commit, in which a push is cancelled: which, and how much had counted."""
+        heard = [self.hand.hear()[0] for _ in range(NUM_BUCKETS + 2)]
+        assert isinstance(heard[-1], Commit)
+        buckets = [each.bucket for each in heard if isinstance(each, Reduced)]
+        assert buckets == list(range(NUM_BUCKETS))
+        (cancel,) = (each for each in heard if isinstance(each, Cancel))
+        return cancel.lease, cancel.num_buckets
 
 
 @pytest.fixture
@@ -298,11 +317,18 @@ def test_a_part_that_was_given_to_another_cannot_be_pushed(stage: Stage) -> None
     assert [part.num_counted for part in stage.step.parts] == [NUM_BUCKETS, 0]
 
 
-def test_without_a_timeout_nobody_is_late(stage: Stage) -> None:
-    one, its_part, _, _ = two(stage)
+def test_without_a_timeout_a_part_may_take_a_heartbeats_timeout_and_what_it_usually_takes(
+    stage: Stage,
+) -> None:
+    one, its_part, other, _ = two(stage)
     one.push(its_part)
-    stage.advance(1e9)
+    (holding,) = stage.step.parts[1].holdings
+    usual_s = other.member.pace.cost.seconds(16)
+    assert holding.due_at == pytest.approx(holding.granted_at + DEADLINE_S + 4 * usual_s)
+    stage.advance(0.9 * DEADLINE_S)
     assert [len(part.holdings) for part in stage.step.parts] == [0, 1]
+    stage.advance(DEADLINE_S + 4 * usual_s)
+    assert [len(part.holdings) for part in stage.step.parts] == [0, 2]
 
 
 @patient
@@ -318,6 +344,160 @@ def test_the_first_part_starts_the_clock(stage: Stage) -> None:
     assert [len(part.holdings) for part in stage.step.parts] == [0, 2]
     stage.advance(2 * LONGER)
     assert [len(part.holdings) for part in stage.step.parts] == [0, 2], "one backup, not two"
+
+
+OVERDUE_S = 2 * DEADLINE_S
+"""Longer than any part here may take, heartbeat_timeout_s and four times what was expected."""
+ONLY_PART = with_overrides(
+    *("batch_share.pi5=1.0", "batch_share.win=0.0", "batch_share.macbook=0.0", "timeout=0.1")
+)
+
+
+@ONLY_PART
+def test_a_hung_worker_with_the_only_part_is_not_waited_for_for_ever(stage: Stage) -> None:
+    """No part is whole, so that the clock of `timeout` does not run; its heartbeat lives."""
+    one, other = stage.member(1), stage.member(2)
+    stage.advance()
+    one.part()
+    stage.advance(OVERDUE_S)
+    backup = other.part()
+    assert (range_of(backup), backup.backup) == ((0, BATCH), True)
+    other.push(backup)
+    assert stage.server.version == 1
+    (overdue,) = stage.parts.happened(StepOverdue)
+    assert isinstance(overdue, StepOverdue)
+    assert (overdue.rank, overdue.node, overdue.step) == (0, "pi5", 1)
+    (line,) = [line for line in stage.parts.log_lines if "waits for" in line]
+    assert line.startswith("WARNING step 1 waits for worker 1 (pi5): it has had 64 samples for")
+
+
+@ONLY_PART
+def test_two_hung_holders_of_a_part_do_not_stop_a_third_member(stage: Stage) -> None:
+    one, other, third = (stage.member(number) for number in (1, 2, 3))
+    stage.advance()
+    one.part()
+    stage.advance(OVERDUE_S)
+    first, second = stage.step.parts[0].holdings
+    hung, healthy = (other, third) if second.seat == other.seat else (third, other)
+    hung.part()
+    stage.advance(3 * OVERDUE_S)
+    healthy.push(healthy.part())
+    assert stage.server.version == 1
+    assert first.num_counted == second.num_counted == 0
+    assert len(stage.parts.happened(StepOverdue)) == 3, (
+        "the first one is told of again at twice the time"
+    )
+
+
+@with_overrides("timeout=null")
+def test_a_step_that_nobody_can_take_over_is_told_at_once_and_at_twice_the_time(
+    stage: Stage,
+) -> None:
+    stage.member(1)
+    stage.advance()
+    for after_s in (1.0, 1.5, 3.0, 3.5, 5.0):
+        stage.advance(after_s * OVERDUE_S)
+    lines = [line for line in stage.parts.log_lines if "waits for" in line]
+    assert len(lines) == 2
+    assert all("nobody is free to take them over" in line for line in lines)
+    assert len(stage.parts.happened(StepOverdue)) == 2
+
+
+class Laggard:
+    """The third worker has no part, and its link is stuck until it is parked, while the first one trains."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.one, self.slow = stage.member(1), stage.member(3)
+        self._gate = threading.Event()
+
+        def stuck(_: float) -> None:
+            self._gate.wait(DEADLINE_S)
+
+        self.slow.member.session.send_later(stuck)
+        stage.advance()
+        while self.slow.member.stream is not None:
+            self.train()
+
+    def train(self) -> None:
+        version = self.stage.server.version
+        self.one.push(self.one.part())
+        self.one.step()
+        assert self.stage.server.version == version + 1 < 40
+
+    def ask(self) -> None:
+        """The link is free again, and the worker hears that it begins anew."""
+        self._gate.set()
+        self.slow.hand.hear_a(Park)
+        self.slow.hand.say(Pull())
+        self.stage.house.until(lambda: self.slow.member.has_asked)
+        self.stage.house.until(lambda: self.slow.member.session.backlog == 0)
+
+
+def test_a_member_that_does_not_keep_up_is_parked_and_neither_cut_nor_waited_for(
+    stage: Stage,
+) -> None:
+    laggard = Laggard(stage)
+    for _ in range(20):
+        laggard.train()
+    assert stage.server.members.get(laggard.slow.seat) is laggard.slow.member
+    assert laggard.slow.member.session.backlog == 2, "what it is stuck in, and the Park"
+    (parked,) = stage.parts.happened(WorkerParked)
+    assert isinstance(parked, WorkerParked)
+    assert (parked.rank, parked.node) == (2, "macbook")
+    assert stage.parts.happened(WorkerLost) == []
+    (line,) = [line for line in stage.parts.log_lines if "parked" in line]
+    assert line.startswith("WARNING worker 3 (macbook) does not keep up")
+    assert "launch_edp.sh" in line
+    laggard.ask()
+
+
+def test_who_is_parked_and_asks_gets_the_newest_state_and_takes_part_again(stage: Stage) -> None:
+    laggard = Laggard(stage)
+    laggard.ask()
+    stage.advance()
+    assert not stage.server.members.joining, "not before its time"
+    stage.advance(FIRST_PAUSE_S)
+    states = [laggard.slow.hand.hear_a(State) for _ in range(NUM_BUCKETS)]
+    assert [state.bucket for state in states] == list(range(NUM_BUCKETS))
+    assert {state.version for state in states} == {stage.server.version}
+    assert laggard.slow.member in stage.server.members.free
+
+
+def test_when_nobody_else_is_there_a_parked_member_need_not_wait(stage: Stage) -> None:
+    laggard = Laggard(stage)
+    laggard.ask()
+    laggard.one.hand.leave()
+    stage.house.until(lambda: stage.count(Departed) == 1)
+    stage.advance()
+    assert laggard.slow.hand.hear_a(State).version == stage.server.version
+
+
+def test_what_a_member_is_parked_for_again_is_not_logged_again(stage: Stage) -> None:
+    member = stage.member(1)
+    for _ in range(3):
+        stage.server.park(member.member, time.monotonic())
+    assert len(stage.parts.happened(WorkerParked)) == 3
+    assert len([line for line in stage.parts.log_lines if "parked" in line]) == 1
+
+
+def test_a_member_that_says_it_has_fallen_behind_is_parked_and_its_part_goes_to_another(
+    stage: Stage,
+) -> None:
+    one, its_part, other, other_part = two(stage)
+    other.begin(other_part, seed=2)
+    other.hand.say(Pull())
+    stage.house.until(lambda: other.member.stream is None)
+    park = other.hand.hear_a(Park)
+    assert (park.lease, park.num_buckets) == (other_part.lease, 1)
+    stage.advance()
+    again = one.part()
+    assert (range_of(again), again.first_bucket, again.backup) == ((48, 64), 1, True)
+    one.push(its_part)
+    one.push(again)
+    assert stage.server.version == 1
+    other.skip(other_part)
+    assert stage.count(Departed) == 0, "it was not wanted any more"
 
 
 def late_by(stage: Stage) -> tuple[Puppet, Assignment, Puppet, Assignment, Assignment]:
@@ -339,13 +519,8 @@ def test_a_late_push_is_counted_as_a_duplicate_and_changes_nothing(stage: Stage)
     assert stage.server.version == 1
     after = stage.weights
     mean = 0.75 * one.gradient(1) + 0.25 * one.gradient(2)
-    reduced = [other.hand.hear_a(Reduced).bucket for _ in range(NUM_BUCKETS - 1)]
-    assert reduced == [0, 1]
     torch.testing.assert_close(one.step()[0], mean, rtol=1e-6, atol=1e-6)
-    cancel = other.hand.hear_a(Cancel)
-    assert (cancel.lease, cancel.num_buckets) == (other_part.lease, 0)
-    other.hand.hear_a(Reduced)
-    assert other.hand.hear_a(Commit).version == 1
+    assert other.beaten_step() == (other_part.lease, 0)
     other.push(other_part, seed=9)
     assert torch.equal(stage.weights, after)
     assert stage.pushes == {"applied": 2, "duplicate": 1}
@@ -368,11 +543,7 @@ def test_who_was_beaten_in_mid_push_is_told_how_much_of_it_counted(stage: Stage)
     assert stage.server.version == 1
     other.send(left)
     stage.house.until(lambda: stage.pushes.get("duplicate") == 1)
-    for _ in range(NUM_BUCKETS - 1):
-        other.hand.hear_a(Reduced)
-    cancel = other.hand.hear_a(Cancel)
-    assert (cancel.lease, cancel.num_buckets) == (other_part.lease, 1)
-    other.hand.hear_a(Reduced)
+    assert other.beaten_step() == (other_part.lease, 1)
     assert stage.server.version == 1
 
 
@@ -404,12 +575,7 @@ def test_who_is_late_and_first_all_the_same_wins(stage: Stage) -> None:
     mean, commit = other.step()
     torch.testing.assert_close(mean, 0.75 * one.gradient(1) + 0.25 * one.gradient(2))
     assert commit.version == 1
-    for _ in range(NUM_BUCKETS - 1):
-        one.hand.hear_a(Reduced)
-    cancel = one.hand.hear_a(Cancel)
-    assert (cancel.lease, cancel.num_buckets) == (backup.lease, 0)
-    one.hand.hear_a(Reduced)
-    assert one.hand.hear_a(Commit).version == 1
+    assert one.beaten_step() == (backup.lease, 0)
     one.skip(backup)
     assert stage.pushes == {"applied": 2}, "what is not pushed is no duplicate"
 
@@ -429,7 +595,7 @@ def test_who_does_not_answer_gets_no_more_parts_until_it_does(stage: Stage) -> N
     one.step()
     last = one.part()
     other.skip(other_part)
-    stage.advance(LONGER)
+    stage.advance()
     assert range_of(last) == (3 * BATCH, 4 * BATCH), "not in the middle of a step"
     one.push(last)
     one.step()

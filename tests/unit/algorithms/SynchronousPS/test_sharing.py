@@ -1,15 +1,18 @@
 """Who gets how much: the sizes are the best there are, and estimates follow what is measured."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smolcluster.algorithms.SynchronousPS.following import PACE
 from smolcluster.algorithms.SynchronousPS.sharing import (
     FIRST_PROBE,
     Cost,
     Pace,
+    patience_s,
     sizes_by_cost,
     sizes_by_share,
     with_probes,
@@ -223,3 +226,78 @@ def test_who_was_held_up_before_or_after_it_computed_gets_its_share_back(held_up
     simulate(paces, 50)
     paces[1].measured(32, 3.2e-3, held_up_s)
     assert simulate(paces, 1500)[1] >= 24
+
+
+@dataclass
+class Flow:
+    """A member behind a link of its own, on which a push takes `link_s` seconds."""
+
+    link_s: float
+    pace: Pace
+    arrivals: list[float] = field(default_factory=list)
+    held_s: float = 0.0
+
+    def send(self, means: Sequence[float], compute_s: float) -> None:
+        """The next bucket, which waits for the mean if that has begun to come (`StepReceiver.hold`)."""
+        number = len(self.arrivals)
+        free_at = self.arrivals[-1] if self.arrivals else compute_s
+        begun = bool(means) and means[0] <= free_at
+        may_go_at = max(free_at, means[number - PACE]) if begun and number >= PACE else free_at
+        self.held_s += may_go_at - free_at
+        self.arrivals.append(may_go_at + self.link_s / NUM_BUCKETS)
+
+
+NUM_BUCKETS = 40
+PER_SAMPLE_S = 2.0 / 256
+
+
+def paced_step(flows: Sequence[Flow], *, knows_waiting: bool) -> tuple[list[int], float]:
+    """A step of 256 samples, 2 s of computing for one: the sizes of the parts, and how long it took."""
+    sizes = with_probes(
+        [flow.pace for flow in flows], sizes_by_cost([flow.pace.cost for flow in flows], 256)
+    )
+    taking = [(flow, size) for flow, size in zip(flows, sizes, strict=True) if size]
+    means: list[float] = []
+    for flow, _ in taking:
+        flow.arrivals, flow.held_s = [], 0.0
+    for _ in range(NUM_BUCKETS):
+        for flow, size in taking:
+            flow.send(means, PER_SAMPLE_S * size)
+        means.append(max(flow.arrivals[-1] for flow, _ in taking))
+    for flow, size in taking:
+        held_s = flow.held_s if knows_waiting else 0.0
+        flow.pace.measured(size, PER_SAMPLE_S * size, flow.arrivals[-1], held_s)
+    return sizes, means[-1]
+
+
+def test_a_fast_link_is_not_blamed_for_waiting_for_a_slow_one() -> None:
+    """Pushes of 0.56 and 5.6 s. What it waits would otherwise look like a way as long as the slow one's."""
+    for knows_waiting in (True, False):
+        flows = [Flow(0.56, Pace(128.0)), Flow(5.6, Pace(128.0))]
+        for _ in range(10):
+            sizes, took_s = paced_step(flows, knows_waiting=knows_waiting)
+        if knows_waiting:
+            assert sizes == [256, 0]
+            assert took_s == pytest.approx(2.56)
+        else:
+            assert took_s > 5.0, "this would prove nothing"
+
+
+def test_a_push_that_was_called_off_tells_only_what_it_costs_at_least() -> None:
+    pace = Pace(1000.0)
+    pace.measured(10, 0.01, 2.01, whole=False)
+    assert pace.cost.fixed_s == pytest.approx(2.0)
+    pace.measured(10, 0.01, 6.01)
+    assert pace.cost.fixed_s == pytest.approx(6.0), "the first whole one counts in full"
+    pace.measured(10, 0.01, 1.01, whole=False)
+    assert pace.cost.fixed_s == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize(
+    ("least_s", "expected_s", "allowed_s"),
+    [(10.0, 0.0, 10.0), (10.0, 2.0, 18.0), (10.0, 1e9, 610.0), (0.1, 2.0, 9.0)],
+)
+def test_patience_grows_with_what_is_expected_up_to_a_bound(
+    least_s: float, expected_s: float, allowed_s: float
+) -> None:
+    assert patience_s(expected_s, least_s) == allowed_s

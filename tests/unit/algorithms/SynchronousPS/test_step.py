@@ -161,16 +161,32 @@ def test_a_late_part_gets_one_more_holder_and_not_two() -> None:
     late, done = step.parts
     step.grant(late, ONE, 1, 0.0)
     claim(step, step.grant(done, OTHER, 2, 0.0), 0, 1, 2)
-    assert step.late() == [late]
+    assert step.late(0.0, is_late=False) == []
+    assert step.late(0.0, is_late=True) == [late]
     step.grant(late, OTHER, 3, 0.0)
-    assert step.late() == []
+    assert step.late(0.0, is_late=True) == []
     step.drop(2)
-    assert step.late() == [late]
+    assert step.late(0.0, is_late=True) == [late]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_holders_that_are_overdue_do_not_count_however_many_they_are(*, is_late: bool) -> None:
+    step = step_of(8)
+    (part,) = step.parts
+    for number in range(3):
+        holding = step.grant(part, worker_at(number + 1), number, 10.0 * number)
+        holding.due_at = holding.say_at = 10.0 * number + 9.0
+        alone = number == 0 and is_late
+        assert step.late(10.0 * number + 8.0, is_late=is_late) == ([part] if alone else [])
+        assert step.late(10.0 * number + 9.0, is_late=is_late) == [part]
+    claim(step, holding, 0, 1, 2)
+    assert step.late(1e9, is_late=is_late) == []
+    assert step.overdue(1e9) == []
 
 
 def test_an_orphan_is_not_late() -> None:
     step = step_of(8)
-    assert step.late() == []
+    assert step.late(1e9, is_late=True) == []
 
 
 def test_what_a_departed_member_held_is_told_and_it_counts_no_more() -> None:
@@ -267,7 +283,7 @@ class Chaos:
     def take_over(self) -> None:
         for part in self.step.orphans():
             self.grant(part)
-        for part in self.step.late():
+        for part in self.step.late(0.0, is_late=True):
             if self.draw.random() < 0.5:
                 self.grant(part)
         assert all(part.num_hopeful <= MAX_HOLDERS for part in self.step.parts)
@@ -309,7 +325,7 @@ def test_whatever_happens_each_bucket_of_each_part_counts_once(
     expected = {(part.start, bucket) for part in chaos.step.parts for bucket in range(num_buckets)}
     assert set(chaos.counted) == expected
     assert all(part.finished_by is not None for part in chaos.step.parts)
-    assert chaos.step.orphans() == chaos.step.late() == []
+    assert chaos.step.orphans() == chaos.step.late(0.0, is_late=True) == []
 
 
 class Hesitant(Part):

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from harness import local_settings
 from peers import opened
-from smolcluster.algorithms.SynchronousPS.following import Committed, StateArrived
+from smolcluster.algorithms.SynchronousPS.following import Committed, FellBehind, StateArrived
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.state import contents_of, digests_of
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.link import Link
 from smolcluster.cluster.pushing import GradientSender
-from smolcluster.cluster.session import Hold
+from smolcluster.cluster.session import Later
 from smolcluster.cluster.tensors import Assigned, bucket_spec, work_payload
 from smolcluster.codec.registry import get_codec
 from smolcluster.data.dataset import Dataset
@@ -31,6 +31,7 @@ from smolcluster.transport.messages import (
     Cancel,
     LeaseKey,
     Message,
+    Park,
     Pull,
     Push,
     Skip,
@@ -56,19 +57,24 @@ class Wire(Link):
         self.frames: list[Frame] = []
         self.coming: list[Event] = []
         self.lost = False
-        self.num_held = 0
+        self.unsent: list[bool] = []
+        """Whether something is still being sent at the next flushes."""
         self._diary = diary
 
     def send(self, message: Message) -> None:
         self.send_frame(frame_of(message))
 
-    def send_frame(self, frame: Frame, hold: Hold | None = None) -> None:
-        self.num_held += hold is not None
+    def send_frame(self, frame: Frame) -> None:
         self.frames.append(frame)
         self._diary.append(type(opened(frame)[0]).__name__)
 
-    def flush(self) -> None:
+    def send_later(self, later: Later) -> None:
+        if (frame := later(0.0)) is not None:
+            self.send_frame(frame)
+
+    def flush(self, timeout_s: float = 0.0) -> bool:  # noqa: ARG002
         self._diary.append("flush")
+        return not self.unsent or not self.unsent.pop()
 
     def next_event(self, timeout_s: float) -> Event | None:
         if self.coming:
@@ -232,6 +238,7 @@ def test_what_is_still_being_sent_is_waited_for_before_the_next_part_is_computed
 @pytest.mark.parametrize("first_bucket", [0, 1, 2])
 def test_a_backup_is_lossless_and_only_what_is_missing(codec: str, first_bucket: int) -> None:
     shop = Shop(codec)
+    held = held_buckets(shop)
     live(shop, task(first_bucket=first_bucket, backup=True))
     gradient = gradient_for(shop.replica, task().indices)
     expected = dict(list(enumerate(shop.replica.buckets))[first_bucket:])
@@ -239,7 +246,14 @@ def test_a_backup_is_lossless_and_only_what_is_missing(codec: str, first_bucket:
     assert list(sent) == list(expected)
     assert all(torch.equal(sent[number], gradient[place]) for number, place in expected.items())
     assert shop.worker.unacknowledged is None, "it owes nothing"
-    assert shop.wire.num_held == 0, "the mean may be waiting for it"
+    assert held == [], "the mean may be waiting for it"
+
+
+def held_buckets(shop: Shop) -> list[int]:
+    """Of which buckets the worker's receiver is asked whether they may be sent."""
+    held: list[int] = []
+    shop.worker.receiver.hold = lambda bucket, longest_s: held.append(bucket)  # type: ignore[method-assign]  # noqa: ARG005
+    return held
 
 
 @pytest.mark.parametrize(("tasks", "paced"), [((1,), True), ((1, 2), False)])
@@ -249,8 +263,9 @@ def test_a_push_keeps_pace_with_the_mean_unless_another_part_waits_behind_it(
     said: list[bool] = []
     monkeypatch.setattr(shop.worker.receiver, "pace", lambda *, paced: said.append(paced))
     shop.bench.meanwhile.append(shop.wire.coming.clear)
+    held = held_buckets(shop)
     live(shop, *map(task, tasks))
-    assert shop.wire.num_held == 3 * len(tasks)
+    assert held == [0, 1, 2] * len(tasks)
     assert said[len(tasks)] is paced, "after one False for each part that came"
 
 
@@ -290,8 +305,120 @@ def test_a_part_whose_step_is_over_before_it_is_begun_is_not_computed(shop: Shop
 
 def test_an_old_cancellation_does_not_hit_the_next_step(shop: Shop) -> None:
     """It is forgotten with its step."""
-    live(shop, cancel(5), shop.commit(4))
+    live(shop, task(5), task(6, version=4), cancel(5), shop.commit(4))
     assert shop.worker.cancelled == set()
+    assert {each.lease for each in pushes(shop)} == {lease(6)}
+
+
+def test_a_cancellation_may_come_before_what_it_cancels_and_the_step_before_that(
+    shop: Shop,
+) -> None:
+    """It is sent before all that is queued."""
+    live(shop, cancel(5), shop.commit(4), task(5, version=4))
+    assert shop.diary == ["Skip"]
+
+
+class Stuck:
+    """What the worker queues waits until the test sends it."""
+
+    def __init__(self, shop: Shop) -> None:
+        self._shop = shop
+        self._queued: list[Later] = []
+        shop.wire.send_later = self._queued.append  # type: ignore[method-assign, assignment]
+        held_buckets(shop)
+
+    def send(self, count: int = 100) -> None:
+        sending, self._queued[:count] = self._queued[:count], []
+        for later in sending:
+            if (frame := later(0.0)) is not None:
+                self._shop.wire.send_frame(frame)
+
+
+@pytest.mark.parametrize("num_sent", [0, 1, 3])
+@pytest.mark.parametrize("backup", [False, True])
+def test_of_a_push_that_is_cancelled_no_more_is_sent(
+    shop: Shop, num_sent: int, *, backup: bool
+) -> None:
+    stuck = Stuck(shop)
+    shop.worker.work_on(task(backup=backup))
+    stuck.send(num_sent)
+    shop.worker.handle(cancel(1, num_sent))
+    stuck.send()
+    assert [push.bucket for push in pushes(shop)] == list(range(num_sent))
+    expected = [] if num_sent == 3 else [lease()]
+    assert [skip.lease for skip in skips(shop)] == expected, "what is whole needs no end"
+    assert all(skip.compute_s > 0 for skip in skips(shop))
+
+
+def test_what_is_being_sent_can_be_called_off_while_the_next_part_waits_for_it(shop: Shop) -> None:
+    """A part that others have lost may come in the middle of a push."""
+    stuck = Stuck(shop)
+    shop.worker.work_on(task(1))
+    shop.wire.unsent, shop.wire.coming = [True], [cancel(1)]
+    shop.worker.work_on(task(2))
+    stuck.send()
+    assert {push.lease for push in pushes(shop)} == {lease(2)}
+    assert [skip.lease for skip in skips(shop)] == [lease(1)]
+
+
+def test_a_push_is_called_off_alone(shop: Shop) -> None:
+    stuck = Stuck(shop)
+    shop.worker.work_on(task(1))
+    shop.worker.handle(cancel(7))
+    stuck.send()
+    assert len(pushes(shop)) == 3
+    assert skips(shop) == []
+
+
+def park(grant: int | None, num_buckets: int = 0) -> Said:
+    return Said(0, Park(lease=None if grant is None else lease(grant), num_buckets=num_buckets))
+
+
+def test_who_is_parked_forgets_what_it_had_and_asks_for_the_state(shop: Shop) -> None:
+    stuck = Stuck(shop)
+    shop.worker.work_on(task(1))
+    stuck.send(1)
+    shop.worker.handle(task(2))
+    shop.worker.handle(park(1, 1))
+    stuck.send()
+    assert shop.diary[-4:] == ["compute", "Push", "Pull", "Skip"]
+    assert not shop.worker.tasks
+    assert (shop.worker.joined, shop.worker.unacknowledged) == (False, None)
+    shop.worker.work_on(task(3))
+    assert skips(shop)[-1].lease == lease(3), "it has no weights to compute with"
+    for event in shop.state(9, 0.5):
+        shop.worker.handle(event)
+    assert (shop.worker.joined, shop.worker.version) == (True, 9)
+
+
+@pytest.mark.parametrize(("grant", "counted"), [(1, 2), (9, 0), (None, 0)])
+def test_who_is_parked_hears_how_much_of_its_last_push_has_counted(
+    grant: int | None, counted: int
+) -> None:
+    shop = Shop("int8")
+    shop.worker.work_on(task(1))
+    shop.worker.handle(park(grant, 2))
+    for event in shop.state(3, 0.5):
+        shop.worker.handle(event)
+    shop.wire.frames.clear()
+    shop.worker.work_on(task(2))
+    assert [bytes(frame.payload) for frame in shop.wire.frames] == reference(counted)
+
+
+def test_who_has_left_steps_out_says_so_and_does_nothing_until_it_begins_anew(shop: Shop) -> None:
+    shop.worker.receiver.has_fallen_behind = True
+    shop.worker.handle(FellBehind())
+    assert shop.wire.said == [Pull()]
+    before = shop.replica.snapshot()
+    shop.worker.handle(next(shop.state(3, 2.0)))
+    assert torch.equal(shop.replica.params, before), "what it had asked for before is of no use"
+    shop.worker.work_on(task())
+    assert [skip.lease for skip in skips(shop)] == [lease()]
+
+
+def test_who_has_been_parked_meanwhile_need_not_say_that_it_has_fallen_behind(shop: Shop) -> None:
+    shop.worker.handle(FellBehind())
+    assert shop.wire.said == []
 
 
 def test_a_commit_is_the_optimizers_step_with_the_clipped_mean(shop: Shop) -> None:

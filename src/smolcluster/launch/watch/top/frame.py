@@ -31,6 +31,7 @@ WIDE = 110
 NEWS_STYLES = {
     **{"worker_joined": "green", "worker_left": "yellow", "worker_lost": "red"},
     **{"worker_rejected": "yellow", "lease_returned": "dim", "push_dropped": "dim"},
+    **{"step_overdue": "yellow", "worker_parked": "yellow"},
     **{"checkpoint_saved": "cyan", "run_resumed": "cyan"},
     **{"run_started": "cyan", "run_ended": "bold"},
     **{"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"},

@@ -5,8 +5,8 @@ import { clock, moment, sentence } from "./format.js";
 
 const LANES = [
   ["run", ["run_started", "run_resumed", "run_ended"]],
-  ["workers", ["worker_joined", "worker_left", "worker_lost", "worker_rejected"]],
-  ["work", ["push_dropped", "lease_returned"]],
+  ["workers", ["worker_joined", "worker_left", "worker_lost", "worker_parked", "worker_rejected"]],
+  ["work", ["push_dropped", "lease_returned", "step_overdue"]],
   ["epochs", ["epoch_finished"], "frequent"],
   ["model", ["evaluated"], "frequent"],
   ["saved", ["checkpoint_saved"], "frequent"],
