@@ -12,6 +12,8 @@ from smolcluster.launch.doctor.examine import Patient
 from smolcluster.launch.doctor.findings import Answer, Context, Facts
 from smolcluster.launch.host import Done, Host
 
+TREE = {"src": "folder", "src/a.py": "file 1"}
+"""The checkout of the machine that looks."""
 LINUX = Facts("Linux", "x86_64", packages="apt-get")
 PI = Facts("Linux", "aarch64", packages="apt-get")
 MAC = Facts("Darwin", "arm64", is_apple_silicon=True, packages="brew")
@@ -33,7 +35,7 @@ def cluster(nodes: Mapping[str, Any] | None = None, **stated: Any) -> ClusterCon
 def context(node: str = "pi5", facts: Facts = LINUX, **stated: Any) -> Context:
     """A worker that has been reached; `stated` is of its section of the cluster file, or of `Context`."""
     own = {name: stated.pop(name) for name in ("device", "torch", "env") if name in stated}
-    made = Context(node, cluster({node: own}), node, facts=facts, version="v1", environment="e1")
+    made = Context(node, cluster({node: own}), node, facts=facts, tree=TREE, environment="e1")
     return replace(made, **stated)
 
 
@@ -70,6 +72,15 @@ class FakeHost(Host):
         return Done(0, f"welcome\n{found[1] if found else ''}\n{words}", "")
 
 
+def code(there: Mapping[str, str] = TREE, sent: Mapping[str, str] = TREE, **facts: str) -> str:
+    """What a node says of the project's folder."""
+
+    def pairs(words: Mapping[str, str]) -> str:
+        return "".join(f"{name}\0{what}\0" for name, what in words.items())
+
+    return f"{pairs({'state': 'project', **facts})}\0/sent\0{pairs(sent)}\0/there\0{pairs(there)}"
+
+
 HEALTHY = {
     "system": "system Linux\nmachine aarch64\napple_silicon \npackages apt-get\n",
     "clock": "{now}\n",
@@ -82,7 +93,7 @@ HEALTHY = {
     "memory": "MemAvailable:    7000000 kB\n",
     "secret": "-rw------- 1 pi pi 65 Nov 22 03:00 /home/pi/.config/smolcluster/secret\n",
     "identity": "id-of-{node}\n{node}\n",
-    "code": "mark v1\n",
+    "code": code(),
     "environment": "mark e1\npython runs\n",
     "torch": 'torch {{"version": "2.11.0", "cuda": null, "hip": null, "num_gpus": 0, "mps": false, '
     '"machine": "aarch64"}}\n',
@@ -105,7 +116,7 @@ def patients(
     return [
         Patient(
             FakeHost(node, node, says=(says or {}).get(node, {}), **more),
-            Context(node, stated, node, version="v1", environment="e1", token="t0"),
+            Context(node, stated, node, tree=TREE, environment="e1", token="t0"),
         )
         for node in nodes
     ]

@@ -27,10 +27,12 @@ READY = """
 import sys
 from smolcluster.launch.host import Host
 from smolcluster.launch.remote import project_root
-from smolcluster.launch.sync import environment_digest, make_environment, send_code, tree_digest
+from smolcluster.launch.manifest import read_tree
+from smolcluster.launch.sync import environment_digest, look, make_environment, send_code
 root = project_root()
 for node, folder in (word.split("=", 1) for word in sys.argv[1:]):
-    send_code(root, Host(node, node), f"~/{folder}", tree_digest(root))
+    found = look(Host(node, node), f"~/{folder}", read_tree(root), overwrite=True)
+    send_code(root, Host(node, node), f"~/{folder}", found)
     digest = environment_digest(root, "pypi")
     make_environment(Host(node, node), f"~/{folder}", "pypi", digest, {})
 """

@@ -32,13 +32,14 @@ from smolcluster.errors import (
 )
 from smolcluster.launch.host import Host, TookTooLong, Unreachable, shell_path
 from smolcluster.launch.interrupts import Interrupts, interrupts
+from smolcluster.launch.manifest import read_tree, without
 from smolcluster.launch.observe.beside import forget
 from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE
 from smolcluster.launch.prepare import TOOLS, check, check_port, everywhere, hand_over_secret
 from smolcluster.launch.sessions import begin, exit_code, host_of, last_words, put
 from smolcluster.launch.shipping import Loki, begin_shippers, with_shippers
 from smolcluster.launch.stop import StopResult, stop_processes
-from smolcluster.launch.sync import environment_digest, make_environment, send_code, tree_digest
+from smolcluster.launch.sync import Sending, environment_digest, look, make_environment, send_code
 from smolcluster.launch.tmux import close_window, is_stopping
 from smolcluster.observability.terminal import displayable, steady
 from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
@@ -129,8 +130,11 @@ class ClusterRun:
         self._paths = paths
         self._console = console
 
-    def prepare(self, baggage: Baggage, *, sync: bool) -> None:
+    def prepare(self, baggage: Baggage, *, sync: bool, overwrite: bool = False) -> None:
         """Look at the machines, and bring there what a run needs; with `sync` also code and environment.
+
+        Nothing is changed anywhere before all machines have been found fit. Files that somebody has edited in
+        a project's folder are a reason not to begin; with `overwrite` they are moved aside.
 
         Raises:
             LaunchError: a machine is not fit; the message says what to do.
@@ -143,8 +147,16 @@ class ClusterRun:
         self._check_over()
         check_port(host_of(server), self._launched.port)
         if sync:
-            bring = partial(self._bring, root=baggage.root, version=tree_digest(baggage.root))
-            everywhere([host for host in hosts if not machines[host.node].is_here], bring)
+            tree = read_tree(baggage.root)
+
+            def find(host: Host) -> Sending:
+                machine = machines[host.node]
+                ours = without(tree, machine.kept)
+                return look(host, machine.project_dir, ours, overwrite=overwrite)
+
+            others = [host for host in hosts if not machines[host.node].is_here]
+            found = everywhere(others, find)
+            everywhere(others, partial(self._bring, root=baggage.root, found=found))
         everywhere(hosts, lambda host: self._hand_over(host, baggage.secret))
         nodes = {process.node: process for process in reversed(self._launched.processes)}
         for process in nodes.values():
@@ -171,10 +183,12 @@ class ClusterRun:
         needed = [tool for tool in tools if tool == "tmux" or not machine.is_here]
         check(host, machine.project_dir, needed)
 
-    def _bring(self, host: Host, *, root: Path, version: str) -> None:
+    def _bring(self, host: Host, *, root: Path, found: Mapping[str, Sending]) -> None:
         machine, began = self._machines[host.node], time.monotonic()
         self.say(f"{host.node}: code and environment in {machine.project_dir}")
-        send_code(root, host, machine.project_dir, version, machine.kept)
+        sending = found[host.node]
+        if backup := send_code(root, host, machine.project_dir, sending, machine.kept):
+            self.say(f"{host.node}: what was edited there is now in {backup} there", "yellow")
         digest = environment_digest(root, machine.torch)
         make_environment(host, machine.project_dir, machine.torch, digest, machine.env)
         self.say(f"{host.node}: ready ({time.monotonic() - began:.1f} s)")

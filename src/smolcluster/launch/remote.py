@@ -46,6 +46,7 @@ class How:
     Attributes:
         dry_run: only print the plan.
         sync: bring code and environment to the machines first.
+        overwrite: replace what somebody has edited there, and keep it aside.
         tmux: open a window with a pane a process, where there is a terminal.
         detach: leave the run alone when all workers have joined.
         observe: start Grafana, Loki and Prometheus where they can be; None: as the cluster file says, and
@@ -54,6 +55,7 @@ class How:
 
     dry_run: bool = False
     sync: bool = True
+    overwrite: bool = False
     tmux: bool = True
     detach: bool = False
     observe: bool | None = None
@@ -92,7 +94,7 @@ def launch_remote(
     )
     machines = machines_of(settings.cluster, places, cluster_file)
     run = ClusterRun(launched, machines, RunPaths(here / check_run_id(run_id)), SteadyConsole())
-    run.prepare(baggage, sync=how.sync)
+    run.prepare(baggage, sync=how.sync, overwrite=how.overwrite)
     keep(create_run(here, run_id, newest=False), cluster_file.read_bytes(), baggage.train_file)
     stack = stack_for(how.observe, settings.cluster, run.say)
     if stack is not None:
@@ -283,18 +285,18 @@ def machines_of(
             torch=config.torch,
             env=(inherited() if place.ssh is None else forwarded(os.environ)) | config.env,
             secret_file=(raw.get(node) or {}).get("secret_file"),
-            kept=tuple(own_paths(raw.get(node) or {}, place)),
+            kept=tuple(own_paths(raw.get(node) or {}, place.project_dir, place.runs_dir)),
         )
     return machines
 
 
-def own_paths(stated: Mapping[str, Any], place: Place) -> Iterator[str]:
+def own_paths(stated: Mapping[str, Any], project_dir: str, runs_dir: str | None) -> Iterator[str]:
     """What a machine keeps below the project's folder besides the project, as patterns of rsync."""
     dataset = stated.get("dataset") or {}
-    paths = [place.runs_dir, stated.get("secret_file"), dataset.get("root"), dataset.get("cache")]
+    paths = [runs_dir, stated.get("secret_file"), dataset.get("root"), dataset.get("cache")]
     for path in filter(None, paths):
-        if str(path).startswith(f"{place.project_dir}/"):
-            yield str(path).removeprefix(place.project_dir).rstrip("/")
+        if str(path).startswith(f"{project_dir}/"):
+            yield str(path).removeprefix(project_dir).rstrip("/")
 
 
 def inherited() -> dict[str, str]:

@@ -1,79 +1,54 @@
 """Bringing the project to a machine: its code with rsync, then its environment with uv.
 
-The code is whole on a machine when `.smolcluster-version` there holds the digest of this tree: it is removed
-before rsync begins and written after it has ended. The environment is left alone when neither the project's
-requirements nor the wanted build of PyTorch have changed.
+What is there is looked at first, by content; only what was sent before and has not changed since is replaced
+or deleted. The environment is left alone when neither the project's requirements nor the wanted build of
+PyTorch have changed.
 """
 
-import fnmatch
 import hashlib
-import os
 import shlex
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from smolcluster.errors import LaunchError
-from smolcluster.launch.host import PREAMBLE, Host, run_here, shell_path, ssh_options
+from smolcluster.launch.host import PREAMBLE, Done, Host, run_here, shell_path, ssh_options
+from smolcluster.launch.manifest import (
+    BACKUP,
+    FOLDER,
+    NOT_SENT,
+    SENDING,
+    SENT,
+    UNREADABLE,
+    Difference,
+    NodeFolder,
+    Tree,
+    as_manifest,
+    as_names,
+    compare,
+    read_folder,
+    refusal,
+)
 from smolcluster.launch.watch.fetch import failure
 
-MARKER = ".smolcluster-version"
-SENDING = ".smolcluster"
-"""Says that a folder is ours while the project is on its way there."""
 ENVIRONMENT_MARKER = ".venv/.smolcluster-environment"
-NOT_SENT = (
-    *(".git", ".venv", ".uv", "/runs", "/wandb", "/data", "/dist", MARKER),
-    *("__pycache__", "*.py[co]", ".*_cache", ".hypothesis", ".DS_Store"),
-    "/src/smolcluster/data/MNIST",
-)
-"""Patterns in rsync's words: a leading / is the project's root."""
-_CLEAN_CLONE = (
-    'found=$(git status --porcelain --ignored 2>/dev/null) && [ -z "$(printf \'%s\\n\' "$found" | '
-    "grep -vE '^$|^!! (\\.venv/|\\.uv/|runs/|wandb/|data/|dist/|uv\\.lock|.*__pycache__/|\\.[a-z]+_cache/|"
-    "\\.hypothesis/|src/smolcluster/data/MNIST/)')\" ]"
-)
-"""Whether a clone holds nothing that git does not have, but for what is not sent."""
+LOOK_TIMEOUT_S = 60.0
 RSYNC_TIMEOUT_S = 600.0
 ENVIRONMENT_TIMEOUT_S = 3600.0
 """PyTorch with CUDA is gigabytes."""
 REGISTRY = "pypi"
+NOT_WRITABLE = 6
+"""The exit code of a look at a folder in which no file can be made."""
 
 
-def sent_files(root: Path) -> Iterator[str]:
-    """The files that belong to the project at `root`, as relative paths in a fixed order."""
-    for folder, folders, files in os.walk(root):
-        place = os.path.relpath(folder, root)
-        links = [name for name in folders if Path(folder, name).is_symlink()]
-        folders[:] = sorted(name for name in folders if not _left_out(place, name))
-        for name in sorted((*files, *links)):
-            if not _left_out(place, name):
-                yield name if place == "." else f"{place}/{name}"
+@dataclass(frozen=True)
+class Sending:
+    """What is to be sent to a node: its folder as it was found, and what that lacks of `tree`."""
 
-
-def _left_out(place: str, name: str) -> bool:
-    path = f"/{name}" if place == "." else f"/{place}/{name}"
-    return any(
-        path == pattern if pattern.startswith("/") else fnmatch.fnmatchcase(name, pattern)
-        for pattern in NOT_SENT
-    )
-
-
-def tree_digest(root: Path) -> str:
-    """SHA-256 over the names and contents of what is sent: the version of the code.
-
-    Raises:
-        LaunchError: a file cannot be read.
-    """
-    digest = hashlib.sha256()
-    for name in sent_files(root):
-        path = root / name
-        try:
-            content = os.fsencode(path.readlink()) if path.is_symlink() else path.read_bytes()
-        except OSError as error:
-            raise LaunchError(f"{path} cannot be read: {error.strerror or error}") from error
-        digest.update(os.fsencode(name) + b"\0%d\0" % len(content))
-        digest.update(content)
-    return digest.hexdigest()
+    tree: Tree
+    folder: NodeFolder
+    difference: Difference
 
 
 def environment_digest(root: Path, torch: str) -> str:
@@ -85,45 +60,122 @@ def environment_digest(root: Path, torch: str) -> str:
     return digest.hexdigest()
 
 
-def send_code(
-    root: Path, host: Host, project_dir: str, version: str, kept: Sequence[str] = ()
-) -> None:
-    """Make the project's folder on a machine equal to `root`, but for what is not sent.
+def look_script(project_dir: str) -> str:
+    """Print for `read_folder` what is at paths that come by standard input, and at those that were sent.
 
-    `kept`: paths below that folder which are the machine's own, such as `/experiments`.
+    It ends with NOT_WRITABLE when no file can be made there, for the reason that `touch` gives.
+    """
+    return f"""folder={shell_path(project_dir)}; near=$folder
+while [ ! -e "$near" ]; do near=$(dirname "$near"); done
+touch "$near/.smolcluster-$$" || exit {NOT_WRITABLE}
+rm -f "$near/.smolcluster-$$"
+cd "$folder" 2>/dev/null && [ -n "$(ls -A | grep -vx runs)" ] ||
+  {{ printf 'state\\0absent\\0'; exit 0; }}
+[ -e {SENT} ] || [ -e {SENDING} ] || grep -qs 'name = "smolcluster"' pyproject.toml ||
+  {{ printf 'state\\0foreign\\0'; exit 0; }}
+if command -v sha256sum >/dev/null; then sum=sha256sum
+elif command -v shasum >/dev/null; then sum='shasum -a 256'
+else echo 'there is neither sha256sum nor shasum' >&2; exit 1; fi
+export sum
+printf 'state\\0project\\0'
+[ ! -e {SENDING} ] || printf 'sending\\0yes\\0'
+[ ! -e .git ] || {{ printf 'owner\\0a git clone'
+  [ -z "$(git status --porcelain 2>/dev/null | head -n 1)" ] || printf ' with uncommitted changes'
+  printf '\\0'; }}
+printf '\\0/sent\\0'; cat {SENT} {SENDING} 2>/dev/null; printf '\\0/there\\0'
+cat - {SENT} {SENDING} 2>/dev/null | xargs -0 sh -c 'for name; do
+  shift
+  if [ -h "$name" ]; then printf "%s\\0link %s\\0" "$name" "$(readlink "./$name")"
+  elif [ -d "$name" ]; then printf "%s\\0{FOLDER}\\0" "$name"
+  elif [ -e "$name" ]; then printf "%s\\0{UNREADABLE}\\0" "$name"; set -- "$@" "./$name"; fi
+done
+printf "\\0"; [ $# -eq 0 ] || $sum "$@" 2>/dev/null; printf "\\0"' sh
+true"""
+
+
+def look(host: Host, project_dir: str, tree: Tree, *, overwrite: bool) -> Sending:
+    """What is to be sent to a machine; nothing is changed there.
 
     Raises:
-        LaunchError: the folder is something else's, or rsync fails.
+        LaunchError: the folder is something else's, cannot be written, or has files that would be lost, and
+            they may not be overwritten.
     """
-    folder = shell_path(project_dir)
-    ready = host.run(
-        f"mkdir -p {folder} && cd {folder} || exit 1; "
-        f'[ "$(cat {MARKER} 2>/dev/null)" = {version} ] && exit 3; '
-        f'if [ -n "$(ls -A | grep -vx runs)" ] && [ ! -e {SENDING} ] && '
-        "! grep -qs 'name = \"smolcluster\"' pyproject.toml; then exit 4; fi; "
-        f"if [ -e .git ] && [ ! -e {MARKER} ] && [ ! -e {SENDING} ] && ! {{ {_CLEAN_CLONE}; }}; "
-        "then exit 5; fi; "
-        f"rm -f {MARKER} && touch {SENDING}"
-    )
-    if ready.code == 3:
-        return
-    if ready.code == 4:
+    done = host.run(look_script(project_dir), stdin=as_names(tree), timeout_s=LOOK_TIMEOUT_S)
+    if done.code == NOT_WRITABLE:
+        raise LaunchError(f"{host.node}: {'; '.join(not_writable(host.node, project_dir, done))}")
+    try:
+        folder = read_folder(done.stdout)
+    except ValueError:
+        raise LaunchError(f"{host.node}: {project_dir} cannot be used: {done.last_words}") from None
+    if folder.state == "foreign":
         raise LaunchError(
             f"{host.node}: {project_dir} holds something else than this project: set "
             f"nodes.{host.node}.project_dir to another folder"
         )
-    if ready.code == 5:
-        raise LaunchError(
-            f"{host.node}: {project_dir} is a clone with files of its own, which would be lost, or git "
-            f"there cannot tell: commit or move them, use --no-sync, or set nodes.{host.node}.project_dir "
-            "to another folder"
-        )
-    if not ready.ok:
-        raise LaunchError(f"{host.node}: {project_dir} cannot be used: {ready.last_words}")
-    _rsync(root, host, project_dir, kept)
-    marked = host.run(f"cd {folder} && printf %s {version} > {MARKER} && rm -f {SENDING}")
-    if not marked.ok:
-        raise LaunchError(f"{host.node}: {project_dir} cannot be written: {marked.last_words}")
+    difference = compare(tree, folder)
+    if difference.edited and not overwrite:
+        what, fix = refusal(folder, project_dir, difference.edited)
+        raise LaunchError(f"{host.node}: {what}: {fix}")
+    return Sending(tree, folder, difference)
+
+
+def not_writable(node: str, project_dir: str, done: Done) -> tuple[str, str]:
+    """Why no file can be made in the project's folder, and what mends it."""
+    reason = done.last_words.rpartition(": ")[2]
+    return (
+        f"{project_dir} cannot be written ({reason})",
+        f"give it to the user who logs in there, or set nodes.{node}.project_dir to another folder",
+    )
+
+
+def send_code(
+    root: Path, host: Host, project_dir: str, sending: Sending, kept: Sequence[str] = ()
+) -> str:
+    """Bring to the project's folder on a machine what it lacks; where replaced files are, or nothing.
+
+    `kept`: paths below that folder which are the machine's own, such as `/experiments`.
+
+    Raises:
+        LaunchError: it cannot be written, or rsync fails.
+    """
+    difference = sending.difference
+    if difference.is_none and difference.is_recorded and not sending.folder.is_half_sent:
+        return ""
+    manifest, folder = as_manifest(sending.tree), shell_path(project_dir)
+
+    def do(script: str, stdin: bytes) -> str:
+        done = host.run(f"mkdir -p {folder} && cd {folder} || exit 1\n{script}", stdin=stdin)
+        if not done.ok:
+            raise LaunchError(f"{host.node}: {project_dir} cannot be written: {done.last_words}")
+        return done.stdout.strip()
+
+    before = f"$([ ! -e {SENDING} ] || echo {SENDING})"
+    do(f"cat - {before} > {SENDING}-new && mv {SENDING}-new {SENDING}", manifest)
+    backup = do(_MOVE_AWAY, _joined(difference.edited)) if difference.edited else ""
+    if difference.gone:
+        folders = {name for name in difference.gone if sending.folder.tree[name] == FOLDER}
+        files = (name for name in difference.gone if name not in folders)
+        do("xargs -0 rm -f --", _joined(files))
+        do(_REMOVE_FOLDERS, _joined(sorted(folders, reverse=True)))
+    if difference.edited or difference.outdated:
+        _rsync(root, host, project_dir, kept)
+    do(f"cat > {SENT}-new && mv {SENT}-new {SENT} && rm -f {SENDING}", manifest)
+    return backup and f"{project_dir}/{backup}"
+
+
+_MOVE_AWAY = f"""mkdir -p {BACKUP} && backup={BACKUP}/$(date +%Y%m%d-%H%M%S)
+mkdir "$backup" 2>/dev/null || {{ backup=$backup.$$; mkdir "$backup"; }} || exit 1
+export backup; echo "$backup"
+xargs -0 sh -c 'for name; do
+  [ -h "$name" ] || [ -e "$name" ] || continue
+  mkdir -p "$backup/$(dirname "./$name")" && mv "./$name" "$backup/$name" || exit 255
+done' sh"""
+_REMOVE_FOLDERS = """xargs -0 sh -c 'for name; do
+  rm -rf "./$name/__pycache__"; rmdir "./$name" 2>/dev/null; done; true' sh"""
+
+
+def _joined(names: Iterable[str]) -> bytes:
+    return b"".join(name.encode() + b"\0" for name in names)
 
 
 def _rsync(root: Path, host: Host, project_dir: str, kept: Sequence[str]) -> None:
@@ -138,15 +190,17 @@ def _rsync(root: Path, host: Host, project_dir: str, kept: Sequence[str]) -> Non
 
 
 def rsync_command(root: Path, host: Host, project_dir: str, kept: Sequence[str] = ()) -> list[str]:
-    """The command that makes a folder on a machine equal to `root`, but for what is `kept` there.
+    """The command that brings to a folder on a machine what it lacks of `root`, but for what is `kept` there.
+
+    Contents are compared: a file may have changed within a second, and have kept its size.
 
     What rsync's quoting could spoil is kept from it, as in `fetch`: folder and destination are named in the
     commands that start the other rsync and ssh, and to rsync itself the machine is called `env`.
     """
     there = f'{PREAMBLE}cd {shell_path(project_dir)} && exec rsync "$@"'
-    excludes = [f"--exclude={pattern}" for pattern in (*NOT_SENT, SENDING, *kept)]
+    excludes = [f"--exclude={pattern}" for pattern in (*NOT_SENT, *kept)]
     return [
-        *("rsync", "-rlptz", "--delete", *excludes),
+        *("rsync", "-rlptz", "--checksum", *excludes),
         *("-e", shlex.join(["ssh", *ssh_options(), "--", host.destination or host.node])),
         f"--rsync-path={shlex.join(['sh', '-c', there, 'sh'])}",
         *("--", f"{root}/", "env:./"),

@@ -1,6 +1,7 @@
 """Faults that are really planted, on hosts that are really there: the doctor finds each, and its remedy."""
 
 import contextlib
+import hashlib
 import json
 import shlex
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from lab import Host, Lab, Running
+from smolcluster.launch.manifest import SENDING, SENT
 
 PROGRAM = """
 import sys
@@ -104,16 +106,18 @@ class Case:
         config.write_text("\n  ".join((f"Host {alias}", *place)) + "\n\n" + before)
         self.nodes["pi5"] = {"ssh": alias}
 
-    def project(self, mark: str | None = None) -> None:
-        """Put a folder of the project there."""
-        self.write("smolcluster/pyproject.toml", 'name = "smolcluster"\n')
-        if mark is not None:
-            self.write("smolcluster/.smolcluster-version", mark)
+    def project(self, manifest: str | None = SENT) -> None:
+        """Put a folder of the project there, and a manifest of what was sent, if any was."""
+        text = 'name = "smolcluster"\n'
+        self.write("smolcluster/pyproject.toml", text)
+        if manifest is not None:
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            self.write(f"smolcluster/{manifest}", f"pyproject.toml\0file {digest}\0")
         self.undo.callback(self.pi5.run, "rm -rf smolcluster")
 
     def python(self, look: str, *rest: str) -> None:
         """Put an interpreter into the project's environment; `look` runs when PyTorch is looked at."""
-        self.project("another")
+        self.project()
         lines = (
             "#!/bin/sh",
             f'if [ "$*" = - ]; then {look}; exit; fi',
@@ -228,12 +232,22 @@ def open_secret(case: Case) -> None:
     case.write(".config/smolcluster/secret", "x" * 64, 0o644)
 
 
-def half_synced(case: Case) -> None:
-    case.project()
+def half_sent(case: Case) -> None:
+    case.project(SENDING)
 
 
 def other_version(case: Case) -> None:
-    case.project("another")
+    case.project()
+
+
+def edited_clone(case: Case) -> None:
+    case.project(None)
+    case.pi5.output("git init -q smolcluster")
+
+
+def read_only(case: Case) -> None:
+    mount = "mount -t tmpfs -o ro tmpfs smolcluster"
+    case.run(case.pi5, f"mkdir smolcluster && {mount}", "umount smolcluster; rmdir smolcluster")
 
 
 def foreign_folder(case: Case) -> None:
@@ -241,7 +255,7 @@ def foreign_folder(case: Case) -> None:
 
 
 def broken_environment(case: Case) -> None:
-    case.project("any")
+    case.project()
     case.run(case.pi5, "mkdir -p smolcluster/.venv/bin", "rm -r smolcluster/.venv")
 
 
@@ -323,7 +337,9 @@ FAULTS: dict[Plant, tuple[str, str, str, str]] = {
     wrong_clock: ("clock", "fail", "its clock is 5 min", "timedatectl set-ntp true"),
     sleepy_mac: ("sleep", "warn", "for 1 min", "`sudo pmset -a sleep 0`"),
     open_secret: ("secret", "fail", "is open to others (-rw-r--r--)", "`chmod 600 /srv/pi/"),
-    half_synced: ("code", "fail", "half-synced", "without --no-sync"),
+    half_sent: ("code", "fail", "half-sent", "without --no-sync"),
+    edited_clone: ("code", "fail", "a git clone with uncommitted changes, has 1", "--overwrite"),
+    read_only: ("code", "fail", "cannot be written (Read-only", "nodes.pi5.project_dir"),
     other_version: ("code", "warn", "of another version", "without --no-sync"),
     foreign_folder: ("code", "fail", "something else than this project", "nodes.pi5.project_dir"),
     broken_environment: (

@@ -62,7 +62,7 @@ def test_an_interrupted_rsync_leaves_no_half_synced_node(launching: Launching) -
     finally:
         mini2.unshape()
     assert "mini2: rsync failed" in running.output
-    assert not mini2.path(f"{PROJECT}/.smolcluster-version").exists()
+    assert not mini2.path(f"{PROJECT}/.smolcluster-sent").exists()
     assert "starting the server" not in running.output
 
 
@@ -279,6 +279,61 @@ def test_a_folder_of_something_else_is_refused_untouched(launching: Launching) -
     assert refused.returncode == 1
     assert "mini2: ~/thesis holds something else" in refused.stderr
     assert os.listdir(mini2.path("thesis")) == ["chapter1.tex"]  # noqa: PTH208 - what is hidden, too
+    assert launching.is_clean(), launching.left()
+
+
+def test_a_launch_loses_nothing_of_what_others_have_on_a_node(launching: Launching) -> None:
+    """On a node with edited files, and on one that its owner has made a clone; twice, and with a way out."""
+    lab, folder, edited = launching.lab, "~/owned", "src/smolcluster/utils/seed.py"
+    nodes = {node: {"project_dir": folder} for node in lab.hosts}
+    launching.write_config("owned.yaml", nodes)
+    launch = launching.launch("--override", *TINY, config="~/owned.yaml")
+    own = {"mini2": "data_mine/samples", "pi5": "src/mine.py"}
+
+    def held() -> dict[str, str]:
+        listed = "find . -name .venv -prune -o -name runs -prune -o -name .git -prune -o -type f"
+        return {host.name: host.output(f"cd owned && {listed} -exec ls -l {{}} +") for host in lab}
+
+    first = launching.run(launch)
+    assert first.returncode == 0, first.stderr
+    added = launching.controller.path(f"{launching.root}/src/smolcluster/added.py")
+    git = "git -c user.name=n -c user.email=e@example.org"
+    lab["pi5"].output("cd owned && git init -q && git add -A -- src pyproject.toml")
+    for words in ("# first", "# second"):
+        for node, extra in own.items():
+            lab[node].output(f"cd owned && mkdir -p data_mine && echo '{words}' >> {edited}")
+            lab[node].write(f"owned/{extra}", words)
+        lab["pi5"].output(f"cd owned && {git} commit -qam mine")
+        before, run_id = held(), launching.run_id
+        refused = launching.run(launch)
+        assert refused.returncode == 1
+        assert refused.stderr.count("has 1 file that is neither") == 2
+        assert all(f"{node}: {folder}" in refused.stderr for node in own)
+        assert edited in refused.stderr
+        assert "a git clone with uncommitted changes" in refused.stderr
+        examined = launching.run(launching.command("doctor", "--json", "--config", "~/owned.yaml"))
+        checks = {
+            n: found["checks"]["code"] for n, found in json.loads(examined.stdout)["nodes"].items()
+        }
+        assert [checks[node]["state"] for node in own] == ["fail", "fail"]
+        assert all("--overwrite" in checks[node]["fix"] for node in own)
+        assert held() == before, "nothing was sent, also to the node on which nothing is edited"
+        assert launching.run_id == run_id
+        overwritten = launching.run(
+            launching.launch("--overwrite", "--override", *TINY, config="~/owned.yaml")
+        )
+        assert overwritten.returncode == 0, overwritten.stderr
+        for node, extra in own.items():
+            assert lab[node].path(f"owned/{extra}").read_text() == words
+            assert words not in lab[node].path(f"owned/{edited}").read_text()
+            found = lab[node].output(f"cat owned/.smolcluster-backup/*/{edited} | grep '^# '")
+            assert found.endswith(words)
+            assert (
+                f"{node}: what was edited there is now in {folder}/.smolcluster-backup/"
+                in overwritten.stdout
+            )
+        added.write_text("VERSION = 2")
+    added.unlink()
     assert launching.is_clean(), launching.left()
 
 

@@ -3,14 +3,17 @@
 import json
 from typing import Any
 
-from doctoring import MAC, answer, context
+import pytest
+
+from doctoring import MAC, TREE, answer, code, context
 from smolcluster.launch.doctor.checks_project import (
     environment_script,
-    judge_code,
     judge_environment,
+    judge_folder,
     judge_torch,
     torch_script,
 )
+from smolcluster.launch.sync import NOT_WRITABLE
 
 H200 = "gpu GPU 0: NVIDIA H200 (UUID: GPU-1f2e)\n"
 CPU_BUILD = {
@@ -30,26 +33,46 @@ def torch(build: dict[str, Any], before: str = "", **changed: Any) -> Any:
 
 
 def test_a_missing_project_is_brought_by_launch() -> None:
-    found = judge_code(answer("folder absent\n"), context())
+    found = judge_folder(answer("state\0absent\0"), context())
     assert (found.state, found.what) == ("warn", "~/smolcluster is not there yet")
     assert found.fix == "`smolcluster launch` brings it"
 
 
 def test_a_half_synced_project() -> None:
-    found = judge_code(answer("mark \n"), context())
-    assert (found.state, found.what) == ("fail", "~/smolcluster is half-synced")
+    found = judge_folder(answer(code(sending="yes")), context())
+    assert (found.state, found.what) == ("fail", "~/smolcluster is half-sent")
     assert found.fix == "launch again without --no-sync"
 
 
 def test_another_version() -> None:
-    found = judge_code(answer("mark v0\n"), context())
+    before = TREE | {"src/a.py": "file 0"}
+    found = judge_folder(answer(code(before, before)), context())
     assert (found.state, found.what) == ("warn", "~/smolcluster is of another version")
     assert "without --no-sync" in found.fix
-    assert judge_code(answer("mark v1\n"), context()).state == "ok"
+    assert judge_folder(answer(code()), context()).state == "ok"
+
+
+@pytest.mark.parametrize("sent", [TREE, {}], ids=["sent before", "never sent"])
+def test_edited_code(sent: dict[str, str]) -> None:
+    """The launch refuses it, and so the doctor does not advise one."""
+    edited, owner = TREE | {"src/a.py": "file 9"}, "a git clone with uncommitted changes"
+    found = judge_folder(answer(code(edited, sent, owner=owner)), context())
+    assert found.state == "fail"
+    assert f"~/smolcluster, {owner}, has 1 file" in found.what
+    assert found.what.endswith(": src/a.py")
+    assert "--overwrite" in found.fix
+
+
+def test_a_folder_that_cannot_be_written() -> None:
+    said = "touch: cannot touch '/x/.smolcluster-812': Read-only file system"
+    found = judge_folder(answer("", NOT_WRITABLE, said), context())
+    assert found.state == "fail"
+    assert found.what == "~/smolcluster cannot be written (Read-only file system)"
+    assert "nodes.pi5.project_dir" in found.fix
 
 
 def test_a_folder_of_something_else() -> None:
-    found = judge_code(answer("mark \nfolder foreign\n"), context())
+    found = judge_folder(answer("state\0foreign\0"), context())
     assert found.state == "fail"
     assert found.fix == "set nodes.pi5.project_dir to another folder"
 

@@ -273,7 +273,11 @@ def test_where_a_run_lives_is_what_the_file_says(tmp_path: Path) -> None:
 def test_what_a_machine_keeps_in_the_project_s_folder_is_its_own() -> None:
     place = Place(ssh="pi5", project_dir="~/p", runs_dir="~/p/experiments")
     stated = {"secret_file": "~/p/secret", "dataset": {"root": "~/data", "cache": "~/p/cache/"}}
-    assert list(remote.own_paths(stated, place)) == ["/experiments", "/secret", "/cache"]
+    assert list(remote.own_paths(stated, place.project_dir, place.runs_dir)) == [
+        "/experiments",
+        "/secret",
+        "/cache",
+    ]
 
 
 def test_a_cluster_file_in_this_folder_is_meant_where_none_is_named(

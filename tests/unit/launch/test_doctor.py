@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from doctoring import HEALTHY, FakeHost, cluster, patients
+from doctoring import HEALTHY, FakeHost, cluster, code, patients
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.doctor import examine as module
 from smolcluster.launch.doctor.checks_links import link_limit_s
@@ -189,7 +189,7 @@ def test_a_server_that_works_too_is_one_node() -> None:
 
 
 def test_json_has_every_finding() -> None:
-    says = {"pi5": {"code": "folder absent\n", "secret": "-rw-rw-rw- 1 pi pi 65 Nov 22 03:00 /s\n"}}
+    says = {"pi5": {"code": "state\0absent\0", "secret": "-rw-rw-rw- 1 pi pi 65 Nov 22 03:00 /s\n"}}
     told = json.loads(as_json_text(examine(patients(cluster(), says), cluster())))
     assert list(told) == ["ok", "counts", "nodes"]
     assert told["ok"] is False
@@ -203,9 +203,9 @@ def test_json_has_every_finding() -> None:
 
 def test_the_fix_stands_under_its_failure() -> None:
     lines = shown(
-        examine(patients(cluster(), {"pi5": {"code": "mark \n"}}), cluster())
+        examine(patients(cluster(), {"pi5": {"code": code(sending="yes")}}), cluster())
     ).splitlines()
-    place = lines.index("FAILS pi5: code: ~/smolcluster is half-synced")
+    place = lines.index("FAILS pi5: code: ~/smolcluster is half-sent")
     assert lines[place + 1] == "  -> launch again without --no-sync"
 
 
@@ -231,7 +231,7 @@ def test_four_nodes_fit_side_by_side() -> None:
 
 
 def test_what_is_the_same_on_many_nodes_is_said_once() -> None:
-    says = {node: {"code": "mark v0\n"} for node in NODES}
+    says = {node: {"code": code({})} for node in NODES}
     text = shown(examine(patients(cluster(), says), cluster()))
     assert "warning mini1, mini2, pi5: code: ~/smolcluster is of another version\n" in text
     assert text.count("of another version") == 1

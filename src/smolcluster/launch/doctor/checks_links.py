@@ -309,13 +309,13 @@ def judge_link(answer: Answer, _context: Context) -> Finding:
 
 def port_check() -> Check:
     """What is looked at on the server's machine, and leaves the listener there."""
-    return Check("port", listen_script, judge_port, LISTEN_S, stdin=probe_source())
+    return Check("port", listen_script, judge_port, LISTEN_S, stdin=lambda _: probe_source())
 
 
 def link_checks(cluster: ClusterConfig) -> Sequence[Check]:
     """What is looked at from every worker, while the listener waits."""
     source, limit_s = probe_source(), link_limit_s(cluster)
     return (
-        Check("server", reach_script, judge_reach, REACH_S, needs_server, source),
-        Check("link", link_script, judge_link, limit_s, needs_address, source),
+        Check("server", reach_script, judge_reach, REACH_S, needs_server, lambda _: source),
+        Check("link", link_script, judge_link, limit_s, needs_address, lambda _: source),
     )

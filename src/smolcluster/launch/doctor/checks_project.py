@@ -17,8 +17,10 @@ from smolcluster.launch.doctor.findings import (
     warn,
 )
 from smolcluster.launch.host import shell_path
-from smolcluster.launch.sync import ENVIRONMENT_MARKER, MARKER
+from smolcluster.launch.manifest import as_names, compare, read_folder, refusal
+from smolcluster.launch.sync import ENVIRONMENT_MARKER, NOT_WRITABLE, look_script, not_writable
 
+LOOK_S = 30.0
 IMPORT_TORCH_S = 60.0
 """A Pi reads PyTorch from its card."""
 
@@ -36,31 +38,30 @@ print("torch " + json.dumps({
 """
 
 
-def code_script(context: Context) -> str:
-    """What is in the project's folder: the mark of whole code, if it is there."""
-    return f"""
-cd {shell_path(context.folder)} 2>/dev/null || {{ echo "folder absent"; exit 0; }}
-[ -n "$(ls -A)" ] || {{ echo "folder absent"; exit 0; }}
-echo "mark $(cat {MARKER} 2>/dev/null)"
-grep -qs 'name = "smolcluster"' pyproject.toml || [ -e .smolcluster ] || echo "folder foreign" """
+def judge_folder(answer: Answer, context: Context) -> Finding:
+    """Whether the project's folder can be written, and what code it holds."""
+    if answer.code == NOT_WRITABLE:
+        return fail(*not_writable(context.node, context.folder, answer))
+    return judge_code(answer, context)
 
 
 def judge_code(answer: Answer, context: Context) -> Finding:
-    """The version of the code there: this one's, another one's, half of one, or none."""
-    told, folder = fields(answer.stdout), context.folder
-    match told.get("folder", ""):
-        case "absent":
-            return warn(f"{folder} is not there yet", "`smolcluster launch` brings it")
-        case "foreign":
-            return fail(
-                f"{folder} holds something else than this project",
-                f"set nodes.{context.node}.project_dir to another folder",
-            )
-    if not told["mark"]:
-        return fail(f"{folder} is half-synced", "launch again without --no-sync")
-    if told["mark"] != context.version:
-        return warn(f"{folder} is of another version", "launch without --no-sync brings this one")
-    return ok("this version")
+    """The code there: this version, another one, somebody's own, half of one, or none."""
+    folder, tree = context.folder, context.tree or {}
+    found = read_folder(answer.stdout)
+    difference = compare(tree, found)
+    if found.state == "absent":
+        return warn(f"{folder} is not there yet", "`smolcluster launch` brings it")
+    if found.state == "foreign":
+        what = f"{folder} holds something else than this project"
+        return fail(what, f"set nodes.{context.node}.project_dir to another folder")
+    if difference.edited:
+        return fail(*refusal(found, folder, difference.edited))
+    if found.is_half_sent:
+        return fail(f"{folder} is half-sent", "launch again without --no-sync")
+    if difference.is_none:
+        return ok("this version")
+    return warn(f"{folder} is of another version", "launch without --no-sync brings this one")
 
 
 def exports(context: Context) -> str:
@@ -167,11 +168,20 @@ def _not_brought(context: Context) -> str | None:
 
 
 def _no_checkout(context: Context) -> str | None:
-    return _not_brought(context) or (None if context.version else "no checkout")
+    return _not_brought(context) or (None if context.tree else "no checkout")
 
 
 PROJECT_CHECKS: Iterable[Check] = (
-    Check("code", code_script, judge_code, why_not=_no_checkout),
+    Check(
+        "code",
+        lambda context: look_script(context.folder),
+        judge_folder,
+        LOOK_S,
+        _no_checkout,
+        lambda context: as_names(context.tree or {}),
+    ),
     Check("environment", environment_script, judge_environment, why_not=_no_checkout),
-    Check("torch", torch_script, judge_torch, IMPORT_TORCH_S, stdin=LOOK_AT_TORCH.encode()),
+    Check(
+        "torch", torch_script, judge_torch, IMPORT_TORCH_S, stdin=lambda _: LOOK_AT_TORCH.encode()
+    ),
 )

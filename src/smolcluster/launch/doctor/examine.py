@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from smolcluster.configs.load import find_config, read_config
 from smolcluster.configs.resolve import load_settings
@@ -45,9 +46,10 @@ from smolcluster.launch.doctor.findings import (
     skipped,
 )
 from smolcluster.launch.host import Host, TookTooLong, Unreachable, host_of
-from smolcluster.launch.remote import project_root
+from smolcluster.launch.manifest import read_tree, without
+from smolcluster.launch.remote import own_paths, project_root
 from smolcluster.launch.requests import cluster_source
-from smolcluster.launch.sync import environment_digest, tree_digest
+from smolcluster.launch.sync import environment_digest
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.utils.words import one_line
 
@@ -100,13 +102,13 @@ def doctor(config: str | None, overrides: list[str], as_json: bool) -> int:
     return diagnosis.exit_code
 
 
-def contexts(cluster: ClusterConfig, raw: Mapping[str, Mapping[str, object]]) -> dict[str, Context]:
+def contexts(cluster: ClusterConfig, raw: Mapping[str, Mapping[str, Any]]) -> dict[str, Context]:
     """What is known of each node beforehand, the server first; `raw`: the file's `nodes`, as written."""
     try:
         root = project_root()
     except LaunchError:
         root = None
-    version = tree_digest(root) if root else None
+    tree = read_tree(root) if root else None
     token = secrets.token_hex(8)
     known = {}
     for node in dict.fromkeys((cluster.server, *cluster.workers)):
@@ -114,7 +116,9 @@ def contexts(cluster: ClusterConfig, raw: Mapping[str, Mapping[str, object]]) ->
         destination = host_of(cluster, node).destination
         is_here = destination is None
         folder = str(root) if is_here and root else settings.project_dir
-        secret_file = (raw.get(node) or {}).get("secret_file")
+        stated = raw.get(node) or {}
+        secret_file = stated.get("secret_file")
+        kept = tuple(own_paths(stated, folder, stated.get("runs_dir")))
         known[node] = Context(
             node,
             cluster,
@@ -122,7 +126,7 @@ def contexts(cluster: ClusterConfig, raw: Mapping[str, Mapping[str, object]]) ->
             folder=folder,
             python=sys.executable if is_here else f"{folder}/.venv/bin/python",
             secret_file=None if secret_file is None else str(secret_file),
-            version=version,
+            tree=None if tree is None else without(tree, kept),
             environment=environment_digest(root, settings.torch) if root else "",
             token=token,
         )
@@ -200,7 +204,9 @@ def look_at(patient: Patient, check: Check) -> tuple[Finding, Answer | None]:
     if reason := check.why_not(context):
         return skipped(reason), None
     try:
-        answer = ask(patient.host, check.name, check.script(context), check.limit_s, check.stdin)
+        answer = ask(
+            patient.host, check.name, check.script(context), check.limit_s, check.stdin(context)
+        )
     except LaunchError as error:
         return refused(error, context, check.limit_s), None
     finding = judged(check.judge, answer, context)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.launch.host import Done
+from smolcluster.launch.manifest import Tree
 
 State = Literal["ok", "warn", "fail", "skipped"]
 
@@ -98,7 +99,7 @@ class Context:
         folder: the project's folder there.
         python: the interpreter of the project's environment there.
         secret_file: where the secret belongs; None: the default place.
-        version: digest of this tree's code; None: this is no checkout.
+        tree: what of this checkout belongs there; None: this is no checkout.
         environment: digest of what the node's environment is made of.
         token: what the test listener wants to hear.
     """
@@ -109,7 +110,7 @@ class Context:
     folder: str = "~/smolcluster"
     python: str = "~/smolcluster/.venv/bin/python"
     secret_file: str | None = None
-    version: str | None = None
+    tree: Tree | None = None
     environment: str = ""
     token: str = ""
     facts: Facts = field(default_factory=Facts)
@@ -150,7 +151,7 @@ class Check:
         judge: what to think of the answer; ValueError and LookupError mean that it makes no sense.
         limit_s: seconds that the script may take.
         why_not: why it is not looked at there; None: it is.
-        stdin: what the script reads.
+        stdin: gives what the script reads.
     """
 
     name: str
@@ -158,7 +159,7 @@ class Check:
     judge: Callable[[Answer, Context], Finding]
     limit_s: float = QUICK_S
     why_not: Callable[[Context], str | None] = lambda _: None
-    stdin: bytes = b""
+    stdin: Callable[[Context], bytes] = lambda _: b""
 
 
 def fields(text: str) -> dict[str, str]:

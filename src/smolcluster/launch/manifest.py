@@ -1,0 +1,232 @@
+"""What belongs to the project, what a node's folder has of it, and what of that may be replaced.
+
+What is at a path is one string: `file` and the SHA-256 of its bytes, `link` and its target, or `folder`. A
+manifest on the node says what was sent there last. What is neither that nor ours is the work of the node's
+owner: it is never replaced unasked. Paths that were never sent are not looked at, and stay.
+"""
+
+import fnmatch
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from smolcluster.errors import LaunchError
+
+SENT = ".smolcluster-sent"
+"""The manifest of what was sent last."""
+SENDING = ".smolcluster-sending"
+"""The manifest of what is on its way, and of all that was broken off before."""
+BACKUP = ".smolcluster-backup"
+"""The folder of what `--overwrite` has replaced."""
+NOT_SENT = (
+    *(".git", ".venv", ".uv", "/runs", "/wandb", "/data", "/dist", ".smolcluster-*"),
+    *("__pycache__", "*.py[co]", ".*_cache", ".hypothesis", ".DS_Store"),
+    "/src/smolcluster/data/MNIST",
+)
+"""Patterns in rsync's words: a leading / is the project's root."""
+GENERATED = frozenset({"uv.lock"})
+"""What uv writes into the project: nobody's work."""
+FOLDER, UNREADABLE = "folder", "unreadable"
+SHOWN = 10
+"""Names in a message."""
+
+State = Literal["absent", "foreign", "project"]
+Tree = Mapping[str, str]
+"""What is at each path, relative to the project's folder."""
+
+
+def sent_files(root: Path) -> Iterator[str]:
+    """The files that belong to the project at `root`, as relative paths in a fixed order."""
+    for folder, folders, files in os.walk(root):
+        place = os.path.relpath(folder, root)
+        links = [name for name in folders if Path(folder, name).is_symlink()]
+        folders[:] = sorted(name for name in folders if not _left_out(place, name))
+        for name in sorted((*files, *links)):
+            if not _left_out(place, name):
+                yield name if place == "." else f"{place}/{name}"
+
+
+def _left_out(place: str, name: str) -> bool:
+    path = f"/{name}" if place == "." else f"/{place}/{name}"
+    return any(
+        path == pattern if pattern.startswith("/") else fnmatch.fnmatchcase(name, pattern)
+        for pattern in NOT_SENT
+    )
+
+
+def read_tree(root: Path) -> Tree:
+    """What is sent of the project at `root`, its folders included.
+
+    Raises:
+        LaunchError: a file cannot be read.
+    """
+    tree: dict[str, str] = {}
+    for name in sent_files(root):
+        path = root / name
+        tree |= dict.fromkeys(_parents(name), FOLDER)
+        try:
+            if path.is_symlink():
+                tree[name] = f"link {_shown(str(path.readlink()))}"
+            else:
+                tree[name] = f"file {hashlib.sha256(path.read_bytes()).hexdigest()}"
+        except OSError as error:
+            raise LaunchError(f"{path} cannot be read: {error.strerror or error}") from error
+    return tree
+
+
+def _parents(name: str) -> Iterator[str]:
+    return (str(parent) for parent in PurePosixPath(name).parents if parent.name)
+
+
+def without(tree: Tree, kept: Sequence[str]) -> Tree:
+    """The tree without the paths that a node has for its own, such as `/experiments`."""
+    own = {path.strip("/") for path in kept}
+    return {name: what for name, what in tree.items() if own.isdisjoint({name, *_parents(name)})}
+
+
+def as_names(tree: Tree) -> bytes:
+    """The paths of a tree, each with a zero byte behind it."""
+    return b"".join(os.fsencode(name) + b"\0" for name in tree)
+
+
+def as_manifest(tree: Tree) -> bytes:
+    """A tree as it is kept on a node: path and content, each with a zero byte behind it."""
+    return b"".join(
+        os.fsencode(name) + b"\0" + what.encode() + b"\0" for name, what in tree.items()
+    )
+
+
+@dataclass(frozen=True)
+class NodeFolder:
+    """The project's folder on a node.
+
+    Attributes:
+        state: `absent` also when it is empty; `foreign`: it holds something else.
+        owner: whose work it may be, such as `a git clone`; empty: nobody's.
+        tree: what is there at paths that are ours or were sent.
+        sent: what was sent to a path; several contents, where sending was broken off.
+    """
+
+    state: State
+    owner: str = ""
+    is_half_sent: bool = False
+    tree: Tree = field(default_factory=dict)
+    sent: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What distinguishes a node's folder from this tree, as paths.
+
+    Attributes:
+        edited: neither ours nor what was sent: to replace it loses somebody's work.
+        outdated: missing, or as it was sent before.
+        gone: not ours any more, or of another kind now, and still as it was sent.
+        is_recorded: whether the node's manifest is of this tree.
+    """
+
+    edited: tuple[str, ...] = ()
+    outdated: tuple[str, ...] = ()
+    gone: tuple[str, ...] = ()
+    is_recorded: bool = True
+
+    @property
+    def is_none(self) -> bool:
+        """Whether the node has this tree, byte by byte."""
+        return not (self.edited or self.outdated or self.gone)
+
+
+def read_folder(text: str) -> NodeFolder:
+    """What the script of `sync.look_script` says.
+
+    Raises:
+        ValueError: it does not say that.
+    """
+    head, found, rest = text.partition("\0/sent\0")
+    facts = dict(_pairs(head.lstrip("\n")))
+    match facts.get("state"):
+        case "absent":
+            return NodeFolder("absent")
+        case "foreign":
+            return NodeFolder("foreign")
+        case "project" if found:
+            pass
+        case _:
+            raise ValueError(text)
+    before, _, now = rest.partition("\0/there\0")
+    sent: dict[str, frozenset[str]] = {}
+    for name, what in _pairs(before):
+        if name.startswith("/") or ".." in name.split("/"):
+            raise ValueError(name)
+        sent[name] = sent.get(name, frozenset()) | {what}
+    is_half_sent = facts.get("sending") == "yes"
+    return NodeFolder("project", facts.get("owner", ""), is_half_sent, _read_tree(now), sent)
+
+
+def _pairs(text: str) -> Iterator[tuple[str, str]]:
+    words = text.split("\0")
+    return zip(words[::2], words[1::2], strict=False)
+
+
+def _read_tree(text: str) -> Tree:
+    tree, sums = {}, ""
+    for name, what in _pairs(text):
+        if name:
+            tree[name] = what
+        else:
+            sums += what
+    for line in sums.splitlines():
+        digest, _, name = line.removeprefix("\\").partition(" ")
+        name = name[1:].removeprefix("./")
+        if line.startswith("\\"):
+            name = name.replace("\\\\", "\0").replace("\\n", "\n").replace("\0", "\\")
+        if tree.get(name) == UNREADABLE:
+            tree[name] = f"file {digest}"
+    return tree
+
+
+def compare(ours: Tree, folder: NodeFolder) -> Difference:
+    """What has to be sent to a node, and what must not be replaced there."""
+    ours = {_shown(name): what for name, what in ours.items()}
+    edited, outdated = [], []
+    for name, what in ours.items():
+        there, sent = folder.tree.get(name), folder.sent.get(name, frozenset())
+        if name in GENERATED and there is not None:
+            if what not in sent:
+                outdated.append(name)
+        elif there is None or (there != what and there in sent):
+            outdated.append(name)
+        elif there != what:
+            edited.append(name)
+    gone = [
+        name
+        for name, sent in folder.sent.items()
+        if (there := folder.tree.get(name)) in sent and _kind(there) != _kind(ours.get(name))
+    ]
+    is_recorded = folder.sent == {name: {what} for name, what in ours.items()}
+    return Difference(tuple(edited), tuple(outdated), tuple(gone), is_recorded)
+
+
+def _kind(what: str | None) -> str:
+    return (what or "nothing").partition(" ")[0]
+
+
+def _shown(name: str) -> str:
+    """A path as it comes back from a node: what is not UTF-8 is lost on the way."""
+    return os.fsencode(name).decode("utf-8", "replace")
+
+
+def refusal(folder: NodeFolder, project_dir: str, edited: Sequence[str]) -> tuple[str, str]:
+    """Why nothing is sent to a node on which somebody has edited files, and the two ways out."""
+    shown, more = ", ".join(edited[:SHOWN]), len(edited) - SHOWN
+    names = f"{shown} and {more} more" if more > 0 else shown
+    count = "1 file that is" if len(edited) == 1 else f"{len(edited)} files that are"
+    owner = f", {folder.owner}," if folder.owner else ""
+    return (
+        f"{project_dir}{owner} has {count} neither of this version nor of what was sent last: {names}",
+        "copy what you need of it into this checkout, or move it away there; or launch with --overwrite, "
+        f"which moves it to {project_dir}/{BACKUP} there",
+    )
