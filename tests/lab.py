@@ -454,6 +454,16 @@ class Host:
         self._on_switch("tc", "qdisc", "del", "dev", self._port(network), "root")
         self.output(["tc", "qdisc", "del", "dev", f"eth{network}", "root"])
 
+    def lose_large(self, peer: "Host", network: int) -> None:
+        """Lose packets of more than 1400 bytes from and to a peer, in a network of their own; tell nobody.
+
+        What the stack would cut later counts as small, so that is not made.
+        """
+        for host in (self, peer):
+            host.connect(network)
+            host.output(["ip", "link", "set", "dev", f"eth{network}", "gso_max_segs", "1"])
+        self._on_switch("ip", "link", "set", "dev", self._port(network), "mtu", "1400")
+
     @staticmethod
     def _shaper(mbit_per_s: float) -> list[str]:
         rate = round(mbit_per_s * 1e6)

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from smolcluster.utils.words import one_line
+from smolcluster.utils.words import condensed
 
 TIMEOUT_S = 5.0
 NOT_ALLOWED = "dataset.download is false"
 _REFUSALS = frozenset({403, 407})
-_LONGEST = 200
 _SWITCHED = ("huggingface_hub.constants", "datasets.config")
 
 
@@ -68,7 +67,5 @@ def _problem() -> str | None:
 
 
 def reason_of(error: BaseException) -> str:
-    """What an error of somebody else's says, on one short line."""
-    said = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    text = one_line(" ".join(str(said).split()))
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 2]} …"
+    """What an error of somebody else's says, on one line."""
+    return condensed(str(getattr(error, "strerror", None) or str(error) or type(error).__name__))

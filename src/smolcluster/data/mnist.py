@@ -4,7 +4,6 @@ Its test files are the validation split. Pixels stay uint8 in memory and are nor
 training set's mean and deviation when a batch is made.
 """
 
-import textwrap
 import zlib
 from http.client import HTTPException
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 from smolcluster.data.dataset import Dataset, Split
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.utils.folders import user_cache
+from smolcluster.utils.words import condensed
 
 MEAN = 0.1307
 DEVIATION = 0.3081
@@ -115,5 +115,4 @@ def _split(images: Tensor, labels: Tensor, place: Path) -> Split:
 
 
 def _one_line(error: Exception) -> str:
-    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return textwrap.shorten(str(reason), 200, placeholder=" …")
+    return condensed(str(getattr(error, "strerror", None) or str(error) or type(error).__name__))

@@ -2,7 +2,8 @@
 
     listen PORT TOKEN SECONDS ADDRESS …  on the server: listen in the background, say where and what is wrong
     knock ADDRESS PORT TOKEN             on a worker: whether the listener answers
-    measure ADDRESS PORT TOKEN           on a worker: round trips and bandwidth, when it is this worker's turn
+    large ADDRESS PORT TOKEN             on a worker: whether packets of full size pass, both ways
+    measure ADDRESS PORT TOKEN           on a worker: the same, then round trips and bandwidth in its turn
 
 Each prints one JSON object. Python 3.9 and its standard library are enough. The listener gives turns, so that
 workers who share a link do not measure each other, and ends by itself.
@@ -32,6 +33,9 @@ BURST_S = 0.5
 CONNECT_TIMEOUT_S = 3.0
 STALL_TIMEOUT_S = 3.0
 TURN_TIMEOUT_S = 60.0
+LARGE_NBYTES = 36_000
+"""Several packets of any size that is in use: an MTU of 9000 is the largest on ordinary cables."""
+LARGE_TIMEOUT_S = 6.0
 CHUNK = bytes(65_536)
 
 
@@ -166,7 +170,7 @@ def _leave_the_terminal() -> None:
 
 
 def _serve(sock: socket.socket, token: str, turn: threading.Lock) -> None:
-    """Greet who knows the token; then, in its turn, echo its pings and count its burst."""
+    """Greet who knows the token; answer its large packets, and in its turn its pings and its burst."""
     with sock:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -174,7 +178,11 @@ def _serve(sock: socket.socket, token: str, turn: threading.Lock) -> None:
             if _line(sock) != token.encode():
                 return
             sock.sendall(GREETING)
-            if sock.recv(1) != b"m":
+            wish = sock.recv(1)
+            if wish == b"l":
+                _answer_large(sock)
+                wish = sock.recv(1)
+            if wish != b"m":
                 return
             with turn:
                 sock.sendall(b"g")
@@ -185,6 +193,23 @@ def _serve(sock: socket.socket, token: str, turn: threading.Lock) -> None:
                     pass
         except OSError:
             return
+
+
+def _answer_large(sock: socket.socket) -> None:
+    sock.settimeout(2 * LARGE_TIMEOUT_S)
+    if _arrives(sock, LARGE_NBYTES):
+        sock.sendall(b"l")
+        sock.sendall(CHUNK[:LARGE_NBYTES])
+
+
+def _arrives(sock: socket.socket, nbytes: int) -> bool:
+    """Whether so many bytes come."""
+    while nbytes:
+        got = len(sock.recv(min(nbytes, 65_536)))
+        if not got:
+            return False
+        nbytes -= got
+    return True
 
 
 def _count(sock: socket.socket) -> dict[str, float]:
@@ -219,6 +244,11 @@ def knock(address: str, port: int, token: str) -> dict[str, object]:
     return _with_listener(address, port, token, lambda _sock: {})
 
 
+def large(address: str, port: int, token: str) -> dict[str, object]:
+    """Whether packets of full size pass; the error `large` tells the direction in which they are lost."""
+    return _with_listener(address, port, token, _exchange_large)
+
+
 def measure(address: str, port: int, token: str) -> dict[str, object]:
     """The median round trip in ms, and the bandwidth to the server in MB/s."""
     return _with_listener(address, port, token, _measure)
@@ -232,13 +262,22 @@ def _with_listener(
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not _is_greeted(sock, token):
                 return {"error": "stranger"}
-            return {"error": None, **do(sock)}
+            return {"error": None, **_undisturbed(sock, do)}
     except socket.gaierror as error:
         return {"error": "name", "why": str(error)}
     except socket.timeout:  # noqa: UP041 - another class before Python 3.10
         return {"error": "ETIMEDOUT"}
     except OSError as error:
         return {"error": errno.errorcode.get(error.errno or 0, "?"), "why": _why(error)}
+
+
+def _undisturbed(
+    sock: socket.socket, do: Callable[[socket.socket], dict[str, object]]
+) -> dict[str, object]:
+    try:
+        return do(sock)
+    except (OSError, ValueError) as error:
+        return {"error": "broke", "why": str(error)}
 
 
 def _is_greeted(sock: socket.socket, token: str) -> bool:
@@ -249,11 +288,29 @@ def _is_greeted(sock: socket.socket, token: str) -> bool:
         return False
 
 
+def _exchange_large(sock: socket.socket) -> dict[str, object]:
+    """Small packets pass, as the greeting has; large ones may not, where an MTU on the way is smaller."""
+    sock.settimeout(LARGE_TIMEOUT_S)
+    way = "to"
+    try:
+        sock.sendall(b"l")  # a packet of its own, which arrives
+        sock.sendall(CHUNK[:LARGE_NBYTES])
+        for nbytes in (1, LARGE_NBYTES):
+            if not _arrives(sock, nbytes):
+                raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+            way = "from"
+    except socket.timeout:  # noqa: UP041 - another class before Python 3.10
+        return {"error": "large", "way": way}
+    return {}
+
+
 def _measure(sock: socket.socket) -> dict[str, object]:
+    if lost := _exchange_large(sock):
+        return lost
     sock.sendall(b"m")
     sock.settimeout(TURN_TIMEOUT_S)
     if sock.recv(1) != b"g":
-        return {"error": "EPIPE"}
+        raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
     sock.settimeout(STALL_TIMEOUT_S)
     pings = []
     for _ in range(NUM_PINGS):
@@ -298,8 +355,7 @@ def main(argv: list[str]) -> None:
         listen(int(rest[0]), rest[1], int(rest[2]), rest[3:])
     else:
         address, port, token = rest
-        found = (knock if verb == "knock" else measure)(address, int(port), token)
-        _say(found)
+        _say({"knock": knock, "large": large, "measure": measure}[verb](address, int(port), token))
 
 
 if __name__ == "__main__":

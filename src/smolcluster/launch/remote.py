@@ -18,6 +18,7 @@ from smolcluster.configs.resolve import check_algorithm
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.cluster_run import Baggage, ClusterRun, Machine, left_running
+from smolcluster.launch.doctor.packets import check_packets
 from smolcluster.launch.find import find
 from smolcluster.launch.host import HERE, Host
 from smolcluster.launch.observe.beside import announce, stack_for
@@ -95,6 +96,7 @@ def launch_remote(
     machines = machines_of(settings.cluster, places, cluster_file)
     run = ClusterRun(launched, machines, RunPaths(here / check_run_id(run_id)), SteadyConsole())
     run.prepare(baggage, sync=how.sync, overwrite=how.overwrite)
+    check_packets(settings.cluster, places)
     keep(create_run(here, run_id, newest=False), cluster_file.read_bytes(), baggage.train_file)
     stack = stack_for(how.observe, settings.cluster, run.say)
     if stack is not None:

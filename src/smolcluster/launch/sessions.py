@@ -78,7 +78,7 @@ def start_script(process: LaunchedProcess, env: Mapping[str, str]) -> str:
         f'[ -z "$_smolcluster_asked" ] && cd {shell_path(process.project_dir)} && '
         f"{shlex.join(process.argv)}",
         "code=$?",
-        f'tmux capture-pane -p -S -{SCREEN_LINES} -t "$TMUX_PANE" '
+        f'tmux capture-pane -p -J -S -{SCREEN_LINES} -t "$TMUX_PANE" '
         f"> {run}/logs/{stem}.console.txt 2>/dev/null",
         f"echo $code > {run}/exits/{stem}",
         "exit $code",

@@ -6,6 +6,7 @@ PyTorch have changed.
 """
 
 import hashlib
+import re
 import shlex
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +32,7 @@ from smolcluster.launch.manifest import (
     refusal,
 )
 from smolcluster.launch.watch.fetch import failure
+from smolcluster.utils.words import condensed
 
 ENVIRONMENT_MARKER = ".venv/.smolcluster-environment"
 LOOK_TIMEOUT_S = 60.0
@@ -38,6 +40,7 @@ RSYNC_TIMEOUT_S = 600.0
 ENVIRONMENT_TIMEOUT_S = 3600.0
 """PyTorch with CUDA is gigabytes."""
 REGISTRY = "pypi"
+_UV_ERROR = re.compile(r"\s*(×|error\b)", re.IGNORECASE)
 NOT_WRITABLE = 6
 """The exit code of a look at a folder in which no file can be made."""
 
@@ -223,12 +226,18 @@ def make_environment(
     )
     done = host.run("sh -s", stdin=script.encode(), timeout_s=ENVIRONMENT_TIMEOUT_S)
     if not done.ok:
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        errors = [line for line in said if line.lower().lstrip("× ").startswith("error")]
-        reason = (errors or said or [f"exit code {done.code}"])[-1]
-        raise LaunchError(
-            f"{host.node}: uv cannot make the environment: {reason} (there: cd {project_dir} && uv sync)"
-        )
+        reason = uv_reason(done.stderr) or f"exit code {done.code}"
+        fix = f"there: cd {project_dir} && uv sync"
+        if torch != REGISTRY and "torch" in reason:
+            fix = f"or take PyTorch from the registry: set nodes.{host.node}.torch to {REGISTRY}"
+        raise LaunchError(f"{host.node}: uv cannot make the environment: {reason} ({fix})")
+
+
+def uv_reason(said: str) -> str:
+    """What uv says from its error on, with its causes and hints, without what it draws around them."""
+    lines = [line.strip("│╰╭├─▶× \t") for line in said.splitlines()]
+    errors = [number for number, line in enumerate(said.splitlines()) if _UV_ERROR.match(line)]
+    return condensed(" ".join(lines[errors[0] if errors else 0 :]))
 
 
 def _install(torch: str) -> str:

@@ -9,6 +9,18 @@ def one_line(text: str) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
+def condensed(text: str, longest: int = 600) -> str:
+    """What a tool has said on one line; of more than `longest` characters the beginning and the end.
+
+    Tools name the cause last.
+    """
+    line = one_line(" ".join(text.split()))
+    if len(line) <= longest:
+        return line
+    begin, end = line[: longest // 3], line[longest // 3 - longest :]
+    return f"{begin.rpartition(' ')[0] or begin} … {end.partition(' ')[2] or end}"
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that `word` most likely misspells, whatever its case; None when nothing is near."""
     by_lower = {name.lower(): name for name in known}

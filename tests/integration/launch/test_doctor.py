@@ -309,6 +309,13 @@ def slow_link(case: Case) -> None:
     case.undo.callback(case.pi5.unshape)
 
 
+def black_hole(case: Case) -> None:
+    case.pi5.lose_large(case.server, 1)
+    for host in (case.pi5, case.server):
+        case.undo.callback(host.disconnect, 1)
+    case.two_nodes(address=case.server.addresses[1])
+
+
 def two_names(case: Case) -> None:
     address = case.pi5.address
     case.stated = {
@@ -361,6 +368,7 @@ FAULTS: dict[Plant, tuple[str, str, str, str]] = {
     no_address: ("port", "fail", "no address of pi5, which has 10.77.0.", "host_ip"),
     no_route: ("server", "fail", "no way to 10.77.0.", "host_ip.pi5"),
     local_network: ("server", "fail", "not from inside tmux (EHOSTUNREACH)", "Local Network"),
+    black_hole: ("link", "fail", "large ones to mini1 (10.77.1.", "MTU"),
     slow_link: ("link", "warn", "the link to the server is slow: 0.", "use a cable"),
 }
 

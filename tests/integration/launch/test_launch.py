@@ -337,6 +337,22 @@ def test_a_launch_loses_nothing_of_what_others_have_on_a_node(launching: Launchi
     assert launching.is_clean(), launching.left()
 
 
+def test_a_way_that_loses_large_packets_is_named_before_the_run(launching: Launching) -> None:
+    launching.make_ready()
+    pi5, server = launching.lab["pi5"], launching.lab["mini1"]
+    pi5.lose_large(server, 1)
+    way = f"host_ip.pi5={server.addresses[1]}"
+    try:
+        failed = launching.run(launching.launch("--no-sync", "--override", *ENDLESS, way))
+    finally:
+        for host in (pi5, server):
+            host.disconnect(1)
+    assert failed.returncode == 1
+    assert "pi5: small packets pass, but large ones to mini1" in failed.stderr
+    assert "mini2" not in failed.stderr
+    assert launching.is_clean(), launching.left()
+
+
 def test_missing_tools_are_named_with_their_remedies(launching: Launching) -> None:
     lab = launching.lab
     uv = lab["pi5"].path(".local/bin/uv")

@@ -126,7 +126,9 @@ def test_a_failed_download_is_one_line_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(urllib.request, "urlopen", no_network)
-    with pytest.raises(DataError, match=r"could not be fetched.*name resolution") as error:
+    mirrors = [f"https://mirror{number}.example.org/{'mnist/' * 8}" for number in range(6)]
+    monkeypatch.setattr(MNIST, "mirrors", mirrors)
+    with pytest.raises(DataError, match=r"could not be fetched.*name resolution>\)") as error:
         load_mnist(tmp_path, download=True)
     assert "\n" not in str(error.value)
     assert capfd.readouterr().out == ""

@@ -253,6 +253,21 @@ def test_a_slow_link_and_one_with_delays() -> None:
     assert (fast.state, fast.what) == ("ok", "941 MB/s 0.31 ms")
 
 
+@pytest.mark.parametrize("way", ["to", "from"])
+def test_a_link_that_loses_large_packets(way: str) -> None:
+    found = judge_link(answer(json.dumps({"error": "large", "way": way})), context())
+    assert found.state == "fail"
+    assert found.what == f"small packets pass, but large ones {way} mini1 (192.168.50.1) are lost"
+    assert "MTU" in found.fix
+    assert "`ssh pi5 ping -M do -s 1472 192.168.50.1`" in found.fix
+
+
+def test_a_link_that_breaks_is_no_link_that_was_not_looked_at() -> None:
+    found = judge_link(answer('{"error": "broke", "why": "Connection reset by peer"}'), context())
+    assert found.state == "fail"
+    assert "(Connection reset by peer)" in found.what
+
+
 def test_the_listener_outlives_everybody_who_may_come() -> None:
     many = cluster(
         host_ip=dict.fromkeys((f"pi{number}" for number in range(16)), "10.10.0.1"),

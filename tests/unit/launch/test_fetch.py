@@ -210,6 +210,12 @@ def test_the_remote_command_is_right_for_every_login_shell(tmp_path: Path, there
         (255, "", "the connection was closed"),
         (23, 'rsync: open "/x" failed: Permission denied (13)', "rsync failed: rsync: open"),
         (11, "", "rsync failed: exit code 11"),
+        (
+            11,
+            "Warning: Permanently added 'pi5'\nrsync: [receiver] write failed: No space left on device (28)\n"
+            "rsync error: error in file IO (code 11)",
+            "rsync failed: rsync: [receiver] write failed: No space left on device (28)",
+        ),
         (30, "io timeout after 60 seconds", "nothing came for 60 s: look at its disk and network"),
         (127, "sh: 1: exec: rsync: not found", "rsync is not installed there"),
     ],

@@ -60,6 +60,7 @@ def test_who_listens_and_who_measures(port: int, listener: dict[str, Any]) -> No
     assert places[LOOPBACK] == {"state": "listening", "port": port}
     assert places["192.0.2.77"]["state"] == "foreign"
     assert probe("knock", LOOPBACK, port, TOKEN) == {"error": None}
+    assert probe("large", LOOPBACK, port, TOKEN) == {"error": None}
     told = probe("measure", LOOPBACK, port, TOKEN)
     assert told["error"] is None
     assert told["ms"] > 0
@@ -86,6 +87,27 @@ def test_two_workers_take_turns(port: int, listener: dict[str, Any]) -> None:
             first.close()
             second.settimeout(10)
             assert second.recv(1) == b"g"
+
+
+@pytest.mark.parametrize("way", ["to", "from"])
+@pytest.mark.parametrize("verb", ["large", "measure"])
+def test_large_packets_that_are_lost_are_told_with_their_direction(verb: str, way: str) -> None:
+    """Of a listener that behaves as one behind a smaller MTU: what is small passes."""
+    with socket.create_server((LOOPBACK, 0)) as server:
+        number = server.getsockname()[1]
+        command = [*COMMAND, "-", verb, LOOPBACK, str(number), TOKEN]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdin and process.stdout
+            process.stdin.write(probe_source())
+            process.stdin.close()
+            server.settimeout(30)
+            sock, _ = server.accept()
+            with sock:
+                sock.settimeout(30)
+                assert sock.recv(3) == b"t0\n"
+                sock.sendall(link_probe.GREETING + (b"l" if way == "from" else b""))
+                told = json.loads(process.stdout.read())
+    assert told == {"error": "large", "way": way}
 
 
 def test_a_port_in_use_is_told_and_left_alone() -> None:

@@ -1,6 +1,7 @@
 """The processes of a run, begun and ended by shell scripts of their machine, here this one."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -21,6 +23,7 @@ from smolcluster.launch.sessions import (
     begin,
     exit_code,
     kill,
+    last_words,
     start_script,
     wait_to_end,
 )
@@ -186,6 +189,25 @@ def test_a_variable_of_the_users_does_not_keep_a_process_from_starting(
     assert subprocess.run(["sh", str(script)], env=env, check=False).returncode == 0
     assert (run / "told").read_text() == "for\n"
     assert (run / "exits" / process.stem).read_text() == "0\n"
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+def test_a_last_line_is_whole_however_narrow_the_pane_was(
+    process: LaunchedProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TMUX", raising=False)
+    line = f"error: MNIST could not be fetched ({'Tried a mirror, no route to host; ' * 20})"
+    ends = process.model_copy(
+        update={"project_dir": str(tmp_path), "argv": ("sh", "-c", f"echo '{line}'; exit 1")}
+    )
+    with TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("TMUX_TMPDIR", folder)
+        begin(ends, {})
+        end = time.monotonic() + 60
+        while exit_code(ends) is None and time.monotonic() < end:
+            time.sleep(0.05)
+        subprocess.run(["tmux", "kill-server"], check=False, capture_output=True, timeout=60)
+    assert last_words(ends) == line
 
 
 def test_a_process_whose_session_was_killed_still_runs(

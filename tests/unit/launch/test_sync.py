@@ -103,6 +103,10 @@ def send(
     return send_code(tree, host, project_dir, found, kept)
 
 
+def changed_at(root: Path) -> dict[str, int]:
+    return {name: (root / name).lstat().st_ctime_ns for name in files_in(root)}
+
+
 def broken(*_: object) -> list[str]:
     """In place of rsync's command."""
     return ["sh", "-c", "exit 23"]
@@ -166,13 +170,13 @@ def test_what_somebody_has_edited_there_is_not_replaced(
     write(tree / "src/new.py")
     if has_changed:
         write(tree / "src/a.py", "ours")
-    before = {name: (project / name).lstat() for name in files_in(project)}
+    before = changed_at(project)
     for _ in range(2):
         with pytest.raises(LaunchError, match=r"pi5: ~/p has 3 files") as refused:
             send(tree)
         for part in ("linked", "src/a.py", "src/new.py", "--overwrite", f"~/p/{BACKUP}"):
             assert part in str(refused.value)
-        assert {name: (project / name).lstat() for name in files_in(project)} == before
+        assert changed_at(project) == before
     backups = set()
     for words in ("theirs", "theirs again"):
         write(project / "src/a.py", words)
@@ -422,10 +426,34 @@ def test_an_environment_is_made_once(tmp_path: Path, uv: Path) -> None:
     assert uv.read_text().splitlines()[2:] == ["sync --no-dev --quiet "]
 
 
-def test_what_uv_says_is_told(tmp_path: Path, uv: Path) -> None:
-    said = "  × No solution found\\nerror: no torch for this machine\\nhint: buy another"
-    (tmp_path / "bin" / "uv").write_text(f"#!/bin/sh\nprintf '{said}\\n' >&2; exit 2\n")
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "warning: slow\nerror: No solution found\n  cause: Because there is no torch for\n  it",
+            "environment: error: No solution found cause: Because there is no torch for it (or take",
+        ),
+        (
+            "  × No solution found\n  ╰─▶ Because torch==9 has no wheels\n      and you require it\n",
+            "environment: No solution found Because torch==9 has no wheels and you require it (or take",
+        ),
+        (
+            "error: Request failed\n  cause: dns error\n",
+            "error: Request failed cause: dns error (there:",
+        ),
+        ("Killed", "environment: Killed (there: "),
+    ],
+)
+@pytest.mark.parametrize("build", ["auto", "pypi"])
+def test_what_uv_says_is_told_with_its_cause(
+    tmp_path: Path, uv: Path, said: str, told: str, build: str
+) -> None:
+    """And that PyTorch may come from the registry, where it does not and is what fails."""
+    (tmp_path / "said").write_text(said)
+    (tmp_path / "bin" / "uv").write_text(f"#!/bin/sh\ncat {tmp_path}/said >&2; exit 2\n")
     write(tmp_path / "p" / ENVIRONMENT_MARKER, "1")
-    with pytest.raises(LaunchError, match=r"pi5: uv cannot make the .*: error: no torch for this"):
-        make_environment(Host("pi5"), str(tmp_path / "p"), "auto", "2", {})
+    with pytest.raises(LaunchError, match="pi5: uv cannot make the environment: ") as error:
+        make_environment(Host("pi5"), str(tmp_path / "p"), build, "2", {})
+    assert (told if build == "auto" else told.replace("(or take", "(there:")) in str(error.value)
+    assert ("nodes.pi5.torch to pypi" in str(error.value)) == (build == "auto" and "torch" in said)
     assert not (tmp_path / "p" / ENVIRONMENT_MARKER).exists()

@@ -1,11 +1,21 @@
 import subprocess
 import sys
 
-from smolcluster.utils.words import nearest, one_line
+from smolcluster.utils.words import condensed, nearest, one_line
 
 
 def test_what_would_break_a_line_or_a_terminal_is_escaped() -> None:
     assert one_line("a\nb\r\x1b[31mτ ×") == r"a\nb\r\x1b[31mτ ×"
+
+
+def test_of_a_long_text_the_beginning_and_the_cause_stay() -> None:
+    assert condensed("error: no\n  wheel\n") == "error: no wheel"
+    before = f"error: it failed {'again and ' * 200}cause: no route to host"
+    text = condensed(before)
+    assert text.startswith("error: it failed again")
+    assert text.endswith("cause: no route to host")
+    assert len(text) < 620
+    assert set(text.split()) == {*before.split(), "…"}, "no word is cut"
 
 
 def test_the_nearest_word_is_found_whatever_its_case() -> None:

@@ -8,7 +8,7 @@ where that runs: a run's sessions will be there too.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from smolcluster.launch.doctor.findings import (
     skipped,
     warn,
 )
-from smolcluster.launch.host import HAS_PYTHON3, shell_path
+from smolcluster.launch.host import HAS_PYTHON3, Done, shell_path
 from smolcluster.utils.units import format_address
 
 LISTEN_S = 15.0
@@ -87,7 +87,7 @@ def listen_script(context: Context) -> str:
     return f"{python_words(context)}\npython - listen {arguments}"
 
 
-def read_listener(answer: Answer) -> Listener | None:
+def read_listener(answer: Done) -> Listener | None:
     """The listener that was started; None: none was."""
     try:
         told = json.loads(answer.stdout)
@@ -284,14 +284,29 @@ def _unreached(told: dict[str, Any], context: Context) -> Finding:
 # --- its speed
 
 
-def link_script(context: Context) -> str:
-    """Measure round trips and bandwidth."""
-    return f"{python_words(context)}\npython - measure {_target(context)}"
+def link_script(context: Context, verb: str = "measure") -> str:
+    """Measure round trips and bandwidth, or with `large` only see that large packets pass."""
+    return f"{python_words(context)}\npython - {verb} {_target(context)}"
 
 
-def judge_link(answer: Answer, _context: Context) -> Finding:
+def lost_packets(told: Mapping[str, str], context: Context) -> tuple[str, str]:
+    """That large packets do not pass, and what mends it."""
+    way = f"{told['way']} {context.cluster.server}"
+    ping = "ping -D -s 1472" if context.facts.is_mac else "ping -M do -s 1472"
+    return (
+        f"small packets pass, but large ones {way} ({context.address}) are lost",
+        "give both ends and what is between them the same MTU, such as 1500 "
+        f"({context.there(f'{ping} {context.address}')} shows what passes)",
+    )
+
+
+def judge_link(answer: Answer, context: Context) -> Finding:
     """Whether the link is fast enough to be of use."""
     told = json.loads(answer.stdout)
+    if told["error"] == "large":
+        return fail(*lost_packets(told, context))
+    if told["error"] == "broke":
+        return fail(f"the connection broke while it was measured ({told['why']})", "look again")
     if told["error"]:
         return skipped("needs the server")
     shown = f"{told['mb_per_s']:.3g} MB/s {told['ms']:.2g} ms"

@@ -51,7 +51,7 @@ from smolcluster.launch.remote import own_paths, project_root
 from smolcluster.launch.requests import cluster_source
 from smolcluster.launch.sync import environment_digest
 from smolcluster.observability.terminal import SteadyConsole
-from smolcluster.utils.words import one_line
+from smolcluster.utils.words import condensed
 
 CONTACT_S = 15.0
 MAX_SESSIONS = 6
@@ -235,7 +235,7 @@ def judged(
     try:
         return judge(answer, context)
     except (ValueError, LookupError):
-        said = one_line(answer.last_words)[:60]
+        said = condensed(answer.last_words)
         return fail(
             f"the answer makes no sense ({said})", f"{context.there('true')} should say nothing"
         )

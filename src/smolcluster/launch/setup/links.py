@@ -46,6 +46,7 @@ _FAILURES = {
     "EADDRNOTAVAIL": "no route",
     "EAFNOSUPPORT": "no route",
     "stranger": "somebody else answers",
+    "large": "large packets are lost (MTU)",
 }
 _IP_LINE = re.compile(
     r"^\d+:\s+(?P<interface>\S+?)(?:@\S+)?\s+inet6?\s+(?P<ip>[^\s/]+)(?P<rest>.*)$"

@@ -24,7 +24,7 @@ from smolcluster.observability.report.page import write_report
 from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.units import format_bytes
-from smolcluster.utils.words import one_line
+from smolcluster.utils.words import condensed, one_line
 
 NOT_FETCHED = (
     *("/.lock", "/pids", "/exits", "/asked", "/launch", "/launch.json"),
@@ -171,7 +171,8 @@ def _bring(part: Part) -> None:
 
 def failure(host: Host, code: int, said: str) -> LaunchError:
     """Why rsync failed, from its code and what it, ssh and the shell over there said."""
-    first = said.splitlines()[0] if said else f"exit code {code}"
+    lines = said.splitlines() or [f"exit code {code}"]
+    first = lines[0]
     if first.startswith(NO_FOLDER):
         return LaunchError(f"{host.node}: there is {first} there")
     if code == NO_COMMAND or "rsync: not found" in said:
@@ -185,7 +186,9 @@ def failure(host: Host, code: int, said: str) -> LaunchError:
         if code == SSH_FAILED or unreachable.cause != "closed":
             return unreachable
         return LaunchError(f"{host.node} ({host.shown}): the connection broke: try again")
-    return LaunchError(f"{host.node}: rsync failed: {first}")
+    reasons = [line for line in lines if line.startswith(("rsync: ", "rsync(", "@ERROR"))]
+    told = condensed("; ".join(reasons or lines))
+    return LaunchError(f"{host.node}: rsync failed: {told}")
 
 
 def files_in(root: Path) -> dict[str, tuple[int, int]]:
