@@ -7,6 +7,7 @@ hears of none until it can be sent the newest state.
 """
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -222,6 +223,18 @@ class Members:
             return sizes_by_share(shares, num_samples)
         paces = [member.pace for member in members]
         return with_probes(paces, sizes_by_cost([pace.cost for pace in paces], num_samples))
+
+    def expected_s(self, member: Member, num_samples: int) -> tuple[float, bool]:
+        """How long a part of so many samples will take a member, and whether any part has told so.
+
+        Of one that has not been measured as much is expected as of the others, whatever it says of itself.
+        """
+        if member.pace.is_measured:
+            return member.expected_s(num_samples), True
+        paces = [each.pace for each in self._members.values() if each.pace.is_measured]
+        if paces:
+            return statistics.median(pace.cost.seconds(num_samples) for pace in paces), True
+        return member.expected_s(num_samples), False
 
     def best_for(self, part: Part) -> Member | None:
         """Who takes over a part that nobody works on: the least busy, of these the fastest."""

@@ -179,10 +179,11 @@ class Server:
         if holding.first_bucket == self.step.num_buckets:  # it has just been finished
             self.step.give_up(holding)
             return
-        least_s = self.cluster.timeout or self.context.run.heartbeat_timeout_s
-        if not member.pace.is_measured:
-            least_s = max(least_s, self.context.run.heartbeat_timeout_s)
-        holding.expected_s = member.expected_s(part.num_samples)
+        heartbeat_timeout_s = self.context.run.heartbeat_timeout_s
+        least_s = self.cluster.timeout or heartbeat_timeout_s
+        holding.expected_s, is_known = self.members.expected_s(member, part.num_samples)
+        if not is_known:
+            least_s = max(least_s, heartbeat_timeout_s)
         holding.due_at = holding.say_at = now + patience_s(holding.expected_s, least_s)
         indices = self.orders[self.step.batch.epoch][part.start : part.stop]
         rows = self.context.rows_of(indices)

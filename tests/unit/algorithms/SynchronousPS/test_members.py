@@ -360,6 +360,17 @@ def test_a_backup_that_was_not_needed_is_called_off_and_owes_nothing(house: Hous
     assert cancels(second) == cancels(skipped) == []
 
 
+def test_a_member_of_unknown_speed_is_given_the_time_that_others_take(house: House) -> None:
+    """Whatever it says of itself."""
+    stranger, *others = (house.member(seat, 1e-6) for seat in (1, 2, 3, 4))
+    assert house.members.expected_s(stranger, 10) == (36000.0, False)
+    for member, compute_s in zip(others, (1.0, 2.0, 9.0), strict=True):
+        member.pace.measured(10, compute_s, compute_s + 1.0)
+    found = [house.members.expected_s(each, 10) for each in (stranger, others[2])]
+    assert [expected_s for expected_s, _ in found] == pytest.approx([3.0, 10.0])
+    assert all(is_known for _, is_known in found)
+
+
 def test_an_orphan_goes_to_the_least_busy_and_of_these_to_the_fastest(house: House) -> None:
     part, others = house.step.parts[0], house.step.parts[1:]
     assert house.members.best_for(part) is None
