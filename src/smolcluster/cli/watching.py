@@ -44,9 +44,8 @@ def _logs(
     run: Run = "latest",
     *,
     node: Annotated[str | None, typer.Option("--node", help="Only this machine's.")] = None,
-    rank: Annotated[
-        int | None,
-        typer.Option("--rank", metavar="N", help="Only this worker's; ranks count from 0."),
+    worker: Annotated[
+        int | None, typer.Option("--worker", metavar="N", help="Only this worker's, from 1.")
     ] = None,
     level: Annotated[str, typer.Option("--level", help="This level and above.")] = "INFO",
     follow: Annotated[bool, typer.Option("--follow", help="Go on until Ctrl-C.")] = False,
@@ -57,6 +56,7 @@ def _logs(
     """Print the log lines of all processes of a run, in the order of time."""
     from smolcluster.launch.watch.logs import logs  # noqa: PLC0415
 
+    rank = None if worker is None else worker - 1
     return logs(run, node=node, rank=rank, level=level, follow=follow, since=since)
 
 

@@ -55,6 +55,7 @@ class Entry:
     pace: Pace
     state: Presence = "joined"
     step: int | None = None
+    loss: float | None = None
     vitals: dict[str, float] = field(default_factory=dict)
     last_seen: float = 0.0
     """Of a worker that has gone: when the last byte came from it, on the board's clock."""
@@ -106,6 +107,7 @@ class StatusBoard:
             worker,
             pace,
             step=before.step if before else None,
+            loss=before.loss if before else None,
         )
         self._entries[worker_id] = entry
 
@@ -123,11 +125,11 @@ class StatusBoard:
             entry.vitals = worker.gauge.values | link_vitals(worker)
         return None if kept is None else kept | link_vitals(worker)
 
-    def contributed(self, worker: Worker, step: int) -> None:
-        """A worker had a part in this step."""
+    def contributed(self, worker: Worker, step: int, loss: float) -> None:
+        """A worker had a part in this step, of this mean loss."""
         entry = self._entries.get(worker.member.worker_id)
         if entry is not None:
-            entry.step = step
+            entry.step, entry.loss = step, loss
 
     def workers(self) -> list[WorkerStatus]:
         """How they stand, by rank."""
@@ -144,6 +146,7 @@ class StatusBoard:
             state=entry.state,
             device=entry.device,
             step=entry.step,
+            loss=entry.loss,
             samples=tally.samples,
             samples_per_s=entry.pace() if entry.state == "joined" else 0.0,
             mean_staleness=tally.mean_staleness,

@@ -209,10 +209,12 @@ class Report:
         self._samples_pace = Pace(lambda: self.samples_applied)
         self._bytes_rate = Rate(lambda: sum(self._bytes_moved()))
 
-    def contributed(self, worker: Worker, num_samples: int, staleness: int = 0) -> None:
-        """A push of this worker has been applied, or will be with the step it belongs to."""
+    def contributed(
+        self, worker: Worker, num_samples: int, loss: float, staleness: int = 0
+    ) -> None:
+        """A push of this worker, of mean `loss`, has been applied, or will be with the step it belongs to."""
         self.tally.applied(worker.member.worker_id, worker.member.node, num_samples, staleness)
-        self.board.contributed(worker, self.version + 1)
+        self.board.contributed(worker, self.version + 1, loss)
 
     def step_taken(self, step: StepTaken) -> None:
         """The server has taken an optimizer step."""

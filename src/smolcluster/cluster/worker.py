@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from smolcluster.cluster.membership import Member
 from smolcluster.cluster.session import Session
 from smolcluster.cluster.vitals import Gauge
+from smolcluster.runs.paths import process_title
 from smolcluster.transport.messages import Ready
 
 
@@ -32,4 +33,4 @@ class Worker:
     @property
     def name(self) -> str:
         """How log lines call it."""
-        return f"worker {self.member.worker_id} ({self.member.node})"
+        return process_title("worker", self.member.node, self.rank)

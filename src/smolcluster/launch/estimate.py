@@ -15,8 +15,8 @@ SHARES = {"fp32": 1, "bf16": 1 / 2, "fp16": 1 / 2, "int8": (1 + 4 / 256) / 4}
 NUM_MOMENTS = {"sgd": 0, "adam": 2, "adamw": 2}
 VOCABULARIES = {"bytes": 256, "openai-community/gpt2": 50257, "gpt2": 50257}
 FEATURES = {"digits": 64, "MNIST": 784}
-LINKS_MBIT = (100, 1000, 10000)
-"""Ethernet of a Pi 4 behind a switch or good Wi-Fi, Gigabit Ethernet, Thunderbolt."""
+LINKS_MB_S = (12.5, 125, 1250)
+"""Fast Ethernet or good Wi-Fi, Gigabit Ethernet, Thunderbolt; megabytes a second."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Cost:
     sent_nbytes: int
     received_nbytes: int
 
-    def transfer_s(self, mbit: float) -> float:
-        """Seconds that the bytes of a step take on a link of so many megabits a second, both ways at once."""
-        return max(self.sent_nbytes, self.received_nbytes) * 8 / (mbit * 1e6)
+    def transfer_s(self, mb_s: float) -> float:
+        """Seconds that the bytes of a step take on a link of so many MB a second, both ways at once."""
+        return max(self.sent_nbytes, self.received_nbytes) / (1e6 * mb_s)
 
 
 def cost_of(settings: Settings, algorithm: str) -> Cost | None:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from smolcluster.configs.resolve import Settings
-from smolcluster.launch.estimate import LINKS_MBIT, Cost, cost_of
+from smolcluster.launch.estimate import LINKS_MB_S, Cost, cost_of
 from smolcluster.launch.host import shell_path
 from smolcluster.observability.terminal import SteadyConsole, steady
 from smolcluster.runs.launched import Launched, LaunchedProcess
@@ -71,7 +71,7 @@ def costs(cost: Cost | None) -> Iterator[str]:
         f"a step of a worker sends {format_bytes(cost.sent_nbytes)} and receives "
         f"{format_bytes(cost.received_nbytes)}, which takes"
     )
-    rates = [f"{format_duration(cost.transfer_s(mbit))} at {mbit:,} Mbit/s" for mbit in LINKS_MBIT]
+    rates = [f"{format_duration(cost.transfer_s(rate))} at {rate:,g} MB/s" for rate in LINKS_MB_S]
     yield f"  {', '.join(rates)}"
 
 

@@ -150,10 +150,8 @@ def _ask_on_ctrl_c() -> list[str]:
 
 
 def pane_title(process: LaunchedProcess) -> str:
-    """What stands above a pane: node, rank and device."""
-    rank = "" if process.rank is None else f" rank {process.rank}"
-    device = f" {process.device}" if process.device else ""
-    return f"{process.role}{rank} {process.node}{device}"
+    """What stands above a pane: the process, and what it computes on."""
+    return f"{process.title} {process.device or ''}".rstrip()
 
 
 def window_name(run_id: str) -> str:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from smolcluster.observability.terminal import SteadyConsole, displayable, print_line
 from smolcluster.runs.files import LineWriter, utc_timestamp
-from smolcluster.runs.paths import log_stem
+from smolcluster.runs.paths import log_stem, process_title
 
 MAX_KEPT_LINES = 1000
 MAX_LOG_NBYTES = 64_000_000
@@ -47,7 +47,9 @@ class NodeLog:
     ) -> None:
         self.logger = logging.Logger("smolcluster", logging.DEBUG)
         self.logger.propagate = False
-        self._console = _ConsoleHandler(console, f"{component} {node}  " if named else "", level)
+        self._console = _ConsoleHandler(
+            console, f"{process_title(component, node, rank)}  " if named else "", level
+        )
         self._file = _FileHandler(component, node, rank, warn=self._warn_on_console)
         self.logger.addHandler(self._console)
         self.logger.addHandler(self._file)
@@ -99,7 +101,7 @@ def setup_logging(
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints `13:42:05 INFO  worker macbook  message`, in local time."""
+    """Prints `13:42:05 INFO  worker 1 (macbook)  message`, in local time."""
 
     def __init__(self, console: Console, who: str, level: int) -> None:
         super().__init__(level)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from smolcluster.errors import DataError
 from smolcluster.observability.spans import SpanLine, read_spans
 from smolcluster.runs.files import write_whole
-from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.paths import RunPaths, process_title
 from smolcluster.utils.meter import PHASES, STEP
 
 NAMES = (*PHASES, "step")
@@ -64,8 +64,8 @@ def write_trace(paths: RunPaths, num_steps: int, out: Path) -> int:
 
 def _traced(lines: Iterable[SpanLine]) -> Iterator[Traced]:
     for line in lines:
-        role = line.role if line.rank is None else f"{line.role} rank {line.rank}"
-        process, at = f"{role} {line.node}", round(line.at * MICRO)
+        process = process_title(line.role, line.node, line.rank)
+        at = round(line.at * MICRO)
         for what, start, length in line.spans:
             if 0 <= what < len(NAMES):
                 yield Traced(at + start, length, what, process)

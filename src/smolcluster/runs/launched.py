@@ -39,7 +39,7 @@ class LaunchedProcess(BaseModel):
 
     @property
     def title(self) -> str:
-        """The process in messages: `server mini1`, `worker 1 pi5`."""
+        """The process in messages: `server mini1`, `worker 1 (pi5)`."""
         return process_title(self.role, self.node, self.rank)
 
     @property

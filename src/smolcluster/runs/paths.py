@@ -129,9 +129,8 @@ def parse_log_stem(stem: str) -> tuple[str, str, int | None] | None:
 
 
 def process_title(role: str, node: str, rank: int | None = None) -> str:
-    """A process's name in messages: `server mini1`, `worker 1 pi5`."""
-    place = "" if rank is None else f"{rank + 1} "
-    return f"{role} {place}{node}"
+    """A process's name for people: `server mini1`, `worker 1 (pi5)`, who has rank 0."""
+    return f"{role} {node}" if rank is None else f"{role} {rank + 1} ({node})"
 
 
 def runs_root(runs_dir: Path | None = None) -> Path:

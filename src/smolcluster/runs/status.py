@@ -69,6 +69,9 @@ class WorkerStatus(_Part):
     step: NonNegativeInt | None = Field(
         description="Newest step it contributed to since the owner started; null before."
     )
+    loss: Measured = Field(
+        None, description="Mean of the samples that it contributed to that step; null before."
+    )
     samples: NonNegativeInt = Field(description="Applied, in the whole run.")
     samples_per_s: NonNegativeFloat = Field(description="Applied; 0 of a worker that has gone.")
     mean_staleness: NonNegativeFloat = Field(

@@ -15,6 +15,19 @@ def format_bytes(num_bytes: float) -> str:
     return f"{scaled:.1f} {unit}"
 
 
+def format_megabytes(num_bytes: float) -> str:
+    """Bytes in MB, to two digits at least: `118`, `9.4`, `0.012`; links are told in them, a second."""
+    scaled = num_bytes / 1e6
+    if scaled >= 9.95:
+        return f"{scaled:,.0f}"
+    return f"{scaled:.2g}" if scaled >= 0.001 else f"{scaled:.4f}" if scaled >= 5e-5 else "0"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """How much a link carries, as all views tell it: `118 MB/s`."""
+    return f"{format_megabytes(bytes_per_s)} MB/s"
+
+
 def format_duration(seconds: float) -> str:
     """A length of time in its two largest units: `3.3 ms`, `0.4 s`, `12 s`, `1 min 05 s`, `3 d 04 h`."""
     if 0 < seconds < 0.0995:

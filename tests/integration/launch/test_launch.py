@@ -193,7 +193,7 @@ def test_a_run_outlives_what_happens_to_its_machines(
     lab["pi5"].cut()
     partly = launching.run(launching.command("stop", run_id))
     assert partly.returncode == 1
-    assert "worker 2 pi5: pi5 (pi5)" in partly.stdout
+    assert "worker 2 (pi5): pi5 (pi5)" in partly.stdout
     assert lab["mini1"].processes() == lab["mini2"].processes() == []
     assert pythons(lab["pi5"])
     terminal.wait_for("code=143")
@@ -252,7 +252,7 @@ def test_a_start_that_fails_is_taken_back(launching: Launching, has_python: bool
         if not has_python:
             moved.rename(python)
     assert failed.returncode == 1, failed.stdout
-    assert failed.stderr.count("worker 2 pi5 ended with exit code") == 1
+    assert failed.stderr.count("worker 2 (pi5) ended with exit code") == 1
     assert "Traceback" not in failed.stdout + failed.stderr
     assert "stopping what was started" in failed.stdout
     assert launching.is_clean(), launching.left()

@@ -132,7 +132,7 @@ def test_top_shows_what_the_servers_machine_has(run: Lab) -> None:
     assert "r1 · edp · training" in shown
     assert "loss      █" in shown
     assert "worker 2 (pi5) joined, on cpu" in shown
-    assert "WARN worker 2 pi5: the disk is nearly full" in shown
+    assert "WARN worker 2 (pi5): the disk is nearly full" in shown
     rows = {line.split()[0]: line for line in shown.splitlines() if line.strip()}
     assert "no answer" in rows["mini2"]
     assert "joined" in rows["pi5"]

@@ -132,10 +132,10 @@ def test_the_gradient_is_not_even_read_when_nobody_asks(report: Report) -> None:
 
 def test_who_contributed_is_counted_apart_from_the_steps(parts: Parts, report: Report) -> None:
     """Three pushes, of which two made one step and one is still to become one."""
-    report.contributed(WORKER, 64)
-    report.contributed(OTHER, 32)
+    report.contributed(WORKER, 64, 0.5)
+    report.contributed(OTHER, 32, 0.5)
     report.step_taken(step(0, 96, worker=None, staleness=None))
-    report.contributed(WORKER, 50)
+    report.contributed(WORKER, 50, 0.5)
     assert len(parts.metrics.steps) == 1
     assert report.tally.pushes == {"applied": 3}
     shares = {
@@ -192,7 +192,7 @@ def test_the_summary_adds_up(parts: Parts, report: Report) -> None:
         (WORKER, 4, step(0, half, epoch=1, version=2, loss=1.0)),
         (OTHER, 0, step(half, size, epoch=1, version=3, loss=3.0)),
     ):
-        report.contributed(worker, taken.samples.num_samples, staleness)
+        report.contributed(worker, taken.samples.num_samples, taken.loss, staleness)
         report.step_taken(taken)
     report.dropped(WORKER, lease(0, 32), "late", 0)
     report.lost_push("worker 1", "its connection broke")

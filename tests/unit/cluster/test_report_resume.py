@@ -94,7 +94,7 @@ def do(report: Report, doing: Doing) -> None:
         case "step":
             step(report, number, epoch=which, loss=loss)
         case "push":
-            report.contributed(worker, number, staleness)
+            report.contributed(worker, number, 0.5, staleness)
         case "stale" | "late" | "duplicate":
             report.dropped(worker, LEASE, what, staleness)
         case "lost":
@@ -162,12 +162,12 @@ def test_before_the_first_step_there_is_no_loss(parts: Parts) -> None:
 
 def test_a_standing_does_not_change_when_the_run_goes_on(parts: Parts) -> None:
     report = report_of(parts)
-    report.contributed(WORKERS[0], 30)
+    report.contributed(WORKERS[0], 30, 0.5)
     step(report, 30)
     state = report.standing({})
     kept = state.model_dump_json()
-    report.contributed(WORKERS[0], 30)
-    report.contributed(WORKERS[1], 30)
+    report.contributed(WORKERS[0], 30, 0.5)
+    report.contributed(WORKERS[1], 30, 0.5)
     report.dropped(WORKERS[1], LEASE, "late", 0)
     step(report, 30)
     assert state.model_dump_json() == kept
@@ -247,11 +247,11 @@ def test_an_epoch_is_finished_by_what_was_applied_before_and_after(parts: Parts)
 
 def test_a_worker_that_comes_back_has_one_share(parts: Parts) -> None:
     first = report_of(parts)
-    first.contributed(WORKERS[0], 30, staleness=4)
+    first.contributed(WORKERS[0], 30, 0.5, staleness=4)
     step(first, 30)
     second = resumed(parts, first.standing({}))
     moved = Worker(Member(seat=1, worker_id=2, node="mini2", instance="abcdef09"))
-    second.contributed(moved, 10, staleness=0)
+    second.contributed(moved, 10, 0.5, staleness=0)
     step(second, 10)
     (share,) = second.summary().workers
     assert (share.rank, share.node, share.samples) == (1, "mini2", 40)
@@ -273,7 +273,7 @@ def test_an_evaluation_of_before_is_not_known_any_more(parts: Parts) -> None:
 
 def state_with(parts: Parts, **changes: Any) -> TrainingState:
     report = report_of(parts)
-    report.contributed(WORKERS[0], 30)
+    report.contributed(WORKERS[0], 30, 0.5)
     step(report, 30)
     state = report.standing({})
     counts = state.progress[COUNTS]

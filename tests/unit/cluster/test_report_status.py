@@ -67,7 +67,7 @@ def house(board: Board) -> Iterator[HandledHub]:
 
 def take_step(report: Report, num_samples: int, loss: float, worker: Worker | None = None) -> None:
     if worker:
-        report.contributed(worker, num_samples)
+        report.contributed(worker, num_samples, loss)
     report.step_taken(
         StepTaken(
             version=report.version + 1,

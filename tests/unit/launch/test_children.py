@@ -76,7 +76,9 @@ def test_while_it_runs_it_has_no_exit_code(spawn: Spawn) -> None:
 
 def test_a_program_that_is_not_there_is_named() -> None:
     process = Process("pi5", "worker", 0, ("/no/such/python", "worker.py"))
-    with pytest.raises(LaunchError, match=r"cannot start worker 1 pi5: /no/such/python: No such"):
+    with pytest.raises(
+        LaunchError, match=r"cannot start worker 1 \(pi5\): /no/such/python: No such"
+    ):
         Child(process, print)
 
 

@@ -73,8 +73,8 @@ def test_each_process_runs_on_its_machine_in_its_own_session() -> None:
     assert (launched.run_id, launched.algorithm, launched.port) == (RUN_ID, "edp", 6000)
     assert [(each.title, each.ssh, each.session) for each in launched.processes] == [
         ("server mini1", "mini1", "edp-1-server"),
-        ("worker 1 pi5", "pi@192.168.50.2", "edp-1-worker1"),
-        ("worker 2 mac.book-2", None, "edp-1-worker2"),
+        ("worker 1 (pi5)", "pi@192.168.50.2", "edp-1-worker1"),
+        ("worker 2 (mac.book-2)", None, "edp-1-worker2"),
     ]
     assert [each.run_dir for each in launched.processes] == [
         "~/smolcluster/runs/edp-1",
@@ -161,8 +161,8 @@ def test_the_server_s_machine_may_train_too() -> None:
     launched = planned(cluster=cluster)
     assert [each.title for each in launched.processes] == [
         "server mini1",
-        "worker 1 mini1",
-        "worker 2 pi5",
+        "worker 1 (mini1)",
+        "worker 2 (pi5)",
     ]
     assert len({each.session for each in launched.processes}) == 3
     assert [each.stem for each in launched.processes] == [

@@ -207,7 +207,7 @@ def test_the_file_is_commented_as_the_shipped_one(target: Path) -> None:
     assert init(wish(target, port=6001)) == 0
     text = target.read_text()
     [line] = [line for line in text.splitlines() if line.startswith("  pi5: ")]
-    assert line == '  pi5: "127.0.0.1"            # 940 Mbit/s, 0.3 ms'
+    assert line == '  pi5: "127.0.0.1"            # 118 MB/s, 0.3 ms'
     assert "port: 6001\n" in text
     assert f"# smolcluster config check --config '{target}'\n" in text
 

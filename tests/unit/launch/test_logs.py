@@ -44,8 +44,8 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
 def test_lines_are_merged_by_time(local: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(local, capsys) == [
         "server mini1 | 09-21 14:13:20 INFO  up",
-        "worker 1 pi5 | 09-21 14:13:21 INFO  joined",
-        "worker 2 a-b | 09-21 14:13:21 WARN  careful",
+        "worker 1 (pi5) | 09-21 14:13:21 INFO  joined",
+        "worker 2 (a-b) | 09-21 14:13:21 WARN  careful",
         "server mini1 | 09-21 14:13:23 ERROR bad",
     ]
 
@@ -75,8 +75,8 @@ def test_only_what_is_asked_for(
     ("wish", "sentence"),
     [
         ({"node": "pi6"}, "it has some on: "),
-        ({"rank": 5}, "have the ranks "),
-        ({"rank": 0, "node": "mini1"}, "workers on mini1 have the ranks none"),
+        ({"rank": 5}, "--worker 6: "),
+        ({"rank": 0, "node": "mini1"}, "--worker 1: the run's workers on mini1 are: none"),
         ({"level": "warn"}, "did you mean WARNING"),
         ({"level": "\x1b[2J"}, "there are DEBUG"),
         ({"since": "yesterday"}, "say how long ago"),

@@ -109,7 +109,7 @@ def test_the_server_s_machine_may_train_too(tmp_path: Path) -> None:
 
     plan = local(request(), CLUSTER.model_copy(update={"workers": ("mini1", "pi5")}))
     assert [process.node for process in plan.processes] == ["mini1", "mini1", "pi5"]
-    assert plan.lines()[::2] == ["server mini1:", "worker 1 mini1:", "worker 2 pi5:"]
+    assert plan.lines()[::2] == ["server mini1:", "worker 1 (mini1):", "worker 2 (pi5):"]
     files = ["server.py", "worker.py 1 mini1", "worker.py 2 pi5"]
     assert all(file in line for file, line in zip(files, plan.lines()[1::2], strict=True))
     assert [log_file(process) for process in plan.processes] == [

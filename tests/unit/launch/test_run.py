@@ -123,7 +123,7 @@ def test_each_line_stands_behind_its_process(
     )
     LocalRun(plan, paths, console).run()
     assert "server mini1 | hello" in printed(console)
-    assert r"worker 1 pi0 | a\tb \x1b[31m[red]" in printed(console)
+    assert r"worker 1 (pi0) | a\tb \x1b[31m[red]" in printed(console)
 
 
 def test_a_server_and_a_worker_on_one_node_are_told_apart(
@@ -133,7 +133,7 @@ def test_a_server_and_a_worker_on_one_node_are_told_apart(
     workers = tuple(replace(worker, node=plan.server.node) for worker in plan.workers)
     LocalRun(replace(plan, workers=workers), paths, console).run()
     assert "server mini1   | hello" in printed(console)
-    assert "worker 1 mini1 | hello" in printed(console)
+    assert "worker 1 (mini1) | hello" in printed(console)
     entries = read_processes(paths.processes)
     assert [(entry.node, entry.role) for entry in entries] == [
         ("mini1", "server"),
@@ -189,7 +189,7 @@ def test_when_a_worker_fails_the_run_goes_on(
     server = after_the_end_of(paths, 0) + "sys.exit(0)"
     plan = fake_plan(server, "sys.exit(3)", after_the_end_of(paths, 0))
     assert LocalRun(plan, paths, console, patience_s=0).run() == 0
-    assert printed(console).count("worker 1 pi0 ended with exit code 3") == 1
+    assert printed(console).count("worker 1 (pi0) ended with exit code 3") == 1
 
 
 def test_when_all_workers_have_failed_the_run_is_stopped(
@@ -197,7 +197,7 @@ def test_when_all_workers_have_failed_the_run_is_stopped(
 ) -> None:
     run = LocalRun(fake_plan(IDLE, "sys.exit(3)", "sys.exit(77)"), paths, console, patience_s=0)
     with pytest.raises(
-        LaunchError, match=r"worker 1 pi0 ended with exit code 3; worker 2 pi1 ended .* 77"
+        LaunchError, match=r"worker 1 \(pi0\) ended with exit code 3; worker 2 \(pi1\) ended .* 77"
     ):
         run.run()
     assert all_gone(paths)
@@ -270,7 +270,7 @@ def test_what_was_started_is_stopped_when_another_cannot_be(
 
     monkeypatch.setattr(subprocess.Popen, "__init__", note)
     plan = LaunchPlan(fake_plan(IDLE).server, (Process("pi0", "worker", 0, ("/no/such/python",)),))
-    with pytest.raises(LaunchError, match="cannot start worker 1 pi0"):
+    with pytest.raises(LaunchError, match=r"cannot start worker 1 \(pi0\)"):
         LocalRun(plan, paths, console).run()
     monkeypatch.undo()
     assert len(started) == 1

@@ -42,7 +42,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 def test_the_server_comes_first() -> None:
     assert LAUNCHED.server == SERVER
     assert LAUNCHED.workers == (WORKER,)
-    assert [each.title for each in LAUNCHED.processes] == ["server mini1", "worker 1 pi5"]
+    assert [each.title for each in LAUNCHED.processes] == ["server mini1", "worker 1 (pi5)"]
     assert [each.stem for each in LAUNCHED.processes] == ["server-mini1", "worker-rank0-pi5"]
 
 

@@ -204,7 +204,7 @@ class Server:
         peer.own_versions.append(self.version)
         while peer.own_versions[0] <= push.base_version:
             peer.own_versions.popleft()
-        self.report.contributed(peer.worker, push.num_samples, tau)
+        self.report.contributed(peer.worker, push.num_samples, push.loss, tau)
         self.report.step_taken(
             StepTaken(
                 version=self.version,

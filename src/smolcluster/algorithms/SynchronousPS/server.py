@@ -341,7 +341,7 @@ class Server:
         """Report a step that has been taken, and evaluate if it is time."""
         for part in step.parts:
             if part.finished_by:
-                self.report.contributed(part.finished_by.holder, part.num_samples)
+                self.report.contributed(part.finished_by.holder, part.num_samples, part.loss)
         self.report.step_taken(
             StepTaken(
                 version=step.version,

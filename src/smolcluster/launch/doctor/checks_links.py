@@ -27,7 +27,7 @@ from smolcluster.launch.doctor.findings import (
     warn,
 )
 from smolcluster.launch.host import HAS_PYTHON3, Done, shell_path
-from smolcluster.utils.units import format_address
+from smolcluster.utils.units import format_address, format_rate
 
 LISTEN_S = 15.0
 REACH_S = 20.0
@@ -309,7 +309,7 @@ def judge_link(answer: Answer, context: Context) -> Finding:
         return fail(f"the connection broke while it was measured ({told['why']})", "look again")
     if told["error"]:
         return skipped("needs the server")
-    shown = f"{told['mb_per_s']:.3g} MB/s {told['ms']:.2g} ms"
+    shown = f"{format_rate(1e6 * told['mb_per_s'])} {told['ms']:.2g} ms"
     if told["mb_per_s"] < LOW_SPEED_MB_PER_S:
         return warn(
             f"the link to the server is slow: {shown}",

@@ -19,6 +19,7 @@ from typing import Any
 from smolcluster.errors import LaunchError
 from smolcluster.launch import link_probe
 from smolcluster.launch.host import HAS_PYTHON3, Host
+from smolcluster.utils.units import format_rate
 from smolcluster.utils.words import one_line
 
 ADDRESSES_SCRIPT = """
@@ -99,7 +100,7 @@ class Link:
     def shown(self) -> str:
         """What it is like, for people."""
         trip = f"{self.ms:.1f} ms" if self.ms >= 0.05 else "under 0.1 ms"
-        return self.failure or f"{format_rate(self.mb_s)}, {trip}"
+        return self.failure or f"{format_rate(1e6 * self.mb_s)}, {trip}"
 
 
 @dataclass(frozen=True)
@@ -132,14 +133,6 @@ def choose(links: Sequence[Link]) -> Choice | None:
     others = sorted((link for link in links if link is not best), key=lambda link: -link.mb_s)
     told = [best.shown, *(f"{link.interface.shown}: {link.shown}" for link in others)]
     return Choice(best.interface.ip, "; ".join(told))
-
-
-def format_rate(mb_s: float) -> str:
-    """A bandwidth as networks are labelled: `9.4 Gbit/s`, `940 Mbit/s`, `7.9 Mbit/s`."""
-    mbit_s = 8 * mb_s
-    if round(mbit_s) >= 1000:
-        return f"{mbit_s / 1000:.1f} Gbit/s"
-    return f"{mbit_s:.0f} Mbit/s" if mbit_s >= 9.95 else f"{mbit_s:.1f} Mbit/s"
 
 
 def interfaces_of(host: Host) -> list[Interface]:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -26,6 +27,7 @@ from smolcluster.launch.tmux import TMUX_TIMEOUT_S
 from smolcluster.launch.watch.probe import Ask, Sighting, alive_of, look
 from smolcluster.launch.watch.report import state_of
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
+from smolcluster.observability.view.listing import STARTING_S, began
 from smolcluster.runs.files import or_none, write_whole
 from smolcluster.runs.launched import Launched, read_launched
 from smolcluster.runs.lock import is_held
@@ -35,12 +37,15 @@ from smolcluster.runs.status import Instant, RunStatus, instant, read_status
 from smolcluster.runs.summary import Summary, read_summary
 from smolcluster.utils.units import format_duration
 
-STARTING_S = 60.0
-"""So long a run may take to load PyTorch and its data before it writes anything."""
 NEWS_S = 5.0
 """What is older than this is shown with its age."""
 MAX_ASKED = 16
 """Runs whose machines are asked at the same time."""
+
+COLUMNS = ("run", "state", "steps", "loss", "time", "where")
+NUMERIC = ("steps", "loss", "time")
+GAP = 2
+LEAST_WHERE = 6
 
 Sessions = Callable[[], Collection[str]]
 """What says the names of this machine's tmux sessions."""
@@ -284,28 +289,21 @@ def _nodes(launched: Launched | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(each.node for each in launched.processes))
 
 
-def began(paths: RunPaths) -> float:
-    """When a run began, as well as its files tell, seconds since 1970: they are written in this order."""
-    for path in (paths.launched, paths.config, paths.processes):
-        with suppress(OSError):
-            return path.stat().st_mtime
-    status = or_none(read_status, paths.status)
-    if status is not None:
-        return status.started_at.timestamp()
-    with suppress(OSError):
-        return paths.root.stat().st_mtime
-    return 0.0
-
-
 def _table(console: Console, found: list[ListedRun]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("run", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("steps", "loss", "time"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("where", min_width=6, overflow="fold")
-    for run in found:
-        table.add_row(*(Text(displayable(console, cell)) for cell in row(run)))
+    """As many columns as there is room for, whole: the names of runs are for copying."""
+    rows = [[displayable(console, cell) for cell in row(run)] for run in found]
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0))
+    room = console.width
+    for name, *cells in zip(COLUMNS, *rows, strict=True):
+        width = max(cell_len(cell) for cell in (name, *cells))
+        least = min(width, LEAST_WHERE) if name == "where" else width
+        if table.columns and least > room:
+            break
+        justify: JustifyMethod = "right" if name in NUMERIC else "left"
+        table.add_column(name, justify=justify, overflow="fold", min_width=min(least, room))
+        room -= least + GAP
+    for cells in rows:
+        table.add_row(*map(Text, cells[: len(table.columns)]))
     return table
 
 

@@ -63,7 +63,7 @@ class Source:
 
     @property
     def title(self) -> str:
-        """The process in messages: `server mini1`, `worker 1 pi5`."""
+        """The process in messages: `server mini1`, `worker 1 (pi5)`."""
         return process_title(self.role, self.node, self.rank)
 
 
@@ -190,11 +190,9 @@ def chosen(sources: Sequence[Source], node: str | None, rank: int | None) -> lis
         )
     of_rank = [source for source in of_node if rank in (None, source.rank)]
     if rank is not None and not of_rank:
-        ranks = ", ".join(str(source.rank) for source in of_node if source.rank is not None)
+        workers = ", ".join(source.title for source in of_node if source.rank is not None)
         where = "" if node is None else f" on {node}"
-        raise ConfigError(
-            f"--rank {rank}: the run's workers{where} have the ranks {ranks or 'none'}"
-        )
+        raise ConfigError(f"--worker {rank + 1}: the run's workers{where} are: {workers or 'none'}")
     return of_rank
 
 

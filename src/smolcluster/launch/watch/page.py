@@ -32,7 +32,8 @@ def dashboard(run: str, *, host: str, port: int | None, opens: bool) -> int:
     paths = find(run)
     with tempfile.TemporaryDirectory(prefix="smolcluster-") as folder:
         views = Views(paths.root.parent, lambda chosen: open_files(chosen, Path(folder)))
-        serve(views, paths.run_id, host=host, port=port, say=_say, opens=opens)
+        opens_by = (paths.root, Path.home()) if opens else ()
+        serve(views, paths.run_id, host=host, port=port, say=_say, opens_by=opens_by)
     return 0
 
 

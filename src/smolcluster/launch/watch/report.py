@@ -43,6 +43,11 @@ class ProcessReport(_Part):
         None, description="Since the server's last word; of a worker since the server heard of it."
     )
 
+    @property
+    def title(self) -> str:
+        """The process for people: `worker 2 (pi5)`."""
+        return process_title(self.role, self.node, self.rank)
+
 
 class RunReport(_Part):
     """How a run stands. Epochs and ranks count from 0; null is what is not known."""
@@ -172,6 +177,7 @@ def _worker(seen: Seen, worker: WorkerStatus | None, sighting: Sighting) -> Proc
         "presence": worker.state,
         "device": worker.device,
         "step": worker.step,
+        "loss": worker.loss,
         "samples": worker.samples,
     }
     if not sighting.status.is_over:

@@ -87,16 +87,15 @@ def _watch(console: Console, draw: Callable[[], RenderableType]) -> None:
 def shown(console: Console, report: RunReport) -> RenderableType:
     """The head, the table of the processes, and what to do about machines that cannot be reached."""
     table = Table()
-    for name in ("node", "rank"):
-        table.add_column(name)
-    table.add_column("process", max_width=44)
+    table.add_column("process")
+    table.add_column("state", max_width=44)
     for name in ("step", "loss", "samples/s", "last heartbeat"):
         table.add_column(name, justify="right", no_wrap=True)
     for each in report.processes:
         cells = row(each)
         style = STYLES[each.process] if each.exit_code in (None, 0) else "red"
         texts = [Text(displayable(console, cell)) for cell in cells]
-        texts[2].stylize(style)
+        texts[1].stylize(style)
         table.add_row(*texts)
     fixes = [Text(displayable(console, each.fix)) for each in report.processes if each.fix]
     lines = [Text(displayable(console, line)) for line in notes(report)]
@@ -157,11 +156,10 @@ def notes(report: RunReport) -> list[str]:
 
 
 def row(process: ProcessReport) -> list[str]:
-    """A process's cells: node, rank, process, step, loss, samples/s, last heartbeat."""
+    """A process's cells: its title, state, step, loss, samples/s, last heartbeat."""
     age = process.heartbeat_age_s
     return [
-        process.node,
-        process.role if process.rank is None else str(process.rank),
+        process.title,
         _liveness(process),
         "" if process.step is None else f"{process.step:,}",
         "" if process.loss is None else f"{process.loss:.4g}",

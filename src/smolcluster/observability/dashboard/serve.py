@@ -3,11 +3,13 @@
 import errno
 import secrets
 import socket
-import tempfile
 import webbrowser
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from html import escape
 from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -15,6 +17,9 @@ from smolcluster.errors import ConfigError, PortBusy
 from smolcluster.observability.dashboard.app import Views, make_app
 from smolcluster.observability.dashboard.guard import Guard, access_for
 from smolcluster.utils.units import format_address
+
+if TYPE_CHECKING:
+    from tempfile import _TemporaryFileWrapper
 
 PORT = 8265
 SHUTDOWN_S = 1
@@ -27,7 +32,7 @@ def serve(
     host: str,
     port: int | None,
     say: Callable[[str], None],
-    opens: bool,
+    opens_by: Sequence[Path] = (),
 ) -> None:
     """Serve until Ctrl-C.
 
@@ -37,11 +42,11 @@ def serve(
         host: the address to listen on.
         port: the port; None: the usual one, or any that is free.
         say: tells the person a line.
-        opens: open a browser.
+        opens_by: open a browser, by way of a file in one of these folders.
 
     Raises:
         PortBusy: somebody else listens there.
-        ConfigError: this machine has no such address.
+        ConfigError: this machine has no such address, or none of these folders can be written.
     """
     listener = bound(host, port)
     own_port = listener.getsockname()[1]
@@ -59,9 +64,9 @@ def serve(
         timeout_graceful_shutdown=SHUTDOWN_S,
         proxy_headers=False,
     )
-    with listener, tempfile.TemporaryDirectory(prefix="smolcluster-") as folder:
-        if opens:
-            open_browser(address, Path(folder))
+    with listener, ExitStack() as until_then:
+        if opens_by:
+            until_then.enter_context(opened(address, opens_by))
         try:
             uvicorn.Server(config).run(sockets=[listener])
         except KeyboardInterrupt:
@@ -104,10 +109,37 @@ def _bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-def open_browser(address: str, folder: Path) -> None:
-    """Open the address in a browser, by way of a file: command lines can be read by everybody."""
-    file = folder / "dashboard.html"
-    file.touch(mode=0o600)
+@contextmanager
+def opened(address: str, folders: Sequence[Path]) -> Iterator[None]:
+    """Open the address in a browser, by way of a file: command lines can be read by everybody.
+
+    The file is there as long as the block lasts, in the first of `folders` that can be written and that a
+    browser in a sandbox (snap, Flatpak) may read: in the home folder, and not below a hidden one.
+
+    Raises:
+        ConfigError: none of them can be written.
+    """
     target = escape(address, quote=True)
-    file.write_text(f'<!doctype html><meta http-equiv="refresh" content="0;url={target}">\n')
-    webbrowser.open(file.as_uri())
+    with _page_in(folders) as file:
+        file.write(f'<!doctype html><meta http-equiv="refresh" content="0;url={target}">\n')
+        file.flush()
+        webbrowser.open(Path(file.name).as_uri())
+        yield
+
+
+def _page_in(folders: Sequence[Path]) -> "_TemporaryFileWrapper[str]":
+    for folder in sorted(folders, key=lambda each: not _is_plainly_at_home(each)):
+        with suppress(OSError):
+            return NamedTemporaryFile("w", prefix="dashboard-", suffix=".html", dir=folder)
+    raise ConfigError(
+        f"--open needs a file in {' or '.join(map(str, folders))}, which cannot be written: leave it out"
+    )
+
+
+def _is_plainly_at_home(folder: Path) -> bool:
+    """Whether it is in the home folder, and neither it nor one above it there is hidden."""
+    home = Path.home().resolve()
+    folder = folder.resolve()
+    return folder.is_relative_to(home) and not any(
+        part.startswith(".") for part in folder.relative_to(home).parts
+    )

@@ -17,7 +17,7 @@ from smolcluster.observability.report.vitals import Vitals, Whose, read_vitals
 from smolcluster.runs.events import RunStarted, WorkerJoined, WorkerLeft, WorkerLost
 from smolcluster.runs.launched import read_launched
 from smolcluster.runs.lock import is_held
-from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.paths import RunPaths, process_title
 from smolcluster.runs.processes import read_processes
 from smolcluster.runs.status import RunStatus, read_status
 from smolcluster.runs.summary import Summary, read_summary
@@ -50,6 +50,11 @@ class Worker:
     num_losses: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """As all views call it: `worker 2 (pi5)`."""
+        return process_title("worker", self.node, self.rank)
 
 
 @dataclass(frozen=True)

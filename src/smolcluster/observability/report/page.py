@@ -33,7 +33,7 @@ from smolcluster.runs.events import (
 from smolcluster.runs.paths import RunPaths, process_title
 from smolcluster.runs.status import STALENESS_EDGES, STOPPED
 from smolcluster.runs.summary import SMALL
-from smolcluster.utils.units import format_bytes, format_duration
+from smolcluster.utils.units import format_bytes, format_duration, format_megabytes
 
 MAX_ROWS = 200
 """Of a table: the first and the last ones are shown of more."""
@@ -370,9 +370,9 @@ def _workers(facts: Facts, workers: Sequence[Worker]) -> Table:
     is_stale = facts.algorithm == "edp"
     stale = ["mean staleness"] if is_stale else []
     numbers = ["samples", "share", *stale, "mean step", "joined", "lost"]
-    head = ["rank", "node", "at the end", *numbers, "device", "address"]
+    head = ["worker", "at the end", *numbers, "device", "address"]
     rows = [_worker_row(facts, worker, is_stale=is_stale) for worker in workers]
-    return Table(head, cut(rows), frozenset({0, *range(3, 3 + len(numbers))}))
+    return Table(head, cut(rows), frozenset(range(2, 2 + len(numbers))))
 
 
 def _worker_row(facts: Facts, worker: Worker, *, is_stale: bool) -> list[str]:
@@ -381,8 +381,7 @@ def _worker_row(facts: Facts, worker: Worker, *, is_stale: bool) -> list[str]:
     tau = worker.mean_staleness
     stale = [UNKNOWN if tau is None else f"{tau:.2f}"] if is_stale else []
     return [
-        str(worker.rank),
-        worker.node,
+        worker.name,
         worker.state or UNKNOWN,
         UNKNOWN if worker.samples is None else f"{worker.samples:,}",
         UNKNOWN if worker.share is None else f"{worker.share:.1%}",
@@ -398,13 +397,13 @@ def _worker_row(facts: Facts, worker: Worker, *, is_stale: bool) -> list[str]:
 def _staleness(workers: Sequence[Worker]) -> Table:
     """How stale each worker's pushes were; none where nothing is stale."""
     rows = [
-        [str(worker.rank), worker.node, *(_part(count, total) for count in counts)]
+        [worker.name, *(_part(count, total) for count in counts)]
         for worker in workers
         if (total := sum(counts := list(worker.staleness)[: len(TAUS)]))
     ]
     is_stale = any(sum(worker.staleness[1:]) for worker in workers)
-    head = ["rank", "node", *TAUS]
-    return Table(head, cut(rows) if is_stale else [], frozenset({0, *range(2, len(head))}))
+    head = ["worker", *TAUS]
+    return Table(head, cut(rows) if is_stale else [], frozenset(range(1, len(head))))
 
 
 def _part(count: int, total: int) -> str:
@@ -446,11 +445,11 @@ def _process_title(whose: Whose) -> str:
 
 def _links(facts: Facts, workers: Sequence[Worker]) -> Table:
     head = [
-        *("rank", "node", "sent", "MB/s", "most", "received", "MB/s", "most"),
+        *("worker", "sent", "MB/s", "most", "received", "MB/s", "most"),
         *("round trip", "waiting frames", "codec ratio"),
     ]
     rows = [row for worker in workers if (row := _link_row(facts, worker))]
-    return Table(head, cut(rows), frozenset({0, *range(2, len(head))}))
+    return Table(head, cut(rows), frozenset(range(1, len(head))))
 
 
 def _link_row(facts: Facts, worker: Worker) -> list[str] | None:
@@ -461,8 +460,7 @@ def _link_row(facts: Facts, worker: Worker) -> list[str] | None:
         return None
     queue = values.get("queue")
     return [
-        str(worker.rank),
-        worker.node,
+        worker.name,
         format_bytes(worker.sent_bytes) if worker.sent_bytes else UNKNOWN,
         *_megabytes(values.get("sent_bytes_per_s")),
         format_bytes(worker.received_bytes) if worker.received_bytes else UNKNOWN,
@@ -476,7 +474,7 @@ def _link_row(facts: Facts, worker: Worker) -> list[str] | None:
 def _megabytes(rate: Measured | None) -> list[str]:
     if rate is None:
         return [UNKNOWN, UNKNOWN]
-    return [f"{rate.mean / 1e6:.2f}", f"{rate.most / 1e6:.2f}"]
+    return [format_megabytes(rate.mean), format_megabytes(rate.most)]
 
 
 def _events(facts: Facts, began: float) -> list[Told]:

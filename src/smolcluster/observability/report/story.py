@@ -26,12 +26,23 @@ from smolcluster.runs.events import (
     parse_event,
 )
 from smolcluster.runs.files import json_objects
+from smolcluster.runs.paths import process_title
 from smolcluster.utils.units import format_duration
 
 ROUTINE = (EpochFinished, Evaluated, CheckpointSaved)
 """What is expected to happen: the curves show it."""
 FREQUENT = (LeaseReturned, PushDropped, StepOverdue, WorkerParked, WorkerRejected)
 """Of these there may be as many as there are steps."""
+
+OfWorker = (
+    WorkerJoined
+    | WorkerLeft
+    | WorkerLost
+    | LeaseReturned
+    | PushDropped
+    | StepOverdue
+    | WorkerParked
+)
 
 
 @dataclass
@@ -115,9 +126,8 @@ def _key(event: Event) -> Hashable:
     return None
 
 
-def worker_name(rank: int, node: str) -> str:
-    """A worker as the log calls it: `worker 2 (win)`."""
-    return f"worker {rank + 1} ({node})"
+def _who(event: OfWorker) -> str:
+    return process_title("worker", event.node, event.rank)
 
 
 def told(event: Event) -> str:  # noqa: C901, PLR0911, PLR0912  (a table that reads from top to bottom)
@@ -128,23 +138,22 @@ def told(event: Event) -> str:  # noqa: C901, PLR0911, PLR0912  (a table that re
             return f"{event.algorithm} started on {event.node}{workers}"
         case WorkerJoined():
             verb = "came back" if event.rejoined else "joined"
-            return f"{worker_name(event.rank, event.node)} {verb}, on {event.device}"
+            return f"{_who(event)} {verb}, on {event.device}"
         case WorkerLeft():
-            return f"{worker_name(event.rank, event.node)} left: {event.reason}"
+            return f"{_who(event)} left: {event.reason}"
         case WorkerLost():
-            return f"{worker_name(event.rank, event.node)} is lost: {event.reason}"
+            return f"{_who(event)} is lost: {event.reason}"
         case WorkerRejected():
             return f"{event.node} was refused ({event.code}): {event.reason}"
         case LeaseReturned():
             samples = f"{event.stop - event.start:,} samples"
-            return f"{samples} of {worker_name(event.rank, event.node)} went back: {event.reason}"
+            return f"{samples} of {_who(event)} went back: {event.reason}"
         case PushDropped():
-            whose = worker_name(event.rank, event.node)
-            return f"a push of {whose} was dropped as {event.outcome}: {event.reason}"
+            return f"a push of {_who(event)} was dropped as {event.outcome}: {event.reason}"
         case StepOverdue():
-            return f"step {event.step:,} waited for {worker_name(event.rank, event.node)}: {event.reason}"
+            return f"step {event.step:,} waited for {_who(event)}: {event.reason}"
         case WorkerParked():
-            return f"{worker_name(event.rank, event.node)} does not keep up, parked: {event.reason}"
+            return f"{_who(event)} does not keep up, parked: {event.reason}"
         case EpochFinished():
             return f"epoch {event.epoch + 1} finished at step {event.step:,}"
         case Evaluated():

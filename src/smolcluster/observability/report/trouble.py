@@ -40,7 +40,7 @@ class Process:
 
     @property
     def title(self) -> str:
-        """As the console calls it: `server mini1`, `worker 1 pi5`."""
+        """As the console calls it: `server mini1`, `worker 1 (pi5)`."""
         return process_title(self.role, self.node, self.rank)
 
     @property

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.terminal import displayable, print_line, steady
+from smolcluster.utils.units import format_rate
 
 BAR_WIDTH = 16
 TICK_S = 0.1
@@ -165,7 +166,7 @@ def status_parts(step: MetricRecord, num_epochs: int | None, measured: str) -> l
     if "staleness" in values:
         parts.append(f"staleness {values['staleness']:.1f}")
     if "mb_per_s" in values:
-        parts.append(f"{values['mb_per_s']:.1f} MB/s")
+        parts.append(format_rate(1e6 * values["mb_per_s"]))
     return parts
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from smolcluster.observability.curves import kept
+from smolcluster.observability.curves import Series, kept, smooth
 from smolcluster.observability.metrics import RESERVED
 from smolcluster.observability.parsing import seconds_of
 from smolcluster.observability.sinks.jsonl import MetricLine, parse_metric
@@ -77,7 +77,7 @@ class Measured:
         """Points of what no later start has undone: of the steps, and of each process.
 
         Each has `t` (seconds since 1970), `step`, and a column a value; null is what was not measured or is
-        no finite number.
+        no finite number. `smoothed` has the columns of the steps as all views smooth them.
         """
         reports = [line for lines in self._reports.values() for line in lines]
         lines = kept([*self._steps, *reports], events)
@@ -85,8 +85,10 @@ class Measured:
         for line in lines:
             if line.record.kind != "step":
                 of_process.setdefault(_whose(line), []).append(line)
+        steps = columns([line for line in lines if line.record.kind == "step"], STEP_VALUES)
         return {
-            "steps": columns([line for line in lines if line.record.kind == "step"], STEP_VALUES),
+            "steps": steps,
+            "smoothed": {name: _smoothed(steps[name]) for name in STEP_VALUES if name in steps},
             "processes": [
                 {"rank": rank, "node": node, **columns(own, REPORT_VALUES)}
                 for (rank, node), own in sorted(of_process.items(), key=_by_rank)
@@ -143,6 +145,12 @@ def columns(lines: Iterable[MetricLine], names: Iterable[str]) -> Columns:
 def _seconds(line: MetricLine) -> float:
     """When it was written, seconds since 1970; 0 where it does not say."""
     return seconds_of(line.ts, 0.0)
+
+
+def _smoothed(values: Sequence[float | None]) -> list[float | None]:
+    known = [value for value in values if value is not None]
+    averages = iter(smooth(Series(known, known)).y)
+    return [None if value is None else _rounded(next(averages)) for value in values]
 
 
 def _rounded(value: float) -> float | None:

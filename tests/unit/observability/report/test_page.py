@@ -284,7 +284,7 @@ def test_metrics_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     text = run.paths.report.read_text()
     assert "nan" not in text.lower().replace("finance", "")
     assert ">inf" not in text.lower()
-    assert "worker 1 pi5" in page.words("time")
+    assert "worker 1 (pi5)" in page.words("time")
 
 
 def test_a_run_of_only_nan_has_a_page(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_time_and_links_come_from_what_workers_report(tmp_path: Path) -> None:
     run.status("ended", "", worker_status(0, sent_bytes=10**9, received_bytes=10**6))
     page = report_of(run)
     assert "server mini1 50%" in page.words("time")
-    assert "worker 1 pi5 25%50%12%" in page.words("time")
+    assert "worker 1 (pi5) 25%50%12%" in page.words("time")
     link = page.rows["links"][1]
     assert link == [
         *("0", "pi5", "1.0 GB", "3.00", "4.00", "1.0 MB", "0.50", "0.50"),
@@ -334,7 +334,7 @@ def test_lines_are_moved_by_the_clock_of_the_machine_that_wrote_them(tmp_path: P
     run.now = 5
     run.says("worker", "nas", 0, ("ERROR", "the second"), off_s=10)
     trouble = report_of(run).words("trouble")
-    assert "14:13:23 · worker 1 pi5: the first" in trouble
+    assert "14:13:23 · worker 1 (pi5): the first" in trouble
     assert "14:13:25.000" in trouble
 
 
@@ -367,7 +367,7 @@ def test_machines_and_versions_are_told_by_their_logs(tmp_path: Path) -> None:
     run = killed_run(tmp_path)
     machine = {"python": "3.11.2", "torch": "2.11.0", "cores": 4, "memory_bytes": 8 * 10**9}
     run.says("worker", "pi5", 0, ("DEBUG", "here"), machine=machine)
-    row = report_of(run).row("machines", "worker 1 pi5")
+    row = report_of(run).row("machines", "worker 1 (pi5)")
     assert (row["Python"], row["PyTorch"], row["cores"]) == ("3.11.2", "2.11.0", "4")
     assert row["memory"] == "8.0 GB"
 

@@ -63,15 +63,15 @@ def test_the_first_error_by_time_is_found_whichever_node_has_it(run: MadeRun) ->
     run.says("worker", "pi5", 0, ("INFO", "between"))
     logs = logs_of(run)
     assert logs.trouble is not None
-    assert logs.trouble.what == "worker 2 win: the first"
+    assert logs.trouble.what == "worker 2 (win): the first"
     assert said(logs) == [
-        ("worker 2 win", "before"),
-        ("worker 2 win", "the first"),
-        ("worker 1 pi5", "between"),
+        ("worker 2 (win)", "before"),
+        ("worker 2 (win)", "the first"),
+        ("worker 1 (pi5)", "between"),
         ("server mini1", "the second"),
     ]
     assert the_one(logs).message == "the first"
-    assert logs.num_errors == {"server mini1": 1, "worker 2 win": 1}
+    assert logs.num_errors == {"server mini1": 1, "worker 2 (win)": 1}
 
 
 def test_a_clock_that_is_ahead_does_not_put_the_blame_on_others(run: MadeRun) -> None:
@@ -143,7 +143,7 @@ def test_context_is_bounded_and_all_nodes_have_a_part_in_it(run: MadeRun) -> Non
     lines = said(logs_of(run))
     numbers = [int(message.split()[1]) for _, message in lines]
     assert numbers == list(range(100 - LINES_BEFORE, 100 + LINES_AFTER + 1))
-    assert {source for source, _ in lines} == {"worker 1 pi5", "worker 2 win"}
+    assert {source for source, _ in lines} == {"worker 1 (pi5)", "worker 2 (win)"}
 
 
 def test_the_trouble_is_shown_among_however_many_lines_of_its_moment(run: MadeRun) -> None:
@@ -166,7 +166,7 @@ def test_nodes_whose_logs_are_not_here_are_named(run: MadeRun) -> None:
     run.says("server", "mini1", None, ("INFO", "fine"))
     logs = logs_of(run)
     assert logs.read == ["server mini1"]
-    assert logs.missing == ["worker 1 pi5", "worker 2 win"]
+    assert logs.missing == ["worker 1 (pi5)", "worker 2 (win)"]
     assert logs.trouble is None
 
 
@@ -205,4 +205,4 @@ def test_a_message_that_looks_like_a_level_is_none(run: MadeRun) -> None:
 def test_what_a_process_says_of_its_machine_is_kept(run: MadeRun) -> None:
     run.says("worker", "pi5", 0, ("DEBUG", "here"), machine={"python": "3.12"})
     run.says("worker", "win", 1, ("DEBUG", "here"), machine="none")
-    assert logs_of(run).machines == {"worker 1 pi5": {"python": "3.12"}}
+    assert logs_of(run).machines == {"worker 1 (pi5)": {"python": "3.12"}}

@@ -9,6 +9,7 @@ from made_runs import BEGAN, MadeRun, killed_run, worker_status
 from reading import launched_run, server, worker
 from smolcluster.observability.view.listing import listed, run_of
 from smolcluster.observability.view.run import RunView, files_here
+from smolcluster.runs.lock import RunLock
 from smolcluster.runs.processes import ProcessEntry, write_processes
 from smolcluster.runs.status import STOPPED
 from smolcluster.utils import locks
@@ -69,9 +70,8 @@ def test_a_run_that_nobody_holds_any_more_has_broken_off(tmp_path: Path) -> None
 def test_runs_are_listed_as_they_stand(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.status("training")
-    elsewhere = [{"run_id": "edp-1", "state": "training", "algorithm": "edp"}]
-    assert listed(tmp_path) == elsewhere
-    run.paths.lock.touch()
+    with RunLock(run.paths.lock):
+        assert listed(tmp_path) == [{"run_id": "edp-1", "state": "training", "algorithm": "edp"}]
     assert [each["state"] for each in listed(tmp_path)] == ["broken off"]
     run.paths.status.unlink()
     run.summary()

@@ -20,7 +20,7 @@ from smolcluster.launch.watch.top import bars
 from smolcluster.launch.watch.top.source import AT_END, News, Picture
 from smolcluster.observability.sinks.console import fit
 from smolcluster.runs.status import RunStatus, WorkerStatus
-from smolcluster.utils.units import format_duration
+from smolcluster.utils.units import format_duration, format_megabytes
 
 MIN_SPLIT, MAX_SPLIT = 8, 32
 """Columns of the bar that splits a step's time."""
@@ -247,7 +247,7 @@ def state_of(row: Row) -> str:
 SPLIT = Column("time", MIN_SPLIT, lambda _: "")
 COLUMNS = (
     Column("node", 6, lambda row: row.process.node),
-    Column("#", 2, lambda row: "" if row.process.rank is None else str(row.process.rank)),
+    Column("worker", 6, lambda row: "" if row.process.rank is None else str(row.process.rank + 1)),
     Column("state", 9, state_of),
     Column("samples/s", 9, _rate),
     SPLIT,
@@ -255,8 +255,8 @@ COLUMNS = (
     Column("stale", 5, _staleness),
     Column("cpu", 5, _vital("cpu", lambda cores: f"{100 * cores:.0f}%")),
     Column("rtt", 6, _vital("rtt_s", bars.short_delay)),
-    Column("up/s", 5, _vital("sent_bytes_per_s", bars.short_bytes)),
-    Column("down/s", 6, _vital("received_bytes_per_s", bars.short_bytes)),
+    Column("MB/s up", 7, _vital("sent_bytes_per_s", format_megabytes)),
+    Column("down", 6, _vital("received_bytes_per_s", format_megabytes)),
     Column("memory", 6, _vital("memory_bytes", bars.short_bytes)),
     Column("step", 7, lambda row: "" if row.process.step is None else f"{row.process.step:,}"),
     Column("samples", 9, lambda row: "" if row.worker is None else f"{row.worker.samples:,}"),

@@ -29,10 +29,12 @@ async function offerRuns() {
   const names = runs.map((each) => each.run_id);
   const first = run ?? new URLSearchParams(location.search).get("run") ?? chosen;
   if (!names.includes(first)) runs.unshift({ run_id: first });
-  select.replaceChildren(...runs.map((each) => el("option", { value: each.run_id }, each.state ? `${each.run_id} · ${each.state}` : each.run_id)));
+  select.replaceChildren(...runs.map((each) => el("option", { value: each.run_id }, optionText(each))));
   select.value = first;
   return first;
 }
+
+const optionText = ({ run_id: name, state: how }) => (how ? `${name} · ${how}` : name);
 
 function show(name) {
   source?.close();
@@ -110,6 +112,8 @@ async function load() {
 function drawHead() {
   const pill = byId("state");
   say(pill, state.state);
+  const option = [...byId("run").options].find(({ value }) => value === state.run_id);
+  if (option) say(option, optionText(state));
   pill.className = `pill ${state.state.replace(" ", "-")}`;
   const done = state.total_samples ? state.samples_applied / state.total_samples : 0;
   const bar = byId("progress");

@@ -1,38 +1,22 @@
 // The curves. All of them share the horizontal axis, the cursor and the zoom.
 
 import { el, byId, colour, rankColour } from "./dom.js";
-import { bytes, clock, compact, count, duration, number } from "./format.js";
+import { bytes, clock, compact, count, duration, megabytes, number, title } from "./format.js";
 
-const SMOOTHED_OVER = 40;
 const HEIGHT = 190;
-
-/** Averages of a column, over a part of its length; without the bias of its beginning. */
-function smooth(values) {
-  const keep = 1 - 2 / (Math.max(1, Math.floor(values.length / SMOOTHED_OVER)) + 1);
-  let average = 0, weight = 0;
-  return values.map((value) => {
-    if (value === null) return null;
-    average = keep * average + (1 - keep) * value;
-    weight = keep * weight + 1 - keep;
-    return average / weight;
-  });
-}
 
 const steps = (data, name) => ({ table: data.steps, values: data.steps[name] });
 const evaluations = (data, name) => ({ table: data.evaluations, values: data.evaluations[name] });
 
 /** A curve: what it is called, its colour, its points, and how it is drawn. */
 const raw = (label, name) => (data) => [{ label, colour: "faint", ...steps(data, name), width: 1 }];
-const smoothed = (label, name, shade) => (data) => {
-  const own = steps(data, name);
-  return own.values ? [{ label, colour: shade, table: own.table, values: smooth(own.values), width: 2 }] : [];
-};
+const smoothed = (label, name, shade) => (data) => [{ label, colour: shade, table: data.steps, values: data.smoothed[name], width: 2 }];
 const evaluated = (label, name, shade) => (data) => [{ label, colour: shade, ...evaluations(data, name), width: 2, points: true }];
 const perProcess = (name, withServer = true) => (data) => data.processes
   .filter((process) => withServer || process.rank !== null)
   .map((process) => ({
     gaps: true,
-    label: process.rank === null ? `server ${process.node}` : `${process.rank} ${process.node}`,
+    label: title(process),
     colour: rankColour(process.rank), table: process, values: process[name], width: 1.5,
   }));
 
@@ -47,7 +31,7 @@ const PANELS = [
   { title: "Worker throughput", unit: "samples/s", curves: [perProcess("samples_per_s", false)], fromZero: true },
   { title: "CPU", unit: "cores", curves: [perProcess("cpu")], fromZero: true },
   { title: "Memory", curves: [perProcess("memory_bytes")], format: bytes, fromZero: true },
-  { title: "Sent", unit: "to the server, a second", curves: [perProcess("sent_bytes_per_s", false)], format: bytes, fromZero: true },
+  { title: "Sent", unit: "MB/s to the server", curves: [perProcess("sent_bytes_per_s", false)], format: megabytes, fromZero: true },
   { title: "Round trip", curves: [perProcess("rtt_s", false)], format: duration, fromZero: true },
 ];
 
@@ -94,7 +78,7 @@ function options(panel, curves, width) {
     width, height: HEIGHT, padding: [8, 8, 0, 0],
     cursor: { sync: { key: "run", scales: ["x", null] }, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, bind: { dblclick: () => () => zoomTo(null) } },
     select: { show: true },
-    legend: { live: true },
+    legend: { live: true, markers: { stroke: (_, index) => `var(--${curves[index - 1]?.colour})` } }, // follows the theme
     scales: {
       x: { time: inTime, range: (_, low, high) => zoom ?? (low === high ? [low - 1, high + 1] : [low, high]) },
       y: { distr: panel.isLog && isLogLoss ? 3 : 1, range: (u, low, high) => heights(panel, low, high) },

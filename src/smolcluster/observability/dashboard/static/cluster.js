@@ -1,7 +1,7 @@
 // The cluster as a picture: the server in the middle, the workers around it, and what flows between them.
 
 import { svg, byId, say } from "./dom.js";
-import { bytes, duration, number, percent } from "./format.js";
+import { duration, megabytes, number, percent, rate, title } from "./format.js";
 
 const MEASURED = ["data", "forward", "backward", "encode", "send", "wait", "apply"];
 export const PHASES = [...MEASURED, "other"];
@@ -65,8 +65,8 @@ function link(worker, from, to, server, radius, isOver, isCrowded, isNarrow) {
   if (flow && !isOver && worker.state === "joined") {
     const { rtt_s: rtt, codec_ratio: ratio } = worker.vitals;
     const delay = rtt >= 0 ? duration(rtt) : "", codec = ratio > 0 ? `codec ×${number(ratio, 2)}` : "";
-    lines = isNarrow ? [`${bytes(flow.up + flow.down)}/s`, delay]
-      : [`↑ ${bytes(flow.up)}/s  ↓ ${bytes(flow.down)}/s`, [delay, codec].filter(Boolean).join(" · ")];
+    lines = isNarrow ? [rate(flow.up + flow.down), delay]
+      : [`↑ ${megabytes(flow.up)}  ↓ ${rate(flow.down)}`, [delay, codec].filter(Boolean).join(" · ")];
   }
   const label = lines.length && !isCrowded ? beside(lines.filter(Boolean), a, b, width, isNarrow) : null;
   group.append(svg("title", {}, lines.join("\n") || worker.state));
@@ -93,7 +93,7 @@ function drawWorker(worker, at, radius, isOver, isCrowded) {
   group.append(
     svg("circle", { cx: at.x, cy: at.y, r: radius, class: "body" }),
     ...ring(at.x, at.y, radius + 4, worker.vitals),
-    svg("text", { x: at.x, y: at.y + 5, class: "rank" }, String(worker.rank)),
+    svg("text", { x: at.x, y: at.y + 5, class: "rank" }, String(worker.rank + 1)),
   );
   const below = Math.sin(at.angle) > -0.3;
   const y = below ? at.y + radius + 22 : at.y - radius - 26;
@@ -101,7 +101,7 @@ function drawWorker(worker, at, radius, isOver, isCrowded) {
     : state === "waiting" ? `waits ${percent(waits)}` : state;
   group.append(svg("text", { x: at.x, y, class: "name" }, worker.node.length > 18 ? `${worker.node.slice(0, 17)}…` : worker.node));
   if (!isCrowded) group.append(svg("text", { x: at.x, y: y + 15, class: `said ${state}` }, words));
-  group.append(svg("title", {}, `worker ${worker.rank} on ${worker.node}: ${state}`));
+  group.append(svg("title", {}, `${title(worker)}: ${state}`));
   return group;
 }
 
@@ -114,7 +114,7 @@ export function drawCluster(state) {
   const radius = isCrowded ? 13 : isNarrow ? 19 : 23, server = isNarrow ? 30 : 40;
   const middle = { x: width / 2, y: height / 2 };
   const role = state.algorithm === "single" ? "trainer" : "server";
-  const told = state.workers.map((worker) => `${worker.node} ${state.is_over ? worker.state : condition(worker)}`);
+  const told = state.workers.map((worker) => `${title(worker)} ${state.is_over ? worker.state : condition(worker)}`);
   const label = `Cluster: ${role} ${state.server.node ?? ""}${num ? ` and ${num} workers: ${told.join(", ")}` : ""}`;
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label });
   const spots = places(num, width, height, { x: isNarrow ? 58 : 96, y: 66 });
@@ -138,14 +138,14 @@ function insight(state) {
   if (state.is_over) return "";
   const here = state.workers.filter((worker) => worker.state === "joined" && worker.vitals);
   const gone = state.workers.filter((worker) => worker.state === "lost");
-  const said = gone.length ? [`Lost: ${gone.map((worker) => worker.node).join(", ")}.`] : [];
+  const said = gone.length ? [`Lost: ${gone.map((worker) => title(worker)).join(", ")}.`] : [];
   const waiting = here.filter((worker) => share(worker, "wait") > WAITS);
   const busiest = [...here].sort((a, b) => (share(a, "wait") ?? 1) - (share(b, "wait") ?? 1))[0];
   if (waiting.length && state.algorithm === "syncps" && busiest && !waiting.includes(busiest)) {
-    said.push(`${waiting.map((worker) => worker.node).join(", ")} wait${waiting.length > 1 ? "" : "s"} for ${busiest.node}, the slowest.`);
+    said.push(`${waiting.map((worker) => title(worker)).join(", ")} wait${waiting.length > 1 ? "" : "s"} for ${title(busiest)}, the slowest.`);
   } else if (waiting.length) {
     const most = Math.max(...waiting.map((worker) => share(worker, "wait")));
-    said.push(`${waiting.map((worker) => worker.node).join(", ")}: up to ${percent(most)} of the time goes into waiting for the server and its link.`);
+    said.push(`${waiting.map((worker) => title(worker)).join(", ")}: up to ${percent(most)} of the time goes into waiting for the server and its link.`);
   }
   return said.join(" ");
 }

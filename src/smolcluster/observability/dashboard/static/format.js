@@ -31,7 +31,15 @@ export function bytes(value) {
   return `${scaled >= 100 || unit === 0 ? scaled.toFixed(0) : scaled.toPrecision(2)} ${units[unit]}`;
 }
 
-export const rate = (value) => (known(value) ? `${bytes(value)}/s` : NONE);
+/** Bytes in MB, to two digits at least: what links carry is told in MB/s everywhere. */
+export function megabytes(value) {
+  if (!known(value)) return NONE;
+  const scaled = value / 1e6;
+  if (scaled >= 9.95) return count(scaled);
+  return scaled >= 0.001 ? Number(scaled.toPrecision(2)).toString() : scaled >= 5e-5 ? scaled.toFixed(4) : "0";
+}
+
+export const rate = (value) => (known(value) ? `${megabytes(value)} MB/s` : NONE);
 
 export function duration(seconds) {
   if (!known(seconds)) return NONE;
@@ -56,4 +64,8 @@ export function clock(seconds, thousandths = false) {
 }
 
 export const moment = (seconds) => new Date(seconds * 1000).toISOString();
+
+/** A process as all views call it, from what has its rank and node: `worker 2 (pi5)`. */
+export const title = ({ rank, node }, role = "server") =>
+  (rank === null || rank === undefined ? `${role} ${node}` : `worker ${rank + 1} (${node})`).trim();
 export const sentence = (kind) => kind.replaceAll("_", " ");

@@ -1,7 +1,7 @@
 // Log lines: the newest at the bottom. The server searches the files; what comes later is filtered here.
 
 import { el, byId, say, rankColour } from "./dom.js";
-import { clock, count, moment } from "./format.js";
+import { clock, count, moment, title } from "./format.js";
 
 const MAX_LINES = 2000;
 const LEVELS = { DEBUG: 10, INFO: 20, WARNING: 30, ERROR: 40, CRITICAL: 50 };
@@ -85,12 +85,11 @@ function append(entries) {
 }
 
 function line(entry) {
-  const who = entry.rank === null ? entry.component || "" : `${entry.component} ${entry.rank}`;
   const text = el("span", { class: "message" }, printable(entry.message));
   const row = el("div", { class: `line level-${LEVELS[entry.level] ? entry.level : "none"}` },
     el("time", { title: moment(entry.t) }, clock(entry.t, true)),
     el("span", { class: "level" }, entry.level),
-    el("span", { class: "who" }, el("i", { class: `dot ${rankColour(entry.rank)}` }), `${who} ${entry.node}`.trim()),
+    el("span", { class: "who" }, el("i", { class: `dot ${rankColour(entry.rank)}` }), title(entry, entry.component || "")),
     text);
   row.dataset.key = `${entry.file}:${entry.offset}`;
   if (entry.detail) row.append(el("details", {}, el("summary", {}, "traceback"), el("pre", {}, printable(entry.detail, true))));
@@ -124,11 +123,11 @@ function scroll(always) {
   if (always || form.elements.follow.checked) box.scrollTop = box.scrollHeight;
 }
 
-/** Nodes and ranks of the run, as choices. */
+/** Nodes and workers of the run, as choices. */
 export function offerSources(state) {
   const nodes = [...new Set([state.server.node, ...state.workers.map((worker) => worker.node)].filter(Boolean))];
   offer(form.elements.node, nodes.map((node) => [node, node]));
-  offer(form.elements.rank, state.workers.map((worker) => [String(worker.rank), `rank ${worker.rank}`]));
+  offer(form.elements.rank, state.workers.map((worker) => [String(worker.rank), title(worker)]));
 }
 
 function offer(select, choices) {

@@ -1,7 +1,7 @@
 // A row a worker. Cells are changed in place, so that a selection in them stays.
 
 import { el, byId, say, rankColour } from "./dom.js";
-import { bytes, count, duration, number, percent, rate } from "./format.js";
+import { bytes, count, duration, number, percent, rate, title } from "./format.js";
 import { condition, parts, PHASES } from "./cluster.js";
 
 const vital = (name) => (worker) => worker.vitals?.[name];
@@ -12,10 +12,11 @@ function flow(name, total) {
 }
 
 const COLUMNS = [
-  ["worker", (worker) => `${worker.rank}  ${worker.node}`],
+  ["worker", (worker) => title(worker)],
   ["state", (worker, state) => (state.is_over ? worker.state : condition(worker))],
   ["device", (worker) => worker.device ?? ""],
   ["step", (worker) => count(worker.step)],
+  ["loss", (worker) => optional(worker.loss, number)],
   ["samples", (worker) => count(worker.samples), (worker) => (worker.share > 0 ? percent(worker.share) : "")],
   ["samples/s", (worker, state) => (state.is_over ? "" : number(worker.samples_per_s, 3))],
   ["staleness", (worker) => number(worker.mean_staleness, 3)],
@@ -28,7 +29,7 @@ const COLUMNS = [
   ["queue", (worker) => optional(vital("queue")(worker), count)],
   ["last seen", (worker) => optional(worker.silent_s, (silent) => (silent < 1.5 ? "now" : `${duration(silent)} ago`))],
 ];
-const RIGHT = new Set(["step", "samples", "samples/s", "staleness", "CPU cores", "memory", "up", "down", "round trip", "queue", "last seen"]);
+const RIGHT = new Set(["step", "loss", "samples", "samples/s", "staleness", "CPU cores", "memory", "up", "down", "round trip", "queue", "last seen"]);
 
 const optional = (value, format) => (value === undefined || value === null || value === 0 && format === bytes ? "" : format(value));
 
