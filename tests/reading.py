@@ -104,6 +104,7 @@ def status_of(
                 state=presence,
                 device="cpu",
                 step=119,
+                loss=0.27,
                 samples=480,
                 samples_per_s=256.0,
                 last_seen=instant(moment - 0.2),

@@ -133,7 +133,7 @@ def test_a_run_that_goes_on_is_shown_as_it_is(
     rows = (
         "return [...document.querySelectorAll('#workers tbody th')].map((each) => each.innerText)"
     )
-    assert [row.split() for row in run_js(browser, rows)] == [["0", "pi5"], ["1", "win"]]
+    assert [row.split() for row in run_js(browser, rows)] == [["worker", "1", "(pi5)"], ["worker", "2", "(win)"]]
     assert "server mini1 and 2 workers" in str(
         find(browser, "#cluster svg").get_attribute("aria-label")
     )
@@ -203,7 +203,7 @@ def test_a_run_that_is_over_is_shown_with_its_curves_events_and_numbers(
     assert len(browser.find_elements(By.CSS_SELECTOR, "#timeline .mark")) == 6
     press(browser, lost)
     find(browser, "#timeline svg").send_keys(*[Keys.ARROW_RIGHT] * 5)
-    assert "worker lost win (worker 1) – reason it was cut" in text_of(browser, "#event")
+    assert "worker lost worker 2 (win) – reason it was cut" in text_of(browser, "#event")
 
     press(browser, find(browser, "[data-x='t']"))
     press(browser, find(browser, "#log-scale"))
@@ -284,16 +284,22 @@ def test_another_run_is_chosen_the_theme_is_changed_and_it_fits_a_telephone(
     open_made(processes, browser, eventually)
     Select(find(browser, "#run")).select_by_value("edp-first")
     eventually(lambda: browser.title.startswith("edp-first"))
+    eventually(lambda: text_of(browser, "#run option:checked") == "edp-first · ended")
     eventually(lambda: EVIL not in text_of(browser, "#log-lines"))
     browser.back()
     eventually(lambda: browser.title.startswith("edp-second"))
     eventually(lambda: EVIL in text_of(browser, "#log-lines"))
 
     background = "return getComputedStyle(document.body).backgroundColor"
+    markers = """return [...document.querySelectorAll('#curves .u-marker')]
+        .map((each) => getComputedStyle(each).borderBottomColor)"""
+    eventually(lambda: len(run_js(browser, markers)) > 4)
     press(browser, find(browser, "#theme"))
-    light = run_js(browser, background)
+    light, light_markers = run_js(browser, background), run_js(browser, markers)
     press(browser, find(browser, "#theme"))
     assert run_js(browser, background) != light
+    pairs = zip(run_js(browser, markers), light_markers, strict=True)
+    assert all(now != then for now, then in pairs), "legends follow the theme"
     assert text_of(browser, "#theme") == "Theme: dark"
     browser.refresh()
     assert text_of(browser, "#theme") == "Theme: dark"

@@ -24,6 +24,8 @@ STOPPING = "@stopping"
 """The option of a window in which the user has stopped the run."""
 FOLLOWED = "@followed"
 """The option of a window with the id of the process that waits for its user to leave it."""
+MAX_BELOW = 6
+"""Panes that lie one below the other, as wide as the window, so that few lines wrap; more are tiles."""
 COLUMNS, LINES = 200, 50
 """Of a session that nobody has attached to yet."""
 
@@ -100,6 +102,7 @@ def window_commands(
     """
     name = window_name(run_id)
     window = f"={name}:"
+    layout = "even-vertical" if len(processes) <= MAX_BELOW else "tiled"
     size = ["-x", str(COLUMNS), "-y", str(LINES)]
     begin = [
         ["new-session", "-d", "-s", name, "-n", "smolcluster", *size, *_pane(processes[0])],
@@ -114,7 +117,7 @@ def window_commands(
         [
             ["split-window", "-t", window, *_pane(process)],
             ["set-option", "-p", "-t", window, "@process", pane_title(process)],
-            ["select-layout", "-t", window, "tiled"],
+            ["select-layout", "-t", window, layout],
         ]
         for process in processes[1:]
     ]

@@ -50,8 +50,8 @@ MAX_EVALUATIONS = 300
 MAX_MARKS = 60
 NUM_WINDOWS = 100
 """Over which learning rate, throughput and staleness are averaged."""
-SMOOTHED_OVER = 100
-"""The moving average of the loss spans this part of the steps: one in 100."""
+SMOOTHED_OVER = 50
+"""The moving average of the loss spans this part of the steps: one in 50; also on the page."""
 
 STEP_VALUES = ("loss", "lr", "samples_per_s", "staleness")
 EVAL_VALUES = ("val_loss", "val_perplexity", "val_accuracy")

@@ -74,6 +74,7 @@ def test_what_a_worker_did_is_told_of_it_alone(setting: Setting) -> None:
     first, second = setting.board.workers()
     assert (first.step, first.samples, first.samples_per_s) == (9, 128, 64.0)
     assert (second.step, second.samples, second.samples_per_s) == (8, 32, 16.0)
+    assert (first.loss, second.loss) == (0.9, 0.8)
 
 
 def test_a_worker_was_last_seen_when_the_last_byte_came_from_it(setting: Setting) -> None:

@@ -70,6 +70,20 @@ def test_runs_are_listed_the_newest_last(
     assert shown.index("empty") < shown.index("1,000") < shown.index("failed")
 
 
+@pytest.mark.parametrize("width", [28, 40, 60, 80])
+def test_the_names_of_runs_are_whole_on_narrow_terminals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
+) -> None:
+    monkeypatch.setenv(RUNS_DIR, str(tmp_path))
+    monkeypatch.setenv("COLUMNS", str(width))
+    name = "syncps-20261120-135025-3f9c"
+    write_summary(run_of(tmp_path, name, 10).summary, summary(name))
+    assert runs() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[:1] == [name] for line in lines)
+    assert max(map(len, lines)) <= width
+
+
 def test_a_run_that_is_written_now_says_so(tmp_path: Path) -> None:
     paths = run_of(tmp_path, "a", 1)
     with RunLock(paths.lock):

@@ -43,10 +43,10 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
 
 def test_lines_are_merged_by_time(local: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(local, capsys) == [
-        "server mini1 | 09-21 14:13:20 INFO  up",
+        "server mini1   | 09-21 14:13:20 INFO  up",
         "worker 1 (pi5) | 09-21 14:13:21 INFO  joined",
         "worker 2 (a-b) | 09-21 14:13:21 WARN  careful",
-        "server mini1 | 09-21 14:13:23 ERROR bad",
+        "server mini1   | 09-21 14:13:23 ERROR bad",
     ]
 
 

@@ -72,7 +72,7 @@ def test_costs_are_told_for_usual_links_in_lines_that_fit() -> None:
     assert lines == [
         "101,770 parameters; memory is without PyTorch and activations",
         "a step of a worker sends 407.1 kB and receives 40.7 kB, which takes",
-        "  33 ms at 100 Mbit/s, 3.3 ms at 1,000 Mbit/s, 0.33 ms at 10,000 Mbit/s",
+        "  33 ms at 12.5 MB/s, 3.3 ms at 125 MB/s, 0.33 ms at 1,250 MB/s",
     ]
     large = costs(cost_of(settings_of("model.model_dim=8192", train="gpt"), "edp"))
     assert all(len(line) <= 80 for line in large)

@@ -137,12 +137,12 @@ def test_a_pane_of_80_columns_tells_how_the_cluster_does() -> None:
     assert shown[4].startswith("samples/s ▁")
     [title] = [line for line in shown if line.startswith("node")]
     assert title.split() == [
-        *("node", "#", "state", "samples/s", "time", "seen", "stale", "cpu", "rtt", "up/s"),
-        "down/s",
+        *("node", "#", "state", "samples/s", "time", "seen", "stale", "cpu", "rtt", "MB/s"),
+        *("up", "down"),
     ]
     [row] = [line for line in shown if line.startswith("mini2")]
     assert row.replace("█", "").split() == [
-        *("mini2", "0", "joined", "256", "0s", "0.6", "153%", "2.3", "ms", "3.1M", "4.1k")
+        *("mini2", "1", "joined", "256", "0s", "0.6", "153%", "2.3", "ms", "3.1", "0.0041")
     ]
     assert [line.split()[2] for line in shown if line.startswith(("pi5", "macbook"))] == [
         "lost",

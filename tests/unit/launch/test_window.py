@@ -45,7 +45,9 @@ def test_panes_that_end_at_once_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
         name = open_window(f"r{number}", PROCESSES, "true")
         shown = output("list-panes", "-t", f"={name}:", "-F", "#{@process}").splitlines()
-        assert sorted(shown) == ["server mini1", "worker rank 0 odd;", "worker rank 1 pi5"]
+        assert sorted(shown) == ["server mini1", "worker 1 (odd;)", "worker 2 (pi5)"]
+        widths = output("list-panes", "-t", f"={name}:", "-F", "#{pane_width}").split()
+        assert set(widths) == {str(tmux.COLUMNS)}, "lines of logs are long"
         assert open_window(f"r{number}", PROCESSES, "true") == name
         close_window(f"r{number}")
     assert output("list-sessions") == ""

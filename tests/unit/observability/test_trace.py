@@ -49,13 +49,13 @@ def test_all_processes_are_on_the_owners_clock(paths: RunPaths, log: SpanLog) ->
         for event in events(paths.trace)
         if event["name"] == "process_name"
     }
-    assert list(names.values()) == ["server mini1", "worker rank 0 mini2"]
+    assert list(names.values()) == ["server mini1", "worker 1 (mini2)"]
     starts = {
         names[event["pid"]]: event["ts"]
         for event in reversed(events(paths.trace))
         if event["ph"] == "X" and event["cat"] == "step"
     }
-    assert starts == {"server mini1": 0, "worker rank 0 mini2": 500}
+    assert starts == {"server mini1": 0, "worker 1 (mini2)": 500}
 
 
 def test_only_the_newest_steps_are_shown_with_what_lies_beside_them(

@@ -1,6 +1,6 @@
 import pytest
 
-from smolcluster.utils.units import format_bytes, format_duration
+from smolcluster.utils.units import format_bytes, format_duration, format_rate
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,22 @@ from smolcluster.utils.units import format_bytes, format_duration
 )
 def test_bytes_are_decimal_with_one_digit(num_bytes: float, text: str) -> None:
     assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "text"),
+    [
+        (0, "0 MB/s"),
+        (4_100, "0.0041 MB/s"),
+        (51_700, "0.052 MB/s"),
+        (9.94e6, "9.9 MB/s"),
+        (9.96e6, "10 MB/s"),
+        (117.5e6, "118 MB/s"),
+        (1.18e9, "1,180 MB/s"),
+    ],
+)
+def test_what_links_carry_is_told_in_one_unit(bytes_per_s: float, text: str) -> None:
+    assert format_rate(bytes_per_s) == text
 
 
 @pytest.mark.parametrize(

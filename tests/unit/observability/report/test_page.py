@@ -104,18 +104,18 @@ def test_the_page_says_what_the_summary_says(tmp_path: Path) -> None:
         "7 stale",
     ):
         assert said in head
-    assert page.row("workers", "0")["samples"] == "1,600"
-    assert page.row("workers", "2")["share"] == "40.0%"
-    assert page.row("workers", "1")["mean staleness"] == "1.25"
+    assert page.row("workers", "worker 1 (pi5)")["samples"] == "1,600"
+    assert page.row("workers", "worker 3 (macbook)")["share"] == "40.0%"
+    assert page.row("workers", "worker 2 (win)")["mean staleness"] == "1.25"
 
 
 def test_a_worker_that_was_killed_is_in_its_row_the_events_and_the_trouble(tmp_path: Path) -> None:
     run = killed_run(tmp_path)
     run.status("ended", "done", worker_status(0), worker_status(1, state="lost"), worker_status(2))
     page = report_of(run)
-    row = page.row("workers", "1")
-    assert (row["node"], row["at the end"], row["lost"]) == ("win", "lost", "1×")
-    assert page.row("workers", "0")["lost"] == "–"
+    row = page.row("workers", "worker 2 (win)")
+    assert (row["at the end"], row["lost"]) == ("lost", "1×")
+    assert page.row("workers", "worker 1 (pi5)")["lost"] == "–"
     assert ["+5 s", "worker 2 (win) is lost: it was cut"] in page.rows["events"]
     trouble = page.words("trouble")
     assert "14:13:25 · worker 2 (win) is lost: it was cut" in trouble
@@ -319,10 +319,10 @@ def test_time_and_links_come_from_what_workers_report(tmp_path: Path) -> None:
     assert "worker 1 (pi5) 25%50%12%" in page.words("time")
     link = page.rows["links"][1]
     assert link == [
-        *("0", "pi5", "1.0 GB", "3.00", "4.00", "1.0 MB", "0.50", "0.50"),
+        *("worker 1 (pi5)", "1.0 GB", "3", "4", "1.0 MB", "0.5", "0.5"),
         *("4 ms", "2.0 (most 2)", "3.90×"),
     ]
-    assert page.row("workers", "0")["mean step"] == "250 ms"
+    assert page.row("workers", "worker 1 (pi5)")["mean step"] == "250 ms"
 
 
 def test_lines_are_moved_by_the_clock_of_the_machine_that_wrote_them(tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_lines_are_moved_by_the_clock_of_the_machine_that_wrote_them(tmp_path: P
 def test_without_reports_of_workers_there_is_neither_time_nor_links(tmp_path: Path) -> None:
     page = report_of(killed_run(tmp_path))
     assert not {"time", "links"} & page.text.keys()
-    assert page.row("workers", "0")["mean step"] == "–"
+    assert page.row("workers", "worker 1 (pi5)")["mean step"] == "–"
 
 
 def test_staleness_is_told_by_worker_where_something_was_stale(tmp_path: Path) -> None:
@@ -349,8 +349,8 @@ def test_staleness_is_told_by_worker_where_something_was_stale(tmp_path: Path) -
     run.status("ended", "", worker_status(0, staleness=[900, 0, 97, 3, 0, 0, 0, 0]))
     rows = report_of(run).rows["workers"]
     taus = ["0", "1", "2", "3–4", "5–8", "9–16", "17–32", "more"]
-    assert ["rank", "node", *taus] in rows
-    assert ["0", "pi5", "90%", "–", "10%", "<1%", *["–"] * 4] in rows
+    assert ["worker", *taus] in rows
+    assert ["worker 1 (pi5)", "90%", "–", "10%", "<1%", *["–"] * 4] in rows
     run.status("ended", "", worker_status(0, staleness=[900, 0, 0, 0, 0, 0, 0, 0]))
     assert "Staleness" not in report_of(run).words("workers")
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from made_runs import BEGAN, MadeRun
+from smolcluster.observability.curves import Series, smooth
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.view import measured
 from smolcluster.observability.view.measured import Measured
@@ -54,10 +55,23 @@ def test_what_is_no_finite_number_is_null(tmp_path: Path) -> None:
     assert series(Measured(run.paths.metrics), run.paths)["steps"]["loss"] == [2.0, None, None]
 
 
+def test_curves_are_smoothed_as_in_the_picture_and_the_report(tmp_path: Path) -> None:
+    run, noise = MadeRun(tmp_path), random.Random(5)  # noqa: S311
+    for step in range(1, 301):
+        run.steps(step, step, loss=math.nan if step == 200 else noise.random())
+    found = series(Measured(run.paths.metrics), run.paths)
+    known = [value for value in found["steps"]["loss"] if value is not None]
+    drawn = smooth(Series(known, known)).y
+    assert found["smoothed"]["loss"].pop(199) is None
+    assert found["smoothed"]["loss"] == pytest.approx(drawn, rel=1e-5)
+
+
 def test_new_lines_are_taken_and_the_version_grows(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     own = Measured(run.paths.metrics)
-    assert series(own, run.paths) == {"steps": {"t": [], "step": []}, "processes": []}
+    assert series(own, run.paths) == {
+        **{"steps": {"t": [], "step": []}, "smoothed": {}, "processes": []}
+    }
     run.steps(1, 2)
     assert series(own, run.paths)["steps"]["step"] == [1, 2]
     version = own.version

@@ -159,6 +159,19 @@ def test_staleness_is_what_was_counted_else_what_was_sampled(tmp_path: Path) -> 
     }
 
 
+def test_of_a_run_of_other_machines_no_state_is_made_up(tmp_path: Path) -> None:
+    paths = launched_run(tmp_path, server("mini@mini1"), worker(0, "pi5", "pi@pi5"))
+
+    def states() -> list[str | None]:
+        return [each["state"] for each in listed(paths.root.parent)]
+
+    assert states() == [None]
+    paths.standing.write_text('{"state": "stopped", "is_alive": false}')
+    assert states() == ["stopped"]
+    paths.standing.write_text('{"state": "training", "is_alive": true}')
+    assert states() == [None]
+
+
 def test_an_empty_folder_is_a_run_of_which_nothing_is_known(tmp_path: Path) -> None:
     state = state_of(MadeRun(tmp_path))
     assert (state["state"], state["workers"], state["algorithm"]) == ("starting", [], None)

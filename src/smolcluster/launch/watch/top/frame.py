@@ -247,7 +247,7 @@ def state_of(row: Row) -> str:
 SPLIT = Column("time", MIN_SPLIT, lambda _: "")
 COLUMNS = (
     Column("node", 6, lambda row: row.process.node),
-    Column("worker", 6, lambda row: "" if row.process.rank is None else str(row.process.rank + 1)),
+    Column("#", 2, lambda row: "" if row.process.rank is None else str(row.process.rank + 1)),
     Column("state", 9, state_of),
     Column("samples/s", 9, _rate),
     SPLIT,
