@@ -133,7 +133,10 @@ def test_a_run_that_goes_on_is_shown_as_it_is(
     rows = (
         "return [...document.querySelectorAll('#workers tbody th')].map((each) => each.innerText)"
     )
-    assert [row.split() for row in run_js(browser, rows)] == [["worker", "1", "(pi5)"], ["worker", "2", "(win)"]]
+    assert [row.split() for row in run_js(browser, rows)] == [
+        ["worker", "1", "(pi5)"],
+        ["worker", "2", "(win)"],
+    ]
     assert "server mini1 and 2 workers" in str(
         find(browser, "#cluster svg").get_attribute("aria-label")
     )
