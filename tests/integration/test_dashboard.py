@@ -234,7 +234,7 @@ def test_logs_are_filtered_and_what_is_in_them_is_text(
     Select(filters.find_element(By.NAME, "level")).select_by_visible_text("all levels")
     Select(filters.find_element(By.NAME, "node")).select_by_visible_text("win")
     whose = "return [...document.querySelectorAll('#log-lines .who')].map((it) => it.textContent)"
-    eventually(lambda: run_js(browser, whose) == ["worker 1 (win)"])
+    eventually(lambda: run_js(browser, whose) == ["worker 2 (win)"])
     Select(filters.find_element(By.NAME, "node")).select_by_visible_text("all nodes")
     filters.find_element(By.NAME, "text").send_keys("IS LOST")
     eventually(lambda: run_js(browser, whose) == ["server mini1"])
