@@ -90,6 +90,12 @@ AutoInt = Annotated[
 ]
 """A file may say null: then the section that holds it chooses."""
 MixingRate = Annotated[float, Field(gt=0), AfterValidator(_below_one)]
+LONGEST_WAIT_S = 1_000_000
+"""What sockets, locks and sleeps of every system can wait, seconds: eleven days and a half."""
+Wait = Annotated[float, Field(gt=0, le=LONGEST_WAIT_S)]
+"""Seconds."""
+HeartbeatTimeout = Annotated[float, Field(ge=0.1, le=LONGEST_WAIT_S)]
+Activation = Literal["relu", "gelu", "silu", "tanh"]
 AlgorithmName = Literal["edp", "syncps", "single"]
 CodecName = Literal["fp32", "bf16", "fp16", "int8"]
 UpdateRule = Literal["gradient", "mixing"]
@@ -232,7 +238,7 @@ class ClusterConfig(Section):
         None,
         description="How gradients travel; null: int8 with use_quantization, else fp32.",
     )
-    timeout: PositiveFloat | None = Field(
+    timeout: Wait | None = Field(
         None,
         description="SyncPS: seconds from a step's first part to backups for late ones; null: overdue ones "
         "only.",
@@ -253,14 +259,14 @@ class ClusterConfig(Section):
     seed: int = Field(42, ge=0, lt=2**63, description="Seed of weights, split and sample order.")
     elastic: bool = Field(True, description="Accept worker ids above num_workers.")
     min_workers: PositiveInt = Field(1, description="Training starts when so many have joined.")
-    start_timeout_s: PositiveFloat = Field(
+    start_timeout_s: Wait = Field(
         120.0,
         description="Longest wait for a server (worker) or for min_workers (server), seconds.",
     )
-    empty_cluster_timeout_s: PositiveFloat = Field(
+    empty_cluster_timeout_s: Wait = Field(
         120.0, description="Longest time without any worker in mid-run, seconds."
     )
-    reconnect_timeout_s: PositiveFloat = Field(
+    reconnect_timeout_s: Wait = Field(
         60.0, description="How long a worker tries to get back to a lost server, seconds."
     )
     restarts: NonNegativeInt = Field(
@@ -268,7 +274,7 @@ class ClusterConfig(Section):
         description="How often in a row a launched worker that was killed or met an internal error is "
         "started again; ten minutes of life begin the count anew.",
     )
-    heartbeat_timeout_s: PositiveFloat = Field(
+    heartbeat_timeout_s: HeartbeatTimeout = Field(
         10.0,
         description="A peer silent for so long is lost, seconds; heartbeats go 4 times as often.",
     )
@@ -378,7 +384,7 @@ class GradientClipping(Section):
 
 
 class SimpleNNConfig(Section):
-    """Sizes of the two-layer perceptron."""
+    """Sizes of the two-layer perceptron, and its activation."""
 
     type: Literal["SimpleNN"] = "SimpleNN"
     input_dim: PositiveInt | None = Field(
@@ -386,6 +392,7 @@ class SimpleNNConfig(Section):
     )
     hidden: PositiveInt = Field(128, description="Width of the hidden layer.")
     out: PositiveInt = Field(10, description="Number of classes.")
+    activation: Activation = Field("relu", description="What follows on the hidden layer.")
 
 
 class GPTConfig(Section):
@@ -537,9 +544,9 @@ class RunConfig(Section):
     update_rule: UpdateRule = "gradient"
     mixing_rate: MixingRate = DEFAULT_MIXING_RATE
     staleness: StalenessConfig
-    heartbeat_timeout_s: PositiveFloat
-    reconnect_timeout_s: PositiveFloat
-    timeout: PositiveFloat | None = None
+    heartbeat_timeout_s: HeartbeatTimeout
+    reconnect_timeout_s: Wait
+    timeout: Wait | None = None
     train: TrainConfig
 
     @model_validator(mode="after")

@@ -20,6 +20,6 @@ def build_model(config: ModelConfig, input_dim: int, num_classes: int) -> nn.Mod
     """
     match config:
         case SimpleNNConfig():
-            return SimpleNN(input_dim, config.hidden, num_classes)
+            return SimpleNN(input_dim, config.hidden, num_classes, config.activation)
         case GPTConfig():
             return build_gpt(config, num_classes)

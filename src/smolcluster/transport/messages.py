@@ -18,13 +18,12 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PositiveFloat,
     Strict,
     StringConstraints,
     ValidationError,
 )
 
-from smolcluster.configs.schema import RunConfig
+from smolcluster.configs.schema import HeartbeatTimeout, RunConfig
 from smolcluster.errors import ProtocolError
 from smolcluster.transport.frames import Buffer, Frame, build_frame
 from smolcluster.utils.meter import MAX_SPANS, PHASES
@@ -155,7 +154,7 @@ class Welcome(Message):
     model_fingerprint: Identifier
     bucket_bytes: Annotated[int, Field(ge=4, le=MAX_BUCKET_BYTES)]
     codec: Identifier
-    heartbeat_timeout_s: PositiveFloat
+    heartbeat_timeout_s: HeartbeatTimeout
     data: ServedData | None = None
 
 

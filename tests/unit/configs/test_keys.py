@@ -14,7 +14,7 @@ from smolcluster.configs.schema import ClusterConfig, NodeConfig, Section, Train
         (ClusterConfig, "num_workers", "a whole number above 0"),
         (ClusterConfig, "seed", "a whole number from 0 to 9223372036854775807"),
         (ClusterConfig, "use_quantization", "true or false"),
-        (ClusterConfig, "timeout", "a number above 0, or null"),
+        (ClusterConfig, "timeout", "a number above 0 and of 1000000 or less, or null"),
         (ClusterConfig, "codec", "one of fp32, bf16, fp16, int8, or null"),
         (ClusterConfig, "batch_share", "a mapping of names to values, or null"),
         (ClusterConfig, "batch_share.anybody", "a number of 0 or more"),

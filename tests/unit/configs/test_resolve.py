@@ -308,8 +308,21 @@ def test_a_worker_list_and_its_number_can_be_changed_together() -> None:
         ("nodes.pi4.threads=1", "nodes has the key 'pi4', must be a node of host_ip (known: mini1"),
         ("host_ip.a/b=1.1.1.1", "host_ip has the key 'a/b', must be a name of at most 64 letters"),
         ("host_ip.pi5=", "host_ip.pi5 is null, must be text that is not empty"),
-        ("timeout=0", "timeout is 0, must be a number above 0, or null"),
-        ("timeout=-0.1", "timeout is -0.1, must be a number above 0, or null"),
+        ("timeout=0", "timeout is 0, must be a number above 0 and of 1000000 or less, or null"),
+        ("timeout=-0.1", "timeout is -0.1, must be a number above 0 and of 1000000 or less"),
+        ("timeout=1e300", "timeout is 1e+300, must be a number above 0 and of 1000000 or less"),
+        (
+            "start_timeout_s=1e300",
+            "start_timeout_s is 1e+300, must be a number above 0 and of 1000",
+        ),
+        (
+            "empty_cluster_timeout_s=1e9",
+            "empty_cluster_timeout_s is 1000000000.0, must be a number",
+        ),
+        ("reconnect_timeout_s=1e300", "reconnect_timeout_s is 1e+300, must be a number above 0 an"),
+        ("heartbeat_timeout_s=1e300", "heartbeat_timeout_s is 1e+300, must be a number from 0.1 t"),
+        ("heartbeat_timeout_s=1e-300", "heartbeat_timeout_s is 1e-300, must be a number from 0.1 "),
+        ("model.activation=rely", "model.activation is 'rely', must be one of relu, gelu, silu, t"),
         ("codec=zip", "codec is 'zip', must be one of fp32, bf16, fp16, int8, or null"),
         ("mixing_rate=0", "mixing_rate is 0, must be a number above 0"),
         ("mixing_rate=1", "mixing_rate is 1, must be below 1: a fresh worker's weights would"),
@@ -408,7 +421,7 @@ def test_several_problems_are_told_on_one_line_and_not_without_end() -> None:
     text = refusal("port=0", train={}, cluster={"seed": -1, "timeout": 0})
     assert text == (
         "--override: port is 0, must be a whole number from 1 to 65535; "
-        "cluster configuration: timeout is 0, must be a number above 0, or null; "
+        "cluster configuration: timeout is 0, must be a number above 0 and of 1000000 or less, or null; "
         "seed is -1, must be a whole number from 0 to 9223372036854775807"
     )
     many = {f"unknown_{index}": 1 for index in range(20)}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from smolcluster.configs.load import Kind, dump_yaml, parse_yaml, read_config, shipped_names
 from smolcluster.configs.resolve import Settings, load_resolved, load_settings, save_resolved
+from smolcluster.configs.schema import LONGEST_WAIT_S
 from smolcluster.errors import ConfigError
 
 SECTIONS = ["cluster", "train", "node"]
@@ -51,7 +52,7 @@ OVERRIDES = st.fixed_dictionaries(
     optional={
         "port": st.integers(1, 65535),
         "seed": st.integers(0, 2**31 - 1),
-        "timeout": st.one_of(st.none(), FINITE),
+        "timeout": st.one_of(st.none(), st.floats(1e-9, LONGEST_WAIT_S)),
         "checkpoint_steps": st.one_of(st.none(), st.integers(1, 10**6)),
         "keep_last": st.integers(1, 100),
         "bind": st.one_of(st.none(), st.just(["127.0.0.1", "::1"])),

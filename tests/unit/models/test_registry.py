@@ -31,3 +31,8 @@ def test_a_gpt_is_built_for_the_vocabulary() -> None:
 def test_hidden_is_the_width_of_the_hidden_layer() -> None:
     model = build_model(SimpleNNConfig(hidden=33), input_dim=20, num_classes=7)
     assert model.get_parameter("fc1.weight").shape == (33, 20)
+
+
+def test_a_perceptron_has_the_activation_that_is_named() -> None:
+    model = build_model(SimpleNNConfig(activation="tanh"), input_dim=20, num_classes=7)
+    assert isinstance(model.get_submodule("activation"), torch.nn.Tanh)
