@@ -1,14 +1,17 @@
 """The server's door: listens, authenticates, asks the deciding thread, and turns connections into sessions.
 
-A connection that has not proved itself costs one short-lived thread, 5 seconds and 4 KiB at most, and there
-are at most `MAX_UNPROVED` of them: the oldest makes room for the newest.
+A connection that has not proved itself costs one short-lived thread, 5 seconds and 4 KiB at most, and the
+deciding thread never hears of it. There are at most `MAX_UNPROVED` of them: for one more, one of the address
+that has the most is cut, drawn by lot, so that whoever floods the port is in nobody's way but its own.
 """
 
 import itertools
 import logging
+import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as NoAnswer
 
 from smolcluster.cluster.inbox import Event, Gone, Inbox, Knock
@@ -18,6 +21,7 @@ from smolcluster.errors import ProtocolError, SmolclusterError
 from smolcluster.transport.connection import Connection, accept_next
 from smolcluster.transport.handshake import (
     HANDSHAKE_TIMEOUT_S,
+    Authenticated,
     Door,
     Offer,
     accept,
@@ -25,9 +29,12 @@ from smolcluster.transport.handshake import (
     server_authenticate,
 )
 from smolcluster.transport.messages import FROM_WORKER
+from smolcluster.utils.cadence import is_power_of_two
 from smolcluster.utils.retry import Deadline
 
-MAX_UNPROVED = 32
+MAX_UNPROVED = 64
+MAX_ADDRESSES = 1024
+"""Addresses whose refusals are counted apart; further ones are counted together."""
 ACCEPT_TICK_S = 0.2
 
 
@@ -65,7 +72,9 @@ class Reception:
         self._max_queued = max_queued
         self._log = log
         self._seats = itertools.count(1)
-        self._unproved: dict[int, Connection] = {}
+        self._unproved: dict[int, str] = {}
+        """Addresses of those that have not proved themselves, by seat."""
+        self._refusals: Counter[tuple[str, type[SmolclusterError]]] = Counter()
         self._connections: dict[int, Connection] = {}
         self._past_bytes = (0, 0)
         self._lock = threading.Lock()
@@ -110,37 +119,43 @@ class Reception:
                 self._start_greeting(connection)
 
     def _start_greeting(self, connection: Connection) -> None:
-        greet = threading.Thread(target=self._greet, args=(connection,), name="greet", daemon=True)
+        seat = next(self._seats)
+        self._hold(seat, connection)
+        greet = threading.Thread(
+            target=self._greet, args=(seat, connection), name="greet", daemon=True
+        )
         try:
             greet.start()
         except RuntimeError as error:  # the system has no thread to give
-            self._log.warning("cannot talk to %s: %s", connection.peer, error)
+            self._refused(connection, SmolclusterError(f"cannot talk to it: {error}"))
             connection.close()
+            self.forget(seat)
 
-    def _greet(self, connection: Connection) -> None:
-        seat = next(self._seats)
-        self._hold(seat, connection)
+    def _greet(self, seat: int, connection: Connection) -> None:
+        deadline = Deadline(HANDSHAKE_TIMEOUT_S)
+        proved, session = None, None
         reason = "an internal error, see the log file"
-        session = None
         try:
-            session = self._admit(seat, connection)
+            proved = server_authenticate(connection, self._door, deadline)
+            with self._lock:
+                self._unproved.pop(seat, None)
+            session = self._admit(seat, connection, proved, deadline)
             reason = "refused"
         except SmolclusterError as error:
             reason = str(error)
-            self._log.warning("not let in: %s", error)
+            self._refused(connection, error)
         finally:
-            with self._lock:
-                self._unproved.pop(seat, None)
             if session is None:
                 connection.close()
-                self._inbox.put(Gone(seat, reason))
+                if proved is None:
+                    self.forget(seat)
+                else:
+                    self._inbox.put(Gone(seat, reason))
 
-    def _admit(self, seat: int, connection: Connection) -> Session | None:
+    def _admit(
+        self, seat: int, connection: Connection, proved: Authenticated, deadline: Deadline
+    ) -> Session | None:
         """The running session of a worker that was let in; None if it was refused."""
-        deadline = Deadline(HANDSHAKE_TIMEOUT_S)
-        proved = server_authenticate(connection, self._door, deadline)
-        with self._lock:
-            self._unproved.pop(seat, None)
         knock = Knock(seat, proved.hello)
         self._inbox.put(knock)
         try:
@@ -167,13 +182,28 @@ class Reception:
     def _hold(self, seat: int, connection: Connection) -> None:
         with self._lock:
             self._connections[seat] = connection
-            self._unproved[seat] = connection
+            self._unproved[seat] = connection.address
             if len(self._unproved) > MAX_UNPROVED:
-                self._unproved.pop(min(self._unproved)).abort()
+                cut = secrets.choice(crowd(self._unproved))
+                del self._unproved[cut]
+                self._connections[cut].abort()
+
+    def _refused(self, connection: Connection, error: SmolclusterError) -> None:
+        """Say that somebody was not let in: of each address the 1st, 2nd, 4th, 8th … time."""
+        with self._lock:
+            address = connection.address
+            if (address, type(error)) not in self._refusals and len(self._refusals) > MAX_ADDRESSES:
+                address = "further addresses"
+            self._refusals[address, type(error)] += 1
+            count = self._refusals[address, type(error)]
+        if is_power_of_two(count):
+            times = f" (time {count} for {address})" if count > 1 else ""
+            self._log.warning("not let in: %s%s", error, times)
 
     def forget(self, seat: int) -> None:
-        """Keep of a seat that has gone only what it sent and received."""
+        """Keep of a seat that has gone only what it sent and received. Any thread."""
         with self._lock:
+            self._unproved.pop(seat, None)
             connection = self._connections.pop(seat, None)
             if connection is not None:
                 sent, received = self._past_bytes
@@ -181,3 +211,10 @@ class Reception:
                     sent + connection.bytes_sent,
                     received + connection.bytes_received,
                 )
+
+
+def crowd(addresses: Mapping[int, str]) -> list[int]:
+    """The seats of the address that has the most, or of all that have as many; `addresses` is not empty."""
+    counts = Counter(addresses.values())
+    most = max(counts.values())
+    return [seat for seat, address in addresses.items() if counts[address] == most]

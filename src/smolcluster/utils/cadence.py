@@ -28,3 +28,8 @@ class Cadence:
         self._left -= self._left > 0
         self._due_at = self._clock() + self._every_s
         return True
+
+
+def is_power_of_two(count: int) -> bool:
+    """What happens often is logged ever more rarely: the 1st, 2nd, 4th, 8th … time."""
+    return count.bit_count() == 1

@@ -43,6 +43,7 @@ from smolcluster.data.permutation import EpochOrders
 from smolcluster.runs.summary import Summary
 from smolcluster.training.schedule import learning_rate
 from smolcluster.transport.messages import Pull, Push, Ready, Skip
+from smolcluster.utils.cadence import is_power_of_two
 from smolcluster.utils.units import format_bytes, format_duration
 
 TICK_S = 0.02
@@ -358,11 +359,6 @@ class Server:
     def learning_rate(self) -> float:
         """The schedule's value for the samples applied so far."""
         return learning_rate(self.train, self.samples_applied, self.total_samples)
-
-
-def is_power_of_two(count: int) -> bool:
-    """What happens often is logged ever more rarely: the 1st, 2nd, 4th, 8th … time."""
-    return count.bit_count() == 1
 
 
 def serve(context: ServerContext) -> Summary:
