@@ -11,6 +11,7 @@ from harness import SECRET, Cluster, local_settings
 from smolcluster.algorithms.EDP.exchange import Pushed
 from smolcluster.algorithms.EDP.server import Server
 from smolcluster.algorithms.EDP.worker import Worker
+from smolcluster.cluster import link
 from smolcluster.cluster.tensors import Assigned
 from smolcluster.errors import (
     AuthError,
@@ -55,6 +56,21 @@ def test_three_workers_learn_and_apply_every_sample_once(tmp_path: Path, quantiz
     assert summary.final.val_accuracy is not None
     assert summary.final.val_accuracy > 0.85
     assert sum(share.samples for share in summary.workers) == summary.samples_applied
+
+
+def test_workers_that_hang_and_say_that_they_are_slow_do_not_hold_up_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Hung(Worker):
+        def step(self, lease: Assigned) -> None:  # noqa: ARG002
+            while True:  # its heartbeats come, until the run is over
+                self.link.next_event(1.0)
+
+    monkeypatch.setattr(link, "measure_speed", lambda *_: 1e-6)
+    cluster = Cluster(local_settings("min_workers=3"), tmp_path)
+    hung = [cluster.worker(rank, make=Hung) for rank in (2, 3)]
+    cluster.finish(cluster.worker(1), *hung)
+    assert any("worker 1" in line and "takes over" in line for line in cluster.log_lines)
 
 
 def test_a_push_says_how_long_its_batch_took(tmp_path: Path) -> None:

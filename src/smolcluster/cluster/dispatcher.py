@@ -8,11 +8,13 @@ its key `(incarnation, epoch, start, stop, grant)` names that grant for ever. A 
        └──released/expired┘
 
 A lease expires because a heartbeat proves life, not progress; whoever let one expire gets twice the time for
-the next. When nothing waits any more, idle holders get copies of open ranges whose holders take longer than
-usual, and the first commit wins. Pure bookkeeping: the caller passes the time, in seconds of a monotonic
-clock.
+the next. How long a holder needs is measured; what it claims is believed only up to `MAX_SLOWER` times what
+others were measured to need. When nothing waits any more, idle holders get copies of open ranges that take
+twice as long as is usual here, and the first commit wins. Pure bookkeeping: the caller passes the time, in
+seconds of a monotonic clock.
 """
 
+import statistics
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +28,10 @@ from smolcluster.transport.messages import LeaseKey
 
 Verdict = Literal["open", "duplicate", "late"]
 
-MAX_HOLDERS_PER_RANGE = 2
+MAX_SLOWER = 10.0
+"""So many times the median of what was measured a holder may claim to need."""
+NUM_MEASURED = 64
+"""Applied leases, the newest ones, of which the median is taken."""
 
 
 @dataclass(frozen=True, order=True)
@@ -61,12 +66,16 @@ class Standing(BaseModel):
 
 @dataclass(frozen=True)
 class Lease:
-    """A range granted to a holder until `deadline`; `indices` (num_samples,) int32 are the dataset's."""
+    """A range granted to a holder until `deadline`; `indices` (num_samples,) int32 are the dataset's.
+
+    `copied_from`: the holder that takes too long for the same range.
+    """
 
     key: LeaseKey
     indices: Tensor
     granted_at: float
     deadline: float
+    copied_from: int | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,11 @@ class Dispatcher:
         self._waiting: deque[Range] = deque()
         self._open: dict[Range, dict[int, _Grant]] = {}
         self._applied: set[Range] = set()
-        self._usual_s: dict[int, float] = {}
+        self._claimed_s: dict[int, float] = {}
+        self._measured_s: dict[int, float] = {}
+        self._newest_s: deque[float] = deque(maxlen=NUM_MEASURED)
+        self._median_s: float | None = None
+        """What the newest applied leases took."""
         self._num_grants = 0
 
     @property
@@ -137,8 +150,8 @@ class Dispatcher:
         return min(self._cursor.epoch, self.num_epochs - 1)
 
     def expect(self, holder: int, lease_s: float) -> None:
-        """Note how long `holder` will need for a lease, in seconds, before there is experience."""
-        self._usual_s.setdefault(holder, lease_s)
+        """Note how long `holder` says that it will need for a lease, in seconds."""
+        self._claimed_s[holder] = lease_s
 
     def grant(self, holder: int, now: float) -> Lease | None:
         """Lease the next range to `holder`; None when there is nothing that it could help with."""
@@ -146,9 +159,10 @@ class Dispatcher:
         if range_ is None:
             return None
         self._num_grants += 1
-        allowed_s = max(self._floor_s, self._patience * self._usual_s.get(holder, 0.0))
-        grant = _Grant(holder, now, now + allowed_s)
-        self._open.setdefault(range_, {})[self._num_grants] = grant
+        grant = _Grant(holder, now, now + self._allowed_s(holder))
+        grants = self._open.setdefault(range_, {})
+        late = next((other.holder for other in grants.values()), None)
+        grants[self._num_grants] = grant
         key = LeaseKey(
             incarnation=self.incarnation,
             epoch=range_.epoch,
@@ -156,7 +170,7 @@ class Dispatcher:
             stop=range_.stop,
             grant=self._num_grants,
         )
-        return Lease(key, self._indices(range_), grant.granted_at, grant.deadline)
+        return Lease(key, self._indices(range_), grant.granted_at, grant.deadline, late)
 
     def judge(self, key: LeaseKey, holder: int) -> Verdict:
         """Whether a push for `key` by `holder` may be applied now.
@@ -178,7 +192,9 @@ class Dispatcher:
         range_ = Range.of(key)
         grant = self._open.pop(range_)[key.grant]
         took_s = now - grant.granted_at
-        self._usual_s[holder] = 0.8 * self._usual_s.get(holder, took_s) + 0.2 * took_s
+        self._measured_s[holder] = 0.8 * self._measured_s.get(holder, took_s) + 0.2 * took_s
+        self._newest_s.append(took_s)
+        self._median_s = statistics.median(self._newest_s)
         self._applied.add(range_)
         self.samples_applied += range_.num_samples
         self._forget_finished_epochs()
@@ -189,17 +205,26 @@ class Dispatcher:
 
     def release_all(self, holder: int) -> list[Returned]:
         """Take back all leases of a holder that has gone."""
-        self._usual_s.pop(holder, None)
+        self._claimed_s.pop(holder, None)
+        self._measured_s.pop(holder, None)
         return self._drop_where(lambda _, grant: grant.holder == holder)
 
     def expire(self, now: float) -> list[Returned]:
         """Take back the leases whose time is over."""
-        for grants in self._open.values():
-            for grant in grants.values():
-                if grant.deadline <= now:
-                    allowed_s = grant.deadline - grant.granted_at
-                    self._usual_s[grant.holder] = 2 * allowed_s / self._patience
-        return self._drop_where(lambda _, grant: grant.deadline <= now)
+        allowed_s = {
+            grant.holder: self._allowed_s(grant.holder)
+            for grants in self._open.values()
+            for grant in grants.values()
+        }
+
+        def is_over(_: int, grant: _Grant) -> bool:
+            # what was granted on a claim may be over sooner, now that something was measured
+            return now >= min(grant.deadline, grant.granted_at + allowed_s[grant.holder])
+
+        returned = self._drop_where(is_over)
+        for holder in {each.holder for each in returned}:
+            self._measured_s[holder] = 2 * allowed_s[holder] / self._patience
+        return returned
 
     @property
     def standing(self) -> Standing:
@@ -251,19 +276,35 @@ class Dispatcher:
         return self._cursor
 
     def _copy_for(self, holder: int, now: float) -> Range | None:
-        """The range that has been overdue longest, which `holder` does not hold and few others do."""
+        """The range that has been overdue longest, of those that only others hold, all for too long."""
         candidates = [
             (min(grant.granted_at for grant in grants.values()), range_)
             for range_, grants in self._open.items()
-            if len(grants) < MAX_HOLDERS_PER_RANGE
-            and all(
-                grant.holder != holder and self._overdue(grant, now) for grant in grants.values()
+            if all(
+                grant.holder != holder and self._is_overdue(grant, holder, now)
+                for grant in grants.values()
             )
         ]
         return min(candidates)[1] if candidates else None
 
-    def _overdue(self, grant: "_Grant", now: float) -> bool:
-        return now - grant.granted_at >= 2 * self._usual_s.get(grant.holder, 0.0)
+    def _is_overdue(self, grant: "_Grant", idle: int, now: float) -> bool:
+        """Whether it takes twice as long as it takes its holder, the idle one, or most."""
+        times = self._claimed_s if self._median_s is None else self._measured_s
+        known = [self._median_s, times.get(grant.holder), times.get(idle)]
+        usual_s = min((each for each in known if each is not None), default=0.0)
+        return now - grant.granted_at >= 2 * usual_s
+
+    def _expected_s(self, holder: int) -> float | None:
+        """What a lease takes this holder as far as is known, seconds."""
+        if holder in self._measured_s:
+            return self._measured_s[holder]
+        claimed_s = self._claimed_s.get(holder)
+        if claimed_s is None or self._median_s is None:
+            return claimed_s
+        return min(claimed_s, MAX_SLOWER * self._median_s)
+
+    def _allowed_s(self, holder: int) -> float:
+        return max(self._floor_s, self._patience * (self._expected_s(holder) or 0.0))
 
     def _drop_where(self, doomed: Callable[[int, "_Grant"], bool]) -> list[Returned]:
         returned = []

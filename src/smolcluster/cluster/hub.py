@@ -29,6 +29,8 @@ PRESENT_S = 5.0
 """How long the end of the run waits at most for workers to close their connections, seconds."""
 FAREWELL_S = 3.0
 """How long the end of the run waits for workers that have lost their connection, seconds."""
+LONG_PREPARED_S = 60.0
+"""After so many seconds it is said who is not ready."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Hub:
         self._missing: set[int] = set()
         self._known: set[str] = set()
         self._refused: set[str] = set()
-        self._alone_since = time.monotonic()
+        self._alone_since = self._active_at = time.monotonic()
 
     def __enter__(self) -> Self:
         self._reception.open()
@@ -200,17 +202,21 @@ class Hub:
     def _check_quorum(self) -> None:
         """Begin training when there are enough workers; give up when there have been too few for too long.
 
-        A seated worker that still prepares (loads data, builds the model) holds back giving up: with slow
-        disks that takes longer than the deadline, and the worker's heartbeat proves that it lives.
+        A seated worker that still prepares (loads data, builds the model) holds back giving up, because that
+        may take longer than the deadline: for `prepare_timeout_s`, whoever does it.
 
         Raises:
             ClusterEmpty: it gave up.
         """
-        present = len(self.workers)
-        is_preparing = present < len(self._seats)
-        if (present and self.started) or is_preparing:
-            self._alone_since = time.monotonic()
-        waited_s = time.monotonic() - self._alone_since
+        now, present = time.monotonic(), len(self.workers)
+        preparing = [worker for worker in self._seats.values() if not worker.ready]
+        for worker in preparing:
+            self._check_prepares(worker, now - worker.seated_at)
+        if present and self.started:
+            self._alone_since = self._active_at = now
+        elif preparing and now - self._active_at < self._cluster.prepare_timeout_s:
+            self._alone_since = now
+        waited_s = now - self._alone_since
         decision = quorum(present, self._cluster, started=self.started, waited_s=waited_s)
         if decision.verdict == "give up":
             raise ClusterEmpty(decision.reason)
@@ -219,6 +225,22 @@ class Hub:
             self.started = True
             self.report.started()
         self.report.is_waiting = not (present and self.started)
+
+    def _check_prepares(self, worker: Worker, waited_s: float) -> None:
+        """Say who has not been ready for long; cut who has not been for too long, so that its id is free."""
+        limit_s = self._cluster.prepare_timeout_s
+        if worker.session is None or worker.session.is_cut:
+            return
+        if waited_s >= limit_s:
+            reason = f"it was not ready within {format_duration(limit_s)} (prepare_timeout_s)"
+            self._reject(worker.member.node, worker.member.worker_id, "not-ready", reason)
+            worker.session.cut(reason)
+        elif waited_s >= LONG_PREPARED_S and not worker.is_slow:
+            worker.is_slow = True
+            self._log.warning(
+                "%s has prepared its data and model for %s; it is cut after %s (prepare_timeout_s)",
+                *(worker.name, format_duration(waited_s), format_duration(limit_s)),
+            )
 
     def _answer(self, knock: Knock) -> Iterator[Event]:
         hello = knock.hello

@@ -35,6 +35,7 @@ from smolcluster.runs.events import (
     RunStarted,
     StepOverdue,
     WorkerParked,
+    WorkerStalled,
 )
 from smolcluster.runs.status import STOPPED, RunState, RunStatus, StatusFile, instant, unbegun
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic, WorkerShare
@@ -43,6 +44,7 @@ from smolcluster.training.checkpoint import Progress, TrainingState, parse_progr
 from smolcluster.training.evaluate import Evaluation
 from smolcluster.transport.messages import LeaseKey, Telemetry
 from smolcluster.utils.cadence import Cadence
+from smolcluster.utils.units import format_duration
 
 WINDOW_S = 1.0
 VITALS_EVERY_S = 1.0
@@ -323,6 +325,17 @@ class Report:
         """A worker does not keep up, and hears of no step after `step` for a while."""
         node = worker.member.node
         self._events.write(WorkerParked(rank=worker.rank, node=node, step=step, reason=reason))
+
+    def stalled(self, worker: Worker, silent_s: float, reason: str) -> None:
+        """A worker is connected, and has not answered for so many seconds."""
+        self._log.warning(
+            "%s has not answered for %s: %s", worker.name, format_duration(silent_s), reason
+        )
+        self._events.write(
+            WorkerStalled(
+                rank=worker.rank, node=worker.member.node, silent_s=silent_s, reason=reason
+            )
+        )
 
     def evaluated(self, version: int, epoch: int, evaluation: Evaluation) -> None:
         """The weights of `version` have been evaluated."""

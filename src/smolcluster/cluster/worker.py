@@ -1,5 +1,6 @@
 """A worker as the server knows it."""
 
+import time
 from dataclasses import dataclass, field
 
 from smolcluster.cluster.membership import Member
@@ -11,9 +12,12 @@ from smolcluster.transport.messages import Ready
 
 @dataclass
 class Worker:
-    """A seated worker. It takes part from its `Ready` on."""
+    """A seated worker. It takes part from its `Ready` on; times are of the monotonic clock, in seconds."""
 
     member: Member
+    seated_at: float = field(default_factory=time.monotonic)
+    is_slow: bool = False
+    """Whether it has been said that it has not been ready for long."""
     session: Session | None = None
     ready: Ready | None = None
     goodbye: str | None = None

@@ -263,6 +263,10 @@ class ClusterConfig(Section):
         120.0,
         description="Longest wait for a server (worker) or for min_workers (server), seconds.",
     )
+    prepare_timeout_s: Wait = Field(
+        1800.0,
+        description="Longest time that a worker takes to load its data and build the model, seconds.",
+    )
     empty_cluster_timeout_s: Wait = Field(
         120.0, description="Longest time without any worker in mid-run, seconds."
     )

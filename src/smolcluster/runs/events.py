@@ -65,6 +65,15 @@ class WorkerLost(_Event):
     reason: str
 
 
+class WorkerStalled(_Event):
+    """A worker is connected and has not answered for long; its samples go to others."""
+
+    rank: int
+    node: str
+    silent_s: float
+    reason: str
+
+
 class WorkerRejected(_Event):
     """A peer was refused."""
 
@@ -164,6 +173,7 @@ Event = (
     | WorkerJoined
     | WorkerLeft
     | WorkerLost
+    | WorkerStalled
     | WorkerRejected
     | LeaseReturned
     | PushDropped

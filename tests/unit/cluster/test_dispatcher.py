@@ -102,15 +102,47 @@ def test_a_lease_lasts_as_long_as_its_holder_usually_needs() -> None:
 def test_an_idle_holder_gets_a_copy_of_an_overdue_lease_and_the_first_commit_wins() -> None:
     leases = dispatcher(num_epochs=1, batch_size=10)
     leases.expect(A, lease_s=5.0)
+    leases.expect(B, lease_s=6.0)
     original = must(leases.grant(A, now=0.0))
     assert leases.grant(B, now=9.9) is None
     copy = must(leases.grant(B, now=10.0))
     assert copy.indices.tolist() == original.indices.tolist()
     assert leases.grant(B, now=11.0) is None
-    assert leases.grant(3, now=99.0) is None, "two holders are enough"
+    assert leases.grant(3, now=19.9) is None, "the second one has just begun"
+    assert leases.grant(3, now=99.0) is not None, "who hangs does not count"
     leases.commit(copy.key, B, now=12.0)
     assert leases.judge(original.key, A) == "duplicate"
     assert leases.done
+
+
+def test_a_claim_is_believed_only_until_something_was_measured() -> None:
+    leases = dispatcher(num_samples=12, num_epochs=1)
+    leases.expect(A, lease_s=600.0)
+    slow = must(leases.grant(A, now=0.0))
+    assert slow.deadline == pytest.approx(2400.0)
+    quick = must(leases.grant(B, now=0.0))
+    leases.commit(quick.key, B, now=2.0)
+    assert leases.expire(now=79.9) == []
+    assert [returned.range.start for returned in leases.expire(now=80.0)] == [0], "4 x 10 x 2 s"
+
+
+def test_the_end_waits_for_a_straggler_no_longer_than_another_one_needs() -> None:
+    leases = dispatcher(num_samples=12, num_epochs=1)
+    leases.expect(A, lease_s=600.0)
+    straggler = must(leases.grant(A, now=0.0))
+    for start in (0.0, 2.0):
+        leases.commit(must(leases.grant(B, now=start)).key, B, now=start + 2.0)
+    copy = must(leases.grant(B, now=4.0))
+    assert (copy.indices.tolist(), copy.copied_from) == (straggler.indices.tolist(), A)
+    leases.commit(copy.key, B, now=6.0)
+    assert leases.done
+
+
+def test_a_holder_that_was_measured_to_be_slow_has_the_time_it_needs() -> None:
+    leases = dispatcher(num_samples=100, num_epochs=1)
+    for holder, took_s in ((A, 300.0), (B, 1.0), (B, 1.0)):
+        leases.commit(must(leases.grant(holder, now=0.0)).key, holder, now=took_s)
+    assert must(leases.grant(A, now=0.0)).deadline == pytest.approx(1200.0)
 
 
 def test_a_lease_with_a_copy_goes_back_only_when_both_holders_are_gone() -> None:

@@ -293,6 +293,55 @@ def test_a_worker_that_prepares_its_data_is_waited_for(house: HandledHub, parts:
     assert [worker.name for worker in house.hub.workers] == ["worker 1 (macbook)"]
 
 
+@pytest.mark.parametrize("parts", [("prepare_timeout_s=0.5",)], indirect=True)
+def test_a_worker_that_is_never_ready_is_cut_and_frees_its_id_while_the_others_go_on(
+    house: HandledHub, parts: Parts
+) -> None:
+    house.join(hello(2))
+    stuck = house.enter(hello(1, node="pi5"))
+    house.until(lambda: bool(parts.happened(WorkerRejected)))
+    stuck.hear_the_end()
+    enter_when_free(house).ready(dataset=parts.dataset)
+    house.until(lambda: house.num_joined == 2)
+    assert [(e.node, e.worker_id, e.code) for e in rejections(parts)][:1] == [
+        ("pi5", 1, "not-ready")
+    ]
+    assert any("worker 1 (pi5)" in line and "prepare_timeout_s" in line for line in parts.log_lines)
+    assert house.hub.started
+
+
+@pytest.mark.parametrize("parts", [("start_timeout_s=0.2", "prepare_timeout_s=1")], indirect=True)
+def test_processes_that_come_and_are_never_ready_keep_nobody_waiting_without_end(
+    house: HandledHub,
+) -> None:
+    hands: list[Hand] = []
+    patience = Deadline(DEADLINE_S)
+    with pytest.raises(ClusterEmpty):
+        while not patience.expired:  # the same process, again and again
+            hands.append(house.enter(hello(instance=INSTANCE)))
+
+
+@pytest.mark.parametrize("parts", [("prepare_timeout_s=90",)], indirect=True)
+def test_who_has_not_been_ready_for_long_is_named_once(
+    house: HandledHub, parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "LONG_PREPARED_S", 0.1)
+    house.enter(hello(node="pi5"))
+    house.until(lambda: bool(slow(parts)))
+    list(house.hub.next_events(0.0))
+    (line,) = slow(parts)
+    assert "worker 1 (pi5)" in line
+    assert "1 min 30 s" in line
+
+
+def slow(parts: Parts) -> list[str]:
+    return [line for line in parts.log_lines if "prepare_timeout_s" in line]
+
+
+def rejections(parts: Parts) -> list[WorkerRejected]:
+    return [event for event in parts.happened(WorkerRejected) if isinstance(event, WorkerRejected)]
+
+
 @pytest.mark.parametrize("parts", [("empty_cluster_timeout_s=0.05",)], indirect=True)
 def test_a_hub_whose_workers_have_all_gone_gives_up(house: HandledHub) -> None:
     hand = house.join(hello())

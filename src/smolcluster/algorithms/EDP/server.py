@@ -61,6 +61,10 @@ class Peer:
     own_versions: deque[int] = field(default_factory=deque)
     unanswered: set[LeaseKey] = field(default_factory=set)
     """Leases that it was given and has not been given an answer for, also when they have expired."""
+    heard_at: float = field(default_factory=time.monotonic)
+    """When it joined, or its last push came."""
+    is_stalled: bool = False
+    """Whether it let leases expire and has not pushed since."""
 
 
 class Server:
@@ -156,6 +160,10 @@ class Server:
             self.report.lost_push(f"seat {pushed.seat}", "its worker has gone")
             return
         push, seat = pushed.push, pushed.seat
+        peer.heard_at = time.monotonic()
+        if peer.is_stalled:
+            peer.is_stalled = False
+            self.context.log.info("%s answers again", peer.worker.name)
         if push.base_version > self.version:
             self.report.lost_push(peer.worker.name, "it was computed on weights of the future")
             peer.worker.live_session.cut(
@@ -232,6 +240,12 @@ class Server:
                 assignment = assignment_of(lease, self.version, self.learning_rate(), rows)
                 peer.worker.live_session.send(*assignment)
                 peer.unanswered.add(lease.key)
+                if lease.copied_from is not None:
+                    self.context.log.info(
+                        "%s takes over %d samples from %s, which takes too long for them",
+                        *(peer.worker.name, len(lease.indices)),
+                        self.peers[lease.copied_from].worker.name,
+                    )
 
     def send_weights(self, peer: Peer) -> None:
         """Send the newest weights; whoever pulls the same version shares one copy."""
@@ -251,9 +265,12 @@ class Server:
     def take_back_expired(self, now: float) -> None:
         """Take back the leases whose time is over; `hand_out` gives them to others."""
         for lease in self.dispatcher.expire(now):
-            self.report.lease_returned(
-                self.peers[lease.holder].worker, lease.range, "its time was over"
-            )
+            peer = self.peers[lease.holder]
+            self.report.lease_returned(peer.worker, lease.range, "its time was over")
+            if not peer.is_stalled:
+                peer.is_stalled = True
+                reason = "its samples go to others, and it gets no more until it pushes"
+                self.report.stalled(peer.worker, now - peer.heard_at, reason)
 
     def learning_rate(self) -> float:
         """The schedule's value for the samples applied so far."""

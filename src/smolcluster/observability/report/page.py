@@ -29,6 +29,7 @@ from smolcluster.runs.events import (
     WorkerJoined,
     WorkerLost,
     WorkerRejected,
+    WorkerStalled,
 )
 from smolcluster.runs.paths import RunPaths, process_title
 from smolcluster.runs.status import STALENESS_EDGES, STOPPED
@@ -496,7 +497,7 @@ def _told(happening: Happening, began: float) -> Told:
         within = f" within {format_duration(took)}" if took >= 1 else ""
         text = f"{text} ({happening.count:,} times{within})"
     match event:
-        case WorkerLost() | WorkerRejected() | RunEnded(ok=False):
+        case WorkerLost() | WorkerStalled() | WorkerRejected() | RunEnded(ok=False):
             look = "lost"
         case WorkerJoined():
             look = "joined"

@@ -23,6 +23,7 @@ from smolcluster.runs.events import (
     WorkerLost,
     WorkerParked,
     WorkerRejected,
+    WorkerStalled,
     parse_event,
 )
 from smolcluster.runs.files import json_objects
@@ -38,6 +39,7 @@ OfWorker = (
     WorkerJoined
     | WorkerLeft
     | WorkerLost
+    | WorkerStalled
     | LeaseReturned
     | PushDropped
     | StepOverdue
@@ -143,6 +145,9 @@ def told(event: Event) -> str:  # noqa: C901, PLR0911, PLR0912  (a table that re
             return f"{_who(event)} left: {event.reason}"
         case WorkerLost():
             return f"{_who(event)} is lost: {event.reason}"
+        case WorkerStalled():
+            silent = format_duration(event.silent_s)
+            return f"{_who(event)} has not answered for {silent}: {event.reason}"
         case WorkerRejected():
             return f"{event.node} was refused ({event.code}): {event.reason}"
         case LeaseReturned():

@@ -41,6 +41,7 @@ from smolcluster.runs.events import (
     WorkerLost,
     WorkerParked,
     WorkerRejected,
+    WorkerStalled,
     kind_of,
 )
 from smolcluster.runs.files import json_line
@@ -57,6 +58,7 @@ COUNTED = (
     WorkerLeft,
     WorkerLost,
     WorkerRejected,
+    WorkerStalled,
     LeaseReturned,
     PushDropped,
     StepOverdue,

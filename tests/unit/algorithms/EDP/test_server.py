@@ -23,7 +23,7 @@ from smolcluster.algorithms.EDP.server import LEASES_PER_WORKER, Server
 from smolcluster.cluster.hub import Departed
 from smolcluster.cluster.pushing import GradientSender
 from smolcluster.errors import NonFiniteLoss
-from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLost
+from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLost, WorkerStalled
 from smolcluster.transport.frames import Frame, build_frame, check_head
 from smolcluster.transport.messages import Ack, Assignment, Fault, LeaseKey, Pull, State
 from stages import EDPStage
@@ -192,6 +192,21 @@ def test_whose_time_was_over_gets_no_more_until_it_answers(stage: Stage) -> None
     puppet.push(lease)  # the next message is the answer, not an assignment
     stage.hand_out()
     assert puppet.lease().start == 0, "and its samples are handed out again"
+
+
+def test_who_hangs_is_named_once_and_when_it_answers_again(stage: Stage) -> None:
+    puppet, lease = working(stage)
+    stage.server.take_back_expired(1e6)
+    (stalled,) = stage.parts.happened(WorkerStalled)
+    assert isinstance(stalled, WorkerStalled)
+    assert (stalled.rank, stalled.node) == (0, "macbook")
+    assert stalled.silent_s > 0
+    assert sum("has not answered" in line for line in stage.parts.log_lines) == 1
+    puppet.push(lease)
+    assert any("worker 1 (macbook) answers again" in line for line in stage.parts.log_lines)
+    stage.hand_out()
+    stage.server.take_back_expired(2e6)
+    assert len(stage.parts.happened(WorkerStalled)) == 2
 
 
 def test_another_workers_lease_cannot_be_pushed(stage: Stage) -> None:

@@ -30,6 +30,7 @@ WIDE = 110
 """From so many columns on there is more space between those of the table, and curves lie side by side."""
 NEWS_STYLES = {
     **{"worker_joined": "green", "worker_left": "yellow", "worker_lost": "red"},
+    "worker_stalled": "yellow",
     **{"worker_rejected": "yellow", "lease_returned": "dim", "push_dropped": "dim"},
     **{"step_overdue": "yellow", "worker_parked": "yellow"},
     **{"checkpoint_saved": "cyan", "run_resumed": "cyan"},

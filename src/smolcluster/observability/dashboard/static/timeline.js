@@ -5,7 +5,7 @@ import { clock, moment, sentence, title } from "./format.js";
 
 const LANES = [
   ["run", ["run_started", "run_resumed", "run_ended"]],
-  ["workers", ["worker_joined", "worker_left", "worker_lost", "worker_parked", "worker_rejected"]],
+  ["workers", ["worker_joined", "worker_left", "worker_lost", "worker_parked", "worker_stalled", "worker_rejected"]],
   ["work", ["push_dropped", "lease_returned", "step_overdue"]],
   ["epochs", ["epoch_finished"], "frequent"],
   ["model", ["evaluated"], "frequent"],
