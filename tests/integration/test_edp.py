@@ -158,17 +158,70 @@ def test_an_exploding_loss_stops_the_run_and_names_step_worker_and_layer(tmp_pat
     assert all(torch.isfinite(torch.tensor(r.values["loss"])) for r in cluster.metrics.steps)
 
 
+class Diverging(Worker):
+    """Its own copy comes to NaN now and then; the server's weights are well."""
+
+    def compute(self, lease: Assigned) -> float:
+        if self.steps % 7 == 3:
+            raise NonFiniteLoss("loss is nan at layer fc1")
+        return super().compute(lease)
+
+
+class Huge(Worker):
+    """Its gradient is finite, and now and then out of all proportion."""
+
+    def compute(self, lease: Assigned) -> float:
+        loss = super().compute(lease)
+        if self.steps % 7 == 3:
+            self.replica.grads.mul_(1e30)
+        return loss
+
+
+@pytest.mark.parametrize("algorithm_of_one", [Diverging, Huge])
+@pytest.mark.parametrize("override", ["update_rule=gradient", "update_rule=mixing"])
+def test_a_worker_whose_own_copy_diverges_costs_its_pushes_and_nothing_else(
+    tmp_path: Path, algorithm_of_one: type[Worker], override: str
+) -> None:
+    overrides = "gradient_clipping.enabled=false", "min_workers=2", override
+    cluster = Cluster(local_settings(*overrides, workers=2), tmp_path)
+    summary = cluster.finish(cluster.worker(1), cluster.worker(2, make=algorithm_of_one))
+    assert summary.pushes.non_finite > 0
+    dropped = [r.event for r in cluster.events() if isinstance(r.event, PushDropped)]
+    assert {event.rank for event in dropped if event.outcome == "non_finite"} == {1}
+    assert torch.isfinite(cluster.bench.replica.params).all()
+
+
+def test_who_sends_such_gradients_also_from_fresh_weights_ends_the_run_and_is_named(
+    tmp_path: Path,
+) -> None:
+    class Broken(Worker):
+        def compute(self, lease: Assigned) -> float:
+            loss = super().compute(lease)
+            self.replica.grads.mul_(1e30)
+            return loss
+
+    overrides = "gradient_clipping.enabled=false", "min_workers=2"
+    cluster = Cluster(local_settings(*overrides, workers=2), tmp_path)
+    innocent = cluster.worker(1)
+    cluster.worker(2, make=Broken)
+    assert "worker 2 (macbook)" in str(cluster.server.failure())
+    assert isinstance(innocent.failure(), RunFailed)
+
+
 def test_the_others_hear_why_a_run_failed(tmp_path: Path) -> None:
     class Exploding(Worker):
         def compute(self, lease: object) -> float:
-            if self.steps == 20:
+            if self.steps >= 20:
                 raise NonFiniteLoss("loss is nan at layer fc1")
             return super().compute(lease)  # type: ignore[arg-type]
 
     cluster = Cluster(local_settings(workers=2), tmp_path)
     innocent = cluster.worker(1)
     cluster.worker(2, make=Exploding)
-    assert isinstance(cluster.server.failure(), NonFiniteLoss)
+    error = cluster.server.failure()
+    assert isinstance(error, NonFiniteLoss)
+    assert "worker 2 (macbook)" in str(error)
+    assert cluster.core.report.tally.pushes["non_finite"] == 1, "it could try again once"
     failure = innocent.failure()
     assert isinstance(failure, RunFailed)
     assert "fc1" in str(failure)

@@ -52,12 +52,13 @@ NUM_LAYERED_FIRST, LAYERED_EVERY_S = 1000, 60.0
 """Of so many steps the norms of all layers are kept, later those of one step in so many seconds."""
 COUNTS = "counts"
 """Where a checkpoint's progress has them."""
-Dropped = Literal["stale", "late", "duplicate"]
+Dropped = Literal["stale", "late", "duplicate", "non_finite"]
 DROP_REASONS: Mapping[Dropped, str] = MappingProxyType(
     {
         "stale": "its weights were older than staleness.bound allows",
         "late": "its lease had been taken back",
         "duplicate": "its samples had been applied already",
+        "non_finite": "it held NaN or infinity",
     }
 )
 
@@ -94,7 +95,7 @@ class Counts(BaseModel):
     traffic: tuple[int, int]
     epoch_samples: dict[int, int]
     epoch_loss: dict[int, float]
-    pushes: dict[Literal["applied", "stale", "late", "duplicate", "lost"], int]
+    pushes: dict[Literal["applied", "stale", "late", "duplicate", "non_finite", "lost"], int]
     leases_returned: int
     workers: dict[int, WorkerTally]
     lowest_val_loss: float | None = None
@@ -279,11 +280,20 @@ class Report:
         """A checkpoint of this step is on the disk. Any thread."""
         self._events.write(CheckpointSaved(step=step))
 
-    def dropped(self, worker: Worker, lease: LeaseKey, outcome: Dropped, staleness: int) -> None:
-        """A push was not applied."""
+    def dropped(
+        self,
+        worker: Worker,
+        lease: LeaseKey,
+        outcome: Dropped,
+        staleness: int | None,
+        reason: str = "",
+    ) -> None:
+        """A push was not applied, or not sent at all; an empty `reason` stands for the usual one."""
         self.tally.pushes[outcome] += 1
-        reason = DROP_REASONS[outcome]
-        self._log.info("%s: a push was dropped as %s: %s", worker.name, outcome, reason)
+        reason = reason or DROP_REASONS[outcome]
+        level = logging.WARNING if outcome == "non_finite" else logging.INFO
+        name = outcome.replace("_", "-")
+        self._log.log(level, "%s: a push was dropped as %s: %s", worker.name, name, reason)
         self._events.write(
             PushDropped(
                 rank=worker.rank,

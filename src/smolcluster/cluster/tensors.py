@@ -11,9 +11,10 @@ from torch import Tensor
 
 from smolcluster.cluster.inbox import Event
 from smolcluster.codec.base import Codec
-from smolcluster.errors import ProtocolError
+from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.training.build import Workbench
-from smolcluster.transport.messages import Assignment, LeaseKey, TensorSpec
+from smolcluster.training.replica import DIVERGENCE_REMEDY
+from smolcluster.transport.messages import MAX_LOSS, Assignment, LeaseKey, TensorSpec
 
 ROW_DTYPES = MappingProxyType({"uint16": np.uint16, "int32": np.int32, "uint32": np.uint32})
 """What tokens may be sent as."""
@@ -45,19 +46,19 @@ class Assigned(Event):
         """The mean loss of these samples, whose gradient is in the replica then.
 
         Raises:
-            NonFiniteLoss: the loss or the gradient is NaN or infinite.
+            NonFiniteLoss: the loss or the gradient is NaN or infinite, or the loss is above `MAX_LOSS`.
             ProtocolError: the samples that the server sent are not of the model's size.
         """
         epoch, start = self.lease.epoch, self.lease.start
         if self.rows is None:
-            return bench.compute(self.indices, epoch, start)
+            return _sendable(bench.compute(self.indices, epoch, start))
         length, vocab_size = bench.dataset.input_dim, bench.dataset.num_classes
         fits = self.rows.shape[1] == length + 1
         if not (fits and self.rows.min() >= 0 and self.rows.max() < vocab_size):
             raise ProtocolError(
                 f"the server's samples are not {length} of {vocab_size} tokens, as it had said"
             )
-        return bench.compute_batch(self.rows[:, :-1], self.rows[:, 1:], epoch, start)
+        return _sendable(bench.compute_batch(self.rows[:, :-1], self.rows[:, 1:], epoch, start))
 
     @property
     def lease(self) -> LeaseKey:
@@ -68,6 +69,12 @@ class Assigned(Event):
     def num_samples(self) -> int:
         """How many they are."""
         return self.indices.numel()
+
+
+def _sendable(loss: float) -> float:
+    if abs(loss) > MAX_LOSS:
+        raise NonFiniteLoss(f"loss is {loss:g}, beyond all bounds; {DIVERGENCE_REMEDY}")
+    return loss
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -99,7 +99,7 @@ class PushDropped(_Event):
 
     rank: int
     node: str
-    outcome: Literal["stale", "late", "duplicate", "lost"]
+    outcome: Literal["stale", "late", "duplicate", "non_finite", "lost"]
     epoch: int
     start: int
     stop: int

@@ -24,6 +24,7 @@ class Pushes(_Part):
     stale: NonNegativeInt = 0
     late: NonNegativeInt = 0
     duplicate: NonNegativeInt = 0
+    non_finite: NonNegativeInt = 0
     lost: NonNegativeInt = 0
 
 
@@ -134,7 +135,11 @@ def sample_shown(paths: RunPaths) -> str:
 def _facts(summary: Summary) -> list[tuple[str, str]]:
     final, pushes, traffic = summary.final, summary.pushes, summary.bytes
     rate = summary.samples_applied / summary.wall_s if summary.wall_s else 0.0
-    outcomes = [f"{count:,} {name}" for name, count in pushes if count or name == "applied"]
+    outcomes = [
+        f"{count:,} {name.replace('_', '-')}"
+        for name, count in pushes
+        if count or name == "applied"
+    ]
     own = [
         ("run", summary.run_id),
         ("time", format_duration(summary.wall_s)),

@@ -50,7 +50,7 @@ Identifier = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,128}$")]
 Sentence = Annotated[
     str, BeforeValidator(one_line), StringConstraints(max_length=MAX_SENTENCE_CHARS)
 ]
-Outcome = Literal["applied", "stale", "late", "duplicate"]
+Outcome = Literal["applied", "stale", "late", "duplicate", "non_finite"]
 Shape = Annotated[tuple[Count, ...], Strict(False), Field(max_length=8)]
 MAX_PULLED_BUCKETS = 4096
 Buckets = Annotated[
@@ -58,7 +58,8 @@ Buckets = Annotated[
 ]
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Speed = Annotated[float, Field(ge=0, le=1e15)]
-Loss = Annotated[float, Field(ge=-1e30, le=1e30)]
+MAX_LOSS = 1e30
+Loss = Annotated[float, Field(ge=-MAX_LOSS, le=MAX_LOSS)]
 Moment = Annotated[float, Field(ge=0, le=1e11)]
 """Seconds since 1970 on the sender's clock."""
 NUM_PHASES = len(PHASES)
@@ -318,12 +319,14 @@ class Skip(Message):
     """Client: will not push what it was assigned, or no more of it, after having computed for `compute_s` s.
 
     For `held_s` seconds what it did push has waited for others'.
+    EDP: because of a loss, gradient or weights that are NaN or infinite, which `reason` describes.
     """
 
     KIND: ClassVar[int] = 19
     lease: LeaseKey
     compute_s: Seconds
     held_s: Seconds = 0.0
+    reason: Sentence = ""
 
 
 class Telemetry(Message):

@@ -203,6 +203,7 @@ def test_the_summary_adds_up(parts: Parts, report: Report) -> None:
         "stale": 0,
         "late": 1,
         "duplicate": 0,
+        "non_finite": 0,
         "lost": 1,
     }
     assert (summary.bytes.sent, summary.bytes.received) == (1000, 2000)

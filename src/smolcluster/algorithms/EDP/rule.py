@@ -22,13 +22,24 @@ have just pulled, here they pull every `worker_update_interval` steps, and the w
 steps since then.
 """
 
+import math
+import statistics
+from collections import deque
 from collections.abc import Iterable
 
 from torch import Tensor
 
 from smolcluster.configs.schema import GradientClipping, StalenessConfig
-from smolcluster.training.clipping import clip_gradient
-from smolcluster.training.replica import Replica
+from smolcluster.errors import NonFiniteLoss
+from smolcluster.training.replica import Replica, clip_coefficient
+
+NUM_NORMS = 64
+OUT_OF_PROPORTION = 1e6
+"""So many times the largest of the newest norms, and 1, a push is refused."""
+SUSPICIOUS = 100.0
+"""So many times the median of the newest norms a push is named when the weights are ruined."""
+LARGEST_NORM = 1e18
+"""Squares of larger values overflow in float32, and Adam's moments with them."""
 
 
 def staleness(version: int, base_version: int, own_versions: Iterable[int]) -> int:
@@ -55,23 +66,83 @@ def mixing_weight(tau: int, mixing_rate: float, exponent: float) -> float:
     return mixing_rate * scale(tau, exponent)
 
 
-def mix(replica: Replica, weights: Tensor, alpha: float) -> float:
+class PushRefused(NonFiniteLoss):
+    """A push would ruin the server's weights: nothing of it has been applied."""
+
+
+class Norms:
+    """Norms of the newest pushes that were applied, and what is out of all proportion to them."""
+
+    def __init__(self) -> None:
+        self._newest: deque[tuple[float, str]] = deque(maxlen=NUM_NORMS)
+
+    def add(self, norm: float, whose: str) -> None:
+        """A push of this norm was applied; `whose` names it."""
+        self._newest.append((norm, whose))
+
+    @property
+    def limit(self) -> float:
+        """The largest norm that is plausible now; never above `LARGEST_NORM`."""
+        largest = max((norm for norm, _ in self._newest), default=LARGEST_NORM)
+        return min(LARGEST_NORM, OUT_OF_PROPORTION * max(1.0, largest))
+
+    @property
+    def suspect(self) -> str:
+        """Whose push stands out so much that it may have ruined the weights; empty if none does."""
+        if not self._newest:
+            return ""
+        norm, whose = max(self._newest)
+        if norm < SUSPICIOUS * statistics.median(norm for norm, _ in self._newest):
+            return ""
+        num_pushes = len(self._newest)
+        return f"; of the newest {num_pushes} pushes one stands out, of {whose}: its norm was {norm:.3g}"
+
+
+def mix(replica: Replica, weights: Tensor, alpha: float, limit: float = math.inf) -> float:
     """w <- (1 - α) w + α w_worker; return the L2 norm of w_worker - w.
 
     `weights` (num_params,) are the worker's. The difference w_worker - w is left in `replica.grads`.
+
+    Raises:
+        PushRefused: the norm is not finite, or above `limit`; the weights are as before.
     """
     replica.load_gradient(weights)
     replica.grads.sub_(replica.params)
-    distance = replica.grad_norm()
+    distance = check_norm(replica.grad_norm(), limit)
     replica.params.add_(replica.grads, alpha=alpha)
     return distance
 
 
 def apply_gradient(
-    replica: Replica, gradient: Tensor, learning_rate: float, clipping: GradientClipping
+    replica: Replica,
+    gradient: Tensor,
+    learning_rate: float,
+    clipping: GradientClipping,
+    limit: float = math.inf,
 ) -> float:
-    """Clip `gradient` (num_params,), take one optimizer step, and return the norm before clipping."""
+    """Clip `gradient` (num_params,), take one optimizer step, and return the norm before clipping.
+
+    Raises:
+        PushRefused: the norm is not finite, or above `limit` and not clipped; nothing has changed.
+    """
     replica.load_gradient(gradient)
-    norm = clip_gradient(replica, clipping)
+    with replica.meter("apply"):
+        norm = check_norm(replica.grad_norm(), math.inf if clipping.enabled else limit)
+        factor = clip_coefficient(norm, clipping.max_norm) if clipping.enabled else 1.0
+        if factor < 1.0:
+            replica.grads.mul_(factor)
     replica.step(learning_rate)
+    return norm
+
+
+def check_norm(norm: float, limit: float = LARGEST_NORM) -> float:
+    """Return the norm of a push, or of what was to be one.
+
+    Raises:
+        PushRefused: it is not finite, or above `limit`.
+    """
+    if not math.isfinite(norm):
+        raise PushRefused(f"its norm is {norm}")
+    if norm > limit:
+        raise PushRefused(f"its norm of {norm:.3g} is out of all proportion (above {limit:.3g})")
     return norm

@@ -20,7 +20,7 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from smolcluster.algorithms.context import ServerContext
@@ -38,11 +38,12 @@ from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import Subject
 from smolcluster.cluster.worker import Worker
 from smolcluster.data.permutation import epoch_permutation
+from smolcluster.errors import NonFiniteLoss
 from smolcluster.runs.summary import Summary
 from smolcluster.training.checkpoint import Progress, parse_progress
 from smolcluster.training.schedule import learning_rate
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Ack, LeaseKey, Outcome, Pull
+from smolcluster.transport.messages import Ack, LeaseKey, Outcome, Pull, Skip
 
 DISPATCHER = "dispatcher"
 """Where a checkpoint's progress has its standing."""
@@ -51,6 +52,8 @@ LEASES_PER_WORKER = 2
 TICK_S = 0.1
 LONGEST_EXPECTED_S = 600.0
 """However slow a worker says it is, its leases expire."""
+MAX_FAILURES = 3
+"""So often the same samples may lead to NaN or infinity before the run ends."""
 
 
 @dataclass
@@ -96,6 +99,9 @@ class Server:
         self.peers: dict[int, Peer] = {}
         self.last_applied: dict[str, LeaseKey] = {}
         self.snapshot: tuple[int, list[Frame]] | None = None
+        self.norms = rule.Norms()
+        self.failures: Counter[Range] = Counter()
+        """How often each of the samples that are not applied led to NaN or infinity."""
 
     def progress(self) -> Progress:
         """What a checkpoint keeps besides tensors and counts."""
@@ -106,17 +112,28 @@ class Server:
         return GradientReceiver(seat, self.context.codec, self.replica.buckets)
 
     def run(self) -> Summary:
-        """Serve until every sample of every epoch has been applied."""
+        """Serve until every sample of every epoch has been applied.
+
+        Raises:
+            NonFiniteLoss: the weights are ruined; the message names the push that may have done it.
+        """
         with self.hub, self.evaluator, self.saver:
-            while not (self.dispatcher.done or self.report.is_over):
-                for event in self.hub.next_events(TICK_S):
-                    self.handle(event)
-                self.take_back_expired(time.monotonic())
-                self.hand_out()
-                self.saver.tick()
-                self.report.tick()
-            self.replica.check_weights("at the end of the run")
-            return self.report.summary()
+            try:
+                return self.serve()
+            except NonFiniteLoss as error:
+                raise NonFiniteLoss(f"{error}{self.norms.suspect}") from error
+
+    def serve(self) -> Summary:
+        """The loop of `run`."""
+        while not (self.dispatcher.done or self.report.is_over):
+            for event in self.hub.next_events(TICK_S):
+                self.handle(event)
+            self.take_back_expired(time.monotonic())
+            self.hand_out()
+            self.saver.tick()
+            self.report.tick()
+        self.replica.check_weights("at the end of the run")
+        return self.report.summary()
 
     def handle(self, event: Event) -> None:
         """Do what an event asks for."""
@@ -129,6 +146,8 @@ class Server:
                 self.on_departure(worker)
             case Said(seat=seat, message=Pull()) if seat in self.peers:
                 self.send_weights(self.peers[seat])
+            case Said(seat=seat, message=Skip() as skip) if seat in self.peers:
+                self.on_skip(self.peers[seat], skip)
 
     def on_join(
         self, worker: Worker, unacknowledged: LeaseKey | None, samples_per_s: float
@@ -160,10 +179,7 @@ class Server:
             self.report.lost_push(f"seat {pushed.seat}", "its worker has gone")
             return
         push, seat = pushed.push, pushed.seat
-        peer.heard_at = time.monotonic()
-        if peer.is_stalled:
-            peer.is_stalled = False
-            self.context.log.info("%s answers again", peer.worker.name)
+        self.heard(peer)
         if push.base_version > self.version:
             self.report.lost_push(peer.worker.name, "it was computed on weights of the future")
             peer.worker.live_session.cut(
@@ -180,33 +196,79 @@ class Server:
             for lease in self.dispatcher.release(push.lease, seat):
                 self.report.lease_returned(peer.worker, lease.range, "its push was too stale")
         else:
-            outcome = "applied"
-            self.apply(peer, pushed, tau)
-        if outcome != "applied":
+            outcome = self.try_to_apply(peer, pushed, tau)
+        if outcome not in ("applied", "non_finite"):
             self.report.dropped(peer.worker, push.lease, outcome, tau)
         pushed.receiver.free()
         peer.unanswered.discard(push.lease)
         peer.worker.live_session.send(Ack(lease=push.lease, outcome=outcome, version=self.version))
+
+    def on_skip(self, peer: Peer, skip: Skip) -> None:
+        """A worker came to NaN or infinity, and begins again from the server's weights."""
+        self.heard(peer)
+        if skip.lease in peer.unanswered:
+            peer.unanswered.discard(skip.lease)
+            self.failed(peer, skip.lease, skip.reason)
+
+    def try_to_apply(self, peer: Peer, pushed: Pushed, tau: int) -> Outcome:
+        """Apply a push, unless it would ruin the weights."""
+        try:
+            self.apply(peer, pushed, tau)
+        except rule.PushRefused as error:
+            self.failed(peer, pushed.push.lease, str(error), tau)
+            return "non_finite"
+        return "applied"
+
+    def failed(self, peer: Peer, lease: LeaseKey, reason: str, tau: int | None = None) -> None:
+        """Drop a push of NaN or infinity; its samples are handed out again, but not without end.
+
+        Raises:
+            NonFiniteLoss: the same samples have failed `MAX_FAILURES` times.
+        """
+        worker, samples = peer.worker, Range.of(lease)
+        self.report.dropped(worker, lease, "non_finite", tau, reason)
+        for returned in self.dispatcher.release(lease, worker.member.seat):
+            self.report.lease_returned(worker, returned.range, "its push was not finite")
+            self.failures[samples] += 1
+        if self.failures[samples] >= MAX_FAILURES:
+            raise NonFiniteLoss(
+                f"samples {samples.start} to {samples.stop} of epoch {samples.epoch + 1} have failed "
+                f"{MAX_FAILURES} times, at last on {worker.name}: {reason}"
+            )
+
+    def heard(self, peer: Peer) -> None:
+        """A worker has answered for a lease."""
+        peer.heard_at = time.monotonic()
+        if peer.is_stalled:
+            peer.is_stalled = False
+            self.context.log.info("%s answers again", peer.worker.name)
 
     def apply(self, peer: Peer, pushed: Pushed, tau: int) -> None:
         """One push is one step: of the optimizer, or towards the worker's weights.
 
         What is reported of the latter: the schedule's learning rate, at which the worker stepped, without
         the factor α, and as norms those of w_worker - w.
+
+        Raises:
+            PushRefused: it would ruin the weights; nothing has changed.
         """
         self.saver.wait_for_copy()
         push, run = pushed.push, self.context.run
         epoch, rate = self.dispatcher.epoch, self.learning_rate()
         if run.update_rule == "mixing":
             alpha = rule.mixing_weight(tau, run.mixing_rate, run.staleness.exponent)
-            norm = rule.mix(self.replica, pushed.gradient, alpha)
+            norm = rule.mix(self.replica, pushed.gradient, alpha, self.norms.limit)
             layer_norms = self.report.layer_norms(self.replica.whole(self.replica.grads))
         else:
             rate *= rule.scale(tau, run.staleness.exponent)
             clipping = self.train.gradient_clipping
-            norm = rule.apply_gradient(self.replica, pushed.gradient, rate, clipping)
+            norm = rule.apply_gradient(
+                self.replica, pushed.gradient, rate, clipping, self.norms.limit
+            )
             layer_norms = self.report.layer_norms(self.replica.whole(pushed.gradient))
         self.version += 1
+        self.norms.add(norm, f"{peer.worker.name} in step {self.version}")
+        self.failures.pop(Range.of(push.lease), None)
         self.dispatcher.commit(push.lease, pushed.seat, time.monotonic())
         self.last_applied[peer.worker.member.instance] = push.lease
         peer.own_versions.append(self.version)

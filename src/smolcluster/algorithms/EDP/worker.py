@@ -5,6 +5,8 @@
 
 It computes the next batch while the last push is on the wire. Every `worker_update_interval` steps the
 server's weights replace its own; in between it steps its own copy with an optimizer of the same class.
+Should that copy diverge, nothing is pushed: it begins again from the server's weights, and only when it fails
+on these as well the run must end.
 With an interval of 1 it waits for each pull, which with one worker and gradients is sequential training.
 Mixing: Xie et al., 1903.03934 (FedAsync).
 By hand: `uv run worker.py 1 macbook`.
@@ -22,6 +24,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from smolcluster.algorithms.EDP import rule
 from smolcluster.algorithms.EDP.exchange import StateReceiver, WeightsArrived
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.link import Link
@@ -30,7 +33,9 @@ from smolcluster.cluster.tensors import Assigned
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.training.build import Workbench
 from smolcluster.training.clipping import clip_gradient
-from smolcluster.transport.messages import Ack, LeaseKey, Pull, Welcome
+from smolcluster.training.replica import DIVERGENCE_REMEDY
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.messages import Ack, LeaseKey, Pull, Skip, Welcome
 
 WAIT_S = 1.0
 
@@ -51,6 +56,12 @@ class Worker:
         self.base_version = 0
         self.unacknowledged: LeaseKey | None = None
         self.pulling = True
+        self.must_restart = False
+        """Whether its own copy is not to be trusted any more."""
+        self.has_restarted = False
+        """Whether it has replaced that copy by the server's weights, and not computed on them yet."""
+        self.pushed_afresh = False
+        """Whether the last push was computed on such weights."""
         self.leases: deque[Assigned] = deque()
         self.link: Link
 
@@ -71,11 +82,17 @@ class Worker:
         """Compute one lease's gradient and push it; then follow the server, or step alone.
 
         With mixing it steps first, and pushes where that has brought it.
+
+        Raises:
+            NonFiniteLoss: it came to NaN or infinity on weights that it had got because of just that.
         """
+        if self.must_restart:
+            self.restart()
+        is_fresh, self.has_restarted = self.has_restarted, False
         base_version, learning_rate = self.base_version, lease.assignment.learning_rate
         self.steps += 1
+        started = time.perf_counter()
         try:
-            started = time.perf_counter()
             loss = self.compute(lease)
             compute_s = time.perf_counter() - started
             if self.mixing:
@@ -85,24 +102,53 @@ class Worker:
                 with self.replica.meter("send"):
                     self.link.flush()
             self.wait_until(lambda: self.unacknowledged is None)
-            self.push(lease.lease, base_version, loss, compute_s)
+            frames = self.frames(lease.lease, base_version, loss, compute_s)
         except NonFiniteLoss as error:
-            raise NonFiniteLoss(f"step {self.steps}: {error}") from error
+            if is_fresh:
+                raise self.failure(str(error)) from error
+            compute_s = time.perf_counter() - started
+            self.link.send(Skip(lease=lease.lease, compute_s=compute_s, reason=str(error)))
+            self.must_restart = True
+            return
+        self.unacknowledged, self.pushed_afresh = lease.lease, is_fresh
+        for frame in frames:
+            self.link.send_frame(frame)
         if self.steps % self.interval == 0 and not self.pulling:
             self.pull()
         elif not self.mixing:
-            self.step_alone(learning_rate)
+            try:
+                self.step_alone(learning_rate)
+            except NonFiniteLoss:
+                self.must_restart = True
         self.replica.meter.step_done(lease.num_samples)
 
     def compute(self, lease: Assigned) -> float:
         """The batch's mean loss; its gradient is in the replica."""
         return lease.compute(self.bench)
 
-    def push(self, lease: LeaseKey, base_version: int, loss: float, compute_s: float) -> None:
-        """Encode the gradient, or the weights; the session sends them while the next is computed."""
-        self.unacknowledged = lease
-        for frame in self.sender.frames(lease, base_version, loss, compute_s, self.stepped):
-            self.link.send_frame(frame)
+    def frames(
+        self, lease: LeaseKey, base_version: int, loss: float, compute_s: float
+    ) -> list[Frame]:
+        """Encode the gradient, or the weights: all before any is sent, because a bucket may hold NaN."""
+        try:
+            return list(self.sender.frames(lease, base_version, loss, compute_s, self.stepped))
+        except NonFiniteLoss:
+            self.sender.settle(0)
+            raise
+
+    def restart(self) -> None:
+        """Replace this worker's copy by the server's weights, with an optimizer that begins."""
+        self.replica.optimizer.reset()
+        if not self.pulling:
+            self.ask_for_weights()
+        self.wait_until(lambda: not self.pulling)
+        self.must_restart, self.has_restarted = False, True
+
+    def failure(self, what: str) -> NonFiniteLoss:
+        """The second failure in a row, this time not of its own copy."""
+        return NonFiniteLoss(
+            f"step {self.steps}: {what} (again, now on the server's weights of step {self.base_version})"
+        )
 
     def pull(self) -> None:
         """Ask for the server's weights; with an interval of 1, wait for them."""
@@ -116,8 +162,14 @@ class Worker:
         self.link.send(Pull())
 
     def step_alone(self, learning_rate: float) -> None:
-        """Apply the gradient to this worker's own copy as a server of gradients does to its."""
-        clip_gradient(self.replica, self.train.gradient_clipping)
+        """Apply the gradient to this worker's own copy as a server of gradients does to its.
+
+        Raises:
+            NonFiniteLoss: it is so large that the optimizer would never recover; the copy is as before.
+        """
+        norm = clip_gradient(self.replica, self.train.gradient_clipping)
+        if not self.train.gradient_clipping.enabled:
+            rule.check_norm(norm)
         self.replica.step(learning_rate)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
@@ -141,5 +193,9 @@ class Worker:
             case Said(message=Ack() as ack) if ack.lease == self.unacknowledged:
                 self.sender.settle(None if ack.outcome == "applied" else 0)
                 self.unacknowledged = None
+                if ack.outcome == "non_finite":
+                    if self.pushed_afresh:
+                        raise self.failure(f"the server has refused its push; {DIVERGENCE_REMEDY}")
+                    self.must_restart = True
                 if ack.outcome == "stale" and not self.pulling:
                     self.ask_for_weights()

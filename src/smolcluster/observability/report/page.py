@@ -283,7 +283,7 @@ def _tiles(facts: Facts) -> Iterator[Tile]:
     pushes = summary.pushes.model_dump() if summary else status.pushes if status else {}
     dropped = {name: count for name, count in pushes.items() if name != "applied" and count}
     if pushes.get("applied") or dropped:
-        more = ", ".join(f"{count:,} {name}" for name, count in dropped.items())
+        more = ", ".join(f"{count:,} {name.replace('_', '-')}" for name, count in dropped.items())
         yield Tile("Pushes", f"{pushes.get('applied', 0):,}", more or "all applied")
 
 

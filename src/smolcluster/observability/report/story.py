@@ -154,7 +154,8 @@ def told(event: Event) -> str:  # noqa: C901, PLR0911, PLR0912  (a table that re
             samples = f"{event.stop - event.start:,} samples"
             return f"{samples} of {_who(event)} went back: {event.reason}"
         case PushDropped():
-            return f"a push of {_who(event)} was dropped as {event.outcome}: {event.reason}"
+            outcome = event.outcome.replace("_", "-")
+            return f"a push of {_who(event)} was dropped as {outcome}: {event.reason}"
         case StepOverdue():
             return f"step {event.step:,} waited for {_who(event)}: {event.reason}"
         case WorkerParked():

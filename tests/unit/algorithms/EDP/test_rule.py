@@ -1,5 +1,7 @@
 """EDP's rule against the formulas of its docstring, without a socket."""
 
+import math
+
 import pytest
 import torch
 
@@ -88,6 +90,48 @@ def test_a_long_gradient_is_clipped_and_its_length_before_is_told() -> None:
     assert norm == pytest.approx(3.0, rel=1e-5)
     torch.testing.assert_close(ours.params, before - 0.1 * gradient / 3.0, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradient.norm().item(), 3.0, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("norm", [2e6, 1e30, math.nan])
+def test_a_push_out_of_all_proportion_is_refused_before_it_changes_anything(norm: float) -> None:
+    ours, norms = replica("adam"), rule.Norms()
+    norms.add(2.0, "worker 1")
+    rule.apply_gradient(ours, gradient_for(ours, 1.0), 0.1, UNCLIPPED, norms.limit)
+    before = ours.snapshot(), {name: each.clone() for name, each in ours.optimizer.state.items()}
+    gradient = gradient_for(ours, 1.01) * norm
+    with pytest.raises(rule.PushRefused):
+        rule.apply_gradient(ours, gradient, 0.1, UNCLIPPED, norms.limit)
+    with pytest.raises(rule.PushRefused):
+        rule.mix(ours, gradient, 0.5, norms.limit)
+    assert torch.equal(ours.params, before[0])
+    assert all(torch.equal(each, before[1][name]) for name, each in ours.optimizer.state.items())
+
+
+def test_what_is_clipped_may_be_of_any_length() -> None:
+    ours = replica("sgd")
+    rule.apply_gradient(ours, gradient_for(ours, 1e12), 0.1, GradientClipping(), limit=1e6)
+
+
+def test_what_is_plausible_follows_the_largest_of_the_newest_norms() -> None:
+    norms = rule.Norms()
+    assert norms.limit == 1e18, "squares must not overflow"
+    norms.add(1e-9, "a")
+    assert norms.limit == 1e6, "a model that has converged may meet a sample that is new to it"
+    norms.add(50.0, "b")
+    assert norms.limit == 5e7
+    for _ in range(64):
+        norms.add(2.0, "c")
+    assert norms.limit == 2e6
+
+
+def test_only_a_push_that_stands_out_is_suspected() -> None:
+    norms = rule.Norms()
+    assert norms.suspect == ""
+    for number in range(10):
+        norms.add(1.0 + number, "worker 1")
+    assert norms.suspect == ""
+    norms.add(1e5, "worker 2 (pi5) in step 11")
+    assert "worker 2 (pi5) in step 11" in norms.suspect
 
 
 def test_adam_moves_less_for_a_stale_push() -> None:

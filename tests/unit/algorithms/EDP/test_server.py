@@ -19,13 +19,13 @@ from peers import (
     set_gradient,
 )
 from smolcluster.algorithms.EDP.exchange import Pushed, StateReceiver, WeightsArrived
-from smolcluster.algorithms.EDP.server import LEASES_PER_WORKER, Server
+from smolcluster.algorithms.EDP.server import LEASES_PER_WORKER, MAX_FAILURES, Server
 from smolcluster.cluster.hub import Departed
 from smolcluster.cluster.pushing import GradientSender
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLost, WorkerStalled
 from smolcluster.transport.frames import Frame, build_frame, check_head
-from smolcluster.transport.messages import Ack, Assignment, Fault, LeaseKey, Pull, State
+from smolcluster.transport.messages import Ack, Assignment, Fault, LeaseKey, Pull, Skip, State
 from stages import EDPStage
 
 INSTANCE = "0123456789abcdef"
@@ -207,6 +207,25 @@ def test_who_hangs_is_named_once_and_when_it_answers_again(stage: Stage) -> None
     stage.hand_out()
     stage.server.take_back_expired(2e6)
     assert len(stage.parts.happened(WorkerStalled)) == 2
+
+
+def test_samples_that_are_skipped_go_back_and_end_the_run_only_when_they_fail_again_and_again(
+    stage: Stage,
+) -> None:
+    puppet, lease = working(stage)
+    for number in range(MAX_FAILURES):
+        puppet.hand.say(Skip(lease=lease, compute_s=0.1, reason="loss is nan at layer fc1"))
+        if number == MAX_FAILURES - 1:
+            with pytest.raises(NonFiniteLoss, match=r"samples 0 to 32 of epoch 1 .* worker 1"):
+                stage.house.until(lambda: False)
+            break
+        stage.house.until(lambda n=number: len(stage.parts.happened(PushDropped)) > n)  # type: ignore[misc]
+        stage.hand_out()
+        lease = puppet.lease()
+        assert (lease.start, lease.stop) == (0, 32)
+    (dropped, *_) = stage.parts.happened(PushDropped)
+    assert isinstance(dropped, PushDropped)
+    assert (dropped.outcome, dropped.reason) == ("non_finite", "loss is nan at layer fc1")
 
 
 def test_another_workers_lease_cannot_be_pushed(stage: Stage) -> None:

@@ -1,5 +1,6 @@
 """EDP's worker without a server: what it makes of what it is told."""
 
+import math
 from collections import deque
 from typing import cast
 
@@ -12,7 +13,7 @@ from smolcluster.algorithms.EDP.worker import Worker
 from smolcluster.cluster.inbox import Event, Said
 from smolcluster.cluster.link import Link
 from smolcluster.cluster.tensors import Assigned, work_payload
-from smolcluster.errors import PeerLost
+from smolcluster.errors import NonFiniteLoss, PeerLost
 from smolcluster.training.build import build
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
@@ -22,6 +23,7 @@ from smolcluster.transport.messages import (
     Message,
     Outcome,
     Pull,
+    Skip,
     Welcome,
 )
 
@@ -133,6 +135,72 @@ def test_between_pulls_its_own_copy_steps_at_the_rate_it_was_told(rate: float) -
     before = replica.snapshot()
     desk.worker.step(desk.assigned(0, rate))
     torch.testing.assert_close(replica.params, before - rate * replica.grads)
+
+
+def failing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on its batches come to NaN."""
+
+    def fail(_: Assigned) -> float:
+        raise NonFiniteLoss("loss is nan at layer fc1")
+
+    monkeypatch.setattr(desk.worker, "compute", fail)
+
+
+def test_a_copy_that_has_diverged_is_replaced_by_the_server_s_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk = Desk("optimizer=adam")
+    start = desk.bench.replica.snapshot()
+    desk.worker.step(desk.assigned(0))
+    desk.answer(desk.assigned(0), "applied")
+    with monkeypatch.context() as patch:
+        failing(desk, patch)
+        desk.worker.step(desk.assigned(1))
+    (skip,) = desk.wire.said
+    assert isinstance(skip, Skip)
+    assert (skip.lease, skip.reason) == (desk.assigned(1).lease, "loss is nan at layer fc1")
+    desk.wire.events.append(WeightsArrived(7, [start]))
+    desk.worker.step(desk.assigned(2))
+    assert desk.wire.said[1:] == [Pull()]
+    assert desk.worker.base_version == 7
+    assert desk.bench.replica.optimizer.state["step"].item() == 1, "its optimizer began anew"
+    failing(desk, monkeypatch)
+    desk.answer(desk.assigned(2), "applied")
+    desk.worker.step(desk.assigned(3))  # not on fresh weights: it may try again
+
+
+def test_who_fails_again_on_fresh_weights_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk()
+    start = desk.bench.replica.snapshot()
+    failing(desk, monkeypatch)
+    desk.worker.step(desk.assigned(0))
+    desk.wire.events.append(WeightsArrived(7, [start]))
+    with pytest.raises(NonFiniteLoss, match=r"step 2: loss is nan .* weights of step 7"):
+        desk.worker.step(desk.assigned(1))
+
+
+def test_a_push_that_the_server_refuses_twice_in_a_row_ends_it() -> None:
+    desk = Desk()
+    start = desk.bench.replica.snapshot()
+    desk.worker.step(desk.assigned(0))
+    desk.answer(desk.assigned(0), "non_finite")
+    desk.worker.wait_until(lambda: not desk.wire.events)
+    desk.wire.events.append(WeightsArrived(7, [start]))
+    desk.worker.step(desk.assigned(1))
+    desk.answer(desk.assigned(1), "non_finite")
+    with pytest.raises(NonFiniteLoss, match="the server has refused its push"):
+        desk.worker.wait_until(lambda: not desk.wire.events)
+
+
+def test_of_a_gradient_that_cannot_be_encoded_whole_nothing_is_sent() -> None:
+    desk = Desk(codec="int8")
+    worker = desk.worker
+    assert len(desk.bench.replica.buckets) == 1
+    lease = desk.assigned(0).lease
+    desk.bench.replica.grads[-1] = math.nan
+    with pytest.raises(NonFiniteLoss):
+        worker.frames(lease, 0, 0.5, 0.1)
+    assert desk.wire.pushes == []
 
 
 def test_with_an_interval_of_1_it_waits_for_each_pull_and_does_not_step() -> None:

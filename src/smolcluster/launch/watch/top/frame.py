@@ -157,7 +157,11 @@ def _measured(picture: Picture, status: RunStatus) -> list[str]:
         parts.append(f"lr {status.learning_rate:.3g}")
     if status.grad_norm is not None and not status.is_over:
         parts.append(f"gradient {status.grad_norm:.3g}")
-    dropped = [f"{n:,} {kind}" for kind, n in status.pushes.items() if n and kind != "applied"]
+    dropped = [
+        f"{n:,} {kind.replace('_', '-')}"
+        for kind, n in status.pushes.items()
+        if n and kind != "applied"
+    ]
     return [*parts, *([f"pushes dropped: {', '.join(dropped)}"] if dropped else [])]
 
 

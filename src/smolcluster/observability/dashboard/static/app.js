@@ -200,7 +200,7 @@ function drawStaleness() {
   list.previousElementSibling.hidden = !facts.length;
   if (list.dataset.key !== pushes) {
     list.dataset.key = pushes;
-    list.replaceChildren(...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, count(value))]));
+    list.replaceChildren(...facts.flatMap(([name, value]) => [el("dt", {}, name.replace("_", "-")), el("dd", {}, count(value))]));
   }
 }
 
