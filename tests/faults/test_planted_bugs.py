@@ -42,12 +42,14 @@ class Repeating(EDPWorker):
         self.copies: list[Frame] = []
         self.repeated: LeaseKey | None = None
 
-    def push(self, lease: LeaseKey, base_version: int, loss: float, compute_s: float) -> None:
-        super().push(lease, base_version, loss, compute_s)
+    def frames(
+        self, lease: LeaseKey, base_version: int, loss: float, compute_s: float
+    ) -> list[Frame]:
+        frames = super().frames(lease, base_version, loss, compute_s)
         if self.repeated is None:
             self.repeated = lease
-            frames = self.sender.frames(lease, base_version, loss, compute_s)
             self.copies = [_copied(frame) for frame in frames]
+        return frames
 
     def handle(self, event: Event) -> None:
         super().handle(event)

@@ -132,14 +132,13 @@ class Reception:
             self.forget(seat)
 
     def _greet(self, seat: int, connection: Connection) -> None:
-        deadline = Deadline(HANDSHAKE_TIMEOUT_S)
         proved, session = None, None
         reason = "an internal error, see the log file"
         try:
-            proved = server_authenticate(connection, self._door, deadline)
+            proved = server_authenticate(connection, self._door, Deadline(HANDSHAKE_TIMEOUT_S))
             with self._lock:
                 self._unproved.pop(seat, None)
-            session = self._admit(seat, connection, proved, deadline)
+            session = self._admit(seat, connection, proved)
             reason = "refused"
         except SmolclusterError as error:
             reason = str(error)
@@ -152,9 +151,7 @@ class Reception:
                 else:
                     self._inbox.put(Gone(seat, reason))
 
-    def _admit(
-        self, seat: int, connection: Connection, proved: Authenticated, deadline: Deadline
-    ) -> Session | None:
+    def _admit(self, seat: int, connection: Connection, proved: Authenticated) -> Session | None:
         """The running session of a worker that was let in; None if it was refused."""
         knock = Knock(seat, proved.hello)
         self._inbox.put(knock)

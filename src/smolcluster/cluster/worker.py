@@ -15,13 +15,13 @@ class Worker:
     """A seated worker. It takes part from its `Ready` on; times are of the monotonic clock, in seconds."""
 
     member: Member
-    seated_at: float = field(default_factory=time.monotonic)
-    is_slow: bool = False
-    """Whether it has been said that it has not been ready for long."""
     session: Session | None = None
     ready: Ready | None = None
     goodbye: str | None = None
     gauge: Gauge = field(default_factory=Gauge)
+    seated_at: float = field(default_factory=time.monotonic)
+    is_slow: bool = False
+    """Whether it has been said that it has not been ready for long."""
 
     @property
     def rank(self) -> int:

@@ -62,7 +62,7 @@ def test_the_file_has_the_documented_keys(tmp_path: Path) -> None:
         *("pushes", "leases_returned", "final", "lowest_val_loss", "bytes", "workers", "codec"),
         *("tokens_per_sample", "evaluations_in_vain"),
     }
-    assert set(entry["pushes"]) == {"applied", "stale", "late", "duplicate", "lost"}
+    assert set(entry["pushes"]) == {"applied", "stale", "late", "duplicate", "non_finite", "lost"}
     assert set(entry["final"]) == {"train_loss", "val_loss", "val_accuracy", "val_perplexity"}
     assert set(entry["bytes"]) == {"sent", "received"}
     assert set(entry["workers"][0]) == {"rank", "node", "samples", "mean_staleness", "share"}

@@ -197,7 +197,7 @@ class Server:
                 self.report.lease_returned(peer.worker, lease.range, "its push was too stale")
         else:
             outcome = self.try_to_apply(peer, pushed, tau)
-        if outcome not in ("applied", "non_finite"):
+        if outcome != "applied" and outcome != "non_finite":  # noqa: PLR1714 - it narrows the type
             self.report.dropped(peer.worker, push.lease, outcome, tau)
         pushed.receiver.free()
         peer.unanswered.discard(push.lease)
