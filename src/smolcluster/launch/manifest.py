@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from smolcluster.errors import LaunchError
+from smolcluster.launch.host import Done
 
 SENT = ".smolcluster-sent"
 """The manifest of what was sent last."""
@@ -139,12 +140,15 @@ class Difference:
         return not (self.edited or self.outdated or self.gone)
 
 
-def read_folder(text: str) -> NodeFolder:
+def read_folder(done: Done) -> NodeFolder:
     """What the script of `sync.look_script` says.
 
     Raises:
-        ValueError: it does not say that.
+        ValueError: it does not say that, or not all of it.
     """
+    text = done.stdout
+    if not done.ok:  # a path that it has not looked at would seem to be missing
+        raise ValueError(text)
     head, found, rest = text.partition("\0/sent\0")
     facts = dict(_pairs(head.lstrip("\n")))
     match facts.get("state"):

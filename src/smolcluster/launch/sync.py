@@ -83,7 +83,8 @@ export sum
 printf 'state\\0project\\0'
 [ ! -e {SENDING} ] || printf 'sending\\0yes\\0'
 [ ! -e .git ] || {{ printf 'owner\\0a git clone'
-  [ -z "$(git status --porcelain 2>/dev/null | head -n 1)" ] || printf ' with uncommitted changes'
+  [ -z "$(git --no-optional-locks status --porcelain 2>/dev/null | head -n 1)" ] ||
+    printf ' with uncommitted changes'
   printf '\\0'; }}
 printf '\\0/sent\\0'; cat {SENT} {SENDING} 2>/dev/null; printf '\\0/there\\0'
 cat - {SENT} {SENDING} 2>/dev/null | xargs -0 sh -c 'for name; do
@@ -92,8 +93,7 @@ cat - {SENT} {SENDING} 2>/dev/null | xargs -0 sh -c 'for name; do
   elif [ -d "$name" ]; then printf "%s\\0{FOLDER}\\0" "$name"
   elif [ -e "$name" ]; then printf "%s\\0{UNREADABLE}\\0" "$name"; set -- "$@" "./$name"; fi
 done
-printf "\\0"; [ $# -eq 0 ] || $sum "$@" 2>/dev/null; printf "\\0"' sh
-true"""
+printf "\\0"; [ $# -eq 0 ] || $sum "$@" 2>/dev/null; printf "\\0"' sh"""
 
 
 def look(host: Host, project_dir: str, tree: Tree, *, overwrite: bool) -> Sending:
@@ -107,7 +107,7 @@ def look(host: Host, project_dir: str, tree: Tree, *, overwrite: bool) -> Sendin
     if done.code == NOT_WRITABLE:
         raise LaunchError(f"{host.node}: {'; '.join(not_writable(host.node, project_dir, done))}")
     try:
-        folder = read_folder(done.stdout)
+        folder = read_folder(done)
     except ValueError:
         raise LaunchError(f"{host.node}: {project_dir} cannot be used: {done.last_words}") from None
     if folder.state == "foreign":

@@ -299,6 +299,17 @@ def test_many_names_are_cut_to_a_number(tmp_path: Path, tree: Path) -> None:
         send(tree, Host("pi5"), str(tmp_path / "p"))
 
 
+def test_a_look_that_breaks_off_does_not_make_files_seem_missing(
+    tmp_path: Path, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tree, tmp_path / "p", symlinks=True)
+    write(tmp_path / "bin/xargs", "#!/bin/sh\necho 'xargs: out of memory' >&2; exit 1\n")
+    (tmp_path / "bin/xargs").chmod(0o755)
+    monkeypatch.setattr("smolcluster.launch.host.PREAMBLE", f"PATH={tmp_path}/bin:$PATH; ")
+    with pytest.raises(LaunchError, match="cannot be used: xargs: out of memory"):
+        send(tree, Host("pi5"), str(tmp_path / "p"))
+
+
 @needs_rsync
 def test_what_is_a_machine_s_own_stays(tree: Path, there: Path) -> None:
     write(tree / "experiments/ours")

@@ -48,7 +48,7 @@ def judge_folder(answer: Answer, context: Context) -> Finding:
 def judge_code(answer: Answer, context: Context) -> Finding:
     """The code there: this version, another one, somebody's own, half of one, or none."""
     folder, tree = context.folder, context.tree or {}
-    found = read_folder(answer.stdout)
+    found = read_folder(answer)
     difference = compare(tree, found)
     if found.state == "absent":
         return warn(f"{folder} is not there yet", "`smolcluster launch` brings it")
