@@ -270,6 +270,15 @@ WORKERS = Dashboard(
         ),
         Panel("Processor", [Query(rate("process_cpu_seconds_total", NODE), PROCESS)], "cores"),
         Panel("Memory", [Query(of("process_resident_memory_bytes", NODE), PROCESS)], "bytes"),
+        *(
+            Panel(title, [Query(of(metric, NODE), PROCESS)], unit, width=6)
+            for title, metric, unit in (
+                ("GPU", "gpu_utilization_ratio", "percentunit"),
+                ("GPU memory", "gpu_memory_used_bytes", "bytes"),
+                ("GPU temperature", "gpu_temperature_celsius", "celsius"),
+                ("GPU power", "gpu_power_watts", "watt"),
+            )
+        ),
         Panel(
             "Free on the disk of the runs",
             [Query(f"{of('disk_free_bytes')} / {of('disk_size_bytes')}", PROCESS)],

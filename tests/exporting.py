@@ -7,10 +7,15 @@ from typing import Any
 from harness import free_port
 from smolcluster.observability.exporter import ProcessNumbers
 from smolcluster.runs.status import RunStatus, WorkerStatus, instant
+from smolcluster.utils.gpu import Readings
 from smolcluster.utils.meter import PHASES
 
 NOW = instant(1_790_000_000.0)
-NUMBERS = ProcessNumbers(100, 3200, {phase: 0.5 + index for index, phase in enumerate(PHASES)})
+GPU: Readings = {
+    **{"utilization": 0.875, "memory_bytes": 12.5e9, "memory_size_bytes": 80e9},
+    **{"temperature_c": 61.0, "power_w": 240.5},
+}
+NUMBERS = ProcessNumbers(100, 3200, {phase: 0.5 + index for index, phase in enumerate(PHASES)}, GPU)
 
 
 def free_ports(number: int) -> int:

@@ -19,6 +19,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select
 
+from exporting import GPU
 from harness import free_port
 from made_runs import MadeRun, killed_run, worker_status
 from processes import DEADLINE_S, Child, Processes
@@ -211,6 +212,30 @@ def test_a_run_that_is_over_is_shown_with_its_curves_events_and_numbers(
     press(browser, find(browser, "[data-x='t']"))
     press(browser, find(browser, "#log-scale"))
     assert "over time" in str(find(browser, "#curves .uplot").get_attribute("aria-label"))
+    assert complaints(browser) == []
+
+
+def test_gpus_have_columns_and_curves_where_a_worker_tells_of_one(
+    processes: Processes, eventually: Eventually, browser: Chrome
+) -> None:
+    open_made(processes, browser, eventually)
+    headings = (
+        "return [...document.querySelectorAll('#workers thead th')].filter((each) => each.offsetParent)"
+        ".map((each) => each.innerText.toLowerCase())"
+    )
+    assert "memory" in run_js(browser, headings)
+    assert not any("gpu" in name for name in run_js(browser, headings))
+    run, gpu = MadeRun(processes.runs, "edp-second"), {f"gpu/{name}": GPU[name] for name in GPU}
+    run.metric(*(MetricRecord("worker", n, 1, gpu, rank=0, node="pi5") for n in (398, 399, 400)))
+    run.status("ended", None, worker_status(0, vitals=gpu), worker_status(1))
+    browser.refresh()
+    eventually(lambda: "gpu w" in run_js(browser, headings))
+    assert [name for name in run_js(browser, headings) if "gpu" in name] == [
+        *("gpu", "gpu memory", "gpu °c", "gpu w")
+    ]
+    row = text_of(browser, "#workers tbody tr")
+    assert [word in row for word in ("88%", "13 GB", "61", "241")] == [True] * 4, row
+    eventually(lambda: "GPU power" in text_of(browser, "#curves"))
     assert complaints(browser) == []
 
 

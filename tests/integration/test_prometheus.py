@@ -231,7 +231,7 @@ def moving_status(step: int) -> RunStatus:
 
 def moving_numbers(step: int) -> ProcessNumbers:
     phases = {phase: seconds + step / 100 for phase, seconds in NUMBERS.phase_seconds.items()}
-    return ProcessNumbers(step, step * 32, phases)
+    return ProcessNumbers(step, step * 32, phases, NUMBERS.gpu)
 
 
 def moving(who: ProcessLabels, runs: Path) -> RunCollector:

@@ -46,7 +46,7 @@ def metrics_served(
         return
     collector = RunCollector(
         who,
-        lambda: ProcessNumbers(meter.steps, meter.samples, meter.by_phase),
+        lambda: ProcessNumbers(meter.steps, meter.samples, meter.by_phase, meter.gpu()),
         existing(runs_root(settings.node.runs_dir)),
         run_id=run_id,
         status=status,

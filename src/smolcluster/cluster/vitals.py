@@ -50,6 +50,7 @@ class Vitals:
             sent_bytes=connection.bytes_sent if connection else 0,
             received_bytes=connection.bytes_received if connection else 0,
             queued=max(0, queued),
+            gpu=dict(meter.gpu()),
             spans_at=time.time() - (time.perf_counter() - at) if spans else 0.0,
             spans=tuple(_entry(span, at) for span in spans[:MAX_SPANS]),
         )
@@ -83,7 +84,7 @@ def rates(before: Telemetry, now: Telemetry) -> dict[str, float]:
     """What a process did between two reports, which follow each other, by the names of `metrics.jsonl`.
 
     `share/…` are parts of the time that went by, the rest went elsewhere; `step_s` is the mean time of a
-    step; `cpu` counts busy cores.
+    step; `cpu` counts busy cores; `gpu/…` is as it was at the later one.
     """
     elapsed_s = now.uptime_s - before.uptime_s
     steps = now.steps - before.steps
@@ -94,6 +95,7 @@ def rates(before: Telemetry, now: Telemetry) -> dict[str, float]:
         **{f"share/{phase}": _share(new - old, elapsed_s) for phase, old, new in spent},
         "cpu": (now.cpu_s - before.cpu_s) / elapsed_s,
         "memory_bytes": float(now.memory_bytes),
+        **{f"gpu/{name}": value for name, value in now.gpu.items()},
     }
     if now.sent_bytes or now.received_bytes:  # or it has no connection of its own
         values |= {

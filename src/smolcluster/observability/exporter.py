@@ -11,7 +11,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
@@ -32,6 +32,7 @@ from prometheus_client.registry import Collector
 
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.runs.status import STALENESS_EDGES, RunStatus, WorkerStatus
+from smolcluster.utils.gpu import GpuQuantity, Readings, no_gpu
 from smolcluster.utils.meter import Phase
 from smolcluster.utils.units import format_address
 
@@ -48,6 +49,15 @@ REQUEST_TIMEOUT_S = 10.0
 POLL_S, CLOSE_TIMEOUT_S = 0.1, 2.0
 """How soon the thread hears that it is to end, and how long that is waited for."""
 
+GPU_SERIES: Mapping[GpuQuantity, tuple[str, str]] = {
+    "utilization": ("gpu_utilization_ratio", "How busy this process's GPU is, 0..1."),
+    "memory_bytes": ("gpu_memory_used_bytes", "Used on this process's GPU, by anybody."),
+    "memory_size_bytes": ("gpu_memory_size_bytes", "Memory of this process's GPU."),
+    "temperature_c": ("gpu_temperature_celsius", "Temperature of this process's GPU."),
+    "power_w": ("gpu_power_watts", "What this process's GPU takes."),
+}
+"""Name and description of each."""
+
 Family = TypeVar("Family", bound=Metric)
 
 
@@ -59,11 +69,13 @@ class ProcessNumbers:
         steps: local optimizer steps, or the server's applied ones.
         samples: samples that went through it.
         phase_seconds: wall time by phase.
+        gpu: what its GPU does now.
     """
 
     steps: int
     samples: int
     phase_seconds: Mapping[Phase, float]
+    gpu: Readings = field(default_factory=no_gpu)
 
 
 @dataclass(frozen=True)
@@ -174,6 +186,8 @@ def process_series(
         "process_cpu_seconds", "Processor time of this process.", cpu.user + cpu.system, labels
     )
     yield _gauge("process_resident_memory_bytes", "Memory of this process.", memory.rss, labels)
+    for quantity, value in numbers.gpu.items():
+        yield _gauge(*GPU_SERIES[quantity], value, labels)
 
 
 def disk_series(who: ProcessLabels, folder: Path) -> Iterator[Metric]:

@@ -20,6 +20,7 @@ from smolcluster.errors import ConfigError
 from smolcluster.models.registry import build_model
 from smolcluster.training.evaluate import Evaluation, evaluate
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
+from smolcluster.utils.gpu import no_gpu, watched
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.seed import derive_seed
 
@@ -117,6 +118,8 @@ def build(
             "set dataset.source=local"
         )
     replica = build_replica(train, seed, dataset, device, bucket_bytes=bucket_bytes, meter=meter)
+    if replica.meter.gpu is no_gpu:
+        replica.meter.gpu = watched(device)
     return Workbench(dataset.to(device), replica, seed, most_at_once(train, microbatch))
 
 

@@ -26,6 +26,7 @@ from pydantic import (
 from smolcluster.configs.schema import HeartbeatTimeout, RunConfig
 from smolcluster.errors import ProtocolError
 from smolcluster.transport.frames import Buffer, Frame, build_frame
+from smolcluster.utils.gpu import GpuQuantity
 from smolcluster.utils.meter import MAX_SPANS, PHASES
 
 MAX_SENTENCE_CHARS = 1000
@@ -60,6 +61,7 @@ Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Speed = Annotated[float, Field(ge=0, le=1e15)]
 MAX_LOSS = 1e30
 Loss = Annotated[float, Field(ge=-MAX_LOSS, le=MAX_LOSS)]
+Amount = Annotated[float, Field(ge=0, le=2**53)]
 Moment = Annotated[float, Field(ge=0, le=1e11)]
 """Seconds since 1970 on the sender's clock."""
 NUM_PHASES = len(PHASES)
@@ -333,7 +335,7 @@ class Telemetry(Message):
     """Client: what its process has counted since it started, in sums that only grow (`utils/meter.py`).
 
     `phase_s` are the seconds by phase, `queued` the frames that wait to be sent now, `spans` those of its
-    newest steps, counted from `spans_at`.
+    newest steps, counted from `spans_at`; `gpu` is what its GPU does now.
     """
 
     KIND: ClassVar[int] = 20
@@ -350,6 +352,7 @@ class Telemetry(Message):
     sent_bytes: Count
     received_bytes: Count
     queued: Count
+    gpu: dict[GpuQuantity, Amount] = {}
     spans_at: Moment = 0.0
     spans: Annotated[tuple[SpanEntry, ...], Strict(False), Field(max_length=MAX_SPANS)] = ()
 

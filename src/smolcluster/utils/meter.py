@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
+from smolcluster.utils.gpu import Read, no_gpu
+
 Phase = Literal["data", "forward", "backward", "encode", "send", "wait", "apply"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 STEP = len(PHASES)
@@ -68,6 +70,7 @@ class Meter:
         encoded_bytes: what was sent in their place.
         clock_offset_s: this machine's clock minus that of the run's owner.
         spans: of the newest steps that are kept, until somebody takes them.
+        gpu: tells what its GPU does, for any thread.
     """
 
     seconds: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
@@ -79,6 +82,7 @@ class Meter:
     running: tuple[int, float] | None = None
     spans: list[Span] = field(default_factory=list)
     is_keeping: bool = True
+    gpu: Read = no_gpu
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()

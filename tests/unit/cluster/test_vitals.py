@@ -7,10 +7,12 @@ import time
 
 import psutil
 import pytest
+from pydantic import ValidationError
 
 from connection_pairs import telemetry
+from exporting import GPU
 from smolcluster.cluster.vitals import Gauge, Vitals, follows, rates
-from smolcluster.transport.messages import NUM_PHASES
+from smolcluster.transport.messages import NUM_PHASES, Telemetry, decode, encode
 from smolcluster.utils.cadence import Cadence
 from smolcluster.utils.meter import PHASES, Meter
 
@@ -47,6 +49,29 @@ def test_a_process_that_can_open_no_file_reports_what_it_has(
     monkeypatch.setattr(psutil.Process, "oneshot", oneshot)
     report = vitals.report()
     assert (report.cpu_s, report.memory_bytes) == (0.0, 0)
+
+
+def test_what_a_gpu_does_is_reported_and_kept() -> None:
+    meter = Meter()
+    vitals = Vitals(meter)
+    first = vitals.report()
+    meter.gpu = lambda: GPU
+    report = decode(Telemetry.KIND, encode(vitals.report()))
+    assert isinstance(report, Telemetry)
+    assert report.gpu == GPU
+    told = {name: value for name, value in rates(first, report).items() if "gpu" in name}
+    assert told == {f"gpu/{name}": value for name, value in GPU.items()}
+    assert not any(
+        "gpu" in name for name in rates(first, first.model_copy(update={"uptime_s": 99}))
+    )
+
+
+@pytest.mark.parametrize(
+    "gpu", [{"brand": 1.0}, {"power_w": -1.0}, {"power_w": 1e99}, {"power_w": "1"}]
+)
+def test_a_report_of_a_gpu_holds_known_quantities_only(gpu: object) -> None:
+    with pytest.raises(ValidationError):
+        telemetry(gpu=gpu)
 
 
 def test_two_reports_make_rates() -> None:

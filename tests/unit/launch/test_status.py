@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from exporting import GPU
 from reading import fake_ssh, launched_run, log_line, server, status_of, worker, write
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.launch.host import Host, TookTooLong
 from smolcluster.launch.watch.probe import (
+    Ask,
     Seen,
     Sighting,
     look,
@@ -21,7 +23,7 @@ from smolcluster.launch.watch.probe import (
     sections,
 )
 from smolcluster.launch.watch.report import report_of, state_of
-from smolcluster.launch.watch.status import head, look_at, row, status
+from smolcluster.launch.watch.status import gpu_cell, head, look_at, row, status
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.processes import ProcessEntry, write_processes
 from smolcluster.runs.status import STOPPED, RunStatus, instant, write_status
@@ -35,6 +37,34 @@ def said(processes: list[str], written: RunStatus | None = None, now: float = NO
         lines += [f"::now\n{now}", f"::status.json\n{written.model_dump_json(indent=2)}"]
         lines += ["::summary.json"]
     return "\n".join(lines) + "\n"
+
+
+def test_gpus_have_a_column_where_there_are_any(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = launched_run(tmp_path, server(), worker(0, "pi5", "pi5"), worker(1, "win", "win"))
+    written = status_of(now=NOW, workers={0: ("pi5", "joined"), 1: ("win", "joined")})
+    answers = {name: said(["running"]) for name in ("pi5", "win")}
+
+    def shown_with(vitals: dict[str, float]) -> str:
+        [pi5, win] = written.workers
+        workers = [pi5, win.model_copy(update={"vitals": vitals})]
+        answers["mini1"] = said(["running"], written.model_copy(update={"workers": workers}))
+        ask: Ask = lambda host, _: answers[host.node]  # noqa: E731
+        assert status(str(paths.root), as_json=False, watch=False, ask=ask) == 0
+        [told] = [each.gpu for each in look_at(paths, ask).processes if each.rank == 1]
+        assert told == {name.removeprefix("gpu/"): value for name, value in vitals.items()}
+        return capsys.readouterr().out
+
+    assert "gpu" not in shown_with({})
+    assert (
+        gpu_cell({str(name): value for name, value in GPU.items()})
+        == "88%, 12.5 GB of 80.0 GB, 61 °C, 240 W"
+    )
+    assert gpu_cell({"utilization": 0.2, "memory_bytes": 633618432}) == "20%, 633.6 MB"
+    table = shown_with({f"gpu/{name}": value for name, value in GPU.items()})
+    assert "gpu" in table
+    assert "88%" in table
 
 
 def test_a_cluster_is_shown_with_the_age_of_each_heartbeat_by_the_servers_clock(

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from rich.text import Text
 
+from exporting import GPU
 from reading import fake_ssh, launched_run, log_line, server, status_of, worker, write
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.launch.host import Host
@@ -155,6 +156,15 @@ def test_a_pane_of_80_columns_tells_how_the_cluster_does() -> None:
         "worker 2 (pi5) is lost: it fell silent",
         "WARN server mini1: the disk is nearly full",
     ]
+
+
+def test_gpus_have_columns_where_there_are_any() -> None:
+    vitals = VITALS | {f"gpu/{name}": value for name, value in GPU.items()}
+    shown = lines(picture_of(three_workers(vitals)), canvas(width=160))
+    [title] = [line for line in shown if line.startswith("node")]
+    assert title.split()[7:14] == ["cpu", "gpu", "gpu", "mem", "temp", "power", "rtt"]
+    [row] = [line for line in shown if line.startswith("mini2")]
+    assert row.replace("█", "").split()[6:11] == ["153%", "88%", "12G", "61C", "240W"]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])

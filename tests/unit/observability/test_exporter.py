@@ -137,6 +137,14 @@ def test_every_process_tells_of_itself(tmp_path: Path) -> None:
     assert value(series, "phase_seconds_total", phase="forward", **labels) == 1.5
     assert value(series, "process_cpu_seconds_total", **labels) > 0
     assert value(series, "process_resident_memory_bytes", **labels) > 1e6
+    assert {name: number for (name, _), number in series.items() if name.startswith("gpu_")} == {
+        "gpu_utilization_ratio": 0.875,
+        "gpu_memory_used_bytes": 12.5e9,
+        "gpu_memory_size_bytes": 80e9,
+        "gpu_temperature_celsius": 61.0,
+        "gpu_power_watts": 240.5,
+    }
+    assert value(series, "gpu_power_watts", **labels) == 240.5
     free = value(series, "disk_free_bytes", **labels)
     assert 0 < free <= value(series, "disk_size_bytes", **labels)
     assert not any(name == "step" for name, _ in series), "the server tells this"

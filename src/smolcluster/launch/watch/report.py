@@ -1,5 +1,6 @@
 """How a run stands, as one value: what was seen of its processes, with what its server wrote."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -41,6 +42,11 @@ class ProcessReport(_Part):
     samples_per_s: float | None = None
     heartbeat_age_s: float | None = Field(
         None, description="Since the server's last word; of a worker since the server heard of it."
+    )
+    gpu: dict[str, float] = Field(
+        {},
+        description="What its GPU does, as far as it tells: utilization (of 1), memory_bytes, "
+        "memory_size_bytes, temperature_c, power_w.",
     )
 
     @property
@@ -163,6 +169,7 @@ def _owner(seen: Seen, sighting: Sighting) -> ProcessReport:
         values |= {
             "samples_per_s": status.samples_per_s,
             "heartbeat_age_s": status.age_s(sighting.now),
+            "gpu": _gpu(status.vitals),
         }
     return report.model_copy(update=values)
 
@@ -184,8 +191,14 @@ def _worker(seen: Seen, worker: WorkerStatus | None, sighting: Sighting) -> Proc
         values |= {
             "samples_per_s": worker.samples_per_s,
             "heartbeat_age_s": worker.silent_s(sighting.now),
+            "gpu": _gpu(worker.vitals),
         }
     return report.model_copy(update=values)
+
+
+def _gpu(vitals: Mapping[str, float]) -> dict[str, float]:
+    found = ((name.removeprefix("gpu/"), value) for name, value in vitals.items() if "gpu/" in name)
+    return dict(found)
 
 
 def _bare(seen: Seen) -> ProcessReport:

@@ -6,12 +6,12 @@ fields are described there:
     {run_id, algorithm, state, reason, step, total_steps, epoch, num_epochs, loss, val_loss, val_accuracy,
      val_perplexity, samples_per_s, age_s,
      processes: [{node, role, rank, process, exit_code, why, fix, presence, device, step, loss, samples,
-                  samples_per_s, heartbeat_age_s}]}
+                  samples_per_s, heartbeat_age_s, gpu: {utilization, memory_bytes, …}}]}
 """
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from rich.console import Console, Group, RenderableType
@@ -27,7 +27,7 @@ from smolcluster.observability.terminal import SteadyConsole, displayable, stead
 from smolcluster.runs.launched import read_launched
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import OLD_S
-from smolcluster.utils.units import format_duration
+from smolcluster.utils.units import format_bytes, format_duration
 
 WATCH_S = 2.0
 STYLES = {
@@ -89,10 +89,11 @@ def shown(console: Console, report: RunReport) -> RenderableType:
     table = Table()
     table.add_column("process")
     table.add_column("state", max_width=44)
-    for name in ("step", "loss", "samples/s", "last heartbeat"):
-        table.add_column(name, justify="right", no_wrap=True)
+    has_gpu = any(each.gpu for each in report.processes)
+    for name in ("step", "loss", "samples/s", "last heartbeat", *(["gpu"] if has_gpu else [])):
+        table.add_column(name, justify="right", no_wrap=name != "gpu")
     for each in report.processes:
-        cells = row(each)
+        cells = [*row(each), *([gpu_cell(each.gpu)] if has_gpu else [])]
         style = STYLES[each.process] if each.exit_code in (None, 0) else "red"
         texts = [Text(displayable(console, cell)) for cell in cells]
         texts[1].stylize(style)
@@ -166,6 +167,22 @@ def row(process: ProcessReport) -> list[str]:
         "" if process.samples_per_s is None else f"{process.samples_per_s:,.0f}",
         "" if age is None else f"{format_duration(age)} ago",
     ]
+
+
+def gpu_cell(gpu: Mapping[str, float]) -> str:
+    """What a GPU does, as far as it tells: `87%, 12.4 GB of 80.0 GB, 61 °C, 240 W`."""
+    parts = []
+    if "utilization" in gpu:
+        parts.append(f"{gpu['utilization']:.0%}")
+    if "memory_bytes" in gpu:
+        size = gpu.get("memory_size_bytes")
+        used = format_bytes(gpu["memory_bytes"])
+        parts.append(used if size is None else f"{used} of {format_bytes(size)}")
+    if "temperature_c" in gpu:
+        parts.append(f"{gpu['temperature_c']:.0f} °C")
+    if "power_w" in gpu:
+        parts.append(f"{gpu['power_w']:.0f} W")
+    return ", ".join(parts)
 
 
 def _liveness(process: ProcessReport) -> str:

@@ -23,7 +23,10 @@ MAX_PROCESSES = 256
 READ_WHOLE_NBYTES = 8 << 20
 """A larger file is sampled when it is opened."""
 STEP_VALUES = ("loss", "lr", "samples_per_s", "mb_per_s", "staleness", "grad_norm")
-REPORT_VALUES = ("samples_per_s", "cpu", "memory_bytes", "sent_bytes_per_s", "rtt_s")
+REPORT_VALUES = (
+    *("samples_per_s", "cpu", "memory_bytes", "sent_bytes_per_s", "rtt_s"),
+    *("gpu/utilization", "gpu/memory_bytes", "gpu/temperature_c", "gpu/power_w"),
+)
 """Of which there are curves; the newest of all of them is told with how the run stands."""
 _READ = RESERVED.union(STEP_VALUES)
 _STEP = re.compile(rb'"kind": ?"step"')

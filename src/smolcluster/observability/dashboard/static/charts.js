@@ -1,7 +1,7 @@
 // The curves. All of them share the horizontal axis, the cursor and the zoom.
 
 import { el, byId, colour, rankColour } from "./dom.js";
-import { bytes, clock, compact, count, duration, megabytes, number, title } from "./format.js";
+import { bytes, clock, compact, count, duration, megabytes, number, percent, title } from "./format.js";
 
 const HEIGHT = 190;
 
@@ -31,6 +31,10 @@ const PANELS = [
   { title: "Worker throughput", unit: "samples/s", curves: [perProcess("samples_per_s", false)], fromZero: true },
   { title: "CPU", unit: "cores", curves: [perProcess("cpu")], fromZero: true },
   { title: "Memory", curves: [perProcess("memory_bytes")], format: bytes, fromZero: true },
+  { title: "GPU", curves: [perProcess("gpu/utilization")], format: percent, fromZero: true },
+  { title: "GPU memory", curves: [perProcess("gpu/memory_bytes")], format: bytes, fromZero: true },
+  { title: "GPU temperature", unit: "°C", curves: [perProcess("gpu/temperature_c")] },
+  { title: "GPU power", unit: "W", curves: [perProcess("gpu/power_w")], fromZero: true },
   { title: "Sent", unit: "MB/s to the server", curves: [perProcess("sent_bytes_per_s", false)], format: megabytes, fromZero: true },
   { title: "Round trip", curves: [perProcess("rtt_s", false)], format: duration, fromZero: true },
 ];

@@ -11,6 +11,11 @@ function flow(name, total) {
   return (worker, state) => (state.is_over ? optional(worker[total], bytes) : optional(vital(name)(worker), rate));
 }
 
+/** A column that is hidden where no worker has a GPU that tells it. */
+function gpu(name, format) {
+  return (worker) => optional(vital(`gpu/${name}`)(worker), format);
+}
+
 const COLUMNS = [
   ["worker", (worker) => title(worker)],
   ["state", (worker, state) => (state.is_over ? worker.state : condition(worker))],
@@ -23,13 +28,17 @@ const COLUMNS = [
   ["time of a step", null],
   ["CPU cores", (worker) => optional(vital("cpu")(worker), (value) => number(value, 2))],
   ["memory", (worker) => optional(vital("memory_bytes")(worker), bytes)],
+  ["GPU", gpu("utilization", percent)],
+  ["GPU memory", gpu("memory_bytes", bytes)],
+  ["GPU °C", gpu("temperature_c", (value) => number(value, 3))],
+  ["GPU W", gpu("power_w", (value) => number(value, 3))],
   ["up", flow("sent_bytes_per_s", "sent_bytes")],
   ["down", flow("received_bytes_per_s", "received_bytes")],
   ["round trip", (worker) => optional(vital("rtt_s")(worker), duration)],
   ["queue", (worker) => optional(vital("queue")(worker), count)],
   ["last seen", (worker) => optional(worker.silent_s, (silent) => (silent < 1.5 ? "now" : `${duration(silent)} ago`))],
 ];
-const RIGHT = new Set(["step", "loss", "samples", "samples/s", "staleness", "CPU cores", "memory", "up", "down", "round trip", "queue", "last seen"]);
+const RIGHT = new Set(["step", "loss", "samples", "samples/s", "staleness", "CPU cores", "memory", "GPU", "GPU memory", "GPU °C", "GPU W", "up", "down", "round trip", "queue", "last seen"]);
 
 const optional = (value, format) => (value === undefined || value === null || value === 0 && format === bytes ? "" : format(value));
 
@@ -49,10 +58,20 @@ export function drawWorkers(state) {
     if (!rows.has(key)) rows.set(key, body.appendChild(newRow(worker)));
     fillRow(rows.get(key), worker, state);
   }
+  hideEmptyOfGpu(table);
   const empty = state.workers.length === 0;
   body.classList.toggle("empty", empty);
   byId("phases").hidden = !state.workers.some((worker) => parts(worker.vitals).length);
   if (empty && !body.rows.length) rows.set("none", body.appendChild(el("tr", {}, el("td", { colspan: COLUMNS.length, class: "quiet" }, state.is_over ? "no workers took part" : "no workers yet"))));
+}
+
+function hideEmptyOfGpu(table) {
+  COLUMNS.forEach(([name], index) => {
+    if (!name.startsWith("GPU")) return;
+    const cells = [...table.rows].map((row) => row.cells[index]).filter(Boolean);
+    const isEmpty = !cells.slice(1).some((cell) => cell.textContent !== "");
+    for (const cell of cells) cell.hidden = isEmpty;
+  });
 }
 
 function newRow(worker) {
