@@ -19,3 +19,12 @@ def test_the_exchange_is_measured_beside_gloo(tmp_path: Path) -> None:
     assert case["ms"] > 0
     assert case["gloo_ms"] > 0
     assert case["copies"] > 0
+
+
+def test_honest_work_is_measured_under_attack() -> None:
+    command = [sys.executable, str(PROJECT / "benchmarks" / "attacks.py"), "--json"]
+    options = ["--seconds=2", "--latency=10", "--algorithm=edp", "--case=hung"]
+    done = subprocess.run([*command, *options], check=True, capture_output=True, timeout=300)
+    (case,) = json.loads(done.stdout)["cases"]
+    assert (case["algorithm"], case["case"]) == ("edp", "hung")
+    assert case["samples_per_s"] >= 0
