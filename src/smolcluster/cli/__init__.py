@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 import smolcluster
 from smolcluster.cli import (
     dashboards,
+    joining,
     launching,
     machines,
     models,
@@ -31,7 +32,7 @@ from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.bugs import describe_bug
 
 ORDER = (
-    *("launch", "status", "logs", "top", "dashboard", "attach", "stop", "resume"),
+    *("launch", "status", "logs", "top", "dashboard", "attach", "join", "stop", "resume"),
     *("runs", "fetch", "report", "compare", "trace", "checkpoints", "generate", "export"),
     *("train", "init", "doctor", "config", "observe", "ship"),
 )
@@ -52,6 +53,7 @@ app = typer.Typer(
 )
 for part in (
     launching,
+    joining,
     watching,
     dashboards,
     reports,

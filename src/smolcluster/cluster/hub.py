@@ -14,7 +14,15 @@ from typing import Self
 
 from smolcluster.cluster.evaluator import EvaluationDone, EvaluationFailed
 from smolcluster.cluster.inbox import Event, Gone, Inbox, Knock, Said
-from smolcluster.cluster.membership import Admitted, Member, Refused, admit, quorum
+from smolcluster.cluster.membership import (
+    Admitted,
+    Assigned,
+    Member,
+    Refused,
+    admit,
+    assign,
+    quorum,
+)
 from smolcluster.cluster.reception import Reception, Seated
 from smolcluster.cluster.report import Report, why_ended
 from smolcluster.cluster.worker import Worker
@@ -84,6 +92,8 @@ class Hub:
         self._missing: set[int] = set()
         self._known: set[str] = set()
         self._refused: set[str] = set()
+        self._promised: dict[int, str] = {}
+        """Worker ids that were given to nodes that asked for one."""
         self._alone_since = self._active_at = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -245,6 +255,9 @@ class Hub:
     def _answer(self, knock: Knock) -> Iterator[Event]:
         hello = knock.hello
         members = [worker.member for worker in self._seats.values()]
+        if not hello.worker_id:
+            knock.answer.set_result(self._assign(members, hello.node))
+            return
         decision = admit(members, hello.worker_id, hello.node, hello.instance, self._cluster)
         if isinstance(decision, Refused):
             if hello.instance not in self._refused:
@@ -255,6 +268,14 @@ class Hub:
             member = Member(knock.seat, hello.worker_id, hello.node, hello.instance)
             self._seats[knock.seat] = Worker(member)
         knock.answer.set_result(decision)
+
+    def _assign(self, members: list[Member], node: str) -> Assigned | Refused:
+        """A worker id for a node that asks for one; two that ask at the same time get two."""
+        known = {number: each.node for number, each in self.report.tally.workers.items()}
+        decision = assign(members, node, {**self._promised, **known}, self._cluster)
+        if isinstance(decision, Assigned):
+            self._promised[decision.worker_id] = node
+        return decision
 
     def _fence(self, decision: Admitted) -> Iterator[Event]:
         if decision.fences is not None:

@@ -8,7 +8,7 @@ import queue
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from smolcluster.cluster.membership import Admitted, Refused
+from smolcluster.cluster.membership import Admitted, Assigned, Refused
 from smolcluster.transport.messages import Hello, Message
 
 
@@ -22,7 +22,7 @@ class Knock(Event):
 
     seat: int
     hello: Hello
-    answer: "Future[Admitted | Refused]" = field(default_factory=Future)
+    answer: "Future[Admitted | Assigned | Refused]" = field(default_factory=Future)
 
 
 @dataclass(frozen=True)

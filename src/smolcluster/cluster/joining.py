@@ -17,7 +17,7 @@ from smolcluster.errors import (
     VersionDiffers,
 )
 from smolcluster.transport.connection import Connection, connect
-from smolcluster.transport.handshake import client_handshake
+from smolcluster.transport.handshake import client_handshake, introduce
 from smolcluster.transport.messages import Hello, Welcome
 from smolcluster.transport.security import Secret
 from smolcluster.utils.retry import Deadline, backoff_delays
@@ -74,6 +74,7 @@ def join(
     """
     deadline, doubt = Deadline(timeout_s), Deadline(min(unproved_patience_s, timeout_s))
     said = ""
+    refusal: Rejected | None = None
     jitter = random.Random()  # noqa: S311 - spreads attempts, hides nothing
     for delay_s in backoff_delays(first_s=0.1, cap_s=LONGEST_DELAY_S, jitter=jitter):
         try:
@@ -82,6 +83,7 @@ def join(
         except SmolclusterError as error:
             wait_s = max(delay_s, _retry_after_s(error, is_doubted=not doubt.expired))
             obstacle = str(error)
+            refusal = error if isinstance(error, Rejected) else None
         if deadline.remaining() == 0:
             break
         if obstacle != said and timeout_s - deadline.remaining() >= say_after_s:
@@ -91,7 +93,28 @@ def join(
         time.sleep(min(wait_s, deadline.remaining()))
     raise ConnectTimeout(
         f"no server welcomed this worker at {address} within {format_duration(timeout_s)}: {obstacle}"
-    )
+    ) from refusal
+
+
+def ask(
+    address: ServerAddress, node: str, secret: Secret, *, timeout_s: float, log: logging.Logger
+) -> Welcome:
+    """What the run at an address is, and a worker id for this node, which it comes in under later.
+
+    Raises:
+        Rejected: the server refuses, at last; a name may stay that of a live worker.
+        RunOver, RunFailed, ConnectTimeout, VersionDiffers, AuthError: see `join`.
+    """
+    try:
+        connection, welcome = join(
+            address, introduce(node, 0), secret, timeout_s=timeout_s, log=log
+        )
+    except ConnectTimeout as error:
+        if isinstance(error.__cause__, Rejected):
+            raise error.__cause__ from None
+        raise
+    connection.close()
+    return welcome
 
 
 def _retry_after_s(error: SmolclusterError, *, is_doubted: bool) -> float:

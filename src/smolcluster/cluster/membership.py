@@ -1,6 +1,6 @@
 """Who may join, and whether there are enough: pure functions from values to a decision and its reason."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +28,13 @@ class Admitted:
 
 
 @dataclass(frozen=True)
+class Assigned:
+    """Who asked for a number has this one; it comes in under it later."""
+
+    worker_id: int
+
+
+@dataclass(frozen=True)
 class Refused:
     """The worker may not come in: `sentence` says what differs and where to mend it."""
 
@@ -48,11 +55,12 @@ def admit(
     members: Sequence[Member], worker_id: int, node: str, instance: str, cluster: ClusterConfig
 ) -> Admitted | Refused:
     """Decide on a worker that has proved that it knows the secret."""
-    if node not in cluster.host_ip:
+    if node not in cluster.host_ip and not cluster.elastic:
         return Refused(
             "node",
             f"node {node!r} is not in host_ip of the server's cluster file "
-            f"(known: {', '.join(cluster.host_ip)}); add it there or use a listed name",
+            f"(known: {', '.join(cluster.host_ip)}); add it there, use a listed name, or set elastic: true "
+            "there",
         )
     if worker_id > cluster.num_workers and not cluster.elastic:
         return Refused(
@@ -71,6 +79,48 @@ def admit(
         "stop that one or choose another id",
         retry_after_s=BUSY_RETRY_AFTER_S,
     )
+
+
+def assign(
+    members: Sequence[Member], node: str, taken: Mapping[int, str], cluster: ClusterConfig
+) -> Assigned | Refused:
+    """A worker id for a node that has none.
+
+    Args:
+        members: the workers that have been let in.
+        node: its name.
+        taken: who had which worker id last, or was given it, in this run.
+        cluster: the server's.
+    """
+    present = next((member for member in members if member.node == node), None)
+    if present is not None:
+        return Refused(
+            "busy",
+            f"the name {node} is taken by a live worker, worker {present.worker_id}; stop that one or choose "
+            "another name",
+            retry_after_s=BUSY_RETRY_AFTER_S,
+        )
+    worker_id = free_worker_id(node, taken, [member.worker_id for member in members], cluster)
+    decision = admit(members, worker_id, node, "", cluster)
+    return decision if isinstance(decision, Refused) else Assigned(worker_id)
+
+
+def free_worker_id(
+    node: str, taken: Mapping[int, str], present: Collection[int], cluster: ClusterConfig
+) -> int:
+    """The number that the node had, else that of its place in `workers`, else one that nobody ever had.
+
+    Args:
+        node: the machine's name.
+        taken: who had which number last in this run.
+        present: numbers that take part now.
+        cluster: the run's; numbers of its other workers stay theirs.
+    """
+    had = [number for number, owner in taken.items() if owner == node and number not in present]
+    place = [number for number, name in enumerate(cluster.workers, 1) if name == node]
+    listed = [number for number in place if number not in present and number not in taken]
+    new = max(cluster.num_workers, *taken, *present, 0) + 1
+    return [*had, *listed, new][0]
 
 
 def quorum(num_ready: int, cluster: ClusterConfig, *, started: bool, waited_s: float) -> Quorum:

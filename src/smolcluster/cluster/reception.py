@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as NoAnswer
 
 from smolcluster.cluster.inbox import Event, Gone, Inbox, Knock
-from smolcluster.cluster.membership import Refused
+from smolcluster.cluster.membership import Assigned, Refused
 from smolcluster.cluster.session import Receiver, Session
 from smolcluster.errors import ProtocolError, SmolclusterError
 from smolcluster.transport.connection import Connection, accept_next
@@ -162,7 +162,11 @@ class Reception:
         if isinstance(answer, Refused):
             refuse(proved, answer.code, answer.sentence, answer.retry_after_s)
             return None
-        accept(proved, self._offer)
+        worker_id = answer.worker_id if isinstance(answer, Assigned) else None
+        accept(proved, self._offer, worker_id=worker_id)
+        if worker_id is not None:
+            connection.finish()
+            return None
         session = Session(
             connection,
             seat=seat,

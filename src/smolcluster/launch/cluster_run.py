@@ -106,12 +106,12 @@ class Stopped(LaunchError):
 
 
 class EndedBadly(LaunchError):
-    """A process has ended while its run was starting; a code that says what to do is the launcher's too."""
+    """A process has ended before it took part; a code that says what to do is the launcher's too."""
 
-    def __init__(self, process: LaunchedProcess, code: int) -> None:
+    def __init__(self, title: str, code: int, said: str) -> None:
         if code in PASSED_ON:
             self.exit_code = code
-        super().__init__(f"{process.title} ended with exit code {code}: {last_words(process)}")
+        super().__init__(f"{title} ended with exit code {code}: {said}")
 
 
 class ClusterRun:
@@ -162,6 +162,19 @@ class ClusterRun:
         for process in nodes.values():
             put(host_of(process), f"{process.run_dir}/{CLUSTER_FILE}", baggage.cluster_file)
         put(host_of(server), f"{server.run_dir}/{TRAIN_FILE}", baggage.train_file)
+
+    def bring_in(self, node: str, baggage: Baggage, *, sync: bool) -> None:
+        """Look at one more machine of a run that lives, and bring there what it needs.
+
+        Raises:
+            LaunchError: it is not fit; the message says what to do.
+        """
+        machine = self._machines[node]
+        self.say(f"looking at {node}")
+        self._check(machine.host, [tool for tool in TOOLS if sync or tool == "tmux"])
+        if sync and not machine.is_here:
+            self._bring(machine.host, root=baggage.root, version=tree_digest(baggage.root))
+        self._hand_over(machine.host, baggage.secret)
 
     def _check_over(self) -> None:
         """See that nothing of this run is alive: what fails from now on ends all that is of it."""
@@ -289,7 +302,7 @@ class ClusterRun:
             raise Stopped("stopped while it was starting")
         for process, code in everywhere_processes(processes):
             if code:
-                raise EndedBadly(process, code)
+                raise EndedBadly(process.title, code, last_words(process))
 
     def _take_back(self, error: BaseException) -> None:
         forget(self._launched.run_id)

@@ -125,7 +125,7 @@ def _plan(request: Request, settings: Settings, run_id: str, *, resume: bool) ->
         run_id=run_id,
         python=sys.executable,
         with_threads=_nodes_with_threads(request, settings),
-        place=_place_overrides(settings),
+        place=place_overrides(settings),
         resume=resume,
     )
 
@@ -149,7 +149,7 @@ def for_any_folder(request: Request) -> Request:
     )
 
 
-def _place_overrides(settings: Settings) -> list[str]:
+def place_overrides(settings: Settings) -> list[str]:
     """Where the data are on this machine, for workers, which do not read the training file."""
     place = settings.node.dataset
     root = [] if place.root is None else [f"dataset.root={place.root}"]

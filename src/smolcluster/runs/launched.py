@@ -71,6 +71,15 @@ class Launched(BaseModel):
         server = self.server.with_arguments("--resume", "auto")
         return self.model_copy(update={"processes": (server, *self.workers)})
 
+    def with_worker(self, worker: LaunchedProcess) -> "Launched":
+        """The same run with this worker, instead of the one of that machine or that number."""
+        others = [
+            each
+            for each in self.processes
+            if each.role != worker.role or (each.node != worker.node and each.rank != worker.rank)
+        ]
+        return self.model_copy(update={"processes": (*others, worker)})
+
     @property
     def is_local(self) -> bool:
         """Whether all of it runs on the machine that launched it."""

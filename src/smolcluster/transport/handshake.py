@@ -211,14 +211,16 @@ def server_authenticate(connection: Connection, door: Door, deadline: Deadline) 
         raise
 
 
-def accept(client: Authenticated, offer: Offer) -> None:
+def accept(client: Authenticated, offer: Offer, *, worker_id: int | None = None) -> None:
     """Let the client in: send the Welcome and the server's proof, and lift the limits on strangers.
+
+    `worker_id`: the number that it asked for.
 
     Raises:
         PeerLost: the client was lost.
     """
     talk = client.talk
-    talk.say(Welcome(**vars(offer)))
+    talk.say(Welcome(worker_id=worker_id, **vars(offer)))
     talk.prove("server")
     talk.connection.proved(offer.bucket_bytes, offer.heartbeat_timeout_s)
 

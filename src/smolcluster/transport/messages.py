@@ -116,7 +116,8 @@ class Hello(Message):
     version: Name
     schema_digest: Byte32
     node: Name
-    worker_id: Annotated[int, Field(ge=1, le=2**31)]
+    worker_id: Annotated[int, Field(ge=0, le=2**31)]
+    """0: it has none, and asks what the run is and which number is free; it gets no seat."""
     instance: Instance
 
 
@@ -159,6 +160,8 @@ class Welcome(Message):
     codec: Identifier
     heartbeat_timeout_s: HeartbeatTimeout
     data: ServedData | None = None
+    worker_id: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    """To who asked for one: a number that is free."""
 
 
 class Ready(Message):

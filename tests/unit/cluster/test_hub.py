@@ -191,6 +191,21 @@ def test_another_process_under_a_live_id_waits_until_the_first_has_gone(
     assert [worker.name for worker in house.hub.workers] == ["worker 1 (win)"]
 
 
+def test_who_asks_for_a_number_is_given_one_and_gets_no_seat(house: HandledHub) -> None:
+    house.join(hello(1, "win"))
+    first, second = (house.enter(hello(0, node)) for node in ("toaster", "kettle"))
+    assert [each.welcome and each.welcome.worker_id for each in (first, second)] == [3, 4]
+    first.hear_the_end()
+    again = house.enter(hello(0, "toaster"))
+    assert again.welcome is not None
+    assert again.welcome.worker_id == 3
+    assert [worker.name for worker in house.hub.workers] == ["worker 1 (win)"]
+    with pytest.raises(Rejected, match="win") as caught:
+        house.enter(hello(0, "win"))
+    assert caught.value.code == "busy"
+
+
+@pytest.mark.parametrize("parts", [("elastic=false",)], indirect=True)
 def test_an_unlisted_node_is_refused_for_good(house: HandledHub) -> None:
     with pytest.raises(Rejected, match="toaster") as caught:
         house.enter(hello(node="toaster"))

@@ -11,7 +11,7 @@ from connection_pairs import RUN
 from harness import SECRET, free_port
 from peers import DEADLINE_S, Hand, HandledDoor, hello, logger
 from smolcluster.cluster import joining
-from smolcluster.cluster.joining import RunOver, ServerAddress, join
+from smolcluster.cluster.joining import RunOver, ServerAddress, ask, join
 from smolcluster.errors import AuthError, ConnectTimeout, Rejected, RunFailed
 from smolcluster.transport.connection import Connection
 from smolcluster.transport.handshake import refuse, reject
@@ -58,6 +58,18 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     waits: list[float] = []
     monkeypatch.setattr(joining, "time", SimpleNamespace(sleep=waits.append))
     return waits
+
+
+def test_a_name_that_stays_taken_is_a_refusal(
+    delays: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> Connection:
+        raise Rejected("the name pi5 is taken", "busy", 2.0, is_proved=True)
+
+    monkeypatch.setattr(joining, "connect", refuse)
+    with pytest.raises(Rejected, match="taken"):
+        ask(ServerAddress("h", 1), "pi5", SECRET, timeout_s=0.05, log=logger([]))
+    assert delays
 
 
 def test_a_server_that_is_there_welcomes_at_once_and_in_silence(

@@ -2,7 +2,16 @@
 
 import pytest
 
-from smolcluster.cluster.membership import Admitted, Member, Refused, admit, quorum
+from smolcluster.cluster.membership import (
+    Admitted,
+    Assigned,
+    Member,
+    Refused,
+    admit,
+    assign,
+    free_worker_id,
+    quorum,
+)
 from smolcluster.configs.schema import ClusterConfig
 
 
@@ -40,8 +49,12 @@ def test_the_same_process_coming_back_fences_its_old_session() -> None:
     assert admit([PI5], 1, "pi5", "aaaa", cluster()) == Admitted(fences=7)
 
 
+def test_an_elastic_cluster_lets_unlisted_nodes_in() -> None:
+    assert admit([PI5], 3, "toaster", "bbbb", cluster()) == Admitted()
+
+
 def test_an_unlisted_node_is_refused_for_good_and_the_known_ones_are_named() -> None:
-    refused = admit([], 1, "toaster", "bbbb", cluster())
+    refused = admit([], 1, "toaster", "bbbb", cluster(elastic=False))
     assert isinstance(refused, Refused)
     assert refused.code == "node"
     assert refused.retry_after_s is None
@@ -53,6 +66,38 @@ def test_an_unlisted_node_is_refused_for_good_and_the_known_ones_are_named() -> 
 def test_ids_above_num_workers_need_an_elastic_cluster(elastic: bool) -> None:
     decision = admit([], 3, "pi5", "bbbb", cluster(elastic=elastic))
     assert isinstance(decision, Admitted) is elastic
+
+
+@pytest.mark.parametrize(
+    ("node", "taken", "present", "number"),
+    [
+        ("win", {}, [], 2),  # its place in the list
+        ("win", {1: "pi5", 2: "win"}, [1], 2),  # the number that it had
+        ("win", {2: "toaster"}, [2], 3),  # its place is somebody else's
+        ("toaster", {}, [], 3),  # the list's numbers are kept for those that it names
+        ("toaster", {3: "kettle"}, [3], 4),
+        ("toaster", {3: "kettle"}, [], 4),  # which may come back
+        ("toaster", {3: "kettle", 4: "toaster"}, [1], 4),
+        ("pi5", {1: "pi5"}, [1], 3),  # two workers on one machine, under another number
+    ],
+)
+def test_a_free_number_is_ones_own_or_nobodys(
+    node: str, taken: dict[int, str], present: list[int], number: int
+) -> None:
+    assert free_worker_id(node, taken, present, cluster()) == number
+
+
+def test_a_name_belongs_to_the_living_worker_that_has_it() -> None:
+    refused = assign([PI5], "pi5", {}, cluster())
+    assert isinstance(refused, Refused)
+    assert (refused.code, refused.retry_after_s is not None) == ("busy", True)
+    assert assign([], "pi5", {1: "pi5"}, cluster()) == Assigned(1)
+
+
+def test_a_fixed_cluster_has_no_number_for_a_stranger() -> None:
+    refused = assign([PI5], "toaster", {}, cluster(elastic=False))
+    assert isinstance(refused, Refused)
+    assert refused.code == "node"
 
 
 @pytest.mark.parametrize(

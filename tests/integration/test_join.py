@@ -1,0 +1,104 @@
+"""A machine joins a run by itself, with an address and the secret; a run of one machine is joined there."""
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness import free_port
+from processes import Child, Processes
+from smolcluster.runs.paths import find_run
+from smolcluster.runs.processes import ProcessEntry, read_processes
+from smolcluster.runs.status import RunStatus, read_status
+
+Eventually = Callable[[Callable[[], bool]], None]
+COMMAND = (sys.executable, "-m", "smolcluster.cli")
+
+
+class Joined:
+    """A run, and who has joined it."""
+
+    def __init__(self, processes: Processes, eventually: Eventually) -> None:
+        self._processes, self._eventually = processes, eventually
+
+    @property
+    def status(self) -> RunStatus | None:
+        file = self._processes.runs / "latest/status.json"
+        return read_status(file) if file.exists() else None
+
+    def wait_for(self, *numbers: int) -> None:
+        def are_there() -> bool:
+            workers = [] if self.status is None else self.status.workers
+            return {each.rank + 1 for each in workers if each.state == "joined"} == set(numbers)
+
+        self._eventually(are_there)
+
+    def join(self, *words: str) -> Child:
+        return self._processes.start(*COMMAND, "join", *words)
+
+
+@pytest.fixture
+def run(processes: Processes, eventually: Eventually) -> Joined:
+    return Joined(processes, eventually)
+
+
+def test_a_machine_joins_with_address_and_secret(
+    run: Joined, processes: Processes, eventually: Eventually, tmp_path: Path
+) -> None:
+    port = free_port()
+    options = ("--local", "--override", f"port={port}", "threads=1", "metrics_port=null")
+    server = processes.server(*options, "num_epochs=100000")
+    server.wait_for("listening")  # and has made the secret
+    mine = (f"127.0.0.1:{port}", "--override", "threads=1", "metrics_port=null")
+    worker = run.join(*mine, "--name", "mini9", "--wait", "60")
+    run.wait_for(4)  # the first three are the list's
+
+    taken = run.join(*mine, "--name", "mini9", "--wait", "1")
+    assert taken.wait() == 78
+    assert "mini9 is taken" in taken.output
+    other = tmp_path / "other"
+    other.touch(mode=0o600)
+    other.write_text("ab" * 32)
+    stranger = run.join(*mine, "--name", "toaster", "--secret-file", str(other))
+    assert stranger.wait() == 77
+    for refused in (taken, stranger):
+        assert refused.output.count("error") == 1
+        assert "Traceback" not in refused.output
+
+    log = find_run(processes.runs).log_file("worker", "mini9", 3)
+    pids = re.findall(r'"process (\d+):', log.read_text())
+    os.kill(int(pids[0]), signal.SIGKILL)
+    eventually(lambda: len(re.findall(r'"process \d+:', log.read_text())) == 2)
+    run.wait_for(4)
+    worker.kill(signal.SIGTERM)
+    assert worker.wait() == 143
+    server.kill(signal.SIGTERM)
+    assert server.wait() == 143
+    late = run.join("latest")
+    assert (late.wait(), "is over" in late.output) == (1, True)
+    nobody = run.join(*mine, "--wait", "0.1")
+    assert nobody.wait() == 75
+
+
+def test_a_run_of_this_machine_is_joined_here_and_stopped(
+    run: Joined, processes: Processes
+) -> None:
+    stated = (f"port={free_port()}", "num_epochs=100000", "metrics_port=null")
+    launch = processes.start(
+        *(*COMMAND, "launch", "edp", "--local", "--no-tmux", "--workers", "1"),
+        *("--override", *stated),
+    )
+    run.wait_for(1)
+    joining = run.join("--name", "mini9", "--detach", "--override", "metrics_port=null")
+    assert joining.wait() == 0, joining.output
+    run.wait_for(1, 2)
+    entries: list[ProcessEntry] = read_processes(find_run(processes.runs).processes)
+    assert [(each.node, each.rank) for each in entries][2:] == [("mini9", 1)]
+    stop = processes.start(*COMMAND, "stop")
+    assert stop.wait() == 0, stop.output
+    assert not entries[2].is_itself, "it runs"
+    launch.wait()
