@@ -19,12 +19,20 @@ app.add_typer(config_app, name="config", help="Look at configuration files.")
     epilog=below(
         "smolcluster doctor --config cluster_config_edp.yaml",
         "smolcluster doctor --json | jq",
+        "smolcluster doctor --autostart         what lets machines join again after a restart",
     ),
 )
 def _doctor(
     *,
     config: ClusterFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    autostart: Annotated[
+        bool,
+        typer.Option(
+            "--autostart",
+            help="Only print, for each worker's systemd or launchd, what joins the run after a restart.",
+        ),
+    ] = False,
     override: Overrides = None,
 ) -> int:
     """Examine all machines of a cluster at once, and say what mends what is wrong.
@@ -33,6 +41,10 @@ def _doctor(
     every worker to the server, its bandwidth and latency. Exits with 1 if anything would keep a run from
     starting.
     """
+    if autostart:
+        from smolcluster.launch.doctor.autostart import autostart as jobs  # noqa: PLC0415
+
+        return jobs(config, override or [])
     from smolcluster.launch.doctor.examine import doctor  # noqa: PLC0415 - takes time
 
     return doctor(config, override or [], as_json)

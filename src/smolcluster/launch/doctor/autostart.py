@@ -1,0 +1,124 @@
+"""What lets a machine that has restarted join the run that lives: a job of systemd or launchd, as text.
+
+`smolcluster doctor --autostart` prints it for each worker; its user puts it there. Both start the job also
+when nobody logs in.
+"""
+
+import json
+import plistlib
+import shlex
+import sys
+
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.schema import ClusterConfig, NodeConfig
+from smolcluster.errors import LaunchError
+from smolcluster.launch.host import host_of, shell_path
+from smolcluster.launch.requests import cluster_source
+from smolcluster.utils.units import format_address
+
+WAIT_S = 120
+"""How long a machine that has just started looks for a run: its network comes later than it."""
+OF_THE_MACHINE = {"device", "threads", "microbatch", "dataset", "secret_file", "runs_dir"}
+NAME = "smolcluster-join"
+
+
+def join_command(cluster: ClusterConfig, node: str, project: str) -> list[str]:
+    """What joins the run that lives, on the machine itself; `project` is the project's folder there."""
+    address = format_address(cluster.host_ip[node], cluster.port)
+    command = [f"{project}/.venv/bin/python", "-m", "smolcluster.cli", "join", address]
+    command += ["--name", node, "--wait", str(WAIT_S)]
+    settings = cluster.nodes.get(node, NodeConfig())
+    own = settings.model_dump(mode="json", exclude_defaults=True, include=OF_THE_MACHINE)
+    flat = {f"dataset.{key}": value for key, value in (own.pop("dataset", None) or {}).items()}
+    texts = [
+        f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in (own | flat).items()
+    ]
+    return [*command, *(["--override", *texts] if texts else [])]
+
+
+def systemd_job(node: str, command: list[str], project: str) -> str:
+    """A unit of the user's own systemd, and how to put it there."""
+    unit = "\n".join(
+        [
+            "[Unit]",
+            "Description=smolcluster: joins the run that lives when this machine starts",
+            "[Service]",
+            f"WorkingDirectory={project.replace('%', '%%')}",
+            f"ExecStart={' '.join(map(_systemd_word, command))}",
+            "[Install]",
+            "WantedBy=default.target",
+        ]
+    )
+    file = f"~/.config/systemd/user/{NAME}.service"
+    return "\n".join(
+        [
+            f"# {node} (Linux), once, on the machine:",
+            f"mkdir -p ~/.config/systemd/user && cat > {file} <<'END'",
+            unit,
+            "END",
+            f"loginctl enable-linger && systemctl --user enable {NAME}",
+        ]
+    )
+
+
+def launchd_job(node: str, command: list[str], project: str, user: str) -> str:
+    """A job of macOS's launchd that runs as that user, and how to put it there."""
+    label = f"local.{NAME}"
+    plist = plistlib.dumps(
+        {
+            "Label": label,
+            "UserName": user,
+            "WorkingDirectory": project,
+            "ProgramArguments": command,
+            "RunAtLoad": True,
+        },
+        sort_keys=False,
+    ).decode()
+    file = f"/Library/LaunchDaemons/{label}.plist"
+    return "\n".join(
+        [
+            f"# {node} (macOS), once, on the machine:",
+            f"sudo tee {file} >/dev/null <<'END'",
+            plist.rstrip(),
+            "END",
+            f"sudo chown root:wheel {file} && sudo chmod 644 {file}",
+        ]
+    )
+
+
+def _systemd_word(word: str) -> str:
+    """A word of ExecStart, in which quotes, backslashes, % and $ mean something."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return word if escaped == word == shlex.quote(word) else f'"{escaped}"'
+
+
+def autostart(config: str | None, overrides: list[str]) -> int:
+    """Print the job of each worker's machine; returns 1 if one cannot be asked what it is.
+
+    Raises:
+        ConfigError: the cluster file or an override is wrong.
+    """
+    source = cluster_source(config, "edp")
+    cluster = load_settings(source, "nn", None, overrides).cluster
+    failed = False
+    for node in cluster.workers:
+        folder = cluster.nodes.get(node, NodeConfig()).project_dir
+        try:
+            done = host_of(cluster, node).run(
+                f"uname -s; id -un; cd {shell_path(folder)} 2>/dev/null && pwd"
+            )
+            text = _job(cluster, node, done.stdout.splitlines(), folder)
+        except LaunchError as error:
+            failed, text = True, f"# {error}"
+        sys.stdout.write(f"{text}\n\n")
+    return int(failed)
+
+
+def _job(cluster: ClusterConfig, node: str, said: list[str], folder: str) -> str:
+    if len(said) != 3:
+        raise LaunchError(f"{node}: has no {folder} yet: launch once, which makes it")
+    system, user, project = said
+    command = join_command(cluster, node, project)
+    if system == "Darwin":
+        return launchd_job(node, command, project, user)
+    return systemd_job(node, command, project)

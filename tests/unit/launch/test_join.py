@@ -1,0 +1,79 @@
+"""What joining changes in a run's files, and whom a word means."""
+
+from typing import Any
+
+import pytest
+
+from smolcluster.cluster.joining import ServerAddress
+from smolcluster.configs.schema import ClusterConfig
+from smolcluster.errors import ConfigError
+from smolcluster.launch.join import address_of, own_name
+from smolcluster.launch.take_in import with_worker
+from smolcluster.runs.launched import Launched, LaunchedProcess
+
+RAW: dict[str, Any] = {
+    "host_ip": {"mini1": "10.0.0.1", "pi5": "10.0.1.1"},
+    "num_workers": 1,
+    "workers": ["pi5"],
+    "server": "mini1",
+    "nodes": {"pi5": {"threads": 3}},
+}
+
+
+@pytest.mark.parametrize(
+    ("word", "host", "port"),
+    [
+        ("10.0.0.1", "10.0.0.1", 65432),
+        ("10.0.0.1:6000", "10.0.0.1", 6000),
+        ("mini1.local", "mini1.local", 65432),
+        ("mini1:6000", "mini1", 6000),
+        ("localhost", "localhost", 65432),
+        ("fd00::1", "fd00::1", 65432),
+        ("[fd00::1]:6000", "fd00::1", 6000),
+    ],
+)
+def test_an_address_is_known_by_its_dots_and_colons(word: str, host: str, port: int) -> None:
+    assert address_of(word) == ServerAddress(host, port)
+
+
+@pytest.mark.parametrize("word", ["latest", "edp-20261120-1350-3f9c", "./runs/edp-1", "/runs/a.b"])
+def test_all_else_is_a_run(word: str) -> None:
+    assert address_of(word) is None
+
+
+def test_a_name_that_cannot_be_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--name"):
+        own_name("../mini9")
+
+
+def test_the_cluster_file_learns_of_a_new_machine() -> None:
+    content = with_worker(RAW, "mini9", "10.0.0.1", {"ssh": "me@10.0.0.9"})
+    cluster = ClusterConfig.model_validate(content)
+    assert (cluster.workers, cluster.num_workers) == (("pi5", "mini9"), 2)
+    assert cluster.host_ip["mini9"] == "10.0.0.1"
+    assert (cluster.nodes["mini9"].ssh, cluster.nodes["pi5"].threads) == ("me@10.0.0.9", 3)
+
+
+def test_a_returned_machine_keeps_its_place_and_its_settings() -> None:
+    content = with_worker(RAW, "pi5", "10.0.1.1", {"device": "cpu"})
+    cluster = ClusterConfig.model_validate(content)
+    assert cluster.workers == ("pi5",)
+    assert (cluster.nodes["pi5"].threads, cluster.nodes["pi5"].device) == (3, "cpu")
+
+
+def test_with_fixed_shares_a_new_machine_stands_in_for_others() -> None:
+    content = with_worker({**RAW, "batch_share": {"pi5": 1.0}}, "mini9", "10.0.0.1", {})
+    assert ClusterConfig.model_validate(content).batch_share == {"pi5": 1.0, "mini9": 0.0}
+
+
+def process(node: str, rank: int | None) -> LaunchedProcess:
+    role = "server" if rank is None else "worker"
+    return LaunchedProcess(node=node, role=role, rank=rank, ssh=node, run_dir="~/r", session="s")
+
+
+def test_a_worker_takes_the_place_of_the_one_that_it_was() -> None:
+    server, first = process("pi5", None), process("mini2", 0)
+    launched = Launched(run_id="edp-1", algorithm="edp", processes=(server, first))
+    joined = launched.with_worker(process("pi5", 1)).with_worker(process("mini2", 0))
+    assert joined.server == server
+    assert [(each.node, each.rank) for each in joined.workers] == [("pi5", 1), ("mini2", 0)]
