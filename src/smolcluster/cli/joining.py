@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from smolcluster.cli.options import NoSync, Overrides, below_training
+from smolcluster.cli.options import NoSync, Overrides, Overwrite, below_training
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -51,6 +51,7 @@ def _join(
         typer.Option("--detach", help="With ADDRESS: leave the worker alone, and say its process."),
     ] = False,
     no_sync: NoSync = False,
+    overwrite: Overwrite = False,
     override: Overrides = None,
 ) -> int:
     """Bring a new or returned machine into a living run.
@@ -73,6 +74,7 @@ def _join(
             wait_s=wait,
             detach=detach,
             sync=not no_sync,
+            overwrite=overwrite,
             overrides=(*stated, *(override or [])),
         ),
     )

@@ -147,23 +147,27 @@ class ClusterRun:
         self._check_over()
         check_port(host_of(server), self._launched.port)
         if sync:
-            tree = read_tree(baggage.root)
-
-            def find(host: Host) -> Sending:
-                machine = machines[host.node]
-                ours = without(tree, machine.kept)
-                return look(host, machine.project_dir, ours, overwrite=overwrite)
-
-            others = [host for host in hosts if not machines[host.node].is_here]
-            found = everywhere(others, find)
-            everywhere(others, partial(self._bring, root=baggage.root, found=found))
+            self._sync(hosts, baggage.root, overwrite=overwrite)
         everywhere(hosts, lambda host: self._hand_over(host, baggage.secret))
         nodes = {process.node: process for process in reversed(self._launched.processes)}
         for process in nodes.values():
             put(host_of(process), f"{process.run_dir}/{CLUSTER_FILE}", baggage.cluster_file)
         put(host_of(server), f"{server.run_dir}/{TRAIN_FILE}", baggage.train_file)
 
-    def bring_in(self, node: str, baggage: Baggage, *, sync: bool) -> None:
+    def _sync(self, hosts: Sequence[Host], root: Path, *, overwrite: bool) -> None:
+        """Bring code and environment to those that are not here, when all of them have been found fit."""
+        tree = read_tree(root)
+
+        def find(host: Host) -> Sending:
+            machine = self._machines[host.node]
+            ours = without(tree, machine.kept)
+            return look(host, machine.project_dir, ours, overwrite=overwrite)
+
+        others = [host for host in hosts if not self._machines[host.node].is_here]
+        found = everywhere(others, find)
+        everywhere(others, partial(self._bring, root=root, found=found))
+
+    def bring_in(self, node: str, baggage: Baggage, *, sync: bool, overwrite: bool = False) -> None:
         """Look at one more machine of a run that lives, and bring there what it needs.
 
         Raises:
@@ -172,8 +176,8 @@ class ClusterRun:
         machine = self._machines[node]
         self.say(f"looking at {node}")
         self._check(machine.host, [tool for tool in TOOLS if sync or tool == "tmux"])
-        if sync and not machine.is_here:
-            self._bring(machine.host, root=baggage.root, version=tree_digest(baggage.root))
+        if sync:
+            self._sync([machine.host], baggage.root, overwrite=overwrite)
         self._hand_over(machine.host, baggage.secret)
 
     def _check_over(self) -> None:

@@ -66,6 +66,7 @@ class Wanted:
         wait_s: on the machine itself, how long a server is waited for.
         detach: on the machine itself, whether to leave the worker alone.
         sync: bring code and environment there first.
+        overwrite: replace what somebody has edited there, and keep it aside.
         overrides: `key=value` texts that belong to the machine, such as `device=cpu`, or `ssh=pi@10.0.0.7`.
     """
 
@@ -75,6 +76,7 @@ class Wanted:
     wait_s: float = 20.0
     detach: bool = False
     sync: bool = True
+    overwrite: bool = False
     overrides: tuple[str, ...] = ()
 
 
@@ -102,7 +104,7 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: Wanted) -> int:
         draft = _Draft(paths, launched, status, name=name, wanted=wanted, file=file)
         machine = draft.machine
         run = ClusterRun(launched, {name: machine}, paths, SteadyConsole())
-        run.bring_in(name, draft.baggage, sync=wanted.sync)
+        run.bring_in(name, draft.baggage, sync=wanted.sync, overwrite=wanted.overwrite)
         draft.find_way(run)
         process = draft.process
         put(machine.host, f"{process.run_dir}/{CLUSTER_FILE}", without_env(file))
