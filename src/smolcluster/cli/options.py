@@ -85,7 +85,7 @@ TrainFile = Annotated[
         "--train-config",
         metavar="FILE",
         help="Training file or shipped name; gpt with --local means stdlib, a small GPT that needs no "
-        "download.  [default: digits with --local, else nn; of edp-gpt stdlib with --local, else gpt]",
+        "download.  [default: digits; of edp-gpt stdlib]",
     ),
 ]
 Overrides = Annotated[

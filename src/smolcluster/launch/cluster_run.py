@@ -6,6 +6,7 @@ Until all workers have joined, a failure anywhere stops what was started. From t
 this machine: it may sleep, lose its network or leave, and come back with `smolcluster attach`.
 """
 
+import hashlib
 import select
 import signal
 import sys
@@ -32,17 +33,26 @@ from smolcluster.errors import (
 )
 from smolcluster.launch.host import Host, TookTooLong, Unreachable, shell_path
 from smolcluster.launch.interrupts import Interrupts, interrupts
-from smolcluster.launch.manifest import read_tree, without
+from smolcluster.launch.manifest import as_manifest, read_tree, without
 from smolcluster.launch.observe.beside import forget
 from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE
 from smolcluster.launch.prepare import TOOLS, check, check_port, everywhere, hand_over_secret
-from smolcluster.launch.sessions import begin, exit_code, host_of, last_words, put
+from smolcluster.launch.sessions import (
+    Ending,
+    begin,
+    exit_code,
+    host_of,
+    kill,
+    last_words,
+    put,
+)
 from smolcluster.launch.shipping import Loki, begin_shippers, with_shippers
 from smolcluster.launch.stop import StopResult, stop_processes
 from smolcluster.launch.sync import Sending, environment_digest, look, make_environment, send_code
 from smolcluster.launch.tmux import close_window, is_stopping
 from smolcluster.observability.terminal import displayable, steady
-from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
+from smolcluster.runs.files import or_none
+from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched, write_launched
 from smolcluster.runs.paths import RunPaths, latest_of, point_latest, take_back_latest
 from smolcluster.runs.status import RunStatus
 from smolcluster.runs.summary import Summary, table
@@ -129,6 +139,10 @@ class ClusterRun:
         self._machines = machines
         self._paths = paths
         self._console = console
+        self._kept: set[int | None] = set()
+        """Ranks of the workers that are there from before, and look for their server."""
+        self._outdated: list[LaunchedProcess] = []
+        """Workers from before that were told something else."""
 
     def prepare(self, baggage: Baggage, *, sync: bool, overwrite: bool = False) -> None:
         """Look at the machines, and bring there what a run needs; with `sync` also code and environment.
@@ -144,7 +158,9 @@ class ClusterRun:
         tools = [tool for tool in TOOLS if sync or tool == "tmux"]
         self.say(f"looking at {', '.join(machines)}")
         everywhere(hosts, lambda host: self._check(host, tools))
-        self._check_over()
+        tree = read_tree(baggage.root)
+        version = hashlib.sha256(as_manifest(tree)).hexdigest()
+        self.keep_what_waits(version if sync else None)
         check_port(host_of(server), self._launched.port)
         if sync:
             self._sync(hosts, baggage.root, overwrite=overwrite)
@@ -180,20 +196,34 @@ class ClusterRun:
             self._sync([machine.host], baggage.root, overwrite=overwrite)
         self._hand_over(machine.host, baggage.secret)
 
-    def _check_over(self) -> None:
-        """See that nothing of this run is alive: what fails from now on ends all that is of it."""
-        if not self._paths.launched.is_file():  # it has never been started
+    def keep_what_waits(self, version: str | None = None) -> None:
+        """Keep the workers of a run that goes on which still look for their server; the others end at its start.
+
+        Kept is who was started by the same command with the same code, whose digest is `version`; None: that
+        is not changed.
+
+        Raises:
+            RunBusy: its server is alive.
+            LaunchError: a machine cannot be asked.
+        """
+        before = or_none(read_launched, self._paths.launched)
+        if before is None:  # it has never been started
+            self._launched = self._launched.model_copy(update={"version": version or ""})
             return
-        alive = [
-            each.title
-            for each, code in everywhere_processes(self._launched.processes)
-            if code is None
-        ]
-        if alive:
+        version = before.version if version is None else version
+        self._launched = self._launched.model_copy(update={"version": version})
+        waiting = [each for each, code in everywhere_processes(before.processes) if code is None]
+        if before.server in waiting:
             run_id = self._launched.run_id
             raise RunBusy(
-                f"run {run_id} is not over ({', '.join(alive)}): `uv run smolcluster stop {run_id}` stops it"
+                f"run {run_id} is not over ({before.server.title}): `uv run smolcluster stop {run_id}` "
+                "stops it"
             )
+        for worker in waiting:
+            if worker in self._launched.workers and version == before.version:
+                self._kept.add(worker.rank)
+            else:
+                self._outdated.append(worker)
 
     def _check(self, host: Host, tools: list[str]) -> None:
         machine = self._machines[host.node]
@@ -234,6 +264,9 @@ class ClusterRun:
         close_window(self._launched.run_id)  # of a run that goes on: its panes show what has ended
         with interrupts() as asked:
             try:
+                for worker in self._outdated:
+                    if kill(worker) is Ending.REMAINS:
+                        raise LaunchError(f"{worker.title} of before does not end: its disk may hang")
                 self._start_server(asked)
                 self._start_workers(asked)
             except BaseException as error:
@@ -264,9 +297,13 @@ class ClusterRun:
 
     def _start_workers(self, asked: Interrupts) -> None:
         workers = self._launched.workers
-        self.say(f"it listens; starting {', '.join(worker.title for worker in workers)}")
+        kept = [worker.title for worker in workers if worker.rank in self._kept]
+        begun = [worker for worker in workers if worker.rank not in self._kept]
+        there = [f"{', '.join(kept)} still there"] * bool(kept)
+        new = [f"starting {', '.join(worker.title for worker in begun)}"] * bool(begun)
+        self.say("; ".join(["it listens", *there, *new]))
         by_node: dict[str, list[LaunchedProcess]] = {}
-        for worker in workers:
+        for worker in begun:
             by_node.setdefault(worker.node, []).append(worker)
 
         def begin_there(host: Host) -> None:
@@ -274,7 +311,8 @@ class ClusterRun:
                 self._begin(worker)
 
         everywhere([self._machines[node].host for node in by_node], begin_there)
-        self._ship([each for each in self._launched.shippers if each.node in by_node])
+        elsewhere = {worker.node for worker in workers} - {self._launched.server.node}
+        self._ship([each for each in self._launched.shippers if each.node in elsewhere])
         told = Deadline(TOLD_EVERY_S)
         while missing := self._missing():
             self._check_alive(self._launched.processes, asked)
@@ -305,7 +343,10 @@ class ClusterRun:
         if asked:
             raise Stopped("stopped while it was starting")
         for process, code in everywhere_processes(processes):
-            if code:
+            if code is not None and process.rank in self._kept:  # it has given up meanwhile
+                self._kept.discard(process.rank)
+                self._begin(process)
+            elif code:
                 raise EndedBadly(process.title, code, last_words(process))
 
     def _take_back(self, error: BaseException) -> None:

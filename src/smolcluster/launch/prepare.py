@@ -123,9 +123,15 @@ def hand_over_secret(host: Host, file: str | None, secret: bytes) -> bool:
 
 def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
     """What of this machine's environment the processes on others get: keys, and settings of the run."""
+    keys = {name: environ[name] for name in FORWARDED if name in environ}
+    return keys | settings_in(environ)
+
+
+def settings_in(environ: Mapping[str, str]) -> dict[str, str]:
+    """The settings of the run in an environment, without those that are this machine's own."""
     own = ("SMOLCLUSTER_RUNS_DIR", "SMOLCLUSTER_SECRET_FILE")
     return {
         name: value
         for name, value in environ.items()
-        if name in FORWARDED or (name.startswith("SMOLCLUSTER_") and name not in own)
+        if name.startswith("SMOLCLUSTER_") and name not in own
     }

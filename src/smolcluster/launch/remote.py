@@ -5,11 +5,13 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 
 from smolcluster.configs.load import dump_yaml, find_config, read_config
@@ -23,8 +25,8 @@ from smolcluster.launch.find import find
 from smolcluster.launch.host import HERE, Host
 from smolcluster.launch.observe.beside import announce, stack_for
 from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE, Place, Places, Request, plan_cluster
-from smolcluster.launch.prepare import forwarded
-from smolcluster.launch.requests import cluster_source, settings_of
+from smolcluster.launch.prepare import forwarded, settings_in
+from smolcluster.launch.requests import DEFAULT_TRAINING, cluster_source, settings_of
 from smolcluster.launch.shipping import Loki, loki_of
 from smolcluster.launch.show_plan import show_plan
 from smolcluster.launch.stop import stop_children
@@ -38,6 +40,10 @@ NOT_INHERITED = (
     *("TMUX", "TMUX_PANE", "TERM", "PWD", "OLDPWD", "SHLVL", "_"),
     *("UID", "EUID", "PPID", "SHELLOPTS", "BASHOPTS", "IFS"),  # of which a shell lets none be set
 )
+
+
+TOLD_FILE = "launch/told.json"
+"""In a run's folder on the machine that launched it; it may hold secrets."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ def launch_remote(
     check_algorithm(settings, request.algorithm.name)
     run_id = run_id or new_run_id(request.algorithm.name, datetime.now().astimezone())
     cluster_file = find_config(cluster_source(request.config, request.algorithm.name), "cluster")
-    train_file = find_config(request.train_config or "nn", "training")
+    train_file = find_config(request.train_config or DEFAULT_TRAINING, "training")
     stated = os.environ.get("SMOLCLUSTER_RUNS_DIR")
     here = runs_root(Path(stated) if stated else None)
     places = places_of(request, settings.cluster, cluster_file, train_file, here)
@@ -97,7 +103,10 @@ def launch_remote(
     run = ClusterRun(launched, machines, RunPaths(here / check_run_id(run_id)), SteadyConsole())
     run.prepare(baggage, sync=how.sync, overwrite=how.overwrite)
     check_packets(settings.cluster, places)
-    keep(create_run(here, run_id, newest=False), cluster_file.read_bytes(), baggage.train_file)
+    told = Told(environ=settings_in(os.environ), overrides=request.overrides)
+    keep(
+        create_run(here, run_id, newest=False), cluster_file.read_bytes(), baggage.train_file, told
+    )
     stack = stack_for(how.observe, settings.cluster, run.say)
     if stack is not None:
         ssh = {node: place.ssh for node, place in places.items()}
@@ -125,8 +134,17 @@ def without_env(cluster_file: Path) -> bytes:
     return dump_yaml({**raw, "nodes": bare}).encode()
 
 
-def keep(paths: RunPaths, cluster_file: bytes, train_file: bytes) -> None:
-    """Keep the configuration files with the run, where only its user reads them, for who lets it go on.
+class Told(BaseModel):
+    """What a launch was told besides its files: settings of the environment, and all overrides."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    environ: dict[str, str]
+    overrides: tuple[str, ...]
+
+
+def keep(paths: RunPaths, cluster_file: bytes, train_file: bytes, told: Told) -> None:
+    """Keep a run's configuration with it, where only its user reads it, for who lets it go on.
 
     Raises:
         LaunchError: they cannot be written.
@@ -135,6 +153,8 @@ def keep(paths: RunPaths, cluster_file: bytes, train_file: bytes) -> None:
         (paths.root / CLUSTER_FILE).parent.mkdir(mode=0o700, exist_ok=True)
         (paths.root / CLUSTER_FILE).write_bytes(cluster_file)
         (paths.root / TRAIN_FILE).write_bytes(train_file)
+        (paths.root / TOLD_FILE).touch(mode=0o600)
+        (paths.root / TOLD_FILE).write_text(told.model_dump_json(indent=2))
     except OSError as error:
         raise LaunchError(f"{paths.root} cannot be written: {error.strerror or error}") from error
 
@@ -155,6 +175,7 @@ def launch_here(
         for process in launched.processes
     }
     run = ClusterRun(launched, machines, paths, console)
+    run.keep_what_waits()
     run.start(loki)
     return go_on(run, launched, how)
 
@@ -339,10 +360,15 @@ def resume_remote(paths: RunPaths, launched: Launched, overrides: Sequence[str],
     files = paths.root / CLUSTER_FILE, paths.root / TRAIN_FILE
     if not all(file.is_file() for file in files):
         raise ConfigError(f"run {paths.run_id} was not launched from here: {files[0]} is missing")
+    told = Told(environ={}, overrides=launched.overrides)
+    with suppress(OSError, ValidationError):  # a launch of before has left none
+        told = Told.model_validate_json((paths.root / TOLD_FILE).read_bytes())
+    for name, value in told.environ.items():
+        os.environ.setdefault(name, value)  # what is set now wins
     request = Request(
         algorithm=get_algorithm(launched.algorithm),
         config=str(files[0]),
         train_config=str(files[1]),
-        overrides=(*launched.overrides, *overrides),
+        overrides=(*told.overrides, *overrides),
     )
     return launch_remote(request, how, run_id=paths.run_id, resume=True)

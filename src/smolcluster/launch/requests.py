@@ -5,6 +5,9 @@ from pathlib import Path
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.launch.plan import Request
 
+DEFAULT_TRAINING = "digits"
+"""What a launch trains that names nothing: it needs no download."""
+
 
 def cluster_source(stated: str | None, algorithm: str) -> str:
     """The cluster file that is meant: the named one, else the one in this folder, else the shipped one."""
@@ -25,7 +28,7 @@ def settings_of(request: Request, local: bool, node: str | None = None) -> Setti
     """
     return load_settings(
         cluster_source(request.config, request.algorithm.name),
-        request.train_config or ("digits" if local else "nn"),
+        request.train_config or DEFAULT_TRAINING,
         node,
         request.overrides,
         local_workers=request.num_workers,

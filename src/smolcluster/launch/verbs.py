@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from smolcluster.algorithms.registry import get_algorithm
 from smolcluster.launch.plan import Request
 
-LOCAL_GPT = "stdlib"
+SMALL_GPT = "stdlib"
 """A GPT that needs no download."""
 
 
@@ -21,12 +21,14 @@ def request_of(
 ) -> Request:
     """What the command of that name asks for."""
     if name == "edp-gpt":
-        train_config = train_config or "gpt"
+        if train_config is None and not local:  # each Python has another library
+            overrides = ["dataset.source=server", *overrides]
+        train_config = train_config or SMALL_GPT
         if local:  # old gradients harm a GPT, and two cores compute no faster with three workers
             num_workers = 2 if num_workers is None else num_workers
             overrides = ["worker_update_interval=1", *overrides]
     if local and train_config == "gpt":
-        train_config = LOCAL_GPT
+        train_config = SMALL_GPT
     return Request(
         algorithm=get_algorithm(algorithm),
         config=config,

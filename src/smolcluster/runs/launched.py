@@ -63,6 +63,8 @@ class Launched(BaseModel):
     overrides: tuple[str, ...] = ()
     """What the user set for this run besides the files."""
     processes: Annotated[tuple[LaunchedProcess, ...], Field(min_length=1)]
+    version: str = ""
+    """Digest of the code that its machines were brought; empty: they run what they have."""
     shippers: tuple[LaunchedProcess, ...] = ()
     """What brings their logs to Loki, one a machine."""
 

@@ -1,21 +1,29 @@
 """What a launcher makes of Ctrl-C and of a terminal that goes, and what it notes of a run."""
 
 import io
+import os
 import select
 import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from reading import server
-from smolcluster.errors import LaunchError
-from smolcluster.launch import cluster_run
-from smolcluster.launch.cluster_run import Choice, ClusterRun
+from reading import server, worker, write
+from smolcluster.errors import LaunchError, RunBusy
+from smolcluster.launch import cluster_run, remote
+from smolcluster.launch.cluster_run import Choice, ClusterRun, Machine
+from smolcluster.launch.host import Host
 from smolcluster.launch.interrupts import Interrupts
+from smolcluster.launch.plan import Request
+from smolcluster.launch.remote import TOLD_FILE, How, Told, keep
 from smolcluster.launch.stop import StopResult
-from smolcluster.runs.launched import Launched, read_launched
+from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched, write_launched
 from smolcluster.runs.paths import RunPaths, create_run, latest_of, point_latest
 
 
@@ -92,6 +100,103 @@ def test_child_processes_that_the_run_had_before_are_forgotten(
     run.start()
     assert read_launched(paths.launched).run_id == "r1"
     assert not paths.processes.exists()
+
+
+Alive = Callable[[LaunchedProcess], "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def alive(paths: RunPaths) -> Iterator[Alive]:
+    """Let a process live as if its script had started it, without tmux."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(process: LaunchedProcess) -> "subprocess.Popen[bytes]":
+        script = f"{paths.root}/launch/{process.stem}.sh"
+        argv = [sys.executable, "-c", "import time; time.sleep(600)", script]
+        child = subprocess.Popen(argv, start_new_session=True)
+        threading.Thread(target=child.wait, daemon=True).start()
+        started.append(child)
+        write(paths.root / "pids" / process.stem, f"{child.pid}\n")
+        return child
+
+    yield start
+    for child in started:
+        child.kill()
+        child.wait()
+
+
+def resumed(paths: RunPaths, console: Console, *changes: str) -> ClusterRun:
+    """A run of two workers that was launched before, and goes on with these arguments for worker 1."""
+    folder = str(paths.root)
+    own = server(None, folder)
+    workers = [worker(rank, "pi5", None, folder) for rank in (0, 1)]
+    before = Launched(run_id="r1", algorithm="edp", version="v1", processes=(own, *workers))
+    write_launched(paths.launched, before)
+    now = (own, workers[0].with_arguments(*changes), workers[1])
+    return ClusterRun(before.model_copy(update={"processes": now}), {}, paths, console)
+
+
+def test_workers_that_look_for_their_server_are_kept_when_it_is_started_again(
+    paths: RunPaths, console: Console, alive: Alive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = resumed(paths, console)
+    child = alive(run._launched.workers[0])
+    run.keep_what_waits("v1")
+    begun: list[int | None] = []
+    monkeypatch.setattr(run, "_begin", lambda each: begun.append(each.rank))
+    monkeypatch.setattr(run, "_missing", lambda: [])
+    monkeypatch.setattr(run, "_machines", {"pi5": Machine(Host("pi5"), "~", "pypi", {})})
+    run._start_workers(Interrupts([]))
+    assert begun == [1]
+    assert child.poll() is None
+    child.kill()  # it has given up before it was let in
+    child.wait()
+    run._check_alive(run._launched.workers[:1], Interrupts([]))
+    assert begun == [1, 0]
+
+
+@pytest.mark.parametrize(("changes", "version"), [(("--override", "a=b"), "v1"), ((), "v2")])
+def test_a_worker_of_another_command_or_code_is_started_anew(
+    paths: RunPaths, console: Console, alive: Alive, changes: tuple[str, ...], version: str
+) -> None:
+    run = resumed(paths, console, *changes)
+    child = alive(run._launched.workers[0])
+    run.keep_what_waits(version)
+    assert child.wait(30) == -signal.SIGKILL
+    assert run._kept == set()
+
+
+def test_a_run_whose_server_lives_is_not_started_again(
+    paths: RunPaths, console: Console, alive: Alive
+) -> None:
+    run = resumed(paths, console)
+    child = alive(run._launched.server)
+    with pytest.raises(RunBusy, match="server mini1"):
+        run.keep_what_waits()
+    assert child.poll() is None
+
+
+def test_a_run_that_goes_on_is_told_what_its_launch_was_told(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Told(environ={"SMOLCLUSTER_PORT": "6000", "SMOLCLUSTER_SEED": "7"}, overrides=("a=1",))
+    keep(paths, b"", b"", told)
+    assert (paths.root / TOLD_FILE).stat().st_mode & 0o077 == 0
+    requests: list[Request] = []
+
+    def launch(request: Request, _how: How, **_: object) -> int:
+        requests.append(request)
+        return 0
+
+    monkeypatch.setattr(remote, "launch_remote", launch)
+    monkeypatch.setattr(os, "environ", {"SMOLCLUSTER_SEED": "8"})
+    launched = Launched(run_id="r1", algorithm="edp", processes=(server(),), overrides=("b=1",))
+    remote.resume_remote(paths, launched, ["c=1"], How())
+    assert requests[0].overrides == ("a=1", "c=1")
+    assert os.environ == {"SMOLCLUSTER_PORT": "6000", "SMOLCLUSTER_SEED": "8"}
+    (paths.root / TOLD_FILE).unlink()  # a launch of before
+    remote.resume_remote(paths, launched, ["c=1"], How())
+    assert requests[1].overrides == ("b=1", "c=1")
 
 
 @pytest.mark.parametrize(("code", "passed_on"), [(75, 75), (77, 77), (78, 78), (1, 1), (137, 1)])

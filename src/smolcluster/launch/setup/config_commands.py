@@ -10,7 +10,7 @@ from smolcluster.configs.json_schema import json_schema
 from smolcluster.configs.load import NODE_SECTION, SECTIONS, Kind
 from smolcluster.configs.resolve import Settings, check_algorithm, load_settings
 from smolcluster.errors import ConfigError
-from smolcluster.launch.requests import cluster_source
+from smolcluster.launch.requests import DEFAULT_TRAINING, cluster_source
 
 DEFAULT_CLUSTER = "edp"
 
@@ -46,7 +46,7 @@ def show(
     Raises:
         ConfigError: one line with what is wrong.
     """
-    files = (cluster_source(config, DEFAULT_CLUSTER), train_config or default_training(local))
+    files = (cluster_source(config, DEFAULT_CLUSTER), train_config or DEFAULT_TRAINING)
     settings = load_settings(*files, node, overrides, environ, local=local)
     if local and settings.node.threads is None:  # as `plan_local` has it
         with_threads = [*overrides, "threads=1"]
@@ -67,15 +67,10 @@ def check(
     Raises:
         ConfigError: one line with what is wrong.
     """
-    files = (cluster_source(config, DEFAULT_CLUSTER), train_config or default_training(local=False))
+    files = (cluster_source(config, DEFAULT_CLUSTER), train_config or DEFAULT_TRAINING)
     settings = load_settings(*files, None, overrides, environ)  # with the settings of every node
     _write(f"ok: {summary(settings)}\n")
     return 0
-
-
-def default_training(local: bool) -> str:
-    """The training file of a launch that names none."""
-    return "digits" if local else "nn"
 
 
 def commented(settings: Settings, node: str) -> str:
