@@ -25,7 +25,6 @@ from rich.text import Text
 
 from smolcluster.errors import (
     AuthError,
-    ConfigError,
     LaunchError,
     Rejected,
     RunBusy,
@@ -63,7 +62,7 @@ INTERRUPTED = 130
 FAREWELL_S = 10.0
 """From the end of a good run to the end of its workers, who hear of it from the server."""
 TOLD_EVERY_S = 10.0
-PASSED_ON = (ConfigError.exit_code, TryAgain.exit_code, AuthError.exit_code, Rejected.exit_code)
+PASSED_ON = (TryAgain.exit_code, AuthError.exit_code, Rejected.exit_code)
 
 
 @dataclass(frozen=True)

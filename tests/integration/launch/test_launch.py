@@ -140,11 +140,11 @@ def test_a_run_outlives_what_happens_to_its_machines(
 
     # The port is the run's; nothing is started there.
     busy = launching.run(launching.launch("--override", *TINY))
-    assert busy.returncode == 1
+    assert busy.returncode == 75
     assert "port 6000 is in use" in busy.stderr
     assert "--override port=6001" in busy.stderr
     goes_on = launching.run(launching.command("resume", run_id, "--override", "port=6007"))
-    assert goes_on.returncode == 1
+    assert goes_on.returncode == 75
     assert f"run {run_id} is not over" in goes_on.stderr
 
     # The user leaves it, and starts another one.
@@ -177,6 +177,7 @@ def test_a_run_outlives_what_happens_to_its_machines(
     killed = launching.run(launching.command("stop", other_id, "--now"))
     assert killed.returncode == 0, killed.stdout
     assert not (launching.folder("mini1", other_id) / "exits/server-mini1").exists()
+    assert launching.status(other_id)["reason"] == "it was stopped"
     left = launching.left()
     assert [left["mini1"], left["pi5"]] == [[], []]
     assert lab["mini2"].output("tmux list-sessions -F '#S'") == "foreign"
@@ -188,6 +189,18 @@ def test_a_run_outlives_what_happens_to_its_machines(
     wait_until(lambda: launching.status(run_id)["step"] > step, lambda: terminal.text)
     events = (launching.folder("mini1", run_id) / "events.jsonl").read_text()
     assert events.count('"run_started"') == 2
+
+    # Its server is killed; started again, it finds its workers waiting.
+    terminal.press("C-c")
+    terminal.wait_for("leave the run going (l), or stop it")
+    terminal.press("l", "Enter")
+    terminal.wait_for("code=0")
+    workers = [pythons(lab[node]) for node in ("mini2", "pi5")]
+    lab["mini1"].run(["kill", "-KILL", *map(str, pythons(lab["mini1"]))])
+    terminal = screen(launching.command("resume", run_id, "--no-tmux", "--no-sync"))
+    terminal.wait_for("still there", "all have joined", timeout_s=LAUNCH_TIMEOUT_S)
+    assert [pythons(lab[node]) for node in ("mini2", "pi5")] == workers
+    launching.goes_on(run_id)
 
     # A stop that does not reach a machine says so, and stops the others.
     lab["pi5"].cut()
