@@ -45,8 +45,8 @@ def _compare(
     ] = None,
 ) -> int:
     """Show runs side by side: the settings that differ, and what came of each."""
-    from smolcluster.launch.find import find  # noqa: PLC0415 - takes time
+    from smolcluster.launch.watch.fetch import brought  # noqa: PLC0415 - takes time
     from smolcluster.observability.report.comparison import compare  # noqa: PLC0415
 
-    compare([find(run) for run in runs], None if html is None else Path(html))
+    compare([brought(run, checkpoints=False) for run in runs], None if html is None else Path(html))
     return 0

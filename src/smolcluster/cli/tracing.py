@@ -29,10 +29,10 @@ def _trace(
 
     Open it at ui.perfetto.dev or in chrome://tracing.
     """
-    from smolcluster.launch.find import find  # noqa: PLC0415 - takes time
+    from smolcluster.launch.watch.fetch import brought  # noqa: PLC0415 - takes time
     from smolcluster.observability.trace import write_trace  # noqa: PLC0415
 
-    paths = find(run)
+    paths = brought(run, checkpoints=False)
     file = out or paths.trace
     num_steps = write_trace(paths, steps, file)
     typer.echo(f"{num_steps} steps of {paths.run_id}: {file}")

@@ -8,8 +8,8 @@ import torch
 from smolcluster.configs.resolve import load_resolved
 from smolcluster.data.tokenizer import Tokenizer, load_tokenizer
 from smolcluster.errors import CheckpointError, ConfigError
-from smolcluster.launch.find import find
 from smolcluster.launch.saved import gpt_of, store_of
+from smolcluster.launch.watch.fetch import brought
 from smolcluster.models.gpt import GPT
 from smolcluster.models.sampling import sample
 from smolcluster.runs.paths import RunPaths
@@ -33,7 +33,7 @@ def generate(run: str, wish: Wish) -> int:
         ConfigError: the run trained no language model, or a wish cannot be met.
         CheckpointError: it has no good checkpoint, or its tokenizer is another one now.
     """
-    paths = find(run)
+    paths = brought(run, checkpoints=True)
     store = store_of(paths)
     checkpoint = store.best() or store.newest_good()
     if checkpoint is None:

@@ -24,6 +24,7 @@ from smolcluster.launch.requests import settings_of
 from smolcluster.launch.run import launch_local
 from smolcluster.launch.single import ALGORITHM as SINGLE
 from smolcluster.launch.single import CLUSTER, train
+from smolcluster.launch.watch.fetch import brought
 from smolcluster.models.gpt import GPT
 from smolcluster.models.gpt2_weights import write_gpt2
 from smolcluster.observability.logs import setup_logging
@@ -84,7 +85,7 @@ def export_model(run: str, folder: Path, *, best: bool, transformers: bool) -> i
         CheckpointError: there is none, or it cannot be written.
         ConfigError: it is no GPT, but ought to be.
     """
-    paths = find(run)
+    paths = brought(run, checkpoints=True)
     store = store_of(paths)
     checkpoint = store.best() if best else store.newest_good()
     if checkpoint is None:

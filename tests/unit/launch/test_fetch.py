@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from reading import fake_ssh, launched_run, server, worker, write
+from reading import fake_ssh, launched_run, server, status_of, worker, write
 from smolcluster.errors import ConfigError, DataError, LaunchError
 from smolcluster.launch.host import Host
-from smolcluster.launch.watch.fetch import changed, failure, fetch, parts_of, rsync_command
+from smolcluster.launch.watch.fetch import brought, changed, failure, fetch, parts_of, rsync_command
 from smolcluster.runs.launched import read_launched
 from smolcluster.runs.paths import RunPaths, create_run
+from smolcluster.runs.status import write_status
 
 pytestmark = pytest.mark.skipif(shutil.which("rsync") is None, reason="rsync is not installed")
 
@@ -98,6 +99,33 @@ def test_a_machine_that_cannot_be_reached_keeps_nobody_else_back(
     assert "error: mini1 (cut): it does not answer: switch it on" in out
     assert "win: there is no folder" in out
     assert "pi5: 1 file (logs), 3 B" in out
+
+
+def test_a_command_brings_what_it_reads(
+    tmp_path: Path, there: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "cut"))
+    server_files(there / "runs/r1")
+    write_status(there / "runs/r1/status.json", status_of("ended"))
+    write(there / "runs/r1/metrics.jsonl", "{}\n")
+    assert brought(str(paths.root), checkpoints=False) == paths
+    assert (paths.config.read_text(), paths.checkpoints.exists()) == ("a: 1\n", False)
+    assert "r1 from mini1" in capsys.readouterr().err
+    brought(str(paths.root), checkpoints=False)
+    assert capsys.readouterr().err == "", "it is over"
+    brought(str(paths.root), checkpoints=True)
+    assert (paths.checkpoints / "latest/model.safetensors").is_file()
+
+
+def test_a_command_reads_what_is_here_or_says_how_to_bring_it(
+    tmp_path: Path, there: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = launched_run(tmp_path / "runs", server("cut"))
+    write(paths.config, "a: 1\n")
+    with pytest.raises(LaunchError, match=r"does not answer.*`uv run smolcluster fetch r1`"):
+        brought(str(paths.root), checkpoints=True)
+    assert brought(str(paths.root), checkpoints=False) == paths
+    assert "was fetched before" in capsys.readouterr().err
 
 
 def test_a_disk_that_hangs_is_given_up(

@@ -21,8 +21,10 @@ from smolcluster.errors import LaunchError, SmolclusterError
 from smolcluster.launch.find import find
 from smolcluster.launch.host import PREAMBLE, SSH_FAILED, Host, shell_path, ssh_options
 from smolcluster.observability.report.page import write_report
+from smolcluster.runs.files import or_none
 from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched
 from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.status import read_status
 from smolcluster.utils.units import format_bytes
 from smolcluster.utils.words import condensed, one_line
 
@@ -78,8 +80,8 @@ def fetch(run: str, *, checkpoints: bool = True) -> int:
         _say(f"run {paths.run_id} ran on this machine: its files are in {paths.root}")
         return 0
     parts = list(parts_of(read_launched(paths.launched), paths, checkpoints=checkpoints))
-    if parts and shutil.which("rsync") is None:
-        raise LaunchError(f"rsync is not installed here: {MISSING}")
+    if parts:
+        _check_rsync()
     failures = 0
     for part in parts:
         before = files_in(paths.root)
@@ -96,6 +98,43 @@ def fetch(run: str, *, checkpoints: bool = True) -> int:
         _say(f"no report: {error}")
     _say(f"files of the run: {paths.root}")
     return int(failures > 0)
+
+
+def brought(run: str, *, checkpoints: bool) -> RunPaths:
+    """A run, with what its server's machine has of it brought here, for commands that read it.
+
+    Nothing is brought of a run that is over and was fetched, unless `checkpoints` are needed, which may be
+    those of before. Where the machine cannot be reached, what is here is taken, and that is said.
+
+    Raises:
+        ConfigError: there is no such run.
+        LaunchError: nothing of it is here, and it cannot be brought.
+    """
+    paths = find(run)
+    if not paths.launched.is_file() or is_here(
+        (launched := read_launched(paths.launched)).server, paths
+    ):
+        return paths
+    status = or_none(read_status, paths.status)
+    if not checkpoints and status is not None and status.is_over and paths.metrics.is_file():
+        return paths
+    part = next(parts_of(launched, paths, checkpoints=checkpoints))
+    sys.stderr.write(f"bringing run {paths.run_id} from {part.host.node} …\n")
+    try:
+        _check_rsync()
+        _bring(part)
+    except LaunchError as error:
+        is_usable = paths.checkpoints.is_dir() if checkpoints else paths.config.is_file()
+        if not is_usable:
+            command = f"`uv run smolcluster fetch {paths.run_id}`"
+            raise LaunchError(f"{error}; {command} brings the run when that is mended") from error
+        sys.stderr.write(f"{one_line(str(error))}; what was fetched before is taken\n")
+    return paths
+
+
+def _check_rsync() -> None:
+    if shutil.which("rsync") is None:
+        raise LaunchError(f"rsync is not installed here: {MISSING}")
 
 
 def parts_of(launched: Launched, paths: RunPaths, *, checkpoints: bool) -> Iterator[Part]:
