@@ -49,11 +49,15 @@ def _train(
 
 
 @app.command("checkpoints", epilog=below("smolcluster checkpoints"))
-def _checkpoints(run: Run = "latest") -> int:
+def _checkpoints(
+    run: Run = "latest",
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+) -> int:
     """List a run's checkpoints: step, losses, size, good or damaged. Exits with 1 if one is damaged."""
     from smolcluster.launch.saved import show_checkpoints  # noqa: PLC0415 - see above
 
-    return show_checkpoints(run)
+    return show_checkpoints(run, as_json=as_json)
 
 
 @app.command(

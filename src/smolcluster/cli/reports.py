@@ -39,6 +39,7 @@ def _compare(
         list[str], typer.Argument(metavar="RUN RUN…", help="Names of runs, latest, or folders.")
     ],
     *,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
     html: Annotated[
         str | None,
         typer.Option("--html", metavar="FILE", help="Also write a page with their curves."),
@@ -48,5 +49,6 @@ def _compare(
     from smolcluster.launch.watch.fetch import brought  # noqa: PLC0415 - takes time
     from smolcluster.observability.report.comparison import compare  # noqa: PLC0415
 
-    compare([brought(run, checkpoints=False) for run in runs], None if html is None else Path(html))
+    found = [brought(run, checkpoints=False) for run in runs]
+    compare(found, None if html is None else Path(html), as_json=as_json)
     return 0

@@ -48,16 +48,17 @@ def _logs(
         int | None, typer.Option("--worker", metavar="N", help="Only this worker's, from 1.")
     ] = None,
     level: Annotated[str, typer.Option("--level", help="This level and above.")] = "INFO",
-    follow: Annotated[bool, typer.Option("--follow", help="Go on until Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run is over.")] = False,
     since: Annotated[
         str | None, typer.Option("--since", help="Such as 10m, 2h or 2026-11-22T10:00.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object a line.")] = False,
 ) -> int:
     """Print the log lines of all processes of a run, in the order of time."""
     from smolcluster.launch.watch.logs import logs  # noqa: PLC0415
 
     rank = None if worker is None else worker - 1
-    return logs(run, node=node, rank=rank, level=level, follow=follow, since=since)
+    return logs(run, node=node, rank=rank, level=level, follow=follow, since=since, as_json=as_json)
 
 
 @app.command("runs", epilog=below("smolcluster runs"))

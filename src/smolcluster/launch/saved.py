@@ -48,8 +48,13 @@ EMBEDDING = "wte.weight"
 """Its rows are the vocabulary."""
 
 
-def show_checkpoints(run: str) -> int:
-    """Print a line for each checkpoint of a run; 1 when one is damaged."""
+def show_checkpoints(run: str, *, as_json: bool = False) -> int:
+    """Print a line for each checkpoint of a run; 1 when one is damaged.
+
+    `as_json`: print a list instead, oldest first, of `{step, train_loss, val_loss, size_bytes, written_at,
+    problem, name, path}`. Null is what a damaged one does not tell, the `problem` of a good one, and the
+    `name` of one that is neither latest nor best.
+    """
     paths = find(run)
     infos = store_of(paths).list()
     named = {
@@ -57,6 +62,10 @@ def show_checkpoints(run: str) -> int:
         for name in (LATEST, BEST)
         if (paths.checkpoints / name).is_dir()
     }
+    if as_json:
+        lines = [_values(info, named.get(info.path.resolve())) for info in infos]
+        sys.stdout.write(json.dumps(lines, indent=2, ensure_ascii=False) + "\n")
+        return int(any(info.problem for info in infos))
     console = SteadyConsole()
     table = Table("step", "train loss", "val loss", "size", "written (UTC)", "state")
     for info in infos:
@@ -276,6 +285,19 @@ def store_of(paths: RunPaths) -> CheckpointStore:
     """The checkpoints of a run, to be read."""
     log = setup_logging("checkpoints", paths.run_id, named=False).logger
     return CheckpointStore(paths.checkpoints, 1, log)
+
+
+def _values(info: CheckpointInfo, name: str | None) -> dict[str, object]:
+    return {
+        "step": info.step,
+        "train_loss": info.train_loss,
+        "val_loss": info.val_loss,
+        "size_bytes": info.nbytes,
+        "written_at": info.written_at,
+        "problem": info.problem,
+        "name": name,
+        "path": str(info.path),
+    }
 
 
 def _row(info: CheckpointInfo, name: str) -> list[str | Text]:

@@ -250,16 +250,45 @@ def test_a_wrong_answer_is_asked_again(
             raise host.unreachable("ssh: connect to host x port 22: Connection refused")
 
     monkeypatch.setattr(init_module, "log_in", log_in)
-    names = ["", "my server", "mini1", "pi@far", "local", "pi5", "local", "pi5", "local", ""]
-    names.insert(2, "")  # where ssh finds "my server"
+    names = ["", "my server", "mini1", "pi@far", "local", "pi5", "local", "pi5", "pi 5", ""]
     user = Answers([*names, True])
     assert init(Wish(to=target), user, console=console) == 0
     said = printed.getvalue()
     assert "Server: 'my server' is no name of a node" in said
     assert "mini1 (pi@far): it answers, but no SSH server listens there" in said
     assert ("Where ssh finds mini1 (local: this machine)", "pi@far") in user.asked
-    assert "pi5 is a worker already" in said
+    assert "pi5 is a worker already" in said, "before it is asked where that is"
+    assert "Worker 2: 'pi 5' is no name of a node" in said
     assert load_settings(target, "nn", environ={}).cluster.workers == ("pi5",)
+
+
+@pytest.mark.usefixtures("measured_before")
+def test_one_can_go_back_to_the_question_before(
+    target: Path, console: Console, printed: io.StringIO
+) -> None:
+    answers: list[str | bool] = [
+        "<",
+        "mini9",
+        "<",
+        "mini8",
+        "local",
+    ]  # the server's name, where it is
+    answers += ["<", "mini1", "local"]  # from the first worker
+    answers += ["pi5", "local", "pi6", "local", "<", "mini2", "local", "mini1", "", True]
+    user = Answers(answers)
+    assert init(Wish(to=target), user, console=console) == 0
+    cluster = load_settings(target, "nn", environ={}).cluster
+    assert (cluster.server, cluster.workers) == ("mini1", ("pi5", "mini2", "mini1"))
+    said = printed.getvalue()
+    assert "letters, digits" in said.splitlines()[0]
+    assert "pi6 is left out again" in said
+
+
+@pytest.mark.usefixtures("measured_before")
+def test_one_cannot_go_back_behind_what_a_flag_says(target: Path, console: Console) -> None:
+    user = Answers(["<", "pi5", "local", "", True])
+    assert init(Wish(to=target, server="mini1=local"), user, console=console) == 0
+    assert load_settings(target, "nn", environ={}).cluster.server == "mini1"
 
 
 @pytest.mark.usefixtures("measured_before")

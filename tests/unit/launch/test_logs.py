@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from reading import fake_ssh, launched_run, log_line, server, worker, write
+from reading import fake_ssh, launched_run, log_line, server, status_of, worker, write
 from smolcluster.errors import ConfigError, DataError
-from smolcluster.launch.watch.logs import entry_of, level_number, logs, since_when
+from smolcluster.launch.watch.logs import entry_of, is_over, level_number, logs, since_when
 from smolcluster.runs.paths import RunPaths, create_run
+from smolcluster.runs.status import write_status
 
 NOW = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
 
@@ -268,6 +269,36 @@ def end_commands_of(pid: int) -> None:
     )
     for child in listed.stdout.split():
         os.killpg(int(child), signal.SIGKILL)
+
+
+def test_json_has_a_shape_to_rely_on(local: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [json.loads(line) for line in shown(local, capsys, as_json=True)]
+    assert [line["message"] for line in lines] == ["up", "joined", "careful", "bad"]
+    assert lines[1] == {
+        **{"ts": "2026-09-21T14:13:21.000Z", "node": "pi5", "role": "worker", "rank": 0},
+        **{"level": "INFO", "message": "joined", "exception": None},
+    }
+
+
+def test_following_ends_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = fake_ssh(tmp_path, monkeypatch)
+    paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi5"))
+    file = write(there / "runs/r1/logs/server-mini1.log", log_line(1, "m1"))
+    assert not is_over(paths), "it has not begun"
+    write_status(there / "runs/r1/status.json", status_of("ended"))
+    looks = iter([False, True])
+
+    def look_then_write(_paths: RunPaths) -> bool:
+        over = next(looks)
+        if over:
+            append(file, log_line(2, "m2"))
+        return over and is_over(paths)
+
+    monkeypatch.setattr("smolcluster.launch.watch.logs.is_over", look_then_write)
+    out = shown(paths, capsys, follow=True)
+    assert [line.split()[-1] for line in out] == ["m1", "m2"]
 
 
 def test_following_a_local_run(local: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """Saved runs: listed, exported, resumed."""
 
+import json
 import shutil
 import signal
 from pathlib import Path
@@ -48,6 +49,14 @@ def test_checkpoints_are_listed_and_exported(
     steps = sorted(int(each.name.removeprefix("step-")) for each in run.checkpoints.glob("step-*"))
     shown = capsys.readouterr().out
     assert all(f"{step:,}" in shown for step in steps)
+    assert show_checkpoints(str(run.root), as_json=True) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [each["step"] for each in listed] == steps
+    assert listed[-1].keys() == {
+        *("step", "train_loss", "val_loss", "size_bytes", "written_at", "problem", "name", "path")
+    }
+    assert (listed[-1]["name"], listed[-1]["problem"]) == ("latest", None)
+    assert Path(listed[-1]["path"], "model.safetensors").is_file()
     assert export_model(str(run.root), tmp_path / "newest", best=False, transformers=False) == 0
     assert export_model(str(run.root), tmp_path / "best", best=True, transformers=False) == 0
     for kind, name in (("newest", "latest"), ("best", "best")):

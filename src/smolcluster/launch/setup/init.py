@@ -47,6 +47,12 @@ from smolcluster.utils.words import one_line
 
 DEFAULT_PORT = 65432
 DEFAULT_ALGORITHM: AlgorithmName = "edp"
+BACK = "<"
+"""The answer that goes back to the question before; no machine can be called so."""
+INTRODUCTION = (
+    f"A name is what the run calls a machine, such as mini1 or pi5: {A_NAME.removeprefix('a name of ')}. "
+    f"Where ssh finds it is asked next. {BACK} goes back to the question before."
+)
 A_DESTINATION = "a host of ~/.ssh/config, an address or user@address, or local for this machine"
 NEEDED = (
     "init needs --server NODE[=SSH] and at least one --worker NODE[=SSH], because there is no terminal to "
@@ -244,52 +250,94 @@ def machines(
     if named:
         print_line(console, f"logging in to {', '.join(named)} …")
         everywhere(list(named.values()), log_in)
-    if asker:
-        server = server or ask_server(asker, found, console)
-        workers = workers or ask_workers(asker, found, console)
+    if asker and not (server and workers):
+        server, asked = ask_machines(asker, server, found, console, workers=not workers)
+        workers = workers or asked
     assert server is not None  # noqa: S101 - for mypy: NEEDED was raised else
     return server, [server if worker.node == server.node else worker for worker in workers]
 
 
-def ask_server(asker: Asker, found: Sequence[Found], console: Console) -> Host:
-    """The server's machine, as often as it takes."""
-    while True:
-        if server := ask_machine(asker, "Server", found, console):
-            return server
+class Back(Exception):
+    """The user wants to answer the question before once more."""
 
 
-def ask_workers(asker: Asker, found: Sequence[Found], console: Console) -> list[Host]:
-    """The workers' machines, at least one, until the user names no more."""
-    workers: dict[str, Host] = {}
+def ask_machines(
+    asker: Asker, server: Host | None, found: Sequence[Found], console: Console, *, workers: bool
+) -> tuple[Host, list[Host]]:
+    """The server, where it is not given, and the `workers`, at least one; until the user names no more."""
+    print_line(console, INTRODUCTION)
+    given = server
+    named: dict[str, Host] = {}
     while True:
-        end = ", empty: no more" if workers else ""
-        worker = ask_machine(asker, f"Worker {len(workers) + 1}", found, console, end)
-        if worker is None and workers:
-            return list(workers.values())
-        if worker and worker.node in workers:
-            print_line(console, f"{worker.node} is a worker already")
-        elif worker:
-            workers[worker.node] = worker
+        try:
+            if server is None:
+                server = ask_machine(asker, "Server", found, console, workers={})
+            if server is None or not workers:
+                if server is not None:
+                    return server, []
+                continue
+            end = ", empty: no more" if named else ""
+            what = f"Worker {len(named) + 1}"
+            worker = ask_machine(asker, what, found, console, workers=named, server=server, end=end)
+            if worker is not None:
+                named[worker.node] = worker
+            elif named:
+                return server, list(named.values())
+        except Back:
+            if named:
+                print_line(console, f"{named.popitem()[0]} is left out again")
+            elif server is not given:
+                server = None
 
 
 def ask_machine(
-    asker: Asker, what: str, found: Sequence[Found], console: Console, end: str = ""
+    asker: Asker,
+    what: str,
+    found: Sequence[Found],
+    console: Console,
+    *,
+    workers: Mapping[str, Host],
+    server: Host | None = None,
+    end: str = "",
 ) -> Host | None:
-    """A machine that lets us in, or None when the user names none."""
+    """A machine that lets us in, or None when the user names none.
+
+    Raises:
+        Back: the user wants to go back.
+    """
     listed = ", or its number" if found else ""
-    node, destination = picked(asker.text(f"{what}: its name{listed}{end}", ""), found)
-    while node:
+    while answer := asker.text(f"{what}: its name{listed}{end}", ""):
+        if answer == BACK:
+            raise Back
+        node, destination = picked(answer, found)
+        if not _is_a(NodeName, node):
+            print_line(
+                console, one_line(f"{what}: {node!r} is no name of a node, must be {A_NAME}")
+            )
+        elif node in workers:
+            print_line(console, f"{node} is a worker already")
+        elif server is not None and node == server.node:
+            return server
+        elif host := ask_destination(asker, node, destination, what, console):
+            return host
+    return None
+
+
+def ask_destination(
+    asker: Asker, node: str, destination: str, what: str, console: Console
+) -> Host | None:
+    """The machine of that name, which lets us in; None: the user wants to say another name."""
+    while True:
         destination = asker.text(f"Where ssh finds {node} (local: this machine)", destination)
+        if destination == BACK:
+            return None
         try:
             host = parse_machine(f"{node}={destination}", what)
             log_in(host)
         except (ConfigError, LaunchError) as error:
             print_line(console, str(error))
-            if not _is_a(NodeName, node):
-                return None
         else:
             return host
-    return None
 
 
 def picked(answer: str, found: Sequence[Found]) -> tuple[str, str]:

@@ -1,10 +1,12 @@
 """`smolcluster logs`: the log lines of all processes of a run, merged by time, wherever they lie."""
 
 import itertools
+import json
 import logging
 import queue
 import re
 import shlex
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,10 +19,11 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
-from smolcluster.errors import ConfigError, DataError, LaunchError
+from smolcluster.errors import ConfigError, DataError, LaunchError, SmolclusterError
 from smolcluster.launch.find import find
 from smolcluster.launch.host import CONNECT_TIMEOUT_S, Host, shell_path
 from smolcluster.launch.watch.growing import Reader
+from smolcluster.launch.watch.probe import look
 from smolcluster.observability.logs import log_line
 from smolcluster.observability.parsing import parse_log_line
 from smolcluster.observability.terminal import (
@@ -29,6 +32,7 @@ from smolcluster.observability.terminal import (
     displayable,
     print_line,
 )
+from smolcluster.runs.files import utc_timestamp
 from smolcluster.runs.launched import LaunchedProcess, read_launched
 from smolcluster.runs.paths import RunPaths, log_stem, parse_log_stem, process_title
 from smolcluster.runs.processes import read_processes
@@ -39,6 +43,8 @@ MAX_SHOWN = 4000
 """Characters of a message; the file has the rest."""
 PATIENCE_S = CONNECT_TIMEOUT_S + 1.0
 """How long the lines of one machine wait for those of the others, before the first is shown."""
+LOOK_EVERY_S, LAST_LINES_S = 2.0, 2.0
+"""Between two looks whether a run is over, and how long its last lines may take then."""
 TOGETHER_S = 0.3
 """Lines that come within so short a time are sorted."""
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
@@ -79,7 +85,14 @@ class Entry:
 
 
 def logs(
-    run: str, *, node: str | None, rank: int | None, level: str, follow: bool, since: str | None
+    run: str,
+    *,
+    node: str | None,
+    rank: int | None,
+    level: str,
+    follow: bool,
+    since: str | None,
+    as_json: bool = False,
 ) -> int:
     """Print a run's log lines; returns 1 when those of a machine are missing.
 
@@ -88,8 +101,10 @@ def logs(
         node: only of processes on the machine of this name.
         rank: only of the worker of this rank.
         level: only of this level and above.
-        follow: go on with what is new, until Ctrl-C.
+        follow: go on with what is new, until the run is over or Ctrl-C.
         since: only what is newer: `10m`, or a time such as `2026-11-22T10:00`.
+        as_json: a JSON object a line, `{ts, node, role, rank, level, message, exception}`: RFC 3339 in UTC;
+            null is the rank of a server and the exception of a line without one.
 
     Raises:
         ConfigError: there is no such run, machine, rank, level or time.
@@ -98,8 +113,19 @@ def logs(
     paths = find(run)
     lowest, start = level_number(level), since_when(since, datetime.now().astimezone())
     sources = chosen(sources_of(paths), node, rank)
-    view = LogView(SteadyConsole(), sources, lowest, start)
-    return _follow(view) if follow else _print(view)
+    view = LogView(SteadyConsole(), sources, lowest, start, as_json=as_json)
+    return _follow(view, lambda: is_over(paths)) if follow else _print(view)
+
+
+def is_over(paths: RunPaths) -> bool:
+    """Whether nothing more will be said of a run that had begun."""
+    try:
+        sighting = look(paths)
+    except SmolclusterError:
+        return False
+    alive = {each.liveness for each in sighting.processes} - {"ended", "gone"}
+    has_begun = sighting.status is not None or sighting.summary is not None
+    return has_begun and not alive
 
 
 def level_number(level: str) -> int:
@@ -211,8 +237,15 @@ class LogView:
     """Prints entries; leaves out those that are not wanted."""
 
     def __init__(
-        self, console: Console, sources: Sequence[Source], lowest: int, start: float
+        self,
+        console: Console,
+        sources: Sequence[Source],
+        lowest: int,
+        start: float,
+        *,
+        as_json: bool = False,
     ) -> None:
+        self._as_json = as_json
         self.console = console
         self.problems = SteadyConsole(stderr=True)
         self.sources = sources
@@ -243,6 +276,9 @@ class LogView:
     def show(self, entries: Iterable[Entry]) -> None:
         """Print them in the order of their times."""
         for entry in sorted(entries, key=lambda each: each.seconds):
+            if self._as_json:
+                self._print_json(entry)
+                continue
             moment = time.strftime("%m-%d %H:%M:%S", time.localtime(entry.seconds))
             self._print(entry, log_line(moment, entry.level, self._displayable(entry.message)))
             for line in entry.exception[: 10 * MAX_SHOWN].splitlines():
@@ -250,6 +286,20 @@ class LogView:
 
     def _print(self, entry: Entry, text: Text) -> None:
         print_line(self.console, Text.assemble(self._prefixes[entry.source], " | ", text))
+
+    def _print_json(self, entry: Entry) -> None:
+        source = self.sources[entry.source]
+        values = {
+            "ts": utc_timestamp(entry.seconds),
+            "node": source.node,
+            "role": source.role,
+            "rank": source.rank,
+            "level": entry.level,
+            "message": entry.message,
+            "exception": entry.exception or None,
+        }
+        sys.stdout.write(json.dumps(values) + "\n")  # in ASCII, which any terminal can show
+        sys.stdout.flush()
 
     def _displayable(self, text: str) -> str:
         left_out = len(text) - MAX_SHOWN
@@ -325,9 +375,11 @@ class _News:
     word: str = ""
 
 
-def _follow(view: LogView) -> int:
-    """Print what is there and what comes, until Ctrl-C."""
+def _follow(view: LogView, is_over: Callable[[], bool]) -> int:
+    """Print what is there and what comes, until the run is over or Ctrl-C."""
     news: queue.Queue[_News] = queue.Queue()
+    over = threading.Event()
+    threading.Thread(target=_wait_for_end, args=(is_over, over), daemon=True).start()
     hosts = _by_host(view.sources)
     readers = [_reader(view, host, own, news) for host, own in hosts.items()]
     threads = [threading.Thread(target=run, daemon=True) for _, run in readers]
@@ -335,7 +387,7 @@ def _follow(view: LogView) -> int:
         for thread in threads:
             thread.start()
         _show_first(view, news, set(hosts))
-        while not view.console.quiet:
+        while not view.console.quiet and not (over.is_set() and news.empty()):
             _show_next(view, news)
     except KeyboardInterrupt:
         return 0
@@ -348,7 +400,17 @@ def _follow(view: LogView) -> int:
             reader.kill()
         for thread in threads:
             thread.join(1.0)
-    return 0  # nobody reads it any more
+        over.set()
+    return 0  # the run is over, or nobody reads it any more
+
+
+def _wait_for_end(is_over: Callable[[], bool], over: threading.Event) -> None:
+    """Set `over` when a run is, and its last lines have had time to come."""
+    while not is_over():
+        if over.wait(LOOK_EVERY_S):
+            return
+    over.wait(LAST_LINES_S)
+    over.set()
 
 
 def _reader(

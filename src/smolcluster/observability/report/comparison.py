@@ -1,10 +1,13 @@
 """Several runs side by side: what came of each, the settings that differ, and curves on the same axes."""
 
+import json
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -35,17 +38,42 @@ from smolcluster.observability.report.chart import (
     percent,
     x_axis,
 )
-from smolcluster.observability.report.facts import Facts, read_run, workers_of
+from smolcluster.observability.report.facts import Facts, Worker, read_run, workers_of
 from smolcluster.observability.report.page import UNKNOWN, moment_of, number, state_of
 from smolcluster.observability.report.render import write_page
 from smolcluster.observability.report.settings import differing
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
 from smolcluster.runs.paths import RunPaths
-from smolcluster.runs.summary import Summary
 from smolcluster.utils.units import format_bytes, format_duration
 
 NUM_COLOURS = 7
 SHOWN = ("loss", "val_loss", *LEFT[1:], *RIGHT[1:], RIGHT[0])
+
+
+class Outcome(BaseModel):
+    """What came of a run so far; null is what is not known, or does not apply."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run_id: str
+    algorithm: str | None
+    state: str
+    train_loss: float | None = None
+    is_last_step: bool = Field(
+        False, description="Whether train_loss is the last step's, not the last epoch's mean."
+    )
+    val_loss: float | None = None
+    val_accuracy: float | None = None
+    val_perplexity: float | None = None
+    steps: int | None = None
+    samples: int | None = None
+    wall_s: float | None = None
+    samples_per_s: float | None = None
+    received_bytes: int | None = None
+    sent_bytes: int | None = None
+    mean_staleness: float | None = None
+    num_workers: int | None = None
+    num_workers_lost: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,8 +94,17 @@ class Comparison:
     problems: Sequence[str]
 
 
-def compare(runs: Sequence[RunPaths], page: Path | None, console: Console | None = None) -> None:
+def compare(
+    runs: Sequence[RunPaths],
+    page: Path | None,
+    console: Console | None = None,
+    *,
+    as_json: bool = False,
+) -> None:
     """Print a table of two runs or more, and write a page with their curves if there is a place for it.
+
+    `as_json`: print one document instead, `{runs: [Outcome], settings: {key: [value]}, problems: [text]}`,
+    whose values are in the order of the runs; a setting that does not apply is null.
 
     Raises:
         ConfigError: it is one run only.
@@ -78,8 +115,19 @@ def compare(runs: Sequence[RunPaths], page: Path | None, console: Console | None
     console = console or SteadyConsole()
     facts = [read_run(run) for run in dict.fromkeys(runs)]
     compared = comparison_of(facts)
-    with steady(console):
-        console.print(table(console, compared))
+    if as_json:
+        document = {
+            "runs": [outcome_of(each).model_dump() for each in facts],
+            "settings": {
+                row.name: [None if value == UNKNOWN else value for value in row.values]
+                for row in compared.settings
+            },
+            "problems": list(compared.problems),
+        }
+        sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    else:
+        with steady(console):
+            console.print(table(console, compared))
     if page is not None:
         charts = charts_of([each.curves for each in facts])
         write_page(
@@ -91,13 +139,14 @@ def compare(runs: Sequence[RunPaths], page: Path | None, console: Console | None
             written=moment_of(time.time()),
             version=smolcluster.__version__,
         )
-        with steady(console):
-            console.print(Text(displayable(console, str(page))), soft_wrap=True)
+        if not as_json:
+            with steady(console):
+                console.print(Text(displayable(console, str(page))), soft_wrap=True)
 
 
 def comparison_of(facts: Sequence[Facts]) -> Comparison:
     """The runs side by side."""
-    columns = [dict(_outcomes(each)) for each in facts]
+    columns = [dict(_cells(outcome_of(each))) for each in facts]
     names = dict.fromkeys(name for column in columns for name in column)
     outcomes = [Row(name, [column.get(name, UNKNOWN) for column in columns]) for name in names]
     settings = differing([each.settings for each in facts])
@@ -108,59 +157,74 @@ def comparison_of(facts: Sequence[Facts]) -> Comparison:
     return Comparison(
         names=[each.paths.run_id for each in facts],
         outcomes=[row for row in outcomes if set(row.values) != {UNKNOWN}],
-        settings=[Row(key, values) for key, values in differing_values(settings)],
+        settings=[
+            Row(key, [value or UNKNOWN for value in values]) for key, values in settings.items()
+        ],
         problems=problems,
     )
 
 
-def differing_values(settings: dict[str, list[str]]) -> Iterator[tuple[str, list[str]]]:
-    """The settings with a dash where one does not apply."""
-    for key, values in settings.items():
-        yield key, [value or UNKNOWN for value in values]
-
-
-def _outcomes(facts: Facts) -> Iterator[tuple[str, str]]:
-    """What came of a run, by name, in the order of rows."""
+def outcome_of(facts: Facts) -> Outcome:
+    """What came of a run so far."""
     summary, status = facts.summary, facts.status
-    yield "algorithm", facts.algorithm or UNKNOWN
-    yield "state", state_of(facts).word
+    values: dict[str, object] = {
+        "run_id": facts.paths.run_id,
+        "algorithm": facts.algorithm or None,
+        "state": state_of(facts).word,
+    }
     if summary is not None:
-        final = summary.final
-        yield "training loss", number(final.train_loss)
+        values |= {**summary.final.model_dump(), "steps": summary.steps}
     elif status is not None:
-        yield "training loss", f"{number(status.loss)} (last step)"
-    source = summary.final if summary is not None else status
-    if source is not None:
-        yield "validation loss", number(source.val_loss)
-        accuracy, perplexity = source.val_accuracy, source.val_perplexity
-        yield "accuracy", UNKNOWN if accuracy is None else f"{accuracy:.2%}"
-        yield "perplexity", UNKNOWN if perplexity is None else f"{perplexity:.4g}"
-    known = summary or status
-    if known is None:
-        return
-    samples, wall_s = known.samples_applied, known.wall_s
-    yield "steps", f"{known.steps if isinstance(known, Summary) else known.step:,}"
-    yield "samples", f"{samples:,}"
-    yield "time", format_duration(wall_s)
-    yield "samples/s", f"{samples / wall_s:,.0f}" if wall_s else UNKNOWN
-    yield from _cluster_outcomes(facts)
+        names = ("val_loss", "val_accuracy", "val_perplexity")
+        values |= {name: getattr(status, name) for name in names}
+        values |= {"train_loss": status.loss, "is_last_step": True, "steps": status.step}
+    if (known := summary or status) is not None:
+        rate = known.samples_applied / known.wall_s if known.wall_s else None
+        values |= {"samples": known.samples_applied, "wall_s": known.wall_s, "samples_per_s": rate}
+        if workers := workers_of(facts):
+            values |= _of_cluster(facts, workers)
+    return Outcome.model_validate(values)
 
 
-def _cluster_outcomes(facts: Facts) -> Iterator[tuple[str, str]]:
-    workers = workers_of(facts)
-    if not workers:
-        return
+def _of_cluster(facts: Facts, workers: Sequence[Worker]) -> dict[str, object]:
+    values: dict[str, object] = {
+        "num_workers": len(workers),
+        "num_workers_lost": sum(worker.num_losses for worker in workers),
+    }
     if facts.summary is not None:
-        yield "received", format_bytes(facts.summary.bytes.received)
-        yield "sent", format_bytes(facts.summary.bytes.sent)
+        traffic = facts.summary.bytes
+        values |= {"received_bytes": traffic.received, "sent_bytes": traffic.sent}
     if facts.algorithm == "edp":
         stale = [(w.samples or 0, w.mean_staleness) for w in workers]
         known = [(samples, tau) for samples, tau in stale if tau is not None]
         total = sum(samples for samples, _ in known)
         mean = sum(samples * tau for samples, tau in known) / total if total else None
-        yield "mean staleness", UNKNOWN if mean is None else f"{mean:.2f}"
-    yield "workers", f"{len(workers):,}"
-    yield "workers lost", f"{sum(worker.num_losses for worker in workers):,}"
+        values |= {"mean_staleness": mean}
+    return values
+
+
+def _cells(outcome: Outcome) -> Iterator[tuple[str, str]]:
+    """The same for a person, by name, in the order of rows."""
+
+    def said(value: float | None, text: Callable[[float], str]) -> str:
+        return UNKNOWN if value is None else text(value)
+
+    yield "algorithm", outcome.algorithm or UNKNOWN
+    yield "state", outcome.state
+    last = " (last step)" if outcome.is_last_step else ""
+    yield "training loss", said(outcome.train_loss, lambda loss: f"{number(loss)}{last}")
+    yield "validation loss", number(outcome.val_loss)
+    yield "accuracy", said(outcome.val_accuracy, lambda value: f"{value:.2%}")
+    yield "perplexity", said(outcome.val_perplexity, lambda value: f"{value:.4g}")
+    yield "steps", said(outcome.steps, lambda count: f"{count:,}")
+    yield "samples", said(outcome.samples, lambda count: f"{count:,}")
+    yield "time", said(outcome.wall_s, format_duration)
+    yield "samples/s", said(outcome.samples_per_s, lambda rate: f"{rate:,.0f}")
+    yield "received", said(outcome.received_bytes, lambda nbytes: format_bytes(int(nbytes)))
+    yield "sent", said(outcome.sent_bytes, lambda nbytes: format_bytes(int(nbytes)))
+    yield "mean staleness", said(outcome.mean_staleness, lambda tau: f"{tau:.2f}")
+    yield "workers", said(outcome.num_workers, lambda count: f"{count:,}")
+    yield "workers lost", said(outcome.num_workers_lost, lambda count: f"{count:,}")
 
 
 def table(console: Console, compared: Comparison) -> Table:

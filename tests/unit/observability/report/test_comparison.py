@@ -1,4 +1,5 @@
 import io
+import json
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,25 @@ def test_what_came_of_runs_and_the_settings_that_differ_are_side_by_side(tmp_pat
     table = shown(*runs)
     assert "learning_rate" in table
     assert "one" in table.splitlines()[1]
+
+
+def test_json_has_a_shape_to_rely_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compare(two(tmp_path), None, as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert document["settings"] == {"learning_rate": ["0.003", "0.007"]}
+    assert document["problems"] == []
+    assert document["runs"][1] == {
+        **{"run_id": "two", "algorithm": "edp", "state": "ended", "train_loss": 0.0213},
+        **{
+            "is_last_step": False,
+            "val_loss": 0.0345,
+            "val_accuracy": 0.975,
+            "val_perplexity": None,
+        },
+        **{"steps": 100, "samples": 3200, "wall_s": 10.0, "samples_per_s": 320.0},
+        **{"received_bytes": 5_678_000, "sent_bytes": 1_234_000, "num_workers": 3},
+        **{"num_workers_lost": 1, "mean_staleness": pytest.approx(0.675)},
+    }
 
 
 def test_a_run_that_is_not_over_is_compared_as_it_stands(tmp_path: Path) -> None:
