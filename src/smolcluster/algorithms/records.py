@@ -19,7 +19,7 @@ from smolcluster.observability.sinks.jsonl import JsonlSink
 from smolcluster.observability.sinks.wandb import wandb_for
 from smolcluster.observability.spans import SpanLog
 from smolcluster.runs.events import Event, EventLog, RunStarted
-from smolcluster.runs.paths import RunPaths, create_run, point_latest, runs_root
+from smolcluster.runs.paths import RunPaths, create_run, latest_of, point_latest, runs_root
 from smolcluster.runs.status import StatusFile
 from smolcluster.utils.bugs import describe_bug
 
@@ -42,7 +42,9 @@ class Records:
 
 def open_run(settings: Settings, run: RunConfig, *, role: str, node: str, log: NodeLog) -> RunPaths:
     """Make the run's folder, save the configuration there, and file the log in it from now on."""
-    paths = create_run(runs_root(settings.node.runs_dir), run.run_id, newest=False)
+    root = runs_root(settings.node.runs_dir)
+    # It has not begun yet: another one that has stays the newest.
+    paths = create_run(root, run.run_id, newest=latest_of(root) is None)
     log.file_logs_to(paths.log_file(role, node), run.run_id)
     log.logger.info("run %s, files in %s", run.run_id, paths.root)
     save_resolved(settings, paths.config)

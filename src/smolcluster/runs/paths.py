@@ -206,7 +206,7 @@ def point_latest(root: Path, run_id: str | None) -> None:
 def take_back_latest(paths: RunPaths, before: str | None) -> None:
     """Let `latest` point to the run `before` again if it points to this one, whose start has failed."""
     root = paths.root.parent
-    if latest_of(root) == paths.run_id:
+    if before is not None and latest_of(root) == paths.run_id:
         with suppress(OSError):
             point_latest(root, before)
 

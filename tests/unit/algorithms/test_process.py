@@ -105,7 +105,7 @@ def test_a_server_leaves_its_files_and_a_table(
     assert serve(body) == 0
     assert read_summary(run_files.summary) == SUMMARY
     assert "num_epochs" in run_files.config.read_text()
-    assert latest_of(run_files.root.parent) is None, "it never listened"
+    assert latest_of(run_files.root.parent) == "mine", "there is no other"
     assert "0.2500" in capsys.readouterr().err
     (context,) = contexts
     assert (context.run.run_id, context.run.algorithm) == ("mine", "edp")
