@@ -196,7 +196,7 @@ class ClusterRun:
         self._hand_over(machine.host, baggage.secret)
 
     def keep_what_waits(self, version: str | None = None) -> None:
-        """Keep the workers of a run that goes on which still look for their server; the others end at its start.
+        """Keep the workers of a run that goes on which still look for their server; end the others then.
 
         Kept is who was started by the same command with the same code, whose digest is `version`; None: that
         is not changed.
@@ -263,9 +263,7 @@ class ClusterRun:
         close_window(self._launched.run_id)  # of a run that goes on: its panes show what has ended
         with interrupts() as asked:
             try:
-                for worker in self._outdated:
-                    if kill(worker) is Ending.REMAINS:
-                        raise LaunchError(f"{worker.title} of before does not end: its disk may hang")
+                self._end_outdated()
                 self._start_server(asked)
                 self._start_workers(asked)
             except BaseException as error:
@@ -273,6 +271,11 @@ class ClusterRun:
                 take_back_latest(self._paths, newest_before)
                 raise
         point_latest(root, self._launched.run_id)
+
+    def _end_outdated(self) -> None:
+        for worker in self._outdated:
+            if kill(worker) is Ending.REMAINS:
+                raise LaunchError(f"{worker.title} of before does not end: its disk may hang")
 
     def _forget_copies(self) -> None:
         """Remove what this machine has learnt of a run elsewhere that goes on now."""

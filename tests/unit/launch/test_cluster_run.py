@@ -157,11 +157,21 @@ def test_workers_that_look_for_their_server_are_kept_when_it_is_started_again(
 
 @pytest.mark.parametrize(("changes", "version"), [(("--override", "a=b"), "v1"), ((), "v2")])
 def test_a_worker_of_another_command_or_code_is_started_anew(
-    paths: RunPaths, console: Console, alive: Alive, changes: tuple[str, ...], version: str
+    paths: RunPaths,
+    console: Console,
+    alive: Alive,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: tuple[str, ...],
+    version: str,
 ) -> None:
     run = resumed(paths, console, *changes)
     child = alive(run._launched.workers[0])
     run.keep_what_waits(version)
+    assert child.poll() is None, "the launch may still be refused"
+    monkeypatch.setattr(ClusterRun, "_start_server", lambda *_: None)
+    monkeypatch.setattr(ClusterRun, "_start_workers", lambda *_: None)
+    monkeypatch.setattr(cluster_run, "close_window", lambda _: None)
+    run.start()
     assert child.wait(30) == -signal.SIGKILL
     assert run._kept == set()
 
