@@ -155,15 +155,15 @@ def test_workers_that_look_for_their_server_are_kept_when_it_is_started_again(
     assert begun == [1, 0]
 
 
-@pytest.mark.parametrize(("changes", "version"), [(("--override", "a=b"), "v1"), ((), "v2")])
+@pytest.mark.parametrize("now", [("v1", "--override", "a=b"), ("v2",)])
 def test_a_worker_of_another_command_or_code_is_started_anew(
     paths: RunPaths,
     console: Console,
     alive: Alive,
     monkeypatch: pytest.MonkeyPatch,
-    changes: tuple[str, ...],
-    version: str,
+    now: tuple[str, ...],
 ) -> None:
+    version, *changes = now
     run = resumed(paths, console, *changes)
     child = alive(run._launched.workers[0])
     run.keep_what_waits(version)
