@@ -18,6 +18,7 @@ from typing import Literal
 from smolcluster.algorithms.registry import Algorithm, get_algorithm
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.errors import SmolclusterError
+from smolcluster.observability.terminal import HANGING
 from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.bugs import describe_bug
 from smolcluster.utils.stopping import SIGNALS, Interrupted, heeded, interrupt, interrupt_once
@@ -75,7 +76,16 @@ def guarded(
     """Run a process's body with signals as exceptions, and return the exit code.
 
     `supervised`: who ends a process group is heard twice, by us and by the supervisor who hands it on.
+    Where a thread still waits for a terminal that hangs, the process ends here: the interpreter, which
+    flushes it at its end, would abort.
     """
+    code = _code_of(body, stop_on_stdin_eof=stop_on_stdin_eof, supervised=supervised)
+    if any(thread.name == HANGING for thread in threading.enumerate()):
+        os._exit(code)
+    return code
+
+
+def _code_of(body: Callable[[], None], *, stop_on_stdin_eof: bool, supervised: bool) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     handler = interrupt_once() if supervised else interrupt
     try:

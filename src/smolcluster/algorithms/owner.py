@@ -24,7 +24,7 @@ from smolcluster.configs.schema import AlgorithmName, GPTConfig, RunConfig
 from smolcluster.errors import CheckpointError, SmolclusterError
 from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
-from smolcluster.observability.terminal import SteadyConsole, shown_text, steady
+from smolcluster.observability.terminal import SteadyConsole, shown_text
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import StatusFile
 from smolcluster.runs.summary import Summary, sample_shown, table, write_summary
@@ -109,11 +109,10 @@ def own_run(
             )
             with stop.collecting():
                 summary = body(context)
-        _conclude(paths, summary, output)
+        _conclude(paths, summary, log, output)
         leave_keepsakes(paths, bench, settings.train.dataset.at(settings.node.dataset), log.logger)
         if output and paths.sample.is_file():
-            with steady(output):
-                output.print(shown_text(output, sample_shown(paths)))
+            log.print(output, shown_text(output, sample_shown(paths)))
 
 
 @contextmanager
@@ -198,7 +197,7 @@ def _leaves(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, 
             yield f"{above}{name}", value
 
 
-def _conclude(paths: RunPaths, summary: Summary, output: Console | None) -> None:
+def _conclude(paths: RunPaths, summary: Summary, log: NodeLog, output: Console | None) -> None:
     try:
         write_summary(paths.summary, summary)
     except SmolclusterError:
@@ -206,8 +205,7 @@ def _conclude(paths: RunPaths, summary: Summary, output: Console | None) -> None
         raise
     finally:
         if output:
-            with steady(output):
-                output.print(table(summary))
+            log.print(output, table(summary))
 
 
 def _build(settings: Settings, log: logging.Logger, *, begins: bool) -> Workbench:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 
@@ -19,11 +20,17 @@ from smolcluster.observability.sinks.jsonl import JsonlSink
 from smolcluster.observability.sinks.wandb import wandb_for
 from smolcluster.observability.spans import SpanLog
 from smolcluster.runs.events import Event, EventLog, RunStarted
+from smolcluster.runs.files import LineWriter
 from smolcluster.runs.paths import RunPaths, create_run, latest_of, point_latest, runs_root
 from smolcluster.runs.status import StatusFile
 from smolcluster.utils.bugs import describe_bug
+from smolcluster.utils.retry import Deadline
 
 TICK_S = 0.1
+SPACE_S = 30.0
+"""How long the end of a run waits for space on a full disk."""
+HANG_S = 5.0
+"""How much longer it waits for a disk that hangs."""
 
 
 @dataclass(frozen=True)
@@ -101,29 +108,40 @@ def open_records(
     spans = SpanLog(paths.spans, warn=warn)
     metrics = Metrics(sinks)
     with ExitStack() as closing:
-        for close in (metrics.close, events.close, spans.close):
-            closing.callback(close)
-        closing.enter_context(
-            _again_and_again((lines.tick, events.tick, spans.tick, status.flush), log.logger)
-        )
+        closing.callback(metrics.close)
+        writers = (lines.writer, events.writer, spans.writer)
+        closing.enter_context(_written_beside(writers, status, log.logger))
         yield Records(metrics, events, status, spans, incarnation)
 
 
 @contextmanager
-def _again_and_again(writes: Sequence[Callable[[], None]], log: logging.Logger) -> Iterator[None]:
-    """Call each of them several times a second, in a thread of its own, until the end of the block."""
+def _written_beside(
+    writers: Sequence[LineWriter], status: StatusFile, log: logging.Logger
+) -> Iterator[None]:
+    """Write the files several times a second in a thread of its own, and close them after the block.
+
+    A full disk is waited for `SPACE_S` seconds then, one that hangs not much longer.
+    """
     done = threading.Event()
-    failed: list[Callable[[], None]] = []
+    failed: list[object] = []
+
+    def attempt(write: Callable[[], None], whose: object) -> None:
+        try:
+            write()
+        except Exception as error:  # the others go on
+            if whose not in failed:
+                log.log(logging.ERROR, "%s", describe_bug(error), exc_info=error)
+                failed.append(whose)
 
     def write_on() -> None:
         while not done.wait(TICK_S):
-            for write in writes:
-                try:
-                    write()
-                except Exception as error:  # the others go on
-                    if write not in failed:
-                        log.log(logging.ERROR, "%s", describe_bug(error), exc_info=error)
-                        failed.append(write)
+            for each in writers:
+                attempt(each.tick, each)
+            attempt(status.flush, status)
+        end = Deadline(SPACE_S)
+        for each in writers:
+            attempt(partial(each.close, end.remaining()), each)
+        attempt(partial(status.close, end.remaining()), status)
 
     thread = threading.Thread(target=write_on, name="records", daemon=True)
     thread.start()
@@ -131,4 +149,10 @@ def _again_and_again(writes: Sequence[Callable[[], None]], log: logging.Logger) 
         yield
     finally:
         done.set()
-        thread.join()
+        try:
+            thread.join(SPACE_S + HANG_S)
+        finally:
+            counts = [(each.path, each.abandon()) for each in writers]
+            lost = ", ".join(f"{num:,} lines of {path}" for path, num in counts if num)
+            if lost:
+                log.warning("lost, because the disk did not take it in time: %s", lost)

@@ -3,6 +3,7 @@
 import logging
 import math
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -50,6 +51,8 @@ WINDOW_S = 1.0
 VITALS_EVERY_S = 1.0
 NUM_LAYERED_FIRST, LAYERED_EVERY_S = 1000, 60.0
 """Of so many steps the norms of all layers are kept, later those of one step in so many seconds."""
+DISK_S = 5.0
+"""How long the end of a run waits for a disk that hangs."""
 COUNTS = "counts"
 """Where a checkpoint's progress has them."""
 Dropped = Literal["stale", "late", "duplicate", "non_finite"]
@@ -486,10 +489,17 @@ class Report:
                 samples_applied=self.samples_applied,
             )
         )
-        self.flush()  # who reads that the run is over finds all of it
-        if self._status_file:
-            is_failure = error is not None and not isinstance(error, KeyboardInterrupt)
-            self._status_file.write(self.status("failed" if is_failure else "ended", reason))
+        is_failure = error is not None and not isinstance(error, KeyboardInterrupt)
+        status = self.status("failed" if is_failure else "ended", reason)
+
+        def write() -> None:
+            self.flush()  # who reads that the run is over finds all of it
+            if self._status_file:
+                self._status_file.write(status)
+
+        writing = threading.Thread(target=write, name="end", daemon=True)
+        writing.start()
+        writing.join(DISK_S)
 
     def standing(self, progress: Progress) -> TrainingState:
         """Where the run stands, for a checkpoint; `progress` is what the algorithm adds."""

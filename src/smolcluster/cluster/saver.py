@@ -66,7 +66,9 @@ class Saver:
         self._subject = subject
         self._report = report
         self._log = log
-        self._writer = None if store is None else CheckpointWriter(store, log, report.saved)
+        self._writer = None
+        if store is not None:  # a checkpoint is not newer than what is known of its steps
+            self._writer = CheckpointWriter(store, log, report.saved, report.flush)
         self._copier = executor_beside(subject.replica.device, "copier")
         self._copying: Future[Snapshot] | None = None
         self._copied: Snapshot | None = None
@@ -126,7 +128,6 @@ class Saver:
         self._submit()
         self._is_evaluated = False
         self._newest_step = self._report.version
-        self._report.flush()  # a checkpoint is not newer than what is known of its steps
         state = self._report.standing(self._subject.progress())
         self._copying = self._copier.submit(
             _copy,
@@ -139,8 +140,6 @@ class Saver:
         if copied is None or self._writer is None:
             return
         state = self._report.with_evaluation(copied.state)
-        if state is not copied.state:
-            self._report.flush()
         self._writer.submit(replace(copied, state=state))
 
 

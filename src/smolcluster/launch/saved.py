@@ -27,7 +27,7 @@ from smolcluster.launch.single import CLUSTER, train
 from smolcluster.launch.watch.fetch import brought
 from smolcluster.models.gpt import GPT
 from smolcluster.models.gpt2_weights import write_gpt2
-from smolcluster.observability.logs import setup_logging
+from smolcluster.observability.logs import console_logger
 from smolcluster.observability.terminal import SteadyConsole, steady
 from smolcluster.runs.events import first_start
 from smolcluster.runs.launched import read_launched
@@ -283,8 +283,7 @@ def _assignments(
 
 def store_of(paths: RunPaths) -> CheckpointStore:
     """The checkpoints of a run, to be read."""
-    log = setup_logging("checkpoints", paths.run_id, named=False).logger
-    return CheckpointStore(paths.checkpoints, 1, log)
+    return CheckpointStore(paths.checkpoints, 1, console_logger())
 
 
 def _values(info: CheckpointInfo, name: str | None) -> dict[str, object]:

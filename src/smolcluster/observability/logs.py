@@ -3,26 +3,45 @@
 A JSON line has `ts`, `level`, `component`, `rank`, `node`, `host` (the log file's stem), `run`,
 `message`, then the fields of `extra=` (one that has a name of the first seven gets `_` behind it),
 and `exception` with the traceback where there is one. Tracebacks never reach the console.
+
+Who logs waits neither for the terminal nor for the disk: each has a queue and a thread of its own.
 """
 
+import contextlib
+import copy
 import logging
+import queue
+import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable
+from logging.handlers import QueueHandler
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
-from smolcluster.observability.terminal import SteadyConsole, displayable, print_line
-from smolcluster.runs.files import LineWriter, utc_timestamp
+from smolcluster.observability.terminal import (
+    HANGING,
+    SteadyConsole,
+    displayable,
+    print_line,
+    steady,
+)
+from smolcluster.runs.files import FLUSH_EVERY_S, LineWriter, utc_timestamp
 from smolcluster.runs.paths import log_stem, process_title
 
 MAX_KEPT_LINES = 1000
 MAX_LOG_NBYTES = 64_000_000
 """A larger log file is rotated; with two old ones a process's log takes three times as much."""
+MAX_QUEUED = 10_000
+"""Lines that wait for a terminal or a disk that hangs."""
+CLOSE_S = 2.0
+"""How long the end of a process waits for a terminal that hangs."""
+SPACE_S = 10.0
+"""How long it waits for space on the log's disk."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _SHORT = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 _STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red", "DEBUG": "dim"}
@@ -47,37 +66,54 @@ class NodeLog:
     ) -> None:
         self.logger = logging.Logger("smolcluster", logging.DEBUG)
         self.logger.propagate = False
-        self._console = _ConsoleHandler(
+        shown = _ConsoleHandler(
             console, f"{process_title(component, node, rank)}  " if named else "", level
         )
-        self._file = _FileHandler(component, node, rank, warn=self._warn_on_console)
-        self.logger.addHandler(self._console)
-        self.logger.addHandler(self._file)
+        self._filed = _FileHandler(component, node, rank, warn=self.logger.warning)
+        self._to_console = _Queued(shown, "the terminal")
+        self._to_file = _Queued(self._filed, "the log's disk", every=self._filed.tick)
+        self.logger.addHandler(self._to_console)
+        self.logger.addHandler(self._to_file)
 
     def file_logs_to(self, path: Path, run_id: str) -> None:
         """File all lines, those of before included, at `path`.
 
-        When the file cannot be written, one line on the console says so and logging to it ends.
+        While the file cannot be written, which one line on the console says, the lines are kept.
         """
-        self._file.file_to(path, run_id)
+        self._to_file.drain(CLOSE_S)
+        self._filed.file_to(path, run_id)
+
+    def print(self, console: Console, shown: RenderableType) -> None:
+        """Print something on a console after the lines of before, without waiting for the terminal."""
+
+        def show() -> None:
+            with steady(console):
+                console.print(shown)
+
+        self._to_console.put(show)
+
+    def drain(self, timeout_s: float = CLOSE_S) -> bool:
+        """Wait until all lines are on the console and in the file; whether they are."""
+        is_filed = self._to_file.drain(timeout_s)  # it may have something to say on the console
+        return self._to_console.drain(timeout_s) and is_filed
 
     @property
     def is_filed(self) -> bool:
         """Whether lines go to a file; until then they are kept."""
-        return self._file.is_open
+        return self._filed.is_open
 
     def close(self) -> None:
-        """Close the file and take the handlers off; later lines go nowhere."""
-        for handler in (self._console, self._file):
-            self.logger.removeHandler(handler)
-            handler.close()
-        self.logger.addHandler(logging.NullHandler())
+        """Close the file and take the handlers off; later lines go nowhere.
 
-    def _warn_on_console(self, sentence: str) -> None:
-        record = logging.makeLogRecord(
-            {"levelno": logging.WARNING, "levelname": "WARNING", "msg": sentence}
-        )
-        self._console.handle(record)
+        A file that cannot be written, or a terminal that hangs, is given up after some seconds.
+        """
+        self.logger.removeHandler(self._to_file)
+        self._to_file.close_within(SPACE_S + CLOSE_S)
+        self.logger.removeHandler(self._to_console)
+        self._to_console.close_within(CLOSE_S)
+        if self._to_console.thread.is_alive():
+            self._to_console.thread.name = HANGING
+        self.logger.addHandler(logging.NullHandler())
 
 
 def setup_logging(
@@ -98,6 +134,101 @@ def setup_logging(
     """
     console = console or SteadyConsole(stderr=True)
     return NodeLog(component, node, rank, level=level, console=console, named=named)
+
+
+def console_logger() -> logging.Logger:
+    """A logger for a command that ends soon: lines go to standard error at once, and nowhere else."""
+    logger = logging.Logger("smolcluster")
+    logger.propagate = False
+    logger.addHandler(_ConsoleHandler(SteadyConsole(stderr=True), "", logging.INFO))
+    return logger
+
+
+class _Queued(QueueHandler):
+    """Hands records to a handler in a thread of its own; those that find the queue full are counted.
+
+    `logging.handlers.QueueListener` would wait without end for a handler that hangs when it is stopped.
+    """
+
+    def __init__(
+        self, handler: logging.Handler, whose: str, *, every: Callable[[], None] = lambda: None
+    ) -> None:
+        """`whose`: what is to blame when it hangs; `every`: called about once a second."""
+        self._items = queue.Queue[logging.LogRecord | Callable[[], None] | None](MAX_QUEUED)
+        super().__init__(self._items)
+        self.setLevel(handler.level)
+        self._handler = handler
+        self._whose = whose
+        self._every = every
+        self._num_dropped = 0
+        self.thread = threading.Thread(target=self._serve, name="log", daemon=True)
+        self.thread.start()
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """A record as plain text, so that nothing of its caller is kept alive."""
+        plain = copy.copy(record)
+        plain.msg, plain.args = _message(record), None
+        if record.exc_info and record.exc_info[1] is not None:
+            plain.exc_text = "".join(traceback.format_exception(record.exc_info[1]))
+        plain.exc_info = None
+        return plain
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Queue a record, and before it how many found no place."""
+        if self._num_dropped and self.put(_warning(self._loss)):
+            self._num_dropped = 0
+        if not self.put(record):
+            self._num_dropped += 1
+
+    def put(
+        self, item: logging.LogRecord | Callable[[], None] | None, timeout_s: float = 0.0
+    ) -> bool:
+        """Queue a record, or something to do; whether there was a place."""
+        try:
+            self._items.put(item, block=timeout_s > 0, timeout=timeout_s)
+        except queue.Full:
+            return False
+        return True
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until all that is queued now is handled; whether it is."""
+        end, reached = time.monotonic() + timeout_s, threading.Event()
+        return self.put(reached.set, timeout_s) and reached.wait(max(0.0, end - time.monotonic()))
+
+    def close_within(self, timeout_s: float) -> None:
+        """Handle what is queued and close the handler, unless that takes too long."""
+        end = time.monotonic() + timeout_s
+        if self._num_dropped:
+            self.put(_warning(self._loss), timeout_s)
+        if self.put(None, end - time.monotonic()):
+            self.thread.join(max(0.0, end - time.monotonic()))
+        self.close()
+
+    @property
+    def _loss(self) -> str:
+        return (
+            f"{self._num_dropped:,} lines are missing here: {self._whose} did not take them in time"
+        )
+
+    def _serve(self) -> None:
+        while (item := self._next()) is not None:
+            if isinstance(item, logging.LogRecord):
+                self._handler.handle(item)
+            else:
+                item()
+        self._handler.close()
+
+    def _next(self) -> logging.LogRecord | Callable[[], None] | None:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._items.get(timeout=FLUSH_EVERY_S)
+            self._every()
+
+
+def _warning(sentence: str) -> logging.LogRecord:
+    return logging.makeLogRecord(
+        {"levelno": logging.WARNING, "levelname": "WARNING", "msg": sentence}
+    )
 
 
 class _ConsoleHandler(logging.Handler):
@@ -140,6 +271,8 @@ class _FileHandler(logging.Handler):
         self._kept: deque[dict[str, Any]] = deque(maxlen=MAX_KEPT_LINES)
         self._run_id = ""
         self._writer: LineWriter | None = None
+        self._former: list[LineWriter] = []
+        self._switching = threading.Lock()
 
     @property
     def is_open(self) -> bool:
@@ -147,37 +280,41 @@ class _FileHandler(logging.Handler):
         return self._writer is not None
 
     def file_to(self, path: Path, run_id: str) -> None:
-        """File what was kept, and from now on every line, at `path`."""
-        self.acquire()
-        try:
-            if self._writer is not None:
-                self._writer.close()
-            self._run_id = run_id
-            self._writer = LineWriter(path, warn=self._warn, max_nbytes=MAX_LOG_NBYTES)
+        """File what was kept, and from now on every line, at `path`. Any thread; does not wait."""
+        writer = LineWriter(path, warn=self._warn, max_nbytes=MAX_LOG_NBYTES)
+        with self._switching:
+            self._former += [self._writer] if self._writer else []
+            self._writer, self._run_id = writer, run_id
             while self._kept:
-                self._file(self._writer, self._kept.popleft())
-        finally:
-            self.release()
+                self._write(writer, self._kept.popleft())
 
     def emit(self, record: logging.LogRecord) -> None:
         """File or keep one line."""
         line = _fields(record)
-        if self._writer is None:
-            self._kept.append(line)
-        else:
-            self._file(self._writer, line)
+        with self._switching:
+            if self._writer is None:
+                self._kept.append(line)
+            else:
+                self._write(self._writer, line)
+        self.tick()
+
+    def tick(self) -> None:
+        """Write what waits."""
+        with self._switching:
+            former, self._former = self._former, []
+        for writer in former:
+            writer.close()
+        if self._writer is not None:
+            self._writer.flush()
 
     def close(self) -> None:
         """Close the file."""
-        self.acquire()
-        try:
-            if self._writer is not None:
-                self._writer.close()
-        finally:
-            self.release()
+        self.tick()
+        if self._writer is not None:
+            self._writer.close(SPACE_S)
         super().close()
 
-    def _file(self, writer: LineWriter, line: dict[str, Any]) -> None:
+    def _write(self, writer: LineWriter, line: dict[str, Any]) -> None:
         head = {
             "ts": line.pop("ts"),
             "level": line.pop("level"),
@@ -188,19 +325,18 @@ class _FileHandler(logging.Handler):
             head
             | {(name if name not in head else f"{name}_"): value for name, value in line.items()}
         )
-        writer.flush()
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """A record as plain values, so that nothing of its caller is kept alive."""
+    """What a line of the file says."""
     line: dict[str, Any] = {
         "ts": utc_timestamp(record.created),
         "level": record.levelname,
         "message": _message(record),
     }
     line |= {name: value for name, value in vars(record).items() if name not in _STANDARD}
-    if record.exc_info and record.exc_info[1] is not None:
-        line["exception"] = "".join(traceback.format_exception(record.exc_info[1]))
+    if record.exc_text:
+        line["exception"] = record.exc_text
     return line
 
 

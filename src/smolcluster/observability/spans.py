@@ -31,7 +31,7 @@ class SpanLine(BaseModel):
 
 
 class SpanLog:
-    """Appends spans to a run's file; safe to use from several threads."""
+    """Appends spans to a run's file, by way of `writer`; safe to use from several threads."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class SpanLog:
         now: Callable[[], float] = time.time,
     ) -> None:
         self._now = now
-        self._writer = LineWriter(path, warn=warn, max_nbytes=MAX_NBYTES)
+        self.writer = LineWriter(path, warn=warn, max_nbytes=MAX_NBYTES)
 
     def write(
         self,
@@ -57,15 +57,7 @@ class SpanLog:
             line: dict[str, Any] = {"ts": utc_timestamp(self._now()), "role": role, "node": node}
             if rank is not None:
                 line["rank"] = rank
-            self._writer.write(line | {"at": report.spans_at - ahead_s, "spans": report.spans})
-
-    def tick(self) -> None:
-        """Flush what is a second old."""
-        self._writer.tick()
-
-    def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()
+            self.writer.write(line | {"at": report.spans_at - ahead_s, "spans": report.spans})
 
 
 def read_spans(path: Path) -> Iterator[SpanLine]:

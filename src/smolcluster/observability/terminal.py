@@ -11,6 +11,8 @@ from rich.text import Text
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 """Of the processes of a run, in their order, again and again."""
+HANGING = "hanging terminal"
+"""Name of a thread that was left waiting for a terminal."""
 
 
 class SteadyConsole(Console):

@@ -204,8 +204,7 @@ class EventRecord:
 class EventLog:
     """Appends events to `events.jsonl`; safe to use from several threads.
 
-    `warn` is called once, with one sentence, when the file cannot be written; events are then
-    dropped. `on_event` hears of each event, whatever becomes of the file.
+    `writer` is what writes the file. `on_event` hears of each event, whatever becomes of the file.
     """
 
     def __init__(
@@ -221,25 +220,21 @@ class EventLog:
         self._incarnation = incarnation
         self._on_event = on_event
         self._now = now
-        self._writer = LineWriter(path, warn=warn, clock=clock)
+        self.writer = LineWriter(path, warn=warn, clock=clock)
 
     def write(self, event: Event) -> None:
         """Append one event."""
         stamp = {"ts": utc_timestamp(self._now()), "kind": kind_of(type(event))}
-        self._writer.write(stamp | {"incarnation": self._incarnation} | event.model_dump())
+        self.writer.write(stamp | {"incarnation": self._incarnation} | event.model_dump())
         self._on_event(event)
 
     def flush(self) -> None:
         """Write what has been kept back."""
-        self._writer.flush()
-
-    def tick(self) -> None:
-        """Flush what is a second old."""
-        self._writer.tick()
+        self.writer.flush()
 
     def close(self) -> None:
         """Flush and close."""
-        self._writer.close()
+        self.writer.close()
 
 
 _KINDS: Mapping[str, type[Event]] = MappingProxyType(

@@ -4,6 +4,7 @@ A line is written once and never changed. A reader may meet a last line that is 
 and, after a crash and a resume, a broken line in the middle: both are left out.
 """
 
+import contextlib
 import errno
 import functools
 import itertools
@@ -14,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
@@ -24,13 +26,15 @@ import orjson
 from smolcluster.errors import DataError, SmolclusterError
 from smolcluster.runs.tail import Tail
 from smolcluster.utils.replacing import replacing
+from smolcluster.utils.units import format_bytes
 
 T = TypeVar("T")
 
 _HOW = orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS
-_PASSING = frozenset({errno.EMFILE, errno.ENFILE})
-"""What may be over at the next try: no file could be opened."""
 FLUSH_EVERY_S = 1.0
+CLOSING_RETRY_S = 0.2
+MAX_KEPT_NBYTES = 8_000_000
+"""Of lines that wait for their file."""
 NUM_OLD_FILES = 2
 """Of a file that is rotated: `name.1` is what was `name` before, `name.2` what was `name.1`."""
 
@@ -79,13 +83,33 @@ def _without_non_finite(value: Any) -> Any:
     return value
 
 
+@dataclass
+class _Lost:
+    """Lines that will not come any more: how many, and when the first and the last were to be written."""
+
+    num: int = 0
+    since: float = 0.0
+    until: float = 0.0
+
+    def add(self, moment: float) -> None:
+        """One more, of that moment, seconds since 1970."""
+        self.since = min(self.since, moment) if self.num else moment
+        self.until = max(self.until, moment)
+        self.num += 1
+
+    def __str__(self) -> str:
+        lines = "1 line was" if self.num == 1 else f"{self.num:,} lines were"
+        return f"{lines} lost, from {utc_timestamp(self.since)} to {utc_timestamp(self.until)}"
+
+
 class LineWriter:
     """Appends JSON lines to a file; safe to use from several threads.
 
     Only `flush`, `close`, and the first `tick` that comes `FLUSH_EVERY_S` after the last flush wait for
-    the disk. When the file cannot be written (a full disk, a missing folder), `warn` is called once with
-    one sentence, and the writer does nothing from then on: a run is worth more than its log. A file that
-    would grow over `max_nbytes` is rotated first.
+    the disk. Lines that cannot be written (a full disk, a missing folder) are kept and tried again every
+    `FLUSH_EVERY_S`; when they take more than `MAX_KEPT_NBYTES` the oldest are dropped. `warn` is called
+    with one sentence when writing fails, and with one that says what was lost when it works again, or the
+    file is closed. A file that would grow over `max_nbytes` is rotated first.
     """
 
     def __init__(
@@ -95,74 +119,186 @@ class LineWriter:
         warn: Callable[[str], None],
         max_nbytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self.path = path
         self._warn = warn
         self._max_nbytes = max_nbytes
         self._clock = clock
-        self._writing = threading.Lock()
-        self._waiting: deque[bytes] = deque()
+        self._now = now
+        self._kept = deque[tuple[float, bytes]]()
+        self._kept_nbytes = 0
+        self._lost = _Lost()
+        self._is_closed = False
+        self._keeping = threading.Lock()
+        """Guards the above; never held while the disk is waited for."""
         self._last_flush = clock()
         self._file: FileIO | None = None
-        self._off = False
+        self._taken = deque[tuple[float, bytes]]()
+        """Lines that are being written."""
+        self._is_inside = False
+        """Whether the beginning of the first of them is in the file already."""
+        self._problem: OSError | None = None
+        self._writing = threading.Lock()
+        """Guards what follows `_keeping`."""
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record; never raises for the file's sake."""
-        if not self._off:
-            self._waiting.append(json_line(record))
+        line = json_line(record)
+        with self._keeping:
+            if self._is_closed:
+                return
+            self._kept.append((self._now(), line))
+            self._kept_nbytes += len(line)
+            while self._kept_nbytes > MAX_KEPT_NBYTES and len(self._kept) > 1:
+                moment, dropped = self._kept.popleft()
+                self._kept_nbytes -= len(dropped)
+                self._lost.add(moment)
 
     def tick(self) -> None:
         """Flush what has waited long enough."""
         if self._clock() - self._last_flush >= FLUSH_EVERY_S:
-            self.flush()
+            self._flush()
 
     def flush(self) -> None:
-        """Write all that waits to the file."""
-        problem = None
+        """Write all that waits to the file; nothing soon after that has failed."""
+        if self._problem is None:
+            self._flush()
+        else:
+            self.tick()
+
+    def close(self, patience_s: float = 0.0) -> None:
+        """Flush and close; for so many seconds it is tried again on a full disk. Later writes are ignored."""
+        with self._keeping:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        end = time.monotonic() + patience_s
+        self._flush()
+        if patience_s and is_full(self._problem):
+            self._warn(waiting_for_space(self.path, patience_s))
+        while is_full(self._problem) and time.monotonic() < end:
+            time.sleep(CLOSING_RETRY_S)
+            self._flush()
+        with self._writing:
+            self._close_file()
+            self._taken += self._take()
+            for moment, _ in self._taken:
+                self._lost.add(moment)
+            self._taken.clear()
+        if self._lost.num:
+            self._warn(f"{self.path}: {self._lost}: {_reason(self._problem)}")
+
+    def abandon(self) -> int:
+        """Ignore later writes without waiting for the disk; returns how many lines are not on it."""
+        with self._keeping:
+            self._is_closed = True
+            return len(self._kept) + len(self._taken)
+
+    def _flush(self) -> None:
         with self._writing:
             self._last_flush = self._clock()
-            lines = [self._waiting.popleft() for _ in range(len(self._waiting))]
-            if lines and not self._off:
-                problem = self._append(b"".join(lines))
-                self._off = problem is not None
-        if problem is not None:
-            self._warn(f"cannot write {self.path}: {problem}; the run goes on without this file")
+            before, self._problem = self._problem, None
+            try:
+                for _ in range(2):  # what could not be written before, then what has come since
+                    self._taken = self._taken or self._take()
+                    if self._taken:
+                        self._append()
+            except OSError as error:
+                self._problem = error
+                self._close_file()
+            said = self._news(before)
+        if said:
+            self._warn(said)
 
-    def close(self) -> None:
-        """Flush and close; later writes are ignored."""
-        self.flush()
-        with self._writing:
-            self._off = True
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+    def _news(self, before: OSError | None) -> str:
+        """What there is to say after a try to write; `before`: what went wrong at the one before."""
+        if self._problem is not None:
+            return (
+                ""
+                if before
+                else (
+                    f"cannot write {self.path}: {_reason(self._problem)}; its lines are kept in memory, the "
+                    f"newest {format_bytes(MAX_KEPT_NBYTES)} of them, until it can be written"
+                )
+            )
+        with self._keeping:
+            lost, self._lost = self._lost, _Lost()
+        if before is None and not lost.num:
+            return ""
+        return f"{self.path} is written again: {lost if lost.num else 'no line was lost'}"
 
-    def _append(self, data: bytes) -> str | None:
-        """Write all of `data`; returns what went wrong, in the system's words."""
-        try:
-            if self._file is None:
-                self._file = FileIO(self.path, "ab")
-                if _ends_half_way(self.path):
-                    data = b"\n" + data
-            if self._is_too_long_for(self._file, data):
-                rotate(self.path)
-                self._file.close()
-                self._file = FileIO(self.path, "ab")
-            view = memoryview(data)
-            while view:
-                view = view[self._file.write(view) :]
-        except OSError as error:
-            if self._file is None and error.errno in _PASSING:
-                self._waiting.appendleft(data)
-                return None
-            return error.strerror or str(error)
-        return None
+    def _take(self) -> deque[tuple[float, bytes]]:
+        with self._keeping:
+            taken, self._kept, self._kept_nbytes = self._kept, deque(), 0
+        return taken
 
-    def _is_too_long_for(self, file: FileIO, data: bytes) -> bool:
+    def _append(self) -> None:
+        """Write what was taken.
+
+        Raises:
+            OSError: it cannot be written; what was not is still taken.
+        """
+        file = self._file or self._open()
+        if not self._taken:
+            return
+        data = memoryview(b"".join(line for _, line in self._taken))
+        if not self._is_inside and self._is_too_long_for(file, data.nbytes):
+            rotate(self.path)
+            self._close_file()
+            file = self._open()
+        while data:
+            num_written = file.write(data)
+            data = data[num_written:]
+            self._forget(num_written)
+
+    def _forget(self, num_written: int) -> None:
+        """So many bytes of what was taken are in the file."""
+        while num_written:
+            moment, line = self._taken.popleft()
+            self._is_inside = num_written < len(line)
+            if self._is_inside:
+                self._taken.appendleft((moment, line[num_written:]))
+            num_written -= min(num_written, len(line))
+
+    def _open(self) -> FileIO:
+        """Open the file at the end of a line, or of what it has of the first one that was taken."""
+        file = self._file = FileIO(self.path, "ab")
+        ends_inside = _ends_inside(self.path)
+        if ends_inside and not self._is_inside:  # as a crash leaves it
+            file.write(b"\n")
+        elif self._is_inside and not ends_inside:  # it is another file now
+            self._is_inside = False
+            moment, _ = self._taken.popleft()
+            with self._keeping:
+                self._lost.add(moment)
+        return file
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def _is_too_long_for(self, file: FileIO, num_more: int) -> bool:
         if self._max_nbytes is None:
             return False
         nbytes = os.fstat(file.fileno()).st_size
-        return nbytes > 0 and nbytes + len(data) > self._max_nbytes
+        return nbytes > 0 and nbytes + num_more > self._max_nbytes
+
+
+def is_full(problem: BaseException | None) -> bool:
+    """Whether a file could not be written because there is no space on its disk, or none for its user."""
+    return isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def waiting_for_space(path: Path, patience_s: float) -> str:
+    """What is said of a file that its disk is too full for, while its process would end."""
+    return f"{path} waits for space on its disk, {patience_s:.0f} s at most"
+
+
+def _reason(problem: OSError | None) -> str:
+    return (problem and problem.strerror) or str(problem)
 
 
 def rotate(path: Path) -> None:
@@ -182,7 +318,7 @@ def rotations(path: Path) -> list[Path]:
     return [path, *(path.with_name(f"{path.name}.{age}") for age in old)]
 
 
-def _ends_half_way(path: Path) -> bool:
+def _ends_inside(path: Path) -> bool:
     """Whether a regular file's last line lacks its newline, as a crash leaves it."""
     if not path.is_file() or path.stat().st_size == 0:
         return False

@@ -7,7 +7,6 @@ as an evaluation in a single process; how old it is says `updated_at`. The owner
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +26,13 @@ from pydantic import (
 )
 
 from smolcluster.errors import DataError, SmolclusterError
-from smolcluster.runs.files import utc_timestamp, write_whole
+from smolcluster.runs.files import (
+    CLOSING_RETRY_S,
+    is_full,
+    utc_timestamp,
+    waiting_for_space,
+    write_whole,
+)
 
 STALENESS_EDGES = (0, 1, 2, 4, 8, 16, 32)
 """Largest τ of the bins in which pushes are counted, steps; one more bin has all above."""
@@ -223,8 +228,8 @@ def read_status(path: Path) -> RunStatus:
 class StatusFile:
     """Keeps `status.json` up to date: one thread says how the run stands, another one writes that down.
 
-    `warn` is called once, with one sentence, when the file cannot be written; later statuses are still
-    tried, because the obstacle may pass.
+    `warn` is called once, with one sentence, when the file cannot be written; the newest status is tried
+    again every second, because the obstacle may pass.
     """
 
     def __init__(
@@ -237,10 +242,10 @@ class StatusFile:
         self._path = path
         self._warn = warn
         self._clock = clock
-        self._due_at = -math.inf
-        self._has_warned = False
+        self._due_at = self._retry_at = -math.inf
+        self._problem: BaseException | None = None
         self._writing = threading.Lock()
-        self._waiting: deque[RunStatus] = deque(maxlen=1)
+        self._written: RunStatus | None = None
         self.newest: RunStatus | None = None
         """What was said last; for any thread."""
 
@@ -249,24 +254,42 @@ class StatusFile:
         if self._clock() >= self._due_at:
             self._due_at = self._clock() + EVERY_S
             self.newest = status()
-            self._waiting.append(self.newest)
 
     def write(self, status: RunStatus) -> None:
         """Write this status now; never raises for the file's sake."""
-        self.newest = status
-        self._waiting.append(status)
+        self.newest, self._retry_at = status, -math.inf
         self.flush()
 
     def flush(self) -> None:
-        """Write what waits; any thread."""
+        """Write the newest, if it is not yet; any thread."""
         with self._writing:
-            if self._waiting:
-                self._write(self._waiting.popleft())
+            status = self.newest
+            if (
+                status is not None
+                and status is not self._written
+                and self._clock() >= self._retry_at
+            ):
+                self._write(status)
+
+    def close(self, patience_s: float = 0.0) -> None:
+        """Write the newest; for so many seconds it is tried again on a full disk."""
+        end = time.monotonic() + patience_s
+        self._retry_at = -math.inf
+        self.flush()
+        if patience_s and is_full(self._problem):
+            self._warn(waiting_for_space(self._path, patience_s))
+        while is_full(self._problem) and time.monotonic() < end:
+            time.sleep(CLOSING_RETRY_S)
+            self._retry_at = -math.inf
+            self.flush()
 
     def _write(self, status: RunStatus) -> None:
         try:
             write_status(self._path, status)
         except SmolclusterError as error:
-            if not self._has_warned:
+            if self._problem is None:
                 self._warn(f"{error}; training goes on")
-            self._has_warned = True
+            self._problem = error.__cause__ or error
+            self._retry_at = self._clock() + EVERY_S
+        else:
+            self._written, self._problem = status, None

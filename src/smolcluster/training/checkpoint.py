@@ -422,11 +422,13 @@ class CheckpointWriter:
         store: CheckpointStore,
         log: logging.Logger,
         on_saved: Callable[[int], None] = lambda _: None,
+        before_saving: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_saved` hears, in the writer's thread, of every step that is on the disk."""
+        """In the writer's thread `before_saving` is called before a step is saved, `on_saved` when it is."""
         self._store = store
         self._log = log
         self._on_saved = on_saved
+        self._before_saving = before_saving
         self._changed = threading.Condition()
         self._waiting: Snapshot | None = None
         self._spare: Snapshot | None = None
@@ -504,6 +506,7 @@ class CheckpointWriter:
         if snapshot is None:
             return False
         try:
+            self._before_saving()
             self._store.save(snapshot)
             self._reported.clear()
             self._failed_step = None

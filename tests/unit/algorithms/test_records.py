@@ -2,6 +2,7 @@
 
 import io
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,13 +13,15 @@ import pytest
 from rich.console import Console
 
 from harness import local_settings
+from smolcluster.algorithms import records as records_module
 from smolcluster.algorithms.records import Records, open_records
 from smolcluster.observability.logs import NodeLog, setup_logging
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks import console as console_sink
-from smolcluster.observability.sinks.jsonl import JsonlSink, read_metrics
+from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.events import EpochFinished, read_events
+from smolcluster.runs.files import LineWriter
 from smolcluster.runs.paths import RunPaths, create_run
 
 STEP = MetricRecord("step", 1, 0, {"loss": 0.5})
@@ -79,7 +82,11 @@ def test_one_that_fails_is_told_once_and_the_others_go_on(
     failures: list[float] = []
     errors: list[str] = []
 
-    def failing(_: JsonlSink) -> None:
+    tick = LineWriter.tick
+
+    def failing(writer: LineWriter) -> None:
+        if writer.path != paths.metrics:
+            return tick(writer)
         failures.append(1.0)
         raise ZeroDivisionError("oops")
 
@@ -88,12 +95,34 @@ def test_one_that_fails_is_told_once_and_the_others_go_on(
             errors.append(record.getMessage())
 
     log.logger.addHandler(Errors(logging.ERROR))
-    monkeypatch.setattr(JsonlSink, "tick", failing)
+    monkeypatch.setattr(LineWriter, "tick", failing)
     with opened(paths, log) as records:
         tell(records)
         eventually(lambda: len(failures) > 2 and read_events(paths.events))
     assert len(errors) == 1
     assert "ZeroDivisionError: oops" in errors[0]
+
+
+def test_a_disk_that_hangs_holds_up_neither_a_step_nor_the_end(
+    paths: RunPaths, log: NodeLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe without a reader hangs as a disk may."""
+    for name in ("SPACE_S", "HANG_S"):
+        monkeypatch.setattr(records_module, name, 0.1)
+    os.mkfifo(paths.metrics)
+    warnings: list[str] = []
+    monkeypatch.setattr(log.logger, "warning", lambda *args: warnings.append(args[0] % args[1:]))
+    with opened(paths, log) as records:
+        for _ in range(3):
+            tell(records)
+    assert [each.partition(":")[0] for each in warnings] == [
+        "lost, because the disk did not take it in time"
+    ]
+    assert f"3 lines of {paths.metrics}" in warnings[0]
+    assert f"3 lines of {paths.events}" in warnings[0]
+    with paths.metrics.open("rb") as reader:
+        paths.metrics.unlink()
+        assert reader.read(1)
 
 
 def test_a_terminal_that_hangs_holds_nothing_up(

@@ -1,7 +1,9 @@
 import io
 import json
 import logging
+import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +124,11 @@ def test_a_long_wait_for_a_run_does_not_fill_the_memory(tmp_path: Path) -> None:
     assert messages[-1] == str(MAX_KEPT_LINES + 4)
 
 
-def test_each_line_is_in_the_file_at_once(tmp_path: Path) -> None:
+def test_each_line_is_in_the_file_soon_though_no_other_follows(tmp_path: Path) -> None:
     log = setup_logging("worker", "mini2", console=console())
     log.file_logs_to(tmp_path / "x.log", "edp-1")
     log.logger.info("now")
+    assert log.drain(30.0)
     assert len(filed(tmp_path / "x.log")) == 1
     log.close()
 
@@ -178,7 +181,10 @@ def test_a_closed_log_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
-def test_a_full_disk_is_one_line_on_the_console_and_the_run_goes_on() -> None:
+def test_a_full_disk_is_one_line_on_the_console_and_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logs, "SPACE_S", 0.0)
     out = console()
     log = setup_logging("server", "mini1", console=out)
     log.logger.info("before")
@@ -187,12 +193,73 @@ def test_a_full_disk_is_one_line_on_the_console_and_the_run_goes_on() -> None:
         log.logger.debug("detail %d", n)
     log.logger.info("after")
     log.close()
-    lines = printed(out)
-    assert [line.split("  ")[-1] for line in (lines[0], lines[2])] == ["before", "after"]
-    assert re.search(
-        r"WARN  server mini1  cannot write /dev/full: No space left on device", lines[1]
-    )
-    assert len(lines) == 3
+    lines = [line.split("mini1  ")[1] for line in printed(out)]
+    told = [line for line in lines if line not in ("before", "after")]
+    assert len(lines) == 4
+    assert [line.partition(";")[0] for line in told[:1]] == [
+        "cannot write /dev/full: No space left on device"
+    ]
+    assert re.match(r"/dev/full: \d+ lines were lost, from .*: No space left on device", told[1])
+
+
+class Hanging(io.StringIO):
+    """A terminal that takes nothing until it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked, self.may = threading.Event(), threading.Event()
+
+    def write(self, text: str) -> int:
+        self.is_asked.set()
+        self.may.wait(60)
+        return super().write(text)
+
+
+def test_a_terminal_that_hangs_holds_up_nobody_and_says_later_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "MAX_QUEUED", 10)
+    terminal, path = Hanging(), tmp_path / "x.log"
+    log = setup_logging("server", "mini1", console=SteadyConsole(file=terminal, width=200))
+    log.file_logs_to(path, "edp-1")
+    log.logger.info("first")
+    assert terminal.is_asked.wait(30)
+    for n in range(50):
+        log.logger.info("line %d", n)
+        assert log._to_file.drain(30)
+    assert [line["message"] for line in filed(path)] == ["first", *(f"line {n}" for n in range(50))]
+    terminal.may.set()
+    assert log._to_console.drain(30)
+    log.logger.info("last")
+    log.close()
+    shown = [line.split("mini1  ")[1] for line in terminal.getvalue().splitlines()]
+    assert shown == [
+        *("first", *(f"line {n}" for n in range(10))),
+        "40 lines are missing here: the terminal did not take them in time",
+        "last",
+    ]
+
+
+def test_a_disk_that_hangs_holds_up_nobody_and_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe without a reader hangs as a disk may."""
+    for name, value in {"MAX_QUEUED": 10, "SPACE_S": 0.0, "CLOSE_S": 0.1}.items():
+        monkeypatch.setattr(logs, name, value)
+    path, out = tmp_path / "pipe", console()
+    os.mkfifo(path)
+    log = setup_logging("server", "mini1", console=out)
+    log.file_logs_to(path, "edp-1")
+    for n in range(50):
+        log.logger.info("line %d", n)
+        assert log._to_console.drain(30)
+    log.file_logs_to(tmp_path / "other", "edp-2")
+    log.close()
+    assert len(printed(out)) == 50
+    with path.open("rb") as reader:
+        path.unlink()  # the thread, which is freed now, does not come back to it
+        assert reader.read(1)
+    log._to_file.thread.join(30)
 
 
 def test_a_message_from_a_peer_cannot_move_the_cursor_or_add_lines() -> None:

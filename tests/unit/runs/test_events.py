@@ -80,7 +80,7 @@ def test_a_follower_gives_each_event_once(tmp_path: Path) -> None:
     log.write(JOINED)
     assert follower.poll() == []
     clock[0] = 1.0
-    log.tick()
+    log.writer.tick()
     assert [record.event for record in follower.poll()] == [JOINED]
     log.write(ENDED)
     log.close()

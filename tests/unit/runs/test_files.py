@@ -1,13 +1,19 @@
+import errno
 import json
 import math
 import os
+import shutil
 import threading
+import time
+from io import FileIO
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from smolcluster.errors import SmolclusterError
+from smolcluster.runs import files
 from smolcluster.runs.files import (
     Follower,
     LineWriter,
@@ -16,6 +22,9 @@ from smolcluster.runs.files import (
     utc_timestamp,
     write_whole,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
 class Clock:
@@ -111,29 +120,152 @@ def test_who_writes_does_not_wait_for_the_disk(tmp_path: Path) -> None:
         assert [json.loads(line)["n"] for line in reader] == [1, 2]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
-def test_a_full_disk_warns_once_and_ends_the_writing() -> None:
-    warnings: list[str] = []
-    writer = LineWriter(Path("/dev/full"), warn=warnings.append)
+class Disk:
+    """A disk with room for so many bytes; what is written beyond is refused as a full disk does."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def open(self, path: Path, mode: str) -> FileIO:
+        disk = self
+
+        class File(FileIO):
+            def write(self, data: "Buffer") -> int:
+                if not disk.room:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                taken = super().write(memoryview(data)[: disk.room])
+                disk.room -= taken
+                return taken
+
+        return File(path, mode)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    made = Disk(1 << 30)
+    monkeypatch.setattr(files, "FileIO", made.open)
+    return made
+
+
+@pytest.mark.parametrize("room", range(1, 20))
+def test_a_full_disk_costs_no_line_and_tears_none(tmp_path: Path, disk: Disk, room: int) -> None:
+    path, clock, warnings = tmp_path / "x.jsonl", Clock(), list[str]()
+    writer = LineWriter(path, warn=warnings.append, clock=clock)
+    disk.room = room
     for n in range(100):
         writer.write({"n": n})
         writer.flush()
+    assert ["No space left on device" in each for each in warnings] == [True]
+    disk.room = 1 << 30
+    clock.now += 1.0
+    writer.tick()
+    assert ["no line was lost" in each for each in warnings] == [False, True]
     writer.close()
-    assert warnings == [
-        "cannot write /dev/full: No space left on device; the run goes on without this file"
+    assert path.read_bytes() == b"".join(json_line({"n": n}) for n in range(100))
+
+
+def test_of_a_disk_that_stays_full_the_newest_lines_are_kept_and_the_lost_are_told(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MAX_KEPT_NBYTES", 100)
+    path, clock, moments, warnings = tmp_path / "x.jsonl", Clock(), count(1000), list[str]()
+    writer = LineWriter(path, warn=warnings.append, clock=clock, now=lambda: next(moments))
+    disk.room = 12
+    for n in range(10, 40):
+        writer.write({"n": n})
+        writer.flush()
+    disk.room = 1 << 30
+    clock.now += 1.0
+    writer.tick()
+    written = [entry["n"] for entry in follower(path).poll()]
+    assert written == [10, 11, *range(29, 40)]  # 11 was in it by half
+    assert warnings[1:] == [
+        f"{path} is written again: 17 lines were lost, "
+        "from 1970-01-01T00:16:42.000Z to 1970-01-01T00:16:58.000Z"
+    ]
+    writer.close()
+    assert len(warnings) == 2
+
+
+def test_a_disk_that_hangs_costs_the_oldest_lines_and_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MAX_KEPT_NBYTES", 100)
+    path, warnings = tmp_path / "pipe", list[str]()
+    os.mkfifo(path)
+    writer = LineWriter(path, warn=warnings.append)
+    writer.write({"n": 0})
+    hanging = threading.Thread(target=writer.flush)
+    hanging.start()
+    while writer._kept:
+        time.sleep(0.001)
+    for n in range(100, 200):
+        writer.write({"n": n})
+    with path.open("rb") as reader:
+        hanging.join(30)
+        writer.close()
+        assert [json.loads(line)["n"] for line in reader] == [0, *range(190, 200)]
+    assert [each.partition(", from")[0] for each in warnings] == [
+        f"{path} is written again: 90 lines were lost"
     ]
 
 
-def test_a_missing_folder_warns_once(tmp_path: Path) -> None:
-    warnings: list[str] = []
-    writer = LineWriter(tmp_path / "no" / "x.jsonl", warn=warnings.append)
+def test_closing_waits_for_space_and_says_what_is_lost_without(tmp_path: Path, disk: Disk) -> None:
+    disk.room = 0
+
+    def free(_: str) -> None:
+        disk.room = 1 << 30
+
+    writer = LineWriter(tmp_path / "x.jsonl", warn=free)
+    writer.write({"n": 1})
+    writer.close(30.0)
+    assert follower(tmp_path / "x.jsonl").poll() == [{"n": 1}]
+
+    disk.room, warnings = 0, list[str]()
+    writer = LineWriter(tmp_path / "y.jsonl", warn=warnings.append)
+    writer.write({"n": 1})
+    writer.close()
+    writer.close()
+    assert len(warnings) == 2
+    assert "y.jsonl: 1 line was lost, from" in warnings[1]
+
+
+def test_a_folder_that_is_missing_is_not_waited_for_at_the_end_but_may_come_back(
+    tmp_path: Path,
+) -> None:
+    clock, warnings = Clock(), list[str]()
+    path = tmp_path / "no" / "x.jsonl"
+    writer = LineWriter(path, warn=warnings.append, clock=clock)
     writer.write({"n": 1})
     writer.flush()
-    writer.write({"n": 2})
-    writer.flush()
+    path.parent.mkdir()
+    clock.now += 1.0
+    writer.tick()
+    assert follower(path).poll() == [{"n": 1}]
     writer.close()
-    assert len(warnings) == 1
-    assert "No such file" in warnings[0]
+    shutil.rmtree(path.parent)
+    lost = LineWriter(path, warn=warnings.append)
+    lost.write({"n": 2})
+    lost.close(3600.0)
+    assert ["No such file" in each for each in warnings] == [True, False, True, True]
+
+
+def test_a_file_that_is_replaced_while_the_disk_is_full_has_no_half_line(
+    tmp_path: Path, disk: Disk
+) -> None:
+    path, clock, warnings = tmp_path / "x.jsonl", Clock(), list[str]()
+    writer = LineWriter(path, warn=warnings.append, clock=clock)
+    disk.room = 5
+    for n in (1, 2):
+        writer.write({"n": n})
+    writer.flush()
+    path.unlink()
+    disk.room = 1 << 30
+    clock.now += 1.0
+    writer.flush()
+    assert follower(path).poll() == [{"n": 2}]
+    assert "1 line was lost" in warnings[1]
+    writer.close()
 
 
 def test_a_half_written_last_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
@@ -264,7 +396,7 @@ def test_a_file_without_a_limit_is_never_rotated(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_that_cannot_be_rotated_warns_once(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_rotated_is_told_of_once_and_at_the_end(tmp_path: Path) -> None:
     path, warnings = tmp_path / "x.log", list[str]()
     writer = LineWriter(path, warn=warnings.append, max_nbytes=10)
     (tmp_path / "x.log.1").mkdir()
@@ -274,5 +406,5 @@ def test_a_file_that_cannot_be_rotated_warns_once(tmp_path: Path) -> None:
         writer.write({"n": n})
         writer.flush()
     writer.close()
-    assert len(warnings) == 1
+    assert [f"{path}: 4 lines were lost" in each for each in warnings] == [False, True]
     assert follower(path).poll() == [{"n": 0}]

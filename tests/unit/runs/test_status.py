@@ -171,7 +171,6 @@ def test_what_cannot_be_written_is_one_warning_and_tried_again(tmp_path: Path) -
     assert str(folder / "status.json") in warning
     assert "training goes on" in warning
     folder.mkdir()
-    file.ask(status)
     file.flush()
     assert read_status(folder / "status.json").step == 120
     assert len(warnings) == 1

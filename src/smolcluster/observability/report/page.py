@@ -326,14 +326,15 @@ def _said(line: Line) -> Said:
 def _no_trouble(facts: Facts) -> str:
     if not facts.logs.read:
         return "No logs are here, and no worker was lost."
-    return "Nothing: no worker was lost, and no log that is here has an error."
+    return "Nothing: no worker was lost, and no log that is here has an error or a warning."
 
 
 def _log_notes(facts: Facts) -> Iterator[str]:
     logs = facts.logs
-    if logs.num_errors:
-        counts = ", ".join(f"{title} {count:,}" for title, count in logs.num_errors.most_common(20))
-        yield f"Errors in the logs: {counts}."
+    for kind, by_title in (("Errors", logs.num_errors), ("Warnings", logs.num_warnings)):
+        if by_title:
+            counts = ", ".join(f"{title} {count:,}" for title, count in by_title.most_common(20))
+            yield f"{kind} in the logs: {counts}."
     if logs.missing:
         shown, more = logs.missing[:20], len(logs.missing) - 20
         names = ", ".join(shown) + (f" and {more:,} more" if more > 0 else "")

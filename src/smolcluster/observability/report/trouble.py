@@ -9,7 +9,7 @@ import json
 import logging
 import re
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ MAX_MESSAGE, MAX_EXCEPTION = 1000, 6000
 SAME_S = 1.0
 """A warning so shortly before an event is about it."""
 SERIOUS = ("ERROR", "CRITICAL")
-_SERIOUS = re.compile(rb'"level":\s*"(ERROR|CRITICAL)"')
+_NOTABLE = re.compile(rb'"level":\s*"(WARNING|ERROR|CRITICAL)"')
 _MACHINE = re.compile(rb'"machine":\s*\{')
 
 
@@ -85,13 +85,15 @@ class Logs:
         read: titles of the processes whose logs are here.
         missing: titles of those whose logs are not.
         num_errors: lines of level ERROR and above, by title.
+        num_warnings: lines of level WARNING, by title.
         machines: what a process has said of itself and its machine, by title.
-        trouble: what went wrong first; None: nothing.
+        trouble: what went wrong first, or, where nothing did, the first warning; None: there is neither.
     """
 
     read: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     num_errors: Counter[str] = field(default_factory=Counter)
+    num_warnings: Counter[str] = field(default_factory=Counter)
     machines: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     trouble: Trouble | None = None
 
@@ -119,11 +121,11 @@ def read_logs(
     logs = Logs(read=[process.title for process, _ in files])
     logs.missing = [each.title for each in expected if each.title not in logs.read]
     shifts = {process.title: offset for process, offset in offsets.items()}
-    serious = [] if last_words is None else [last_words]
+    serious, warnings = [] if last_words is None else [last_words], list[Line]()
     for process, path in files:
-        if found := _look_through(path, process.title, logs):
-            serious.append(_moved(found, shifts))
-    trouble = _first(serious, events)
+        for line in _look_through(path, process.title, logs):
+            (serious if line.level in SERIOUS else warnings).append(_moved(line, shifts))
+    trouble = _first(serious, events) or _first_warning(warnings)
     if trouble is not None:
         around = [_around(path, process.title, trouble, shifts) for process, path in files]
         logs.trouble = _with_context(trouble, [*around, serious[:1] if last_words else []])
@@ -149,19 +151,21 @@ def _age_order(path: Path) -> tuple[str, int]:
     return stem, -int(digits) if digits.isdigit() else 0
 
 
-def _look_through(path: Path, title: str, logs: Logs) -> Line | None:
-    """The file's first serious line; counts the others, and keeps what is said of the machine."""
-    first = None
+def _look_through(path: Path, title: str, logs: Logs) -> Iterable[Line]:
+    """The file's first serious line and first warning; counts all, keeps what is said of the machine."""
+    first: dict[bool, Line] = {}
     for raw in _raw_lines(path):
-        if _SERIOUS.search(raw):
+        if _NOTABLE.search(raw):
             line = parse_line(raw, title, 0.0)
-            if line is not None and line.level in SERIOUS:
-                logs.num_errors[title] += 1
-                first = first or (line if line.seconds else None)
+            if line is not None and line.level in (*SERIOUS, "WARNING"):
+                is_serious = line.level in SERIOUS
+                (logs.num_errors if is_serious else logs.num_warnings)[title] += 1
+                if line.seconds:
+                    first.setdefault(is_serious, line)
         elif _MACHINE.search(raw):
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 logs.machines[title] = dict(json.loads(raw)["machine"])
-    return first
+    return first.values()
 
 
 def _raw_lines(path: Path) -> Iterator[bytes]:
@@ -208,6 +212,14 @@ def _first(serious: Sequence[Line], events: Sequence[EventRecord]) -> Trouble | 
                 if not serious:
                     found.append(Trouble(reason, moment, []))
     return min(found, key=lambda trouble: trouble.seconds, default=None)
+
+
+def _first_warning(warnings: Sequence[Line]) -> Trouble | None:
+    first = min(warnings, key=lambda line: line.seconds, default=None)
+    if first is None:
+        return None
+    what = f"no error and no lost worker; the first warning is {first.source}: {first.message}"
+    return Trouble(what, first.seconds, [first])
 
 
 def _around(path: Path, title: str, trouble: Trouble, shifts: Mapping[str, float]) -> list[Line]:

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from smolcluster.observability.metrics import MetricRecord
-from smolcluster.observability.terminal import displayable, print_line, steady
+from smolcluster.observability.terminal import HANGING, displayable, print_line, steady
 from smolcluster.utils.units import format_rate
 
 BAR_WIDTH = 16
@@ -128,6 +128,8 @@ class ShownBeside:
         """Show the last state; a terminal that hangs is left alone."""
         self._done.set()
         self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            self._thread.name = HANGING
 
     def _show(self) -> None:
         while not self._done.wait(TICK_S):

@@ -17,11 +17,7 @@ from smolcluster.runs.files import Follower, LineWriter, utc_timestamp
 
 
 class JsonlSink:
-    """Appends records to a file, which has them a second later; safe to use from several threads.
-
-    `warn` is called once, with one sentence, when the file cannot be written; records are then
-    dropped.
-    """
+    """Appends records to a file, by way of `writer`; safe to use from several threads."""
 
     def __init__(
         self,
@@ -34,7 +30,7 @@ class JsonlSink:
     ) -> None:
         self._incarnation = incarnation
         self._now = now
-        self._writer = LineWriter(path, warn=warn, clock=clock)
+        self.writer = LineWriter(path, warn=warn, clock=clock)
 
     def log(self, record: MetricRecord) -> None:
         """Append one record."""
@@ -49,19 +45,15 @@ class JsonlSink:
             line["rank"] = record.rank
         if record.node is not None:
             line["node"] = record.node
-        self._writer.write(line | dict(record.values))
+        self.writer.write(line | dict(record.values))
 
     def flush(self) -> None:
         """Write what has been kept back."""
-        self._writer.flush()
-
-    def tick(self) -> None:
-        """Flush what is a second old."""
-        self._writer.tick()
+        self.writer.flush()
 
     def close(self) -> None:
         """Flush and close."""
-        self._writer.close()
+        self.writer.close()
 
 
 @dataclass(frozen=True)

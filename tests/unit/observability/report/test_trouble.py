@@ -96,6 +96,21 @@ def test_the_clock_of_one_machine_does_not_move_what_another_of_its_rank_has_sai
     assert the_one(logs_of(run, offsets=offsets)).message == "the first"
 
 
+def test_where_nothing_failed_the_first_warning_is_named(run: MadeRun) -> None:
+    run.now = 5
+    run.says("server", "mini1", None, ("WARNING", "the second"))
+    run.now = 3
+    run.says("worker", "win", 1, ("INFO", "before"), ("WARNING", "no space"))
+    logs = logs_of(run)
+    assert logs.trouble is not None
+    assert logs.trouble.what.endswith("the first warning is worker 2 win: no space")
+    assert the_one(logs).message == "no space"
+    assert logs.num_warnings == {"server mini1": 1, "worker 2 win": 1}
+    run.now = 9
+    run.says("server", "mini1", None, ("ERROR", "an error"))
+    assert the_one(logs_of(run)).message == "an error"
+
+
 def test_a_lost_worker_is_trouble_and_the_warning_of_it_is_pointed_at(run: MadeRun) -> None:
     run.now = 3
     run.says("server", "mini1", None, ("INFO", "before"), ("WARNING", "worker 2 (win) is lost"))
