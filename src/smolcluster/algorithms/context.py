@@ -133,6 +133,7 @@ class ServerContext:
             bytes_moved=bytes_moved,
             status=self.status,
             spans=self.spans,
+            check_stop=self.check_stop,
         )
 
     def resume(self, subject: Subject, report: Report) -> CheckpointState | None:

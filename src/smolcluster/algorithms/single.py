@@ -35,6 +35,7 @@ def train(context: ServerContext) -> Summary:
         samples_applied=report.samples_applied,
         step=report.version,
         before_step=saver.wait_for_copy,
+        layer_norms=report.layer_norms,
     )
     with report.until_its_end(), saver:
         while not report.is_over:
@@ -53,7 +54,8 @@ def train(context: ServerContext) -> Summary:
             )
             is_evaluated = version % config.eval_steps == 0 and not report.is_over
             if is_evaluated:
-                report.evaluated(version, step.epoch, bench.evaluate())
+                evaluation = bench.evaluate(before_batch=context.check_stop)
+                report.evaluated(version, step.epoch, evaluation)
             saver.after_step(is_evaluated=is_evaluated)
             saver.tick()
             report.tick()

@@ -149,9 +149,10 @@ class Report:
         status: StatusFile | None = None,
         spans: SpanLog | None = None,
         now: Callable[[], float] = time.time,
+        check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """`status`: where it is kept up to date how the run stands; `spans`: where those of all processes go;
-        `now`: seconds since 1970.
+        `now`: seconds since 1970; `check_stop`: raises when a signal has asked this process to stop.
         """
         self.tally = Tally()
         self.board = StatusBoard(self.tally, now=now)
@@ -165,6 +166,7 @@ class Report:
         self._status_file = status
         self._spans = spans
         self._now = now
+        self._check_stop = check_stop
         self._begun_at = instant(now())
         self._newest: StepTaken | None = None
         """The newest step."""
@@ -247,8 +249,8 @@ class Report:
             )
         self.meter.step_done(num_samples)
 
-    def layer_norms(self, pieces: Iterable[tuple[slice, Tensor]]) -> dict[str, float]:
-        """L2 norms by parameter of a gradient that comes in pieces, where they are tracked and it is time."""
+    def layer_norms(self, pieces: Iterable[tuple[slice, Tensor]] | None = None) -> dict[str, float]:
+        """L2 norms of a gradient as `Replica` measures them; empty where untracked or not yet due."""
         if not (self._run.train.track_gradients and self._layers.is_due):
             return {}
         return self._bench.replica.layer_norms(pieces)
@@ -431,12 +433,16 @@ class Report:
             self._status_file.ask(lambda: self.status("waiting" if self.is_waiting else "training"))
 
     def summary(self) -> Summary:
-        """Evaluate the final weights, if they are not yet, and sum up the run."""
+        """Evaluate the final weights, if they are not yet, and sum up the run.
+
+        Raises:
+            Interrupted: a signal asked this process to stop meanwhile.
+        """
         if self._has_given_up:
             self._log.info("the run ends early: %s", self.ending)
         final = self._evaluation
         if final is None or self.evaluated_version != self.version:
-            final = self._bench.evaluate()
+            final = self._bench.evaluate(before_batch=self._check_stop)
             self.evaluated(self.version, self._epoch, final)
         sent, received = self._traffic
         return Summary(

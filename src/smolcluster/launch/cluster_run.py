@@ -43,6 +43,7 @@ from smolcluster.launch.sessions import (
     host_of,
     kill,
     last_words,
+    newest_line,
     put,
 )
 from smolcluster.launch.shipping import Loki, begin_shippers, with_shippers
@@ -56,12 +57,15 @@ from smolcluster.runs.paths import RunPaths, latest_of, point_latest, take_back_
 from smolcluster.runs.status import RunStatus
 from smolcluster.runs.summary import Summary, table
 from smolcluster.utils.retry import Deadline
+from smolcluster.utils.units import format_duration
 
 POLL_S = 0.5
 INTERRUPTED = 130
 FAREWELL_S = 10.0
 """From the end of a good run to the end of its workers, who hear of it from the server."""
 TOLD_EVERY_S = 10.0
+SERVER_SILENT_S = 1800.0
+"""A server that does not listen yet and logs nothing for so long is given up; it may have data to prepare."""
 PASSED_ON = (TryAgain.exit_code, AuthError.exit_code, Rejected.exit_code)
 
 
@@ -293,8 +297,20 @@ class ClusterRun:
         )
         self._begin(server)
         self._ship([each for each in self._launched.shippers if each.node == server.node])
+        told, patience, newest = Deadline(TOLD_EVERY_S), Deadline(SERVER_SILENT_S), ""
         while not _is_new(self.status(), before):
             self._check_alive([server], asked)
+            if told.expired:
+                if (line := newest_line(server)) != newest:
+                    newest, patience = line, Deadline(SERVER_SILENT_S)
+                if patience.expired:
+                    raise LaunchError(
+                        f"{server.title} does not listen and has logged nothing for "
+                        f"{format_duration(SERVER_SILENT_S)}: is its disk or its dataset's out of reach? "
+                        f"Its last line: {newest or 'none'}"
+                    )
+                self.say(f"waiting for {server.title}: {newest or 'it has logged nothing yet'}")
+                told = Deadline(TOLD_EVERY_S)
             time.sleep(POLL_S)
 
     def _start_workers(self, asked: Interrupts) -> None:

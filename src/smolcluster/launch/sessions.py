@@ -17,6 +17,7 @@ from enum import IntEnum
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import Host, shell_path
 from smolcluster.launch.tmux import start, target
+from smolcluster.observability.parsing import parse_log_line
 from smolcluster.runs.launched import LaunchedProcess
 
 POLL_S = 0.2
@@ -130,6 +131,14 @@ def last_words(process: LaunchedProcess) -> str:
     run = shell_path(process.run_dir)
     shown = host_of(process).run(f"cat {run}/logs/{shlex.quote(process.stem)}.console.txt").stdout
     return words_of(shown) or "it left no word"
+
+
+def newest_line(process: LaunchedProcess) -> str:
+    """The message of the newest line in the log of a process that goes on; empty: there is none."""
+    log = f"{shell_path(process.run_dir)}/logs/{shlex.quote(process.stem)}.log"
+    shown = host_of(process).run(f"tail -n 1 {log} 2>/dev/null").stdout
+    line = parse_log_line(shown.encode(), 0.0)
+    return line.message if line else ""
 
 
 def words_of(shown: str) -> str | None:

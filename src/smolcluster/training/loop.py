@@ -25,7 +25,7 @@ class TrainingStep:
         loss: mean loss of the batch, before the step.
         learning_rate: of this step.
         grad_norm: L2 norm of the gradient before it was clipped.
-        layer_norms: the same by parameter; empty unless `track_gradients`.
+        layer_norms: the same by parameter, where it was measured.
     """
 
     epoch: int
@@ -44,6 +44,7 @@ def training_steps(
     samples_applied: int = 0,
     step: int = 0,
     before_step: Callable[[], None] = lambda: None,
+    layer_norms: Callable[[], Mapping[str, float]] = dict,
 ) -> Iterator[TrainingStep]:
     """Train on every sample of every epoch that is not yet applied, yielding after each step.
 
@@ -55,6 +56,7 @@ def training_steps(
         samples_applied: samples that have been applied before.
         step: steps that have been taken before.
         before_step: called when the weights are about to change.
+        layer_norms: measures the gradient of a step before it is clipped, by parameter.
 
     Raises:
         NonFiniteLoss: naming step and layer; the weights are those before the step.
@@ -71,9 +73,9 @@ def training_steps(
             loss = bench.compute(indices, epoch, start)
         except NonFiniteLoss as error:
             raise NonFiniteLoss(f"step {step}: {error}") from error
-        layer_norms = replica.layer_norms() if train.track_gradients else {}
+        norms = layer_norms()
         grad_norm = clip_gradient(replica, train.gradient_clipping)
         before_step()
         replica.step(rate)
         samples_applied += len(indices)
-        yield TrainingStep(epoch, start, len(indices), loss, rate, grad_norm, layer_norms)
+        yield TrainingStep(epoch, start, len(indices), loss, rate, grad_norm, norms)

@@ -1,7 +1,9 @@
 """Training in one process as a run: what it reports and leaves behind."""
 
 import json
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from harness import digits_config
 from smolcluster.algorithms import owner, single
 from smolcluster.algorithms.owner import Owner, own_run
+from smolcluster.cluster import report
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import (
     ClusterConfig,
@@ -32,7 +35,10 @@ from smolcluster.runs.events import (
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import Summary, read_summary
+from smolcluster.training import evaluate
+from smolcluster.training.loss import logits_loss
 from smolcluster.training.replica import Replica
+from smolcluster.utils.stopping import Interrupted
 
 SEED = 42
 SAMPLES = 1438
@@ -174,3 +180,46 @@ def test_a_diverging_run_ends_with_an_event_and_without_a_summary(tmp_path: Path
     assert read_status(paths.status).state == "failed"
     assert read_status(paths.status).reason == end.reason
     assert json.loads(paths.events.read_text().splitlines()[-1])["kind"] == "run_ended"
+
+
+def test_norms_of_layers_are_measured_as_often_as_they_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "NUM_LAYERED_FIRST", 3)
+    measured: list[Replica] = []
+    measure = Replica.layer_norms
+
+    def measuring(replica: Replica, *pieces: Any) -> dict[str, float]:
+        measured.append(replica)
+        return measure(replica, *pieces)
+
+    monkeypatch.setattr(Replica, "layer_norms", measuring)
+    _, records, _, _ = run(tmp_path, digits_config())
+    kept = [record for record in records if "grad_norm/fc1.weight" in record.values]
+    assert len(kept) == len(measured) == 3
+
+
+@pytest.mark.parametrize("eval_steps", [10, 1000])
+def test_a_signal_ends_an_evaluation_also_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eval_steps: int
+) -> None:
+    monkeypatch.setattr(evaluate, "BATCH_SIZE", 10)
+    batches: list[Tensor] = []
+    compute = logits_loss
+
+    def computing(logits: Tensor, targets: Tensor) -> Tensor:
+        batches.append(targets)
+        if len(batches) == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return compute(logits, targets)
+
+    monkeypatch.setattr(evaluate, "logits_loss", computing)
+    with pytest.raises(Interrupted) as stopped:
+        run(tmp_path, digits_config(eval_steps=eval_steps))
+    assert stopped.value.is_orderly
+    assert len(batches) == 1
+    *_, saved, ended = (line.event for line in read_events(tmp_path / "single-test/events.jsonl"))
+    assert isinstance(saved, CheckpointSaved)
+    assert isinstance(ended, RunEnded)
+    assert not ended.ok
+    assert saved.step == ended.steps == min(eval_steps, 30)

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
@@ -238,3 +239,19 @@ def test_the_newest_run_is_one_whose_start_has_not_failed(
     with pytest.raises(LaunchError) if fails else nullcontext():
         run.start()
     assert latest_of(paths.root.parent) == ("before" if fails else "r1")
+
+
+def test_a_server_that_neither_listens_nor_logs_is_given_up(
+    run: ClusterRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = chain(["reading", "reading", "tokens"], repeat("tokens"))
+    said: list[str] = []
+    for name, value in {"TOLD_EVERY_S": 0.0, "SERVER_SILENT_S": 0.05, "POLL_S": 0.02}.items():
+        monkeypatch.setattr(cluster_run, name, value)
+    monkeypatch.setattr(cluster_run, "newest_line", lambda _: next(lines))
+    monkeypatch.setattr(ClusterRun, "_begin", lambda *_: None)
+    monkeypatch.setattr(ClusterRun, "_check_alive", lambda *_: None)
+    monkeypatch.setattr(ClusterRun, "say", lambda _, text, *__: said.append(text))
+    with pytest.raises(LaunchError, match="Its last line: tokens"):
+        run._start_server(Interrupts([]))
+    assert said[1:3] == ["waiting for server mini1: reading"] * 2

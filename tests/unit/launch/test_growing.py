@@ -1,5 +1,7 @@
 """Files that are read as they grow."""
 
+import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from smolcluster.launch.host import Host, shell_path
 from smolcluster.launch.watch.growing import (
+    FRAME_NBYTES,
     MAX_LINE_NBYTES,
     BadFrame,
     Lines,
@@ -73,13 +76,31 @@ def test_a_file_that_begins_anew_is_read_from_its_beginning() -> None:
 
 def test_what_a_login_shell_says_is_no_frame() -> None:
     output = Chunks(
-        b"Welcome\n::data 0 4 0 5\n::re", b"ady\n::data 1 4 7 3\nab", b"\n::who", b"le\n::beat\n"
+        b"Welcome\n::data 0 4 0 5\n::re",
+        b"ady\n::data 1 4 7 3\nab",
+        b"\n::sent\n::who",
+        b"le\n::beat\n",
     )
-    assert list(pieces(output)) == [Piece(1, 4, 7, b"ab"), Piece(1, 4, 9, b"\n"), Piece(None)]
+    assert list(pieces(output)) == [Piece(1, 4, 7, b"ab\n"), Piece(None)]
+
+
+def test_of_a_frame_that_is_void_or_torn_nothing_is_taken() -> None:
+    output = Chunks(
+        b"::ready\n::data 0 4 0 2\n\0\0::void\n::data 0 4 0 2\na\n::sent\n::data 0 4 2 2\nb"
+    )
+    assert list(pieces(output)) == [Piece(0, 4, 0, b"a\n")]
 
 
 @pytest.mark.parametrize(
-    "said", [b"::data 0 0\n", b"hello\n", b"::data x y z q\n", b"x" * 200_000, b"::data 0 0 0 -1\n"]
+    "said",
+    [
+        b"::data 0 0\n",
+        b"hello\n",
+        b"::data x y z q\n",
+        b"x" * 200_000,
+        b"::data 0 0 0 -1\n",
+        b"::data 0 0 0 1\nx::beat\n",
+    ],
 )
 def test_what_makes_no_sense_is_refused(said: bytes) -> None:
     with pytest.raises(BadFrame):
@@ -141,6 +162,47 @@ def test_the_script_reads_through_rotated_files_in_order(tmp_path: Path, shell: 
     ]
     log.rename(tmp_path / "gone")
     assert sent(Place(inodes[2], 6)) == []
+
+
+@pytest.mark.parametrize("tool", ["wc", "tail", "ls"])
+@pytest.mark.parametrize("at", range(1, 8))
+def test_a_file_that_is_rotated_while_it_is_read_is_read_whole_and_once(
+    tmp_path: Path, tool: str, at: int
+) -> None:
+    """It is rotated just before the script starts one of its tools for the `at`-th time."""
+    log, tools = tmp_path / "log", tmp_path / "tools"
+    tools.mkdir()
+    (tmp_path / "log.1").write_bytes(b"zero\n")
+    log.write_bytes(b"one\ntwo\nthree\n" * 10)
+    shim = tools / tool
+    shim.write_text(
+        "#!/bin/sh\n"
+        f'echo >> "{tmp_path}/calls"; read -r num << END\n$(grep -c "" "{tmp_path}/calls")\nEND\n'
+        f'if [ "$num" = {at} ]; then cd "{tmp_path}"; mv log.1 log.2; mv log log.1; echo four > log; fi\n'
+        f'exec {shutil.which(tool)} "$@"\n'
+    )
+    shim.chmod(0o755)
+    script = growing_script([shell_path(str(log))], [Place()], follow=False)
+    environ = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
+    done = subprocess.run(["sh", "-c", script], capture_output=True, check=True, env=environ)
+    lines = Lines()
+    found = [line for piece in list(pieces(Chunks(done.stdout)))[:-1] for line in lines.take(piece)]
+    whole = [b"zero", *[b"one", b"two", b"three"] * 10]
+    assert found in (whole, [*whole, b"four"])
+    assert done.stderr == b""
+
+
+def test_a_large_file_comes_in_frames(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"x" * (2 * FRAME_NBYTES + 5))
+    script = growing_script([shell_path(str(log))], [Place()], follow=False)
+    done = subprocess.run(["sh", "-c", script], capture_output=True, check=True)
+    *parts, end = pieces(Chunks(done.stdout))
+    assert [(each.offset, len(each.data)) for each in parts] == [
+        *((0, FRAME_NBYTES), (FRAME_NBYTES, FRAME_NBYTES)),
+        (2 * FRAME_NBYTES, 5),
+    ]
+    assert end == Piece(None)
 
 
 def test_following_ends_and_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Files of another machine, read as they grow: one command a machine, which sends what is new.
 
-The command runs over ssh like any other. It sends frames: `::data FILE INODE OFFSET LENGTH` and then exactly
-so many bytes; `::whole` after the first round over the files; `::beat` twice a second from then on, so that a
+The command runs over ssh like any other. It sends frames: `::data FILE INODE OFFSET LENGTH`, then exactly
+so many bytes, then `::sent`, or `::void` where the file was rotated or cut meanwhile, so that they may be
+anything; `::whole` after the first round over the files; `::beat` twice a second from then on, so that a
 broken connection is noticed at either end. It ends when its standard input does. A file that has become
 shorter is read from its beginning; one that is rotated (`runs.files.rotate`) to its end, and its successor
 after it.
@@ -27,33 +28,53 @@ RETRY_S = 2.0
 END_S = 1.0
 MAX_LINE_NBYTES = 1 << 20
 CHUNK_NBYTES = 1 << 16
+FRAME_NBYTES = 1 << 20
 _DATA = re.compile(rb"::data (\d{1,6}) (\d{1,20}) (\d{1,18}) (\d{1,18})")
 _FROM_OLDEST = " ".join([*(f'"$2.{age}"' for age in range(NUM_OLD_FILES, 0, -1)), '"$2"'])
 _SHOW = f"""number() {{ ls -id "$1" 2>/dev/null | {{ read -r number rest; echo "$number"; }}; }}
 send() {{
-  size=$(($(wc -c < "$2"))); [ "$size" -ge "$end" ] || end=0
-  [ "$size" -gt "$end" ] || return 0
-  echo "::data $1 $inode $end $((size - end))"
-  tail -c "+$((end + 1))" "$2" | head -c "$((size - end))"
-  end=$size
+  while size=$(($(wc -c < "$2" 2>/dev/null))); do
+    [ "$(number "$2")" = "$inode" ] || return 1
+    [ "$size" -ge "$end" ] || end=0
+    [ "$size" -gt "$end" ] || return 0
+    [ $((size - end)) -le {FRAME_NBYTES} ] || size=$((end + {FRAME_NBYTES}))
+    echo "::data $1 $inode $end $((size - end))"
+    {{ tail -c "+$((end + 1))" "$2"; cat /dev/zero; }} 2>/dev/null | head -c "$((size - end))"
+    if [ "$(number "$2")" != "$inode" ] || [ "$(($(wc -c < "$2" 2>/dev/null)))" -lt "$size" ]; then
+      echo ::void
+      return 1
+    fi
+    echo ::sent
+    end=$size
+  done
 }}
 show() {{
-  inode=$3; end=$4; known=
+  inode=$3; end=$4; known=; before=; missing=
   if [ "$inode" != 0 ]; then
     for each in "$2" {_FROM_OLDEST}; do
       [ "$(number "$each")" = "$inode" ] && known=$each && break
     done
   fi
   for each in {_FROM_OLDEST}; do
-    [ -f "$each" ] || continue
+    [ -f "$each" ] || {{ missing=$each; continue; }}
     if [ -n "$known" ]; then
       [ "$each" = "$known" ] || continue
       known=
     else
-      inode=$(number "$each"); end=0
+      next=$(number "$each")
+      [ -n "$next" ] || return 1
+      [ -z "$before" ] || [ "$(number "$before")" = "$inode" ] || return 1
+      [ ! -f "$missing" ] || return 1
+      inode=$next; end=0
     fi
-    send "$1" "$each"
+    send "$1" "$each" || return 1
+    before=$each
   done
+  return 0
+}}
+look() {{
+  inode=$3; end=$4
+  for try in 1 2 3; do show "$1" "$2" "$inode" "$end" && break; done
 }}
 """
 
@@ -72,7 +93,7 @@ def growing_script(files: Sequence[str], places: Sequence[Place], *, follow: boo
         f"i{index}={place.inode} o{index}={place.offset}" for index, place in enumerate(places)
     )
     rounds = "; ".join(
-        f'show {index} {file} "$i{index}" "$o{index}"; i{index}=$inode o{index}=$end'
+        f'look {index} {file} "$i{index}" "$o{index}"; i{index}=$inode o{index}=$end'
         for index, file in enumerate(files)
     )
     script = f"{_SHOW}{start}\necho ::ready\n{rounds}\necho ::whole\n"
@@ -126,11 +147,19 @@ class _Buffered:
         line, _, self._held = self._held.partition(b"\n")
         return line
 
-    def some(self, most: int) -> bytes:
-        """Some bytes, no more than `most`; none at the end."""
-        data = self._held or self._output.read(CHUNK_NBYTES)
-        self._held = data[most:]
-        return data[:most]
+    def exactly(self, length: int) -> bytes:
+        """So many bytes; fewer at the end.
+
+        Raises:
+            BadFrame: they are more than a frame may have.
+        """
+        if length > FRAME_NBYTES:
+            raise BadFrame
+        held = bytearray(self._held)
+        while len(held) < length and (more := self._output.read(CHUNK_NBYTES)):
+            held += more
+        self._held = bytes(held[length:])
+        return bytes(held[:length])
 
 
 def pieces(output: Output) -> Iterator[Piece]:
@@ -146,18 +175,14 @@ def pieces(output: Output) -> Iterator[Piece]:
         if line == b"::whole":
             yield Piece(None)
         elif found := _DATA.fullmatch(line):
-            yield from _pieces_of(source, *map(int, found.groups()))
+            file, inode, offset, length = map(int, found.groups())
+            data = source.exactly(length)
+            if (verdict := source.line()) == b"::sent":
+                yield Piece(file, inode, offset, data)
+            elif verdict not in (None, b"::void"):
+                raise BadFrame
         elif line != b"::beat":
             raise BadFrame
-
-
-def _pieces_of(
-    source: _Buffered, file: int, inode: int, offset: int, length: int
-) -> Iterator[Piece]:
-    """The pieces of one frame, as they come."""
-    while length and (data := source.some(length)):
-        yield Piece(file, inode, offset, data)
-        offset, length = offset + len(data), length - len(data)
 
 
 class Lines:
