@@ -4,11 +4,11 @@ import asyncio
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-from anyio import from_thread
+from anyio import CancelScope, CapacityLimiter, from_thread, to_thread
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
@@ -29,6 +29,32 @@ MAX_VIEWS = 4
 """Runs that are read at the same time, or as many as are streamed; of others what was read is forgotten."""
 EVERY_S = 1.0
 MAX_LINES = 1000
+MAX_STREAMS = 32
+MAX_SEARCHES = 32
+"""That wait: one at a time searches, so that training keeps its cores."""
+
+
+class Places:
+    """So many at a time; for the event loop's thread."""
+
+    def __init__(self, num: int, what: str) -> None:
+        self.num_left = num
+        self._what = what
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Take a place.
+
+        Raises:
+            HTTPException: there is none.
+        """
+        if not self.num_left:
+            raise HTTPException(503, f"too many {self._what} at a time", {"Retry-After": "2"})
+        self.num_left -= 1
+        try:
+            yield
+        finally:
+            self.num_left += 1
 
 
 class Views:
@@ -106,6 +132,9 @@ def make_app(views: Views, chosen: str = "latest") -> FastAPI:
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.state.views, app.state.chosen = views, chosen
+    app.state.streams = Places(MAX_STREAMS, "pages are open")
+    app.state.searches = Places(MAX_SEARCHES, "searches")
+    app.state.searching = CapacityLimiter(1)
     app.include_router(router)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     app.add_exception_handler(AnyHTTPException, _in_one_line)
@@ -122,12 +151,18 @@ def _view_of(request: Request, run: str) -> RunView:
         return views.get(run)
 
 
-def _streamed_view(request: Request, run: str) -> Iterator[RunView]:
+async def _streamed_view(request: Request, run: str) -> AsyncIterator[RunView]:
+    """The same for a stream. FastAPI would end each in a thread of its own if it were not asynchronous."""
     views: Views = request.app.state.views
-    with ExitStack() as stack:
+    with request.app.state.streams.taken():
+        streamed = views.streamed(run)
         with _in_words(views, run):
-            view = stack.enter_context(views.streamed(run))
-        yield view
+            view = await run_in_threadpool(streamed.__enter__)
+        try:
+            yield view
+        finally:
+            with CancelScope(shield=True):
+                await run_in_threadpool(streamed.__exit__, None, None, None)
 
 
 @contextmanager
@@ -171,7 +206,7 @@ def _events(view: View) -> Response:
 
 
 @router.get("/api/runs/{run}/logs")
-def _logs(
+async def _logs(
     request: Request,
     view: View,
     *,
@@ -182,7 +217,12 @@ def _logs(
 ) -> Response:
     lowest = lines.level_number(level) if level else 0
     wanted = lines.Wanted(node, rank, lowest, text)
-    found = view.search(wanted, MAX_LINES, lambda: not from_thread.run(request.is_disconnected))
+
+    def search() -> lines.Found:
+        return view.search(wanted, MAX_LINES, lambda: not from_thread.run(request.is_disconnected))
+
+    with request.app.state.searches.taken():
+        found = await to_thread.run_sync(search, limiter=request.app.state.searching)
     return _json({"entries": found.entries, "is_all": found.is_all})
 
 

@@ -12,9 +12,11 @@ from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from smolcluster.errors import ConfigError, PortBusy
 from smolcluster.observability.dashboard.app import Views, make_app
+from smolcluster.observability.dashboard.connections import CutWhenStalled
 from smolcluster.observability.dashboard.guard import Guard, access_for
 from smolcluster.utils.units import format_address
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 PORT = 8265
 SHUTDOWN_S = 1
+SEND_NBYTES = 1 << 17
+"""What the system keeps of an answer that is not read: little, so that it is noticed."""
 
 
 def serve(
@@ -56,14 +60,7 @@ def serve(
     address = f"http://{format_address(shown, own_port)}/?token={token}"
     say(f"dashboard: {address}")
     say("Ctrl-C ends it; training goes on")
-    config = uvicorn.Config(
-        Guard(make_app(views, chosen), access),
-        log_level="critical",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=SHUTDOWN_S,
-        proxy_headers=False,
-    )
+    config = server_config(Guard(make_app(views, chosen), access))
     with listener, ExitStack() as until_then:
         if opens_by:
             until_then.enter_context(opened(address, opens_by))
@@ -71,6 +68,19 @@ def serve(
             uvicorn.Server(config).run(sockets=[listener])
         except KeyboardInterrupt:
             return
+
+
+def server_config(app: ASGIApp) -> uvicorn.Config:
+    """How the application is served."""
+    return uvicorn.Config(
+        app,
+        http=CutWhenStalled,
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+        proxy_headers=False,
+    )
 
 
 def bound(host: str, port: int | None) -> socket.socket:
@@ -101,6 +111,7 @@ def _bound(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_NBYTES)
         listener.bind((host, port))
         listener.listen()
     except BaseException:

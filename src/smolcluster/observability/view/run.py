@@ -66,7 +66,6 @@ class RunView:
         self._now = now
         self._clock = clock
         self._lock = threading.Lock()
-        self._searching = threading.Lock()
         self._polled_at: float | None = None
         self._status: RunStatus | None = None
         self._changed_at: float | None = None
@@ -128,12 +127,11 @@ class RunView:
     def search(
         self, wanted: lines.Wanted, at_most: int, goes_on: Callable[[], bool] = lambda: True
     ) -> lines.Found:
-        """The newest log lines that are wanted; one search at a time, so that training keeps its cores.
+        """The newest log lines that are wanted.
 
         `goes_on` is asked for each block of a file: nobody may wait for the answer any more.
         """
-        with self._searching:
-            return lines.search(self.log_files(), wanted, at_most, goes_on)
+        return lines.search(self.log_files(), wanted, at_most, goes_on)
 
     def close(self) -> None:
         """Stop whatever copies its files."""

@@ -2,12 +2,15 @@
 
 import json
 import math
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -15,9 +18,20 @@ import uvicorn
 from fastapi.testclient import TestClient
 
 from made_runs import MadeRun, killed_run, worker_status
-from smolcluster.observability.dashboard.app import MAX_VIEWS, STATIC, Views, make_app
+from smolcluster.observability.dashboard import app as app_module
+from smolcluster.observability.dashboard import connections
+from smolcluster.observability.dashboard.app import (
+    MAX_SEARCHES,
+    MAX_STREAMS,
+    MAX_VIEWS,
+    STATIC,
+    Views,
+    make_app,
+)
 from smolcluster.observability.dashboard.guard import Guard, access_for
-from smolcluster.observability.dashboard.serve import bound
+from smolcluster.observability.dashboard.serve import bound, server_config
+from smolcluster.observability.view import lines
+from smolcluster.observability.view.lines import Found
 from smolcluster.observability.view.run import Files, files_here
 from smolcluster.runs.paths import RunPaths
 
@@ -236,9 +250,7 @@ def served(tmp_path: Path, views: Views) -> Iterator[str]:
     """A real server for the run edp-2; its address."""
     MadeRun(tmp_path, "edp-2").status("training", None, worker_status(0))
     with bound("127.0.0.1", 0) as listener:
-        app = make_app(views)
-        config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=1)
-        server = uvicorn.Server(config)
+        server = uvicorn.Server(server_config(make_app(views)))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         end = time.monotonic() + DEADLINE_S
@@ -296,6 +308,103 @@ def test_a_search_ends_when_its_browser_has_gone(served: str, tmp_path: Path) ->
     start = time.monotonic()
     assert httpx.get(f"{logs}y", timeout=DEADLINE_S).json()["entries"]
     assert time.monotonic() - start < 5 * one_s
+
+
+def test_more_pages_than_there_may_be_are_refused_and_leave_no_threads(
+    served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_module, "EVERY_S", 0.01)
+    url = f"{served}/api/runs/edp-2/stream"
+    with httpx.Client(timeout=DEADLINE_S, limits=httpx.Limits(max_connections=None)) as client:
+        for _ in range(2):
+            with ExitStack() as stack:
+                answers = [
+                    stack.enter_context(client.stream("GET", url)) for _ in range(MAX_STREAMS + 60)
+                ]
+                codes = Counter(answer.status_code for answer in answers)
+            assert codes == {200: MAX_STREAMS, 503: 60}
+            eventually(lambda: client.get(f"{served}/api/runs/edp-2/state").status_code == 200)
+            eventually(lambda: has_place(client, url))
+    named = [thread for thread in threading.enumerate() if "AnyIO" in thread.name]
+    assert len(named) <= 41
+
+
+def has_place(client: httpx.Client, url: str) -> bool:
+    with client.stream("GET", url) as answer:
+        return answer.status_code == 200
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_searches_that_wait_hold_up_nobody_and_are_not_without_number(
+    served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may, searching = threading.Event(), Counter[bool]()
+
+    def search(*_: object) -> Found:
+        searching[True] += 1
+        assert may.wait(DEADLINE_S)
+        return Found([], is_all=True)
+
+    monkeypatch.setattr(lines, "search", search)
+    codes: Counter[int] = Counter()
+
+    def ask() -> None:
+        codes[httpx.get(f"{served}/api/runs/edp-2/logs", timeout=DEADLINE_S).status_code] += 1
+
+    threads = [threading.Thread(target=ask) for _ in range(MAX_SEARCHES + 10)]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: codes[503] == 10)
+    assert searching[True] == 1
+    assert httpx.get(f"{served}/api/runs/edp-2/state", timeout=DEADLINE_S).status_code == 200
+    may.set()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert codes == {503: 10, 200: MAX_SEARCHES}
+
+
+def connected(served: str) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", urlsplit(served).port or 0), DEADLINE_S)
+
+
+def test_half_a_request_is_cut(served: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "STALL_S", 0.1)
+    with ExitStack() as stack:
+        for said in (b"", b"GET /api/runs HTTP/1.1\r\nHost: x", b"GET / HTTP/1.1\r\n"):
+            half = stack.enter_context(connected(served))
+            half.sendall(said)
+            with suppress(ConnectionResetError):
+                assert half.recv(1) == b""
+
+
+def test_many_connections_that_say_nothing_keep_nobody_out(
+    served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 5)
+    with ExitStack() as stack:
+        silent = [stack.enter_context(connected(served)) for _ in range(20)]
+        assert httpx.get(f"{served}/api/runs", timeout=DEADLINE_S).status_code == 200
+        with suppress(ConnectionResetError):
+            assert silent[0].recv(1) == b""
+
+
+def test_a_stream_that_nobody_reads_is_cut(
+    served: str, views: Views, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in ((app_module, "EVERY_S"), (connections, "STALL_S")):
+        monkeypatch.setattr(module, name, 0.001 if name == "EVERY_S" else 0.5)
+    with socket.socket() as unread:
+        unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        unread.connect(("127.0.0.1", urlsplit(served).port or 0))
+        unread.sendall(b"GET /api/runs/edp-2/stream HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        eventually(lambda: bool(+views._streams))
+        eventually(lambda: not +views._streams)
 
 
 def streamed(answer: httpx.Response) -> Iterator[tuple[str, Any]]:
