@@ -43,9 +43,9 @@ def test_a_console_line_is_readable_and_plain_where_there_is_no_terminal() -> No
     log.close()
     first, second = printed(out)
     assert re.fullmatch(
-        r"\d\d:\d\d:\d\d INFO  worker macbook  joined r after 2\.0 s, .* wide", first
+        r"\d\d:\d\d:\d\d INFO  worker 1 \(macbook\)  joined r after 2\.0 s, .* wide", first
     )
-    assert re.fullmatch(r"\d\d:\d\d:\d\d WARN  worker macbook  slow", second)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d WARN  worker 1 \(macbook\)  slow", second)
 
 
 def test_levels_are_coloured_on_a_terminal() -> None:
