@@ -21,7 +21,7 @@ from smolcluster.errors import (
     Rejected,
     RunFailed,
 )
-from smolcluster.runs.events import LeaseReturned, PushDropped
+from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLeft
 from smolcluster.training.build import Workbench, build
 from smolcluster.training.loop import training_steps
 from smolcluster.transport.messages import Push, Welcome
@@ -191,40 +191,47 @@ def test_a_worker_whose_own_copy_diverges_costs_its_pushes_and_nothing_else(
     assert torch.isfinite(cluster.bench.replica.params).all()
 
 
-def test_who_sends_such_gradients_also_from_fresh_weights_ends_the_run_and_is_named(
-    tmp_path: Path,
-) -> None:
-    class Broken(Worker):
-        def compute(self, lease: Assigned) -> float:
-            loss = super().compute(lease)
-            self.replica.grads.mul_(1e30)
-            return loss
+class Broken(Worker):
+    """All that it computes is out of proportion, whatever the weights."""
 
+    def compute(self, lease: Assigned) -> float:
+        loss = super().compute(lease)
+        self.replica.grads.mul_(1e30)
+        return loss
+
+
+class Exploding(Worker):
+    """From some step on its losses are NaN, whatever the weights."""
+
+    def compute(self, lease: Assigned) -> float:
+        if self.steps >= 20:
+            raise NonFiniteLoss("loss is nan at layer fc1")
+        return super().compute(lease)
+
+
+@pytest.mark.parametrize("algorithm_of_one", [Broken, Exploding])
+def test_a_worker_that_fails_also_from_fresh_weights_leaves_and_the_others_go_on(
+    tmp_path: Path, algorithm_of_one: type[Worker]
+) -> None:
     overrides = "gradient_clipping.enabled=false", "min_workers=2"
     cluster = Cluster(local_settings(*overrides, workers=2), tmp_path)
-    innocent = cluster.worker(1)
-    cluster.worker(2, make=Broken)
-    assert "worker 2 (macbook)" in str(cluster.server.failure())
-    assert isinstance(innocent.failure(), RunFailed)
+    innocent, broken = cluster.worker(1), cluster.worker(2, make=algorithm_of_one)
+    summary = cluster.finish(innocent)
+    assert isinstance(broken.failure(), NonFiniteLoss)
+    assert summary.pushes.non_finite > 0
+    left = [r.event for r in cluster.events() if isinstance(r.event, WorkerLeft)]
+    assert 1 in {event.rank for event in left}
+    assert any("worker 2 (macbook) takes part no more" in line for line in cluster.log_lines)
 
 
-def test_the_others_hear_why_a_run_failed(tmp_path: Path) -> None:
-    class Exploding(Worker):
-        def compute(self, lease: object) -> float:
-            if self.steps >= 20:
-                raise NonFiniteLoss("loss is nan at layer fc1")
-            return super().compute(lease)  # type: ignore[arg-type]
-
-    cluster = Cluster(local_settings(workers=2), tmp_path)
-    innocent = cluster.worker(1)
-    cluster.worker(2, make=Exploding)
+def test_a_run_on_which_every_worker_fails_has_failed(tmp_path: Path) -> None:
+    cluster = Cluster(local_settings("min_workers=2", workers=2), tmp_path)
+    workers = [cluster.worker(number, make=Exploding) for number in (1, 2)]
     error = cluster.server.failure()
     assert isinstance(error, NonFiniteLoss)
-    assert "worker 2 (macbook)" in str(error)
-    assert cluster.core.report.tally.pushes["non_finite"] == 1, "it could try again once"
-    failure = innocent.failure()
-    assert isinstance(failure, RunFailed)
-    assert "fc1" in str(failure)
+    assert "fc1" in str(error)
+    for worker in workers:
+        assert isinstance(worker.failure(), NonFiniteLoss | RunFailed)
 
 
 def test_a_wrong_secret_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:

@@ -190,9 +190,18 @@ class Hub:
         self.report.evaluated(event.version, event.epoch, event.evaluation)
 
     def _hear_fault(self, seat: int, fault: Fault) -> None:
-        """What one worker has met ends the run for all."""
-        if seat in self._seats:
-            raise NonFiniteLoss(f"{self._seats[seat].name}: {fault.sentence}")
+        """A worker gives up, because what it computes is not finite; the others go on without it.
+
+        Raises:
+            NonFiniteLoss: there is no other, so that it is the run and not a machine.
+        """
+        worker = self._seats.get(seat)
+        if worker is None:
+            return
+        if not self._missing and all(other is worker for other in self.workers):
+            raise NonFiniteLoss(f"{worker.name}: {fault.sentence}")
+        self._log.error("%s takes part no more: %s", worker.name, fault.sentence)
+        worker.goodbye = fault.sentence
 
     def _hear_goodbye(self, seat: int, goodbye: Goodbye) -> None:
         """A worker that has said goodbye has nothing more to say."""
