@@ -60,8 +60,8 @@ def test_each_worker_gets_its_best_way(two_ways: Lab) -> None:
     assert cluster["host_ip"]["mini2"] == first
     assert cluster["nodes"] == {"mini2": {"ssh": "mini@mini2"}}
     [pi5] = [line for line in done.stdout.splitlines() if line.startswith("pi5 reaches mini1 best")]
-    assert rate(pi5, f"{first} (eth0)") == pytest.approx(20, rel=0.3)
-    assert rate(pi5, f"at {second}") > 100
+    assert rate(pi5, f"{first} (eth0)") == pytest.approx(2.5, rel=0.3)
+    assert rate(pi5, f"at {second}") > 10
     [mini2] = [line for line in text.splitlines() if line.startswith("  mini2: ")]
     assert f"{second} (eth{SECOND}): no " in mini2
 
