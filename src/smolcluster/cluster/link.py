@@ -343,7 +343,7 @@ def measure_speed(bench: Workbench, batch_size: int) -> float:
 
 
 def _last_words(error: Exception) -> Message:
-    """A fault that concerns everybody ends the run; any other is this worker's own."""
+    """What the server is told; from a Fault it concludes whether the run has failed."""
     if isinstance(error, NonFiniteLoss):
         return Fault(code="non-finite", sentence=str(error))
     what = error if isinstance(error, SmolclusterError) else f"internal error: {error!r}"
