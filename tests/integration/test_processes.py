@@ -42,7 +42,8 @@ def test_a_worker_is_killed_another_comes_late_and_every_sample_is_applied_once(
 ) -> None:
     port = f"port={free_port()}"
     epochs = 120
-    server = processes.server("--local", "--override", port, f"num_epochs={epochs}", "threads=1")
+    overrides = (port, f"num_epochs={epochs}", "threads=1", "heartbeat_timeout_s=100")
+    server = processes.server("--local", "--override", *overrides)
     workers = [
         processes.worker(rank + 1, node, "--local", "--override", port, "threads=1")
         for rank, node in enumerate(("pi5", "win", "macbook"))
@@ -52,7 +53,12 @@ def test_a_worker_is_killed_another_comes_late_and_every_sample_is_applied_once(
     status_file = metrics.with_name("status.json")
     eventually(lambda: len(read_status(status_file).workers) == 3)
     workers[1].kill(signal.SIGKILL)
+    for worker in (workers[0], workers[2]):  # or the run could be over before the late one is there
+        worker.kill(signal.SIGSTOP)
     late = processes.worker(4, "macbook", "--local", "--override", port, "threads=1")
+    eventually(lambda: len(read_status(status_file).workers) == 4)
+    for worker in (workers[0], workers[2]):
+        worker.kill(signal.SIGCONT)
     assert server.wait() == 0, server.output
     for worker in (workers[0], workers[2], late):
         assert worker.wait() == 0, worker.output
