@@ -152,7 +152,10 @@ class Connection:
             PeerLost: the connection broke or ended, or the deadline passed.
         """
         sock = self._bare_socket()
-        return self._until(deadline, lambda: sock.recv(1, socket.MSG_PEEK)) == FIRST_BYTE
+        first = self._until(deadline, lambda: sock.recv(1, socket.MSG_PEEK))
+        if not first:
+            raise PeerLost(self._says("closed the connection"))
+        return first == FIRST_BYTE
 
     def encrypt(self, context: ssl.SSLContext, *, server_side: bool, deadline: Deadline) -> bytes:
         """Speak TLS from now on; returns the SHA-256 of the certificate that the server has shown.

@@ -406,6 +406,14 @@ def test_a_peer_that_says_nothing_is_given_up() -> None:
         assert server.broken
 
 
+def test_a_peer_that_goes_without_a_word_is_not_blamed_for_more() -> None:
+    with raw_and_connection(proved=False) as (raw, server):
+        server.address = "192.168.1.4"
+        raw.close()
+        with pytest.raises(PeerLost, match="closed the connection"):
+            server_authenticate(server, DOOR, Deadline(5.0))
+
+
 def test_a_server_that_says_nothing_is_given_up() -> None:
     with raw_and_connection(proved=False) as (_, client):
         with pytest.raises(PeerLost, match="did not finish in time"):
