@@ -373,6 +373,9 @@ class Connection:
                 silent_s += wait_s
                 self._check_stall(silent_s, "silent")
                 continue
+            except InterruptedError:
+                silent_s = 0.0
+                continue
             if received == 0:
                 raise PeerLost(self._says("closed the connection"))
             if hasher is not None:

@@ -81,7 +81,7 @@ def client_context() -> ssl.SSLContext:
 class TlsSocket:
     """The part of a socket's interface that `Connection` uses, encrypted.
 
-    `handshake` comes first. An operation that times out (`BlockingIOError`) may be repeated; after any other
+    `handshake_step` comes first, until it is over. An operation that times out (`BlockingIOError`) may be repeated; after any other
     error the connection is lost. Damaged records raise `ssl.SSLError`, which is an OSError.
     """
 
@@ -127,24 +127,32 @@ class TlsSocket:
         return 0 if self._unsent else self._unsent_plain
 
     def recv_into(self, place: memoryview, _nbytes: int = 0, _flags: int = 0) -> int:
-        """Wait for plain bytes; returns how many, at least 1, or 0 when the peer has ended its side."""
-        filled = 0
+        """Wait for plain bytes; returns how many, at least 1, or 0 when the peer has ended its side.
+
+        Raises:
+            InterruptedError: bytes have come, but no whole record: look at the deadline, and call again.
+        """
+        filled, has_received = 0, False
         while filled < place.nbytes:
             try:
                 with self._lock:
                     received: Any = self._tls.read(place.nbytes - filled, place[filled:])
                 filled += received
             except ssl.SSLWantReadError:
-                if filled or not self._receive_records():
+                if filled:
+                    break
+                if has_received:
+                    raise InterruptedError("half a record") from None
+                has_received = self._receive_records()
+                if not has_received:
                     break
             except ssl.SSLZeroReturnError:
                 break
         return filled
 
     def recv(self, nbytes: int) -> bytes:
-        """Up to `nbytes` plain bytes; b"" when the peer has ended its side."""
-        place = memoryview(bytearray(nbytes))
-        return bytes(place[: self.recv_into(place)])
+        """Up to `nbytes` as they come, encrypted, for who waits for the end; b"" when the peer has ended."""
+        return self._socket.recv(nbytes)
 
     def setsockopt(self, level: int, option: int, value: bytes) -> None:
         """Set an option of the socket."""

@@ -3,12 +3,14 @@ import selectors
 import socket
 import struct
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connection_pairs import one_of_each, socket_pair
+from connection_pairs import one_of_each, raw_and_connection, socket_pair
 from smolcluster.errors import ConfigError, ConnectTimeout, PeerLost, PortBusy, SmolclusterError
 from smolcluster.transport.connection import (
     ConnectFailed,
@@ -19,6 +21,7 @@ from smolcluster.transport.connection import (
     is_local_address,
     listen,
 )
+from smolcluster.utils.retry import Deadline
 
 HOST = "127.0.0.1"
 FOREIGN = "192.0.2.1"
@@ -209,3 +212,21 @@ def test_a_reset_connection_is_a_lost_peer() -> None:
     with pytest.raises(PeerLost, match=r"mini1: handshake: connection lost \(Connection reset"):
         connection.receive()
     connection.close()
+
+
+def test_a_record_that_trickles_in_does_not_outlive_the_deadline() -> None:
+    head = b"\x17\x03\x03\x40\x00"  # of a record of 16 KiB
+    with raw_and_connection("tls", proved=False) as (raw, connection), ThreadPoolExecutor(1) as pool:
+
+        def trickle() -> None:
+            with suppress(OSError):
+                for byte in head + bytes(200):
+                    socket.socket.sendall(raw, bytes([byte]))  # below TLS
+                    time.sleep(0.05)
+                raw.close()
+
+        trickling = pool.submit(trickle)
+        with pytest.raises(PeerLost, match="in time"):
+            connection.receive(deadline=Deadline(0.5))
+        connection.close()
+        trickling.result(30.0)
