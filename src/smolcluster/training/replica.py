@@ -41,7 +41,7 @@ class Replica:
         layers: name and place in the flat tensors of each parameter, in order.
         bucket_bytes: largest size of a bucket.
         buckets: the flat tensors cut into slices of at most `bucket_bytes`, in order.
-        fingerprint: SHA-256 over name, shape and type of every parameter, in hex.
+        fingerprint: SHA-256 over name, shape and type of every parameter, and the activations, in hex.
         precision: what forward and backward compute in.
         meter: where it counts the time of forward, backward, and what changes the weights.
     """
@@ -362,6 +362,10 @@ def _fingerprint(model: nn.Module) -> str:
     for name, parameter in model.named_parameters():
         state = "trained" if parameter.requires_grad else "frozen"
         digest.update(f"{name}|{tuple(parameter.shape)}|{parameter.dtype}|{state}\n".encode())
+    for name, module in model.named_modules():
+        is_activation = type(module).__module__ == nn.ReLU.__module__
+        if is_activation and not isinstance(module, nn.ReLU):  # of old checkpoints the only one
+            digest.update(f"{name}|{type(module).__name__}\n".encode())
     return digest.hexdigest()
 
 

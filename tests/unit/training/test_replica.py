@@ -237,13 +237,15 @@ def test_an_unknown_optimizer_is_refused() -> None:
         Replica(perceptron(), "lion")
 
 
-def test_the_fingerprint_tells_names_shapes_and_types_apart() -> None:
+def test_the_fingerprint_tells_names_shapes_types_and_activations_apart() -> None:
     frozen = perceptron()
     frozen.fc1.requires_grad_(requires_grad=False)
     models = [
         perceptron(),
         SimpleNN(8, 6, 3),
         SimpleNN(6, 9, 3),
+        SimpleNN(6, 8, 3, "tanh"),
+        SimpleNN(6, 8, 3, "gelu"),
         perceptron(torch.float64),
         nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)),
         frozen,
