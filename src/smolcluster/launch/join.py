@@ -11,7 +11,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -36,8 +37,11 @@ from smolcluster.runs.processes import ProcessEntry, read_processes, start_of, w
 from smolcluster.runs.status import read_status
 from smolcluster.transport.messages import Welcome
 from smolcluster.transport.security import load_secret
+from smolcluster.utils.locks import release, take
 
 POLL_S = 0.1
+LOCK = "joining.lock"
+"""In a run's folder: who brings a machine into it holds its lock."""
 
 
 def join(where: str, wanted: Wanted) -> int:
@@ -54,6 +58,30 @@ def join(where: str, wanted: Wanted) -> int:
     if address is not None:
         return _join_as_process(address, wanted, _of_this_machine(wanted), paths=None)
     paths = find(where, acts=True)
+    with _taking_turns(paths):
+        return _join_run(paths, wanted)
+
+
+@contextmanager
+def _taking_turns(paths: RunPaths) -> Iterator[None]:
+    """Wait until no other machine is being brought into the run: joining changes the run's files."""
+
+    def on_busy(who: str) -> None:
+        print_line(
+            SteadyConsole(), f"waiting for {who}, which brings a machine into run {paths.run_id}"
+        )
+
+    try:
+        lock = take(paths.root / LOCK, on_busy)
+    except OSError as error:
+        raise LaunchError(f"{paths.root / LOCK} cannot be locked: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        release(lock)
+
+
+def _join_run(paths: RunPaths, wanted: Wanted) -> int:
     launched = read_launched(paths.launched) if paths.launched.is_file() else None
     if launched is not None and not launched.is_local:
         return join_cluster(paths, launched, wanted)

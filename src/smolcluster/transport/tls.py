@@ -81,8 +81,9 @@ def client_context() -> ssl.SSLContext:
 class TlsSocket:
     """The part of a socket's interface that `Connection` uses, encrypted.
 
-    `handshake_step` comes first, until it is over. An operation that times out (`BlockingIOError`) may be repeated; after any other
-    error the connection is lost. Damaged records raise `ssl.SSLError`, which is an OSError.
+    `handshake_step` comes first, until it is over. An operation that times out (`BlockingIOError`) may be
+    repeated; after any other error the connection is lost. Damaged records raise `ssl.SSLError`, which is an
+    OSError.
     """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server_side: bool) -> None:

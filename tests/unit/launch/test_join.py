@@ -1,5 +1,8 @@
 """What joining changes in a run's files, and whom a word means."""
 
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -7,9 +10,11 @@ import pytest
 from smolcluster.cluster.joining import ServerAddress
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import ConfigError
+from smolcluster.launch import join as joining
 from smolcluster.launch.join import address_of, own_name
-from smolcluster.launch.take_in import with_worker
-from smolcluster.runs.launched import Launched, LaunchedProcess
+from smolcluster.launch.take_in import Wanted, with_worker
+from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
+from smolcluster.runs.paths import create_run
 
 RAW: dict[str, Any] = {
     "host_ip": {"mini1": "10.0.0.1", "pi5": "10.0.1.1"},
@@ -77,3 +82,28 @@ def test_a_worker_takes_the_place_of_the_one_that_it_was() -> None:
     joined = launched.with_worker(process("pi5", 1)).with_worker(process("mini2", 0))
     assert joined.server == server
     assert [(each.node, each.rank) for each in joined.workers] == [("pi5", 1), ("mini2", 0)]
+
+
+def test_two_machines_are_brought_in_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = create_run(tmp_path, "edp-1")
+    processes = (process("pi5", None), process("mini2", 0))
+    write_launched(paths.launched, Launched(run_id="edp-1", algorithm="edp", processes=processes))
+    order: list[str] = []
+    second: list[Future[int]] = []
+    waits = Event()
+
+    def bring_in(_paths: object, _launched: object, wanted: Wanted) -> int:
+        if wanted.name == "a":
+            second.append(pool.submit(joining.join, str(paths.root), Wanted(name="b")))
+            assert waits.wait(20.0), "the second one did not say that it waits"
+        order.append(str(wanted.name))
+        return 0
+
+    monkeypatch.setattr(joining, "join_cluster", bring_in)
+    monkeypatch.setattr(joining, "print_line", lambda *_: waits.set())
+    with ThreadPoolExecutor(1) as pool:
+        assert joining.join(str(paths.root), Wanted(name="a")) == 0
+        assert second[0].result(20.0) == 0
+    assert order == ["a", "b"]

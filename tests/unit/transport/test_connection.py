@@ -216,7 +216,10 @@ def test_a_reset_connection_is_a_lost_peer() -> None:
 
 def test_a_record_that_trickles_in_does_not_outlive_the_deadline() -> None:
     head = b"\x17\x03\x03\x40\x00"  # of a record of 16 KiB
-    with raw_and_connection("tls", proved=False) as (raw, connection), ThreadPoolExecutor(1) as pool:
+    with (
+        raw_and_connection("tls", proved=False) as (raw, connection),
+        ThreadPoolExecutor(1) as pool,
+    ):
 
         def trickle() -> None:
             with suppress(OSError):
