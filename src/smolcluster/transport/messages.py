@@ -272,7 +272,7 @@ class Goodbye(Message):
 
 
 class Fault(Message):
-    """Client: leaves, because what it computes is not finite. When nobody else is there, the run has failed."""
+    """Client: leaves, because what it computes is not finite. If nobody else is there, the run has failed."""
 
     KIND: ClassVar[int] = 14
     code: Literal["non-finite"]
