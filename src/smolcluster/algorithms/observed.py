@@ -23,6 +23,7 @@ from smolcluster.runs.paths import RunPaths, runs_root
 from smolcluster.runs.status import RunStatus
 from smolcluster.transport.messages import Telemetry
 from smolcluster.utils.meter import Meter
+from smolcluster.utils.units import format_address
 
 
 @contextmanager
@@ -51,7 +52,11 @@ def metrics_served(
         run_id=run_id,
         status=status,
     )
-    with serve_metrics(collector, *place, warn=log.warning):
+    address, port = place
+    with serve_metrics(collector, address, port, warn=log.warning) as served:
+        if served not in (None, port):
+            where = format_address(address, served)
+            log.info("/metrics is on %s, because port %d is taken", where, port)
         yield
 
 

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 import smolcluster
 from smolcluster.cli import (
+    cleaning,
     dashboards,
     joining,
     launching,
@@ -33,7 +34,7 @@ from smolcluster.utils.bugs import describe_bug
 
 ORDER = (
     *("launch", "status", "logs", "top", "dashboard", "attach", "join", "stop", "resume"),
-    *("runs", "fetch", "report", "compare", "trace", "checkpoints", "generate", "export"),
+    *("runs", "fetch", "clean", "report", "compare", "trace", "checkpoints", "generate", "export"),
     *("train", "init", "doctor", "config", "observe", "ship"),
 )
 """How the help lists the commands: in the order in which one meets them."""
@@ -55,6 +56,7 @@ for part in (
     launching,
     joining,
     watching,
+    cleaning,
     dashboards,
     reports,
     machines,

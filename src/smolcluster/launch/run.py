@@ -24,7 +24,13 @@ from smolcluster.configs.resolve import Settings, check_algorithm
 from smolcluster.errors import LaunchError, SmolclusterError
 from smolcluster.launch.children import POLL_S, Child, stop, wait_for
 from smolcluster.launch.interrupts import Interrupts, interrupts
-from smolcluster.launch.observe.beside import announce, forget, stack_for, within_reach
+from smolcluster.launch.observe.beside import (
+    announce,
+    beside_others,
+    forget,
+    stack_for,
+    within_reach,
+)
 from smolcluster.launch.plan import LaunchPlan, Request, in_sessions, plan_local
 from smolcluster.launch.remote import How, launch_here, launch_remote, wants_window
 from smolcluster.launch.requests import settings_of, written_here
@@ -103,6 +109,8 @@ def launch_local(request: Request, run_id: str, how: How, *, resume: bool = Fals
     if stack is not None:
         request = within_reach(request, settings.cluster)
         settings = settings_of(request, local=True)
+    request = beside_others(request, settings.cluster, say)
+    settings = settings_of(request, local=True)
     plan = _plan(request, settings, run_id, resume=resume)
     if stack is not None:
         announce(stack, run_id, plan.processes, settings.cluster, ssh=lambda _: None, say=say)

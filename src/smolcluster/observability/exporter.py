@@ -5,9 +5,11 @@ A process that serves it computes nothing for it: a scrape, on a thread of its o
 begin with `smolcluster_`; what is no finite number is NaN.
 """
 
+import errno
 import math
 import os
 import shutil
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from pathlib import Path
 from socket import AF_INET, AF_INET6
 from socketserver import TCPServer
 from typing import Any, TypeVar
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import psutil
 from prometheus_client import CollectorRegistry, Metric, make_wsgi_app
@@ -46,6 +48,8 @@ MAX_CLIENTS = 16
 """That are answered at once: strangers must not take all file descriptors of the process."""
 REQUEST_TIMEOUT_S = 10.0
 """How long a client may take to say what it wants."""
+MAX_FURTHER_PORTS = 64
+"""That are tried where the own one is taken: enough for the processes of a few more runs on a machine."""
 POLL_S, CLOSE_TIMEOUT_S = 0.1, 2.0
 """How soon the thread hears that it is to end, and how long that is waited for."""
 
@@ -297,35 +301,73 @@ def metrics_address(cluster: ClusterConfig, worker_id: int | None) -> tuple[str,
     return (cluster.metrics_bind or LOOPBACK, port) if port <= 65535 else None
 
 
+def free_ports(address: str, first: int, count: int) -> int | None:
+    """The first of `count` free ports in a row at or soon after `first`, in steps of `count`.
+
+    None: there are none, or the address is not this machine's.
+    """
+    last = min(first + MAX_FURTHER_PORTS, 65536 - count)
+    for start in range(first, last + 1, count):
+        if all(_is_free(address, port) for port in range(start, start + count)):
+            return start
+    return None
+
+
+def _is_free(address: str, port: int) -> bool:
+    family = AF_INET6 if ":" in address else AF_INET
+    try:
+        socket.create_server((address, port), family=family).close()
+    except OSError:
+        return False
+    return True
+
+
 @contextmanager
 def serve_metrics(
     collector: Collector, address: str, port: int, *, warn: Callable[[str], None]
-) -> Iterator[None]:
-    """Serve `/metrics` on this address while the body runs.
+) -> Iterator[int | None]:
+    """Serve `/metrics` on this address while the body runs; yields the port, or None where there is none.
 
-    Where that is not possible, because the port is busy or the address is not this machine's, `warn` gets one
-    sentence, and the body runs all the same.
+    Where the port is taken, as by another run, the next free one of `MAX_FURTHER_PORTS` is. Where that is not
+    possible either, or the address is not this machine's, `warn` gets one sentence, and the body runs all the
+    same.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
-    server_class = _Server6 if ":" in address else _Server
     try:
-        server = make_server(address, port, make_wsgi_app(registry), server_class, _Handler)
+        server = _listening(address, port, make_wsgi_app(registry))
     except OSError as error:
         where = format_address(address, port)
         warn(f"no /metrics on {where}: {error.strerror or error}; set metrics_port or metrics_bind")
-        yield
+        yield None
         return
     thread = threading.Thread(
         target=server.serve_forever, args=(POLL_S,), name="metrics", daemon=True
     )
     thread.start()
     try:
-        yield
+        yield server.server_port
     finally:
         server.shutdown()
         server.server_close()
         thread.join(CLOSE_TIMEOUT_S)
+
+
+def _listening(address: str, first: int, application: Any) -> WSGIServer:
+    """A server on the first free port from `first` on.
+
+    Raises:
+        OSError: there is none, or the address is not this machine's.
+    """
+    server_class = _Server6 if ":" in address else _Server
+    last = min(first + MAX_FURTHER_PORTS, 65535)
+    for port in range(first, last + 1):
+        try:
+            return make_server(address, port, application, server_class, _Handler)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port == last:
+                raise
+    raise AssertionError("a range of at least one port")
 
 
 class _Server(ThreadingWSGIServer):

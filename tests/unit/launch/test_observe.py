@@ -22,6 +22,7 @@ from smolcluster.launch import run
 from smolcluster.launch.observe import beside, commands, stack
 from smolcluster.launch.observe.beside import (
     announce,
+    beside_others,
     bring_up,
     forget,
     stack_for,
@@ -45,6 +46,7 @@ from smolcluster.launch.observe.targets import (
     write_targets,
 )
 from smolcluster.launch.plan import Request
+from smolcluster.observability import exporter
 from smolcluster.utils.retry import Deadline
 
 DOCKER = """#!/bin/sh
@@ -357,6 +359,19 @@ def test_what_the_user_said_of_metrics_stays(
         assert within_reach(request(), local_settings(stated).cluster) == request()
     monkeypatch.setattr("sys.platform", "darwin")
     assert within_reach(request(), local_settings().cluster) == request()
+
+
+def test_a_second_run_of_this_machine_has_ports_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    cluster = local_settings("metrics_port=9500", workers=2).cluster
+    monkeypatch.setattr(exporter, "_is_free", lambda *_: True)
+    assert beside_others(request(), cluster, said.append) == request()
+    monkeypatch.setattr(exporter, "_is_free", lambda _, port: port != 9502)
+    moved = beside_others(request(), cluster, said.append)
+    assert moved.overrides == (*request().overrides, "metrics_port=9503")
+    [line] = said
+    assert "9500" in line
+    assert "9503" in line
 
 
 PROCESSES = (server(None), worker(0, "pi5", "pi@pi5"), worker(1, "win", None))

@@ -18,11 +18,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from exporting import NOW, NUMBERS, a_status, a_worker
 from harness import free_port
 from smolcluster.configs.resolve import load_settings
+from smolcluster.observability import exporter
 from smolcluster.observability.exporter import (
     MAX_CLIENTS,
+    MAX_FURTHER_PORTS,
     ProcessLabels,
     ProcessNumbers,
     RunCollector,
+    free_ports,
     metrics_address,
     serve_metrics,
 )
@@ -227,16 +230,46 @@ def test_two_processes_in_one_have_a_registry_each() -> None:
         assert "smolcluster_step 9.0" in get(second)
 
 
-def test_a_busy_port_is_one_sentence_and_the_run_goes_on() -> None:
+def test_a_busy_port_makes_it_take_the_next_free_one() -> None:
+    served = []
+    with ExitStack() as runs:
+        other = runs.enter_context(socket.create_server(("127.0.0.1", 0)))
+        first = other.getsockname()[1]
+        for step in (5, 9):
+            serving = serve_metrics(
+                collector(a_status(step=step)), "127.0.0.1", first, warn=pytest.fail
+            )
+            port = runs.enter_context(serving)
+            assert port is not None
+            assert f"smolcluster_step {step}.0" in get(port)
+            served.append(port)
+        assert len({first, *served}) == 3
+        assert all(first < port <= first + MAX_FURTHER_PORTS for port in served)
+
+
+def test_no_free_port_is_one_sentence_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "MAX_FURTHER_PORTS", 0)
     warnings: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        with serve_metrics(collector(), "127.0.0.1", port, warn=warnings.append):
-            pass
+        with serve_metrics(collector(), "127.0.0.1", port, warn=warnings.append) as served:
+            assert served is None
     [sentence] = warnings
     assert f"127.0.0.1:{port}" in sentence
-    assert "in use" in sentence
     assert "metrics_port" in sentence
+
+
+def test_ports_in_a_row_are_found_behind_those_that_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        assert free_ports("127.0.0.1", port, 1) != port
+    assert free_ports("192.0.2.1", port, 1) is None
+    assert free_ports("127.0.0.1", 65535, 2) is None
+    monkeypatch.setattr(exporter, "_is_free", lambda _, port: port != 9465)
+    assert free_ports("127.0.0.1", 9464, 3) == 9467
+    assert free_ports("127.0.0.1", 9464, 1) == 9464
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1", "no-such-host.invalid", "2001:db8::1"])

@@ -29,6 +29,7 @@ from smolcluster.launch.observe.targets import (
     write_targets,
 )
 from smolcluster.launch.plan import Request
+from smolcluster.observability.exporter import LOOPBACK, free_ports
 
 DOCKER_S, SERVICE_S = 3.0, 0.5
 """How long a launch waits for a word from Docker, and from Grafana."""
@@ -143,6 +144,21 @@ def within_reach(request: Request, cluster: ClusterConfig) -> Request:
     if address is None:
         return request
     return replace(request, overrides=(*request.overrides, f"metrics_bind={address}"))
+
+
+def beside_others(request: Request, cluster: ClusterConfig, say: Say) -> Request:
+    """The same request for this machine alone, its `/metrics` on ports that no other run has.
+
+    Prometheus is told of these; a process that finds its port taken since then takes the next free one.
+    """
+    stated = cluster.metrics_port
+    if stated is None:
+        return request
+    port = free_ports(cluster.metrics_bind or LOOPBACK, stated, 1 + len(cluster.workers))
+    if port in (None, stated):
+        return request
+    say(f"/metrics from port {port} on, because others have {stated}")
+    return replace(request, overrides=(*request.overrides, f"metrics_port={port}"))
 
 
 def _can_listen(address: str) -> bool:

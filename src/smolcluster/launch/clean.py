@@ -1,0 +1,420 @@
+"""`smolcluster clean`: remove failed starts and old runs, on this machine and on those they were launched on.
+
+Nothing goes that was not shown before. On other machines, which need no checkout for it, a small script does
+both, the looking and the removing: right before it removes a folder it looks again whether a process there
+has to do with it. A run's folder here goes last, because it says where the others are.
+"""
+
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
+from smolcluster.launch.find import all_runs
+from smolcluster.launch.host import Host
+from smolcluster.launch.watch.fetch import files_in, is_here
+from smolcluster.launch.watch.listing import ListedRun, listed
+from smolcluster.launch.watch.probe import OURS, ask_host
+from smolcluster.observability.terminal import SteadyConsole, displayable, steady
+from smolcluster.runs.files import or_none
+from smolcluster.runs.launched import read_launched
+from smolcluster.runs.lock import RunLock, is_held
+from smolcluster.runs.paths import LATEST, RunPaths, check_run_id, latest_of, point_latest
+from smolcluster.utils.units import format_bytes, format_duration
+from smolcluster.utils.words import one_line
+
+TIMEOUT_S = 120.0
+"""How long a machine may take: checkpoints are large, and a Pi's card is slow."""
+LAUNCHED_NAME = re.compile(r"[a-z]+-\d{8}-\d{6}-[0-9a-f]+")
+MARKS = (".lock", "launch.json", "processes.json", "status.json", "events.jsonl")
+"""A folder with one of these is a run's; so is one named by a launch that has logs."""
+HERE = "here"
+FAILED_START = "never took a step"
+
+SCRIPT = r"""
+ps=$(ps -A -ww -o args=)
+while IFS= read -r folder; do
+  case $folder in \~/*) folder=$HOME/${folder#??} ;; esac
+  id=${folder##*/} root=${folder%/*}
+  if [ -L "$folder" ] || [ ! -d "$folder" ]; then echo "absent 0"; continue; fi
+  known=
+  for mark in .lock pids launch launch.json; do [ -e "$folder/$mark" ] && known=1; done
+  if [ -z "$known" ]; then echo "strange 0"; continue; fi
+  case $ps in *"$id/launch/"*|*"--run-id $id"*) echo "living 0"; continue ;; esac
+  pid=$(cat "$folder/.lock" 2>/dev/null)
+  if [ -n "$pid" ] && ps -ww -o args= -p "$pid" 2>/dev/null | grep -q -e server.py -e smolcluster; then
+    echo "living 0"; continue
+  fi
+  if [ "$mode" = remove ]; then
+    if rm -rf -- "$folder" 2>/dev/null; then echo "removed 0"; else echo "stays 0"; fi
+    [ "$(readlink "$root/latest" 2>/dev/null)" = "$id" ] && rm -f -- "$root/latest"
+    continue
+  fi
+  kilobytes=$(du -sk "$folder" 2>/dev/null | cut -f 1)
+  if [ -n "$(ls "$folder/checkpoints" 2>/dev/null)" ]; then echo "trained ${kilobytes:-0}"
+  else echo "untrained ${kilobytes:-0}"; fi
+done
+"""
+"""Reads folders, one a line, and prints of each a word and its size in kB.
+
+`rm -r` follows no link. The runs' names come by standard input, so no command of ours has them.
+"""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which runs are to go: these, or failed starts and those that are old by both measures.
+
+    Attributes:
+        runs: their names; empty: choose by the others.
+        older_than_s: seconds since their end; None: any.
+        keep: so many of the newest stay, failed starts not counted; None: any number.
+    """
+
+    runs: tuple[str, ...] = ()
+    older_than_s: float | None = None
+    keep: int | None = None
+
+
+@dataclass
+class Doomed:
+    """A run that is proposed, and why; `elsewhere`: its other folders that are there, with their size."""
+
+    run: ListedRun
+    paths: RunPaths
+    why: str
+    age_s: float
+    elsewhere: dict[tuple[Host, str], int] = field(default_factory=dict)
+    is_whole: bool = True
+    """Whether every machine that may have a folder of it has answered."""
+
+
+def clean(choice: Choice, *, here: bool = False, yes: bool = False) -> int:
+    """Show what would go, ask, and remove it; 1 when a machine did not answer or something stays.
+
+    `here`: ask no other machine, and leave what is there. Without a terminal nothing goes, unless `yes`.
+
+    Raises:
+        ConfigError: there is no such run.
+    """
+    root = all_runs()
+    troubles: list[str] = []
+    doomed = chosen(root, choice, troubles, here=here)
+    if not here:
+        doomed = _looked_up(doomed, troubles)
+    for trouble in troubles:
+        _say(trouble)
+    if not doomed:
+        _say(f"nothing to remove in {root}")
+        return int(bool(troubles))
+    _show(doomed)
+    if not yes and not _confirmed():
+        return int(bool(troubles))
+    failures = _remove(root, doomed)
+    for failure in failures:
+        _say(failure)
+    return int(bool(troubles or failures))
+
+
+def parse_age(text: str | None) -> float | None:
+    """Seconds of an age such as `12h`, `30d` or `8w`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,6})(h|d|w)", text.strip())
+    if found is None:
+        raise ConfigError(f"--older-than {one_line(text)}: must be an age such as 12h, 30d or 8w")
+    return int(found[1]) * {"h": 3600.0, "d": 86400.0, "w": 604800.0}[found[2]]
+
+
+# --- which runs
+
+
+def chosen(root: Path, choice: Choice, troubles: list[str], *, here: bool = False) -> list[Doomed]:
+    """The runs that are to go, the newest last; what cannot be told of others is added to `troubles`.
+
+    Raises:
+        ConfigError: a run that was named is not there, or lives.
+    """
+    latest = latest_of(root)
+    named = {_name(root, name) for name in choice.runs}
+    runs = [
+        each for each in listed(root, _ask_here if here else None) if is_run(root / each.run_id)
+    ]
+    if named - {run.run_id for run in runs}:
+        missing = ", ".join(sorted(named - {run.run_id for run in runs}))
+        raise ConfigError(f"no run {missing} under {root}; `smolcluster runs` lists them")
+    in_use = _in_use(root)
+    trained = [run.run_id for run in runs if not _never_began(RunPaths(root / run.run_id), run)]
+    kept = set(trained[-choice.keep :]) if choice.keep else set()
+    doomed = []
+    for run in runs:
+        paths = RunPaths(root / run.run_id)
+        age_s = _age_s(paths, run)
+        if named:
+            why = "named" if run.run_id in named else None
+        else:
+            is_kept = run.run_id == latest or run.run_id in kept
+            why = None if is_kept else _why(paths, run, age_s, choice)
+        if why is None:
+            continue
+        if run.is_alive or run.state == "starting" or run.run_id in in_use or is_held(paths.lock):
+            if named:
+                raise ConfigError(f"run {run.run_id} is running: `smolcluster stop {run.run_id}`")
+        elif run.is_alive is None:
+            if not here:
+                nodes = ", ".join(run.nodes)
+                troubles.append(f"run {run.run_id} is left: not all of {nodes} say if it lives")
+        else:
+            doomed.append(Doomed(run, paths, why, age_s))
+    return doomed
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run's, so that it may be removed."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    is_named = LAUNCHED_NAME.fullmatch(folder.name) is not None
+    return any((folder / mark).is_file() for mark in MARKS) or (
+        is_named and (folder / "logs").is_dir()
+    )
+
+
+def _name(root: Path, name: str) -> str:
+    if name != LATEST:
+        return check_run_id(name)
+    latest = latest_of(root)
+    if latest is None:
+        raise ConfigError(f"no run {LATEST!r} under {root}")
+    return latest
+
+
+def _why(paths: RunPaths, run: ListedRun, age_s: float, choice: Choice) -> str | None:
+    """Why it is to go, in words; None: it is not."""
+    if _never_began(paths, run):
+        return FAILED_START
+    if choice.older_than_s is not None and age_s <= choice.older_than_s:
+        return None
+    if choice.older_than_s is not None:
+        return f"older than {format_duration(choice.older_than_s)}"
+    return None if choice.keep is None else f"not of the newest {choice.keep}"
+
+
+def _never_began(paths: RunPaths, run: ListedRun) -> bool:
+    """Whether its start failed. A worker's folder does not tell how far its run came, so is none."""
+    if run.steps or not any((paths.root / mark).is_file() for mark in MARKS):
+        return False
+    with suppress(OSError):
+        if any(paths.checkpoints.iterdir()):
+            return False
+    with suppress(OSError):
+        return run.steps == 0 or paths.metrics.stat().st_size == 0
+    return True
+
+
+def _age_s(paths: RunPaths, run: ListedRun) -> float:
+    """Seconds since the run's end; of a worker's folder, which does not tell it, since its newest file."""
+    ended = run.began_at.timestamp() + (run.wall_s or 0.0)
+    if run.algorithm is None:
+        newest = max((changed_ns for _, changed_ns in files_in(paths.root).values()), default=0)
+        ended = max(ended, newest / 1e9)
+    return max(0.0, time.time() - ended)
+
+
+def _in_use(root: Path) -> set[str]:
+    """The runs in whose folders processes of ours have files open, as workers started by hand have."""
+    found = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            line = " ".join(process.cmdline())
+            if not any(word in line for word in OURS):
+                continue
+            for file in process.open_files():
+                with suppress(ValueError):
+                    found.add(Path(file.path).relative_to(root.resolve()).parts[0])
+    return found
+
+
+def _ask_here(host: Host, script: str) -> str:
+    if host.destination is not None:
+        raise LaunchError(f"{host.node} is not asked")
+    return ask_host(host, script)
+
+
+# --- on the machines
+
+
+def _looked_up(doomed: Sequence[Doomed], troubles: list[str]) -> list[Doomed]:
+    """The same with their folders on other machines, without those that live or have trained there."""
+    places = {each.run.run_id: list(_places(each.paths)) for each in doomed}
+    hosts = list(dict.fromkeys(host for found in places.values() for host, _ in found))
+    asked = {
+        host: [folder for found in places.values() for at, folder in found if at == host]
+        for host in hosts
+    }
+    answers = _each(asked, "look", troubles)
+    left = []
+    for each in doomed:
+        said = {place: answers.get(place) for place in places[each.run.run_id]}
+        words = {answer[0] for answer in said.values() if answer is not None}
+        if "living" in words or (each.why == FAILED_START and "trained" in words):
+            continue
+        each.is_whole = None not in said.values()
+        each.elsewhere = {
+            place: answer[1]
+            for place, answer in said.items()
+            if answer is not None and answer[0] in ("trained", "untrained")
+        }
+        if each.is_whole or each.elsewhere:
+            left.append(each)
+    return left
+
+
+def _places(paths: RunPaths) -> Iterator[tuple[Host, str]]:
+    """The folders of a run besides the one here, each once; only those that bear its name."""
+    launched = or_none(read_launched, paths.launched)
+    for process in {} if launched is None else launched.processes:
+        folder = process.run_dir.rstrip("/")
+        is_its = folder.rpartition("/")[2] == paths.run_id and "\n" not in folder
+        if is_its and not is_here(process, paths):
+            yield Host(process.node, process.ssh), folder
+
+
+def _each(
+    asked: dict[Host, list[str]], mode: str, troubles: list[str]
+) -> dict[tuple[Host, str], tuple[str, int]]:
+    """Run the script on all machines at once; of each folder of those that answer its word and bytes."""
+    answers: dict[tuple[Host, str], tuple[str, int]] = {}
+
+    def ask(host: Host) -> str | list[tuple[str, int]]:
+        lines = list(dict.fromkeys(asked[host]))
+        try:
+            done = host.run(
+                f"mode={shlex.quote(mode)}\n{SCRIPT}",
+                stdin="".join(f"{line}\n" for line in lines).encode(),
+                timeout_s=TIMEOUT_S,
+            )
+        except LaunchError as error:
+            return str(error)
+        pairs = [line.split() for line in done.stdout.splitlines()]
+        if len(pairs) != len(lines) or any(len(pair) != 2 for pair in pairs):
+            return f"{host.node} ({host.shown}): its answer makes no sense: {done.last_words}"
+        return [(word, 1024 * int(size)) for word, size in pairs]
+
+    with ThreadPoolExecutor(max(1, len(asked))) as pool:
+        for host, said in zip(asked, pool.map(ask, asked), strict=True):
+            if isinstance(said, str):
+                troubles.append(f"{said}; what is there is left")
+            else:
+                folders_there = dict.fromkeys(asked[host])
+                answers |= {(host, at): word for at, word in zip(folders_there, said, strict=True)}
+    return answers
+
+
+# --- showing and removing
+
+
+def _show(doomed: Sequence[Doomed]) -> None:
+    console = SteadyConsole()
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for name in ("run", "machine", "age", "size", "why"):
+        table.add_column(name, no_wrap=name == "run", justify="right" if name == "size" else "left")
+    total = 0
+    for each in doomed:
+        sizes = [(host.node, size) for (host, _), size in each.elsewhere.items()]
+        if each.is_whole:
+            sizes.insert(0, (HERE, sum(size for size, _ in files_in(each.paths.root).values())))
+        for machine, size in sizes:
+            total += size
+            cells = (
+                *(each.run.run_id, machine, format_duration(each.age_s)),
+                *(format_bytes(size), each.why),
+            )
+            table.add_row(*(Text(displayable(console, cell)) for cell in cells))
+    with steady(console):
+        console.print(table)
+    many = "s"[: len(doomed) != 1]
+    _say(f"{len(doomed)} run{many}, {format_bytes(total)}")
+
+
+def _confirmed() -> bool:
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        _say("nothing was removed: --yes removes them")
+        return False
+    sys.stdout.write("remove them (y/N)? ")
+    sys.stdout.flush()
+    if sys.stdin.readline().strip().lower() in ("y", "yes"):
+        return True
+    _say("nothing was removed")
+    return False
+
+
+def _remove(root: Path, doomed: Sequence[Doomed]) -> list[str]:
+    """Remove them, elsewhere first; returns what stays, in words."""
+    asked: dict[Host, list[str]] = {}
+    for each in doomed:
+        for host, folder in each.elsewhere:
+            asked.setdefault(host, []).append(folder)
+    failures: list[str] = []
+    answers = _each(asked, "remove", failures)
+    removed = []
+    for each in doomed:
+        words = {place: answers.get(place, ("unknown", 0))[0] for place in each.elsewhere}
+        stays = [place for place, word in words.items() if word not in ("removed", "absent")]
+        failures += [
+            f"{host.node}: {folder} stays: {words[host, folder]}" for host, folder in stays
+        ]
+        if stays or not each.is_whole:
+            _say(f"run {each.run.run_id} stays here, because it says where the rest of it is")
+            continue
+        try:
+            remove_here(each.paths)
+            removed.append(each.run.run_id)
+        except (SmolclusterError, OSError) as error:
+            failures.append(f"{each.paths.root} stays: {error}")
+    if latest_of(root) in removed:
+        with suppress(OSError):
+            point_latest(root, _newest(root))
+    _say(f"removed {len(removed)} of {len(doomed)} runs")
+    return failures
+
+
+def remove_here(paths: RunPaths) -> None:
+    """Remove a run's folder of this machine, links in it as links.
+
+    Raises:
+        RunBusy: a process has begun to write it.
+        OSError: not all of it can be removed.
+    """
+    if paths.lock.is_symlink():  # to lock is to write
+        paths.lock.unlink()
+    with RunLock(paths.lock):
+        shutil.rmtree(paths.root)
+
+
+def _newest(root: Path) -> str | None:
+    """The newest run that has begun."""
+    begun: Collection[ListedRun] = [
+        run for run in listed(root, _ask_here) if not _never_began(RunPaths(root / run.run_id), run)
+    ]
+    return max(begun, key=lambda run: run.began_at).run_id if begun else None
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{one_line(line)}\n")
+    sys.stdout.flush()
