@@ -73,7 +73,7 @@ def test_a_server_that_fails_is_named(
     fake_plan: FakePlan, paths: RunPaths, console: Console
 ) -> None:
     LocalRun(fake_plan("sys.exit('error: port 65432 is taken')", IDLE), paths, console).run()
-    assert "server mini1 | error: port 65432 is taken" in printed(console)
+    assert "server mini1   | error: port 65432 is taken" in printed(console)
     assert "server mini1 ended with exit code 1: the run has failed" in printed(console)
     assert printed(console)[-1] == f"files of the run: {paths.root}"
 
@@ -122,7 +122,7 @@ def test_each_line_stands_behind_its_process(
         "print('hello')\n" + after_the_end_of(paths, 0), r"print('a\tb \x1b[31m[red]')"
     )
     LocalRun(plan, paths, console).run()
-    assert "server mini1 | hello" in printed(console)
+    assert "server mini1   | hello" in printed(console)
     assert r"worker 1 (pi0) | a\tb \x1b[31m[red]" in printed(console)
 
 
@@ -132,7 +132,7 @@ def test_a_server_and_a_worker_on_one_node_are_told_apart(
     plan = fake_plan("print('hello')\n" + after_the_end_of(paths, 0), "print('hello')")
     workers = tuple(replace(worker, node=plan.server.node) for worker in plan.workers)
     LocalRun(replace(plan, workers=workers), paths, console).run()
-    assert "server mini1   | hello" in printed(console)
+    assert "server mini1     | hello" in printed(console)
     assert "worker 1 (mini1) | hello" in printed(console)
     entries = read_processes(paths.processes)
     assert [(entry.node, entry.role) for entry in entries] == [
@@ -157,8 +157,8 @@ def test_on_a_terminal_the_names_have_colours_and_elsewhere_they_have_none(
         LocalRun(plan, paths, console).run()
         shown[terminal] = out.getvalue()
         paths.processes.unlink()
-    assert "\x1b[36mserver mini1\x1b[0m | hello" in shown[True]
-    assert "\x1b[35mworker 1 pi0\x1b[0m | hello" in shown[True]
+    assert "\x1b[36mserver mini1  \x1b[0m | hello" in shown[True]
+    assert "\x1b[35mworker 1 (pi0)\x1b[0m | hello" in shown[True]
     assert "\x1b" not in shown[False]
 
 
