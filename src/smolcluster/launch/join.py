@@ -26,7 +26,7 @@ from smolcluster.launch.cluster_run import EndedBadly
 from smolcluster.launch.find import RUNS_DIR, find
 from smolcluster.launch.remote import inherited, own_secret_file
 from smolcluster.launch.run import place_overrides
-from smolcluster.launch.take_in import Wanted, begin_and_wait, join_cluster
+from smolcluster.launch.take_in import Wanted, begin_and_wait, join_cluster, settings_of_node
 from smolcluster.launch.tmux import session_name
 from smolcluster.observability.logs import setup_logging
 from smolcluster.observability.terminal import SteadyConsole, print_line
@@ -178,20 +178,21 @@ def _join_as_process(
         _note(paths, name, rank, os.getpid())
         sys.stdout.flush()
         os.execv(command[0], command)  # noqa: S606 - an argument list, no shell
-    stated = os.environ.get(RUNS_DIR)
+    stated = settings_of_node(name, wanted.overrides).get("runs_dir", os.environ.get(RUNS_DIR))
     paths = paths or create_run(
-        runs_root(Path(stated) if stated else None), welcome.run_id, newest=False
+        runs_root(Path(str(stated)) if stated else None), welcome.run_id, newest=False
     )
     return _detached(paths, command, name, rank)
 
 
 def _detached(paths: RunPaths, command: Sequence[str], name: str, rank: int) -> int:
+    """Start a worker that outlives this terminal, with its log in the run's folder, and wait for its log."""
     log = paths.log_file("worker", name, rank)
     output = paths.logs / f"{log_stem('worker', name, rank)}.console.txt"
     before = log.stat().st_size if log.exists() else 0
     with output.open("ab") as sink:
         process = subprocess.Popen(  # noqa: S603 - an argument list, no shell
-            command,
+            [*command, "--override", f"runs_dir={_quoted(paths.root.parent)}"],
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,

@@ -178,7 +178,7 @@ class _Draft:
         known = (self._raw.get("host_ip") or {}).get(name)
         self._is_sure = wanted.address is not None or known is not None
         self._ways = list(dict.fromkeys(map(str, self._raw["host_ip"].values())))
-        self._own = _settings_of_node(name, wanted.overrides)
+        self._own = settings_of_node(name, wanted.overrides)
         self._write(wanted.address or known or self._ways[0])
 
     def _write(self, address: str) -> None:
@@ -284,7 +284,7 @@ def with_worker(
     return content
 
 
-def _settings_of_node(name: str, overrides: Sequence[str]) -> dict[str, Any]:
+def settings_of_node(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     """What `--override` says of a machine, as its part of a cluster file.
 
     Raises:

@@ -1,5 +1,7 @@
 """What joining changes in a run's files, and whom a word means."""
 
+import subprocess
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -107,3 +109,39 @@ def test_two_machines_are_brought_in_one_after_the_other(
         assert joining.join(str(paths.root), Wanted(name="a")) == 0
         assert second[0].result(20.0) == 0
     assert order == ["a", "b"]
+
+
+WRITES_ITS_LOG = """
+import json, pathlib, sys, time
+root = pathlib.Path(json.loads(sys.argv[-1].removeprefix("runs_dir=")))
+log = root / "edp-1" / "logs" / "worker-rank1-mini9.log"
+log.parent.mkdir(parents=True, exist_ok=True)
+log.write_text("{}")
+end = time.monotonic() + 60
+while time.monotonic() < end and not (root / "over").exists():
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.timeout(40)
+def test_a_worker_that_is_left_alone_logs_where_its_log_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Noted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    paths = create_run(tmp_path / "runs", "edp-1")
+    elsewhere = f'runs_dir="{tmp_path / "elsewhere"}"'
+    command = [sys.executable, "-c", WRITES_ITS_LOG, "--override", elsewhere]
+    try:
+        assert joining._detached(paths, command, "mini9", 1) == 0
+    finally:
+        for root in (tmp_path / "runs", tmp_path / "elsewhere"):
+            root.mkdir(exist_ok=True)
+            (root / "over").touch()
+        assert started[0].wait(30.0) == 0
