@@ -12,6 +12,7 @@
     ├── TryAgain                75  nothing is wrong with the configuration: try again
     │   ├── ConnectTimeout          no server answered in time
     │   ├── PeerLost                an established connection broke or fell silent
+    │   │   └── NothingSaid         … closed by the peer before its first byte
     │   ├── PortBusy                another process listens there
     │   ├── RunBusy                 another process writes the run's folder
     │   └── ClusterEmpty            no worker came, or all have gone
@@ -75,6 +76,10 @@ class ConnectTimeout(TryAgain):
 
 class PeerLost(TryAgain):
     """A connection broke or fell silent: what was in flight may or may not have arrived."""
+
+
+class NothingSaid(PeerLost):
+    """The peer closed the connection before its first byte, as who only looks whether a port is open."""
 
 
 class PortBusy(TryAgain):

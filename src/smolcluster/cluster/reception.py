@@ -17,7 +17,7 @@ from concurrent.futures import TimeoutError as NoAnswer
 from smolcluster.cluster.inbox import Event, Gone, Inbox, Knock
 from smolcluster.cluster.membership import Assigned, Refused
 from smolcluster.cluster.session import Receiver, Session
-from smolcluster.errors import ProtocolError, SmolclusterError
+from smolcluster.errors import NothingSaid, ProtocolError, SmolclusterError
 from smolcluster.transport.connection import Connection, accept_next
 from smolcluster.transport.handshake import (
     HANDSHAKE_TIMEOUT_S,
@@ -199,7 +199,8 @@ class Reception:
             count = self._refusals[address, type(error)]
         if is_power_of_two(count):
             times = f" (time {count} for {address})" if count > 1 else ""
-            self._log.warning("not let in: %s%s", error, times)
+            level = logging.INFO if isinstance(error, NothingSaid) else logging.WARNING
+            self._log.log(level, "not let in: %s%s", error, times)
 
     def forget(self, seat: int) -> None:
         """Keep of a seat that has gone only what it sent and received. Any thread."""

@@ -80,7 +80,8 @@ class Launched(BaseModel):
             for each in self.processes
             if each.role != worker.role or (each.node != worker.node and each.rank != worker.rank)
         ]
-        return self.model_copy(update={"processes": (*others, worker)})
+        processes = sorted((*others, worker), key=lambda each: (each.role, each.rank or 0))
+        return self.model_copy(update={"processes": tuple(processes)})
 
     @property
     def is_local(self) -> bool:

@@ -21,6 +21,7 @@ from xxhash import xxh3_64
 from smolcluster.errors import (
     ConfigError,
     ConnectTimeout,
+    NothingSaid,
     PeerLost,
     PortBusy,
     ProtocolError,
@@ -149,12 +150,13 @@ class Connection:
         """Wait for the peer's first byte, and leave it there: whether it begins TLS, not a frame.
 
         Raises:
-            PeerLost: the connection broke or ended, or the deadline passed.
+            NothingSaid: the peer closed the connection first.
+            PeerLost: the connection broke, or the deadline passed.
         """
         sock = self._bare_socket()
         first = self._until(deadline, lambda: sock.recv(1, socket.MSG_PEEK))
         if not first:
-            raise PeerLost(self._says("closed the connection"))
+            raise NothingSaid(self._says("closed the connection"))
         return first == FIRST_BYTE
 
     def encrypt(self, context: ssl.SSLContext, *, server_side: bool, deadline: Deadline) -> bytes:

@@ -1,5 +1,6 @@
 """The server's door: who gets in, who does not, and what a stranger can cost."""
 
+import logging
 import socket
 import sys
 import time
@@ -161,6 +162,15 @@ def test_whoever_does_not_know_the_secret_never_knocks_and_is_told_nothing(house
         stranger.result(DEADLINE_S)
     house.admit()  # whose knock is the first event
     assert any("not let in" in line and "the secret" in line for line in house.lines)
+
+
+def test_who_only_looks_whether_the_port_is_open_is_no_warning(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels: list[int] = []
+    monkeypatch.setattr(house.reception._log, "log", lambda level, *_: levels.append(level))
+    socket.create_connection(("127.0.0.1", house.port), DEADLINE_S).close()
+    until(lambda: levels == [logging.INFO])
 
 
 def test_whoever_is_too_slow_to_prove_itself_is_put_out(

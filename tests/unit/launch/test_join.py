@@ -83,7 +83,7 @@ def test_a_worker_takes_the_place_of_the_one_that_it_was() -> None:
     launched = Launched(run_id="edp-1", algorithm="edp", processes=(server, first))
     joined = launched.with_worker(process("pi5", 1)).with_worker(process("mini2", 0))
     assert joined.server == server
-    assert [(each.node, each.rank) for each in joined.workers] == [("pi5", 1), ("mini2", 0)]
+    assert [(each.node, each.rank) for each in joined.workers] == [("mini2", 0), ("pi5", 1)]
 
 
 def test_two_machines_are_brought_in_one_after_the_other(

@@ -56,7 +56,7 @@ def running(say: Say) -> Path | None:
         say(f"Grafana shows the run: {GRAFANA}")
         return stack
     if stack is not None:
-        say("`--observe` starts Grafana, with metrics and logs of the run; nothing was started")
+        say("`--observe` starts Grafana, with metrics and logs of the run")
     return None
 
 
