@@ -603,7 +603,7 @@ def progress_line(status: RunStatus) -> str:
         parts.append(f"validation perplexity {status.val_perplexity:.4g}")
     parts.append(f"{status.samples_per_s:,.0f} samples/s")
     present = sum(worker.state == "joined" for worker in status.workers)
-    return ", ".join([*parts, f"{present} workers"])
+    return ", ".join([*parts, f"{present} worker{'' if present == 1 else 's'}"])
 
 
 def left_running(run_id: str) -> str:

@@ -70,6 +70,14 @@ def test_runs_are_listed_the_newest_last(
     assert shown.index("empty") < shown.index("1,000") < shown.index("failed")
 
 
+def listed_run(root: Path) -> listing.ListedRun:
+    name = "syncps-20261122-175014-1771"
+    write_summary(run_of(root, name, 10).summary, summary(name))
+    [run] = listed(root)
+    large = {"state": "stopped", "steps": 163_285, "loss": 7.451e-09, "wall_s": 430.0}
+    return run.model_copy(update={**large, "nodes": ("mini1", "mini2", "pi5", "laptop")})
+
+
 @pytest.mark.parametrize("width", [28, 40, 60, 80])
 def test_the_names_of_runs_are_whole_on_narrow_terminals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], width: int
@@ -82,6 +90,18 @@ def test_the_names_of_runs_are_whole_on_narrow_terminals(
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split()[:1] == [name] for line in lines)
     assert max(map(len, lines)) <= width
+
+
+def test_no_machine_is_left_out_where_there_is_little_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(RUNS_DIR, str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "80")
+    run = listed_run(tmp_path)
+    monkeypatch.setattr(listing, "listed", lambda *_, **__: [run])
+    assert runs() == 0
+    shown = capsys.readouterr().out
+    assert [node for node in run.nodes if node not in shown] == []
 
 
 def test_a_run_that_is_written_now_says_so(tmp_path: Path) -> None:

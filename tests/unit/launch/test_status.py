@@ -135,7 +135,7 @@ def test_a_server_that_crashed_is_told_with_its_code_and_last_words(
     assert status(str(paths.root), as_json=False, watch=False) == 0
     assert "has not said why" not in capsys.readouterr().out
     write(there / "exits/server-mini1", "137\n")
-    (there / "logs/server-mini1.console.txt").unlink()
+    write(there / "logs/server-mini1.console.txt", "1% step 120/400 14 MB/sKilled\n")
     assert "137: it was killed" in str(look_at(paths).reason)
 
 

@@ -300,7 +300,8 @@ def _table(console: Console, found: list[ListedRun]) -> Table:
         if table.columns and least > room:
             break
         justify: JustifyMethod = "right" if name in NUMERIC else "left"
-        table.add_column(name, justify=justify, overflow="fold", min_width=min(least, room))
+        least = min(least, room)
+        table.add_column(name, justify=justify, overflow="fold", min_width=least, max_width=room)
         room -= least + GAP
     for cells in rows:
         table.add_row(*map(Text, cells[: len(table.columns)]))

@@ -121,7 +121,7 @@ def _why(sighting: Sighting) -> str | None:
     if server.code in (None, 0):
         return words
     who = process_title(server.role, server.node)
-    if server.code == KILLED and words is None:
+    if server.code == KILLED:  # it could not say anything: what is on its screen is older
         words = "it was killed, perhaps for want of memory"
     return f"{who} ended with exit code {server.code}" + (f": {words}" if words else "")
 
