@@ -198,7 +198,8 @@ class Hub:
         worker = self._seats.get(seat)
         if worker is None:
             return
-        if not self._missing and all(other is worker for other in self.workers):
+        others = [other for other in self.workers if other is not worker and other.goodbye is None]
+        if not (self._missing or others):
             raise NonFiniteLoss(f"{worker.name}: {fault.sentence}")
         self._log.error("%s takes part no more: %s", worker.name, fault.sentence)
         worker.goodbye = fault.sentence

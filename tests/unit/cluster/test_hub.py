@@ -40,7 +40,7 @@ from smolcluster.runs.events import (
 )
 from smolcluster.training.evaluate import Evaluation
 from smolcluster.transport.handshake import refuse
-from smolcluster.transport.messages import End, Goodbye, Pull, Reject
+from smolcluster.transport.messages import End, Fault, Goodbye, Pull, Reject
 from smolcluster.utils.retry import Deadline
 
 pytestmark = pytest.mark.usefixtures("short_farewell")
@@ -115,6 +115,14 @@ def test_a_worker_that_says_goodbye_has_left(house: HandledHub, parts: Parts) ->
     ]
     assert parts.happened(WorkerLost) == []
     assert house.hub.workers == []
+
+
+def test_when_all_workers_fault_at_once_the_run_has_failed(house: HandledHub) -> None:
+    hands = [house.join(hello(number)) for number in (1, 2)]
+    for hand in hands:  # both are still connected when the second one is heard
+        hand.say(Fault(code="non-finite", sentence="its loss is nan"))
+    with pytest.raises(NonFiniteLoss, match="loss is nan"):
+        house.until(lambda: bool(departed(house)))
 
 
 def test_a_worker_that_breaks_off_is_lost_after_all_that_it_said(
