@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import stat
 from collections.abc import Callable, Iterator
@@ -50,6 +51,7 @@ def pythons(host: Host) -> list[int]:
 def test_an_interrupted_rsync_leaves_no_half_synced_node(launching: Launching) -> None:
     """Then the next launch makes it whole."""
     mini2 = launching.lab["mini2"]
+    shutil.rmtree(mini2.path(f"{PROJECT}/src"), ignore_errors=True)  # an earlier launch's
     mini2.shape(0.5)
     try:
         running = launching.popen(launching.launch())
