@@ -51,7 +51,8 @@ def pythons(host: Host) -> list[int]:
 def test_an_interrupted_rsync_leaves_no_half_synced_node(launching: Launching) -> None:
     """Then the next launch makes it whole."""
     mini2 = launching.lab["mini2"]
-    shutil.rmtree(mini2.path(f"{PROJECT}/src"), ignore_errors=True)  # an earlier launch's
+    shutil.rmtree(mini2.path(f"{PROJECT}/src"), ignore_errors=True)  # of an earlier launch
+    mini2.path(f"{PROJECT}/.smolcluster-sent").unlink(missing_ok=True)
     mini2.shape(0.5)
     try:
         running = launching.popen(launching.launch())
