@@ -150,7 +150,7 @@ POINTS: MappingProxyType[str, Arm] = MappingProxyType(
         "before an answer": partial(behind, EDPServer, "apply"),
         "after a commit": partial(behind, Members, "broadcast"),
         # a worker
-        "before an EDP push": partial(before, EDPWorker, "push"),
+        "before an EDP push": partial(before, EDPWorker, "frames"),
         "before a SyncPS push": partial(before, SyncPSWorker, "push"),
         "in the middle of a push": partial(around_push, "half"),
         "after a push": partial(around_push, "whole"),

@@ -710,6 +710,8 @@ STAMPS = {
     *(f"observability/report/{name}.py" for name in ("comparison", "facts", "page")),
     *("observability/view/run.py", "launch/watch/top/source.py"),  # say how old something is
     *("launch/observe/targets.py", "launch/watch/listing.py"),  # compare with a file's time
+    *("launch/clean.py", "observability/view/listing.py", "runs/status.py"),  # and these
+    "runs/files.py",  # says from when to when lines were lost
 }
 """Where the clock on the wall is read, mostly as the default of `now`, for time stamps."""
 

@@ -36,8 +36,8 @@ def test_the_window_of_a_run_on_three_machines(
     terminal = screen(launching.launch("--override", *ENDLESS))
     shown = terminal.wait_for(
         "server mini1",
-        "worker rank 0 mini2 cpu",
-        "worker rank 1 pi5 cpu",
+        "worker 1 (mini2) cpu",
+        "worker 2 (pi5) cpu",
         timeout_s=LAUNCH_TIMEOUT_S,
     )
     assert "Pane is dead" not in shown
@@ -74,13 +74,13 @@ def test_the_window_of_a_run_on_three_machines(
     left_the_window(terminal)
     launching.goes_on()
     terminal = screen(launching.command("attach", run_id))
-    terminal.wait_for("server mini1", "worker rank 1 pi5 cpu")
+    terminal.wait_for("server mini1", "worker 2 (pi5) cpu")
 
     # Connections that are lost come back by themselves.
     launching.cut_ssh()
     terminal.wait_for("no connection to mini1; trying again")
     wait_until(lambda: "no connection" not in terminal.text, lambda: terminal.text)
-    terminal.wait_for("server mini1", "worker rank 1 pi5 cpu")
+    terminal.wait_for("server mini1", "worker 2 (pi5) cpu")
 
     # Ctrl-C asks: on with it, leave it, or stop it.
     terminal.press("C-c")
