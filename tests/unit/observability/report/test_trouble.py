@@ -103,9 +103,9 @@ def test_where_nothing_failed_the_first_warning_is_named(run: MadeRun) -> None:
     run.says("worker", "win", 1, ("INFO", "before"), ("WARNING", "no space"))
     logs = logs_of(run)
     assert logs.trouble is not None
-    assert logs.trouble.what.endswith("the first warning is worker 2 win: no space")
+    assert logs.trouble.what.endswith("the first warning is worker 2 (win): no space")
     assert the_one(logs).message == "no space"
-    assert logs.num_warnings == {"server mini1": 1, "worker 2 win": 1}
+    assert logs.num_warnings == {"server mini1": 1, "worker 2 (win)": 1}
     run.now = 9
     run.says("server", "mini1", None, ("ERROR", "an error"))
     assert the_one(logs_of(run)).message == "an error"
