@@ -4,7 +4,7 @@
     ├── ConfigError             2   a configuration file, key, value or flag is wrong
     ├── DataError               1   a dataset is missing, damaged or does not fit the model
     ├── NonFiniteLoss           1   a loss, gradient or weight became NaN or infinite
-    ├── ProtocolError           1   a peer sent bytes that version 1 of the protocol does not allow
+    ├── ProtocolError           1   a peer sent bytes that the protocol does not allow
     │   └── VersionDiffers          … in another version of it
     ├── CheckpointError         1   a checkpoint is damaged, of another run, or cannot be written
     ├── LaunchError             1   a process of a run could not be started, or ended badly

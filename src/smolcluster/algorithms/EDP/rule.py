@@ -31,7 +31,8 @@ from torch import Tensor
 
 from smolcluster.configs.schema import GradientClipping, StalenessConfig
 from smolcluster.errors import NonFiniteLoss
-from smolcluster.training.replica import Replica, clip_coefficient
+from smolcluster.training.clipping import clip_gradient
+from smolcluster.training.replica import Replica
 
 NUM_NORMS = 64
 OUT_OF_PROPORTION = 1e6
@@ -123,14 +124,10 @@ def apply_gradient(
     """Clip `gradient` (num_params,), take one optimizer step, and return the norm before clipping.
 
     Raises:
-        PushRefused: the norm is not finite, or above `limit` and not clipped; nothing has changed.
+        PushRefused: the norm is not finite, or above `limit` and not clipped; the weights are as before.
     """
     replica.load_gradient(gradient)
-    with replica.meter("apply"):
-        norm = check_norm(replica.grad_norm(), math.inf if clipping.enabled else limit)
-        factor = clip_coefficient(norm, clipping.max_norm) if clipping.enabled else 1.0
-        if factor < 1.0:
-            replica.grads.mul_(factor)
+    norm = check_norm(clip_gradient(replica, clipping), math.inf if clipping.enabled else limit)
     replica.step(learning_rate)
     return norm
 
