@@ -263,7 +263,7 @@ def test_a_worker_with_other_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_unlisted_node_is_rejected(tmp_path: Path) -> None:
-    cluster = Cluster(local_settings("num_epochs=1", workers=1), tmp_path)
+    cluster = Cluster(local_settings("num_epochs=1", "elastic=false", workers=1), tmp_path)
     failure = cluster.worker(1, node="toaster").failure()
     assert isinstance(failure, Rejected)
     assert "toaster" in str(failure)

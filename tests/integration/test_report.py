@@ -72,13 +72,13 @@ def test_a_run_whose_worker_was_killed_leaves_a_report_that_agrees_with_its_file
     for said in (*numbers, f"{summary.steps:,}", f"{summary.samples_applied:,}"):
         assert said in page.text
     for share in summary.workers:
-        row = page.row(str(share.rank), share.node)
-        assert row[3:6] == [
+        row = page.row(f"worker {share.rank + 1} ({share.node})")
+        assert row[2:5] == [
             f"{share.samples:,}",
             f"{share.share:.1%}",
             f"{share.mean_staleness:.2f}",
         ]
-    assert page.row("1", "win")[2] == "lost"
+    assert page.row("worker 2 (win)")[1] == "lost"
     applied = [r.record.values for r in read_metrics(run.metrics) if r.record.kind == "step"]
     assert sum(values["stop"] - values["start"] for values in applied) == summary.samples_applied
     trouble = page.text.partition("What went wrong first")[2].partition("Curves")[0]

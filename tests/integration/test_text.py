@@ -298,7 +298,7 @@ def test_edp_gpt_on_one_machine_is_the_small_gpt(capsys: pytest.CaptureFixture[s
 
 
 def test_edp_gpt_on_a_cluster_is_the_documented_gpt(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "edp-gpt", "--dry-run"]) == 0
+    assert main(["launch", "edp-gpt", "--dry-run", "--train-config", "gpt"]) == 0
     assert DOCUMENTED_GPT in capsys.readouterr().out
 
 

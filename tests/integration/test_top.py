@@ -26,7 +26,7 @@ def test_a_run_is_shown_while_it_goes_on_and_when_it_is_over(
     assert "worker 1 (pi5) joined" in shown
     rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines() if line}
     assert rows["node"][:4] == ["#", "state", "samples/s", "time"]
-    assert [rows[node][:2] for node in ("pi5", "win")] == [["0", "joined"], ["1", "joined"]]
+    assert [rows[node][:2] for node in ("pi5", "win")] == [["1", "joined"], ["2", "joined"]]
     server = processes.children[0]
     server.kill()
     server.wait()

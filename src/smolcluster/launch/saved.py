@@ -52,24 +52,24 @@ def show_checkpoints(run: str, *, as_json: bool = False) -> int:
     """Print a line for each checkpoint of a run; 1 when one is damaged.
 
     `as_json`: print a list instead, oldest first, of `{step, train_loss, val_loss, size_bytes, written_at,
-    problem, name, path}`. Null is what a damaged one does not tell, the `problem` of a good one, and the
-    `name` of one that is neither latest nor best.
+    problem, names, path}`. Null is what a damaged one does not tell, and the `problem` of a good one; `names`
+    are latest, best, both or none.
     """
     paths = find(run)
     infos = store_of(paths).list()
-    named = {
-        (paths.checkpoints / name).resolve(): name
-        for name in (LATEST, BEST)
-        if (paths.checkpoints / name).is_dir()
-    }
+    named = {name: (paths.checkpoints / name).resolve() for name in (LATEST, BEST)}
+
+    def names_of(info: CheckpointInfo) -> list[str]:
+        return [name for name, path in named.items() if path == info.path.resolve()]
+
     if as_json:
-        lines = [_values(info, named.get(info.path.resolve())) for info in infos]
+        lines = [_values(info, names_of(info)) for info in infos]
         sys.stdout.write(json.dumps(lines, indent=2, ensure_ascii=False) + "\n")
         return int(any(info.problem for info in infos))
     console = SteadyConsole()
     table = Table("step", "train loss", "val loss", "size", "written (UTC)", "state")
     for info in infos:
-        table.add_row(*_row(info, named.get(info.path.resolve(), "")))
+        table.add_row(*_row(info, names_of(info)))
     with steady(console):
         console.print(table if infos else f"run {paths.run_id} has no checkpoint {_where(paths)}")
         for info in infos:
@@ -286,7 +286,7 @@ def store_of(paths: RunPaths) -> CheckpointStore:
     return CheckpointStore(paths.checkpoints, 1, console_logger())
 
 
-def _values(info: CheckpointInfo, name: str | None) -> dict[str, object]:
+def _values(info: CheckpointInfo, names: list[str]) -> dict[str, object]:
     return {
         "step": info.step,
         "train_loss": info.train_loss,
@@ -294,17 +294,17 @@ def _values(info: CheckpointInfo, name: str | None) -> dict[str, object]:
         "size_bytes": info.nbytes,
         "written_at": info.written_at,
         "problem": info.problem,
-        "name": name,
+        "names": names,
         "path": str(info.path),
     }
 
 
-def _row(info: CheckpointInfo, name: str) -> list[str | Text]:
+def _row(info: CheckpointInfo, names: list[str]) -> list[str | Text]:
     def loss(value: float | None) -> str:
         return "" if value is None else f"{value:.4g}"
 
     state = Text("damaged", "red") if info.problem else Text("good", "green")
-    state.append(f", {name}" if name else "", "")
+    state.append("".join(f", {name}" for name in names), "")
     written = (info.written_at or "").replace("T", " ")[:19]
     size = format_bytes(info.nbytes)
     return [f"{info.step:,}", loss(info.train_loss), loss(info.val_loss), size, written, state]

@@ -53,9 +53,13 @@ def test_checkpoints_are_listed_and_exported(
     listed = json.loads(capsys.readouterr().out)
     assert [each["step"] for each in listed] == steps
     assert listed[-1].keys() == {
-        *("step", "train_loss", "val_loss", "size_bytes", "written_at", "problem", "name", "path")
+        *("step", "train_loss", "val_loss", "size_bytes", "written_at", "problem", "names", "path")
     }
-    assert (listed[-1]["name"], listed[-1]["problem"]) == ("latest", None)
+    assert listed[-1]["problem"] is None
+    for name in ("latest", "best"):
+        [step] = [each["step"] for each in listed if name in each["names"]]
+        assert (run.checkpoints / name).resolve().name == f"step-{step:08}"
+    assert "latest" in listed[-1]["names"]
     assert Path(listed[-1]["path"], "model.safetensors").is_file()
     assert export_model(str(run.root), tmp_path / "newest", best=False, transformers=False) == 0
     assert export_model(str(run.root), tmp_path / "best", best=True, transformers=False) == 0
