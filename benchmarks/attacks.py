@@ -157,8 +157,8 @@ class DelayProxy:
 class Cluster:
     """One run's processes, in a folder of their own."""
 
-    def __init__(self, folder: Path, algorithm: str, wish: argparse.Namespace) -> None:
-        self.algorithm, self.wish, self.folder = algorithm, wish, folder
+    def __init__(self, folder: Path, algorithm: str, options: argparse.Namespace) -> None:
+        self.algorithm, self.options, self.folder = algorithm, options, folder
         self.runs = folder / "runs"
         self.runs.mkdir()
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SMOL")}
@@ -168,7 +168,7 @@ class Cluster:
             "PYTHONUNBUFFERED": "1",
         }
         self.port = free_port()
-        self.proxy = DelayProxy(self.port, wish.latency / 2000)
+        self.proxy = DelayProxy(self.port, options.latency / 2000)
         self.children: list[subprocess.Popen[bytes]] = []
 
     def start(self, name: str, *argv: str, **environ: str) -> Path:
@@ -196,7 +196,7 @@ class Cluster:
 
     def work(self, role: str, worker_id: int) -> None:
         """Start a worker."""
-        per_sample_s = str(self.wish.per_sample / 1000)
+        per_sample_s = str(self.options.per_sample / 1000)
         self.start(
             f"worker-{worker_id}",
             *(__file__, "--be", role, self.algorithm, per_sample_s),
@@ -296,15 +296,15 @@ def fill(folder: Path) -> Path:
     return file
 
 
-def measure(algorithm: str, case: str, wish: argparse.Namespace) -> dict[str, Any]:
+def measure(algorithm: str, case: str, options: argparse.Namespace) -> dict[str, Any]:
     """Samples a second of the honest workers, and what the attacker did."""
     with folder_for(case) as folder, ExitStack() as until_then:
-        cluster = Cluster(folder, algorithm, wish)
+        cluster = Cluster(folder, algorithm, options)
         until_then.callback(cluster.end)
         cluster.serve()
         attacker = None
         if case == "flood":
-            attacker = cluster.attack("flood", f"127.0.0.1:{cluster.port}", wish.flood)
+            attacker = cluster.attack("flood", f"127.0.0.1:{cluster.port}", options.flood)
         for worker_id in (1, 2):
             cluster.work("honest", worker_id)
         try:
@@ -321,17 +321,17 @@ def measure(algorithm: str, case: str, wish: argparse.Namespace) -> dict[str, An
             target, request = dashboard_request(cluster)
             attacker = cluster.attack("streams", target, NUM_STREAMS, request)
         if case == "disk":
-            time.sleep(wish.seconds / 4)
+            time.sleep(options.seconds / 4)
             ballast = fill(folder)
-            time.sleep(wish.seconds / 2)
+            time.sleep(options.seconds / 2)
             ballast.unlink()
-            time.sleep(wish.seconds / 4)
+            time.sleep(options.seconds / 4)
         else:
-            time.sleep(wish.seconds)
+            time.sleep(options.seconds)
         after = cluster.honest()
         if (status := cluster.status).is_over:
             note = f"the run is over: {status.reason}"
-        elapsed_s = max(wish.seconds, after[0] - before[0])
+        elapsed_s = max(options.seconds, after[0] - before[0])
         samples_per_s = (after[1] - before[1]) / elapsed_s
         return {"samples_per_s": samples_per_s, "note": note, **_told(attacker)}
 
@@ -360,29 +360,29 @@ def main() -> int:
     parser.add_argument("--per-sample", type=float, default=10.0, help="ms of sleep a sample")
     parser.add_argument("--flood", type=float, default=450.0, help="connections a second")
     parser.add_argument("--json", action="store_true")
-    wish = parser.parse_args()
+    options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end what was started
     rows: list[tuple[str, ...]] = [
         ("algorithm", "case", "honest samples/s", "of undisturbed", "aim", "attacker", "")
     ]
     results = []
-    for algorithm in wish.algorithm or ALGORITHMS:
-        found = measure(algorithm, "undisturbed", wish)
+    for algorithm in options.algorithm or ALGORITHMS:
+        found = measure(algorithm, "undisturbed", options)
         undisturbed = found["samples_per_s"]
         print(
             f"{algorithm}: {undisturbed:.1f} samples/s {found['note']}", file=sys.stderr, flush=True
         )
         rows.append((algorithm, "undisturbed", f"{undisturbed:.1f}", "", "", "", ""))
-        for case in wish.case or CASES:
-            found = measure(algorithm, case, wish)
+        for case in options.case or CASES:
+            found = measure(algorithm, case, options)
             ratio = found["samples_per_s"] / undisturbed if undisturbed else 0.0
             print(f"{algorithm}, {case}: {ratio:.0%} {found['note']}", file=sys.stderr, flush=True)
             results.append({"algorithm": algorithm, "case": case, "ratio": ratio, **found})
             rate = f"{found['attacks_per_s']:.0f}/s" if "attacks_per_s" in found else ""
             cells = (f"{found['samples_per_s']:.1f}", f"{ratio:.0%}", f">= {AIM:.0%}", rate)
             rows.append((algorithm, case, *cells, found["note"]))
-    title = f"Honest work under attack, {wish.seconds:g} s a case"
-    report(title, rows, {"seconds": wish.seconds, "cases": results}, as_json=wish.json)
+    title = f"Honest work under attack, {options.seconds:g} s a case"
+    report(title, rows, {"seconds": options.seconds, "cases": results}, as_json=options.json)
     return 0
 
 

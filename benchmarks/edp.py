@@ -225,9 +225,9 @@ def tasks(data: Path, num_epochs: dict[str, int]) -> Iterator[tuple[str, tuple[s
         yield "MNIST", ("dataset.name=MNIST", *place, f"num_epochs={num_epochs['MNIST']}")
 
 
-def throughput(bench: Bench, rounds: int, *, quick: bool) -> list[dict[str, object]]:
+def throughput(training: Bench, rounds: int, *, quick: bool) -> list[dict[str, object]]:
     """Measure speeds: a dict for each model and number of processes."""
-    small, *larger = tasks(bench.data, {"digits": 10 if quick else 60, "MNIST": 3})
+    small, *larger = tasks(training.data, {"digits": 10 if quick else 60, "MNIST": 3})
     name, overrides = small if quick or not larger else larger[0]
     models = {
         f"{small[0]} 128": small[1],
@@ -239,7 +239,7 @@ def throughput(bench: Bench, rounds: int, *, quick: bool) -> list[dict[str, obje
         runs: dict[str, list[Run]] = {label: [] for label in labels()}
         for number in range(rounds):
             for label in reversed(runs) if number % 2 else runs:
-                run = one_speed(bench, label, overrides)
+                run = one_speed(training, label, overrides)
                 runs[label].append(run)
                 say(f"throughput: {model}: {label}: {run.samples_per_s:,.0f} samples/s")
         measured += speeds(model, runs)
@@ -252,13 +252,13 @@ def labels() -> list[str]:
     return ["single", "unbound", *clusters]
 
 
-def one_speed(bench: Bench, label: str, overrides: Sequence[str]) -> Run:
+def one_speed(training: Bench, label: str, overrides: Sequence[str]) -> Run:
     """One run of what `label` says."""
     if label == "single":
-        return bench.single((*overrides, "threads=1"))
+        return training.single((*overrides, "threads=1"))
     if label == "unbound":
-        return bench.single(overrides)
-    return bench.cluster(int(label.split(maxsplit=1)[0]), overrides)
+        return training.single(overrides)
+    return training.cluster(int(label.split(maxsplit=1)[0]), overrides)
 
 
 def speeds(model: str, runs: dict[str, list[Run]]) -> Iterator[dict[str, object]]:
@@ -311,17 +311,17 @@ def throughput_rows(measured: Sequence[dict[str, object]]) -> list[tuple[str, ..
     return rows
 
 
-def staleness(bench: Bench, num_seeds: int, *, quick: bool) -> list[dict[str, object]]:
+def staleness(training: Bench, num_seeds: int, *, quick: bool) -> list[dict[str, object]]:
     """Measure accuracies: a dict for each data set, codec and exponent."""
     shipped_epochs = load_settings("edp", "digits", environ={}).train.num_epochs
     epochs = {"digits": 10 if quick else shipped_epochs, "MNIST": 5}
-    chosen = list(tasks(bench.data, epochs))[: 1 if quick else None]
+    chosen = list(tasks(training.data, epochs))[: 1 if quick else None]
     measured: list[dict[str, object]] = []
     for dataset, overrides in chosen:
         runs: dict[tuple[str, float | None], list[Run]] = {}
         for seed in range(FIRST_SEED, FIRST_SEED + num_seeds):
             for codec, exponent in [("single", None), *settings_of_staleness()]:
-                run = one_accuracy(bench, codec, exponent, (*overrides, f"seed={seed}"))
+                run = one_accuracy(training, codec, exponent, (*overrides, f"seed={seed}"))
                 runs.setdefault((codec, exponent), []).append(run)
                 say(
                     f"staleness: {dataset}: seed {seed}, {codec}, a {exponent}: "
@@ -336,12 +336,14 @@ def settings_of_staleness() -> list[tuple[str, float | None]]:
     return [(codec, exponent) for exponent in EXPONENTS for codec in CODECS]
 
 
-def one_accuracy(bench: Bench, codec: str, exponent: float | None, overrides: Sequence[str]) -> Run:
+def one_accuracy(
+    training: Bench, codec: str, exponent: float | None, overrides: Sequence[str]
+) -> Run:
     """One run to its end: of the single process when there is no exponent."""
     if exponent is None:
-        return bench.single((*overrides, "threads=1"))
+        return training.single((*overrides, "threads=1"))
     rule = (f"use_quantization={CODECS[codec]}", f"staleness.exponent={exponent}")
-    return bench.cluster(max(NUM_WORKERS), (*overrides, *rule))
+    return training.cluster(max(NUM_WORKERS), (*overrides, *rule))
 
 
 def accuracy(run: Run) -> float:
@@ -413,13 +415,13 @@ def main() -> None:
     results: dict[str, object] = {"cores": os.cpu_count(), "load_before": os.getloadavg()}
     tables: list[tuple[str, list[tuple[str, ...]]]] = []
     with TemporaryDirectory(prefix="smolcluster-edp-") as folder:
-        bench = Bench(Path(folder), arguments.data.absolute())
+        training = Bench(Path(folder), arguments.data.absolute())
         if arguments.part != "staleness":
-            speed = throughput(bench, rounds, quick=arguments.quick)
+            speed = throughput(training, rounds, quick=arguments.quick)
             results["throughput"] = speed
             tables.append((f"Throughput, median of {rounds} rounds", throughput_rows(speed)))
         if arguments.part != "throughput":
-            found = staleness(bench, num_seeds, quick=arguments.quick)
+            found = staleness(training, num_seeds, quick=arguments.quick)
             results["staleness"] = found
             title = f"Accuracy against a, 3 workers, median of {num_seeds} seeds"
             tables.append((title, staleness_rows(found)))

@@ -57,13 +57,13 @@ from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.cluster.joining import ServerAddress
-from smolcluster.cluster.link import Place, follow
+from smolcluster.cluster.link import WorkerSetup, follow
 from smolcluster.codec.registry import get_codec
 from smolcluster.configs.resolve import Settings, resolve
 from smolcluster.data.dataset import Dataset, Split
 from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import EventLog
-from smolcluster.training.build import Workbench
+from smolcluster.training.build import TrainingContext
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
 from smolcluster.transport.handshake import introduce
 from smolcluster.transport.security import Secret
@@ -188,7 +188,7 @@ class Ballast(nn.Module):
         return inputs * self.weight[:NUM_CLASSES]
 
 
-class Prefilled(Workbench):
+class Prefilled(TrainingContext):
     """A workbench whose gradient is there already."""
 
     def compute_batch(
@@ -248,12 +248,12 @@ class OnDemand(Server):
 def serve(pipe: Pipe, case: Case) -> None:
     """The server's process; its last answer are the bytes for `copies` and `grown`."""
     case.hosts[0].enter()
-    bench, log = make_bench(case, 0), logging.getLogger()
+    training, log = make_bench(case, 0), logging.getLogger()
     before = resident_nbytes()
     context = ServerContext(
         settings=case.settings,
         run=case.settings.run_config("exchange", "syncps"),
-        bench=bench,
+        training=training,
         node=case.settings.cluster.server,
         secret=case.secret,
         metrics=Metrics(),
@@ -271,10 +271,10 @@ def work(_pipe: Pipe, case: Case, worker_id: int) -> None:
     case.hosts[worker_id].enter()
     settings = case.settings
 
-    def build(*_arguments: object, bucket_bytes: int, **_options: object) -> Workbench:
+    def build(*_arguments: object, bucket_bytes: int, **_options: object) -> TrainingContext:
         return make_bench(case, worker_id, bucket_bytes)
 
-    place = Place(
+    place = WorkerSetup(
         node=settings.node,
         hello=introduce(f"worker{worker_id}", worker_id),
         address=ServerAddress(case.hosts[0].address, case.port),

@@ -36,7 +36,7 @@ from smolcluster.models.gpt import GPT
 from smolcluster.observability.sinks.jsonl import MetricLine, read_metrics
 from smolcluster.runs.paths import RunPaths, find_run
 from smolcluster.runs.summary import Summary, read_summary
-from smolcluster.training.build import Workbench, build, build_replica
+from smolcluster.training.build import TrainingContext, build, build_replica
 from smolcluster.training.loop import training_steps
 from syncps import DEFAULT_DATA, environ
 
@@ -94,8 +94,8 @@ def stream(num_tokens: int, vocab_size: int, length: int) -> Dataset:
 
 def ours(train: TrainConfig, dataset: Dataset, steps: int) -> Callable[[], None]:
     """So many steps of `training_steps`, each time it is called."""
-    bench = Workbench(dataset, build_replica(train, 0, dataset, torch.device("cpu")), 0)
-    taken = training_steps(bench, train)
+    training = TrainingContext(dataset, build_replica(train, 0, dataset, torch.device("cpu")), 0)
+    taken = training_steps(training, train)
 
     def go() -> None:
         for _ in range(steps):
@@ -272,12 +272,12 @@ def context(folder: Path) -> list[list[str]]:
     settings = load_settings("edp", run.config, environ={})
     checkpoint = store_of(run).newest_good()
     train = settings.train
-    bench = build(train, settings.cluster.seed, settings.node.dataset, torch.device("cpu"))
-    validation = bench.dataset.validation
+    training = build(train, settings.cluster.seed, settings.node.dataset, torch.device("cpu"))
+    validation = training.dataset.validation
     if checkpoint is None or not isinstance(validation, TokenBlocks):
         raise SystemExit(f"{run.root} has no checkpoint of a language model")
     model = gpt_of(run, checkpoint)
-    whole = bench.evaluate(model).perplexity or math.nan
+    whole = training.evaluate(model).perplexity or math.nan
     lines, summary = steps_of(run), read_summary(run.summary)
     began, ended = (datetime.fromisoformat(lines[i].ts).timestamp() for i in (0, -1))
     rows = [["context, bytes", "validation perplexity a byte", "times worse"]]

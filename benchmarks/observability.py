@@ -30,8 +30,8 @@ from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.observed import metrics_served
 from smolcluster.algorithms.records import open_records
 from smolcluster.cluster.dispatcher import Range
+from smolcluster.cluster.process_stats import KEPT_EVERY_S, ProcessStats
 from smolcluster.cluster.report import LAYERED_EVERY_S, NUM_LAYERED_FIRST, Report, StepTaken
-from smolcluster.cluster.vitals import KEPT_EVERY_S, Vitals
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import setup_logging
@@ -41,7 +41,7 @@ from smolcluster.observability.spans import MAX_NBYTES
 from smolcluster.runs.events import EventLog
 from smolcluster.runs.files import NUM_OLD_FILES
 from smolcluster.runs.paths import RunPaths, create_run
-from smolcluster.training.build import Workbench, build
+from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.loop import TrainingStep, training_steps
 from smolcluster.utils.meter import PHASES, Meter
 
@@ -61,14 +61,16 @@ TEXT = ("batch_size=8", "model.num_layers=4", "model.model_dim=128", "model.max_
 
 
 @contextmanager
-def observed(settings: Settings, bench: Workbench, folder: Path, *, on: bool) -> Iterator[Report]:
+def observed(
+    settings: Settings, training: TrainingContext, folder: Path, *, on: bool
+) -> Iterator[Report]:
     """A run's report, with everything on or nothing."""
     run = settings.run_config(RUN_ID, "single")
     log = setup_logging("trainer", "here")
     paths = create_run(folder, run.run_id)
     if not on:
         events = EventLog(paths.events, "off", warn=print)
-        yield _context(settings, bench, Metrics([]), events, log.logger).new_report()
+        yield _context(settings, training, Metrics([]), events, log.logger).new_report()
         events.close()
         return
     with (
@@ -76,21 +78,21 @@ def observed(settings: Settings, bench: Workbench, folder: Path, *, on: bool) ->
         metrics_served(
             settings,
             ProcessLabels("trainer", "here"),
-            bench.replica.meter,
+            training.replica.meter,
             log.logger,
             run_id=lambda: RUN_ID,
             status=lambda: records.status.newest,
         ),
         scraped(settings.cluster.metrics_port),
     ):
-        context = _context(settings, bench, records.metrics, records.events, log.logger)
+        context = _context(settings, training, records.metrics, records.events, log.logger)
         made = Report(
             run=run,
             server_node="here",
             num_workers=1,
             codec="none",
             incarnation="on",
-            bench=bench,
+            training=training,
             metrics=context.metrics,
             events=context.events,
             log=log.logger,
@@ -102,12 +104,16 @@ def observed(settings: Settings, bench: Workbench, folder: Path, *, on: bool) ->
 
 
 def _context(
-    settings: Settings, bench: Workbench, metrics: Metrics, events: EventLog, log: logging.Logger
+    settings: Settings,
+    training: TrainingContext,
+    metrics: Metrics,
+    events: EventLog,
+    log: logging.Logger,
 ) -> ServerContext:
     return ServerContext(
         settings=settings,
         run=settings.run_config(RUN_ID, "single"),
-        bench=bench,
+        training=training,
         node="here",
         secret=None,
         metrics=metrics,
@@ -154,7 +160,7 @@ def week_bytes() -> dict[str, float]:
     return {
         "steps": plain * WEEK_S,
         "layers": per_layer * GPT_LAYERS * num_layered,
-        "vitals": vital * num_vitals,
+        "process_stats": vital * num_vitals,
         "wandb": wandb_row * (num_rows + 2 * num_vitals),
         "spans": NUM_FILES * MAX_NBYTES,
     }
@@ -166,7 +172,7 @@ def settings_for(train: str, folder: Path, *overrides: str) -> Settings:
     return load_settings("edp", train, None, [*places, *overrides], environ={}, local=True)
 
 
-def bench_of(settings: Settings) -> Workbench:
+def bench_of(settings: Settings) -> TrainingContext:
     """What is trained, on one thread of the CPU."""
     torch.set_num_threads(1)
     place = settings.node.dataset
@@ -188,10 +194,10 @@ def taken(step: TrainingStep, version: int) -> StepTaken:
 def server_us(num_steps: int, folder: Path) -> float:
     """Microseconds that a server's step takes to be reported, the mean of so many."""
     settings = settings_for("digits", folder, "num_epochs=1000000", *SMALL)
-    bench = bench_of(settings)
+    training = bench_of(settings)
     costs = []
-    with observed(settings, bench, folder, on=True) as made:
-        steps = training_steps(bench, settings.train)
+    with observed(settings, training, folder, on=True) as made:
+        steps = training_steps(training, settings.train)
         for version in range(1, num_steps + 1):
             step = taken(next(steps), version)
             began = time.perf_counter()
@@ -204,11 +210,11 @@ def server_us(num_steps: int, folder: Path) -> float:
 def worker_us(num_steps: int) -> float:
     """Microseconds that a worker's step takes to be timed, while a thread asks for reports."""
     meter, done = Meter(), threading.Event()
-    vitals = Vitals(meter)
+    process_stats = ProcessStats(meter)
 
     def ask() -> None:
         while not done.wait(1.0):
-            vitals.report()
+            process_stats.report()
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -228,10 +234,10 @@ def step_s(num_steps: int, *, on: bool) -> float:
     """Seconds of a step of a GPT, the median of so many, in this process."""
     with TemporaryDirectory() as folder:
         settings = settings_for("stdlib", Path(folder), "num_epochs=1000", *TEXT)
-        bench = bench_of(settings)
+        training = bench_of(settings)
         costs = []
-        with observed(settings, bench, Path(folder), on=on) as made:
-            steps = training_steps(bench, settings.train)
+        with observed(settings, training, Path(folder), on=on) as made:
+            steps = training_steps(training, settings.train)
             for version in range(1, num_steps + 1):
                 began = time.perf_counter()
                 made.step_taken(taken(next(steps), version))

@@ -99,7 +99,7 @@ def serve(pipe: Pipe, case: Slowed, seconds: float) -> None:
     context = ServerContext(
         settings=case.settings,
         run=case.settings.run_config("slow-link", "syncps"),
-        bench=make_bench(case, 0),
+        training=make_bench(case, 0),
         node=case.settings.cluster.server,
         secret=case.secret,
         metrics=Metrics(),

@@ -41,7 +41,7 @@ from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.events import WorkerJoined, read_events
 from smolcluster.runs.paths import RunPaths, find_run
 from smolcluster.runs.summary import read_summary
-from smolcluster.training.build import Workbench
+from smolcluster.training.build import TrainingContext
 from smolcluster.transport.messages import Welcome
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -54,7 +54,7 @@ STEPS = {"digits": 720, "MNIST": 126}
 SLOWER = 4.0
 
 
-class SlowBench(Workbench):
+class SlowBench(TrainingContext):
     """A workbench on a machine that takes `sample_s` seconds longer for each sample."""
 
     sample_s: float = 0.0
@@ -75,8 +75,10 @@ def be_worker(sample_s: float, arguments: Sequence[str]) -> int:
 
     Slow.sample_s = sample_s
 
-    def make(welcome: Welcome, bench: Workbench) -> Worker:
-        return Worker(welcome, Slow(bench.dataset, bench.replica, bench.seed, bench.microbatch))
+    def make(welcome: Welcome, training: TrainingContext) -> Worker:
+        return Worker(
+            welcome, Slow(training.dataset, training.replica, training.seed, training.microbatch)
+        )
 
     args = worker_parser(get_algorithm("syncps")).parse_args(arguments)
     return guarded(lambda: process.work("syncps", args, make))

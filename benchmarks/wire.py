@@ -23,7 +23,7 @@ import torch
 
 from common import paired_ratios, report, seconds
 from smolcluster.algorithms.EDP.exchange import GradientReceiver, Pushed
-from smolcluster.cluster.inbox import Event, Gone, Inbox, Said
+from smolcluster.cluster.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.cluster.link import MAX_QUEUED
 from smolcluster.cluster.session import Receiver, Session
 from smolcluster.transport.connection import Connection, accept_next, connect, listen
@@ -58,7 +58,7 @@ class Dropping(Receiver):
         """Take a message in the reader's thread."""
         if isinstance(message, Push) and message.bucket + 1 < message.num_buckets:
             return None
-        return Said(0, message)
+        return MessageReceived(0, message)
 
 
 class Wires:
@@ -147,7 +147,7 @@ def start_session(
     """Begin a session as the cluster has it."""
     session = Session(
         connection,
-        seat=0,
+        session_id=0,
         receiver=receiver,
         inbox=inbox,
         heartbeat_timeout_s=STALL_TIMEOUT_S,
@@ -161,7 +161,7 @@ def start_session(
 def next_event(inbox: Inbox) -> Event:
     """What a session has received."""
     event = inbox.get(STALL_TIMEOUT_S)
-    if event is None or isinstance(event, Gone):
+    if event is None or isinstance(event, SessionClosed):
         raise SystemExit(f"the session failed: {event}")
     return event
 

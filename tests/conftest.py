@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from smolcluster.algorithms import context
-from smolcluster.cluster import hub
+from smolcluster.cluster import worker_pool
 from smolcluster.training import checkpoint
 from smolcluster.transport.connection import listen
 from smolcluster.utils.stopping import SIGNALS
@@ -68,5 +68,5 @@ def no_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def short_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hub whose run is over does not wait long for those who do not leave."""
-    monkeypatch.setattr(hub, "FAREWELL_S", 0.05)
+    """A worker pool whose run is over does not wait long for those who do not leave."""
+    monkeypatch.setattr(worker_pool, "SHUTDOWN_TIMEOUT_S", 0.05)

@@ -8,15 +8,15 @@ from typing import Any
 
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import LaunchError
-from smolcluster.launch.doctor.examine import Patient
-from smolcluster.launch.doctor.findings import Answer, Context, Facts
+from smolcluster.launch.doctor.examine import NodeChecks
+from smolcluster.launch.doctor.findings import Answer, Context, MachineFacts
 from smolcluster.launch.host import Done, Host
 
 TREE = {"src": "folder", "src/a.py": "file 1"}
 """The checkout of the machine that looks."""
-LINUX = Facts("Linux", "x86_64", packages="apt-get")
-PI = Facts("Linux", "aarch64", packages="apt-get")
-MAC = Facts("Darwin", "arm64", is_apple_silicon=True, packages="brew")
+LINUX = MachineFacts("Linux", "x86_64", packages="apt-get")
+PI = MachineFacts("Linux", "aarch64", packages="apt-get")
+MAC = MachineFacts("Darwin", "arm64", is_apple_silicon=True, packages="brew")
 
 
 def cluster(nodes: Mapping[str, Any] | None = None, **stated: Any) -> ClusterConfig:
@@ -32,7 +32,7 @@ def cluster(nodes: Mapping[str, Any] | None = None, **stated: Any) -> ClusterCon
     return ClusterConfig.model_validate(values)
 
 
-def context(node: str = "pi5", facts: Facts = LINUX, **stated: Any) -> Context:
+def context(node: str = "pi5", facts: MachineFacts = LINUX, **stated: Any) -> Context:
     """A worker that has been reached; `stated` is of its section of the cluster file, or of `Context`."""
     own = {name: stated.pop(name) for name in ("device", "torch", "env") if name in stated}
     made = Context(node, cluster({node: own}), node, facts=facts, tree=TREE, environment="e1")
@@ -110,11 +110,11 @@ def patients(
     stated: ClusterConfig,
     says: Mapping[str, Mapping[str, str | LaunchError]] | None = None,
     **more: Any,
-) -> list[Patient]:
+) -> list[NodeChecks]:
     """The nodes of a cluster, on fake hosts."""
     nodes = dict.fromkeys((stated.server, *stated.workers))
     return [
-        Patient(
+        NodeChecks(
             FakeHost(node, node, says=(says or {}).get(node, {}), **more),
             Context(node, stated, node, tree=TREE, environment="e1", token="t0"),
         )

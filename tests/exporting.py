@@ -43,7 +43,7 @@ def a_worker(rank: int, node: str, **changes: Any) -> WorkerStatus:
         "samples_per_s": 256.0,
         "mean_staleness": 1.0,
         "staleness": [10, 20, 10, 0, 0, 0, 0, 0],
-        "vitals": {"rtt_s": 0.004, "queue": 1.0, "codec_ratio": 3.9},
+        "process_stats": {"rtt_s": 0.004, "queue": 1.0, "codec_ratio": 3.9},
         "address": "127.0.0.1",
         "sent_bytes": 1000,
         "received_bytes": 2000,

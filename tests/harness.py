@@ -21,13 +21,13 @@ from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.worker import Worker as SyncPSWorker
 from smolcluster.cluster.dispatcher import Lease
 from smolcluster.cluster.joining import ServerAddress
-from smolcluster.cluster.link import Participant, Place, follow
+from smolcluster.cluster.link import Participant, WorkerSetup, follow
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.configs.schema import AlgorithmName, DatasetConfig, SimpleNNConfig, TrainConfig
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.runs.events import EventLog, EventRecord, read_events
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic
-from smolcluster.training.build import Workbench, build
+from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.checkpoint import CheckpointStore
 from smolcluster.transport.handshake import introduce
 from smolcluster.transport.messages import LeaseKey, Welcome
@@ -38,7 +38,7 @@ SECRET = Secret(Path("the-test's-secret"), b"0123456789abcdef0123456789abcdef")
 DEADLINE_S = 60.0
 
 Server = edp.Server | syncps.Server
-MakeParticipant = Callable[[Welcome, Workbench], Participant]
+MakeParticipant = Callable[[Welcome, TrainingContext], Participant]
 SERVERS: Mapping[str, type[Server]] = MappingProxyType({"edp": edp.Server, "syncps": syncps.Server})
 WORKERS: Mapping[str, MakeParticipant] = MappingProxyType(
     {"edp": EDPWorker, "syncps": SyncPSWorker}
@@ -160,7 +160,7 @@ class Cluster:
         self.log.addHandler(Lines(self.log_lines))
         self._secret = secret
         train, cluster = settings.train, settings.cluster
-        self.bench = build(train, cluster.seed, settings.node.dataset, torch.device("cpu"))
+        self.training = build(train, cluster.seed, settings.node.dataset, torch.device("cpu"))
         incarnation = secrets.token_hex(4)
         events = self._events = EventLog(self.events_path, incarnation, warn=self.log.warning)
         self.store = CheckpointStore(folder / "checkpoints", cluster.keep_last, self.log)
@@ -168,7 +168,7 @@ class Cluster:
         context = ServerContext(
             settings=settings,
             run=settings.run_config("test-run", algorithm),
-            bench=self.bench,
+            training=self.training,
             node=cluster.server,
             secret=secret,
             metrics=Metrics([self.metrics]),
@@ -240,7 +240,7 @@ class Cluster:
         """Start a worker of the server's algorithm, or the one that `make` makes."""
         cluster = self.settings.cluster
         make_participant = make or WORKERS[self.algorithm]
-        place = Place(
+        place = WorkerSetup(
             node=(settings or self.settings).node,
             hello=introduce(node, worker_id),
             address=ServerAddress("127.0.0.1", port or cluster.port),
@@ -267,7 +267,7 @@ class Cluster:
 
     def assert_every_sample_applied_once(self) -> None:
         """Every sample of every epoch, exactly once."""
-        once = Counter(range(self.bench.dataset.train.num_samples))
+        once = Counter(range(self.training.dataset.train.num_samples))
         assert self.applied == dict.fromkeys(range(self.settings.train.num_epochs), once)
 
 

@@ -7,9 +7,9 @@ from typing import Generic, TypeVar
 from harness import SECRET, Outcome, local_settings
 from peers import DEADLINE_S, Hand, HandledDoor, hello, logger
 from smolcluster.cluster.joining import ServerAddress
-from smolcluster.cluster.link import Participant, Place, follow
+from smolcluster.cluster.link import Participant, WorkerSetup, follow
 from smolcluster.configs.schema import NodeConfig, RunConfig
-from smolcluster.training.build import Workbench
+from smolcluster.training.build import TrainingContext
 from smolcluster.transport.messages import End, Goodbye, LeaseKey, Pull, Ready, Welcome
 
 P = TypeVar("P", bound=Participant)
@@ -22,25 +22,25 @@ class Life(Generic[P]):
     """A worker that follows a door, and what it made."""
 
     door: HandledDoor
-    participant: Callable[[Welcome, Workbench], P]
+    participant: Callable[[Welcome, TrainingContext], P]
     lines: list[str] = field(default_factory=list)
     made: list[P] = field(default_factory=list)
     runs: list[str] = field(default_factory=list)
 
     def begin(
         self,
-        participant: Callable[[Welcome, Workbench], P] | None = None,
+        participant: Callable[[Welcome, TrainingContext], P] | None = None,
         *,
         node: NodeConfig | None = None,
         start_timeout_s: float = DEADLINE_S,
     ) -> Outcome:
         """Start the worker, with another participant if need be."""
 
-        def make(welcome: Welcome, bench: Workbench) -> P:
-            self.made.append((participant or self.participant)(welcome, bench))
+        def make(welcome: Welcome, training: TrainingContext) -> P:
+            self.made.append((participant or self.participant)(welcome, training))
             return self.made[-1]
 
-        place = Place(
+        place = WorkerSetup(
             node=node or NodeConfig(device="cpu"),
             hello=hello(),
             address=ServerAddress("127.0.0.1", self.door.port),

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from harness import SECRET, Lines, Recorder
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.cluster.hub import Hub, Joined
-from smolcluster.cluster.inbox import Event, Inbox, Said
+from smolcluster.cluster.inbox import Event, Inbox, MessageReceived
 from smolcluster.cluster.report import Report
 from smolcluster.cluster.session import Receiver
+from smolcluster.cluster.worker_pool import Joined, WorkerPool
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import AlgorithmName, RunConfig
 from smolcluster.errors import PeerLost
@@ -65,14 +65,14 @@ M = TypeVar("M", bound=Message)
 class Echo(Receiver):
     """A receiver that passes every message on, and keeps the payloads."""
 
-    def __init__(self, seat: int = 0) -> None:
-        self.seat = seat
+    def __init__(self, session_id: int = 0) -> None:
+        self.session_id = session_id
         self.payloads: list[bytes] = []
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         """Take one message."""
         self.payloads.append(bytes(payload))
-        return Said(self.seat, message)
+        return MessageReceived(self.session_id, message)
 
 
 def next_event(inbox: Inbox, kind: type[E]) -> E:
@@ -215,8 +215,8 @@ class HandledDoor:
 class HandledHub:
     """A hub whose events are asked for by the test's thread, and workers spoken by hand."""
 
-    def __init__(self, hub: Hub, port: int, dataset: str) -> None:
-        self.hub = hub
+    def __init__(self, pool: WorkerPool, port: int, dataset: str) -> None:
+        self.pool = pool
         self.events: list[Event] = []
         self._port = port
         self._dataset = dataset
@@ -229,7 +229,7 @@ class HandledHub:
         deadline = Deadline(DEADLINE_S)
         while not condition():
             assert not deadline.expired, f"it did not come; events: {self.events}"
-            for event in self.hub.next_events(0.01):
+            for event in self.pool.next_events(0.01):
                 self.on_event(event)
 
     def begin_to_enter(self, greeting: Hello, secret: Secret = SECRET) -> Future[Hand]:
@@ -255,10 +255,10 @@ class HandledHub:
     def join(self, greeting: Hello, unacknowledged: LeaseKey | None = None) -> Hand:
         """A worker gets in and takes part."""
         hand = self.enter(greeting)
-        seen = len(self.hub.workers)
+        seen = len(self.pool.workers)
         joined = self.num_joined
         hand.ready(dataset=self._dataset, unacknowledged=unacknowledged)
-        self.until(lambda: self.num_joined > joined or len(self.hub.workers) > seen)
+        self.until(lambda: self.num_joined > joined or len(self.pool.workers) > seen)
         return hand
 
     @property
@@ -290,7 +290,7 @@ class Parts:
     @property
     def dataset(self) -> str:
         """Fingerprint of the dataset."""
-        return self.context.bench.dataset.fingerprint
+        return self.context.training.dataset.fingerprint
 
     def happened(self, kind: type[RunEvent]) -> list[RunEvent]:
         """Events of that kind in the run's file."""
@@ -314,7 +314,7 @@ def server_parts(
     context = ServerContext(
         settings=settings,
         run=settings.run_config("test-run", algorithm),
-        bench=build(
+        training=build(
             settings.train,
             settings.cluster.seed,
             settings.node.dataset,
@@ -348,7 +348,7 @@ def report_of(
         num_workers=3,
         incarnation=incarnation,
         codec="fp32",
-        bench=context.bench,
+        training=context.training,
         metrics=context.metrics,
         events=context.events,
         log=context.log,

@@ -22,9 +22,9 @@ class Stage(Generic[S]):
     def __init__(self, server: S, parts: Parts, rooms: ExitStack) -> None:
         self.parts = parts
         self.server = server
-        rooms.enter_context(server.hub)
+        rooms.enter_context(server.pool)
         rooms.enter_context(server.evaluator)
-        self.house = HandledHub(server.hub, parts.port, parts.dataset)
+        self.house = HandledHub(server.pool, parts.port, parts.dataset)
         self.house.on_event = self.handle
         rooms.callback(self.house.close)
 
@@ -54,5 +54,5 @@ class EDPStage(Stage[edp.Server]):
 
     def hand_out(self) -> None:
         """What the loop does between two events."""
-        list(self.server.hub.next_events(0.0))
+        list(self.server.pool.next_events(0.0))
         self.server.hand_out()

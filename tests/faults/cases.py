@@ -27,7 +27,7 @@ from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.EDP.exchange import Pushed
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.step import Step
-from smolcluster.cluster import joining, reception
+from smolcluster.cluster import acceptor, joining
 from smolcluster.cluster.dispatcher import Range
 from smolcluster.configs.resolve import Settings
 from smolcluster.runs.events import Event, LeaseReturned, WorkerJoined, WorkerLost
@@ -178,7 +178,7 @@ class Played:
     @property
     def weights(self) -> Tensor:
         """The server's, at the end."""
-        return self.cluster.bench.replica.params
+        return self.cluster.training.replica.params
 
     @property
     def events(self) -> list[Event]:
@@ -261,7 +261,7 @@ def play(
     patience = Deadline(patience_s)
 
     def all_there() -> bool:
-        present = cluster.core.hub.workers
+        present = cluster.core.pool.workers
         if isinstance(cluster.core, syncps.Server):
             return len(cluster.core.members.free) == len(NODES)
         return len(present) == len(NODES)
@@ -316,7 +316,7 @@ def _patches(case: Case | None) -> Iterator[None]:
         patch.setattr(harness, "build", partial(build, bucket_bytes=SMALL_BUCKET))
         if case is not None and case.point in HANDSHAKE and case.fault in SILENT:
             patch.setattr(joining, "HANDSHAKE_TIMEOUT_S", QUICK_S)
-            patch.setattr(reception, "HANDSHAKE_TIMEOUT_S", QUICK_S)
+            patch.setattr(acceptor, "HANDSHAKE_TIMEOUT_S", QUICK_S)
         yield
 
 
@@ -371,7 +371,7 @@ def check_applied_once(played: Played) -> None:
     assert summary.steps == NUM_STEPS[played.algorithm] == len(played.losses)
     assert summary.pushes.applied == len(played.ranges) == played.expected_pushes
     assert sum(worker.samples for worker in summary.workers) == summary.samples_applied
-    assert summary.samples_applied == EPOCHS * played.cluster.bench.dataset.train.num_samples
+    assert summary.samples_applied == EPOCHS * played.cluster.training.dataset.train.num_samples
     assert not any(played.counted), "a step's buckets did not count once for each part"
 
 

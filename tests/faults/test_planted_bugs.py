@@ -24,7 +24,7 @@ from smolcluster.cluster.dispatcher import Dispatcher, Range, Returned, Verdict
 from smolcluster.cluster.inbox import Event
 from smolcluster.cluster.joining import join
 from smolcluster.errors import ConnectTimeout
-from smolcluster.training.build import Workbench
+from smolcluster.training.build import TrainingContext
 from smolcluster.transport import connection
 from smolcluster.transport.frames import Frame, build_frame, check_head
 from smolcluster.transport.messages import LeaseKey, Push, Welcome
@@ -37,8 +37,8 @@ HURRIED_S = 1.0
 class Repeating(EDPWorker):
     """Sends its first push a second time, whole, when it has been acknowledged."""
 
-    def __init__(self, welcome: Welcome, bench: Workbench) -> None:
-        super().__init__(welcome, bench)
+    def __init__(self, welcome: Welcome, training: TrainingContext) -> None:
+        super().__init__(welcome, training)
         self.copies: list[Frame] = []
         self.repeated: LeaseKey | None = None
 
@@ -120,11 +120,11 @@ def test_a_bucket_that_is_added_twice_is_found(
     add = Reduction.add
     planted: list[int] = []
 
-    def add_twice(self: Reduction, seat: int, push: Push, gradient: Tensor) -> bool:
+    def add_twice(self: Reduction, session_id: int, push: Push, gradient: Tensor) -> bool:
         if push.base_version == 3 and push.bucket == 2 and not planted:
-            planted.append(seat)
+            planted.append(session_id)
             gradient = gradient + gradient
-        return add(self, seat, push, gradient)
+        return add(self, session_id, push, gradient)
 
     monkeypatch.setattr(Reduction, "add", add_twice)
     played = play("syncps", tmp_path)

@@ -524,7 +524,7 @@ def run_in_process(
 def assert_trained(cluster: Cluster, whole: tuple[Cluster, Path]) -> None:
     assert cluster.server.summary is not None
     assert cluster.server.summary.samples_applied == EPOCHS * NUM_SAMPLES
-    mine, theirs = cluster.bench.replica.params, whole[0].bench.replica.params
+    mine, theirs = cluster.training.replica.params, whole[0].training.replica.params
     assert torch.equal(mine, theirs)
 
 
@@ -706,7 +706,7 @@ STAMPS = {
     *("training/checkpoint.py", "observability/sinks/jsonl.py", "runs/events.py"),
     *("cluster/board.py", "cluster/report.py", "observability/spans.py"),
     *("launch/doctor/examine.py", "launch/watch/probe.py"),  # which compare clocks of machines
-    *("cluster/clocks.py", "cluster/vitals.py", "utils/meter.py"),  # and these
+    *("cluster/clocks.py", "cluster/process_stats.py", "utils/meter.py"),  # and these
     *(f"observability/report/{name}.py" for name in ("comparison", "facts", "page")),
     *("observability/view/run.py", "launch/watch/top/source.py"),  # say how old something is
     *("launch/observe/targets.py", "launch/watch/listing.py"),  # compare with a file's time

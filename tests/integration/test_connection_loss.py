@@ -102,7 +102,7 @@ RUBBISH = (b"GET / HTTP/1.1\r\n\r\n", b"SMOL" + b"\xff" * 64, b"\x00" * 5000)
 def test_strangers_who_send_rubbish_or_nothing_do_not_disturb(cluster: Cluster) -> None:
     in_the_middle, go_on = threading.Event(), threading.Event()
 
-    class Patient(Worker):
+    class NodeChecks(Worker):
         def compute(self, lease: Assigned) -> float:
             if self.steps == 50:
                 in_the_middle.set()
@@ -113,7 +113,7 @@ def test_strangers_who_send_rubbish_or_nothing_do_not_disturb(cluster: Cluster) 
     with ExitStack() as silent:
         for _ in range(40):
             silent.enter_context(socket.create_connection(address))
-        worker = cluster.worker(1, make=Patient)
+        worker = cluster.worker(1, make=NodeChecks)
         assert in_the_middle.wait(30)
         for rubbish in RUBBISH:
             assert len(_reply_to(rubbish, address)) < 4096, "little is said to a stranger"

@@ -176,8 +176,10 @@ def made_runs(processes: Processes) -> None:
     MadeRun(processes.runs, "single-third").started(algorithm="single", num_workers=0)
     run = killed_run(processes.runs, "edp-second")
     run.metric(*(MetricRecord("step", step, 1, {"loss": 0.0}) for step in range(101, 401)))
-    vitals = {"sent_bytes_per_s": 1e6}
-    run.status("ended", None, *(worker_status(rank, vitals=vitals) for rank in range(3)))
+    process_stats = {"sent_bytes_per_s": 1e6}
+    run.status(
+        "ended", None, *(worker_status(rank, process_stats=process_stats) for rank in range(3))
+    )
     run.says("worker", "pi5", 0, ("ERROR", EVIL), ("INFO", "z" * 1_000_000))
 
 
@@ -227,7 +229,7 @@ def test_gpus_have_columns_and_curves_where_a_worker_tells_of_one(
     assert not any("gpu" in name for name in run_js(browser, headings))
     run, gpu = MadeRun(processes.runs, "edp-second"), {f"gpu/{name}": GPU[name] for name in GPU}
     run.metric(*(MetricRecord("worker", n, 1, gpu, rank=0, node="pi5") for n in (398, 399, 400)))
-    run.status("ended", None, worker_status(0, vitals=gpu), worker_status(1))
+    run.status("ended", None, worker_status(0, process_stats=gpu), worker_status(1))
     browser.refresh()
     eventually(lambda: "gpu w" in run_js(browser, headings))
     assert [name for name in run_js(browser, headings) if "gpu" in name] == [

@@ -22,7 +22,7 @@ from smolcluster.errors import (
     RunFailed,
 )
 from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLeft
-from smolcluster.training.build import Workbench, build
+from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.loop import training_steps
 from smolcluster.transport.messages import Push, Welcome
 from smolcluster.transport.security import Secret
@@ -42,7 +42,7 @@ def test_one_worker_with_interval_1_is_sequential_training(tmp_path: Path) -> No
         expected, rel=1e-6
     )
     torch.testing.assert_close(
-        cluster.bench.replica.params, alone.replica.params, rtol=1e-5, atol=1e-7
+        cluster.training.replica.params, alone.replica.params, rtol=1e-5, atol=1e-7
     )
 
 
@@ -105,7 +105,7 @@ def test_gradient_norms_are_tracked_by_layer(tmp_path: Path) -> None:
     cluster.server.finish()
     values = cluster.metrics.steps[0].values
     layers = {name: value for name, value in values.items() if name.startswith("grad_norm/")}
-    assert len(layers) == len(cluster.bench.replica.layers)
+    assert len(layers) == len(cluster.training.replica.layers)
     total = torch.tensor(list(layers.values())).norm().item()
     assert total == pytest.approx(values["grad_norm"], rel=1e-4)
 
@@ -188,7 +188,7 @@ def test_a_worker_whose_own_copy_diverges_costs_its_pushes_and_nothing_else(
     assert summary.pushes.non_finite > 0
     dropped = [r.event for r in cluster.events() if isinstance(r.event, PushDropped)]
     assert {event.rank for event in dropped if event.outcome == "non_finite"} == {1}
-    assert torch.isfinite(cluster.bench.replica.params).all()
+    assert torch.isfinite(cluster.training.replica.params).all()
 
 
 class Broken(Worker):
@@ -248,10 +248,10 @@ def test_a_worker_with_other_data_is_refused(tmp_path: Path) -> None:
     cluster = Cluster(local_settings("num_epochs=3", workers=1), tmp_path)
     other_split = local_settings("seed=43", workers=1)
 
-    def cheat(welcome: Welcome, bench: Workbench) -> Worker:
+    def cheat(welcome: Welcome, training: TrainingContext) -> Worker:
         theirs = build(other_split.train, 43, other_split.node.dataset, torch.device("cpu"))
-        object.__setattr__(bench, "dataset", theirs.dataset)
-        return OtherData(welcome, bench)
+        object.__setattr__(training, "dataset", theirs.dataset)
+        return OtherData(welcome, training)
 
     failure = cluster.worker(2, make=cheat).failure()
     assert isinstance(failure, Rejected)

@@ -44,7 +44,7 @@ def test_one_worker_that_always_pulls_takes_mixing_rate_times_the_step(tmp_path:
     losses = [record.values["loss"] for record in cluster.metrics.steps]
     assert losses == pytest.approx(expected, rel=1e-4)
     torch.testing.assert_close(
-        cluster.bench.replica.params, alone.replica.params, rtol=1e-4, atol=1e-6
+        cluster.training.replica.params, alone.replica.params, rtol=1e-4, atol=1e-6
     )
 
 

@@ -23,7 +23,7 @@ from smolcluster.algorithms import context
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.reduction import RESIDUAL
-from smolcluster.cluster.dispatcher import Dispatcher, Standing
+from smolcluster.cluster.dispatcher import Dispatcher, DispatcherState
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.data.permutation import epoch_permutation
@@ -171,7 +171,7 @@ def assert_counted(summary: Summary, epochs: int = EPOCHS, steps: int | None = N
 def assert_same_end(resumed: Cluster, whole: Cluster, step: int) -> None:
     """What came after `step` is what an undisturbed run did, bit for bit; so is the end."""
     assert steps_of(resumed) == steps_of(whole)[step:]
-    assert_equal_bit_for_bit(resumed.bench.replica, whole.bench.replica)
+    assert_equal_bit_for_bit(resumed.training.replica, whole.training.replica)
     mine, theirs = summary_of(resumed), summary_of(whole)
     assert mine.final == theirs.final
     assert mine.pushes == theirs.pushes
@@ -236,7 +236,7 @@ def test_stopped_at_any_step_it_saves_that_step_and_goes_on_from_it(
     assert newest is not None
     assert newest.state.step == stood
     assert newest.state.samples_applied == sum(map(_size, stopped.metrics.steps))
-    assert_equal_bit_for_bit_with(newest, stopped.bench.replica)
+    assert_equal_bit_for_bit_with(newest, stopped.training.replica)
     resumed = run(settings, folder, algorithm, resume=True)
     assert steps_of(stopped) == steps_of(whole)[:stood]
     assert_same_end(resumed, whole, stood)
@@ -518,7 +518,7 @@ def test_a_dispatcher_that_forgets_its_open_leases_would_be_noticed(
     folder = leave_only(tmp_path / "whole", step, tmp_path / "resumed")
     resume = Dispatcher.resume
 
-    def forgetful(self: Dispatcher, standing: Standing, samples_applied: int) -> None:
+    def forgetful(self: Dispatcher, standing: DispatcherState, samples_applied: int) -> None:
         resume(self, standing, samples_applied)
         self.samples_applied += sum(each.num_samples for each in self._waiting)
         self._waiting.clear()

@@ -16,9 +16,9 @@ from torch import Tensor
 import harness
 from harness import Cluster, Outcome, local_settings
 from proxy import Proxy
-from smolcluster.algorithms.SynchronousPS.following import Committed
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Step
+from smolcluster.algorithms.SynchronousPS.step_receiver import Committed
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.cluster.tensors import Assigned
 from smolcluster.configs.resolve import Settings
@@ -32,7 +32,7 @@ from smolcluster.runs.events import (
     WorkerLost,
 )
 from smolcluster.runs.summary import Summary
-from smolcluster.training.build import Workbench, build
+from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.loop import training_steps
 from smolcluster.transport.messages import State, Welcome
 
@@ -93,8 +93,8 @@ def state_of(params: Tensor, optimizer: dict[str, Tensor]) -> tuple[Tensor, ...]
 class Watched(Worker):
     """Keeps what it had after every step that it took as a member."""
 
-    def __init__(self, welcome: Welcome, bench: Workbench) -> None:
-        super().__init__(welcome, bench)
+    def __init__(self, welcome: Welcome, training: TrainingContext) -> None:
+        super().__init__(welcome, training)
         self.replicas: Replicas = {}
         self.pushed_at: list[int] = []
 
@@ -124,7 +124,7 @@ class Scene:
     def enter(
         self,
         number: int,
-        role: Callable[[Welcome, Workbench], Watched] = Watched,
+        role: Callable[[Welcome, TrainingContext], Watched] = Watched,
         *,
         port: int | None = None,
         node: str | None = None,
@@ -132,8 +132,8 @@ class Scene:
     ) -> Outcome:
         """Start worker `number`, on the node of that number."""
 
-        def make(welcome: Welcome, bench: Workbench) -> Watched:
-            made = role(welcome, bench)
+        def make(welcome: Welcome, training: TrainingContext) -> Watched:
+            made = role(welcome, training)
             self.cast.append(made)
             return made
 
@@ -179,9 +179,9 @@ class Scene:
 def alone(settings: Settings) -> tuple[list[float], Tensor]:
     """The losses of every step of a single process with the same global batch, and its weights."""
     train, seed = settings.run_config("alone", "syncps").train, settings.cluster.seed
-    bench = build(train, seed, settings.node.dataset, torch.device("cpu"))
-    steps = training_steps(bench, train)
-    return [step.loss for step in steps], bench.replica.params
+    training = build(train, seed, settings.node.dataset, torch.device("cpu"))
+    steps = training_steps(training, train)
+    return [step.loss for step in steps], training.replica.params
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def test_a_batch_in_pieces_on_one_worker_makes_no_difference(tmp_path: Path) -> 
     scene.enter(1)
     scene.enter(2, settings=local_settings("microbatch=5", workers=2, algorithm="syncps"))
     scene.finish()
-    assert sorted(each.bench.microbatch or 0 for each in scene.cast) == [0, 5]
+    assert sorted(each.training.microbatch or 0 for each in scene.cast) == [0, 5]
     scene.assert_trained_as_alone()
 
 
@@ -541,9 +541,9 @@ def test_with_a_lossy_codec_it_learns_as_well_and_all_replicas_agree(
     assert len(scene.losses) == len(expected)
     difference = torch.tensor(scene.losses) - torch.tensor(expected)
     assert 0 < float(difference.abs().max()) < 0.02, "lossy, but little is lost"
-    bench = scene.cluster.bench
-    bench.replica.load(weights)
-    best = bench.evaluate()
+    training = scene.cluster.training
+    training.replica.load(weights)
+    best = training.evaluate()
     assert best.accuracy is not None
     assert best.accuracy > 0.85
     assert summary.final.val_accuracy is not None

@@ -66,8 +66,8 @@ class Machines:
         """Every loss is that of a single process, and every sample of every epoch was applied once."""
         settings = local_settings(*TRAINING, algorithm="syncps")
         train, seed = settings.run_config("alone", "syncps").train, settings.cluster.seed
-        bench = build(train, seed, settings.node.dataset, torch.device("cpu"))
-        expected = [step.loss for step in training_steps(bench, train)]
+        training = build(train, seed, settings.node.dataset, torch.device("cpu"))
+        expected = [step.loss for step in training_steps(training, train)]
         losses = [step.values["loss"] for step in self.steps]
         assert losses[:EARLY] == pytest.approx(expected[:EARLY], rel=1e-5)
         assert losses == pytest.approx(expected, rel=1e-2)

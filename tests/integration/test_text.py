@@ -78,7 +78,7 @@ def run_cluster(settings: Settings, folder: Path, algorithm: AlgorithmName) -> F
     cluster = Cluster(settings, folder, algorithm=algorithm)
     num_workers = settings.cluster.num_workers
     summary = cluster.finish(*(cluster.worker(rank + 1) for rank in range(num_workers)))
-    return Finished(summary, cluster.metrics.records, cluster.bench.replica.snapshot())
+    return Finished(summary, cluster.metrics.records, cluster.training.replica.snapshot())
 
 
 def run_single(settings: Settings, folder: Path, **train: object) -> Finished:
@@ -86,13 +86,15 @@ def run_single(settings: Settings, folder: Path, **train: object) -> Finished:
     folder.mkdir()
     changed = settings.train.model_copy(update=train)
     settings = Settings(settings.cluster, changed, settings.node)
-    bench = build(settings.train, settings.cluster.seed, settings.node.dataset, torch.device("cpu"))
+    training = build(
+        settings.train, settings.cluster.seed, settings.node.dataset, torch.device("cpu")
+    )
     metrics = Recorder()
     events = EventLog(folder / "events.jsonl", "here", warn=print)
     context = ServerContext(
         settings=settings,
         run=settings.run_config("single-run", "single"),
-        bench=bench,
+        training=training,
         node="me",
         secret=None,
         metrics=Metrics([metrics]),
@@ -104,7 +106,7 @@ def run_single(settings: Settings, folder: Path, **train: object) -> Finished:
         summary = single.train(context)
     finally:
         events.close()
-    return Finished(summary, metrics.records, bench.replica.snapshot())
+    return Finished(summary, metrics.records, training.replica.snapshot())
 
 
 def reference_for(settings: Settings, folder: Path, algorithm: AlgorithmName) -> Finished:
@@ -149,14 +151,14 @@ def test_edp_with_one_worker_takes_the_steps_of_one_process(
 def test_evaluation_in_the_background_is_of_the_weights_of_its_step(text: Path) -> None:
     """Weights are laid out with matrices first, which is not the order of the model's parameters."""
     settings = tiny_settings(text)
-    bench = build(settings.train, 42, settings.node.dataset, torch.device("cpu"))
+    training = build(settings.train, 42, settings.node.dataset, torch.device("cpu"))
     for start in (0, 4, 8):
-        bench.compute(torch.arange(start, start + 4))
-        bench.replica.step(0.05)
-    expected, inbox = bench.evaluate(), Inbox()
-    with Evaluator(bench, inbox, every=3, log=logger([])) as evaluator:
+        training.compute(torch.arange(start, start + 4))
+        training.replica.step(0.05)
+    expected, inbox = training.evaluate(), Inbox()
+    with Evaluator(training, inbox, every=3, log=logger([])) as evaluator:
         assert evaluator.after_step(3, 0)
-        bench.replica.params.zero_()  # training goes on
+        training.replica.params.zero_()  # training goes on
         event = next_event(inbox, EvaluationDone)
     assert event.version == 3
     assert event.evaluation.loss == pytest.approx(expected.loss, rel=1e-6)

@@ -81,7 +81,7 @@ def described_fields() -> dict[str, set[str]]:
     ids=lambda model: model.__name__,
 )
 def test_the_wire_format_names_every_field(
-    model: type[messages.Message | messages.Part | RunConfig],
+    model: type[messages.Message | messages.HeaderModel | RunConfig],
 ) -> None:
     assert described_fields()[model.__name__] == set(model.model_fields)
 

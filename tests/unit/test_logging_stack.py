@@ -21,7 +21,7 @@ from harness import free_port
 from loki import Receiver, receiving
 from smolcluster.launch.observe.loki import is_loki
 from smolcluster.launch.observe.targets import listens
-from smolcluster.observability.shipping.lines import Entry
+from smolcluster.observability.shipping.lines import LokiLine
 from smolcluster.observability.shipping.loki import Answer, Loki, Verdict, push_body
 from smolcluster.utils.retry import Deadline
 
@@ -234,7 +234,7 @@ def test_through_the_open_port_logs_are_pushed_and_neither_read_nor_deleted(
 ) -> None:
     url, receiver = pushing
     loki = Loki(url)
-    entry = Entry((("job", "x"),), time.time_ns(), "a line")
+    entry = LokiLine((("job", "x"),), time.time_ns(), "a line")
     assert loki.push(push_body([entry])) == Answer(Verdict.ACCEPTED)
     loki.close()
     assert receiver.received.texts() == ["a line"]

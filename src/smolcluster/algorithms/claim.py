@@ -132,7 +132,7 @@ def check_unfinished(paths: RunPaths, train: TrainConfig) -> None:
     if not paths.summary.is_file():
         return
     summary = read_summary(paths.summary)
-    in_vain, ended_with = summary.evaluations_in_vain, summary.epochs
+    in_vain, ended_with = summary.num_bad_evals, summary.epochs
     if in_vain is not None:
         if train.patience is not None and train.patience <= in_vain:
             raise CheckpointError(

@@ -12,14 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from smolcluster.cluster.acceptor import Acceptor
 from smolcluster.cluster.evaluator import Evaluator
-from smolcluster.cluster.hub import Fingerprints, Hub
 from smolcluster.cluster.inbox import Inbox
 from smolcluster.cluster.listening import listening_addresses
-from smolcluster.cluster.reception import Reception
 from smolcluster.cluster.report import Report
-from smolcluster.cluster.saver import Saver, Subject
+from smolcluster.cluster.saver import CheckpointSource, Saver
 from smolcluster.cluster.session import Receiver
+from smolcluster.cluster.worker_pool import Fingerprints, WorkerPool
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import RunConfig
@@ -29,7 +29,7 @@ from smolcluster.observability.metrics import Metrics
 from smolcluster.observability.spans import SpanLog
 from smolcluster.runs.events import EventLog
 from smolcluster.runs.status import StatusFile
-from smolcluster.training.build import Workbench
+from smolcluster.training.build import TrainingContext
 from smolcluster.training.checkpoint import (
     Checkpoint,
     CheckpointState,
@@ -56,7 +56,7 @@ class ServerContext:
 
     settings: Settings
     run: RunConfig
-    bench: Workbench
+    training: TrainingContext
     node: str
     secret: Secret | None
     """What workers prove themselves by; None: there are none."""
@@ -79,18 +79,18 @@ class ServerContext:
     @property
     def codec(self) -> str:
         """Name of the codec that gradients travel in."""
-        return codec_for(self.run, self.bench.replica.params.dtype)
+        return codec_for(self.run, self.training.replica.params.dtype)
 
     def rows_of(self, indices: Tensor) -> NDArray[Any] | None:
         """The training samples `indices` (n,) as they travel; None: workers have them themselves."""
-        train = self.bench.dataset.train
+        train = self.training.dataset.train
         is_served = self.run.train.dataset.source == "server"
         return train.rows(indices) if is_served and isinstance(train, TokenBlocks) else None
 
     @property
     def served_data(self) -> ServedData | None:
         """What workers must know of samples that are sent to them; None: they have them themselves."""
-        data = self.bench.dataset
+        data = self.training.dataset
         if self.run.train.dataset.source == "local":
             return None
         return ServedData(
@@ -105,10 +105,10 @@ class ServerContext:
         """What evaluates the server's replica every `eval_steps` steps."""
         every = self.run.train.eval_steps
         return Evaluator(
-            self.bench, self.inbox, every=every, log=self.log, check_stop=self.check_stop
+            self.training, self.inbox, every=every, log=self.log, check_stop=self.check_stop
         )
 
-    def new_saver(self, subject: Subject, report: Report) -> Saver:
+    def new_saver(self, subject: CheckpointSource, report: Report) -> Saver:
         """What saves the server every `checkpoint_steps` steps, and at the end."""
         every = self.settings.cluster.checkpoint_steps
         return Saver(self.store, every, subject, report, self.log)
@@ -126,7 +126,7 @@ class ServerContext:
             num_workers=cluster.num_workers,
             codec=codec,
             incarnation=self.incarnation,
-            bench=self.bench,
+            training=self.training,
             metrics=self.metrics,
             events=self.events,
             log=self.log,
@@ -136,7 +136,7 @@ class ServerContext:
             check_stop=self.check_stop,
         )
 
-    def resume(self, subject: Subject, report: Report) -> CheckpointState | None:
+    def resume(self, subject: CheckpointSource, report: Report) -> CheckpointState | None:
         """Fill the server with the checkpoint that it goes on from, and say where that stood.
 
         The checkpoint's own memory is given back.
@@ -152,7 +152,7 @@ class ServerContext:
         report.resume(state)
         return state
 
-    def open_hub(self, receiver_for: Callable[[int], Receiver]) -> Hub:
+    def open_pool(self, receiver_for: Callable[[int], Receiver]) -> WorkerPool:
         """Listen from now on; workers are let in as soon as the hub is asked for events.
 
         Raises:
@@ -161,18 +161,18 @@ class ServerContext:
             CheckpointError: what is to go on did not begin like this, see `check_resumable`.
         """
         if self.checkpoint is not None:
-            check_resumable(self.checkpoint.state, self.run, self.bench)
+            check_resumable(self.checkpoint.state, self.run, self.training)
         row = self.rows_of(torch.zeros(1, dtype=torch.int64))
         _check_batch_fits(
             self.run.train.samples_per_step,
             INDEX_NBYTES + (0 if row is None else row.nbytes),
-            self.bench.replica.bucket_bytes,
+            self.training.replica.bucket_bytes,
         )
         if self.secret is None:
             raise RuntimeError("a server needs the cluster's secret")
-        cluster, replica = self.settings.cluster, self.bench.replica
+        cluster, replica = self.settings.cluster, self.training.replica
         addresses = listening_addresses(cluster)
-        reception = Reception(
+        acceptor = Acceptor(
             listen(addresses, cluster.port),
             door=Door(self.secret, new_identity(), cluster.encryption),
             inbox=self.inbox,
@@ -190,17 +190,17 @@ class ServerContext:
             max_queued=4 * len(replica.buckets) + EXTRA_QUEUED,
             log=self.log,
         )
-        report = self.new_report(self.codec, reception.bytes_moved)
+        report = self.new_report(self.codec, acceptor.bytes_moved)
         self.log.info("listening on %s, port %d", ", ".join(addresses), cluster.port)
         if cluster.encryption == "off":
             self.log.warning(
                 "encryption is off: whoever reaches the network between can change what is said"
             )
-        return Hub(
+        return WorkerPool(
             cluster=cluster,
             inbox=self.inbox,
-            reception=reception,
-            fingerprints=Fingerprints(self.bench.dataset.fingerprint, replica.fingerprint),
+            acceptor=acceptor,
+            fingerprints=Fingerprints(self.training.dataset.fingerprint, replica.fingerprint),
             report=report,
             events=self.events,
             log=self.log,
@@ -208,7 +208,7 @@ class ServerContext:
         )
 
 
-def check_resumable(state: CheckpointState, run: RunConfig, bench: Workbench) -> None:
+def check_resumable(state: CheckpointState, run: RunConfig, training: TrainingContext) -> None:
     """See to it that a run goes on with what it began with.
 
     Raises:
@@ -216,12 +216,12 @@ def check_resumable(state: CheckpointState, run: RunConfig, bench: Workbench) ->
     """
     check_same(
         state,
-        model_fingerprint=bench.replica.fingerprint,
-        dataset_fingerprint=bench.dataset.fingerprint,
+        model_fingerprint=training.replica.fingerprint,
+        dataset_fingerprint=training.dataset.fingerprint,
         algorithm=run.algorithm,
         seed=run.seed,
     )
-    total = run.train.num_epochs * bench.dataset.train.num_samples
+    total = run.train.num_epochs * training.dataset.train.num_samples
     if state.samples_applied > total:
         raise CheckpointError(
             f"step {state.step} of run {state.run_id} has applied {state.samples_applied:,} samples, "

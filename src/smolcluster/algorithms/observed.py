@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from smolcluster.algorithms.registry import title_of
-from smolcluster.cluster.vitals import Gauge
+from smolcluster.cluster.process_stats import Gauge
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import RunConfig
 from smolcluster.observability.exporter import (

@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.console import Console
 
+from smolcluster.algorithms.artifacts import report_of_failure, write_artifacts
 from smolcluster.algorithms.claim import Claimed, claim_run
 from smolcluster.algorithms.context import ServerContext, check_resumable
-from smolcluster.algorithms.keepsakes import leave_keepsakes, report_of_failure
 from smolcluster.algorithms.observed import metrics_served
 from smolcluster.algorithms.records import open_records, open_run
 from smolcluster.cluster.report import never_begun
@@ -28,7 +28,7 @@ from smolcluster.observability.terminal import SteadyConsole, shown_text
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import StatusFile
 from smolcluster.runs.summary import Summary, sample_shown, table, write_summary
-from smolcluster.training.build import Workbench, build
+from smolcluster.training.build import TrainingContext, build
 from smolcluster.transport.security import Secret
 from smolcluster.utils.device import pick_device, use_threads
 from smolcluster.utils.stopping import StopRequest
@@ -73,8 +73,8 @@ def own_run(
     ):
         paths, run = claimed.paths, settings.run_config(claimed.paths.run_id, algorithm)
         with saying(settings.data_section):
-            bench = _build(settings, log.logger, begins=claimed.checkpoint is None)
-        _check_resumable(claimed, settings, run, bench, log.logger)
+            training = _build(settings, log.logger, begins=claimed.checkpoint is None)
+        _check_resumable(claimed, settings, run, training, log.logger)
         stop = StopRequest()
         with (
             report_of_failure(paths, log.logger),
@@ -85,7 +85,7 @@ def own_run(
             metrics_served(
                 settings,
                 ProcessLabels(owner.role, owner.node),
-                bench.replica.meter,
+                training.replica.meter,
                 log.logger,
                 run_id=lambda: run.run_id,
                 status=lambda: records.status.newest,
@@ -94,7 +94,7 @@ def own_run(
             context = ServerContext(
                 settings=settings,
                 run=run,
-                bench=bench,
+                training=training,
                 node=owner.node,
                 secret=owner.secret,
                 metrics=records.metrics,
@@ -110,7 +110,9 @@ def own_run(
             with stop.collecting():
                 summary = body(context)
         _conclude(paths, summary, log, output)
-        leave_keepsakes(paths, bench, settings.train.dataset.at(settings.node.dataset), log.logger)
+        write_artifacts(
+            paths, training, settings.train.dataset.at(settings.node.dataset), log.logger
+        )
         if output and paths.sample.is_file():
             log.print(output, shown_text(output, sample_shown(paths)))
 
@@ -146,7 +148,11 @@ def _begun(owner: Owner, paths: RunPaths, run: RunConfig, log: NodeLog) -> Itera
 
 
 def _check_resumable(
-    claimed: Claimed, settings: Settings, run: RunConfig, bench: Workbench, log: logging.Logger
+    claimed: Claimed,
+    settings: Settings,
+    run: RunConfig,
+    training: TrainingContext,
+    log: logging.Logger,
 ) -> None:
     """See to it that a run goes on with what it began with, and say which settings are not what they were.
 
@@ -162,7 +168,7 @@ def _check_resumable(
         log.warning("the settings that the run had are not known: %s", error)
     told = "; ".join(changes)
     try:
-        check_resumable(claimed.checkpoint.state, run, bench)
+        check_resumable(claimed.checkpoint.state, run, training)
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}; since then changed {told}" if changes else str(error)
@@ -208,7 +214,7 @@ def _conclude(paths: RunPaths, summary: Summary, log: NodeLog, output: Console |
             log.print(output, table(summary))
 
 
-def _build(settings: Settings, log: logging.Logger, *, begins: bool) -> Workbench:
+def _build(settings: Settings, log: logging.Logger, *, begins: bool) -> TrainingContext:
     """Build what is trained; `begins`: with the weights that the model's configuration names."""
     use_threads(settings.node.threads)
     device = pick_device(settings.node.device)

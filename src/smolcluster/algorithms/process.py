@@ -20,7 +20,7 @@ from smolcluster.algorithms.entry import Ended
 from smolcluster.algorithms.observed import WorkerRun, metrics_served
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.cluster.joining import ServerAddress
-from smolcluster.cluster.link import Participant, Place, follow
+from smolcluster.cluster.link import Participant, WorkerSetup, follow
 from smolcluster.cluster.listening import check_port
 from smolcluster.configs.resolve import (
     Settings,
@@ -35,7 +35,7 @@ from smolcluster.observability.logs import NodeLog, setup_logging
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.paths import RunPaths, create_run, log_stem, runs_root
 from smolcluster.runs.summary import Summary
-from smolcluster.training.build import Workbench
+from smolcluster.training.build import TrainingContext
 from smolcluster.transport.handshake import introduce
 from smolcluster.transport.messages import Welcome
 from smolcluster.transport.security import (
@@ -132,7 +132,7 @@ def serve(
 def work(
     algorithm: AlgorithmName,
     args: argparse.Namespace,
-    make_participant: Callable[[Welcome, Workbench], Participant],
+    make_participant: Callable[[Welcome, TrainingContext], Participant],
 ) -> None:
     """Be a worker, for as long as the run lasts."""
     settings = worker_settings(algorithm, args)
@@ -165,7 +165,7 @@ def work(
 
         if args.run_id is not None:
             file_logs(args.run_id)
-        place = Place(
+        place = WorkerSetup(
             node=node,
             hello=introduce(args.node, args.worker_id),
             address=ServerAddress(cluster.host_ip[args.node], cluster.port),
@@ -175,7 +175,7 @@ def work(
             log=log.logger,
             meter=meter,
             on_run_known=begin,
-            on_vitals=own.take,
+            on_stats=own.take,
         )
         follow(place, make_participant)
 

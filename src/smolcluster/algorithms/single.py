@@ -6,7 +6,7 @@ batch -> forward, backward -> clip -> optimizer step -> evaluate and save now an
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.report import StepTaken
-from smolcluster.cluster.saver import Subject
+from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.runs.summary import Summary
 from smolcluster.training.loop import training_steps
 from smolcluster.utils.device import describe
@@ -19,18 +19,18 @@ def train(context: ServerContext) -> Summary:
         NonFiniteLoss: naming step and layer.
         Interrupted: a signal asked this process to stop.
     """
-    bench, config = context.bench, context.run.train
+    training, config = context.training, context.run.train
     report = context.new_report()
-    subject = Subject(bench.replica, dict, dict)
+    subject = CheckpointSource(training.replica, dict, dict)
     context.resume(subject, report)
     saver = context.new_saver(subject, report)
     context.log.info(
         "training %s on %s: %d samples an epoch, %d epochs, on %s",
-        *(config.model.type, bench.dataset.name, bench.dataset.train.num_samples),
-        *(config.num_epochs, describe(bench.replica.device)),
+        *(config.model.type, training.dataset.name, training.dataset.train.num_samples),
+        *(config.num_epochs, describe(training.replica.device)),
     )
     steps = training_steps(
-        bench,
+        training,
         config,
         samples_applied=report.samples_applied,
         step=report.version,
@@ -54,7 +54,7 @@ def train(context: ServerContext) -> Summary:
             )
             is_evaluated = version % config.eval_steps == 0 and not report.is_over
             if is_evaluated:
-                evaluation = bench.evaluate(before_batch=context.check_stop)
+                evaluation = training.evaluate(before_batch=context.check_stop)
                 report.evaluated(version, step.epoch, evaluation)
             saver.after_step(is_evaluated=is_evaluated)
             saver.tick()

@@ -46,7 +46,7 @@ def _launch_command(name: str, algorithm: str) -> Callable[[Callable[[], None]],
             train_config: TrainFile = None,
             override: Overrides = None,
         ) -> int:
-            from smolcluster.launch.remote import How  # noqa: PLC0415 - see above
+            from smolcluster.launch.remote import LaunchOptions  # noqa: PLC0415 - see above
             from smolcluster.launch.run import launch  # noqa: PLC0415
             from smolcluster.launch.verbs import request_of  # noqa: PLC0415
 
@@ -59,7 +59,7 @@ def _launch_command(name: str, algorithm: str) -> Callable[[Callable[[], None]],
                 train_config=train_config,
                 overrides=override or [],
             )
-            how = How(
+            how = LaunchOptions(
                 dry_run=dry_run,
                 sync=not no_sync,
                 overwrite=overwrite,
@@ -123,10 +123,10 @@ def _resume(
     override: Overrides = None,
 ) -> int:
     """Start a whole run again on its machines, from its newest good checkpoint."""
-    from smolcluster.launch.remote import How  # noqa: PLC0415 - see above
+    from smolcluster.launch.remote import LaunchOptions  # noqa: PLC0415 - see above
     from smolcluster.launch.saved import resume  # noqa: PLC0415
 
-    how = How(
+    how = LaunchOptions(
         dry_run=dry_run,
         sync=not no_sync,
         overwrite=overwrite,

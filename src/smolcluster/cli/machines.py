@@ -86,10 +86,10 @@ def _init(
 
     Logs in to each of them, measures every way from each worker to the server, and chooses the best.
     """
-    from smolcluster.launch.setup.init import Wish, init  # noqa: PLC0415
+    from smolcluster.launch.setup.init import InitOptions, init  # noqa: PLC0415
 
     return init(
-        Wish(
+        InitOptions(
             server=server,
             workers=tuple(worker or ()),
             port=port,

@@ -110,6 +110,6 @@ def _generate(
     seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same text.")] = 0,
 ) -> int:
     """Let a language model write, from the best checkpoint of its run."""
-    from smolcluster.launch.generate import Wish, generate  # noqa: PLC0415 - see above
+    from smolcluster.launch.generate import GenerateOptions, generate  # noqa: PLC0415 - see above
 
-    return generate(run, Wish(prompt, max_tokens, temperature, top_k, seed))
+    return generate(run, GenerateOptions(prompt, max_tokens, temperature, top_k, seed))

@@ -12,7 +12,7 @@ from smolcluster.transport.messages import Telemetry
 PACE_WINDOW_S = 10.0
 
 
-class Pace:
+class SteadyRate:
     """How fast a counter grows, a second, as a person wants to read it.
 
     Unlike a plain rate it is steady where the counter grows rarely: a window of at least `PACE_WINDOW_S`
@@ -44,7 +44,7 @@ class Pace:
 
 
 @dataclass
-class Entry:
+class WorkerRow:
     """What the board has of a worker. A worker that has gone is not held: its session's memory is free."""
 
     rank: int
@@ -52,11 +52,11 @@ class Entry:
     device: str
     address: str
     worker: Worker | None
-    pace: Pace
+    pace: SteadyRate
     state: Presence = "joined"
     step: int | None = None
     loss: float | None = None
-    vitals: dict[str, float] = field(default_factory=dict)
+    process_stats: dict[str, float] = field(default_factory=dict)
     last_seen: float = 0.0
     """Of a worker that has gone: when the last byte came from it, on the board's clock."""
     traffic: tuple[int, int] = (0, 0)
@@ -92,14 +92,14 @@ class StatusBoard:
         self._tally = tally
         self._now = now
         self._clock = clock
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, WorkerRow] = {}
 
     def joined(self, worker: Worker, device: str) -> None:
         """A worker takes part from now on, in the place of whoever had its id."""
         worker_id, node = worker.member.worker_id, worker.member.node
-        pace = Pace(lambda: self._samples(worker_id, node), self._clock)
+        pace = SteadyRate(lambda: self._samples(worker_id, node), self._clock)
         before = self._entries.get(worker_id)
-        entry = Entry(
+        entry = WorkerRow(
             worker.rank,
             node,
             device,
@@ -115,15 +115,15 @@ class StatusBoard:
         """A worker that took part does so no more."""
         entry = self._entries[worker.member.worker_id]
         entry.last_seen, entry.traffic = entry.seen_at, entry.moved
-        entry.state, entry.worker, entry.vitals = state, None, {}
+        entry.state, entry.worker, entry.process_stats = state, None, {}
 
     def heard(self, worker: Worker, telemetry: Telemetry) -> dict[str, float] | None:
         """A worker reports of itself; returns what is to be kept of that, if it is time."""
         kept = worker.gauge.take(telemetry)
         entry = self._entries.get(worker.member.worker_id)
         if entry is not None and entry.worker is worker:
-            entry.vitals = worker.gauge.values | link_vitals(worker)
-        return None if kept is None else kept | link_vitals(worker)
+            entry.process_stats = worker.gauge.values | link_stats(worker)
+        return None if kept is None else kept | link_stats(worker)
 
     def contributed(self, worker: Worker, step: int, loss: float) -> None:
         """A worker had a part in this step, of this mean loss."""
@@ -137,7 +137,7 @@ class StatusBoard:
             self._status(worker_id, entry) for worker_id, entry in sorted(self._entries.items())
         ]
 
-    def _status(self, worker_id: int, entry: Entry) -> WorkerStatus:
+    def _status(self, worker_id: int, entry: WorkerRow) -> WorkerStatus:
         tally = self._tally.worker(worker_id, entry.node)
         sent_bytes, received_bytes = entry.moved
         return WorkerStatus(
@@ -151,7 +151,7 @@ class StatusBoard:
             samples_per_s=entry.pace() if entry.state == "joined" else 0.0,
             mean_staleness=tally.mean_staleness,
             staleness=list(tally.staleness_counts),
-            vitals=dict(entry.vitals),
+            process_stats=dict(entry.process_stats),
             address=entry.address,
             sent_bytes=sent_bytes,
             received_bytes=received_bytes,
@@ -162,7 +162,7 @@ class StatusBoard:
         return self._tally.worker(worker_id, node).samples
 
 
-def link_vitals(worker: Worker) -> dict[str, float]:
+def link_stats(worker: Worker) -> dict[str, float]:
     """What the server knows of the way to a worker, by the names of `metrics.jsonl`."""
     best = worker.live_session.clocks.best
     return {} if best is None else {"rtt_s": best.round_trip_s, "clock_offset_s": best.offset_s}

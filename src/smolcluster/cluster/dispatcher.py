@@ -53,7 +53,7 @@ class Range:
         return self.stop - self.start
 
 
-class Standing(BaseModel):
+class DispatcherState(BaseModel):
     """What a dispatcher needs to go on: ranges as `(epoch, start, stop)`."""
 
     model_config = ConfigDict(extra="forbid")
@@ -227,12 +227,14 @@ class Dispatcher:
         return returned
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> DispatcherState:
         """What has not been applied yet, for a checkpoint; leases that are open now will be void then."""
         ahead = sorted([*self._waiting, *self._open])
-        return Standing(cursor=_triple(self._cursor), waiting=[_triple(each) for each in ahead])
+        return DispatcherState(
+            cursor=_triple(self._cursor), waiting=[_triple(each) for each in ahead]
+        )
 
-    def resume(self, standing: Standing, samples_applied: int) -> None:
+    def resume(self, standing: DispatcherState, samples_applied: int) -> None:
         """Go on from a checkpoint's standing; to be called before the first lease.
 
         Raises:

@@ -10,7 +10,7 @@ from typing import Self
 from torch import Tensor
 
 from smolcluster.cluster.inbox import Event, Inbox
-from smolcluster.training.build import Workbench
+from smolcluster.training.build import TrainingContext
 from smolcluster.training.evaluate import Evaluation
 from smolcluster.utils.device import executor_beside
 
@@ -44,7 +44,7 @@ class Evaluator:
 
     def __init__(
         self,
-        bench: Workbench,
+        training: TrainingContext,
         inbox: Inbox,
         *,
         every: int,
@@ -55,13 +55,13 @@ class Evaluator:
 
         `check_stop` may raise, before each batch and in any thread.
         """
-        self._bench = bench
+        self._bench = training
         self._every = every
         self._log = log
         self._check_stop = check_stop
-        self._model = bench.replica.copy_model()
+        self._model = training.replica.copy_model()
         self._inbox = inbox
-        self._executor = executor_beside(bench.replica.device, "evaluator")
+        self._executor = executor_beside(training.replica.device, "evaluator")
         self._running: Future[None] | None = None
         self._is_given_up = threading.Event()
 

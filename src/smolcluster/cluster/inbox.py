@@ -17,27 +17,27 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Knock(Event):
+class JoinRequest(Event):
     """A worker that knows the secret asks to come in; `answer` must be set."""
 
-    seat: int
+    session_id: int
     hello: Hello
     answer: "Future[Admitted | Assigned | Refused]" = field(default_factory=Future)
 
 
 @dataclass(frozen=True)
-class Said(Event):
-    """A small message arrived from a seated worker."""
+class MessageReceived(Event):
+    """A small message arrived from a worker."""
 
-    seat: int
+    session_id: int
     message: Message
 
 
 @dataclass(frozen=True)
-class Gone(Event):
-    """A seat's session has ended; nothing more will come from it."""
+class SessionClosed(Event):
+    """A session has ended; nothing more will come from it."""
 
-    seat: int
+    session_id: int
     reason: str
 
 

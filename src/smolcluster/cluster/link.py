@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from smolcluster.cluster.inbox import Event, Gone, Inbox, Said
+from smolcluster.cluster.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.cluster.joining import (
     LONGEST_DELAY_S,
     UNPROVED_PATIENCE_S,
@@ -19,12 +19,12 @@ from smolcluster.cluster.joining import (
     ServerAddress,
     join,
 )
+from smolcluster.cluster.process_stats import ProcessStats
 from smolcluster.cluster.session import Later, Receiver, Session
-from smolcluster.cluster.vitals import Vitals
 from smolcluster.configs.schema import Encryption, NodeConfig, RunConfig
 from smolcluster.data.dataset import Dataset
 from smolcluster.errors import NonFiniteLoss, PeerLost, Rejected, RunFailed, SmolclusterError
-from smolcluster.training.build import Workbench, build
+from smolcluster.training.build import TrainingContext, build
 from smolcluster.transport.connection import Connection
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
@@ -48,13 +48,13 @@ from smolcluster.utils.units import format_duration
 
 MAX_QUEUED = 100_000
 """A worker waits for answers, so its queue is as long as its largest push; this only bounds mistakes."""
-FAREWELL_S = 5.0
+SHUTDOWN_TIMEOUT_S = 5.0
 SETTLED_S = 4.0
 """A session that lasted so long lets the delays between reconnects begin anew."""
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerSetup:
     """A worker process: its machine, who it is, and the way to the server."""
 
     node: NodeConfig
@@ -66,7 +66,7 @@ class Place:
     encryption: Encryption = "auto"
     meter: Meter = field(default_factory=Meter)
     on_run_known: Callable[[RunConfig], None] = lambda _: None
-    on_vitals: Callable[[Telemetry], None] = lambda _: None
+    on_stats: Callable[[Telemetry], None] = lambda _: None
     """Hears of every report that goes to the server, in the session's thread; must not block."""
 
 
@@ -100,7 +100,7 @@ class Link(Receiver):
         self._receiver: Receiver | None = None
         self._session = Session(
             connection,
-            seat=0,
+            session_id=0,
             receiver=self,
             inbox=self._inbox,
             heartbeat_timeout_s=heartbeat_timeout_s,
@@ -126,7 +126,7 @@ class Link(Receiver):
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         """Take a message in the reader's thread."""
-        return self._receiver(message, payload) if self._receiver else Said(0, message)
+        return self._receiver(message, payload) if self._receiver else MessageReceived(0, message)
 
     def begin(self, receiver: Receiver, ready: Ready) -> None:
         """Say that this worker is ready; the server's answers go to `receiver`."""
@@ -162,28 +162,30 @@ class Link(Receiver):
             PeerLost: the session has ended.
         """
         event = self._inbox.get(timeout_s)
-        self.heard |= event is not None and not isinstance(event, Gone)
+        self.heard |= event is not None and not isinstance(event, SessionClosed)
         match event:
-            case Said(message=End() as end):
+            case MessageReceived(message=End() as end):
                 raise RunOver(end.sentence) if end.ok else RunFailed(end.sentence)
-            case Said(message=Reject() as reject):
+            case MessageReceived(message=Reject() as reject):
                 raise Rejected(reject.sentence, reject.code, reject.retry_after_s)
-            case Gone(reason=reason):
+            case SessionClosed(reason=reason):
                 raise PeerLost(f"the server is lost: {reason}")
         return event
 
-    def leave(self, last_words: Message | None) -> None:
+    def leave(self, close_message: Message | None) -> None:
         """Say goodbye if there is somebody to hear it, and wait until the session's memory is free."""
-        if last_words is not None:
-            self._session.end_with(last_words)
+        if close_message is not None:
+            self._session.end_with(close_message)
         else:
             self._session.finish()
-        if not self._session.join(FAREWELL_S):
+        if not self._session.join(SHUTDOWN_TIMEOUT_S):
             self._session.cut("the server did not close the connection")
             self._session.join(None)
 
 
-def follow(place: Place, make_participant: Callable[[Welcome, Workbench], Participant]) -> None:
+def follow(
+    place: WorkerSetup, make_participant: Callable[[Welcome, TrainingContext], Participant]
+) -> None:
     """Join the server, take part, and come back after every lost connection, until the run is over.
 
     Raises:
@@ -227,15 +229,17 @@ class _Life:
     """What a worker keeps from one session to the next."""
 
     def __init__(
-        self, place: Place, make_participant: Callable[[Welcome, Workbench], Participant]
+        self,
+        place: WorkerSetup,
+        make_participant: Callable[[Welcome, TrainingContext], Participant],
     ) -> None:
         self._place = place
         self._make_participant = make_participant
         self._welcome: Welcome | None = None
-        self._bench: Workbench
+        self._bench: TrainingContext
         self._participant: Participant
         self._samples_per_s = 0.0
-        self._vitals = Vitals(place.meter)
+        self._process_stats = ProcessStats(place.meter)
         self.made_progress = False
         """Whether the last session was answered after Ready, or was the first to build what is trained."""
 
@@ -243,24 +247,24 @@ class _Life:
         """Take part over one connection; it ends with an exception, and is closed then."""
         link = Link(connection, welcome.heartbeat_timeout_s, self._report)
         self.made_progress = False
-        last_words: Message | None = Goodbye(reason="it was stopped")
+        close_message: Message | None = Goodbye(reason="it was stopped")
         try:
             self._place.on_run_known(welcome.run)
             self._prepare(welcome)
             link.begin(self._participant.new_receiver(), self._ready())
             self._participant.take_part(link)
         except (RunOver, RunFailed):
-            last_words = Goodbye(reason="the run is over")
+            close_message = Goodbye(reason="the run is over")
             raise
         except (Rejected, PeerLost):
-            last_words = None
+            close_message = None
             raise
         except Exception as error:
-            last_words = _last_words(error)
+            close_message = _close_message(error)
             raise
         finally:
             self.made_progress |= link.heard
-            link.leave(last_words)
+            link.leave(close_message)
 
     def _report(self, session: Session) -> Telemetry:
         """What this worker has done so far."""
@@ -268,8 +272,10 @@ class _Life:
         if clocks is not None:
             meter.clock_offset_s = -clocks.offset_s
         is_dated = clocks is not None  # or the server could not say when its spans were
-        report = self._vitals.report(session.connection, session.backlog, with_spans=is_dated)
-        self._place.on_vitals(report)
+        report = self._process_stats.report(
+            session.connection, session.backlog, with_spans=is_dated
+        )
+        self._place.on_stats(report)
         return report
 
     def _prepare(self, welcome: Welcome) -> None:
@@ -332,17 +338,17 @@ def _same_bench(before: Welcome, now: Welcome) -> bool:
     return built_from == (now.run, now.bucket_bytes, now.data)
 
 
-def measure_speed(bench: Workbench, batch_size: int) -> float:
+def measure_speed(training: TrainingContext, batch_size: int) -> float:
     """Samples a second that this machine computes, from one batch after a warm-up."""
-    num_samples = min(batch_size, bench.dataset.train.num_samples)
-    inputs, targets = bench.example(num_samples)
-    bench.compute_batch(inputs, targets)
+    num_samples = min(batch_size, training.dataset.train.num_samples)
+    inputs, targets = training.example(num_samples)
+    training.compute_batch(inputs, targets)
     started = time.perf_counter()
-    bench.compute_batch(inputs, targets)
+    training.compute_batch(inputs, targets)
     return num_samples / max(time.perf_counter() - started, 1e-9)
 
 
-def _last_words(error: Exception) -> Message:
+def _close_message(error: Exception) -> Message:
     """What the server is told; from a Fault it concludes whether the run has failed."""
     if isinstance(error, NonFiniteLoss):
         return Fault(code="non-finite", sentence=str(error))

@@ -12,9 +12,9 @@ BUSY_RETRY_AFTER_S = 2.0
 
 @dataclass(frozen=True)
 class Member:
-    """A worker that has been let in. `seat` is unique to a session, `instance` to a worker process."""
+    """A worker that has been let in. `session_id` is unique to a session, `instance` to a worker process."""
 
-    seat: int
+    session_id: int
     worker_id: int
     node: str
     instance: str
@@ -22,7 +22,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Admitted:
-    """The worker may come in; `fences` is the seat of its own older session, which ends."""
+    """The worker may come in; `fences` is the session id of its own older session, which ends."""
 
     fences: int | None = None
 
@@ -72,7 +72,7 @@ def admit(
     if present is None:
         return Admitted()
     if present.instance == instance:
-        return Admitted(fences=present.seat)
+        return Admitted(fences=present.session_id)
     return Refused(
         "busy",
         f"worker id {worker_id} is in use by a live process on node {present.node}; "

@@ -15,10 +15,10 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from smolcluster.cluster.board import Pace, StatusBoard
+from smolcluster.cluster.board import StatusBoard, SteadyRate
 from smolcluster.cluster.dispatcher import Range
+from smolcluster.cluster.process_stats import Gauge, ProcessStats
 from smolcluster.cluster.tally import Tally, WorkerTally
-from smolcluster.cluster.vitals import Gauge, Vitals
 from smolcluster.cluster.worker import Worker
 from smolcluster.configs.schema import RunConfig
 from smolcluster.errors import SmolclusterError
@@ -40,7 +40,7 @@ from smolcluster.runs.events import (
 )
 from smolcluster.runs.status import STOPPED, RunState, RunStatus, StatusFile, instant, unbegun
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic, WorkerShare
-from smolcluster.training.build import Workbench
+from smolcluster.training.build import TrainingContext
 from smolcluster.training.checkpoint import Progress, TrainingState, parse_progress
 from smolcluster.training.evaluate import Evaluation
 from smolcluster.transport.messages import LeaseKey, Telemetry
@@ -141,7 +141,7 @@ class Report:
         num_workers: int,
         codec: str,
         incarnation: str,
-        bench: Workbench,
+        training: TrainingContext,
         metrics: Metrics,
         events: EventLog,
         log: logging.Logger,
@@ -158,9 +158,9 @@ class Report:
         self.board = StatusBoard(self.tally, now=now)
         self.is_waiting = False
         """Whether nobody trains, for lack of workers."""
-        self.meter = bench.replica.meter
+        self.meter = training.replica.meter
         self._server_node = server_node
-        self._vitals, self._gauge = Vitals(self.meter), Gauge()
+        self._process_stats, self._gauge = ProcessStats(self.meter), Gauge()
         self._looked_at = -math.inf
         self._layers = Cadence(NUM_LAYERED_FIRST, LAYERED_EVERY_S)
         self._status_file = status
@@ -172,12 +172,12 @@ class Report:
         """The newest step."""
         self._run = run
         self._codec = codec
-        self._bench = bench
+        self._bench = training
         self._metrics = metrics
         self._events = events
         self._log = log
         self._bytes_moved = bytes_moved
-        self._epoch_size = bench.dataset.train.num_samples
+        self._epoch_size = training.dataset.train.num_samples
         self.samples_applied = 0
         self._incarnation = incarnation
         self._earlier_s = 0.0
@@ -203,9 +203,9 @@ class Report:
                 train_samples=self._epoch_size,
                 batch_size=run.train.samples_per_step,
                 codec=codec,
-                dataset=bench.dataset.name,
+                dataset=training.dataset.name,
                 model=run.train.model.type,
-                num_params=bench.replica.num_params,
+                num_params=training.replica.num_params,
             )
         )
 
@@ -214,7 +214,7 @@ class Report:
         self._total_steps = self.version + self._steps_left()
         self._started = time.monotonic()
         self._samples_rate = Rate(lambda: self.samples_applied)
-        self._samples_pace = Pace(lambda: self.samples_applied)
+        self._samples_pace = SteadyRate(lambda: self.samples_applied)
         self._bytes_rate = Rate(lambda: sum(self._bytes_moved()))
 
     def contributed(
@@ -272,7 +272,7 @@ class Report:
         if time.monotonic() - self._looked_at < VITALS_EVERY_S:
             return
         self._looked_at = time.monotonic()
-        report = self._vitals.report()
+        report = self._process_stats.report()
         kept = self._gauge.take(report)
         if kept is not None:
             self._metrics.log(
@@ -413,7 +413,7 @@ class Report:
             staleness_bound=self._run.staleness.bound if self._run.algorithm == "edp" else None,
             pushes=dict(self.tally.pushes),
             leases_returned=self.tally.leases_returned,
-            vitals=self._gauge.values,
+            process_stats=self._gauge.values,
             val_loss=values.get("val_loss"),
             val_accuracy=values.get("val_accuracy"),
             val_perplexity=values.get("val_perplexity"),
@@ -450,7 +450,7 @@ class Report:
             run_id=self._run.run_id,
             wall_s=self._wall_s,
             epochs=self._epoch + 1 if self._has_given_up else self._run.train.num_epochs,
-            evaluations_in_vain=self._num_worse if self._has_given_up else None,
+            num_bad_evals=self._num_worse if self._has_given_up else None,
             steps=self.version,
             train_samples=self._epoch_size,
             samples_applied=self.samples_applied,

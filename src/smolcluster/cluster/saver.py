@@ -33,7 +33,7 @@ from smolcluster.utils.stopping import Interrupted
 
 
 @dataclass(frozen=True)
-class Subject:
+class CheckpointSource:
     """What is saved of a server.
 
     Attributes:
@@ -57,7 +57,7 @@ class Saver:
         self,
         store: CheckpointStore | None,
         every: int | None,
-        subject: Subject,
+        subject: CheckpointSource,
         report: Report,
         log: logging.Logger,
     ) -> None:

@@ -17,7 +17,7 @@ from contextlib import suppress
 import torch
 
 from smolcluster.cluster.clocks import Clocks
-from smolcluster.cluster.inbox import Event, Gone, Inbox
+from smolcluster.cluster.inbox import Event, Inbox, SessionClosed
 from smolcluster.errors import SmolclusterError
 from smolcluster.transport.connection import Connection
 from smolcluster.transport.frames import Buffer, Frame
@@ -64,13 +64,13 @@ FLUSH_TICK_S = 0.5
 
 
 class Session:
-    """Runs `connection` until either side ends it, then puts one `Gone` into the inbox."""
+    """Runs `connection` until either side ends it, then puts one `SessionClosed` into the inbox."""
 
     def __init__(
         self,
         connection: Connection,
         *,
-        seat: int,
+        session_id: int,
         receiver: Receiver,
         inbox: Inbox,
         heartbeat_timeout_s: float,
@@ -79,7 +79,7 @@ class Session:
         report: Callable[[], Message | None] = lambda: None,
     ) -> None:
         """`report`: what to send along with each heartbeat; the writer asks it."""
-        self.seat = seat
+        self.session_id = session_id
         self.clocks = Clocks()
         self._report = report
         self.connection = connection
@@ -99,8 +99,10 @@ class Session:
         self._urgent: deque[Frame] = deque()
         self._reason: str | None = None
         self._lock = threading.Lock()
-        self._reader = threading.Thread(target=self._read, name=f"reader-{seat}", daemon=True)
-        self._writer = threading.Thread(target=self._write, name=f"writer-{seat}", daemon=True)
+        self._reader = threading.Thread(target=self._read, name=f"reader-{session_id}", daemon=True)
+        self._writer = threading.Thread(
+            target=self._write, name=f"writer-{session_id}", daemon=True
+        )
 
     def start(self) -> None:
         """Begin to read and write."""
@@ -153,12 +155,12 @@ class Session:
                 return True
         return not self._writer.is_alive()
 
-    def end_with(self, last_words: Message) -> None:
+    def end_with(self, close_message: Message) -> None:
         """Drop what is still queued, send a last report and a last message, then close this side."""
         self.drop_queued()
         if report := self._report():
             self.send(report)
-        self.send(last_words)
+        self.send(close_message)
         self.finish()
 
     def send_at_once(self, message: Message) -> None:
@@ -219,7 +221,7 @@ class Session:
             self._writer.join()
             self.drop_queued()
             self.connection.close()
-            self._inbox.put(Gone(self.seat, self._reason or ""))
+            self._inbox.put(SessionClosed(self.session_id, self._reason or ""))
 
     def _write(self) -> None:
         beat_at = time.monotonic() + self._heartbeat_every_s

@@ -12,7 +12,7 @@ from torch import Tensor
 from smolcluster.cluster.inbox import Event
 from smolcluster.codec.base import Codec
 from smolcluster.errors import NonFiniteLoss, ProtocolError
-from smolcluster.training.build import Workbench
+from smolcluster.training.build import TrainingContext
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.transport.messages import MAX_LOSS, Assignment, LeaseKey, TensorSpec
 
@@ -42,7 +42,7 @@ class Assigned(Event):
         if assignment.rows is not None:
             self.rows = _unpack_rows(assignment.rows, num_samples, payload[after:])
 
-    def compute(self, bench: Workbench) -> float:
+    def compute(self, training: TrainingContext) -> float:
         """The mean loss of these samples, whose gradient is in the replica then.
 
         Raises:
@@ -51,14 +51,14 @@ class Assigned(Event):
         """
         epoch, start = self.lease.epoch, self.lease.start
         if self.rows is None:
-            return _sendable(bench.compute(self.indices, epoch, start))
-        length, vocab_size = bench.dataset.input_dim, bench.dataset.num_classes
+            return _sendable(training.compute(self.indices, epoch, start))
+        length, vocab_size = training.dataset.input_dim, training.dataset.num_classes
         fits = self.rows.shape[1] == length + 1
         if not (fits and self.rows.min() >= 0 and self.rows.max() < vocab_size):
             raise ProtocolError(
                 f"the server's samples are not {length} of {vocab_size} tokens, as it had said"
             )
-        return _sendable(bench.compute_batch(self.rows[:, :-1], self.rows[:, 1:], epoch, start))
+        return _sendable(training.compute_batch(self.rows[:, :-1], self.rows[:, 1:], epoch, start))
 
     @property
     def lease(self) -> LeaseKey:

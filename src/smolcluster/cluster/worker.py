@@ -4,15 +4,15 @@ import time
 from dataclasses import dataclass, field
 
 from smolcluster.cluster.membership import Member
+from smolcluster.cluster.process_stats import Gauge
 from smolcluster.cluster.session import Session
-from smolcluster.cluster.vitals import Gauge
 from smolcluster.runs.paths import process_title
 from smolcluster.transport.messages import Ready
 
 
 @dataclass
 class Worker:
-    """A seated worker. It takes part from its `Ready` on; times are of the monotonic clock, in seconds."""
+    """A worker that takes part from its `Ready` on; times are of the monotonic clock, in seconds."""
 
     member: Member
     session: Session | None = None
@@ -31,7 +31,7 @@ class Worker:
     @property
     def live_session(self) -> Session:
         """The session of a worker that has one: every worker that said anything."""
-        assert self.session is not None  # noqa: S101 - a seat without a session has said nothing
+        assert self.session is not None  # noqa: S101 - without a session it has said nothing
         return self.session
 
     @property

@@ -23,7 +23,7 @@ _LONGEST_SHOWN = 60
 
 
 @dataclass(frozen=True)
-class Shape:
+class KeySchema:
     """A key's place in the schema: a section, a mapping of free names, or a value."""
 
     schema: Json
@@ -31,7 +31,7 @@ class Shape:
     nullable: bool = False
 
     @classmethod
-    def build(cls, schema: Json, definitions: Json) -> "Shape":
+    def build(cls, schema: Json, definitions: Json) -> "KeySchema":
         """Follow references, take `null` apart from the rest, and put kinds of a section together."""
         nullable = False
         while schema.keys() & {"$ref", "anyOf", "oneOf"}:
@@ -66,7 +66,7 @@ class Shape:
         """Whether the value is text, a path or a name: what needs no quotes on a command line."""
         return self.schema.get("type") == "string"
 
-    def child(self, name: str) -> "Shape | None":
+    def child(self, name: str) -> "KeySchema | None":
         """The shape below `name`; None when there is no such key."""
         if self.keys:
             below = self.schema["properties"].get(name)
@@ -75,7 +75,7 @@ class Shape:
             below = next(iter(patterns.values()), self.schema.get("additionalProperties"))
         else:
             below = self.schema.get("items")
-        return None if below is None else Shape.build(below, self.definitions)
+        return None if below is None else KeySchema.build(below, self.definitions)
 
     def allowed(self, value: Any = None) -> str:
         """What may stand here, as the end of the sentence "must be …", said to who wrote `value`."""
@@ -108,7 +108,7 @@ class Shape:
         return "text that is not empty" if schema.get("minLength") else "text"
 
 
-def _united(kinds: list[Shape]) -> Json:
+def _united(kinds: list[KeySchema]) -> Json:
     """A section that may be of several kinds, as one with the keys of all; they share `type`."""
     keys = {name: schema for kind in kinds for name, schema in kind.schema["properties"].items()}
     names = [kind.schema["properties"]["type"]["const"] for kind in kinds]
@@ -116,15 +116,15 @@ def _united(kinds: list[Shape]) -> Json:
 
 
 @functools.cache
-def shape_of(section: type[BaseModel]) -> Shape:
+def shape_of(section: type[BaseModel]) -> KeySchema:
     """The shape of a whole section."""
     schema = section.model_json_schema()
-    return Shape.build(schema, schema.get("$defs", {}))
+    return KeySchema.build(schema, schema.get("$defs", {}))
 
 
-def find_shape(section: type[BaseModel], path: KeyPath) -> Shape | None:
+def find_shape(section: type[BaseModel], path: KeyPath) -> KeySchema | None:
     """The shape at `path`; None when the schema has no such key."""
-    shape: Shape | None = shape_of(section)
+    shape: KeySchema | None = shape_of(section)
     for name in path:
         shape = shape.child(name) if shape else None
     return shape
@@ -133,7 +133,7 @@ def find_shape(section: type[BaseModel], path: KeyPath) -> Shape | None:
 def fixed_paths(section: type[BaseModel]) -> Iterator[KeyPath]:
     """All paths with fixed names, sections before what they hold."""
 
-    def below(shape: Shape, path: KeyPath) -> Iterator[KeyPath]:
+    def below(shape: KeySchema, path: KeyPath) -> Iterator[KeyPath]:
         for key in shape.keys:
             yield (*path, key)
             child = shape.child(key)

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from smolcluster.configs.keys import (
     A_NAME,
     KeyPath,
-    Shape,
+    KeySchema,
     find_shape,
     fixed_paths,
     shape_of,
@@ -39,7 +39,7 @@ S = TypeVar("S", bound=Section)
 
 
 @dataclass(frozen=True)
-class Assignment:
+class OverrideValue:
     """One value from a flag or a variable.
 
     Attributes:
@@ -65,14 +65,14 @@ class Assignment:
         """Whether `part` of the path means the free name `known`."""
         return part == known or (self.folded and part.lower() == known.lower())
 
-    def seen_by(self, node_name: str) -> "Assignment":
+    def seen_by(self, node_name: str) -> "OverrideValue":
         """`nodes.<node_name>.key` as that node sees it: `key`."""
         if self.path[0] == "nodes" and len(self.path) > 2 and self.names(node_name, self.path[1]):
             return replace(self, path=self.path[2:])
         return self
 
 
-def from_overrides(overrides: Iterable[str]) -> list[Assignment]:
+def from_overrides(overrides: Iterable[str]) -> list[OverrideValue]:
     """The values of `key=value` flags.
 
     Raises:
@@ -89,7 +89,7 @@ def from_overrides(overrides: Iterable[str]) -> list[Assignment]:
     return assignments
 
 
-def from_environment(environ: Mapping[str, str]) -> list[Assignment]:
+def from_environment(environ: Mapping[str, str]) -> list[OverrideValue]:
     """The values of all variables called `SMOLCLUSTER_A__B`, whole sections before their keys.
 
     Raises:
@@ -125,7 +125,7 @@ class Draft(Generic[S]):
     words: dict[KeyPath, KeyPath] = field(default_factory=dict)
     _origins: dict[KeyPath, str] = field(default_factory=dict)
 
-    def take(self, assignment: Assignment) -> None:
+    def take(self, assignment: OverrideValue) -> None:
         """Set the value, if its key is one of this section's."""
         if find_shape(self.section, assignment.path) is None:
             return
@@ -211,7 +211,7 @@ class Draft(Generic[S]):
         return next((said for path, said in self._origins.items() if path[0] in words), self.source)
 
 
-def _assign(key: str, raw: str, origin: str, *, folded: bool) -> list[Assignment]:
+def _assign(key: str, raw: str, origin: str, *, folded: bool) -> list[OverrideValue]:
     """The values that `raw` gives to `key`, of either shape: several where it is a mapping."""
     written = tuple(part.strip() for part in key.split("."))
     if not all(written):
@@ -232,7 +232,7 @@ def _assign(key: str, raw: str, origin: str, *, folded: bool) -> list[Assignment
         assignment
         for words, below in entries(written, value)
         for path, item in flat_values(words, below)
-        for assignment in _spread(Assignment(path, words, item, origin, folded))
+        for assignment in _spread(OverrideValue(path, words, item, origin, folded))
     ]
 
 
@@ -241,7 +241,7 @@ def _is_plain_text(raw: str) -> bool:
     return raw not in ("", "~", "null", "Null", "NULL") and raw[0] not in "\"'"
 
 
-def _spread(assignment: Assignment) -> Iterator[Assignment]:
+def _spread(assignment: OverrideValue) -> Iterator[OverrideValue]:
     """A mapping's values one by one; anything else as it is."""
     path, shape = _locate(assignment.path, assignment.origin, assignment.written)
     assignment = replace(assignment, path=path)
@@ -258,7 +258,7 @@ def _spread(assignment: Assignment) -> Iterator[Assignment]:
         yield from _spread(below)
 
 
-def _locate(path: KeyPath, origin: str, written: KeyPath) -> tuple[KeyPath, Shape]:
+def _locate(path: KeyPath, origin: str, written: KeyPath) -> tuple[KeyPath, KeySchema]:
     """The shape at `path`; a name with dots that ends a path is one part of it (`host_ip.pi5.local`).
 
     `written` is the path in the words of who set it.
@@ -326,7 +326,7 @@ def _places() -> dict[KeyPath, str]:
     return {path: place for section, place in reversed(_SECTIONS) for path in fixed_paths(section)}
 
 
-def _existing(mapping: Mapping[str, Any], part: str, assignment: Assignment) -> str:
+def _existing(mapping: Mapping[str, Any], part: str, assignment: OverrideValue) -> str:
     """The key of `mapping` that `part` means; `part` itself when there is none."""
     if part in mapping:
         return part

@@ -19,8 +19,8 @@ from typing import Any
 from smolcluster.configs.keys import KeyPath, fixed_paths
 from smolcluster.configs.layers import (
     OVERRIDE_FLAG,
-    Assignment,
     Draft,
+    OverrideValue,
     config_error,
     from_environment,
     from_overrides,
@@ -346,12 +346,12 @@ def public_overrides(overrides: Iterable[str]) -> list[str]:
     return public
 
 
-def _is_secret(assignment: Assignment) -> bool:
+def _is_secret(assignment: OverrideValue) -> bool:
     path = assignment.path
     return path[0] == ENV or (path[0] == "nodes" and path[2:3] == (ENV,))
 
 
-def _as_override(assignment: Assignment) -> str:
+def _as_override(assignment: OverrideValue) -> str:
     """The text of an override that makes the same assignment, whatever its names consist of."""
     first, *below = assignment.path
     value = assignment.value
@@ -379,7 +379,7 @@ def check_node_overrides(overrides: Iterable[str]) -> None:
             )
 
 
-def _is_for_worker(assignment: Assignment) -> bool:
+def _is_for_worker(assignment: OverrideValue) -> bool:
     return assignment.is_node_key or assignment.path[0] in _WORKER_CLUSTER_KEYS
 
 

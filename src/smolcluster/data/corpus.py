@@ -20,7 +20,7 @@ from pathlib import Path
 
 from smolcluster.configs.schema import DatasetConfig
 from smolcluster.data.dataset import Dataset
-from smolcluster.data.token_cache import Role, Source
+from smolcluster.data.token_cache import Role, TextSource
 from smolcluster.data.tokens import load_text
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.utils.units import format_bytes
@@ -38,7 +38,7 @@ _BLOCK_NBYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
-class Entry:
+class CorpusFile:
     """A file: its name below the corpus's folder, with slashes, and what the system says of it."""
 
     path: Path
@@ -51,7 +51,7 @@ class Entry:
 class _Part:
     """Some bytes of a text file that are a document of their own."""
 
-    entry: Entry
+    entry: CorpusFile
     start: int
     stop: int
 
@@ -77,7 +77,7 @@ def load_corpus(config: DatasetConfig, length: int, log: logging.Logger) -> Data
         )
     root = config.root.expanduser().absolute()
     entries = list_files(root)
-    source = Source(
+    source = TextSource(
         name="text",
         identity=json.dumps(["text", SPLITTING, identity_of(entries)]),
         read=partial(_read, root, entries, log),
@@ -113,7 +113,7 @@ def load_stdlib(config: DatasetConfig, length: int, log: logging.Logger) -> Data
     entries = [entry for entry in entries if entry.name in drawn]
     num_bytes = sum(entry.num_bytes for entry in entries)
     sizes = [pair for pair in sizes if pair[0] in drawn]
-    source = Source(
+    source = TextSource(
         name="stdlib",
         identity=json.dumps(["stdlib", SPLITTING, platform.python_version(), sizes]),
         read=partial(_read, folder, entries, log, STDLIB_VALIDATION_NBYTES),
@@ -122,7 +122,7 @@ def load_stdlib(config: DatasetConfig, length: int, log: logging.Logger) -> Data
     return load_text(config, source, length, log)
 
 
-def stdlib_files(folder: Path) -> list[Entry]:
+def stdlib_files(folder: Path) -> list[CorpusFile]:
     """The modules of the standard library that are one file each, without those made for one machine."""
     return [
         entry
@@ -131,7 +131,7 @@ def stdlib_files(folder: Path) -> list[Entry]:
     ]
 
 
-def list_files(root: Path) -> list[Entry]:
+def list_files(root: Path) -> list[CorpusFile]:
     """The file `root`, or all files below that folder but hidden and empty ones, sorted by name.
 
     Raises:
@@ -153,7 +153,7 @@ def list_files(root: Path) -> list[Entry]:
     return entries
 
 
-def identity_of(entries: Iterable[Entry]) -> str:
+def identity_of(entries: Iterable[CorpusFile]) -> str:
     """SHA-256 over the names, sizes and times of files, in hex: reading none of them."""
     parts = [(entry.name, entry.num_bytes, entry.mtime_ns) for entry in entries]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -190,16 +190,16 @@ def _walk(root: Path) -> Iterator[Path]:
         yield from (path for path in paths if path.is_file())
 
 
-def _entry(path: Path, name: str) -> Entry:
+def _entry(path: Path, name: str) -> CorpusFile:
     try:
         status = path.stat()
     except OSError as error:
         raise _unreadable(path, error) from error
-    return Entry(path, name, status.st_size, status.st_mtime_ns)
+    return CorpusFile(path, name, status.st_size, status.st_mtime_ns)
 
 
 def _read(
-    root: Path, entries: list[Entry], log: logging.Logger, most_held_out: float = float("inf")
+    root: Path, entries: list[CorpusFile], log: logging.Logger, most_held_out: float = float("inf")
 ) -> Iterator[tuple[Role, Iterator[str]]]:
     """Give each document's split and text; binary files are left out."""
     texts = [entry for entry in entries if _is_text(entry.path)]
@@ -212,7 +212,7 @@ def _read(
         yield role, _decoded(part)
 
 
-def _split(texts: list[Entry], most_held_out: float) -> Iterator[tuple[Role, _Part]]:
+def _split(texts: list[CorpusFile], most_held_out: float) -> Iterator[tuple[Role, _Part]]:
     total = sum(entry.num_bytes for entry in texts)
     if len(texts) < MANY_DOCUMENTS:
         yield from _split_few(texts, total)
@@ -223,7 +223,7 @@ def _split(texts: list[Entry], most_held_out: float) -> Iterator[tuple[Role, _Pa
         yield "validation" if entry.name in drawn else "train", _Part(entry, 0, entry.num_bytes)
 
 
-def _split_few(texts: list[Entry], total: int) -> Iterator[tuple[Role, _Part]]:
+def _split_few(texts: list[CorpusFile], total: int) -> Iterator[tuple[Role, _Part]]:
     """Hold the last tenth out, which begins behind a line's end where the file has one."""
     place = total - int(VALIDATION_SHARE_OF_FEW * total)
     for entry in texts:

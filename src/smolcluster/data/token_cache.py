@@ -54,7 +54,7 @@ _SMALL_VOCABULARY = 2**16
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """Text to be tokenized.
 
     Attributes:
@@ -127,14 +127,14 @@ def default_cache() -> Path:
     return user_cache() / "tokens"
 
 
-def cache_key(source: Source, tokenizer_identity: str) -> str:
+def cache_key(source: TextSource, tokenizer_identity: str) -> str:
     """The name of the folder that holds `source` as ids of a tokenizer."""
     parts = json.dumps([FORMAT, tokenizer_identity, source.identity])
     return hashlib.sha256(parts.encode()).hexdigest()
 
 
 def open_tokens(
-    source: Source,
+    source: TextSource,
     tokenizer_identity: str,
     load_tokenizer: Callable[[], Tokenizer],
     cache: Path | None,
@@ -227,7 +227,7 @@ def _alone(path: Path, name: str, log: logging.Logger) -> Iterator[None]:
         locks.release(descriptor)
 
 
-def _build(folder: Path, source: Source, tokenizer: Tokenizer, log: logging.Logger) -> None:
+def _build(folder: Path, source: TextSource, tokenizer: Tokenizer, log: logging.Logger) -> None:
     """Make `folder` anew, in the place of what may be there; for the holder of its lock."""
     scratch = folder.with_suffix(".building")
     _clear(scratch)
@@ -269,7 +269,7 @@ def _begun(documents: Documents) -> Documents:
     return documents if first is None else itertools.chain((first,), documents)
 
 
-def _write(scratch: Path, source: Source, documents: Documents, tokenizer: Tokenizer) -> Meta:
+def _write(scratch: Path, source: TextSource, documents: Documents, tokenizer: Tokenizer) -> Meta:
     """Encode both splits of `source` into `scratch`."""
     is_small = tokenizer.vocab_size <= _SMALL_VOCABULARY
     dtype: Literal["uint16", "uint32"] = "uint16" if is_small else "uint32"
@@ -369,7 +369,7 @@ class _SplitWriter:
 
 
 @contextmanager
-def _progress(source: Source) -> Iterator[Callable[[int], None]]:
+def _progress(source: TextSource) -> Iterator[Callable[[int], None]]:
     """Show how far the text is encoded while the block lasts, where somebody looks at a terminal.
 
     Yields:

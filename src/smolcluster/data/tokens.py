@@ -14,7 +14,7 @@ from torch import Tensor
 
 from smolcluster.configs.schema import DatasetConfig
 from smolcluster.data.dataset import NO_TERM, Dataset, check_indices
-from smolcluster.data.token_cache import ROLES, Source, Stream, Tokens, open_tokens
+from smolcluster.data.token_cache import ROLES, Stream, TextSource, Tokens, open_tokens
 from smolcluster.data.tokenizer import load_tokenizer, tokenizer_identity
 from smolcluster.errors import DataError
 
@@ -116,7 +116,9 @@ class TokenBlocks:
         return np.pad(rest, (0, self.length + 1 - len(rest)))
 
 
-def load_text(config: DatasetConfig, source: Source, length: int, log: logging.Logger) -> Dataset:
+def load_text(
+    config: DatasetConfig, source: TextSource, length: int, log: logging.Logger
+) -> Dataset:
     """Tokenize `source`, or open what was tokenized before, as samples of `length` tokens.
 
     Raises:

@@ -16,7 +16,7 @@ from smolcluster.configs.schema import DatasetConfig
 from smolcluster.data.corpus import identity_of, list_files
 from smolcluster.data.dataset import Dataset
 from smolcluster.data.huggingface import hub, reason_of
-from smolcluster.data.token_cache import ROLES, Role, Source
+from smolcluster.data.token_cache import ROLES, Role, TextSource
 from smolcluster.data.tokens import load_text
 from smolcluster.errors import ConfigError, DataError
 
@@ -104,7 +104,7 @@ def _load(wanted: _Wanted, config: DatasetConfig, length: int, log: logging.Logg
     how = [wanted.configuration, wanted.columns, wanted.splits, wanted.is_running]
     identity = json.dumps(["huggingface", READING, place, how])
     return load_text(
-        config, Source(wanted.name, identity, partial(_documents, wanted, read)), length, log
+        config, TextSource(wanted.name, identity, partial(_documents, wanted, read)), length, log
     )
 
 

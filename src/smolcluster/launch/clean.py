@@ -313,7 +313,7 @@ def _each(
             return str(error)
         pairs = [line.split() for line in done.stdout.splitlines()]
         if len(pairs) != len(lines) or any(len(pair) != 2 for pair in pairs):
-            return f"{host.node} ({host.shown}): its answer makes no sense: {done.last_words}"
+            return f"{host.node} ({host.shown}): its answer makes no sense: {done.stderr_tail}"
         return [(word, 1024 * int(size)) for word, size in pairs]
 
     with ThreadPoolExecutor(max(1, len(asked))) as pool:

@@ -35,16 +35,16 @@ from smolcluster.launch.interrupts import Interrupts, interrupts
 from smolcluster.launch.manifest import as_manifest, read_tree, without
 from smolcluster.launch.observe.beside import forget
 from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE
-from smolcluster.launch.prepare import TOOLS, check, check_port, everywhere, hand_over_secret
+from smolcluster.launch.prepare import TOOLS, check, check_port, hand_over_secret, run_on_all
 from smolcluster.launch.sessions import (
     Ending,
     begin,
     exit_code,
     host_of,
     kill,
-    last_words,
     newest_line,
     put,
+    stderr_tail,
 )
 from smolcluster.launch.shipping import Loki, begin_shippers, with_shippers
 from smolcluster.launch.stop import StopResult, stop_processes
@@ -61,7 +61,7 @@ from smolcluster.utils.units import format_duration
 
 POLL_S = 0.5
 INTERRUPTED = 130
-FAREWELL_S = 10.0
+SHUTDOWN_TIMEOUT_S = 10.0
 """From the end of a good run to the end of its workers, who hear of it from the server."""
 TOLD_EVERY_S = 10.0
 SERVER_SILENT_S = 1800.0
@@ -96,7 +96,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Baggage:
+class Payload:
     """What the machines get: the project at `root`, the two configuration files, the cluster's secret."""
 
     root: Path
@@ -147,7 +147,7 @@ class ClusterRun:
         self._outdated: list[LaunchedProcess] = []
         """Workers from before that were told something else."""
 
-    def prepare(self, baggage: Baggage, *, sync: bool, overwrite: bool = False) -> None:
+    def prepare(self, payload: Payload, *, sync: bool, overwrite: bool = False) -> None:
         """Look at the machines, and bring there what a run needs; with `sync` also code and environment.
 
         Nothing is changed anywhere before all machines have been found fit. Files that somebody has edited in
@@ -160,18 +160,18 @@ class ClusterRun:
         hosts = [machine.host for machine in machines.values()]
         tools = [tool for tool in TOOLS if sync or tool == "tmux"]
         self.say(f"looking at {', '.join(machines)}")
-        everywhere(hosts, lambda host: self._check(host, tools))
-        tree = read_tree(baggage.root)
+        run_on_all(hosts, lambda host: self._check(host, tools))
+        tree = read_tree(payload.root)
         version = hashlib.sha256(as_manifest(tree)).hexdigest()
         self.keep_what_waits(version if sync else None)
         check_port(host_of(server), self._launched.port)
         if sync:
-            self._sync(hosts, baggage.root, overwrite=overwrite)
-        everywhere(hosts, lambda host: self._hand_over(host, baggage.secret))
+            self._sync(hosts, payload.root, overwrite=overwrite)
+        run_on_all(hosts, lambda host: self._hand_over(host, payload.secret))
         nodes = {process.node: process for process in reversed(self._launched.processes)}
         for process in nodes.values():
-            put(host_of(process), f"{process.run_dir}/{CLUSTER_FILE}", baggage.cluster_file)
-        put(host_of(server), f"{server.run_dir}/{TRAIN_FILE}", baggage.train_file)
+            put(host_of(process), f"{process.run_dir}/{CLUSTER_FILE}", payload.cluster_file)
+        put(host_of(server), f"{server.run_dir}/{TRAIN_FILE}", payload.train_file)
 
     def _sync(self, hosts: Sequence[Host], root: Path, *, overwrite: bool) -> None:
         """Bring code and environment to those that are not here, when all of them have been found fit."""
@@ -183,10 +183,10 @@ class ClusterRun:
             return look(host, machine.project_dir, ours, overwrite=overwrite)
 
         others = [host for host in hosts if not self._machines[host.node].is_here]
-        found = everywhere(others, find)
-        everywhere(others, partial(self._bring, root=root, found=found))
+        found = run_on_all(others, find)
+        run_on_all(others, partial(self._bring, root=root, found=found))
 
-    def bring_in(self, node: str, baggage: Baggage, *, sync: bool, overwrite: bool = False) -> None:
+    def bring_in(self, node: str, payload: Payload, *, sync: bool, overwrite: bool = False) -> None:
         """Look at one more machine of a run that lives, and bring there what it needs.
 
         Raises:
@@ -196,8 +196,8 @@ class ClusterRun:
         self.say(f"looking at {node}")
         self._check(machine.host, [tool for tool in TOOLS if sync or tool == "tmux"])
         if sync:
-            self._sync([machine.host], baggage.root, overwrite=overwrite)
-        self._hand_over(machine.host, baggage.secret)
+            self._sync([machine.host], payload.root, overwrite=overwrite)
+        self._hand_over(machine.host, payload.secret)
 
     def keep_what_waits(self, version: str | None = None) -> None:
         """Keep the workers of a run that goes on which still look for their server; end the others then.
@@ -328,7 +328,7 @@ class ClusterRun:
             for worker in by_node[host.node]:
                 self._begin(worker)
 
-        everywhere([self._machines[node].host for node in by_node], begin_there)
+        run_on_all([self._machines[node].host for node in by_node], begin_there)
         elsewhere = {worker.node for worker in workers} - {self._launched.server.node}
         self._ship([each for each in self._launched.shippers if each.node in elsewhere])
         told = Deadline(TOLD_EVERY_S)
@@ -365,7 +365,7 @@ class ClusterRun:
                 self._kept.discard(process.rank)
                 self._begin(process)
             elif code:
-                raise EndedBadly(process.title, code, last_words(process))
+                raise EndedBadly(process.title, code, stderr_tail(process))
 
     def _take_back(self, error: BaseException) -> None:
         forget(self._launched.run_id)
@@ -541,8 +541,8 @@ class ClusterRun:
         """Say what came of a run whose server has ended, and see that its workers end; returns `code`."""
         if code:
             server = self._launched.server
-            self.say(f"{server.title} ended with exit code {code}: {last_words(server)}", "red")
-        deadline = Deadline(FAREWELL_S if code == 0 else 0)
+            self.say(f"{server.title} ended with exit code {code}: {stderr_tail(server)}", "red")
+        deadline = Deadline(SHUTDOWN_TIMEOUT_S if code == 0 else 0)
         try:
             while not deadline.expired and any(
                 ended is None for _, ended in everywhere_processes(self._launched.workers)

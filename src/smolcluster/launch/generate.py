@@ -16,7 +16,7 @@ from smolcluster.runs.paths import RunPaths
 
 
 @dataclass(frozen=True)
-class Wish:
+class GenerateOptions:
     """What shall be written: up to `max_tokens` tokens after `prompt`, chosen as `sample` does."""
 
     prompt: str
@@ -26,7 +26,7 @@ class Wish:
     seed: int
 
 
-def generate(run: str, wish: Wish) -> int:
+def generate(run: str, options: GenerateOptions) -> int:
     """Write the prompt and what the run's best model makes of it; returns the exit code.
 
     Raises:
@@ -41,19 +41,19 @@ def generate(run: str, wish: Wish) -> int:
     model = gpt_of(paths, checkpoint)
     tokenizer = _tokenizer_of(paths, model)
     try:
-        wish.prompt.encode()
+        options.prompt.encode()
     except UnicodeEncodeError:
         raise ConfigError("--prompt is not text in this terminal's encoding") from None
-    tokens = [tokenizer.end_of_text, *tokenizer.encode_batch([wish.prompt])[0].tolist()]
+    tokens = [tokenizer.end_of_text, *tokenizer.encode_batch([options.prompt])[0].tolist()]
     written = sample(
         model,
         tokens,
-        wish.max_tokens,
-        temperature=wish.temperature,
-        top_k=wish.top_k,
-        generator=torch.Generator().manual_seed(wish.seed),
+        options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        generator=torch.Generator().manual_seed(options.seed),
     )
-    text = wish.prompt + tokenizer.decode(list(written)) + "\n"
+    text = options.prompt + tokenizer.decode(list(written)) + "\n"
     encoding = sys.stdout.encoding
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     return 0

@@ -110,7 +110,7 @@ class Done:
         return self.code == 0
 
     @property
-    def last_words(self) -> str:
+    def stderr_tail(self) -> str:
         """The last line of what it said, of its errors if there are any."""
         lines = (self.stderr.strip() or self.stdout.strip()).splitlines()
         return lines[-1].strip() if lines else f"exit code {self.code}"

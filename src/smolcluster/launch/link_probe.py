@@ -178,11 +178,11 @@ def _serve(sock: socket.socket, token: str, turn: threading.Lock) -> None:
             if _line(sock) != token.encode():
                 return
             sock.sendall(GREETING)
-            wish = sock.recv(1)
-            if wish == b"l":
+            options = sock.recv(1)
+            if options == b"l":
                 _answer_large(sock)
-                wish = sock.recv(1)
-            if wish != b"m":
+                options = sock.recv(1)
+            if options != b"m":
                 return
             with turn:
                 sock.sendall(b"g")

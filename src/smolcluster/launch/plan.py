@@ -73,7 +73,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePaths:
     """Where a run lives on a machine; paths as that machine understands them, absolute or from `~/`.
 
     Attributes:
@@ -91,7 +91,7 @@ class Place:
     overrides: tuple[str, ...] = ()
 
 
-Places = Mapping[str, Place]
+PathsByNode = Mapping[str, NodePaths]
 """By the names of nodes."""
 
 
@@ -171,7 +171,9 @@ def plan_local(
     return LaunchPlan(server, workers)
 
 
-def plan_cluster(request: Request, cluster: ClusterConfig, places: Places, run_id: str) -> Launched:
+def plan_cluster(
+    request: Request, cluster: ClusterConfig, places: PathsByNode, run_id: str
+) -> Launched:
     """The processes of a run on the machines of a cluster, each in a tmux session of its own.
 
     They read the configuration from copies in their run's folder, which is told to each of them.

@@ -27,7 +27,7 @@ FORWARDED = (
 DEFAULT_SECRET = '"${XDG_CONFIG_HOME:-$HOME/.config}"/smolcluster/secret'  # noqa: S105 - a path
 
 
-def everywhere(hosts: Sequence[Host], task: Callable[[Host], T]) -> dict[str, T]:
+def run_on_all(hosts: Sequence[Host], task: Callable[[Host], T]) -> dict[str, T]:
     """Do a task for all machines at once; what came of it, by node.
 
     Raises:
@@ -117,7 +117,7 @@ def hand_over_secret(host: Host, file: str | None, secret: bytes) -> bool:
         stdin=secret,
     )
     if done.code not in (0, 3):
-        raise LaunchError(f"{host.node}: the secret cannot be written: {done.last_words}")
+        raise LaunchError(f"{host.node}: the secret cannot be written: {done.stderr_tail}")
     return done.code == 3
 
 

@@ -19,12 +19,19 @@ from smolcluster.configs.nested import flatten, is_nested
 from smolcluster.configs.resolve import check_algorithm
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.errors import ConfigError, LaunchError
-from smolcluster.launch.cluster_run import Baggage, ClusterRun, Machine, left_running
+from smolcluster.launch.cluster_run import ClusterRun, Machine, Payload, left_running
 from smolcluster.launch.doctor.packets import check_packets
 from smolcluster.launch.find import find
 from smolcluster.launch.host import HERE, Host
 from smolcluster.launch.observe.beside import announce, stack_for
-from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE, Place, Places, Request, plan_cluster
+from smolcluster.launch.plan import (
+    CLUSTER_FILE,
+    TRAIN_FILE,
+    NodePaths,
+    PathsByNode,
+    Request,
+    plan_cluster,
+)
 from smolcluster.launch.prepare import forwarded, settings_in
 from smolcluster.launch.requests import DEFAULT_TRAINING, cluster_source, settings_of
 from smolcluster.launch.shipping import Loki, loki_of
@@ -47,7 +54,7 @@ TOLD_FILE = "launch/told.json"
 
 
 @dataclass(frozen=True)
-class How:
+class LaunchOptions:
     """How to launch.
 
     Attributes:
@@ -69,7 +76,7 @@ class How:
 
 
 def launch_remote(
-    request: Request, how: How, *, run_id: str | None = None, resume: bool = False
+    request: Request, how: LaunchOptions, *, run_id: str | None = None, resume: bool = False
 ) -> int:
     """Run on the machines of the cluster file; returns the exit code.
 
@@ -93,7 +100,7 @@ def launch_remote(
         show_plan(launched, settings)
         return 0
     secret = ensure_secret(own_secret_file())
-    baggage = Baggage(
+    payload = Payload(
         root=project_root(),
         cluster_file=without_env(cluster_file),
         train_file=train_file.read_bytes(),
@@ -101,11 +108,11 @@ def launch_remote(
     )
     machines = machines_of(settings.cluster, places, cluster_file)
     run = ClusterRun(launched, machines, RunPaths(here / check_run_id(run_id)), SteadyConsole())
-    run.prepare(baggage, sync=how.sync, overwrite=how.overwrite)
+    run.prepare(payload, sync=how.sync, overwrite=how.overwrite)
     check_packets(settings.cluster, places)
     told = Told(environ=settings_in(os.environ), overrides=request.overrides)
     keep(
-        create_run(here, run_id, newest=False), cluster_file.read_bytes(), baggage.train_file, told
+        create_run(here, run_id, newest=False), cluster_file.read_bytes(), payload.train_file, told
     )
     stack = stack_for(how.observe, settings.cluster, run.say)
     if stack is not None:
@@ -160,7 +167,11 @@ def keep(paths: RunPaths, cluster_file: bytes, train_file: bytes, told: Told) ->
 
 
 def launch_here(
-    launched: Launched, paths: RunPaths, console: Console, how: How, loki: Loki | None = None
+    launched: Launched,
+    paths: RunPaths,
+    console: Console,
+    how: LaunchOptions,
+    loki: Loki | None = None,
 ) -> int:
     """Run a plan of this machine alone in tmux sessions; returns the exit code.
 
@@ -180,13 +191,13 @@ def launch_here(
     return go_on(run, launched, how)
 
 
-def wants_window(how: How) -> bool:
+def wants_window(how: LaunchOptions) -> bool:
     """Whether a run on this machine gets tmux sessions, and a window that shows them."""
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     return how.detach or (how.tmux and on_terminal and shutil.which("tmux") is not None)
 
 
-def go_on(run: ClusterRun, launched: Launched, how: How) -> int:
+def go_on(run: ClusterRun, launched: Launched, how: LaunchOptions) -> int:
     """Show a started run in a window, follow it, or leave it alone, as the user wants it."""
     if run.is_over:  # a small one may end before its last worker is there, who must not wait for it
         return run.follow()
@@ -264,7 +275,7 @@ def project_root() -> Path:
 
 def places_of(
     request: Request, cluster: ClusterConfig, cluster_file: Path, train_file: Path, here: Path
-) -> Places:
+) -> PathsByNode:
     """Where the run lives on each machine; `here`: this one's folder of runs."""
     raw = read_config(cluster_file, "cluster").get("nodes") or {}
     data = list(_data_overrides(train_file))
@@ -272,7 +283,7 @@ def places_of(
     for node in dict.fromkeys((cluster.server, *cluster.workers)):
         config = cluster.nodes.get(node, NodeConfig())
         if config.ssh == HERE:
-            places[node] = Place(
+            places[node] = NodePaths(
                 ssh=None,
                 project_dir=str(project_root()),
                 runs_dir=str(here),
@@ -283,7 +294,7 @@ def places_of(
         stated = raw.get(node) or {}
         own = stated.get("dataset") or {}
         runs_dir = _override_of(request, "runs_dir") or stated.get("runs_dir")
-        places[node] = Place(
+        places[node] = NodePaths(
             ssh=config.ssh or node,
             project_dir=config.project_dir,
             runs_dir=(runs_dir or f"{config.project_dir}/runs").rstrip("/"),
@@ -295,7 +306,7 @@ def places_of(
 
 
 def machines_of(
-    cluster: ClusterConfig, places: Places, cluster_file: Path
+    cluster: ClusterConfig, places: PathsByNode, cluster_file: Path
 ) -> Mapping[str, Machine]:
     """What each machine is to be brought, by node."""
     raw = read_config(cluster_file, "cluster").get("nodes") or {}
@@ -349,7 +360,9 @@ def _override_of(request: Request, key: str) -> str | None:
     return values[-1] if values else None
 
 
-def resume_remote(paths: RunPaths, launched: Launched, overrides: Sequence[str], how: How) -> int:
+def resume_remote(
+    paths: RunPaths, launched: Launched, overrides: Sequence[str], how: LaunchOptions
+) -> int:
     """Let a run go on on its machines, from its newest good checkpoint; returns the exit code.
 
     Raises:

@@ -32,7 +32,7 @@ from smolcluster.launch.observe.beside import (
     within_reach,
 )
 from smolcluster.launch.plan import LaunchPlan, Request, in_sessions, plan_local
-from smolcluster.launch.remote import How, launch_here, launch_remote, wants_window
+from smolcluster.launch.remote import LaunchOptions, launch_here, launch_remote, wants_window
 from smolcluster.launch.requests import settings_of, written_here
 from smolcluster.launch.shipping import ROLE, Loki, local_shipper, loki_of
 from smolcluster.launch.stop import (
@@ -67,13 +67,13 @@ from smolcluster.runs.summary import read_summary, sample_shown, table
 from smolcluster.transport.security import default_secret_path, ensure_secret
 from smolcluster.utils.retry import Deadline
 
-FAREWELL_S = 10.0
+SHUTDOWN_TIMEOUT_S = 10.0
 """From the end of a good run to the end of its workers, who hear of it from the server."""
 PATIENCE_S = 3.0
 """How long a server may be alone after all our workers have failed; what it reports is a second old."""
 
 
-def launch(request: Request, how: How, *, local: bool) -> int:
+def launch(request: Request, how: LaunchOptions, *, local: bool) -> int:
     """Launch a cluster, or only print its plan; returns the exit code.
 
     Raises:
@@ -85,7 +85,7 @@ def launch(request: Request, how: How, *, local: bool) -> int:
     return launch_local(request, run_id, how)
 
 
-def launch_local(request: Request, run_id: str, how: How, *, resume: bool = False) -> int:
+def launch_local(request: Request, run_id: str, how: LaunchOptions, *, resume: bool = False) -> int:
     """Run a whole cluster on this machine, or only print its plan; returns the exit code.
 
     On a terminal with tmux it gets a window; elsewhere its processes are this one's children. With `resume`
@@ -300,7 +300,7 @@ class LocalRun:
             self._report_failures(workers)
             if code is not None:
                 if code == 0:
-                    wait_for(workers, FAREWELL_S, lambda: bool(asked))
+                    wait_for(workers, SHUTDOWN_TIMEOUT_S, lambda: bool(asked))
                 return code
             if self._is_deserted(workers):
                 raise LaunchError(

@@ -19,7 +19,7 @@ from smolcluster.configs.schema import GPTConfig, NodeConfig
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.launch.find import find, in_folder
 from smolcluster.launch.plan import Request
-from smolcluster.launch.remote import How, resume_remote
+from smolcluster.launch.remote import LaunchOptions, resume_remote
 from smolcluster.launch.requests import settings_of
 from smolcluster.launch.run import launch_local
 from smolcluster.launch.single import ALGORITHM as SINGLE
@@ -138,7 +138,7 @@ def gpt_of(paths: RunPaths, checkpoint: Checkpoint) -> GPT:
     return model.eval()
 
 
-def resume(run: str, num_workers: int | None, overrides: Sequence[str], how: How) -> int:
+def resume(run: str, num_workers: int | None, overrides: Sequence[str], how: LaunchOptions) -> int:
     """Start a whole run again where it ran, from its newest good checkpoint; returns the exit code.
 
     Raises:

@@ -63,7 +63,7 @@ def put(host: Host, path: str, content: bytes) -> None:
     file, folder = shell_path(path), shell_path(path.rpartition("/")[0])
     done = host.run(f"umask 077; mkdir -p {folder} && rm -f {file} && cat > {file}", stdin=content)
     if not done.ok:
-        raise LaunchError(f"{host.node}: {path} cannot be written: {done.last_words}")
+        raise LaunchError(f"{host.node}: {path} cannot be written: {done.stderr_tail}")
 
 
 def start_script(process: LaunchedProcess, env: Mapping[str, str]) -> str:
@@ -122,11 +122,11 @@ def exit_code(process: LaunchedProcess) -> int | None:
         "ended",
         "gone",
     ):  # ssh itself has ended, for instance by Ctrl-C at the terminal
-        raise LaunchError(f"{process.title}: cannot be looked at: {done.last_words}")
+        raise LaunchError(f"{process.title}: cannot be looked at: {done.stderr_tail}")
     return int(code) if code.isdigit() else 1
 
 
-def last_words(process: LaunchedProcess) -> str:
+def stderr_tail(process: LaunchedProcess) -> str:
     """The last line that a process which ended badly had on its screen."""
     run = shell_path(process.run_dir)
     shown = host_of(process).run(f"cat {run}/logs/{shlex.quote(process.stem)}.console.txt").stdout
@@ -209,5 +209,5 @@ def _signal(process: LaunchedProcess, signalling: list[str], wait_s: float) -> E
     ]
     done = host_of(process).run("\n".join(lines), timeout_s=wait_s + 20, shielded=True)
     if done.code not in list(Ending):
-        raise LaunchError(f"{process.title}: cannot be ended: {done.last_words}")
+        raise LaunchError(f"{process.title}: cannot be ended: {done.stderr_tail}")
     return Ending(done.code)

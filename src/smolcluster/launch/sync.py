@@ -109,7 +109,9 @@ def look(host: Host, project_dir: str, tree: Tree, *, overwrite: bool) -> Sendin
     try:
         folder = read_folder(done)
     except ValueError:
-        raise LaunchError(f"{host.node}: {project_dir} cannot be used: {done.last_words}") from None
+        raise LaunchError(
+            f"{host.node}: {project_dir} cannot be used: {done.stderr_tail}"
+        ) from None
     if folder.state == "foreign":
         raise LaunchError(
             f"{host.node}: {project_dir} holds something else than this project: set "
@@ -124,7 +126,7 @@ def look(host: Host, project_dir: str, tree: Tree, *, overwrite: bool) -> Sendin
 
 def not_writable(node: str, project_dir: str, done: Done) -> tuple[str, str]:
     """Why no file can be made in the project's folder, and what mends it."""
-    reason = done.last_words.rpartition(": ")[2]
+    reason = done.stderr_tail.rpartition(": ")[2]
     return (
         f"{project_dir} cannot be written ({reason})",
         f"give it to the user who logs in there, or set nodes.{node}.project_dir to another folder",
@@ -149,7 +151,7 @@ def send_code(
     def do(script: str, stdin: bytes) -> str:
         done = host.run(f"mkdir -p {folder} && cd {folder} || exit 1\n{script}", stdin=stdin)
         if not done.ok:
-            raise LaunchError(f"{host.node}: {project_dir} cannot be written: {done.last_words}")
+            raise LaunchError(f"{host.node}: {project_dir} cannot be written: {done.stderr_tail}")
         return done.stdout.strip()
 
     before = f"$([ ! -e {SENDING} ] || echo {SENDING})"

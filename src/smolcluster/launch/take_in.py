@@ -18,10 +18,10 @@ from smolcluster.cluster.membership import free_worker_id
 from smolcluster.configs.load import dump_yaml, parse_yaml, read_config
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import ConfigError, LaunchError, Rejected
-from smolcluster.launch.cluster_run import Baggage, ClusterRun, EndedBadly, Machine, Stopped
+from smolcluster.launch.cluster_run import ClusterRun, EndedBadly, Machine, Payload, Stopped
 from smolcluster.launch.host import shell_path
 from smolcluster.launch.interrupts import Interrupts, interrupts
-from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE, Places, Request, plan_cluster
+from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE, PathsByNode, Request, plan_cluster
 from smolcluster.launch.remote import (
     machines_of,
     own_secret_file,
@@ -30,7 +30,7 @@ from smolcluster.launch.remote import (
     without_env,
 )
 from smolcluster.launch.requests import settings_of
-from smolcluster.launch.sessions import begin, exit_code, kill, last_words, put
+from smolcluster.launch.sessions import begin, exit_code, kill, put, stderr_tail
 from smolcluster.launch.shipping import begin_shippers, loki_of, with_shippers
 from smolcluster.launch.tmux import session_name
 from smolcluster.launch.watch.probe import look
@@ -104,7 +104,7 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: Wanted) -> int:
         draft = _Draft(paths, launched, status, name=name, wanted=wanted, file=file)
         machine = draft.machine
         run = ClusterRun(launched, {name: machine}, paths, SteadyConsole())
-        run.bring_in(name, draft.baggage, sync=wanted.sync, overwrite=wanted.overwrite)
+        run.bring_in(name, draft.payload, sync=wanted.sync, overwrite=wanted.overwrite)
         draft.find_way(run)
         process = draft.process
         put(machine.host, f"{process.run_dir}/{CLUSTER_FILE}", without_env(file))
@@ -193,7 +193,7 @@ class _Draft:
             overrides=self._launched.overrides,
         )
         self.settings = settings_of(self._request, local=False)
-        self._places: Places = places_of(
+        self._places: PathsByNode = places_of(
             self._request, self.settings.cluster, self._file, train_file, self._paths.root.parent
         )
 
@@ -203,9 +203,9 @@ class _Draft:
         return machines_of(self.settings.cluster, self._places, self._file)[self._name]
 
     @property
-    def baggage(self) -> Baggage:
+    def payload(self) -> Payload:
         """What it gets."""
-        return Baggage(
+        return Payload(
             root=project_root(),
             cluster_file=b"",
             train_file=b"",
@@ -368,7 +368,7 @@ def _is_there(
             raise LaunchError(f"run {status.run_id} is over: {process.title} came too late")
     code = exit_code(process)
     if code is not None:
-        raise EndedBadly(process.title, code, last_words(process))
+        raise EndedBadly(process.title, code, stderr_tail(process))
     return False
 
 

@@ -61,7 +61,7 @@ def start(host: Host, process: LaunchedProcess, script_file: str) -> None:
             f"{process.title}: a tmux session {process.session} is already there: stop that run first"
         )
     if not done.ok and not _ended_at_once(done):
-        raise LaunchError(f"{process.title}: tmux does not start a session: {done.last_words}")
+        raise LaunchError(f"{process.title}: tmux does not start a session: {done.stderr_tail}")
 
 
 def _ended_at_once(done: Done) -> bool:
@@ -175,7 +175,7 @@ def open_window(run_id: str, processes: Sequence[LaunchedProcess], stop: str) ->
         done = _tmux(*commands)
         if not done.ok:
             close_window(run_id)
-            raise LaunchError(f"tmux {commands[0]}: {done.last_words}")
+            raise LaunchError(f"tmux {commands[0]}: {done.stderr_tail}")
     return name
 
 

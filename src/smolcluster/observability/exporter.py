@@ -255,7 +255,7 @@ def worker_series(workers: Sequence[WorkerStatus], now: datetime, growth: Growth
     staleness = _labelled(
         HistogramMetricFamily, "staleness_steps", "Staleness of applied pushes.", WORKER_LABELS
     )
-    vitals = {
+    process_stats = {
         "rtt_s": _labelled(
             GaugeMetricFamily, "link_round_trip_seconds", "To it and back.", WORKER_LABELS
         ),
@@ -274,9 +274,9 @@ def worker_series(workers: Sequence[WorkerStatus], now: datetime, growth: Growth
         silent.add_metric(labels, worker.silent_s(now))
         traffic.add_metric((*labels, "sent"), worker.sent_bytes)
         traffic.add_metric((*labels, "received"), worker.received_bytes)
-        for name, family in vitals.items():
-            if name in worker.vitals:
-                family.add_metric(labels, _number(worker.vitals[name]))
+        for name, family in process_stats.items():
+            if name in worker.process_stats:
+                family.add_metric(labels, _number(worker.process_stats[name]))
         if len(worker.staleness) == len(STALENESS_BOUNDS):
             counts = [
                 growth(count, "staleness", bound, *labels)
@@ -286,7 +286,7 @@ def worker_series(workers: Sequence[WorkerStatus], now: datetime, growth: Growth
             # Staleness is whole steps: the product alone would fall by the last bit now and then.
             total = round(worker.mean_staleness * sum(worker.staleness))
             staleness.add_metric(labels, buckets, growth(total, "staleness_sum", *labels))
-    return [up, samples, speed, silent, traffic, staleness, *vitals.values()]
+    return [up, samples, speed, silent, traffic, staleness, *process_stats.values()]
 
 
 def metrics_address(cluster: ClusterConfig, worker_id: int | None) -> tuple[str, int] | None:

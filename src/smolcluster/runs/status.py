@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import (
+    AliasChoices,
     AwareDatetime,
     BaseModel,
     BeforeValidator,
@@ -60,6 +61,10 @@ Measured = Annotated[float | None, BeforeValidator(_finite_or_none)]
 """Null where nothing was measured yet, or no finite number."""
 
 
+PROCESS_STATS = AliasChoices("process_stats", "vitals")
+"""Files of older runs use the second name."""
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -86,7 +91,9 @@ class WorkerStatus(_Part):
         [],
         description="How many of its applied pushes had a τ of 0, 1, 2, 3-4, 5-8, 9-16, 17-32, more.",
     )
-    vitals: dict[str, float] = Field({}, description="What it reported of itself last.")
+    process_stats: dict[str, float] = Field(
+        {}, validation_alias=PROCESS_STATS, description="What it reported of itself last."
+    )
     address: str = Field("", description="Its IP address, as the server sees it.")
     sent_bytes: NonNegativeInt = Field(0, description="By it to the server since it joined.")
     received_bytes: NonNegativeInt = Field(0, description="By it from the server since it joined.")
@@ -129,7 +136,9 @@ class RunStatus(_Part):
     staleness_bound: PositiveInt | None = Field(None, description="EDP's staleness.bound.")
     pushes: dict[str, NonNegativeInt] = Field({}, description="By outcome, in the whole run.")
     leases_returned: NonNegativeInt = 0
-    vitals: dict[str, float] = Field({}, description="What the owner measured of itself last.")
+    process_stats: dict[str, float] = Field(
+        {}, validation_alias=PROCESS_STATS, description="What the owner measured of itself last."
+    )
     workers: list[WorkerStatus]
 
     @property

@@ -2,7 +2,15 @@
 
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, ValidationError
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    ValidationError,
+)
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -61,7 +69,7 @@ class WorkerShare(_Part):
 class Summary(_Part):
     """The run in numbers; `train_samples` is an epoch's, all others are the whole run's.
 
-    `tokens_per_sample` is null where a sample is no text. `evaluations_in_vain`: of a run that `patience`
+    `tokens_per_sample` is null where a sample is no text. `num_bad_evals`: of a run that `patience`
     has ended, how many in a row had not lowered the validation loss.
     """
 
@@ -69,7 +77,9 @@ class Summary(_Part):
     run_id: str
     wall_s: NonNegativeFloat
     epochs: NonNegativeInt
-    evaluations_in_vain: NonNegativeInt | None = None
+    num_bad_evals: NonNegativeInt | None = Field(
+        None, validation_alias=AliasChoices("num_bad_evals", "evaluations_in_vain")
+    )
     steps: NonNegativeInt
     train_samples: NonNegativeInt
     samples_applied: NonNegativeInt

@@ -26,7 +26,7 @@ from smolcluster.utils.seed import derive_seed
 
 
 @dataclass(frozen=True)
-class Workbench:
+class TrainingContext:
     """What a process trains with.
 
     Attributes:
@@ -99,7 +99,7 @@ def build(
     dataset: Dataset | None = None,
     meter: Meter | None = None,
     log: logging.Logger | None = None,
-) -> Workbench:
+) -> TrainingContext:
     """Load the dataset from this machine's `place`, unless it is given, and build the model for it.
 
     The initial weights are drawn on the CPU and depend on `seed` only: all machines begin alike.
@@ -120,7 +120,7 @@ def build(
     replica = build_replica(train, seed, dataset, device, bucket_bytes=bucket_bytes, meter=meter)
     if replica.meter.gpu is no_gpu:
         replica.meter.gpu = watched(device)
-    return Workbench(dataset.to(device), replica, seed, most_at_once(train, microbatch))
+    return TrainingContext(dataset.to(device), replica, seed, most_at_once(train, microbatch))
 
 
 def most_at_once(train: TrainConfig, microbatch: int | None) -> int | None:

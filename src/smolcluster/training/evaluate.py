@@ -10,7 +10,7 @@ from torch import nn
 from smolcluster.configs.schema import Precision
 from smolcluster.data.dataset import NO_TERM, Measure, Samples
 from smolcluster.errors import NonFiniteLoss
-from smolcluster.training.loss import computing_in, logits_loss, loss_sum
+from smolcluster.training.loss import autocast, logits_loss, loss_sum
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 
 BATCH_SIZE = 1024
@@ -80,7 +80,7 @@ def evaluate(
         num_terms = samples.batch(torch.zeros(1, dtype=torch.int64))[1].numel()
         batch_size = BATCH_SIZE if num_terms == 1 else max(1, BATCH_TERMS // num_terms)
     loss, hits, num_targets = 0.0, 0, 0
-    with torch.inference_mode(), computing_in(precision, device):
+    with torch.inference_mode(), autocast(precision, device):
         for start in range(0, samples.num_samples, batch_size):
             before_batch()
             indices = torch.arange(start, min(start + batch_size, samples.num_samples))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from smolcluster.configs.schema import TrainConfig
 from smolcluster.data.permutation import EpochOrders
 from smolcluster.errors import NonFiniteLoss
-from smolcluster.training.build import Workbench
+from smolcluster.training.build import TrainingContext
 from smolcluster.training.clipping import clip_gradient
 from smolcluster.training.schedule import learning_rate
 
@@ -38,7 +38,7 @@ class TrainingStep:
 
 
 def training_steps(
-    bench: Workbench,
+    training: TrainingContext,
     train: TrainConfig,
     *,
     samples_applied: int = 0,
@@ -61,8 +61,8 @@ def training_steps(
     Raises:
         NonFiniteLoss: naming step and layer; the weights are those before the step.
     """
-    replica, num_samples = bench.replica, bench.dataset.train.num_samples
-    orders = EpochOrders(bench.seed, num_samples)
+    replica, num_samples = training.replica, training.dataset.train.num_samples
+    orders = EpochOrders(training.seed, num_samples)
     total_samples = train.num_epochs * num_samples
     while samples_applied < total_samples:
         epoch, start = divmod(samples_applied, num_samples)
@@ -70,7 +70,7 @@ def training_steps(
         step += 1
         rate = learning_rate(train, samples_applied, total_samples)
         try:
-            loss = bench.compute(indices, epoch, start)
+            loss = training.compute(indices, epoch, start)
         except NonFiniteLoss as error:
             raise NonFiniteLoss(f"step {step}: {error}") from error
         norms = layer_norms()

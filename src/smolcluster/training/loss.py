@@ -36,7 +36,7 @@ def logits_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
 
 
-def computing_in(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
     """A block in which matrix products are computed in this precision, on this device."""
     if precision == "fp32":
         return nullcontext()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from smolcluster.configs.schema import Precision
 from smolcluster.data.dataset import NO_TERM
 from smolcluster.errors import ConfigError, NonFiniteLoss
-from smolcluster.training.loss import computing_in, loss_sum
+from smolcluster.training.loss import autocast, loss_sum
 from smolcluster.training.optimizer import FlatOptimizer
 from smolcluster.utils.meter import Meter
 
@@ -139,7 +139,7 @@ class Replica:
         """
         with self.meter("data"):
             inputs, targets = self._placed(inputs, targets)
-        with self.meter("forward"), computing_in(self.precision, self.device):
+        with self.meter("forward"), autocast(self.precision, self.device):
             loss = loss_sum(self.model, inputs, targets) / num_terms
         with self.meter("backward"):
             loss.backward()  # type: ignore[no-untyped-call]
@@ -304,7 +304,7 @@ class Replica:
     def _origin_of_loss(self, inputs: Tensor) -> str:
         if inputs.is_floating_point() and (value := _first_non_finite(inputs)) is not None:
             return f"because the batch's inputs hold {value}: check the dataset"
-        with computing_in(self.precision, self.device):
+        with autocast(self.precision, self.device):
             found = _first_bad_output(self.model, inputs)
         if found is not None:
             return f"at layer {found[0]}, whose output holds {found[1]}"

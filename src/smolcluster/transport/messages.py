@@ -78,13 +78,13 @@ WEIGHTS = "weights"
 """The content of a State that holds weights."""
 
 
-class Part(BaseModel):
+class HeaderModel(BaseModel):
     """Base of everything in a header: immutable, strictly typed, finite, no unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class LeaseKey(Part):
+class LeaseKey(HeaderModel):
     """Names a lease: positions `start` to `stop` - 1 of an epoch's permutation, granted once."""
 
     incarnation: Identifier
@@ -94,7 +94,7 @@ class LeaseKey(Part):
     grant: Count
 
 
-class TensorSpec(Part):
+class TensorSpec(HeaderModel):
     """Describes a payload: its codec, the decoded type and shape, and its size on the wire."""
 
     codec: Identifier
@@ -103,7 +103,7 @@ class TensorSpec(Part):
     nbytes: Count
 
 
-class Message(Part):
+class Message(HeaderModel):
     """Base of all messages; `KIND` is the number in a frame's prefix."""
 
     KIND: ClassVar[int]
@@ -117,7 +117,7 @@ class Hello(Message):
     schema_digest: Byte32
     node: Name
     worker_id: Annotated[int, Field(ge=0, le=2**31)]
-    """0: it has none, and asks what the run is and which number is free; it gets no seat."""
+    """0: it has none, and asks what the run is and which number is free; it gets no session."""
     instance: Instance
 
 
@@ -135,7 +135,7 @@ class Proof(Message):
     mac: Byte32
 
 
-class ServedData(Part):
+class ServedData(HeaderModel):
     """Text that the server sends along with the work, so that no worker needs to have it.
 
     `num_samples` of the training split, each of `length` tokens, out of a vocabulary of `vocab_size`.

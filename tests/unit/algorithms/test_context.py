@@ -76,7 +76,7 @@ def parts(tmp_path: Path) -> Iterator[Parts]:
 
 
 def test_an_open_hub_listens_and_a_closed_one_frees_the_port(parts: Parts) -> None:
-    with parts.context.open_hub(Echo):
+    with parts.context.open_pool(Echo):
         socket.create_connection(("127.0.0.1", parts.port), timeout=10).close()
     with socket.create_server(("127.0.0.1", parts.port)):
         pass
@@ -99,7 +99,7 @@ def test_a_port_that_is_taken_is_try_again(parts: Parts) -> None:
         socket.create_server(("127.0.0.1", parts.port)),
         pytest.raises(PortBusy, match=str(parts.port)) as caught,
     ):
-        parts.context.open_hub(Echo)
+        parts.context.open_pool(Echo)
     assert caught.value.exit_code == 75
 
 
@@ -109,7 +109,7 @@ def test_a_batch_whose_indices_do_not_fit_in_a_bucket_is_refused(tmp_path: Path)
         server_parts(settings, tmp_path, bucket_bytes=1024) as parts,
         pytest.raises(ConfigError, match="batch of 257 samples is too large, must be at most 256"),
     ):
-        parts.context.open_hub(Echo)
+        parts.context.open_pool(Echo)
 
 
 def test_the_batch_of_all_workers_together_must_fit_where_they_share_one(tmp_path: Path) -> None:
@@ -120,4 +120,4 @@ def test_the_batch_of_all_workers_together_must_fit_where_they_share_one(tmp_pat
         server_parts(settings, tmp_path, bucket_bytes=1024, algorithm="syncps") as parts,
         pytest.raises(ConfigError, match="batch of 300 samples is too large, must be at most 256"),
     ):
-        parts.context.open_hub(Echo)
+        parts.context.open_pool(Echo)

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from smolcluster.algorithms import keepsakes, single
+from smolcluster.algorithms import artifacts, single
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.configs.resolve import load_resolved
 from smolcluster.errors import CheckpointError, ConfigError
@@ -34,7 +34,7 @@ from smolcluster.runs.events import (
 )
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.summary import Summary, read_summary
-from smolcluster.training.build import Workbench
+from smolcluster.training.build import TrainingContext
 from smolcluster.training.checkpoint import Checkpoint, CheckpointStore
 from smolcluster.utils.stopping import Interrupted
 from texts import FROZEN, tiny_settings, train_alone, write_text
@@ -49,7 +49,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A text of its own, a cache of its own, and nobody outside is told."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(keepsakes, "draw_curves", lambda _paths: None)  # a second each
+    monkeypatch.setattr(artifacts, "draw_curves", lambda _paths: None)  # a second each
     return write_text(tmp_path / "text.txt")
 
 
@@ -86,8 +86,10 @@ class Run:
 
             return single.train(replace(context, check_stop=check))
 
-        evaluate = Workbench.evaluate
-        steps_only = patch.object(Workbench, "evaluate", lambda bench, **_: evaluate(bench))
+        evaluate = TrainingContext.evaluate
+        steps_only = patch.object(
+            TrainingContext, "evaluate", lambda training, **_: evaluate(training)
+        )
         with pytest.raises(Interrupted), steps_only:  # an evaluation asks `check` as well
             self.train(body=body)
         end = time.monotonic() + DEADLINE_S
@@ -143,7 +145,7 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 def test_a_run_leaves_all_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keepsakes, "draw_curves", draw_curves)
+    monkeypatch.setattr(artifacts, "draw_curves", draw_curves)
     run = Run(tmp_path, "mine")
     summary = run.train()
     paths = run.paths
@@ -297,13 +299,13 @@ def test_without_patience_a_run_goes_on_to_its_end(tmp_path: Path) -> None:
 
 def test_a_run_that_ran_out_of_patience_goes_on_with_more_of_it(tmp_path: Path) -> None:
     run = Run(tmp_path, "mine", *FROZEN, "training.patience=2", "training.eval_steps=3")
-    assert run.train().evaluations_in_vain == 2
+    assert run.train().num_bad_evals == 2
     for change in ("training.patience=2", "training.epochs=9"):
         with pytest.raises(CheckpointError, match="raise patience above 2 or set it to null"):
             run.train(change, resume="mine")
     assert run.train("training.patience=4", resume="mine").steps == 15
     summary = run.train("training.patience=null", resume="mine")
-    assert (summary.samples_applied, summary.evaluations_in_vain) == (summary.train_samples, None)
+    assert (summary.samples_applied, summary.num_bad_evals) == (summary.train_samples, None)
 
 
 def test_weights_that_a_run_began_with_are_not_asked_for_again(tmp_path: Path) -> None:

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import pytest
 
 from peers import HandledDoor, wait_for_threads
-from smolcluster.cluster import reception
+from smolcluster.cluster import acceptor
 
 
 @pytest.fixture(autouse=True)
 def nothing_goes_on_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every thread of a session, reception or evaluator ends, soon, with the test that started it."""
-    monkeypatch.setattr(reception, "ACCEPT_TICK_S", 0.02)
+    monkeypatch.setattr(acceptor, "ACCEPT_TICK_S", 0.02)
     yield
     wait_for_threads()
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from smolcluster.cluster.board import PACE_WINDOW_S, Pace, StatusBoard
+from smolcluster.cluster.board import PACE_WINDOW_S, StatusBoard, SteadyRate
 from smolcluster.cluster.membership import Member
 from smolcluster.cluster.tally import Tally
 from smolcluster.cluster.worker import Worker
@@ -25,12 +25,12 @@ class Setting:
             self.tally, now=lambda: SINCE_1970 + self.clock, clock=lambda: self.clock
         )
 
-    def worker(self, worker_id: int = 1, node: str = "pi5", seat: int = 5) -> Worker:
+    def worker(self, worker_id: int = 1, node: str = "pi5", session_id: int = 5) -> Worker:
         connection = SimpleNamespace(
             last_byte_at=self.clock, address="10.10.0.2", bytes_sent=30, bytes_received=70
         )
         session: Any = SimpleNamespace(connection=connection)
-        return Worker(Member(seat, worker_id, node, "abcdef01"), session)
+        return Worker(Member(session_id, worker_id, node, "abcdef01"), session)
 
     def join(self, worker_id: int = 1, node: str = "pi5", device: str = "cpu") -> Worker:
         worker = self.worker(worker_id, node)
@@ -125,7 +125,7 @@ class Counter:
 
     def __init__(self) -> None:
         self.now, self.count = 0.0, 0
-        self.pace = Pace(lambda: self.count, lambda: self.now)
+        self.pace = SteadyRate(lambda: self.count, lambda: self.now)
 
     def after(self, seconds: float, count: int) -> float:
         self.now += seconds

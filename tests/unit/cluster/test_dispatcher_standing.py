@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smolcluster.cluster.dispatcher import Dispatcher, Lease, Standing
+from smolcluster.cluster.dispatcher import Dispatcher, DispatcherState, Lease
 from smolcluster.errors import CheckpointError
 from smolcluster.training.checkpoint import parse_progress
 from smolcluster.transport.messages import LeaseKey
@@ -40,9 +40,11 @@ def must(lease: Lease | None) -> Lease:
     return lease
 
 
-def through_json(standing: Standing) -> Standing:
+def through_json(standing: DispatcherState) -> DispatcherState:
     """What a checkpoint's file makes of it."""
-    return parse_progress(Standing, json.loads(json.dumps(standing.model_dump(mode="json"))), 1)
+    return parse_progress(
+        DispatcherState, json.loads(json.dumps(standing.model_dump(mode="json"))), 1
+    )
 
 
 @dataclass
@@ -175,12 +177,12 @@ def test_a_range_with_two_holders_stands_once() -> None:
     leases = dispatcher(num_epochs=1, batch_size=10)
     must(leases.grant(1, 0.0))
     must(leases.grant(2, 100.0))
-    assert leases.standing == Standing(cursor=(0, 0, 10), waiting=[(0, 0, 10)])
+    assert leases.standing == DispatcherState(cursor=(0, 0, 10), waiting=[(0, 0, 10)])
 
 
 def test_a_new_dispatcher_stands_at_the_beginning() -> None:
     leases = dispatcher()
-    assert leases.standing == Standing(cursor=(0, 0, 0), waiting=[])
+    assert leases.standing == DispatcherState(cursor=(0, 0, 0), waiting=[])
     leases.resume(leases.standing, 0)
     assert must(leases.grant(1, 0.0)).key.start == 0
 
@@ -201,14 +203,14 @@ def test_a_finished_dispatcher_has_no_more_unless_there_are_more_epochs() -> Non
 # What is not its own standing
 
 
-def halfway() -> tuple[Standing, int]:
+def halfway() -> tuple[DispatcherState, int]:
     """Of 2 epochs of 10 samples: 8 applied, 6 that wait, 6 not cut yet."""
     leases = dispatcher()
     granted = [must(leases.grant(1, 0.0)) for _ in range(4)]
     leases.commit(granted[0].key, 1, 1.0)
     leases.commit(granted[3].key, 1, 1.0)
     standing = leases.standing
-    assert standing == Standing(cursor=(1, 0, 4), waiting=[(0, 4, 8), (0, 8, 10)])
+    assert standing == DispatcherState(cursor=(1, 0, 4), waiting=[(0, 4, 8), (0, 8, 10)])
     return standing, leases.samples_applied
 
 
@@ -299,4 +301,4 @@ def test_fewer_epochs_than_were_begun_are_refused(
 )
 def test_what_is_no_standing_is_a_checkpoint_error_of_that_step(stored: Any) -> None:
     with pytest.raises(CheckpointError, match="the progress of step 7 cannot be read"):
-        parse_progress(Standing, stored, 7)
+        parse_progress(DispatcherState, stored, 7)

@@ -17,7 +17,7 @@ from smolcluster.cluster.inbox import Inbox
 from smolcluster.data.dataset import Samples
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.training import build as room
-from smolcluster.training.build import Workbench, build
+from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.evaluate import Evaluation, evaluate
 from smolcluster.training.replica import Replica
 from smolcluster.utils import device
@@ -26,13 +26,13 @@ from smolcluster.utils.stopping import Interrupted, StopRequest
 
 
 @pytest.fixture(scope="module")
-def shared_bench() -> Workbench:
+def shared_bench() -> TrainingContext:
     settings = local_settings()
     return build(settings.train, 42, settings.node.dataset, torch.device("cpu"))
 
 
 @pytest.fixture
-def bench(shared_bench: Workbench) -> Iterator[Workbench]:
+def training(shared_bench: TrainingContext) -> Iterator[TrainingContext]:
     weights = shared_bench.replica.snapshot()
     yield shared_bench
     shared_bench.replica.load(weights)
@@ -56,10 +56,10 @@ class Gate:
 class Steps:
     """An evaluator of a replica whose steps the test takes."""
 
-    def __init__(self, bench: Workbench, every: int = 1) -> None:
+    def __init__(self, training: TrainingContext, every: int = 1) -> None:
         self.inbox = Inbox()
         self.lines: list[str] = []
-        self.evaluator = Evaluator(bench, self.inbox, every=every, log=logger(self.lines))
+        self.evaluator = Evaluator(training, self.inbox, every=every, log=logger(self.lines))
 
     def take(self, version: int, epoch: int = 0) -> None:
         """Take a step as soon as the last evaluation has ended."""
@@ -74,15 +74,15 @@ class Steps:
 
 
 def test_the_weights_of_the_moment_are_evaluated_whatever_becomes_of_them(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+    training: TrainingContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch)
-    split = bench.dataset.validation
-    expected = evaluate(bench.replica.copy_model(), split, torch.device("cpu"))
-    steps = Steps(bench)
+    split = training.dataset.validation
+    expected = evaluate(training.replica.copy_model(), split, torch.device("cpu"))
+    steps = Steps(training)
     with steps.evaluator:
         steps.take(50, epoch=1)
-        bench.replica.params.zero_()
+        training.replica.params.zero_()
         gate.opened.set()
         done = next_event(steps.inbox, EvaluationDone)
     assert (done.version, done.epoch) == (50, 1)
@@ -90,8 +90,8 @@ def test_the_weights_of_the_moment_are_evaluated_whatever_becomes_of_them(
     assert done.evaluation.accuracy == expected.accuracy
 
 
-def test_only_every_so_many_steps_the_weights_are_evaluated(bench: Workbench) -> None:
-    steps = Steps(bench, every=4)
+def test_only_every_so_many_steps_the_weights_are_evaluated(training: TrainingContext) -> None:
+    steps = Steps(training, every=4)
     with steps.evaluator:
         for version in range(1, 10):
             steps.take(version)
@@ -101,9 +101,9 @@ def test_only_every_so_many_steps_the_weights_are_evaluated(bench: Workbench) ->
 
 
 def test_while_one_evaluation_runs_no_other_is_begun_and_nobody_waits(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+    training: TrainingContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, steps = Gate(monkeypatch), Steps(bench)
+    gate, steps = Gate(monkeypatch), Steps(training)
     with steps.evaluator:
         steps.take(1)
         assert gate.entered.wait(DEADLINE_S)
@@ -118,9 +118,9 @@ def test_while_one_evaluation_runs_no_other_is_begun_and_nobody_waits(
 
 
 def test_the_running_evaluation_is_finished_before_the_evaluator_ends(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+    training: TrainingContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, steps = Gate(monkeypatch), Steps(bench)
+    gate, steps = Gate(monkeypatch), Steps(training)
     with steps.evaluator:
         steps.take(1)
         assert gate.entered.wait(DEADLINE_S)
@@ -128,38 +128,40 @@ def test_the_running_evaluation_is_finished_before_the_evaluator_ends(
     assert isinstance(steps.inbox.get(0.0), EvaluationDone)
 
 
-def test_diverged_weights_are_reported_and_the_next_ones_evaluated(bench: Workbench) -> None:
-    steps = Steps(bench)
+def test_diverged_weights_are_reported_and_the_next_ones_evaluated(
+    training: TrainingContext,
+) -> None:
+    steps = Steps(training)
     with steps.evaluator:
-        good = bench.replica.snapshot()
-        bench.replica.params.fill_(float("nan"))
+        good = training.replica.snapshot()
+        training.replica.params.fill_(float("nan"))
         steps.take(1)
         failed = next_event(steps.inbox, EvaluationFailed)
         assert failed.version == 1
         assert isinstance(failed.error, NonFiniteLoss)
-        bench.replica.load(good)
+        training.replica.load(good)
         steps.take(2)
         assert next_event(steps.inbox, EvaluationDone).version == 2
 
 
-def test_frozen_weights_are_not_mistaken_for_trained_ones(bench: Workbench) -> None:
-    split = bench.dataset.validation
+def test_frozen_weights_are_not_mistaken_for_trained_ones(training: TrainingContext) -> None:
+    split = training.dataset.validation
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(bench.dataset.input_dim, 10), nn.ReLU(), nn.Linear(10, 10))
+    model = nn.Sequential(nn.Linear(training.dataset.input_dim, 10), nn.ReLU(), nn.Linear(10, 10))
     model[0].requires_grad_(False)
     replica = Replica(model, "sgd")
     expected = evaluate(replica.copy_model(), split, torch.device("cpu"))
-    steps = Steps(replace(bench, replica=replica))
+    steps = Steps(replace(training, replica=replica))
     with steps.evaluator:
         steps.take(1)
         assert next_event(steps.inbox, EvaluationDone).evaluation == expected
 
 
 def test_an_evaluation_that_nobody_wants_any_more_ends_with_the_run(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+    training: TrainingContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch)
-    steps = Steps(bench)
+    steps = Steps(training)
     with pytest.raises(KeyboardInterrupt), steps.evaluator:
         steps.take(1)
         assert gate.entered.wait(DEADLINE_S)
@@ -169,14 +171,14 @@ def test_an_evaluation_that_nobody_wants_any_more_ends_with_the_run(
 
 
 def test_on_a_device_for_one_thread_the_caller_evaluates_unless_it_is_told_to_stop(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+    training: TrainingContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "ONE_THREAD_ONLY", {"cpu"})
     inbox, stop = Inbox(), StopRequest()
-    with Evaluator(bench, inbox, every=1, log=logger([]), check_stop=stop.check) as evaluator:
+    with Evaluator(training, inbox, every=1, log=logger([]), check_stop=stop.check) as evaluator:
         assert evaluator.after_step(1, 0)
         assert isinstance(inbox.get(0.0), EvaluationDone)
-        bench.replica.params.fill_(float("nan"))
+        training.replica.params.fill_(float("nan"))
         assert evaluator.after_step(2, 0)
         assert isinstance(inbox.get(0.0), EvaluationFailed)
         stop.note(signal.SIGTERM)

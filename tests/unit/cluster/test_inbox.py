@@ -4,13 +4,17 @@ import threading
 from collections import defaultdict
 
 from peers import DEADLINE_S
-from smolcluster.cluster.inbox import Event, Gone, Inbox, Said
+from smolcluster.cluster.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.transport.messages import Pull
 
 
 def test_events_come_out_in_the_order_they_went_in() -> None:
     inbox = Inbox()
-    events: list[Event] = [Said(1, Pull()), Gone(1, "closed"), Said(2, Pull())]
+    events: list[Event] = [
+        MessageReceived(1, Pull()),
+        SessionClosed(1, "closed"),
+        MessageReceived(2, Pull()),
+    ]
     for event in events:
         inbox.put(event)
     assert [inbox.get(0.0) for _ in events] == events
@@ -23,27 +27,27 @@ def test_an_empty_inbox_is_none_after_the_timeout() -> None:
 
 def test_whoever_waits_is_woken_by_an_event() -> None:
     inbox = Inbox()
-    putter = threading.Thread(target=inbox.put, args=(Gone(1, "closed"),))
+    putter = threading.Thread(target=inbox.put, args=(SessionClosed(1, "closed"),))
     putter.start()
-    assert inbox.get(DEADLINE_S) == Gone(1, "closed")
+    assert inbox.get(DEADLINE_S) == SessionClosed(1, "closed")
     putter.join(DEADLINE_S)
 
 
 def test_each_threads_events_stay_in_order_and_none_is_lost() -> None:
     inbox = Inbox()
 
-    def put_many(seat: int) -> None:
+    def put_many(session_id: int) -> None:
         for number in range(200):
-            inbox.put(Gone(seat, str(number)))
+            inbox.put(SessionClosed(session_id, str(number)))
 
-    threads = [threading.Thread(target=put_many, args=(seat,)) for seat in range(4)]
+    threads = [threading.Thread(target=put_many, args=(session_id,)) for session_id in range(4)]
     for thread in threads:
         thread.start()
     seen = defaultdict(list)
     for _ in range(800):
         event = inbox.get(DEADLINE_S)
-        assert isinstance(event, Gone)
-        seen[event.seat].append(int(event.reason))
+        assert isinstance(event, SessionClosed)
+        seen[event.session_id].append(int(event.reason))
     for thread in threads:
         thread.join(DEADLINE_S)
-    assert seen == {seat: list(range(200)) for seat in range(4)}
+    assert seen == {session_id: list(range(200)) for session_id in range(4)}

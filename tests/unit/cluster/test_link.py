@@ -10,7 +10,7 @@ from connection_pairs import push, tensor
 from harness import local_settings
 from lives import LEASE, Life, end, run_config
 from peers import DEADLINE_S, Echo, HandledDoor
-from smolcluster.cluster.inbox import Said
+from smolcluster.cluster.inbox import MessageReceived
 from smolcluster.cluster.link import Link, measure_speed
 from smolcluster.cluster.session import Receiver
 from smolcluster.configs.schema import DatasetPlace, NodeConfig
@@ -24,7 +24,7 @@ from smolcluster.errors import (
     SmolclusterError,
     TryAgain,
 )
-from smolcluster.training.build import Workbench, build
+from smolcluster.training.build import TrainingContext, build
 from smolcluster.transport.handshake import refuse
 from smolcluster.transport.messages import (
     Ack,
@@ -46,9 +46,11 @@ from smolcluster.transport.messages import (
 class Helper:
     """A participant that pulls, and then waits for what comes."""
 
-    def __init__(self, _: Welcome, bench: Workbench, error: BaseException | None = None) -> None:
+    def __init__(
+        self, _: Welcome, training: TrainingContext, error: BaseException | None = None
+    ) -> None:
         self.unacknowledged: LeaseKey | None = None
-        self.bench = bench
+        self.training = training
         self._error = error
 
     def new_receiver(self) -> Receiver:
@@ -72,9 +74,9 @@ def life(door: HandledDoor) -> Life[Helper]:
 def test_a_worker_says_what_it_has_and_ends_well_with_the_run(life: Life[Helper]) -> None:
     worker = life.begin()
     hand, ready = life.taken_part()
-    bench = life.made[0].bench
-    assert ready.dataset_fingerprint == bench.dataset.fingerprint
-    assert ready.model_fingerprint == bench.replica.fingerprint
+    training = life.made[0].training
+    assert ready.dataset_fingerprint == training.dataset.fingerprint
+    assert ready.model_fingerprint == training.replica.fingerprint
     assert ready.samples_per_s > 0
     assert ready.unacknowledged is None
     end(hand)
@@ -231,7 +233,7 @@ def test_news_of_the_server_is_raised_wherever_a_participant_waits(life: Life[He
     hand.say(_ack())
     end(hand)
     worker.finish()
-    assert seen == [Said(0, _ack())]
+    assert seen == [MessageReceived(0, _ack())]
 
 
 NUM_FRAMES = 100
@@ -301,12 +303,12 @@ def test_weights_are_written_where_the_participants_receiver_wants_them(life: Li
 def test_a_machine_computes_no_more_samples_at_once_than_it_is_told(life: Life[Helper]) -> None:
     worker = life.begin(node=NodeConfig(device="cpu", microbatch=5))
     hand, _ = life.taken_part()
-    bench = life.made[0].bench
+    training = life.made[0].training
     sizes: list[int] = []
-    bench.replica.model.register_forward_pre_hook(
+    training.replica.model.register_forward_pre_hook(
         lambda _model, inputs: sizes.append(len(inputs[0]))
     )
-    bench.compute(torch.arange(12))
+    training.compute(torch.arange(12))
     assert sizes == [5, 5, 2]
     end(hand)
     worker.finish()
@@ -318,10 +320,10 @@ def _ack() -> Ack:
 
 def test_speed_is_measured_on_this_machine() -> None:
     settings = local_settings()
-    bench = build(settings.train, 42, settings.node.dataset, torch.device("cpu"))
-    before = bench.replica.snapshot()
-    assert measure_speed(bench, batch_size=32) > 0
-    assert torch.equal(bench.replica.params, before), "nothing is learned by it"
+    training = build(settings.train, 42, settings.node.dataset, torch.device("cpu"))
+    before = training.replica.snapshot()
+    assert measure_speed(training, batch_size=32) > 0
+    assert torch.equal(training.replica.params, before), "nothing is learned by it"
 
 
 def test_a_server_that_cuts_every_session_is_given_up_and_not_flooded(life: Life[Helper]) -> None:

@@ -10,20 +10,20 @@ from peers import DEADLINE_S, Echo, HandledDoor
 from smolcluster.cluster import link as room
 from smolcluster.cluster.link import Link
 from smolcluster.cluster.session import Receiver
-from smolcluster.training.build import Workbench, build
+from smolcluster.training.build import TrainingContext, build
 from smolcluster.transport.messages import LeaseKey, Pull, Welcome
 
 
 class Helper:
     """A participant that learns something, owes a push, and then waits for what comes."""
 
-    def __init__(self, welcome: Welcome, bench: Workbench) -> None:
+    def __init__(self, welcome: Welcome, training: TrainingContext) -> None:
         self.unacknowledged: LeaseKey | None = None
         self.welcome = welcome
-        self.bench = bench
+        self.training = training
         self.num_sessions = 0
         self.state_at_start = {
-            name: tensor.clone() for name, tensor in bench.replica.optimizer.state.items()
+            name: tensor.clone() for name, tensor in training.replica.optimizer.state.items()
         }
 
     def new_receiver(self) -> Receiver:
@@ -33,8 +33,8 @@ class Helper:
     def take_part(self, link: Link) -> None:
         incarnation = self.welcome.incarnation
         self.unacknowledged = LEASE.model_copy(update={"incarnation": incarnation})
-        self.bench.compute(torch.arange(8))
-        self.bench.replica.step(0.1)
+        self.training.compute(torch.arange(8))
+        self.training.replica.step(0.1)
         link.send(Pull())
         while True:
             link.next_event(DEADLINE_S)
@@ -50,7 +50,7 @@ def num_built(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How often dataset and model were built."""
     count = 0
 
-    def counted(*args: object, **options: object) -> Workbench:
+    def counted(*args: object, **options: object) -> TrainingContext:
         nonlocal count
         count += 1
         return build(*args, **options)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def test_the_same_server_finds_the_same_participant(
     (only,) = life.made
     assert only.num_sessions == 2
     assert num_built() == 1
-    assert float(only.bench.replica.optimizer.state["step"]) == 2, "and nothing was reset"
+    assert float(only.training.replica.optimizer.state["step"]) == 2, "and nothing was reset"
     assert any("back in run run-1" in line for line in life.lines)
 
 
@@ -89,7 +89,7 @@ def test_a_server_that_was_started_again_finds_what_was_built_but_nothing_learne
     worker.finish()
     assert num_built() == 1
     before, after = life.made
-    assert after.bench is before.bench
+    assert after.training is before.training
     assert after.welcome.incarnation == "bbbb"
     assert after.state_at_start.keys() == {"step", "exp_avg", "exp_avg_sq"}
     for name, tensor in after.state_at_start.items():
@@ -126,7 +126,7 @@ def test_a_server_with_another_configuration_is_begun_afresh(
     end(life.taken_part(run_config("run-1", *overrides), "bbbb")[0])
     worker.finish()
     before, after = life.made
-    assert after.bench is not before.bench
+    assert after.training is not before.training
     assert num_built() == 2
     assert not any("the server was started again" in line for line in life.lines)
 
@@ -148,7 +148,7 @@ def test_other_buckets_are_built_anew(life: Life[Helper], num_built: Callable[[]
     end(life.taken_part(run, "bbbb", bucket_bytes=1 << 12)[0])
     worker.finish()
     assert num_built() == 2
-    assert life.made[1].bench.replica.bucket_bytes == 1 << 12
+    assert life.made[1].training.replica.bucket_bytes == 1 << 12
 
 
 def test_a_worker_that_was_cut_off_by_both_starts_still_comes_back(

@@ -25,7 +25,7 @@ def cluster(**changes: object) -> ClusterConfig:
     return ClusterConfig.model_validate(values | changes)
 
 
-PI5 = Member(seat=7, worker_id=1, node="pi5", instance="aaaa")
+PI5 = Member(session_id=7, worker_id=1, node="pi5", instance="aaaa")
 
 
 def test_a_listed_worker_with_a_free_id_is_admitted() -> None:

@@ -25,8 +25,8 @@ from smolcluster.runs.events import (
 from smolcluster.training.evaluate import evaluate
 from smolcluster.transport.messages import LeaseKey
 
-WORKER = Worker(Member(seat=5, worker_id=2, node="pi5", instance="abcdef01"))
-OTHER = Worker(Member(seat=6, worker_id=1, node="win", instance="abcdef02"))
+WORKER = Worker(Member(session_id=5, worker_id=2, node="pi5", instance="abcdef01"))
+OTHER = Worker(Member(session_id=6, worker_id=1, node="win", instance="abcdef02"))
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def test_a_run_begins_with_what_is_trained(parts: Parts, report: Report) -> None
     (started,) = parts.happened(RunStarted)
     assert isinstance(started, RunStarted)
     assert (started.run_id, started.algorithm, started.dataset) == ("test-run", "edp", "digits")
-    assert started.num_params == parts.context.bench.replica.num_params
-    assert started.train_samples == parts.context.bench.dataset.train.num_samples
+    assert started.num_params == parts.context.training.replica.num_params
+    assert started.train_samples == parts.context.training.dataset.train.num_samples
     assert started.batch_size == parts.context.run.train.batch_size
 
 
@@ -114,7 +114,7 @@ def test_a_step_that_all_made_together_is_nobodys_record_and_not_stale(
 
 @pytest.mark.parametrize("parts", [("track_gradients=true",)], indirect=True)
 def test_gradients_are_tracked_by_layer_when_asked_for(parts: Parts, report: Report) -> None:
-    replica = parts.context.bench.replica
+    replica = parts.context.training.replica
     ones = torch.ones(replica.num_params)
     norms = report.layer_norms((bucket, ones[bucket]) for bucket in replica.buckets)
     report.step_taken(step(0, 32, layer_norms=norms))
@@ -147,7 +147,7 @@ def test_who_contributed_is_counted_apart_from_the_steps(parts: Parts, report: R
 def test_an_epoch_is_finished_once_when_its_last_sample_is_applied(
     parts: Parts, report: Report
 ) -> None:
-    size = parts.context.bench.dataset.train.num_samples
+    size = parts.context.training.dataset.train.num_samples
     report.step_taken(step(0, 100, version=1))
     report.step_taken(step(0, 50, version=2, epoch=1))
     report.step_taken(step(100, size - 1, version=3))
@@ -184,8 +184,8 @@ def test_a_lease_that_comes_back_names_its_last_holder_though_it_has_gone(
 
 
 def test_the_summary_adds_up(parts: Parts, report: Report) -> None:
-    bench = parts.context.bench
-    size = bench.dataset.train.num_samples
+    training = parts.context.training
+    size = training.dataset.train.num_samples
     half = size // 2
     for worker, staleness, taken in (
         (WORKER, 0, step(0, size, version=1, loss=9.0)),
@@ -215,7 +215,9 @@ def test_the_summary_adds_up(parts: Parts, report: Report) -> None:
     assert summary.workers[1].mean_staleness == 2.0
     expected = (1.0 * half + 3.0 * (size - half)) / size
     assert summary.final.train_loss == pytest.approx(expected), "the mean of the last epoch only"
-    by_hand = evaluate(bench.replica.copy_model(), bench.dataset.validation, torch.device("cpu"))
+    by_hand = evaluate(
+        training.replica.copy_model(), training.dataset.validation, torch.device("cpu")
+    )
     assert summary.final.val_loss == by_hand.loss
     assert len(parts.happened(Evaluated)) == 1
 

@@ -25,8 +25,8 @@ from smolcluster.training.evaluate import Evaluation
 from smolcluster.transport.messages import LeaseKey
 
 WORKERS = [
-    Worker(Member(seat=5, worker_id=2, node="pi5", instance="abcdef01")),
-    Worker(Member(seat=6, worker_id=1, node="win", instance="abcdef02")),
+    Worker(Member(session_id=5, worker_id=2, node="pi5", instance="abcdef01")),
+    Worker(Member(session_id=6, worker_id=1, node="win", instance="abcdef02")),
 ]
 LEASE = LeaseKey(incarnation="here", epoch=0, start=0, stop=32, grant=1)
 
@@ -146,7 +146,7 @@ def test_a_standing_says_whose_it_is_and_where(parts: Parts) -> None:
     state = report.standing({"dispatcher": {"cursor": [0, 1, 2]}})
     assert (state.run_id, state.algorithm, state.incarnation) == ("test-run", "edp", "here")
     assert (state.step, state.samples_applied, state.epoch) == (3, 70, 1)
-    assert state.dataset_fingerprint == context.bench.dataset.fingerprint
+    assert state.dataset_fingerprint == context.training.dataset.fingerprint
     assert state.codec == "fp32"
     assert state.train_loss == pytest.approx(4.0), "the mean of the newest epoch"
     assert state.val_loss is None
@@ -234,7 +234,7 @@ def test_the_rate_begins_with_the_resumption(parts: Parts, monkeypatch: pytest.M
 
 
 def test_an_epoch_is_finished_by_what_was_applied_before_and_after(parts: Parts) -> None:
-    size = parts.context.bench.dataset.train.num_samples
+    size = parts.context.training.dataset.train.num_samples
     first = report_of(parts)
     step(first, size - 1)
     second = resumed(parts, first.standing({}))
@@ -250,7 +250,7 @@ def test_a_worker_that_comes_back_has_one_share(parts: Parts) -> None:
     first.contributed(WORKERS[0], 30, 0.5, staleness=4)
     step(first, 30)
     second = resumed(parts, first.standing({}))
-    moved = Worker(Member(seat=1, worker_id=2, node="mini2", instance="abcdef09"))
+    moved = Worker(Member(session_id=1, worker_id=2, node="mini2", instance="abcdef09"))
     second.contributed(moved, 10, 0.5, staleness=0)
     step(second, 10)
     (share,) = second.summary().workers

@@ -10,9 +10,9 @@ from harness import free_port, local_settings
 from peers import DEADLINE_S, Echo, HandledHub, Parts, hello, server_parts
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.cluster.dispatcher import Range
-from smolcluster.cluster.hub import Departed, Joined
 from smolcluster.cluster.report import Report, StepTaken
 from smolcluster.cluster.worker import Worker
+from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.runs.events import RunStarted, read_events
 from smolcluster.runs.status import RunStatus, StatusFile, read_status
@@ -59,8 +59,8 @@ def board(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Board]:
 
 @pytest.fixture
 def house(board: Board) -> Iterator[HandledHub]:
-    with board.context.open_hub(Echo) as hub:
-        house = HandledHub(hub, board.parts.port, board.parts.dataset)
+    with board.context.open_pool(Echo) as pool:
+        house = HandledHub(pool, board.parts.port, board.parts.dataset)
         yield house
         house.close()
 
@@ -82,14 +82,14 @@ def take_step(report: Report, num_samples: int, loss: float, worker: Worker | No
 
 
 def member(house: HandledHub, rank: int) -> Worker:
-    return next(worker for worker in house.hub.workers if worker.rank == rank)
+    return next(worker for worker in house.pool.workers if worker.rank == rank)
 
 
 def test_before_the_first_step_nothing_is_measured(board: Board) -> None:
     report = board.context.new_report()
     status = board.read(report)
     train = board.context.run.train
-    size = board.context.bench.dataset.train.num_samples
+    size = board.context.training.dataset.train.num_samples
     assert (status.run_id, status.algorithm) == ("test-run", "edp")
     assert status.incarnation == board.context.incarnation
     assert (status.state, status.reason, status.workers) == ("training", None, [])
@@ -175,8 +175,8 @@ def test_a_resumed_run_counts_on_and_knows_who_came_back_by_rank(
     board: Board, house: HandledHub
 ) -> None:
     house.join(hello(1, "macbook"))
-    take_step(house.hub.report, 64, 0.5, member(house, 0))
-    state = house.hub.report.standing({})
+    take_step(house.pool.report, 64, 0.5, member(house, 0))
+    state = house.pool.report.standing({})
     report = replace(board.context, incarnation="there").new_report()
     report.resume(state.model_copy())
     status = board.read(report)
@@ -193,40 +193,40 @@ def test_a_resumed_run_counts_on_and_knows_who_came_back_by_rank(
 
 @pytest.mark.parametrize("board", [("min_workers=2",)], indirect=True)
 def test_a_run_waits_until_enough_workers_are_there(board: Board, house: HandledHub) -> None:
-    list(house.hub.next_events(0.0))
-    assert board.read(house.hub.report).state == "waiting"
+    list(house.pool.next_events(0.0))
+    assert board.read(house.pool.report).state == "waiting"
     house.join(hello(1, "macbook"))
-    list(house.hub.next_events(0.0))
-    status = board.read(house.hub.report)
+    list(house.pool.next_events(0.0))
+    status = board.read(house.pool.report)
     assert (status.state, [each.state for each in status.workers]) == ("waiting", ["joined"])
     house.join(hello(2, "pi5"))
-    list(house.hub.next_events(0.0))
-    assert board.read(house.hub.report).state == "training"
+    list(house.pool.next_events(0.0))
+    assert board.read(house.pool.report).state == "training"
 
 
 def test_a_run_that_everybody_left_waits_again(board: Board, house: HandledHub) -> None:
     hand = house.join(hello(1))
-    list(house.hub.next_events(0.0))
-    assert board.read(house.hub.report).state == "training"
+    list(house.pool.next_events(0.0))
+    assert board.read(house.pool.report).state == "training"
     hand.leave()
     house.until(lambda: any(isinstance(event, Departed) for event in house.events))
-    list(house.hub.next_events(0.0))
-    assert board.read(house.hub.report).state == "waiting"
+    list(house.pool.next_events(0.0))
+    assert board.read(house.pool.report).state == "waiting"
     house.join(hello(1))
-    list(house.hub.next_events(0.0))
-    assert board.read(house.hub.report).state == "training"
+    list(house.pool.next_events(0.0))
+    assert board.read(house.pool.report).state == "training"
 
 
 def test_who_left_and_who_was_lost_is_told_apart(board: Board, house: HandledHub) -> None:
     one, other = house.join(hello(1, "macbook")), house.join(hello(2, "pi5"))
-    take_step(house.hub.report, 64, 0.5, member(house, 1))
-    states = [(each.node, each.state) for each in board.read(house.hub.report).workers]
+    take_step(house.pool.report, 64, 0.5, member(house, 1))
+    states = [(each.node, each.state) for each in board.read(house.pool.report).workers]
     assert states == [("macbook", "joined"), ("pi5", "joined")]
     one.say(Goodbye(reason="it was stopped"))
     one.leave()
     other.leave()
-    house.until(lambda: not house.hub.workers)
-    left, lost = board.read(house.hub.report).workers
+    house.until(lambda: not house.pool.workers)
+    left, lost = board.read(house.pool.report).workers
     assert (left.rank, left.state, left.device) == (0, "left", "cpu")
     assert (lost.rank, lost.state, lost.samples, lost.step) == (1, "lost", 64, 1)
 
@@ -235,7 +235,7 @@ def test_a_process_that_connects_again_is_joined_once(board: Board, house: Handl
     house.join(hello(instance=INSTANCE))
     house.join(hello(instance=INSTANCE))
     assert sum(isinstance(event, Joined) for event in house.events) == 2
-    (worker,) = board.read(house.hub.report).workers
+    (worker,) = board.read(house.pool.report).workers
     assert worker.state == "joined"
 
 
@@ -243,21 +243,21 @@ def test_a_heartbeat_is_a_sign_of_life(board: Board, house: HandledHub) -> None:
     hand = house.join(hello())
     connection = member(house, 0).live_session.connection
     before, received = connection.last_byte_at, connection.bytes_received
-    seen = board.read(house.hub.report).workers[0].last_seen
+    seen = board.read(house.pool.report).workers[0].last_seen
     hand.say(Heartbeat(sent_at=1.0))
     house.until(lambda: connection.bytes_received > received)
     house.until(lambda: connection.last_byte_at > before)
-    status = board.read(house.hub.report)
+    status = board.read(house.pool.report)
     assert status.workers[0].last_seen > seen
     assert status.workers[0].silent_s(status.updated_at) < DEADLINE_S
 
 
 def test_who_took_part_to_the_end_is_joined_when_it_is_over(board: Board) -> None:
-    with board.context.open_hub(Echo) as hub:
-        house = HandledHub(hub, board.parts.port, board.parts.dataset)
+    with board.context.open_pool(Echo) as pool:
+        house = HandledHub(pool, board.parts.port, board.parts.dataset)
         house.join(hello(1, "macbook"))
         house.join(hello(2, "pi5")).leave()
-        house.until(lambda: len(hub.workers) == 1)
+        house.until(lambda: len(pool.workers) == 1)
         house.close()
     status = read_status(board.path)
     assert status.state == "ended"

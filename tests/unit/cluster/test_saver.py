@@ -19,7 +19,7 @@ from harness import local_settings
 from peers import DEADLINE_S, Parts, logger, report_of, server_parts
 from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.report import StepTaken
-from smolcluster.cluster.saver import Saver, Subject
+from smolcluster.cluster.saver import CheckpointSource, Saver
 from smolcluster.errors import (
     CheckpointError,
     ClusterEmpty,
@@ -85,12 +85,12 @@ class Training:
         self, parts: Parts, store: CheckpointStore | None, every: int | None, first: int = 0
     ) -> None:
         self.lines: list[str] = []
-        self.replica: Replica = parts.context.bench.replica
+        self.replica: Replica = parts.context.training.replica
         self.owed = torch.zeros(5)
         self.report = report_of(parts, moved=(0, 0))
         self.report.version = first
         self._set(first)
-        subject = Subject(self.replica, self.progress, self.extra)
+        subject = CheckpointSource(self.replica, self.progress, self.extra)
         self.saver = Saver(store, every, subject, self.report, logger(self.lines))
 
     def progress(self) -> Progress:
@@ -556,7 +556,7 @@ def test_a_servers_saver_saves_as_often_as_the_cluster_file_says(
         shelf, steps = Shelf(), []
         training = Training(parts, shelf, None)
         context = replace(parts.context, store=shelf)
-        subject = Subject(training.replica, training.progress, training.extra)
+        subject = CheckpointSource(training.replica, training.progress, training.extra)
         training.saver = context.new_saver(subject, training.report)
         with training.saver:
             for version in range(1, 6):
@@ -570,7 +570,7 @@ def test_a_servers_saver_saves_as_often_as_the_cluster_file_says(
 def test_a_server_without_a_store_saves_nowhere(shared_parts: Parts) -> None:
     assert shared_parts.context.store is None
     training = Training(shared_parts, None, None)
-    subject = Subject(training.replica, training.progress, training.extra)
+    subject = CheckpointSource(training.replica, training.progress, training.extra)
     training.saver = shared_parts.context.new_saver(subject, training.report)
     with training.saver:
         training.steps(4)

@@ -12,7 +12,7 @@ from smolcluster.configs.schema import DatasetConfig, GPTConfig, TrainConfig
 from smolcluster.data.dataset import Dataset
 from smolcluster.data.tokens import TokenBlocks
 from smolcluster.errors import ProtocolError
-from smolcluster.training.build import Workbench, build
+from smolcluster.training.build import TrainingContext, build
 from smolcluster.transport.messages import Assignment, LeaseKey, payload_nbytes
 
 LENGTH, VOCAB = 8, 13
@@ -39,7 +39,7 @@ def blocks(dtype: type = np.uint16) -> TokenBlocks:
     return TokenBlocks(stream, LENGTH)
 
 
-def benches(dropout: float = 0.0) -> tuple[Workbench, Workbench]:
+def benches(dropout: float = 0.0) -> tuple[TrainingContext, TrainingContext]:
     """A machine that has the text, and one that has not."""
     train = TrainConfig(
         model=GPTConfig(

@@ -10,7 +10,7 @@ import pytest
 
 from connection_pairs import BUCKET_BYTES, connection_pair, push, telemetry
 from peers import DEADLINE_S, Echo, Hand, next_event, session_threads
-from smolcluster.cluster.inbox import Event, Gone, Inbox, Said
+from smolcluster.cluster.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.cluster.session import Receiver, Session
 from smolcluster.errors import ProtocolError
 from smolcluster.transport.connection import Connection
@@ -39,7 +39,7 @@ def session_on(
     connection: Connection,
     inbox: Inbox,
     *,
-    seat: int = SEAT,
+    session_id: int = SEAT,
     receiver: Receiver | None = None,
     heartbeat_timeout_s: float = DEADLINE_S,
     max_queued: int = 100,
@@ -47,8 +47,8 @@ def session_on(
 ) -> Session:
     return Session(
         connection,
-        seat=seat,
-        receiver=receiver or Echo(seat),
+        session_id=session_id,
+        receiver=receiver or Echo(session_id),
         inbox=inbox,
         heartbeat_timeout_s=heartbeat_timeout_s,
         max_queued=max_queued,
@@ -75,10 +75,10 @@ def test_what_the_peer_says_goes_through_the_receiver_to_the_inbox(
     receiver = Echo(SEAT)
     session_on(ours, inbox, receiver=receiver).start()
     peer.say(push(16), bytes(range(16)))
-    assert next_event(inbox, Said) == Said(SEAT, push(16))
+    assert next_event(inbox, MessageReceived) == MessageReceived(SEAT, push(16))
     assert receiver.payloads == [bytes(range(16))]
     peer.leave()
-    next_event(inbox, Gone)
+    next_event(inbox, SessionClosed)
 
 
 def test_heartbeats_are_nobodys_business(ends: tuple[Connection, Hand], inbox: Inbox) -> None:
@@ -86,9 +86,9 @@ def test_heartbeats_are_nobodys_business(ends: tuple[Connection, Hand], inbox: I
     session_on(ours, inbox).start()
     peer.say(Heartbeat(sent_at=1.0))
     peer.say(Pull())
-    assert next_event(inbox, Said).message == Pull()
+    assert next_event(inbox, MessageReceived).message == Pull()
     peer.leave()
-    next_event(inbox, Gone)
+    next_event(inbox, SessionClosed)
 
 
 def test_messages_arrive_in_the_order_they_were_queued(
@@ -101,7 +101,7 @@ def test_messages_arrive_in_the_order_they_were_queued(
         session.send(ACK.model_copy(update={"version": version}))
     assert [peer.hear_a(Ack).version for _ in range(50)] == list(range(50))
     peer.leave()
-    next_event(inbox, Gone)
+    next_event(inbox, SessionClosed)
 
 
 def test_a_held_frame_is_sent_when_it_is_released(
@@ -127,7 +127,7 @@ def test_a_held_frame_is_sent_when_it_is_released(
     assert isinstance(peer.hear_a(Goodbye), Goodbye)
     assert asked == [DEADLINE_S / 4], "so that heartbeats go on"
     peer.leave()
-    next_event(inbox, Gone)
+    next_event(inbox, SessionClosed)
 
 
 def test_what_is_wanted_no_more_when_its_turn_comes_is_left_out(
@@ -142,7 +142,7 @@ def test_what_is_wanted_no_more_when_its_turn_comes_is_left_out(
     assert session.flush(DEADLINE_S)
     assert session.backlog == 0
     peer.leave()
-    next_event(inbox, Gone)
+    next_event(inbox, SessionClosed)
 
 
 def test_what_is_urgent_overtakes_all_but_the_frame_that_is_being_sent(
@@ -166,7 +166,7 @@ def test_what_is_urgent_overtakes_all_but_the_frame_that_is_being_sent(
     heard = [type(peer.hear()[0]) for _ in range(3)]
     assert heard == [Ack, Goodbye, Ack]
     peer.leave()
-    next_event(inbox, Gone)
+    next_event(inbox, SessionClosed)
 
 
 def test_what_is_taken_back_is_not_sent_and_a_frame_that_was_begun_is_whole(
@@ -186,7 +186,7 @@ def test_what_is_taken_back_is_not_sent_and_a_frame_that_was_begun_is_whole(
     assert session.flush(DEADLINE_S)
     assert session.backlog == 0
     peer.leave()
-    next_event(inbox, Gone)
+    next_event(inbox, SessionClosed)
 
 
 def test_gone_comes_once_after_everything_the_peer_said(
@@ -199,9 +199,9 @@ def test_gone_comes_once_after_everything_the_peer_said(
         peer.say(Pull())
     peer.leave()
     events = [inbox.get(DEADLINE_S) for _ in range(51)]
-    assert events[:50] == [Said(SEAT, Pull())] * 50
-    assert isinstance(events[50], Gone)
-    assert events[50].seat == SEAT
+    assert events[:50] == [MessageReceived(SEAT, Pull())] * 50
+    assert isinstance(events[50], SessionClosed)
+    assert events[50].session_id == SEAT
     assert session.join(DEADLINE_S)
     assert inbox.get(0.0) is None
     assert session_threads() == []
@@ -220,7 +220,7 @@ def test_however_often_it_is_cut_it_ends_once_and_the_first_reason_counts(
         thread.start()
     for thread in others:
         thread.join(DEADLINE_S)
-    assert next_event(inbox, Gone) == Gone(SEAT, "the first reason")
+    assert next_event(inbox, SessionClosed) == SessionClosed(SEAT, "the first reason")
     assert session.join(DEADLINE_S)
     assert inbox.get(0.0) is None
     session.cut("too late")
@@ -240,7 +240,7 @@ def test_a_peer_that_does_not_keep_up_is_cut_and_the_sender_never_waits_for_it(
     while not session.join(0.0):  # nobody reads on the other side
         session.send_frame(frame)
         assert not deadline.expired
-    assert "does not keep up: 8 frames" in next_event(inbox, Gone).reason
+    assert "does not keep up: 8 frames" in next_event(inbox, SessionClosed).reason
     assert session.join(DEADLINE_S)
     assert session_threads() == []
 
@@ -256,7 +256,7 @@ def test_a_full_queue_is_still_sent_at_the_farewell(
     assert peer.hear_a(Ack) == ACK
     peer.hear_the_end()
     peer.leave()
-    next_event(inbox, Gone)
+    next_event(inbox, SessionClosed)
 
 
 NUM_FRAMES = 1000
@@ -287,7 +287,7 @@ def test_a_flush_waits_until_the_memory_of_all_frames_is_free(
     assert flushed == [True]
     assert session.num_sent == session.num_queued == NUM_FRAMES
     peer.leave()
-    next_event(inbox, Gone)
+    next_event(inbox, SessionClosed)
 
 
 def test_a_flush_of_an_idle_session_is_over_at_once(
@@ -300,7 +300,7 @@ def test_a_flush_of_an_idle_session_is_over_at_once(
     assert session.flush(DEADLINE_S)
     assert time.monotonic() - before < DEADLINE_S / 4, "it does not wait for a heartbeat"
     peer.leave()
-    next_event(inbox, Gone)
+    next_event(inbox, SessionClosed)
 
 
 def test_a_flush_ends_with_its_session(ends: tuple[Connection, Hand], inbox: Inbox) -> None:
@@ -316,7 +316,7 @@ def test_a_flush_ends_with_its_session(ends: tuple[Connection, Hand], inbox: Inb
     assert flushed == [True], "nothing of it will be sent any more"
     assert session.num_sent < session.num_queued
     assert session.flush(math.inf), "nor later"
-    assert next_event(inbox, Gone).reason == "enough"
+    assert next_event(inbox, SessionClosed).reason == "enough"
 
 
 def test_heartbeats_are_not_counted_as_frames_that_were_queued(
@@ -333,7 +333,7 @@ def test_heartbeats_are_not_counted_as_frames_that_were_queued(
     assert session.flush(DEADLINE_S)
     assert (session.num_queued, session.num_sent) == (1, 1)
     peer.leave()
-    next_event(inbox, Gone)
+    next_event(inbox, SessionClosed)
 
 
 def test_an_idle_session_sends_heartbeats(ends: tuple[Connection, Hand], inbox: Inbox) -> None:
@@ -343,7 +343,7 @@ def test_an_idle_session_sends_heartbeats(ends: tuple[Connection, Hand], inbox: 
         message, _ = peer.connection.receive(deadline=Deadline(DEADLINE_S))
         assert isinstance(message, Heartbeat)
     peer.leave()
-    next_event(inbox, Gone)
+    next_event(inbox, SessionClosed)
 
 
 def test_heartbeats_keep_two_idle_sessions_alive_beyond_the_timeout() -> None:
@@ -359,14 +359,14 @@ def test_heartbeats_keep_two_idle_sessions_alive_beyond_the_timeout() -> None:
         assert one.get(1.6) is None, "nothing happens, which is what should"
         assert other.get(0.0) is None
         sessions[0].cut("enough")
-        assert next_event(one, Gone).reason == "enough"
-        next_event(other, Gone)
+        assert next_event(one, SessionClosed).reason == "enough"
+        next_event(other, SessionClosed)
 
 
 def test_a_silent_peer_is_lost(inbox: Inbox) -> None:
     with connection_pair("tcp", 0.2) as (ours, _):
         session_on(ours, inbox, heartbeat_timeout_s=0.2).start()
-        assert "silent for 0.2 s" in next_event(inbox, Gone).reason
+        assert "silent for 0.2 s" in next_event(inbox, SessionClosed).reason
 
 
 def test_one_frame_goes_to_many_sessions(inbox: Inbox) -> None:
@@ -374,14 +374,14 @@ def test_one_frame_goes_to_many_sessions(inbox: Inbox) -> None:
     state = State(incarnation="here", version=3, bucket=0, num_buckets=1, tensor=push(64).tensor)
     frame = frame_of(state, weights)
     with connection_pair() as (a, peer_a), connection_pair("tcp") as (b, peer_b):
-        for seat, connection in enumerate((a, b)):
-            session = session_on(connection, inbox, seat=seat)
+        for session_id, connection in enumerate((a, b)):
+            session = session_on(connection, inbox, session_id=session_id)
             session.start()
             session.send_frame(frame)
         for peer in (Hand(peer_a), Hand(peer_b)):
             assert peer.hear() == (state, weights)
             peer.leave()
-        assert {next_event(inbox, Gone).seat for _ in range(2)} == {0, 1}
+        assert {next_event(inbox, SessionClosed).session_id for _ in range(2)} == {0, 1}
 
 
 def test_a_finished_session_sends_what_is_queued_and_ends_when_the_peer_closes(
@@ -397,9 +397,9 @@ def test_a_finished_session_sends_what_is_queued_and_ends_when_the_peer_closes(
         peer.hear_a(Ack)
     peer.hear_the_end()
     peer.say(Pull())
-    assert next_event(inbox, Said).message == Pull(), "the other direction is still open"
+    assert next_event(inbox, MessageReceived).message == Pull(), "the other direction is still open"
     peer.leave()
-    assert "closed the connection" in next_event(inbox, Gone).reason
+    assert "closed the connection" in next_event(inbox, SessionClosed).reason
 
 
 def test_last_words_are_all_that_is_said_and_what_was_queued_is_free(
@@ -417,7 +417,7 @@ def test_last_words_are_all_that_is_said_and_what_was_queued_is_free(
     peer.hear_the_end()
     assert (session.num_queued, session.backlog) == (21, 0)
     peer.leave()
-    next_event(inbox, Gone)
+    next_event(inbox, SessionClosed)
 
 
 def test_last_words_are_heard_though_the_queue_is_full(
@@ -433,14 +433,14 @@ def test_last_words_are_heard_though_the_queue_is_full(
     assert peer.hear_a(Goodbye).reason == "done"
     peer.hear_the_end()
     peer.leave()
-    next_event(inbox, Gone)
+    next_event(inbox, SessionClosed)
 
 
 class Placing(Echo):
     """A receiver that wants the payloads of pushes in memory of its own."""
 
-    def __init__(self, seat: int) -> None:
-        super().__init__(seat)
+    def __init__(self, session_id: int) -> None:
+        super().__init__(session_id)
         self.memory = bytearray(16)
 
     def place_for(self, message: Message) -> memoryview | None:
@@ -454,13 +454,13 @@ def test_a_payload_is_written_where_the_receiver_wants_it(
     receiver = Placing(SEAT)
     session_on(ours, inbox, receiver=receiver).start()
     peer.say(push(16), bytes(range(16)))
-    assert next_event(inbox, Said) == Said(SEAT, push(16))
+    assert next_event(inbox, MessageReceived) == MessageReceived(SEAT, push(16))
     assert receiver.memory == bytes(range(16))
     assert receiver.payloads == [bytes(range(16))], "and it is told of it as ever"
     peer.say(Pull())
-    next_event(inbox, Said)
+    next_event(inbox, MessageReceived)
     peer.leave()
-    next_event(inbox, Gone)
+    next_event(inbox, SessionClosed)
 
 
 def test_a_receiver_that_refuses_a_message_ends_the_session(
@@ -473,7 +473,7 @@ def test_a_receiver_that_refuses_a_message_ends_the_session(
     ours, peer = ends
     session_on(ours, inbox, receiver=Refusing()).start()
     peer.say(push(16), bytes(16))
-    assert "not of the agreed shape" in next_event(inbox, Gone).reason
+    assert "not of the agreed shape" in next_event(inbox, SessionClosed).reason
 
 
 def test_what_a_worker_must_not_say_ends_the_session(
@@ -482,7 +482,7 @@ def test_what_a_worker_must_not_say_ends_the_session(
     ours, peer = ends
     session_on(ours, inbox).start()
     peer.say(ACK)
-    reason = next_event(inbox, Gone).reason
+    reason = next_event(inbox, SessionClosed).reason
     assert "unexpected Ack" in reason
     assert Ready.__name__ in reason
 
@@ -500,7 +500,7 @@ def test_an_internal_error_in_a_receiver_ends_the_session_and_nothing_else(
     session = session_on(ours, inbox, receiver=Broken())
     session.start()
     peer.say(Pull())
-    assert "see the log file" in next_event(inbox, Gone).reason
+    assert "see the log file" in next_event(inbox, SessionClosed).reason
     assert session.join(DEADLINE_S)
     assert errors == [ZeroDivisionError]
 
@@ -520,7 +520,7 @@ def test_a_peer_that_is_gone_before_the_session_begins_is_noticed(
     with connection_pair() as (ours, theirs):
         theirs.close()
         session_on(ours, inbox).start()
-        next_event(inbox, Gone)
+        next_event(inbox, SessionClosed)
         assert session_threads() == []
 
 
@@ -535,7 +535,7 @@ def test_join_says_whether_the_session_has_ended(
     assert time.monotonic() - before < DEADLINE_S
     peer.leave()
     assert session.join(DEADLINE_S)
-    next_event(inbox, Gone)
+    next_event(inbox, SessionClosed)
 
 
 def test_a_report_goes_with_every_heartbeat_and_before_the_last_words(
@@ -558,7 +558,7 @@ def test_a_report_goes_with_every_heartbeat_and_before_the_last_words(
     steps = [message.steps for message in heard if isinstance(message, Telemetry)]
     assert steps == list(range(1, len(steps) + 1))
     peer.leave()
-    next_event(inbox, Gone)
+    next_event(inbox, SessionClosed)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -571,4 +571,4 @@ def test_a_bug_in_a_report_ends_the_session_and_says_so(
         raise ZeroDivisionError("a bug")
 
     session_on(ours, inbox, heartbeat_timeout_s=0.04, report=report).start()
-    assert "an internal error in its writer" in next_event(inbox, Gone).reason
+    assert "an internal error in its writer" in next_event(inbox, SessionClosed).reason

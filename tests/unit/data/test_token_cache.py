@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from smolcluster.data import token_cache
-from smolcluster.data.token_cache import Role, Source, Tokens, default_cache, open_tokens
+from smolcluster.data.token_cache import Role, TextSource, Tokens, default_cache, open_tokens
 from smolcluster.data.tokenizer import ByteTokenizer, Ids, Tokenizer
 from smolcluster.errors import DataError
 
@@ -27,14 +27,14 @@ def source(
     train: Sequence[str] = ("one\n", "two\n"),
     validation: Sequence[str] = ("three\n",),
     name: str = "made",
-) -> Source:
+) -> TextSource:
     """Documents of one chunk each."""
 
     def read() -> Iterator[tuple[Role, Iterable[str]]]:
         yield from (("train", [text]) for text in train)
         yield from (("validation", [text]) for text in validation)
 
-    return Source(name, f"{train}|{validation}", read)
+    return TextSource(name, f"{train}|{validation}", read)
 
 
 class Making:
@@ -49,7 +49,7 @@ class Making:
         return self._tokenizer
 
 
-def open_at(cache: Path, making: Making | None = None, text: Source | None = None) -> Tokens:
+def open_at(cache: Path, making: Making | None = None, text: TextSource | None = None) -> Tokens:
     return open_tokens(text or source(), "bytes", making or Making(), cache, LOG)
 
 
@@ -122,7 +122,7 @@ def test_long_text_is_written_in_batches_that_bound_the_memory(tmp_path: Path) -
             return super().encode_batch(texts)
 
     line = "some words in a line\n"
-    text = Source(
+    text = TextSource(
         "made",
         "long",
         lambda: iter([("train", (line for _ in range(300_000))), ("validation", [line])]),
@@ -332,7 +332,7 @@ def test_a_process_that_died_at_work_blocks_nobody(tmp_path: Path) -> None:
     assert not half.exists()
 
 
-def refused(cache: Path, text: Source | None = None) -> str:
+def refused(cache: Path, text: TextSource | None = None) -> str:
     with pytest.raises(DataError) as error:
         open_at(cache, text=text)
     assert "\n" not in str(error.value)
@@ -402,7 +402,7 @@ def test_text_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
         yield "train", ["some"]
         raise DataError("the second file cannot be read")
 
-    assert refused(tmp_path, Source("made", "x", read)) == "the second file cannot be read"
+    assert refused(tmp_path, TextSource("made", "x", read)) == "the second file cannot be read"
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
@@ -428,5 +428,5 @@ def test_a_text_is_tokenized_when_it_is_there(tmp_path: Path) -> None:
         yield "train", ["one"]
         yield "validation", ["two"]
 
-    open_tokens(Source("made", "far", read), "bytes", Making(), tmp_path, log)
+    open_tokens(TextSource("made", "far", read), "bytes", Making(), tmp_path, log)
     assert told == ["fetching", "tokenizing", "tokenized"]

@@ -8,7 +8,7 @@ import torch
 
 from smolcluster.configs.schema import DatasetConfig
 from smolcluster.data.dataset import Dataset
-from smolcluster.data.token_cache import Source
+from smolcluster.data.token_cache import TextSource
 from smolcluster.data.tokens import TokenBlocks, load_text
 from smolcluster.errors import DataError
 
@@ -85,7 +85,7 @@ def load(
     length: int = 8,
 ) -> Dataset:
     """The two texts as a dataset, a document each."""
-    source = Source(
+    source = TextSource(
         "text",
         identity=f"{train}|{validation}",
         read=lambda: iter([("train", [train]), ("validation", [validation])]),

@@ -23,7 +23,7 @@ from smolcluster.launch.doctor.checks import (
     judge_uv,
     read_facts,
 )
-from smolcluster.launch.doctor.findings import Facts
+from smolcluster.launch.doctor.findings import MachineFacts
 
 MAC_CONTACT = "system Darwin\nmachine arm64\napple_silicon 1\npackages brew\n"
 PI_CONTACT = "system Linux\nmachine aarch64\napple_silicon \npackages apt-get\n"
@@ -61,7 +61,7 @@ Currently in use:
 
 def test_facts_are_read_of_a_mac_and_a_pi() -> None:
     assert read_facts(answer(MAC_CONTACT)) == MAC
-    assert read_facts(answer(PI_CONTACT)) == Facts("Linux", "aarch64", packages="apt-get")
+    assert read_facts(answer(PI_CONTACT)) == MachineFacts("Linux", "aarch64", packages="apt-get")
 
 
 def test_a_mac_and_a_pi_are_fine_systems() -> None:
@@ -105,13 +105,13 @@ def test_git_bash_is_not_linux() -> None:
     [
         (LINUX, "`sudo apt-get install -y tmux`"),
         (MAC, "`brew install tmux`"),
-        (Facts("Linux", "x86_64", packages="pacman"), "`sudo pacman -S tmux`"),
-        (Facts("Linux", "x86_64", packages="apk"), "`sudo apk add tmux`"),
-        (Facts("Linux", "x86_64"), "install tmux with its package manager"),
-        (Facts("Darwin", "arm64", True), "(https://brew.sh), then `brew install tmux`"),
+        (MachineFacts("Linux", "x86_64", packages="pacman"), "`sudo pacman -S tmux`"),
+        (MachineFacts("Linux", "x86_64", packages="apk"), "`sudo apk add tmux`"),
+        (MachineFacts("Linux", "x86_64"), "install tmux with its package manager"),
+        (MachineFacts("Darwin", "arm64", True), "(https://brew.sh), then `brew install tmux`"),
     ],
 )
-def test_installing_is_each_systems_own(facts: Facts, command: str) -> None:
+def test_installing_is_each_systems_own(facts: MachineFacts, command: str) -> None:
     assert installing(facts, "tmux").endswith(command)
 
 

@@ -23,7 +23,7 @@ from smolcluster.launch.doctor.checks_links import (
     reach_script,
     read_listener,
 )
-from smolcluster.launch.doctor.findings import Answer, Context, Facts, Finding, Listener
+from smolcluster.launch.doctor.findings import Answer, Context, Finding, Listener, MachineFacts
 
 FREE = {"state": "listening", "port": 65432}
 FOREIGN = {"state": "foreign", "port": 0, "why": "Cannot assign requested address"}
@@ -45,7 +45,7 @@ def listener(**states: str) -> Listener:
 def reached(
     outside: str | None,
     inside: str | None = "absent",
-    facts: Facts = LINUX,
+    facts: MachineFacts = LINUX,
     node: str = "pi5",
     *,
     tmux_runs: bool = False,
@@ -125,7 +125,7 @@ def test_on_linux_that_is_something_else() -> None:
 @pytest.mark.parametrize("facts", [MAC, LINUX])
 @pytest.mark.parametrize("inside", ["EHOSTUNREACH", "ETIMEDOUT"])
 def test_all_sessions_are_only_ended_where_that_helps_and_who_does_it_knows(
-    facts: Facts, inside: str
+    facts: MachineFacts, inside: str
 ) -> None:
     old, new = (reached(None, inside, facts, tmux_runs=runs) for runs in (True, False))
     assert "when you need none of its sessions any more" in old.fix

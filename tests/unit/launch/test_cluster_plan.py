@@ -20,13 +20,13 @@ from smolcluster.launch.plan import (
     CLUSTER_FILE,
     NO_PROGRESS,
     TRAIN_FILE,
-    Place,
+    NodePaths,
     Request,
     in_sessions,
     plan_cluster,
     plan_local,
 )
-from smolcluster.launch.remote import How, launch_remote, places_of
+from smolcluster.launch.remote import LaunchOptions, launch_remote, places_of
 from smolcluster.launch.requests import cluster_source
 from smolcluster.runs.launched import Launched
 from smolcluster.runs.paths import RunPaths
@@ -41,14 +41,14 @@ CLUSTER = ClusterConfig(
     nodes={"pi5": NodeConfig(device="cpu")},
 )
 PLACES = {
-    "mini1": Place(ssh="mini1", project_dir="~/smolcluster", runs_dir="~/smolcluster/runs"),
-    "pi5": Place(
+    "mini1": NodePaths(ssh="mini1", project_dir="~/smolcluster", runs_dir="~/smolcluster/runs"),
+    "pi5": NodePaths(
         ssh="pi@192.168.50.2",
         project_dir="/opt/smolcluster",
         runs_dir="/mnt/my disk/runs",
         overrides=("dataset.root=~/data",),
     ),
-    "mac.book-2": Place(
+    "mac.book-2": NodePaths(
         ssh=None,
         project_dir="/home/u/main",
         runs_dir="/home/u/main/runs",
@@ -132,7 +132,7 @@ def test_processes_write_where_the_launcher_looks(
     """Even if the cluster file or a variable says something else to them."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", "/elsewhere")
-    places = dict.fromkeys(PLACES, Place(ssh="x", project_dir="~/p", runs_dir=runs_dir))
+    places = dict.fromkeys(PLACES, NodePaths(ssh="x", project_dir="~/p", runs_dir=runs_dir))
     request = Request(get_algorithm("edp"), overrides=("runs_dir=/other",))
     launched = plan_cluster(request, CLUSTER, places, RUN_ID)
     for process in launched.processes:
@@ -238,7 +238,7 @@ def test_a_dry_run_shows_the_plan_that_is_carried_out(
     monkeypatch.setattr(remote, "show_plan", take)
     monkeypatch.setattr(remote, "ClusterRun", take)
     request = Request(get_algorithm("edp"), overrides=("num_epochs=5",))
-    for how in (How(dry_run=True), How()):
+    for how in (LaunchOptions(dry_run=True), LaunchOptions()):
         with pytest.raises(Stop):
             launch_remote(request, how, run_id=RUN_ID)
     assert seen[0] == seen[1]
@@ -271,7 +271,7 @@ def test_where_a_run_lives_is_what_the_file_says(tmp_path: Path) -> None:
 
 
 def test_what_a_machine_keeps_in_the_project_s_folder_is_its_own() -> None:
-    place = Place(ssh="pi5", project_dir="~/p", runs_dir="~/p/experiments")
+    place = NodePaths(ssh="pi5", project_dir="~/p", runs_dir="~/p/experiments")
     stated = {"secret_file": "~/p/secret", "dataset": {"root": "~/data", "cache": "~/p/cache/"}}
     assert list(remote.own_paths(stated, place.project_dir, place.runs_dir)) == [
         "/experiments",

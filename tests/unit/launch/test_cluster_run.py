@@ -22,7 +22,7 @@ from smolcluster.launch.cluster_run import Choice, ClusterRun, Machine
 from smolcluster.launch.host import Host
 from smolcluster.launch.interrupts import Interrupts
 from smolcluster.launch.plan import Request
-from smolcluster.launch.remote import TOLD_FILE, How, Told, keep
+from smolcluster.launch.remote import TOLD_FILE, LaunchOptions, Told, keep
 from smolcluster.launch.stop import StopResult
 from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched, write_launched
 from smolcluster.runs.paths import RunPaths, create_run, latest_of, point_latest
@@ -195,18 +195,18 @@ def test_a_run_that_goes_on_is_told_what_its_launch_was_told(
     assert (paths.root / TOLD_FILE).stat().st_mode & 0o077 == 0
     requests: list[Request] = []
 
-    def launch(request: Request, _how: How, **_: object) -> int:
+    def launch(request: Request, _how: LaunchOptions, **_: object) -> int:
         requests.append(request)
         return 0
 
     monkeypatch.setattr(remote, "launch_remote", launch)
     monkeypatch.setattr(os, "environ", {"SMOLCLUSTER_SEED": "8"})
     launched = Launched(run_id="r1", algorithm="edp", processes=(server(),), overrides=("b=1",))
-    remote.resume_remote(paths, launched, ["c=1"], How())
+    remote.resume_remote(paths, launched, ["c=1"], LaunchOptions())
     assert requests[0].overrides == ("a=1", "c=1")
     assert os.environ == {"SMOLCLUSTER_PORT": "6000", "SMOLCLUSTER_SEED": "8"}
     (paths.root / TOLD_FILE).unlink()  # a launch of before
-    remote.resume_remote(paths, launched, ["c=1"], How())
+    remote.resume_remote(paths, launched, ["c=1"], LaunchOptions())
     assert requests[1].overrides == ("b=1", "c=1")
 
 
@@ -215,7 +215,7 @@ def test_the_code_of_a_process_that_says_what_to_do_is_passed_on(
     run: ClusterRun, monkeypatch: pytest.MonkeyPatch, code: int, passed_on: int
 ) -> None:
     monkeypatch.setattr(cluster_run, "exit_code", lambda _: code)
-    monkeypatch.setattr(cluster_run, "last_words", lambda _: "port 6000 is in use")
+    monkeypatch.setattr(cluster_run, "stderr_tail", lambda _: "port 6000 is in use")
     with pytest.raises(LaunchError, match=f"exit code {code}: port") as caught:
         run._check_alive(run._launched.processes, Interrupts([]))
     assert caught.value.exit_code == passed_on

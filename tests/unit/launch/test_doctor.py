@@ -12,12 +12,12 @@ from rich.console import Console
 from doctoring import HEALTHY, FakeHost, cluster, code, patients
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.doctor import examine as module
+from smolcluster.launch.doctor.check_report import ORDER, CheckReport, as_json_text, show
 from smolcluster.launch.doctor.checks_links import link_limit_s
-from smolcluster.launch.doctor.diagnosis import ORDER, Diagnosis, as_json_text, show
 from smolcluster.launch.doctor.examine import (
     CONTACT_S,
     MAX_SESSIONS,
-    Patient,
+    NodeChecks,
     contexts,
     doctor,
     examine,
@@ -29,16 +29,16 @@ ONLY_SERVER, ONLY_WORKER = {"port"}, {"server", "link"}
 NODES = ["mini1", "mini2", "pi5"]
 
 
-def shown(diagnosis: Diagnosis, width: int = 100) -> str:
+def shown(check_report: CheckReport, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width)
-    show(diagnosis, console)
+    show(check_report, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def host(patient: Patient) -> FakeHost:
-    assert isinstance(patient.host, FakeHost)
-    return patient.host
+def host(node_checks: NodeChecks) -> FakeHost:
+    assert isinstance(node_checks.host, FakeHost)
+    return node_checks.host
 
 
 def key_refused(cause: str = "key", node: str = "pi5") -> Unreachable:
@@ -46,12 +46,12 @@ def key_refused(cause: str = "key", node: str = "pi5") -> Unreachable:
 
 
 def test_a_healthy_cluster_is_ready() -> None:
-    diagnosis = examine(patients(cluster()), cluster())
+    check_report = examine(patients(cluster()), cluster())
     assert [
-        (node, name) for node, name, found in diagnosis if found.state not in ("ok", "skipped")
+        (node, name) for node, name, found in check_report if found.state not in ("ok", "skipped")
     ] == []
-    assert diagnosis.exit_code == 0
-    assert "the cluster is ready" in shown(diagnosis)
+    assert check_report.exit_code == 0
+    assert "the cluster is ready" in shown(check_report)
 
 
 def test_every_node_gets_every_check_that_is_its_own() -> None:
@@ -120,10 +120,12 @@ def test_every_check_has_a_time_limit() -> None:
 
 def test_a_check_that_takes_too_long_fails_alone() -> None:
     says = {"pi5": {"disk": TookTooLong("pi5 (pi5): a command did not end within 10 s")}}
-    diagnosis = examine(patients(cluster(), says), cluster())
-    failing = [(node, name, found.what) for node, name, found in diagnosis if found.state == "fail"]
+    check_report = examine(patients(cluster(), says), cluster())
+    failing = [
+        (node, name, found.what) for node, name, found in check_report if found.state == "fail"
+    ]
     assert failing == [("pi5", "disk", "no answer within 10 s")]
-    assert diagnosis.exit_code == 1
+    assert check_report.exit_code == 1
 
 
 def test_a_machine_out_of_reach_is_asked_once() -> None:
@@ -213,9 +215,9 @@ def test_long_remedies_are_wrapped_but_commands_are_whole() -> None:
     mac = "system Darwin\nmachine arm64\napple_silicon 1\npackages brew\n"
     cut_off = 'outside {{"error": null}}\ninside {{"error": "EHOSTUNREACH"}}\n'
     says = {"pi5": {"system": mac, "server": cut_off, "sleep": " sleep 0\n"}}
-    diagnosis = examine(patients(cluster(), says), cluster())
+    check_report = examine(patients(cluster(), says), cluster())
     for width in range(80, 101):
-        text = shown(diagnosis, width)
+        text = shown(check_report, width)
         assert max(map(len, text.splitlines())) <= width
         assert "`tmux new-session 'nc -vz 192.168.50.1 65432'`" in text
 

@@ -38,8 +38,8 @@ def test_the_shipped_models_have_as_many_weights_as_is_said(name: str) -> None:
 
 def test_a_model_that_is_built_from_its_data_has_as_many_weights_as_is_said() -> None:
     settings = settings_of("digits", "model.hidden=5")
-    bench = build(settings.train, 1, settings.node.dataset, torch.device("cpu"))
-    assert params_of(settings) == num_params(bench.replica.model)
+    training = build(settings.train, 1, settings.node.dataset, torch.device("cpu"))
+    assert params_of(settings) == num_params(training.replica.model)
 
 
 def test_the_documented_sizes() -> None:

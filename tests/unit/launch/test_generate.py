@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel
 
 from harness import local_settings
-from smolcluster.algorithms import keepsakes, single
+from smolcluster.algorithms import artifacts, single
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.cli import main
 from smolcluster.configs.load import dump_yaml, read_yaml
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.launch.find import find
-from smolcluster.launch.generate import Wish, generate
-from smolcluster.launch.remote import How
+from smolcluster.launch.generate import GenerateOptions, generate
+from smolcluster.launch.remote import LaunchOptions
 from smolcluster.launch.saved import export_model, gpt_of, resume, store_of
 from smolcluster.models.sampling import sample
 from smolcluster.runs.paths import RunPaths
@@ -31,7 +31,7 @@ from smolcluster.training.build import build
 from smolcluster.utils.stopping import Interrupted
 from texts import tiny_settings, train_alone, write_text
 
-WISH = Wish(prompt="the cat", max_tokens=40, temperature=0.9, top_k=None, seed=0)
+WISH = GenerateOptions(prompt="the cat", max_tokens=40, temperature=0.9, top_k=None, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def be_alone(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setenv("WANDB_MODE", "disabled")
     patch.setenv("HF_HUB_OFFLINE", "1")
     patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    patch.setattr(keepsakes, "draw_curves", lambda _paths: None)
+    patch.setattr(artifacts, "draw_curves", lambda _paths: None)
 
 
 def written(paths: RunPaths, capsys: pytest.CaptureFixture[str], **changes: object) -> str:
@@ -185,7 +185,7 @@ def test_a_checkpoint_of_other_sizes_is_refused(run: RunPaths) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "says"),
+    ("options", "says"),
     [
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": float("nan")}, "temperature is nan"),
@@ -194,10 +194,10 @@ def test_a_checkpoint_of_other_sizes_is_refused(run: RunPaths) -> None:
     ],
 )
 def test_a_wish_that_cannot_be_met_is_refused(
-    run: RunPaths, capsys: pytest.CaptureFixture[str], wish: dict[str, object], says: str
+    run: RunPaths, capsys: pytest.CaptureFixture[str], options: dict[str, object], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        written(run, capsys, **wish)
+        written(run, capsys, **options)
 
 
 @pytest.fixture
@@ -253,13 +253,13 @@ def test_what_is_exported_can_be_trained_on(run: RunPaths, tmp_path: Path) -> No
     export_model(str(run.root), folder, best=True, transformers=True)
     text = write_text(tmp_path / "text.txt")
     settings = tiny_settings(text, None, f"model.pretrained={folder}")
-    bench = build(settings.train, 1, settings.node.dataset, torch.device("cpu"))
+    training = build(settings.train, 1, settings.node.dataset, torch.device("cpu"))
     expected = load_file(run.checkpoints / "best" / "model.safetensors")
-    parameters = dict(bench.replica.model.named_parameters())
+    parameters = dict(training.replica.model.named_parameters())
     assert parameters.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(parameters[name], tensor), name
-    assert bench.evaluate().loss == pytest.approx(
+    assert training.evaluate().loss == pytest.approx(
         store_of(run).best().state.val_loss,  # type: ignore[union-attr]
         rel=1e-5,
     )
@@ -306,7 +306,7 @@ def weights_of(paths: RunPaths) -> dict[str, torch.Tensor]:
 
 @pytest.mark.usefixtures("as_a_process")
 def test_a_single_run_goes_on_as_it_was(half: RunPaths) -> None:
-    assert resume(str(half.root), None, [], How()) == 0
+    assert resume(str(half.root), None, [], LaunchOptions()) == 0
     whole = RunPaths(half.root.parent / "whole")
     ours, expected = weights_of(half), weights_of(whole)
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
@@ -315,14 +315,14 @@ def test_a_single_run_goes_on_as_it_was(half: RunPaths) -> None:
 
 def test_a_single_run_has_no_workers(half: RunPaths) -> None:
     with pytest.raises(ConfigError, match="run half trains in one process and has none"):
-        resume(str(half.root), 2, [], How())
+        resume(str(half.root), 2, [], LaunchOptions())
 
 
 @pytest.mark.usefixtures("as_a_process")
 def test_the_command_that_would_go_on_does(
     half: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert resume(str(half.root), None, ["training.eval_steps=3"], How(dry_run=True)) == 0
+    assert resume(str(half.root), None, ["training.eval_steps=3"], LaunchOptions(dry_run=True)) == 0
     program, *arguments = shlex.split(capsys.readouterr().out)
     assert program == "smolcluster"
     assert not half.summary.exists()

@@ -17,8 +17,8 @@ from smolcluster.launch.watch.growing import (
     BadFrame,
     Lines,
     Piece,
-    Place,
     Reader,
+    ReadPosition,
     growing_script,
     pieces,
 )
@@ -71,7 +71,7 @@ def test_a_file_that_begins_anew_is_read_from_its_beginning() -> None:
     assert lines.take(Piece(0, 7, 0, b"1\n")) == [b"1"]
     assert lines.offset == 2
     assert lines.take(Piece(0, 8, 2, b"two\n")) == [b"two"]
-    assert lines.forget_half() == Place(8, 6)
+    assert lines.forget_half() == ReadPosition(8, 6)
 
 
 def test_what_a_login_shell_says_is_no_frame() -> None:
@@ -115,7 +115,7 @@ def test_the_script_sends_what_is_new(tmp_path: Path, shell: str) -> None:
     inode = one.stat().st_ino
 
     def sent(*offsets: int) -> list[Piece]:
-        places = [Place(inode if offset else 0, offset) for offset in offsets]
+        places = [ReadPosition(inode if offset else 0, offset) for offset in offsets]
         script = growing_script(files, places, follow=False)
         done = subprocess.run([shell, "-c", script], capture_output=True, check=True)
         assert done.stderr == b""
@@ -138,7 +138,7 @@ def test_the_script_reads_through_rotated_files_in_order(tmp_path: Path, shell: 
         log.write_bytes(text)
         inodes.append(log.stat().st_ino)
 
-    def sent(place: Place) -> list[Piece]:
+    def sent(place: ReadPosition) -> list[Piece]:
         script = growing_script([shell_path(str(log))], [place], follow=False)
         done = subprocess.run([shell, "-c", script], capture_output=True, check=True)
         assert done.stderr == b""
@@ -151,17 +151,17 @@ def test_the_script_reads_through_rotated_files_in_order(tmp_path: Path, shell: 
         Piece(0, inodes[1], 0, b"two\n"),
         Piece(0, inodes[2], 0, b"three\n"),
     ]
-    assert sent(Place()) == everything
-    assert sent(Place(inodes[0], 4)) == everything[1:]
-    assert sent(Place(inodes[1], 2)) == [Piece(0, inodes[1], 2, b"o\n"), everything[2]]
-    assert sent(Place(inodes[2], 6)) == []
+    assert sent(ReadPosition()) == everything
+    assert sent(ReadPosition(inodes[0], 4)) == everything[1:]
+    assert sent(ReadPosition(inodes[1], 2)) == [Piece(0, inodes[1], 2, b"o\n"), everything[2]]
+    assert sent(ReadPosition(inodes[2], 6)) == []
     write(b"four\n")
-    assert sent(Place(inodes[2], 4)) == [
+    assert sent(ReadPosition(inodes[2], 4)) == [
         Piece(0, inodes[2], 4, b"e\n"),
         Piece(0, inodes[3], 0, b"four\n"),
     ]
     log.rename(tmp_path / "gone")
-    assert sent(Place(inodes[2], 6)) == []
+    assert sent(ReadPosition(inodes[2], 6)) == []
 
 
 @pytest.mark.parametrize("tool", ["wc", "tail", "ls"])
@@ -182,7 +182,7 @@ def test_a_file_that_is_rotated_while_it_is_read_is_read_whole_and_once(
         f'exec {shutil.which(tool)} "$@"\n'
     )
     shim.chmod(0o755)
-    script = growing_script([shell_path(str(log))], [Place()], follow=False)
+    script = growing_script([shell_path(str(log))], [ReadPosition()], follow=False)
     environ = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"}
     done = subprocess.run(["sh", "-c", script], capture_output=True, check=True, env=environ)
     lines = Lines()
@@ -195,7 +195,7 @@ def test_a_file_that_is_rotated_while_it_is_read_is_read_whole_and_once(
 def test_a_large_file_comes_in_frames(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"x" * (2 * FRAME_NBYTES + 5))
-    script = growing_script([shell_path(str(log))], [Place()], follow=False)
+    script = growing_script([shell_path(str(log))], [ReadPosition()], follow=False)
     done = subprocess.run(["sh", "-c", script], capture_output=True, check=True)
     *parts, end = pieces(Chunks(done.stdout))
     assert [(each.offset, len(each.data)) for each in parts] == [

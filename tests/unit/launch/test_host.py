@@ -155,10 +155,10 @@ def test_what_a_command_says_and_its_code_are_its_own(ssh_that: Path) -> None:
     done = Host("pi5", "pi@pi5").run("true", stdin=b"given \xff\n")
     assert (done.code, done.ok) == (7, False)
     assert (done.stdout, done.stderr) == ("given \ufffd\nsaid\n", "ouch\n")
-    assert done.last_words == "ouch"
+    assert done.stderr_tail == "ouch"
     here = Host("here").run("echo only this; exit 255")
-    assert (here.code, here.last_words) == (255, "only this")
-    assert Host("here").run("exit 3").last_words == "exit code 3"
+    assert (here.code, here.stderr_tail) == (255, "only this")
+    assert Host("here").run("exit 3").stderr_tail == "exit code 3"
 
 
 def test_a_connection_that_stays_open_is_not_waited_for(ssh_that: Path) -> None:

@@ -19,7 +19,7 @@ from smolcluster.launch.setup.cluster_file import ClusterFile
 from smolcluster.launch.setup.discover import Found
 from smolcluster.launch.setup.init import (
     NEEDED,
-    Wish,
+    InitOptions,
     chosen,
     init,
     most_used,
@@ -85,8 +85,8 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "my cluster.yaml"
 
 
-def wish(target: Path, **more: object) -> Wish:
-    return Wish(**{"server": "mini1=local", "workers": ("pi5=local",), "to": target, **more})  # type: ignore[arg-type]
+def options(target: Path, **more: object) -> InitOptions:
+    return InitOptions(**{"server": "mini1=local", "workers": ("pi5=local",), "to": target, **more})  # type: ignore[arg-type]
 
 
 # Flags
@@ -136,7 +136,7 @@ def test_what_could_be_executed_is_refused_in_one_line(
     monkeypatch.setattr(Host, "run", run)
     flags = {"server": text} if flag == "--server" else {"workers": ("mini2", text)}
     with pytest.raises(ConfigError) as caught:
-        init(wish(target, **flags))
+        init(options(target, **flags))
     message = str(caught.value)
     assert message.startswith(f"{flag}: ")
     assert message.isprintable()
@@ -162,16 +162,16 @@ def test_what_could_be_executed_is_refused_in_one_line(
 )
 def test_wrong_flags_are_refused(flags: dict[str, object], message: str, target: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        init(wish(target, **flags))
+        init(options(target, **flags))
 
 
 def test_a_file_that_is_there_is_kept_unless_forced(target: Path) -> None:
     target.write_text("mine")
     with pytest.raises(ConfigError, match="is there already: --force writes over it"):
-        init(wish(target))
-    assert init(wish(target), Answers([False])) == 1
+        init(options(target))
+    assert init(options(target), Answers([False])) == 1
     with pytest.raises(ConfigError, match="--force"):
-        init(wish(target, yes=True), Answers([]))
+        init(options(target, yes=True), Answers([]))
     assert target.read_text() == "mine"
 
 
@@ -185,7 +185,8 @@ def test_flags_alone_give_a_file_that_loads(
 ) -> None:
     workers = ("pi5=local", "123=local")
     assert (
-        init(wish(target, workers=workers, algorithm=algorithm, force=True), console=console) == 0
+        init(options(target, workers=workers, algorithm=algorithm, force=True), console=console)
+        == 0
     )
     settings = load_settings(target, "nn", environ={})
     cluster, shipped = settings.cluster, load_settings(algorithm, "nn", environ={}).cluster
@@ -204,7 +205,7 @@ def test_flags_alone_give_a_file_that_loads(
 
 @pytest.mark.usefixtures("measured_before")
 def test_the_file_is_commented_as_the_shipped_one(target: Path) -> None:
-    assert init(wish(target, port=6001)) == 0
+    assert init(options(target, port=6001)) == 0
     text = target.read_text()
     [line] = [line for line in text.splitlines() if line.startswith("  pi5: ")]
     assert line == '  pi5: "127.0.0.1"            # 118 MB/s, 0.3 ms'
@@ -215,7 +216,7 @@ def test_the_file_is_commented_as_the_shipped_one(target: Path) -> None:
 @pytest.mark.usefixtures("measured_before")
 def test_a_server_that_works_too_has_one_entry(target: Path) -> None:
     workers = ("mini1=somewhere", "pi5=local")
-    assert init(wish(target, workers=workers, algorithm="syncps")) == 0
+    assert init(options(target, workers=workers, algorithm="syncps")) == 0
     cluster = load_settings(target, "nn", environ={}).cluster
     assert cluster.workers == ("mini1", "pi5")
     assert list(cluster.host_ip) == ["mini1", "pi5"]
@@ -227,7 +228,7 @@ def test_a_server_that_works_too_has_one_entry(target: Path) -> None:
 @pytest.mark.usefixtures("measured_before")
 def test_what_flags_leave_open_is_asked(target: Path, console: Console) -> None:
     user = Answers(["mini1", "local", "pi5", "local", "mini2", "local", "", True])
-    assert init(Wish(to=target), user, console=console) == 0
+    assert init(InitOptions(to=target), user, console=console) == 0
     assert [question for question, _ in user.asked] == [
         "Server: its name",
         "Where ssh finds mini1 (local: this machine)",
@@ -252,7 +253,7 @@ def test_a_wrong_answer_is_asked_again(
     monkeypatch.setattr(init_module, "log_in", log_in)
     names = ["", "my server", "mini1", "pi@far", "local", "pi5", "local", "pi5", "pi 5", ""]
     user = Answers([*names, True])
-    assert init(Wish(to=target), user, console=console) == 0
+    assert init(InitOptions(to=target), user, console=console) == 0
     said = printed.getvalue()
     assert "Server: 'my server' is no name of a node" in said
     assert "mini1 (pi@far): it answers, but no SSH server listens there" in said
@@ -276,7 +277,7 @@ def test_one_can_go_back_to_the_question_before(
     answers += ["<", "mini1", "local"]  # from the first worker
     answers += ["pi5", "local", "pi6", "local", "<", "mini2", "local", "mini1", "", True]
     user = Answers(answers)
-    assert init(Wish(to=target), user, console=console) == 0
+    assert init(InitOptions(to=target), user, console=console) == 0
     cluster = load_settings(target, "nn", environ={}).cluster
     assert (cluster.server, cluster.workers) == ("mini1", ("pi5", "mini2", "mini1"))
     said = printed.getvalue()
@@ -287,15 +288,15 @@ def test_one_can_go_back_to_the_question_before(
 @pytest.mark.usefixtures("measured_before")
 def test_one_cannot_go_back_behind_what_a_flag_says(target: Path, console: Console) -> None:
     user = Answers(["<", "pi5", "local", "", True])
-    assert init(Wish(to=target, server="mini1=local"), user, console=console) == 0
+    assert init(InitOptions(to=target, server="mini1=local"), user, console=console) == 0
     assert load_settings(target, "nn", environ={}).cluster.server == "mini1"
 
 
 @pytest.mark.usefixtures("measured_before")
 def test_nothing_is_written_without_consent(target: Path) -> None:
-    assert init(wish(target), Answers([False])) == 1
+    assert init(options(target), Answers([False])) == 1
     assert not target.exists()
-    assert init(wish(target, yes=True), Answers([])) == 0
+    assert init(options(target, yes=True), Answers([])) == 0
     assert target.exists()
 
 
@@ -307,7 +308,7 @@ def test_machines_that_were_found_are_offered(
     monkeypatch.setattr(init_module, "discover", lambda: found)
     monkeypatch.setattr(Found, "destination", "local")
     user = Answers(["2", "", "mini2", "", "", True])
-    assert init(Wish(to=target, discover=True), user, console=console) == 0
+    assert init(InitOptions(to=target, discover=True), user, console=console) == 0
     assert "  1  mini2  10.0.0.2\n  2  pi5  10.0.0.5\n" in printed.getvalue()
     assert user.asked[0] == ("Server: its name, or its number", "")
     cluster = load_settings(target, "nn", environ={}).cluster
@@ -325,7 +326,7 @@ def test_all_machines_that_cannot_be_reached_are_told(
 
     monkeypatch.setattr(Host, "run", run)
     with pytest.raises(LaunchError) as caught:
-        init(wish(target, server="mini1", workers=("pi5=pi@far",)))
+        init(options(target, server="mini1", workers=("pi5=pi@far",)))
     assert "mini1 (mini1): its name has no address: set nodes.mini1.ssh" in str(caught.value)
     assert "pi5 (pi@far): its name has no address" in str(caught.value)
     assert not target.exists()
@@ -338,7 +339,7 @@ def test_a_shell_that_is_none_is_told(target: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         LaunchError, match=r"mini1 \(m\): its shell does not .* 'sh' is not recognized$"
     ):
-        init(wish(target, server="mini1=m"))
+        init(options(target, server="mini1=m"))
 
 
 def test_a_worker_without_a_way_is_told(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

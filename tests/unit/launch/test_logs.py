@@ -22,8 +22,8 @@ from smolcluster.runs.status import write_status
 NOW = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
 
 
-def shown(paths: RunPaths, capsys: pytest.CaptureFixture[str], **wish: object) -> list[str]:
-    wishes = {"node": None, "rank": None, "level": "INFO", "follow": False, "since": None} | wish
+def shown(paths: RunPaths, capsys: pytest.CaptureFixture[str], **options: object) -> list[str]:
+    wishes = {"node": None, "rank": None, "level": "INFO", "follow": False, "since": None} | options
     assert logs(str(paths.root), **wishes) == 0  # type: ignore[arg-type]
     return capsys.readouterr().out.splitlines()
 
@@ -52,7 +52,7 @@ def test_lines_are_merged_by_time(local: RunPaths, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("wish", "expected"),
+    ("options", "expected"),
     [
         ({"node": "pi5"}, ["joined"]),
         ({"rank": 1}, ["careful"]),
@@ -66,14 +66,14 @@ def test_lines_are_merged_by_time(local: RunPaths, capsys: pytest.CaptureFixture
 def test_only_what_is_asked_for(
     local: RunPaths,
     capsys: pytest.CaptureFixture[str],
-    wish: dict[str, object],
+    options: dict[str, object],
     expected: list[str],
 ) -> None:
-    assert [line.split()[-1] for line in shown(local, capsys, **wish)] == expected
+    assert [line.split()[-1] for line in shown(local, capsys, **options)] == expected
 
 
 @pytest.mark.parametrize(
-    ("wish", "sentence"),
+    ("options", "sentence"),
     [
         ({"node": "pi6"}, "it has some on: "),
         ({"rank": 5}, "--worker 6: "),
@@ -86,10 +86,10 @@ def test_only_what_is_asked_for(
     ],
 )
 def test_wrong_wishes_are_refused_in_a_line(
-    local: RunPaths, capsys: pytest.CaptureFixture[str], wish: dict[str, object], sentence: str
+    local: RunPaths, capsys: pytest.CaptureFixture[str], options: dict[str, object], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence) as refused:
-        shown(local, capsys, **wish)
+        shown(local, capsys, **options)
     assert str(refused.value).isprintable()
 
 

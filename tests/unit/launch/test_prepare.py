@@ -17,10 +17,10 @@ from smolcluster.launch.prepare import (
     TOOLS,
     check,
     check_port,
-    everywhere,
     forwarded,
     hand_over_secret,
     listening_ports,
+    run_on_all,
 )
 
 HERE = Host("pi5")
@@ -66,13 +66,13 @@ def that_says(said: str) -> Host:
 
 def test_what_came_of_a_task_is_told_by_node() -> None:
     hosts = [Host("pi5"), Host("mini1")]
-    assert everywhere(hosts, lambda host: host.node.upper()) == {"pi5": "PI5", "mini1": "MINI1"}
-    assert everywhere([], lambda host: host.node) == {}
+    assert run_on_all(hosts, lambda host: host.node.upper()) == {"pi5": "PI5", "mini1": "MINI1"}
+    assert run_on_all([], lambda host: host.node) == {}
 
 
 def test_all_machines_are_looked_at_at_once() -> None:
     barrier = threading.Barrier(3)
-    everywhere([Host(name) for name in "abc"], lambda _host: barrier.wait(timeout=20))
+    run_on_all([Host(name) for name in "abc"], lambda _host: barrier.wait(timeout=20))
 
 
 def test_every_failure_is_told_and_nobody_is_left_out() -> None:
@@ -84,7 +84,7 @@ def test_every_failure_is_told_and_nobody_is_left_out() -> None:
         done.append(host.node)
 
     with pytest.raises(LaunchError, match=r"^a is ill; c is ill$"):
-        everywhere([Host(name) for name in "abc"], task)
+        run_on_all([Host(name) for name in "abc"], task)
     assert done == ["b"]
 
 
@@ -93,7 +93,7 @@ def test_a_bug_is_no_failure_of_a_machine() -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        everywhere([Host("a")], task)
+        run_on_all([Host("a")], task)
 
 
 # Tools and disks

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from harness import Cluster, local_settings, summary_of
 from smolcluster.configs.resolve import save_resolved
 from smolcluster.errors import CheckpointError, ConfigError, RunBusy
-from smolcluster.launch.remote import How
+from smolcluster.launch.remote import LaunchOptions
 from smolcluster.launch.saved import export_model, resume, show_checkpoints
 from smolcluster.runs.lock import RunLock
 from smolcluster.runs.paths import RunPaths, create_run
@@ -86,7 +86,7 @@ def test_a_damaged_checkpoint_is_named_and_not_exported(
 def test_a_resumed_run_keeps_its_batch_whatever_the_number_of_workers(
     run: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert resume(str(run.root), 3, ["num_epochs=31"], How(dry_run=True)) == 0
+    assert resume(str(run.root), 3, ["num_epochs=31"], LaunchOptions(dry_run=True)) == 0
     server = capsys.readouterr().out.splitlines()[1]
     for part in (
         "--resume auto",
@@ -102,23 +102,25 @@ def test_a_resumed_run_keeps_its_batch_whatever_the_number_of_workers(
 
 def test_what_cannot_be_resumed_is_one_line(run: RunPaths, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run 'nono'"):
-        resume("nono", None, [], How(dry_run=True))
+        resume("nono", None, [], LaunchOptions(dry_run=True))
     with RunLock(run.lock), pytest.raises(RunBusy, match="is being written"):
-        resume(str(run.root), None, [], How(dry_run=True))
+        resume(str(run.root), None, [], LaunchOptions(dry_run=True))
     write_summary(run.summary, summary_of(30))
     with pytest.raises(CheckpointError, match="has ended; to train on, raise num_epochs above 30"):
-        resume(str(run.root), None, [], How(dry_run=True))
+        resume(str(run.root), None, [], LaunchOptions(dry_run=True))
     run.summary.unlink()
     config = run.config.read_text()
     run.config.write_text(config.replace("127.0.0.1", "10.0.0.1"))
     with pytest.raises(ConfigError, match="was not a local one"):
-        resume(str(run.root), None, [], How(dry_run=True))
+        resume(str(run.root), None, [], LaunchOptions(dry_run=True))
     run.config.write_text(config)
     run.events.unlink()
-    assert resume(str(run.root), None, [], How(dry_run=True)) == 0, "its checkpoints say what it is"
+    assert resume(str(run.root), None, [], LaunchOptions(dry_run=True)) == 0, (
+        "its checkpoints say what it is"
+    )
     shutil.rmtree(run.checkpoints)
     with pytest.raises(ConfigError, match="did not get as far as to begin"):
-        resume(str(run.root), None, [], How(dry_run=True))
+        resume(str(run.root), None, [], LaunchOptions(dry_run=True))
     with pytest.raises(CheckpointError, match="has no good checkpoint"):
         export_model(str(run.root), tmp_path, best=False, transformers=False)
     with pytest.raises(ConfigError, match="is not the folder of a run"):
@@ -129,4 +131,4 @@ def test_of_damaged_checkpoints_alone_no_run_is_resumed(run: RunPaths) -> None:
     for each in run.checkpoints.glob("step-*/model.safetensors"):
         each.write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"none of the \d checkpoints of syncps-1 is good"):
-        resume(str(run.root), None, [], How(dry_run=True))
+        resume(str(run.root), None, [], LaunchOptions(dry_run=True))

@@ -23,8 +23,8 @@ from smolcluster.launch.sessions import (
     begin,
     exit_code,
     kill,
-    last_words,
     start_script,
+    stderr_tail,
     wait_to_end,
 )
 from smolcluster.launch.stop import WAITING, stop_processes
@@ -207,7 +207,7 @@ def test_a_last_line_is_whole_however_narrow_the_pane_was(
         while exit_code(ends) is None and time.monotonic() < end:
             time.sleep(0.05)
         subprocess.run(["tmux", "kill-server"], check=False, capture_output=True, timeout=60)
-    assert last_words(ends) == line
+    assert stderr_tail(ends) == line
 
 
 def test_a_process_whose_session_was_killed_still_runs(

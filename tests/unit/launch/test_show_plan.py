@@ -12,7 +12,7 @@ from rich.console import Console
 from smolcluster.algorithms.registry import get_algorithm
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.launch.estimate import cost_of
-from smolcluster.launch.plan import Place, Request, plan_cluster
+from smolcluster.launch.plan import NodePaths, Request, plan_cluster
 from smolcluster.launch.sessions import start_script
 from smolcluster.launch.show_plan import commands, costs, mermaid, plan_table, show_plan
 from smolcluster.runs.launched import Launched
@@ -27,7 +27,7 @@ def settings_of(*overrides: str, train: str = "nn") -> Settings:
 def planned(settings: Settings, project_dir: str = "~/smolcluster") -> Launched:
     cluster = settings.cluster
     places = {
-        node: Place(
+        node: NodePaths(
             ssh=None if node == "mini1" else f"pi@{node}.local",
             project_dir=project_dir,
             runs_dir=f"{project_dir}/runs",

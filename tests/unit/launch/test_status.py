@@ -15,8 +15,8 @@ from smolcluster.errors import ConfigError, DataError
 from smolcluster.launch.host import Host, TookTooLong
 from smolcluster.launch.watch.probe import (
     Ask,
+    ProbeResult,
     Seen,
-    Sighting,
     look,
     look_at_script,
     ours_alive,
@@ -46,14 +46,14 @@ def test_gpus_have_a_column_where_there_are_any(
     written = status_of(now=NOW, workers={0: ("pi5", "joined"), 1: ("win", "joined")})
     answers = {name: said(["running"]) for name in ("pi5", "win")}
 
-    def shown_with(vitals: dict[str, float]) -> str:
+    def shown_with(process_stats: dict[str, float]) -> str:
         [pi5, win] = written.workers
-        workers = [pi5, win.model_copy(update={"vitals": vitals})]
+        workers = [pi5, win.model_copy(update={"process_stats": process_stats})]
         answers["mini1"] = said(["running"], written.model_copy(update={"workers": workers}))
         ask: Ask = lambda host, _: answers[host.node]  # noqa: E731
         assert status(str(paths.root), as_json=False, watch=False, ask=ask) == 0
         [told] = [each.gpu for each in look_at(paths, ask).processes if each.rank == 1]
-        assert told == {name.removeprefix("gpu/"): value for name, value in vitals.items()}
+        assert told == {name.removeprefix("gpu/"): value for name, value in process_stats.items()}
         return capsys.readouterr().out
 
     assert "gpu" not in shown_with({})
@@ -191,9 +191,9 @@ def test_whatever_a_machine_answers_is_no_traceback(
     assert (seen.liveness, seen.code) == expected
 
 
-def sighting(liveness: str, written: RunStatus | None) -> Sighting:
+def probed(liveness: str, written: RunStatus | None) -> ProbeResult:
     seen = Seen("mini1", "server", None, liveness)  # type: ignore[arg-type]
-    return Sighting((seen,), written, None, instant(NOW))
+    return ProbeResult((seen,), written, None, instant(NOW))
 
 
 @pytest.mark.parametrize(
@@ -214,12 +214,12 @@ def sighting(liveness: str, written: RunStatus | None) -> Sighting:
 def test_the_state_is_what_the_server_wrote_unless_its_process_says_otherwise(
     liveness: str, written: RunStatus | None, expected: str
 ) -> None:
-    assert state_of(sighting(liveness, written)) == expected
-    assert report_of("r1", "edp", sighting(liveness, written)).state == expected
+    assert state_of(probed(liveness, written)) == expected
+    assert report_of("r1", "edp", probed(liveness, written)).state == expected
 
 
 def test_a_worker_that_came_by_itself_is_shown_too() -> None:
-    report = report_of("r1", None, sighting("running", status_of(workers={7: ("mac", "joined")})))
+    report = report_of("r1", None, probed("running", status_of(workers={7: ("mac", "joined")})))
     assert row(report.processes[1])[:2] == ["worker 8 (mac)", "joined"]
 
 

@@ -24,7 +24,7 @@ from exporting import GPU
 from reading import fake_ssh, launched_run, log_line, server, status_of, worker, write
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.launch.host import Host
-from smolcluster.launch.watch.probe import Liveness, Seen, Sighting
+from smolcluster.launch.watch.probe import Liveness, ProbeResult, Seen
 from smolcluster.launch.watch.report import report_of
 from smolcluster.launch.watch.top.bars import (
     progress_bar,
@@ -40,10 +40,10 @@ from smolcluster.launch.watch.top.frame import Canvas, frame
 from smolcluster.launch.watch.top.source import (
     MAX_POINTS,
     PLACES,
-    News,
-    Picture,
+    EventLine,
     Point,
-    Source,
+    Snapshot,
+    SnapshotSource,
     thinned,
 )
 from smolcluster.observability.metrics import MetricRecord
@@ -56,7 +56,7 @@ from smolcluster.runs.processes import ProcessEntry, write_processes
 from smolcluster.runs.status import STOPPED, RunStatus, WorkerStatus, instant, write_status
 
 NOW = 1_790_000_000.0
-VITALS = {
+PROCESS_STATS = {
     "share/data": 0.05,
     "share/forward": 0.2,
     "share/backward": 0.4,
@@ -71,10 +71,14 @@ VITALS = {
 }
 
 
-def with_vitals(status: RunStatus, vitals: Mapping[str, float]) -> RunStatus:
+def with_stats(status: RunStatus, process_stats: Mapping[str, float]) -> RunStatus:
     workers = [
         each.model_copy(
-            update={"vitals": dict(vitals), "staleness": [3, 4], "mean_staleness": 0.57}
+            update={
+                "process_stats": dict(process_stats),
+                "staleness": [3, 4],
+                "mean_staleness": 0.57,
+            }
         )
         for each in status.workers
     ]
@@ -85,26 +89,31 @@ def picture_of(
     status: RunStatus | None,
     liveness: Liveness = "running",
     points: Sequence[Point] = (),
-    news: Sequence[News] = (),
-) -> Picture:
+    news: Sequence[EventLine] = (),
+) -> Snapshot:
     workers: list[WorkerStatus] = [] if status is None else status.workers
     seen = [Seen(each.node, "worker", each.rank, liveness) for each in workers]
-    found = Sighting((Seen("mini1", "server", None, liveness), *seen), status, None, instant(NOW))
-    return Picture(report_of("r1", "edp", found), status, found.now, points, news)
+    found = ProbeResult(
+        (Seen("mini1", "server", None, liveness), *seen), status, None, instant(NOW)
+    )
+    return Snapshot(report_of("r1", "edp", found), status, found.now, points, news)
 
 
-def three_workers(vitals: Mapping[str, float] = VITALS) -> RunStatus:
+def three_workers(process_stats: Mapping[str, float] = PROCESS_STATS) -> RunStatus:
     nodes = {0: ("mini2", "joined"), 1: ("pi5", "lost"), 2: ("macbook", "left")}
-    return with_vitals(status_of(now=NOW, workers=nodes), vitals)  # type: ignore[arg-type]
+    return with_stats(status_of(now=NOW, workers=nodes), process_stats)  # type: ignore[arg-type]
 
 
-def busy() -> Picture:
+def busy() -> Snapshot:
     points = [Point(step, 2.5 / (1 + step), 100.0 + step) for step in range(120)]
     news = [
-        News(NOW - 9, "worker_joined", "worker 1 (mini2) joined, on cpu"),
-        *(News(NOW - 8 + n, "checkpoint_saved", f"checkpoint of step {n} saved") for n in (1, 2)),
-        News(NOW - 2, "worker_lost", "worker 2 (pi5) is lost: it fell silent"),
-        News(NOW - 1, "WARNING", "server mini1: the disk is nearly full"),
+        EventLine(NOW - 9, "worker_joined", "worker 1 (mini2) joined, on cpu"),
+        *(
+            EventLine(NOW - 8 + n, "checkpoint_saved", f"checkpoint of step {n} saved")
+            for n in (1, 2)
+        ),
+        EventLine(NOW - 2, "worker_lost", "worker 2 (pi5) is lost: it fell silent"),
+        EventLine(NOW - 1, "WARNING", "server mini1: the disk is nearly full"),
     ]
     return picture_of(three_workers(), points=points, news=news)
 
@@ -122,8 +131,8 @@ def canvas(
     )
 
 
-def lines(picture: Picture, on: Canvas | None = None) -> list[str]:
-    return [line.plain for line in frame(picture, on or canvas())]
+def lines(snapshot: Snapshot, on: Canvas | None = None) -> list[str]:
+    return [line.plain for line in frame(snapshot, on or canvas())]
 
 
 # --- drawing
@@ -159,8 +168,8 @@ def test_a_pane_of_80_columns_tells_how_the_cluster_does() -> None:
 
 
 def test_gpus_have_columns_where_there_are_any() -> None:
-    vitals = VITALS | {f"gpu/{name}": value for name, value in GPU.items()}
-    shown = lines(picture_of(three_workers(vitals)), canvas(width=160))
+    process_stats = PROCESS_STATS | {f"gpu/{name}": value for name, value in GPU.items()}
+    shown = lines(picture_of(three_workers(process_stats)), canvas(width=160))
     [title] = [line for line in shown if line.startswith("node")]
     assert title.split()[7:14] == ["cpu", "gpu", "gpu", "mem", "temp", "power", "rtt"]
     [row] = [line for line in shown if line.startswith("mini2")]
@@ -172,13 +181,13 @@ def test_every_size_is_kept_whatever_peers_are_called(encoding: str) -> None:
     hostile = "\x1b[2J\u202e机器机器机器\n[red]" + 50 * "x"
     written = three_workers()
     workers = [each.model_copy(update={"node": hostile}) for each in written.workers]
-    news = [News(NOW, "ERROR", hostile * 1000), News(NOW, "\x1b[31m", hostile)]
+    news = [EventLine(NOW, "ERROR", hostile * 1000), EventLine(NOW, "\x1b[31m", hostile)]
     points = [Point(1, math.nan, math.inf), Point(2, 0.0, 0.0), Point(9**20, -1.0, 1e300)]
     evil = written.model_copy(update={"workers": workers, "reason": hostile})
-    picture = picture_of(evil, points=points, news=news)
+    snapshot = picture_of(evil, points=points, news=news)
     sizes = itertools.product((1, 2, 10, 39, 40, 80, 81, 111, 250), (1, 2, 3, 6, 9, 12, 24, 60))
     for width, height in sizes:
-        drawn = frame(picture, canvas(width, height, encoding=encoding, colour=False))
+        drawn = frame(snapshot, canvas(width, height, encoding=encoding, colour=False))
         assert len(drawn) <= height
         for line in drawn:
             assert line.cell_len <= width, (width, height, line.plain)
@@ -194,8 +203,8 @@ def test_a_narrow_pane_leaves_out_what_is_less_important() -> None:
 
 def test_a_short_pane_says_how_many_rows_are_missing() -> None:
     nodes = {rank: (f"n{rank}", "joined") for rank in range(30)}
-    picture = picture_of(status_of(now=NOW, workers=nodes))  # type: ignore[arg-type]
-    shown = lines(picture, canvas(80, 10))
+    snapshot = picture_of(status_of(now=NOW, workers=nodes))  # type: ignore[arg-type]
+    shown = lines(snapshot, canvas(80, 10))
     assert len(shown) == 10
     assert shown[-1] == "and 26 more"
 
@@ -243,9 +252,9 @@ def test_it_is_over_when_the_server_has_said_so_and_gone(
 
 
 def test_a_run_that_was_stopped_is_called_so() -> None:
-    picture = picture_of(status_of("ended", now=NOW, reason=STOPPED), "ended")
-    assert picture.is_over
-    title, *_, note = frame(picture, canvas())[:4]
+    snapshot = picture_of(status_of("ended", now=NOW, reason=STOPPED), "ended")
+    assert snapshot.is_over
+    title, *_, note = frame(snapshot, canvas())[:4]
     assert title.plain == "r1 · edp · stopped"
     assert (note.plain, note.style) == (STOPPED, "")
 
@@ -254,7 +263,7 @@ def test_a_run_that_was_stopped_is_called_so() -> None:
 
 
 def test_a_bar_splits_a_step_as_it_was_spent() -> None:
-    bar = split_bar(VITALS, 20, letters=True)
+    bar = split_bar(PROCESS_STATS, 20, letters=True)
     assert bar.plain == "dffffbbbbbbbbsswwww "
     assert split_bar({"share/data": 1.0, "share/wait": 0.5}, 4, letters=True).plain == "dddd"
     assert split_bar({"share/data": math.nan, "share/send": -1.0}, 3, letters=True).plain == "   "
@@ -332,14 +341,14 @@ def test_a_local_run_is_read_from_the_ends_of_its_files(local: RunPaths) -> None
     record(local, 20_000)
     tell(local.log_file("server", "mini1"))
     write_status(local.status, status_of().model_copy(update={"step": 20_001}))
-    source = Source(local)
-    picture = source.look()
-    steps = [point.step for point in picture.points]
+    source = SnapshotSource(local)
+    snapshot = source.look()
+    steps = [point.step for point in snapshot.points]
     assert steps == sorted(set(steps))
     assert steps[0] < 1000
     assert steps[-1] == 20_001
     assert len(steps) <= MAX_POINTS
-    assert [each.text for each in picture.news] == [
+    assert [each.text for each in snapshot.news] == [
         "worker 1 (pi5) joined, on cpu",
         "worker 1 (pi5) is lost: it fell silent",
         "server mini1: the disk\u2028is nearly full",
@@ -361,16 +370,16 @@ def test_a_local_run_is_read_from_the_ends_of_its_files(local: RunPaths) -> None
 @pytest.mark.parametrize("num_steps", [1, 25, 250])
 def test_of_a_young_run_the_curve_begins_at_the_first_step(local: RunPaths, num_steps: int) -> None:
     record(local, num_steps)
-    steps = [point.step for point in Source(local).look().points]
+    steps = [point.step for point in SnapshotSource(local).look().points]
     assert steps[0] == 1
     assert steps[-1] >= num_steps * (PLACES - 1) / PLACES, "the status tells of the newest one"
     assert max((b - a for a, b in itertools.pairwise(steps)), default=1) < 8
 
 
 def test_a_run_with_nothing_written_is_starting_or_broken_off(local: RunPaths) -> None:
-    picture = Source(local).look()
-    assert (picture.points, picture.news) == ((), [])
-    assert picture.is_over
+    snapshot = SnapshotSource(local).look()
+    assert (snapshot.points, snapshot.news) == ((), [])
+    assert snapshot.is_over
 
 
 def test_a_run_elsewhere_is_asked_once_a_machine(
@@ -388,7 +397,7 @@ def test_a_run_elsewhere_is_asked_once_a_machine(
         asked.append(host.node)
         return host.run(script, timeout_s=20.0).stdout
 
-    source = Source(paths, ask)
+    source = SnapshotSource(paths, ask)
     first = source.look()
     second = source.look()
     assert sorted(asked) == ["mini1", "mini1", "pi5", "pi5"]
@@ -410,15 +419,15 @@ def test_what_was_fetched_is_shown_when_the_servers_machine_is_off(
     paths = launched_run(tmp_path / "runs", server("cut"))
     record(paths, 10)
     write_status(paths.status, status_of("ended", reason="all done"))
-    picture = Source(paths).look()
-    assert picture.is_over
-    assert picture.news[-1].kind == "worker_lost"
+    snapshot = SnapshotSource(paths).look()
+    assert snapshot.is_over
+    assert snapshot.news[-1].kind == "worker_lost"
 
 
 @pytest.mark.parametrize("answer", ["", "garbage", "::events\n{\n[]\n::curve\nnull\n::log 0\n1\n"])
 def test_whatever_a_machine_answers_is_drawn(tmp_path: Path, answer: str) -> None:
     paths = launched_run(tmp_path, server())
-    assert lines(Source(paths, lambda _host, _script: answer).look())
+    assert lines(SnapshotSource(paths, lambda _host, _script: answer).look())
 
 
 def test_a_damaged_list_of_processes_is_named(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_every_process_tells_of_itself(tmp_path: Path) -> None:
 
 def test_what_was_not_measured_yet_is_absent_and_a_loss_is_no_number() -> None:
     status = a_status(loss=None, val_loss=None, val_accuracy=None, learning_rate=None)
-    worker = a_worker(0, "pi5", vitals={}, staleness=[])
+    worker = a_worker(0, "pi5", process_stats={}, staleness=[])
     series = scraped(collector(status.model_copy(update={"workers": [worker]})))
     assert math.isnan(value(series, "loss"))
     absent = {"validation_loss", "validation_accuracy", "learning_rate", "codec_ratio"}
@@ -170,7 +170,7 @@ def test_before_the_first_status_only_the_process_is_told() -> None:
 
 
 def test_infinite_and_odd_values_and_names_do_no_harm() -> None:
-    worker = a_worker(0, 'a"\\\nb').model_copy(update={"vitals": {"rtt_s": math.inf}})
+    worker = a_worker(0, 'a"\\\nb').model_copy(update={"process_stats": {"rtt_s": math.inf}})
     numbers = ProcessNumbers(1, 1, {"wait": math.inf})
     series = scraped(collector(a_status(workers=[worker]), numbers))
     assert math.isnan(value(series, "link_round_trip_seconds", rank="0", node='a"\\\nb'))

@@ -19,7 +19,7 @@ from smolcluster.data.permutation import epoch_permutation
 from smolcluster.data.tokens import TokenBlocks
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.models.gpt import GPT
-from smolcluster.training.build import Workbench, build, most_at_once
+from smolcluster.training.build import TrainingContext, build, most_at_once
 from smolcluster.training.clipping import clip_gradient
 from smolcluster.training.evaluate import evaluate
 from smolcluster.training.loop import training_steps
@@ -97,19 +97,21 @@ def config(**changes: object) -> TrainConfig:
     return TrainConfig.model_validate(values | changes)
 
 
-def bench_for(train: TrainConfig, microbatch: int | None = None) -> Workbench:
-    bench = build(train, 42, DatasetConfig(name="text"), CPU, microbatch=microbatch, dataset=text())
-    replica = Replica(bench.replica.model.double(), train.optimizer, weight_decay=0.1)
-    return Workbench(bench.dataset, replica, 42, bench.microbatch)
+def bench_for(train: TrainConfig, microbatch: int | None = None) -> TrainingContext:
+    training = build(
+        train, 42, DatasetConfig(name="text"), CPU, microbatch=microbatch, dataset=text()
+    )
+    replica = Replica(training.replica.model.double(), train.optimizer, weight_decay=0.1)
+    return TrainingContext(training.dataset, replica, 42, training.microbatch)
 
 
 @pytest.mark.parametrize("microbatch", [None, 1, 3])
 def test_n_small_batches_make_the_step_of_one_big_one(microbatch: int | None) -> None:
     accumulated = config(batch_size=4, gradient_accumulation=3)
     big = config(batch_size=12)
-    bench, reference = bench_for(accumulated, microbatch), bench_for(big)
-    assert bench.microbatch == (microbatch or 4)
-    steps = list(training_steps(bench, accumulated))
+    training, reference = bench_for(accumulated, microbatch), bench_for(big)
+    assert training.microbatch == (microbatch or 4)
+    steps = list(training_steps(training, accumulated))
     expected = list(training_steps(reference, big))
     assert len(steps) == len(expected) == 6, "30 samples, 12 a step, 2 epochs"
     for step, other in zip(steps, expected, strict=True):
@@ -120,7 +122,9 @@ def test_n_small_batches_make_the_step_of_one_big_one(microbatch: int | None) ->
         )
         assert step.learning_rate == other.learning_rate
         assert step.loss == pytest.approx(other.loss, rel=1e-9)
-    torch.testing.assert_close(bench.replica.params, reference.replica.params, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(
+        training.replica.params, reference.replica.params, rtol=1e-7, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,17 +143,17 @@ def test_a_run_equals_pytorchs_own_loop() -> None:
     train = train.model_copy(
         update={"gradient_clipping": train.gradient_clipping.model_copy(update={"max_norm": 0.2})}
     )
-    bench = bench_for(train)
-    model = bench.replica.copy_model().train()
+    training = bench_for(train)
+    model = training.replica.copy_model().train()
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=1.0)
     applied, total, num_clipped = 0, 60, 0
-    for step in training_steps(bench, train):
+    for step in training_steps(training, train):
         order = epoch_permutation(42, step.epoch, 30)
-        inputs, targets = bench.dataset.train.batch(order[step.start : step.start + 6])
+        inputs, targets = training.dataset.train.batch(order[step.start : step.start + 6])
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
@@ -163,9 +167,9 @@ def test_a_run_equals_pytorchs_own_loop() -> None:
         assert step.grad_norm == pytest.approx(norm.item(), rel=1e-8)
     assert applied == total
     assert num_clipped, "the clipping has something to do"
-    for name, place in bench.replica.layers:
+    for name, place in training.replica.layers:
         expected = model.get_parameter(name).detach().flatten()
-        torch.testing.assert_close(bench.replica.params[place], expected, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(training.replica.params[place], expected, rtol=1e-6, atol=1e-8)
 
 
 # The schedule counts samples
@@ -235,12 +239,12 @@ def test_bf16_is_what_the_model_computes_in() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_evaluation_computes_in_the_same_precision(precision: Precision) -> None:
     train = config(precision=precision)
-    bench = build(train, 42, DatasetConfig(name="text"), CPU, dataset=text())
+    training = build(train, 42, DatasetConfig(name="text"), CPU, dataset=text())
     seen: list[torch.dtype] = []
-    model = bench.replica.copy_model()
+    model = training.replica.copy_model()
     block = model.get_submodule("h.0.mlp.c_fc")
     block.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
-    evaluation = bench.evaluate(model)
+    evaluation = training.evaluate(model)
     assert set(seen) == {torch.bfloat16 if precision == "bf16" else torch.float32}
     plain = build(config(), 42, DatasetConfig(name="text"), CPU, dataset=text())
     assert evaluation.loss == pytest.approx(plain.evaluate().loss, rel=0.02)
@@ -249,26 +253,26 @@ def test_evaluation_computes_in_the_same_precision(precision: Precision) -> None
 # Dropout
 
 
-def with_dropout(seed: int = 42, microbatch: int | None = None) -> Workbench:
+def with_dropout(seed: int = 42, microbatch: int | None = None) -> TrainingContext:
     train = config(model=SIZES.model_copy(update={"dropout": 0.3}))
     place = DatasetConfig(name="text")
-    bench = build(train, 42, place, CPU, dataset=text(), microbatch=microbatch)
-    return Workbench(bench.dataset, bench.replica, seed, microbatch)
+    training = build(train, 42, place, CPU, dataset=text(), microbatch=microbatch)
+    return TrainingContext(training.dataset, training.replica, seed, microbatch)
 
 
-def computed(bench: Workbench, epoch: int = 0, start: int = 0) -> tuple[float, Tensor]:
-    loss = bench.compute(torch.arange(6), epoch, start)
-    return loss, bench.replica.grads.clone()
+def computed(training: TrainingContext, epoch: int = 0, start: int = 0) -> tuple[float, Tensor]:
+    loss = training.compute(torch.arange(6), epoch, start)
+    return loss, training.replica.grads.clone()
 
 
 @pytest.mark.parametrize("microbatch", [None, 2])
 def test_masks_depend_on_seed_epoch_and_place_and_on_nothing_else(microbatch: int | None) -> None:
-    bench = with_dropout(microbatch=microbatch)
-    loss, gradient = computed(bench, 1, 6)
+    training = with_dropout(microbatch=microbatch)
+    loss, gradient = computed(training, 1, 6)
     torch.manual_seed(99)
     torch.rand(7)
-    computed(bench, 0, 0)
-    again, same = computed(bench, 1, 6)
+    computed(training, 0, 0)
+    again, same = computed(training, 1, 6)
     assert again == loss
     assert torch.equal(same, gradient)
     elsewhere, equal = computed(with_dropout(microbatch=microbatch), 1, 6)
@@ -285,17 +289,17 @@ def test_another_place_epoch_or_seed_has_other_masks() -> None:
 
 
 def test_samples_of_one_batch_and_of_two_microbatches_have_masks_of_their_own() -> None:
-    bench = with_dropout(microbatch=1)
-    tokens, targets = bench.dataset.train.batch(torch.zeros(2, dtype=torch.int64))
-    bench.compute_batch(tokens, targets)
-    twice = bench.replica.grads.clone()
-    bench.compute_batch(tokens[:1], targets[:1])
-    assert not torch.allclose(twice, bench.replica.grads)
+    training = with_dropout(microbatch=1)
+    tokens, targets = training.dataset.train.batch(torch.zeros(2, dtype=torch.int64))
+    training.compute_batch(tokens, targets)
+    twice = training.replica.grads.clone()
+    training.compute_batch(tokens[:1], targets[:1])
+    assert not torch.allclose(twice, training.replica.grads)
 
 
 def test_without_dropout_chance_has_no_part() -> None:
-    bench = build(config(), 42, DatasetConfig(name="text"), CPU, dataset=text())
-    assert computed(bench, 0, 0)[0] == computed(bench, 3, 8)[0]
+    training = build(config(), 42, DatasetConfig(name="text"), CPU, dataset=text())
+    assert computed(training, 0, 0)[0] == computed(training, 3, 8)[0]
 
 
 @pytest.mark.parametrize("num_before", [1, 4, 8])
@@ -341,25 +345,25 @@ def test_perplexity_is_that_of_every_token_of_the_split(rest: int, batch_size: i
 
 
 def test_evaluation_leaves_out_dropout_and_the_replica_as_it_was() -> None:
-    bench = with_dropout()
-    before = bench.replica.snapshot()
-    assert bench.evaluate() == bench.evaluate()
-    assert bench.replica.model.training
-    assert torch.equal(bench.replica.params, before)
+    training = with_dropout()
+    before = training.replica.snapshot()
+    assert training.evaluate() == training.evaluate()
+    assert training.replica.model.training
+    assert torch.equal(training.replica.params, before)
 
 
 def test_perplexity_of_a_model_that_knows_nothing_is_the_vocabulary() -> None:
-    bench = build(config(), 42, DatasetConfig(name="text"), CPU, dataset=text(rest=3))
-    bench.replica.params.zero_()
-    perplexity = bench.evaluate().perplexity
+    training = build(config(), 42, DatasetConfig(name="text"), CPU, dataset=text(rest=3))
+    training.replica.params.zero_()
+    perplexity = training.evaluate().perplexity
     assert perplexity == pytest.approx(VOCAB)
 
 
 def test_weights_that_have_diverged_have_no_perplexity() -> None:
-    bench = build(config(), 42, DatasetConfig(name="text"), CPU, dataset=text())
-    bench.replica.params.fill_(torch.inf)
+    training = build(config(), 42, DatasetConfig(name="text"), CPU, dataset=text())
+    training.replica.params.fill_(torch.inf)
     with pytest.raises(NonFiniteLoss, match="validation loss is nan"):
-        bench.evaluate()
+        training.evaluate()
 
 
 # What a batch costs
@@ -368,12 +372,12 @@ def test_weights_that_have_diverged_have_no_perplexity() -> None:
 def test_an_example_has_the_size_of_a_batch_where_the_data_are_and_where_they_are_not() -> None:
     here = build(config(), 42, DatasetConfig(name="text"), CPU, dataset=text())
     served = Dataset.elsewhere("text", num_samples=30, length=8, vocab_size=VOCAB, fingerprint="f")
-    there = Workbench(served, here.replica, 42)
-    for bench in (here, there):
-        inputs, targets = bench.example(5)
+    there = TrainingContext(served, here.replica, 42)
+    for training in (here, there):
+        inputs, targets = training.example(5)
         assert inputs.shape == targets.shape == (5, 8)
         assert inputs.dtype == targets.dtype == torch.int64
-        assert bench.compute_batch(inputs, targets) > 0
+        assert training.compute_batch(inputs, targets) > 0
 
 
 def test_clipping_that_is_off_only_measures() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from smolcluster.configs.schema import DatasetConfig, DatasetPlace, SimpleNNConfig, TrainConfig
 from smolcluster.errors import ConfigError, DataError
-from smolcluster.training.build import Workbench, build
+from smolcluster.training.build import TrainingContext, build
 
 CPU = torch.device("cpu")
 
@@ -14,15 +14,15 @@ def config(model: SimpleNNConfig, dataset: str = "digits") -> TrainConfig:
     return TrainConfig(model=model, dataset=DatasetConfig(name=dataset))
 
 
-def build_digits(seed: int = 42, **model: object) -> Workbench:
+def build_digits(seed: int = 42, **model: object) -> TrainingContext:
     sizes = SimpleNNConfig.model_validate({"input_dim": None} | model)
     return build(config(sizes), seed, DatasetPlace(), CPU)
 
 
 def test_the_model_takes_its_input_from_the_data() -> None:
-    bench = build_digits(hidden=8)
-    assert bench.replica.model.get_parameter("fc1.weight").shape == (8, 64)
-    assert bench.dataset.name == "digits"
+    training = build_digits(hidden=8)
+    assert training.replica.model.get_parameter("fc1.weight").shape == (8, 64)
+    assert training.dataset.name == "digits"
 
 
 def test_a_model_that_is_too_wide_for_the_data_is_refused_naming_both() -> None:

@@ -19,7 +19,7 @@ from smolcluster.data.dataset import Dataset
 from smolcluster.data.digits import load_digits
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.errors import NonFiniteLoss
-from smolcluster.training.build import Workbench, build
+from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.loop import TrainingStep, training_steps
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedule import learning_rate
@@ -34,15 +34,17 @@ def digits() -> Dataset:
     return load_digits(SEED)
 
 
-def bench_for(train: TrainConfig, digits: Dataset, microbatch: int | None = None) -> Workbench:
+def bench_for(
+    train: TrainConfig, digits: Dataset, microbatch: int | None = None
+) -> TrainingContext:
     return build(train, SEED, DatasetPlace(), CPU, microbatch=microbatch, dataset=digits)
 
 
 def take_all(
     train: TrainConfig, digits: Dataset, microbatch: int | None = None
 ) -> tuple[Replica, list[TrainingStep]]:
-    bench = bench_for(train, digits, microbatch)
-    return bench.replica, list(training_steps(bench, train))
+    training = bench_for(train, digits, microbatch)
+    return training.replica, list(training_steps(training, train))
 
 
 def test_every_sample_of_every_epoch_is_applied_once_in_the_seeded_order(
@@ -76,24 +78,26 @@ def test_a_step_takes_the_global_batch_when_there_is_one(digits: Dataset) -> Non
 def test_it_goes_on_after_what_has_been_applied(digits: Dataset) -> None:
     train = digits_config(optimizer="sgd")
     _, whole = take_all(train, digits)
-    bench = bench_for(train, digits)
-    steps = training_steps(bench, train)
+    training = bench_for(train, digits)
+    steps = training_steps(training, train)
     first = [next(steps) for _ in range(17)]
     applied = sum(step.num_samples for step in first)
-    rest = list(training_steps(bench, train, samples_applied=applied, step=17))
+    rest = list(training_steps(training, train, samples_applied=applied, step=17))
     assert [*first, *rest] == whole
 
 
 def test_it_says_when_the_weights_are_about_to_change(digits: Dataset) -> None:
     train = digits_config(num_epochs=1)
-    bench = bench_for(train, digits)
+    training = bench_for(train, digits)
     seen: list[Tensor] = []
-    steps = training_steps(bench, train, before_step=lambda: seen.append(bench.replica.snapshot()))
-    before = bench.replica.snapshot()
+    steps = training_steps(
+        training, train, before_step=lambda: seen.append(training.replica.snapshot())
+    )
+    before = training.replica.snapshot()
     for step in steps:
         assert step.loss > 0
         assert torch.equal(seen[-1], before)
-        before = bench.replica.snapshot()
+        before = training.replica.snapshot()
     assert len(seen) == 15
 
 
@@ -152,10 +156,10 @@ def test_clipping_bounds_the_gradient_that_is_applied(digits: Dataset) -> None:
     tight = digits_config(optimizer="sgd", gradient_clipping=GradientClipping(max_norm=0.01))
     moved = []
     for train in (loose, tight):
-        bench = bench_for(train, digits)
-        before = bench.replica.snapshot()
-        step = next(training_steps(bench, train))
-        moved.append((bench.replica.snapshot() - before).norm().item())
+        training = bench_for(train, digits)
+        before = training.replica.snapshot()
+        step = next(training_steps(training, train))
+        moved.append((training.replica.snapshot() - before).norm().item())
         assert step.grad_norm > 0.1
     assert moved[1] == pytest.approx(0.01 * 0.001, rel=1e-3)
     assert moved[0] > 10 * moved[1]
@@ -163,9 +167,11 @@ def test_clipping_bounds_the_gradient_that_is_applied(digits: Dataset) -> None:
 
 def test_layer_norms_are_those_of_the_gradient_before_it_is_clipped(digits: Dataset) -> None:
     _, plain = take_all(digits_config(num_epochs=1), digits)
-    bench = bench_for(digits_config(num_epochs=1), digits)
+    training = bench_for(digits_config(num_epochs=1), digits)
     tracked = list(
-        training_steps(bench, digits_config(num_epochs=1), layer_norms=bench.replica.layer_norms)
+        training_steps(
+            training, digits_config(num_epochs=1), layer_norms=training.replica.layer_norms
+        )
     )
 
     norms = torch.tensor(list(tracked[0].layer_norms.values()))

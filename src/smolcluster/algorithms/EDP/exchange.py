@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from smolcluster.cluster.dispatcher import Lease
-from smolcluster.cluster.inbox import Event, Said
+from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.pushing import PushOrder
 from smolcluster.cluster.session import Receiver
 from smolcluster.cluster.tensors import (
@@ -40,7 +40,7 @@ class Pushed(Event):
     The tensor is the server's until `receiver.free()`.
     """
 
-    seat: int
+    session_id: int
     push: Push
     gradient: Tensor
     receiver: "GradientReceiver"
@@ -57,8 +57,8 @@ class WeightsArrived(Event):
 class GradientReceiver(Receiver):
     """Decodes one worker's pushes into a buffer of its own; hands it over with the last bucket."""
 
-    def __init__(self, seat: int, codec_name: str, buckets: Sequence[slice]) -> None:
-        self.seat = seat
+    def __init__(self, session_id: int, codec_name: str, buckets: Sequence[slice]) -> None:
+        self.session_id = session_id
         self._codec = get_codec(codec_name)
         self._buckets = buckets
         self._order = PushOrder(buckets, codec_name)
@@ -77,7 +77,7 @@ class GradientReceiver(Receiver):
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         """Take a message in the reader's thread; a push is passed on when it is whole."""
         if not isinstance(message, Push):
-            return Said(self.seat, message)
+            return MessageReceived(self.session_id, message)
         if self._taken:
             raise ProtocolError("it pushed again before its last push was acknowledged")
         whole = self._order.take(message)
@@ -88,7 +88,7 @@ class GradientReceiver(Receiver):
         if not whole:
             return None
         self._taken = True
-        return Pushed(self.seat, message, self._gradient, self)
+        return Pushed(self.session_id, message, self._gradient, self)
 
 
 def assignment_of(
@@ -151,7 +151,7 @@ class StateReceiver(Receiver):
             return Assigned(message, payload)
         if isinstance(message, State):
             return self._take(message, payload)
-        return Said(0, message)
+        return MessageReceived(0, message)
 
     def _take(self, state: State, payload: memoryview) -> Event | None:
         number, expected = state.bucket, len(self._weights)

@@ -31,12 +31,12 @@ from smolcluster.algorithms.EDP.exchange import (
     assignment_of,
     state_frames,
 )
-from smolcluster.cluster.dispatcher import Dispatcher, Range, Standing
-from smolcluster.cluster.hub import Departed, Joined
-from smolcluster.cluster.inbox import Event, Said
+from smolcluster.cluster.dispatcher import Dispatcher, DispatcherState, Range
+from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.report import StepTaken
-from smolcluster.cluster.saver import Subject
+from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.cluster.worker import Worker
+from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.runs.summary import Summary
@@ -76,24 +76,24 @@ class Server:
     def __init__(self, context: ServerContext) -> None:
         self.context = context
         self.train = context.settings.train
-        self.replica = context.bench.replica
+        self.replica = context.training.replica
         self.version = 0
         self.dispatcher = Dispatcher(
             incarnation=context.incarnation,
-            num_samples=context.bench.dataset.train.num_samples,
+            num_samples=context.training.dataset.train.num_samples,
             num_epochs=self.train.num_epochs,
             batch_size=self.train.samples_per_push,
             permutation=lambda epoch: epoch_permutation(
-                context.run.seed, epoch, context.bench.dataset.train.num_samples
+                context.run.seed, epoch, context.training.dataset.train.num_samples
             ),
         )
-        self.hub = context.open_hub(self.receiver_for)
-        self.report = self.hub.report
+        self.pool = context.open_pool(self.receiver_for)
+        self.report = self.pool.report
         self.evaluator = context.new_evaluator()
-        subject = Subject(self.replica, self.progress, dict)
+        subject = CheckpointSource(self.replica, self.progress, dict)
         if state := context.resume(subject, self.report):
             self.version = state.step
-            stored = parse_progress(Standing, state.progress.get(DISPATCHER), state.step)
+            stored = parse_progress(DispatcherState, state.progress.get(DISPATCHER), state.step)
             self.dispatcher.resume(stored, state.samples_applied)
         self.saver = context.new_saver(subject, self.report)
         self.peers: dict[int, Peer] = {}
@@ -107,9 +107,9 @@ class Server:
         """What a checkpoint keeps besides tensors and counts."""
         return {DISPATCHER: self.dispatcher.standing.model_dump(mode="json")}
 
-    def receiver_for(self, seat: int) -> GradientReceiver:
+    def receiver_for(self, session_id: int) -> GradientReceiver:
         """What takes the messages of a new session."""
-        return GradientReceiver(seat, self.context.codec, self.replica.buckets)
+        return GradientReceiver(session_id, self.context.codec, self.replica.buckets)
 
     def run(self) -> Summary:
         """Serve until every sample of every epoch has been applied.
@@ -117,7 +117,7 @@ class Server:
         Raises:
             NonFiniteLoss: the weights are ruined; the message names the push that may have done it.
         """
-        with self.hub, self.evaluator, self.saver:
+        with self.pool, self.evaluator, self.saver:
             try:
                 return self.serve()
             except NonFiniteLoss as error:
@@ -126,7 +126,7 @@ class Server:
     def serve(self) -> Summary:
         """The loop of `run`."""
         while not (self.dispatcher.done or self.report.is_over):
-            for event in self.hub.next_events(TICK_S):
+            for event in self.pool.next_events(TICK_S):
                 self.handle(event)
             self.take_back_expired(time.monotonic())
             self.hand_out()
@@ -144,20 +144,22 @@ class Server:
                 self.on_join(worker, ready.unacknowledged, ready.samples_per_s)
             case Departed(worker):
                 self.on_departure(worker)
-            case Said(seat=seat, message=Pull()) if seat in self.peers:
-                self.send_weights(self.peers[seat])
-            case Said(seat=seat, message=Skip() as skip) if seat in self.peers:
-                self.on_skip(self.peers[seat], skip)
+            case MessageReceived(session_id=session_id, message=Pull()) if session_id in self.peers:
+                self.send_weights(self.peers[session_id])
+            case MessageReceived(session_id=session_id, message=Skip() as skip) if (
+                session_id in self.peers
+            ):
+                self.on_skip(self.peers[session_id], skip)
 
     def on_join(
         self, worker: Worker, unacknowledged: LeaseKey | None, samples_per_s: float
     ) -> None:
         """Give a worker the weights, and say what became of the push that it was unsure of."""
         session = worker.live_session
-        peer = self.peers[session.seat] = Peer(worker)
+        peer = self.peers[session.session_id] = Peer(worker)
         if samples_per_s > 0:
             expected_s = LEASES_PER_WORKER * self.train.samples_per_push / samples_per_s
-            self.dispatcher.expect(session.seat, min(expected_s, LONGEST_EXPECTED_S))
+            self.dispatcher.expect(session.session_id, min(expected_s, LONGEST_EXPECTED_S))
         if unacknowledged is not None:
             applied = self.last_applied.get(worker.member.instance) == unacknowledged
             outcome: Outcome = "applied" if applied else "late"
@@ -166,19 +168,19 @@ class Server:
 
     def on_departure(self, worker: Worker) -> None:
         """Take back what a worker had in hand."""
-        peer = self.peers.pop(worker.member.seat)
+        peer = self.peers.pop(worker.member.session_id)
         if peer.worker.live_session.receiver.in_progress:
             self.report.lost_push(worker.name, "its connection broke")
-        for lease in self.dispatcher.release_all(worker.member.seat):
+        for lease in self.dispatcher.release_all(worker.member.session_id):
             self.report.lease_returned(worker, lease.range, "its worker has gone")
 
     def on_push(self, pushed: Pushed) -> None:
         """Apply a push, or say why not."""
-        peer = self.peers.get(pushed.seat)
+        peer = self.peers.get(pushed.session_id)
         if peer is None:
-            self.report.lost_push(f"seat {pushed.seat}", "its worker has gone")
+            self.report.lost_push(f"session {pushed.session_id}", "its worker has gone")
             return
-        push, seat = pushed.push, pushed.seat
+        push, session_id = pushed.push, pushed.session_id
         self.heard(peer)
         if push.base_version > self.version:
             self.report.lost_push(peer.worker.name, "it was computed on weights of the future")
@@ -188,12 +190,12 @@ class Server:
             return
         tau = rule.staleness(self.version, push.base_version, peer.own_versions)
         outcome: Outcome
-        verdict = self.dispatcher.judge(push.lease, seat)
+        verdict = self.dispatcher.judge(push.lease, session_id)
         if verdict != "open":
             outcome = verdict
         elif rule.too_stale(tau, self.context.run.staleness):
             outcome = "stale"
-            for lease in self.dispatcher.release(push.lease, seat):
+            for lease in self.dispatcher.release(push.lease, session_id):
                 self.report.lease_returned(peer.worker, lease.range, "its push was too stale")
         else:
             outcome = self.try_to_apply(peer, pushed, tau)
@@ -227,7 +229,7 @@ class Server:
         """
         worker, samples = peer.worker, Range.of(lease)
         self.report.dropped(worker, lease, "non_finite", tau, reason)
-        for returned in self.dispatcher.release(lease, worker.member.seat):
+        for returned in self.dispatcher.release(lease, worker.member.session_id):
             self.report.lease_returned(worker, returned.range, "its push was not finite")
             self.failures[samples] += 1
         if self.failures[samples] >= MAX_FAILURES:
@@ -269,7 +271,7 @@ class Server:
         self.version += 1
         self.norms.add(norm, f"{peer.worker.name} in step {self.version}")
         self.failures.pop(Range.of(push.lease), None)
-        self.dispatcher.commit(push.lease, pushed.seat, time.monotonic())
+        self.dispatcher.commit(push.lease, pushed.session_id, time.monotonic())
         self.last_applied[peer.worker.member.instance] = push.lease
         peer.own_versions.append(self.version)
         while peer.own_versions[0] <= push.base_version:
@@ -291,11 +293,11 @@ class Server:
 
     def hand_out(self) -> None:
         """Give every worker as many leases as it may hold."""
-        if not self.hub.started:
+        if not self.pool.started:
             return
-        for seat, peer in self.peers.items():
+        for session_id, peer in self.peers.items():
             while len(peer.unanswered) < LEASES_PER_WORKER:
-                lease = self.dispatcher.grant(seat, time.monotonic())
+                lease = self.dispatcher.grant(session_id, time.monotonic())
                 if lease is None:
                     break
                 rows = self.context.rows_of(lease.indices)

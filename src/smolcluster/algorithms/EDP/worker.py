@@ -26,12 +26,12 @@ from torch import Tensor
 
 from smolcluster.algorithms.EDP import rule
 from smolcluster.algorithms.EDP.exchange import StateReceiver, WeightsArrived
-from smolcluster.cluster.inbox import Event, Said
+from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.link import Link
 from smolcluster.cluster.pushing import GradientSender
 from smolcluster.cluster.tensors import Assigned
 from smolcluster.errors import NonFiniteLoss
-from smolcluster.training.build import Workbench
+from smolcluster.training.build import TrainingContext
 from smolcluster.training.clipping import clip_gradient
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.transport.frames import Frame
@@ -43,13 +43,13 @@ WAIT_S = 1.0
 class Worker:
     """A worker's part in a run, over all its sessions."""
 
-    def __init__(self, welcome: Welcome, bench: Workbench) -> None:
+    def __init__(self, welcome: Welcome, training: TrainingContext) -> None:
         self.train = welcome.run.train
         self.interval = welcome.run.worker_update_interval
         self.mixing = welcome.run.update_rule == "mixing"
-        self.bench = bench
-        self.replica = bench.replica
-        self.sender = GradientSender(welcome.codec, bench.replica)
+        self.training = training
+        self.replica = training.replica
+        self.sender = GradientSender(welcome.codec, training.replica)
         self.stepped: Tensor | None = None
         """With mixing, the weights (num_params,) to push: a pull may replace the copy before the push."""
         self.steps = 0
@@ -124,7 +124,7 @@ class Worker:
 
     def compute(self, lease: Assigned) -> float:
         """The batch's mean loss; its gradient is in the replica."""
-        return lease.compute(self.bench)
+        return lease.compute(self.training)
 
     def frames(
         self, lease: LeaseKey, base_version: int, loss: float, compute_s: float
@@ -190,7 +190,7 @@ class Worker:
             case WeightsArrived(version, weights):
                 self.replica.load(*weights)
                 self.base_version, self.pulling = version, False
-            case Said(message=Ack() as ack) if ack.lease == self.unacknowledged:
+            case MessageReceived(message=Ack() as ack) if ack.lease == self.unacknowledged:
                 self.sender.settle(None if ack.outcome == "applied" else 0)
                 self.unacknowledged = None
                 if ack.outcome == "non_finite":

@@ -24,7 +24,7 @@ from smolcluster.algorithms.SynchronousPS.sharing import (
     with_probes,
 )
 from smolcluster.algorithms.SynchronousPS.state import StateStream, weights_frame
-from smolcluster.algorithms.SynchronousPS.step import Holding, Part, Step
+from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
 from smolcluster.cluster.session import Session
 from smolcluster.cluster.tensors import work_payload
 from smolcluster.cluster.worker import Worker
@@ -49,7 +49,7 @@ SETTLED = 10.0
 
 
 @dataclass
-class Member:
+class StepMember:
     """What SyncPS remembers of a worker that takes part, or is about to."""
 
     worker: Worker
@@ -58,7 +58,7 @@ class Member:
     """None: it is parked, and hears of no step."""
     has_asked: bool = False
     """Whether a parked one has forgotten what it had, and waits for the state."""
-    unanswered: dict[LeaseKey, Holding] = field(default_factory=dict)
+    unanswered: dict[LeaseKey, PartAssignment] = field(default_factory=dict)
     num_drifts: int = 0
     """How often its weights differed from the server's."""
     num_overdue: int = 0
@@ -88,22 +88,22 @@ class Member:
     @property
     def idle(self) -> bool:
         """Whether it could work at once: all that it was given has arrived, if not been answered for."""
-        waits = all(holding.won for holding in self.unanswered.values())
+        waits = all(assignment.won for assignment in self.unanswered.values())
         return self.joined and waits and not self.session.is_cut
 
     def covers(self, bucket: int) -> bool:
         """Whether it has this bucket of the weights, so that it needs its further steps."""
         return self.stream is not None and self.stream.covers(bucket)
 
-    def lags(self, num_turns: int) -> bool:
-        """Whether it is `num_turns` steps behind, or has no room for another one."""
+    def lags(self, num_buffers: int) -> bool:
+        """Whether it is `num_buffers` steps behind, or has no room for another one."""
         session, marks = self.session, self.commit_marks
-        is_behind = len(marks) == num_turns and session.num_sent + session.num_dropped < marks[0]
+        is_behind = len(marks) == num_buffers and session.num_sent + session.num_dropped < marks[0]
         return self.stream is not None and (is_behind or session.is_crowded)
 
     def expected_s(self, num_samples: int) -> float:
         """How long a part of so many samples will take it, behind those that it has."""
-        waiting = [holding.part for holding in self.unanswered.values() if not holding.won]
+        waiting = [assignment.part for assignment in self.unanswered.values() if not assignment.won]
         return sum(
             self.pace.cost.seconds(n) for n in (num_samples, *(p.num_samples for p in waiting))
         )
@@ -113,8 +113,8 @@ class Member:
         lease, num_buckets = fate
         self.session.drop_queued()
         self.session.send(Park(lease=lease, num_buckets=num_buckets))
-        for holding in self.unanswered.values():
-            holding.is_cancelled = True
+        for assignment in self.unanswered.values():
+            assignment.is_cancelled = True
         self.stream, self.has_asked = None, False
         self.commit_marks.clear()
         has_settled = now - self.resumed_at > SETTLED * self.pause_s
@@ -123,7 +123,7 @@ class Member:
 
     def give(
         self,
-        holding: Holding,
+        assignment: PartAssignment,
         version: int,
         rate: float,
         indices: Tensor,
@@ -133,18 +133,18 @@ class Member:
 
         `rows`: the samples themselves, where workers do not have them.
         """
-        self.unanswered[holding.key] = holding
+        self.unanswered[assignment.key] = assignment
         spec, rows_spec, payload = work_payload(indices, rows)
-        assignment = Assignment(
-            lease=holding.key,
+        message = Assignment(
+            lease=assignment.key,
             version=version,
             learning_rate=rate,
-            first_bucket=holding.first_bucket,
-            backup=holding.backup,
+            first_bucket=assignment.first_bucket,
+            backup=assignment.backup,
             tensor=spec,
             rows=rows_spec,
         )
-        self.session.send(assignment, payload)
+        self.session.send(message, payload)
 
     def catch_up(self, version: int, reduced: set[int], reduction: Reduction) -> None:
         """Send it more of the state, and of the open step what went out before."""
@@ -163,38 +163,38 @@ class Member:
 
 
 class Members:
-    """All members, by seat."""
+    """All members, by session id."""
 
     def __init__(
         self,
         replica: Replica,
         batch_share: Mapping[str, float] | None,
         incarnation: str,
-        num_turns: int,
+        num_buffers: int,
     ) -> None:
-        """`num_turns`: steps after which the memory of a mean gradient is used again."""
-        self._num_turns = num_turns
+        """`num_buffers`: steps after which the memory of a mean gradient is used again."""
+        self._num_turns = num_buffers
         self._replica = replica
         self._batch_share = batch_share
         self._incarnation = incarnation
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, StepMember] = {}
         self._fates: dict[str, tuple[LeaseKey, int]] = {}
         self._weights: tuple[int, dict[int, Frame]] = (-1, {})
 
     @property
-    def joining(self) -> list[Member]:
+    def joining(self) -> list[StepMember]:
         """Those that are being sent the state."""
         members = self._members.values()
         return [each for each in members if each.stream is not None and not each.joined]
 
     @property
-    def free(self) -> list[Member]:
+    def free(self) -> list[StepMember]:
         """Those that may get a part of the next step."""
         return [member for member in self._members.values() if member.idle]
 
-    def get(self, seat: int) -> Member | None:
-        """The member with this seat, if it is still there."""
-        return self._members.get(seat)
+    def get(self, session_id: int) -> StepMember | None:
+        """The member of this session id, if it is still there."""
+        return self._members.get(session_id)
 
     def send_mean(self, bucket: int, frame: Frame) -> None:
         """Send the mean of a bucket to all who have that bucket of the weights."""
@@ -205,18 +205,18 @@ class Members:
     def welcome(self, worker: Worker, ready: Ready) -> None:
         """Let a worker catch up; tell it first what counted of a push that it is unsure of."""
         stream = StateStream(self._replica, self._incarnation)
-        member = Member(worker, Pace(ready.samples_per_s), stream)
-        self._members[worker.member.seat] = member
+        member = StepMember(worker, Pace(ready.samples_per_s), stream)
+        self._members[worker.member.session_id] = member
         if ready.unacknowledged is not None:
             lease, num_buckets = self._fates.get(worker.member.instance, (None, 0))
             counted = num_buckets if lease == ready.unacknowledged else 0
             member.session.send(Cancel(lease=ready.unacknowledged, num_buckets=counted))
 
-    def see_off(self, worker: Worker) -> Member | None:
+    def see_off(self, worker: Worker) -> StepMember | None:
         """Forget a worker that has gone."""
-        return self._members.pop(worker.member.seat, None)
+        return self._members.pop(worker.member.session_id, None)
 
-    def sizes(self, members: Sequence[Member], num_samples: int) -> list[int]:
+    def sizes(self, members: Sequence[StepMember], num_samples: int) -> list[int]:
         """How many samples of a batch each of these members gets."""
         if self._batch_share is not None:
             shares = [self._batch_share.get(each.worker.member.node, 0.0) for each in members]
@@ -224,7 +224,7 @@ class Members:
         paces = [member.pace for member in members]
         return with_probes(paces, sizes_by_cost([pace.cost for pace in paces], num_samples))
 
-    def expected_s(self, member: Member, num_samples: int) -> tuple[float, bool]:
+    def expected_s(self, member: StepMember, num_samples: int) -> tuple[float, bool]:
         """How long a part of so many samples will take a member, and whether any part has told so.
 
         Of one that has not been measured as much is expected as of the others, whatever it says of itself.
@@ -236,13 +236,13 @@ class Members:
             return statistics.median(pace.cost.seconds(num_samples) for pace in paces), True
         return member.expected_s(num_samples), False
 
-    def best_for(self, part: Part) -> Member | None:
+    def best_for(self, part: Part) -> StepMember | None:
         """Who takes over a part that nobody works on: the least busy, of these the fastest."""
-        holders = {holding.seat for holding in part.holdings}
+        holders = {assignment.session_id for assignment in part.assignments}
         able = [
             member
-            for seat, member in self._members.items()
-            if member.joined and seat not in holders
+            for session_id, member in self._members.items()
+            if member.joined and session_id not in holders
         ]
         return min(
             able,
@@ -250,7 +250,7 @@ class Members:
             default=None,
         )
 
-    def idle_for(self, part: Part) -> Member | None:
+    def idle_for(self, part: Part) -> StepMember | None:
         """Who works on a late part as well: the fastest that has nothing else to do."""
         return min(
             self.free,
@@ -258,52 +258,55 @@ class Members:
             default=None,
         )
 
-    def take_back(self, seat: int, answer: Push | Skip, now: float) -> Holding | None:
+    def take_back(self, session_id: int, answer: Push | Skip, now: float) -> PartAssignment | None:
         """Note that a member has answered for a part, and how long that took it."""
-        member = self._members.get(seat)
-        holding = member.unanswered.pop(answer.lease, None) if member else None
-        if member is None or holding is None:
+        member = self._members.get(session_id)
+        assignment = member.unanswered.pop(answer.lease, None) if member else None
+        if member is None or assignment is None:
             return None
-        self.remember(holding)
+        self.remember(assignment)
         if answer.compute_s > 0:
-            elapsed_s = now - holding.granted_at
+            elapsed_s = now - assignment.granted_at
             member.pace.measured(
-                holding.part.num_samples,
+                assignment.part.num_samples,
                 answer.compute_s,
                 elapsed_s,
                 answer.held_s,
                 whole=isinstance(answer, Push),
             )
-        return holding
+        return assignment
 
-    def remember(self, holding: Holding) -> None:
+    def remember(self, assignment: PartAssignment) -> None:
         """Note how much of a push counted, should its worker lose its connection and ask.
 
         One of which nothing counted is left out: its worker may yet ask about the one before.
         """
-        if holding.num_counted and not holding.backup:
-            self._fates[holding.holder.member.instance] = (holding.key, holding.num_counted)
+        if assignment.num_counted and not assignment.backup:
+            self._fates[assignment.holder.member.instance] = (
+                assignment.key,
+                assignment.num_counted,
+            )
 
     def settle(self, step: Step) -> None:
         """Tell those whose parts others have finished that nothing more of them is wanted."""
-        for holding in step.holdings:
-            self.remember(holding)
-            if not holding.won:
-                self.cancel(holding)
+        for assignment in step.assignments:
+            self.remember(assignment)
+            if not assignment.won:
+                self.cancel(assignment)
 
-    def cancel(self, holding: Holding) -> None:
+    def cancel(self, assignment: PartAssignment) -> None:
         """Tell a holder, once, that no more of its push will count than has."""
-        member = self._members.get(holding.seat)
-        if member is not None and not holding.is_cancelled:
-            holding.is_cancelled = True
-            counted = 0 if holding.backup else holding.num_counted
-            member.session.send_urgent(Cancel(lease=holding.key, num_buckets=counted))
+        member = self._members.get(assignment.session_id)
+        if member is not None and not assignment.is_cancelled:
+            assignment.is_cancelled = True
+            counted = 0 if assignment.backup else assignment.num_counted
+            member.session.send_urgent(Cancel(lease=assignment.key, num_buckets=counted))
 
-    def cancel_others(self, winner: Holding) -> None:
+    def cancel_others(self, winner: PartAssignment) -> None:
         """A part is finished: tell who else holds it."""
-        for holding in list(winner.part.holdings):
-            if holding is not winner:
-                self.cancel(holding)
+        for assignment in list(winner.part.assignments):
+            if assignment is not winner:
+                self.cancel(assignment)
 
     def broadcast(self, frame: Frame) -> None:
         """Send a commit to all, also to joiners."""
@@ -317,11 +320,11 @@ class Members:
         self._weights = (-1, {})
 
     @property
-    def laggards(self) -> list[Member]:
+    def laggards(self) -> list[StepMember]:
         """Those that have not been sent the oldest mean that is kept: its memory is needed now."""
         return [member for member in self._members.values() if member.lags(self._num_turns)]
 
-    def park(self, member: Member, now: float) -> None:
+    def park(self, member: StepMember, now: float) -> None:
         """Send a member no more steps; it is told what counted of its last push."""
         member.park(self._fates.get(member.worker.member.instance, (None, 0)), now)
 
@@ -336,9 +339,11 @@ class Members:
                 member.stream = StateStream(self._replica, self._incarnation)
                 member.resumed_at = now
 
-    def send_weights(self, seat: int, version: int, buckets: Sequence[int]) -> Member | None:
+    def send_weights(
+        self, session_id: int, version: int, buckets: Sequence[int]
+    ) -> StepMember | None:
         """Send a member these buckets of the weights; None if it is none, or they do not exist."""
-        member = self._members.get(seat)
+        member = self._members.get(session_id)
         if member is None or not member.joined or not buckets:
             return None
         if max(buckets) >= len(self._replica.buckets):

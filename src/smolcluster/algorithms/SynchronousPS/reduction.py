@@ -16,7 +16,7 @@ from torch import Tensor
 from smolcluster.algorithms.SynchronousPS.rule import weight
 from smolcluster.algorithms.SynchronousPS.state import digests_spec
 from smolcluster.algorithms.SynchronousPS.step import Step
-from smolcluster.cluster.inbox import Event, Said
+from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.pushing import PushOrder
 from smolcluster.cluster.session import Receiver
 from smolcluster.cluster.tensors import bucket_length, bucket_spec, bytes_of
@@ -38,8 +38,8 @@ MAX_TURNS = 64
 class PartArrived(Event):
     """A frame of a push arrived. `reduced`: it completed its bucket; `whole`: it was the push's last one."""
 
-    def __init__(self, seat: int, push: Push, *, reduced: bool, whole: bool) -> None:
-        self.seat = seat
+    def __init__(self, session_id: int, push: Push, *, reduced: bool, whole: bool) -> None:
+        self.session_id = session_id
         self.push = push
         self.reduced = reduced
         self.whole = whole
@@ -62,14 +62,14 @@ class Reduction:
         self._locks = [threading.Lock() for _ in self._buckets]
         shape = (replica.num_params,)
         dtype = replica.params.dtype
-        self.num_turns = max(2, min(MAX_TURNS, SPARE_BYTES // replica.params.nbytes))
+        self.num_buffers = max(2, min(MAX_TURNS, SPARE_BYTES // replica.params.nbytes))
         """Steps after which the memory of a mean is used again."""
-        turns = range(self.num_turns)
+        turns = range(self.num_buffers)
         if self._codec.lossless:
             self._sums = [torch.empty(shape, dtype=dtype) for _ in turns]
             self._feedback = None
         else:
-            self._sums = [torch.empty(shape, dtype=dtype)] * self.num_turns
+            self._sums = [torch.empty(shape, dtype=dtype)] * self.num_buffers
             self._feedback = ErrorFeedback(self._codec, replica.num_params)
         self._encoded = [self._new_encoded() for _ in turns]
         self._frames: list[list[weakref.ref[Frame]]] = [[] for _ in turns]
@@ -106,7 +106,7 @@ class Reduction:
         """Begin a step in the oldest one's memory, or in new memory if a link is still busy with that."""
         self._num_added = [0] * len(self._buckets)
         self._step = step
-        turn = step.version % self.num_turns
+        turn = step.version % self.num_buffers
         if any(frame() is not None for frame in self._frames[turn]):
             self._encoded[turn] = self._new_encoded()
             if self._codec.lossless:
@@ -114,19 +114,19 @@ class Reduction:
         self._frames[turn].clear()
 
     def close(self) -> None:
-        """The open step is over; its mean stays for `num_turns` steps."""
+        """The open step is over; its mean stays for `num_buffers` steps."""
         if self._feedback is not None and self._step is not None:
             self._feedback.commit()
             self._residual_samples = self._step.batch.num_samples
         self._step = None
 
-    def add(self, seat: int, push: Push, gradient: Tensor) -> bool:
+    def add(self, session_id: int, push: Push, gradient: Tensor) -> bool:
         """Add a bucket (n,) of a part's mean gradient, if it counts; returns whether that completes it.
 
         Any thread.
         """
         step = self._step
-        part = step.claim(seat, push) if step is not None else None
+        part = step.claim(session_id, push) if step is not None else None
         if step is None or part is None:
             return False
         number = push.bucket
@@ -167,7 +167,7 @@ class Reduction:
             tensor=bucket_spec(self._codec, bucket),
         )
         frame = frame_of(reduced, payload)
-        self._frames[version % self.num_turns].append(weakref.ref(frame))
+        self._frames[version % self.num_buffers].append(weakref.ref(frame))
         return frame
 
     def norm(self) -> float:
@@ -177,7 +177,7 @@ class Reduction:
     def pieces(self, version: int) -> Pieces:
         """The mean gradient as it was sent, in pieces of which each is valid until the next one."""
         if self._codec.lossless:
-            yield from self._replica.whole(self._sums[version % self.num_turns])
+            yield from self._replica.whole(self._sums[version % self.num_buffers])
             return
         codec = get_codec(self._codec.name)  # the other one is the readers'
         scratch = torch.empty(bucket_length(self._buckets[0]), dtype=codec.dtype)
@@ -201,10 +201,10 @@ class Reduction:
         self._norms[number] = _norm(total)
 
     def _sum_of(self, version: int, number: int) -> Tensor:
-        return self._sums[version % self.num_turns][self._buckets[number]]
+        return self._sums[version % self.num_buffers][self._buckets[number]]
 
     def _encoded_of(self, version: int, number: int) -> Tensor:
-        return self._encoded[version % self.num_turns][number]
+        return self._encoded[version % self.num_buffers][number]
 
     def _new_encoded(self) -> list[Tensor]:
         if self._codec.lossless:
@@ -217,9 +217,9 @@ class PartReceiver(Receiver):
     """Takes one worker's messages, in its reader's thread, and adds what it pushes to the sum."""
 
     def __init__(
-        self, seat: int, reduction: Reduction, codec_name: str, buckets: Sequence[slice]
+        self, session_id: int, reduction: Reduction, codec_name: str, buckets: Sequence[slice]
     ) -> None:
-        self._seat = seat
+        self._session_id = session_id
         self._reduction = reduction
         self._codec = get_codec(codec_name)
         self._lossless = get_codec(lossless_for(self._codec.dtype))
@@ -236,12 +236,12 @@ class PartReceiver(Receiver):
         if not isinstance(message, Push):
             if isinstance(message, Skip):
                 self._order.give_up(message.lease)
-            return Said(self._seat, message)
+            return MessageReceived(self._session_id, message)
         whole = self._order.take(message)
-        reduced = self._reduction.add(self._seat, message, self._decoded(message, payload))
+        reduced = self._reduction.add(self._session_id, message, self._decoded(message, payload))
         if not (whole or reduced):
             return None
-        return PartArrived(self._seat, message, reduced=reduced, whole=whole)
+        return PartArrived(self._session_id, message, reduced=reduced, whole=whole)
 
     def _decoded(self, push: Push, payload: memoryview) -> Tensor:
         if push.tensor.codec == self._lossless.name:

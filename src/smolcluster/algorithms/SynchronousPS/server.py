@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.SynchronousPS import rule
-from smolcluster.algorithms.SynchronousPS.members import Member, Members
+from smolcluster.algorithms.SynchronousPS.members import Members, StepMember
 from smolcluster.algorithms.SynchronousPS.reduction import (
     PartArrived,
     PartReceiver,
@@ -34,11 +34,11 @@ from smolcluster.algorithms.SynchronousPS.sharing import patience_s
 from smolcluster.algorithms.SynchronousPS.state import digests_of
 from smolcluster.algorithms.SynchronousPS.step import Part, Step
 from smolcluster.cluster.dispatcher import Range
-from smolcluster.cluster.hub import Departed, Joined
-from smolcluster.cluster.inbox import Event, Said
+from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.report import StepTaken
-from smolcluster.cluster.saver import Subject
+from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.cluster.worker import Worker
+from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import EpochOrders
 from smolcluster.runs.summary import Summary
 from smolcluster.training.schedule import learning_rate
@@ -55,8 +55,8 @@ class Server:
     def __init__(self, context: ServerContext) -> None:
         self.context = context
         self.cluster, self.train = context.settings.cluster, context.run.train
-        self.replica = context.bench.replica
-        num_samples = context.bench.dataset.train.num_samples
+        self.replica = context.training.replica
+        num_samples = context.training.dataset.train.num_samples
         self.orders = EpochOrders(context.run.seed, num_samples)
         self.total_samples = self.train.num_epochs * num_samples
         self.num_grants = 0
@@ -75,12 +75,12 @@ class Server:
             self.replica,
             self.cluster.batch_share,
             context.incarnation,
-            self.reduction.num_turns,
+            self.reduction.num_buffers,
         )
-        self.hub = context.open_hub(self.receiver_for)
-        self.report = self.hub.report
+        self.pool = context.open_pool(self.receiver_for)
+        self.report = self.pool.report
         self.evaluator = context.new_evaluator()
-        subject = Subject(self.replica, self.reduction.progress, self.reduction.residual)
+        subject = CheckpointSource(self.replica, self.reduction.progress, self.reduction.residual)
         self.version = self.samples_applied = 0
         if state := context.resume(subject, self.report):
             self.version, self.samples_applied = state.step, state.samples_applied
@@ -93,15 +93,15 @@ class Server:
         )
         self.saver = context.new_saver(subject, self.report)
 
-    def receiver_for(self, seat: int) -> PartReceiver:
+    def receiver_for(self, session_id: int) -> PartReceiver:
         """What takes the messages of a new session."""
-        return PartReceiver(seat, self.reduction, self.context.codec, self.replica.buckets)
+        return PartReceiver(session_id, self.reduction, self.context.codec, self.replica.buckets)
 
     def run(self) -> Summary:
         """Serve until every sample of every epoch has been applied."""
-        with self.hub, self.evaluator, self.saver:
+        with self.pool, self.evaluator, self.saver:
             while not self.report.is_over:
-                for event in self.hub.next_events(TICK_S):
+                for event in self.pool.next_events(TICK_S):
                     self.handle(event)
                 self.advance(time.monotonic())
                 self.saver.tick()
@@ -111,17 +111,17 @@ class Server:
     def handle(self, event: Event) -> None:
         """Do what an event asks for."""
         match event:
-            case PartArrived(seat=seat, push=push):
+            case PartArrived(session_id=session_id, push=push):
                 if event.whole:
-                    self.on_answer(seat, push)
+                    self.on_answer(session_id, push)
                 if event.reduced:
                     self.on_reduced(push.bucket)
-            case Said(seat=seat, message=Skip() as skip):
-                self.on_answer(seat, skip)
-            case Said(seat=seat, message=Pull(buckets=None)):
-                self.on_fallen_behind(seat)
-            case Said(seat=seat, message=Pull(buckets=tuple() as buckets)):
-                self.on_drift(seat, buckets)
+            case MessageReceived(session_id=session_id, message=Skip() as skip):
+                self.on_answer(session_id, skip)
+            case MessageReceived(session_id=session_id, message=Pull(buckets=None)):
+                self.on_fallen_behind(session_id)
+            case MessageReceived(session_id=session_id, message=Pull(buckets=tuple() as buckets)):
+                self.on_drift(session_id, buckets)
             case Joined(worker, ready):
                 self.on_join(worker, ready)
             case Departed(worker):
@@ -129,7 +129,7 @@ class Server:
 
     def advance(self, now: float) -> None:
         """Do what nobody asks for: open a step, replace who is gone or late, let joiners catch up."""
-        if self.step is None and self.hub.started:
+        if self.step is None and self.pool.started:
             self.open_step(now)
         is_stuck = self.step is None
         if self.step is not None:
@@ -170,33 +170,36 @@ class Server:
         for part, (member, _) in zip(self.step.parts, taking, strict=True):
             self.assign(part, member, now)
 
-    def assign(self, part: Part, member: Member | None, now: float) -> None:
+    def assign(self, part: Part, member: StepMember | None, now: float) -> None:
         """Give a part to a member; without one it stays where it is."""
         if self.step is None or member is None:
             return
         self.num_grants += 1
-        late = next((holding.holder for holding in part.holdings if not holding.beaten), None)
-        holding = self.step.grant(part, member.worker, self.num_grants, now)
-        if holding.first_bucket == self.step.num_buckets:  # it has just been finished
-            self.step.give_up(holding)
+        late = next(
+            (assignment.holder for assignment in part.assignments if not assignment.superseded),
+            None,
+        )
+        assignment = self.step.grant(part, member.worker, self.num_grants, now)
+        if assignment.first_bucket == self.step.num_buckets:  # it has just been finished
+            self.step.give_up(assignment)
             return
         heartbeat_timeout_s = self.context.run.heartbeat_timeout_s
         least_s = self.cluster.timeout or heartbeat_timeout_s
-        holding.expected_s, is_known = self.members.expected_s(member, part.num_samples)
+        assignment.expected_s, is_known = self.members.expected_s(member, part.num_samples)
         if not is_known:
             least_s = max(least_s, heartbeat_timeout_s)
-        holding.due_at = holding.say_at = now + patience_s(holding.expected_s, least_s)
+        assignment.due_at = assignment.say_at = now + patience_s(assignment.expected_s, least_s)
         indices = self.orders[self.step.batch.epoch][part.start : part.stop]
         rows = self.context.rows_of(indices)
-        member.give(holding, self.version, self.learning_rate(), indices, rows)
-        if holding.backup:
+        member.give(assignment, self.version, self.learning_rate(), indices, rows)
+        if assignment.backup:
             self.context.log.info(
                 "%s takes over %d samples of step %d%s",
                 *(member.name, part.num_samples, self.step.version),
                 f" from {late.name}, which is late" if late else "",
             )
         if late:
-            samples = Range.of(holding.key)
+            samples = Range.of(assignment.key)
             self.report.lease_returned(late, samples, f"it is late: {member.name} has it too")
 
     def is_late(self, now: float) -> bool:
@@ -208,17 +211,17 @@ class Server:
 
     def tell_overdue(self, step: Step, now: float) -> None:
         """Say who holds up the step, again at twice the time; ever more seldom if it happens often."""
-        for holding in step.overdue(now):
-            waited_s = now - holding.granted_at
-            is_news = not holding.is_told
-            holding.is_told, holding.say_at = True, now + waited_s
-            member = self.members.get(holding.seat)
+        for assignment in step.overdue(now):
+            waited_s = now - assignment.granted_at
+            is_news = not assignment.is_told
+            assignment.is_told, assignment.say_at = True, now + waited_s
+            member = self.members.get(assignment.session_id)
             if member is None:
                 continue
             member.num_overdue += is_news
             reason = (
-                f"it has had {holding.part.num_samples} samples for {format_duration(waited_s)}, "
-                f"expected were {format_duration(holding.expected_s)}"
+                f"it has had {assignment.part.num_samples} samples for {format_duration(waited_s)}, "
+                f"expected were {format_duration(assignment.expected_s)}"
             )
             if not self.members.free:
                 reason += "; nobody is free to take them over"
@@ -228,7 +231,7 @@ class Server:
                     "step %d waits for %s: %s", step.version, member.name, reason
                 )
 
-    def park(self, member: Member, now: float) -> None:
+    def park(self, member: StepMember, now: float) -> None:
         """A member does not keep up: send it no more steps until its link has drained."""
         self.take_from(member.worker, "it does not keep up")
         self.members.park(member, now)
@@ -245,9 +248,9 @@ class Server:
                 *(member.name, reason),
             )
 
-    def on_fallen_behind(self, seat: int) -> None:
+    def on_fallen_behind(self, session_id: int) -> None:
         """A member has left steps out, or it has been parked: it needs the whole state."""
-        member = self.members.get(seat)
+        member = self.members.get(session_id)
         if member is None:
             return
         if member.stream is not None:
@@ -265,25 +268,25 @@ class Server:
                 "%s has no share in batch_share: it only stands in for others", worker.name
             )
 
-    def on_answer(self, seat: int, answer: Push | Skip) -> None:
+    def on_answer(self, session_id: int, answer: Push | Skip) -> None:
         """A member has done with a part: it pushed the whole of it, or will not."""
         now = time.monotonic()
-        holding = self.members.take_back(seat, answer, now)
-        if holding is None:
-            self.report.lost_push(f"seat {seat}", "it was not waited for")
+        assignment = self.members.take_back(session_id, answer, now)
+        if assignment is None:
+            self.report.lost_push(f"session {session_id}", "it was not waited for")
             return
-        is_open = self.step is not None and holding.part in self.step.parts
-        if holding.won:
+        is_open = self.step is not None and assignment.part in self.step.parts
+        if assignment.won:
             if is_open:
                 self.first_part_at = self.first_part_at or now
-            self.members.cancel_others(holding)
+            self.members.cancel_others(assignment)
         elif isinstance(answer, Push):
-            self.report.dropped(holding.holder, answer.lease, "duplicate", 0)
-            self.members.cancel(holding)
-        elif is_open and not holding.is_cancelled and holding.part.finished_by is None:
-            holding.holder.live_session.cut("it skipped a part that is wanted")
+            self.report.dropped(assignment.holder, answer.lease, "duplicate", 0)
+            self.members.cancel(assignment)
+        elif is_open and not assignment.is_cancelled and assignment.part.finished_by is None:
+            assignment.holder.live_session.cut("it skipped a part that is wanted")
         if self.step is not None:
-            self.step.give_up(holding)
+            self.step.give_up(assignment)
 
     def on_reduced(self, bucket: int) -> None:
         """Send the mean of a bucket to everybody; after the last one, commit."""
@@ -311,9 +314,9 @@ class Server:
         self.replica.step_pieces(self.reduction.pieces(step.version), clip, rate)
         self.tell(step, norm, rate)
 
-    def on_drift(self, seat: int, buckets: Sequence[int]) -> None:
+    def on_drift(self, session_id: int, buckets: Sequence[int]) -> None:
         """Send a member the weights in which it differs; it blends them with its own."""
-        member = self.members.send_weights(seat, self.version, buckets)
+        member = self.members.send_weights(session_id, self.version, buckets)
         if member is not None and is_power_of_two(member.num_drifts):
             self.context.log.warning(
                 "%s: %d of %d buckets of its weights differ from the server's after step %d (time %d that "
@@ -333,10 +336,10 @@ class Server:
 
     def take_from(self, worker: Worker, reason: str) -> None:
         """Nothing of the open step's parts that this worker holds counts any more."""
-        for holding in self.step.drop(worker.member.seat) if self.step else ():
-            self.members.remember(holding)
-            if holding.part.finished_by is None and not holding.part.num_hopeful:
-                self.report.lease_returned(worker, Range.of(holding.key), reason)
+        for assignment in self.step.drop(worker.member.session_id) if self.step else ():
+            self.members.remember(assignment)
+            if assignment.part.finished_by is None and not assignment.part.num_hopeful:
+                self.report.lease_returned(worker, Range.of(assignment.key), reason)
 
     def tell(self, step: Step, norm: float, rate: float) -> None:
         """Report a step that has been taken, and evaluate if it is time."""

@@ -23,7 +23,7 @@ MAX_HOLDERS = 2
 
 
 @dataclass(eq=False)
-class Holding:
+class PartAssignment:
     """A part in a member's hands. A `backup` copies somebody else's, from `first_bucket` on."""
 
     part: "Part"
@@ -39,13 +39,13 @@ class Holding:
     """When it is said next that it is overdue."""
     is_told: bool = False
     num_counted: int = 0
-    beaten: bool = False
+    superseded: bool = False
     is_cancelled: bool = False
 
     @property
-    def seat(self) -> int:
+    def session_id(self) -> int:
         """Its holder's session."""
-        return self.holder.member.seat
+        return self.holder.member.session_id
 
     @property
     def won(self) -> bool:
@@ -62,8 +62,8 @@ class Part:
     num_counted: int = 0
     loss: float = 0.0
     was_granted: bool = False
-    finished_by: Holding | None = None
-    holdings: list[Holding] = field(default_factory=list)
+    finished_by: PartAssignment | None = None
+    assignments: list[PartAssignment] = field(default_factory=list)
 
     @property
     def num_samples(self) -> int:
@@ -73,11 +73,13 @@ class Part:
     @property
     def num_hopeful(self) -> int:
         """Holders that may still finish it."""
-        return sum(not holding.beaten for holding in self.holdings)
+        return sum(not assignment.superseded for assignment in self.assignments)
 
     def is_overdue(self, now: float) -> bool:
         """Whether all who may still finish it should have done so long ago."""
-        return all(holding.beaten or now >= holding.due_at for holding in self.holdings)
+        return all(
+            assignment.superseded or now >= assignment.due_at for assignment in self.assignments
+        )
 
 
 class Step:
@@ -93,7 +95,7 @@ class Step:
         self.parts: list[Part] = []
         self._incarnation = incarnation
         self._lock = threading.Lock()
-        self._grants: dict[int, Holding] = {}
+        self._grants: dict[int, PartAssignment] = {}
         start = batch.start
         for size in sizes:
             self.parts.append(Part(start, start + size))
@@ -105,12 +107,12 @@ class Step:
         return sum(part.loss * part.num_samples for part in self.parts) / self.batch.num_samples
 
     @property
-    def holdings(self) -> list[Holding]:
+    def assignments(self) -> list[PartAssignment]:
         """All that was granted and not dropped."""
         with self._lock:
             return list(self._grants.values())
 
-    def grant(self, part: Part, holder: Worker, number: int, now: float) -> Holding:
+    def grant(self, part: Part, holder: Worker, number: int, now: float) -> PartAssignment:
         """Put a part into a member's hands; `number` is never used again in a run."""
         with self._lock:
             key = LeaseKey(
@@ -120,50 +122,57 @@ class Step:
                 stop=part.stop,
                 grant=number,
             )
-            holding = Holding(part, key, holder, part.num_counted, part.was_granted, now)
+            assignment = PartAssignment(part, key, holder, part.num_counted, part.was_granted, now)
             part.was_granted = True
-            part.holdings.append(holding)
-            self._grants[number] = holding
-            return holding
+            part.assignments.append(assignment)
+            self._grants[number] = assignment
+            return assignment
 
-    def claim(self, seat: int, push: Push) -> Part | None:
+    def claim(self, session_id: int, push: Push) -> Part | None:
         """Whether this bucket counts: the part if so, and then it must be added to the sum.
 
         Raises:
             ProtocolError: the push leaves out buckets that are still missing.
         """
         with self._lock:
-            holding = self._grants.get(push.lease.grant)
-            if holding is None or (holding.seat, holding.key) != (seat, push.lease):
+            assignment = self._grants.get(push.lease.grant)
+            if assignment is None or (assignment.session_id, assignment.key) != (
+                session_id,
+                push.lease,
+            ):
                 return None
-            part = holding.part
-            if push.bucket > part.num_counted and not holding.beaten:
+            part = assignment.part
+            if push.bucket > part.num_counted and not assignment.superseded:
                 raise ProtocolError(
                     f"its push leaves out bucket {part.num_counted} and goes on with {push.bucket}"
                 )
-            if holding.beaten or push.bucket != part.num_counted:
-                holding.beaten |= not holding.backup
+            if assignment.superseded or push.bucket != part.num_counted:
+                assignment.superseded |= not assignment.backup
                 return None
             part.num_counted += 1
-            holding.num_counted += 1
+            assignment.num_counted += 1
             part.loss = push.loss
             if part.num_counted == self.num_buckets:
-                part.finished_by = holding
+                part.finished_by = assignment
             return part
 
-    def drop(self, seat: int) -> list[Holding]:
+    def drop(self, session_id: int) -> list[PartAssignment]:
         """Take everything out of the hands of a member that has gone; returns what it was."""
         with self._lock:
-            dropped = [holding for holding in self._grants.values() if holding.seat == seat]
-            for holding in dropped:
-                self._remove(holding)
+            dropped = [
+                assignment
+                for assignment in self._grants.values()
+                if assignment.session_id == session_id
+            ]
+            for assignment in dropped:
+                self._remove(assignment)
             return dropped
 
-    def give_up(self, holding: Holding) -> None:
+    def give_up(self, assignment: PartAssignment) -> None:
         """Its holder will bring no more of it, if it is of this step at all."""
         with self._lock:
-            if self._grants.get(holding.key.grant) is holding:
-                self._remove(holding)
+            if self._grants.get(assignment.key.grant) is assignment:
+                self._remove(assignment)
 
     def orphans(self) -> list[Part]:
         """Unfinished parts that nobody works on."""
@@ -181,19 +190,19 @@ class Step:
             if part.num_hopeful and (part.num_hopeful < least or part.is_overdue(now))
         ]
 
-    def overdue(self, now: float) -> list[Holding]:
+    def overdue(self, now: float) -> list[PartAssignment]:
         """Holdings of unfinished parts of which it is time to say that they are overdue."""
         return [
-            holding
+            assignment
             for part in self._unfinished()
-            for holding in part.holdings
-            if now >= holding.say_at and not holding.beaten
+            for assignment in part.assignments
+            if now >= assignment.say_at and not assignment.superseded
         ]
 
     def _unfinished(self) -> list[Part]:
         with self._lock:
             return [part for part in self.parts if part.finished_by is None]
 
-    def _remove(self, holding: Holding) -> None:
-        del self._grants[holding.key.grant]
-        holding.part.holdings.remove(holding)
+    def _remove(self, assignment: PartAssignment) -> None:
+        del self._grants[assignment.key.grant]
+        assignment.part.assignments.remove(assignment)

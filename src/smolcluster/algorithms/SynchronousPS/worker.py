@@ -23,21 +23,21 @@ from functools import partial
 from torch import Tensor
 
 from smolcluster.algorithms.SynchronousPS import rule
-from smolcluster.algorithms.SynchronousPS.following import (
+from smolcluster.algorithms.SynchronousPS.state import STEP_COUNT, contents_of, digests_of
+from smolcluster.algorithms.SynchronousPS.step_receiver import (
     Committed,
     FellBehind,
     Outgoing,
     StateArrived,
     StepReceiver,
 )
-from smolcluster.algorithms.SynchronousPS.state import STEP_COUNT, contents_of, digests_of
-from smolcluster.cluster.inbox import Event, Said
+from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.link import Link
 from smolcluster.cluster.pushing import GradientSender
 from smolcluster.cluster.session import HEARTBEATS_PER_TIMEOUT
 from smolcluster.cluster.tensors import Assigned
 from smolcluster.errors import NonFiniteLoss, PeerLost
-from smolcluster.training.build import Workbench
+from smolcluster.training.build import TrainingContext
 from smolcluster.transport.messages import (
     MAX_PULLED_BUCKETS,
     Cancel,
@@ -56,14 +56,14 @@ FLUSH_S = 0.1
 class Worker:
     """A worker's part in a run, over all its sessions."""
 
-    def __init__(self, welcome: Welcome, bench: Workbench) -> None:
+    def __init__(self, welcome: Welcome, training: TrainingContext) -> None:
         self.codec = welcome.codec
         self.polyak_alpha = welcome.run.train.polyak_alpha
         self.patience_s = welcome.run.timeout or math.inf
         self.longest_wait_s = welcome.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
-        self.bench = bench
-        self.replica = bench.replica
-        self.sender = GradientSender(welcome.codec, bench.replica, in_place=True)
+        self.training = training
+        self.replica = training.replica
+        self.sender = GradientSender(welcome.codec, training.replica, in_place=True)
         self.version = 0
         self.num_joined = 0
         """Buckets of the server's state that have arrived in this session."""
@@ -116,7 +116,7 @@ class Worker:
         if self.is_wanted(task):
             started = time.perf_counter()
             try:
-                loss = task.compute(self.bench)
+                loss = task.compute(self.training)
             except NonFiniteLoss as error:
                 raise NonFiniteLoss(f"step {self.version + 1}: {error}") from error
             compute_s = time.perf_counter() - started
@@ -175,9 +175,9 @@ class Worker:
                 self.blend(event.state.bucket, event.values)
             case StateArrived() if not self.fell_behind:
                 self.join(event.state, event.values)
-            case Said(message=Cancel() as cancel):
+            case MessageReceived(message=Cancel() as cancel):
                 self.on_cancel(cancel)
-            case Said(message=Park() as park):
+            case MessageReceived(message=Park() as park):
                 self.begin_anew(park)
             case FellBehind() if self.receiver.has_fallen_behind:
                 self.fell_behind = True

@@ -11,8 +11,8 @@ from smolcluster.launch.doctor.findings import (
     Answer,
     Check,
     Context,
-    Facts,
     Finding,
+    MachineFacts,
     fail,
     fields,
     ok,
@@ -36,10 +36,10 @@ for tool in brew apt-get dnf pacman zypper apk; do
 done"""
 
 
-def read_facts(answer: Answer) -> Facts:
+def read_facts(answer: Answer) -> MachineFacts:
     """What the first contact has told."""
     told = fields(answer.stdout)
-    return Facts(
+    return MachineFacts(
         told.get("system", ""),
         told.get("machine", ""),
         told.get("system") == "Darwin" and told.get("apple_silicon") == "1",
@@ -52,7 +52,7 @@ def judge_system(answer: Answer, context: Context) -> Finding:
     facts = read_facts(answer)
     shown = f"{facts.system} {facts.machine}"
     if facts.system not in ("Linux", "Darwin") or not answer.ok:
-        said = facts.system or answer.last_words
+        said = facts.system or answer.stderr_tail
         return fail(
             f"it has no POSIX shell of Linux or macOS ({said})",
             f"on Windows install WSL 2 with an SSH server in it, and set nodes.{context.node}.ssh to that",
@@ -67,7 +67,7 @@ def judge_system(answer: Answer, context: Context) -> Finding:
     return ok(shown)
 
 
-def installing(facts: Facts, package: str) -> str:
+def installing(facts: MachineFacts, package: str) -> str:
     """The command that installs a package."""
     match facts.packages:
         case "":

@@ -107,7 +107,7 @@ def judge_port(answer: Answer, context: Context) -> Finding:
     listener, cluster = read_listener(answer), context.cluster
     if listener is None:
         return fail(
-            f"the test listener does not start ({answer.last_words})",
+            f"the test listener does not start ({answer.stderr_tail})",
             "there: `uv python install` brings a Python that can",
         )
     told = json.loads(answer.stdout)

@@ -113,7 +113,7 @@ def judge_torch(answer: Answer, context: Context) -> Finding:
     if "absent" in told:
         return skipped("no environment")
     if "torch" not in told:
-        return fail(f"PyTorch cannot be imported ({answer.last_words})", _anew(context))
+        return fail(f"PyTorch cannot be imported ({answer.stderr_tail})", _anew(context))
     torch = json.loads(told["torch"])
     return _wrong_build(torch, told.get("gpu", ""), context) or _with_device(torch, context)
 

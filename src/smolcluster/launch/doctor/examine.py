@@ -19,6 +19,7 @@ from smolcluster.configs.load import find_config, read_config
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.errors import LaunchError
+from smolcluster.launch.doctor.check_report import CheckReport, as_json_text, show
 from smolcluster.launch.doctor.checks import (
     CONTACT_SCRIPT,
     MACHINE_CHECKS,
@@ -34,7 +35,6 @@ from smolcluster.launch.doctor.checks_links import (
     stop_script,
 )
 from smolcluster.launch.doctor.checks_project import PROJECT_CHECKS
-from smolcluster.launch.doctor.diagnosis import Diagnosis, as_json_text, show
 from smolcluster.launch.doctor.findings import (
     Answer,
     Check,
@@ -64,7 +64,7 @@ SSH, HOST_KEY, SYSTEM, IDENTITY = "SSH", "host key", "system", "identity"
 
 
 @dataclass
-class Patient:
+class NodeChecks:
     """A node that is looked at; `findings` by the names of checks."""
 
     host: Host
@@ -89,17 +89,18 @@ def doctor(config: str | None, overrides: list[str], as_json: bool) -> int:
     cluster = load_settings(source, "nn", None, overrides).cluster
     raw = read_config(find_config(source, "cluster"), "cluster").get("nodes") or {}
     patients = [
-        Patient(host_of(cluster, node), context) for node, context in contexts(cluster, raw).items()
+        NodeChecks(host_of(cluster, node), context)
+        for node, context in contexts(cluster, raw).items()
     ]
     console = SteadyConsole(stderr=True)
     waiting = f"looking at {len(patients)} machine{'s' if len(patients) > 1 else ''} …"
     with console.status(waiting) if console.is_terminal else nullcontext():
-        diagnosis = examine(patients, cluster)
+        check_report = examine(patients, cluster)
     if as_json:
-        sys.stdout.write(as_json_text(diagnosis) + "\n")
+        sys.stdout.write(as_json_text(check_report) + "\n")
     else:
-        show(diagnosis, SteadyConsole(width=None if sys.stdout.isatty() else PLAIN_WIDTH))
-    return diagnosis.exit_code
+        show(check_report, SteadyConsole(width=None if sys.stdout.isatty() else PLAIN_WIDTH))
+    return check_report.exit_code
 
 
 def contexts(cluster: ClusterConfig, raw: Mapping[str, Mapping[str, Any]]) -> dict[str, Context]:
@@ -133,7 +134,7 @@ def contexts(cluster: ClusterConfig, raw: Mapping[str, Mapping[str, Any]]) -> di
     return known
 
 
-def examine(patients: Sequence[Patient], cluster: ClusterConfig) -> Diagnosis:
+def examine(patients: Sequence[NodeChecks], cluster: ClusterConfig) -> CheckReport:
     """Look at all of them at once."""
     for_all(patients, examine_machine)
     identities = {each.host.node: each.identity for each in patients if each.identity}
@@ -147,32 +148,32 @@ def examine(patients: Sequence[Patient], cluster: ClusterConfig) -> Diagnosis:
     with listening(server) as listener:
         checks = link_checks(cluster)
 
-        def examine_links(worker: Patient) -> None:
+        def examine_links(worker: NodeChecks) -> None:
             worker.context = replace(worker.context, listener=listener)
             look_at_all(worker, checks)
 
         for_all(workers, examine_links)
-    return Diagnosis({each.host.node: (each.context, each.findings) for each in patients})
+    return CheckReport({each.host.node: (each.context, each.findings) for each in patients})
 
 
-def for_all(patients: Sequence[Patient], task: Callable[[Patient], None]) -> None:
+def for_all(patients: Sequence[NodeChecks], task: Callable[[NodeChecks], None]) -> None:
     """Do a task for all of them at once."""
     with ThreadPoolExecutor(max_workers=max(1, len(patients))) as pool:
         for done in [pool.submit(task, each) for each in patients]:
             done.result()
 
 
-def examine_machine(patient: Patient) -> None:
+def examine_machine(node_checks: NodeChecks) -> None:
     """First contact, then the machine and the project on it."""
-    make_contact(patient)
-    look_at_all(patient, [*MACHINE_CHECKS, *PROJECT_CHECKS])
+    make_contact(node_checks)
+    look_at_all(node_checks, [*MACHINE_CHECKS, *PROJECT_CHECKS])
 
 
-def make_contact(patient: Patient) -> None:
+def make_contact(node_checks: NodeChecks) -> None:
     """Whether scripts can be run there, and on what system."""
-    context, findings = patient.context, patient.findings
+    context, findings = node_checks.context, node_checks.findings
     try:
-        answer = ask(patient.host, SYSTEM, CONTACT_SCRIPT, CONTACT_S)
+        answer = ask(node_checks.host, SYSTEM, CONTACT_SCRIPT, CONTACT_S)
     except Unreachable as error:
         wrong = fail(error.what, error.fix)
         if error.cause.startswith("host_key"):
@@ -186,32 +187,34 @@ def make_contact(patient: Patient) -> None:
         findings[SSH] = ok(f"{answer.took_s:.1f} s" if context.destination else "this machine")
         findings[HOST_KEY] = ok("known") if context.destination else skipped("this machine")
         findings[SYSTEM] = judged(judge_system, answer, context)
-        patient.context = replace(context, facts=read_facts(answer))
+        node_checks.context = replace(context, facts=read_facts(answer))
 
 
-def look_at_all(patient: Patient, checks: Iterable[Check]) -> None:
+def look_at_all(node_checks: NodeChecks, checks: Iterable[Check]) -> None:
     """Make the checks, some at once."""
     with ThreadPoolExecutor(MAX_SESSIONS) as pool:
-        running = {check.name: pool.submit(look_at, patient, check) for check in checks}
-        patient.findings |= {name: done.result()[0] for name, done in running.items()}
+        running = {check.name: pool.submit(look_at, node_checks, check) for check in checks}
+        node_checks.findings |= {name: done.result()[0] for name, done in running.items()}
 
 
-def look_at(patient: Patient, check: Check) -> tuple[Finding, Answer | None]:
+def look_at(node_checks: NodeChecks, check: Check) -> tuple[Finding, Answer | None]:
     """Make a check; the finding, and the answer where there is one."""
-    context = patient.context
-    if not patient.is_reached:
-        return skipped("needs SSH" if SYSTEM not in patient.findings else "unknown system"), None
+    context = node_checks.context
+    if not node_checks.is_reached:
+        return skipped(
+            "needs SSH" if SYSTEM not in node_checks.findings else "unknown system"
+        ), None
     if reason := check.why_not(context):
         return skipped(reason), None
     try:
         answer = ask(
-            patient.host, check.name, check.script(context), check.limit_s, check.stdin(context)
+            node_checks.host, check.name, check.script(context), check.limit_s, check.stdin(context)
         )
     except LaunchError as error:
         return refused(error, context, check.limit_s), None
     finding = judged(check.judge, answer, context)
     if check.name == IDENTITY and finding.state == "ok":
-        patient.identity = identity(answer)
+        node_checks.identity = identity(answer)
     return finding, answer
 
 
@@ -235,7 +238,7 @@ def judged(
     try:
         return judge(answer, context)
     except (ValueError, LookupError):
-        said = condensed(answer.last_words)
+        said = condensed(answer.stderr_tail)
         return fail(
             f"the answer makes no sense ({said})", f"{context.there('true')} should say nothing"
         )
@@ -253,7 +256,7 @@ def refused(error: LaunchError, context: Context, limit_s: float) -> Finding:
 
 
 @contextmanager
-def listening(server: Patient) -> Iterator[Listener | None]:
+def listening(server: NodeChecks) -> Iterator[Listener | None]:
     """Look at the server's port; the listener is there as long as the block lasts."""
     check = port_check()
     finding, answer = look_at(server, check)

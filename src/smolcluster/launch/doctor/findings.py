@@ -59,7 +59,7 @@ class Answer(Done):
 
 
 @dataclass(frozen=True)
-class Facts:
+class MachineFacts:
     """What the first contact tells of a machine.
 
     Attributes:
@@ -113,7 +113,7 @@ class Context:
     tree: Tree | None = None
     environment: str = ""
     token: str = ""
-    facts: Facts = field(default_factory=Facts)
+    facts: MachineFacts = field(default_factory=MachineFacts)
     listener: Listener | None = None
 
     @property

@@ -24,11 +24,11 @@ from smolcluster.launch.doctor.checks_links import (
 )
 from smolcluster.launch.doctor.findings import Context
 from smolcluster.launch.host import Host
-from smolcluster.launch.plan import Place
-from smolcluster.launch.prepare import everywhere
+from smolcluster.launch.plan import NodePaths
+from smolcluster.launch.prepare import run_on_all
 
 
-def check_packets(cluster: ClusterConfig, places: Mapping[str, Place]) -> None:
+def check_packets(cluster: ClusterConfig, places: Mapping[str, NodePaths]) -> None:
     """See that large packets pass; what cannot be measured is left to the run to tell.
 
     Raises:
@@ -65,7 +65,7 @@ def check_packets(cluster: ClusterConfig, places: Mapping[str, Place]) -> None:
             raise LaunchError(f"{host.node}: {what}: {fix}")
 
     try:
-        everywhere(ways, look)
+        run_on_all(ways, look)
     finally:
         with suppress(LaunchError):  # then it ends by itself
             server.run(stop_script(listener))

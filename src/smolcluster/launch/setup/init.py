@@ -28,7 +28,7 @@ from smolcluster.configs.schema import (
 )
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.host import HERE, Host
-from smolcluster.launch.prepare import everywhere
+from smolcluster.launch.prepare import run_on_all
 from smolcluster.launch.setup.cluster_file import ClusterFile
 from smolcluster.launch.setup.discover import Found, discover
 from smolcluster.launch.setup.links import (
@@ -61,7 +61,7 @@ NEEDED = (
 
 
 @dataclass(frozen=True)
-class Wish:
+class InitOptions:
     """What the user's flags say; None and empty: nothing.
 
     Attributes:
@@ -122,7 +122,9 @@ class Terminal:
             raise KeyboardInterrupt from None
 
 
-def init(wish: Wish, asker: Asker | None = None, *, console: Console | None = None) -> int:
+def init(
+    options: InitOptions, asker: Asker | None = None, *, console: Console | None = None
+) -> int:
     """Write a cluster file for the user's machines; returns the exit code.
 
     `asker` answers what the flags leave open; None: the user, if there is a terminal.
@@ -134,16 +136,16 @@ def init(wish: Wish, asker: Asker | None = None, *, console: Console | None = No
     if asker is None and sys.stdin.isatty() and sys.stdout.isatty():
         asker = Terminal()
     console = console or SteadyConsole()
-    algorithm = get_algorithm(wish.algorithm or DEFAULT_ALGORITHM).name
-    check_flags(wish)
-    target = wish.to or Path(f"cluster_config_{algorithm}.yaml")
-    if not may_write(target, wish, asker):
+    algorithm = get_algorithm(options.algorithm or DEFAULT_ALGORITHM).name
+    check_flags(options)
+    target = options.to or Path(f"cluster_config_{algorithm}.yaml")
+    if not may_write(target, options, asker):
         return 1
-    found = neighbours(console) if wish.discover else []
-    server, workers = machines(wish, asker, found, console)
-    file = draft(wish, algorithm, server, workers, console)
+    found = neighbours(console) if options.discover else []
+    server, workers = machines(options, asker, found, console)
+    file = draft(options, algorithm, server, workers, console)
     text = file.text(one_line(shlex.quote(str(target))), datetime.now().astimezone().date())
-    if asker and not wish.yes and not asker.confirm(f"Write {target}?"):
+    if asker and not options.yes and not asker.confirm(f"Write {target}?"):
         return 1
     write(target, text)
     print_line(
@@ -153,21 +155,21 @@ def init(wish: Wish, asker: Asker | None = None, *, console: Console | None = No
     return 0
 
 
-def check_flags(wish: Wish) -> None:
+def check_flags(options: InitOptions) -> None:
     """Refuse flags that are wrong, before anything is done.
 
     Raises:
         ConfigError: one line about the first of them.
     """
-    if not 1 <= wish.port <= 65535:
-        raise ConfigError(f"--port is {wish.port}, must be a whole number from 1 to 65535")
-    if wish.project_dir is not None and not _is_a(RemotePath, wish.project_dir):
+    if not 1 <= options.port <= 65535:
+        raise ConfigError(f"--port is {options.port}, must be a whole number from 1 to 65535")
+    if options.project_dir is not None and not _is_a(RemotePath, options.project_dir):
         raise ConfigError(
-            one_line(f"--project-dir is {wish.project_dir!r}, must be {A_REMOTE_PATH}")
+            one_line(f"--project-dir is {options.project_dir!r}, must be {A_REMOTE_PATH}")
         )
-    if wish.server is not None:
-        parse_machine(wish.server, "--server")
-    check_workers([parse_machine(text, "--worker") for text in wish.workers])
+    if options.server is not None:
+        parse_machine(options.server, "--server")
+    check_workers([parse_machine(text, "--worker") for text in options.workers])
 
 
 def parse_machine(text: str, flag: str) -> Host:
@@ -201,7 +203,7 @@ def check_workers(workers: Sequence[Host]) -> None:
         raise ConfigError(f"--worker names {node!r} twice, must name each node once")
 
 
-def may_write(target: Path, wish: Wish, asker: Asker | None) -> bool:
+def may_write(target: Path, options: InitOptions, asker: Asker | None) -> bool:
     """Whether the file may be written; asked before all else, so that no work is in vain.
 
     Raises:
@@ -211,9 +213,9 @@ def may_write(target: Path, wish: Wish, asker: Asker | None) -> bool:
         raise ConfigError(one_line(f"--to {target}: there is no folder {target.parent}"))
     if target.is_dir():
         raise ConfigError(one_line(f"--to {target}: is a folder, must be a file"))
-    if wish.force or not target.exists():
+    if options.force or not target.exists():
         return True
-    if asker is None or wish.yes:
+    if asker is None or options.yes:
         raise ConfigError(
             one_line(f"{target} is there already: --force writes over it, --to FILE names another")
         )
@@ -234,7 +236,7 @@ def neighbours(console: Console) -> list[Found]:
 
 
 def machines(
-    wish: Wish, asker: Asker | None, found: Sequence[Found], console: Console
+    options: InitOptions, asker: Asker | None, found: Sequence[Found], console: Console
 ) -> tuple[Host, list[Host]]:
     """The server and the workers, all of which let us in.
 
@@ -242,14 +244,14 @@ def machines(
         ConfigError: nobody can be asked for what is missing.
         LaunchError: a machine that a flag names cannot be reached.
     """
-    server = parse_machine(wish.server, "--server") if wish.server else None
-    workers = [parse_machine(text, "--worker") for text in wish.workers]
+    server = parse_machine(options.server, "--server") if options.server else None
+    workers = [parse_machine(text, "--worker") for text in options.workers]
     if asker is None and not (server and workers):
         raise ConfigError(NEEDED)
     named = {host.node: host for host in (*workers, *([server] if server else []))}
     if named:
         print_line(console, f"logging in to {', '.join(named)} …")
-        everywhere(list(named.values()), log_in)
+        run_on_all(list(named.values()), log_in)
     if asker and not (server and workers):
         server, asked = ask_machines(asker, server, found, console, workers=not workers)
         workers = workers or asked
@@ -358,12 +360,16 @@ def log_in(host: Host) -> None:
     if "at your service" not in done.stdout:
         raise LaunchError(
             f"{host.node} ({host.shown}): its shell does not run commands as a POSIX shell does: "
-            f"{done.last_words}"
+            f"{done.stderr_tail}"
         )
 
 
 def draft(
-    wish: Wish, algorithm: AlgorithmName, server: Host, workers: Sequence[Host], console: Console
+    options: InitOptions,
+    algorithm: AlgorithmName,
+    server: Host,
+    workers: Sequence[Host],
+    console: Console,
 ) -> ClusterFile:
     """The cluster file for some machines, whose links are measured for it.
 
@@ -372,8 +378,8 @@ def draft(
     """
     others = [worker for worker in workers if worker.node != server.node]
     interfaces = interfaces_of(server)
-    links = measured(server, others, interfaces, wish.port, console)
-    choices = chosen(server, links, wish.port)
+    links = measured(server, others, interfaces, options.port, console)
+    choices = chosen(server, links, options.port)
     for node, choice in choices.items():
         print_line(console, f"{node} reaches {server.node} best at {choice.ip}: {choice.reason}")
     own = most_used(choices, interfaces)
@@ -381,13 +387,13 @@ def draft(
         algorithm=algorithm,
         server=server.node,
         workers=[worker.node for worker in workers],
-        port=wish.port,
+        port=options.port,
         host_ip={server.node: own, **{node: choice.ip for node, choice in choices.items()}},
         remarks={
             server.node: "Server",
             **{node: choice.reason for node, choice in choices.items()},
         },
-        nodes=settings_of([server, *others], wish.project_dir),
+        nodes=settings_of([server, *others], options.project_dir),
     )
 
 

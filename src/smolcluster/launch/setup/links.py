@@ -257,5 +257,5 @@ def _ask(host: Host, limit_s: float, *arguments: str) -> dict[str, Any]:
         if done.ok and isinstance(found, dict):
             return found
     raise LaunchError(
-        f"{host.node} ({host.shown}): its links cannot be measured: {one_line(done.last_words)}"
+        f"{host.node} ({host.shown}): its links cannot be measured: {one_line(done.stderr_tail)}"
     )

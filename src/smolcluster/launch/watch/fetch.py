@@ -47,7 +47,7 @@ MISSING = "sudo apt install rsync, or brew install rsync"
 
 
 @dataclass(frozen=True)
-class Part:
+class RemoteFiles:
     """Files that one process has left on its machine.
 
     Attributes:
@@ -137,17 +137,17 @@ def _check_rsync() -> None:
         raise LaunchError(f"rsync is not installed here: {MISSING}")
 
 
-def parts_of(launched: Launched, paths: RunPaths, *, checkpoints: bool) -> Iterator[Part]:
+def parts_of(launched: Launched, paths: RunPaths, *, checkpoints: bool) -> Iterator[RemoteFiles]:
     """What is to be brought: the server's run folder, and the logs that are in none of those before."""
     server, *workers = launched.processes
     left_out = NOT_FETCHED if checkpoints else (*NOT_FETCHED, "/checkpoints")
     if not is_here(server, paths):
-        yield Part(Host(server.node, server.ssh), server.run_dir, paths.root, left_out)
+        yield RemoteFiles(Host(server.node, server.ssh), server.run_dir, paths.root, left_out)
     done = {(server.ssh, server.run_dir)}
     for worker in workers:
         if (worker.ssh, worker.run_dir) not in done and not is_here(worker, paths):
             host = Host(worker.node, worker.ssh)
-            yield Part(host, f"{worker.run_dir}/logs", paths.logs, (".shipped.*", ".*.tmp"))
+            yield RemoteFiles(host, f"{worker.run_dir}/logs", paths.logs, (".shipped.*", ".*.tmp"))
         done.add((worker.ssh, worker.run_dir))
 
 
@@ -156,7 +156,7 @@ def is_here(process: LaunchedProcess, paths: RunPaths) -> bool:
     return process.ssh is None and Path(process.run_dir).expanduser().resolve() == paths.root
 
 
-def rsync_command(part: Part) -> list[str]:
+def rsync_command(part: RemoteFiles) -> list[str]:
     """The command that brings a part.
 
     To rsync the machine is called `env`, which our `ssh` takes as the first word of the remote command, where
@@ -182,7 +182,7 @@ def rsync_command(part: Part) -> list[str]:
     ]
 
 
-def _bring(part: Part) -> None:
+def _bring(part: RemoteFiles) -> None:
     """Bring a part.
 
     Errors go to a file, for the reason that `run_here` has.

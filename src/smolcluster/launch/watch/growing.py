@@ -80,14 +80,14 @@ look() {{
 
 
 @dataclass(frozen=True)
-class Place:
+class ReadPosition:
     """Where to go on reading: in the file of that inode, 0 for none yet, at that offset."""
 
     inode: int = 0
     offset: int = 0
 
 
-def growing_script(files: Sequence[str], places: Sequence[Place], *, follow: bool) -> str:
+def growing_script(files: Sequence[str], places: Sequence[ReadPosition], *, follow: bool) -> str:
     """What sends the files (words of a shell) from these places on; with `follow` without end."""
     start = "; ".join(
         f"i{index}={place.inode} o{index}={place.offset}" for index, place in enumerate(places)
@@ -199,8 +199,8 @@ class Lines:
 
     def take(self, piece: Piece) -> list[bytes]:
         """The lines that are whole now."""
-        place = Place(self.inode, self.offset + self._left_out + len(self._held))
-        if Place(piece.inode, piece.offset) != place:  # it begins anew
+        place = ReadPosition(self.inode, self.offset + self._left_out + len(self._held))
+        if ReadPosition(piece.inode, piece.offset) != place:  # it begins anew
             self.inode, self.offset = piece.inode, piece.offset
             self._held, self._left_out = b"", 0
         *lines, last = piece.data.split(b"\n")
@@ -218,10 +218,10 @@ class Lines:
         """What is there of a last line that has no end."""
         return [self._held] if self._held else []
 
-    def forget_half(self) -> Place:
+    def forget_half(self) -> ReadPosition:
         """Drop what is held of a half line; returns where to go on."""
         self._held, self._left_out = b"", 0
-        return Place(self.inode, self.offset)
+        return ReadPosition(self.inode, self.offset)
 
 
 class Pipe:

@@ -24,7 +24,7 @@ from rich.text import Text
 from smolcluster.errors import DataError, SmolclusterError
 from smolcluster.launch.find import all_runs
 from smolcluster.launch.tmux import TMUX_TIMEOUT_S
-from smolcluster.launch.watch.probe import Ask, Sighting, alive_of, look
+from smolcluster.launch.watch.probe import Ask, ProbeResult, alive_of, look
 from smolcluster.launch.watch.report import state_of
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
 from smolcluster.observability.view.listing import STARTING_S, began
@@ -235,19 +235,19 @@ def _elsewhere(read: _Read, ask: Ask | None) -> ListedRun:
     if known is not None and known.is_alive is False:
         return known
     try:
-        sighting = look(read.paths, ask)
+        probed = look(read.paths, ask)
     except SmolclusterError:
         return _line(read, "unknown", None, None, is_alive=None)
-    if sighting.processes[0].liveness == "unreachable":
+    if probed.processes[0].liveness == "unreachable":
         if known is None:
             return _line(read, "unknown", None, None, is_alive=None)
         return known.model_copy(update={"is_alive": None})
     run = _line(
         read,
-        state_of(sighting),
-        sighting.status,
-        sighting.summary,
-        is_alive=_is_alive(sighting),
+        state_of(probed),
+        probed.status,
+        probed.summary,
+        is_alive=_is_alive(probed),
         as_of=time.time(),
     )
     with suppress(SmolclusterError):
@@ -255,11 +255,11 @@ def _elsewhere(read: _Read, ask: Ask | None) -> ListedRun:
     return run
 
 
-def _is_alive(sighting: Sighting) -> bool | None:
-    seen = {each.liveness for each in sighting.processes}
+def _is_alive(probed: ProbeResult) -> bool | None:
+    seen = {each.liveness for each in probed.processes}
     if "running" in seen:
         return True
-    is_over = sighting.status is not None and sighting.status.is_over
+    is_over = probed.status is not None and probed.status.is_over
     return None if "unreachable" in seen and not is_over else False
 
 

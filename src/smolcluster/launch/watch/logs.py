@@ -51,7 +51,7 @@ _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
 @dataclass(frozen=True)
-class Source:
+class LogFile:
     """The log file of one process.
 
     Attributes:
@@ -74,7 +74,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LogLine:
     """One line: when it was written, in seconds since 1970, and by which process."""
 
     seconds: float
@@ -120,11 +120,11 @@ def logs(
 def is_over(paths: RunPaths) -> bool:
     """Whether nothing more will be said of a run that had begun."""
     try:
-        sighting = look(paths)
+        probed = look(paths)
     except SmolclusterError:
         return False
-    alive = {each.liveness for each in sighting.processes} - {"ended", "gone"}
-    has_begun = sighting.status is not None or sighting.summary is not None
+    alive = {each.liveness for each in probed.processes} - {"ended", "gone"}
+    has_begun = probed.status is not None or probed.summary is not None
     return has_begun and not alive
 
 
@@ -162,7 +162,7 @@ def since_when(text: str | None, now: datetime) -> float:
         ) from error
 
 
-def sources_of(paths: RunPaths) -> list[Source]:
+def sources_of(paths: RunPaths) -> list[LogFile]:
     """The log files of a run: on their machines if it was launched there, else those that are here.
 
     Raises:
@@ -173,8 +173,8 @@ def sources_of(paths: RunPaths) -> list[Source]:
     return _sources_here(paths)
 
 
-def _launched(process: LaunchedProcess, paths: RunPaths) -> Source:
-    return Source(
+def _launched(process: LaunchedProcess, paths: RunPaths) -> LogFile:
+    return LogFile(
         process.node,
         process.role,
         process.rank,
@@ -184,7 +184,7 @@ def _launched(process: LaunchedProcess, paths: RunPaths) -> Source:
     )
 
 
-def _sources_here(paths: RunPaths) -> list[Source]:
+def _sources_here(paths: RunPaths) -> list[LogFile]:
     here = Host("this machine")
     stems: dict[str, tuple[str, str, int | None]] = {}
     if paths.processes.is_file():
@@ -197,12 +197,12 @@ def _sources_here(paths: RunPaths) -> list[Source]:
             stems.setdefault(file.stem, process)
     files = {stem: paths.logs / f"{stem}.log" for stem in stems}
     return [
-        Source(node, role, rank, here, shlex.quote(str(files[stem])), files[stem])
+        LogFile(node, role, rank, here, shlex.quote(str(files[stem])), files[stem])
         for stem, (role, node, rank) in stems.items()
     ]
 
 
-def chosen(sources: Sequence[Source], node: str | None, rank: int | None) -> list[Source]:
+def chosen(sources: Sequence[LogFile], node: str | None, rank: int | None) -> list[LogFile]:
     """The sources of that machine and rank.
 
     Raises:
@@ -222,7 +222,7 @@ def chosen(sources: Sequence[Source], node: str | None, rank: int | None) -> lis
     return of_rank
 
 
-def entry_of(line: bytes, source: int, before: float) -> Entry | None:
+def entry_of(line: bytes, source: int, before: float) -> LogLine | None:
     """What a line of a file says; what is no JSON object is shown as it is. None: it is empty.
 
     `before` is the time of the line before it, for a line that has none.
@@ -230,7 +230,7 @@ def entry_of(line: bytes, source: int, before: float) -> Entry | None:
     said = parse_log_line(line, before)
     if said is None:
         return None
-    return Entry(said.seconds, source, said.level, said.message, said.exception)
+    return LogLine(said.seconds, source, said.level, said.message, said.exception)
 
 
 class LogView:
@@ -239,7 +239,7 @@ class LogView:
     def __init__(
         self,
         console: Console,
-        sources: Sequence[Source],
+        sources: Sequence[LogFile],
         lowest: int,
         start: float,
         *,
@@ -258,7 +258,7 @@ class LogView:
             for source, colour in zip(sources, itertools.cycle(COLOURS), strict=False)
         ]
 
-    def entries(self, source: int, lines: Iterable[bytes]) -> list[Entry]:
+    def entries(self, source: int, lines: Iterable[bytes]) -> list[LogLine]:
         """What the next lines of a source say that is wanted."""
         wanted = []
         for line in lines:
@@ -269,11 +269,11 @@ class LogView:
                     wanted.append(entry)
         return wanted
 
-    def _wants(self, entry: Entry) -> bool:
+    def _wants(self, entry: LogLine) -> bool:
         number = logging.getLevelNamesMapping().get(entry.level, logging.INFO)
         return entry.seconds >= self._start and number >= self._lowest
 
-    def show(self, entries: Iterable[Entry]) -> None:
+    def show(self, entries: Iterable[LogLine]) -> None:
         """Print them in the order of their times."""
         for entry in sorted(entries, key=lambda each: each.seconds):
             if self._as_json:
@@ -284,10 +284,10 @@ class LogView:
             for line in entry.exception[: 10 * MAX_SHOWN].splitlines():
                 self._print(entry, Text(f"    {self._displayable(line)}", style="dim"))
 
-    def _print(self, entry: Entry, text: Text) -> None:
+    def _print(self, entry: LogLine, text: Text) -> None:
         print_line(self.console, Text.assemble(self._prefixes[entry.source], " | ", text))
 
-    def _print_json(self, entry: Entry) -> None:
+    def _print_json(self, entry: LogLine) -> None:
         source = self.sources[entry.source]
         values = {
             "ts": utc_timestamp(entry.seconds),
@@ -307,7 +307,7 @@ class LogView:
         return displayable(self.console, text[:MAX_SHOWN] + more)
 
 
-def _by_host(sources: Sequence[Source]) -> dict[Host, list[int]]:
+def _by_host(sources: Sequence[LogFile]) -> dict[Host, list[int]]:
     hosts: dict[Host, list[int]] = {}
     for index, source in enumerate(sources):
         hosts.setdefault(source.host, []).append(index)
@@ -337,7 +337,7 @@ class _Fetched:
 
     def __init__(self, view: LogView, host: Host, own: list[int]) -> None:
         self._view, self._host, self._own = view, host, own
-        self.entries: list[Entry] = []
+        self.entries: list[LogLine] = []
         self.problems: list[str] = []
 
     def read(self) -> None:
@@ -432,7 +432,7 @@ def _reader(
 
 def _show_first(view: LogView, news: "queue.Queue[_News]", missing: set[Host]) -> None:
     """Print what is there, as soon as each machine has said all or that it cannot."""
-    entries: list[Entry] = []
+    entries: list[LogLine] = []
     end = time.monotonic() + PATIENCE_S
     while missing and (left := end - time.monotonic()) > 0:
         with suppress(queue.Empty):
@@ -445,7 +445,7 @@ def _show_first(view: LogView, news: "queue.Queue[_News]", missing: set[Host]) -
 
 def _show_next(view: LogView, news: "queue.Queue[_News]") -> None:
     """Wait for something new, and print it with what comes soon after it."""
-    entries: list[Entry] = []
+    entries: list[LogLine] = []
     with suppress(queue.Empty):
         entries += _taken(view, news.get(timeout=1.0))
         end = time.monotonic() + TOGETHER_S
@@ -454,7 +454,7 @@ def _show_next(view: LogView, news: "queue.Queue[_News]") -> None:
     view.show(entries)
 
 
-def _taken(view: LogView, news: _News) -> list[Entry]:
+def _taken(view: LogView, news: _News) -> list[LogLine]:
     if news.kind == "word":
         print_line(view.problems, news.word)
     return view.entries(news.source, news.lines)

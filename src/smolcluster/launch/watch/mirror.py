@@ -16,7 +16,7 @@ from smolcluster.errors import DataError, SmolclusterError
 from smolcluster.launch.host import Host, shell_path
 from smolcluster.launch.watch.fetch import is_here
 from smolcluster.launch.watch.growing import Reader
-from smolcluster.launch.watch.probe import Sighting, look
+from smolcluster.launch.watch.probe import ProbeResult, look
 from smolcluster.observability.view.run import Files
 from smolcluster.runs.launched import Launched
 from smolcluster.runs.paths import RunPaths
@@ -78,7 +78,7 @@ class Mirror:
         paths: RunPaths,
         launched: Launched,
         folder: Path,
-        watch: Callable[[RunPaths], Sighting] = look,
+        watch: Callable[[RunPaths], ProbeResult] = look,
     ) -> None:
         self._paths = paths
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -150,15 +150,15 @@ class Mirror:
                 self._say("", str(error))
             self._stopped.wait(LOOK_EVERY_S)
 
-    def _take(self, sighting: Sighting) -> None:
+    def _take(self, probed: ProbeResult) -> None:
         """Copy what the server has written."""
         self._say("", None)
         with suppress(SmolclusterError, OSError):
-            if sighting.status is not None:
-                write_status(self._copy.status, sighting.status)
-            if sighting.summary is not None:
-                write_summary(self._copy.summary, sighting.summary)
-            elif sighting.status is not None:  # it was resumed
+            if probed.status is not None:
+                write_status(self._copy.status, probed.status)
+            if probed.summary is not None:
+                write_summary(self._copy.summary, probed.summary)
+            elif probed.status is not None:  # it was resumed
                 self._copy.summary.unlink(missing_ok=True)
 
     def _say(self, node: str, problem: str | None) -> None:

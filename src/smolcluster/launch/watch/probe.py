@@ -66,23 +66,23 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Sighting:
+class ProbeResult:
     """What was found of a run: its processes, the server first, and what the server wrote.
 
-    `last_words`: the server's, where it has ended and left some.
+    `stderr_tail`: the server's, where it has ended and left some.
     """
 
     processes: tuple[Seen, ...]
     status: RunStatus | None
     summary: Summary | None
     now: datetime
-    last_words: str | None = None
+    stderr_tail: str | None = None
 
 
 Ask = Callable[[Host, str], str]
 
 
-def look(paths: RunPaths, ask: Ask | None = None) -> Sighting:
+def look(paths: RunPaths, ask: Ask | None = None) -> ProbeResult:
     """Look at a run.
 
     Raises:
@@ -117,7 +117,7 @@ def ask_host(host: Host, script: str) -> str:
     return host.run(script, timeout_s=LIMIT_S).stdout
 
 
-def _look_at(host: Host, launched: Launched, ask: Ask) -> Sighting:
+def _look_at(host: Host, launched: Launched, ask: Ask) -> ProbeResult:
     """Look at what a run has on one machine."""
     own = [each for each in launched.processes if (each.node, each.ssh) == _key(host)]
     try:
@@ -125,8 +125,8 @@ def _look_at(host: Host, launched: Launched, ask: Ask) -> Sighting:
     except LaunchError as error:
         why, fix = _reason(error), str(error)
         seen = [_found(each, "unreachable", why, fix) for each in own]
-        return Sighting(tuple(seen), None, None, instant(time.time()))
-    return Sighting(
+        return ProbeResult(tuple(seen), None, None, instant(time.time()))
+    return ProbeResult(
         tuple(_seen(each, said.get(f"process {index}", "")) for index, each in enumerate(own)),
         _parsed(RunStatus, said.get("status.json", "")),
         _parsed(Summary, said.get("summary.json", "")),
@@ -201,7 +201,7 @@ def _parsed(kind: type[File], text: str) -> File | None:
     return None
 
 
-def _look_here(paths: RunPaths) -> Sighting:
+def _look_here(paths: RunPaths) -> ProbeResult:
     """Look at a run all of whose processes are on this machine."""
     status, summary = or_none(read_status, paths.status), _summary_here(paths)
     is_over = summary is not None if status is None else status.is_over
@@ -211,7 +211,7 @@ def _look_here(paths: RunPaths) -> Sighting:
     ]
     seen = [_with_code(each, paths) for each in seen]
     words = _last_error(paths, seen[0])
-    return Sighting(tuple(seen), status, summary, instant(time.time()), words)
+    return ProbeResult(tuple(seen), status, summary, instant(time.time()), words)
 
 
 def _with_code(seen: Seen, paths: RunPaths) -> Seen:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from smolcluster.launch.watch.probe import Liveness, Seen, Sighting
+from smolcluster.launch.watch.probe import Liveness, ProbeResult, Seen
 from smolcluster.runs.paths import process_title
 from smolcluster.runs.status import Presence, WorkerStatus
 
@@ -78,17 +78,17 @@ class RunReport(_Part):
     processes: tuple[ProcessReport, ...]
 
 
-def report_of(run_id: str, algorithm: str | None, sighting: Sighting) -> RunReport:
+def report_of(run_id: str, algorithm: str | None, probed: ProbeResult) -> RunReport:
     """What was found of a run, as one value."""
-    processes = _processes(sighting)
-    status, summary, state = sighting.status, sighting.summary, state_of(sighting)
+    processes = _processes(probed)
+    status, summary, state = probed.status, probed.summary, state_of(probed)
     if status is not None:
         shared = set(RunReport.model_fields) & set(type(status).model_fields)
         values = {name: getattr(status, name) for name in shared}
-        age = None if status.is_over else status.age_s(sighting.now)
+        age = None if status.is_over else status.age_s(probed.now)
         values |= {"run_id": run_id, "state": state, "processes": processes, "age_s": age}
         if state in ("starting", "broken off"):
-            values |= {"reason": _why(sighting), "samples_per_s": None}
+            values |= {"reason": _why(probed), "samples_per_s": None}
         return RunReport.model_validate(values)
     if summary is not None:
         return RunReport(
@@ -107,17 +107,17 @@ def report_of(run_id: str, algorithm: str | None, sighting: Sighting) -> RunRepo
         run_id=run_id,
         algorithm=algorithm,
         state=state,
-        reason=_why(sighting) if state == "broken off" else None,
+        reason=_why(probed) if state == "broken off" else None,
         processes=processes,
     )
 
 
-def _why(sighting: Sighting) -> str | None:
+def _why(probed: ProbeResult) -> str | None:
     """Why a run has broken off, as far as its server's end tells."""
-    server = sighting.processes[0] if sighting.processes else None
+    server = probed.processes[0] if probed.processes else None
     if server is None or server.liveness == "running":
         return None
-    words = sighting.last_words
+    words = probed.stderr_tail
     if server.code in (None, 0):
         return words
     who = process_title(server.role, server.node)
@@ -126,14 +126,14 @@ def _why(sighting: Sighting) -> str | None:
     return f"{who} ended with exit code {server.code}" + (f": {words}" if words else "")
 
 
-def state_of(sighting: Sighting) -> State:
+def state_of(probed: ProbeResult) -> State:
     """How the run stands: what the server wrote, unless its process says otherwise."""
-    status = sighting.status
+    status = probed.status
     if status is not None and status.is_over:
         return status.word
-    if status is None and sighting.summary is not None:
+    if status is None and probed.summary is not None:
         return "ended"
-    server = sighting.processes[0].liveness if sighting.processes else "unknown"
+    server = probed.processes[0].liveness if probed.processes else "unknown"
     if server in ("unreachable", "unknown"):
         return "unknown"
     if server != "running":
@@ -141,25 +141,23 @@ def state_of(sighting: Sighting) -> State:
     return "starting" if status is None else status.state
 
 
-def _processes(sighting: Sighting) -> tuple[ProcessReport, ...]:
+def _processes(probed: ProbeResult) -> tuple[ProcessReport, ...]:
     """A report for each process that was launched, then for each worker that came by itself."""
-    known = {} if sighting.status is None else {w.rank: w for w in sighting.status.workers}
-    launched = {seen.rank for seen in sighting.processes}
+    known = {} if probed.status is None else {w.rank: w for w in probed.status.workers}
+    launched = {seen.rank for seen in probed.processes}
     strangers = [
         Seen(worker.node, "worker", rank, "unknown")
         for rank, worker in known.items()
         if rank not in launched
     ]
     return tuple(
-        _owner(seen, sighting)
-        if seen.rank is None
-        else _worker(seen, known.get(seen.rank), sighting)
-        for seen in (*sighting.processes, *strangers)
+        _owner(seen, probed) if seen.rank is None else _worker(seen, known.get(seen.rank), probed)
+        for seen in (*probed.processes, *strangers)
     )
 
 
-def _owner(seen: Seen, sighting: Sighting) -> ProcessReport:
-    status = sighting.status
+def _owner(seen: Seen, probed: ProbeResult) -> ProcessReport:
+    status = probed.status
     report = _bare(seen)
     if status is None:
         return report
@@ -168,15 +166,15 @@ def _owner(seen: Seen, sighting: Sighting) -> ProcessReport:
     if goes_on:
         values |= {
             "samples_per_s": status.samples_per_s,
-            "heartbeat_age_s": status.age_s(sighting.now),
-            "gpu": _gpu(status.vitals),
+            "heartbeat_age_s": status.age_s(probed.now),
+            "gpu": _gpu(status.process_stats),
         }
     return report.model_copy(update=values)
 
 
-def _worker(seen: Seen, worker: WorkerStatus | None, sighting: Sighting) -> ProcessReport:
+def _worker(seen: Seen, worker: WorkerStatus | None, probed: ProbeResult) -> ProcessReport:
     report = _bare(seen)
-    if worker is None or sighting.status is None:
+    if worker is None or probed.status is None:
         return report
     was_lost = worker.state == "lost" and (seen.liveness, seen.code) == ("ended", None)
     values: dict[str, object] = {
@@ -187,17 +185,21 @@ def _worker(seen: Seen, worker: WorkerStatus | None, sighting: Sighting) -> Proc
         "loss": worker.loss,
         "samples": worker.samples,
     }
-    if not sighting.status.is_over:
+    if not probed.status.is_over:
         values |= {
             "samples_per_s": worker.samples_per_s,
-            "heartbeat_age_s": worker.silent_s(sighting.now),
-            "gpu": _gpu(worker.vitals),
+            "heartbeat_age_s": worker.silent_s(probed.now),
+            "gpu": _gpu(worker.process_stats),
         }
     return report.model_copy(update=values)
 
 
-def _gpu(vitals: Mapping[str, float]) -> dict[str, float]:
-    found = ((name.removeprefix("gpu/"), value) for name, value in vitals.items() if "gpu/" in name)
+def _gpu(process_stats: Mapping[str, float]) -> dict[str, float]:
+    found = (
+        (name.removeprefix("gpu/"), value)
+        for name, value in process_stats.items()
+        if "gpu/" in name
+    )
     return dict(found)
 
 

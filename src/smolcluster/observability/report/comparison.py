@@ -38,7 +38,7 @@ from smolcluster.observability.report.chart import (
     percent,
     x_axis,
 )
-from smolcluster.observability.report.facts import Facts, Worker, read_run, workers_of
+from smolcluster.observability.report.facts import ReportData, Worker, read_run, workers_of
 from smolcluster.observability.report.page import UNKNOWN, moment_of, number, state_of
 from smolcluster.observability.report.render import write_page
 from smolcluster.observability.report.settings import differing
@@ -144,7 +144,7 @@ def compare(
                 console.print(Text(displayable(console, str(page))), soft_wrap=True)
 
 
-def comparison_of(facts: Sequence[Facts]) -> Comparison:
+def comparison_of(facts: Sequence[ReportData]) -> Comparison:
     """The runs side by side."""
     columns = [dict(_cells(outcome_of(each))) for each in facts]
     names = dict.fromkeys(name for column in columns for name in column)
@@ -164,7 +164,7 @@ def comparison_of(facts: Sequence[Facts]) -> Comparison:
     )
 
 
-def outcome_of(facts: Facts) -> Outcome:
+def outcome_of(facts: ReportData) -> Outcome:
     """What came of a run so far."""
     summary, status = facts.summary, facts.status
     values: dict[str, object] = {
@@ -186,7 +186,7 @@ def outcome_of(facts: Facts) -> Outcome:
     return Outcome.model_validate(values)
 
 
-def _of_cluster(facts: Facts, workers: Sequence[Worker]) -> dict[str, object]:
+def _of_cluster(facts: ReportData, workers: Sequence[Worker]) -> dict[str, object]:
     values: dict[str, object] = {
         "num_workers": len(workers),
         "num_workers_lost": sum(worker.num_losses for worker in workers),

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 from smolcluster.configs.resolve import Settings, load_resolved
 from smolcluster.errors import ConfigError, DataError, SmolclusterError
 from smolcluster.observability.curves import Curves, curves_of, kept, read_lines
+from smolcluster.observability.report.first_error import LogLine, Logs, Process, read_logs
+from smolcluster.observability.report.process_stats import ProcessStats, Whose, read_process_stats
 from smolcluster.observability.report.story import Story, read_story
-from smolcluster.observability.report.trouble import Line, Logs, Process, read_logs
-from smolcluster.observability.report.vitals import Vitals, Whose, read_vitals
 from smolcluster.runs.events import RunStarted, WorkerJoined, WorkerLeft, WorkerLost
 from smolcluster.runs.launched import read_launched
 from smolcluster.runs.lock import is_held
@@ -58,7 +58,7 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ReportData:
     """A run, as far as its files tell.
 
     Attributes:
@@ -76,7 +76,7 @@ class Facts:
     summary: Summary | None
     story: Story
     curves: Curves
-    vitals: Mapping[Whose, Vitals]
+    process_stats: Mapping[Whose, ProcessStats]
     logs: Logs
     problems: Sequence[str]
 
@@ -93,7 +93,7 @@ class _Known(NamedTuple):
     story: Story
 
 
-def read_run(paths: RunPaths) -> Facts:
+def read_run(paths: RunPaths) -> ReportData:
     """Its numbers and curves, without the logs and the reports of its processes.
 
     Raises:
@@ -102,7 +102,7 @@ def read_run(paths: RunPaths) -> Facts:
     return _read(paths, with_logs=False, ended_by=None)
 
 
-def read_facts(paths: RunPaths, ended_by: BaseException | None = None) -> Facts:
+def read_facts(paths: RunPaths, ended_by: BaseException | None = None) -> ReportData:
     """All of it; `ended_by`: what is just ending it, which no log tells yet.
 
     Raises:
@@ -111,25 +111,25 @@ def read_facts(paths: RunPaths, ended_by: BaseException | None = None) -> Facts:
     return _read(paths, with_logs=True, ended_by=ended_by)
 
 
-def _read(paths: RunPaths, *, with_logs: bool, ended_by: BaseException | None) -> Facts:
+def _read(paths: RunPaths, *, with_logs: bool, ended_by: BaseException | None) -> ReportData:
     problems: list[str] = []
     settings = _or_none(load_resolved, paths.config, problems)
     status = _or_none(read_status, paths.status, problems)
     summary = _or_none(read_summary, paths.summary, problems)
-    vitals: Mapping[Whose, Vitals] = {}
+    process_stats: Mapping[Whose, ProcessStats] = {}
     logs = Logs()
     try:
         story = read_story(paths.events)
         lines = kept(read_lines(paths.metrics), story.events)
         if with_logs:
-            vitals = read_vitals(paths.metrics)
+            process_stats = read_process_stats(paths.metrics)
             expected = _expected(paths, _Known(settings, status, story))
-            words = _last_words(ended_by, expected)
-            logs = read_logs(paths.logs, expected, story.events, _offsets(vitals), words)
+            words = _stderr_tail(ended_by, expected)
+            logs = read_logs(paths.logs, expected, story.events, _offsets(process_stats), words)
     except OSError as error:
         where, reason = error.filename or paths.root, error.strerror or str(error)
         raise SmolclusterError(f"cannot read {where}: {reason}") from error
-    return Facts(
+    return ReportData(
         paths=paths,
         is_alive=bool(is_held(paths.lock)),
         settings=settings,
@@ -139,7 +139,7 @@ def _read(paths: RunPaths, *, with_logs: bool, ended_by: BaseException | None) -
         summary=summary,
         story=story,
         curves=curves_of(paths.run_id, lines, story.events),
-        vitals=vitals,
+        process_stats=process_stats,
         logs=logs,
         problems=problems,
     )
@@ -167,9 +167,9 @@ def _started(story: Story) -> RunStarted | None:
     return next((event for event in events if isinstance(event, RunStarted)), None)
 
 
-def _offsets(vitals: Mapping[Whose, Vitals]) -> dict[Process, float]:
+def _offsets(process_stats: Mapping[Whose, ProcessStats]) -> dict[Process, float]:
     """How far a worker's clock was ahead of the server's when it last reported, seconds."""
-    known = {whose: each.values.get("clock_offset_s") for whose, each in vitals.items()}
+    known = {whose: each.values.get("clock_offset_s") for whose, each in process_stats.items()}
     return {
         Process("worker", whose.node, whose.rank): offset.newest
         for whose, offset in known.items()
@@ -197,16 +197,16 @@ def _expected(paths: RunPaths, known: _Known) -> list[Process]:
     return sorted(set(found), key=lambda each: (each.rank is not None, each.rank or 0, each.node))
 
 
-def _last_words(error: BaseException | None, expected: Sequence[Process]) -> Line | None:
+def _stderr_tail(error: BaseException | None, expected: Sequence[Process]) -> LogLine | None:
     """What the run's owner will say of its end; nothing of one that was asked for."""
     if error is None or not isinstance(error, Exception):
         return None
     owner = next((each.title for each in expected if each.rank is None), "server")
     text = "".join(traceback.format_exception(error))
-    return Line(time.time(), owner, "ERROR", str(error) or type(error).__name__, text)
+    return LogLine(time.time(), owner, "ERROR", str(error) or type(error).__name__, text)
 
 
-def workers_of(facts: Facts) -> list[Worker]:
+def workers_of(facts: ReportData) -> list[Worker]:
     """Everyone who took part, by rank; two if one machine had the place of another."""
     rows = _coming_and_going(facts.story)
     if facts.status is not None:

@@ -14,12 +14,12 @@ from typing import Any
 import smolcluster
 from smolcluster.observability.parsing import seconds_of
 from smolcluster.observability.report.chart import Chart, charts_of
-from smolcluster.observability.report.facts import Facts, Worker, read_facts, workers_of
+from smolcluster.observability.report.facts import ReportData, Worker, read_facts, workers_of
+from smolcluster.observability.report.first_error import FirstError, LogLine
+from smolcluster.observability.report.process_stats import SHARES, Measured, ProcessStats, Whose
 from smolcluster.observability.report.render import write_page
 from smolcluster.observability.report.settings import changed_settings
 from smolcluster.observability.report.story import Happening, told
-from smolcluster.observability.report.trouble import Line, Trouble
-from smolcluster.observability.report.vitals import SHARES, Measured, Vitals, Whose
 from smolcluster.runs.events import (
     CheckpointSaved,
     EpochFinished,
@@ -78,7 +78,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Said:
+class MessageReceived:
     """A line of a log."""
 
     when: str
@@ -99,7 +99,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Part:
+class PhaseShare:
     """A phase's part of a process's time."""
 
     phase: str
@@ -112,7 +112,7 @@ class Split:
     """Where one process's time went."""
 
     title: str
-    parts: Sequence[Part]
+    parts: Sequence[PhaseShare]
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class FirstTrouble:
     """What went wrong first, and what was said around it."""
 
     what: str
-    lines: Sequence[Said]
+    lines: Sequence[MessageReceived]
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def write_report(paths: RunPaths, ended_by: BaseException | None = None) -> Path
     return paths.report
 
 
-def page_of(facts: Facts, now: float) -> Page:
+def page_of(facts: ReportData, now: float) -> Page:
     """What is on the page that is written `now`, in seconds since 1970."""
     began = _began(facts)
     workers = workers_of(facts)
@@ -203,7 +203,7 @@ def page_of(facts: Facts, now: float) -> Page:
     )
 
 
-def _began(facts: Facts) -> float:
+def _began(facts: ReportData) -> float:
     """Seconds since 1970; 0 when it is not known."""
     if facts.story.events:
         return seconds_of(facts.story.events[0].ts, 0.0)
@@ -215,7 +215,7 @@ def moment_of(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
 
 
-def _subtitle(facts: Facts) -> str:
+def _subtitle(facts: ReportData) -> str:
     started = facts.started
     if started is None:
         return facts.algorithm or "Nothing is known of how it began."
@@ -226,7 +226,7 @@ def _subtitle(facts: Facts) -> str:
     return " · ".join([*parts, f"codec {started.codec}", f"{started.num_epochs} epochs"])
 
 
-def state_of(facts: Facts) -> State:
+def state_of(facts: ReportData) -> State:
     """How the run stands."""
     status = facts.status
     if status is not None and status.is_over:
@@ -252,7 +252,7 @@ def _ended(word: str, reason: str) -> State:
     return State(word, reason, "bad" if word == "failed" else "good")
 
 
-def _tiles(facts: Facts) -> Iterator[Tile]:
+def _tiles(facts: ReportData) -> Iterator[Tile]:
     summary, status = facts.summary, facts.status
     if summary is not None:
         final = summary.final
@@ -295,14 +295,14 @@ def number(value: float | None) -> str:
     return f"{value:.4f}" if is_plain else f"{value:.4g}"
 
 
-def _epochs(facts: Facts) -> str:
+def _epochs(facts: ReportData) -> str:
     epochs = facts.summary.epochs if facts.summary else None
     if epochs is None and facts.status is not None:
         return f"epoch {facts.status.epoch + 1} of {facts.status.num_epochs}"
     return f"{epochs} epoch{'s'[: epochs != 1]}" if epochs is not None else ""
 
 
-def _rate(facts: Facts, samples: int, wall_s: float) -> str:
+def _rate(facts: ReportData, samples: int, wall_s: float) -> str:
     if not wall_s:
         return ""
     tokens = facts.summary.tokens_per_sample if facts.summary else None
@@ -310,26 +310,28 @@ def _rate(facts: Facts, samples: int, wall_s: float) -> str:
     return f"{rate:,.0f} {'tokens' if tokens else 'samples'}/s"
 
 
-def _trouble(trouble: Trouble | None) -> FirstTrouble | None:
+def _trouble(trouble: FirstError | None) -> FirstTrouble | None:
     if trouble is None:
         return None
     at = f"{datetime.fromtimestamp(trouble.seconds, UTC):%H:%M:%S}"
     return FirstTrouble(f"{at} · {trouble.what}", [_said(line) for line in trouble.lines])
 
 
-def _said(line: Line) -> Said:
+def _said(line: LogLine) -> MessageReceived:
     when = f"{datetime.fromtimestamp(line.seconds, UTC):%H:%M:%S.%f}"[:-3] if line.seconds else ""
     looks = [line.level.lower() if line.level.isalpha() else "", "it" if line.is_it else ""]
-    return Said(when, line.source, line.message, line.exception, " ".join(filter(None, looks)))
+    return MessageReceived(
+        when, line.source, line.message, line.exception, " ".join(filter(None, looks))
+    )
 
 
-def _no_trouble(facts: Facts) -> str:
+def _no_trouble(facts: ReportData) -> str:
     if not facts.logs.read:
         return "No logs are here, and no worker was lost."
     return "Nothing: no worker was lost, and no log that is here has an error or a warning."
 
 
-def _log_notes(facts: Facts) -> Iterator[str]:
+def _log_notes(facts: ReportData) -> Iterator[str]:
     logs = facts.logs
     for kind, by_title in (("Errors", logs.num_errors), ("Warnings", logs.num_warnings)):
         if by_title:
@@ -342,8 +344,8 @@ def _log_notes(facts: Facts) -> Iterator[str]:
             f"Logs that are not here: {names}. `smolcluster fetch` brings those of other machines, and "
             "`smolcluster report` then writes this page anew."
         )
-    for whose, vitals in facts.vitals.items():
-        offset = vitals.values.get("clock_offset_s")
+    for whose, process_stats in facts.process_stats.items():
+        offset = process_stats.values.get("clock_offset_s")
         if whose.rank >= 0 and offset is not None and abs(offset.newest) >= SKEW_S:
             side = "ahead of" if offset.newest > 0 else "behind"
             off = format_duration(abs(offset.newest))
@@ -363,12 +365,12 @@ def _legend(charts: Sequence[Chart]) -> Iterator[tuple[str, str]]:
         yield "saved", "checkpoint"
 
 
-def _vitals_of(facts: Facts, worker: Worker) -> Vitals | None:
-    by_rank = (v for w, v in facts.vitals.items() if w.rank == worker.rank)
-    return facts.vitals.get(Whose(worker.rank, worker.node)) or next(by_rank, None)
+def _process_stats_of(facts: ReportData, worker: Worker) -> ProcessStats | None:
+    by_rank = (v for w, v in facts.process_stats.items() if w.rank == worker.rank)
+    return facts.process_stats.get(Whose(worker.rank, worker.node)) or next(by_rank, None)
 
 
-def _workers(facts: Facts, workers: Sequence[Worker]) -> Table:
+def _workers(facts: ReportData, workers: Sequence[Worker]) -> Table:
     is_stale = facts.algorithm == "edp"
     stale = ["mean staleness"] if is_stale else []
     numbers = ["samples", "share", *stale, "mean step", "joined", "lost"]
@@ -377,9 +379,9 @@ def _workers(facts: Facts, workers: Sequence[Worker]) -> Table:
     return Table(head, cut(rows), frozenset(range(2, 2 + len(numbers))))
 
 
-def _worker_row(facts: Facts, worker: Worker, *, is_stale: bool) -> list[str]:
-    vitals = _vitals_of(facts, worker)
-    step_s = vitals.step_s if vitals else None
+def _worker_row(facts: ReportData, worker: Worker, *, is_stale: bool) -> list[str]:
+    process_stats = _process_stats_of(facts, worker)
+    step_s = process_stats.step_s if process_stats else None
     tau = worker.mean_staleness
     stale = [UNKNOWN if tau is None else f"{tau:.2f}"] if is_stale else []
     return [
@@ -428,11 +430,11 @@ def cut(rows: list[Any], at_most: int = MAX_ROWS) -> list[Any]:
     return [*rows[: at_most // 2], row, *rows[-(at_most // 2) :]]
 
 
-def _splits(facts: Facts) -> Iterator[Split]:
-    for whose, vitals in facts.vitals.items():
+def _splits(facts: ReportData) -> Iterator[Split]:
+    for whose, process_stats in facts.process_stats.items():
         parts = [
-            Part(phase, 100 * share, f"{share:.0%}")
-            for phase, share in vitals.shares.items()
+            PhaseShare(phase, 100 * share, f"{share:.0%}")
+            for phase, share in process_stats.shares.items()
             if share >= 0.0005
         ]
         if parts:
@@ -445,7 +447,7 @@ def _process_title(whose: Whose) -> str:
     return process_title("worker", whose.node, whose.rank)
 
 
-def _links(facts: Facts, workers: Sequence[Worker]) -> Table:
+def _links(facts: ReportData, workers: Sequence[Worker]) -> Table:
     head = [
         *("worker", "sent", "MB/s", "most", "received", "MB/s", "most"),
         *("round trip", "waiting frames", "codec ratio"),
@@ -454,10 +456,10 @@ def _links(facts: Facts, workers: Sequence[Worker]) -> Table:
     return Table(head, cut(rows), frozenset(range(1, len(head))))
 
 
-def _link_row(facts: Facts, worker: Worker) -> list[str] | None:
+def _link_row(facts: ReportData, worker: Worker) -> list[str] | None:
     """A worker's link, with rates as it measured them; None: nothing is known of it."""
-    vitals = _vitals_of(facts, worker)
-    values = vitals.values if vitals else {}
+    process_stats = _process_stats_of(facts, worker)
+    values = process_stats.values if process_stats else {}
     if not (worker.sent_bytes or worker.received_bytes or "sent_bytes_per_s" in values):
         return None
     queue = values.get("queue")
@@ -479,7 +481,7 @@ def _megabytes(rate: Measured | None) -> list[str]:
     return [format_megabytes(rate.mean), format_megabytes(rate.most)]
 
 
-def _events(facts: Facts, began: float) -> list[Told]:
+def _events(facts: ReportData, began: float) -> list[Told]:
     happenings = facts.story.happenings
     left_out = len(happenings) - MAX_ROWS
     if left_out <= 0:
@@ -510,7 +512,7 @@ def _told(happening: Happening, began: float) -> Told:
     return Told(when, happening.first.ts, text, look)
 
 
-def _routine(facts: Facts) -> str:
+def _routine(facts: ReportData) -> str:
     names = (
         (EpochFinished, "epoch finished", "epochs finished"),
         (Evaluated, "evaluation", "evaluations"),
@@ -521,13 +523,13 @@ def _routine(facts: Facts) -> str:
     return f"Besides: {', '.join(said)}." if said else ""
 
 
-def _changed(facts: Facts) -> Table:
+def _changed(facts: ReportData) -> Table:
     changed = changed_settings(facts.settings) if facts.settings else []
     rows = [[each.key, each.value, each.default] for each in changed]
     return Table(["setting", "value", "default"], cut(rows))
 
 
-def _machines(facts: Facts) -> Table:
+def _machines(facts: ReportData) -> Table:
     head = ["process", "system", "processor", "cores", "memory", "Python", "PyTorch", "smolcluster"]
     rows = [_machine_row(title, said) for title, said in sorted(facts.logs.machines.items())]
     return Table(head, cut(rows), frozenset({3, 4}))

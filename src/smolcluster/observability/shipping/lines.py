@@ -22,7 +22,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
-class Entry:
+class LokiLine:
     """One line for Loki; `ns` are nanoseconds since 1970."""
 
     labels: Labels
@@ -42,7 +42,7 @@ def labels_of(stem: str, run_id: str) -> dict[str, str]:
     return labels if rank is None else labels | {"rank": str(rank)}
 
 
-def entry_of(line: bytes, labels: Mapping[str, str], now_ns: int) -> Entry | None:
+def entry_of(line: bytes, labels: Mapping[str, str], now_ns: int) -> LokiLine | None:
     """A line of a file with these labels; None: it is empty.
 
     A line that is not ours, or whose time is no time or in the future, gets `now_ns`.
@@ -54,7 +54,7 @@ def entry_of(line: bytes, labels: Mapping[str, str], now_ns: int) -> Entry | Non
     ns = _ns(fields.get("ts"))
     level = fields.get("level")
     known = {"level": level} if isinstance(level, str) and level in LEVELS else {}
-    return Entry(
+    return LokiLine(
         labels=tuple({**labels, **known}.items()),
         ns=ns if ns is not None and 0 < ns <= now_ns + MAX_AHEAD_NS else now_ns,
         text=_cut(text, fields),

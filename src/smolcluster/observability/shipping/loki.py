@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from smolcluster.errors import ConfigError
-from smolcluster.observability.shipping.lines import Entry, Labels
+from smolcluster.observability.shipping.lines import Labels, LokiLine
 from smolcluster.utils.words import one_line
 
 PUSH = "/loki/api/v1/push"
@@ -43,7 +43,7 @@ class Answer:
     retry_after_s: float = 0.0
 
 
-def push_body(entries: Iterable[Entry]) -> bytes:
+def push_body(entries: Iterable[LokiLine]) -> bytes:
     """The body of a push: entries by stream, the order within a stream kept, compressed."""
     streams: dict[Labels, list[list[str]]] = {}
     for entry in entries:

@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
-from smolcluster.observability.shipping.lines import Entry, Labels, entry_of, labels_of
+from smolcluster.observability.shipping.lines import Labels, LokiLine, entry_of, labels_of
 from smolcluster.runs.files import rotations, write_whole
 
 STATE = ".shipped.json"
@@ -41,7 +41,7 @@ class Head(BaseModel):
     digest: str
 
 
-class Place(BaseModel):
+class FilePosition(BaseModel):
     """How far a file has been taken, and how it begins."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -58,7 +58,7 @@ class Shipped(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    places: dict[str, Place] = {}
+    places: dict[str, FilePosition] = {}
     last_ns: dict[str, NonNegativeInt] = {}
 
 
@@ -66,12 +66,12 @@ class Shipped(BaseModel):
 class Batch:
     """Some lines in their order, and what is to be stored when Loki has them."""
 
-    entries: list[Entry] = field(default_factory=list)
-    places: dict[str, Place] = field(default_factory=dict)
+    entries: list[LokiLine] = field(default_factory=list)
+    places: dict[str, FilePosition] = field(default_factory=dict)
     last_ns: dict[str, int] = field(default_factory=dict)
     nbytes: int = 0
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: LokiLine) -> None:
         """Add a line, which comes after those of its stream that were before it.
 
         It keeps its time if that is much earlier: then the clock was ahead before, or was set back.
@@ -129,7 +129,7 @@ class Spool:
         self._run_id = folder.absolute().parent.name
         self._shipped = self._taken = _read_state(folder / STATE)
         """Up to where all has arrived, and up to where it has been taken: Loki may refuse some."""
-        self._seen: dict[str, Place] = {}
+        self._seen: dict[str, FilePosition] = {}
 
     def next_batch(self, *, at_end: bool = False) -> Batch:
         """The lines that come next, of each log some; with `at_end` also a last one that has no end."""
@@ -184,7 +184,7 @@ class Spool:
             if inode not in present or not present[inode].begins(end.head)
         )
         self._seen = {
-            inode: Place(offset=file.size, head=file.head(file.size))
+            inode: FilePosition(offset=file.size, head=file.head(file.size))
             for inode, file in present.items()
         }
 
@@ -221,7 +221,7 @@ class Spool:
             if entry := entry_of(line, labels, self._now_ns()):
                 batch.add(entry)
         if offset != start:
-            batch.places[file.inode] = Place(offset=offset, head=file.head(offset))
+            batch.places[file.inode] = FilePosition(offset=offset, head=file.head(offset))
         return is_whole
 
 

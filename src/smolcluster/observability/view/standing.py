@@ -56,7 +56,7 @@ def standing(known: Known) -> dict[str, Any]:
         "workers": _workers(known, is_over),
         "server": {
             "node": _server_node(known),
-            "vitals": _server_vitals(known),
+            "process_stats": _server_stats(known),
         },
         "staleness": _staleness(known),
     }
@@ -90,7 +90,13 @@ def _progress(known: Known, is_over: bool) -> dict[str, Any]:
         return {} if summary is None else _summed_up(summary)
     left = max(0, status.total_samples - status.samples_applied)
     eta_s = left / status.samples_per_s if status.samples_per_s and not is_over else None
-    names = set(RunStatus.model_fields) - {"run_id", "algorithm", "state", "workers", "vitals"}
+    names = set(RunStatus.model_fields) - {
+        "run_id",
+        "algorithm",
+        "state",
+        "workers",
+        "process_stats",
+    }
     values = status.model_dump(mode="json", include=names)
     return values | {"eta_s": eta_s}
 
@@ -119,8 +125,8 @@ def _server_node(known: Known) -> str | None:
     return known.started.node if known.started else next(named, None)
 
 
-def _server_vitals(known: Known) -> dict[str, float]:
-    told = known.status.vitals if known.status else {}
+def _server_stats(known: Known) -> dict[str, float]:
+    told = known.status.process_stats if known.status else {}
     return dict(told or known.reports.get(None, {}))
 
 
@@ -148,18 +154,20 @@ def _worker(worker: WorkerStatus, known: Known, is_over: bool) -> dict[str, Any]
     assert known.status is not None  # noqa: S101 - it is the worker's
     applied = sum(each.samples for each in known.status.workers)
     silent_s = worker.silent_s(known.status.updated_at) + (known.age_s or 0.0)
-    values = worker.model_dump(mode="json", exclude={"vitals"})
+    values = worker.model_dump(mode="json", exclude={"process_stats"})
     return values | {
         "state": worker.state,
         "share": worker.samples / applied if applied else 0.0,
         "silent_s": None if is_over else silent_s,
-        "vitals": _vitals(worker, known) if is_over or worker.state == "joined" else {},
+        "process_stats": _process_stats(worker, known)
+        if is_over or worker.state == "joined"
+        else {},
     }
 
 
-def _vitals(worker: WorkerStatus, known: Known) -> dict[str, float]:
+def _process_stats(worker: WorkerStatus, known: Known) -> dict[str, float]:
     """What it reported of itself last, which says nothing any more of one that has gone."""
-    return dict(worker.vitals) or dict(known.reports.get(worker.rank, {}))
+    return dict(worker.process_stats) or dict(known.reports.get(worker.rank, {}))
 
 
 def _staleness(known: Known) -> dict[str, Any]:

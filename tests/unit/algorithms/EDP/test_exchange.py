@@ -15,7 +15,7 @@ from smolcluster.algorithms.EDP.exchange import (
     WeightsArrived,
     state_frames,
 )
-from smolcluster.cluster.inbox import Event, Said
+from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.pushing import GradientSender
 from smolcluster.cluster.tensors import Assigned, work_payload
 from smolcluster.errors import ProtocolError
@@ -61,7 +61,7 @@ def test_a_lossless_push_arrives_bit_for_bit(codec: str, dtype: torch.dtype) -> 
     (event,) = deliver(frames[2:], receiver)
     assert isinstance(event, Pushed)
     assert torch.equal(event.gradient, gradient)
-    assert (event.seat, event.push.base_version, event.push.loss) == (SEAT, 7, 0.5)
+    assert (event.session_id, event.push.base_version, event.push.loss) == (SEAT, 7, 0.5)
     assert (event.push.lease, event.push.num_samples) == (lease(), 32)
 
 
@@ -151,7 +151,7 @@ def test_a_push_with_a_value_that_is_not_finite_is_refused(replica: Replica, val
 
 def test_other_messages_are_passed_on_with_their_seat(replica: Replica) -> None:
     receiver = GradientReceiver(SEAT, "fp32", replica.buckets)
-    assert receiver(Pull(), memoryview(b"")) == Said(SEAT, Pull())
+    assert receiver(Pull(), memoryview(b"")) == MessageReceived(SEAT, Pull())
 
 
 def weights_of(replica: Replica, version: int, seed: int) -> tuple[Tensor, list[Frame]]:
@@ -241,4 +241,4 @@ def test_an_assignment_is_unpacked(replica: Replica) -> None:
 
 def test_a_worker_hears_of_everything_else_as_it_is(replica: Replica) -> None:
     ack = Ack(lease=lease(), outcome="applied", version=4)
-    assert receiver_of(replica)(ack, memoryview(b"")) == Said(0, ack)
+    assert receiver_of(replica)(ack, memoryview(b"")) == MessageReceived(0, ack)

@@ -23,13 +23,13 @@ from smolcluster.algorithms.EDP.exchange import (
 from smolcluster.algorithms.EDP.server import Server
 from smolcluster.algorithms.EDP.worker import Worker
 from smolcluster.cluster.dispatcher import Dispatcher
-from smolcluster.cluster.inbox import Event, Said
+from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.link import Link
 from smolcluster.cluster.pushing import GradientSender
 from smolcluster.cluster.tensors import Assigned
 from smolcluster.errors import NonFiniteLoss, PeerLost
 from smolcluster.runs.events import PushDropped
-from smolcluster.training.build import Workbench, build
+from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.clipping import clip_gradient
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
@@ -50,7 +50,7 @@ BUCKET_BYTES = 16 * 1024
 MIXING = ("update_rule=mixing", "optimizer=sgd")
 
 
-def make_bench(*overrides: str) -> Workbench:
+def make_bench(*overrides: str) -> TrainingContext:
     settings = local_settings(*MIXING, *overrides)
     return build(
         settings.train,
@@ -192,8 +192,8 @@ class Office:
     def __init__(self, *overrides: str) -> None:
         settings = local_settings(*MIXING, *overrides)
         self.run = settings.run_config("test-run", "edp")
-        self.bench, self.twin = make_bench(*overrides), make_bench(*overrides)
-        self.replica = self.bench.replica
+        self.training, self.twin = make_bench(*overrides), make_bench(*overrides)
+        self.replica = self.training.replica
         self.link = ScriptedLink()
         self.worker = Worker(
             Welcome(
@@ -205,17 +205,17 @@ class Office:
                 codec="fp32",
                 heartbeat_timeout_s=5.0,
             ),
-            self.bench,
+            self.training,
         )
         self.worker.link = cast(Link, self.link)
         self.worker.pulling = False
         self._dispatcher = Dispatcher(
             incarnation="here",
-            num_samples=self.bench.dataset.train.num_samples,
+            num_samples=self.training.dataset.train.num_samples,
             num_epochs=1,
             batch_size=32,
             permutation=lambda _: torch.arange(
-                self.bench.dataset.train.num_samples, dtype=torch.int32
+                self.training.dataset.train.num_samples, dtype=torch.int32
             ),
         )
 
@@ -232,7 +232,9 @@ class Office:
         return self.twin.replica.snapshot()
 
     def acknowledge(self, lease: Assigned, outcome: Outcome = "applied") -> None:
-        self.link.events.append(Said(0, Ack(lease=lease.lease, outcome=outcome, version=1)))
+        self.link.events.append(
+            MessageReceived(0, Ack(lease=lease.lease, outcome=outcome, version=1))
+        )
 
 
 def test_a_worker_pushes_where_its_own_step_has_brought_it() -> None:

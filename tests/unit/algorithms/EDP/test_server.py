@@ -20,8 +20,8 @@ from peers import (
 )
 from smolcluster.algorithms.EDP.exchange import Pushed, StateReceiver, WeightsArrived
 from smolcluster.algorithms.EDP.server import LEASES_PER_WORKER, MAX_FAILURES, Server
-from smolcluster.cluster.hub import Departed
 from smolcluster.cluster.pushing import GradientSender
+from smolcluster.cluster.worker_pool import Departed
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLost, WorkerStalled
 from smolcluster.transport.frames import Frame, build_frame, check_head
@@ -91,7 +91,7 @@ def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
     settings = local_settings(*defaults, "optimizer=sgd", *overrides)
     with ExitStack() as rooms:
         parts = rooms.enter_context(server_parts(settings, tmp_path, BUCKET_BYTES))
-        assert len(parts.context.bench.replica.buckets) > 2
+        assert len(parts.context.training.replica.buckets) > 2
         yield Stage(Server(parts.context), parts, rooms)
 
 

@@ -10,7 +10,7 @@ import torch
 from harness import local_settings
 from smolcluster.algorithms.EDP.exchange import WeightsArrived
 from smolcluster.algorithms.EDP.worker import Worker
-from smolcluster.cluster.inbox import Event, Said
+from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.link import Link
 from smolcluster.cluster.tensors import Assigned, work_payload
 from smolcluster.errors import NonFiniteLoss, PeerLost
@@ -58,7 +58,7 @@ class Desk:
 
     def __init__(self, *overrides: str, codec: str = "fp32") -> None:
         settings = local_settings("optimizer=sgd", *overrides)
-        self.bench = build(
+        self.training = build(
             settings.train, settings.cluster.seed, settings.node.dataset, torch.device("cpu")
         )
         welcome = Welcome(
@@ -66,12 +66,12 @@ class Desk:
             incarnation="here",
             run=settings.run_config("test-run", "edp"),
             model_fingerprint="m",
-            bucket_bytes=self.bench.replica.bucket_bytes,
+            bucket_bytes=self.training.replica.bucket_bytes,
             codec=codec,
             heartbeat_timeout_s=5.0,
         )
         self.wire = Wire()
-        self.worker = Worker(welcome, self.bench)
+        self.worker = Worker(welcome, self.training)
         self.worker.link = cast(Link, self.wire)
         self.worker.pulling = False
 
@@ -86,7 +86,9 @@ class Desk:
         return Assigned(message, payload)
 
     def answer(self, task: Assigned, outcome: Outcome) -> None:
-        self.wire.events.append(Said(0, Ack(lease=task.lease, outcome=outcome, version=1)))
+        self.wire.events.append(
+            MessageReceived(0, Ack(lease=task.lease, outcome=outcome, version=1))
+        )
 
 
 def third_push(second_outcome: Outcome | None) -> bytes:
@@ -95,7 +97,7 @@ def third_push(second_outcome: Outcome | None) -> bytes:
     Before that, one more push had this outcome; None: there was none.
     """
     desk = Desk("staleness.bound=1", codec="int8")
-    start = desk.bench.replica.snapshot()
+    start = desk.training.replica.snapshot()
     outcomes: list[tuple[int, Outcome]] = [(0, "applied")]
     if second_outcome is not None:
         outcomes.append((1, second_outcome))
@@ -125,13 +127,13 @@ def test_an_answer_for_another_lease_is_not_taken_for_ones_own() -> None:
     desk.answer(desk.assigned(5), "applied")
     with pytest.raises(PeerLost):  # it waits for its own answer
         desk.worker.step(desk.assigned(1))
-    assert len(desk.wire.pushes) == len(desk.bench.replica.buckets), "nothing more was pushed"
+    assert len(desk.wire.pushes) == len(desk.training.replica.buckets), "nothing more was pushed"
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.3])
 def test_between_pulls_its_own_copy_steps_at_the_rate_it_was_told(rate: float) -> None:
     desk = Desk("gradient_clipping.enabled=false")
-    replica = desk.bench.replica
+    replica = desk.training.replica
     before = replica.snapshot()
     desk.worker.step(desk.assigned(0, rate))
     torch.testing.assert_close(replica.params, before - rate * replica.grads)
@@ -150,7 +152,7 @@ def test_a_copy_that_has_diverged_is_replaced_by_the_server_s_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     desk = Desk("optimizer=adam")
-    start = desk.bench.replica.snapshot()
+    start = desk.training.replica.snapshot()
     desk.worker.step(desk.assigned(0))
     desk.answer(desk.assigned(0), "applied")
     with monkeypatch.context() as patch:
@@ -163,7 +165,7 @@ def test_a_copy_that_has_diverged_is_replaced_by_the_server_s_weights(
     desk.worker.step(desk.assigned(2))
     assert desk.wire.said[1:] == [Pull()]
     assert desk.worker.base_version == 7
-    assert desk.bench.replica.optimizer.state["step"].item() == 1, "its optimizer began anew"
+    assert desk.training.replica.optimizer.state["step"].item() == 1, "its optimizer began anew"
     failing(desk, monkeypatch)
     desk.answer(desk.assigned(2), "applied")
     desk.worker.step(desk.assigned(3))  # not on fresh weights: it may try again
@@ -171,7 +173,7 @@ def test_a_copy_that_has_diverged_is_replaced_by_the_server_s_weights(
 
 def test_who_fails_again_on_fresh_weights_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk()
-    start = desk.bench.replica.snapshot()
+    start = desk.training.replica.snapshot()
     failing(desk, monkeypatch)
     desk.worker.step(desk.assigned(0))
     desk.wire.events.append(WeightsArrived(7, [start]))
@@ -181,7 +183,7 @@ def test_who_fails_again_on_fresh_weights_says_so(monkeypatch: pytest.MonkeyPatc
 
 def test_a_push_that_the_server_refuses_twice_in_a_row_ends_it() -> None:
     desk = Desk()
-    start = desk.bench.replica.snapshot()
+    start = desk.training.replica.snapshot()
     desk.worker.step(desk.assigned(0))
     desk.answer(desk.assigned(0), "non_finite")
     desk.worker.wait_until(lambda: not desk.wire.events)
@@ -195,9 +197,9 @@ def test_a_push_that_the_server_refuses_twice_in_a_row_ends_it() -> None:
 def test_of_a_gradient_that_cannot_be_encoded_whole_nothing_is_sent() -> None:
     desk = Desk(codec="int8")
     worker = desk.worker
-    assert len(desk.bench.replica.buckets) == 1
+    assert len(desk.training.replica.buckets) == 1
     lease = desk.assigned(0).lease
-    desk.bench.replica.grads[-1] = math.nan
+    desk.training.replica.grads[-1] = math.nan
     with pytest.raises(NonFiniteLoss):
         worker.frames(lease, 0, 0.5, 0.1)
     assert desk.wire.pushes == []
@@ -205,8 +207,8 @@ def test_of_a_gradient_that_cannot_be_encoded_whole_nothing_is_sent() -> None:
 
 def test_with_an_interval_of_1_it_waits_for_each_pull_and_does_not_step() -> None:
     desk = Desk("worker_update_interval=1")
-    before = desk.bench.replica.snapshot()
+    before = desk.training.replica.snapshot()
     with pytest.raises(PeerLost):  # no weights come
         desk.worker.step(desk.assigned(0))
     assert desk.wire.said == [Pull()]
-    assert torch.equal(desk.bench.replica.params, before)
+    assert torch.equal(desk.training.replica.params, before)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from peers import opened
-from smolcluster.algorithms.SynchronousPS.following import Committed, StepReceiver
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
-from smolcluster.algorithms.SynchronousPS.step import Holding, Step
+from smolcluster.algorithms.SynchronousPS.step import PartAssignment, Step
+from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, StepReceiver
 from smolcluster.cluster import membership
 from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.inbox import Event
@@ -33,8 +33,8 @@ DTYPES = {name: codec.dtype for name, codec in CODECS.items()}
 class Post(Session):
     """A session that goes nowhere: what is queued stays here."""
 
-    def __init__(self, seat: int = 1) -> None:
-        self.seat = seat
+    def __init__(self, session_id: int = 1) -> None:
+        self.session_id = session_id
         self.num_queued = 0
         self.num_sent = 0
         self.num_dropped = 0
@@ -77,10 +77,10 @@ class Post(Session):
         return [opened(frame)[0] for frame in self.frames]
 
 
-def worker_at(seat: int, node: str = "macbook", instance: str | None = None) -> Worker:
+def worker_at(session_id: int, node: str = "macbook", instance: str | None = None) -> Worker:
     """A worker with a session that goes nowhere."""
-    member = membership.Member(seat, seat, node, instance or f"{seat:016x}")
-    return Worker(member, Post(seat))
+    member = membership.Member(session_id, session_id, node, instance or f"{session_id:016x}")
+    return Worker(member, Post(session_id))
 
 
 def post_of(worker: Worker) -> Post:
@@ -137,11 +137,11 @@ def random_gradient(num_params: int, seed: int, dtype: torch.dtype = torch.float
 
 
 def add_part(
-    reduction: Reduction, replica: Replica, holding: Holding, gradient: Tensor
+    reduction: Reduction, replica: Replica, assignment: PartAssignment, gradient: Tensor
 ) -> list[bool]:
     """Bring every bucket of a part; returns which of them were complete then."""
     return [
-        reduction.add(holding.seat, push_of(holding.key, number), gradient[bucket])
+        reduction.add(assignment.session_id, push_of(assignment.key, number), gradient[bucket])
         for number, bucket in enumerate(replica.buckets)
     ]
 
@@ -152,8 +152,8 @@ def reduce_step(
     """Open a step of as many equal parts, bring them all, and return the frames of their mean."""
     step = opened_step(version, [8] * len(gradients))
     reduction.open(step)
-    for holding, gradient in zip(step.holdings, gradients, strict=True):
-        add_part(reduction, replica, holding, gradient)
+    for assignment, gradient in zip(step.assignments, gradients, strict=True):
+        add_part(reduction, replica, assignment, gradient)
     return [reduction.frame(version, number) for number in range(len(replica.buckets))]
 
 

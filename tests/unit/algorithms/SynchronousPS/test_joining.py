@@ -14,12 +14,12 @@ import torch
 
 from harness import local_settings
 from peers import DEADLINE_S, server_parts
-from smolcluster.algorithms.SynchronousPS.members import FRAMES_AHEAD, Member
+from smolcluster.algorithms.SynchronousPS.members import FRAMES_AHEAD, StepMember
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.worker import Worker
-from smolcluster.cluster.hub import Joined
 from smolcluster.cluster.pushing import GradientSender
-from smolcluster.training.build import Workbench, build_replica
+from smolcluster.cluster.worker_pool import Joined
+from smolcluster.training.build import TrainingContext, build_replica
 from smolcluster.training.replica import Replica
 from smolcluster.transport.messages import Assignment, Ready, Welcome
 from unit.algorithms.SynchronousPS.actors import (
@@ -40,19 +40,19 @@ NUM_PLACES = len(ORDERS) * NUM_BUCKETS + 1
 class Joiner:
     """A real worker that is fed with the frames that its session holds."""
 
-    def __init__(self, server: Server, seat: int, places: tuple[int, ...]) -> None:
+    def __init__(self, server: Server, session_id: int, places: tuple[int, ...]) -> None:
         self.places = places
-        peer = worker_at(seat, "win")
+        peer = worker_at(session_id, "win")
         server.handle(Joined(peer, ready()))
-        found = server.members.get(seat)
+        found = server.members.get(session_id)
         assert found is not None
-        self.member: Member = found
+        self.member: StepMember = found
         self._post = post_of(peer)
-        train, dataset = server.context.run.train, server.context.bench.dataset
+        train, dataset = server.context.run.train, server.context.training.dataset
         cpu = torch.device("cpu")
-        self.replica = build_replica(train, seat, dataset, cpu, bucket_bytes=BUCKET_BYTES)
+        self.replica = build_replica(train, session_id, dataset, cpu, bucket_bytes=BUCKET_BYTES)
         # It has no link: with digests that differ it would fail as it asks for weights.
-        self._worker = Worker(welcome(server), Workbench(dataset, self.replica, 0))
+        self._worker = Worker(welcome(server), TrainingContext(dataset, self.replica, 0))
         self._receiver = self._worker.new_receiver()
 
     def come_to(self, place: int, server: Server) -> None:
@@ -143,7 +143,7 @@ def run_of(tmp_path: Path, *overrides: str) -> Iterator[Run]:
     with server_parts(settings, tmp_path, BUCKET_BYTES, "syncps") as parts:
         server = Server(parts.context)
         assert len(server.replica.buckets) == NUM_BUCKETS
-        with server.hub, server.evaluator:
+        with server.pool, server.evaluator:
             run = Run(server)
             for _ in range(3):
                 list(run.take_step(ORDERS[0]))
@@ -160,7 +160,9 @@ def test_a_joiner_is_the_servers_equal_wherever_its_buckets_come(
 ) -> None:
     with run_of(tmp_path, f"optimizer={optimizer}", f"codec={codec}") as run:
         server = run.server
-        joiners = [Joiner(server, 10 + seat, places) for seat, places in enumerate(ALL_PLACES)]
+        joiners = [
+            Joiner(server, 10 + session_id, places) for session_id, places in enumerate(ALL_PLACES)
+        ]
         place = 0
         for joiner in joiners:
             joiner.come_to(place, server)

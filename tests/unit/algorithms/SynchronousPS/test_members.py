@@ -10,12 +10,12 @@ from peers import opened
 from smolcluster.algorithms.SynchronousPS.members import (
     FIRST_PAUSE_S,
     FRAMES_AHEAD,
-    Member,
     Members,
+    StepMember,
 )
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.sharing import FIRST_PROBE
-from smolcluster.algorithms.SynchronousPS.step import Holding, Part, Step
+from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
 from smolcluster.cluster.dispatcher import Range
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
@@ -67,53 +67,57 @@ class House:
     def __init__(self, replica: Replica, shares: Mapping[str, float] | None = None) -> None:
         self.replica = replica
         self.reduction = Reduction(replica, "fp32")
-        self.members = Members(replica, shares, "here", num_turns=2)
+        self.members = Members(replica, shares, "here", num_buffers=2)
         self.step = Step(1, Range(0, 0, 32), [8, 8, 16], 3, "here")
         self.grants = count(1)
 
-    def newcomer(self, seat: int, samples_per_s: float = 1000.0, node: str = "macbook") -> Member:
+    def newcomer(
+        self, session_id: int, samples_per_s: float = 1000.0, node: str = "macbook"
+    ) -> StepMember:
         """A member that has nothing of the state yet."""
-        worker = worker_at(seat, node)
+        worker = worker_at(session_id, node)
         self.members.welcome(worker, ready(samples_per_s))
-        member = self.members.get(seat)
+        member = self.members.get(session_id)
         assert member is not None
         return member
 
-    def member(self, seat: int, samples_per_s: float = 1000.0, node: str = "macbook") -> Member:
+    def member(
+        self, session_id: int, samples_per_s: float = 1000.0, node: str = "macbook"
+    ) -> StepMember:
         """A member that has the whole state, and whose session is empty."""
-        member = self.newcomer(seat, samples_per_s, node)
+        member = self.newcomer(session_id, samples_per_s, node)
         self.catch_up(member)
         return member
 
     def catch_up(
-        self, member: Member, version: int = 0, reduced: frozenset[int] = frozenset()
+        self, member: StepMember, version: int = 0, reduced: frozenset[int] = frozenset()
     ) -> None:
         while not member.joined:
             member.catch_up(version, set(reduced), self.reduction)
             clear(member)
 
-    def give(self, member: Member, part: Part, now: float = 0.0) -> Holding:
-        holding = self.step.grant(part, member.worker, next(self.grants), now)
-        member.give(holding, 0, 0.1, torch.arange(part.start, part.stop, dtype=torch.int32))
-        return holding
+    def give(self, member: StepMember, part: Part, now: float = 0.0) -> PartAssignment:
+        assignment = self.step.grant(part, member.worker, next(self.grants), now)
+        member.give(assignment, 0, 0.1, torch.arange(part.start, part.stop, dtype=torch.int32))
+        return assignment
 
-    def claim(self, holding: Holding, *buckets: int) -> None:
+    def claim(self, assignment: PartAssignment, *buckets: int) -> None:
         for bucket in buckets:
-            self.step.claim(holding.seat, push_of(holding.key, bucket))
+            self.step.claim(assignment.session_id, push_of(assignment.key, bucket))
 
 
-def clear(member: Member) -> None:
+def clear(member: StepMember) -> None:
     """All that is queued has been sent."""
     post = post_of(member.worker)
     post.num_sent = post.num_queued - post.num_dropped
     post.frames.clear()
 
 
-def said(member: Member) -> list[Message]:
+def said(member: StepMember) -> list[Message]:
     return post_of(member.worker).said
 
 
-def cancels(member: Member) -> list[tuple[LeaseKey, int]]:
+def cancels(member: StepMember) -> list[tuple[LeaseKey, int]]:
     return [(each.lease, each.num_buckets) for each in said(member) if isinstance(each, Cancel)]
 
 
@@ -152,7 +156,7 @@ def test_the_state_waits_for_the_session(house: House) -> None:
 def test_what_the_open_step_has_reduced_follows_its_bucket(house: House) -> None:
     step = opened_step(4, [8])
     house.reduction.open(step)
-    add_part(house.reduction, house.replica, step.holdings[0], random_gradient(610, 1))
+    add_part(house.reduction, house.replica, step.assignments[0], random_gradient(610, 1))
     member = house.newcomer(1)
     member.catch_up(3, {0, 2}, house.reduction)
     kinds = [(type(each), getattr(each, "bucket", None)) for each in said(member)]
@@ -174,9 +178,9 @@ def test_a_joiner_gets_the_steps_of_the_buckets_that_it_has(house: House) -> Non
 
 def test_who_has_not_answered_gets_no_new_part(house: House) -> None:
     one, other = house.member(1), house.member(2)
-    holding = house.give(one, house.step.parts[0])
+    assignment = house.give(one, house.step.parts[0])
     assert house.members.free == [other]
-    assert house.members.take_back(1, Skip(lease=holding.key, compute_s=0.0), 1.0) is holding
+    assert house.members.take_back(1, Skip(lease=assignment.key, compute_s=0.0), 1.0) is assignment
     assert house.members.free == [one, other]
 
 
@@ -221,17 +225,19 @@ def test_stated_shares_decide_who_gets_how_much(
     replica: Replica, present: tuple[int, ...], sizes: list[int]
 ) -> None:
     house = House(replica, {"pi5": 0.5, "win": 0.3, "macbook": 0.2})
-    members = [house.member(seat, 10.0**seat, NODES[seat - 1]) for seat in present]
+    members = [
+        house.member(session_id, 10.0**session_id, NODES[session_id - 1]) for session_id in present
+    ]
     assert house.members.sizes(members, 100) == sizes
 
 
 def test_an_answer_is_taken_once(house: House) -> None:
     member = house.member(1)
-    holding = house.give(member, house.step.parts[0])
-    push = push_of(holding.key, 2)
+    assignment = house.give(member, house.step.parts[0])
+    push = push_of(assignment.key, 2)
     assert house.members.take_back(2, push, 1.0) is None, "nobody sits there"
     assert house.members.take_back(1, push_of(LEASE, 2), 1.0) is None, "it was never given"
-    assert house.members.take_back(1, push, 1.0) is holding
+    assert house.members.take_back(1, push, 1.0) is assignment
     assert house.members.take_back(1, push, 1.0) is None
 
 
@@ -247,11 +253,11 @@ def test_an_answer_measures_the_member_unless_it_did_nothing(house: House) -> No
     assert member.pace.cost.per_sample_s > before.per_sample_s
 
 
-def back(house: House, seat: int, unacknowledged: LeaseKey, instance: int = 1) -> Member:
+def back(house: House, session_id: int, unacknowledged: LeaseKey, instance: int = 1) -> StepMember:
     """A process connects again, and asks."""
-    worker = worker_at(seat, instance=f"{instance:016x}")
+    worker = worker_at(session_id, instance=f"{instance:016x}")
     house.members.welcome(worker, ready(unacknowledged=unacknowledged))
-    member = house.members.get(seat)
+    member = house.members.get(session_id)
     assert member is not None
     return member
 
@@ -261,38 +267,38 @@ def test_who_returns_in_mid_step_is_told_how_much_of_its_push_counted(
     house: House, num_counted: int
 ) -> None:
     member = house.member(1)
-    holding = house.give(member, house.step.parts[0])
-    house.claim(holding, *range(num_counted))
+    assignment = house.give(member, house.step.parts[0])
+    house.claim(assignment, *range(num_counted))
     for dropped in house.step.drop(1):
         house.members.remember(dropped)
     assert house.members.see_off(member.worker) is member
-    assert cancels(back(house, 5, holding.key)) == [(holding.key, num_counted)]
+    assert cancels(back(house, 5, assignment.key)) == [(assignment.key, num_counted)]
 
 
 def test_who_returns_steps_later_is_told_how_much_of_its_push_counted(house: House) -> None:
     member, helper = house.member(1), house.member(2)
-    holding = house.give(member, house.step.parts[0])
-    house.claim(holding, 0)
+    assignment = house.give(member, house.step.parts[0])
+    house.claim(assignment, 0)
     backup = house.give(helper, house.step.parts[0])
     house.claim(backup, 1, 2)
     house.members.settle(house.step)
     house.members.see_off(member.worker)
-    assert cancels(back(house, 5, holding.key)) == [(holding.key, 1)]
+    assert cancels(back(house, 5, assignment.key)) == [(assignment.key, 1)]
 
 
 def test_who_returns_after_an_answered_push_is_told_that_all_of_it_counted(house: House) -> None:
-    holding = house.give(house.member(1), house.step.parts[0])
-    house.claim(holding, 0, 1, 2)
-    house.members.take_back(1, push_of(holding.key, 2), 1.0)
-    assert cancels(back(house, 5, holding.key)) == [(holding.key, 3)]
+    assignment = house.give(house.member(1), house.step.parts[0])
+    house.claim(assignment, 0, 1, 2)
+    house.members.take_back(1, push_of(assignment.key, 2), 1.0)
+    assert cancels(back(house, 5, assignment.key)) == [(assignment.key, 3)]
 
 
 def test_what_is_told_is_of_that_push_and_that_process(house: House) -> None:
-    holding = house.give(house.member(1), house.step.parts[0])
-    house.claim(holding, 0, 1, 2)
-    house.members.take_back(1, push_of(holding.key, 2), 1.0)
+    assignment = house.give(house.member(1), house.step.parts[0])
+    house.claim(assignment, 0, 1, 2)
+    house.members.take_back(1, push_of(assignment.key, 2), 1.0)
     assert cancels(back(house, 5, LEASE)) == [(LEASE, 0)]
-    assert cancels(back(house, 6, holding.key, instance=2)) == [(holding.key, 0)]
+    assert cancels(back(house, 6, assignment.key, instance=2)) == [(assignment.key, 0)]
 
 
 def test_a_new_part_of_which_nothing_came_does_not_hide_what_became_of_the_push_before_it(
@@ -324,7 +330,7 @@ def test_who_joins_for_the_first_time_is_told_nothing(house: House) -> None:
 
 
 def test_those_whose_parts_others_have_finished_are_told(house: House) -> None:
-    slow, fast, third, gone = (house.member(seat) for seat in (1, 2, 3, 4))
+    slow, fast, third, gone = (house.member(session_id) for session_id in (1, 2, 3, 4))
     mine = house.give(slow, house.step.parts[0])
     house.claim(mine, 0)
     backup = house.give(fast, house.step.parts[0])
@@ -349,20 +355,20 @@ def test_those_whose_parts_others_have_finished_are_told(house: House) -> None:
 
 def test_a_backup_that_was_not_needed_is_called_off_and_owes_nothing(house: House) -> None:
     """However many of its buckets counted."""
-    skipped, first, second = (house.member(seat) for seat in (1, 2, 3))
+    skipped, first, second = (house.member(session_id) for session_id in (1, 2, 3))
     part = house.step.parts[0]
     house.step.give_up(house.give(skipped, part))
-    beaten, backup = house.give(first, part), house.give(second, part)
-    house.claim(beaten, 0)
+    superseded, backup = house.give(first, part), house.give(second, part)
+    house.claim(superseded, 0)
     house.claim(backup, 0, 1, 2)
     house.members.settle(house.step)
-    assert cancels(first) == [(beaten.key, 0)]
+    assert cancels(first) == [(superseded.key, 0)]
     assert cancels(second) == cancels(skipped) == []
 
 
 def test_a_member_of_unknown_speed_is_given_the_time_that_others_take(house: House) -> None:
     """Whatever it says of itself."""
-    stranger, *others = (house.member(seat, 1e-6) for seat in (1, 2, 3, 4))
+    stranger, *others = (house.member(session_id, 1e-6) for session_id in (1, 2, 3, 4))
     assert house.members.expected_s(stranger, 10) == (36000.0, False)
     for member, compute_s in zip(others, (1.0, 2.0, 9.0), strict=True):
         member.pace.measured(10, compute_s, compute_s + 1.0)
@@ -447,7 +453,7 @@ def test_who_is_parked_hears_of_no_step_until_it_has_asked_and_its_link_has_drai
     house: House,
 ) -> None:
     member = house.member(1)
-    holding = house.give(member, house.step.parts[0])
+    assignment = house.give(member, house.step.parts[0])
     for _ in range(3):
         house.members.send_mean(0, frame_of_commit(1))
     house.members.park(member, now=100.0)
@@ -456,7 +462,7 @@ def test_who_is_parked_hears_of_no_step_until_it_has_asked_and_its_link_has_drai
     assert (house.members.free, house.members.joining, house.members.laggards) == ([], [], [])
     house.members.broadcast(frame_of_commit(1))
     house.members.send_mean(0, frame_of_commit(1))
-    house.members.cancel(holding)
+    house.members.cancel(assignment)
     assert [type(each) for each in said(member)] == kinds
     house.members.resume(1e9, at_once=True)
     assert house.members.joining == [], "it has not asked"
@@ -470,7 +476,7 @@ def test_who_is_parked_hears_of_no_step_until_it_has_asked_and_its_link_has_drai
     assert house.members.joining == [member]
 
 
-def parked_for(house: House, member: Member, now: float) -> float:
+def parked_for(house: House, member: StepMember, now: float) -> float:
     """For how long it is parked."""
     house.members.park(member, now)
     paused_s = member.resumed_at - now
@@ -496,13 +502,13 @@ def test_who_is_parked_is_told_how_much_of_its_push_has_counted(
     house: House, num_counted: int
 ) -> None:
     member = house.member(1)
-    holding = house.give(member, house.step.parts[0])
-    house.claim(holding, *range(num_counted))
+    assignment = house.give(member, house.step.parts[0])
+    house.claim(assignment, *range(num_counted))
     for dropped in house.step.drop(1):
         house.members.remember(dropped)
     house.members.park(member, 0.0)
     told = said(member)[-1]
-    assert told == Park(lease=holding.key if num_counted else None, num_buckets=num_counted)
+    assert told == Park(lease=assignment.key if num_counted else None, num_buckets=num_counted)
 
 
 def test_weights_are_copied_once_for_all_who_ask_at_one_version(house: House) -> None:

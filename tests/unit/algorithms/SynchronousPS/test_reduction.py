@@ -11,7 +11,6 @@ from torch import Tensor
 
 from peers import opened
 from smolcluster.algorithms.SynchronousPS import reduction as module
-from smolcluster.algorithms.SynchronousPS.following import StepReceiver
 from smolcluster.algorithms.SynchronousPS.reduction import (
     MAX_TURNS,
     PartArrived,
@@ -20,7 +19,8 @@ from smolcluster.algorithms.SynchronousPS.reduction import (
 )
 from smolcluster.algorithms.SynchronousPS.rule import weight
 from smolcluster.algorithms.SynchronousPS.step import Step
-from smolcluster.cluster.inbox import Said
+from smolcluster.algorithms.SynchronousPS.step_receiver import StepReceiver
+from smolcluster.cluster.inbox import MessageReceived
 from smolcluster.cluster.pushing import GradientSender
 from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.training.replica import Replica
@@ -88,7 +88,7 @@ def test_the_mean_is_the_weighted_sum_whoever_brings_what_when(codec: str) -> No
 
             def bring(number: int, step: Step = step, all_: list[Tensor] = gradients) -> list[bool]:
                 together.wait(DEADLINE_S)
-                return add_part(reduction, replica, step.holdings[number], all_[number])
+                return add_part(reduction, replica, step.assignments[number], all_[number])
 
             complete = list(pool.map(bring, range(len(SIZES))))
             for number in range(len(replica.buckets)):
@@ -115,8 +115,8 @@ def test_a_lossy_mean_is_within_its_codecs_bound_of_the_weighted_sum(codec: str)
     gradients = gradients_of(replica, len(SIZES))
     step = opened_step(1, SIZES)
     reduction.open(step)
-    for holding, gradient in zip(step.holdings, gradients, strict=True):
-        add_part(reduction, replica, holding, gradient)
+    for assignment, gradient in zip(step.assignments, gradients, strict=True):
+        add_part(reduction, replica, assignment, gradient)
     expected = weighted_mean(gradients, SIZES)
     error = (pieces_of(reduction, 1).double() - expected).abs().max()
     largest = float(expected.abs().max())
@@ -128,28 +128,28 @@ def test_what_does_not_count_changes_nothing() -> None:
     reduction = Reduction(replica, "fp32")
     gradient, noise = gradients_of(replica, 2)
     step = opened_step(1, [8])
-    (holding,) = step.holdings
-    nobodys = push_of(holding.key.model_copy(update={"grant": 999}), 0)
+    (assignment,) = step.assignments
+    nobodys = push_of(assignment.key.model_copy(update={"grant": 999}), 0)
     first, second = replica.buckets[0], replica.buckets[1]
-    assert not reduction.add(SEAT, push_of(holding.key, 0), noise[first]), "no step is open"
+    assert not reduction.add(SEAT, push_of(assignment.key, 0), noise[first]), "no step is open"
     reduction.open(step)
     assert not reduction.add(SEAT, nobodys, noise[first]), "it was not granted"
-    assert not reduction.add(SEAT + 1, push_of(holding.key, 0), noise[first]), "to somebody else"
-    assert reduction.add(SEAT, push_of(holding.key, 0), gradient[first])
-    assert not reduction.add(SEAT, push_of(holding.key, 0), noise[first]), "it has counted"
-    holding = step.grant(step.parts[0], holding.holder, 5, 0.0)
-    assert reduction.add(SEAT, push_of(holding.key, 1), gradient[second])
+    assert not reduction.add(SEAT + 1, push_of(assignment.key, 0), noise[first]), "to somebody else"
+    assert reduction.add(SEAT, push_of(assignment.key, 0), gradient[first])
+    assert not reduction.add(SEAT, push_of(assignment.key, 0), noise[first]), "it has counted"
+    assignment = step.grant(step.parts[0], assignment.holder, 5, 0.0)
+    assert reduction.add(SEAT, push_of(assignment.key, 1), gradient[second])
     mean = pieces_of(reduction, 1)
     assert torch.equal(mean[: second.stop], gradient[: second.stop])
 
 
 def test_a_large_model_has_two_sums_and_a_small_one_as_many_as_fit() -> None:
     replica = replica_for("fp32")
-    assert Reduction(replica, "fp32").num_turns == MAX_TURNS
+    assert Reduction(replica, "fp32").num_buffers == MAX_TURNS
     with patch.object(module, "SPARE_BYTES", 5 * replica.params.nbytes):
-        assert Reduction(replica, "fp32").num_turns == 5
+        assert Reduction(replica, "fp32").num_buffers == 5
     with patch.object(module, "SPARE_BYTES", replica.params.nbytes):
-        assert Reduction(replica, "fp32").num_turns == 2
+        assert Reduction(replica, "fp32").num_buffers == 2
 
 
 @pytest.mark.parametrize("codec", [*LOSSLESS, *LOSSY])
@@ -195,13 +195,13 @@ def test_a_push_that_ends_early_lets_the_next_one_begin() -> None:
     step = opened_step(1, [8])
     reduction.open(step)
     receiver = PartReceiver(SEAT, reduction, "fp32", replica.buckets)
-    holding = step.holdings[0]
-    frames = pushed(replica, "fp32", holding.key, random_gradient(610, 1))
+    assignment = step.assignments[0]
+    frames = pushed(replica, "fp32", assignment.key, random_gradient(610, 1))
     deliver(frames[0], receiver)
     begun = receiver.in_progress
-    receiver(Skip(lease=holding.key, compute_s=0.5), memoryview(b""))
+    receiver(Skip(lease=assignment.key, compute_s=0.5), memoryview(b""))
     assert (begun, receiver.in_progress) == (True, False)
-    again = step.grant(step.parts[0], holding.holder, 5, 0.0)
+    again = step.grant(step.parts[0], assignment.holder, 5, 0.0)
     for frame in pushed(replica, "fp32", again.key, random_gradient(610, 2)):
         deliver(frame, receiver)
 
@@ -238,7 +238,7 @@ def test_the_sum_of_what_was_applied_tracks_the_sum_of_the_means(codec: str) -> 
     def step(version: int, gradient: Tensor, num_samples: int) -> None:
         step = opened_step(version, [num_samples])
         reduction.open(step)
-        add_part(reduction, replica, step.holdings[0], gradient)
+        add_part(reduction, replica, step.assignments[0], gradient)
         wanted.add_(num_samples * gradient.double())
         applied.add_(num_samples * pieces_of(reduction, version).double())
         reduction.close()
@@ -261,8 +261,8 @@ def test_a_mean_that_is_not_finite_names_step_and_layer(codec: str, value: float
     other[replica.buckets[2].start + 3] = value
     step = opened_step(7, [8, 8])
     reduction.open(step)
-    for holding, gradient in zip(step.holdings, (one, other), strict=True):
-        add_part(reduction, replica, holding, gradient)
+    for assignment, gradient in zip(step.assignments, (one, other), strict=True):
+        add_part(reduction, replica, assignment, gradient)
     reduction.frame(7, 0)
     layer = replica.parameter_at(replica.buckets[2].start)
     with pytest.raises(NonFiniteLoss, match=rf"step 7: .* NaN or infinity at layer {layer}"):
@@ -276,8 +276,10 @@ def test_a_sum_that_overflows_is_not_finite_though_its_parts_are(codec: str) -> 
     huge = torch.full((replica.num_params,), 3.4e38)
     step = opened_step(7, [8, 8, 8])
     reduction.open(step)
-    for holding in step.holdings:
-        add_part(reduction, replica, holding, 1.5 * huge if holding.seat == SEAT else huge)
+    for assignment in step.assignments:
+        add_part(
+            reduction, replica, assignment, 1.5 * huge if assignment.session_id == SEAT else huge
+        )
     with pytest.raises(NonFiniteLoss, match="step 7"):
         reduction.frame(7, 0)
 
@@ -318,7 +320,7 @@ def receiver_in(
 def test_a_push_is_added_as_it_comes(codec: str) -> None:
     replica, step, reduction, receiver = receiver_in(codec)
     gradient = random_gradient(replica.num_params, 1, replica.params.dtype)
-    frames = pushed(replica, codec, step.holdings[0].key, gradient)
+    frames = pushed(replica, codec, step.assignments[0].key, gradient)
     expected = torch.cat([values_in(frame, codec) for frame in frames])
     events = []
     for number, frame in enumerate(frames):
@@ -326,7 +328,7 @@ def test_a_push_is_added_as_it_comes(codec: str) -> None:
         events.append(deliver(frame, receiver))
     assert not receiver.in_progress
     assert [
-        (event.seat, event.push.bucket, event.reduced, event.whole)
+        (event.session_id, event.push.bucket, event.reduced, event.whole)
         for event in events
         if isinstance(event, PartArrived)
     ] == [(SEAT, 0, True, False), (SEAT, 1, True, False), (SEAT, 2, True, True)]
@@ -341,7 +343,7 @@ def test_a_push_is_added_as_it_comes(codec: str) -> None:
 
 def test_of_a_push_that_completes_nothing_only_its_end_is_told() -> None:
     replica, step, _, receiver = receiver_in("fp32", (8, 8))
-    frames = pushed(replica, "fp32", step.holdings[0].key, random_gradient(610, 1))
+    frames = pushed(replica, "fp32", step.assignments[0].key, random_gradient(610, 1))
     events = [deliver(frame, receiver) for frame in frames]
     assert events[:2] == [None, None]
     assert isinstance(events[2], PartArrived)
@@ -352,10 +354,10 @@ def test_of_a_push_that_completes_nothing_only_its_end_is_told() -> None:
 def test_a_backup_is_lossless_and_begins_where_it_is_wanted(codec: str) -> None:
     replica, step, _, receiver = receiver_in(codec, (8, 8))
     gradient = random_gradient(replica.num_params, 1)
-    first = step.holdings[0]
+    first = step.assignments[0]
     backup = step.grant(step.parts[1], first.holder, 50, 0.0)
-    mine = step.holdings[1]
-    step.claim(mine.seat, push_of(mine.key, 0))
+    mine = step.assignments[1]
+    step.claim(mine.session_id, push_of(mine.key, 0))
     frames = pushed(replica, codec, backup.key, gradient, first_bucket=1)
     events = [deliver(frame, receiver) for frame in frames]
     assert [isinstance(event, PartArrived) for event in events] == [False, True]
@@ -364,13 +366,13 @@ def test_a_backup_is_lossless_and_begins_where_it_is_wanted(codec: str) -> None:
 
 def test_what_is_no_push_is_passed_on_with_its_seat() -> None:
     _, step, _, receiver = receiver_in("fp32")
-    for message in (Pull(), Skip(lease=step.holdings[0].key, compute_s=0.5)):
-        assert receiver(message, memoryview(b"")) == Said(SEAT, message)
+    for message in (Pull(), Skip(lease=step.assignments[0].key, compute_s=0.5)):
+        assert receiver(message, memoryview(b"")) == MessageReceived(SEAT, message)
 
 
 def test_buckets_of_a_push_come_in_order() -> None:
     replica, step, _, receiver = receiver_in("fp32")
-    frames = pushed(replica, "fp32", step.holdings[0].key, random_gradient(610, 1))
+    frames = pushed(replica, "fp32", step.assignments[0].key, random_gradient(610, 1))
     deliver(frames[0], receiver)
     with pytest.raises(ProtocolError, match="sent bucket 2 of 3, expected 1 of 3"):
         deliver(frames[2], receiver)
@@ -378,7 +380,7 @@ def test_buckets_of_a_push_come_in_order() -> None:
 
 def test_a_push_cannot_begin_behind_the_last_bucket() -> None:
     replica, step, _, receiver = receiver_in("fp32")
-    frames = pushed(replica, "fp32", step.holdings[0].key, random_gradient(610, 1))
+    frames = pushed(replica, "fp32", step.assignments[0].key, random_gradient(610, 1))
     message, payload = opened(frames[2])
     with pytest.raises(ProtocolError, match="sent bucket 3 of 3"):
         receiver(message.model_copy(update={"bucket": 3}), payload)
@@ -386,14 +388,14 @@ def test_a_push_cannot_begin_behind_the_last_bucket() -> None:
 
 def test_a_push_in_another_codec_is_refused() -> None:
     replica, step, _, receiver = receiver_in("fp32")
-    frames = pushed(replica, "bf16", step.holdings[0].key, random_gradient(610, 1))
+    frames = pushed(replica, "bf16", step.assignments[0].key, random_gradient(610, 1))
     with pytest.raises(ProtocolError, match="not the fp32 tensor agreed on"):
         deliver(frames[0], receiver)
 
 
 def test_a_push_of_another_shape_is_refused_and_nothing_of_it_counts() -> None:
     replica, step, _, receiver = receiver_in("fp32")
-    frames = pushed(replica, "fp32", step.holdings[0].key, random_gradient(610, 1))
+    frames = pushed(replica, "fp32", step.assignments[0].key, random_gradient(610, 1))
     message, payload = opened(frames[2])
     with pytest.raises(ProtocolError, match="not the fp32 tensor agreed on"):
         receiver(message.model_copy(update={"bucket": 0}), payload)

@@ -19,7 +19,7 @@ from smolcluster.algorithms.SynchronousPS.rule import global_batches
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.report import StepTaken
-from smolcluster.cluster.saver import Subject
+from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.errors import CheckpointError
 from smolcluster.runs.events import RunResumed
 from smolcluster.training.checkpoint import (
@@ -116,7 +116,7 @@ def train(replica: Replica, reduction: Reduction, versions: range) -> list[Tenso
         step = opened_step(version, [size])
         reduction.open(step)
         gradient = random_gradient(replica.num_params, version, replica.params.dtype)
-        add_part(reduction, replica, step.holdings[0], gradient)
+        add_part(reduction, replica, step.assignments[0], gradient)
         means.append(torch.cat([piece.clone() for _, piece in reduction.pieces(version)]))
         reduction.close()
         replica.step_pieces(reduction.pieces(version), 0.5, 0.1)
@@ -177,7 +177,7 @@ def test_what_is_owed_is_of_the_steps_that_are_closed(codec: str) -> None:
     assert bool(owed.any())
     step = opened_step(3, [5])
     reduction.open(step)
-    add_part(reduction, replica, step.holdings[0], random_gradient(replica.num_params, 99))
+    add_part(reduction, replica, step.assignments[0], random_gradient(replica.num_params, 99))
     assert reduction.progress() == {RESIDUAL: 32}
     assert torch.equal(reduction.residual()[RESIDUAL], owed), "not before the step is taken"
     reduction.close()
@@ -236,7 +236,7 @@ def checkpoint_of(parts: Parts, folder: Path, step: int = 4, **changes: Any) -> 
         batches = list(server.batches)[:step]
         for version, batch in enumerate(batches, start=1):
             server.report.step_taken(StepTaken(version, batch, 0.5, 1e-3, 1.0, {}))
-        replica = parts.context.bench.replica
+        replica = parts.context.training.replica
         replica.params.fill_(0.25)
         owed = server.reduction.residual()
         owed[RESIDUAL].fill_(0.125)
@@ -248,13 +248,13 @@ def checkpoint_of(parts: Parts, folder: Path, step: int = 4, **changes: Any) -> 
         assert found is not None
         return found
     finally:
-        with server.hub:
+        with server.pool:
             pass
 
 
 def resumed_server(parts: Parts, checkpoint: Checkpoint | None) -> Server:
     server = Server(replace(parts.context, checkpoint=checkpoint))
-    with server.hub:
+    with server.pool:
         pass
     return server
 
@@ -268,7 +268,7 @@ def test_a_server_stands_where_its_checkpoint_stood(parts: Parts, tmp_path: Path
     assert (server.version, server.samples_applied) == (4, count)
     assert (server.report.version, server.report.samples_applied) == (4, count)
     assert list(server.batches) == fresh[4:]
-    replica = parts.context.bench.replica
+    replica = parts.context.training.replica
     assert torch.equal(replica.params, torch.full_like(replica.params, 0.25))
     (owed,) = server.reduction.residual().values()
     assert torch.equal(owed, torch.full_like(owed, 0.125))
@@ -299,20 +299,20 @@ def test_a_checkpoint_of_something_else_is_refused(
     with pytest.raises(CheckpointError, match=sentence):
         Server(replace(parts.context, checkpoint=checkpoint))
     if "progress" not in changes:
-        params = parts.context.bench.replica.params
+        params = parts.context.training.replica.params
         assert torch.equal(params, torch.full_like(params, 0.5)), "nothing was changed"
 
 
 def test_more_samples_than_all_epochs_have_are_refused_and_just_as_many_are_not(
     parts: Parts, tmp_path: Path
 ) -> None:
-    total = 3 * parts.context.bench.dataset.train.num_samples
+    total = 3 * parts.context.training.dataset.train.num_samples
     exact = checkpoint_of(parts, tmp_path / "exact", samples_applied=total)
     context = replace(parts.context, checkpoint=exact)
     report = resumed_server(parts, None).report
-    replica = parts.context.bench.replica
+    replica = parts.context.training.replica
     owed = {RESIDUAL: torch.zeros(replica.num_params)}
-    subject = Subject(replica, dict, lambda: owed)
+    subject = CheckpointSource(replica, dict, lambda: owed)
     assert context.resume(subject, report) is not None
     more = checkpoint_of(parts, tmp_path / "more", samples_applied=total + 1)
     with pytest.raises(CheckpointError, match="raise num_epochs"):

@@ -14,13 +14,13 @@ from torch import Tensor
 import stages
 from harness import local_settings
 from peers import DEADLINE_S, Hand, hello, server_parts
-from smolcluster.algorithms.SynchronousPS.members import FIRST_PAUSE_S, Member
+from smolcluster.algorithms.SynchronousPS.members import FIRST_PAUSE_S, StepMember
 from smolcluster.algorithms.SynchronousPS.reduction import PartArrived
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.state import digests_of
 from smolcluster.algorithms.SynchronousPS.step import Step
-from smolcluster.cluster.hub import Departed, Joined
 from smolcluster.cluster.pushing import GradientSender
+from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.runs.events import (
     LeaseReturned,
@@ -81,7 +81,7 @@ class Stage(stages.Stage[Server]):
         greeting = hello(worker_id, NODES[worker_id - 1], instance)
         hand = self.house.join(greeting, unacknowledged)
         joined = [event for event in self.house.events if isinstance(event, Joined)]
-        member = self.server.members.get(joined[-1].worker.member.seat)
+        member = self.server.members.get(joined[-1].worker.member.session_id)
         assert member is not None
         return Puppet(self, hand, member)
 
@@ -93,7 +93,7 @@ class Stage(stages.Stage[Server]):
 
     def advance(self, after_s: float = 0.0) -> None:
         """What the loop does between two events, so many seconds later."""
-        for event in self.server.hub.next_events(0.0):
+        for event in self.server.pool.next_events(0.0):
             self.handle(event)
         self.server.advance(time.monotonic() + after_s)
 
@@ -101,7 +101,7 @@ class Stage(stages.Stage[Server]):
 class Puppet:
     """A worker that does what the test says."""
 
-    def __init__(self, stage: Stage, hand: Hand, member: Member) -> None:
+    def __init__(self, stage: Stage, hand: Hand, member: StepMember) -> None:
         self._stage = stage
         self.hand = hand
         self.member = member
@@ -109,8 +109,8 @@ class Puppet:
         self._sender = GradientSender(stage.parts.context.codec, self.replica)
 
     @property
-    def seat(self) -> int:
-        return self.member.worker.member.seat
+    def session_id(self) -> int:
+        return self.member.worker.member.session_id
 
     def take_state(self) -> list[State | Reduced]:
         """Be sent the weights, without a step being opened meanwhile; returns what came."""
@@ -158,7 +158,7 @@ class Puppet:
     def begin(self, part: Assignment, seed: int = 0, count: int = 1) -> list[Frame]:
         """Push the first buckets, which must count; returns the frames that are left."""
         frames = self.frames(part, seed)
-        mine = next(each for each in self._stage.step.holdings if each.key == part.lease)
+        mine = next(each for each in self._stage.step.assignments if each.key == part.lease)
         self.send(frames[:count])
         self._stage.house.until(lambda: mine.num_counted == count)
         return frames[count:]
@@ -201,7 +201,7 @@ def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Stage]:
     )
     with ExitStack() as rooms:
         parts = rooms.enter_context(server_parts(settings, tmp_path, BUCKET_BYTES, "syncps"))
-        assert len(parts.context.bench.replica.buckets) == NUM_BUCKETS
+        assert len(parts.context.training.replica.buckets) == NUM_BUCKETS
         yield Stage(Server(parts.context), parts, rooms)
 
 
@@ -322,13 +322,13 @@ def test_without_a_timeout_a_part_may_take_a_heartbeats_timeout_and_what_it_usua
 ) -> None:
     one, its_part, other, _ = two(stage)
     one.push(its_part)
-    (holding,) = stage.step.parts[1].holdings
+    (assignment,) = stage.step.parts[1].assignments
     usual_s = other.member.pace.cost.seconds(16)
-    assert holding.due_at == pytest.approx(holding.granted_at + DEADLINE_S + 4 * usual_s)
+    assert assignment.due_at == pytest.approx(assignment.granted_at + DEADLINE_S + 4 * usual_s)
     stage.advance(0.9 * DEADLINE_S)
-    assert [len(part.holdings) for part in stage.step.parts] == [0, 1]
+    assert [len(part.assignments) for part in stage.step.parts] == [0, 1]
     stage.advance(DEADLINE_S + 4 * usual_s)
-    assert [len(part.holdings) for part in stage.step.parts] == [0, 2]
+    assert [len(part.assignments) for part in stage.step.parts] == [0, 2]
 
 
 @patient
@@ -336,14 +336,14 @@ def test_the_first_part_starts_the_clock(stage: Stage) -> None:
     """A batch that takes everybody long makes nobody late."""
     one, its_part, _, _ = two(stage)
     stage.advance(LONGER)
-    assert [len(part.holdings) for part in stage.step.parts] == [1, 1]
+    assert [len(part.assignments) for part in stage.step.parts] == [1, 1]
     one.push(its_part)
     stage.advance(LONGER / 4)
-    assert [len(part.holdings) for part in stage.step.parts] == [0, 1]
+    assert [len(part.assignments) for part in stage.step.parts] == [0, 1]
     stage.advance(LONGER)
-    assert [len(part.holdings) for part in stage.step.parts] == [0, 2]
+    assert [len(part.assignments) for part in stage.step.parts] == [0, 2]
     stage.advance(2 * LONGER)
-    assert [len(part.holdings) for part in stage.step.parts] == [0, 2], "one backup, not two"
+    assert [len(part.assignments) for part in stage.step.parts] == [0, 2], "one backup, not two"
 
 
 OVERDUE_S = 2 * DEADLINE_S
@@ -377,8 +377,8 @@ def test_two_hung_holders_of_a_part_do_not_stop_a_third_member(stage: Stage) -> 
     stage.advance()
     one.part()
     stage.advance(OVERDUE_S)
-    first, second = stage.step.parts[0].holdings
-    hung, healthy = (other, third) if second.seat == other.seat else (third, other)
+    first, second = stage.step.parts[0].assignments
+    hung, healthy = (other, third) if second.session_id == other.session_id else (third, other)
     hung.part()
     stage.advance(3 * OVERDUE_S)
     healthy.push(healthy.part())
@@ -440,7 +440,7 @@ def test_a_member_that_does_not_keep_up_is_parked_and_neither_cut_nor_waited_for
     laggard = Laggard(stage)
     for _ in range(20):
         laggard.train()
-    assert stage.server.members.get(laggard.slow.seat) is laggard.slow.member
+    assert stage.server.members.get(laggard.slow.session_id) is laggard.slow.member
     assert laggard.slow.member.session.backlog == 2, "what it is stuck in, and the Park"
     (parked,) = stage.parts.happened(WorkerParked)
     assert isinstance(parked, WorkerParked)
@@ -720,7 +720,7 @@ def test_another_process_cannot_claim_a_push_that_was_not_its_own(stage: Stage) 
 def test_what_a_fenced_session_still_pushes_does_not_count(stage: Stage) -> None:
     """Its reader may be in the middle of it when the new session takes its place."""
     one, its_part, _, _ = two(stage)
-    receiver = stage.server.receiver_for(one.seat)
+    receiver = stage.server.receiver_for(one.session_id)
     frames = one.frames(its_part, seed=1)
     assert deliver(frames[0], receiver) is None
     assert stage.step.parts[0].num_counted == 1
@@ -842,7 +842,7 @@ def test_a_worker_that_pushes_what_is_not_finite_is_cut_and_nothing_of_it_counts
     puppet.replica.grads[5] = value  # of a worker that does not look
     spoiled = [
         *GradientSender("fp32", puppet.replica, in_place=True).frames(
-            stage.step.holdings[0].key, 0, 0.5, 0.25
+            stage.step.assignments[0].key, 0, 0.5, 0.25
         )
     ]
     del frames
@@ -888,7 +888,7 @@ def overtaken(stage: Stage) -> Callable[[], None]:
     Its reader was interrupted between adding its last bucket and telling the server. Returns what tells it.
     """
     one, its_part, other, other_part = two(stage)
-    receivers = [stage.server.receiver_for(each.seat) for each in (one, other)]
+    receivers = [stage.server.receiver_for(each.session_id) for each in (one, other)]
     held = [deliver(frame, receivers[0]) for frame in one.frames(its_part, seed=1)]
     events = [deliver(frame, receivers[1]) for frame in other.frames(other_part, seed=2)]
     assert held[:2] == [None, None]

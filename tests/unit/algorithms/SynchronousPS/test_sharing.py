@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smolcluster.algorithms.SynchronousPS.following import PACE
 from smolcluster.algorithms.SynchronousPS.sharing import (
     FIRST_PROBE,
     Cost,
@@ -17,6 +16,7 @@ from smolcluster.algorithms.SynchronousPS.sharing import (
     sizes_by_share,
     with_probes,
 )
+from smolcluster.algorithms.SynchronousPS.step_receiver import PACE
 
 costs = st.builds(Cost, fixed_s=st.floats(0.0, 2.0), per_sample_s=st.floats(1e-3, 1.0))
 wild_costs = st.builds(Cost, fixed_s=st.floats(0.0, 1e6), per_sample_s=st.floats(1e-7, 1e3))

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from smolcluster.algorithms.SynchronousPS.following import StateArrived, StepReceiver
 from smolcluster.algorithms.SynchronousPS.state import (
     StateStream,
     contents_of,
     digests_of,
     weights_frame,
 )
+from smolcluster.algorithms.SynchronousPS.step_receiver import StateArrived, StepReceiver
 from smolcluster.codec.registry import lossless_for
 from smolcluster.training.replica import Replica
 from unit.algorithms.SynchronousPS.actors import deliver, random_gradient, small_replica

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smolcluster.algorithms.SynchronousPS.step import MAX_HOLDERS, Holding, Part, Step
+from smolcluster.algorithms.SynchronousPS.step import MAX_HOLDERS, Part, PartAssignment, Step
 from smolcluster.cluster.dispatcher import Range
 from smolcluster.errors import ProtocolError
 from smolcluster.transport.messages import LeaseKey
@@ -24,10 +24,10 @@ def step_of(*sizes: int, num_buckets: int = 3) -> Step:
     return Step(7, Range(2, 64, 64 + sum(sizes)), sizes, num_buckets, "here")
 
 
-def claim(step: Step, holding: Holding, *buckets: int) -> list[bool]:
+def claim(step: Step, assignment: PartAssignment, *buckets: int) -> list[bool]:
     """Which of these buckets count."""
-    pushes = [push_of(holding.key, bucket, step.num_buckets) for bucket in buckets]
-    return [step.claim(holding.seat, push) is not None for push in pushes]
+    pushes = [push_of(assignment.key, bucket, step.num_buckets) for bucket in buckets]
+    return [step.claim(assignment.session_id, push) is not None for push in pushes]
 
 
 def test_parts_are_cut_from_the_batch_in_order() -> None:
@@ -40,26 +40,31 @@ def test_a_grant_names_the_part_and_is_a_backup_from_the_second_one_on() -> None
     step = step_of(5, 11)
     first = step.grant(step.parts[1], ONE, 17, 3.5)
     assert first.key == LeaseKey(incarnation="here", epoch=2, start=69, stop=80, grant=17)
-    assert (first.seat, first.first_bucket, first.backup, first.granted_at) == (1, 0, False, 3.5)
+    assert (first.session_id, first.first_bucket, first.backup, first.granted_at) == (
+        1,
+        0,
+        False,
+        3.5,
+    )
     claim(step, first, 0, 1)
     second = step.grant(step.parts[1], OTHER, 18, 4.0)
     assert (second.key.grant, second.first_bucket, second.backup) == (18, 2, True)
-    assert step.holdings == [first, second]
+    assert step.assignments == [first, second]
 
 
 def test_every_bucket_of_a_push_counts_once() -> None:
     step = step_of(8)
-    holding = step.grant(step.parts[0], ONE, 1, 0.0)
-    assert claim(step, holding, 0, 1, 2) == [True, True, True]
-    assert step.parts[0].finished_by is holding
-    assert claim(step, holding, 0, 1, 2) == [False, False, False]
-    assert (step.parts[0].num_counted, holding.num_counted) == (3, 3)
+    assignment = step.grant(step.parts[0], ONE, 1, 0.0)
+    assert claim(step, assignment, 0, 1, 2) == [True, True, True]
+    assert step.parts[0].finished_by is assignment
+    assert claim(step, assignment, 0, 1, 2) == [False, False, False]
+    assert (step.parts[0].num_counted, assignment.num_counted) == (3, 3)
 
 
 def test_a_claim_tells_which_part_it_is_for() -> None:
     step = step_of(8, 3)
-    holdings = [step.grant(part, ONE, number, 0.0) for number, part in enumerate(step.parts)]
-    assert [step.claim(1, push_of(each.key, 0)) for each in holdings] == step.parts
+    assignments = [step.grant(part, ONE, number, 0.0) for number, part in enumerate(step.parts)]
+    assert [step.claim(1, push_of(each.key, 0)) for each in assignments] == step.parts
 
 
 @pytest.mark.parametrize(
@@ -70,32 +75,32 @@ def test_a_claim_tells_which_part_it_is_for() -> None:
 def test_what_was_not_granted_does_not_count(change: dict[str, object]) -> None:
     """Such as what an earlier step has granted."""
     step = step_of(8)
-    holding = step.grant(step.parts[0], ONE, 1, 0.0)
-    odd = push_of(holding.key.model_copy(update=change), 0)
+    assignment = step.grant(step.parts[0], ONE, 1, 0.0)
+    odd = push_of(assignment.key.model_copy(update=change), 0)
     assert step.claim(1, odd) is None
-    assert claim(step, holding, 0) == [True], "and does no harm"
+    assert claim(step, assignment, 0) == [True], "and does no harm"
 
 
 def test_what_was_granted_to_another_does_not_count() -> None:
     step = step_of(8)
-    holding = step.grant(step.parts[0], ONE, 1, 0.0)
-    assert step.claim(2, push_of(holding.key, 0)) is None
-    assert claim(step, holding, 0) == [True]
+    assignment = step.grant(step.parts[0], ONE, 1, 0.0)
+    assert step.claim(2, push_of(assignment.key, 0)) is None
+    assert claim(step, assignment, 0) == [True]
 
 
 def test_a_push_that_leaves_a_missing_bucket_out_is_refused() -> None:
     step = step_of(8)
-    holding = step.grant(step.parts[0], worker_at(1), 1, 0.0)
+    assignment = step.grant(step.parts[0], worker_at(1), 1, 0.0)
     with pytest.raises(ProtocolError, match="leaves out bucket 0"):
-        step.claim(1, push_of(holding.key, 2))
+        step.claim(1, push_of(assignment.key, 2))
     assert step.parts[0].num_counted == 0
 
 
 def test_a_part_that_has_just_been_finished_is_granted_from_behind_its_end() -> None:
     """So the server sees that there is nothing to do."""
     step = step_of(8)
-    holding = step.grant(step.parts[0], worker_at(1), 1, 0.0)
-    assert claim(step, holding, 0, 1, 2) == [True] * 3
+    assignment = step.grant(step.parts[0], worker_at(1), 1, 0.0)
+    assert claim(step, assignment, 0, 1, 2) == [True] * 3
     assert step.grant(step.parts[0], worker_at(2), 2, 0.0).first_bucket == step.num_buckets
 
 
@@ -107,7 +112,7 @@ def test_once_beaten_nothing_of_a_first_holders_push_counts() -> None:
     second = step.grant(step.parts[0], OTHER, 2, 0.0)
     assert claim(step, second, 1) == [True]
     assert claim(step, first, 1, 2, 3) == [False, False, False]
-    assert first.beaten
+    assert first.superseded
     assert claim(step, second, 2, 3) == [True, True]
     assert (first.num_counted, second.num_counted) == (1, 3)
     assert step.parts[0].finished_by is second
@@ -151,7 +156,7 @@ def test_a_beaten_holder_is_no_hope() -> None:
     second = step.grant(step.parts[0], OTHER, 2, 0.0)
     claim(step, second, 0)
     claim(step, first, 0)
-    assert first.beaten
+    assert first.superseded
     step.drop(2)
     assert step.orphans() == step.parts, "its holder cannot finish it"
 
@@ -174,12 +179,12 @@ def test_holders_that_are_overdue_do_not_count_however_many_they_are(*, is_late:
     step = step_of(8)
     (part,) = step.parts
     for number in range(3):
-        holding = step.grant(part, worker_at(number + 1), number, 10.0 * number)
-        holding.due_at = holding.say_at = 10.0 * number + 9.0
+        assignment = step.grant(part, worker_at(number + 1), number, 10.0 * number)
+        assignment.due_at = assignment.say_at = 10.0 * number + 9.0
         alone = number == 0 and is_late
         assert step.late(10.0 * number + 8.0, is_late=is_late) == ([part] if alone else [])
         assert step.late(10.0 * number + 9.0, is_late=is_late) == [part]
-    claim(step, holding, 0, 1, 2)
+    claim(step, assignment, 0, 1, 2)
     assert step.late(1e9, is_late=is_late) == []
     assert step.overdue(1e9) == []
 
@@ -195,29 +200,29 @@ def test_what_a_departed_member_held_is_told_and_it_counts_no_more() -> None:
     theirs = step.grant(step.parts[1], OTHER, 9, 0.0)
     claim(step, mine[0], 0)
     assert step.drop(1) == mine
-    assert step.holdings == [theirs]
+    assert step.assignments == [theirs]
     assert claim(step, mine[0], 1) == [False]
     assert step.drop(1) == []
 
 
 def test_what_is_given_up_counts_no_more_and_can_be_given_up_twice() -> None:
     step = step_of(8)
-    holding = step.grant(step.parts[0], ONE, 1, 0.0)
+    assignment = step.grant(step.parts[0], ONE, 1, 0.0)
     stranger = step_of(8)
     step.give_up(stranger.grant(stranger.parts[0], ONE, 1, 0.0))
-    assert step.holdings == [holding], "another step's holding of the same number is not it"
+    assert step.assignments == [assignment], "another step's holding of the same number is not it"
     for _ in range(2):
-        step.give_up(holding)
-    assert claim(step, holding, 0) == [False]
+        step.give_up(assignment)
+    assert claim(step, assignment, 0) == [False]
     assert step.orphans() == step.parts
 
 
 def test_the_loss_is_the_mean_over_samples_not_over_parts() -> None:
     step = step_of(1, 3, 12)
     for number, (part, loss) in enumerate(zip(step.parts, (8.0, 4.0, 1.0), strict=True)):
-        holding = step.grant(part, ONE, number, 0.0)
+        assignment = step.grant(part, ONE, number, 0.0)
         for bucket in range(3):
-            step.claim(1, push_of(holding.key, bucket, loss=loss))
+            step.claim(1, push_of(assignment.key, bucket, loss=loss))
     assert step.loss == pytest.approx((1 * 8 + 3 * 4 + 12 * 1) / 16)
 
 
@@ -225,7 +230,7 @@ def test_the_loss_is_the_mean_over_samples_not_over_parts() -> None:
 class Sending:
     """A member that pushes what it holds, bucket after bucket."""
 
-    holding: Holding
+    assignment: PartAssignment
     next_bucket: int
     counted: list[int] = field(default_factory=list)
 
@@ -236,7 +241,7 @@ class Chaos:
     def __init__(self, sizes: list[int], num_buckets: int, draw: random.Random) -> None:
         self.step = step_of(*sizes, num_buckets=num_buckets)
         self.draw = draw
-        self.members = [worker_at(seat) for seat in range(1, 5)]
+        self.members = [worker_at(session_id) for session_id in range(1, 5)]
         self.sending: list[Sending] = []
         self.counted: Counter[tuple[int, int]] = Counter()
         self.num_grants = 0
@@ -251,34 +256,34 @@ class Chaos:
         return not self.under_way and all(part.finished_by for part in self.step.parts)
 
     def grant(self, part: Part) -> None:
-        holders = {holding.seat for holding in part.holdings}
-        able = [member for member in self.members if member.member.seat not in holders]
+        holders = {assignment.session_id for assignment in part.assignments}
+        able = [member for member in self.members if member.member.session_id not in holders]
         if able:
             self.num_grants += 1
-            holding = self.step.grant(part, self.draw.choice(able), self.num_grants, 0.0)
-            self.sending.append(Sending(holding, holding.first_bucket))
+            assignment = self.step.grant(part, self.draw.choice(able), self.num_grants, 0.0)
+            self.sending.append(Sending(assignment, assignment.first_bucket))
 
     def push(self) -> None:
         """Somebody sends its next bucket."""
         if not self.under_way:
             return
         each = self.draw.choice(self.under_way)
-        push = push_of(each.holding.key, each.next_bucket, self.step.num_buckets)
-        part = self.step.claim(each.holding.seat, push)
+        push = push_of(each.assignment.key, each.next_bucket, self.step.num_buckets)
+        part = self.step.claim(each.assignment.session_id, push)
         if part is not None:
-            assert part is each.holding.part
+            assert part is each.assignment.part
             self.counted[(part.start, push.bucket)] += 1
             each.counted.append(push.bucket)
         each.next_bucket += 1
         if each.next_bucket == self.step.num_buckets:
-            self.step.give_up(each.holding)  # it has answered
+            self.step.give_up(each.assignment)  # it has answered
 
     def meddle(self) -> None:
-        holdings = self.step.holdings
-        if holdings and self.draw.random() < 0.5:
-            self.step.give_up(self.draw.choice(holdings))
+        assignments = self.step.assignments
+        if assignments and self.draw.random() < 0.5:
+            self.step.give_up(self.draw.choice(assignments))
         else:
-            self.step.drop(self.draw.choice(self.members).member.seat)
+            self.step.drop(self.draw.choice(self.members).member.session_id)
 
     def take_over(self) -> None:
         for part in self.step.orphans():
@@ -291,8 +296,8 @@ class Chaos:
     def check(self) -> None:
         assert all(count == 1 for count in self.counted.values())
         for each in self.sending:
-            assert each.holding.num_counted == len(each.counted)
-            if not each.holding.backup:
+            assert each.assignment.num_counted == len(each.counted)
+            if not each.assignment.backup:
                 assert each.counted == list(range(len(each.counted))), "a prefix"
         for part in self.step.parts:
             done = [bucket for start, bucket in self.counted if start == part.start]

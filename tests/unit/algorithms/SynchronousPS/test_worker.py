@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from harness import local_settings
 from peers import opened
-from smolcluster.algorithms.SynchronousPS.following import Committed, FellBehind, StateArrived
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.state import contents_of, digests_of
+from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, FellBehind, StateArrived
 from smolcluster.algorithms.SynchronousPS.worker import Worker
-from smolcluster.cluster.inbox import Event, Said
+from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.link import Link
 from smolcluster.cluster.pushing import GradientSender
 from smolcluster.cluster.session import Later
@@ -22,7 +22,7 @@ from smolcluster.cluster.tensors import Assigned, bucket_spec, work_payload
 from smolcluster.codec.registry import get_codec
 from smolcluster.data.dataset import Dataset
 from smolcluster.errors import NonFiniteLoss, PeerLost
-from smolcluster.training.build import Workbench
+from smolcluster.training.build import TrainingContext
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
@@ -89,7 +89,7 @@ class Wire(Link):
 
 
 @dataclass(frozen=True)
-class Bench(Workbench):
+class Bench(TrainingContext):
     """Computes a gradient that the samples' sum names, and lets something happen meanwhile."""
 
     diary: list[str] = field(default_factory=list)
@@ -119,7 +119,7 @@ class Shop:
     ) -> None:
         self.diary: list[str] = []
         self.replica = replica or small_replica(optimizer)
-        self.bench = Bench(cast(Dataset, None), self.replica, 0, diary=self.diary)
+        self.training = Bench(cast(Dataset, None), self.replica, 0, diary=self.diary)
         run = local_settings(*overrides, algorithm="syncps").run_config("run", "syncps")
         welcome = Welcome(
             run_id="run",
@@ -130,7 +130,7 @@ class Shop:
             codec=codec,
             heartbeat_timeout_s=5.0,
         )
-        self.worker = Worker(welcome, self.bench)
+        self.worker = Worker(welcome, self.training)
         self.wire = Wire(self.diary)
         self.worker.link = self.wire
         self.worker.new_receiver()
@@ -189,8 +189,8 @@ def task(
     return Assigned(assignment, payload)
 
 
-def cancel(grant: int = 1, num_buckets: int = 0) -> Said:
-    return Said(0, Cancel(lease=lease(grant), num_buckets=num_buckets))
+def cancel(grant: int = 1, num_buckets: int = 0) -> MessageReceived:
+    return MessageReceived(0, Cancel(lease=lease(grant), num_buckets=num_buckets))
 
 
 def live(shop: Shop, *events: Event) -> None:
@@ -262,7 +262,7 @@ def test_a_push_keeps_pace_with_the_mean_unless_another_part_waits_behind_it(
 ) -> None:
     said: list[bool] = []
     monkeypatch.setattr(shop.worker.receiver, "pace", lambda *, paced: said.append(paced))
-    shop.bench.meanwhile.append(shop.wire.coming.clear)
+    shop.training.meanwhile.append(shop.wire.coming.clear)
     held = held_buckets(shop)
     live(shop, *map(task, tasks))
     assert held == [0, 1, 2] * len(tasks)
@@ -282,7 +282,7 @@ def test_the_other_parts_are_computed_all_the_same(shop: Shop) -> None:
 
 
 def test_a_part_that_is_cancelled_while_it_is_computed_is_not_pushed(shop: Shop) -> None:
-    shop.bench.meanwhile.append(lambda: shop.wire.coming.append(cancel()))
+    shop.training.meanwhile.append(lambda: shop.wire.coming.append(cancel()))
     live(shop, task())
     assert shop.diary == ["flush", "compute", "Skip"]
     (skip,) = skips(shop)
@@ -292,7 +292,7 @@ def test_a_part_that_is_cancelled_while_it_is_computed_is_not_pushed(shop: Shop)
 
 
 def test_a_part_whose_step_is_over_when_it_is_computed_is_not_pushed(shop: Shop) -> None:
-    shop.bench.meanwhile.append(lambda: shop.wire.coming.append(shop.commit(4)))
+    shop.training.meanwhile.append(lambda: shop.wire.coming.append(shop.commit(4)))
     live(shop, task())
     assert shop.diary == ["flush", "compute", "Skip"]
     assert shop.worker.version == 4
@@ -370,8 +370,10 @@ def test_a_push_is_called_off_alone(shop: Shop) -> None:
     assert skips(shop) == []
 
 
-def park(grant: int | None, num_buckets: int = 0) -> Said:
-    return Said(0, Park(lease=None if grant is None else lease(grant), num_buckets=num_buckets))
+def park(grant: int | None, num_buckets: int = 0) -> MessageReceived:
+    return MessageReceived(
+        0, Park(lease=None if grant is None else lease(grant), num_buckets=num_buckets)
+    )
 
 
 def test_who_is_parked_forgets_what_it_had_and_asks_for_the_state(shop: Shop) -> None:
@@ -583,7 +585,7 @@ def test_what_is_not_finite_names_the_step(shop: Shop) -> None:
     def explode() -> None:
         raise NonFiniteLoss("loss is nan at layer fc1")
 
-    shop.bench.meanwhile.append(explode)
+    shop.training.meanwhile.append(explode)
     shop.wire.coming = [*shop.state(3, 0.5), task()]
     with pytest.raises(NonFiniteLoss, match=r"step 4: loss is nan at layer fc1"):
         shop.worker.take_part(shop.wire)

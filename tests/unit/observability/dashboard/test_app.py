@@ -161,7 +161,7 @@ def test_state_events_and_series(client: TestClient) -> None:
 def test_what_is_no_number_is_null(tmp_path: Path, client: TestClient) -> None:
     run = MadeRun(tmp_path, "edp-2")
     run.steps(1, 2, loss=math.nan, grad_norm=math.inf)
-    run.status("training", None, worker_status(0, vitals={"cpu": 1.0}))
+    run.status("training", None, worker_status(0, process_stats={"cpu": 1.0}))
     answer = client.get("/api/runs/edp-2/series")
     assert "NaN" not in answer.text
     assert "Infinity" not in answer.text

@@ -79,7 +79,7 @@ def test_what_another_page_embeds_is_a_strangers() -> None:
 
 
 def test_a_server_for_all_takes_addresses_and_its_own_names_only() -> None:
-    everywhere = access("0.0.0.0")  # noqa: S104 - a test's words
+    run_on_all = access("0.0.0.0")  # noqa: S104 - a test's words
     for host in ("192.168.1.5:8265", "lab.example.org:8265", "lab.local:8265", "[fe80::1]:8265"):
-        assert everywhere.verdict("/", "", OWN | {"host": host}) == "welcome"
-    assert everywhere.verdict("/", "", OWN | {"host": "evil.org:8265"}) == "stranger"
+        assert run_on_all.verdict("/", "", OWN | {"host": host}) == "welcome"
+    assert run_on_all.verdict("/", "", OWN | {"host": "evil.org:8265"}) == "stranger"

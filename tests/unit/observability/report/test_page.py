@@ -83,7 +83,7 @@ def report_of(run: MadeRun | RunPaths, ended_by: BaseException | None = None) ->
     return read(paths.report)
 
 
-def vitals(rank: int, node: str, **values: float) -> MetricRecord:
+def process_stats(rank: int, node: str, **values: float) -> MetricRecord:
     shares = {"share/forward": 0.25, "share/backward": 0.5, "share/send": 0.125}
     return MetricRecord("worker", 1, 0, shares | values, rank=rank, node=node)
 
@@ -250,7 +250,7 @@ def test_hostile_text_is_shown_as_text(tmp_path: Path) -> None:
     run = killed_run(tmp_path)
     run.lost(2, HOSTILE)
     run.event(WorkerJoined(rank=7, node=HOSTILE, device=HOSTILE, samples_per_s=1.0))
-    run.metric(vitals(7, HOSTILE, sent_bytes_per_s=1.0))
+    run.metric(process_stats(7, HOSTILE, sent_bytes_per_s=1.0))
     run.says("worker", "pi5", 0, ("ERROR", HOSTILE), exception=ValueError(HOSTILE))
     run.says("worker", "pi5", 0, ("DEBUG", "here"), machine={"system": HOSTILE, "cores": HOSTILE})
     run.status("failed", HOSTILE, worker_status(0, address=HOSTILE, device=HOSTILE))
@@ -279,7 +279,9 @@ def test_lone_surrogates_and_bytes_that_are_no_text_do_no_harm(tmp_path: Path) -
 def test_metrics_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     run = killed_run(tmp_path)
     run.steps(101, 105, loss=math.nan, lr=math.inf)
-    run.metric(vitals(0, "pi5", queue=math.nan, rtt_s=math.inf, **{"share/forward": math.nan}))
+    run.metric(
+        process_stats(0, "pi5", queue=math.nan, rtt_s=math.inf, **{"share/forward": math.nan})
+    )
     page = report_of(run)
     text = run.paths.report.read_text()
     assert "nan" not in text.lower().replace("finance", "")
@@ -309,9 +311,9 @@ def test_time_and_links_come_from_what_workers_report(tmp_path: Path) -> None:
     run = killed_run(tmp_path)
     rates = {"sent_bytes_per_s": 2e6, "received_bytes_per_s": 5e5, "steps_per_s": 4.0}
     more = {"rtt_s": 0.004, "queue": 2.0, "codec_ratio": 3.9}
-    run.metric(vitals(0, "pi5", **rates, **more))
+    run.metric(process_stats(0, "pi5", **rates, **more))
     run.now += 1
-    run.metric(vitals(0, "pi5", **(rates | {"sent_bytes_per_s": 4e6}), **more))
+    run.metric(process_stats(0, "pi5", **(rates | {"sent_bytes_per_s": 4e6}), **more))
     run.metric(MetricRecord("server", 1, 0, {"share/apply": 0.5}, node="mini1"))
     run.status("ended", "", worker_status(0, sent_bytes=10**9, received_bytes=10**6))
     page = report_of(run)
@@ -328,7 +330,9 @@ def test_time_and_links_come_from_what_workers_report(tmp_path: Path) -> None:
 def test_lines_are_moved_by_the_clock_of_the_machine_that_wrote_them(tmp_path: Path) -> None:
     """Rank 0 moved from the Pi to a machine whose clock is 10 s ahead: 14:13:23, and 14:13:25 there."""
     run = MadeRun(tmp_path)
-    run.metric(vitals(0, "pi5", clock_offset_s=0.0), vitals(0, "nas", clock_offset_s=10.0))
+    run.metric(
+        process_stats(0, "pi5", clock_offset_s=0.0), process_stats(0, "nas", clock_offset_s=10.0)
+    )
     run.now = 3
     run.says("worker", "pi5", 0, ("ERROR", "the first"))
     run.now = 5

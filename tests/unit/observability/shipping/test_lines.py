@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from smolcluster.observability.shipping.lines import (
     MAX_AHEAD_NS,
     MAX_LINE_NBYTES,
-    Entry,
+    LokiLine,
     entry_of,
     labels_of,
 )
@@ -20,7 +20,7 @@ NOW = 1_795_000_000 * 10**9
 LABELS = labels_of("worker-rank0-mini2", "edp-1")
 
 
-def entry(**fields: Any) -> Entry:
+def entry(**fields: Any) -> LokiLine:
     found = entry_of(json_line(fields), LABELS, NOW)
     assert found is not None
     return found
@@ -78,7 +78,7 @@ def test_labels_come_from_closed_sets(level: object) -> None:
 )
 def test_a_line_that_is_not_ours_ships_all_the_same(line: bytes) -> None:
     found = entry_of(line, LABELS, NOW)
-    assert found == Entry(tuple(LABELS.items()), NOW, line.decode("utf-8", "replace"))
+    assert found == LokiLine(tuple(LABELS.items()), NOW, line.decode("utf-8", "replace"))
 
 
 @pytest.mark.parametrize("line", [b"", b"\n", b" \r\n"])

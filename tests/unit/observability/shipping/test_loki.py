@@ -9,7 +9,7 @@ import pytest
 
 from loki import receiving
 from smolcluster.errors import ConfigError
-from smolcluster.observability.shipping.lines import Entry
+from smolcluster.observability.shipping.lines import LokiLine
 from smolcluster.observability.shipping.loki import (
     Answer,
     Loki,
@@ -24,7 +24,11 @@ NOW = datetime(2026, 11, 22, 7, 0, tzinfo=UTC)
 
 def test_a_body_has_the_documented_form() -> None:
     one, two = (("job", "a"), ("level", "INFO")), (("job", "b"),)
-    entries = [Entry(one, 1, "first"), Entry(two, 2, "τ\x00\n<script>"), Entry(one, 3, "last")]
+    entries = [
+        LokiLine(one, 1, "first"),
+        LokiLine(two, 2, "τ\x00\n<script>"),
+        LokiLine(one, 3, "last"),
+    ]
     assert json.loads(gzip.decompress(push_body(entries))) == {
         "streams": [
             {"stream": {"job": "a", "level": "INFO"}, "values": [["1", "first"], ["3", "last"]]},
@@ -114,7 +118,7 @@ def test_a_password_belongs_in_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("NETRC", str(netrc))
     with receiving() as receiver:
         loki = Loki(receiver.url)
-        assert loki.push(push_body([Entry((("job", "a"),), 1, "x")])) == Answer(Verdict.ACCEPTED)
+        assert loki.push(push_body([LokiLine((("job", "a"),), 1, "x")])) == Answer(Verdict.ACCEPTED)
         loki.close()
         assert receiver.authorizations == ["Basic bWU6c2VudGluZWw="]
     netrc.write_text("machine\n")

@@ -136,10 +136,10 @@ def test_what_a_worker_that_has_gone_reported_is_not_shown_as_if_it_were_news(
     tmp_path: Path,
 ) -> None:
     run = MadeRun(tmp_path)
-    vitals = {"cpu": 1.5}
-    lost = worker_status(1, state="lost", vitals=vitals)
-    run.status("training", None, worker_status(0, vitals=vitals), lost)
-    assert [worker["vitals"] for worker in state_of(run)["workers"]] == [vitals, {}]
+    process_stats = {"cpu": 1.5}
+    lost = worker_status(1, state="lost", process_stats=process_stats)
+    run.status("training", None, worker_status(0, process_stats=process_stats), lost)
+    assert [worker["process_stats"] for worker in state_of(run)["workers"]] == [process_stats, {}]
 
 
 def test_staleness_is_what_was_counted_else_what_was_sampled(tmp_path: Path) -> None:

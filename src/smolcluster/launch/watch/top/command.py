@@ -18,7 +18,7 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.launch.find import find
 from smolcluster.launch.watch.probe import Ask
 from smolcluster.launch.watch.top.frame import PLAIN, Canvas, frame
-from smolcluster.launch.watch.top.source import Picture, Source
+from smolcluster.launch.watch.top.source import Snapshot, SnapshotSource
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
 
 DRAW_EVERY_S = 1.0
@@ -40,13 +40,13 @@ def top(run: str, *, once: bool, ask: Ask | None = None) -> int:
         DataError: its list of processes is damaged.
     """
     paths = find(run)
-    source, console = Source(paths, ask), SteadyConsole()
+    source, console = SnapshotSource(paths, ask), SteadyConsole()
     if once or not console.is_terminal:
         height = console.height if console.is_terminal else PAGE
         with steady(console):
             console.print(drawn(source.look(), console, height), no_wrap=True, crop=False)
         return 0
-    lookout = Lookout(source)
+    lookout = Poller(source)
     lookout.start()
     with suppress(KeyboardInterrupt), steady(console):
         _watch(lookout, console, f"looking at {paths.run_id} …")
@@ -54,14 +54,14 @@ def top(run: str, *, once: bool, ask: Ask | None = None) -> int:
     return 0
 
 
-class Lookout(threading.Thread):
+class Poller(threading.Thread):
     """Looks at a run again and again, and keeps the newest picture."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: SnapshotSource) -> None:
         super().__init__(name="lookout", daemon=True)
         self._source = source
         self._every_s = LOOK_ELSEWHERE_EVERY_S if source.is_elsewhere else LOOK_EVERY_S
-        self._taken: tuple[Picture, float] | None = None
+        self._taken: tuple[Snapshot, float] | None = None
         self._error: SmolclusterError | None = None
         self._stopped = threading.Event()
 
@@ -76,7 +76,7 @@ class Lookout(threading.Thread):
                 return
             self._stopped.wait(max(0.1, began + self._every_s - time.monotonic()))
 
-    def picture(self) -> Picture | None:
+    def snapshot(self) -> Snapshot | None:
         """How the run stands now, as far as is known; None: nothing was seen yet.
 
         Raises:
@@ -86,15 +86,15 @@ class Lookout(threading.Thread):
             raise self._error
         if self._taken is None:
             return None
-        picture, taken_at = self._taken
-        return picture.later(time.monotonic() - taken_at)
+        snapshot, taken_at = self._taken
+        return snapshot.later(time.monotonic() - taken_at)
 
     def stop(self) -> None:
         """Look no more."""
         self._stopped.set()
 
 
-def _watch(lookout: Lookout, console: Console, first_words: str) -> None:
+def _watch(lookout: Poller, console: Console, first_words: str) -> None:
     """Draw until the run is over, whose end then stays on the screen, or q is pressed."""
     with (
         keys() as is_q,
@@ -107,17 +107,17 @@ def _watch(lookout: Lookout, console: Console, first_words: str) -> None:
     ):
         live.refresh()
         while True:
-            picture = lookout.picture()
-            if picture is not None:
-                live.update(drawn(picture, console, console.height), refresh=True)
-                if picture.is_over:
+            snapshot = lookout.snapshot()
+            if snapshot is not None:
+                live.update(drawn(snapshot, console, console.height), refresh=True)
+                if snapshot.is_over:
                     break
-            if is_q(0.1 if picture is None else DRAW_EVERY_S) or console.quiet:
+            if is_q(0.1 if snapshot is None else DRAW_EVERY_S) or console.quiet:
                 return
-    console.print(drawn(picture, console, console.height - 1), no_wrap=True, crop=False)
+    console.print(drawn(snapshot, console, console.height - 1), no_wrap=True, crop=False)
 
 
-def drawn(picture: Picture, console: Console, height: int) -> RenderableType:
+def drawn(snapshot: Snapshot, console: Console, height: int) -> RenderableType:
     """The picture for this console."""
     is_plain = not console.encoding.lower().startswith("utf")
 
@@ -131,7 +131,7 @@ def drawn(picture: Picture, console: Console, height: int) -> RenderableType:
         is_plain=is_plain,
         has_colour=console.color_system is not None and not console.no_color,
     )
-    return Text("\n").join(frame(picture, canvas))
+    return Text("\n").join(frame(snapshot, canvas))
 
 
 @contextmanager

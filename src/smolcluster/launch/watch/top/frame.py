@@ -17,7 +17,7 @@ from rich.text import Text
 from smolcluster.launch.watch.report import ProcessReport
 from smolcluster.launch.watch.status import STYLES, measured, notes, progress, title
 from smolcluster.launch.watch.top import bars
-from smolcluster.launch.watch.top.source import AT_END, News, Picture
+from smolcluster.launch.watch.top.source import AT_END, EventLine, Snapshot
 from smolcluster.observability.sinks.console import fit
 from smolcluster.runs.status import RunStatus, WorkerStatus
 from smolcluster.utils.units import format_duration, format_megabytes
@@ -66,7 +66,7 @@ class Row:
 
     process: ProcessReport
     worker: WorkerStatus | None
-    vitals: Mapping[str, float]
+    process_stats: Mapping[str, float]
     state: str
     """The run's."""
 
@@ -80,23 +80,23 @@ class Column:
     cell: Callable[[Row], str]
 
 
-def frame(picture: Picture, canvas: Canvas) -> list[Text]:
+def frame(snapshot: Snapshot, canvas: Canvas) -> list[Text]:
     """The lines that show a picture."""
-    head = _head(picture, canvas)
-    rows = _rows(picture)
+    head = _head(snapshot, canvas)
+    rows = _rows(snapshot)
     table = _table(rows, canvas)
     room = canvas.height - len(head)
     if len(table) > room:
         table = _cut(table, room)
     room -= len(table)
-    news = _news(picture.news, canvas)
+    news = _news(snapshot.news, canvas)
     room -= (least := min(MIN_NEWS, len(news), max(0, room)))
-    curves = _curves(picture, canvas)
+    curves = _curves(snapshot, canvas)
     if len(curves) > room:
         curves = []
     room -= len(curves)
     legend = []
-    if room >= 3 and any(row.vitals for row in rows):
+    if room >= 3 and any(row.process_stats for row in rows):
         legend = [bars.legend(letters=not canvas.has_colour)]
     room -= len(legend)
     gap = [Text()] if room >= 2 else []
@@ -109,50 +109,50 @@ def frame(picture: Picture, canvas: Canvas) -> list[Text]:
 # --- head
 
 
-def _head(picture: Picture, canvas: Canvas) -> list[Text]:
-    report, status = picture.report, picture.status
-    lines = [_title(picture, canvas)]
+def _head(snapshot: Snapshot, canvas: Canvas) -> list[Text]:
+    report, status = snapshot.report, snapshot.status
+    lines = [_title(snapshot, canvas)]
     if status is not None:
-        lines.append(_progress(picture, status, canvas))
-        lines.append(Text(canvas.show(fit(_measured(picture, status), canvas.width))))
+        lines.append(_progress(snapshot, status, canvas))
+        lines.append(Text(canvas.show(fit(_measured(snapshot, status), canvas.width))))
     style = "" if report.state in AT_END else "yellow"
     return [*lines, *(Text(canvas.show(note), style=style) for note in notes(report))]
 
 
-def _title(picture: Picture, canvas: Canvas) -> Text:
+def _title(snapshot: Snapshot, canvas: Canvas) -> Text:
     """The run and its state; where there is little room without the algorithm."""
-    report, status = picture.report, picture.status
+    report, status = snapshot.report, snapshot.status
     run_id, *algorithm, state = [Text(canvas.show(part)) for part in title(report)]
     run_id.stylize("bold")
     state.stylize(STYLES.get(report.state, ""))
     names = [run_id, *algorithm, state]
     if status is not None and report.state in ("waiting", "training"):
-        lasted = status.wall_s + status.age_s(picture.now)
+        lasted = status.wall_s + status.age_s(snapshot.now)
         names.append(Text(f"for {format_duration(max(1.0, lasted))}", style="dim"))
     line = Text(" · ").join(names)
     return line if line.cell_len <= canvas.width else Text(" · ").join([run_id, state])
 
 
-def _progress(picture: Picture, status: RunStatus, canvas: Canvas) -> Text:
+def _progress(snapshot: Snapshot, status: RunStatus, canvas: Canvas) -> Text:
     done = status.samples_applied / max(1, status.total_samples)
-    parts = progress(picture.report)
-    if left := _time_left(picture):
+    parts = progress(snapshot.report)
+    if left := _time_left(snapshot):
         parts.insert(0, left)
     bar = bars.progress_bar(done, max(8, min(30, canvas.width // 4)), plain=canvas.is_plain)
     said = fit(parts, canvas.width - len(bar) - 6)
     return Text.assemble(bar, f" {done:.0%}  ", canvas.show(said))
 
 
-def _time_left(picture: Picture) -> str | None:
-    status = picture.status
-    if status is None or picture.report.state != "training" or not status.samples_per_s:
+def _time_left(snapshot: Snapshot) -> str | None:
+    status = snapshot.status
+    if status is None or snapshot.report.state != "training" or not status.samples_per_s:
         return None
     left = status.total_samples - status.samples_applied
     return f"{format_duration(max(1.0, left / status.samples_per_s))} left"
 
 
-def _measured(picture: Picture, status: RunStatus) -> list[str]:
-    parts = measured(picture.report)
+def _measured(snapshot: Snapshot, status: RunStatus) -> list[str]:
+    parts = measured(snapshot.report)
     if status.learning_rate is not None and not status.is_over:
         parts.append(f"lr {status.learning_rate:.3g}")
     if status.grad_norm is not None and not status.is_over:
@@ -168,8 +168,8 @@ def _measured(picture: Picture, status: RunStatus) -> list[str]:
 # --- curves
 
 
-def _curves(picture: Picture, canvas: Canvas) -> list[Text]:
-    points = picture.points
+def _curves(snapshot: Snapshot, canvas: Canvas) -> list[Text]:
+    points = snapshot.points
     if len(points) < 2:
         return []
     steps = [point.step for point in points]
@@ -197,24 +197,26 @@ def _curves(picture: Picture, canvas: Canvas) -> list[Text]:
 # --- table
 
 
-def _rows(picture: Picture) -> list[Row]:
-    status = picture.status
+def _rows(snapshot: Snapshot) -> list[Row]:
+    status = snapshot.status
     workers = {} if status is None else {worker.rank: worker for worker in status.workers}
     rows = []
-    for process in picture.report.processes:
+    for process in snapshot.report.processes:
         worker = None if process.rank is None else workers.get(process.rank)
-        vitals: Mapping[str, float] = {}
+        process_stats: Mapping[str, float] = {}
         if status is not None and not status.is_over:
             if process.rank is None:
-                vitals = {name: value for name, value in status.vitals.items() if value}
+                process_stats = {
+                    name: value for name, value in status.process_stats.items() if value
+                }
             elif worker is not None and worker.state == "joined":
-                vitals = worker.vitals
-        rows.append(Row(process, worker, vitals, picture.report.state))
+                process_stats = worker.process_stats
+        rows.append(Row(process, worker, process_stats, snapshot.report.state))
     return rows
 
 
 def _vital(name: str, form: Callable[[float], str]) -> Callable[[Row], str]:
-    return lambda row: form(row.vitals[name]) if name in row.vitals else ""
+    return lambda row: form(row.process_stats[name]) if name in row.process_stats else ""
 
 
 def _rate(row: Row) -> str:
@@ -287,7 +289,7 @@ def _style(row: Row) -> str:
 def _table(rows: Sequence[Row], canvas: Canvas) -> list[Text]:
     gap = 2 if canvas.width >= WIDE else 1
     cells = {column.title: [canvas.show(column.cell(row)) for row in rows] for column in COLUMNS}
-    has_split = any(row.vitals for row in rows)
+    has_split = any(row.process_stats for row in rows)
     known = [each for each in COLUMNS if any(cells[each.title]) or (each is SPLIT and has_split)]
     widths = {column.title: _width(column, cells[column.title]) for column in known}
     kept: list[Column] = []
@@ -323,7 +325,7 @@ def _aligned(column: Column, cell: str, widths: Mapping[str, int]) -> str:
 
 def _cell(column: Column, cell: str, row: Row, widths: Mapping[str, int], canvas: Canvas) -> Text:
     if column is SPLIT:
-        return bars.split_bar(row.vitals, widths["time"], letters=not canvas.has_colour)
+        return bars.split_bar(row.process_stats, widths["time"], letters=not canvas.has_colour)
     style = _style(row) if column.title == "state" else ""
     return Text(_aligned(column, cell, widths), style)
 
@@ -339,9 +341,9 @@ def _cut(table: list[Text], room: int) -> list[Text]:
 # --- news
 
 
-def _news(news: Sequence[News], canvas: Canvas) -> list[Text]:
+def _news(news: Sequence[EventLine], canvas: Canvas) -> list[Text]:
     """A line for each; of those that repeat themselves the last."""
-    told: list[list[News]] = []
+    told: list[list[EventLine]] = []
     for each in news:
         if told and _repeats(told[-1][-1], each):
             told[-1].append(each)
@@ -350,12 +352,12 @@ def _news(news: Sequence[News], canvas: Canvas) -> list[Text]:
     return [_news_line(each, canvas) for each in told]
 
 
-def _repeats(before: News, now: News) -> bool:
+def _repeats(before: EventLine, now: EventLine) -> bool:
     is_frequent = now.kind in ("push_dropped", "lease_returned", "checkpoint_saved")
     return now.kind == before.kind and (is_frequent or before.text == now.text)
 
 
-def _news_line(alike: Sequence[News], canvas: Canvas) -> Text:
+def _news_line(alike: Sequence[EventLine], canvas: Canvas) -> Text:
     news = alike[-1]
     moment = time.strftime("%H:%M:%S ", time.localtime(news.seconds))
     style, level = NEWS_STYLES.get(news.kind, ""), LEVELS.get(news.kind, "")

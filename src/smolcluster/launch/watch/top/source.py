@@ -16,8 +16,7 @@ from datetime import datetime, timedelta
 
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import Host, shell_path
-from smolcluster.launch.watch.logs import Source as LogFile
-from smolcluster.launch.watch.logs import entry_of, sources_of
+from smolcluster.launch.watch.logs import LogFile, entry_of, sources_of
 from smolcluster.launch.watch.probe import Ask, ask_host, look, sections
 from smolcluster.launch.watch.report import RunReport, report_of
 from smolcluster.launch.watch.top.bars import mean
@@ -61,7 +60,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class News:
+class EventLine:
     """Something that happened.
 
     Attributes:
@@ -75,14 +74,14 @@ class News:
 
 
 @dataclass(frozen=True)
-class Picture:
+class Snapshot:
     """A run at one moment; `now` is by its server's clock. The newest points and news come last."""
 
     report: RunReport
     status: RunStatus | None
     now: datetime
     points: Sequence[Point]
-    news: Sequence[News]
+    news: Sequence[EventLine]
 
     @property
     def is_over(self) -> bool:
@@ -90,7 +89,7 @@ class Picture:
         server = self.report.processes[0].process if self.report.processes else "unknown"
         return self.report.state in (*AT_END, "failed", "broken off") and server != "running"
 
-    def later(self, seconds: float) -> "Picture":
+    def later(self, seconds: float) -> "Snapshot":
         """The same picture, so much later: what it tells is older then."""
         if self.status is None or self.status.is_over:
             return self
@@ -103,10 +102,10 @@ class Picture:
         age = None if self.report.age_s is None else self.report.age_s + seconds
         report = self.report.model_copy(update={"processes": tuple(aged), "age_s": age})
         now = self.now + timedelta(seconds=seconds)
-        return Picture(report, self.status, now, self.points, self.news)
+        return Snapshot(report, self.status, now, self.points, self.news)
 
 
-class Source:
+class SnapshotSource:
     """Looks at one run; `ask` runs a script on a machine."""
 
     def __init__(self, paths: RunPaths, ask: Ask | None = None) -> None:
@@ -124,9 +123,9 @@ class Source:
         self._said: dict[Host, Mapping[str, str]] = {}
         self._points: list[Point] = []
         self._has_curve = False
-        self._news: dict[str, News] = {}
+        self._news: dict[str, EventLine] = {}
 
-    def look(self) -> Picture:
+    def look(self) -> Snapshot:
         """How the run stands now; takes as long as the slowest machine.
 
         Raises:
@@ -135,18 +134,18 @@ class Source:
         self._said.clear()
         if not self.is_elsewhere:
             self._logs = sources_of(self._paths)
-        sighting = look(self._paths, self._ask_more)
+        probed = look(self._paths, self._ask_more)
         server = self._server_of(self._launched)
         if server not in self._said:  # what lies here, of a local run or fetched before
             self._ask_here(server)
         self._learn(server)
-        status = sighting.status
+        status = probed.status
         if status is not None and status.loss is not None:
             self._add([Point(status.step, status.loss, status.samples_per_s)])
         algorithm = None if self._launched is None else self._launched.algorithm
-        report = report_of(self._paths.run_id, algorithm, sighting)
+        report = report_of(self._paths.run_id, algorithm, probed)
         news = sorted(self._news.values(), key=lambda each: each.seconds)
-        return Picture(report, status, sighting.now, tuple(self._points), news)
+        return Snapshot(report, status, probed.now, tuple(self._points), news)
 
     def _ask_more(self, host: Host, script: str) -> str:
         answer = self._ask(host, f"{script}\n{self._script(host)}\ntrue")
@@ -205,14 +204,16 @@ class Source:
                 if record is not None and not isinstance(record.event, ROUTINE):
                     seconds = seconds_of(record.ts, time.time())
                     kind = kind_of(type(record.event))
-                    self._news[line] = News(seconds, kind, told(record.event))
+                    self._news[line] = EventLine(seconds, kind, told(record.event))
 
     def _learn_lines(self, log: LogFile, text: str) -> None:
         for line in text.split("\n"):
             key = f"{log.file} {line}"
             entry = None if key in self._news else entry_of(line.encode(), 0, time.time())
             if entry is not None and entry.level:
-                self._news[key] = News(entry.seconds, entry.level, f"{log.title}: {entry.message}")
+                self._news[key] = EventLine(
+                    entry.seconds, entry.level, f"{log.title}: {entry.message}"
+                )
 
     def _add(self, points: Iterable[Point]) -> None:
         """Add points; what an abandoned time line had after them goes."""

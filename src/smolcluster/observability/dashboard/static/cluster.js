@@ -6,11 +6,11 @@ import { duration, megabytes, number, percent, rate, title } from "./format.js";
 const MEASURED = ["data", "forward", "backward", "encode", "send", "wait", "apply"];
 export const PHASES = [...MEASURED, "other"];
 const WAITS = 0.35;
-const share = (worker, phase) => worker.vitals?.[`share/${phase}`];
+const share = (worker, phase) => worker.process_stats?.[`share/${phase}`];
 
 /** The parts of a step that are known, and what is left of the time. */
-export function parts(vitals) {
-  const found = MEASURED.map((phase) => [phase, vitals?.[`share/${phase}`]]).filter(([, value]) => value > 0);
+export function parts(process_stats) {
+  const found = MEASURED.map((phase) => [phase, process_stats?.[`share/${phase}`]]).filter(([, value]) => value > 0);
   const rest = 1 - found.reduce((sum, [, value]) => sum + value, 0);
   return found.length && rest > 0.005 ? [...found, ["other", rest]] : found;
 }
@@ -21,14 +21,14 @@ export function condition(worker) {
 }
 
 function traffic(worker) {
-  const { sent_bytes_per_s: up, received_bytes_per_s: down } = worker.vitals ?? {};
+  const { sent_bytes_per_s: up, received_bytes_per_s: down } = worker.process_stats ?? {};
   return up === undefined && down === undefined ? null : { up: up ?? 0, down: down ?? 0 };
 }
 
-function ring(x, y, radius, vitals) {
+function ring(x, y, radius, process_stats) {
   const around = 2 * Math.PI * radius;
   let start = 0;
-  return parts(vitals).map(([phase, value]) => {
+  return parts(process_stats).map(([phase, value]) => {
     const arc = svg("circle", {
       cx: x, cy: y, r: radius, class: `arc phase-${phase}`, transform: `rotate(-90 ${x} ${y})`,
       "stroke-dasharray": `${value * around} ${around}`, "stroke-dashoffset": -start * around,
@@ -63,7 +63,7 @@ function link(worker, from, to, server, radius, isOver, isCrowded, isNarrow) {
   if (total > 0 && worker.state === "joined") group.append(svg("line", { ...line, class: "flow", "stroke-width": Math.max(1.5, width * 0.6) }));
   let lines = [];
   if (flow && !isOver && worker.state === "joined") {
-    const { rtt_s: rtt, codec_ratio: ratio } = worker.vitals;
+    const { rtt_s: rtt, codec_ratio: ratio } = worker.process_stats;
     const delay = rtt >= 0 ? duration(rtt) : "", codec = ratio > 0 ? `codec ×${number(ratio, 2)}` : "";
     lines = isNarrow ? [rate(flow.up + flow.down), delay]
       : [`↑ ${megabytes(flow.up)}  ↓ ${rate(flow.down)}`, [delay, codec].filter(Boolean).join(" · ")];
@@ -92,7 +92,7 @@ function drawWorker(worker, at, radius, isOver, isCrowded) {
   const group = svg("g", { class: `node ${state.replace(" ", "-")}` });
   group.append(
     svg("circle", { cx: at.x, cy: at.y, r: radius, class: "body" }),
-    ...ring(at.x, at.y, radius + 4, worker.vitals),
+    ...ring(at.x, at.y, radius + 4, worker.process_stats),
     svg("text", { x: at.x, y: at.y + 5, class: "rank" }, String(worker.rank + 1)),
   );
   const below = Math.sin(at.angle) > -0.3;
@@ -123,7 +123,7 @@ export function drawCluster(state) {
   state.workers.forEach((worker, index) => picture.append(drawWorker(worker, spots[index], radius, state.is_over, isCrowded)));
   picture.append(svg("g", { class: `node server ${state.is_over ? "over" : state.state}` },
     svg("circle", { ...circle(middle), r: server, class: "body" }),
-    ...ring(middle.x, middle.y, server + 5, state.server.vitals),
+    ...ring(middle.x, middle.y, server + 5, state.server.process_stats),
     svg("text", { x: middle.x, y: middle.y - 2, class: "rank" }, role),
     svg("text", { x: middle.x, y: middle.y + 14, class: "said" }, (state.server.node ?? "").slice(0, 12))));
   picture.append(...links.map(({ label: words }) => words).filter(Boolean));
@@ -136,7 +136,7 @@ const circle = ({ x, y }) => ({ cx: x, cy: y });
 /** Who waits for whom, in a sentence. */
 function insight(state) {
   if (state.is_over) return "";
-  const here = state.workers.filter((worker) => worker.state === "joined" && worker.vitals);
+  const here = state.workers.filter((worker) => worker.state === "joined" && worker.process_stats);
   const gone = state.workers.filter((worker) => worker.state === "lost");
   const said = gone.length ? [`Lost: ${gone.map((worker) => title(worker)).join(", ")}.`] : [];
   const waiting = here.filter((worker) => share(worker, "wait") > WAITS);

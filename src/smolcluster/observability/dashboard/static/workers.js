@@ -4,7 +4,7 @@ import { el, byId, say, rankColour } from "./dom.js";
 import { bytes, count, duration, number, percent, rate, title } from "./format.js";
 import { condition, parts, PHASES } from "./cluster.js";
 
-const vital = (name) => (worker) => worker.vitals?.[name];
+const vital = (name) => (worker) => worker.process_stats?.[name];
 
 /** Bytes a second while it runs; those of its sessions when it is over. */
 function flow(name, total) {
@@ -61,7 +61,7 @@ export function drawWorkers(state) {
   hideEmptyOfGpu(table);
   const empty = state.workers.length === 0;
   body.classList.toggle("empty", empty);
-  byId("phases").hidden = !state.workers.some((worker) => parts(worker.vitals).length);
+  byId("phases").hidden = !state.workers.some((worker) => parts(worker.process_stats).length);
   if (empty && !body.rows.length) rows.set("none", body.appendChild(el("tr", {}, el("td", { colspan: COLUMNS.length, class: "quiet" }, state.is_over ? "no workers took part" : "no workers yet"))));
 }
 
@@ -98,8 +98,8 @@ function fillRow(row, worker, state) {
 }
 
 function drawSplit(cell, worker) {
-  const bar = cell.firstChild, found = parts(worker.vitals);
-  const step = worker.vitals?.step_s;
+  const bar = cell.firstChild, found = parts(worker.process_stats);
+  const step = worker.process_stats?.step_s;
   const told = found.map(([phase, value]) => `${phase} ${percent(value)}`).join(", ");
   bar.title = step > 0 ? `${duration(step)} a step: ${told}` : told;
   bar.setAttribute("role", "img");

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from connection_pairs import telemetry
 from exporting import GPU
-from smolcluster.cluster.vitals import Gauge, Vitals, follows, rates
+from smolcluster.cluster.process_stats import Gauge, ProcessStats, follows, rates
 from smolcluster.transport.messages import NUM_PHASES, Telemetry, decode, encode
 from smolcluster.utils.cadence import Cadence
 from smolcluster.utils.meter import PHASES, Meter
@@ -20,14 +20,14 @@ from smolcluster.utils.meter import PHASES, Meter
 def test_a_report_says_what_was_counted() -> None:
     now = [0.0]
     meter = Meter()
-    vitals = Vitals(meter, lambda: now[0])
+    process_stats = ProcessStats(meter, lambda: now[0])
     now[0] = 2.5
     meter.seconds[1] = 0.75
     meter.raw_bytes, meter.encoded_bytes = 4000, 1000
     with meter("data"):
         pass
     meter.step_done(32)
-    report = vitals.report(queued=3)
+    report = process_stats.report(queued=3)
     assert (report.uptime_s, report.steps, report.samples, report.queued) == (2.5, 1, 32, 3)
     assert report.phase_s[1] == 0.75
     assert (report.raw_bytes, report.encoded_bytes) == (4000, 1000)
@@ -35,28 +35,28 @@ def test_a_report_says_what_was_counted() -> None:
     assert report.cpu_s > 0
     assert [what for what, _, _ in report.spans] == [0, NUM_PHASES]
     assert report.spans_at > 1.7e9
-    assert vitals.report().spans == ()
+    assert process_stats.report().spans == ()
 
 
 def test_a_process_that_can_open_no_file_reports_what_it_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    vitals = Vitals(Meter())
+    process_stats = ProcessStats(Meter())
 
     def oneshot(_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(psutil.Process, "oneshot", oneshot)
-    report = vitals.report()
+    report = process_stats.report()
     assert (report.cpu_s, report.memory_bytes) == (0.0, 0)
 
 
 def test_what_a_gpu_does_is_reported_and_kept() -> None:
     meter = Meter()
-    vitals = Vitals(meter)
-    first = vitals.report()
+    process_stats = ProcessStats(meter)
+    first = process_stats.report()
     meter.gpu = lambda: GPU
-    report = decode(Telemetry.KIND, encode(vitals.report()))
+    report = decode(Telemetry.KIND, encode(process_stats.report()))
     assert isinstance(report, Telemetry)
     assert report.gpu == GPU
     told = {name: value for name, value in rates(first, report).items() if "gpu" in name}
@@ -107,13 +107,13 @@ def test_two_reports_make_rates() -> None:
 def test_a_step_that_lasts_longer_than_a_report_is_told_all_the_same() -> None:
     now = [0.0]
     meter, gauge = Meter(), Gauge()
-    vitals = Vitals(meter, lambda: now[0])
-    gauge.take(vitals.report())
+    process_stats = ProcessStats(meter, lambda: now[0])
+    gauge.take(process_stats.report())
     began = time.perf_counter()
     meter.running = (1, began)
     now[0] = 0.5
     time.sleep(0.05)
-    gauge.take(vitals.report())
+    gauge.take(process_stats.report())
     assert 0.1 <= gauge.values["share/forward"] <= 1.0
 
 
@@ -173,7 +173,7 @@ def test_reports_can_be_taken_while_the_meter_counts() -> None:
     thread = threading.Thread(target=count)
     thread.start()
     try:
-        reports = [Vitals(meter).report() for _ in range(200)]
+        reports = [ProcessStats(meter).report() for _ in range(200)]
     finally:
         stop.set()
         thread.join(10)

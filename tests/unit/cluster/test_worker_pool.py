@@ -21,13 +21,13 @@ from peers import (
     server_parts,
     wait_for_threads,
 )
-from smolcluster.cluster import hub as room
-from smolcluster.cluster import reception
+from smolcluster.cluster import acceptor
+from smolcluster.cluster import worker_pool as room
+from smolcluster.cluster.acceptor import Acceptor
 from smolcluster.cluster.evaluator import EvaluationDone, EvaluationFailed
-from smolcluster.cluster.hub import Departed, Joined
-from smolcluster.cluster.inbox import Said
+from smolcluster.cluster.inbox import MessageReceived
 from smolcluster.cluster.joining import RunOver, ServerAddress, join
-from smolcluster.cluster.reception import Reception
+from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import ClusterEmpty, NonFiniteLoss, PeerLost, Rejected, RunFailed
 from smolcluster.runs.events import (
@@ -68,30 +68,30 @@ def rooms() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def house(parts: Parts, rooms: ExitStack) -> HandledHub:
-    hub = rooms.enter_context(parts.context.open_hub(Echo))
-    house = HandledHub(hub, parts.port, parts.dataset)
+    pool = rooms.enter_context(parts.context.open_pool(Echo))
+    house = HandledHub(pool, parts.port, parts.dataset)
     rooms.callback(house.close)
     return house
 
 
-def said(house: HandledHub) -> list[Said]:
-    return [event for event in house.events if isinstance(event, Said)]
+def said(house: HandledHub) -> list[MessageReceived]:
+    return [event for event in house.events if isinstance(event, MessageReceived)]
 
 
 def departed(house: HandledHub) -> list[int]:
-    return [e.worker.member.seat for e in house.events if isinstance(e, Departed)]
+    return [e.worker.member.session_id for e in house.events if isinstance(e, Departed)]
 
 
 def joined_seats(house: HandledHub) -> list[int]:
-    return [e.worker.member.seat for e in house.events if isinstance(e, Joined)]
+    return [e.worker.member.session_id for e in house.events if isinstance(e, Joined)]
 
 
 def test_a_worker_takes_part_from_its_ready_on(house: HandledHub, parts: Parts) -> None:
     hand = house.enter(hello(node="pi5"))
-    assert house.hub.workers == [], "let in, but not ready"
+    assert house.pool.workers == [], "let in, but not ready"
     hand.ready(dataset=parts.dataset)
     house.until(lambda: house.num_joined == 1)
-    (worker,) = house.hub.workers
+    (worker,) = house.pool.workers
     assert (worker.rank, worker.name) == (0, "worker 1 (pi5)")
     assert parts.happened(WorkerJoined) == [
         WorkerJoined(rank=0, node="pi5", device="cpu", samples_per_s=0.0, rejoined=False)
@@ -102,7 +102,7 @@ def test_what_a_worker_says_reaches_the_algorithm(house: HandledHub) -> None:
     hand = house.join(hello())
     hand.say(Pull())
     house.until(lambda: bool(said(house)))
-    assert said(house) == [Said(joined_seats(house)[0], Pull())]
+    assert said(house) == [MessageReceived(joined_seats(house)[0], Pull())]
 
 
 def test_a_worker_that_says_goodbye_has_left(house: HandledHub, parts: Parts) -> None:
@@ -114,7 +114,7 @@ def test_a_worker_that_says_goodbye_has_left(house: HandledHub, parts: Parts) ->
         WorkerLeft(rank=0, node="macbook", reason="it was stopped")
     ]
     assert parts.happened(WorkerLost) == []
-    assert house.hub.workers == []
+    assert house.pool.workers == []
 
 
 def test_when_all_workers_fault_at_once_the_run_has_failed(house: HandledHub) -> None:
@@ -133,7 +133,7 @@ def test_a_worker_that_breaks_off_is_lost_after_all_that_it_said(
         hand.say(Pull())
     hand.leave()
     house.until(lambda: bool(departed(house)))
-    assert [type(event) for event in house.events] == [Joined, *[Said] * 5, Departed]
+    assert [type(event) for event in house.events] == [Joined, *[MessageReceived] * 5, Departed]
     (lost,) = parts.happened(WorkerLost)
     assert isinstance(lost, WorkerLost)
     assert "closed the connection" in lost.reason
@@ -147,10 +147,10 @@ def test_the_same_process_that_connects_again_takes_its_old_sessions_place(
     first, second = joined_seats(house)
     assert departed(house) == [first], "so that its leases go back before it gets new ones"
     old.hear_the_end()
-    assert [worker.member.seat for worker in house.hub.workers] == [second]
+    assert [worker.member.session_id for worker in house.pool.workers] == [second]
     new.say(Pull())
     house.until(lambda: bool(said(house)))
-    assert said(house) == [Said(second, Pull())]
+    assert said(house) == [MessageReceived(second, Pull())]
     assert departed(house) == [first], "the end of the old session changes nothing"
     events = parts.happened(WorkerJoined)
     assert [getattr(event, "rejoined", None) for event in events] == [False, True]
@@ -161,15 +161,15 @@ def test_what_an_old_session_still_says_is_ignored(house: HandledHub, parts: Par
     house.join(hello(instance=INSTANCE))
     first, second = joined_seats(house)
     inbox = parts.context.inbox
-    inbox.put(Said(first, Goodbye(reason="too late")))
+    inbox.put(MessageReceived(first, Goodbye(reason="too late")))
     worker = next(e.worker for e in house.events if isinstance(e, Joined))
     assert worker.ready is not None
-    inbox.put(Said(first, worker.ready))
-    inbox.put(Said(second, Pull()))
+    inbox.put(MessageReceived(first, worker.ready))
+    inbox.put(MessageReceived(second, Pull()))
     house.until(lambda: bool(said(house)))
     assert joined_seats(house) == [first, second]
     assert departed(house) == [first]
-    assert [worker.member.seat for worker in house.hub.workers] == [second]
+    assert [worker.member.session_id for worker in house.pool.workers] == [second]
     assert parts.happened(WorkerLeft) == []
 
 
@@ -196,7 +196,7 @@ def test_another_process_under_a_live_id_waits_until_the_first_has_gone(
     first.leave()
     house.until(lambda: bool(departed(house)))
     house.join(hello(node="win"))
-    assert [worker.name for worker in house.hub.workers] == ["worker 1 (win)"]
+    assert [worker.name for worker in house.pool.workers] == ["worker 1 (win)"]
 
 
 def test_who_asks_for_a_number_is_given_one_and_gets_no_seat(house: HandledHub) -> None:
@@ -207,7 +207,7 @@ def test_who_asks_for_a_number_is_given_one_and_gets_no_seat(house: HandledHub) 
     again = house.enter(hello(0, "toaster"))
     assert again.welcome is not None
     assert again.welcome.worker_id == 3
-    assert [worker.name for worker in house.hub.workers] == ["worker 1 (win)"]
+    assert [worker.name for worker in house.pool.workers] == ["worker 1 (win)"]
     with pytest.raises(Rejected, match="win") as caught:
         house.enter(hello(0, "win"))
     assert caught.value.code == "busy"
@@ -231,7 +231,7 @@ def test_other_data_is_refused_in_a_sentence_that_says_where_to_mend_it(
     for part in ("cdcdcdcdcdcd", parts.dataset[:12], "dataset.root"):
         assert part in refusal.sentence
     hand.hear_the_end()
-    assert house.hub.workers == []
+    assert house.pool.workers == []
 
 
 def test_another_model_is_refused_in_a_sentence_that_says_so(
@@ -250,10 +250,10 @@ def test_who_was_refused_frees_its_id(house: HandledHub, parts: Parts) -> None:
     hand.ready(dataset="cd" * 32)
     house.until(lambda: bool(parts.happened(WorkerRejected)))
     hand.leave()
-    assert house.hub.workers == []
+    assert house.pool.workers == []
     enter_when_free(house).ready(dataset=parts.dataset)
     house.until(lambda: house.num_joined == 1)
-    assert [worker.name for worker in house.hub.workers] == ["worker 1 (macbook)"]
+    assert [worker.name for worker in house.pool.workers] == ["worker 1 (macbook)"]
 
 
 def test_a_worker_that_is_lost_before_it_was_ready_frees_its_id(house: HandledHub) -> None:
@@ -287,15 +287,15 @@ def enter_when_free(house: HandledHub) -> Hand:
 
 def test_training_starts_when_enough_workers_have_joined(rooms: ExitStack, tmp_path: Path) -> None:
     parts = rooms.enter_context(server_parts(settings_of("min_workers=2"), tmp_path))
-    hub = rooms.enter_context(parts.context.open_hub(Echo))
-    house = HandledHub(hub, parts.port, parts.dataset)
+    pool = rooms.enter_context(parts.context.open_pool(Echo))
+    house = HandledHub(pool, parts.port, parts.dataset)
     rooms.callback(house.close)
     house.join(hello(1))
-    list(hub.next_events(0.0))
-    assert not hub.started
+    list(pool.next_events(0.0))
+    assert not pool.started
     house.join(hello(2))
-    list(hub.next_events(0.0))
-    assert hub.started
+    list(pool.next_events(0.0))
+    assert pool.started
 
 
 @pytest.mark.parametrize("parts", [("start_timeout_s=0.05",)], indirect=True)
@@ -309,11 +309,11 @@ def test_a_hub_that_nobody_joins_gives_up(house: HandledHub) -> None:
 def test_a_worker_that_prepares_its_data_is_waited_for(house: HandledHub, parts: Parts) -> None:
     hand = house.enter(hello())
     for _ in range(15):
-        list(house.hub.next_events(0.05))
-    assert not house.hub.started
+        list(house.pool.next_events(0.05))
+    assert not house.pool.started
     hand.ready(dataset=parts.dataset)
     house.until(lambda: house.num_joined == 1)
-    assert [worker.name for worker in house.hub.workers] == ["worker 1 (macbook)"]
+    assert [worker.name for worker in house.pool.workers] == ["worker 1 (macbook)"]
 
 
 @pytest.mark.parametrize("parts", [("prepare_timeout_s=0.5",)], indirect=True)
@@ -330,7 +330,7 @@ def test_a_worker_that_is_never_ready_is_cut_and_frees_its_id_while_the_others_g
         ("pi5", 1, "not-ready")
     ]
     assert any("worker 1 (pi5)" in line and "prepare_timeout_s" in line for line in parts.log_lines)
-    assert house.hub.started
+    assert house.pool.started
 
 
 @pytest.mark.parametrize("parts", [("start_timeout_s=0.2", "prepare_timeout_s=1")], indirect=True)
@@ -351,7 +351,7 @@ def test_who_has_not_been_ready_for_long_is_named_once(
     monkeypatch.setattr(room, "LONG_PREPARED_S", 0.1)
     house.enter(hello(node="pi5"))
     house.until(lambda: bool(slow(parts)))
-    list(house.hub.next_events(0.0))
+    list(house.pool.next_events(0.0))
     (line,) = slow(parts)
     assert "worker 1 (pi5)" in line
     assert "1 min 30 s" in line
@@ -368,9 +368,9 @@ def rejections(parts: Parts) -> list[WorkerRejected]:
 @pytest.mark.parametrize("parts", [("empty_cluster_timeout_s=0.05",)], indirect=True)
 def test_a_hub_whose_workers_have_all_gone_gives_up(house: HandledHub) -> None:
     hand = house.join(hello())
-    list(house.hub.next_events(0.0))
-    assert house.hub.started
-    list(house.hub.next_events(0.1))
+    list(house.pool.next_events(0.0))
+    assert house.pool.started
+    list(house.pool.next_events(0.1))
     hand.leave()
     with pytest.raises(ClusterEmpty, match="empty_cluster_timeout_s"):
         house.until(lambda: False)
@@ -386,8 +386,8 @@ def test_when_the_last_worker_has_gone_the_log_says_so_and_how_long_it_waits(
     house: HandledHub, parts: Parts
 ) -> None:
     hands = [house.join(hello(1)), house.join(hello(2))]
-    list(house.hub.next_events(0.0))
-    assert house.hub.started
+    list(house.pool.next_events(0.0))
+    assert house.pool.started
     hands[0].leave()
     house.until(lambda: len(departed(house)) == 1)
     assert all_gone(parts) == [], "one is left"
@@ -404,7 +404,7 @@ def test_before_training_has_started_nobody_is_missed(house: HandledHub, parts: 
     hand = house.join(hello(1))
     hand.leave()
     house.until(lambda: bool(departed(house)))
-    assert not house.hub.started
+    assert not house.pool.started
     assert all_gone(parts) == []
 
 
@@ -436,14 +436,14 @@ def hear_the_news(hand: Hand) -> End:
 
 
 def test_everybody_hears_of_a_good_end(parts: Parts, rooms: ExitStack) -> None:
-    pool = rooms.enter_context(ThreadPoolExecutor(2))
-    with parts.context.open_hub(Echo) as hub:
-        house = HandledHub(hub, parts.port, parts.dataset)
+    threads = rooms.enter_context(ThreadPoolExecutor(2))
+    with parts.context.open_pool(Echo) as pool:
+        house = HandledHub(pool, parts.port, parts.dataset)
         rooms.callback(house.close)
         ready, unready = house.join(hello(1)), house.enter(hello(2))
-        news = [pool.submit(hear_the_news, hand) for hand in (ready, unready)]
+        news = [threads.submit(hear_the_news, hand) for hand in (ready, unready)]
         epochs = parts.context.run.train.num_epochs
-        hub.report.samples_applied = epochs * parts.context.bench.dataset.train.num_samples
+        pool.report.samples_applied = epochs * parts.context.training.dataset.train.num_samples
     for future in news:
         end = future.result(DEADLINE_S)
         assert end.ok
@@ -455,11 +455,11 @@ def test_everybody_hears_of_a_good_end(parts: Parts, rooms: ExitStack) -> None:
 
 def test_nobody_is_told_of_a_signal(parts: Parts, rooms: ExitStack) -> None:
     """The server may be started again, and they look for it."""
-    pool = rooms.enter_context(ThreadPoolExecutor(1))
-    with pytest.raises(KeyboardInterrupt), parts.context.open_hub(Echo) as hub:
-        house = HandledHub(hub, parts.port, parts.dataset)
+    threads = rooms.enter_context(ThreadPoolExecutor(1))
+    with pytest.raises(KeyboardInterrupt), parts.context.open_pool(Echo) as pool:
+        house = HandledHub(pool, parts.port, parts.dataset)
         rooms.callback(house.close)
-        news = pool.submit(hear_the_news, house.join(hello()))
+        news = threads.submit(hear_the_news, house.join(hello()))
         raise KeyboardInterrupt
     with pytest.raises(PeerLost):
         news.result(DEADLINE_S)
@@ -471,11 +471,11 @@ def test_nobody_is_told_of_a_signal(parts: Parts, rooms: ExitStack) -> None:
 def test_everybody_hears_of_a_bad_end_and_why(parts: Parts, rooms: ExitStack) -> None:
     error = NonFiniteLoss("loss is nan at layer fc1")
     words = "the run failed: loss is nan at layer fc1"
-    pool = rooms.enter_context(ThreadPoolExecutor(1))
-    with pytest.raises(type(error)), parts.context.open_hub(Echo) as hub:
-        house = HandledHub(hub, parts.port, parts.dataset)
+    threads = rooms.enter_context(ThreadPoolExecutor(1))
+    with pytest.raises(type(error)), parts.context.open_pool(Echo) as pool:
+        house = HandledHub(pool, parts.port, parts.dataset)
         rooms.callback(house.close)
-        news = pool.submit(hear_the_news, house.join(hello()))
+        news = threads.submit(hear_the_news, house.join(hello()))
         raise error
     end = news.result(DEADLINE_S)
     assert not end.ok
@@ -494,17 +494,17 @@ def test_a_worker_that_returns_at_the_end_hears_how_it_went(
     news: type[Exception],
 ) -> None:
     """The hub stays until the returning worker has been told, and not a moment longer."""
-    monkeypatch.setattr(room, "FAREWELL_S", DEADLINE_S)
-    pool = rooms.enter_context(ThreadPoolExecutor(1))
+    monkeypatch.setattr(room, "SHUTDOWN_TIMEOUT_S", DEADLINE_S)
+    threads = rooms.enter_context(ThreadPoolExecutor(1))
     farewell = Deadline(DEADLINE_S)
     try:
-        with parts.context.open_hub(Echo) as hub:
-            house = HandledHub(hub, parts.port, parts.dataset)
+        with parts.context.open_pool(Echo) as pool:
+            house = HandledHub(pool, parts.port, parts.dataset)
             rooms.callback(house.close)
             house.join(hello(1)).leave()
             house.until(lambda: bool(departed(house)))
             address = ServerAddress("127.0.0.1", parts.port)
-            future = pool.submit(
+            future = threads.submit(
                 join,
                 address,
                 hello(1),
@@ -525,9 +525,9 @@ def test_the_door_is_not_closed_on_a_worker_that_is_being_told_of_the_end(
     parts: Parts, rooms: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed = threading.Event()
-    close = Reception.close
+    close = Acceptor.close
 
-    def close_and_tell(door: Reception) -> None:
+    def close_and_tell(door: Acceptor) -> None:
         close(door)
         closed.set()
 
@@ -535,16 +535,16 @@ def test_the_door_is_not_closed_on_a_worker_that_is_being_told_of_the_end(
         closed.wait(0.5)
         refuse(*args)
 
-    monkeypatch.setattr(room, "FAREWELL_S", DEADLINE_S)
-    monkeypatch.setattr(Reception, "close", close_and_tell)
-    monkeypatch.setattr(reception, "refuse", tell_slowly)
-    pool = rooms.enter_context(ThreadPoolExecutor(1))
-    with parts.context.open_hub(Echo) as hub:
-        house = HandledHub(hub, parts.port, parts.dataset)
+    monkeypatch.setattr(room, "SHUTDOWN_TIMEOUT_S", DEADLINE_S)
+    monkeypatch.setattr(Acceptor, "close", close_and_tell)
+    monkeypatch.setattr(acceptor, "refuse", tell_slowly)
+    threads = rooms.enter_context(ThreadPoolExecutor(1))
+    with parts.context.open_pool(Echo) as pool:
+        house = HandledHub(pool, parts.port, parts.dataset)
         rooms.callback(house.close)
         house.join(hello(1)).leave()
         house.until(lambda: bool(departed(house)))
-        future = pool.submit(knock, parts.port, hello(1))
+        future = threads.submit(knock, parts.port, hello(1))
     with pytest.raises(Rejected) as caught:
         future.result(DEADLINE_S)
     assert caught.value.code == "over"
@@ -553,8 +553,8 @@ def test_the_door_is_not_closed_on_a_worker_that_is_being_told_of_the_end(
 def test_a_worker_that_was_let_in_a_moment_before_the_end_hears_of_it(
     parts: Parts, rooms: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "FAREWELL_S", DEADLINE_S)
-    pool = rooms.enter_context(ThreadPoolExecutor(1))
+    monkeypatch.setattr(room, "SHUTDOWN_TIMEOUT_S", DEADLINE_S)
+    threads = rooms.enter_context(ThreadPoolExecutor(1))
 
     def come_and_listen() -> End:
         hand = knock(parts.port, hello())
@@ -563,11 +563,11 @@ def test_a_worker_that_was_let_in_a_moment_before_the_end_hears_of_it(
         finally:
             hand.leave()
 
-    with parts.context.open_hub(Echo) as hub:
-        future = pool.submit(come_and_listen)
+    with parts.context.open_pool(Echo) as pool:
+        future = threads.submit(come_and_listen)
         deadline = Deadline(DEADLINE_S)
-        while not hub._seats:  # its session is not there yet: that is the next event
-            list(hub.next_events(0.01))
+        while not pool._session_ids:  # its session is not there yet: that is the next event
+            list(pool.next_events(0.01))
             assert not deadline.expired
     assert future.result(DEADLINE_S).ok
 
@@ -575,10 +575,10 @@ def test_a_worker_that_was_let_in_a_moment_before_the_end_hears_of_it(
 def test_nobody_is_waited_for_when_all_have_said_goodbye(
     parts: Parts, rooms: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "FAREWELL_S", DEADLINE_S)
+    monkeypatch.setattr(room, "SHUTDOWN_TIMEOUT_S", DEADLINE_S)
     farewell = Deadline(DEADLINE_S)
-    with parts.context.open_hub(Echo) as hub:
-        house = HandledHub(hub, parts.port, parts.dataset)
+    with parts.context.open_pool(Echo) as pool:
+        house = HandledHub(pool, parts.port, parts.dataset)
         rooms.callback(house.close)
         hand = house.join(hello())
         hand.say(Goodbye(reason="it was stopped"))
@@ -590,8 +590,8 @@ def test_nobody_is_waited_for_when_all_have_said_goodbye(
 @pytest.mark.parametrize("parts", [("heartbeat_timeout_s=0.5",)], indirect=True)
 def test_a_worker_that_never_answers_cannot_keep_the_server(parts: Parts, rooms: ExitStack) -> None:
     """It hears of the end but does not close: after the farewell it is cut."""
-    with parts.context.open_hub(Echo) as hub:
-        house = HandledHub(hub, parts.port, parts.dataset)
+    with parts.context.open_pool(Echo) as pool:
+        house = HandledHub(pool, parts.port, parts.dataset)
         rooms.callback(house.close)
         hand = house.join(hello())
     assert hand.hear_a(End).ok

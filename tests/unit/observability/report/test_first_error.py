@@ -3,12 +3,12 @@ from pathlib import Path
 import pytest
 
 from made_runs import BEGAN, MadeRun
-from smolcluster.observability.report.trouble import (
+from smolcluster.observability.report.first_error import (
     LINES_AFTER,
     LINES_BEFORE,
     MAX_LINE_NBYTES,
     MAX_MESSAGE,
-    Line,
+    LogLine,
     Logs,
     Process,
     read_logs,
@@ -48,7 +48,7 @@ def said(logs: Logs) -> list[tuple[str, str]]:
     return [(line.source, line.message) for line in logs.trouble.lines]
 
 
-def the_one(logs: Logs) -> Line:
+def the_one(logs: Logs) -> LogLine:
     assert logs.trouble is not None
     [line] = [line for line in logs.trouble.lines if line.is_it]
     return line
@@ -143,8 +143,8 @@ def test_a_failure_that_no_line_tells_of_is_told_by_its_event(
 
 def test_last_words_count_as_a_line(run: MadeRun) -> None:
     run.says("server", "mini1", None, ("INFO", "before"))
-    words = Line(BEGAN + 9, "server mini1", "ERROR", "no space left", "Traceback")
-    logs = logs_of(run, last_words=words)
+    words = LogLine(BEGAN + 9, "server mini1", "ERROR", "no space left", "Traceback")
+    logs = logs_of(run, stderr_tail=words)
     assert said(logs) == [("server mini1", "before"), ("server mini1", "no space left")]
     assert the_one(logs).exception == "Traceback"
 

@@ -49,7 +49,7 @@ class Measured:
 
 
 @dataclass
-class Vitals:
+class ProcessStats:
     """What one process reported, by name; only finite values."""
 
     values: dict[str, Measured] = field(default_factory=dict)
@@ -87,14 +87,14 @@ class Vitals:
         return shares | {"other": max(0.0, 1.0 - math.fsum(shares.values()))}
 
 
-def read_vitals(path: Path) -> dict[Whose, Vitals]:
+def read_process_stats(path: Path) -> dict[Whose, ProcessStats]:
     """What each process reported; nothing when the file does not exist.
 
     Raises:
         OSError: the file cannot be read.
     """
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        return vitals_of(_reports(file))
+        return process_stats_of(_reports(file))
     return {}
 
 
@@ -105,11 +105,11 @@ def _reports(lines: Iterable[bytes]) -> Iterator[MetricLine]:
             yield line
 
 
-def vitals_of(reports: Iterable[MetricLine]) -> dict[Whose, Vitals]:
+def process_stats_of(reports: Iterable[MetricLine]) -> dict[Whose, ProcessStats]:
     """Put reports together, by process: the server's first."""
-    found: dict[Whose, Vitals] = {}
+    found: dict[Whose, ProcessStats] = {}
     for line in reports:
         record = line.record
         rank = record.rank if isinstance(record.rank, int) and record.kind == "worker" else -1
-        found.setdefault(Whose(rank, str(record.node or "")), Vitals()).take(line)
+        found.setdefault(Whose(rank, str(record.node or "")), ProcessStats()).take(line)
     return dict(sorted(found.items()))

@@ -1,4 +1,4 @@
-"""The server's side of all its workers: seats them, checks them, counts them, and sees them out.
+"""The server's side of all its workers: admits, checks, counts and dismisses them.
 
 An algorithm's loop asks `next_events` and hears of three things: a worker `Joined` (it is proved, admitted,
 and its data and model are the server's), a worker `Departed`, and whatever the algorithm's receiver made of
@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
+from smolcluster.cluster.acceptor import Acceptor, Seated
 from smolcluster.cluster.evaluator import EvaluationDone, EvaluationFailed
-from smolcluster.cluster.inbox import Event, Gone, Inbox, Knock, Said
+from smolcluster.cluster.inbox import Event, Inbox, JoinRequest, MessageReceived, SessionClosed
 from smolcluster.cluster.membership import (
     Admitted,
     Assigned,
@@ -23,7 +24,6 @@ from smolcluster.cluster.membership import (
     assign,
     quorum,
 )
-from smolcluster.cluster.reception import Reception, Seated
 from smolcluster.cluster.report import Report, why_ended
 from smolcluster.cluster.worker import Worker
 from smolcluster.configs.schema import ClusterConfig
@@ -35,7 +35,7 @@ from smolcluster.utils.units import format_duration
 
 PRESENT_S = 5.0
 """How long the end of the run waits at most for workers to close their connections, seconds."""
-FAREWELL_S = 3.0
+SHUTDOWN_TIMEOUT_S = 3.0
 """How long the end of the run waits for workers that have lost their connection, seconds."""
 LONG_PREPARED_S = 60.0
 """After so many seconds it is said who is not ready."""
@@ -64,15 +64,15 @@ class Fingerprints:
     model: str
 
 
-class Hub:
-    """Owns the seats. Only the deciding thread calls it."""
+class WorkerPool:
+    """Owns the sessions. Only the deciding thread calls it."""
 
     def __init__(
         self,
         *,
         cluster: ClusterConfig,
         inbox: Inbox,
-        reception: Reception,
+        acceptor: Acceptor,
         fingerprints: Fingerprints,
         report: Report,
         events: EventLog,
@@ -83,12 +83,12 @@ class Hub:
         self._check_stop = check_stop
         self._cluster = cluster
         self._inbox = inbox
-        self._reception = reception
+        self._acceptor = acceptor
         self._fingerprints = fingerprints
         self.report = report
         self._events = events
         self._log = log
-        self._seats: dict[int, Worker] = {}
+        self._session_ids: dict[int, Worker] = {}
         self._missing: set[int] = set()
         self._known: set[str] = set()
         self._refused: set[str] = set()
@@ -97,7 +97,7 @@ class Hub:
         self._alone_since = self._active_at = time.monotonic()
 
     def __enter__(self) -> Self:
-        self._reception.open()
+        self._acceptor.open()
         return self
 
     def __exit__(
@@ -110,15 +110,15 @@ class Hub:
         sentence = self.report.ending if error is None else why_ended(error)
         try:
             if not isinstance(error, KeyboardInterrupt):
-                self.see_out(error is None, sentence)
+                self.drain(error is None, sentence)
         finally:
             self.report.ended(error)
-            self._reception.close()
+            self._acceptor.close()
 
     @property
     def workers(self) -> list[Worker]:
         """The workers that take part."""
-        return [worker for worker in self._seats.values() if worker.ready]
+        return [worker for worker in self._session_ids.values() if worker.ready]
 
     def next_events(self, timeout_s: float) -> Iterator[Event]:
         """What happened next; nothing when `timeout_s` seconds passed without.
@@ -135,52 +135,52 @@ class Hub:
         match event:
             case None:
                 return
-            case Knock():
+            case JoinRequest():
                 yield from self._answer(event)
             case Seated():
-                self._seat(event)
-            case Gone():
-                yield from self._depart(event.seat, event.reason)
-                self._reception.forget(event.seat)
+                self._session_id(event)
+            case SessionClosed():
+                yield from self._depart(event.session_id, event.reason)
+                self._acceptor.forget(event.session_id)
             case EvaluationDone() | EvaluationFailed():
                 self._evaluated(event)
-            case Said(seat=seat, message=Ready() as ready):
-                yield from self._join(seat, ready)
-            case Said(seat=seat, message=Goodbye() as goodbye):
-                self._hear_goodbye(seat, goodbye)
-            case Said(seat=seat, message=Telemetry() as telemetry):
-                self._hear_report(seat, telemetry)
-            case Said(seat=seat, message=Fault() as fault):
-                self._hear_fault(seat, fault)
+            case MessageReceived(session_id=session_id, message=Ready() as ready):
+                yield from self._join(session_id, ready)
+            case MessageReceived(session_id=session_id, message=Goodbye() as goodbye):
+                self._hear_goodbye(session_id, goodbye)
+            case MessageReceived(session_id=session_id, message=Telemetry() as telemetry):
+                self._hear_report(session_id, telemetry)
+            case MessageReceived(session_id=session_id, message=Fault() as fault):
+                self._hear_fault(session_id, fault)
             case _:
                 yield event
 
-    def see_out(self, ok: bool, sentence: str) -> None:
+    def drain(self, ok: bool, sentence: str) -> None:
         """Tell everybody that the run is over, and stay a moment for those who have not heard it.
 
         Whoever has says Goodbye and closes its side; of a connection that broke, nobody knows.
         """
         end = End(ok=ok, sentence=sentence)
-        for worker in self._seats.values():
+        for worker in self._session_ids.values():
             if worker.session:
                 worker.session.send_at_once(end)
-        leaving = set(self._seats)
-        present, absent = Deadline(PRESENT_S), Deadline(FAREWELL_S)
+        leaving = set(self._session_ids)
+        present, absent = Deadline(PRESENT_S), Deadline(SHUTDOWN_TIMEOUT_S)
         while (leaving and not present.expired) or (self._missing and not absent.expired):
             event = self._inbox.get(0.1)
-            if isinstance(event, Knock):
+            if isinstance(event, JoinRequest):
                 event.answer.set_result(Refused("over" if ok else "failed", sentence))
                 self._missing.discard(event.hello.worker_id)
-                leaving.add(event.seat)  # until it has been told
+                leaving.add(event.session_id)  # until it has been told
             elif isinstance(event, Seated):
                 event.session.send_at_once(end)
-            elif isinstance(event, Said) and isinstance(event.message, Goodbye):
-                self._hear_goodbye(event.seat, event.message)
-            elif isinstance(event, Said) and isinstance(event.message, Telemetry):
-                self._hear_report(event.seat, event.message)
-            elif isinstance(event, Gone):
-                leaving.discard(event.seat)
-                gone = self._seats.get(event.seat)
+            elif isinstance(event, MessageReceived) and isinstance(event.message, Goodbye):
+                self._hear_goodbye(event.session_id, event.message)
+            elif isinstance(event, MessageReceived) and isinstance(event.message, Telemetry):
+                self._hear_report(event.session_id, event.message)
+            elif isinstance(event, SessionClosed):
+                leaving.discard(event.session_id)
+                gone = self._session_ids.get(event.session_id)
                 if gone is not None and gone.ready and gone.goodbye is None:
                     self._missing.add(gone.member.worker_id)
 
@@ -189,13 +189,13 @@ class Hub:
             raise event.error
         self.report.evaluated(event.version, event.epoch, event.evaluation)
 
-    def _hear_fault(self, seat: int, fault: Fault) -> None:
+    def _hear_fault(self, session_id: int, fault: Fault) -> None:
         """A worker gives up, because what it computes is not finite; the others go on without it.
 
         Raises:
             NonFiniteLoss: there is no other, so that it is the run and not a machine.
         """
-        worker = self._seats.get(seat)
+        worker = self._session_ids.get(session_id)
         if worker is None:
             return
         others = [other for other in self.workers if other is not worker and other.goodbye is None]
@@ -204,9 +204,9 @@ class Hub:
         self._log.error("%s takes part no more: %s", worker.name, fault.sentence)
         worker.goodbye = fault.sentence
 
-    def _hear_goodbye(self, seat: int, goodbye: Goodbye) -> None:
+    def _hear_goodbye(self, session_id: int, goodbye: Goodbye) -> None:
         """A worker that has said goodbye has nothing more to say."""
-        worker = self._seats.get(seat)
+        worker = self._session_ids.get(session_id)
         if worker is None or worker.session is None:
             return
         if worker.goodbye is None:
@@ -214,22 +214,22 @@ class Hub:
         else:
             worker.session.cut("it said goodbye twice")
 
-    def _hear_report(self, seat: int, telemetry: Telemetry) -> None:
-        worker = self._seats.get(seat)
+    def _hear_report(self, session_id: int, telemetry: Telemetry) -> None:
+        worker = self._session_ids.get(session_id)
         if worker is not None and worker.session is not None:
             self.report.heard(worker, telemetry)
 
     def _check_quorum(self) -> None:
         """Begin training when there are enough workers; give up when there have been too few for too long.
 
-        A seated worker that still prepares (loads data, builds the model) holds back giving up, because that
+        A worker that still prepares (loads data, builds the model) holds back giving up, because that
         may take longer than the deadline: for `prepare_timeout_s`, whoever does it.
 
         Raises:
             ClusterEmpty: it gave up.
         """
         now, present = time.monotonic(), len(self.workers)
-        preparing = [worker for worker in self._seats.values() if not worker.ready]
+        preparing = [worker for worker in self._session_ids.values() if not worker.ready]
         for worker in preparing:
             self._check_prepares(worker, now - worker.seated_at)
         if present and self.started:
@@ -262,9 +262,9 @@ class Hub:
                 *(worker.name, format_duration(waited_s), format_duration(limit_s)),
             )
 
-    def _answer(self, knock: Knock) -> Iterator[Event]:
+    def _answer(self, knock: JoinRequest) -> Iterator[Event]:
         hello = knock.hello
-        members = [worker.member for worker in self._seats.values()]
+        members = [worker.member for worker in self._session_ids.values()]
         if not hello.worker_id:
             knock.answer.set_result(self._assign(members, hello.node))
             return
@@ -275,8 +275,8 @@ class Hub:
             self._refused.add(hello.instance)
         else:
             yield from self._fence(decision)
-            member = Member(knock.seat, hello.worker_id, hello.node, hello.instance)
-            self._seats[knock.seat] = Worker(member)
+            member = Member(knock.session_id, hello.worker_id, hello.node, hello.instance)
+            self._session_ids[knock.session_id] = Worker(member)
         knock.answer.set_result(decision)
 
     def _assign(self, members: list[Member], node: str) -> Assigned | Refused:
@@ -289,20 +289,20 @@ class Hub:
 
     def _fence(self, decision: Admitted) -> Iterator[Event]:
         if decision.fences is not None:
-            old = self._seats[decision.fences].session
+            old = self._session_ids[decision.fences].session
             if old:
                 old.cut("the same process has connected again")
             yield from self._depart(decision.fences, "the same process has connected again")
 
-    def _seat(self, seated: Seated) -> None:
-        worker = self._seats.get(seated.seat)
+    def _session_id(self, seated: Seated) -> None:
+        worker = self._session_ids.get(seated.session_id)
         if worker is None:
             seated.session.cut("its place was taken in the meantime")
         else:
             worker.session = seated.session
 
-    def _join(self, seat: int, ready: Ready) -> Iterator[Event]:
-        worker = self._seats.get(seat)
+    def _join(self, session_id: int, ready: Ready) -> Iterator[Event]:
+        worker = self._session_ids.get(session_id)
         if worker is None or worker.session is None or worker.ready:
             return
         difference = self._difference(ready)
@@ -352,8 +352,8 @@ class Hub:
             WorkerRejected(node=node, worker_id=worker_id, code=code, reason=sentence)
         )
 
-    def _depart(self, seat: int, reason: str) -> Iterator[Event]:
-        worker = self._seats.pop(seat, None)
+    def _depart(self, session_id: int, reason: str) -> Iterator[Event]:
+        worker = self._session_ids.pop(session_id, None)
         if worker is None:
             return
         if worker.ready is None:

@@ -25,10 +25,10 @@ from peers import (
     session_threads,
     wait_for_threads,
 )
-from smolcluster.cluster import reception as room
-from smolcluster.cluster.inbox import Gone, Inbox, Knock, Said
+from smolcluster.cluster import acceptor as room
+from smolcluster.cluster.acceptor import MAX_UNPROVED, Acceptor, Seated, crowd
+from smolcluster.cluster.inbox import Inbox, JoinRequest, MessageReceived, SessionClosed
 from smolcluster.cluster.membership import Admitted, Refused
-from smolcluster.cluster.reception import MAX_UNPROVED, Reception, Seated, crowd
 from smolcluster.errors import AuthError, PeerLost, Rejected, SmolclusterError
 from smolcluster.transport.connection import Connection, accept_next, connect, listen
 from smolcluster.transport.handshake import Door, Offer
@@ -55,7 +55,7 @@ class House:
         self.lines: list[str] = []
         listeners = listen(["127.0.0.1"], 0)
         self.port: int = listeners[0].getsockname()[1]
-        self.reception = Reception(
+        self.acceptor = Acceptor(
             listeners,
             door=Door(SECRET, IDENTITY),
             inbox=self.inbox,
@@ -68,12 +68,12 @@ class House:
         self._rooms = ExitStack()
 
     def __enter__(self) -> "House":
-        self.reception.open()
+        self.acceptor.open()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._rooms.close()
-        self.reception.close()
+        self.acceptor.close()
         self._pool.shutdown()
 
     def knock(self, secret: Secret = SECRET) -> "Future[Hand]":
@@ -89,7 +89,7 @@ class House:
     def admit(self) -> tuple[Hand, Seated]:
         """A worker comes and is let in."""
         future = self.knock()
-        next_event(self.inbox, Knock).answer.set_result(Admitted())
+        next_event(self.inbox, JoinRequest).answer.set_result(Admitted())
         seated = next_event(self.inbox, Seated)
         return future.result(DEADLINE_S), seated
 
@@ -130,17 +130,17 @@ def house() -> Iterator[House]:
 
 def test_a_worker_that_is_let_in_hears_of_the_run_and_has_a_session(house: House) -> None:
     future = house.knock()
-    asked = next_event(house.inbox, Knock)
+    asked = next_event(house.inbox, JoinRequest)
     assert asked.hello.node == "macbook"
     asked.answer.set_result(Admitted())
     seated = next_event(house.inbox, Seated)
     hand = future.result(DEADLINE_S)
-    assert seated.seat == asked.seat
+    assert seated.session_id == asked.session_id
     assert hand.welcome.run == RUN
     assert (hand.welcome.run_id, hand.welcome.incarnation) == ("edp-1", "0123abcd")
     assert (hand.welcome.codec, hand.welcome.bucket_bytes) == ("int8", 4096)
     hand.say(Pull())
-    assert next_event(house.inbox, Said) == Said(seated.seat, Pull())
+    assert next_event(house.inbox, MessageReceived) == MessageReceived(seated.session_id, Pull())
     lease = {"incarnation": "a", "epoch": 0, "start": 0, "stop": 1, "grant": 0}
     seated.session.send(Ack.model_validate({"lease": lease, "outcome": "late", "version": 1}))
     assert hand.hear_a(Ack).outcome == "late"
@@ -148,12 +148,12 @@ def test_a_worker_that_is_let_in_hears_of_the_run_and_has_a_session(house: House
 
 def test_a_worker_that_is_refused_reads_why_and_its_seat_is_free(house: House) -> None:
     future = house.knock()
-    asked = next_event(house.inbox, Knock)
+    asked = next_event(house.inbox, JoinRequest)
     asked.answer.set_result(Refused("busy", "worker id 1 is in use", retry_after_s=2.0))
     with pytest.raises(Rejected, match="worker id 1 is in use") as caught:
         future.result(DEADLINE_S)
     assert (caught.value.code, caught.value.retry_after_s) == ("busy", 2.0)
-    assert next_event(house.inbox, Gone).seat == asked.seat
+    assert next_event(house.inbox, SessionClosed).session_id == asked.session_id
 
 
 def test_whoever_does_not_know_the_secret_never_knocks_and_is_told_nothing(house: House) -> None:
@@ -168,7 +168,7 @@ def test_who_only_looks_whether_the_port_is_open_is_no_warning(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     levels: list[int] = []
-    monkeypatch.setattr(house.reception._log, "log", lambda level, *_: levels.append(level))
+    monkeypatch.setattr(house.acceptor._log, "log", lambda level, *_: levels.append(level))
     socket.create_connection(("127.0.0.1", house.port), DEADLINE_S).close()
     until(lambda: levels == [logging.INFO])
 
@@ -188,24 +188,24 @@ def test_a_worker_whom_nobody_answers_is_put_out_and_its_seat_is_free(
 ) -> None:
     monkeypatch.setattr(room, "HANDSHAKE_TIMEOUT_S", 0.3)
     future = house.knock()
-    asked = next_event(house.inbox, Knock)
+    asked = next_event(house.inbox, JoinRequest)
     with pytest.raises(PeerLost):
         future.result(DEADLINE_S)
-    gone = next_event(house.inbox, Gone)
-    assert gone.seat == asked.seat
+    gone = next_event(house.inbox, SessionClosed)
+    assert gone.session_id == asked.session_id
     assert "too busy" in gone.reason
 
 
 def test_a_worker_that_leaves_while_it_is_let_in_frees_its_seat(house: House) -> None:
     future = house.knock()
-    asked = next_event(house.inbox, Knock)
+    asked = next_event(house.inbox, JoinRequest)
     asked.answer.set_result(Admitted())
     future.result(DEADLINE_S).leave()
     event = house.inbox.get(DEADLINE_S)
     if isinstance(event, Seated):
         event = house.inbox.get(DEADLINE_S)
-    assert isinstance(event, Gone)
-    assert event.seat == asked.seat
+    assert isinstance(event, SessionClosed)
+    assert event.session_id == asked.session_id
 
 
 def test_a_stranger_makes_room_for_the_newest(house: House) -> None:
@@ -213,7 +213,7 @@ def test_a_stranger_makes_room_for_the_newest(house: House) -> None:
     house.flood(MAX_UNPROVED + 2)
     until(lambda: house.lines != [])
     hand.say(Pull())
-    next_event(house.inbox, Said)
+    next_event(house.inbox, MessageReceived)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is an address of Linux only")
@@ -226,7 +226,7 @@ def test_who_floods_the_port_is_in_nobody_s_way_who_comes_from_elsewhere(house: 
 
 
 @pytest.mark.parametrize(
-    ("addresses", "seats"),
+    ("addresses", "session_ids"),
     [
         ("a", [0]),
         ("abb", [1, 2]),
@@ -236,9 +236,9 @@ def test_who_floods_the_port_is_in_nobody_s_way_who_comes_from_elsewhere(house: 
     ],
 )
 def test_who_makes_room_is_of_the_address_that_has_the_most(
-    addresses: str, seats: list[int]
+    addresses: str, session_ids: list[int]
 ) -> None:
-    assert crowd(dict(enumerate(addresses))) == seats
+    assert crowd(dict(enumerate(addresses))) == session_ids
 
 
 def test_of_an_address_that_is_refused_again_and_again_ever_fewer_lines_are_logged(
@@ -267,26 +267,26 @@ def test_addresses_without_end_are_counted_together(
 
 def test_who_has_proved_itself_is_no_stranger_while_it_waits_for_the_answer(house: House) -> None:
     future = house.knock()
-    asked = next_event(house.inbox, Knock)
+    asked = next_event(house.inbox, JoinRequest)
     house.flood(MAX_UNPROVED)
     asked.answer.set_result(Admitted())
-    assert next_event(house.inbox, Seated).seat == asked.seat
+    assert next_event(house.inbox, Seated).session_id == asked.session_id
     future.result(DEADLINE_S).say(Pull())
-    assert next_event(house.inbox, Said) == Said(asked.seat, Pull())
+    assert next_event(house.inbox, MessageReceived) == MessageReceived(asked.session_id, Pull())
 
 
 def test_bytes_are_counted_and_stay_counted_when_a_seat_is_gone(house: House) -> None:
     hand, seated = house.admit()
     hand.say(Pull())
-    next_event(house.inbox, Said)
-    sent, received = house.reception.bytes_moved()
+    next_event(house.inbox, MessageReceived)
+    sent, received = house.acceptor.bytes_moved()
     assert received == hand.connection.bytes_sent
     assert sent == hand.connection.bytes_received
     hand.leave()
-    house.reception.forget(next_event(house.inbox, Gone).seat)
-    assert house.reception.bytes_moved() == (sent, received)
-    house.reception.forget(seated.seat)
-    assert house.reception.bytes_moved() == (sent, received), "nothing is counted twice"
+    house.acceptor.forget(next_event(house.inbox, SessionClosed).session_id)
+    assert house.acceptor.bytes_moved() == (sent, received)
+    house.acceptor.forget(seated.session_id)
+    assert house.acceptor.bytes_moved() == (sent, received), "nothing is counted twice"
 
 
 def test_a_passing_failure_to_accept_does_not_close_the_door(
@@ -310,7 +310,7 @@ def test_a_closed_reception_cuts_everybody_and_frees_the_port() -> None:
     with House() as house:
         hand, _ = house.admit()
         stranger = house.stranger()
-        house.reception.close()
+        house.acceptor.close()
         hand.hear_the_end()
         stranger.hear_the_end()
         for listener in listen(["127.0.0.1"], house.port):

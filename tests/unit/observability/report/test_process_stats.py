@@ -4,7 +4,12 @@ from pathlib import Path
 import pytest
 
 from smolcluster.observability.metrics import MetricRecord
-from smolcluster.observability.report.vitals import Vitals, Whose, read_vitals, vitals_of
+from smolcluster.observability.report.process_stats import (
+    ProcessStats,
+    Whose,
+    process_stats_of,
+    read_process_stats,
+)
 from smolcluster.observability.sinks.jsonl import MetricLine
 from smolcluster.runs.files import utc_timestamp
 
@@ -19,27 +24,27 @@ def report_of(at_s: float, rank: int | None, node: str, values: dict[str, float]
     return MetricLine(utc_timestamp(at_s), "a1", record)
 
 
-def of_pi(*reports: MetricLine) -> Vitals:
-    return vitals_of(reports)[Whose(0, "pi5")]
+def of_pi(*reports: MetricLine) -> ProcessStats:
+    return process_stats_of(reports)[Whose(0, "pi5")]
 
 
 def test_means_are_over_time_not_over_reports() -> None:
     """First a report each second, later one in ten."""
-    vitals = of_pi(report(1, cpu=1.0), report(2, cpu=1.0), report(12, cpu=4.0))
-    assert vitals.mean("cpu") == pytest.approx((1 + 1 + 10 * 4) / 12)
-    assert vitals.values["cpu"].most == 4.0
-    assert vitals.values["cpu"].newest == 4.0
+    process_stats = of_pi(report(1, cpu=1.0), report(2, cpu=1.0), report(12, cpu=4.0))
+    assert process_stats.mean("cpu") == pytest.approx((1 + 1 + 10 * 4) / 12)
+    assert process_stats.values["cpu"].most == 4.0
+    assert process_stats.values["cpu"].newest == 4.0
 
 
 def test_a_night_without_the_worker_counts_a_minute() -> None:
-    vitals = of_pi(report(0, cpu=2.0), report(1, cpu=2.0), report(30_000, cpu=8.0))
-    assert vitals.mean("cpu") == pytest.approx((2 + 2 + 60 * 8) / 62)
+    process_stats = of_pi(report(0, cpu=2.0), report(1, cpu=2.0), report(30_000, cpu=8.0))
+    assert process_stats.mean("cpu") == pytest.approx((2 + 2 + 60 * 8) / 62)
 
 
 def test_values_that_are_not_finite_are_left_out() -> None:
-    vitals = of_pi(report(1, cpu=math.nan), report(2, cpu=math.inf), report(3, cpu=2.0))
-    assert vitals.mean("cpu") == 2.0
-    assert vitals.mean("queue") is None
+    process_stats = of_pi(report(1, cpu=math.nan), report(2, cpu=math.inf), report(3, cpu=2.0))
+    assert process_stats.mean("cpu") == 2.0
+    assert process_stats.mean("queue") is None
 
 
 def test_the_clock_of_a_report_may_stand_still() -> None:
@@ -64,7 +69,7 @@ def test_a_step_may_take_longer_than_a_report() -> None:
 
 def test_each_process_has_its_own_the_server_first() -> None:
     who = ((2, "b"), (None, "mini1"), (0, "a"))
-    found = vitals_of(report_of(1.0, rank, node, {}) for rank, node in who)
+    found = process_stats_of(report_of(1.0, rank, node, {}) for rank, node in who)
     assert list(found) == [Whose(-1, "mini1"), Whose(0, "a"), Whose(2, "b")]
 
 
@@ -77,7 +82,7 @@ def test_only_reports_are_read(tmp_path: Path) -> None:
         '{"ts": "t", "kind": "worker", "incarnation": "a", "step": "no"}\n'
         '{"kind": "worker", half a li'
     )
-    [(whose, vitals)] = read_vitals(file).items()
+    [(whose, process_stats)] = read_process_stats(file).items()
     assert whose == Whose(3, "pi5")
-    assert vitals.values.keys() == {"cpu"}
-    assert read_vitals(tmp_path / "none.jsonl") == {}
+    assert process_stats.values.keys() == {"cpu"}
+    assert read_process_stats(tmp_path / "none.jsonl") == {}

@@ -15,21 +15,21 @@ from smolcluster.observability.curves import draw_curves
 from smolcluster.observability.report.page import write_report
 from smolcluster.runs.files import write_whole
 from smolcluster.runs.paths import RunPaths
-from smolcluster.training.build import Workbench
+from smolcluster.training.build import TrainingContext
 
 SAMPLE_TOKENS = 200
 TEMPERATURE, TOP_K = 0.8, 40
 
 
-def leave_keepsakes(
-    paths: RunPaths, bench: Workbench, dataset: DatasetConfig, log: logging.Logger
+def write_artifacts(
+    paths: RunPaths, training: TrainingContext, dataset: DatasetConfig, log: logging.Logger
 ) -> None:
     """Draw the curves, write a sample and the report; what cannot be had is a warning: the run is over."""
     with _or_a_warning(log):
         draw_curves(paths)
-    if isinstance(bench.replica.model, GPT):
+    if isinstance(training.replica.model, GPT):
         with _or_a_warning(log):
-            write_whole(paths.sample, sample_text(bench, dataset) + "\n")
+            write_whole(paths.sample, sample_text(training, dataset) + "\n")
     with _or_a_warning(log):
         write_report(paths)
 
@@ -62,13 +62,13 @@ def _or_a_warning(log: logging.Logger) -> Iterator[None]:
         )
 
 
-def sample_text(bench: Workbench, dataset: DatasetConfig) -> str:
+def sample_text(training: TrainingContext, dataset: DatasetConfig) -> str:
     """Text that the model writes when it is given nothing but the beginning of a document.
 
     Raises:
         DataError: the tokenizer cannot be had.
     """
-    model = bench.replica.model
+    model = training.replica.model
     tokenizer = load_tokenizer(dataset.tokenizer, download=dataset.download)
     assert isinstance(model, GPT)  # noqa: S101 - the caller has looked
     tokens = sample(
@@ -77,6 +77,6 @@ def sample_text(bench: Workbench, dataset: DatasetConfig) -> str:
         SAMPLE_TOKENS,
         temperature=TEMPERATURE,
         top_k=TOP_K,
-        generator=torch.Generator().manual_seed(bench.seed),
+        generator=torch.Generator().manual_seed(training.seed),
     )
     return tokenizer.decode(list(tokens))

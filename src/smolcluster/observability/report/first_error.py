@@ -50,7 +50,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Line:
+class LogLine:
     """One line of a log: when, in seconds since 1970 on the server's clock; by whom; and what."""
 
     seconds: float
@@ -63,7 +63,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Trouble:
+class FirstError:
     """What went wrong first.
 
     Attributes:
@@ -74,7 +74,7 @@ class Trouble:
 
     what: str
     seconds: float
-    lines: Sequence[Line]
+    lines: Sequence[LogLine]
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Logs:
     num_errors: Counter[str] = field(default_factory=Counter)
     num_warnings: Counter[str] = field(default_factory=Counter)
     machines: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    trouble: Trouble | None = None
+    trouble: FirstError | None = None
 
 
 def read_logs(
@@ -103,7 +103,7 @@ def read_logs(
     expected: Sequence[Process],
     events: Sequence[EventRecord],
     offsets: Mapping[Process, float],
-    last_words: Line | None = None,
+    stderr_tail: LogLine | None = None,
 ) -> Logs:
     """Look through the logs in a folder.
 
@@ -121,14 +121,14 @@ def read_logs(
     logs = Logs(read=[process.title for process, _ in files])
     logs.missing = [each.title for each in expected if each.title not in logs.read]
     shifts = {process.title: offset for process, offset in offsets.items()}
-    serious, warnings = [] if last_words is None else [last_words], list[Line]()
+    serious, warnings = [] if stderr_tail is None else [stderr_tail], list[LogLine]()
     for process, path in files:
         for line in _look_through(path, process.title, logs):
             (serious if line.level in SERIOUS else warnings).append(_moved(line, shifts))
     trouble = _first(serious, events) or _first_warning(warnings)
     if trouble is not None:
         around = [_around(path, process.title, trouble, shifts) for process, path in files]
-        logs.trouble = _with_context(trouble, [*around, serious[:1] if last_words else []])
+        logs.trouble = _with_context(trouble, [*around, serious[:1] if stderr_tail else []])
     return logs
 
 
@@ -151,9 +151,9 @@ def _age_order(path: Path) -> tuple[str, int]:
     return stem, -int(digits) if digits.isdigit() else 0
 
 
-def _look_through(path: Path, title: str, logs: Logs) -> Iterable[Line]:
+def _look_through(path: Path, title: str, logs: Logs) -> Iterable[LogLine]:
     """The file's first serious line and first warning; counts all, keeps what is said of the machine."""
-    first: dict[bool, Line] = {}
+    first: dict[bool, LogLine] = {}
     for raw in _raw_lines(path):
         if _NOTABLE.search(raw):
             line = parse_line(raw, title, 0.0)
@@ -177,12 +177,12 @@ def _raw_lines(path: Path) -> Iterator[bytes]:
                 line = file.readline(MAX_LINE_NBYTES)
 
 
-def parse_line(raw: bytes, source: str, before: float) -> Line | None:
+def parse_line(raw: bytes, source: str, before: float) -> LogLine | None:
     """What a line says that can be shown; `before` is the time of the line before it."""
     said = parse_log_line(raw, before)
     if said is None:
         return None
-    return Line(
+    return LogLine(
         said.seconds,
         source,
         said.level,
@@ -196,36 +196,38 @@ def _cut(text: str, at_most: int) -> str:
     return text if left_out <= 0 else f"{text[:at_most]} … ({left_out:,} characters more)"
 
 
-def _moved(line: Line, shifts: Mapping[str, float]) -> Line:
+def _moved(line: LogLine, shifts: Mapping[str, float]) -> LogLine:
     return replace(line, seconds=line.seconds - shifts.get(line.source, 0.0))
 
 
-def _first(serious: Sequence[Line], events: Sequence[EventRecord]) -> Trouble | None:
+def _first(serious: Sequence[LogLine], events: Sequence[EventRecord]) -> FirstError | None:
     """The earliest of serious lines, of losses of workers, and of a failure that no line tells of."""
-    found = [Trouble(f"{line.source}: {line.message}", line.seconds, [line]) for line in serious]
+    found = [FirstError(f"{line.source}: {line.message}", line.seconds, [line]) for line in serious]
     for record in events:
         moment = seconds_of(record.ts, 0.0)
         match record.event:
             case WorkerLost():
-                found.append(Trouble(told(record.event), moment, []))
+                found.append(FirstError(told(record.event), moment, []))
             case RunEnded(ok=False, reason=reason) if reason.startswith("the run failed"):
                 if not serious:
-                    found.append(Trouble(reason, moment, []))
+                    found.append(FirstError(reason, moment, []))
     return min(found, key=lambda trouble: trouble.seconds, default=None)
 
 
-def _first_warning(warnings: Sequence[Line]) -> Trouble | None:
+def _first_warning(warnings: Sequence[LogLine]) -> FirstError | None:
     first = min(warnings, key=lambda line: line.seconds, default=None)
     if first is None:
         return None
     what = f"no error and no lost worker; the first warning is {first.source}: {first.message}"
-    return Trouble(what, first.seconds, [first])
+    return FirstError(what, first.seconds, [first])
 
 
-def _around(path: Path, title: str, trouble: Trouble, shifts: Mapping[str, float]) -> list[Line]:
+def _around(
+    path: Path, title: str, trouble: FirstError, shifts: Mapping[str, float]
+) -> list[LogLine]:
     """A file's last lines up to the trouble, with its own, and the first ones after it."""
-    before: deque[Line] = deque(maxlen=LINES_BEFORE + 1)
-    after: list[Line] = []
+    before: deque[LogLine] = deque(maxlen=LINES_BEFORE + 1)
+    after: list[LogLine] = []
     is_its_own = title in (line.source for line in trouble.lines)
     seconds, has_met = 0.0, False
     for raw in _raw_lines(path):
@@ -244,7 +246,7 @@ def _around(path: Path, title: str, trouble: Trouble, shifts: Mapping[str, float
     return [*before, *after]
 
 
-def _with_context(trouble: Trouble, around: Sequence[Sequence[Line]]) -> Trouble:
+def _with_context(trouble: FirstError, around: Sequence[Sequence[LogLine]]) -> FirstError:
     """The trouble among the lines of all files, by time."""
     lines = sorted((line for lines in around for line in lines), key=lambda line: line.seconds)
     place = _place(trouble, lines)
@@ -256,7 +258,7 @@ def _with_context(trouble: Trouble, around: Sequence[Sequence[Line]]) -> Trouble
     return replace(trouble, lines=lines[first : place + LINES_AFTER + 1])
 
 
-def _place(trouble: Trouble, lines: Sequence[Line]) -> int | None:
+def _place(trouble: FirstError, lines: Sequence[LogLine]) -> int | None:
     """Where the trouble's own line is; of an event the warning that tells of it."""
     if trouble.lines:
         return lines.index(trouble.lines[0]) if trouble.lines[0] in lines else None

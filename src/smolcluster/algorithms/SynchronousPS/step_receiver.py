@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.algorithms.SynchronousPS.state import DIGEST_NBYTES, contents_of, digests_spec
-from smolcluster.cluster.inbox import Event, Said
+from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.session import Receiver
 from smolcluster.cluster.tensors import Assigned, bucket_spec, bytes_of
 from smolcluster.codec.registry import get_codec, lossless_for
@@ -177,7 +177,7 @@ class StepReceiver(Receiver):
                 return StateArrived(message, self._state(message, payload))
             case Assignment():
                 return Assigned(message, payload)
-        return Said(0, message)
+        return MessageReceived(0, message)
 
     def _check(self, reduced: Reduced) -> None:
         known = reduced.bucket < len(self._buckets) == reduced.num_buckets

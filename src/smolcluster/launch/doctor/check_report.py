@@ -26,7 +26,7 @@ FRAME = 3
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class CheckReport:
     """What was found of each node, by the names of checks; the server is first."""
 
     nodes: Mapping[str, tuple[Context, Mapping[str, Finding]]]
@@ -69,7 +69,7 @@ ORDER = (
 )
 
 
-def as_json_text(diagnosis: Diagnosis) -> str:
+def as_json_text(check_report: CheckReport) -> str:
     """One JSON object: `ok`, counts, and for each node its checks."""
     nodes = {
         node: {
@@ -77,27 +77,29 @@ def as_json_text(diagnosis: Diagnosis) -> str:
             "role": "server" if context.is_server else "worker",
             "checks": {name: asdict(findings[name]) for name in ORDER if name in findings},
         }
-        for node, (context, findings) in diagnosis.nodes.items()
+        for node, (context, findings) in check_report.nodes.items()
     }
     states: tuple[State, ...] = ("ok", "warn", "fail", "skipped")
-    counts = {state: diagnosis.count(state) for state in states}
-    return json.dumps({"ok": diagnosis.exit_code == 0, "counts": counts, "nodes": nodes}, indent=2)
+    counts = {state: check_report.count(state) for state in states}
+    return json.dumps(
+        {"ok": check_report.exit_code == 0, "counts": counts, "nodes": nodes}, indent=2
+    )
 
 
-def show(diagnosis: Diagnosis, console: Console) -> None:
+def show(check_report: CheckReport, console: Console) -> None:
     """Print the table, then what is wrong with the remedy under each."""
     with steady(console):
-        for nodes in columns(diagnosis, console.width):
-            console.print(_table(diagnosis, nodes, console))
-        console.print(Group(*_remedies(diagnosis, console)), soft_wrap=True)
+        for nodes in columns(check_report, console.width):
+            console.print(_table(check_report, nodes, console))
+        console.print(Group(*_remedies(check_report, console)), soft_wrap=True)
 
 
-def columns(diagnosis: Diagnosis, width: int) -> Iterator[list[str]]:
+def columns(check_report: CheckReport, width: int) -> Iterator[list[str]]:
     """The nodes, in as many tables as the width needs."""
-    free = width - FRAME - 1 - max(map(len, diagnosis.checks))
+    free = width - FRAME - 1 - max(map(len, check_report.checks))
     nodes: list[str] = []
     left = free
-    for node, (_, findings) in diagnosis.nodes.items():
+    for node, (_, findings) in check_report.nodes.items():
         needed = FRAME + max(map(len, (node, *map(_cell, findings.values()))))
         if nodes and needed > left:
             yield nodes
@@ -107,10 +109,10 @@ def columns(diagnosis: Diagnosis, width: int) -> Iterator[list[str]]:
     yield nodes
 
 
-def _table(diagnosis: Diagnosis, nodes: Sequence[str], console: Console) -> Table:
+def _table(check_report: CheckReport, nodes: Sequence[str], console: Console) -> Table:
     table = Table("", *nodes)
-    for name in diagnosis.checks:
-        found = (diagnosis.nodes[node][1].get(name) for node in nodes)
+    for name in check_report.checks:
+        found = (check_report.nodes[node][1].get(name) for node in nodes)
         table.add_row(name, *(_styled(finding, console) for finding in found))
     return table
 
@@ -134,14 +136,14 @@ def _cell(finding: Finding) -> str:
     return text if len(text) <= MAX_CELL else f"{text[: MAX_CELL - 1]}…"
 
 
-def _remedies(diagnosis: Diagnosis, console: Console) -> Iterator[RenderableType]:
+def _remedies(check_report: CheckReport, console: Console) -> Iterator[RenderableType]:
     for state, word in (("warn", "warning"), ("fail", "FAILS")):
-        for (name, finding), nodes in _alike(diagnosis).items():
+        for (name, finding), nodes in _alike(check_report).items():
             if finding.state == state:
                 line = _wrapped(f"{word} {', '.join(nodes)}: {name}: {finding.what}", console)
                 yield Text.assemble((word, STYLES[state]), line.removeprefix(word))
                 yield Text(_wrapped(f"  -> {finding.fix}", console))
-    failures, warnings = diagnosis.count("fail"), diagnosis.count("warn")
+    failures, warnings = check_report.count("fail"), check_report.count("warn")
     if not failures:
         extra = f" ({_number(warnings, 'warning')})" if warnings else ""
         yield Text(f"the cluster is ready{extra}", "green")
@@ -163,10 +165,10 @@ def _wrapped(text: str, console: Console) -> str:
     return "\n".join(shown)
 
 
-def _alike(diagnosis: Diagnosis) -> dict[tuple[str, Finding], list[str]]:
+def _alike(check_report: CheckReport) -> dict[tuple[str, Finding], list[str]]:
     """The nodes of which the same was found."""
     alike: dict[tuple[str, Finding], list[str]] = {}
-    for node, name, finding in diagnosis:
+    for node, name, finding in check_report:
         alike.setdefault((name, finding), []).append(node)
     return alike
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as NoAnswer
 
-from smolcluster.cluster.inbox import Event, Gone, Inbox, Knock
+from smolcluster.cluster.inbox import Event, Inbox, JoinRequest, SessionClosed
 from smolcluster.cluster.membership import Assigned, Refused
 from smolcluster.cluster.session import Receiver, Session
 from smolcluster.errors import NothingSaid, ProtocolError, SmolclusterError
@@ -42,15 +42,15 @@ class Seated(Event):
     """A worker was let in; its session runs from now on."""
 
     def __init__(self, session: Session) -> None:
-        self.seat = session.seat
+        self.session_id = session.session_id
         self.session = session
 
 
-class Reception:
+class Acceptor:
     """Accepts workers on `listeners` until closed.
 
-    `offer` is what every admitted worker is told; `receiver_for(seat)`
-    makes the function that takes a seat's messages.
+    `offer` is what every admitted worker is told; `receiver_for(session_id)`
+    makes the function that takes a session's messages.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Reception:
         self._receiver_for = receiver_for
         self._max_queued = max_queued
         self._log = log
-        self._seats = itertools.count(1)
+        self._session_ids = itertools.count(1)
         self._unproved: dict[int, str] = {}
-        """Addresses of those that have not proved themselves, by seat."""
+        """Addresses of those that have not proved themselves, by session id."""
         self._refusals: Counter[tuple[str, type[SmolclusterError]]] = Counter()
         self._connections: dict[int, Connection] = {}
         self._past_bytes = (0, 0)
@@ -119,26 +119,26 @@ class Reception:
                 self._start_greeting(connection)
 
     def _start_greeting(self, connection: Connection) -> None:
-        seat = next(self._seats)
-        self._hold(seat, connection)
+        session_id = next(self._session_ids)
+        self._hold(session_id, connection)
         greet = threading.Thread(
-            target=self._greet, args=(seat, connection), name="greet", daemon=True
+            target=self._greet, args=(session_id, connection), name="greet", daemon=True
         )
         try:
             greet.start()
         except RuntimeError as error:  # the system has no thread to give
             self._refused(connection, SmolclusterError(f"cannot talk to it: {error}"))
             connection.close()
-            self.forget(seat)
+            self.forget(session_id)
 
-    def _greet(self, seat: int, connection: Connection) -> None:
+    def _greet(self, session_id: int, connection: Connection) -> None:
         proved, session = None, None
         reason = "an internal error, see the log file"
         try:
             proved = server_authenticate(connection, self._door, Deadline(HANDSHAKE_TIMEOUT_S))
             with self._lock:
-                self._unproved.pop(seat, None)
-            session = self._admit(seat, connection, proved)
+                self._unproved.pop(session_id, None)
+            session = self._admit(session_id, connection, proved)
             reason = "refused"
         except SmolclusterError as error:
             reason = str(error)
@@ -147,13 +147,15 @@ class Reception:
             if session is None:
                 connection.close()
                 if proved is None:
-                    self.forget(seat)
+                    self.forget(session_id)
                 else:
-                    self._inbox.put(Gone(seat, reason))
+                    self._inbox.put(SessionClosed(session_id, reason))
 
-    def _admit(self, seat: int, connection: Connection, proved: Authenticated) -> Session | None:
+    def _admit(
+        self, session_id: int, connection: Connection, proved: Authenticated
+    ) -> Session | None:
         """The running session of a worker that was let in; None if it was refused."""
-        knock = Knock(seat, proved.hello)
+        knock = JoinRequest(session_id, proved.hello)
         self._inbox.put(knock)
         try:
             answer = knock.answer.result(timeout=HANDSHAKE_TIMEOUT_S)
@@ -169,8 +171,8 @@ class Reception:
             return None
         session = Session(
             connection,
-            seat=seat,
-            receiver=self._receiver_for(seat),
+            session_id=session_id,
+            receiver=self._receiver_for(session_id),
             inbox=self._inbox,
             heartbeat_timeout_s=self._offer.heartbeat_timeout_s,
             max_queued=self._max_queued,
@@ -180,10 +182,10 @@ class Reception:
         session.start()
         return session
 
-    def _hold(self, seat: int, connection: Connection) -> None:
+    def _hold(self, session_id: int, connection: Connection) -> None:
         with self._lock:
-            self._connections[seat] = connection
-            self._unproved[seat] = connection.address
+            self._connections[session_id] = connection
+            self._unproved[session_id] = connection.address
             if len(self._unproved) > MAX_UNPROVED:
                 cut = secrets.choice(crowd(self._unproved))
                 del self._unproved[cut]
@@ -202,11 +204,11 @@ class Reception:
             level = logging.INFO if isinstance(error, NothingSaid) else logging.WARNING
             self._log.log(level, "not let in: %s%s", error, times)
 
-    def forget(self, seat: int) -> None:
-        """Keep of a seat that has gone only what it sent and received. Any thread."""
+    def forget(self, session_id: int) -> None:
+        """Keep of a session that has ended only what it sent and received. Any thread."""
         with self._lock:
-            self._unproved.pop(seat, None)
-            connection = self._connections.pop(seat, None)
+            self._unproved.pop(session_id, None)
+            connection = self._connections.pop(session_id, None)
             if connection is not None:
                 sent, received = self._past_bytes
                 self._past_bytes = (
@@ -216,7 +218,7 @@ class Reception:
 
 
 def crowd(addresses: Mapping[int, str]) -> list[int]:
-    """The seats of the address that has the most, or of all that have as many; `addresses` is not empty."""
+    """The session ids of the address or addresses that have the most; `addresses` is not empty."""
     counts = Counter(addresses.values())
     most = max(counts.values())
-    return [seat for seat, address in addresses.items() if counts[address] == most]
+    return [session_id for session_id, address in addresses.items() if counts[address] == most]

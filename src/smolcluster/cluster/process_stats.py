@@ -21,7 +21,7 @@ MIN_INTERVAL_S = 0.2
 """Rates over less say little."""
 
 
-class Vitals:
+class ProcessStats:
     """Takes one process's reports. Never raises for want of a number."""
 
     def __init__(self, meter: Meter, clock: Callable[[], float] = time.perf_counter) -> None:

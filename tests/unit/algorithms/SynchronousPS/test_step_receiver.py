@@ -12,12 +12,6 @@ from torch import Tensor
 
 from connection_pairs import connection_pair
 from peers import opened
-from smolcluster.algorithms.SynchronousPS.following import (
-    Committed,
-    FellBehind,
-    Outgoing,
-    StepReceiver,
-)
 from smolcluster.algorithms.SynchronousPS.reduction import (
     Reduction,
     commit_frame,
@@ -27,7 +21,13 @@ from smolcluster.algorithms.SynchronousPS.state import (
     digests_spec,
     weights_frame,
 )
-from smolcluster.cluster.inbox import Event, Said
+from smolcluster.algorithms.SynchronousPS.step_receiver import (
+    Committed,
+    FellBehind,
+    Outgoing,
+    StepReceiver,
+)
+from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.session import Receiver
 from smolcluster.cluster.tensors import Assigned, work_payload
 from smolcluster.errors import PeerLost, ProtocolError
@@ -190,7 +190,7 @@ def test_a_park_lets_a_receiver_begin_anew(receiver: StepReceiver, mean_of: Make
     taken = third_step(receiver, mean_of)
     behind(receiver, mean_of)
     told = Park(lease=None, num_buckets=0)
-    assert receiver(told, memoryview(b"")) == Said(0, told)
+    assert receiver(told, memoryview(b"")) == MessageReceived(0, told)
     assert not receiver.has_fallen_behind
     for gradient in taken:
         receiver.give_back(gradient)
@@ -364,7 +364,7 @@ def test_assignments_and_all_else_are_passed_on(receiver: StepReceiver) -> None:
     assert isinstance(event, Assigned)
     assert event.indices.tolist() == [9, 4, 5, 6]
     cancel: Message = Cancel(lease=key, num_buckets=1)
-    assert receiver(cancel, memoryview(b"")) == Said(0, cancel)
+    assert receiver(cancel, memoryview(b"")) == MessageReceived(0, cancel)
 
 
 def test_an_assignment_that_is_not_its_lease_s_is_refused(receiver: StepReceiver) -> None:
