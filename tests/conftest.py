@@ -5,7 +5,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,19 @@ for number in SIGNALS:  # nohup, for one, has its children ignore a hang-up, whi
         signal.signal(number, signal.SIG_DFL)
 
 os.environ["DOCKER_HOST"] = "unix:///no-docker-for-tests"  # launches would start Grafana in it
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how the checks beside pytest went (`scripts/test.sh`): pytest's own summary is the last line."""
+    if (folder := os.environ.get("CHECKS_BESIDE")) is None:
+        return
+    beside = Path(folder)
+    while not (beside / "done").exists():
+        time.sleep(0.1)
+    for name in ("said", "failed"):
+        if (beside / name).exists():
+            terminalreporter.write_line((beside / name).read_text())
+    (beside / "shown").touch()
 
 
 @pytest.fixture

@@ -393,6 +393,6 @@ def session_threads() -> list[threading.Thread]:
 def wait_for_threads() -> None:
     """Wait until all threads of the cluster room have ended, and their sockets are closed with them."""
     end = time.monotonic() + DEADLINE_S
-    for thread in session_threads():
-        thread.join(max(0.0, end - time.monotonic()))
-        assert not thread.is_alive(), f"thread {thread.name} goes on for ever"
+    while threads := session_threads():  # one of them may have started another
+        threads[0].join(max(0.0, end - time.monotonic()))
+        assert not threads[0].is_alive(), f"thread {threads[0].name} goes on for ever"

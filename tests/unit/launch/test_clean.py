@@ -18,6 +18,8 @@ from smolcluster.runs.paths import RunPaths, create_run, latest_of, point_latest
 from smolcluster.runs.status import write_status
 
 DAY_S = 86400.0
+R1 = f"r1-{os.getpid()}"
+"""A run's id that no process of another test has in its command line."""
 
 
 @pytest.fixture
@@ -151,43 +153,43 @@ def test_a_failed_start_goes_on_its_machines_too(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     there = fake_ssh(tmp_path, monkeypatch)
-    remote_run(root, "r1", ("pi5", "pi5"))
-    elsewhere(there, "r1")
-    write(there / "runs" / "r10" / "pids" / "x", "")
+    remote_run(root, R1)
+    elsewhere(there, R1)
+    write(there / "runs" / f"{R1}0" / "pids" / "x", "")
     assert clean(Choice()) == 0
     shown = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
-    assert ["r1", "here"] in shown
-    assert ["r1", "mini1"] in shown
-    assert left(there / "runs") == {"r1", "r10", "latest"}
+    assert [R1, "here"] in shown
+    assert [R1, "mini1"] in shown
+    assert left(there / "runs") == {R1, f"{R1}0", "latest"}
     assert clean(Choice(), yes=True) == 0
     assert left(root) == set()
-    assert left(there / "runs") == {"r10"}
+    assert left(there / "runs") == {f"{R1}0"}
 
 
 def test_with_here_no_other_machine_is_asked(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = fake_ssh(tmp_path, monkeypatch)
-    remote_run(root, "r1", ("pi5", "cut"))
+    remote_run(root, R1, ("pi5", "cut"))
     launched_run(root, server("cut"), run_id="unknown")
     (root / "latest").unlink()
-    elsewhere(there, "r1")
+    elsewhere(there, R1)
     assert main(["clean", "--here", "--yes"]) == 0
     assert left(root) == {"unknown"}, "it may live"
-    assert (there / "runs" / "r1").is_dir()
+    assert (there / "runs" / R1).is_dir()
 
 
 def test_a_machine_that_does_not_answer_is_said_and_the_run_stays_known(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     there = fake_ssh(tmp_path, monkeypatch)
-    remote_run(root, "r1", ("pi5", "cut"))
+    remote_run(root, R1, ("pi5", "cut"))
     a_run(root, "failed", step=0)
-    elsewhere(there, "r1")
+    elsewhere(there, R1)
     assert clean(Choice(), yes=True) == 1
     assert "pi5 (cut)" in capsys.readouterr().out
-    assert left(root) == {"r1"}
-    assert not (there / "runs" / "r1").exists()
+    assert left(root) == {R1}
+    assert not (there / "runs" / R1).exists()
     launched_run(root, server("cut"), run_id="unknown")
     (root / "latest").unlink()
     assert clean(Choice(), yes=True) == 1
