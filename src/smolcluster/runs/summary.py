@@ -17,7 +17,7 @@ from rich.text import Text
 
 from smolcluster.errors import DataError
 from smolcluster.runs.files import write_whole
-from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.paths import RunPaths, process_title
 from smolcluster.utils.units import format_bytes, format_duration
 
 
@@ -126,13 +126,12 @@ def table(summary: Summary) -> RenderableType:
     for name, value in _facts(summary):
         facts.add_row(name, Text(value))
     is_stale = summary.algorithm == "edp"
-    workers = Table("rank", "node", "samples", "share", *(["mean staleness"] if is_stale else []))
+    workers = Table("worker", "samples", "share", *(["mean staleness"] if is_stale else []))
     for worker in summary.workers:
         staleness = [f"{worker.mean_staleness:.2f}"] if is_stale else []
         share = f"{worker.share:.1%}"
-        workers.add_row(
-            str(worker.rank), Text(worker.node), f"{worker.samples:,}", share, *staleness
-        )
+        title = process_title("worker", worker.node, worker.rank)
+        workers.add_row(Text(title), f"{worker.samples:,}", share, *staleness)
     return Group(facts, workers) if summary.workers else facts
 
 
