@@ -54,7 +54,6 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process's id."""
         return self._popen.pid
 
     @property
@@ -65,7 +64,6 @@ class Child:
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
         code = self._popen.poll()
         if code is None:
             return "still runs"
@@ -74,7 +72,6 @@ class Child:
         )
 
     def terminate(self) -> None:
-        """Ask it to stop; it may clean up."""
         self._popen.terminate()
 
     def kill(self) -> None:
@@ -118,7 +115,6 @@ def wait_for(children: Sequence[Child], timeout_s: float, stop_waiting: Callable
 
 
 def _hand_on(output: IO[bytes], say: Callable[[str], None]) -> None:
-    """Give each line of a child's output to `say`, until its end."""
     while line := output.readline(MAX_LINE_BYTES):
         say(line.decode("utf-8", "replace").rstrip("\r\n"))
 

@@ -186,7 +186,6 @@ def chosen(root: Path, choice: Choice, troubles: list[str], *, here: bool = Fals
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's, so that it may be removed."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     is_named = LAUNCHED_NAME.fullmatch(folder.name) is not None
@@ -408,7 +407,6 @@ def remove_here(paths: RunPaths) -> None:
 
 
 def _newest(root: Path) -> str | None:
-    """The newest run that has begun."""
     begun: Collection[ListedRun] = [
         run for run in listed(root, _ask_here) if not _never_began(RunPaths(root / run.run_id), run)
     ]

@@ -412,7 +412,6 @@ class ClusterRun:
 
     @property
     def folder(self) -> Path:
-        """Where this machine keeps the run."""
         return self._paths.root.absolute()
 
     def check_alive(self) -> None:
@@ -519,7 +518,6 @@ class ClusterRun:
         return Choice.LEAVE if asked.hung_up else Choice.STOP
 
     def stop(self, *, in_a_hurry: bool = False) -> int:
-        """Stop the run; 1 if something of it may be left."""
         run_id = self._launched.run_id
         if not in_a_hurry:
             self.say("stopping the run; Ctrl-C kills it, without a last checkpoint", "yellow")
@@ -575,7 +573,6 @@ class ClusterRun:
         self.say(line, "yellow")
 
     def say(self, line: str, style: str = "") -> None:
-        """Print a line."""
         with steady(self._console):
             self._console.print(Text(displayable(self._console, line), style=style), soft_wrap=True)
 
@@ -593,7 +590,6 @@ def everywhere_processes(
 
 
 def progress_line(status: RunStatus) -> str:
-    """How far a run is, as a line."""
     parts = [f"step {status.step:,} of {status.total_steps:,}"]
     if status.loss is not None:
         parts.append(f"loss {status.loss:.4g}")
@@ -607,7 +603,6 @@ def progress_line(status: RunStatus) -> str:
 
 
 def left_running(run_id: str) -> str:
-    """What to do with a run that goes on without us."""
     return (
         f"run {run_id} goes on: `uv run smolcluster attach {run_id}` shows it, status, logs and stop do what "
         "they say"

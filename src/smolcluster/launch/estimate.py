@@ -65,12 +65,10 @@ def params_of(settings: Settings) -> int | None:
 
 
 def perceptron_params(model: SimpleNNConfig, features: int) -> int:
-    """Weights of the two-layer perceptron."""
     return (features + 1) * model.hidden + (model.hidden + 1) * model.out
 
 
 def gpt_params(model: GPTConfig, vocabulary: int) -> int:
-    """Weights of a GPT whose output layer is its token embedding."""
     width, hidden = model.model_dim, model.ff_dim
     attention = 4 * width * width + 4 * width
     feed_forward = 2 * width * hidden + hidden + width

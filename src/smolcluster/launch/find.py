@@ -39,7 +39,6 @@ def find(run: str, *, acts: bool = False) -> RunPaths:
 
 
 def find_run_or_none(root: Path) -> RunPaths | None:
-    """The run that `latest` points to, if there is one."""
     with suppress(ConfigError):
         return find_run(root)
     return None
@@ -73,7 +72,6 @@ def _say(line: str) -> None:
 
 
 def all_runs() -> Path:
-    """The folder of runs: that of the environment, else the usual one."""
     stated = os.environ.get(RUNS_DIR)
     return runs_root(Path(stated) if stated else None)
 

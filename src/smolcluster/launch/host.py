@@ -106,7 +106,6 @@ class Done:
 
     @property
     def ok(self) -> bool:
-        """Whether it ended well."""
         return self.code == 0
 
     @property
@@ -130,7 +129,6 @@ class Host:
 
     @property
     def shown(self) -> str:
-        """Where it is, for a person."""
         return self.destination or "this machine"
 
     def argv(self, script: str, *, terminal: bool = False) -> list[str]:
@@ -170,7 +168,6 @@ class Host:
         return replace(done, stdout=stdout) if greeting else done
 
     def unreachable(self, said: str) -> Unreachable:
-        """Why it cannot be reached, from what `ssh` said."""
         lowered = said.lower()
         for words, what, cause in _CAUSES:
             if words in lowered:
@@ -211,7 +208,6 @@ def run_here(
 
 
 def host_of(cluster: ClusterConfig, node: str) -> Host:
-    """The machine of a node of the cluster file."""
     stated = cluster.nodes[node].ssh if node in cluster.nodes else None
     return Host(node, None if stated == HERE else stated or node)
 

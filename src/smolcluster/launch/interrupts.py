@@ -27,7 +27,6 @@ class Interrupts:
     wrapper: int | None = None
 
     def __bool__(self) -> bool:
-        """Whether this process has been asked to stop."""
         return bool(self.received) or self.wrapper not in (None, os.getppid())
 
     @property
@@ -37,7 +36,6 @@ class Interrupts:
 
     @property
     def hung_up(self) -> bool:
-        """Whether the terminal has gone."""
         return signal.SIGHUP in self.received
 
     @property

@@ -116,7 +116,6 @@ def _quoted(path: Path) -> str:
 
 
 def _of_this_machine(wanted: Wanted) -> list[str]:
-    """What the user says of it as options of a worker."""
     secret = (
         ()
         if wanted.secret_file is None
@@ -153,7 +152,6 @@ def _ask(address: ServerAddress, name: str, wanted: Wanted) -> Welcome:
 def _command(
     welcome: Welcome, name: str, address: ServerAddress, options: Sequence[str]
 ) -> list[str]:
-    """A worker of that run, with a supervisor."""
     worker = get_algorithm(welcome.run.algorithm).worker
     place = (str(welcome.worker_id), name, "--server", str(address))
     allowed: int = ClusterConfig.model_fields["restarts"].default

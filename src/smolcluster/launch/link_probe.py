@@ -203,7 +203,6 @@ def _answer_large(sock: socket.socket) -> None:
 
 
 def _arrives(sock: socket.socket, nbytes: int) -> bool:
-    """Whether so many bytes come."""
     while nbytes:
         got = len(sock.recv(min(nbytes, 65_536)))
         if not got:
@@ -250,7 +249,6 @@ def large(address: str, port: int, token: str) -> dict[str, object]:
 
 
 def measure(address: str, port: int, token: str) -> dict[str, object]:
-    """The median round trip in ms, and the bandwidth to the server in MB/s."""
     return _with_listener(address, port, token, _measure)
 
 
@@ -349,7 +347,6 @@ def _why(error: OSError) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Do what the command line says."""
     verb, *rest = argv
     if verb == "listen":
         listen(int(rest[0]), rest[1], int(rest[2]), rest[3:])

@@ -40,7 +40,6 @@ Tree = Mapping[str, str]
 
 
 def sent_files(root: Path) -> Iterator[str]:
-    """The files that belong to the project at `root`, as relative paths in a fixed order."""
     for folder, folders, files in os.walk(root):
         place = os.path.relpath(folder, root)
         links = [name for name in folders if Path(folder, name).is_symlink()]
@@ -83,18 +82,15 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def without(tree: Tree, kept: Sequence[str]) -> Tree:
-    """The tree without the paths that a node has for its own, such as `/experiments`."""
     own = {path.strip("/") for path in kept}
     return {name: what for name, what in tree.items() if own.isdisjoint({name, *_parents(name)})}
 
 
 def as_names(tree: Tree) -> bytes:
-    """The paths of a tree, each with a zero byte behind it."""
     return b"".join(os.fsencode(name) + b"\0" for name in tree)
 
 
 def as_manifest(tree: Tree) -> bytes:
-    """A tree as it is kept on a node: path and content, each with a zero byte behind it."""
     return b"".join(
         os.fsencode(name) + b"\0" + what.encode() + b"\0" for name, what in tree.items()
     )
@@ -136,7 +132,6 @@ class Difference:
 
     @property
     def is_none(self) -> bool:
-        """Whether the node has this tree, byte by byte."""
         return not (self.edited or self.outdated or self.gone)
 
 

@@ -108,7 +108,6 @@ class LaunchPlan:
         return (self.server, *self.workers)
 
     def lines(self) -> list[str]:
-        """The plan as text: for each process a line that says what it is, and its command."""
         return [
             line
             for process in self.processes
@@ -224,7 +223,6 @@ def plan_cluster(
 
 
 def in_sessions(plan: LaunchPlan, paths: RunPaths, algorithm: str, port: int) -> Launched:
-    """A local plan whose processes run in tmux sessions of this machine."""
     return Launched(
         run_id=paths.run_id,
         algorithm=algorithm,

@@ -123,7 +123,6 @@ def launch_remote(
 
 
 def own_secret_file() -> Path:
-    """Where this machine has the cluster's secret, whatever the server's machine calls it."""
     stated = os.environ.get("SMOLCLUSTER_SECRET_FILE")
     return Path(stated).expanduser() if stated else default_secret_path()
 
@@ -192,13 +191,11 @@ def launch_here(
 
 
 def wants_window(how: LaunchOptions) -> bool:
-    """Whether a run on this machine gets tmux sessions, and a window that shows them."""
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     return how.detach or (how.tmux and on_terminal and shutil.which("tmux") is not None)
 
 
 def go_on(run: ClusterRun, launched: Launched, how: LaunchOptions) -> int:
-    """Show a started run in a window, follow it, or leave it alone, as the user wants it."""
     if run.is_over:  # a small one may end before its last worker is there, who must not wait for it
         return run.follow()
     has_window = how.tmux and shutil.which("tmux") is not None
@@ -308,7 +305,6 @@ def places_of(
 def machines_of(
     cluster: ClusterConfig, places: PathsByNode, cluster_file: Path
 ) -> Mapping[str, Machine]:
-    """What each machine is to be brought, by node."""
     raw = read_config(cluster_file, "cluster").get("nodes") or {}
     machines = {}
     for node, place in places.items():

@@ -15,7 +15,6 @@ def cluster_source(stated: str | None, algorithm: str) -> str:
 
 
 def written_here(algorithm: str) -> str | None:
-    """The cluster file that `init` has written into this folder, if it has."""
     file = Path(f"cluster_config_{algorithm}.yaml")
     return str(file) if file.is_file() else None
 

@@ -258,7 +258,6 @@ class LocalRun:
             self._ship(self._loki, width)
 
     def _note_exits(self) -> None:
-        """Write down how the processes have ended, for who looks later."""
         with suppress(OSError):
             exits = self._paths.root / "exits"
             exits.mkdir(exist_ok=True)
@@ -268,7 +267,6 @@ class LocalRun:
                 (exits / stem).write_text(f"{child.exit_code}\n")
 
     def _was_asked(self) -> bool:
-        """Whether somebody else has stopped the server."""
         return marker_of(self._paths, self._entry(self._children[0])).exists()
 
     @staticmethod
@@ -283,7 +281,6 @@ class LocalRun:
         )
 
     def _ship(self, loki: Loki, width: int) -> None:
-        """Start what brings the logs to Loki."""
         process = local_shipper(self._plan.server.node, self._paths.root, loki)
         try:
             say = self._behind(Text(f"{ROLE:<{width}}", style="dim"))
@@ -292,7 +289,6 @@ class LocalRun:
             self._say(f"the logs are not shipped: {error}", "yellow")
 
     def _watch(self, asked: Interrupts) -> int:
-        """Wait for the server's end, or for a reason not to."""
         server, *workers = self._children
         while not asked:
             code = server.exit_code
@@ -313,7 +309,6 @@ class LocalRun:
         return asked.exit_code
 
     def _report_failures(self, workers: list[Child]) -> None:
-        """Say once of each worker that failed that it did."""
         for worker in workers:
             if worker.exit_code not in (None, 0) and worker.pid not in self._reported:
                 self._reported.add(worker.pid)
@@ -329,7 +324,6 @@ class LocalRun:
         return self._alone.expired
 
     def _follow(self) -> None:
-        """Take what is new in the run's files, and show it."""
         for line in self._metrics.poll():
             self._view.log(line.record)
         self._view.tick()
@@ -344,7 +338,6 @@ class LocalRun:
                     self._run_ended, self._stopped = True, reason == STOPPED
 
     def _conclude(self, code: int, *, interrupted: bool) -> None:
-        """Say what came of it."""
         server = self._children[0]
         if code == 0 and self._paths.summary.is_file():
             summary = read_summary(self._paths.summary)
@@ -364,8 +357,6 @@ class LocalRun:
         self._view.print(Text(displayable(self._console, line), style=style))
 
     def _behind(self, prefix: Text) -> Callable[[str], None]:
-        """A function that prints a line behind what its process is."""
-
         def say(line: str) -> None:
             shown = displayable(self._console, line)
             self._view.print(Text.assemble(prefix, " | ", shown))

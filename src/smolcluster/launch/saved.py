@@ -79,7 +79,6 @@ def show_checkpoints(run: str, *, as_json: bool = False) -> int:
 
 
 def _where(paths: RunPaths) -> str:
-    """Why there are no checkpoints here."""
     if not paths.launched.is_file() or (server := read_launched(paths.launched).server).ssh is None:
         return "yet"
     return f"here; they are on {server.node}: `smolcluster fetch {paths.run_id}` brings them"
@@ -195,7 +194,6 @@ def _resume_single(
 
 
 def _go_on(paths: RunPaths, settings: Settings, overrides: Sequence[str], resume: str) -> int:
-    """Train a run of a single process on, with its own configuration."""
     kept = _kept(settings, paths, SINGLE)
     config = str(paths.config)
     return train(config, [*kept, *overrides], cluster=config, run_id=paths.run_id, resume=resume)
@@ -282,7 +280,6 @@ def _assignments(
 
 
 def store_of(paths: RunPaths) -> CheckpointStore:
-    """The checkpoints of a run, to be read."""
     return CheckpointStore(paths.checkpoints, 1, console_logger())
 
 

@@ -33,7 +33,6 @@ class Ending(IntEnum):
 
 
 def host_of(process: LaunchedProcess) -> Host:
-    """The machine of a process."""
     return Host(process.node, process.ssh)
 
 
@@ -67,7 +66,6 @@ def put(host: Host, path: str, content: bytes) -> None:
 
 
 def start_script(process: LaunchedProcess, env: Mapping[str, str]) -> str:
-    """The shell script that is a process's life."""
     run, stem = shell_path(process.run_dir), shlex.quote(process.stem)
     exports = [f"export {name}={shlex.quote(value)}" for name, value in env.items()]
     lines = [

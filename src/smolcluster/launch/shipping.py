@@ -65,7 +65,6 @@ def loki_of(cluster: ClusterConfig, stack: Path | None) -> Loki | None:
 
 
 def with_shippers(launched: Launched, loki: Loki | None, say: Say) -> Launched:
-    """The same run with a shipper for each of its machines."""
     if loki is None:
         return launched
     places: dict[tuple[str | None, str], list[LaunchedProcess]] = {}
@@ -109,7 +108,6 @@ def url_for(process: LaunchedProcess, loki: Loki) -> str:
 
 
 def shipper_of(run_id: str, processes: Sequence[LaunchedProcess], url: str) -> LaunchedProcess:
-    """The shipper for the processes of one machine."""
     first = processes[0]
     return first.model_copy(
         update={
@@ -179,8 +177,6 @@ def _checkout() -> Path:
 def begin_shippers(
     shippers: Sequence[LaunchedProcess], env: Mapping[str, Mapping[str, str]], say: Say
 ) -> None:
-    """Start shippers on all their machines at once, with these environments by node."""
-
     def start(shipper: LaunchedProcess) -> None:
         try:
             ask_to_end(shipper, END_S)  # one of before, when a run goes on at once

@@ -16,7 +16,6 @@ from smolcluster.utils.units import format_address, format_bytes, format_duratio
 
 
 def show_plan(launched: Launched, settings: Settings) -> None:
-    """Print what would be started, where, and what it would cost."""
     cost = cost_of(settings, launched.algorithm)
     console = SteadyConsole()
     with steady(console):
@@ -55,7 +54,6 @@ def address_of(process: LaunchedProcess, settings: Settings) -> str:
 
 
 def commands(launched: Launched) -> Iterator[str]:
-    """The command of each process, as a person could type it on its machine."""
     for process in launched.processes:
         yield f"{process.title}, in tmux session {process.session}:"
         yield f"  cd {shell_path(process.project_dir)} && {shlex.join(process.argv)}"

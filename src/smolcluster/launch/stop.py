@@ -134,8 +134,6 @@ def _end(process: LaunchedProcess, grace_s: float, in_a_hurry: InAHurry, say: Sa
 def _end_shippers(
     shippers: Sequence[LaunchedProcess], in_a_hurry: InAHurry, say: Say
 ) -> list[Ending | Left]:
-    """End what ships the logs, when it has had a moment to look at their last lines."""
-
     def end(shipper: LaunchedProcess) -> Ending | Left:
         with suppress(LaunchError):
             ending = wait_to_end(shipper, 0.0 if in_a_hurry() else LAST_LINES_S)
@@ -206,13 +204,11 @@ class Children:
         self._entries = read_processes(paths.processes)
 
     def servers(self) -> list[int]:
-        """The server's process id, while it lives."""
         return self._living(
             lambda each: each.rank is None, lambda line: is_server_of(line, self._paths.run_id)
         )
 
     def workers(self) -> list[int]:
-        """The process ids of the workers that live."""
         return self._living(lambda each: each.rank is not None, is_launched_worker)
 
     def _living(
@@ -225,7 +221,6 @@ class Children:
         return [each.pid for each in entries if each.is_itself or each.pid in unsure]
 
     def alive(self) -> list[int]:
-        """All that live."""
         return [*self.servers(), *self.workers()]
 
     def ask(self, pids: Collection[int]) -> None:

@@ -55,7 +55,6 @@ class Sending:
 
 
 def environment_digest(root: Path, torch: str) -> str:
-    """SHA-256 over what decides which packages an environment has."""
     digest = hashlib.sha256(torch.encode())
     for name in ("pyproject.toml", "uv.lock"):
         path = root / name
@@ -125,7 +124,6 @@ def look(host: Host, project_dir: str, tree: Tree, *, overwrite: bool) -> Sendin
 
 
 def not_writable(node: str, project_dir: str, done: Done) -> tuple[str, str]:
-    """Why no file can be made in the project's folder, and what mends it."""
     reason = done.stderr_tail.rpartition(": ")[2]
     return (
         f"{project_dir} cannot be written ({reason})",

@@ -151,7 +151,6 @@ def _check_free(name: str, launched: Launched, status: RunStatus) -> None:
 
 @contextmanager
 def _cluster_file(paths: RunPaths) -> Iterator[Path]:
-    """A file in which the run's next cluster file is drafted."""
     file = paths.root / f"{CLUSTER_FILE}.joining.yaml"
     try:
         yield file
@@ -199,12 +198,10 @@ class _Draft:
 
     @property
     def machine(self) -> Machine:
-        """The machine that joins."""
         return machines_of(self.settings.cluster, self._places, self._file)[self._name]
 
     @property
     def payload(self) -> Payload:
-        """What it gets."""
         return Payload(
             root=project_root(),
             cluster_file=b"",
@@ -265,7 +262,6 @@ def _free_rank(name: str, launched: Launched, status: RunStatus, settings: Setti
 def with_worker(
     raw: Mapping[str, Any], name: str, address: str, own: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A cluster file's content with one more worker, whose machine has these settings."""
     workers = [*(raw.get("workers") or ())]
     workers += [name] if name not in workers else []
     nodes = dict(raw.get("nodes") or {})

@@ -70,7 +70,6 @@ def _ended_at_once(done: Done) -> bool:
 
 
 def attach_script(session: str) -> str:
-    """What shows a session on its machine's terminal."""
     return f"unset TMUX; TERM=linux exec tmux -u attach-session -r -t {target(session)}"
 
 
@@ -158,7 +157,6 @@ def pane_title(process: LaunchedProcess) -> str:
 
 
 def window_name(run_id: str) -> str:
-    """The session of a run's local window."""
     return session_name(run_id, "window", None)
 
 
@@ -180,13 +178,11 @@ def open_window(run_id: str, processes: Sequence[LaunchedProcess], stop: str) ->
 
 
 def close_window(run_id: str) -> None:
-    """Close a run's local window, if it is open."""
     with suppress(LaunchError):  # without tmux there is none
         _tmux("kill-session", "-t", f"={window_name(run_id)}")
 
 
 def is_stopping(run_id: str) -> bool:
-    """Whether the user has stopped the run in its window."""
     window = f"={window_name(run_id)}:"
     return _tmux("show-options", "-v", "-t", window, STOPPING).stdout.strip() == "yes"
 

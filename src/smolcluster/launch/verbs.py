@@ -19,7 +19,6 @@ def request_of(
     train_config: str | None,
     overrides: Sequence[str],
 ) -> Request:
-    """What the command of that name asks for."""
     if name == "edp-gpt":
         if train_config is None and not local:  # each Python has another library
             overrides = ["dataset.source=server", *overrides]

@@ -92,7 +92,6 @@ class ProcessLabels:
 
     @property
     def values(self) -> tuple[str, str, str]:
-        """The values of `PROCESS_LABELS`."""
         return self.role, "" if self.rank is None else str(self.rank), self.node
 
 
@@ -106,7 +105,6 @@ class Growth:
         self._first: dict[tuple[str, ...], int] = {}
 
     def __call__(self, count: int, *name: str) -> int:
-        """Of the count of this name."""
         return max(0, count - self._first.setdefault(name, count))
 
 
@@ -138,7 +136,6 @@ class RunCollector(Collector):
         self._growth = Growth()
 
     def collect(self) -> Iterator[Metric]:
-        """All series of now."""
         run_id = self._run_id()
         for metric in self._series():
             yield of_run(metric, run_id) if run_id else metric
@@ -164,7 +161,6 @@ class RunCollector(Collector):
 
 
 def of_run(metric: Metric, run_id: str) -> Metric:
-    """The same series with the label `run`."""
     metric.samples = [
         sample._replace(labels={**sample.labels, "run": run_id}) for sample in metric.samples
     ]
@@ -174,7 +170,6 @@ def of_run(metric: Metric, run_id: str) -> Metric:
 def process_series(
     who: ProcessLabels, numbers: ProcessNumbers, process: psutil.Process
 ) -> Iterator[Metric]:
-    """What every process tells of itself."""
     labels = who.values
     yield _counter("process_steps", "Steps of this process.", numbers.steps, labels)
     yield _counter("process_samples", "Samples of this process.", numbers.samples, labels)

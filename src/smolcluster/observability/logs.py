@@ -240,7 +240,6 @@ class _ConsoleHandler(logging.Handler):
         self._who = who
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one line."""
         moment = time.strftime("%H:%M:%S", time.localtime(record.created))
         message = displayable(self._out, _message(record))
         print_line(self._out, log_line(moment, record.levelname, self._who + message))
@@ -276,7 +275,6 @@ class _FileHandler(logging.Handler):
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a file."""
         return self._writer is not None
 
     def file_to(self, path: Path, run_id: str) -> None:
@@ -289,7 +287,6 @@ class _FileHandler(logging.Handler):
                 self._write(writer, self._kept.popleft())
 
     def emit(self, record: logging.LogRecord) -> None:
-        """File or keep one line."""
         line = _fields(record)
         with self._switching:
             if self._writer is None:
@@ -299,7 +296,6 @@ class _FileHandler(logging.Handler):
         self.tick()
 
     def tick(self) -> None:
-        """Write what waits."""
         with self._switching:
             former, self._former = self._former, []
         for writer in former:
@@ -308,7 +304,6 @@ class _FileHandler(logging.Handler):
             self._writer.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self.tick()
         if self._writer is not None:
             self._writer.close(SPACE_S)
@@ -328,7 +323,6 @@ class _FileHandler(logging.Handler):
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What a line of the file says."""
     line: dict[str, Any] = {
         "ts": utc_timestamp(record.created),
         "level": record.levelname,

@@ -37,7 +37,6 @@ def join_command(cluster: ClusterConfig, node: str, project: str) -> list[str]:
 
 
 def systemd_job(node: str, command: list[str], project: str) -> str:
-    """A unit of the user's own systemd, and how to put it there."""
     unit = "\n".join(
         [
             "[Unit]",
@@ -62,7 +61,6 @@ def systemd_job(node: str, command: list[str], project: str) -> str:
 
 
 def launchd_job(node: str, command: list[str], project: str, user: str) -> str:
-    """A job of macOS's launchd that runs as that user, and how to put it there."""
     label = f"local.{NAME}"
     plist = plistlib.dumps(
         {

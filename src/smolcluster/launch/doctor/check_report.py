@@ -33,12 +33,10 @@ class CheckReport:
 
     @property
     def exit_code(self) -> int:
-        """1 if something fails."""
         return int(any(finding.state == "fail" for _, _, finding in self))
 
     @property
     def checks(self) -> list[str]:
-        """The names of all checks that were made, in the order in which one reads them."""
         made = {name for _, name, _ in self}
         return [name for name in ORDER if name in made]
 
@@ -48,7 +46,6 @@ class CheckReport:
                 yield node, name, findings[name]
 
     def count(self, state: State) -> int:
-        """How many findings are of a state."""
         return sum(finding.state == state for _, _, finding in self)
 
 
@@ -70,7 +67,6 @@ ORDER = (
 
 
 def as_json_text(check_report: CheckReport) -> str:
-    """One JSON object: `ok`, counts, and for each node its checks."""
     nodes = {
         node: {
             "ssh": context.destination,
@@ -87,7 +83,6 @@ def as_json_text(check_report: CheckReport) -> str:
 
 
 def show(check_report: CheckReport, console: Console) -> None:
-    """Print the table, then what is wrong with the remedy under each."""
     with steady(console):
         for nodes in columns(check_report, console.width):
             console.print(_table(check_report, nodes, console))
@@ -95,7 +90,6 @@ def show(check_report: CheckReport, console: Console) -> None:
 
 
 def columns(check_report: CheckReport, width: int) -> Iterator[list[str]]:
-    """The nodes, in as many tables as the width needs."""
     free = width - FRAME - 1 - max(map(len, check_report.checks))
     nodes: list[str] = []
     left = free
@@ -166,7 +160,6 @@ def _wrapped(text: str, console: Console) -> str:
 
 
 def _alike(check_report: CheckReport) -> dict[tuple[str, Finding], list[str]]:
-    """The nodes of which the same was found."""
     alike: dict[tuple[str, Finding], list[str]] = {}
     for node, name, finding in check_report:
         alike.setdefault((name, finding), []).append(node)

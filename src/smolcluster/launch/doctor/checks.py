@@ -37,7 +37,6 @@ done"""
 
 
 def read_facts(answer: Answer) -> MachineFacts:
-    """What the first contact has told."""
     told = fields(answer.stdout)
     return MachineFacts(
         told.get("system", ""),
@@ -48,7 +47,6 @@ def read_facts(answer: Answer) -> MachineFacts:
 
 
 def judge_system(answer: Answer, context: Context) -> Finding:
-    """The operating system and the processor, by what PyTorch is built for."""
     facts = read_facts(answer)
     shown = f"{facts.system} {facts.machine}"
     if facts.system not in ("Linux", "Darwin") or not answer.ok:
@@ -68,7 +66,6 @@ def judge_system(answer: Answer, context: Context) -> Finding:
 
 
 def installing(facts: MachineFacts, package: str) -> str:
-    """The command that installs a package."""
     match facts.packages:
         case "":
             if facts.is_mac:
@@ -93,24 +90,20 @@ def judge_program(answer: Answer, context: Context, package: str) -> Finding:
 
 
 def judge_tmux(answer: Answer, context: Context) -> Finding:
-    """tmux."""
     return judge_program(answer, context, "tmux")
 
 
 def judge_rsync(answer: Answer, context: Context) -> Finding:
-    """The rsync program; macOS has one of its own."""
     return judge_program(answer, context, "rsync")
 
 
 def judge_uv(answer: Answer, context: Context) -> Finding:
-    """The uv program, which makes the project's environment."""
     if answer.ok:
         return judge_program(answer, context, "uv")
     return fail("uv is not there", f"there: `{TOOLS['uv']}`")
 
 
 def judge_python(answer: Answer, _context: Context) -> Finding:
-    """The interpreter that the environment has or would get."""
     found = re.search(r"Python (\d+)\.(\d+)\S*", answer.stdout)
     wanted = ".".join(map(str, MIN_PYTHON))
     if found and (int(found[1]), int(found[2])) >= MIN_PYTHON:
@@ -122,7 +115,6 @@ def judge_python(answer: Answer, _context: Context) -> Finding:
 
 
 def python_script(context: Context) -> str:
-    """Print the version of the interpreter that the project has, or would get."""
     own = shell_path(context.python)
     wanted = ".".join(map(str, MIN_PYTHON))
     return f"""
@@ -134,7 +126,6 @@ echo none"""
 
 
 def disk_script(context: Context) -> str:
-    """The disk that has the project's folder, and whether the environment is there."""
     return f"""
 folder={shell_path(context.folder)}
 [ -e "$folder"/.venv/bin/python ] && echo "environment there"
@@ -143,7 +134,6 @@ df -Pk "$folder" """
 
 
 def judge_disk(answer: Answer, context: Context) -> Finding:
-    """Free space for the project, its environment and its runs."""
     last = answer.stdout.splitlines()[-1]
     free = int(re.split(r"\s+", last)[3]) * 1024
     has_environment = context.is_here or "environment there" in answer.stdout
@@ -157,7 +147,6 @@ def judge_disk(answer: Answer, context: Context) -> Finding:
 
 
 def judge_memory(answer: Answer, _context: Context) -> Finding:
-    """Memory that programs can still get."""
     available = available_memory(answer.stdout)
     shown = f"{format_bytes(available)} free"
     if available < LOW_MEMORY:
@@ -197,7 +186,6 @@ def judge_clock(answer: Answer, context: Context) -> Finding:
 
 
 def judge_sleep(answer: Answer, _context: Context) -> Finding:
-    """Whether a Mac goes to sleep in the middle of a run."""
     found = re.search(r"^\s*sleep\s+(\d+)", answer.stdout, re.MULTILINE)
     if found is None or found[1] == "0":
         return ok("never sleeps")
@@ -208,7 +196,6 @@ def judge_sleep(answer: Answer, _context: Context) -> Finding:
 
 
 def judge_secret(answer: Answer, _context: Context) -> Finding:
-    """Whether others on that machine can read the cluster's secret."""
     listed = answer.stdout.strip()
     if not listed:
         return ok("launch brings it")
@@ -219,7 +206,6 @@ def judge_secret(answer: Answer, _context: Context) -> Finding:
 
 
 def secret_script(context: Context) -> str:
-    """List the secret's file, if there is one."""
     file = DEFAULT_SECRET if context.secret_file is None else shell_path(context.secret_file)
     return f'file={file}\n[ -e "$file" ] || exit 0\nls -ld "$file"'
 

@@ -48,7 +48,6 @@ TMUX_FAILS = "tmux does not start"
 
 
 def probe_source() -> bytes:
-    """The program that listens and measures."""
     return Path(link_probe.__file__).read_bytes()
 
 
@@ -65,12 +64,10 @@ else python() {{ uv run --no-project --no-python-downloads --quiet python "$@"; 
 
 
 def listening_addresses(cluster: ClusterConfig) -> list[str]:
-    """Where the server would listen, if these addresses are its machine's."""
     return list(cluster.bind or dict.fromkeys(cluster.host_ip.values()))
 
 
 def listen_seconds(cluster: ClusterConfig) -> int:
-    """How long the listener lives at most."""
     return int(LISTEN_S + REACH_S + link_limit_s(cluster))
 
 
@@ -80,7 +77,6 @@ def link_limit_s(cluster: ClusterConfig) -> float:
 
 
 def listen_script(context: Context) -> str:
-    """Start the listener, which goes on in the background."""
     cluster = context.cluster
     words = [str(cluster.port), context.token, str(listen_seconds(cluster))]
     arguments = " ".join(shell_path(word) for word in (*words, *listening_addresses(cluster)))
@@ -103,7 +99,6 @@ def read_listener(answer: Done) -> Listener | None:
 
 
 def judge_port(answer: Answer, context: Context) -> Finding:
-    """Whether the server could listen where the workers look for it."""
     listener, cluster = read_listener(answer), context.cluster
     if listener is None:
         return fail(
@@ -140,7 +135,6 @@ def _own_fix(listener: Listener, context: Context, key: str) -> str:
 
 
 def stop_script(listener: Listener) -> str:
-    """End the listener."""
     return f"kill {listener.pid} 2>/dev/null; true"
 
 
@@ -148,23 +142,19 @@ def stop_script(listener: Listener) -> str:
 
 
 def needs_server(context: Context) -> str | None:
-    """Why a worker has nowhere to connect to."""
     return None if context.listener else "needs the server"
 
 
 def is_foreign(context: Context) -> bool:
-    """Whether the worker's address of the server is none of the server's machine."""
     listener = context.listener
     return listener is not None and listener.states.get(context.address) == "foreign"
 
 
 def needs_address(context: Context) -> str | None:
-    """Why a worker has no link that could be measured."""
     return "needs the server" if is_foreign(context) else needs_server(context)
 
 
 def _target(context: Context) -> str:
-    """Address, port and token as words for a shell."""
     ports = context.listener.ports if context.listener else {}
     port = ports.get(context.address) or next(iter(ports.values()), context.cluster.port)
     return " ".join(shell_path(word) for word in (context.address, str(port), context.token))
@@ -215,7 +205,6 @@ echo "inside $(tail -n 1 "$dir/inside" 2>/dev/null)" """
 
 
 def judge_reach(answer: Answer, context: Context) -> Finding:
-    """Whether the server can be reached from where a run's processes live."""
     listener, cluster = context.listener, context.cluster
     if listener and is_foreign(context):
         return fail(
@@ -253,7 +242,6 @@ def _cut_off_in_tmux(error: str, context: Context, *, is_old: bool) -> Finding:
 
 
 def _unreached(told: dict[str, Any], context: Context) -> Finding:
-    """Why the server is not reached at all, by the error of the attempt."""
     place = format_address(context.address, context.cluster.port)
     server, key = context.cluster.server, f"host_ip.{context.node}"
     match told["error"]:
@@ -290,7 +278,6 @@ def link_script(context: Context, verb: str = "measure") -> str:
 
 
 def lost_packets(told: Mapping[str, str], context: Context) -> tuple[str, str]:
-    """That large packets do not pass, and what mends it."""
     way = f"{told['way']} {context.cluster.server}"
     ping = "ping -D -s 1472" if context.facts.is_mac else "ping -M do -s 1472"
     return (
@@ -301,7 +288,6 @@ def lost_packets(told: Mapping[str, str], context: Context) -> tuple[str, str]:
 
 
 def judge_link(answer: Answer, context: Context) -> Finding:
-    """Whether the link is fast enough to be of use."""
     told = json.loads(answer.stdout)
     if told["error"] == "large":
         return fail(*lost_packets(told, context))

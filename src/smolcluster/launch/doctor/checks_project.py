@@ -39,7 +39,6 @@ print("torch " + json.dumps({
 
 
 def judge_folder(answer: Answer, context: Context) -> Finding:
-    """Whether the project's folder can be written, and what code it holds."""
     if answer.code == NOT_WRITABLE:
         return fail(*not_writable(context.node, context.folder, answer))
     return judge_code(answer, context)
@@ -65,13 +64,11 @@ def judge_code(answer: Answer, context: Context) -> Finding:
 
 
 def exports(context: Context) -> str:
-    """The shell lines that give a command the environment of the node's processes."""
     env = context.settings.env
     return "".join(f"\nexport {name}={shlex.quote(value)}" for name, value in env.items())
 
 
 def environment_script(context: Context) -> str:
-    """Whether the environment's interpreter runs, and what the environment was made of."""
     return f"""{exports(context)}
 cd {shell_path(context.folder)} 2>/dev/null || {{ echo "folder absent"; exit 0; }}
 [ -e .venv ] || exit 0
@@ -80,7 +77,6 @@ echo "python $({shell_path(context.python)} -c 'print("runs")' 2>&1 | tail -n 1)
 
 
 def judge_environment(answer: Answer, context: Context) -> Finding:
-    """Whether the environment is whole and of this project's requirements."""
     told = fields(answer.stdout)
     if told.get("folder") == "absent":
         return skipped("needs the code")
@@ -99,7 +95,6 @@ def judge_environment(answer: Answer, context: Context) -> Finding:
 
 
 def torch_script(context: Context) -> str:
-    """What PyTorch says of itself, and the first GPU that NVIDIA's driver knows."""
     python = shell_path(context.python)
     return f"""{exports(context)}
 [ -e {python} ] || {{ echo "absent"; exit 0; }}

@@ -74,7 +74,6 @@ class NodeChecks:
 
     @property
     def is_reached(self) -> bool:
-        """Whether commands can be run there."""
         states = [self.findings[name].state for name in (SSH, SYSTEM) if name in self.findings]
         return states == ["ok", "ok"]
 
@@ -135,7 +134,6 @@ def contexts(cluster: ClusterConfig, raw: Mapping[str, Mapping[str, Any]]) -> di
 
 
 def examine(patients: Sequence[NodeChecks], cluster: ClusterConfig) -> CheckReport:
-    """Look at all of them at once."""
     for_all(patients, examine_machine)
     identities = {each.host.node: each.identity for each in patients if each.identity}
     destinations = {each.host.node: each.host.destination for each in patients}
@@ -157,20 +155,17 @@ def examine(patients: Sequence[NodeChecks], cluster: ClusterConfig) -> CheckRepo
 
 
 def for_all(patients: Sequence[NodeChecks], task: Callable[[NodeChecks], None]) -> None:
-    """Do a task for all of them at once."""
     with ThreadPoolExecutor(max_workers=max(1, len(patients))) as pool:
         for done in [pool.submit(task, each) for each in patients]:
             done.result()
 
 
 def examine_machine(node_checks: NodeChecks) -> None:
-    """First contact, then the machine and the project on it."""
     make_contact(node_checks)
     look_at_all(node_checks, [*MACHINE_CHECKS, *PROJECT_CHECKS])
 
 
 def make_contact(node_checks: NodeChecks) -> None:
-    """Whether scripts can be run there, and on what system."""
     context, findings = node_checks.context, node_checks.findings
     try:
         answer = ask(node_checks.host, SYSTEM, CONTACT_SCRIPT, CONTACT_S)
@@ -191,7 +186,6 @@ def make_contact(node_checks: NodeChecks) -> None:
 
 
 def look_at_all(node_checks: NodeChecks, checks: Iterable[Check]) -> None:
-    """Make the checks, some at once."""
     with ThreadPoolExecutor(MAX_SESSIONS) as pool:
         running = {check.name: pool.submit(look_at, node_checks, check) for check in checks}
         node_checks.findings |= {name: done.result()[0] for name, done in running.items()}
@@ -245,7 +239,6 @@ def judged(
 
 
 def refused(error: LaunchError, context: Context, limit_s: float) -> Finding:
-    """Why there is no answer."""
     if isinstance(error, Unreachable):
         return fail(error.what, error.fix)
     if isinstance(error, TookTooLong):
@@ -270,7 +263,6 @@ def listening(server: NodeChecks) -> Iterator[Listener | None]:
 
 
 def end(host: Host, listener: Listener) -> None:
-    """End the listener; should that fail, it ends by itself."""
     try:
         host.run(stop_script(listener), timeout_s=CONTACT_S)
     except LaunchError:

@@ -31,7 +31,6 @@ class Finding:
 
 
 def ok(what: str) -> Finding:
-    """All is well."""
     return Finding("ok", what)
 
 
@@ -46,7 +45,6 @@ def fail(what: str, fix: str) -> Finding:
 
 
 def skipped(why: str) -> Finding:
-    """It could not be looked at, or does not matter here."""
     return Finding("skipped", why)
 
 
@@ -76,7 +74,6 @@ class MachineFacts:
 
     @property
     def is_mac(self) -> bool:
-        """Whether it runs macOS."""
         return self.system == "Darwin"
 
 
@@ -118,7 +115,6 @@ class Context:
 
     @property
     def settings(self) -> NodeConfig:
-        """The node's section of the cluster file."""
         return self.cluster.nodes.get(self.node, NodeConfig())
 
     @property
@@ -133,7 +129,6 @@ class Context:
 
     @property
     def is_server(self) -> bool:
-        """Whether the server runs there."""
         return self.node == self.cluster.server
 
     def there(self, command: str) -> str:

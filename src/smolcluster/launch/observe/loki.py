@@ -11,7 +11,6 @@ ANSWER_S = 0.5
 
 
 def own_loki(environ: Mapping[str, str] = os.environ) -> str:
-    """Where this machine would find a Loki of its own, such as `http://127.0.0.1:3100`."""
     [url] = [service.url for service in services(environ) if service.name == "loki"]
     return url.removesuffix("/ready")
 
@@ -23,5 +22,4 @@ def loki_here(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def is_loki(base: str) -> bool:
-    """Whether a Loki answers there."""
     return answers(Service("loki", base + BUILD, "version"), ANSWER_S)

@@ -168,7 +168,6 @@ def begin_up(folder: Path) -> None:
 
 
 def health(folder: Path) -> list[Health]:
-    """How the three services are."""
     states = _containers(folder)
     return [
         Health(service, answers(service), states.get(service.name, "no container"))
@@ -177,12 +176,10 @@ def health(folder: Path) -> list[Health]:
 
 
 def runs(folder: Path, service: Service) -> bool:
-    """Whether a container of the stack runs for a service."""
     return _containers(folder).get(service.name, "").startswith("Up")
 
 
 def answers(service: Service, timeout_s: float = ANSWER_S) -> bool:
-    """Whether a service says that it is well."""
     try:
         reply = httpx.get(service.url, timeout=timeout_s, trust_env=False)
     except (httpx.HTTPError, httpx.InvalidURL):

@@ -112,7 +112,6 @@ def write_targets(stack: Path, run_id: str, targets: list[Json]) -> None:
 
 
 def remove_targets(stack: Path, run_id: str) -> None:
-    """Let Prometheus forget a run that is over."""
     with suppress(OSError):
         _file(stack, run_id).unlink(missing_ok=True)
 
@@ -150,7 +149,6 @@ def _any_listens(targets: list[Json]) -> bool:
 
 
 def listens(address: str) -> bool:
-    """Whether something listens at an address with its port, such as `10.0.0.2:9464`."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()

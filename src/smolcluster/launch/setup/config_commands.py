@@ -114,6 +114,5 @@ def _with_comments(yaml: str, comments: Mapping[str, str]) -> Iterator[str]:
 
 
 def _write(text: str) -> None:
-    """Write to standard output what its encoding can say."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))

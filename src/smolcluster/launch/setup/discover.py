@@ -68,7 +68,6 @@ def discover(seconds: float = SECONDS, interfaces: Sequence[str] | None = None) 
 
 
 def machines(announced: "Iterable[ServiceInfo]") -> list[Found]:
-    """The machines behind announced services, each once, by name."""
     found: dict[str, Found] = {}
     for info in announced:
         name = (info.server or "").partition(".")[0]

@@ -223,7 +223,6 @@ def may_write(target: Path, options: InitOptions, asker: Asker | None) -> bool:
 
 
 def neighbours(console: Console) -> list[Found]:
-    """Look for machines that announce themselves, and list them."""
     print_line(console, "looking for machines that announce themselves …")
     found = discover()
     for place, machine in enumerate(found, start=1):
@@ -343,7 +342,6 @@ def ask_destination(
 
 
 def picked(answer: str, found: Sequence[Found]) -> tuple[str, str]:
-    """The name that an answer means, and where ssh may find that machine."""
     for place, machine in enumerate(found, start=1):
         if answer in (str(place), machine.name):
             return machine.name, machine.destination
@@ -474,7 +472,6 @@ def write(target: Path, text: str) -> None:
 
 
 def _is_a(kind: Any, text: str) -> bool:
-    """Whether a text is one that the configuration allows."""
     try:
         TypeAdapter(kind).validate_python(text)
     except ValidationError:

@@ -76,7 +76,6 @@ class Interface:
 
     @property
     def shown(self) -> str:
-        """The address and what it belongs to."""
         return f"{self.ip} ({self.name})"
 
 
@@ -98,7 +97,6 @@ class Link:
 
     @property
     def shown(self) -> str:
-        """What it is like, for people."""
         trip = f"{self.ms:.1f} ms" if self.ms >= 0.05 else "under 0.1 ms"
         return self.failure or f"{format_rate(1e6 * self.mb_s)}, {trip}"
 

@@ -61,7 +61,6 @@ def ship(
 
 
 def _left(shipper: Shipper, logs: Path, base: str) -> str:
-    """What has not arrived, for a message."""
     if shipper.refusal:
         return f"{base} has refused some of the logs in {logs}, which stay there: {shipper.refusal}"
     return f"{format_bytes(shipper.left_nbytes())} of logs have not been pushed to {base}"

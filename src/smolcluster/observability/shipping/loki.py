@@ -128,7 +128,6 @@ class Loki:
         return judged(response.status_code, response.headers, said, datetime.now(UTC))
 
     def close(self) -> None:
-        """Close the connection."""
         self._client.close()
 
 

@@ -94,13 +94,11 @@ class _Open:
     grows: bool
 
     def head(self, nbytes: int) -> Head:
-        """How it begins."""
         self.data.seek(0)
         digest = hashlib.sha256(self.data.read(min(nbytes, HEAD_NBYTES))).hexdigest()
         return Head(nbytes=min(nbytes, HEAD_NBYTES), digest=digest[:16])
 
     def begins(self, head: Head) -> bool:
-        """Whether it begins like that."""
         return self.head(head.nbytes) == head
 
 

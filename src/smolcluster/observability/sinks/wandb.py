@@ -314,7 +314,6 @@ def _child_environment(environ: Mapping[str, str], folder: Path) -> dict[str, st
 
 
 def _end_group(child: subprocess.Popen[bytes]) -> None:
-    """End the child and what it started: it leads its own process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
 

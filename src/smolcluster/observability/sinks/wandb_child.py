@@ -71,7 +71,6 @@ def can_connect(url: str) -> bool:
 
 
 def define_metrics(run: Any, role: str) -> None:
-    """Let everything be drawn over the steps of the process, so that the curves of many runs line up."""
     step = "worker/step" if role == "worker" else "step"
     run.define_metric(step, hidden=True)
     run.define_metric("*", step_metric=step)
