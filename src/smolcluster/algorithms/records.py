@@ -22,6 +22,7 @@ from smolcluster.observability.spans import SpanLog
 from smolcluster.runs.events import Event, EventLog, RunStarted
 from smolcluster.runs.files import LineWriter
 from smolcluster.runs.paths import RunPaths, create_run, latest_of, point_latest, runs_root
+from smolcluster.runs.series import SeriesFile
 from smolcluster.runs.status import StatusFile
 from smolcluster.utils.bugs import describe_bug
 from smolcluster.utils.retry import Deadline
@@ -106,17 +107,18 @@ def open_records(
     events = EventLog(paths.events, incarnation, warn=warn, on_event=happened)
     status = StatusFile(paths.status, warn=warn)
     spans = SpanLog(paths.spans, warn=warn)
+    series = SeriesFile(paths, warn=warn)
     metrics = Metrics(sinks)
     with ExitStack() as closing:
         closing.callback(metrics.close)
         writers = (lines.writer, events.writer, spans.writer)
-        closing.enter_context(_written_beside(writers, status, log.logger))
+        closing.enter_context(_written_beside(writers, status, series, log.logger))
         yield Records(metrics, events, status, spans, incarnation)
 
 
 @contextmanager
 def _written_beside(
-    writers: Sequence[LineWriter], status: StatusFile, log: logging.Logger
+    writers: Sequence[LineWriter], status: StatusFile, series: SeriesFile, log: logging.Logger
 ) -> Iterator[None]:
     """Write the files several times a second in a thread of its own, and close them after the block.
 
@@ -138,10 +140,12 @@ def _written_beside(
             for each in writers:
                 attempt(each.tick, each)
             attempt(status.flush, status)
+            attempt(series.tick, series)
         end = Deadline(SPACE_S)
         for each in writers:
             attempt(partial(each.close, end.remaining()), each)
         attempt(partial(status.close, end.remaining()), status)
+        attempt(series.close, series)
 
     thread = threading.Thread(target=write_on, name="records", daemon=True)
     thread.start()

@@ -1,9 +1,8 @@
-"""What files of a run say, read back: moments, and lines of logs, whoever has written between them."""
+"""What files of a run say, read back: lines of logs, whoever has written between them."""
 
 from dataclasses import dataclass
-from datetime import datetime
 
-from smolcluster.runs.files import json_objects
+from smolcluster.runs.files import json_objects, seconds_of
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,3 @@ def parse_log_line(line: bytes, otherwise: float) -> LogLine | None:
         str(fields.get("exception", "")),
         str(fields.get("node") or ""),
     )
-
-
-def seconds_of(ts: object, otherwise: float) -> float:
-    """RFC 3339 as seconds since 1970; `otherwise` where it is not."""
-    try:
-        return datetime.fromisoformat(str(ts)).timestamp()
-    except (ValueError, OverflowError):
-        return otherwise

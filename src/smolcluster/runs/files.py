@@ -51,6 +51,14 @@ def _utc_second(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
+def seconds_of(ts: object, otherwise: float) -> float:
+    """RFC 3339 as seconds since 1970; `otherwise` where it is not."""
+    try:
+        return datetime.fromisoformat(str(ts)).timestamp()
+    except (ValueError, OverflowError):
+        return otherwise
+
+
 def json_line(record: Mapping[str, Any]) -> bytes:
     """One JSON object and a newline. NaN and infinity, which JSON lacks, become null.
 

@@ -1,7 +1,7 @@
 """Where a run keeps its files, and how runs are named and found.
 
-<runs>/<run id>/config.yaml  status.json  events.jsonl  metrics.jsonl  spans.jsonl  summary.json
-                curves.png  report.html  sample.txt  trace.json  processes.json  launch.json
+<runs>/<run id>/config.yaml  status.json  events.jsonl  metrics.jsonl  series.json  spans.jsonl
+                summary.json  curves.png  report.html  sample.txt  trace.json  processes.json  launch.json
                 logs/  checkpoints/
 <runs>/latest -> the newest run that has begun: a server that listens, or a single process that trains
 """
@@ -50,6 +50,11 @@ class RunPaths:
     def metrics(self) -> Path:
         """What was measured, one JSON object a line."""
         return self.root / "metrics.jsonl"
+
+    @property
+    def series(self) -> Path:
+        """Its curves in a small file; replaced every ten seconds."""
+        return self.root / "series.json"
 
     @property
     def spans(self) -> Path:

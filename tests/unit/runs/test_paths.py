@@ -28,7 +28,7 @@ def test_a_run_id_says_algorithm_and_time() -> None:
 def test_files_of_a_run_have_the_names_that_users_know(tmp_path: Path) -> None:
     run = RunPaths(tmp_path / "edp-1")
     names = [
-        *(run.config, run.status, run.events, run.metrics, run.summary, run.processes),
+        *(run.config, run.status, run.events, run.metrics, run.series, run.summary, run.processes),
         *(run.logs, run.checkpoints, run.lock),
     ]
     assert [str(path.relative_to(run.root)) for path in names] == [
@@ -36,6 +36,7 @@ def test_files_of_a_run_have_the_names_that_users_know(tmp_path: Path) -> None:
         "status.json",
         "events.jsonl",
         "metrics.jsonl",
+        "series.json",
         "summary.json",
         "processes.json",
         "logs",

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import smolcluster
-from smolcluster.observability.parsing import seconds_of
 from smolcluster.observability.report.chart import Chart, charts_of
 from smolcluster.observability.report.facts import ReportData, Worker, read_facts, workers_of
 from smolcluster.observability.report.first_error import FirstError, LogLine
@@ -31,6 +30,7 @@ from smolcluster.runs.events import (
     WorkerRejected,
     WorkerStalled,
 )
+from smolcluster.runs.files import seconds_of
 from smolcluster.runs.paths import RunPaths, process_title
 from smolcluster.runs.status import STALENESS_EDGES, STOPPED
 from smolcluster.runs.summary import SMALL

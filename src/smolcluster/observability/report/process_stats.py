@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from smolcluster.observability.parsing import seconds_of
 from smolcluster.observability.sinks.jsonl import MetricLine, parse_metric
-from smolcluster.runs.files import json_objects
+from smolcluster.runs.files import json_objects, seconds_of
 
 SHARES = ("data", "forward", "backward", "encode", "send", "wait", "apply")
 """Of the time of a process, as `share/…`; the rest is other."""

@@ -6,7 +6,6 @@ from typing import Any
 
 from smolcluster.observability.curves import EVAL_VALUES, kept
 from smolcluster.observability.metrics import MetricRecord
-from smolcluster.observability.parsing import seconds_of
 from smolcluster.observability.sinks.jsonl import MetricLine
 from smolcluster.observability.view.measured import Columns, columns
 from smolcluster.observability.view.thinned import Thinned
@@ -17,7 +16,7 @@ from smolcluster.runs.events import (
     kind_of,
     parse_event,
 )
-from smolcluster.runs.files import json_objects
+from smolcluster.runs.files import json_objects, seconds_of
 from smolcluster.runs.tail import Line, Tail
 
 MAX_OF_A_KIND = 500

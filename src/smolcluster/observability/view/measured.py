@@ -8,12 +8,11 @@ from typing import Any
 
 from smolcluster.observability.curves import Series, kept, smooth
 from smolcluster.observability.metrics import RESERVED
-from smolcluster.observability.parsing import seconds_of
 from smolcluster.observability.sinks.jsonl import MetricLine, parse_metric
 from smolcluster.observability.view.sampling import sampled, writer_of
 from smolcluster.observability.view.thinned import Thinned
 from smolcluster.runs.events import EventRecord
-from smolcluster.runs.files import json_objects
+from smolcluster.runs.files import json_objects, seconds_of
 from smolcluster.runs.tail import Tail
 
 MAX_STEPS = 1500

@@ -20,11 +20,10 @@ from smolcluster.launch.watch.logs import LogFile, entry_of, sources_of
 from smolcluster.launch.watch.probe import Ask, ask_host, look, sections
 from smolcluster.launch.watch.report import RunReport, report_of
 from smolcluster.launch.watch.top.bars import mean
-from smolcluster.observability.parsing import seconds_of
 from smolcluster.observability.report.story import told
 from smolcluster.observability.sinks.jsonl import parse_metric
 from smolcluster.runs.events import EpochFinished, Evaluated, kind_of, parse_event
-from smolcluster.runs.files import json_objects
+from smolcluster.runs.files import json_objects, seconds_of
 from smolcluster.runs.launched import Launched, read_launched
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import RunStatus
