@@ -200,6 +200,8 @@ def resolve(
         cluster_draft.take(assignment)
         train_draft.take(assignment)
     checked_cluster, checked_train = cluster_draft.check(), train_draft.check()
+    dataset = checked_train.dataset.with_absolute_tokenizer()
+    checked_train = checked_train.model_copy(update={"dataset": dataset})
     name = _known_node(node_name, checked_cluster)
     node_draft = Draft(NodeConfig, files.cluster, _node_values(cluster, train, name))
     for assignment in assignments:

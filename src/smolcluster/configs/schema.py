@@ -12,6 +12,7 @@ a key without naming its file:
 """
 
 import math
+import re
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
@@ -44,17 +45,6 @@ def _expand_user(path: Path) -> Path:
         raise ValueError("must not begin with the home folder of an unknown user") from None
 
 
-def _absolute_if_there(tokenizer: str) -> str:
-    """A path to a tokenizer that is here, so that it is found from elsewhere too; a name as it is."""
-    if tokenizer == BYTES:
-        return tokenizer
-    try:
-        path = Path(tokenizer).expanduser()
-        return str(path.absolute()) if path.exists() else tokenizer
-    except (RuntimeError, OSError):
-        return tokenizer
-
-
 def _below_one(rate: float) -> float:
     if rate >= 1:
         raise ValueError(
@@ -76,6 +66,8 @@ SshDestination = Annotated[
 ]
 # In a remote path a backslash would mean one thing to fish, and another to all other shells.
 RemotePath = Annotated[str, StringConstraints(pattern=REMOTE_PATH)]
+HUB_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?$"
+"""A name on the Hugging Face hub, which leads out of no folder."""
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 TorchBackend = Annotated[str, StringConstraints(pattern=r"^[a-z0-9.]+$")]
 NodeNames = Annotated[tuple[NodeName, ...], Strict(False)]
@@ -105,6 +97,8 @@ Precision = Literal["fp32", "bf16"]
 DEFAULT_MIXING_RATE = 0.6
 BYTES = "bytes"
 """The tokenizer that needs no files."""
+OWN_FILES = "<files>"
+"""The tokenizer that each machine keeps in files of its own; their content is part of the fingerprint."""
 SHORT_SEQUENCE, SHORT_BATCH, LONG_BATCH = 128, 32, 16
 NUM_EPOCHS = MappingProxyType({"wikitext": 30, "snli": 20})
 DEFAULT_NUM_EPOCHS = 10
@@ -127,6 +121,10 @@ class DatasetPlace(Section):
     cache: LocalPath | None = Field(
         None, description="Folder for tokenized text; null: the user's cache folder."
     )
+    tokenizer_path: LocalPath | None = Field(
+        None,
+        description="A worker's copy of the tokenizer, if the server's is named by a path.",
+    )
 
 
 class DatasetConfig(DatasetPlace):
@@ -136,7 +134,7 @@ class DatasetConfig(DatasetPlace):
         description="A registered dataset: digits or MNIST; of text stdlib, text, wikitext, snli or "
         "huggingface."
     )
-    tokenizer: Annotated[str, AfterValidator(_absolute_if_there)] = Field(
+    tokenizer: str = Field(
         BYTES,
         min_length=1,
         description="Of text: bytes, the name of a transformers tokenizer, or a path to one.",
@@ -145,7 +143,7 @@ class DatasetConfig(DatasetPlace):
         "local",
         description="Of text: whether workers have the data, or get it from the server with their work.",
     )
-    repository: str | None = Field(
+    repository: Annotated[str, StringConstraints(pattern=HUB_NAME)] | None = Field(
         None, description="Of huggingface: the dataset's name, such as Salesforce/wikitext."
     )
     configuration: str | None = Field(
@@ -161,13 +159,32 @@ class DatasetConfig(DatasetPlace):
     def anywhere(self) -> "DatasetConfig":
         """The same without what belongs to a machine."""
         places = {name: field.default for name, field in DatasetPlace.model_fields.items()}
+        if self.has_tokenizer_path:
+            places["tokenizer"] = OWN_FILES
         return self.model_copy(update=places)
 
     def at(self, place: DatasetPlace) -> "DatasetConfig":
         """The same as a machine keeps it."""
-        return self.model_copy(
-            update={name: getattr(place, name) for name in DatasetPlace.model_fields}
-        )
+        kept = {name: getattr(place, name) for name in DatasetPlace.model_fields}
+        if self.tokenizer == OWN_FILES and place.tokenizer_path is not None:
+            kept["tokenizer"] = str(place.tokenizer_path)
+        return self.model_copy(update=kept)
+
+    @property
+    def has_tokenizer_path(self) -> bool:
+        """Whether the tokenizer is named by a path, not by a name that means the same everywhere."""
+        return re.fullmatch(HUB_NAME, self.tokenizer) is None
+
+    def with_absolute_tokenizer(self) -> "DatasetConfig":
+        """The same with the absolute path of a tokenizer that is here, so that other folders find it too."""
+        if self.tokenizer in (BYTES, OWN_FILES):
+            return self
+        try:
+            path = Path(self.tokenizer).expanduser()
+            is_here = path.exists()
+        except (RuntimeError, OSError):
+            return self
+        return self.model_copy(update={"tokenizer": str(path.absolute())}) if is_here else self
 
 
 class NodeConfig(Section):
@@ -556,7 +573,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _holds_nothing_of_one_machine(self) -> Self:
         if self.train.dataset != self.train.dataset.anywhere:
-            raise ValueError("dataset.root belongs to a machine and cannot travel")
+            raise ValueError("where a machine keeps its data and tokenizer cannot travel")
         if isinstance(self.train.model, GPTConfig) and self.train.model.pretrained is not None:
             raise ValueError("model.pretrained belongs to the server's machine and cannot travel")
         return self

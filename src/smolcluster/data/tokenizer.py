@@ -1,8 +1,9 @@
 """Tokenizers: text to token ids and back.
 
 Three kinds have one name each in the configuration: `bytes` (UTF-8, nothing to fetch), a path to the files
-of a tokenizer, and the name of one on the Hugging Face hub. Which one is meant, and what its files hold, is
-told without loading it: that takes seconds.
+of a tokenizer (absolute, or beginning with a dot), and the name of one on the Hugging Face hub, which is
+never taken for a path, because it may come from another machine. Which one is meant, and what its files hold,
+is told without loading it: that takes seconds.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from smolcluster.configs.schema import BYTES
+from smolcluster.configs.schema import BYTES, OWN_FILES
 from smolcluster.data.huggingface import hub, reason_of
 from smolcluster.errors import ConfigError, DataError
 
@@ -212,12 +213,13 @@ def _piece_end(text: str, start: int) -> int | None:
 
 def _local(name: str) -> Path | None:
     """The path that `name` is; None: it is a name on the hub."""
-    path = Path(name)
-    if name.startswith("~"):
-        path = _from_home(name)
-    if path.is_absolute() or name.startswith(".") or path.exists():
-        return path
-    return None
+    if name == OWN_FILES:
+        raise ConfigError(
+            "the run's tokenizer lies in files; set dataset.tokenizer_path to where this machine has them "
+            " (--override, or nodes.<name> of the cluster file), or dataset.source=server on the server"
+        )
+    path = _from_home(name) if name.startswith("~") else Path(name)
+    return path if path.is_absolute() or name.startswith(".") else None
 
 
 def _from_home(name: str) -> Path:
@@ -284,7 +286,7 @@ def _read(name: str, path: Path) -> "PreTrainedTokenizerBase":
         if _is_pair(path):
             vocabulary, merges = (str(path / file) for file in _PAIR)
             return transformers.GPT2Tokenizer(vocab=vocabulary, merges=merges)
-        return _automatic(str(path), local_files_only=True)
+        return _automatic(str(path))
     except (
         Exception
     ) as error:  # the library has no base of its errors, and its Rust part raises Exception
@@ -297,7 +299,7 @@ def _fetch(name: str, *, download: bool) -> "PreTrainedTokenizerBase":
     """Load a tokenizer of the hub, from the library's cache where it is there."""
     with hub(download=False):
         try:
-            return _automatic(name, local_files_only=True)
+            return _automatic(_snapshot(name, local_files_only=True))
         except Exception as error:
             missing = error
     with hub(download=download) as problem:
@@ -306,7 +308,7 @@ def _fetch(name: str, *, download: bool) -> "PreTrainedTokenizerBase":
                 f"tokenizer {name} is no folder here, was not fetched before, and {problem}; {_OFFLINE}"
             ) from missing
         try:
-            return _automatic(name, local_files_only=False)
+            return _automatic(_snapshot(name, local_files_only=False))
         except Exception as error:
             raise DataError(
                 f"tokenizer {name} is no folder here and could not be fetched from the Hugging Face hub "
@@ -314,11 +316,19 @@ def _fetch(name: str, *, download: bool) -> "PreTrainedTokenizerBase":
             ) from error
 
 
-def _automatic(place: str, *, local_files_only: bool) -> "PreTrainedTokenizerBase":
+def _snapshot(name: str, *, local_files_only: bool) -> str:
+    """The folder of the library's cache with the files of `name`: `AutoTokenizer` would look for ./name."""
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - as in _read
+
+    wanted = [*_FILES, *(f"*{suffix}" for suffix in _FILE_SUFFIXES)]
+    return snapshot_download(name, allow_patterns=wanted, local_files_only=local_files_only)
+
+
+def _automatic(folder: str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer  # noqa: PLC0415 - as in _read
 
     theirs: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        place, local_files_only=local_files_only, trust_remote_code=False
+        folder, local_files_only=True, trust_remote_code=False
     )
     return theirs
 

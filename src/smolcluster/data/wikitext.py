@@ -142,7 +142,7 @@ def _from_hub(
         settings.local_files_only = problem is not None
         try:
             found = datasets.load_dataset(
-                wanted.repository, wanted.configuration, download_config=settings
+                _not_a_path(wanted.repository), wanted.configuration, download_config=settings
             )
         except Exception as error:  # the library has no base of its errors
             tried = problem or reason_of(error)
@@ -151,6 +151,13 @@ def _from_hub(
                 f"files into a folder and set dataset.root to that; {_OFFLINE}"
             ) from error
     yield from _both(wanted, str(wanted.repository), found)
+
+
+def _not_a_path(repository: str | None) -> str | None:
+    """The name, which may come from another machine; `datasets` would look for ./name first."""
+    if Path(str(repository)).exists():
+        raise FileExistsError("it is no dataset of the hub")
+    return repository
 
 
 def _from_folder(wanted: _Wanted, folder: Path) -> Iterator[tuple[Role, Iterator[str]]]:

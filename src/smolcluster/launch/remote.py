@@ -1,6 +1,7 @@
 """Launching on the machines of a cluster: from what the user asked for to a run that is followed or left."""
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -17,7 +18,7 @@ from rich.console import Console
 from smolcluster.configs.load import dump_yaml, find_config, read_config
 from smolcluster.configs.nested import flatten, is_nested
 from smolcluster.configs.resolve import check_algorithm
-from smolcluster.configs.schema import ClusterConfig, NodeConfig
+from smolcluster.configs.schema import HUB_NAME, ClusterConfig, DatasetPlace, NodeConfig
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.cluster_run import ClusterRun, Machine, Payload, left_running
 from smolcluster.launch.doctor.packets import check_packets
@@ -323,7 +324,8 @@ def machines_of(
 def own_paths(stated: Mapping[str, Any], project_dir: str, runs_dir: str | None) -> Iterator[str]:
     """What a machine keeps below the project's folder besides the project, as patterns of rsync."""
     dataset = stated.get("dataset") or {}
-    paths = [runs_dir, stated.get("secret_file"), dataset.get("root"), dataset.get("cache")]
+    places = (dataset.get(name) for name in ("root", "cache", "tokenizer_path"))
+    paths = [runs_dir, stated.get("secret_file"), *places]
     for path in filter(None, paths):
         if str(path).startswith(f"{project_dir}/"):
             yield str(path).removeprefix(project_dir).rstrip("/")
@@ -344,7 +346,9 @@ def _data_overrides(train_file: Path) -> Iterator[str]:
     if is_nested(train):
         train, _ = flatten(train, str(train_file))
     dataset = train.get("dataset") or {}
-    for name in ("root", "cache", "download"):
+    if "tokenizer" in dataset and not re.fullmatch(HUB_NAME, dataset["tokenizer"]):
+        dataset.setdefault("tokenizer_path", dataset["tokenizer"])
+    for name in DatasetPlace.model_fields:
         if dataset.get(name) is not None:
             value = dataset[name]
             yield f"dataset.{name}={str(value).lower() if isinstance(value, bool) else value}"

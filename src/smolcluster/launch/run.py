@@ -162,7 +162,11 @@ def place_overrides(settings: Settings) -> list[str]:
     place = settings.node.dataset
     root = [] if place.root is None else [f"dataset.root={place.root}"]
     cache = [] if place.cache is None else [f"dataset.cache={place.cache}"]
-    return [*root, *cache, f"dataset.download={str(place.download).lower()}"]
+    tokenizer = settings.train.dataset.at(place)
+    files = (
+        [f"dataset.tokenizer_path={tokenizer.tokenizer}"] if tokenizer.has_tokenizer_path else []
+    )
+    return [*root, *cache, *files, f"dataset.download={str(place.download).lower()}"]
 
 
 def _nodes_with_threads(request: Request, settings: Settings) -> list[str]:

@@ -1,7 +1,12 @@
 """The life of a worker process: it takes part, comes back after every loss, and knows when to stop."""
 
+import builtins
+import io
+import os
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +14,7 @@ import torch
 from connection_pairs import push, tensor
 from harness import local_settings
 from lives import LEASE, Life, end, run_config
-from peers import DEADLINE_S, Echo, HandledDoor
+from peers import DEADLINE_S, Echo, HandledDoor, hello, knock
 from smolcluster.cluster.inbox import MessageReceived
 from smolcluster.cluster.link import Link, measure_speed
 from smolcluster.cluster.session import Receiver
@@ -19,6 +24,7 @@ from smolcluster.errors import (
     ConnectTimeout,
     DataError,
     NonFiniteLoss,
+    ProtocolError,
     Rejected,
     RunFailed,
     SmolclusterError,
@@ -190,6 +196,48 @@ def test_a_machine_without_the_data_says_so_before_it_is_ready(
     assert "it cannot go on" in hand.hear_a(Goodbye).reason
     hand.leave()
     assert isinstance(worker.failure(), DataError)
+
+
+@pytest.mark.parametrize("tokenizer", ["/etc/passwd", "/etc/nothing", "./pair"])
+def test_a_welcome_that_names_a_path_is_refused_and_nothing_is_looked_at(
+    door: HandledDoor, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sends it learns nothing of this machine's files."""
+    asked: list[str] = []
+    for place, name in (
+        (os, "stat"),
+        (os, "lstat"),
+        (os, "open"),
+        (io, "open"),
+        (builtins, "open"),
+    ):
+        theirs = getattr(place, name)
+
+        def spied(path: Any, *args: Any, theirs: Any = theirs, **kwargs: Any) -> Any:
+            asked.append(str(path))
+            return theirs(path, *args, **kwargs)
+
+        monkeypatch.setattr(place, name, spied)
+    run = run_config()
+    dataset = run.train.dataset.model_copy(update={"name": "text", "tokenizer": tokenizer})
+    train = run.train.model_copy(update={"dataset": dataset})
+    with ThreadPoolExecutor(1) as pool:
+        worker = pool.submit(knock, door.port, hello())
+        door.open().talk.say(
+            Welcome.model_construct(
+                run_id="run-1",
+                incarnation="0123abcd",
+                run=run.model_copy(update={"train": train}),
+                model_fingerprint="m",
+                bucket_bytes=1024,
+                codec="fp32",
+                heartbeat_timeout_s=DEADLINE_S,
+            )
+        )
+        with pytest.raises(ProtocolError, match="cannot travel") as refused:
+            worker.result(DEADLINE_S)
+    assert tokenizer not in str(refused.value)
+    assert [path for path in asked if tokenizer.strip("./") in path] == []
 
 
 def test_a_machine_that_cannot_keep_a_run_says_so_and_leaves_nothing_open(

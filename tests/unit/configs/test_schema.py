@@ -5,10 +5,12 @@ import pytest
 from pydantic import ValidationError
 
 from smolcluster.configs.schema import (
+    OWN_FILES,
     AlgorithmName,
     ClusterConfig,
     CodecName,
     DatasetConfig,
+    DatasetPlace,
     NodeConfig,
     RunConfig,
     TrainConfig,
@@ -163,5 +165,23 @@ def test_a_run_survives_the_journey_as_json(algorithm: AlgorithmName) -> None:
 
 
 def test_a_run_cannot_carry_a_path_of_one_machine() -> None:
-    with pytest.raises(ValidationError, match=r"dataset\.root belongs to a machine"):
+    with pytest.raises(ValidationError, match=r"cannot travel"):
         run(DatasetConfig(name="MNIST", root=Path("/data")))
+
+
+@pytest.mark.parametrize(
+    "tokenizer", ["/there", "~/there", "./there", "a/../there", "a/b/c", "<files>"]
+)
+def test_a_tokenizer_s_path_stays_on_its_machine_and_each_worker_has_its_own(
+    tokenizer: str,
+) -> None:
+    sent = run(DatasetConfig(name="text", tokenizer=tokenizer).anywhere).train.dataset
+    assert sent.tokenizer == OWN_FILES
+    assert sent.at(DatasetPlace(tokenizer_path=Path("/mine"))).tokenizer == "/mine"
+    assert sent.at(DatasetPlace()).tokenizer == OWN_FILES
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2", "openai-community/gpt2"])
+def test_a_tokenizer_s_name_travels_and_is_the_same_everywhere(tokenizer: str) -> None:
+    sent = run(DatasetConfig(name="text", tokenizer=tokenizer).anywhere).train.dataset
+    assert sent.at(DatasetPlace(tokenizer_path=Path("/mine"))).tokenizer == tokenizer

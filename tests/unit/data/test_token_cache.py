@@ -268,7 +268,7 @@ def test_who_comes_while_another_tokenizes_says_so_and_waits(tmp_path: Path) -> 
 SCRIPT = """
     import logging, sys
     from pathlib import Path
-    from smolcluster.data.token_cache import Source, open_tokens
+    from smolcluster.data.token_cache import TextSource, open_tokens
     from smolcluster.data.tokenizer import ByteTokenizer
 
     def making():
@@ -280,7 +280,7 @@ SCRIPT = """
         yield "train", (f"line {{i}}\\n" for i in range(300_000))
         yield "validation", ["line\\n"]
 
-    text = Source("made", "lines", read)
+    text = TextSource("made", "lines", read)
     print("ready", flush=True)
     sys.stdin.readline()
     print(open_tokens(text, "bytes", making, Path(sys.argv[1]), logging.getLogger()).content)

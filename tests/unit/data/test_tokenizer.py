@@ -224,6 +224,14 @@ def test_a_name_that_may_not_be_fetched_asks_no_network(lookups: list[str]) -> N
     assert lookups == []
 
 
+def test_a_name_of_the_hub_is_never_a_folder_that_is_here(
+    pair: Path, lookups: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(pair.parent)
+    assert tokenizer_identity(pair.name) == pair.name
+    assert "was not fetched before" in refused(pair.name, download=False)
+
+
 def test_a_tokenizer_that_was_fetched_before_needs_no_network(
     pair: Path, tmp_path: Path, lookups: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,16 +1,18 @@
 import logging
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from smolcluster.configs.schema import DatasetConfig
+from smolcluster.configs.schema import DatasetConfig, DatasetPlace
 from smolcluster.data.dataset import Dataset
 from smolcluster.data.token_cache import TextSource
 from smolcluster.data.tokens import TokenBlocks, load_text
-from smolcluster.errors import DataError
+from smolcluster.errors import ConfigError, DataError
 
 LOG = logging.getLogger("smolcluster")
 
@@ -123,6 +125,22 @@ def test_the_fingerprint_tells_text_length_and_tokenizer_apart(
     assert len({data.fingerprint for data in variants}) == len(variants)
     elsewhere = config.model_copy(update={"cache": tmp_path / "other"})
     assert load(elsewhere).fingerprint == first.fingerprint
+
+
+def test_a_worker_s_own_copy_of_a_tokenizer_gives_the_server_s_fingerprint(
+    config: DatasetConfig, pair: Path, tmp_path: Path
+) -> None:
+    text: dict[str, Any] = {"train": "ab\n" * 40, "validation": "ba\n" * 20}
+    server = config.model_copy(update={"tokenizer": str(pair)})
+    copy = shutil.copytree(pair, tmp_path / "copy")
+    place = DatasetPlace(root=config.root, cache=config.cache, download=False, tokenizer_path=copy)
+    worker = server.anywhere.at(place)
+    assert load(worker, **text).fingerprint == load(server, **text).fingerprint
+
+    (copy / "merges.txt").write_text("#version: 0.2\n")
+    assert load(worker, **text).fingerprint != load(server, **text).fingerprint
+    with pytest.raises(ConfigError, match="tokenizer_path"):
+        load(server.anywhere.at(config), **text)
 
 
 @pytest.mark.parametrize(

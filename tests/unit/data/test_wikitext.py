@@ -193,6 +193,16 @@ def test_without_a_network_one_line_says_what_can_be_done(
     assert len(lookups) <= tried
 
 
+def test_a_repository_s_name_is_never_a_folder_that_is_here(
+    config: DatasetConfig, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(root, "parquet", train=texts("a"), validation=texts("b"))
+    monkeypatch.chdir(root.parent)
+    assert "was not fetched before" in refused(
+        load_huggingface, config, root=None, repository=root.name
+    )
+
+
 def test_a_dataset_that_was_fetched_before_needs_no_network(
     config: DatasetConfig,
     root: Path,

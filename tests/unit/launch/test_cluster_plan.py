@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import local_settings
 from smolcluster.algorithms.entry import server_parser, worker_parser
 from smolcluster.algorithms.process import worker_settings
 from smolcluster.algorithms.registry import ALGORITHMS, get_algorithm
@@ -28,6 +29,7 @@ from smolcluster.launch.plan import (
 )
 from smolcluster.launch.remote import LaunchOptions, launch_remote, places_of
 from smolcluster.launch.requests import cluster_source
+from smolcluster.launch.run import place_overrides
 from smolcluster.runs.launched import Launched
 from smolcluster.runs.paths import RunPaths
 
@@ -268,6 +270,19 @@ def test_where_a_run_lives_is_what_the_file_says(tmp_path: Path) -> None:
     assert places["mini1"].overrides == ("dataset.root=~/data", "dataset.download=false")
     assert places["here"].ssh is None
     assert places["here"].runs_dir == str(tmp_path / "runs")
+
+
+def test_a_tokenizer_s_path_in_the_training_file_is_every_worker_s_but_who_has_another(
+    tmp_path: Path,
+) -> None:
+    train = tmp_path / "train.yaml"
+    train.write_text("data: {tokenizer: ~/gpt2}\ntraining: {}\n")
+    assert list(remote._data_overrides(train)) == ["dataset.tokenizer_path=~/gpt2"]
+    train.write_text("data: {tokenizer: openai-community/gpt2}\ntraining: {}\n")
+    assert list(remote._data_overrides(train)) == []
+    (tmp_path / "pair").mkdir()
+    local = local_settings("dataset.name=text", f"dataset.tokenizer={tmp_path}/pair")
+    assert f"dataset.tokenizer_path={tmp_path}/pair" in place_overrides(local)
 
 
 def test_what_a_machine_keeps_in_the_project_s_folder_is_its_own() -> None:
