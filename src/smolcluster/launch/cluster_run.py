@@ -19,7 +19,6 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 
-from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
@@ -54,8 +53,8 @@ from smolcluster.observability.terminal import displayable, steady
 from smolcluster.runs.files import or_none
 from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched, write_launched
 from smolcluster.runs.paths import RunPaths, latest_of, point_latest, take_back_latest
-from smolcluster.runs.status import RunStatus
-from smolcluster.runs.summary import Summary, table
+from smolcluster.runs.status import STATUS, RunStatus
+from smolcluster.runs.summary import SUMMARY, Summary, table
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_duration
 
@@ -393,13 +392,8 @@ class ClusterRun:
             LaunchError: its machine cannot be asked.
         """
         server = self._launched.server
-        text = (
-            host_of(server).run(f"cat {shell_path(server.run_dir)}/status.json 2>/dev/null").stdout
-        )
-        try:
-            return RunStatus.model_validate_json(text)
-        except ValidationError:
-            return None
+        file = f"{shell_path(server.run_dir)}/status.json"
+        return STATUS.parse(host_of(server).run(f"cat {file} 2>/dev/null").stdout)
 
     @property
     def is_over(self) -> bool:
@@ -563,11 +557,8 @@ class ClusterRun:
 
     def _summary(self) -> Summary | None:
         server = self._launched.server
-        text = host_of(server).run(f"cat {shell_path(server.run_dir)}/summary.json").stdout
-        try:
-            return Summary.model_validate_json(text)
-        except ValidationError:
-            return None
+        file = f"{shell_path(server.run_dir)}/summary.json"
+        return SUMMARY.parse(host_of(server).run(f"cat {file}").stdout)
 
     def _warn(self, line: str) -> None:
         self.say(line, "yellow")

@@ -6,13 +6,12 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
 from smolcluster.configs.load import dump_yaml, find_config, read_config
@@ -40,7 +39,9 @@ from smolcluster.launch.show_plan import show_plan
 from smolcluster.launch.stop import stop_children
 from smolcluster.launch.tmux import open_window, show_window, window_name
 from smolcluster.observability.terminal import SteadyConsole
+from smolcluster.runs.files import or_none
 from smolcluster.runs.launched import Launched, read_launched
+from smolcluster.runs.model_file import ModelFile
 from smolcluster.runs.paths import RunPaths, check_run_id, create_run, new_run_id, runs_root
 from smolcluster.transport.security import default_secret_path, ensure_secret
 
@@ -150,6 +151,9 @@ class Told(BaseModel):
     overrides: tuple[str, ...]
 
 
+TOLD = ModelFile[Told](Told, "is damaged")
+
+
 def keep(paths: RunPaths, cluster_file: bytes, train_file: bytes, told: Told) -> None:
     """Keep a run's configuration with it, where only its user reads it, for who lets it go on.
 
@@ -161,7 +165,7 @@ def keep(paths: RunPaths, cluster_file: bytes, train_file: bytes, told: Told) ->
         (paths.root / CLUSTER_FILE).write_bytes(cluster_file)
         (paths.root / TRAIN_FILE).write_bytes(train_file)
         (paths.root / TOLD_FILE).touch(mode=0o600)
-        (paths.root / TOLD_FILE).write_text(told.model_dump_json(indent=2))
+        (paths.root / TOLD_FILE).write_bytes(TOLD.text(told))
     except OSError as error:
         raise LaunchError(f"{paths.root} cannot be written: {error.strerror or error}") from error
 
@@ -373,9 +377,8 @@ def resume_remote(
     files = paths.root / CLUSTER_FILE, paths.root / TRAIN_FILE
     if not all(file.is_file() for file in files):
         raise ConfigError(f"run {paths.run_id} was not launched from here: {files[0]} is missing")
-    told = Told(environ={}, overrides=launched.overrides)
-    with suppress(OSError, ValidationError):  # a launch of before has left none
-        told = Told.model_validate_json((paths.root / TOLD_FILE).read_bytes())
+    told = or_none(TOLD.read, paths.root / TOLD_FILE)  # a launch of before has left none
+    told = told or Told(environ={}, overrides=launched.overrides)
     for name, value in told.environ.items():
         os.environ.setdefault(name, value)  # what is set now wins
     request = Request(

@@ -13,8 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
 from smolcluster.launch.host import shell_path
 from smolcluster.launch.interrupts import interrupts
@@ -25,7 +23,7 @@ from smolcluster.runs.files import or_none
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.runs.paths import RunPaths, log_stem
 from smolcluster.runs.processes import ProcessEntry, read_processes
-from smolcluster.runs.status import RunStatus, read_status, stopped, write_status
+from smolcluster.runs.status import STATUS, read_status, stopped, write_status
 from smolcluster.utils.retry import Deadline
 
 SERVER_GRACE_S = 300.0
@@ -96,13 +94,10 @@ def _note_stopped(launched: Launched) -> None:
         LaunchError: the server's machine cannot be asked.
     """
     host, file = host_of(launched.server), f"{shell_path(launched.server.run_dir)}/status.json"
-    status = None
-    with suppress(ValidationError):
-        status = RunStatus.model_validate_json(host.run(f"cat {file} 2>/dev/null").stdout)
+    status = STATUS.parse(host.run(f"cat {file} 2>/dev/null").stdout)
     last = stopped(status, launched.run_id, launched.algorithm)
     if last is not None:
-        written = f"{last.model_dump_json(indent=2)}\n".encode()
-        host.run(f"cat > {file}.stopped && mv {file}.stopped {file}", stdin=written)
+        host.run(f"cat > {file}.stopped && mv {file}.stopped {file}", stdin=STATUS.text(last))
 
 
 def note_stopped_here(paths: RunPaths) -> None:

@@ -1,12 +1,10 @@
 """`launch.json`: which processes were started for a run, and where; kept on the machine that launched it."""
 
-from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from smolcluster.errors import DataError
-from smolcluster.runs.files import write_whole
+from smolcluster.runs.model_file import ModelFile
 from smolcluster.runs.paths import log_stem, process_title
 
 
@@ -99,26 +97,5 @@ class Launched(BaseModel):
         return self.processes[1:]
 
 
-def write_launched(path: Path, launched: Launched) -> None:
-    """Replace the file.
-
-    Raises:
-        SmolclusterError: it cannot be written.
-    """
-    write_whole(path, launched.model_dump_json(indent=2) + "\n")
-
-
-def read_launched(path: Path) -> Launched:
-    """What the file says.
-
-    Raises:
-        DataError: it is missing or damaged.
-    """
-    try:
-        return Launched.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        words = (".".join(map(str, first["loc"])), first["msg"])
-        raise DataError(f"{path} is damaged: {': '.join(filter(None, words))}") from error
+LAUNCHED = ModelFile[Launched](Launched, "is damaged")
+read_launched, write_launched = LAUNCHED.read, LAUNCHED.write

@@ -15,25 +15,17 @@ from typing import Annotated, Literal
 from pydantic import (
     AliasChoices,
     AwareDatetime,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PlainSerializer,
     PositiveInt,
-    ValidationError,
 )
 
-from smolcluster.errors import DataError, SmolclusterError
-from smolcluster.runs.files import (
-    CLOSING_RETRY_S,
-    is_full,
-    utc_timestamp,
-    waiting_for_space,
-    write_whole,
-)
+from smolcluster.errors import SmolclusterError
+from smolcluster.runs.files import CLOSING_RETRY_S, is_full, utc_timestamp, waiting_for_space
+from smolcluster.runs.model_file import ModelFile, Strict
 
 STALENESS_EDGES = (0, 1, 2, 4, 8, 16, 32)
 """Largest τ of the bins in which pushes are counted, steps; one more bin has all above."""
@@ -65,11 +57,7 @@ PROCESS_STATS = AliasChoices("process_stats", "vitals")
 """Files of older runs use the second name."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class WorkerStatus(_Part):
+class WorkerStatus(Strict):
     """How one worker stands. Who came back has the entry of its rank."""
 
     rank: NonNegativeInt
@@ -104,7 +92,7 @@ class WorkerStatus(_Part):
         return age_s(self.last_seen, now)
 
 
-class RunStatus(_Part):
+class RunStatus(Strict):
     """How a run stands. Epochs and ranks count from 0.
 
     `workers` are those that took part since the owner started, by rank; none in a single process.
@@ -207,31 +195,11 @@ def stopped(status: RunStatus | None, run_id: str, algorithm: str) -> RunStatus 
     return status.model_copy(update={"state": "ended", "reason": STOPPED, "samples_per_s": 0.0})
 
 
-def write_status(path: Path, status: RunStatus) -> None:
-    """Replace the file at once; without waiting for the disk, which may be busy with a checkpoint.
-
-    Raises:
-        SmolclusterError: it cannot be written.
-    """
-    write_whole(path, status.model_dump_json(indent=2) + "\n", durable=False)
-
-
-def read_status(path: Path) -> RunStatus:
-    """The status in the file.
-
-    Raises:
-        DataError: it is missing, or not a status.
-    """
-    try:
-        return RunStatus.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise DataError(
-            f"cannot read {path}: {error.strerror or error}; has the run begun?"
-        ) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise DataError(f"{path} is not a run's status: {where}: {first['msg']}") from error
+STATUS = ModelFile[RunStatus](
+    RunStatus, "is not a run's status", "has the run begun?", durable=False
+)
+"""Not durable: the disk may be busy with a checkpoint."""
+read_status, write_status = STATUS.read, STATUS.write
 
 
 class StatusFile:

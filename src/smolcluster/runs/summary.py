@@ -1,31 +1,21 @@
 """`summary.json`: what came of a run. Only the server writes it."""
 
-from pathlib import Path
-
 from pydantic import (
     AliasChoices,
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
-    ValidationError,
 )
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from smolcluster.errors import DataError
-from smolcluster.runs.files import write_whole
+from smolcluster.runs.model_file import ModelFile, Strict
 from smolcluster.runs.paths import RunPaths, process_title
 from smolcluster.utils.units import format_bytes, format_duration
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Pushes(_Part):
+class Pushes(Strict):
     """How many pushes had which outcome."""
 
     applied: NonNegativeInt = 0
@@ -36,7 +26,7 @@ class Pushes(_Part):
     lost: NonNegativeInt = 0
 
 
-class Final(_Part):
+class Final(Strict):
     """What the model is worth at the end; null where there was no such measurement."""
 
     train_loss: float | None = None
@@ -49,14 +39,14 @@ SMALL = 0.01
 """Numbers below it are shown with their own digits."""
 
 
-class Traffic(_Part):
+class Traffic(Strict):
     """Bytes that the server's sockets sent and received, with headers and sums."""
 
     sent: NonNegativeInt = 0
     received: NonNegativeInt = 0
 
 
-class WorkerShare(_Part):
+class WorkerShare(Strict):
     """What one worker did: `share` is its part of all samples applied, 0 to 1."""
 
     rank: NonNegativeInt
@@ -66,7 +56,7 @@ class WorkerShare(_Part):
     share: float
 
 
-class Summary(_Part):
+class Summary(Strict):
     """The run in numbers; `train_samples` is an epoch's, all others are the whole run's.
 
     `tokens_per_sample` is null where a sample is no text. `num_bad_evals`: of a run that `patience`
@@ -93,31 +83,8 @@ class Summary(_Part):
     workers: list[WorkerShare]
 
 
-def write_summary(path: Path, summary: Summary) -> None:
-    """Replace the file at once.
-
-    Raises:
-        SmolclusterError: it cannot be written.
-    """
-    write_whole(path, summary.model_dump_json(indent=2) + "\n")
-
-
-def read_summary(path: Path) -> Summary:
-    """The summary in the file.
-
-    Raises:
-        DataError: it is missing, or not a summary.
-    """
-    try:
-        return Summary.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise DataError(
-            f"cannot read {path}: {error.strerror or error}; has the run ended?"
-        ) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise DataError(f"{path} is not a run's summary: {where}: {first['msg']}") from error
+SUMMARY = ModelFile[Summary](Summary, "is not a run's summary", "has the run ended?")
+read_summary, write_summary = SUMMARY.read, SUMMARY.write
 
 
 def table(summary: Summary) -> RenderableType:

@@ -35,7 +35,6 @@ import torch
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     JsonValue,
     StringConstraints,
@@ -47,6 +46,7 @@ from torch import Tensor, nn
 
 from smolcluster.errors import CheckpointError
 from smolcluster.runs.files import utc_timestamp
+from smolcluster.runs.model_file import Strict, problem_of
 from smolcluster.training.replica import Replica
 from smolcluster.utils.units import format_bytes, format_duration
 from smolcluster.utils.words import one_line
@@ -95,11 +95,7 @@ Progress = dict[str, JsonValue]
 """What an algorithm needs to go on, besides tensors: plain JSON."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class TrainingState(_Part):
+class TrainingState(Strict):
     """Where a run stands, as its algorithm tells it. A loss that is not finite becomes None."""
 
     run_id: Text
@@ -118,7 +114,7 @@ class TrainingState(_Part):
     )
 
 
-class FileEntry(_Part):
+class FileEntry(Strict):
     """Size and SHA-256 of a file beside `state.json`."""
 
     nbytes: Annotated[int, Field(ge=0, le=MAX_FILE_NBYTES)]
@@ -571,12 +567,9 @@ def parse_progress(kind: type[Shape], stored: JsonValue, step: int) -> Shape:
     try:
         return kind.model_validate_json(json.dumps(stored))
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in problem["loc"])[:100]
         raise CheckpointError(
             one_line(
-                f"the progress of step {step} cannot be read: {where} {problem['msg'][:200]}; "
-                f"{_USE_ANOTHER}"
+                f"the progress of step {step} cannot be read: {problem_of(error)}; {_USE_ANOTHER}"
             )
         ) from None
 
@@ -786,9 +779,7 @@ def _decode(data: bytes, path: Path) -> CheckpointState:
         seal = fields.pop(_SEAL, None) if isinstance(fields, dict) else None
         state = CheckpointState.model_validate_json(json.dumps(fields))
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in problem["loc"])[:100]
-        raise _damaged(path, one_line(f"has a wrong {where}: {problem['msg'][:200]}")) from None
+        raise _damaged(path, one_line(f"has a wrong {problem_of(error)}")) from None
     except (ValueError, RecursionError) as error:
         raise _damaged(path, one_line(f"is not JSON ({str(error)[:200]})")) from None
     if seal != _seal(state):

@@ -16,10 +16,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+from pydantic import Field, NonNegativeInt
 
 from smolcluster.observability.shipping.lines import Labels, LokiLine, entry_of, labels_of
-from smolcluster.runs.files import rotations, write_whole
+from smolcluster.runs.files import or_none, rotations
+from smolcluster.runs.model_file import ModelFile, Strict
 
 STATE = ".shipped.json"
 MAX_LINES = 2000
@@ -32,34 +33,31 @@ TIE_NS = 10**9
 _LOG = re.compile(r"(.+)\.log(?:\.\d+)?")
 
 
-class Head(BaseModel):
+class Head(Strict):
     """How a file begins: a digest of its first bytes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     nbytes: NonNegativeInt
     digest: str
 
 
-class FilePosition(BaseModel):
+class FilePosition(Strict):
     """How far a file has been taken, and how it begins."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     offset: NonNegativeInt
     head: Head
 
 
-class Shipped(BaseModel):
+class Shipped(Strict):
     """`.shipped.json`: up to where all has arrived.
 
     Places by inode, and each stream's last time in nanoseconds since 1970.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    places: dict[str, FilePosition] = Field({})
+    last_ns: dict[str, NonNegativeInt] = Field({})
 
-    places: dict[str, FilePosition] = {}
-    last_ns: dict[str, NonNegativeInt] = {}
+
+SHIPPED = ModelFile[Shipped](Shipped, "is damaged", durable=False)
 
 
 @dataclass
@@ -125,8 +123,11 @@ class Spool:
         self._max_nbytes = max_nbytes
         self._now_ns = now_ns
         self._run_id = folder.absolute().parent.name
-        self._shipped = self._taken = _read_state(folder / STATE)
-        """Up to where all has arrived, and up to where it has been taken: Loki may refuse some."""
+        self._shipped = self._taken = or_none(SHIPPED.read, folder / STATE) or Shipped()
+        """Up to where all has arrived, and up to where it has been taken: Loki may refuse some.
+
+        A damaged file says nothing, so that all is sent again rather than left out.
+        """
         self._seen: dict[str, FilePosition] = {}
 
     def next_batch(self, *, at_end: bool = False) -> Batch:
@@ -159,7 +160,7 @@ class Spool:
         if arrived and before is self._shipped:
             self._shipped = self._taken
             if self._shipped != before:
-                write_whole(self.folder / STATE, self._shipped.model_dump_json(), durable=False)
+                SHIPPED.write(self.folder / STATE, self._shipped)
 
     def left_nbytes(self) -> int:
         """How many bytes are behind what has arrived, as the files are now. Any thread."""
@@ -251,11 +252,3 @@ def _opened(log: Path, stack: ExitStack, *, at_end: bool) -> list[_Open]:
 def _name_of(labels: Labels) -> str:
     """A stream's name in `.shipped.json`."""
     return json.dumps(labels)
-
-
-def _read_state(file: Path) -> Shipped:
-    """What is stored; of a damaged file nothing, so that all is sent again rather than left out."""
-    try:
-        return Shipped.model_validate_json(file.read_bytes())
-    except (OSError, ValidationError):
-        return Shipped()
