@@ -13,20 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 import smolcluster
-from smolcluster.cli import (
-    cleaning,
-    dashboards,
-    joining,
-    launching,
-    machines,
-    models,
-    observing,
-    reports,
-    shipping,
-    topping,
-    tracing,
-    watching,
-)
+from smolcluster.cli import launching, machines, models, watching
 from smolcluster.cli.options import EXIT_CODES, OVERRIDE
 from smolcluster.errors import SmolclusterError
 from smolcluster.utils.bugs import EXIT_CODE as BUG
@@ -52,20 +39,7 @@ app = typer.Typer(
     help="Train PyTorch models on the machines you already own, over plain TCP.",
     epilog=EXIT_CODES,
 )
-for part in (
-    launching,
-    joining,
-    watching,
-    cleaning,
-    dashboards,
-    reports,
-    machines,
-    models,
-    shipping,
-    topping,
-    tracing,
-    observing,
-):
+for part in (launching, watching, machines, models):
     app.add_typer(part.app)
 
 

@@ -1,11 +1,11 @@
-"""Commands about the machines and their configuration: doctor, init, config."""
+"""Commands about machines and what runs beside a run: doctor, init, config, observe, ship."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from smolcluster.cli.options import ClusterFile, Local, Overrides, TrainFile, below
+from smolcluster.cli.options import ClusterFile, Json, Local, Overrides, Run, TrainFile, Yes, below
 
 app = typer.Typer(rich_markup_mode=None)
 config_app = typer.Typer(
@@ -25,7 +25,7 @@ app.add_typer(config_app, name="config", help="Look at configuration files.")
 def _doctor(
     *,
     config: ClusterFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Json = False,
     autostart: Annotated[
         bool,
         typer.Option(
@@ -77,7 +77,7 @@ def _init(
     discover: Annotated[
         bool, typer.Option("--discover", help="Look for machines that announce themselves (mDNS).")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Ask for no confirmation.")] = False,
+    yes: Yes = False,
     force: Annotated[
         bool, typer.Option("--force", help="Write over a file that is there.")
     ] = False,
@@ -141,3 +141,76 @@ def _check(
     from smolcluster.launch.setup.config_commands import check  # noqa: PLC0415
 
     return check(config, train_config, override or [])
+
+
+observe_app = typer.Typer(rich_markup_mode=None, epilog=below("smolcluster observe up"))
+app.add_typer(observe_app, name="observe", help="Grafana, Loki and Prometheus in Docker.")
+
+
+@observe_app.command("up", epilog=below("GRAFANA_PASSWORD=secret smolcluster observe up"))
+def _up() -> int:
+    """Start them and wait until they answer. A launch does it with --observe.
+
+    Grafana's user is admin; the password is what GRAFANA_PASSWORD was at the first start, or admin.
+    """
+    from smolcluster.launch.observe.commands import observe_up  # noqa: PLC0415 - takes time
+
+    return observe_up()
+
+
+@observe_app.command("down", epilog=below("smolcluster observe down"))
+def _down() -> int:
+    """Stop them; what they have collected is kept."""
+    from smolcluster.launch.observe.commands import observe_down  # noqa: PLC0415
+
+    return observe_down()
+
+
+@observe_app.command("status", epilog=below("smolcluster observe status"))
+def _status() -> int:
+    """Tell how each of them is: whether it answers, and what Docker says of its container.
+
+    Exits with 0 if all three answer.
+    """
+    from smolcluster.launch.observe.commands import observe_status  # noqa: PLC0415
+
+    return observe_status()
+
+
+@app.command(
+    "ship",
+    hidden=True,
+    epilog=below(
+        "smolcluster ship latest --loki http://192.168.1.10:3100",
+        "smolcluster ship edp-20261120-1350-3f9c --loki http://192.168.1.10:3100 --once",
+    ),
+)
+def _ship(
+    run: Run = "latest",
+    *,
+    loki: Annotated[
+        str, typer.Option("--loki", metavar="URL", help="Where Loki listens; no password.")
+    ],
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="STEM", help="Only this log, such as server-mini1.  [all]"),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Push what is there, and end.")] = False,
+    stop_on_stdin_eof: Annotated[bool, typer.Option("--stop-on-stdin-eof", hidden=True)] = False,
+) -> int:
+    """Push the logs that this machine has of a run to Loki, until it is told to end.
+
+    Launching does it by itself on every node, where Loki is known and neither Promtail nor Alloy is
+    installed. If Loki wants a user and a password, they belong in ~/.netrc.
+    """
+    from smolcluster.observability.shipping.command import ship  # noqa: PLC0415 - takes time
+
+    return ship(_logs(run), loki, only or [], once=once, stop_on_stdin_eof=stop_on_stdin_eof)
+
+
+def _logs(run: str) -> Path:
+    """The folder of a run's logs; of a worker's run folder little else may be there."""
+    from smolcluster.launch.find import find  # noqa: PLC0415 - takes time
+
+    logs = Path(run).expanduser() / "logs"
+    return logs.resolve() if "/" in run and logs.is_dir() else find(run).logs

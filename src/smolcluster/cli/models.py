@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from smolcluster.cli.options import Overrides, Run, below, below_training
+from smolcluster.cli.options import Json, Overrides, Run, below, below_training
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -52,7 +52,7 @@ def _train(
 def _checkpoints(
     run: Run = "latest",
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    as_json: Json = False,
 ) -> int:
     """List a run's checkpoints: step, losses, size, good or damaged. Exits with 1 if one is damaged."""
     from smolcluster.launch.saved import show_checkpoints  # noqa: PLC0415 - see above

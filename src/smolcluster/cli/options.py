@@ -88,6 +88,8 @@ TrainFile = Annotated[
         "download.  [default: digits; of edp-gpt stdlib]",
     ),
 ]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Ask for no confirmation.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
