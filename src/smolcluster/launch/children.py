@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import IO
 
 from smolcluster.errors import LaunchError
-from smolcluster.launch.plan import Process
+from smolcluster.runs.launched import LaunchedProcess
 from smolcluster.utils.retry import Deadline
 
 STOP_ON_STDIN_EOF = "--stop-on-stdin-eof"
@@ -31,7 +31,7 @@ class Child:
         LaunchError: it cannot be started.
     """
 
-    def __init__(self, process: Process, say: Callable[[str], None]) -> None:
+    def __init__(self, process: LaunchedProcess, say: Callable[[str], None]) -> None:
         self.process = process
         try:
             self._popen = subprocess.Popen(  # noqa: S603 - an argument list, no shell

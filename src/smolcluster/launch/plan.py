@@ -5,20 +5,16 @@ each is a command that a person could type as well.
 """
 
 import json
-import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from smolcluster.algorithms.registry import Algorithm
 from smolcluster.configs.resolve import node_overrides, public_overrides
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.launch.tmux import session_name
 from smolcluster.runs.launched import Launched, LaunchedProcess
-from smolcluster.runs.paths import RunPaths, process_title
+from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.units import format_address
-
-Role = Literal["server", "worker", "shipper"]
 
 PATIENCE = "start_timeout_s=86400"
 """The server may tokenize for long before it listens; if it ends, the launcher stops the workers."""
@@ -47,32 +43,6 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Process:
-    """One process of a run.
-
-    Attributes:
-        node: the machine's name in the cluster file.
-        rank: a worker's place, from 0; None for the server.
-        argv: the command, an argument an item.
-    """
-
-    node: str
-    role: Role
-    rank: int | None
-    argv: tuple[str, ...]
-
-    @property
-    def command(self) -> str:
-        """The command as one line for a shell; it works in any folder."""
-        return shlex.join(self.argv)
-
-    @property
-    def title(self) -> str:
-        """The process in messages: `server mini1`, `worker 1 (pi5)`."""
-        return process_title(self.role, self.node, self.rank)
-
-
-@dataclass(frozen=True)
 class NodePaths:
     """Where a run lives on a machine; paths as that machine understands them, absolute or from `~/`.
 
@@ -95,26 +65,6 @@ PathsByNode = Mapping[str, NodePaths]
 """By the names of nodes."""
 
 
-@dataclass(frozen=True)
-class LaunchPlan:
-    """The processes of a run."""
-
-    server: Process
-    workers: tuple[Process, ...]
-
-    @property
-    def processes(self) -> tuple[Process, ...]:
-        """All of them, the server first."""
-        return (self.server, *self.workers)
-
-    def lines(self) -> list[str]:
-        return [
-            line
-            for process in self.processes
-            for line in (f"{process.title}:", f"  {process.command}")
-        ]
-
-
 def plan_local(
     request: Request,
     cluster: ClusterConfig,
@@ -124,7 +74,7 @@ def plan_local(
     with_threads: Collection[str] = (),
     place: Sequence[str] = (),
     resume: bool = False,
-) -> LaunchPlan:
+) -> Launched:
     """The commands that run the whole cluster on this machine with the interpreter `python`.
 
     Every process gets one compute thread, because side by side more of them get into each other's way; but
@@ -138,7 +88,7 @@ def plan_local(
 
     local = ("--local", *_option("--workers", request.num_workers))
     config = _option("--config", request.config)
-    server = Process(
+    server = LaunchedProcess(
         node=cluster.server,
         role="server",
         rank=None,
@@ -152,7 +102,7 @@ def plan_local(
         ),
     )
     workers = tuple(
-        Process(
+        LaunchedProcess(
             node=node,
             role="worker",
             rank=rank,
@@ -167,7 +117,12 @@ def plan_local(
         )
         for rank, node in enumerate(cluster.workers)
     )
-    return LaunchPlan(server, workers)
+    return Launched(
+        run_id=run_id,
+        algorithm=request.algorithm.name,
+        port=cluster.port,
+        processes=(server, *workers),
+    )
 
 
 def plan_cluster(
@@ -222,25 +177,20 @@ def plan_cluster(
     )
 
 
-def in_sessions(plan: LaunchPlan, paths: RunPaths, algorithm: str, port: int) -> Launched:
-    return Launched(
-        run_id=paths.run_id,
-        algorithm=algorithm,
-        port=port,
-        processes=tuple(
-            LaunchedProcess(
-                node=process.node,
-                role=process.role,
-                rank=process.rank,
-                ssh=None,
-                run_dir=str(paths.root),
-                session=session_name(paths.run_id, process.role, process.rank),
-                project_dir=str(paths.root.parent),
-                argv=tuple(word for word in process.argv if word != NO_PROGRESS),
-            )
-            for process in plan.processes
-        ),
+def in_sessions(plan: Launched, paths: RunPaths) -> Launched:
+    """A plan of this machine whose processes run in tmux sessions, and leave their files in `paths`."""
+    place = {"run_dir": str(paths.root), "project_dir": str(paths.root.parent)}
+    processes = tuple(
+        each.model_copy(
+            update={
+                **place,
+                "session": session_name(paths.run_id, each.role, each.rank),
+                "argv": tuple(word for word in each.argv if word != NO_PROGRESS),
+            }
+        )
+        for each in plan.processes
     )
+    return plan.model_copy(update={"processes": processes})
 
 
 def restarts(cluster: ClusterConfig) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ does not end the run, because training is elastic; when none is left, the run is
 """
 
 import itertools
+import shlex
 import shutil
 import sys
 import time
@@ -31,7 +32,7 @@ from smolcluster.launch.observe.beside import (
     stack_for,
     within_reach,
 )
-from smolcluster.launch.plan import LaunchPlan, Request, in_sessions, plan_local
+from smolcluster.launch.plan import Request, in_sessions, plan_local
 from smolcluster.launch.remote import LaunchOptions, launch_here, launch_remote, wants_window
 from smolcluster.launch.requests import settings_of, written_here
 from smolcluster.launch.shipping import ROLE, Loki, local_shipper, loki_of
@@ -52,6 +53,7 @@ from smolcluster.observability.terminal import (
     steady,
 )
 from smolcluster.runs.events import RunEnded, WorkerJoined, WorkerLeft, WorkerLost, follow_events
+from smolcluster.runs.launched import Launched
 from smolcluster.runs.paths import (
     RunPaths,
     create_run,
@@ -116,7 +118,7 @@ def launch_local(request: Request, run_id: str, how: LaunchOptions, *, resume: b
         announce(stack, run_id, plan.processes, settings.cluster, ssh=lambda _: None, say=say)
     loki = loki_of(settings.cluster, stack)
     if wants_window(how):
-        launched = in_sessions(plan, paths, request.algorithm.name, settings.cluster.port)
+        launched = in_sessions(plan, paths)
         return launch_here(launched, paths, console, how, loki)
     num_epochs = settings.train.num_epochs
     try:
@@ -126,7 +128,7 @@ def launch_local(request: Request, run_id: str, how: LaunchOptions, *, resume: b
         forget(run_id)
 
 
-def _plan(request: Request, settings: Settings, run_id: str, *, resume: bool) -> LaunchPlan:
+def _plan(request: Request, settings: Settings, run_id: str, *, resume: bool) -> Launched:
     return plan_local(
         request,
         settings.cluster,
@@ -138,8 +140,9 @@ def _plan(request: Request, settings: Settings, run_id: str, *, resume: bool) ->
     )
 
 
-def _show(plan: LaunchPlan) -> None:
-    sys.stdout.write("\n".join(plan.lines()) + "\n")
+def _show(plan: Launched) -> None:
+    for process in plan.processes:
+        sys.stdout.write(f"{process.title}:\n  {shlex.join(process.argv)}\n")
 
 
 def for_any_folder(request: Request) -> Request:
@@ -180,7 +183,7 @@ class LocalRun:
 
     def __init__(
         self,
-        plan: LaunchPlan,
+        plan: Launched,
         paths: RunPaths,
         console: Console,
         *,

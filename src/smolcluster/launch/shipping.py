@@ -12,21 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import PREAMBLE, shell_path
 from smolcluster.launch.observe.loki import is_loki, loki_here, own_loki
 from smolcluster.launch.observe.stack import EVERYWHERE, LOKI_PORT, answers, loki_bind, services
-from smolcluster.launch.plan import Process
 from smolcluster.launch.sessions import ask_to_end, begin, host_of, look_script
 from smolcluster.launch.stop import LAST_LINES_S
 from smolcluster.launch.tmux import session_name
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.utils.units import format_address
 
-ROLE: Literal["shipper"] = "shipper"
+ROLE = "shipper"
 OUTPUT = "promtail.log"
 """In a run's folder: what troubles its shipper."""
 LOOPBACK = "http://127."
@@ -120,10 +118,10 @@ def shipper_of(run_id: str, processes: Sequence[LaunchedProcess], url: str) -> L
     )
 
 
-def local_shipper(node: str, run_dir: Path, loki: Loki) -> Process:
+def local_shipper(node: str, run_dir: Path, loki: Loki) -> LaunchedProcess:
     """The shipper of a run whose processes are this process's children."""
     words = ("-m", "smolcluster.cli", "ship", str(run_dir), "--loki", loki.url)
-    return Process(node, ROLE, None, (sys.executable, *words))
+    return LaunchedProcess(node=node, role=ROLE, rank=None, argv=(sys.executable, *words))
 
 
 def ship_script(processes: Sequence[LaunchedProcess], url: str) -> str:

@@ -9,15 +9,15 @@ from smolcluster.runs.paths import log_stem, process_title
 
 
 class LaunchedProcess(BaseModel):
-    """One process, in a tmux session of its own.
+    """One process of a run, in a tmux session of its own or a child of its launcher.
 
     Attributes:
         node: the machine's name in the cluster file.
         role: server or worker.
         rank: a worker's place, from 0; None for the server.
         ssh: where `ssh` finds the machine; None: it is the one that launched.
-        run_dir: the run's folder there, absolute or from `~/`.
-        session: name of the tmux session.
+        run_dir: the run's folder there, absolute or from `~/`; empty: the launcher's own.
+        session: name of the tmux session; empty: it is a child of its launcher.
         project_dir: the project's folder there, likewise; the command starts in it.
         argv: the command, an argument an item.
         device: what it computes on, where the configuration says so.
@@ -28,9 +28,9 @@ class LaunchedProcess(BaseModel):
     node: str
     role: str
     rank: int | None
-    ssh: str | None
-    run_dir: str
-    session: str
+    ssh: str | None = None
+    run_dir: str = ""
+    session: str = ""
     project_dir: str = "~/smolcluster"
     argv: tuple[str, ...] = ()
     device: str | None = None

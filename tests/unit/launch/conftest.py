@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from smolcluster.launch.plan import LaunchPlan, Process
+from smolcluster.runs.launched import Launched, LaunchedProcess
 
 PRELUDE = """
 import os, signal, sys, threading, time
@@ -29,22 +29,22 @@ def wait_for_ever():
         pass
 """
 
-FakePlan = Callable[..., LaunchPlan]
+FakePlan = Callable[..., Launched]
 
 
 @pytest.fixture
 def fake_plan() -> FakePlan:
     """A plan of small Python programs: `fake_plan(server, worker, …)`."""
 
-    def make(server: str, *workers: str) -> LaunchPlan:
-        def process(node: str, rank: int | None, program: str) -> Process:
+    def make(server: str, *workers: str) -> Launched:
+        def process(node: str, rank: int | None, program: str) -> LaunchedProcess:
             argv = (sys.executable, "-c", PRELUDE + program)
-            return Process(node, "server" if rank is None else "worker", rank, argv)
+            role = "server" if rank is None else "worker"
+            return LaunchedProcess(node=node, role=role, rank=rank, argv=argv)
 
-        return LaunchPlan(
-            process("mini1", None, server),
-            tuple(process(f"pi{rank}", rank, program) for rank, program in enumerate(workers)),
-        )
+        members = [process(f"pi{rank}", rank, program) for rank, program in enumerate(workers)]
+        processes = (process("mini1", None, server), *members)
+        return Launched(run_id="edp-1", algorithm="edp", processes=processes)
 
     return make
 

@@ -7,7 +7,7 @@ import pytest
 
 from smolcluster.errors import LaunchError
 from smolcluster.launch.children import Child, stop, wait_for
-from smolcluster.launch.plan import Process
+from smolcluster.runs.launched import LaunchedProcess
 
 Spawn = Callable[..., Child]
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\n"
@@ -28,7 +28,9 @@ def spawn(said: list[str]) -> Iterator[Spawn]:
 
     def start(program: str) -> Child:
         argv = (sys.executable, "-c", "import os, signal, subprocess, sys, time\n" + program)
-        children.append(Child(Process("pi5", "worker", 0, argv), said.append))
+        children.append(
+            Child(LaunchedProcess(node="pi5", role="worker", rank=0, argv=argv), said.append)
+        )
         return children[-1]
 
     yield start
@@ -75,7 +77,8 @@ def test_while_it_runs_it_has_no_exit_code(spawn: Spawn) -> None:
 
 
 def test_a_program_that_is_not_there_is_named() -> None:
-    process = Process("pi5", "worker", 0, ("/no/such/python", "worker.py"))
+    argv = ("/no/such/python", "worker.py")
+    process = LaunchedProcess(node="pi5", role="worker", rank=0, argv=argv)
     with pytest.raises(
         LaunchError, match=r"cannot start worker 1 \(pi5\): /no/such/python: No such"
     ):

@@ -211,7 +211,7 @@ def test_a_local_run_in_sessions_runs_the_commands_of_a_local_run(tmp_path: Path
     plan = plan_local(
         Request(get_algorithm("edp")), CLUSTER, run_id=RUN_ID, python="/usr/bin/python3"
     )
-    launched = in_sessions(plan, paths, "edp", 6000)
+    launched = in_sessions(plan, paths)
     assert launched.is_local
     assert NO_PROGRESS in plan.server.argv
     for ours, theirs in zip(launched.processes, plan.processes, strict=True):

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,17 @@ from rich.console import Console
 from harness import summary_of
 from reading import status_of
 from smolcluster.errors import LaunchError
-from smolcluster.launch.plan import LaunchPlan, Process
 from smolcluster.launch.run import LocalRun
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.jsonl import JsonlSink
 from smolcluster.runs.events import EventLog, RunEnded, WorkerJoined
+from smolcluster.runs.launched import Launched
 from smolcluster.runs.paths import RunPaths, create_run, latest_of
 from smolcluster.runs.processes import read_processes
 from smolcluster.runs.status import STOPPED, read_status, write_status
 from smolcluster.runs.summary import write_summary
 
-FakePlan = Callable[..., LaunchPlan]
+FakePlan = Callable[..., Launched]
 IDLE = "wait_for_ever()"
 
 
@@ -130,8 +129,8 @@ def test_a_server_and_a_worker_on_one_node_are_told_apart(
     fake_plan: FakePlan, paths: RunPaths, console: Console
 ) -> None:
     plan = fake_plan("print('hello')\n" + after_the_end_of(paths, 0), "print('hello')")
-    workers = tuple(replace(worker, node=plan.server.node) for worker in plan.workers)
-    LocalRun(replace(plan, workers=workers), paths, console).run()
+    on_one = [each.model_copy(update={"node": "mini1"}) for each in plan.processes]
+    LocalRun(plan.model_copy(update={"processes": tuple(on_one)}), paths, console).run()
     assert "server mini1     | hello" in printed(console)
     assert "worker 1 (mini1) | hello" in printed(console)
     entries = read_processes(paths.processes)
@@ -269,7 +268,9 @@ def test_what_was_started_is_stopped_when_another_cannot_be(
         started.append(self.pid)
 
     monkeypatch.setattr(subprocess.Popen, "__init__", note)
-    plan = LaunchPlan(fake_plan(IDLE).server, (Process("pi0", "worker", 0, ("/no/such/python",)),))
+    plan = fake_plan(IDLE, IDLE)
+    broken = plan.workers[0].model_copy(update={"argv": ("/no/such/python",)})
+    plan = plan.model_copy(update={"processes": (plan.server, broken)})
     with pytest.raises(LaunchError, match=r"cannot start worker 1 \(pi0\)"):
         LocalRun(plan, paths, console).run()
     monkeypatch.undo()
@@ -289,17 +290,19 @@ def test_nobody_survives_a_launcher_that_is_killed(
 import sys
 from pathlib import Path
 from rich.console import Console
-from smolcluster.launch.plan import LaunchPlan, Process
+from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.launch.run import LocalRun
 from smolcluster.runs.paths import create_run
 
 programs = {children!r}
-server, *workers = [
-    Process(f"n{{i}}", "worker" if i else "server", i - 1 if i else None, (sys.executable, "-c", text))
+processes = [
+    LaunchedProcess(node=f"n{{i}}", role="worker" if i else "server", rank=i - 1 if i else None,
+                    argv=(sys.executable, "-c", text))
     for i, text in enumerate(programs)
 ]
 paths = create_run(Path({str(tmp_path)!r}), "edp-1")
-LocalRun(LaunchPlan(server, tuple(workers)), paths, Console()).run()
+plan = Launched(run_id="edp-1", algorithm="edp", processes=processes)
+LocalRun(plan, paths, Console()).run()
 """
     launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
     pids = [pid_in(tmp_path / name) for name in ("server", "worker0", "worker1")]

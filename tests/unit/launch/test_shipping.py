@@ -17,7 +17,6 @@ from reading import server as bare_server
 from reading import worker as bare_worker
 from smolcluster.errors import LaunchError
 from smolcluster.launch import shipping
-from smolcluster.launch.plan import LaunchPlan
 from smolcluster.launch.run import LocalRun
 from smolcluster.launch.shipping import Loki, loki_of, ship_script, url_for, with_shippers
 from smolcluster.observability.shipping.spool import STATE
@@ -227,7 +226,7 @@ def test_where_logs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_of_child_processes_ships_its_last_lines_and_leaves_nothing(
-    fake_plan: Callable[..., LaunchPlan], tmp_path: Path, console: Console
+    fake_plan: Callable[..., Launched], tmp_path: Path, console: Console
 ) -> None:
     paths = create_run(tmp_path, "r1")
     log, state = paths.log_file("server", "mini1"), paths.logs / STATE
@@ -246,7 +245,7 @@ with open({str(log)!r}, "w") as log:
 
 
 def test_a_run_of_child_processes_does_not_need_loki(
-    fake_plan: Callable[..., LaunchPlan], tmp_path: Path, console: Console
+    fake_plan: Callable[..., Launched], tmp_path: Path, console: Console
 ) -> None:
     paths = create_run(tmp_path, "r1")
     run = LocalRun(fake_plan("", ""), paths, console, loki=Loki("nonsense", is_ours=False))

@@ -19,7 +19,6 @@ from smolcluster.launch.observe.stack import (
     services,
 )
 from smolcluster.launch.observe.targets import (
-    Placed,
     listens,
     local_address,
     remove_stale,
@@ -30,6 +29,7 @@ from smolcluster.launch.observe.targets import (
 )
 from smolcluster.launch.plan import Request
 from smolcluster.observability.exporter import LOOPBACK, free_ports
+from smolcluster.runs.launched import LaunchedProcess
 
 DOCKER_S, SERVICE_S = 3.0, 0.5
 """How long a launch waits for a word from Docker, and from Grafana."""
@@ -93,7 +93,7 @@ def bring_up(say: Say) -> Path | None:
 def announce(
     stack: Path,
     run_id: str,
-    processes: Iterable[Placed],
+    processes: Iterable[LaunchedProcess],
     cluster: ClusterConfig,
     *,
     ssh: Callable[[str], str | None],

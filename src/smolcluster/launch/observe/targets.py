@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import SmolclusterError
@@ -20,6 +20,7 @@ from smolcluster.launch.host import run_here
 from smolcluster.launch.observe.stack import EVERYWHERE
 from smolcluster.observability.exporter import LOOPBACK, metrics_address
 from smolcluster.runs.files import write_whole
+from smolcluster.runs.launched import LaunchedProcess
 from smolcluster.utils.units import format_address
 
 FOLDER = "targets"
@@ -35,25 +36,9 @@ READABLE = 0o644
 Json = dict[str, Any]
 
 
-class Placed(Protocol):
-    """A process of a plan, on a node."""
-
-    @property
-    def node(self) -> str:
-        """The machine's name in the cluster file."""
-
-    @property
-    def role(self) -> str:
-        """Server or worker."""
-
-    @property
-    def rank(self) -> int | None:
-        """A worker's place, from 0; None for the server."""
-
-
 def targets_of(
     run_id: str,
-    processes: Iterable[Placed],
+    processes: Iterable[LaunchedProcess],
     cluster: ClusterConfig,
     address_of: Callable[[str], str],
 ) -> list[Json]:
