@@ -12,6 +12,7 @@ from lab import Host, Lab, Running
 from reading import log_line, status_of
 from smolcluster.runs.events import WorkerJoined
 from smolcluster.runs.launched import Launched, LaunchedProcess
+from smolcluster.runs.series import Series
 
 RUN = "runs/r1"
 THERE = "~/smolcluster/runs/r1"
@@ -119,9 +120,11 @@ def test_status_is_right_with_one_machine_cut_off(run: Lab) -> None:
 
 
 def test_top_shows_what_the_servers_machine_has(run: Lab) -> None:
-    step = '{"ts": "", "kind": "step", "incarnation": "a", "step": %d, "epoch": 0, "loss": %g}\n'
-    losses = "".join(step % (number, 100 / number) for number in range(1, 100))
-    run["mini1"].write(f"{KEPT}/metrics.jsonl", losses)
+    series = Series()
+    for number in range(1, 100):
+        step = {"ts": "", "kind": "step", "incarnation": "a", "step": number, "loss": 100 / number}
+        series.take(step)
+    run["mini1"].write(f"{KEPT}/series.json", series.document(0).decode())
     joined = WorkerJoined(rank=1, node="pi5", device="cpu", samples_per_s=9.0).model_dump_json()
     event = '{"ts": "2026-11-22T10:00:00Z", "kind": "worker_joined", "incarnation": "a", '
     run["mini1"].write(f"{KEPT}/events.jsonl", f"{event}{joined[1:]}\n")

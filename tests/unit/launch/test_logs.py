@@ -207,7 +207,7 @@ def test_following_goes_on_after_a_break_without_repeating(
     one = write(there / "runs/r1/logs/server-mini1.log", log_line(1, "m1"))
     two = write(there / "runs/r1/logs/worker-rank0-pi5.log", log_line(2, "m2") + '{"half')
     program = (
-        "import sys; from smolcluster.launch.watch import growing, logs; growing.RETRY_S = 0.2\n"
+        "import sys; from smolcluster.launch.watch import logs, tail; tail.RETRY_S = 0.2\n"
         "sys.exit(logs.logs(sys.argv[1], node=None, rank=None, level='INFO', follow=True, since=None))"
     )
     output = tmp_path / "output"

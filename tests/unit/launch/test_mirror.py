@@ -8,11 +8,13 @@ import pytest
 
 from made_runs import MadeRun
 from reading import fake_ssh, launched_run, log_line, server, status_of, worker, write
+from smolcluster.launch.watch import mirror
 from smolcluster.launch.watch.mirror import Mirror
 from smolcluster.launch.watch.page import open_files
 from smolcluster.observability.view.run import RunView
 from smolcluster.runs.launched import read_launched
 from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.series import SeriesFile
 from smolcluster.runs.status import write_status
 
 DEADLINE_S = 30.0
@@ -30,29 +32,37 @@ def step_line(step: int) -> str:
     return f'{{"ts": "2026-11-22T06:00:00.000Z", {fields}}}\n'
 
 
+def keep_series(paths: RunPaths, num_steps: int) -> None:
+    """What the owner's machine keeps; its `metrics.jsonl` is asked for by nobody."""
+    write(paths.metrics, "".join(map(step_line, range(1, num_steps + 1))))
+    paths.series.unlink(missing_ok=True)
+    SeriesFile(paths, warn=pytest.fail).close()
+    paths.metrics.unlink()
+
+
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
     """The run's folder on the server's machine."""
     there = RunPaths(fake_ssh(tmp_path, monkeypatch) / "runs" / "r1")
     there.logs.mkdir(parents=True)
     write_status(there.status, status_of(workers={0: ("pi5", "joined")}))
-    write(there.metrics, step_line(1) + step_line(2))
+    keep_series(there, 2)
     write(there.logs / "server-mini1.log", log_line(1, "listening"))
     write(there.logs / "worker-rank0-pi5.log", log_line(2, "joined"))
     return there
 
 
 def test_a_run_on_other_machines_is_read_there_as_it_goes_on(
-    tmp_path: Path, elsewhere: RunPaths
+    tmp_path: Path, elsewhere: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(mirror, "SERIES_EVERY_S", 0.0)
     paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi@pi5"))
     before = sorted(paths.root.rglob("*"))
     view = RunView(open_files(paths, tmp_path / "copies"), clock=lambda: time.monotonic() * 10)
     try:
         eventually(lambda: view.state().get("step") == 120)
         eventually(lambda: view.series()["steps"]["step"] == [1, 2])
-        with elsewhere.metrics.open("a") as file:
-            file.write(step_line(3))
+        keep_series(elsewhere, 3)
         eventually(lambda: view.series()["steps"]["step"] == [1, 2, 3])
         eventually(lambda: sorted(view.log_files()) == ["server-mini1", "worker-rank0-pi5"])
         assert view.state()["problems"] == []
@@ -65,15 +75,15 @@ def test_a_run_on_other_machines_is_read_there_as_it_goes_on(
 def test_a_resumed_runs_old_summary_goes_away(tmp_path: Path, elsewhere: RunPaths) -> None:
     paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi@pi5"))
     MadeRun(elsewhere.root.parent, "r1").summary()
-    mirror = Mirror(paths, read_launched(paths.launched), tmp_path / "copies" / "r1")
+    copied = Mirror(paths, read_launched(paths.launched), tmp_path / "copies" / "r1")
     try:
-        copy = mirror.files().served
+        copy = copied.files().served
         eventually(copy.summary.is_file)
         elsewhere.summary.unlink()
         eventually(lambda: not copy.summary.exists())
         assert copy.status.is_file()
     finally:
-        mirror.close()
+        copied.close()
 
 
 def test_a_machine_that_cannot_be_reached_is_named_and_the_others_are_shown(
@@ -107,11 +117,11 @@ def test_a_server_here_is_read_here_and_only_the_others_logs_are_copied(
     paths = launched_run(root, here, worker(0, "pi5", "pi@pi5"))
     write_status(paths.status, status_of())
     write(paths.logs / "server-mini1.log", log_line(1, "listening"))
-    mirror = Mirror(paths, read_launched(paths.launched), tmp_path / "copies" / "r1")
+    copied = Mirror(paths, read_launched(paths.launched), tmp_path / "copies" / "r1")
     try:
-        files = mirror.files()
+        files = copied.files()
         assert (files.served, files.is_here) == (paths, True)
         view = RunView(files)
         eventually(lambda: sorted(view.log_files()) == ["server-mini1", "worker-rank0-pi5"])
     finally:
-        mirror.close()
+        copied.close()

@@ -1,6 +1,7 @@
 import pytest
 
-from smolcluster.observability.parsing import LogLine, parse_log_line, seconds_of
+from smolcluster.observability.parsing import LogLine, parse_log_line
+from smolcluster.runs.files import seconds_of
 
 
 def test_a_line_of_ours_says_when_how_serious_what_and_where() -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -22,8 +23,8 @@ from rich.text import Text
 from smolcluster.errors import ConfigError, DataError, LaunchError, SmolclusterError
 from smolcluster.launch.find import find
 from smolcluster.launch.host import CONNECT_TIMEOUT_S, Host, shell_path
-from smolcluster.launch.watch.growing import Reader
 from smolcluster.launch.watch.probe import look
+from smolcluster.launch.watch.tail import END_S, RemoteTail
 from smolcluster.observability.logs import log_line
 from smolcluster.observability.parsing import parse_log_line
 from smolcluster.observability.terminal import (
@@ -307,58 +308,38 @@ class LogView:
         return displayable(self.console, text[:MAX_SHOWN] + more)
 
 
-def _by_host(sources: Sequence[LogFile]) -> dict[Host, list[int]]:
-    hosts: dict[Host, list[int]] = {}
-    for index, source in enumerate(sources):
-        hosts.setdefault(source.host, []).append(index)
-    return hosts
-
-
 # --- what is there
 
 
 def _print(view: LogView) -> int:
     """Print what is there now; 1 when a machine's lines are missing."""
-    fetched = [_Fetched(view, host, own) for host, own in _by_host(view.sources).items()]
-    threads = [threading.Thread(target=each.read, daemon=True) for each in fetched]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    view.show(itertools.chain.from_iterable(each.entries for each in fetched))
-    for each in fetched:
-        for problem in each.problems:
-            print_line(view.problems, problem)
-    return int(any(each.problems for each in fetched))
+    with ThreadPoolExecutor(max(1, len(view.sources))) as pool:
+        fetched = list(pool.map(lambda index: _fetched(view, index), range(len(view.sources))))
+    view.show(itertools.chain.from_iterable(entries for entries, _ in fetched))
+    problems = dict.fromkeys(problem for _, problem in fetched if problem)
+    for problem in problems:
+        print_line(view.problems, problem)
+    return int(bool(problems))
 
 
-class _Fetched:
-    """The lines that one machine's files have now."""
+def _fetched(view: LogView, index: int) -> tuple[list[LogLine], str]:
+    """The lines that a file has now, or its copy here has when the machine cannot be reached, and why not."""
+    source, entries = view.sources[index], list[LogLine]()
 
-    def __init__(self, view: LogView, host: Host, own: list[int]) -> None:
-        self._view, self._host, self._own = view, host, own
-        self.entries: list[LogLine] = []
-        self.problems: list[str] = []
+    def take(lines: list[bytes]) -> None:
+        entries.extend(view.entries(index, lines))
 
-    def read(self) -> None:
-        """Read them; the copies here, if there are any, when the machine cannot be reached."""
-        try:
-            self._read(self._host, [self._view.sources[index].file for index in self._own])
-        except LaunchError as error:
-            copies = [self._view.sources[index].copy for index in self._own]
-            if not any(copy.is_file() for copy in copies):
-                self.problems.append(str(error))
-                return
-            self.problems.append(f"{error}; its lines are those that were fetched before")
-            self.entries.clear()
-            with suppress(LaunchError):
-                self._read(Host(self._host.node), [shlex.quote(str(copy)) for copy in copies])
-
-    def _read(self, host: Host, files: list[str]) -> None:
-        def take(file: int, lines: list[bytes]) -> None:
-            self.entries += self._view.entries(self._own[file], lines)
-
-        Reader(host, files, on_lines=take).read()
+    try:
+        RemoteTail(source.host, source.file, on_lines=take).read()
+    except LaunchError as error:
+        if not source.copy.is_file():
+            return [], str(error)
+        entries.clear()
+        with suppress(LaunchError):
+            here = Host(source.host.node)
+            RemoteTail(here, shlex.quote(str(source.copy)), on_lines=take).read()
+        return entries, f"{error}; its lines are those that were fetched before"
+    return entries, ""
 
 
 # --- what comes
@@ -366,11 +347,10 @@ class _Fetched:
 
 @dataclass(frozen=True)
 class _News:
-    """What a machine's thread has to tell: lines of a source, that all that was there has come, or a word."""
+    """Something of a source: lines, that all that was there has come, or a word of what became of it."""
 
+    source: int
     kind: Literal["lines", "whole", "word"]
-    host: Host
-    source: int = 0
     lines: tuple[bytes, ...] = ()
     word: str = ""
 
@@ -380,26 +360,26 @@ def _follow(view: LogView, is_over: Callable[[], bool]) -> int:
     news: queue.Queue[_News] = queue.Queue()
     over = threading.Event()
     threading.Thread(target=_wait_for_end, args=(is_over, over), daemon=True).start()
-    hosts = _by_host(view.sources)
-    readers = [_reader(view, host, own, news) for host, own in hosts.items()]
-    threads = [threading.Thread(target=run, daemon=True) for _, run in readers]
+    tails = [_tail(view, index, news) for index in range(len(view.sources))]
+    threads = [threading.Thread(target=run, daemon=True) for _, run in tails]
     try:
         for thread in threads:
             thread.start()
-        _show_first(view, news, set(hosts))
+        _show_first(view, news)
         while not view.console.quiet and not (over.is_set() and news.empty()):
             _show_next(view, news)
     except KeyboardInterrupt:
         return 0
     finally:
-        for reader, _ in readers:
-            reader.stop()
+        for tail, _ in tails:
+            tail.stop()
+        end = time.monotonic() + END_S
         for thread in threads:
-            thread.join(1.0)
-        for reader, _ in readers:
-            reader.kill()
+            thread.join(max(0.0, end - time.monotonic()))
+        for tail, _ in tails:
+            tail.kill()
         for thread in threads:
-            thread.join(1.0)
+            thread.join(END_S)
         over.set()
     return 0  # the run is over, or nobody reads it any more
 
@@ -413,33 +393,38 @@ def _wait_for_end(is_over: Callable[[], bool], over: threading.Event) -> None:
     over.set()
 
 
-def _reader(
-    view: LogView, host: Host, own: list[int], news: "queue.Queue[_News]"
-) -> tuple[Reader, Callable[[], None]]:
-    def lines(file: int, lines: list[bytes]) -> None:
-        news.put(_News("lines", host, own[file], tuple(lines)))
+def _tail(
+    view: LogView, index: int, news: "queue.Queue[_News]"
+) -> tuple[RemoteTail, Callable[[], None]]:
+    source = view.sources[index]
+    is_first = all(each.host != source.host for each in view.sources[:index])
 
     def say(sentence: str) -> None:
-        news.put(_News("word", host, word=sentence))
+        news.put(_News(index, "word", word=sentence if is_first else ""))
 
-    files = [view.sources[index].file for index in own]
-    reader = Reader(host, files, on_lines=lines, on_whole=lambda: news.put(_News("whole", host)))
-    return reader, lambda: reader.follow(
+    tail = RemoteTail(
+        source.host,
+        source.file,
+        on_lines=lambda lines: news.put(_News(index, "lines", tuple(lines))),
+        on_whole=lambda: news.put(_News(index, "whole")),
+    )
+    return tail, lambda: tail.follow(
         lambda problem: say(f"{problem}; trying again"),
-        lambda: say(f"{host.node}: connected again"),
+        lambda: say(f"{source.host.node}: connected again"),
     )
 
 
-def _show_first(view: LogView, news: "queue.Queue[_News]", missing: set[Host]) -> None:
-    """Print what is there, as soon as each machine has said all or that it cannot."""
+def _show_first(view: LogView, news: "queue.Queue[_News]") -> None:
+    """Print what is there, as soon as each source has said all or that it cannot."""
     entries: list[LogLine] = []
+    missing = set(range(len(view.sources)))
     end = time.monotonic() + PATIENCE_S
     while missing and (left := end - time.monotonic()) > 0:
         with suppress(queue.Empty):
             each = news.get(timeout=left)
             entries += _taken(view, each)
             if each.kind != "lines":
-                missing.discard(each.host)
+                missing.discard(each.source)
     view.show(entries)
 
 
@@ -455,6 +440,6 @@ def _show_next(view: LogView, news: "queue.Queue[_News]") -> None:
 
 
 def _taken(view: LogView, news: _News) -> list[LogLine]:
-    if news.kind == "word":
+    if news.word:
         print_line(view.problems, news.word)
     return view.entries(news.source, news.lines)

@@ -1,39 +1,33 @@
-"""Copies of a run's files on other machines, which grow with the originals; nothing is written there.
+"""What a run's view needs of other machines, brought into a folder here; nothing is written there.
 
-What is asked of each machine are its log files, and of the server's also events and metrics: from their
-beginning, then what is new. Its status comes every two seconds, as for `smolcluster status`.
+Of the server's machine these are small files, asked for again and again (`status.json`, `summary.json`,
+`series.json`), and the newest events; of each machine the logs, as they grow.
 """
 
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from smolcluster.errors import DataError, SmolclusterError
 from smolcluster.launch.host import Host, shell_path
 from smolcluster.launch.watch.fetch import is_here
-from smolcluster.launch.watch.growing import Reader
-from smolcluster.launch.watch.probe import ProbeResult, look
+from smolcluster.launch.watch.probe import Ask, AskMore, ProbeResult, look, series_script
+from smolcluster.launch.watch.tail import RemoteTail
 from smolcluster.observability.view.run import Files
+from smolcluster.runs.files import write_whole
 from smolcluster.runs.launched import Launched
 from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.series import EVERY_S as SERIES_EVERY_S
 from smolcluster.runs.status import read_status, write_status
 from smolcluster.runs.summary import write_summary
 
 LOOK_EVERY_S = 2.0
 END_S = 2.0
-GROWING = ("events.jsonl", "metrics.jsonl")
-
-
-@dataclass(frozen=True)
-class Copied:
-    """A file that grows: where it is there, a word of a shell, and its copy here."""
-
-    there: str
-    here: Path
+NUM_EVENTS = 5000
 
 
 def is_wholly_here(launched: Launched, paths: RunPaths) -> bool:
@@ -47,53 +41,34 @@ def is_wholly_here(launched: Launched, paths: RunPaths) -> bool:
     return False
 
 
-def copied_from(launched: Launched, paths: RunPaths, folder: RunPaths) -> dict[Host, list[Copied]]:
-    """The files that grow and are not in the run's folder here, by the machine that has them."""
-    files: dict[Host, list[Copied]] = {}
-    for process in launched.processes:
-        if is_here(process, paths):
-            continue
-        own = files.setdefault(Host(process.node, process.ssh), [])
-        there = shell_path(process.run_dir)
-        if process == launched.server:
-            own += [Copied(f"{there}/{name}", folder.root / name) for name in GROWING]
-        stem = f"{process.stem}.log"
-        own.append(Copied(f"{there}/logs/{stem}", folder.logs / stem))
-    return files
-
-
 class Mirror:
-    """Copies one run into a folder, in threads of its own, until it is closed.
+    """Brings what one run needs into a folder, in threads of its own, until it is closed.
 
     Args:
         paths: the run's own folder.
         launched: which processes it has, and where.
         folder: beside it is made the one where the copies go, which is removed at the end: a run can be
             opened again while its copies of before are still being removed.
-        watch: looks at the run; only tests say another one.
+        ask: runs a script on a machine; only tests say another one.
     """
 
     def __init__(
-        self,
-        paths: RunPaths,
-        launched: Launched,
-        folder: Path,
-        watch: Callable[[RunPaths], ProbeResult] = look,
+        self, paths: RunPaths, launched: Launched, folder: Path, ask: Ask | None = None
     ) -> None:
         self._paths = paths
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._copy = RunPaths(Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent)))
-        self._watch = watch
+        self._copy.logs.mkdir(parents=True, exist_ok=True)
+        self._launched = launched
         self._is_here = is_here(launched.server, paths)
+        self._ask = AskMore(ask, self._script)
+        self._series_due_at = 0.0
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._problems: dict[str, str] = {}
-        self._copy.logs.mkdir(parents=True, exist_ok=True)
-        copied = copied_from(launched, paths, self._copy)
-        self._readers = [self._reader(host, files) for host, files in copied.items()]
+        self._tails = self._made_tails()
         self._threads = [
-            threading.Thread(target=self._follow, args=(reader,), daemon=True)
-            for reader in self._readers
+            threading.Thread(target=self._follow, args=(tail,), daemon=True) for tail in self._tails
         ]
         if not self._is_here:
             self._threads.append(threading.Thread(target=self._look, daemon=True))
@@ -119,33 +94,56 @@ class Mirror:
     def close(self) -> None:
         """Stop copying and remove the copies."""
         self._stopped.set()
-        for reader in self._readers:
-            reader.stop()
-        for thread in self._threads[: len(self._readers)]:
-            thread.join(END_S)
-        for reader in self._readers:
-            reader.kill()
+        for tail in self._tails:
+            tail.stop()
+        end = time.monotonic() + END_S
+        for thread in self._threads[: len(self._tails)]:
+            thread.join(max(0.0, end - time.monotonic()))
+        for tail in self._tails:
+            tail.kill()
         shutil.rmtree(self._copy.root, ignore_errors=True)
 
-    def _reader(self, host: Host, files: list[Copied]) -> Reader:
-        def take(index: int, lines: list[bytes]) -> None:
+    def _made_tails(self) -> list[RemoteTail]:
+        """The files that grow and are not in the run's folder here: the logs, and the server's events."""
+        tails = []
+        for process in self._launched.processes:
+            if is_here(process, self._paths):
+                continue
+            host, there = Host(process.node, process.ssh), shell_path(process.run_dir)
+            log = f"{process.stem}.log"
+            tails.append(self._tail(host, f"{there}/logs/{log}", self._copy.logs / log))
+            if process == self._launched.server:
+                events = f"{there}/{self._copy.events.name}"
+                tails.append(self._tail(host, events, self._copy.events, NUM_EVENTS))
+        return tails
+
+    def _tail(self, host: Host, there: str, here: Path, newest: int | None = None) -> RemoteTail:
+        def take(lines: list[bytes]) -> None:
             if not self._stopped.is_set():
-                with suppress(OSError), files[index].here.open("ab") as copy:
+                with suppress(OSError), here.open("ab") as copy:
                     copy.write(b"\n".join(lines) + b"\n")
 
-        return Reader(host, [each.there for each in files], on_lines=take)
+        return RemoteTail(host, there, on_lines=take, newest=newest)
 
-    def _follow(self, reader: Reader) -> None:
-        node = reader.host.node
-        reader.follow(
+    def _follow(self, tail: RemoteTail) -> None:
+        node = tail.host.node
+        tail.follow(
             lambda problem: self._say(node, f"{problem}; trying again"),
             lambda: self._say(node, None),
         )
 
+    def _script(self, host: Host) -> str:
+        """What is asked of a machine besides its processes: of the server's the curves, now and then."""
+        server = self._launched.server
+        if host != Host(server.node, server.ssh) or time.monotonic() < self._series_due_at:
+            return ""
+        self._series_due_at = time.monotonic() + SERIES_EVERY_S
+        return series_script(shell_path(server.run_dir))
+
     def _look(self) -> None:
         while not self._stopped.is_set():
             try:
-                self._take(self._watch(self._paths))
+                self._take(look(self._paths, self._ask))
             except SmolclusterError as error:
                 self._say("", str(error))
             self._stopped.wait(LOOK_EVERY_S)
@@ -153,7 +151,11 @@ class Mirror:
     def _take(self, probed: ProbeResult) -> None:
         """Copy what the server has written."""
         self._say("", None)
+        server = Host(self._launched.server.node, self._launched.server.ssh)
+        series = self._ask.said.get(server, {}).get("series", "")
         with suppress(SmolclusterError, OSError):
+            if series:
+                write_whole(self._copy.series, series, durable=False)
             if probed.status is not None:
                 write_status(self._copy.status, probed.status)
             if probed.summary is not None:

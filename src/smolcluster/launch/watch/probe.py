@@ -29,6 +29,7 @@ from smolcluster.runs.files import or_none
 from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched
 from smolcluster.runs.paths import RunPaths, log_stem
 from smolcluster.runs.processes import ProcessEntry, read_processes
+from smolcluster.runs.series import MAX_NBYTES
 from smolcluster.runs.status import RunStatus, instant, read_status
 from smolcluster.runs.summary import Summary, read_summary
 
@@ -115,6 +116,26 @@ def ask_host(host: Host, script: str) -> str:
         LaunchError: the machine cannot be asked.
     """
     return host.run(script, timeout_s=LIMIT_S).stdout
+
+
+class AskMore:
+    """Asks machines for more in the same command; `said` has the sections of each machine's last answer."""
+
+    def __init__(self, ask: Ask | None, script: Callable[[Host], str]) -> None:
+        self._ask = ask or ask_host
+        self._script = script
+        self.said: dict[Host, dict[str, str]] = {}
+
+    def __call__(self, host: Host, script: str) -> str:
+        """What the machine prints."""
+        answer = self._ask(host, f"{script}\n{self._script(host)}\ntrue")
+        self.said[host] = sections(answer)
+        return answer
+
+
+def series_script(folder: str) -> str:
+    """What prints a run's `series.json` as a section; `folder` is a word of a shell."""
+    return f"echo; echo '{MARK}series'; head -c {2 * MAX_NBYTES} {folder}/series.json 2>/dev/null"
 
 
 def _look_at(host: Host, launched: Launched, ask: Ask) -> ProbeResult:

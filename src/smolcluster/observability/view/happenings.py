@@ -4,13 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from smolcluster.observability.curves import EVAL_VALUES, kept
-from smolcluster.observability.metrics import MetricRecord
-from smolcluster.observability.sinks.jsonl import MetricLine
-from smolcluster.observability.view.measured import Columns, columns
-from smolcluster.observability.view.thinned import Thinned
 from smolcluster.runs.events import (
-    Evaluated,
     EventRecord,
     RunStarted,
     kind_of,
@@ -20,7 +14,6 @@ from smolcluster.runs.files import json_objects, seconds_of
 from smolcluster.runs.tail import Line, Tail
 
 MAX_OF_A_KIND = 500
-MAX_EVALUATIONS = 1000
 MAX_TEXT = 500
 Numbered = tuple[int, EventRecord]
 """An event, and its place in the file."""
@@ -40,7 +33,7 @@ class Happenings:
         self.started: RunStarted | None = None
         self.counts: Counter[str] = Counter()
         self._tail = Tail(path)
-        self._kept: dict[str, Thinned[Numbered]] = {}
+        self._kept: dict[str, list[Numbered]] = {}
 
     def poll(self) -> bool:
         """Take what is new, a piece of the file at most; whether there was something."""
@@ -63,16 +56,6 @@ class Happenings:
         """The events for a time line: `t`, `kind`, `text`, and `rank`, `node` and `step` where they apply."""
         return [shown(record) for record in self.records()]
 
-    def evaluations(self) -> Columns:
-        """The evaluations that no later start has undone, as columns."""
-        records = self.records()
-        lines = [
-            MetricLine(each.ts, each.incarnation, _values(each.event))
-            for each in records
-            if isinstance(each.event, Evaluated)
-        ]
-        return columns(kept(lines, records), EVAL_VALUES)
-
     def _take(self, line: Line) -> None:
         for entry in json_objects([line.data]):
             record = parse_event(entry)
@@ -85,10 +68,10 @@ class Happenings:
         self.counts[kind] += 1
         if isinstance(record.event, RunStarted):
             self.started = record.event
-        if kind not in self._kept:
-            most = MAX_EVALUATIONS if isinstance(record.event, Evaluated) else MAX_OF_A_KIND
-            self._kept[kind] = Thinned(most, _number, lambda each: each[1].incarnation)
-        self._kept[kind].add((self.version, record))
+        kept = self._kept.setdefault(kind, [])
+        kept.append((self.version, record))
+        if len(kept) > 2 * MAX_OF_A_KIND:
+            del kept[1:-1:2]
 
 
 def shown(record: EventRecord) -> dict[str, Any]:
@@ -120,9 +103,3 @@ def _value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _values(event: Evaluated) -> MetricRecord:
-    values = {name: getattr(event, name) for name in EVAL_VALUES}
-    known = {name: value for name, value in values.items() if value is not None}
-    return MetricRecord("eval", event.step, event.epoch, known)

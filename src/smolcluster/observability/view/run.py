@@ -69,7 +69,7 @@ class RunView:
         self._polled_at: float | None = None
         self._status: RunStatus | None = None
         self._changed_at: float | None = None
-        self._measured = Measured(files.served.metrics)
+        self._measured = Measured(files.served)
         self._happenings = Happenings(files.served.events)
         self._launched: Launched | None = None
         self._damaged: list[str] = []
@@ -101,12 +101,11 @@ class RunView:
             return standing(known) | {"versions": self.versions}
 
     def series(self) -> dict[str, Any]:
-        """Points for curves: `steps`, `processes` (see `Measured`) and `evaluations`."""
+        """Points for curves: see `Measured`."""
         with self._lock:
             self._poll()
             if self._shown is None or self._shown[0] != self.versions:
-                own = self._measured.series(self._happenings.records())
-                own["evaluations"] = self._happenings.evaluations()
+                own = self._measured.series()
                 self._shown = self.versions, own | {"version": self._measured.version}
             return self._shown[1]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from made_runs import MadeRun, killed_run
 from smolcluster.observability.view.happenings import MAX_OF_A_KIND, Happenings
-from smolcluster.runs.events import Evaluated, PushDropped, RunResumed
+from smolcluster.runs.events import PushDropped
 
 
 def happenings(run: MadeRun) -> Happenings:
@@ -36,16 +36,3 @@ def test_of_a_frequent_kind_not_all_are_kept_but_all_are_counted(tmp_path: Path)
     assert found.counts["push_dropped"] == 3000
     assert MAX_OF_A_KIND / 2 <= kinds.count("push_dropped") <= 2 * MAX_OF_A_KIND
     assert kinds.count("worker_lost") == 1
-
-
-def test_evaluations_that_were_undone_are_no_curve(tmp_path: Path) -> None:
-    before = MadeRun(tmp_path)
-    before.started()
-    before.event(*(Evaluated(epoch=0, step=step, val_loss=1.0) for step in (10, 20)))
-    after = MadeRun(tmp_path, incarnation="b2")
-    after.now = 5.0
-    after.event(RunResumed(step=10, samples_applied=320))
-    after.event(Evaluated(epoch=0, step=15, val_loss=0.5))
-    columns = happenings(before).evaluations()
-    assert (columns["step"], columns["val_loss"]) == ([10, 15], [1.0, 0.5])
-    assert "val_accuracy" not in columns

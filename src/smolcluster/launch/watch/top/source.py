@@ -2,14 +2,14 @@
 
 Each machine is asked once a look, by the same command that asks for its processes; it sends the ends of its
 files only. What it sends more than once is known by its text. How loss and speed went before the first look
-is sampled at places that are evenly spread over `metrics.jsonl`, however long that is.
+tells `series.json`.
 """
 
 import itertools
 import math
 import shlex
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -17,15 +17,15 @@ from datetime import datetime, timedelta
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import Host, shell_path
 from smolcluster.launch.watch.logs import LogFile, entry_of, sources_of
-from smolcluster.launch.watch.probe import Ask, ask_host, look, sections
+from smolcluster.launch.watch.probe import Ask, AskMore, ask_host, look, sections, series_script
 from smolcluster.launch.watch.report import RunReport, report_of
 from smolcluster.launch.watch.top.bars import mean
 from smolcluster.observability.report.story import told
-from smolcluster.observability.sinks.jsonl import parse_metric
 from smolcluster.runs.events import EpochFinished, Evaluated, kind_of, parse_event
 from smolcluster.runs.files import json_objects, seconds_of
 from smolcluster.runs.launched import Launched, read_launched
 from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.series import SeriesReader, loaded
 from smolcluster.runs.status import RunStatus
 
 EVENTS_NBYTES = 8192
@@ -33,10 +33,6 @@ RARE_NBYTES = 1 << 18
 RARE_LINES = 20
 LOG_NBYTES = 65536
 LOG_LINES = 8
-PLACES = 48
-"""Where `metrics.jsonl` is sampled."""
-PLACE_NBYTES = 8192
-PLACE_LINES = 4
 MAX_POINTS = 480
 MAX_NEWS = 400
 AT_END = ("ended", "stopped")
@@ -116,10 +112,9 @@ class SnapshotSource:
         self.is_elsewhere = paths.launched.is_file()
         """Whether looking may take a network."""
         self._paths = paths
-        self._ask = ask or ask_host
+        self._ask = AskMore(ask, self._script)
         self._launched = read_launched(paths.launched) if self.is_elsewhere else None
         self._logs = sources_of(paths)
-        self._said: dict[Host, Mapping[str, str]] = {}
         self._points: list[Point] = []
         self._has_curve = False
         self._news: dict[str, EventLine] = {}
@@ -130,12 +125,12 @@ class SnapshotSource:
         Raises:
             DataError: its list of processes is damaged.
         """
-        self._said.clear()
+        self._ask.said.clear()
         if not self.is_elsewhere:
             self._logs = sources_of(self._paths)
-        probed = look(self._paths, self._ask_more)
+        probed = look(self._paths, self._ask)
         server = self._server_of(self._launched)
-        if server not in self._said:  # what lies here, of a local run or fetched before
+        if server not in self._ask.said:  # what lies here, of a local run or fetched before
             self._ask_here(server)
         self._learn(server)
         status = probed.status
@@ -146,11 +141,6 @@ class SnapshotSource:
         news = sorted(self._news.values(), key=lambda each: each.seconds)
         return Snapshot(report, status, probed.now, tuple(self._points), news)
 
-    def _ask_more(self, host: Host, script: str) -> str:
-        answer = self._ask(host, f"{script}\n{self._script(host)}\ntrue")
-        self._said[host] = sections(answer)
-        return answer
-
     def _ask_here(self, server: Host) -> None:
         with suppress(LaunchError):
             script = self._tails(str(self._paths.root), is_here=True)
@@ -160,7 +150,7 @@ class SnapshotSource:
                 *(_log_tail(place, file) for place, file in enumerate(copies)),
                 "true",
             ]
-            self._said[server] = sections(ask_host(_HERE, "\n".join(lines)))
+            self._ask.said[server] = sections(ask_host(_HERE, "\n".join(lines)))
 
     @staticmethod
     def _server_of(launched: Launched | None) -> Host:
@@ -179,20 +169,28 @@ class SnapshotSource:
     def _tails(self, run_dir: str, *, is_here: bool) -> list[str]:
         folder = shlex.quote(run_dir) if is_here else shell_path(run_dir)
         lines = ["echo; echo ::events", _events_script(f"{folder}/events.jsonl")]
-        return lines if self._has_curve else [*lines, _curve_script(f"{folder}/metrics.jsonl")]
+        return lines if self._has_curve or is_here else [*lines, series_script(folder)]
 
     def _learn(self, server: Host) -> None:
         """Keep what is new in the answers."""
-        for host, said in self._said.items():
+        for host, said in self._ask.said.items():
             for place, log in enumerate(self._logs):
                 self._learn_lines(log, said.get(f"log {place}", ""))
             if host == server:
                 self._learn_events(said.get("events", ""))
-                if "curve" in said and not self._has_curve:
-                    self._has_curve = True
-                    self._add(_points(said["curve"]))
+                if not self._has_curve:
+                    self._learn_curve(said.get("series", ""))
         while len(self._news) > MAX_NEWS:
             del self._news[next(iter(self._news))]
+
+    def _learn_curve(self, text: str) -> None:
+        found = loaded(text.encode()) if text else None
+        series = found[0] if found else SeriesReader(self._paths).poll_all()
+        self._has_curve = bool(series.steps.buckets)
+        self._add(
+            Point(each.step, _or_nan(each.mean("loss")), _or_nan(each.mean("samples_per_s")))
+            for each in series.steps.buckets
+        )
 
     def _learn_events(self, text: str) -> None:
         for line in text.split("\n"):
@@ -255,21 +253,5 @@ def _events_script(file: str) -> str:
     )
 
 
-def _curve_script(file: str) -> str:
-    """The first steps after each of `PLACES` places of the file; of a short one the same several times."""
-    return f"""echo; echo ::curve
-size=$(wc -c < {file} 2>/dev/null || echo 0); place=0
-[ "$size" -gt 0 ] && while [ $place -lt {PLACES} ]; do
-  tail -c "+$((size * place / {PLACES} + 1))" {file} | head -c {PLACE_NBYTES} |
-    grep -aE '"kind": ?"step"' | head -n {PLACE_LINES}
-  echo; place=$((place + 1))
-done"""
-
-
-def _points(text: str) -> list[Point]:
-    lines = map(parse_metric, json_objects(text.encode().split(b"\n")))
-    return [
-        Point(line.record.step, values.get("loss", math.nan), values.get("samples_per_s", math.nan))
-        for line in lines
-        if line is not None and (values := line.record.values) and line.record.kind == "step"
-    ]
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
