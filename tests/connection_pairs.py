@@ -50,7 +50,7 @@ def one_of_each() -> list[m.Message]:
     return [
         m.Hello(
             version="0.1.0",
-            schema_digest="ef" * 32,
+            sets={"session": "ef" * 32, "ps": "01" * 32},
             node="mini1",
             worker_id=1,
             instance="0123456789abcdef",
@@ -89,6 +89,7 @@ def one_of_each() -> list[m.Message]:
         m.Skip(lease=LEASE, compute_s=0.25),
         telemetry(spans_at=1.7e9, spans=((7, 0, 900), (1, 20, 300))),
         m.Park(lease=LEASE, num_buckets=2),
+        m.Accepted(bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=10.0),
     ]
 
 

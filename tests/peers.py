@@ -33,7 +33,6 @@ from smolcluster.transport.frames import Frame, check_head
 from smolcluster.transport.handshake import (
     Authenticated,
     Door,
-    Offer,
     accept,
     client_handshake,
     introduce,
@@ -152,7 +151,9 @@ def knock(port: int, greeting: Hello, secret: Secret = SECRET) -> Hand:
     """Connect and prove oneself; returns when the server has welcomed or refused this worker."""
     connection = connect("127.0.0.1", port, DEADLINE_S)
     try:
-        welcome = client_handshake(connection, greeting, secret, Deadline(DEADLINE_S))
+        welcome = client_handshake(
+            connection, greeting, secret, Deadline(DEADLINE_S), answer=Welcome
+        )
     except BaseException:
         connection.close()
         raise
@@ -192,7 +193,7 @@ class HandledDoor:
         client = self.open()
         accept(
             client,
-            Offer(
+            Welcome(
                 run_id=run.run_id,
                 incarnation=incarnation,
                 run=run,

@@ -164,7 +164,7 @@ def test_nothing_is_placed_before_its_header_is_judged(kind: str) -> None:
     with raw_and_connection(kind) as (raw, connection):
         raw.sendall(PUSH)
         with pytest.raises(ProtocolError, match="unexpected Push"):
-            connection.receive({Pull}, place_for=places)
+            connection.receive(frozenset({Pull}), place_for=places)
     assert places.asked == []
 
 
@@ -296,10 +296,10 @@ def test_a_stranger_may_send_four_kilobytes_in_all(kind: str) -> None:
         fitting = UNPROVED_NBYTES // hello.nbytes
         for _ in range(fitting):
             raw.sendall(b"".join(hello.buffers))
-            connection.receive({Hello})
+            connection.receive(frozenset({Hello}))
         raw.sendall(hello.head[:20])
         with pytest.raises(ProtocolError, match="has not proved itself exceed 4096"):
-            connection.receive({Hello})
+            connection.receive(frozenset({Hello}))
         assert connection.bytes_received <= UNPROVED_NBYTES
 
 
@@ -485,6 +485,6 @@ def test_indices_travel_as_they_are(kind: str) -> None:
         assignment = next(each for each in one_of_each() if isinstance(each, Assignment))
         indices = struct.pack("<32i", *range(32))
         one.send(assignment, indices)
-        received, payload = other.receive({Assignment, Push})
+        received, payload = other.receive(frozenset({Assignment, Push}))
         assert received == assignment
         assert bytes(payload) == indices

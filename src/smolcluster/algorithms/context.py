@@ -38,8 +38,8 @@ from smolcluster.training.checkpoint import (
     restore,
 )
 from smolcluster.transport.connection import listen
-from smolcluster.transport.handshake import Door, Offer
-from smolcluster.transport.messages import ServedData
+from smolcluster.transport.handshake import Door
+from smolcluster.transport.messages import ServedData, Welcome
 from smolcluster.transport.security import Secret
 from smolcluster.transport.tls import new_identity
 
@@ -176,7 +176,7 @@ class ServerContext:
             listen(addresses, cluster.port),
             door=Door(self.secret, new_identity(), cluster.encryption),
             inbox=self.inbox,
-            offer=Offer(
+            welcome=Welcome(
                 run_id=self.run.run_id,
                 run=self.run,
                 incarnation=self.incarnation,

@@ -23,12 +23,11 @@ from smolcluster.transport.handshake import (
     HANDSHAKE_TIMEOUT_S,
     Authenticated,
     Door,
-    Offer,
     accept,
     refuse,
     server_authenticate,
 )
-from smolcluster.transport.messages import FROM_WORKER
+from smolcluster.transport.messages import FROM_WORKER, Welcome
 from smolcluster.utils.cadence import is_power_of_two
 from smolcluster.utils.retry import Deadline
 
@@ -49,7 +48,7 @@ class Seated(Event):
 class Acceptor:
     """Accepts workers on `listeners` until closed.
 
-    `offer` is what every admitted worker is told; `receiver_for(session_id)`
+    `welcome` is what every admitted worker is told; `receiver_for(session_id)`
     makes the function that takes a session's messages.
     """
 
@@ -59,7 +58,7 @@ class Acceptor:
         *,
         door: Door,
         inbox: Inbox,
-        offer: Offer,
+        welcome: Welcome,
         receiver_for: Callable[[int], Receiver],
         max_queued: int,
         log: logging.Logger,
@@ -67,7 +66,7 @@ class Acceptor:
         self._listeners = listeners
         self._door = door
         self._inbox = inbox
-        self._offer = offer
+        self._welcome = welcome
         self._receiver_for = receiver_for
         self._max_queued = max_queued
         self._log = log
@@ -165,7 +164,7 @@ class Acceptor:
             refuse(proved, answer.code, answer.sentence, answer.retry_after_s)
             return None
         worker_id = answer.worker_id if isinstance(answer, Assigned) else None
-        accept(proved, self._offer, worker_id=worker_id)
+        accept(proved, self._welcome.model_copy(update={"worker_id": worker_id}))
         if worker_id is not None:
             connection.finish()
             return None
@@ -174,7 +173,7 @@ class Acceptor:
             session_id=session_id,
             receiver=self._receiver_for(session_id),
             inbox=self._inbox,
-            heartbeat_timeout_s=self._offer.heartbeat_timeout_s,
+            heartbeat_timeout_s=self._welcome.heartbeat_timeout_s,
             max_queued=self._max_queued,
             kinds=FROM_WORKER,
         )

@@ -144,7 +144,8 @@ def _join_once(
     connection = connect(address.host, address.port, min(CONNECT_TIMEOUT_S, limit_s))
     try:
         deadline = Deadline(min(HANDSHAKE_TIMEOUT_S, limit_s))
-        return connection, client_handshake(connection, hello, secret, deadline, encryption)
+        welcome = client_handshake(connection, hello, secret, deadline, encryption, answer=Welcome)
     except BaseException:
         connection.close()
         raise
+    return connection, welcome

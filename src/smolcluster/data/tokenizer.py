@@ -216,7 +216,7 @@ def _local(name: str) -> Path | None:
     if name == OWN_FILES:
         raise ConfigError(
             "the run's tokenizer lies in files; set dataset.tokenizer_path to where this machine has them "
-            " (--override, or nodes.<name> of the cluster file), or dataset.source=server on the server"
+            "(--override, or nodes.<name> of the cluster file), or dataset.source=server on the server"
         )
     path = _from_home(name) if name.startswith("~") else Path(name)
     return path if path.is_absolute() or name.startswith(".") else None

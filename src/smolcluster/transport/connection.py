@@ -13,7 +13,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
 from xxhash import xxh3_64
@@ -41,6 +41,7 @@ from smolcluster.transport.frames import (
 )
 from smolcluster.transport.messages import (
     ALL_KINDS,
+    Kinds,
     Message,
     check_kind,
     decode,
@@ -197,7 +198,7 @@ class Connection:
 
     def receive(
         self,
-        kinds: Collection[type[Message]] = ALL_KINDS,
+        kinds: Kinds = ALL_KINDS,
         deadline: Deadline | None = None,
         place_for: PlaceFor = nowhere,
     ) -> tuple[Message, memoryview]:
@@ -307,7 +308,7 @@ class Connection:
             buffers = after(buffers, sent)
 
     def _receive(
-        self, kinds: Collection[type[Message]], deadline: Deadline | None, place_for: PlaceFor
+        self, kinds: Kinds, deadline: Deadline | None, place_for: PlaceFor
     ) -> tuple[Message, memoryview]:
         prefix, head = self._receive_prefix(kinds, deadline)
         tail_nbytes = 0 if prefix.payload_nbytes else PAYLOAD_SUM_NBYTES
@@ -315,7 +316,7 @@ class Connection:
         self._fill(memoryview(rest), deadline)
         split = len(rest) - tail_nbytes
         head += rest[:split]
-        message = decode(prefix.kind, check_head(head))
+        message = decode(prefix.kind, check_head(head), kinds)
         if payload_nbytes(message) != prefix.payload_nbytes:
             raise ProtocolError(
                 f"{type(message).__name__}: header announces a payload of "
@@ -330,9 +331,7 @@ class Connection:
         check_payload(xxh3_64(), rest[split:])
         return message, _EMPTY
 
-    def _receive_prefix(
-        self, kinds: Collection[type[Message]], deadline: Deadline | None
-    ) -> tuple[Prefix, bytes]:
+    def _receive_prefix(self, kinds: Kinds, deadline: Deadline | None) -> tuple[Prefix, bytes]:
         data = bytearray(PREFIX_NBYTES)
         self._fill(memoryview(data), deadline)
         prefix = parse_prefix(data, MAX_HEADER_NBYTES, self.max_payload)

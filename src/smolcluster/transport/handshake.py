@@ -2,7 +2,10 @@
 
     dials      TLS, if it shall be encrypted         accepts
                Hello ->             <- Challenge
-               Challenge, Proof ->  <- Welcome or Reject, Proof
+               Challenge, Proof ->  <- Accepted (of a server: Welcome) or Reject, Proof
+
+The Hello names the sets of messages that the dialling side knows, with a digest of each; the answer names
+those that both know. A set of which the two know different versions is refused.
 
 A proof covers every frame that was said before it, in both directions, and the certificate that the dialling
 side saw. So nobody in between can change a word, and nobody without the secret can be either side. The side
@@ -11,12 +14,11 @@ without a proof, which is all that a stranger gets, is `unproved`: anybody may h
 """
 
 import secrets
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 import smolcluster
-from smolcluster.configs.schema import Encryption, RunConfig
+from smolcluster.configs.schema import Encryption
 from smolcluster.errors import (
     AuthError,
     PeerLost,
@@ -28,15 +30,17 @@ from smolcluster.errors import (
 from smolcluster.transport.connection import UNPROVED_NBYTES, Connection
 from smolcluster.transport.frames import MAX_HEADER_NBYTES, frame_nbytes
 from smolcluster.transport.messages import (
+    SESSION,
+    SETS,
+    Accepted,
     Challenge,
     Hello,
+    Kinds,
     Message,
+    MessageSet,
     Proof,
     Reject,
-    ServedData,
-    Welcome,
     frame_of,
-    schema_digest,
 )
 from smolcluster.transport.security import (
     PLAIN,
@@ -50,6 +54,7 @@ from smolcluster.transport.tls import ServerIdentity, client_context, is_loopbac
 from smolcluster.utils.retry import Deadline
 
 M = TypeVar("M", bound=Message)
+A = TypeVar("A", bound=Accepted)
 
 AUTH = "auth"
 """A Reject's code: the proof was wrong."""
@@ -63,11 +68,11 @@ HANDSHAKE_TIMEOUT_S = 5.0
 """How long a server lets a stranger take to prove itself, in seconds."""
 
 
-def introduce(node: str, worker_id: int) -> Hello:
+def introduce(node: str, worker_id: int = 0, sets: tuple[MessageSet, ...] = SETS) -> Hello:
     """What a process says of itself, which it keeps as long as it lives."""
     return Hello(
         version=smolcluster.__version__,
-        schema_digest=schema_digest(),
+        sets={each.name: each.digest for each in sets},
         node=node,
         worker_id=worker_id,
         instance=secrets.token_hex(8),
@@ -76,11 +81,12 @@ def introduce(node: str, worker_id: int) -> Hello:
 
 @dataclass(frozen=True)
 class Door:
-    """How a server lets clients in: its secret, the certificate that it shows, and who must encrypt."""
+    """How clients are let in: the secret, the certificate that is shown, who must encrypt, what is spoken."""
 
     secret: Secret
     identity: ServerIdentity
     encryption: Encryption = "auto"
+    sets: tuple[MessageSet, ...] = SETS
 
 
 @dataclass
@@ -103,11 +109,11 @@ class Talk:
 
     def hear(self, kind: type[M]) -> M:
         """Wait for a message of this kind."""
-        return cast(M, self._hear({kind}))
+        return cast(M, self._hear(frozenset({kind})))
 
     def hear_answer(self, kind: type[M]) -> M | Reject:
         """Wait for a message of this kind, or a refusal."""
-        return cast(M | Reject, self._hear({kind, Reject}))
+        return cast(M | Reject, self._hear(frozenset({kind, Reject})))
 
     def prove(self, role: Role) -> None:
         """Prove that this side knows the secret and said, and heard, what has been said so far."""
@@ -118,7 +124,7 @@ class Talk:
         expected = self._proof(role)
         return proofs_match(bytes.fromhex(self.hear(Proof).mac), expected)
 
-    def _hear(self, kinds: Collection[type[Message]]) -> Message:
+    def _hear(self, kinds: Kinds) -> Message:
         message, _ = self.connection.receive(kinds, self.deadline)
         self.heads.append(self.connection.received_head)
         return message
@@ -129,24 +135,11 @@ class Talk:
 
 @dataclass(frozen=True, slots=True)
 class Authenticated:
-    """A client that proved itself, and the handshake in which it did."""
+    """A client that proved itself, the handshake in which it did, and the sets that both sides know."""
 
     hello: Hello
     talk: Talk
-
-
-@dataclass(frozen=True)
-class Offer:
-    """What an admitted worker is told of the run."""
-
-    run_id: str
-    incarnation: str
-    run: RunConfig
-    model_fingerprint: str
-    bucket_bytes: int
-    codec: str
-    heartbeat_timeout_s: float
-    data: ServedData | None = None
+    sets: tuple[MessageSet, ...]
 
 
 def must_encrypt(encryption: Encryption, address: str) -> bool:
@@ -160,8 +153,10 @@ def client_handshake(
     secret: Secret,
     deadline: Deadline,
     encryption: Encryption = "auto",
-) -> Welcome:
-    """Prove ourselves to the server and have it prove itself.
+    *,
+    answer: type[A],
+) -> A:
+    """Prove ourselves to the server and have it prove itself; returns its answer, which must be an `answer`.
 
     Afterwards the connection has the limits that the Welcome agrees on. The connection is closed
     when this raises.
@@ -177,7 +172,7 @@ def client_handshake(
             talk.binding = connection.encrypt(
                 client_context(), server_side=False, deadline=deadline
             )
-        return _client_handshake(talk, hello)
+        return _client_handshake(talk, hello, answer)
     except SmolclusterError:
         connection.close()
         raise
@@ -205,24 +200,24 @@ def server_authenticate(connection: Connection, door: Door, deadline: Deadline) 
             raise ProtocolError(
                 f"{connection.peer}: handshake: it does not encrypt (encryption: off?)"
             )
-        return _server_authenticate(talk)
+        return _server_authenticate(talk, door.sets)
     except SmolclusterError:
         connection.close()
         raise
 
 
-def accept(client: Authenticated, offer: Offer, *, worker_id: int | None = None) -> None:
-    """Let the client in: send the Welcome and the server's proof, and lift the limits on strangers.
+def accept(client: Authenticated, answer: Accepted) -> None:
+    """Let the client in: send the answer and the server's proof, and lift the limits on strangers.
 
-    `worker_id`: the number that it asked for.
+    `answer` is sent with the names of the sets that both sides know.
 
     Raises:
         PeerLost: the client was lost.
     """
-    talk = client.talk
-    talk.say(Welcome(worker_id=worker_id, **vars(offer)))
+    talk, names = client.talk, tuple(each.name for each in client.sets)
+    talk.say(answer.model_copy(update={"sets": names}))
     talk.prove("server")
-    talk.connection.proved(offer.bucket_bytes, offer.heartbeat_timeout_s)
+    talk.connection.proved(answer.bucket_bytes, answer.heartbeat_timeout_s)
 
 
 def refuse(
@@ -256,7 +251,7 @@ def reject(connection: Connection, code: str, sentence: str) -> None:
         connection.finish()
 
 
-def _client_handshake(talk: Talk, hello: Hello) -> Welcome:
+def _client_handshake(talk: Talk, hello: Hello, expected: type[A]) -> A:
     connection = talk.connection
     talk.say(hello)
     first = talk.hear_answer(Challenge)
@@ -264,9 +259,9 @@ def _client_handshake(talk: Talk, hello: Hello) -> Welcome:
         raise _unproved(talk, first)
     talk.say(Challenge(nonce=new_nonce()))
     talk.prove("client")
-    # The server's proof follows the Welcome, so one whole header must be let through before it.
+    # The server's proof follows its answer, so one whole header must be let through before it.
     connection.max_unproved = UNPROVED_NBYTES + frame_nbytes(MAX_HEADER_NBYTES, 0)
-    answer = talk.hear_answer(Welcome)
+    answer = talk.hear_answer(expected)
     try:
         proved = talk.is_proved("server")
     except (PeerLost, ProtocolError):
@@ -296,7 +291,7 @@ def _unproved(talk: Talk, message: Reject) -> SmolclusterError:
     return Rejected(f"{peer}: {message.sentence}", message.code, is_proved=False)
 
 
-def _server_authenticate(talk: Talk) -> Authenticated:
+def _server_authenticate(talk: Talk, sets: tuple[MessageSet, ...]) -> Authenticated:
     connection = talk.connection
     try:
         hello = talk.hear(Hello)
@@ -312,8 +307,9 @@ def _server_authenticate(talk: Talk) -> Authenticated:
             f"know the secret in {talk.secret.path}: copy the file to it"
         )
     connection.peer = f"{hello.node} ({connection.peer})"
-    client = Authenticated(hello, talk)
-    if hello.schema_digest != schema_digest():
+    agreed = tuple(each for each in sets if each.name in hello.sets)
+    client = Authenticated(hello, talk, agreed)
+    if SESSION not in agreed or any(hello.sets[each.name] != each.digest for each in agreed):
         sentence = _versions_differ(hello)
         refuse(client, VERSION, sentence)
         raise VersionDiffers(f"{connection.peer}: handshake: {sentence}")

@@ -1,5 +1,8 @@
 """The messages of protocol version 2: one frozen model a kind, JSON in a frame's header.
 
+They come in sets, one a protocol: `SESSION`, which every two peers speak, and `PS`, what a worker and its
+server say. Two peers say to each other what is in the sets that their handshake agreed on, and nothing else.
+
 What arrives is validated strictly: unknown kinds and fields, wrong types, duplicate keys, NaN,
 infinities, numbers and texts out of bounds, and deeply nested JSON are refused. A message with a
 `tensor` field announces a payload of exactly `tensor.nbytes` bytes, and of `rows.nbytes` more if it has
@@ -8,8 +11,9 @@ infinities, numbers and texts out of bounds, and deeply nested JSON are refused.
 
 import hashlib
 import json
-from collections.abc import Collection
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -31,6 +35,7 @@ from smolcluster.utils.meter import MAX_SPANS, PHASES
 
 MAX_SENTENCE_CHARS = 1000
 MAX_BUCKET_BYTES = 64 * 1024 * 1024
+MAX_SETS = 16
 
 
 def one_line(text: object) -> object:
@@ -110,14 +115,15 @@ class Message(HeaderModel):
 
 
 class Hello(Message):
-    """Client: who it is, and what it can be told (`schema_digest`). The first message of a connection."""
+    """Who dials: who it is, and which sets of messages it knows. The first message of a connection."""
 
     KIND: ClassVar[int] = 1
     version: Name
-    schema_digest: Byte32
+    sets: Annotated[dict[Identifier, Byte32], Field(max_length=MAX_SETS)]
+    """The digest of each set, by name."""
     node: Name
     worker_id: Annotated[int, Field(ge=0, le=2**31)]
-    """0: it has none, and asks what the run is and which number is free; it gets no session."""
+    """0: it has none; of a server it asks what the run is and which number is free, and gets no session."""
     instance: Instance
 
 
@@ -148,17 +154,24 @@ class ServedData(HeaderModel):
     vocab_size: Annotated[int, Field(ge=1)]
 
 
-class Welcome(Message):
-    """Server: says what is trained."""
+class Accepted(Message):
+    """Who was dialled: the other side is let in; which `sets` both know, and the limits of the session."""
+
+    KIND: ClassVar[int] = 22
+    sets: Annotated[tuple[Identifier, ...], Strict(False), Field(max_length=MAX_SETS)] = ()
+    bucket_bytes: Annotated[int, Field(ge=4, le=MAX_BUCKET_BYTES)]
+    heartbeat_timeout_s: HeartbeatTimeout
+
+
+class Welcome(Accepted):
+    """Server: a worker is let in; says what is trained."""
 
     KIND: ClassVar[int] = 4
     run_id: Identifier
     incarnation: Identifier
     run: RunConfig
     model_fingerprint: Identifier
-    bucket_bytes: Annotated[int, Field(ge=4, le=MAX_BUCKET_BYTES)]
     codec: Identifier
-    heartbeat_timeout_s: HeartbeatTimeout
     data: ServedData | None = None
     worker_id: Annotated[int, Field(ge=1, le=2**31)] | None = None
     """To who asked for one: a number that is free."""
@@ -373,46 +386,84 @@ class Park(Message):
 
 
 Kinds = frozenset[type[Message]]
-"""A set of messages that a connection accepts at some moment."""
+"""Messages that a connection accepts at some moment; no two have the same number."""
 
-MESSAGES = MappingProxyType(
-    {
-        kind.KIND: kind
-        for kind in (
-            *(Hello, Challenge, Proof, Welcome, Ready, Reject, Assignment, Push),
-            *(Ack, Pull, State, Heartbeat, Goodbye, Fault, End),
-            *(Reduced, Commit, Cancel, Skip, Telemetry, Park),
-        )
-    }
+
+@dataclass(frozen=True)
+class MessageSet:
+    """A protocol: its name, and what may be said in and after a handshake that has agreed on it.
+
+    Two sets that are agreed on together must not share a number; `SESSION` and `PS` have those below 32.
+    """
+
+    name: str
+    from_dialler: Kinds
+    """What the side that dialled may say after the handshake."""
+    from_listener: Kinds
+    """What the side that was dialled may say."""
+    in_handshake: Kinds = frozenset()
+
+    @property
+    def kinds(self) -> Kinds:
+        """All of its messages."""
+        return self.from_dialler | self.from_listener | self.in_handshake
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of what its messages may hold: what two versions must agree on."""
+        schemas = {kind.__name__: [kind.KIND, kind.model_json_schema()] for kind in self.kinds}
+        return hashlib.sha256(json.dumps(schemas, sort_keys=True).encode()).hexdigest()
+
+
+SESSION = MessageSet(
+    "session",
+    from_dialler=frozenset({Heartbeat, Goodbye}),
+    from_listener=frozenset({Heartbeat, Goodbye, Reject}),
+    in_handshake=frozenset({Hello, Challenge, Proof, Accepted, Reject}),
 )
-ALL_KINDS: Kinds = frozenset(MESSAGES.values())
-FROM_WORKER: Kinds = frozenset({Ready, Push, Pull, Skip, Heartbeat, Telemetry, Goodbye, Fault})
+"""What every two peers say to each other."""
+PS = MessageSet(
+    "ps",
+    from_dialler=frozenset({Ready, Push, Pull, Skip, Telemetry, Fault}),
+    from_listener=frozenset({Assignment, Ack, State, Reduced, Commit, Cancel, Park, End}),
+    in_handshake=frozenset({Welcome}),
+)
+"""What a worker, which dials, and its server say to each other."""
+SETS = (SESSION, PS)
+
+ALL_KINDS: Kinds = SESSION.kinds | PS.kinds
+MESSAGES = MappingProxyType(dict(sorted((kind.KIND, kind) for kind in ALL_KINDS)))
+FROM_WORKER: Kinds = SESSION.from_dialler | PS.from_dialler
 """What a server accepts once a worker has proved itself."""
-FROM_SERVER: Kinds = frozenset(
-    {Assignment, Ack, State, Reduced, Commit, Cancel, Park, Heartbeat, Goodbye, Reject, End}
-)
+FROM_SERVER: Kinds = SESSION.from_listener | PS.from_listener
 """What a worker accepts once it was welcomed."""
 
 
 @cache
-def schema_digest() -> str:
-    """SHA-256 of what all messages may hold, configuration included: what two versions must agree on."""
-    schemas = {kind.__name__: kind.model_json_schema() for kind in MESSAGES.values()}
-    return hashlib.sha256(json.dumps(schemas, sort_keys=True).encode()).hexdigest()
+def numbered(kinds: Kinds) -> Mapping[int, type[Message]]:
+    """The messages by their numbers.
+
+    Raises:
+        ValueError: two have the same one.
+    """
+    by_number = {kind.KIND: kind for kind in kinds}
+    if len(by_number) != len(kinds):
+        raise ValueError("two messages of the sets that are spoken have the same number")
+    return MappingProxyType(by_number)
 
 
-def check_kind(kind: int, kinds: Collection[type[Message]]) -> type[Message]:
+def check_kind(kind: int, kinds: Kinds) -> type[Message]:
     """The message that a prefix announces.
 
     Raises:
-        ProtocolError: there is no such kind, or it is none of `kinds`.
+        ProtocolError: it is none of `kinds`.
     """
-    model = MESSAGES.get(kind)
+    model = numbered(kinds).get(kind)
     if model is None:
-        raise ProtocolError(f"unknown message kind {kind}")
-    if model not in kinds:
+        if kind not in MESSAGES:
+            raise ProtocolError(f"unknown message kind {kind}")
         expected = ", ".join(sorted(each.__name__ for each in kinds))
-        raise ProtocolError(f"unexpected {model.__name__}, expected {expected}")
+        raise ProtocolError(f"unexpected {MESSAGES[kind].__name__}, expected {expected}")
     return model
 
 
@@ -443,13 +494,14 @@ def encode(message: Message) -> bytes:
     return message.model_dump_json().encode()
 
 
-def decode(kind: int, header: bytes) -> Message:
+def decode(kind: int, header: bytes, kinds: Kinds = ALL_KINDS) -> Message:
     """Validate a header that came from the network.
 
     Raises:
-        ProtocolError: unknown kind, or a header that is not exactly one valid message of that kind.
+        ProtocolError: a kind that is none of `kinds`, or a header that is not exactly one valid message of
+            that kind.
     """
-    model = check_kind(kind, ALL_KINDS)
+    model = check_kind(kind, kinds)
     try:
         message = model.model_validate_json(header)
         # Only our own spelling is free of repeated fields for certain; others are looked at twice.

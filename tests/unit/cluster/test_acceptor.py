@@ -31,12 +31,12 @@ from smolcluster.cluster.inbox import Inbox, JoinRequest, MessageReceived, Sessi
 from smolcluster.cluster.membership import Admitted, Refused
 from smolcluster.errors import AuthError, PeerLost, Rejected, SmolclusterError
 from smolcluster.transport.connection import Connection, accept_next, connect, listen
-from smolcluster.transport.handshake import Door, Offer
-from smolcluster.transport.messages import Ack, Challenge, Proof, Pull, Reject
+from smolcluster.transport.handshake import Door
+from smolcluster.transport.messages import Ack, Challenge, Proof, Pull, Reject, Welcome
 from smolcluster.transport.security import Secret
 from smolcluster.utils.retry import Deadline
 
-OFFER = Offer(
+OFFER = Welcome(
     run_id="edp-1",
     incarnation="0123abcd",
     run=RUN,
@@ -59,7 +59,7 @@ class House:
             listeners,
             door=Door(SECRET, IDENTITY),
             inbox=self.inbox,
-            offer=OFFER,
+            welcome=OFFER,
             receiver_for=Echo,
             max_queued=100,
             log=logger(self.lines),

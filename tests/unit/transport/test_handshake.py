@@ -25,7 +25,6 @@ from smolcluster.transport.frames import build_frame
 from smolcluster.transport.handshake import (
     Authenticated,
     Door,
-    Offer,
     Talk,
     accept,
     client_handshake,
@@ -36,6 +35,7 @@ from smolcluster.transport.handshake import (
     server_authenticate,
 )
 from smolcluster.transport.messages import (
+    SETS,
     Challenge,
     Heartbeat,
     Hello,
@@ -64,7 +64,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-OFFER = Offer(
+OFFER = Welcome(
     run_id="edp-1",
     incarnation="0123abcd",
     run=RUN,
@@ -84,7 +84,7 @@ def serve(connection: Connection, door: Door = DOOR) -> Authenticated:
 def join(
     connection: Connection, secret: Secret = SECRET, encryption: Encryption = "auto"
 ) -> Welcome:
-    return client_handshake(connection, HELLO, secret, Deadline(5.0), encryption)
+    return client_handshake(connection, HELLO, secret, Deadline(5.0), encryption, answer=Welcome)
 
 
 def error_of(future: Future[Authenticated]) -> BaseException:
@@ -159,7 +159,7 @@ def test_a_reject_before_the_proof_has_no_detail(pool: ThreadPoolExecutor) -> No
 
 def test_a_server_with_another_secret_is_not_believed(pool: ThreadPoolExecutor) -> None:
     def impostor(connection: Connection) -> None:
-        accept(Authenticated(HELLO, greet(connection, OTHER_SECRET)), OFFER)
+        accept(Authenticated(HELLO, greet(connection, OTHER_SECRET), SETS), OFFER)
 
     with connection_pair(proved=False) as (client, server):
         served = pool.submit(impostor, server)
@@ -222,7 +222,7 @@ def test_a_reflected_proof_is_refused(pool: ThreadPoolExecutor) -> None:
         talk.say(Challenge(nonce=new_nonce()))
         talk.hear(Challenge)
         answer = talk.hear(Proof)
-        talk.say(Welcome(**vars(OFFER)), answer)
+        talk.say(OFFER, answer)
 
     with connection_pair(proved=False) as (client, server):
         served = pool.submit(reflecting_server, server)
@@ -353,12 +353,15 @@ def test_only_loopback_is_plain_unless_told_otherwise(
     assert must_encrypt(encryption, address) == expected
 
 
-def test_another_version_is_named_on_both_sides(pool: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize("changed", [{"session": "00" * 32}, {"ps": "00" * 32}])
+def test_another_version_is_named_on_both_sides(
+    pool: ThreadPoolExecutor, changed: dict[str, str]
+) -> None:
     with connection_pair(proved=False) as (client, server):
         served = pool.submit(serve, server)
-        other = HELLO.model_copy(update={"version": "0.9", "schema_digest": "00" * 32})
+        other = HELLO.model_copy(update={"version": "0.9", "sets": {**HELLO.sets, **changed}})
         with pytest.raises(Rejected, match=rf"{smolcluster.__version__}.*0\.9") as caught:
-            client_handshake(client, other, SECRET, Deadline(5.0))
+            client_handshake(client, other, SECRET, Deadline(5.0), answer=Welcome)
         assert (caught.value.code, caught.value.is_proved) == ("version", True)
         error = error_of(served)
         assert isinstance(error, VersionDiffers)
@@ -370,7 +373,7 @@ def test_another_protocol_is_named_on_both_sides(pool: ThreadPoolExecutor) -> No
         served = pool.submit(serve, server)
         head = frame_of(HELLO).head
         raw.sendall(head[:4] + b"\x07" + head[5:])
-        heard, _ = Connection(raw).receive({Reject})
+        heard, _ = Connection(raw).receive(frozenset({Reject}))
         assert isinstance(heard, Reject)
         assert (heard.code, heard.retry_after_s) == ("protocol", None)
         assert isinstance(error_of(served), VersionDiffers)
@@ -396,7 +399,7 @@ def test_refusing_a_client_that_has_gone_is_no_error() -> None:
         raw.close()
         reject(server, "busy", "worker 1 is here already")
         assert server.broken
-        refuse(Authenticated(HELLO, talk_on(server)), "busy", "worker 1 is here already")
+        refuse(Authenticated(HELLO, talk_on(server), SETS), "busy", "worker 1 is here already")
 
 
 def test_a_peer_that_says_nothing_is_given_up() -> None:
@@ -417,7 +420,7 @@ def test_a_peer_that_goes_without_a_word_is_not_blamed_for_more() -> None:
 def test_a_server_that_says_nothing_is_given_up() -> None:
     with raw_and_connection(proved=False) as (_, client):
         with pytest.raises(PeerLost, match="did not finish in time"):
-            client_handshake(client, HELLO, SECRET, Deadline(0.1))
+            client_handshake(client, HELLO, SECRET, Deadline(0.1), answer=Welcome)
         assert client.broken
 
 

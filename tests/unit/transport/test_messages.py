@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from smolcluster.transport.messages import (
     FROM_WORKER,
     MAX_SENTENCE_CHARS,
     MESSAGES,
+    PS,
+    SESSION,
     WEIGHTS,
     Ack,
     Commit,
@@ -259,6 +262,23 @@ def test_headers_that_are_no_object_are_refused(header: bytes) -> None:
     with pytest.raises(ProtocolError) as caught:
         decode(Heartbeat.KIND, header)
     assert len(str(caught.value)) < 400
+
+
+def test_a_set_s_digest_tells_what_its_messages_may_hold() -> None:
+    class Other(Ack):
+        more: int
+
+    changed = replace(PS, from_listener=PS.from_listener - {Ack} | {Other})
+    assert changed.digest != PS.digest == replace(PS).digest
+    assert PS.digest != SESSION.digest
+
+
+def test_messages_of_two_sets_with_one_number_are_refused() -> None:
+    class Twin(Message):
+        KIND = Ack.KIND
+
+    with pytest.raises(ValueError, match="same number"):
+        check_kind(Ack.KIND, PS.kinds | {Twin})
 
 
 def test_an_unknown_kind_is_refused() -> None:
