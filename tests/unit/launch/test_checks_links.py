@@ -19,7 +19,8 @@ from smolcluster.launch.doctor.checks_links import (
     listening_addresses,
     reach_script,
 )
-from smolcluster.launch.doctor.findings import Finding, Listener, MachineFacts
+from smolcluster.launch.doctor.findings import Finding, MachineFacts
+from smolcluster.launch.probing import Listener
 
 OF_NOBODY = {"192.168.50.1": "foreign"}
 

@@ -26,7 +26,7 @@ from smolcluster.launch.doctor.checks import (
     judge_uv,
     read_facts,
 )
-from smolcluster.launch.doctor.checks_links import judge_link, judge_port, read_listener
+from smolcluster.launch.doctor.checks_links import judge_link, judge_port
 from smolcluster.launch.doctor.checks_project import (
     environment_script,
     judge_environment,
@@ -35,6 +35,7 @@ from smolcluster.launch.doctor.checks_project import (
     torch_script,
 )
 from smolcluster.launch.doctor.findings import Answer, Context, Finding, MachineFacts
+from smolcluster.launch.probing import read_listener
 from smolcluster.launch.sync import NOT_WRITABLE
 
 Judge = Callable[[Answer, Context], Finding]

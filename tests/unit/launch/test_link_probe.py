@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from smolcluster.launch import link_probe
-from smolcluster.launch.doctor.checks_links import probe_source
+from smolcluster.launch.probing import probe_source
 
 LOOPBACK, TOKEN = "127.0.0.1", "t0"
 COMMAND = [sys.executable, "-I", "-S"]

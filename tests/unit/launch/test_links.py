@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,21 +15,21 @@ import pytest
 from harness import free_port
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import Host, Unreachable
+from smolcluster.launch.probing import Listener, listening, probe_script, probe_source
 from smolcluster.launch.setup.links import (
     Interface,
     Link,
-    Listener,
     choose,
     interfaces_of,
-    listening,
     measure,
     parse_interfaces,
-    python_script,
     read_link,
 )
 
 HERE = Host("mini1", None)
-MEASURE = python_script("measure", "127.0.0.1", "1", "x")
+MEASURE = probe_script("", "measure", "127.0.0.1", 1, "x")
+TOKEN = "t0"
+NOBODY = Listener({}, {"127.0.0.1": 1}, (), 0)
 IPV4, IPV6 = Interface("127.0.0.1", "lo"), Interface("::1", "lo")
 
 IP_ADDR = """\
@@ -194,14 +195,21 @@ def test_what_the_probe_says_is_read(found: dict[str, Any], link: Link) -> None:
     assert read_link(IPV4, found) == link
 
 
+def listens(
+    interfaces: list[Interface], port: int, seconds: int
+) -> AbstractContextManager[Listener]:
+    addresses = [interface.ip for interface in interfaces]
+    return listening(HERE, probe_script("", "listen", port, TOKEN, seconds, *addresses), 60.0)
+
+
 def test_the_ways_to_this_machine_are_measured() -> None:
     interfaces = [IPV4, IPV6] if has_ipv6() else [IPV4]
-    with listening(HERE, interfaces, free_port(), 60) as listener:
-        for link in measure(Host("pi5", None), interfaces, listener):
+    with listens(interfaces, free_port(), 60) as listener:
+        for link in measure(Host("pi5", None), interfaces, listener, TOKEN):
             assert not link.failure
             assert 0 < link.ms < 100
             assert link.mb_s > 1
-    [link] = measure(Host("pi5", None), [IPV4], listener)
+    [link] = measure(Host("pi5", None), [IPV4], listener, TOKEN)
     assert link.failure == "refused"
 
 
@@ -214,30 +222,30 @@ def has_ipv6() -> bool:
 
 
 def test_who_does_not_know_the_token_is_not_measured() -> None:
-    with listening(HERE, [IPV4], free_port(), 60) as listener:
-        [link] = measure(HERE, [IPV4], Listener(listener.ports, "0" * 32))
+    with listens([IPV4], free_port(), 60) as listener:
+        [link] = measure(HERE, [IPV4], listener, "0" * 32)
     assert link.failure == "somebody else answers"
 
 
 def test_the_wanted_port_is_taken_if_it_is_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with listening(HERE, [IPV4], port, 60) as listener:
+        with listens([IPV4], port, 60) as listener:
             assert listener.ports["127.0.0.1"] != port
-            assert not measure(HERE, [IPV4], listener)[0].failure
-    with listening(HERE, [IPV4], port, 60) as listener:
+            assert not measure(HERE, [IPV4], listener, TOKEN)[0].failure
+    with listens([IPV4], port, 60) as listener:
         assert listener.ports == {"127.0.0.1": port}
 
 
 def test_an_address_that_is_not_the_listeners_is_not_measured() -> None:
     foreign = Interface("192.0.2.250", "eth0")
-    with listening(HERE, [foreign], free_port(), 60) as listener:
-        [link] = measure(HERE, [foreign], listener)
+    with listens([foreign], free_port(), 60) as listener:
+        [link] = measure(HERE, [foreign], listener, TOKEN)
     assert link.failure == "nobody may listen there"
 
 
 def test_the_listener_ends_by_itself_when_nobody_ends_it() -> None:
-    with listening(HERE, [IPV4], free_port(), 1) as listener:
+    with listens([IPV4], free_port(), 1) as listener:
         end = time.monotonic() + 30
         with pytest.raises(ConnectionRefusedError):
             while time.monotonic() < end:
@@ -259,7 +267,7 @@ def run_there(environ: dict[str, str], script: str) -> "subprocess.CompletedProc
     return subprocess.run(
         ["/bin/sh", "-c", script],
         env=environ,
-        stdin=subprocess.DEVNULL,
+        input=probe_source().decode(),
         capture_output=True,
         text=True,
         check=False,
@@ -270,7 +278,7 @@ def test_without_python3_it_is_uvs(tmp_path: Path) -> None:
     uv = f'echo "$1 $2 $3 $4 $5" >&2; shift 4; exec {shlex.quote(sys.executable)} "$@"'
     done = run_there(on_a_machine(tmp_path, uv=uv), MEASURE)
     assert done.returncode == 0
-    assert done.stderr == "run --no-project --quiet python -c\n"
+    assert done.stderr == "run --no-project --quiet python -\n"
 
 
 def test_a_python3_that_is_too_old_is_not_used(tmp_path: Path) -> None:
@@ -302,19 +310,19 @@ ALONE = Scripted("mini1", "m", "exit 0")
 def test_a_machine_that_is_gone_is_told_as_such() -> None:
     with (
         pytest.raises(Unreachable, match="there is no route to it"),
-        listening(ABSENT, [IPV4], 1, 9),
+        listening(ABSENT, MEASURE, 9),
     ):
         pass
     with pytest.raises(Unreachable, match="there is no route to it"):
-        measure(ABSENT, [IPV4], Listener({"127.0.0.1": 1}, "x"))
+        measure(ABSENT, [IPV4], NOBODY, "x")
 
 
 def test_why_nothing_can_be_measured_is_told() -> None:
     why = r"^pi5 \(pi@pi5\): its links cannot be measured: there is neither python3"
-    with pytest.raises(LaunchError, match=why), listening(BARE, [IPV4], 1, 9):
+    with pytest.raises(LaunchError, match=why), listening(BARE, MEASURE, 9):
         pass
     with pytest.raises(LaunchError, match=why):
-        measure(BARE, [IPV4], Listener({"127.0.0.1": 1}, "x"))
+        measure(BARE, [IPV4], NOBODY, "x")
 
 
 def test_a_machine_without_addresses_is_refused() -> None:

@@ -8,25 +8,29 @@ where that runs: a run's sessions will be there too.
 """
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from smolcluster.configs.schema import ClusterConfig
-from smolcluster.launch import link_probe
 from smolcluster.launch.doctor.findings import (
     Answer,
     Check,
     Context,
     Finding,
-    Listener,
     fail,
     fields,
     ok,
     skipped,
     warn,
 )
-from smolcluster.launch.host import HAS_PYTHON3, Done, shell_path
+from smolcluster.launch.probing import (
+    Listener,
+    probe_script,
+    probe_source,
+    python_lines,
+    read_listener,
+)
 from smolcluster.utils.units import format_address, format_rate
 
 LISTEN_S = 15.0
@@ -47,19 +51,6 @@ NEW_TMUX_FIX = (
 TMUX_FAILS = "tmux does not start"
 
 
-def probe_source() -> bytes:
-    return Path(link_probe.__file__).read_bytes()
-
-
-def python_words(context: Context) -> str:
-    """Shell lines that let `python` be any Python there: best the environment's, which a run uses too."""
-    own = shell_path(context.python)
-    return f"""
-if [ -x {own} ]; then python() {{ {own} "$@"; }}
-elif {HAS_PYTHON3}; then python() {{ python3 "$@"; }}
-else python() {{ uv run --no-project --no-python-downloads --quiet python "$@"; }}; fi"""
-
-
 # --- the server's port
 
 
@@ -78,24 +69,8 @@ def link_limit_s(cluster: ClusterConfig) -> float:
 
 def listen_script(context: Context) -> str:
     cluster = context.cluster
-    words = [str(cluster.port), context.token, str(listen_seconds(cluster))]
-    arguments = " ".join(shell_path(word) for word in (*words, *listening_addresses(cluster)))
-    return f"{python_words(context)}\npython - listen {arguments}"
-
-
-def read_listener(answer: Done) -> Listener | None:
-    """The listener that was started; None: none was."""
-    try:
-        told = json.loads(answer.stdout)
-        places = told["places"].items()
-        return Listener(
-            states={address: place["state"] for address, place in places},
-            ports={address: place["port"] for address, place in places if place["port"]},
-            own=tuple(told["own"]),
-            pid=told["pid"],
-        )
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return None
+    words = (cluster.port, context.token, listen_seconds(cluster), *listening_addresses(cluster))
+    return probe_script(context.python, "listen", *words)
 
 
 def judge_port(answer: Answer, context: Context) -> Finding:
@@ -134,10 +109,6 @@ def _own_fix(listener: Listener, context: Context, key: str) -> str:
     return f"set {key} to an address of {context.cluster.server}: {_own(listener)}"
 
 
-def stop_script(listener: Listener) -> str:
-    return f"kill {listener.pid} 2>/dev/null; true"
-
-
 # --- the way there
 
 
@@ -154,10 +125,11 @@ def needs_address(context: Context) -> str | None:
     return "needs the server" if is_foreign(context) else needs_server(context)
 
 
-def _target(context: Context) -> str:
+def _target(context: Context) -> tuple[str, int, str]:
+    """The address, port and token of the listener for this worker."""
     ports = context.listener.ports if context.listener else {}
     port = ports.get(context.address) or next(iter(ports.values()), context.cluster.port)
-    return " ".join(shell_path(word) for word in (context.address, str(port), context.token))
+    return context.address, port, context.token
 
 
 def reach_script(context: Context) -> str:
@@ -180,8 +152,8 @@ mv "$1/part" "$1/inside"
 END
 cat > "$dir/knock.sh" <<'END'
 PATH=$(cat "$1/path"); export PATH
-{python_words(context)}
-python "$1/probe.py" knock {_target(context)}
+{python_lines(context.python)}
+python "$1/probe.py" knock {shlex.join(map(str, _target(context)))}
 END
 echo "outside $(sh "$dir/knock.sh" "$dir" 2>&1 | tail -n 1)"
 command -v tmux >/dev/null || exit 0
@@ -274,7 +246,7 @@ def _unreached(told: dict[str, Any], context: Context) -> Finding:
 
 def link_script(context: Context, verb: str = "measure") -> str:
     """Measure round trips and bandwidth, or with `large` only see that large packets pass."""
-    return f"{python_words(context)}\npython - {verb} {_target(context)}"
+    return probe_script(context.python, verb, *_target(context))
 
 
 def lost_packets(told: Mapping[str, str], context: Context) -> tuple[str, str]:

@@ -31,8 +31,6 @@ from smolcluster.launch.doctor.checks import (
 from smolcluster.launch.doctor.checks_links import (
     link_checks,
     port_check,
-    read_listener,
-    stop_script,
 )
 from smolcluster.launch.doctor.checks_project import PROJECT_CHECKS
 from smolcluster.launch.doctor.findings import (
@@ -40,13 +38,13 @@ from smolcluster.launch.doctor.findings import (
     Check,
     Context,
     Finding,
-    Listener,
     fail,
     ok,
     skipped,
 )
 from smolcluster.launch.host import Host, TookTooLong, Unreachable, host_of
 from smolcluster.launch.manifest import read_tree, without
+from smolcluster.launch.probing import Listener, read_listener
 from smolcluster.launch.remote import own_paths, project_root
 from smolcluster.launch.requests import cluster_source
 from smolcluster.launch.sync import environment_digest
@@ -264,6 +262,6 @@ def listening(server: NodeChecks) -> Iterator[Listener | None]:
 
 def end(host: Host, listener: Listener) -> None:
     try:
-        host.run(stop_script(listener), timeout_s=CONTACT_S)
+        host.run(listener.stop_script, timeout_s=CONTACT_S)
     except LaunchError:
         return

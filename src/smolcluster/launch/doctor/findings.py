@@ -3,13 +3,14 @@
 A check is a script for a machine and a pure function from what the script said to a finding.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.launch.host import Done
 from smolcluster.launch.manifest import Tree
+from smolcluster.launch.probing import Listener
 
 State = Literal["ok", "warn", "fail", "skipped"]
 
@@ -75,16 +76,6 @@ class MachineFacts:
     @property
     def is_mac(self) -> bool:
         return self.system == "Darwin"
-
-
-@dataclass(frozen=True)
-class Listener:
-    """The test listener on the server: what came of each address, and the port on which it listens there."""
-
-    states: Mapping[str, str]
-    ports: Mapping[str, int]
-    own: tuple[str, ...]
-    pid: int
 
 
 @dataclass(frozen=True)

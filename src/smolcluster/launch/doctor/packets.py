@@ -4,10 +4,8 @@ Where an MTU on the way is smaller than those of both ends, connections are made
 arrive: a run would begin, and train nothing.
 """
 
-import json
 import secrets
-from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from smolcluster.configs.schema import ClusterConfig
@@ -18,54 +16,43 @@ from smolcluster.launch.doctor.checks_links import (
     link_script,
     listen_script,
     lost_packets,
-    probe_source,
-    read_listener,
-    stop_script,
 )
 from smolcluster.launch.doctor.findings import Context
 from smolcluster.launch.host import Host
-from smolcluster.launch.plan import NodePaths
+from smolcluster.launch.plan import PathsByNode
 from smolcluster.launch.prepare import run_on_all
+from smolcluster.launch.probing import ask, listening
 
 
-def check_packets(cluster: ClusterConfig, places: Mapping[str, NodePaths]) -> None:
+def check_packets(cluster: ClusterConfig, places: PathsByNode) -> None:
     """See that large packets pass; what cannot be measured is left to the run to tell.
 
     Raises:
         LaunchError: they are lost on the way of at least one worker.
     """
     token = secrets.token_hex(8)
-    server = Host(cluster.server, places[cluster.server].ssh)
-    ways = [Host(node, places[node].ssh) for node in cluster.workers if node != cluster.server]
 
-    def context(host: Host) -> Context:
-        place = places[host.node]
-        python = (
-            place.python if place.python.startswith("/") else f"{place.project_dir}/{place.python}"
-        )
-        return Context(host.node, cluster, host.destination, python=python, token=token)
-
-    try:
-        script = listen_script(context(server))
-        listener = read_listener(server.run(script, stdin=probe_source(), timeout_s=LISTEN_S))
-    except LaunchError:
-        listener = None
-    if listener is None:
-        return
+    def way(node: str) -> Context:
+        place = places[node]
+        of_node = place.python.startswith("/")
+        python = place.python if of_node else f"{place.project_dir}/{place.python}"
+        return Context(node, cluster, place.ssh, python=python, token=token)
 
     def look(host: Host) -> None:
-        there = replace(context(host), listener=listener)
-        told = {}
-        with suppress(LaunchError, ValueError, IndexError):
-            script = link_script(there, "large")
-            done = host.run(script, stdin=probe_source(), timeout_s=REACH_S)
-            told = json.loads(done.stdout.splitlines()[-1])
+        there, told = replace(way(host.node), listener=listener), {}
+        with suppress(LaunchError):
+            told = ask(host, link_script(there, "large"), REACH_S)
         if told.get("error") == "large":
             what, fix = lost_packets(told, there)
             raise LaunchError(f"{host.node}: {what}: {fix}")
 
-    try:
-        run_on_all(ways, look)
-    finally:
-        with suppress(LaunchError):  # then it ends by itself
-            server.run(stop_script(listener))
+    server, *others = (
+        Host(node, places[node].ssh) for node in dict.fromkeys((cluster.server, *cluster.workers))
+    )
+    with ExitStack() as stack:
+        try:
+            script = listen_script(way(server.node))
+            listener = stack.enter_context(listening(server, script, LISTEN_S))
+        except LaunchError:
+            return
+        run_on_all(others, look)

@@ -4,6 +4,7 @@ It logs in to each, measures every way from each worker to the server, and write
 the reason. What flags leave open is asked, where there is a terminal.
 """
 
+import secrets
 import shlex
 import sys
 from collections import Counter
@@ -29,15 +30,16 @@ from smolcluster.configs.schema import (
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.host import HERE, Host
 from smolcluster.launch.prepare import run_on_all
+from smolcluster.launch.probing import listening, probe_script
 from smolcluster.launch.setup.cluster_file import ClusterFile
 from smolcluster.launch.setup.discover import Found, discover
 from smolcluster.launch.setup.links import (
+    START_S,
     Choice,
     Interface,
     Link,
     choose,
     interfaces_of,
-    listening,
     measure,
     measuring_s,
 )
@@ -412,11 +414,14 @@ def measured(
     count = len(interfaces)
     links = {}
     seconds = measuring_s(len(workers), interfaces)
-    with listening(server, interfaces, port, seconds) as listener:
+    token = secrets.token_hex(16)
+    addresses = (interface.ip for interface in interfaces)
+    listen = probe_script("", "listen", port, token, seconds, *addresses)
+    with listening(server, listen, START_S) as listener:
         for worker in workers:
             ways = f"{count} way{'s'[: count != 1]}"
             print_line(console, f"measuring {ways} from {worker.node} to {server.node} …")
-            links[worker.node] = measure(worker, interfaces, listener)
+            links[worker.node] = measure(worker, interfaces, listener, token)
     return links
 
 

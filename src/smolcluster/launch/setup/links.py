@@ -5,22 +5,17 @@ measures each of them from each worker; what was measured decides.
 """
 
 import ipaddress
-import json
 import math
 import re
-import secrets
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from smolcluster.errors import LaunchError
-from smolcluster.launch import link_probe
-from smolcluster.launch.host import HAS_PYTHON3, Host
+from smolcluster.launch.host import Host
+from smolcluster.launch.probing import Listener, ask, probe_script
 from smolcluster.utils.units import format_rate
-from smolcluster.utils.words import one_line
 
 ADDRESSES_SCRIPT = """
 PATH="$PATH:/usr/sbin:/sbin"
@@ -109,14 +104,6 @@ class Choice:
     reason: str
 
 
-@dataclass(frozen=True)
-class Listener:
-    """Where workers may be measured: the port at each address, and the token that they must know."""
-
-    ports: Mapping[str, int]
-    token: str
-
-
 def choose(links: Sequence[Link]) -> Choice | None:
     """The way with the highest bandwidth; of equal ones that with the shortest round trip.
 
@@ -178,62 +165,27 @@ def _addresses(text: str) -> Iterator[tuple[str, str, str]]:
             yield interface, match["ip"], match["rest"]
 
 
-def python_script(*arguments: str) -> str:
-    """A shell script that runs `link_probe` with a Python that is there, or else with uv's."""
-    code = shlex.quote(Path(link_probe.__file__).read_text(encoding="utf-8"))
-    words = shlex.join(arguments)
-    return (
-        f"code={code}\n"
-        f"if {HAS_PYTHON3} && python3 -c 'import sys; sys.exit(sys.version_info < (3, 9))' "
-        ">/dev/null 2>&1 </dev/null\n"
-        f'then exec python3 -c "$code" {words}\n'
-        "elif command -v uv >/dev/null 2>&1\n"
-        f'then exec uv run --no-project --quiet python -c "$code" {words}\n'
-        "else echo 'there is neither python3 (3.9 or newer) nor uv' >&2; exit 69\n"
-        "fi"
-    )
-
-
-@contextmanager
-def listening(
-    host: Host, interfaces: Sequence[Interface], port: int, seconds: int
-) -> Iterator[Listener]:
-    """Let a machine be measured, on `port` where that is free, until the block or the time ends.
-
-    Raises:
-        LaunchError: it cannot be reached, or has no Python.
-    """
-    token = secrets.token_hex(16)
-    addresses = [interface.ip for interface in interfaces]
-    found = _ask(host, START_S, "listen", str(port), token, str(seconds), *addresses)
-    try:
-        yield Listener({ip: place["port"] for ip, place in found["places"].items()}, token)
-    finally:
-        with suppress(LaunchError):  # then it ends by itself
-            host.run(f"kill {int(found['pid'])}" if found["pid"] else "true")
-
-
-def measure(host: Host, interfaces: Sequence[Interface], listener: Listener) -> list[Link]:
+def measure(
+    host: Host, interfaces: Sequence[Interface], listener: Listener, token: str
+) -> list[Link]:
     """What the ways from a machine to each address of the one that listens are like.
 
     Raises:
         LaunchError: it cannot be reached, or has no Python.
     """
-    return [_measure(host, interface, listener) for interface in interfaces]
+    links = []
+    for interface in interfaces:
+        if port := listener.ports.get(interface.ip):
+            found = ask(host, probe_script("", "measure", interface.ip, port, token), MEASURE_S)
+            links.append(read_link(interface, found))
+        else:
+            links.append(Link(interface, failure="nobody may listen there"))
+    return links
 
 
 def measuring_s(num_workers: int, interfaces: Sequence[Interface]) -> int:
     """The longest time that workers take to measure, one after the other."""
     return int(num_workers * len(interfaces) * MEASURE_S)
-
-
-def _measure(host: Host, interface: Interface, listener: Listener) -> Link:
-    port = listener.ports.get(interface.ip)
-    if not port:
-        return Link(interface, failure="nobody may listen there")
-    return read_link(
-        interface, _ask(host, MEASURE_S, "measure", interface.ip, str(port), listener.token)
-    )
 
 
 def read_link(interface: Interface, found: Mapping[str, Any]) -> Link:
@@ -245,15 +197,3 @@ def read_link(interface: Interface, found: Mapping[str, Any]) -> Link:
         if math.isfinite(link.ms) and math.isfinite(link.mb_s):
             return link
     return Link(interface, failure="not measured")
-
-
-def _ask(host: Host, limit_s: float, *arguments: str) -> dict[str, Any]:
-    """What `link_probe` says on a machine: the last line that it prints, after any words of welcome."""
-    done = host.run(python_script(*arguments), timeout_s=limit_s)
-    with suppress(ValueError, IndexError):
-        found = json.loads(done.stdout.splitlines()[-1])
-        if done.ok and isinstance(found, dict):
-            return found
-    raise LaunchError(
-        f"{host.node} ({host.shown}): its links cannot be measured: {one_line(done.stderr_tail)}"
-    )

@@ -1,0 +1,109 @@
+"""`link_probe` on machines: a listener on one, questions from the others.
+
+Its text goes by standard input to whatever Python a machine has.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smolcluster.errors import LaunchError
+from smolcluster.launch import link_probe
+from smolcluster.launch.host import HAS_PYTHON3, Done, Host, shell_path
+from smolcluster.utils.words import one_line
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A listener: what came of each address, the port on which it listens there, its machine's addresses."""
+
+    states: Mapping[str, str]
+    ports: Mapping[str, int]
+    own: tuple[str, ...]
+    pid: int
+
+    @property
+    def stop_script(self) -> str:
+        """What ends it before its time."""
+        return f"kill {self.pid} 2>/dev/null; true" if self.pid else "true"
+
+
+def probe_source() -> bytes:
+    return Path(link_probe.__file__).read_bytes()
+
+
+def python_lines(own: str = "") -> str:
+    """Shell lines that let `python` be any Python there: best the one at `own`, which a run uses too.
+
+    uv may fetch one only where there is no such environment yet.
+    """
+    first = f'if [ -x {shell_path(own)} ]; then python() {{ {shell_path(own)} "$@"; }}\nel' * bool(
+        own
+    )
+    uv = "uv run --no-project" + " --no-python-downloads" * bool(own)
+    return f"""
+{first}if {HAS_PYTHON3} &&
+  python3 -c 'import sys; sys.exit(sys.version_info < (3, 9))' >/dev/null 2>&1 </dev/null
+then python() {{ python3 "$@"; }}
+elif command -v uv >/dev/null 2>&1; then python() {{ {uv} --quiet python "$@"; }}
+else echo 'there is neither python3 (3.9 or newer) nor uv' >&2; exit 69; fi"""
+
+
+def probe_script(own: str, *words: object) -> str:
+    """What asks the probe; it reads its text from standard input."""
+    return f"{python_lines(own)}\npython - {' '.join(shell_path(str(word)) for word in words)}"
+
+
+def read_listener(done: Done) -> Listener | None:
+    """The listener that was started; None: none was."""
+    try:
+        told = json.loads(done.stdout)
+        places = told["places"].items()
+        return Listener(
+            states={address: place["state"] for address, place in places},
+            ports={address: place["port"] for address, place in places if place["port"]},
+            own=tuple(told["own"]),
+            pid=int(told["pid"]),
+        )
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+@contextmanager
+def listening(host: Host, script: str, limit_s: float) -> Iterator[Listener]:
+    """Let a machine be measured until the block ends; `script` asks the probe to listen.
+
+    Raises:
+        LaunchError: it cannot be reached, or has no Python.
+    """
+    done = host.run(script, stdin=probe_source(), timeout_s=limit_s)
+    listener = read_listener(done)
+    if listener is None:
+        raise _unmeasured(host, done)
+    try:
+        yield listener
+    finally:
+        with suppress(LaunchError):  # then it ends by itself
+            host.run(listener.stop_script)
+
+
+def ask(host: Host, script: str, limit_s: float) -> dict[str, Any]:
+    """What the probe says on a machine: the last line that it prints, after any words of welcome.
+
+    Raises:
+        LaunchError: it cannot be reached, or has no Python.
+    """
+    done = host.run(script, stdin=probe_source(), timeout_s=limit_s)
+    with suppress(ValueError, IndexError):
+        found = json.loads(done.stdout.splitlines()[-1])
+        if done.ok and isinstance(found, dict):
+            return found
+    raise _unmeasured(host, done)
+
+
+def _unmeasured(host: Host, done: Done) -> LaunchError:
+    why = one_line(done.stderr_tail)
+    return LaunchError(f"{host.node} ({host.shown}): its links cannot be measured: {why}")
