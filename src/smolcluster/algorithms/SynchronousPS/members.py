@@ -2,7 +2,8 @@
 
 Only the server's loop calls this. A worker is a member once it has the whole state; from then on it follows
 every step, also those in which it has no part. It gets a new part only when it has answered for all it was
-given, so a stopped one is waited for once at most. One that does not keep up with the steps is parked: it
+given, so a stopped one is waited for once at most; one that was waited for again and again has no part for
+ever more steps. One that does not keep up with the steps is parked: it
 hears of none until it can be sent the newest state.
 """
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.sharing import (
+    Cost,
     Pace,
     sizes_by_cost,
     sizes_by_share,
@@ -63,6 +65,8 @@ class StepMember:
     """How often its weights differed from the server's."""
     num_overdue: int = 0
     """How often a part of its was overdue."""
+    rests_until: int = 0
+    """The first version from which on a step has a part for it again."""
     pause_s: float = 0.0
     resumed_at: float = -math.inf
     last_mean: int = 0
@@ -91,6 +95,11 @@ class StepMember:
         waits = all(assignment.won for assignment in self.unanswered.values())
         return self.joined and waits and not self.session.is_cut
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it has not answered for a part that was overdue."""
+        return any(assignment.is_told for assignment in self.unanswered.values())
+
     def covers(self, bucket: int) -> bool:
         """Whether it has this bucket of the weights, so that it needs its further steps."""
         return self.stream is not None and self.stream.covers(bucket)
@@ -100,13 +109,6 @@ class StepMember:
         session, marks = self.session, self.commit_marks
         is_behind = len(marks) == num_buffers and session.num_sent + session.num_dropped < marks[0]
         return self.stream is not None and (is_behind or session.is_crowded)
-
-    def expected_s(self, num_samples: int) -> float:
-        """How long a part of so many samples will take it, behind those that it has."""
-        waiting = [assignment.part for assignment in self.unanswered.values() if not assignment.won]
-        return sum(
-            self.pace.cost.seconds(n) for n in (num_samples, *(p.num_samples for p in waiting))
-        )
 
     def park(self, fate: tuple[LeaseKey | None, int], now: float) -> None:
         """Send it no more steps: take back what is queued, and say so; what it holds is called off."""
@@ -216,28 +218,50 @@ class Members:
         """Forget a worker that has gone."""
         return self._members.pop(worker.member.session_id, None)
 
-    def sizes(self, members: Sequence[StepMember], num_samples: int) -> list[int]:
-        """How many samples of a batch each of these members gets."""
+    def sizes(self, members: Sequence[StepMember], num_samples: int) -> tuple[list[int], float]:
+        """How many samples of a batch each of these members gets, and how many seconds the step should take.
+
+        Nobody knows the latter (infinite) before a member has been measured.
+        """
+        costs = [self.cost_of(member) for member in members]
         if self._batch_share is not None:
             shares = [self._batch_share.get(each.worker.member.node, 0.0) for each in members]
-            return sizes_by_share(shares, num_samples)
-        paces = [member.pace for member in members]
-        return with_probes(paces, sizes_by_cost([pace.cost for pace in paces], num_samples))
+            sizes = probed = sizes_by_share(shares, num_samples)
+        else:
+            sizes = sizes_by_cost(costs, num_samples)
+            probed = with_probes([member.pace for member in members], sizes)
+        if not self.any_measured:
+            return probed, math.inf
+        parts = zip(costs, sizes, strict=True)
+        return probed, max(cost.seconds(size) for cost, size in parts if size)
 
-    def expected_s(self, member: StepMember, num_samples: int) -> tuple[float, bool]:
-        """How long a part of so many samples will take a member, and whether any part has told so.
+    @property
+    def any_measured(self) -> bool:
+        """Whether any of them has answered for a part."""
+        return any(member.pace.is_measured for member in self._members.values())
 
-        Of one that has not been measured as much is expected as of the others, whatever it says of itself.
+    def cost_of(self, member: StepMember) -> Cost:
+        """What a part is believed to cost a member.
+
+        One that has not been measured is believed to be as fast as it says, but not faster than the others.
         """
-        if member.pace.is_measured:
-            return member.expected_s(num_samples), True
-        paces = [each.pace for each in self._members.values() if each.pace.is_measured]
-        if paces:
-            return statistics.median(pace.cost.seconds(num_samples) for pace in paces), True
-        return member.expected_s(num_samples), False
+        own = member.pace.cost
+        known = [each.pace.cost for each in self._members.values() if each.pace.is_measured]
+        if member.pace.is_measured or not known:
+            return own
+        per_sample_s = statistics.median(cost.per_sample_s for cost in known)
+        return Cost(
+            statistics.median(cost.fixed_s for cost in known), max(own.per_sample_s, per_sample_s)
+        )
+
+    def expected_s(self, member: StepMember) -> float:
+        """How long a member will take for all that it was given and has not brought."""
+        cost = self.cost_of(member)
+        waiting = [each.part for each in member.unanswered.values() if not each.won]
+        return sum(cost.seconds(part.num_samples) for part in waiting)
 
     def best_for(self, part: Part) -> StepMember | None:
-        """Who takes over a part that nobody works on: the least busy, of these the fastest."""
+        """Who takes over a part that nobody works on: one that answers, the least busy, the fastest."""
         holders = {assignment.session_id for assignment in part.assignments}
         able = [
             member
@@ -246,7 +270,11 @@ class Members:
         ]
         return min(
             able,
-            key=lambda each: (len(each.unanswered), each.pace.cost.seconds(part.num_samples)),
+            key=lambda each: (
+                each.is_stuck,
+                len(each.unanswered),
+                each.pace.cost.seconds(part.num_samples),
+            ),
             default=None,
         )
 
@@ -257,6 +285,10 @@ class Members:
             key=lambda each: each.pace.cost.seconds(part.num_samples),
             default=None,
         )
+
+    def awake(self, version: int) -> list[StepMember]:
+        """The free ones that get parts of the step after `version`: all, if all were to rest."""
+        return [each for each in self.free if each.rests_until <= version] or self.free
 
     def take_back(self, session_id: int, answer: Push | Skip, now: float) -> PartAssignment | None:
         """Note that a member has answered for a part, and how long that took it."""

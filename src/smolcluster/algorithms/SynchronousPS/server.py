@@ -18,6 +18,7 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
     raise SystemExit(main("syncps", "server"))
 
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -30,13 +31,14 @@ from smolcluster.algorithms.SynchronousPS.reduction import (
     Reduction,
     commit_frame,
 )
-from smolcluster.algorithms.SynchronousPS.sharing import patience_s
+from smolcluster.algorithms.SynchronousPS.sharing import patience_s, rest_after
 from smolcluster.algorithms.SynchronousPS.state import digests_of
-from smolcluster.algorithms.SynchronousPS.step import Part, Step
+from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
 from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import CheckpointSource
+from smolcluster.cluster.session import HEARTBEATS_PER_TIMEOUT
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import EpochOrders
@@ -152,11 +154,11 @@ class Server:
             return
         for laggard in self.members.laggards:
             self.park(laggard, now)
-        free = self.members.free
+        free = self.members.awake(self.version)
         batch = next(self.batches, None) if free else None
         if batch is None:
             return
-        sizes = self.members.sizes(free, batch.num_samples)
+        sizes, expected_s = self.members.sizes(free, batch.num_samples)
         taking = [(member, size) for member, size in zip(free, sizes, strict=True) if size]
         self.step = Step(
             self.version + 1,
@@ -165,6 +167,7 @@ class Server:
             len(self.replica.buckets),
             self.context.incarnation,
         )
+        self.step.expected_s = expected_s
         self.reduction.open(self.step)
         self.first_part_at, self.opened_at = None, now
         for part, (member, _) in zip(self.step.parts, taking, strict=True):
@@ -183,15 +186,10 @@ class Server:
         if assignment.first_bucket == self.step.num_buckets:  # it has just been finished
             self.step.give_up(assignment)
             return
-        heartbeat_timeout_s = self.context.run.heartbeat_timeout_s
-        least_s = self.cluster.timeout or heartbeat_timeout_s
-        assignment.expected_s, is_known = self.members.expected_s(member, part.num_samples)
-        if not is_known:
-            least_s = max(least_s, heartbeat_timeout_s)
-        assignment.due_at = assignment.say_at = now + patience_s(assignment.expected_s, least_s)
         indices = self.orders[self.step.batch.epoch][part.start : part.stop]
         rows = self.context.rows_of(indices)
         member.give(assignment, self.version, self.learning_rate(), indices, rows)
+        self.set_deadline(self.step, assignment, member)
         if assignment.backup:
             self.context.log.info(
                 "%s takes over %d samples of step %d%s",
@@ -201,6 +199,17 @@ class Server:
         if late:
             samples = Range.of(assignment.key)
             self.report.lease_returned(late, samples, f"it is late: {member.name} has it too")
+
+    def set_deadline(self, step: Step, assignment: PartAssignment, member: StepMember) -> None:
+        """When a part is overdue: what is expected of its holder counts up to twice the step's own time."""
+        heartbeat_timeout_s = self.context.run.heartbeat_timeout_s
+        least_s = self.cluster.timeout or heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
+        if not self.members.any_measured:
+            least_s = max(least_s, heartbeat_timeout_s)
+        expected_s = min(self.members.expected_s(member), 2 * step.expected_s)
+        assignment.expected_s = expected_s
+        assignment.due_at = assignment.granted_at + patience_s(expected_s, least_s)
+        assignment.say_at = assignment.due_at
 
     def is_late(self, now: float) -> bool:
         """Whether the members that are not done with their parts have been waited for long enough."""
@@ -275,10 +284,14 @@ class Server:
         if assignment is None:
             self.report.lost_push(f"session {session_id}", "it was not waited for")
             return
+        member = self.members.get(session_id)
+        if assignment.is_told and member is not None:
+            member.rests_until = self.version + rest_after(member.num_overdue)
         is_open = self.step is not None and assignment.part in self.step.parts
         if assignment.won:
             if is_open:
                 self.first_part_at = self.first_part_at or now
+                self.expect_as_long(self.step, now)
             self.members.cancel_others(assignment)
         elif isinstance(answer, Push):
             self.report.dropped(assignment.holder, answer.lease, "duplicate", 0)
@@ -287,6 +300,16 @@ class Server:
             assignment.holder.live_session.cut("it skipped a part that is wanted")
         if self.step is not None:
             self.step.give_up(assignment)
+
+    def expect_as_long(self, step: Step | None, now: float) -> None:
+        """Expect of the first parts of a run, of which nothing was known, what the first whole one took."""
+        if step is None or math.isfinite(step.expected_s):
+            return
+        step.expected_s = now - self.opened_at
+        for assignment in step.assignments:
+            member = self.members.get(assignment.session_id)
+            if member is not None:
+                self.set_deadline(step, assignment, member)
 
     def on_reduced(self, bucket: int) -> None:
         """Send the mean of a bucket to everybody; after the last one, commit."""

@@ -21,6 +21,8 @@ OVERDUE = 4.0
 LEAST_PATIENCE_S = 1.0
 MOST_ALLOWANCE_S = 600.0
 """However slow a member is, or says it is."""
+MOST_REST = 64
+"""Steps without a part, at most, for a member that was waited for often."""
 FIRST_PROBE = 16
 """Steps without a part after which a member is measured again; doubles each time."""
 
@@ -142,6 +144,11 @@ def with_probes(paces: Sequence[Pace], sizes: list[int]) -> list[int]:
 def patience_s(expected_s: float, least_s: float) -> float:
     """How long a part that should take `expected_s` may take before others are asked to do it as well."""
     return max(least_s, LEAST_PATIENCE_S) + min(OVERDUE * expected_s, MOST_ALLOWANCE_S)
+
+
+def rest_after(num_overdue: int) -> int:
+    """Steps for which a member gets no part after its n-th overdue one: 0, 1, 3, 7 ... up to `MOST_REST`."""
+    return min((1 << min(num_overdue - 1, 30)) - 1, MOST_REST)
 
 
 def _moved(estimate: float, measured: float) -> float:

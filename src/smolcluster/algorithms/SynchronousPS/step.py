@@ -92,6 +92,8 @@ class Step:
         self.version = version
         self.batch = batch
         self.num_buckets = num_buckets
+        self.expected_s = math.inf
+        """How long its longest part should take, as far as is known."""
         self.parts: list[Part] = []
         self._incarnation = incarnation
         self._lock = threading.Lock()

@@ -1,5 +1,6 @@
 """Who is free, what each gets, and what a worker is told of a push whose fate it does not know."""
 
+import math
 from collections.abc import Mapping
 from itertools import count
 
@@ -200,15 +201,29 @@ def test_what_is_given_says_what_to_do(house: House) -> None:
 
 def test_measured_speeds_decide_who_gets_how_much(house: House) -> None:
     members = [house.member(1, 4000.0), house.member(2, 1000.0), house.member(3, 4000.0)]
-    assert house.members.sizes(members, 90) == [40, 10, 40]
+    assert house.members.sizes(members, 90)[0] == [40, 10, 40]
     for _ in range(80):
-        members[0].pace.measured(40, 0.04, 0.04)  # it is a fast one no more
-    assert house.members.sizes(members, 60) == [10, 10, 40]
+        for member, compute_s in zip(members, (0.04, 0.04, 0.01), strict=True):
+            member.pace.measured(40, compute_s, compute_s)  # the first is a fast one no more
+    assert house.members.sizes(members, 60)[0] == [10, 10, 40]
+
+
+def test_who_has_not_been_measured_is_not_believed_to_be_faster_than_the_others(
+    house: House,
+) -> None:
+    """It would get nearly the whole batch, and nobody knows whether it computes at all."""
+    members = [house.member(1), house.member(2), house.member(3, 1e6), house.member(4, 10.0)]
+    assert house.members.sizes(members, 90)[1] == math.inf
+    for member in members[:2]:
+        member.pace.measured(10, 0.1, 0.1 + 0.02)
+    sizes, step_s = house.members.sizes(members, 90)
+    assert sizes == [29, 29, 30, 2]
+    assert step_s == pytest.approx(0.32)
 
 
 def test_a_member_without_a_part_is_measured_now_and_then(house: House) -> None:
     members = [house.member(1, 1000.0), house.member(2, 1.0)]
-    sizes = [house.members.sizes(members, 100) for _ in range(FIRST_PROBE)]
+    sizes = [house.members.sizes(members, 100)[0] for _ in range(FIRST_PROBE)]
     assert sizes == [[100, 0]] * (FIRST_PROBE - 1) + [[99, 1]]
 
 
@@ -228,7 +243,7 @@ def test_stated_shares_decide_who_gets_how_much(
     members = [
         house.member(session_id, 10.0**session_id, NODES[session_id - 1]) for session_id in present
     ]
-    assert house.members.sizes(members, 100) == sizes
+    assert house.members.sizes(members, 100)[0] == sizes
 
 
 def test_an_answer_is_taken_once(house: House) -> None:
@@ -366,15 +381,38 @@ def test_a_backup_that_was_not_needed_is_called_off_and_owes_nothing(house: Hous
     assert cancels(second) == cancels(skipped) == []
 
 
-def test_a_member_of_unknown_speed_is_given_the_time_that_others_take(house: House) -> None:
-    """Whatever it says of itself."""
-    stranger, *others = (house.member(session_id, 1e-6) for session_id in (1, 2, 3, 4))
-    assert house.members.expected_s(stranger, 10) == (36000.0, False)
+def test_what_is_expected_of_a_member_is_of_all_that_it_holds(house: House) -> None:
+    """Of one that has not been measured, at least the time of the others in the middle."""
+    fast, slow, *others = (
+        house.member(each, speed) for each, speed in enumerate((1e6, 1, 1, 1, 1))
+    )
     for member, compute_s in zip(others, (1.0, 2.0, 9.0), strict=True):
         member.pace.measured(10, compute_s, compute_s + 1.0)
-    found = [house.members.expected_s(each, 10) for each in (stranger, others[2])]
-    assert [expected_s for expected_s, _ in found] == pytest.approx([3.0, 10.0])
-    assert all(is_known for _, is_known in found)
+    members = fast, slow, others[2]
+    for member in members:
+        house.give(member, house.step.parts[0])
+    expected = [house.members.expected_s(each) for each in members]
+    assert expected == pytest.approx([2.6, 9.0, 8.2])
+    house.give(fast, house.step.parts[2])
+    assert house.members.expected_s(fast) == pytest.approx(2.6 + 4.2)
+
+
+def test_who_was_waited_for_in_vain_is_the_last_to_get_an_orphan(house: House) -> None:
+    stuck, busy = house.member(1, 1e6), house.member(2)
+    house.give(stuck, house.step.parts[1]).is_told = True
+    for part in house.step.parts[1:]:
+        house.give(busy, part)
+    assert house.members.best_for(house.step.parts[0]) is busy
+    house.members.see_off(busy.worker)
+    assert house.members.best_for(house.step.parts[0]) is stuck
+
+
+def test_who_is_to_rest_gets_no_part_unless_all_are(house: House) -> None:
+    one, other = house.member(1), house.member(2)
+    other.rests_until = 5
+    assert [house.members.awake(version) for version in (4, 5)] == [[one], [one, other]]
+    one.rests_until = 6
+    assert house.members.awake(4) == [one, other]
 
 
 def test_an_orphan_goes_to_the_least_busy_and_of_these_to_the_fastest(house: House) -> None:

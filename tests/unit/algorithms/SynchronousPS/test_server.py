@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import starmap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ from torch import Tensor
 import stages
 from harness import local_settings
 from peers import DEADLINE_S, Hand, hello, server_parts
+from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.members import FIRST_PAUSE_S, StepMember
 from smolcluster.algorithms.SynchronousPS.reduction import PartArrived
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.state import digests_of
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.cluster.pushing import GradientSender
+from smolcluster.cluster.session import HEARTBEATS_PER_TIMEOUT
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.runs.events import (
@@ -50,7 +53,7 @@ BUCKET_BYTES = 16 * 1024
 NUM_BUCKETS = 3
 BATCH = 64
 INSTANCE = "0123456789abcdef"
-NODES = ("pi5", "win", "macbook")
+NODES = ("pi5", "win", "macbook", "mini1")
 
 
 class Stage(stages.Stage[Server]):
@@ -134,6 +137,12 @@ class Puppet:
     def part(self) -> Assignment:
         return self.hand.hear_a(Assignment)
 
+    def next_part(self) -> Assignment:
+        """The next part, whatever comes before it."""
+        while not isinstance(message := self.hand.hear()[0], Assignment):
+            pass
+        return message
+
     def gradient(self, seed: int) -> Tensor:
         return random_gradient(self.replica.num_params, seed)
 
@@ -164,8 +173,11 @@ class Puppet:
         return frames[count:]
 
     def skip(self, part: Assignment) -> None:
+        self.skip_of(part.lease)
+
+    def skip_of(self, lease: LeaseKey) -> None:
         seen = len(self._stage.house.events)
-        self.hand.say(Skip(lease=part.lease, compute_s=0.0))
+        self.hand.say(Skip(lease=lease, compute_s=0.0))
         self._stage.house.until(lambda: len(self._stage.house.events) > seen)
 
     def step(self) -> tuple[Tensor, Commit]:
@@ -317,17 +329,21 @@ def test_a_part_that_was_given_to_another_cannot_be_pushed(stage: Stage) -> None
     assert [part.num_counted for part in stage.step.parts] == [NUM_BUCKETS, 0]
 
 
-def test_without_a_timeout_a_part_may_take_a_heartbeats_timeout_and_what_it_usually_takes(
+def test_without_a_timeout_a_part_may_take_a_quarter_of_the_heartbeats_and_what_it_usually_takes(
     stage: Stage,
 ) -> None:
+    """The whole of it as long as nobody has shown how long a part takes."""
     one, its_part, other, _ = two(stage)
-    one.push(its_part)
     (assignment,) = stage.step.parts[1].assignments
     usual_s = other.member.pace.cost.seconds(16)
-    assert assignment.due_at == pytest.approx(assignment.granted_at + DEADLINE_S + 4 * usual_s)
-    stage.advance(0.9 * DEADLINE_S)
+    assert assignment.due_at - assignment.granted_at == pytest.approx(DEADLINE_S + 4 * usual_s)
+    one.push(its_part)
+    usual_s = min(stage.server.members.expected_s(other.member), 2 * stage.step.expected_s)
+    assert usual_s > 0.0
+    assert assignment.due_at - assignment.granted_at == pytest.approx(DEADLINE_S / 4 + 4 * usual_s)
+    stage.advance(0.9 * DEADLINE_S / 4)
     assert [len(part.assignments) for part in stage.step.parts] == [0, 1]
-    stage.advance(DEADLINE_S + 4 * usual_s)
+    stage.advance(DEADLINE_S / 4 + 4 * usual_s)
     assert [len(part.assignments) for part in stage.step.parts] == [0, 2]
 
 
@@ -401,6 +417,89 @@ def test_a_step_that_nobody_can_take_over_is_told_at_once_and_at_twice_the_time(
     assert len(lines) == 2
     assert all("nobody is free to take them over" in line for line in lines)
     assert len(stage.parts.happened(StepOverdue)) == 2
+
+
+STEP_S = 10.0
+"""How long a part takes, on the test's clock."""
+
+
+class Clocked:
+    """Workers that compute, beside some that hang, and a server whose clock is the test's."""
+
+    def __init__(self, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stage, self.now = stage, 1000.0
+        self.honest: list[Puppet] = []
+        self.hung: list[Puppet] = []
+        monkeypatch.setattr(syncps, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def enter(self, role: list[Puppet], count: int) -> None:
+        for _ in range(count):
+            role.append(self.stage.member(len(self.honest) + len(self.hung) + 1))
+
+    def steps(self, count: int, after_each: Callable[[], None] = lambda: None) -> float:
+        """Take so many steps; returns how many seconds longer that took than without anybody who hangs."""
+        server, began = self.stage.server, self.now
+        server.advance(self.now)
+        for version in range(server.version + 1, server.version + count + 1):
+            self.push_all()
+            while server.version < version:
+                self.now += STEP_S / 10
+                server.advance(self.now)
+                self.push_all()
+            after_each()
+        return self.now - began - count * STEP_S
+
+    def push_all(self) -> None:
+        """All that compute push what they hold, a step's time later."""
+        waiting = [(puppet, len(puppet.member.unanswered)) for puppet in self.honest]
+        self.now += STEP_S * max(count for _, count in waiting)
+        for puppet, count in waiting:
+            for _ in range(count):
+                puppet.push(puppet.next_part())
+
+    def let_hung_answer(self) -> None:
+        """They skip what others have done meanwhile."""
+        for puppet in self.hung:
+            for lease, assignment in puppet.member.unanswered.copy().items():
+                if assignment.is_cancelled:
+                    puppet.skip_of(lease)
+
+
+@pytest.fixture
+def clocked(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Clocked:
+    return Clocked(stage, monkeypatch)
+
+
+hundred_steps = with_overrides(
+    "batch_share=null", "timeout=null", "num_epochs=6", "elastic=true", "heartbeat_timeout_s=40"
+)
+HOLD_S = 40 / HEARTBEATS_PER_TIMEOUT + 6 * STEP_S
+"""A quarter of heartbeat_timeout_s, four times what the part should take, and that for doing it again."""
+
+
+@hundred_steps
+@pytest.mark.parametrize("num_hung", [1, 2])
+@pytest.mark.parametrize("num_steps_before", [0, 2])
+def test_workers_that_hang_hold_up_a_hundred_steps_once(
+    clocked: Clocked, num_hung: int, num_steps_before: int
+) -> None:
+    """Whether they hang in the first step, or join when others have been measured."""
+    clocked.enter(clocked.honest, 2)
+    assert clocked.steps(num_steps_before) == 0.0
+    clocked.enter(clocked.hung, num_hung)
+    assert 0.0 < clocked.steps(100) <= HOLD_S
+    assert len(clocked.stage.parts.happened(StepOverdue)) == num_hung
+
+
+@hundred_steps
+def test_a_worker_that_is_always_too_late_holds_up_ever_fewer_steps(clocked: Clocked) -> None:
+    """It answers after each step, and hangs in the next one."""
+    clocked.enter(clocked.honest, 2)
+    clocked.enter(clocked.hung, 1)
+    assert 0.0 < clocked.steps(100, clocked.let_hung_answer) <= 7 * HOLD_S
+    held = clocked.stage.parts.happened(StepOverdue)
+    steps = [each.step for each in held if isinstance(each, StepOverdue)]
+    assert steps == [1, 3, 5, 9, 17, 33, 65]
 
 
 class Laggard:

@@ -12,6 +12,7 @@ from smolcluster.algorithms.SynchronousPS.sharing import (
     Cost,
     Pace,
     patience_s,
+    rest_after,
     sizes_by_cost,
     sizes_by_share,
     with_probes,
@@ -291,6 +292,10 @@ def test_a_push_that_was_called_off_tells_only_what_it_costs_at_least() -> None:
     assert pace.cost.fixed_s == pytest.approx(6.0), "the first whole one counts in full"
     pace.measured(10, 0.01, 1.01, whole=False)
     assert pace.cost.fixed_s == pytest.approx(6.0)
+
+
+def test_who_is_often_overdue_rests_ever_longer_up_to_a_bound() -> None:
+    assert [rest_after(count) for count in (1, 2, 3, 4, 7, 8, 10_000)] == [0, 1, 3, 7, 63, 64, 64]
 
 
 @pytest.mark.parametrize(
