@@ -37,9 +37,9 @@ def entries(request: pytest.FixtureRequest) -> list[Entry]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One process runs all tests of this folder, so that they do not disturb each other."""
+    """Where a table is wanted, one process has all of it."""
     for item in items:
-        if item.path.is_relative_to(Path(__file__).parent):
+        if "FAULTS_TABLE" in os.environ and item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.xdist_group("faults"))
 
 

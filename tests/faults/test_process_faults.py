@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
 
+import psutil
 import pytest
 import torch
 
@@ -432,11 +433,11 @@ def test_a_killed_worker_is_replaced_under_its_number(
 def wait_until_stopped(child: Child) -> None:
     """Wait until a stop signal has stopped it."""
     end = time.monotonic() + DEADLINE_S
-    look = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT
-    while (news := os.waitid(os.P_PID, child.process.pid, look)) is None:
+    process = psutil.Process(child.process.pid)
+    while process.status() != psutil.STATUS_STOPPED:
+        assert child.process.poll() is None, child.output
         assert time.monotonic() < end, f"it was not stopped:\n{child.output}"
         time.sleep(0.05)
-    assert news.si_code == os.CLD_STOPPED, child.output
 
 
 @pytest.mark.parametrize("algorithm", cases(["edp"], ["syncps"]))

@@ -37,9 +37,11 @@ def test_only_the_main_threads_of_server_and_worker_compute(
     server = processes.start(
         *(*program, "server", "--local", "--workers", "1"),
         *("--override", port, *OFTEN, "checkpoint_steps=7", *overrides),
+        forked=False,
     )
     worker = processes.start(
-        *(*program, "worker", "1", "macbook", "--local", "--override", port, "threads=1")
+        *(*program, "worker", "1", "macbook", "--local", "--override", port, "threads=1"),
+        forked=False,
     )
     end_well(server, worker)
     summary = read_summary(find_run(processes.runs).summary)
@@ -53,6 +55,7 @@ def test_only_the_main_thread_of_train_computes(processes: Processes) -> None:
     train = processes.start(
         *(sys.executable, pretend_device.__file__, str(notes), "train", "--config", "digits"),
         *("--override", *OFTEN, "checkpoint_steps=7"),
+        forked=False,
     )
     end_well(train)
     assert threads(notes) == {(str(train.process.pid), "MainThread")}, notes.read_text()

@@ -287,7 +287,7 @@ def test_everything_tells_one_story_of_a_worker_that_is_killed(
     cluster = local_settings(*stated, workers=3).cluster
     announce(prometheus, cluster, *cluster.workers)
     wait_for_panels(prometheus, "perplexity", "ALERTS", "smolcluster_gpu_")
-    assert prometheus.number("sum(smolcluster_worker_up)") == 3
+    prometheus.wait_for("workers", lambda: prometheus.number("sum(smolcluster_worker_up)") == 3)
     assert prometheus.number("smolcluster_step") > 0
     run = find_run(processes.runs)
     [lost] = [each for each in read_processes(run.processes) if each.rank == 1]
