@@ -24,11 +24,9 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import psutil
 from prometheus_client import CollectorRegistry, Metric, make_wsgi_app
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily as Counter
+from prometheus_client.core import GaugeMetricFamily as Gauge
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
@@ -61,6 +59,12 @@ GPU_SERIES: Mapping[GpuQuantity, tuple[str, str]] = {
     "power_w": ("gpu_power_watts", "What this process's GPU takes."),
 }
 """Name and description of each."""
+WORKER_STATS = {
+    "rtt_s": ("link_round_trip_seconds", "To it and back."),
+    "queue": ("link_queue_frames", "Waiting there to be sent."),
+    "codec_ratio": ("codec_ratio", "fp32 bytes by sent bytes."),
+}
+"""The same, of what workers report of themselves."""
 
 Family = TypeVar("Family", bound=Metric)
 
@@ -173,9 +177,7 @@ def process_series(
     labels = who.values
     yield _counter("process_steps", "Steps of this process.", numbers.steps, labels)
     yield _counter("process_samples", "Samples of this process.", numbers.samples, labels)
-    phases = _labelled(
-        CounterMetricFamily, "phase_seconds", "Wall time by phase.", (*PROCESS_LABELS, "phase")
-    )
+    phases = _labelled(Counter, "phase_seconds", "Wall time by phase.", (*PROCESS_LABELS, "phase"))
     for phase, seconds in numbers.phase_seconds.items():
         phases.add_metric((*labels, phase), _number(seconds))
     yield phases
@@ -201,7 +203,7 @@ def disk_series(who: ProcessLabels, folder: Path) -> Iterator[Metric]:
 
 def run_series(status: RunStatus, growth: Growth) -> Iterator[Metric]:
     """How the whole run stands. What was not measured yet has no series, but the loss, which is NaN."""
-    info = _labelled(GaugeMetricFamily, "run_info", "The run, always 1.", ("run", "algorithm"))
+    info = _labelled(Gauge, "run_info", "The run, always 1.", ("run", "algorithm"))
     info.add_metric((status.run_id, status.algorithm), 1)
     yield info
     yield _gauge("step", "Optimizer steps of the run.", status.step)
@@ -223,7 +225,7 @@ def run_series(status: RunStatus, growth: Growth) -> Iterator[Metric]:
     for name, (description, value) in measured.items():
         if value is not None:
             yield _gauge(name, description, value)
-    pushes = _labelled(CounterMetricFamily, "pushes", "Pushes by outcome.", ("reason",))
+    pushes = _labelled(Counter, "pushes", "Pushes by outcome.", ("reason",))
     for reason, count in status.pushes.items():
         pushes.add_metric((reason,), growth(count, "pushes", reason))
     yield pushes
@@ -231,35 +233,17 @@ def run_series(status: RunStatus, growth: Growth) -> Iterator[Metric]:
 
 def worker_series(workers: Sequence[WorkerStatus], now: datetime, growth: Growth) -> list[Metric]:
     """What the server knows of its workers; a family without samples is one that nothing is known of."""
-    up = _labelled(GaugeMetricFamily, "worker_up", "1 while it takes part.", WORKER_LABELS)
-    samples = _labelled(
-        CounterMetricFamily, "worker_samples", "Its applied samples.", WORKER_LABELS
-    )
-    speed = _labelled(
-        GaugeMetricFamily, "worker_samples_per_second", "Its applied samples.", WORKER_LABELS
-    )
-    silent = _labelled(
-        GaugeMetricFamily, "worker_silent_seconds", "Since its last byte.", WORKER_LABELS
-    )
-    traffic = _labelled(
-        CounterMetricFamily,
-        "link_bytes",
-        "Bytes that it sent and received.",
-        (*WORKER_LABELS, "direction"),
-    )
-    staleness = _labelled(
-        HistogramMetricFamily, "staleness_steps", "Staleness of applied pushes.", WORKER_LABELS
-    )
+    up = _labelled(Gauge, "worker_up", "1 while it takes part.", WORKER_LABELS)
+    samples = _labelled(Counter, "worker_samples", "Its applied samples.", WORKER_LABELS)
+    speed = _labelled(Gauge, "worker_samples_per_second", "Its applied samples.", WORKER_LABELS)
+    silent = _labelled(Gauge, "worker_silent_seconds", "Since its last byte.", WORKER_LABELS)
+    ways = (*WORKER_LABELS, "direction")
+    traffic = _labelled(Counter, "link_bytes", "Bytes that it sent and received.", ways)
+    of_pushes = "Staleness of applied pushes."
+    staleness = _labelled(HistogramMetricFamily, "staleness_steps", of_pushes, WORKER_LABELS)
     process_stats = {
-        "rtt_s": _labelled(
-            GaugeMetricFamily, "link_round_trip_seconds", "To it and back.", WORKER_LABELS
-        ),
-        "queue": _labelled(
-            GaugeMetricFamily, "link_queue_frames", "Waiting there to be sent.", WORKER_LABELS
-        ),
-        "codec_ratio": _labelled(
-            GaugeMetricFamily, "codec_ratio", "fp32 bytes by sent bytes.", WORKER_LABELS
-        ),
+        key: _labelled(Gauge, name, description, WORKER_LABELS)
+        for key, (name, description) in WORKER_STATS.items()
     }
     for worker in workers:
         labels = (str(worker.rank), worker.node)
@@ -426,12 +410,12 @@ def _labelled(
 
 
 def _counter(name: str, description: str, value: float, labels: Sequence[str] = ()) -> Metric:
-    family = _labelled(CounterMetricFamily, name, description, PROCESS_LABELS[: len(labels)])
+    family = _labelled(Counter, name, description, PROCESS_LABELS[: len(labels)])
     family.add_metric(labels, value)
     return family
 
 
 def _gauge(name: str, description: str, value: float, labels: Sequence[str] = ()) -> Metric:
-    family = _labelled(GaugeMetricFamily, name, description, PROCESS_LABELS[: len(labels)])
+    family = _labelled(Gauge, name, description, PROCESS_LABELS[: len(labels)])
     family.add_metric(labels, _number(value))
     return family
