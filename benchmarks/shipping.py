@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from common import report
 from loki import Receiver
-from smolcluster.observability.shipping.loki import Loki
+from smolcluster.observability.shipping.loki import LokiClient
 from smolcluster.observability.shipping.shipper import Shipper
 from smolcluster.observability.shipping.spool import Spool
 from smolcluster.runs.files import LineWriter, utc_timestamp
@@ -41,7 +41,7 @@ def main() -> None:
 def measure(folder: Path, num_lines: int, down_s: float) -> dict[str, object]:
     """Ship so many lines while the receiver is down for `down_s` seconds; what came of it."""
     receiver, asked, warnings = Receiver(), threading.Event(), list[str]()
-    loki = Loki(receiver.url)
+    loki = LokiClient(receiver.url)
     shipper = Shipper(Spool(folder), loki.push, warnings.append)
     shipping = threading.Thread(target=shipper.run, args=(asked, CATCH_UP_S))
     shipping.start()

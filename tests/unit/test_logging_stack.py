@@ -22,7 +22,7 @@ from loki import Receiver, receiving
 from smolcluster.launch.observe.loki import is_loki
 from smolcluster.launch.observe.targets import listens
 from smolcluster.observability.shipping.lines import LokiLine
-from smolcluster.observability.shipping.loki import Answer, Loki, Verdict, push_body
+from smolcluster.observability.shipping.loki import LokiClient, PushReply, Verdict, push_body
 from smolcluster.utils.retry import Deadline
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -233,9 +233,9 @@ def test_through_the_open_port_logs_are_pushed_and_neither_read_nor_deleted(
     pushing: tuple[str, Receiver],
 ) -> None:
     url, receiver = pushing
-    loki = Loki(url)
+    loki = LokiClient(url)
     entry = LokiLine((("job", "x"),), time.time_ns(), "a line")
-    assert loki.push(push_body([entry])) == Answer(Verdict.ACCEPTED)
+    assert loki.push(push_body([entry])) == PushReply(Verdict.ACCEPTED)
     loki.close()
     assert receiver.received.texts() == ["a line"]
     assert is_loki(url)

@@ -198,12 +198,12 @@ def _join(
     --override.
     """
     from smolcluster.launch.join import join  # noqa: PLC0415 - takes time
-    from smolcluster.launch.take_in import Wanted  # noqa: PLC0415
+    from smolcluster.launch.take_in import JoinOptions  # noqa: PLC0415
 
     stated = [] if ssh is None else [f"ssh={ssh}"]
     return join(
         run,
-        Wanted(
+        JoinOptions(
             name=name,
             address=address,
             secret_file=secret_file,

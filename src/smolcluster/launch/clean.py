@@ -74,7 +74,7 @@ done
 
 
 @dataclass(frozen=True)
-class Choice:
+class CleanOptions:
     """Which runs are to go: these, or failed starts and those that are old by both measures.
 
     Attributes:
@@ -89,7 +89,7 @@ class Choice:
 
 
 @dataclass
-class Doomed:
+class Removal:
     """A run that is proposed, and why; `elsewhere`: its other folders that are there, with their size."""
 
     run: ListedRun
@@ -101,7 +101,7 @@ class Doomed:
     """Whether every machine that may have a folder of it has answered."""
 
 
-def clean(choice: Choice, *, here: bool = False, yes: bool = False) -> int:
+def clean(choice: CleanOptions, *, here: bool = False, yes: bool = False) -> int:
     """Show what would go, ask, and remove it; 1 when a machine did not answer or something stays.
 
     `here`: ask no other machine, and leave what is there. Without a terminal nothing goes, unless `yes`.
@@ -111,18 +111,18 @@ def clean(choice: Choice, *, here: bool = False, yes: bool = False) -> int:
     """
     root = all_runs()
     troubles: list[str] = []
-    doomed = chosen(root, choice, troubles, here=here)
+    removals = chosen(root, choice, troubles, here=here)
     if not here:
-        doomed = _looked_up(doomed, troubles)
+        removals = _looked_up(removals, troubles)
     for trouble in troubles:
         _say(trouble)
-    if not doomed:
+    if not removals:
         _say(f"nothing to remove in {root}")
         return int(bool(troubles))
-    _show(doomed)
+    _show(removals)
     if not yes and not _confirmed():
         return int(bool(troubles))
-    failures = _remove(root, doomed)
+    failures = _remove(root, removals)
     for failure in failures:
         _say(failure)
     return int(bool(troubles or failures))
@@ -145,7 +145,9 @@ def parse_age(text: str | None) -> float | None:
 # --- which runs
 
 
-def chosen(root: Path, choice: Choice, troubles: list[str], *, here: bool = False) -> list[Doomed]:
+def chosen(
+    root: Path, choice: CleanOptions, troubles: list[str], *, here: bool = False
+) -> list[Removal]:
     """The runs that are to go, the newest last; what cannot be told of others is added to `troubles`.
 
     Raises:
@@ -162,7 +164,7 @@ def chosen(root: Path, choice: Choice, troubles: list[str], *, here: bool = Fals
     in_use = _in_use(root)
     trained = [run.run_id for run in runs if not _never_began(RunPaths(root / run.run_id), run)]
     kept = set(trained[-choice.keep :]) if choice.keep else set()
-    doomed = []
+    removals = []
     for run in runs:
         paths = RunPaths(root / run.run_id)
         age_s = _age_s(paths, run)
@@ -181,8 +183,8 @@ def chosen(root: Path, choice: Choice, troubles: list[str], *, here: bool = Fals
                 nodes = ", ".join(run.nodes)
                 troubles.append(f"run {run.run_id} is left: not all of {nodes} say if it lives")
         else:
-            doomed.append(Doomed(run, paths, why, age_s))
-    return doomed
+            removals.append(Removal(run, paths, why, age_s))
+    return removals
 
 
 def is_run(folder: Path) -> bool:
@@ -203,7 +205,7 @@ def _name(root: Path, name: str) -> str:
     return latest
 
 
-def _why(paths: RunPaths, run: ListedRun, age_s: float, choice: Choice) -> str | None:
+def _why(paths: RunPaths, run: ListedRun, age_s: float, choice: CleanOptions) -> str | None:
     """Why it is to go, in words; None: it is not."""
     if _never_began(paths, run):
         return FAILED_START
@@ -258,9 +260,9 @@ def _ask_here(host: Host, script: str) -> str:
 # --- on the machines
 
 
-def _looked_up(doomed: Sequence[Doomed], troubles: list[str]) -> list[Doomed]:
+def _looked_up(removals: Sequence[Removal], troubles: list[str]) -> list[Removal]:
     """The same with their folders on other machines, without those that live or have trained there."""
-    places = {each.run.run_id: list(_places(each.paths)) for each in doomed}
+    places = {each.run.run_id: list(_places(each.paths)) for each in removals}
     hosts = list(dict.fromkeys(host for found in places.values() for host, _ in found))
     asked = {
         host: [folder for found in places.values() for at, folder in found if at == host]
@@ -268,7 +270,7 @@ def _looked_up(doomed: Sequence[Doomed], troubles: list[str]) -> list[Doomed]:
     }
     answers = _each(asked, "look", troubles)
     left = []
-    for each in doomed:
+    for each in removals:
         said = {place: answers.get(place) for place in places[each.run.run_id]}
         words = {answer[0] for answer in said.values() if answer is not None}
         if "living" in words or (each.why == FAILED_START and "trained" in words):
@@ -328,13 +330,13 @@ def _each(
 # --- showing and removing
 
 
-def _show(doomed: Sequence[Doomed]) -> None:
+def _show(removals: Sequence[Removal]) -> None:
     console = SteadyConsole()
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in ("run", "machine", "age", "size", "why"):
         table.add_column(name, no_wrap=name == "run", justify="right" if name == "size" else "left")
     total = 0
-    for each in doomed:
+    for each in removals:
         sizes = [(host.node, size) for (host, _), size in each.elsewhere.items()]
         if each.is_whole:
             sizes.insert(0, (HERE, sum(size for size, _ in files_in(each.paths.root).values())))
@@ -347,8 +349,8 @@ def _show(doomed: Sequence[Doomed]) -> None:
             table.add_row(*(Text(displayable(console, cell)) for cell in cells))
     with steady(console):
         console.print(table)
-    many = "s"[: len(doomed) != 1]
-    _say(f"{len(doomed)} run{many}, {format_bytes(total)}")
+    many = "s"[: len(removals) != 1]
+    _say(f"{len(removals)} run{many}, {format_bytes(total)}")
 
 
 def _confirmed() -> bool:
@@ -363,16 +365,16 @@ def _confirmed() -> bool:
     return False
 
 
-def _remove(root: Path, doomed: Sequence[Doomed]) -> list[str]:
+def _remove(root: Path, removals: Sequence[Removal]) -> list[str]:
     """Remove them, elsewhere first; returns what stays, in words."""
     asked: dict[Host, list[str]] = {}
-    for each in doomed:
+    for each in removals:
         for host, folder in each.elsewhere:
             asked.setdefault(host, []).append(folder)
     failures: list[str] = []
     answers = _each(asked, "remove", failures)
     removed = []
-    for each in doomed:
+    for each in removals:
         words = {place: answers.get(place, ("unknown", 0))[0] for place in each.elsewhere}
         stays = [place for place, word in words.items() if word not in ("removed", "absent")]
         failures += [
@@ -389,7 +391,7 @@ def _remove(root: Path, doomed: Sequence[Doomed]) -> list[str]:
     if latest_of(root) in removed:
         with suppress(OSError):
             point_latest(root, _newest(root))
-    _say(f"removed {len(removed)} of {len(doomed)} runs")
+    _say(f"removed {len(removed)} of {len(removals)} runs")
     return failures
 
 

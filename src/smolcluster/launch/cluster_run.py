@@ -45,7 +45,7 @@ from smolcluster.launch.sessions import (
     put,
     stderr_tail,
 )
-from smolcluster.launch.shipping import Loki, begin_shippers, with_shippers
+from smolcluster.launch.shipping import LokiAddress, begin_shippers, with_shippers
 from smolcluster.launch.stop import StopResult, stop_processes
 from smolcluster.launch.sync import Sending, environment_digest, look, make_environment, send_code
 from smolcluster.launch.tmux import close_window, is_stopping
@@ -104,7 +104,7 @@ class Payload:
     secret: bytes
 
 
-class Choice(Enum):
+class OnInterrupt(Enum):
     """What Ctrl-C was meant for."""
 
     LEAVE = "l"
@@ -214,7 +214,7 @@ class ClusterRun:
             return
         version = before.version if version is None else version
         self._launched = self._launched.model_copy(update={"version": version})
-        waiting = [each for each, code in everywhere_processes(before.processes) if code is None]
+        waiting = [each for each, code in exit_codes(before.processes) if code is None]
         if before.server in waiting:
             run_id = self._launched.run_id
             raise RunBusy(
@@ -249,7 +249,7 @@ class ClusterRun:
         if hand_over_secret(host, machine.secret_file, secret):
             self.say(f"{host.node}: had another secret, which this machine's replaces", "yellow")
 
-    def start(self, loki: Loki | None = None) -> None:
+    def start(self, loki: LokiAddress | None = None) -> None:
         """Start the server, then the workers; return when all of them have joined, or the run is over.
 
         `loki`: where the logs go; None: nowhere.
@@ -359,7 +359,7 @@ class ClusterRun:
         """See that nobody has ended or is out of reach, and that the user still wants this."""
         if asked:
             raise Stopped("stopped while it was starting")
-        for process, code in everywhere_processes(processes):
+        for process, code in exit_codes(processes):
             if code is not None and process.rank in self._kept:  # it has given up meanwhile
                 self._kept.discard(process.rank)
                 self._begin(process)
@@ -415,7 +415,7 @@ class ClusterRun:
             LaunchError: the run is over.
         """
         with suppress(Unreachable, TookTooLong):
-            if all(code is not None for _, code in everywhere_processes(self._launched.processes)):
+            if all(code is not None for _, code in exit_codes(self._launched.processes)):
                 run_id = self._launched.run_id
                 raise LaunchError(
                     f"run {run_id} is over: `uv run smolcluster logs {run_id}` shows what it said"
@@ -483,20 +483,20 @@ class ClusterRun:
         return 0
 
     def _interrupted(self, asked: Interrupts) -> int:
-        if self._ask(asked) is Choice.LEAVE:
+        if self._ask(asked) is OnInterrupt.LEAVE:
             self.say(left_running(self._launched.run_id))
             return 0
         return self.stop() or INTERRUPTED
 
-    def _ask(self, asked: Interrupts) -> Choice:
+    def _ask(self, asked: Interrupts) -> OnInterrupt:
         """Leave the run going, or stop it? Who closes the terminal leaves it.
 
         Where there was no terminal nobody can answer: then it is stopped.
         """
         if asked.hung_up:
-            return Choice.LEAVE
+            return OnInterrupt.LEAVE
         if not sys.stdin.isatty():
-            return Choice.STOP
+            return OnInterrupt.STOP
         self.say("leave the run going (l), or stop it (s, or Ctrl-C again)?")
         while not (asked.repeated or asked.hung_up):
             ready, _, _ = select.select([sys.stdin], [], [], 0.1)
@@ -505,11 +505,11 @@ class ClusterRun:
             except OSError:  # its terminal has gone
                 line = ""
             if line == "":
-                return Choice.LEAVE
+                return OnInterrupt.LEAVE
             answer = (line or "").strip().lower()[:1]
-            if answer in {choice.value for choice in Choice}:
-                return Choice(answer)
-        return Choice.LEAVE if asked.hung_up else Choice.STOP
+            if answer in {choice.value for choice in OnInterrupt}:
+                return OnInterrupt(answer)
+        return OnInterrupt.LEAVE if asked.hung_up else OnInterrupt.STOP
 
     def stop(self, *, in_a_hurry: bool = False) -> int:
         run_id = self._launched.run_id
@@ -537,7 +537,7 @@ class ClusterRun:
         deadline = Deadline(SHUTDOWN_TIMEOUT_S if code == 0 else 0)
         try:
             while not deadline.expired and any(
-                ended is None for _, ended in everywhere_processes(self._launched.workers)
+                ended is None for _, ended in exit_codes(self._launched.workers)
             ):
                 time.sleep(POLL_S)
         except LaunchError:
@@ -568,7 +568,7 @@ class ClusterRun:
             self._console.print(Text(displayable(self._console, line), style=style), soft_wrap=True)
 
 
-def everywhere_processes(
+def exit_codes(
     processes: Sequence[LaunchedProcess],
 ) -> list[tuple[LaunchedProcess, int | None]]:
     """The exit code of each process (None: it runs), asked of all machines at once.

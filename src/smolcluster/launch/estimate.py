@@ -20,7 +20,7 @@ LINKS_MB_S = (12.5, 125, 1250)
 
 
 @dataclass(frozen=True)
-class Cost:
+class StepCost:
     """What a run costs. Bytes are of one step of one worker, to the server and from it."""
 
     num_params: int
@@ -34,7 +34,7 @@ class Cost:
         return max(self.sent_nbytes, self.received_nbytes) / (1e6 * mb_s)
 
 
-def cost_of(settings: Settings, algorithm: str) -> Cost | None:
+def cost_of(settings: Settings, algorithm: str) -> StepCost | None:
     """What a run of these settings costs; None where only its data tell how large the model is."""
     num_params = params_of(settings)
     if num_params is None:
@@ -45,7 +45,7 @@ def cost_of(settings: Settings, algorithm: str) -> Cost | None:
     sent = round(copy * SHARES[cluster.codec or ("int8" if cluster.use_quantization else "fp32")])
     back = sent if algorithm == "syncps" else copy // cluster.worker_update_interval
     own = (2 + moments) * copy
-    return Cost(
+    return StepCost(
         num_params=num_params,
         server_nbytes=own + (cluster.num_workers + 1) * copy,
         worker_nbytes=own + 2 * copy,

@@ -26,7 +26,7 @@ from smolcluster.launch.cluster_run import EndedBadly
 from smolcluster.launch.find import RUNS_DIR, find
 from smolcluster.launch.remote import inherited, own_secret_file
 from smolcluster.launch.run import place_overrides
-from smolcluster.launch.take_in import Wanted, begin_and_wait, join_cluster, settings_of_node
+from smolcluster.launch.take_in import JoinOptions, begin_and_wait, join_cluster, settings_of_node
 from smolcluster.launch.tmux import session_name
 from smolcluster.observability.logs import setup_logging
 from smolcluster.observability.terminal import SteadyConsole, print_line
@@ -44,7 +44,7 @@ LOCK = "joining.lock"
 """In a run's folder: who brings a machine into it holds its lock."""
 
 
-def join(where: str, wanted: Wanted) -> int:
+def join(where: str, wanted: JoinOptions) -> int:
     """Bring a machine into a run; returns the exit code.
 
     Args:
@@ -81,7 +81,7 @@ def _taking_turns(paths: RunPaths) -> Iterator[None]:
         release(lock)
 
 
-def _join_run(paths: RunPaths, wanted: Wanted) -> int:
+def _join_run(paths: RunPaths, wanted: JoinOptions) -> int:
     launched = read_launched(paths.launched) if paths.launched.is_file() else None
     if launched is not None and not launched.is_local:
         return join_cluster(paths, launched, wanted)
@@ -115,7 +115,7 @@ def _quoted(path: Path) -> str:
     return json.dumps(str(path), ensure_ascii=False)
 
 
-def _of_this_machine(wanted: Wanted) -> list[str]:
+def _of_this_machine(wanted: JoinOptions) -> list[str]:
     secret = (
         ()
         if wanted.secret_file is None
@@ -140,7 +140,7 @@ def own_name(stated: str | None) -> str:
         ) from error
 
 
-def _ask(address: ServerAddress, name: str, wanted: Wanted) -> Welcome:
+def _ask(address: ServerAddress, name: str, wanted: JoinOptions) -> Welcome:
     secret = load_secret(wanted.secret_file or own_secret_file())
     log = setup_logging("join", name, named=False)
     try:
@@ -159,7 +159,7 @@ def _command(
 
 
 def _join_as_process(
-    address: ServerAddress, wanted: Wanted, options: Sequence[str], *, paths: RunPaths | None
+    address: ServerAddress, wanted: JoinOptions, options: Sequence[str], *, paths: RunPaths | None
 ) -> int:
     """Be a worker from now on, or start one that outlives this terminal.
 
@@ -222,7 +222,7 @@ def _note(paths: RunPaths | None, name: str, rank: int, pid: int) -> None:
 
 def _join_in_session(
     address: ServerAddress,
-    wanted: Wanted,
+    wanted: JoinOptions,
     options: Sequence[str],
     paths: RunPaths,
     launched: Launched,

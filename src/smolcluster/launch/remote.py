@@ -34,7 +34,7 @@ from smolcluster.launch.plan import (
 )
 from smolcluster.launch.prepare import forwarded, settings_in
 from smolcluster.launch.requests import DEFAULT_TRAINING, cluster_source, settings_of
-from smolcluster.launch.shipping import Loki, loki_of
+from smolcluster.launch.shipping import LokiAddress, loki_of
 from smolcluster.launch.show_plan import show_plan
 from smolcluster.launch.stop import stop_children
 from smolcluster.launch.tmux import open_window, show_window, window_name
@@ -112,7 +112,7 @@ def launch_remote(
     run = ClusterRun(launched, machines, RunPaths(here / check_run_id(run_id)), SteadyConsole())
     run.prepare(payload, sync=how.sync, overwrite=how.overwrite)
     check_packets(settings.cluster, places)
-    told = Told(environ=settings_in(os.environ), overrides=request.overrides)
+    told = StoredOptions(environ=settings_in(os.environ), overrides=request.overrides)
     keep(
         create_run(here, run_id, newest=False), cluster_file.read_bytes(), payload.train_file, told
     )
@@ -142,7 +142,7 @@ def without_env(cluster_file: Path) -> bytes:
     return dump_yaml({**raw, "nodes": bare}).encode()
 
 
-class Told(BaseModel):
+class StoredOptions(BaseModel):
     """What a launch was told besides its files: settings of the environment, and all overrides."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -151,10 +151,10 @@ class Told(BaseModel):
     overrides: tuple[str, ...]
 
 
-TOLD = ModelFile[Told](Told, "is damaged")
+TOLD = ModelFile[StoredOptions](StoredOptions, "is damaged")
 
 
-def keep(paths: RunPaths, cluster_file: bytes, train_file: bytes, told: Told) -> None:
+def keep(paths: RunPaths, cluster_file: bytes, train_file: bytes, told: StoredOptions) -> None:
     """Keep a run's configuration with it, where only its user reads it, for who lets it go on.
 
     Raises:
@@ -175,7 +175,7 @@ def launch_here(
     paths: RunPaths,
     console: Console,
     how: LaunchOptions,
-    loki: Loki | None = None,
+    loki: LokiAddress | None = None,
 ) -> int:
     """Run a plan of this machine alone in tmux sessions; returns the exit code.
 
@@ -378,7 +378,7 @@ def resume_remote(
     if not all(file.is_file() for file in files):
         raise ConfigError(f"run {paths.run_id} was not launched from here: {files[0]} is missing")
     told = or_none(TOLD.read, paths.root / TOLD_FILE)  # a launch of before has left none
-    told = told or Told(environ={}, overrides=launched.overrides)
+    told = told or StoredOptions(environ={}, overrides=launched.overrides)
     for name, value in told.environ.items():
         os.environ.setdefault(name, value)  # what is set now wins
     request = Request(

@@ -35,7 +35,7 @@ from smolcluster.launch.observe.beside import (
 from smolcluster.launch.plan import Request, in_sessions, plan_local
 from smolcluster.launch.remote import LaunchOptions, launch_here, launch_remote, wants_window
 from smolcluster.launch.requests import settings_of, written_here
-from smolcluster.launch.shipping import ROLE, Loki, local_shipper, loki_of
+from smolcluster.launch.shipping import ROLE, LokiAddress, local_shipper, loki_of
 from smolcluster.launch.stop import (
     SERVER_GRACE_S,
     SHIPPER_GRACE_S,
@@ -189,7 +189,7 @@ class LocalRun:
         *,
         num_epochs: int | None = None,
         resumed: bool = False,
-        loki: Loki | None = None,
+        loki: LokiAddress | None = None,
         grace_s: float = SERVER_GRACE_S,
         patience_s: float = PATIENCE_S,
     ) -> None:
@@ -287,7 +287,7 @@ class LocalRun:
             started=start_of(child.pid),
         )
 
-    def _ship(self, loki: Loki, width: int) -> None:
+    def _ship(self, loki: LokiAddress, width: int) -> None:
         process = local_shipper(self._plan.server.node, self._paths.root, loki)
         try:
             say = self._behind(Text(f"{ROLE:<{width}}", style="dim"))

@@ -36,7 +36,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Loki:
+class LokiAddress:
     """Where logs go.
 
     Attributes:
@@ -48,21 +48,21 @@ class Loki:
     is_ours: bool
 
 
-def loki_of(cluster: ClusterConfig, stack: Path | None) -> Loki | None:
+def loki_of(cluster: ClusterConfig, stack: Path | None) -> LokiAddress | None:
     """Where the logs of a run go; None: nowhere.
 
     Where this machine has one that answers it is that; with a `stack` that was just begun the one that is to
     come: until it is there the log files wait.
     """
     if cluster.loki_url is not None:
-        return Loki(cluster.loki_url, is_ours=False)
+        return LokiAddress(cluster.loki_url, is_ours=False)
     url = loki_here()
     if url is None and stack is not None and not answers(services()[0]):
         url = own_loki()
-    return None if url is None else Loki(url, is_ours=True)
+    return None if url is None else LokiAddress(url, is_ours=True)
 
 
-def with_shippers(launched: Launched, loki: Loki | None, say: Say) -> Launched:
+def with_shippers(launched: Launched, loki: LokiAddress | None, say: Say) -> Launched:
     if loki is None:
         return launched
     places: dict[tuple[str | None, str], list[LaunchedProcess]] = {}
@@ -81,7 +81,7 @@ def with_shippers(launched: Launched, loki: Loki | None, say: Say) -> Launched:
     return launched.model_copy(update={"shippers": shippers})
 
 
-def url_for(process: LaunchedProcess, loki: Loki) -> str:
+def url_for(process: LaunchedProcess, loki: LokiAddress) -> str:
     """Loki's address as the machine of a process sees it.
 
     Raises:
@@ -118,7 +118,7 @@ def shipper_of(run_id: str, processes: Sequence[LaunchedProcess], url: str) -> L
     )
 
 
-def local_shipper(node: str, run_dir: Path, loki: Loki) -> LaunchedProcess:
+def local_shipper(node: str, run_dir: Path, loki: LokiAddress) -> LaunchedProcess:
     """The shipper of a run whose processes are this process's children."""
     words = ("-m", "smolcluster.cli", "ship", str(run_dir), "--loki", loki.url)
     return LaunchedProcess(node=node, role=ROLE, rank=None, argv=(sys.executable, *words))

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from smolcluster.configs.resolve import Settings
-from smolcluster.launch.estimate import LINKS_MB_S, Cost, cost_of
+from smolcluster.launch.estimate import LINKS_MB_S, StepCost, cost_of
 from smolcluster.launch.host import shell_path
 from smolcluster.observability.terminal import SteadyConsole, steady
 from smolcluster.runs.launched import Launched, LaunchedProcess
@@ -32,7 +32,7 @@ def show_plan(launched: Launched, settings: Settings) -> None:
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def plan_table(launched: Launched, settings: Settings, cost: Cost | None) -> Table:
+def plan_table(launched: Launched, settings: Settings, cost: StepCost | None) -> Table:
     """A row a process; it fits 80 columns, so folders are left to the commands."""
     table = Table("process", "node", "ssh", "server at", "memory", title=f"run {launched.run_id}")
     for process in launched.processes:
@@ -59,7 +59,7 @@ def commands(launched: Launched) -> Iterator[str]:
         yield f"  cd {shell_path(process.project_dir)} && {shlex.join(process.argv)}"
 
 
-def costs(cost: Cost | None) -> Iterator[str]:
+def costs(cost: StepCost | None) -> Iterator[str]:
     """Bytes and seconds of a step on a worker's link, in lines of at most 80 columns."""
     if cost is None:
         yield "memory and bytes are not known: the data or the tokenizer decide the model's size"

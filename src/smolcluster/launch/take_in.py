@@ -56,7 +56,7 @@ for host in sys.argv[2:]:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class JoinOptions:
     """What the user says of a machine that joins.
 
     Attributes:
@@ -80,7 +80,7 @@ class Wanted:
     overrides: tuple[str, ...] = ()
 
 
-def join_cluster(paths: RunPaths, launched: Launched, wanted: Wanted) -> int:
+def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> int:
     """Start a worker on a machine of a cluster, and wait until it takes part; returns the exit code.
 
     Raises:
@@ -168,7 +168,7 @@ class _Draft:
         status: RunStatus,
         *,
         name: str,
-        wanted: Wanted,
+        wanted: JoinOptions,
         file: Path,
     ) -> None:
         self._paths, self._launched, self._status = paths, launched, status

@@ -18,11 +18,11 @@ from rich.console import Console
 from reading import server, worker, write
 from smolcluster.errors import LaunchError, RunBusy
 from smolcluster.launch import cluster_run, remote
-from smolcluster.launch.cluster_run import Choice, ClusterRun, Machine
+from smolcluster.launch.cluster_run import ClusterRun, Machine, OnInterrupt
 from smolcluster.launch.host import Host
 from smolcluster.launch.interrupts import Interrupts
 from smolcluster.launch.plan import Request
-from smolcluster.launch.remote import TOLD_FILE, LaunchOptions, Told, keep
+from smolcluster.launch.remote import TOLD_FILE, LaunchOptions, StoredOptions, keep
 from smolcluster.launch.stop import StopResult
 from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched, write_launched
 from smolcluster.runs.paths import RunPaths, create_run, latest_of, point_latest
@@ -54,15 +54,15 @@ INT, HUP = signal.SIGINT, signal.SIGHUP
 @pytest.mark.parametrize(
     ("typed", "received", "choice"),
     [
-        ("l\n", [INT], Choice.LEAVE),
-        ("what?\n\ns\n", [INT], Choice.STOP),
-        ("", [INT], Choice.LEAVE),  # its end
-        ("s\n", [INT, INT], Choice.STOP),
-        ("", [INT, HUP], Choice.LEAVE),
-        ("", [HUP], Choice.LEAVE),
-        ("", [HUP, HUP], Choice.LEAVE),
-        (None, [INT], Choice.STOP),
-        (None, [INT, HUP], Choice.LEAVE),
+        ("l\n", [INT], OnInterrupt.LEAVE),
+        ("what?\n\ns\n", [INT], OnInterrupt.STOP),
+        ("", [INT], OnInterrupt.LEAVE),  # its end
+        ("s\n", [INT, INT], OnInterrupt.STOP),
+        ("", [INT, HUP], OnInterrupt.LEAVE),
+        ("", [HUP], OnInterrupt.LEAVE),
+        ("", [HUP, HUP], OnInterrupt.LEAVE),
+        (None, [INT], OnInterrupt.STOP),
+        (None, [INT, HUP], OnInterrupt.LEAVE),
     ],
 )
 def test_what_ctrl_c_means(
@@ -70,7 +70,7 @@ def test_what_ctrl_c_means(
     monkeypatch: pytest.MonkeyPatch,
     typed: str | None,
     received: list[int],
-    choice: Choice,
+    choice: OnInterrupt,
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO() if typed is None else Terminal(typed))
     monkeypatch.setattr(select, "select", lambda files, *_: (files, [], []))
@@ -88,7 +88,7 @@ def test_a_terminal_that_goes_while_it_is_asked_leaves_the_run(
 
     monkeypatch.setattr("sys.stdin", Terminal())
     monkeypatch.setattr(select, "select", nothing_typed)
-    assert run._ask(asked) is Choice.LEAVE
+    assert run._ask(asked) is OnInterrupt.LEAVE
 
 
 def test_child_processes_that_the_run_had_before_are_forgotten(
@@ -190,7 +190,9 @@ def test_a_run_whose_server_lives_is_not_started_again(
 def test_a_run_that_goes_on_is_told_what_its_launch_was_told(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = Told(environ={"SMOLCLUSTER_PORT": "6000", "SMOLCLUSTER_SEED": "7"}, overrides=("a=1",))
+    told = StoredOptions(
+        environ={"SMOLCLUSTER_PORT": "6000", "SMOLCLUSTER_SEED": "7"}, overrides=("a=1",)
+    )
     keep(paths, b"", b"", told)
     assert (paths.root / TOLD_FILE).stat().st_mode & 0o077 == 0
     requests: list[Request] = []

@@ -11,7 +11,7 @@ import zeroconf
 from zeroconf import ServiceInfo, Zeroconf
 
 from smolcluster.errors import LaunchError
-from smolcluster.launch.setup.discover import Found, discover, machines
+from smolcluster.launch.setup.discover import Neighbour, discover, machines
 
 LOOPBACK = ["127.0.0.1"]
 OWN = f"smol-{os.getpid()}"
@@ -45,7 +45,7 @@ def announced() -> Iterator[None]:
 @pytest.mark.usefixtures("announced")
 def test_machines_with_ssh_are_found() -> None:
     found = [each for each in discover(interfaces=LOOPBACK) if each.name.startswith(OWN)]
-    assert found == [Found(f"{OWN}-a", "127.0.0.21"), Found(f"{OWN}-b", "127.0.0.22")]
+    assert found == [Neighbour(f"{OWN}-a", "127.0.0.21"), Neighbour(f"{OWN}-b", "127.0.0.22")]
 
 
 def test_names_that_are_none_of_a_host_are_left_out() -> None:
@@ -57,7 +57,7 @@ def test_names_that_are_none_of_a_host_are_left_out() -> None:
         service("_ssh", "x", "lonely", "fe80::1"),
         service("_ssh", "x", "minis-mac", "10.0.0.5"),
     ]
-    assert machines(infos) == [Found("Minis-Mac", "10.0.0.4")]
+    assert machines(infos) == [Neighbour("Minis-Mac", "10.0.0.4")]
 
 
 def test_ssh_is_told_a_name_where_it_can_be_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,8 +67,8 @@ def test_ssh_is_told_a_name_where_it_can_be_looked_up(monkeypatch: pytest.Monkey
         return [object()]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    assert Found("pi5", "10.0.0.5").destination == "pi5.local"
-    assert Found("pi6", "10.0.0.6").destination == "10.0.0.6"
+    assert Neighbour("pi5", "10.0.0.5").destination == "pi5.local"
+    assert Neighbour("pi6", "10.0.0.6").destination == "10.0.0.6"
 
 
 def test_a_machine_that_cannot_listen_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
 from smolcluster.launch.host import Host
 from smolcluster.launch.setup import init as init_module
 from smolcluster.launch.setup.cluster_file import ClusterFile
-from smolcluster.launch.setup.discover import Found
+from smolcluster.launch.setup.discover import Neighbour
 from smolcluster.launch.setup.init import (
     NEEDED,
     InitOptions,
@@ -26,7 +26,7 @@ from smolcluster.launch.setup.init import (
     parse_machine,
     settings_of,
 )
-from smolcluster.launch.setup.links import Choice, Interface, Link
+from smolcluster.launch.setup.links import BestAddress, Interface, MeasuredLink
 
 TODAY = date(2026, 11, 22)
 LOOPBACK = Interface("127.0.0.1", "lo")
@@ -74,8 +74,8 @@ def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 def measured_before(on_loopback: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """All workers' links are alike and known, which saves time."""
 
-    def links(_server: Host, workers: list[Host], *_: object) -> dict[str, list[Link]]:
-        return {worker.node: [Link(LOOPBACK, 0.3, 117.5)] for worker in workers}
+    def links(_server: Host, workers: list[Host], *_: object) -> dict[str, list[MeasuredLink]]:
+        return {worker.node: [MeasuredLink(LOOPBACK, 0.3, 117.5)] for worker in workers}
 
     monkeypatch.setattr(init_module, "measured", links)
 
@@ -304,9 +304,9 @@ def test_nothing_is_written_without_consent(target: Path) -> None:
 def test_machines_that_were_found_are_offered(
     target: Path, console: Console, printed: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = [Found("mini2", "10.0.0.2"), Found("pi5", "10.0.0.5")]
+    found = [Neighbour("mini2", "10.0.0.2"), Neighbour("pi5", "10.0.0.5")]
     monkeypatch.setattr(init_module, "discover", lambda: found)
-    monkeypatch.setattr(Found, "destination", "local")
+    monkeypatch.setattr(Neighbour, "destination", "local")
     user = Answers(["2", "", "mini2", "", "", True])
     assert init(InitOptions(to=target, discover=True), user, console=console) == 0
     assert "  1  mini2  10.0.0.2\n  2  pi5  10.0.0.5\n" in printed.getvalue()
@@ -345,8 +345,11 @@ def test_a_shell_that_is_none_is_told(target: Path, monkeypatch: pytest.MonkeyPa
 def test_a_worker_without_a_way_is_told(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interfaces = [Interface("127.0.0.1", "lo"), Interface("192.0.2.200", "eth7")]
     links = {
-        "pi5": [Link(each, failure="no answer") for each in interfaces],
-        "win": [Link(interfaces[0], 1.0, 1.0), Link(interfaces[1], failure="refused")],
+        "pi5": [MeasuredLink(each, failure="no answer") for each in interfaces],
+        "win": [
+            MeasuredLink(interfaces[0], 1.0, 1.0),
+            MeasuredLink(interfaces[1], failure="refused"),
+        ],
     }
     with pytest.raises(LaunchError) as caught:
         chosen(Host("mini1", "m"), links, 65432)
@@ -358,9 +361,9 @@ def test_a_worker_without_a_way_is_told(target: Path, monkeypatch: pytest.Monkey
 
 def test_the_server_has_the_address_that_most_workers_use() -> None:
     choices = {
-        "a": Choice("10.0.0.1", ""),
-        "b": Choice("10.0.1.1", ""),
-        "c": Choice("10.0.1.1", ""),
+        "a": BestAddress("10.0.0.1", ""),
+        "b": BestAddress("10.0.1.1", ""),
+        "c": BestAddress("10.0.1.1", ""),
     }
     assert most_used(choices, [LOOPBACK]) == "10.0.1.1"
     assert most_used({}, [LOOPBACK, OTHER]) == "127.0.0.1"

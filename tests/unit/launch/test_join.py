@@ -14,7 +14,7 @@ from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import ConfigError
 from smolcluster.launch import join as joining
 from smolcluster.launch.join import address_of, own_name
-from smolcluster.launch.take_in import Wanted, with_worker
+from smolcluster.launch.take_in import JoinOptions, with_worker
 from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
 from smolcluster.runs.paths import create_run
 
@@ -96,9 +96,9 @@ def test_two_machines_are_brought_in_one_after_the_other(
     second: list[Future[int]] = []
     waits = Event()
 
-    def bring_in(_paths: object, _launched: object, wanted: Wanted) -> int:
+    def bring_in(_paths: object, _launched: object, wanted: JoinOptions) -> int:
         if wanted.name == "a":
-            second.append(pool.submit(joining.join, str(paths.root), Wanted(name="b")))
+            second.append(pool.submit(joining.join, str(paths.root), JoinOptions(name="b")))
             assert waits.wait(20.0), "the second one did not say that it waits"
         order.append(str(wanted.name))
         return 0
@@ -106,7 +106,7 @@ def test_two_machines_are_brought_in_one_after_the_other(
     monkeypatch.setattr(joining, "join_cluster", bring_in)
     monkeypatch.setattr(joining, "print_line", lambda *_: waits.set())
     with ThreadPoolExecutor(1) as pool:
-        assert joining.join(str(paths.root), Wanted(name="a")) == 0
+        assert joining.join(str(paths.root), JoinOptions(name="a")) == 0
         assert second[0].result(20.0) == 0
     assert order == ["a", "b"]
 

@@ -18,7 +18,7 @@ from smolcluster.launch.host import Host, Unreachable
 from smolcluster.launch.probing import Listener, listening, probe_script, probe_source
 from smolcluster.launch.setup.links import (
     Interface,
-    Link,
+    MeasuredLink,
     choose,
     interfaces_of,
     measure,
@@ -97,8 +97,8 @@ eth0      Link encap:Ethernet  HWaddr 02:42:AC:11:00:02
 """
 
 
-def way(ip: str, mb_s: float = 0.0, ms: float = 1.0, failure: str = "") -> Link:
-    return Link(
+def way(ip: str, mb_s: float = 0.0, ms: float = 1.0, failure: str = "") -> MeasuredLink:
+    return MeasuredLink(
         Interface(ip, "Wi-Fi" if ip.startswith("192.168.1.") else "eth0"), ms, mb_s, failure
     )
 
@@ -181,17 +181,20 @@ def test_a_way_that_is_closed_is_never_taken_but_told() -> None:
 @pytest.mark.parametrize(
     ("found", "link"),
     [
-        ({"error": None, "ms": 0.3, "mb_per_s": 117.5}, Link(IPV4, 0.3, 117.5)),
-        ({"error": "ECONNREFUSED", "why": "x"}, Link(IPV4, failure="refused")),
-        ({"error": "ETIMEDOUT"}, Link(IPV4, failure="no answer")),
-        ({"error": "stranger"}, Link(IPV4, failure="somebody else answers")),
-        ({"error": "E\x1b[2J\n# x"}, Link(IPV4, failure="broke off")),
-        ({"error": None, "ms": float("nan"), "mb_per_s": 1}, Link(IPV4, failure="not measured")),
-        ({"error": None, "ms": [], "mb_per_s": 1}, Link(IPV4, failure="not measured")),
-        ({}, Link(IPV4, failure="not measured")),
+        ({"error": None, "ms": 0.3, "mb_per_s": 117.5}, MeasuredLink(IPV4, 0.3, 117.5)),
+        ({"error": "ECONNREFUSED", "why": "x"}, MeasuredLink(IPV4, failure="refused")),
+        ({"error": "ETIMEDOUT"}, MeasuredLink(IPV4, failure="no answer")),
+        ({"error": "stranger"}, MeasuredLink(IPV4, failure="somebody else answers")),
+        ({"error": "E\x1b[2J\n# x"}, MeasuredLink(IPV4, failure="broke off")),
+        (
+            {"error": None, "ms": float("nan"), "mb_per_s": 1},
+            MeasuredLink(IPV4, failure="not measured"),
+        ),
+        ({"error": None, "ms": [], "mb_per_s": 1}, MeasuredLink(IPV4, failure="not measured")),
+        ({}, MeasuredLink(IPV4, failure="not measured")),
     ],
 )
-def test_what_the_probe_says_is_read(found: dict[str, Any], link: Link) -> None:
+def test_what_the_probe_says_is_read(found: dict[str, Any], link: MeasuredLink) -> None:
     assert read_link(IPV4, found) == link
 
 

@@ -18,13 +18,13 @@ from reading import worker as bare_worker
 from smolcluster.errors import LaunchError
 from smolcluster.launch import shipping
 from smolcluster.launch.run import LocalRun
-from smolcluster.launch.shipping import Loki, loki_of, ship_script, url_for, with_shippers
+from smolcluster.launch.shipping import LokiAddress, loki_of, ship_script, url_for, with_shippers
 from smolcluster.observability.shipping.spool import STATE
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.runs.paths import create_run
 
 TIMEOUT_S = 30.0
-OURS = Loki("http://127.0.0.1:3100", is_ours=True)
+OURS = LokiAddress("http://127.0.0.1:3100", is_ours=True)
 FOLLOWER = """#!/bin/sh
 echo "$(basename "$0") $LOKI_URL $SMOLCLUSTER_RUNS_DIR $*"
 trap 'sleep 0.5; echo flushed; exit' TERM
@@ -176,11 +176,11 @@ def test_a_node_finds_loki_where_it_sees_the_launching_machine(
 ) -> None:
     fake_ssh(tmp_path, monkeypatch)
     monkeypatch.setenv("LOKI_BIND", "0.0.0.0")  # noqa: S104
-    stated = Loki("http://127.0.0.1:9", is_ours=False)
+    stated = LokiAddress("http://127.0.0.1:9", is_ours=False)
     for process in (server("pi5"), server(None)):
         assert url_for(process, stated) == "http://127.0.0.1:9"
     assert url_for(server(None), OURS) == OURS.url
-    elsewhere = Loki("http://192.168.7.7:3100", is_ours=True)  # it listens on one address
+    elsewhere = LokiAddress("http://192.168.7.7:3100", is_ours=True)  # it listens on one address
     assert url_for(server("pi5"), elsewhere) == elsewhere.url
     for connection, url in (
         ("192.168.50.100 5022 192.168.50.101 22", "http://192.168.50.100:3100"),
@@ -213,10 +213,10 @@ def test_each_machine_gets_one_shipper_and_who_cannot_say_how_none(
 
 def test_where_logs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stated = local_settings("loki_url=http://mini1:3100").cluster
-    assert loki_of(stated, tmp_path) == Loki("http://mini1:3100", is_ours=False)
+    assert loki_of(stated, tmp_path) == LokiAddress("http://mini1:3100", is_ours=False)
     with receiving() as receiver:
         monkeypatch.setattr(shipping, "loki_here", lambda: receiver.url)
-        assert loki_of(local_settings().cluster, None) == Loki(receiver.url, is_ours=True)
+        assert loki_of(local_settings().cluster, None) == LokiAddress(receiver.url, is_ours=True)
     monkeypatch.setattr(shipping, "loki_here", lambda: None)
     assert loki_of(local_settings().cluster, None) is None
     monkeypatch.setattr(shipping, "answers", lambda _: False)
@@ -238,7 +238,7 @@ with open({str(log)!r}, "w") as log:
 """
     with receiving() as receiver:
         plan = fake_plan(program, "")
-        run = LocalRun(plan, paths, console, loki=Loki(receiver.url, is_ours=True))
+        run = LocalRun(plan, paths, console, loki=LokiAddress(receiver.url, is_ours=True))
         assert run.run() == 0
         assert receiver.received.texts(host="server-mini1") == ["the first", "the last"]
     assert not [child for child in run._shippers if child.exit_code != 0]
@@ -248,5 +248,5 @@ def test_a_run_of_child_processes_does_not_need_loki(
     fake_plan: Callable[..., Launched], tmp_path: Path, console: Console
 ) -> None:
     paths = create_run(tmp_path, "r1")
-    run = LocalRun(fake_plan("", ""), paths, console, loki=Loki("nonsense", is_ours=False))
+    run = LocalRun(fake_plan("", ""), paths, console, loki=LokiAddress("nonsense", is_ours=False))
     assert run.run() == 0

@@ -26,7 +26,7 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}")
 
 
 @dataclass(frozen=True)
-class Found:
+class Neighbour:
     """A machine that was found: its name, such as pi5, and its address."""
 
     name: str
@@ -39,7 +39,7 @@ class Found:
         return local if _has_address(local) else self.address
 
 
-def discover(seconds: float = SECONDS, interfaces: Sequence[str] | None = None) -> list[Found]:
+def discover(seconds: float = SECONDS, interfaces: Sequence[str] | None = None) -> list[Neighbour]:
     """The machines that announce themselves within some seconds; `interfaces`: addresses; None: all.
 
     Raises:
@@ -67,14 +67,14 @@ def discover(seconds: float = SECONDS, interfaces: Sequence[str] | None = None) 
         return machines(filter(None, (_info(zeroconf, *each) for each in list(seen))))
 
 
-def machines(announced: "Iterable[ServiceInfo]") -> list[Found]:
-    found: dict[str, Found] = {}
+def machines(announced: "Iterable[ServiceInfo]") -> list[Neighbour]:
+    found: dict[str, Neighbour] = {}
     for info in announced:
         name = (info.server or "").partition(".")[0]
         addresses = sorted(info.parsed_addresses(), key=lambda address: ":" in address)
         usable = [address for address in addresses if not address.startswith("fe80")]
         if usable and _HOST_NAME.fullmatch(name):
-            found.setdefault(name.lower(), Found(name, usable[0]))
+            found.setdefault(name.lower(), Neighbour(name, usable[0]))
     return [found[name] for name in sorted(found)]
 
 

@@ -32,12 +32,12 @@ from smolcluster.launch.host import HERE, Host
 from smolcluster.launch.prepare import run_on_all
 from smolcluster.launch.probing import listening, probe_script
 from smolcluster.launch.setup.cluster_file import ClusterFile
-from smolcluster.launch.setup.discover import Found, discover
+from smolcluster.launch.setup.discover import Neighbour, discover
 from smolcluster.launch.setup.links import (
     START_S,
-    Choice,
+    BestAddress,
     Interface,
-    Link,
+    MeasuredLink,
     choose,
     interfaces_of,
     measure,
@@ -224,7 +224,7 @@ def may_write(target: Path, options: InitOptions, asker: Asker | None) -> bool:
     return asker.confirm(f"{target} is there already; write over it?")
 
 
-def neighbours(console: Console) -> list[Found]:
+def neighbours(console: Console) -> list[Neighbour]:
     print_line(console, "looking for machines that announce themselves …")
     found = discover()
     for place, machine in enumerate(found, start=1):
@@ -237,7 +237,7 @@ def neighbours(console: Console) -> list[Found]:
 
 
 def machines(
-    options: InitOptions, asker: Asker | None, found: Sequence[Found], console: Console
+    options: InitOptions, asker: Asker | None, found: Sequence[Neighbour], console: Console
 ) -> tuple[Host, list[Host]]:
     """The server and the workers, all of which let us in.
 
@@ -265,7 +265,12 @@ class Back(Exception):
 
 
 def ask_machines(
-    asker: Asker, server: Host | None, found: Sequence[Found], console: Console, *, workers: bool
+    asker: Asker,
+    server: Host | None,
+    found: Sequence[Neighbour],
+    console: Console,
+    *,
+    workers: bool,
 ) -> tuple[Host, list[Host]]:
     """The server, where it is not given, and the `workers`, at least one; until the user names no more."""
     print_line(console, INTRODUCTION)
@@ -296,7 +301,7 @@ def ask_machines(
 def ask_machine(
     asker: Asker,
     what: str,
-    found: Sequence[Found],
+    found: Sequence[Neighbour],
     console: Console,
     *,
     workers: Mapping[str, Host],
@@ -343,7 +348,7 @@ def ask_destination(
             return host
 
 
-def picked(answer: str, found: Sequence[Found]) -> tuple[str, str]:
+def picked(answer: str, found: Sequence[Neighbour]) -> tuple[str, str]:
     for place, machine in enumerate(found, start=1):
         if answer in (str(place), machine.name):
             return machine.name, machine.destination
@@ -403,7 +408,7 @@ def measured(
     interfaces: Sequence[Interface],
     port: int,
     console: Console,
-) -> dict[str, list[Link]]:
+) -> dict[str, list[MeasuredLink]]:
     """The links from each worker to each address of the server, one worker after the other.
 
     Raises:
@@ -425,7 +430,9 @@ def measured(
     return links
 
 
-def chosen(server: Host, links: Mapping[str, Sequence[Link]], port: int) -> dict[str, Choice]:
+def chosen(
+    server: Host, links: Mapping[str, Sequence[MeasuredLink]], port: int
+) -> dict[str, BestAddress]:
     """Each worker's best address of the server.
 
     Raises:
@@ -442,7 +449,7 @@ def chosen(server: Host, links: Mapping[str, Sequence[Link]], port: int) -> dict
     return {node: choice for node, choice in choices.items() if choice}
 
 
-def most_used(choices: Mapping[str, Choice], interfaces: Sequence[Interface]) -> str:
+def most_used(choices: Mapping[str, BestAddress], interfaces: Sequence[Interface]) -> str:
     """The server's own entry: the address that most workers use."""
     used = Counter(choice.ip for choice in choices.values())
     return used.most_common(1)[0][0] if used else interfaces[0].ip

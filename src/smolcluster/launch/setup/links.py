@@ -75,7 +75,7 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """What one way from a worker to the server is like.
 
     Attributes:
@@ -97,14 +97,14 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Choice:
+class BestAddress:
     """The address at which a worker reaches the server best, and why."""
 
     ip: str
     reason: str
 
 
-def choose(links: Sequence[Link]) -> Choice | None:
+def choose(links: Sequence[MeasuredLink]) -> BestAddress | None:
     """The way with the highest bandwidth; of equal ones that with the shortest round trip.
 
     None when no way leads there. Of ways that look the same the first one is taken.
@@ -117,7 +117,7 @@ def choose(links: Sequence[Link]) -> Choice | None:
     best = min(equal, key=lambda link: round(link.ms, 1))
     others = sorted((link for link in links if link is not best), key=lambda link: -link.mb_s)
     told = [best.shown, *(f"{link.interface.shown}: {link.shown}" for link in others)]
-    return Choice(best.interface.ip, "; ".join(told))
+    return BestAddress(best.interface.ip, "; ".join(told))
 
 
 def interfaces_of(host: Host) -> list[Interface]:
@@ -167,7 +167,7 @@ def _addresses(text: str) -> Iterator[tuple[str, str, str]]:
 
 def measure(
     host: Host, interfaces: Sequence[Interface], listener: Listener, token: str
-) -> list[Link]:
+) -> list[MeasuredLink]:
     """What the ways from a machine to each address of the one that listens are like.
 
     Raises:
@@ -179,7 +179,7 @@ def measure(
             found = ask(host, probe_script("", "measure", interface.ip, port, token), MEASURE_S)
             links.append(read_link(interface, found))
         else:
-            links.append(Link(interface, failure="nobody may listen there"))
+            links.append(MeasuredLink(interface, failure="nobody may listen there"))
     return links
 
 
@@ -188,12 +188,12 @@ def measuring_s(num_workers: int, interfaces: Sequence[Interface]) -> int:
     return int(num_workers * len(interfaces) * MEASURE_S)
 
 
-def read_link(interface: Interface, found: Mapping[str, Any]) -> Link:
+def read_link(interface: Interface, found: Mapping[str, Any]) -> MeasuredLink:
     """What `link_probe` says about an address; numbers that are none count as a failure."""
     if found.get("error"):
-        return Link(interface, failure=_FAILURES.get(str(found["error"]), "broke off"))
+        return MeasuredLink(interface, failure=_FAILURES.get(str(found["error"]), "broke off"))
     with suppress(KeyError, TypeError, ValueError):
-        link = Link(interface, float(found["ms"]), float(found["mb_per_s"]))
+        link = MeasuredLink(interface, float(found["ms"]), float(found["mb_per_s"]))
         if math.isfinite(link.ms) and math.isfinite(link.mb_s):
             return link
-    return Link(interface, failure="not measured")
+    return MeasuredLink(interface, failure="not measured")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from smolcluster.errors import ConfigError, RunBusy, SmolclusterError, TryAgain
-from smolcluster.observability.shipping.loki import Loki
+from smolcluster.observability.shipping.loki import LokiClient
 from smolcluster.observability.shipping.shipper import Shipper
 from smolcluster.observability.shipping.spool import Spool
 from smolcluster.utils.locks import release, take
@@ -43,7 +43,7 @@ def ship(
         TryAgain: with `once`: not all of it could be pushed.
         SmolclusterError: with `once`: Loki has refused some of it.
     """
-    loki, lock = Loki(base), _lock(logs / LOCK)
+    loki, lock = LokiClient(base), _lock(logs / LOCK)
     shipper = Shipper(Spool(logs, only), loki.push, _warn)
     try:
         if once:

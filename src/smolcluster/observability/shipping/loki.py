@@ -35,7 +35,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True)
-class Answer:
+class PushReply:
     """What Loki made of a batch; `reason` in words; `retry_after_s`: when it wants it again."""
 
     verdict: Verdict
@@ -53,15 +53,15 @@ def push_body(entries: Iterable[LokiLine]) -> bytes:
     return gzip.compress(text.encode("utf-8", "replace"), GZIP_LEVEL, mtime=0)
 
 
-def judged(status: int, headers: Mapping[str, str], said: bytes, now: datetime) -> Answer:
+def judged(status: int, headers: Mapping[str, str], said: bytes, now: datetime) -> PushReply:
     """What an answer means. Whatever is not Loki's own way to answer is no reason to give lines up."""
     words = one_line(said.decode("utf-8", "replace").strip())[:MAX_QUOTED]
     reason = f"it answers {status}" + (f": {words}" if words else "")
     if 200 <= status < 300 and (status == 204 or not words):
-        return Answer(Verdict.ACCEPTED)
+        return PushReply(Verdict.ACCEPTED)
     if status in _REFUSED:
-        return Answer(Verdict.REFUSED, reason)
-    return Answer(Verdict.LATER, reason, _seconds(headers.get("Retry-After", ""), now))
+        return PushReply(Verdict.REFUSED, reason)
+    return PushReply(Verdict.LATER, reason, _seconds(headers.get("Retry-After", ""), now))
 
 
 def _seconds(retry_after: str, now: datetime) -> float:
@@ -100,7 +100,7 @@ def push_url(base: str) -> httpx.URL:
     return url if url.path == PUSH else url.copy_with(path=url.path.rstrip("/") + PUSH)
 
 
-class Loki:
+class LokiClient:
     """A connection to Loki; `close` it.
 
     The environment's proxies and certificates (HTTPS_PROXY, NO_PROXY, SSL_CERT_FILE) count. A user and a
@@ -117,14 +117,14 @@ class Loki:
         except (ValueError, OSError) as error:
             raise ConfigError(f"the environment's proxies or certificates: {error}") from error
 
-    def push(self, body: bytes) -> Answer:
+    def push(self, body: bytes) -> PushReply:
         """Push a body; whether it arrived is unknown when the answer is `LATER`."""
         headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
         try:
             with self._client.stream("POST", self._url, content=body, headers=headers) as response:
                 said = _beginning(response)
         except httpx.HTTPError as error:
-            return Answer(Verdict.LATER, f"{one_line(str(error)) or type(error).__name__}")
+            return PushReply(Verdict.LATER, f"{one_line(str(error)) or type(error).__name__}")
         return judged(response.status_code, response.headers, said, datetime.now(UTC))
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from smolcluster.errors import SmolclusterError
-from smolcluster.observability.shipping.loki import Answer, Verdict, push_body
+from smolcluster.observability.shipping.loki import PushReply, Verdict, push_body
 from smolcluster.observability.shipping.spool import Batch, Spool
 from smolcluster.utils.cadence import Cadence
 from smolcluster.utils.retry import Deadline, backoff_delays
@@ -15,7 +15,7 @@ POLL_S = 0.5
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 10.0
 WARN_EVERY_S = 60.0
 
-Push = Callable[[bytes], Answer]
+Push = Callable[[bytes], PushReply]
 
 
 class Shipper:
@@ -75,7 +75,9 @@ class Shipper:
         batch = self._waiting = self._waiting or self._next(at_end=at_end)
         if batch is None:
             return None
-        answer = self._push(push_body(batch.entries)) if batch.entries else Answer(Verdict.ACCEPTED)
+        answer = (
+            self._push(push_body(batch.entries)) if batch.entries else PushReply(Verdict.ACCEPTED)
+        )
         if answer.verdict is Verdict.LATER:
             self._warn(f"Loki does not take the logs, which wait in their files: {answer.reason}")
             return max(next(self._delays), answer.retry_after_s)

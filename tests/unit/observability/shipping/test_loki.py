@@ -11,8 +11,8 @@ from loki import receiving
 from smolcluster.errors import ConfigError
 from smolcluster.observability.shipping.lines import LokiLine
 from smolcluster.observability.shipping.loki import (
-    Answer,
-    Loki,
+    LokiClient,
+    PushReply,
     Verdict,
     judged,
     push_body,
@@ -117,10 +117,12 @@ def test_a_password_belongs_in_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyP
     netrc.chmod(0o600)
     monkeypatch.setenv("NETRC", str(netrc))
     with receiving() as receiver:
-        loki = Loki(receiver.url)
-        assert loki.push(push_body([LokiLine((("job", "a"),), 1, "x")])) == Answer(Verdict.ACCEPTED)
+        loki = LokiClient(receiver.url)
+        assert loki.push(push_body([LokiLine((("job", "a"),), 1, "x")])) == PushReply(
+            Verdict.ACCEPTED
+        )
         loki.close()
         assert receiver.authorizations == ["Basic bWU6c2VudGluZWw="]
     netrc.write_text("machine\n")
     with pytest.raises(ConfigError, match="netrc"):
-        Loki("http://127.0.0.1:1")
+        LokiClient("http://127.0.0.1:1")

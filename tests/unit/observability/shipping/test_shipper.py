@@ -9,7 +9,7 @@ import pytest
 
 from loki import HANGS_UP, Fault, Receiver, receiving
 from smolcluster.observability.shipping import shipper as shipping
-from smolcluster.observability.shipping.loki import Answer, Loki, Verdict
+from smolcluster.observability.shipping.loki import LokiClient, PushReply, Verdict
 from smolcluster.observability.shipping.shipper import Shipper
 from smolcluster.observability.shipping.spool import STATE, Spool
 from smolcluster.runs.files import LineWriter, utc_timestamp
@@ -70,7 +70,7 @@ def running(
     folder: Path, receiver: Receiver, said: list[str], *, max_lines: int = 2000
 ) -> Iterator[Callable[[], bool]]:
     """A shipper in a thread, until the block ends or the yielded function ends it."""
-    loki = Loki(receiver.url, timeout_s=5.0)
+    loki = LokiClient(receiver.url, timeout_s=5.0)
     shipper = Shipper(Spool(folder, max_lines=max_lines), loki.push, said.append)
     asked = threading.Event()
     arrived: list[bool] = []
@@ -160,7 +160,7 @@ def test_a_slow_receiver_gets_a_batch_once_more_and_keeps_one_copy(
     said: list[str] = []
     log.write(50)
     receiver.faults.append(Fault(204, delay_s=1.0, takes_it=True))
-    loki = Loki(receiver.url, timeout_s=0.3)
+    loki = LokiClient(receiver.url, timeout_s=0.3)
     shipper = Shipper(Spool(tmp_path), loki.push, said.append)
     assert shipper.flush(30.0)
     loki.close()
@@ -196,7 +196,7 @@ def test_lines_of_an_earlier_run_arrive_after_those_of_a_later_one(
     tmp_path: Path, receiver: Receiver
 ) -> None:
     """Loki takes none that are hours older than the newest of their stream."""
-    loki = Loki(receiver.url)
+    loki = LokiClient(receiver.url)
     for run, days in (("edp-2", 2), ("edp-1", 0)):
         folder = tmp_path / run / "logs"
         folder.mkdir(parents=True)
@@ -212,7 +212,7 @@ def test_what_is_left_is_counted_as_the_files_are_now(tmp_path: Path) -> None:
     """While Loki is down nobody looks at the files."""
     log = Log(tmp_path, STEMS[0])
     log.write(1)
-    shipper = Shipper(Spool(tmp_path), lambda _: Answer(Verdict.LATER, "down"), lambda _: None)
+    shipper = Shipper(Spool(tmp_path), lambda _: PushReply(Verdict.LATER, "down"), lambda _: None)
     shipper.step()
     log.write(500)
     shipper.step()
@@ -225,9 +225,9 @@ def test_a_shipper_that_starts_again_repeats_one_batch_at_most(
     """It was killed when Loki had a batch and the offsets did not say so."""
     log = Log(tmp_path, STEMS[0])
     log.write(1000)
-    loki = Loki(receiver.url)
+    loki = LokiClient(receiver.url)
 
-    def push_and_die(body: bytes) -> Answer:
+    def push_and_die(body: bytes) -> PushReply:
         loki.push(body)
         raise Killed
 
@@ -278,7 +278,7 @@ def test_what_is_left_at_the_end_stays_for_the_next_one(tmp_path: Path, receiver
     log = Log(tmp_path, STEMS[0])
     log.write(20)
     receiver.down()
-    loki = Loki(receiver.url)
+    loki = LokiClient(receiver.url)
     said: list[str] = []
     shipper = Shipper(Spool(tmp_path), loki.push, said.append)
     asked = threading.Event()
@@ -297,9 +297,9 @@ def test_who_is_patient_ends_when_loki_has_all_however_long_it_takes(
 ) -> None:
     now = [0.0]
 
-    def push(_: bytes) -> Answer:
+    def push(_: bytes) -> PushReply:
         now[0] += 20.0
-        return Answer(Verdict.ACCEPTED)
+        return PushReply(Verdict.ACCEPTED)
 
     Log(tmp_path, STEMS[0]).write(10)
     spool = Spool(tmp_path, max_lines=1)
@@ -312,7 +312,7 @@ def test_a_warning_a_minute_at_most(tmp_path: Path) -> None:
     now = [0.0]
     said: list[str] = []
     Log(tmp_path, STEMS[0]).write(1)
-    loki = Loki("http://127.0.0.1:9")
+    loki = LokiClient("http://127.0.0.1:9")
     shipper = Shipper(Spool(tmp_path), loki.push, said.append, clock=lambda: now[0])
     for now[0] in (0.0, 1.0, 59.0, 60.0, 61.0, 121.0):
         assert shipper.step() is not None
@@ -326,7 +326,7 @@ def test_offsets_that_cannot_be_stored_stop_nothing(tmp_path: Path, receiver: Re
     said: list[str] = []
     log.write(30)
     (tmp_path / STATE).mkdir()
-    loki = Loki(receiver.url)
+    loki = LokiClient(receiver.url)
     assert Shipper(Spool(tmp_path, max_lines=10), loki.push, said.append).flush(10.0)
     loki.close()
     log.check(receiver)
