@@ -375,7 +375,7 @@ def set_gradient(replica: Replica, seed: int) -> Tensor:
     """Give a replica some gradient, and return a copy of it."""
     generator = torch.Generator().manual_seed(seed)
     gradient = torch.randn(replica.num_params, generator=generator, dtype=replica.params.dtype)
-    replica.load_gradient(gradient)
+    replica.grads.copy_(gradient)
     return gradient
 
 

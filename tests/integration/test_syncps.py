@@ -113,9 +113,13 @@ class Scene:
     """A cluster whose server is watched."""
 
     def __init__(
-        self, settings: Settings, folder: Path, server: type[WatchedServer] = WatchedServer
+        self,
+        settings: Settings,
+        folder: Path,
+        server: type[WatchedServer] = WatchedServer,
+        num_stores: int = 1,
     ) -> None:
-        self.cluster = Cluster(settings, folder, server, algorithm="syncps")
+        self.cluster = Cluster(settings, folder, server, algorithm="syncps", num_stores=num_stores)
         assert isinstance(self.cluster.core, WatchedServer)
         self.core = self.cluster.core
         self.workers: dict[int, Outcome] = {}
@@ -231,9 +235,14 @@ def test_in_double_precision_it_is_the_same_with_any_optimizer(
 
 
 @pytest.mark.usefixtures("small_buckets")
-def test_neither_shares_nor_buckets_nor_encryption_make_a_difference(tmp_path: Path) -> None:
-    scene = Scene(settings_for(*shares(0.7, 0.2, 0.1), "encryption=on", workers=3), tmp_path)
+@pytest.mark.parametrize("num_stores", [1, 2, 3])
+def test_neither_shares_nor_buckets_nor_stores_nor_encryption_make_a_difference(
+    tmp_path: Path, num_stores: int
+) -> None:
+    settings = settings_for(*shares(0.7, 0.2, 0.1), "encryption=on", workers=3)
+    scene = Scene(settings, tmp_path, num_stores=num_stores)
     assert len(scene.core.replica.buckets) == 5
+    assert len(scene.core.stores.stores) == num_stores
     for number in (1, 2, 3):
         scene.enter(number)
     summary = scene.finish()

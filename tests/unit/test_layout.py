@@ -17,6 +17,7 @@ FLOORS = (
     ("configs", "models", "codec", "transport", "runs", "observability"),
     ("data", "training"),
     ("cluster",),
+    ("ps",),
     ("algorithms",),
     ("launch", "dashboard"),
     ("cli", "train", "api"),

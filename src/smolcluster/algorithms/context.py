@@ -27,6 +27,7 @@ from smolcluster.data.tokens import TokenBlocks
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.observability.metrics import Metrics
 from smolcluster.observability.spans import SpanLog
+from smolcluster.ps.store import Stores
 from smolcluster.runs.events import EventLog
 from smolcluster.runs.status import StatusFile
 from smolcluster.training.build import TrainingContext
@@ -75,6 +76,8 @@ class ServerContext:
     check_stop: Callable[[], None] = lambda: None
     """Raises Interrupted when a signal has asked this process to stop."""
     inbox: Inbox = field(default_factory=Inbox)
+    num_stores: int = 1
+    """How many stores the server's weights lie in."""
 
     @property
     def codec(self) -> str:
@@ -100,6 +103,10 @@ class ServerContext:
             length=data.input_dim,
             vocab_size=data.num_classes,
         )
+
+    def open_stores(self) -> Stores:
+        """The stores of the server's weights; call it when a checkpoint has been restored."""
+        return Stores(self.training.replica, self.num_stores)
 
     def new_evaluator(self) -> Evaluator:
         """What evaluates the server's replica every `eval_steps` steps."""

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -249,11 +249,11 @@ class Report:
             )
         self.meter.step_done(num_samples)
 
-    def layer_norms(self, pieces: Iterable[tuple[slice, Tensor]] | None = None) -> dict[str, float]:
+    def layer_norms(self, gradient: Tensor | None = None) -> dict[str, float]:
         """L2 norms of a gradient as `Replica` measures them; empty where untracked or not yet due."""
         if not (self._run.train.track_gradients and self._layers.is_due):
             return {}
-        return self._bench.replica.layer_norms(pieces)
+        return self._bench.replica.layer_norms(gradient)
 
     def heard(self, worker: Worker, telemetry: Telemetry) -> None:
         """A worker reports what it does."""

@@ -10,7 +10,6 @@ from smolcluster.configs.schema import TrainConfig
 from smolcluster.data.permutation import EpochOrders
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.training.build import TrainingContext
-from smolcluster.training.clipping import clip_gradient
 from smolcluster.training.schedule import learning_rate
 
 
@@ -74,7 +73,7 @@ def training_steps(
         except NonFiniteLoss as error:
             raise NonFiniteLoss(f"step {step}: {error}") from error
         norms = layer_norms()
-        grad_norm = clip_gradient(replica, train.gradient_clipping)
+        grad_norm = replica.clip(train.gradient_clipping)
         before_step()
         replica.step(rate)
         samples_applied += len(indices)

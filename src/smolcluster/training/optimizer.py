@@ -5,7 +5,8 @@ where the device has such kernels. The classes of `torch.optim` are left aside b
 imports PyTorch's compiler, which costs a small machine seconds in every process and is never used here.
 """
 
-from collections.abc import Iterable, Iterator
+import copy
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from smolcluster.errors import ConfigError
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps"})
 NAMES = ("adam", "adamw", "sgd")
+STEP_COUNT = "step"
 
 
 class FlatOptimizer:
@@ -61,7 +63,7 @@ class FlatOptimizer:
     def _moments(self) -> dict[str, Tensor]:
         counter_device = self._params.device if self._fused else torch.device("cpu")
         return {
-            "step": torch.zeros((), dtype=torch.float32, device=counter_device),
+            STEP_COUNT: torch.zeros((), dtype=torch.float32, device=counter_device),
             "exp_avg": torch.zeros_like(self._params),
             "exp_avg_sq": torch.zeros_like(self._params),
         }
@@ -71,34 +73,44 @@ class FlatOptimizer:
         for tensor in self.state.values():
             tensor.zero_()
 
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        """The state without the count of steps: what has the weights' shape."""
+        return {name: tensor for name, tensor in self.state.items() if name != STEP_COUNT}
+
+    def part(self, place: slice) -> Self:
+        """The rule for a slice of the weights, in the same memory.
+
+        The first slice counts the steps of the whole, each other one counts its own.
+        """
+        if place == slice(0, self._params.numel()):
+            return self
+        part = copy.copy(self)
+        part._params, part._grads = self._params[place], self._grads[place]
+        part._num_decayed = min(max(0, self._num_decayed - place.start), part._params.numel())
+        part.state = {name: tensor[place] for name, tensor in self.moments.items()}
+        if self.state:
+            count = self.state[STEP_COUNT]
+            part.state[STEP_COUNT] = count.clone() if place.start else count
+        return part
+
     def step(self, learning_rate: float) -> None:
         """Change the weights by one step."""
-        self.step_pieces([(slice(0, self._params.numel()), self._grads)], learning_rate)
+        self.step_with(self._grads, learning_rate)
 
     @torch.no_grad()
-    def step_pieces(self, pieces: Iterable[tuple[slice, Tensor]], learning_rate: float) -> None:
-        """Change the weights by one step, of which the gradient comes in pieces, and only there.
-
-        Each piece is a place in the flat tensors and the gradient there, on the weights' device. The
-        weights become those that `step` would give.
-        """
+    def step_with(self, gradient: Tensor, learning_rate: float) -> None:
+        """Change the first n weights by one step with this gradient (n,), on the same device."""
         step = self._sgd_step if self._name == "sgd" else self._adam_step
-        for place, gradient in pieces:
-            for part, decay in self._parts(place):
-                values = gradient[part.start - place.start : part.stop - place.start]
-                step(part, values, learning_rate, decay)
+        border = min(self._num_decayed if self._weight_decay else 0, gradient.numel())
+        for place, decay in (
+            (slice(0, border), self._weight_decay),
+            (slice(border, gradient.numel()), 0.0),
+        ):
+            if place.start < place.stop:
+                step(place, gradient[place], learning_rate, decay)
         if self.state:
-            self.state["step"] += 1
-
-    def _parts(self, place: slice) -> Iterator[tuple[slice, float]]:
-        """A place cut where the weight decay ends, and the decay of each part."""
-        border = max(place.start, min(self._num_decayed, place.stop))
-        if not self._weight_decay or border == place.stop:
-            yield place, self._weight_decay
-            return
-        if border > place.start:
-            yield slice(place.start, border), self._weight_decay
-        yield slice(border, place.stop), 0.0
+            self.state[STEP_COUNT] += 1
 
     def _adam_step(
         self, place: slice, gradient: Tensor, learning_rate: float, weight_decay: float
@@ -109,7 +121,7 @@ class FlatOptimizer:
             [self.state["exp_avg"][place]],
             [self.state["exp_avg_sq"][place]],
             [],
-            [self.state["step"].clone()],
+            [self.state[STEP_COUNT].clone()],
             foreach=False,
             fused=self._fused,
             decoupled_weight_decay=self._name == "adamw",

@@ -10,15 +10,16 @@ occur once; frozen parameters are left out and stay as they are.
 import copy
 import hashlib
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from smolcluster.configs.schema import Precision
+from smolcluster.configs.schema import GradientClipping, Precision
 from smolcluster.data.dataset import NO_TERM
 from smolcluster.errors import ConfigError, NonFiniteLoss
+from smolcluster.training.clipping import bucket_norms, clip_factor
 from smolcluster.training.loss import autocast, loss_sum
 from smolcluster.training.optimizer import FlatOptimizer
 from smolcluster.utils.meter import Meter
@@ -152,82 +153,33 @@ class Replica:
             inputs = inputs.to(self.device)
         return inputs, targets.to(self.device)
 
-    def clip(self, max_norm: float) -> float:
-        """Scale `grads` to an L2 norm of at most about `max_norm`; return the norm it had before."""
+    def clip(self, clipping: GradientClipping) -> float:
+        """Clip `grads` if that is enabled; return their L2 norm before."""
         with self.meter("apply"):
             norm = self.grad_norm()
-            coefficient = clip_coefficient(norm, max_norm)
-            if coefficient < 1.0:
-                self.grads.mul_(coefficient)
+            factor = clip_factor(norm, clipping)
+            if factor < 1.0:
+                self.grads.mul_(factor)
         return norm
 
     def grad_norm(self) -> float:
-        """Return the L2 norm of `grads`, taken bucket by bucket as SyncPS takes it.
-
-        A sum of millions of squares in float32 would lose the small ones.
-        """
-        norms = torch.stack([torch.linalg.vector_norm(self.grads[place]) for place in self.buckets])
-        norm = math.hypot(*norms.tolist())
-        if math.isinf(norm):  # a sum of squares may overflow where the elements do not
-            norm = torch.linalg.vector_norm(self.host_gradient(), dtype=torch.float64).item()
-        return norm
+        """Return the L2 norm of `grads`, from those of its buckets."""
+        return math.hypot(*bucket_norms(self.grads, self.buckets))
 
     def step(self, learning_rate: float) -> None:
         """Apply `grads` to the weights with the optimizer."""
         with self.meter("apply"):
             self.optimizer.step(learning_rate)
 
-    def step_pieces(
-        self, pieces: Iterable[tuple[slice, Tensor]], scale: float, learning_rate: float
-    ) -> None:
-        """Take one optimizer step with `scale` times a gradient that comes in pieces.
+    def layer_norms(self, gradient: Tensor | None = None) -> dict[str, float]:
+        """Return the L2 norm of each parameter's part of a gradient (num_params,), by name.
 
-        Each piece is a place in the flat tensors and the gradient there, on the CPU; it is not changed.
-        Weights outside of the pieces stay as they are.
+        None means `grads`.
         """
-        with self.meter("apply"):
-            self.optimizer.step_pieces(self._scaled(pieces, scale), learning_rate)
-
-    def _scaled(
-        self, pieces: Iterable[tuple[slice, Tensor]], scale: float
-    ) -> Iterator[tuple[slice, Tensor]]:
-        """The pieces times `scale`, on `device`, in parts of a bucket, which is all the memory it takes."""
-        length = self.buckets[0].stop
-        for place, piece in pieces:
-            if scale == 1.0:
-                yield place, piece.to(self.device)
-                continue
-            scratch = torch.empty(min(length, piece.numel()), dtype=piece.dtype)
-            for first in range(0, piece.numel(), length):
-                part = piece[first : first + length]
-                scaled = torch.mul(part, scale, out=scratch[: part.numel()])
-                start = place.start + first
-                yield slice(start, start + part.numel()), scaled.to(self.device)
-
-    def layer_norms(self, pieces: Iterable[tuple[slice, Tensor]] | None = None) -> dict[str, float]:
-        """Return the L2 norm of each parameter's gradient, by name.
-
-        The gradient comes in pieces, each a place in the flat tensors and the values there; None
-        means `grads`.
-        """
-        if pieces is None:
-            pieces = self.whole(self.grads)
-        norms: dict[str, list[Tensor]] = {name: [] for name, _ in self.layers}
-        for piece, values in pieces:
-            for name, place in self._layers_in(piece):
-                first, last = max(place.start, piece.start), min(place.stop, piece.stop)
-                part = values[first - piece.start : last - piece.start]
-                norms[name].append(torch.linalg.vector_norm(part))
-        totals = [torch.linalg.vector_norm(torch.stack(parts)) for parts in norms.values()]
-        return dict(zip(norms, torch.stack(totals).tolist(), strict=True))
-
-    def whole(self, flat: Tensor) -> list[tuple[slice, Tensor]]:
-        """A flat tensor (num_params,) as the only piece of itself."""
-        return [(slice(0, self.num_params), flat)]
-
-    def _layers_in(self, piece: slice) -> list[tuple[str, slice]]:
-        first = bisect_right(self._starts, piece.start) - 1
-        return self.layers[first : bisect_left(self._starts, piece.stop)]
+        flat = self.grads if gradient is None else gradient
+        norms = [torch.linalg.vector_norm(flat[place]) for _, place in self.layers]
+        names = (name for name, _ in self.layers)
+        return dict(zip(names, torch.stack(norms).tolist(), strict=True))
 
     def parameter_at(self, index: int) -> str:
         """Return the name of the parameter that the flat tensors' element `index` belongs to."""
@@ -275,10 +227,6 @@ class Replica:
             self._staging = torch.empty(self.num_params, dtype=self.grads.dtype, pin_memory=pin)
         return self._staging.copy_(self.grads)
 
-    def load_gradient(self, flat: Tensor) -> None:
-        """Replace `grads` by `flat` (num_params,)."""
-        self.grads.copy_(flat)
-
     def copy_model(self) -> nn.Module:
         """Return an independent copy of the model with the weights of now, in evaluation mode."""
         return copy.deepcopy(self.model).eval()
@@ -312,11 +260,6 @@ class Replica:
             if (value := _first_non_finite(self.params[place])) is not None:
                 return f"at layer {name}, whose weights hold {value}"
         return "at the loss itself: every layer's output is finite"
-
-
-def clip_coefficient(norm: float, max_norm: float) -> float:
-    """The factor that clips a gradient of this L2 norm: that of `torch.nn.utils.clip_grad_norm_`."""
-    return min(1.0, max_norm / (norm + 1e-6))
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -200,7 +200,7 @@ def test_what_counted_and_what_is_owed_add_up_bucket_by_bucket(codec: str) -> No
     counted = torch.zeros_like(wanted)
 
     def push(gradient: Tensor, num_samples: int, num_settled: int) -> None:
-        replica.load_gradient(gradient)
+        replica.grads.copy_(gradient)
         frames = push_with(sender, num_samples)
         for bucket, frame in list(zip(replica.buckets, frames, strict=True))[:num_settled]:
             decoded = torch.empty(bucket.stop - bucket.start)
@@ -223,7 +223,7 @@ def test_a_gradient_that_is_not_finite_is_not_sent_and_its_layer_is_named(
 ) -> None:
     gradient = torch.zeros(replica.num_params)
     gradient[dict(replica.layers)["2.weight"].start] = float("nan")
-    replica.load_gradient(gradient)
+    replica.grads.copy_(gradient)
     sent: list[Frame] = []
     with pytest.raises(NonFiniteLoss, match=r"layer 2\.weight"):
         sent.extend(GradientSender(codec, replica).frames(lease(), 0, 0.5, 0.25))

@@ -10,6 +10,7 @@ from torch.nn import functional
 from smolcluster.configs.schema import (
     DatasetConfig,
     GPTConfig,
+    GradientClipping,
     LrSchedule,
     Precision,
     TrainConfig,
@@ -20,7 +21,6 @@ from smolcluster.data.tokens import TokenBlocks
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.models.gpt import GPT
 from smolcluster.training.build import TrainingContext, build, most_at_once
-from smolcluster.training.clipping import clip_gradient
 from smolcluster.training.evaluate import evaluate
 from smolcluster.training.loop import training_steps
 from smolcluster.training.replica import Replica
@@ -206,7 +206,7 @@ def trained(precision: Precision) -> tuple[Replica, list[float]]:
     losses = []
     for _ in range(10):
         losses.append(replica.forward_backward(inputs, targets, 4))
-        replica.clip(1.0)
+        replica.clip(GradientClipping(enabled=True, max_norm=1.0))
         replica.step(0.01)
     return replica, losses
 
@@ -385,5 +385,5 @@ def test_clipping_that_is_off_only_measures() -> None:
     replica.forward_backward(*uneven_batch())
     before = replica.grads.clone()
     clipping = config().gradient_clipping.model_copy(update={"enabled": False, "max_norm": 1e-6})
-    assert clip_gradient(replica, clipping) == pytest.approx(before.norm().item())
+    assert replica.clip(clipping) == pytest.approx(before.norm().item())
     assert torch.equal(replica.grads, before)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import ConfigError, NonFiniteLoss
 from smolcluster.models.SimpleNN import SimpleNN
 from smolcluster.training.replica import Replica
@@ -63,7 +64,7 @@ def test_training_equals_pytorchs_optimizer_over_separate_parameters(
         inputs, targets = batch(dtype)
         rate = 0.01 * (1 + step % 3)
         loss = replica.forward_backward(inputs, targets)
-        replica.clip(0.5)
+        replica.clip(GradientClipping(enabled=True, max_norm=0.5))
         replica.step(rate)
         expected = reference.step(inputs, targets, rate, 0.5)
         assert loss == pytest.approx(expected, rel=close)
@@ -266,7 +267,7 @@ def test_clipping_is_pytorchs(factor: float) -> None:
         parameter.grad = replica.grads[place].clone()
 
     expected = nn.utils.clip_grad_norm_(copy, 0.3)
-    norm = replica.clip(0.3)
+    norm = replica.clip(GradientClipping(enabled=True, max_norm=0.3))
 
     assert norm == pytest.approx(expected.item(), rel=1e-6)
     clipped = torch.cat([p.grad for p in copy if p.grad is not None])
@@ -277,14 +278,16 @@ def test_a_small_gradient_is_not_scaled() -> None:
     replica = Replica(perceptron(), "sgd")
     replica.forward_backward(*batch())
     before = replica.grads.clone()
-    replica.clip(1e6)
+    replica.clip(GradientClipping(enabled=True, max_norm=1e6))
     assert torch.equal(replica.grads, before)
 
 
 def test_a_huge_finite_gradient_has_a_finite_norm() -> None:
     replica = Replica(perceptron(), "sgd")
-    replica.load_gradient(torch.full((83,), 1e30))
-    assert replica.clip(1.0) == pytest.approx(1e30 * math.sqrt(83))
+    replica.grads.copy_(torch.full((83,), 1e30))
+    assert replica.clip(GradientClipping(enabled=True, max_norm=1.0)) == pytest.approx(
+        1e30 * math.sqrt(83)
+    )
     assert torch.linalg.vector_norm(replica.grads).item() == pytest.approx(1.0)
 
 
@@ -304,37 +307,7 @@ def test_layer_norms_are_those_of_each_parameter() -> None:
     assert fc1 is not None
     assert norms["fc1.weight"] == pytest.approx(fc1.norm().item())
     assert math.hypot(*norms.values()) == pytest.approx(replica.grad_norm())
-    assert replica.layer_norms(replica.whole(torch.zeros(83))) == dict.fromkeys(norms, 0.0)
-
-
-@pytest.mark.parametrize("length", [1, 5, 50, 83])
-def test_layer_norms_are_the_same_however_the_gradient_is_cut(length: int) -> None:
-    replica = Replica(perceptron(), "sgd")
-    replica.forward_backward(*batch())
-    starts = range(0, replica.num_params, length)
-    places = [slice(start, min(start + length, replica.num_params)) for start in starts]
-    norms = replica.layer_norms((place, replica.grads[place]) for place in places)
-    assert norms == pytest.approx(replica.layer_norms())
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
-@pytest.mark.parametrize("scale", [1.0, 0.25])
-def test_a_step_in_pieces_is_the_step_of_the_whole(optimizer: str, scale: float) -> None:
-    whole, cut = (Replica(perceptron(), optimizer, bucket_bytes=40) for _ in range(2))
-    cut.load(whole.params)
-    for _ in range(3):
-        whole.forward_backward(*batch())
-        gradient = whole.grads.clone()
-        whole.grads.mul_(scale)
-        whole.step(0.1)
-        pieces = [(slice(0, 30), gradient[:30]), (slice(30, 83), gradient[30:])]
-        cut.step_pieces(pieces, scale, 0.1)
-    torch.testing.assert_close(cut.params, whole.params)
-    half = Replica(perceptron(), optimizer)
-    before = half.params.clone()
-    half.step_pieces([(slice(0, 40), torch.ones(40))], 1.0, 0.1)
-    assert torch.equal(half.params[40:], before[40:]), "outside of the pieces nothing changes"
-    assert not torch.equal(half.params[:40], before[:40])
+    assert replica.layer_norms(torch.zeros(83)) == dict.fromkeys(norms, 0.0)
 
 
 def test_a_snapshot_does_not_change_with_the_model() -> None:
@@ -371,7 +344,7 @@ def test_a_gradient_travels_through_the_host() -> None:
     sender, receiver = Replica(perceptron(), "sgd"), Replica(perceptron(), "sgd")
     samples = batch()
     sender.forward_backward(*samples)
-    receiver.load_gradient(sender.host_gradient())
+    receiver.grads.copy_(sender.host_gradient())
     sender.step(0.1)
     receiver.step(0.1)
     assert torch.equal(sender.params, receiver.params)

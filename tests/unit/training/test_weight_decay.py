@@ -73,22 +73,6 @@ def test_training_equals_pytorchs_optimizer_with_two_groups(optimizer: str) -> N
     reference.assert_same(replica)
 
 
-@pytest.mark.parametrize("length", [1 << 20, 1000, 333])
-@pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_a_gradient_in_pieces_across_the_border_gives_the_same(length: int, scale: float) -> None:
-    replica, reference = Replica(gpt(), "adamw", weight_decay=DECAY), Reference()
-    border = sum(p.numel() for p in reference.model.parameters() if p.ndim > 1)
-    assert length > replica.num_params or border % length, "a piece holds weights of both groups"
-    for inputs, targets, rate in batches():
-        replica.forward_backward(inputs, targets)
-        gradient = replica.grads / scale
-        starts = range(0, replica.num_params, length)
-        places = [slice(start, min(start + length, replica.num_params)) for start in starts]
-        replica.step_pieces([(place, gradient[place]) for place in places], scale, rate)
-        reference.step(inputs, targets, rate)
-    reference.assert_same(replica)
-
-
 def test_matrices_come_first_in_the_flat_tensors() -> None:
     replica = Replica(gpt(), "adamw", weight_decay=DECAY)
     dims = [replica.model.get_parameter(name).ndim for name, _ in replica.layers]
@@ -112,7 +96,7 @@ def test_a_border_may_lie_anywhere_in_a_piece(num_decayed: int, start: int) -> N
     params = torch.ones(6, dtype=torch.float64)
     optimizer = FlatOptimizer("adamw", params, torch.zeros_like(params), 0.5, num_decayed)
     zeros = torch.zeros(6, dtype=torch.float64)
-    pieces = [(slice(0, start), zeros[:start]), (slice(start, 6), zeros[start:])]
-    optimizer.step_pieces([piece for piece in pieces if len(piece[1])], 0.1)
+    for place in (slice(0, start), slice(start, 6)):
+        optimizer.part(place).step_with(zeros[place], 0.1)
     expected = [0.95 if index < num_decayed else 1.0 for index in range(6)]
     assert params.tolist() == pytest.approx(expected)

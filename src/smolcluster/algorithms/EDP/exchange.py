@@ -24,13 +24,13 @@ from smolcluster.cluster.tensors import (
     Assigned,
     bucket_length,
     bucket_spec,
-    bytes_of,
+    state_frame,
     work_payload,
 )
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import ProtocolError
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import WEIGHTS, Assignment, Message, Push, State, frame_of
+from smolcluster.transport.messages import WEIGHTS, Assignment, Message, Push, State
 
 
 @dataclass(frozen=True)
@@ -112,18 +112,8 @@ def state_frames(
     incarnation: str, version: int, weights: Tensor, buckets: Sequence[slice]
 ) -> list[Frame]:
     """Frames of the weights (num_params,) at `version`, to be shared by all who ask for them."""
-    codec = get_codec(lossless_for(weights.dtype))
     return [
-        frame_of(
-            State(
-                incarnation=incarnation,
-                version=version,
-                bucket=number,
-                num_buckets=len(buckets),
-                tensor=bucket_spec(codec, bucket),
-            ),
-            bytes_of(weights[bucket]),
-        )
+        state_frame(weights[bucket], number, len(buckets), incarnation=incarnation, version=version)
         for number, bucket in enumerate(buckets)
     ]
 

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from smolcluster.configs.schema import GradientClipping, StalenessConfig
 from smolcluster.errors import NonFiniteLoss
-from smolcluster.training.clipping import clip_gradient
-from smolcluster.training.replica import Replica
+from smolcluster.ps.store import Stores
+from smolcluster.training.clipping import clip_factor
 
 NUM_NORMS = 64
 OUT_OF_PROPORTION = 1e6
@@ -99,23 +99,22 @@ class Norms:
         return f"; of the newest {num_pushes} pushes one stands out, of {whose}: its norm was {norm:.3g}"
 
 
-def mix(replica: Replica, weights: Tensor, alpha: float, limit: float = math.inf) -> float:
+def mix(stores: Stores, weights: Tensor, alpha: float, limit: float = math.inf) -> float:
     """w <- (1 - α) w + α w_worker; return the L2 norm of w_worker - w.
 
-    `weights` (num_params,) are the worker's. The difference w_worker - w is left in `replica.grads`.
+    `weights` (num_params,) are the worker's.
 
     Raises:
         PushRefused: the norm is not finite, or above `limit`; the weights are as before.
     """
-    replica.load_gradient(weights)
-    replica.grads.sub_(replica.params)
-    distance = check_norm(replica.grad_norm(), limit)
-    replica.params.add_(replica.grads, alpha=alpha)
+    stores.take_difference(weights)
+    distance = check_norm(stores.norm(), limit)
+    stores.mix(alpha)
     return distance
 
 
 def apply_gradient(
-    replica: Replica,
+    stores: Stores,
     gradient: Tensor,
     learning_rate: float,
     clipping: GradientClipping,
@@ -126,9 +125,9 @@ def apply_gradient(
     Raises:
         PushRefused: the norm is not finite, or above `limit` and not clipped; the weights are as before.
     """
-    replica.load_gradient(gradient)
-    norm = check_norm(clip_gradient(replica, clipping), math.inf if clipping.enabled else limit)
-    replica.step(learning_rate)
+    stores.take(gradient)
+    norm = check_norm(stores.norm(), math.inf if clipping.enabled else limit)
+    stores.step(clip_factor(norm, clipping), learning_rate)
     return norm
 
 

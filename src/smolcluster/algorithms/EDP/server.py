@@ -95,6 +95,7 @@ class Server:
             self.version = state.step
             stored = parse_progress(DispatcherState, state.progress.get(DISPATCHER), state.step)
             self.dispatcher.resume(stored, state.samples_applied)
+        self.stores = context.open_stores()
         self.saver = context.new_saver(subject, self.report)
         self.peers: dict[int, Peer] = {}
         self.last_applied: dict[str, LeaseKey] = {}
@@ -259,15 +260,15 @@ class Server:
         epoch, rate = self.dispatcher.epoch, self.learning_rate()
         if run.update_rule == "mixing":
             alpha = rule.mixing_weight(tau, run.mixing_rate, run.staleness.exponent)
-            norm = rule.mix(self.replica, pushed.gradient, alpha, self.norms.limit)
-            layer_norms = self.report.layer_norms(self.replica.whole(self.replica.grads))
+            norm = rule.mix(self.stores, pushed.gradient, alpha, self.norms.limit)
+            layer_norms = self.report.layer_norms(self.replica.grads)
         else:
             rate *= rule.scale(tau, run.staleness.exponent)
             clipping = self.train.gradient_clipping
             norm = rule.apply_gradient(
-                self.replica, pushed.gradient, rate, clipping, self.norms.limit
+                self.stores, pushed.gradient, rate, clipping, self.norms.limit
             )
-            layer_norms = self.report.layer_norms(self.replica.whole(pushed.gradient))
+            layer_norms = self.report.layer_norms(pushed.gradient)
         self.version += 1
         self.norms.add(norm, f"{peer.worker.name} in step {self.version}")
         self.failures.pop(Range.of(push.lease), None)

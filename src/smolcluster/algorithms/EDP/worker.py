@@ -32,7 +32,6 @@ from smolcluster.cluster.pushing import GradientSender
 from smolcluster.cluster.tensors import Assigned
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.training.build import TrainingContext
-from smolcluster.training.clipping import clip_gradient
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import Ack, LeaseKey, Pull, Skip, Welcome
@@ -167,7 +166,7 @@ class Worker:
         Raises:
             NonFiniteLoss: it is so large that the optimizer would never recover; the copy is as before.
         """
-        norm = clip_gradient(self.replica, self.train.gradient_clipping)
+        norm = self.replica.clip(self.train.gradient_clipping)
         if not self.train.gradient_clipping.enabled:
             rule.check_norm(norm)
         self.replica.step(learning_rate)

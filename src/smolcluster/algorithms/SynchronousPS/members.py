@@ -25,14 +25,14 @@ from smolcluster.algorithms.SynchronousPS.sharing import (
     sizes_by_share,
     with_probes,
 )
-from smolcluster.algorithms.SynchronousPS.state import StateStream, weights_frame
 from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
 from smolcluster.cluster.session import Session
-from smolcluster.cluster.tensors import work_payload
+from smolcluster.cluster.tensors import state_frame, work_payload
 from smolcluster.cluster.worker import Worker
-from smolcluster.training.replica import Replica
+from smolcluster.ps.store import Stores
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
+    WEIGHTS,
     Assignment,
     Cancel,
     LeaseKey,
@@ -48,6 +48,50 @@ FIRST_PAUSE_S, MOST_PAUSE_S = 5.0, 320.0
 """How long a parked member waits for the state at least: twice as long each time, up to the second."""
 SETTLED = 10.0
 """A member that has followed for so many times its last pause begins anew with the first one."""
+
+
+class StateStream:
+    """Sends one joiner the state, bucket by bucket, of whatever version it then is.
+
+    Between two buckets a step may be committed: the joiner takes it for what it has, like everybody else. So
+    a bucket is sent as of the last commit, followed by what the open step has already reduced of it.
+    """
+
+    def __init__(self, stores: Stores, incarnation: str) -> None:
+        self._stores = stores
+        self._incarnation = incarnation
+        self._next = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether everything has been sent."""
+        return self._next == len(self._stores.buckets)
+
+    def covers(self, bucket: int) -> bool:
+        """Whether the joiner has this bucket, so that it needs its further steps."""
+        return bucket < self._next
+
+    def next_frames(self, version: int) -> tuple[int, list[Frame]]:
+        """The next bucket, and its frames as of `version`, of memory of their own."""
+        number = self._next
+        self._next += 1
+        frames = state_frames(self._stores, self._incarnation, version, number)
+        return number, list(frames.values())
+
+
+def state_frames(stores: Stores, incarnation: str, version: int, number: int) -> dict[str, Frame]:
+    """Copies of a bucket's contents, a frame each, by name."""
+    return {
+        content: state_frame(
+            values.to("cpu", copy=True),
+            number,
+            len(stores.buckets),
+            incarnation=incarnation,
+            version=version,
+            content=content,
+        )
+        for content, values in stores.contents(number).items()
+    }
 
 
 @dataclass
@@ -169,14 +213,14 @@ class Members:
 
     def __init__(
         self,
-        replica: Replica,
+        stores: Stores,
         batch_share: Mapping[str, float] | None,
         incarnation: str,
         num_buffers: int,
     ) -> None:
         """`num_buffers`: steps after which the memory of a mean gradient is used again."""
         self._num_turns = num_buffers
-        self._replica = replica
+        self._stores = stores
         self._batch_share = batch_share
         self._incarnation = incarnation
         self._members: dict[int, StepMember] = {}
@@ -206,7 +250,7 @@ class Members:
 
     def welcome(self, worker: Worker, ready: Ready) -> None:
         """Let a worker catch up; tell it first what counted of a push that it is unsure of."""
-        stream = StateStream(self._replica, self._incarnation)
+        stream = StateStream(self._stores, self._incarnation)
         member = StepMember(worker, Pace(ready.samples_per_s), stream)
         self._members[worker.member.session_id] = member
         if ready.unacknowledged is not None:
@@ -368,7 +412,7 @@ class Members:
         for member in self._members.values():
             is_ready = member.stream is None and member.has_asked and member.session.backlog == 0
             if is_ready and (at_once or now >= member.resumed_at):
-                member.stream = StateStream(self._replica, self._incarnation)
+                member.stream = StateStream(self._stores, self._incarnation)
                 member.resumed_at = now
 
     def send_weights(
@@ -378,7 +422,7 @@ class Members:
         member = self._members.get(session_id)
         if member is None or not member.joined or not buckets:
             return None
-        if max(buckets) >= len(self._replica.buckets):
+        if max(buckets) >= len(self._stores.buckets):
             member.session.cut("it asked for a bucket that does not exist")
             return None
         for number in buckets:
@@ -392,5 +436,6 @@ class Members:
             self._weights = (version, {})
         frames = self._weights[1]
         if number not in frames:
-            frames[number] = weights_frame(self._replica, self._incarnation, version, number)
+            made = state_frames(self._stores, self._incarnation, version, number)
+            frames[number] = made[WEIGHTS]
         return frames[number]

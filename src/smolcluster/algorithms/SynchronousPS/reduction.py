@@ -8,28 +8,27 @@ the very bytes. So all replicas take the same step.
 import math
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from smolcluster.algorithms.SynchronousPS.rule import weight
-from smolcluster.algorithms.SynchronousPS.state import digests_spec
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.pushing import PushOrder
 from smolcluster.cluster.session import Receiver
-from smolcluster.cluster.tensors import bucket_length, bucket_spec, bytes_of
+from smolcluster.cluster.tensors import bucket_length, bucket_spec, bytes_of, digests_spec
 from smolcluster.codec.base import NonFiniteValue, absmax
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import CheckpointError, NonFiniteLoss, ProtocolError
 from smolcluster.training.checkpoint import Progress
+from smolcluster.training.clipping import bucket_norms
 from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import Commit, Message, Push, Reduced, Skip, frame_of
 
-Pieces = Iterator[tuple[slice, Tensor]]
 RESIDUAL = "residual"
 SPARE_BYTES = 16 * 1024 * 1024
 MAX_TURNS = 64
@@ -174,17 +173,17 @@ class Reduction:
         """L2 norm of the whole mean gradient, as it was sent."""
         return math.hypot(*self._norms)
 
-    def pieces(self, version: int) -> Pieces:
-        """The mean gradient as it was sent, in pieces of which each is valid until the next one."""
+    def mean(self, version: int) -> Tensor:
+        """The mean gradient (num_params,) as it was sent; of a lossy codec in the replica's `grads`."""
         if self._codec.lossless:
-            yield from self._replica.whole(self._sums[version % self.num_buffers])
-            return
+            return self._sums[version % self.num_buffers]
         codec = get_codec(self._codec.name)  # the other one is the readers'
-        scratch = torch.empty(bucket_length(self._buckets[0]), dtype=codec.dtype)
+        mean = self._replica.grads
+        if mean.device.type != "cpu":
+            mean = torch.empty_like(mean, device="cpu")
         for number, bucket in enumerate(self._buckets):
-            piece = scratch[: bucket_length(bucket)]
-            codec.decode(self._encoded_of(version, number), piece)
-            yield bucket, piece
+            codec.decode(self._encoded_of(version, number), mean[bucket])
+        return mean
 
     def _finish(self, step: Step, number: int, total: Tensor) -> None:
         """Take the norm of a bucket's mean; a lossy codec turns it into what everybody will decode."""
@@ -198,7 +197,7 @@ class Reduction:
                     self._codec.decode(encoded, total)
                 except NonFiniteValue:
                     total.fill_(math.nan)  # `frame` will say that it is not finite
-        self._norms[number] = _norm(total)
+        [self._norms[number]] = bucket_norms(total, [slice(None)])
 
     def _sum_of(self, version: int, number: int) -> Tensor:
         return self._sums[version % self.num_buffers][self._buckets[number]]
@@ -264,11 +263,3 @@ def commit_frame(step: Step, clip: float, rate: float, digests: Sequence[bytes])
         tensor=digests_spec(len(digests)) if digests else None,
     )
     return frame_of(commit, b"".join(digests))
-
-
-def _norm(values: Tensor) -> float:
-    """L2 norm of (n,); a sum of squares that overflows is taken again in float64."""
-    norm = float(torch.linalg.vector_norm(values))
-    if math.isinf(norm):
-        norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
-    return norm

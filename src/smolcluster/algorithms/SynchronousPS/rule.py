@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from smolcluster.cluster.dispatcher import Range
-from smolcluster.configs.schema import GradientClipping
-from smolcluster.training.replica import clip_coefficient
 
 
 def global_batches(
@@ -34,11 +32,6 @@ def global_batches(
 def weight(part_samples: int, batch_samples: int) -> float:
     """n_i / N: what a part's mean gradient counts."""
     return part_samples / batch_samples
-
-
-def clip_factor(norm: float, clipping: GradientClipping) -> float:
-    """c: the factor on a gradient with this L2 norm (Pascanu et al., 1211.5063)."""
-    return clip_coefficient(norm, clipping.max_norm) if clipping.enabled else 1.0
 
 
 def blend(own: Tensor, server: Tensor, beta: float) -> None:

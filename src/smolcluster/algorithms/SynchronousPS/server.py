@@ -20,7 +20,7 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.SynchronousPS import rule
@@ -32,7 +32,6 @@ from smolcluster.algorithms.SynchronousPS.reduction import (
     commit_frame,
 )
 from smolcluster.algorithms.SynchronousPS.sharing import patience_s, rest_after
-from smolcluster.algorithms.SynchronousPS.state import digests_of
 from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
 from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.inbox import Event, MessageReceived
@@ -43,6 +42,7 @@ from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import EpochOrders
 from smolcluster.runs.summary import Summary
+from smolcluster.training.clipping import clip_factor
 from smolcluster.training.schedule import learning_rate
 from smolcluster.transport.messages import Pull, Push, Ready, Skip
 from smolcluster.utils.cadence import is_power_of_two
@@ -73,12 +73,6 @@ class Server:
         self.parked: set[int] = set()
         """Ids of the workers that were parked before."""
         self.reduction = Reduction(self.replica, context.codec)
-        self.members = Members(
-            self.replica,
-            self.cluster.batch_share,
-            context.incarnation,
-            self.reduction.num_buffers,
-        )
         self.pool = context.open_pool(self.receiver_for)
         self.report = self.pool.report
         self.evaluator = context.new_evaluator()
@@ -87,6 +81,13 @@ class Server:
         if state := context.resume(subject, self.report):
             self.version, self.samples_applied = state.step, state.samples_applied
             self.reduction.resume(state.progress)
+        self.stores = context.open_stores()
+        self.members = Members(
+            self.stores,
+            self.cluster.batch_share,
+            context.incarnation,
+            self.reduction.num_buffers,
+        )
         self.batches = rule.global_batches(
             num_samples,
             self.train.num_epochs,
@@ -324,9 +325,9 @@ class Server:
         """Everybody takes the step; then the next one begins, while the server takes it itself."""
         self.saver.wait_for_copy()
         norm, rate = self.reduction.norm(), self.learning_rate()
-        clip = rule.clip_factor(norm, self.train.gradient_clipping)
+        clip = clip_factor(norm, self.train.gradient_clipping)
         compare = step.version % self.cluster.worker_update_interval == 0
-        digests = digests_of(self.replica) if compare else []
+        digests = self.stores.digests() if compare else []
         self.members.settle(step)
         self.members.broadcast(commit_frame(step, clip, rate, digests))
         self.reduction.close()
@@ -334,8 +335,11 @@ class Server:
         self.step_s = time.monotonic() - self.opened_at
         self.samples_applied += step.batch.num_samples
         self.open_step(time.monotonic())
-        self.replica.step_pieces(self.reduction.pieces(step.version), clip, rate)
-        self.tell(step, norm, rate)
+        mean = self.reduction.mean(step.version)
+        layer_norms = self.report.layer_norms(mean)
+        self.stores.take(mean)
+        self.stores.step(clip, rate)
+        self.tell(step, norm, rate, layer_norms)
 
     def on_drift(self, session_id: int, buckets: Sequence[int]) -> None:
         """Send a member the weights in which it differs; it blends them with its own."""
@@ -364,7 +368,7 @@ class Server:
             if assignment.part.finished_by is None and not assignment.part.num_hopeful:
                 self.report.lease_returned(worker, Range.of(assignment.key), reason)
 
-    def tell(self, step: Step, norm: float, rate: float) -> None:
+    def tell(self, step: Step, norm: float, rate: float, layer_norms: Mapping[str, float]) -> None:
         """Report a step that has been taken, and evaluate if it is time."""
         for part in step.parts:
             if part.finished_by:
@@ -376,7 +380,7 @@ class Server:
                 loss=step.loss,
                 learning_rate=rate,
                 grad_norm=norm,
-                layer_norms=self.report.layer_norms(self.reduction.pieces(step.version)),
+                layer_norms=layer_norms,
             )
         )
         is_evaluated = self.evaluator.after_step(step.version, step.batch.epoch)

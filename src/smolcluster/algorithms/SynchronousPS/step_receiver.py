@@ -8,15 +8,21 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from smolcluster.algorithms.SynchronousPS.state import DIGEST_NBYTES, contents_of, digests_spec
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.session import Receiver
-from smolcluster.cluster.tensors import Assigned, bucket_spec, bytes_of
+from smolcluster.cluster.tensors import (
+    DIGEST_NBYTES,
+    Assigned,
+    bucket_spec,
+    bytes_of,
+    digests_spec,
+)
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import PeerLost, ProtocolError
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
+    WEIGHTS,
     Assignment,
     Commit,
     LeaseKey,
@@ -85,7 +91,7 @@ class StepReceiver(Receiver):
         self._buckets = replica.buckets
         self._codec = get_codec(codec_name)
         self._lossless = get_codec(lossless_for(replica.params.dtype))
-        self._contents = frozenset(contents_of(replica))
+        self._contents = frozenset((WEIGHTS, *replica.optimizer.moments))
         shape = (replica.num_params,)
         self._free = [torch.empty(shape, dtype=self._codec.dtype) for _ in range(2)]
         self._changed = threading.Condition()

@@ -23,7 +23,6 @@ from functools import partial
 from torch import Tensor
 
 from smolcluster.algorithms.SynchronousPS import rule
-from smolcluster.algorithms.SynchronousPS.state import STEP_COUNT, contents_of, digests_of
 from smolcluster.algorithms.SynchronousPS.step_receiver import (
     Committed,
     FellBehind,
@@ -37,7 +36,9 @@ from smolcluster.cluster.pushing import GradientSender
 from smolcluster.cluster.session import HEARTBEATS_PER_TIMEOUT
 from smolcluster.cluster.tensors import Assigned
 from smolcluster.errors import NonFiniteLoss, PeerLost
+from smolcluster.ps.store import Stores
 from smolcluster.training.build import TrainingContext
+from smolcluster.training.optimizer import STEP_COUNT
 from smolcluster.transport.messages import (
     MAX_PULLED_BUCKETS,
     Cancel,
@@ -63,6 +64,8 @@ class Worker:
         self.longest_wait_s = welcome.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         self.training = training
         self.replica = training.replica
+        self.stores = Stores(training.replica)
+        """The same as the server's, and they take the same steps."""
         self.sender = GradientSender(welcome.codec, training.replica, in_place=True)
         self.version = 0
         self.num_joined = 0
@@ -196,8 +199,11 @@ class Worker:
         if self.joined and committed.digests:
             self.compare(committed.digests)
         if gradient is not None:
-            here = slice(0, self.replica.buckets[self.num_joined - 1].stop)
-            self.replica.step_pieces([(here, gradient[here])], commit.clip, commit.learning_rate)
+            here = gradient[: self.replica.buckets[self.num_joined - 1].stop]
+            if commit.clip != 1.0:  # in place: `grads` may still be on their way
+                here.mul_(commit.clip)
+            self.stores.take(here)
+            self.stores.step(1.0, commit.learning_rate)
             self.receiver.give_back(gradient)
         self.version = commit.version
         self.cancelled = {lease for lease in self.cancelled if lease.grant > self.newest_grant}
@@ -207,7 +213,7 @@ class Worker:
 
     def compare(self, digests: Sequence[bytes]) -> None:
         """Ask for the buckets of the weights that differ from the server's."""
-        pairs = zip(digests_of(self.replica), digests, strict=True)
+        pairs = zip(self.stores.digests(), digests, strict=True)
         drifted = tuple(number for number, (own, theirs) in enumerate(pairs) if own != theirs)
         if drifted:
             self.link.send(Pull(buckets=drifted[:MAX_PULLED_BUCKETS]))
@@ -219,8 +225,8 @@ class Worker:
 
     def join(self, state: State, values: Tensor) -> None:
         """Take a bucket of the server's state; with the last one this worker is a member."""
-        contents = contents_of(self.replica)
-        contents[state.content][self.replica.buckets[state.bucket]].copy_(values)
+        contents = self.stores.contents(state.bucket)
+        contents[state.content].copy_(values)
         self.version = state.version
         if STEP_COUNT in self.replica.optimizer.state:
             self.replica.optimizer.state[STEP_COUNT].fill_(state.version)

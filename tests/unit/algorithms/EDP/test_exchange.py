@@ -87,7 +87,7 @@ def test_what_was_applied_and_what_is_owed_add_up_to_all_gradients(
     arrived = torch.zeros_like(wanted)
 
     def push(gradient: Tensor, num_samples: int, applied: bool) -> None:
-        replica.load_gradient(gradient)
+        replica.grads.copy_(gradient)
         frames = list(sender.frames(lease(stop=num_samples), 0, 0.5, 0.25))
         (event,) = deliver(frames, receiver)
         assert isinstance(event, Pushed)

@@ -28,9 +28,9 @@ from smolcluster.cluster.link import Link
 from smolcluster.cluster.pushing import GradientSender
 from smolcluster.cluster.tensors import Assigned
 from smolcluster.errors import NonFiniteLoss, PeerLost
+from smolcluster.ps.store import Stores
 from smolcluster.runs.events import PushDropped
 from smolcluster.training.build import TrainingContext, build
-from smolcluster.training.clipping import clip_gradient
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
@@ -86,7 +86,7 @@ def test_staleness_lowers_the_weight_as_in_fedasync(
 def test_a_fresh_push_moves_the_server_60_percent_of_the_way() -> None:
     replica = make_bench().replica
     before, theirs = replica.snapshot(), some_weights(replica)
-    distance = rule.mix(replica, theirs, rule.mixing_weight(0, 0.6, 0.5))
+    distance = rule.mix(Stores(replica), theirs, rule.mixing_weight(0, 0.6, 0.5))
     torch.testing.assert_close(replica.params, 0.4 * before + 0.6 * theirs)
     assert distance == pytest.approx((theirs - before).norm().item(), rel=1e-5)
     torch.testing.assert_close(replica.grads, theirs - before)
@@ -97,7 +97,7 @@ def test_no_push_replaces_the_servers_weights_outright(mixing_rate: float) -> No
     """What the others have taught the server must outlast the freshest of pushes."""
     replica = make_bench().replica
     before, theirs = replica.snapshot(), some_weights(replica)
-    rule.mix(replica, theirs, rule.mixing_weight(0, mixing_rate, 0.5))
+    rule.mix(Stores(replica), theirs, rule.mixing_weight(0, mixing_rate, 0.5))
     left = (replica.params - theirs).norm() / (before - theirs).norm()
     assert left == pytest.approx(1 - mixing_rate, rel=1e-3)
 
@@ -107,7 +107,7 @@ def test_older_pushes_move_the_server_less() -> None:
     for tau in range(8):
         replica = make_bench().replica
         before = replica.snapshot()
-        rule.mix(replica, some_weights(replica), rule.mixing_weight(tau, 0.6, 0.5))
+        rule.mix(Stores(replica), some_weights(replica), rule.mixing_weight(tau, 0.6, 0.5))
         moved.append((replica.params - before).norm().item())
     assert moved == sorted(moved, reverse=True)
     assert moved[3] == pytest.approx(moved[0] / 2, rel=1e-4)
@@ -116,7 +116,7 @@ def test_older_pushes_move_the_server_less() -> None:
 def test_weights_that_are_the_servers_own_change_nothing() -> None:
     replica = make_bench().replica
     before = replica.snapshot()
-    assert rule.mix(replica, before.clone(), 0.6) == 0.0
+    assert rule.mix(Stores(replica), before.clone(), 0.6) == 0.0
     assert torch.equal(replica.params, before)
 
 
@@ -227,7 +227,7 @@ class Office:
     def stepped(self, lease: Assigned) -> Tensor:
         """Where one step of plain training brings a twin of the worker's copy."""
         self.twin.compute(lease.indices)
-        clip_gradient(self.twin.replica, self.run.train.gradient_clipping)
+        self.twin.replica.clip(self.run.train.gradient_clipping)
         self.twin.replica.step(0.1)
         return self.twin.replica.snapshot()
 

@@ -8,6 +8,7 @@ import torch
 from harness import local_settings
 from smolcluster.algorithms.EDP import rule
 from smolcluster.configs.schema import GradientClipping, StalenessConfig
+from smolcluster.ps.store import Stores
 from smolcluster.training.build import build
 from smolcluster.training.replica import Replica
 
@@ -78,7 +79,7 @@ def gradient_for(replica: Replica, norm: float) -> torch.Tensor:
 def test_a_push_is_one_step_of_plain_gradient_descent() -> None:
     ours = replica("sgd")
     before, gradient = ours.snapshot(), gradient_for(ours, 3.0)
-    norm = rule.apply_gradient(ours, gradient, 0.1, UNCLIPPED)
+    norm = rule.apply_gradient(Stores(ours), gradient, 0.1, UNCLIPPED)
     assert norm == pytest.approx(3.0, rel=1e-5)
     torch.testing.assert_close(ours.params, before - 0.1 * gradient)
 
@@ -86,7 +87,9 @@ def test_a_push_is_one_step_of_plain_gradient_descent() -> None:
 def test_a_long_gradient_is_clipped_and_its_length_before_is_told() -> None:
     ours = replica("sgd")
     before, gradient = ours.snapshot(), gradient_for(ours, 3.0)
-    norm = rule.apply_gradient(ours, gradient, 0.1, GradientClipping(enabled=True, max_norm=1.0))
+    norm = rule.apply_gradient(
+        Stores(ours), gradient, 0.1, GradientClipping(enabled=True, max_norm=1.0)
+    )
     assert norm == pytest.approx(3.0, rel=1e-5)
     torch.testing.assert_close(ours.params, before - 0.1 * gradient / 3.0, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradient.norm().item(), 3.0, rtol=1e-5, atol=0.0)
@@ -96,20 +99,20 @@ def test_a_long_gradient_is_clipped_and_its_length_before_is_told() -> None:
 def test_a_push_out_of_all_proportion_is_refused_before_it_changes_anything(norm: float) -> None:
     ours, norms = replica("adam"), rule.Norms()
     norms.add(2.0, "worker 1")
-    rule.apply_gradient(ours, gradient_for(ours, 1.0), 0.1, UNCLIPPED, norms.limit)
+    rule.apply_gradient(Stores(ours), gradient_for(ours, 1.0), 0.1, UNCLIPPED, norms.limit)
     before = ours.snapshot(), {name: each.clone() for name, each in ours.optimizer.state.items()}
     gradient = gradient_for(ours, 1.01) * norm
     with pytest.raises(rule.PushRefused):
-        rule.apply_gradient(ours, gradient, 0.1, UNCLIPPED, norms.limit)
+        rule.apply_gradient(Stores(ours), gradient, 0.1, UNCLIPPED, norms.limit)
     with pytest.raises(rule.PushRefused):
-        rule.mix(ours, gradient, 0.5, norms.limit)
+        rule.mix(Stores(ours), gradient, 0.5, norms.limit)
     assert torch.equal(ours.params, before[0])
     assert all(torch.equal(each, before[1][name]) for name, each in ours.optimizer.state.items())
 
 
 def test_what_is_clipped_may_be_of_any_length() -> None:
     ours = replica("sgd")
-    rule.apply_gradient(ours, gradient_for(ours, 1e12), 0.1, GradientClipping(), limit=1e6)
+    rule.apply_gradient(Stores(ours), gradient_for(ours, 1e12), 0.1, GradientClipping(), limit=1e6)
 
 
 def test_what_is_plausible_follows_the_largest_of_the_newest_norms() -> None:
@@ -138,7 +141,7 @@ def test_adam_moves_less_for_a_stale_push() -> None:
     """A factor on the gradient would be cancelled by Adam; one on the learning rate is not."""
     fresh, stale = replica("adam"), replica("adam")
     before, gradient = fresh.snapshot(), gradient_for(fresh, 1.0)
-    rule.apply_gradient(fresh, gradient, 1e-3 * rule.scale(0, 0.5), UNCLIPPED)
-    rule.apply_gradient(stale, gradient, 1e-3 * rule.scale(3, 0.5), UNCLIPPED)
+    rule.apply_gradient(Stores(fresh), gradient, 1e-3 * rule.scale(0, 0.5), UNCLIPPED)
+    rule.apply_gradient(Stores(stale), gradient, 1e-3 * rule.scale(3, 0.5), UNCLIPPED)
     moved, moved_less = (fresh.params - before).norm(), (stale.params - before).norm()
     assert moved_less / moved == pytest.approx(0.5, rel=1e-3)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from peers import opened
+from smolcluster.algorithms.SynchronousPS.members import state_frames
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.step import PartAssignment, Step
 from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, StepReceiver
@@ -15,6 +16,7 @@ from smolcluster.cluster.inbox import Event
 from smolcluster.cluster.session import Receiver, Session
 from smolcluster.cluster.worker import Worker
 from smolcluster.codec.registry import CODECS, get_codec, lossless_for
+from smolcluster.ps.store import Stores
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
@@ -96,6 +98,11 @@ def small_replica(optimizer: str = "sgd", dtype: torch.dtype = torch.float32) ->
     replica = Replica(model, optimizer, bucket_bytes=256 * dtype.itemsize)
     assert [bucket.stop - bucket.start for bucket in replica.buckets] == [256, 256, 98]
     return replica
+
+
+def weights_frame(replica: Replica, version: int, number: int) -> Frame:
+    """A bucket of the server's weights."""
+    return state_frames(Stores(replica), "here", version, number)["weights"]
 
 
 def push_of(key: LeaseKey, bucket: int, num_buckets: int = 3, loss: float = 0.5) -> Push:

@@ -122,7 +122,7 @@ class Run:
         lease = next(each.lease for each in self._post.said if isinstance(each, Assignment))
         self._post.frames.clear()
         self._post.num_sent = self._post.num_queued
-        replica.load_gradient(random_gradient(replica.num_params, version))
+        replica.grads.copy_(random_gradient(replica.num_params, version))
         frames = self._sender.frames(lease, version, 0.5, 0.25)
         events = [deliver(frame, self._receiver) for frame in frames]
         for number in order:

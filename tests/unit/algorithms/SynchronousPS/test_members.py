@@ -18,6 +18,7 @@ from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.sharing import FIRST_PROBE
 from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
 from smolcluster.cluster.dispatcher import Range
+from smolcluster.ps.store import Stores
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
@@ -68,7 +69,7 @@ class House:
     def __init__(self, replica: Replica, shares: Mapping[str, float] | None = None) -> None:
         self.replica = replica
         self.reduction = Reduction(replica, "fp32")
-        self.members = Members(replica, shares, "here", num_buffers=2)
+        self.members = Members(Stores(replica), shares, "here", num_buffers=2)
         self.step = Step(1, Range(0, 0, 32), [8, 8, 16], 3, "here")
         self.grants = count(1)
 

@@ -66,9 +66,9 @@ def weighted_mean(gradients: list[Tensor], sizes: tuple[int, ...]) -> Tensor:
     return torch.stack([weight(size, sum(sizes)) * each.double() for each, size in parts]).sum(0)
 
 
-def pieces_of(reduction: Reduction, version: int) -> Tensor:
-    """What the server applies."""
-    return torch.cat([piece.clone() for _, piece in reduction.pieces(version)])
+def mean_of(reduction: Reduction, version: int) -> Tensor:
+    """A copy of what the server applies."""
+    return reduction.mean(version).clone()
 
 
 # What the server sums.
@@ -96,7 +96,7 @@ def test_the_mean_is_the_weighted_sum_whoever_brings_what_when(codec: str) -> No
             expected = weighted_mean(gradients, SIZES)
             rtol = 1e-12 if codec == "fp64" else 1e-5
             for mean in (
-                pieces_of(reduction, version),
+                mean_of(reduction, version),
                 torch.cat([values_in(reduction.frame(version, b), codec) for b in range(3)]),
             ):
                 torch.testing.assert_close(mean.double(), expected, rtol=rtol, atol=rtol / 10)
@@ -118,7 +118,7 @@ def test_a_lossy_mean_is_within_its_codecs_bound_of_the_weighted_sum(codec: str)
     for assignment, gradient in zip(step.assignments, gradients, strict=True):
         add_part(reduction, replica, assignment, gradient)
     expected = weighted_mean(gradients, SIZES)
-    error = (pieces_of(reduction, 1).double() - expected).abs().max()
+    error = (mean_of(reduction, 1).double() - expected).abs().max()
     largest = float(expected.abs().max())
     assert 0 < error <= largest / {"int8": 254, "bf16": 256, "fp16": 2048}[codec] * 1.001
 
@@ -139,7 +139,7 @@ def test_what_does_not_count_changes_nothing() -> None:
     assert not reduction.add(SEAT, push_of(assignment.key, 0), noise[first]), "it has counted"
     assignment = step.grant(step.parts[0], assignment.holder, 5, 0.0)
     assert reduction.add(SEAT, push_of(assignment.key, 1), gradient[second])
-    mean = pieces_of(reduction, 1)
+    mean = mean_of(reduction, 1)
     assert torch.equal(mean[: second.stop], gradient[: second.stop])
 
 
@@ -158,14 +158,14 @@ def test_frames_of_a_step_stay_as_they_are_while_the_next_one_is_summed(codec: s
     replica = replica_for(codec)
     with patch.object(module, "SPARE_BYTES", 0):
         reduction = Reduction(replica, codec)
-    frames, pieces_then, places = {}, {}, {}
+    frames, means_then, places = {}, {}, {}
     for version in range(1, 6):
         gradients = gradients_of(replica, 2, version)
         frames[version] = reduce_step(reduction, replica, version, gradients)
         places[version] = place_of(frames[version][0])
-        pieces_then[version] = pieces_of(reduction, version)
+        means_then[version] = mean_of(reduction, version)
         if version > 1:
-            assert torch.equal(pieces_of(reduction, version - 1), pieces_then[version - 1])
+            assert torch.equal(mean_of(reduction, version - 1), means_then[version - 1])
             del frames[version - 1]
         reduction.close()
     assert len(set(places.values())) == 2, "it takes the memory of two, not more"
@@ -222,7 +222,7 @@ def test_the_server_applies_exactly_what_its_workers_receive(codec: str) -> None
         event = committed(receiver, version)
         assert (event.commit.version, event.num_reduced) == (version, 3)
         assert event.gradient is not None
-        assert torch.equal(event.gradient, pieces_of(reduction, version)), "bit for bit"
+        assert torch.equal(event.gradient, mean_of(reduction, version)), "bit for bit"
         reduction.close()
         receiver.give_back(event.gradient)
 
@@ -240,7 +240,7 @@ def test_the_sum_of_what_was_applied_tracks_the_sum_of_the_means(codec: str) -> 
         reduction.open(step)
         add_part(reduction, replica, step.assignments[0], gradient)
         wanted.add_(num_samples * gradient.double())
-        applied.add_(num_samples * pieces_of(reduction, version).double())
+        applied.add_(num_samples * mean_of(reduction, version).double())
         reduction.close()
 
     for version in range(1, 61):
@@ -298,7 +298,7 @@ def pushed(
     replica: Replica, codec: str, key: LeaseKey, gradient: Tensor, first_bucket: int | None = None
 ) -> list[Frame]:
     """A push as a worker sends it; with `first_bucket` as a backup."""
-    replica.load_gradient(gradient)
+    replica.grads.copy_(gradient)
     sender = GradientSender(codec, replica, in_place=True)
     if first_bucket is None:
         return list(sender.frames(key, 0, 0.5, 0.25))
@@ -333,11 +333,11 @@ def test_a_push_is_added_as_it_comes(codec: str) -> None:
         if isinstance(event, PartArrived)
     ] == [(SEAT, 0, True, False), (SEAT, 1, True, False), (SEAT, 2, True, True)]
     if codec in LOSSLESS:
-        assert torch.equal(pieces_of(reduction, 1), expected)
+        assert torch.equal(mean_of(reduction, 1), expected)
     else:
         largest = float(gradient.abs().max())
         torch.testing.assert_close(
-            pieces_of(reduction, 1), expected, rtol=0, atol=largest / 250, msg=codec
+            mean_of(reduction, 1), expected, rtol=0, atol=largest / 250, msg=codec
         )
 
 
@@ -407,7 +407,7 @@ def test_the_lossless_frames_are_the_sum_itself() -> None:
     replica = replica_for("fp32")
     reduction = Reduction(replica, "fp32")
     frames = reduce_step(reduction, replica, 1, gradients_of(replica, 1))
-    _, first = next(iter(reduction.pieces(1)))
+    first = reduction.mean(1)
     for frame, bucket in zip(frames, replica.buckets, strict=True):
         address = torch.frombuffer(frame.payload, dtype=torch.uint8).data_ptr()
         assert address == first.data_ptr() + 4 * bucket.start

@@ -21,6 +21,7 @@ from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.errors import CheckpointError
+from smolcluster.ps.store import Stores
 from smolcluster.runs.events import RunResumed
 from smolcluster.training.checkpoint import (
     Checkpoint,
@@ -117,9 +118,11 @@ def train(replica: Replica, reduction: Reduction, versions: range) -> list[Tenso
         reduction.open(step)
         gradient = random_gradient(replica.num_params, version, replica.params.dtype)
         add_part(reduction, replica, step.assignments[0], gradient)
-        means.append(torch.cat([piece.clone() for _, piece in reduction.pieces(version)]))
+        means.append(reduction.mean(version).clone())
         reduction.close()
-        replica.step_pieces(reduction.pieces(version), 0.5, 0.1)
+        stores = Stores(replica)
+        stores.take(reduction.mean(version))
+        stores.step(0.5, 0.1)
     return means
 
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smolcluster.algorithms.SynchronousPS.rule import blend, clip_factor, global_batches, weight
+from smolcluster.algorithms.SynchronousPS.rule import blend, global_batches, weight
 from smolcluster.configs.schema import GradientClipping
-from smolcluster.training.clipping import clip_gradient
+from smolcluster.training.clipping import clip_factor
 from smolcluster.training.replica import Replica
 from unit.algorithms.SynchronousPS.actors import random_gradient, small_replica
 
@@ -58,8 +58,8 @@ def test_clipping_is_that_of_a_single_process(
 ) -> None:
     clipping = GradientClipping(enabled=enabled, max_norm=1.0)
     gradient = scale * random_gradient(replica.num_params, 1)
-    replica.load_gradient(gradient)
-    norm = clip_gradient(replica, clipping)
+    replica.grads.copy_(gradient)
+    norm = replica.clip(clipping)
     assert torch.equal(gradient * clip_factor(norm, clipping), replica.grads)
     assert (clip_factor(norm, clipping) < 1) == (enabled and scale >= 1)
 

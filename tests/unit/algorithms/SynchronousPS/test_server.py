@@ -19,12 +19,12 @@ from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.members import FIRST_PAUSE_S, StepMember
 from smolcluster.algorithms.SynchronousPS.reduction import PartArrived
 from smolcluster.algorithms.SynchronousPS.server import Server
-from smolcluster.algorithms.SynchronousPS.state import digests_of
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.cluster.pushing import GradientSender
 from smolcluster.cluster.session import HEARTBEATS_PER_TIMEOUT
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import epoch_permutation
+from smolcluster.ps.store import Stores
 from smolcluster.runs.events import (
     LeaseReturned,
     PushDropped,
@@ -32,7 +32,7 @@ from smolcluster.runs.events import (
     WorkerLost,
     WorkerParked,
 )
-from smolcluster.training.replica import clip_coefficient
+from smolcluster.training.clipping import clip_coefficient
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
     Assignment,
@@ -148,7 +148,7 @@ class Puppet:
 
     def frames(self, part: Assignment, seed: int = 0, loss: float = 0.5) -> list[Frame]:
         """A push of some gradient, or what a backup sends of it."""
-        self.replica.load_gradient(self.gradient(seed))
+        self.replica.grads.copy_(self.gradient(seed))
         if part.backup:
             backup = self._sender.backup_pushes(part.lease, 0, loss, 0.25, part.first_bucket)
             return list(starmap(frame_of, backup))
@@ -266,7 +266,9 @@ def test_a_step_is_the_optimizers_step_with_the_weighted_mean(stage: Stage) -> N
     assert commit == as_well
     assert (commit.version, commit.num_samples, commit.tensor) == (1, BATCH, None)
     assert commit.clip == pytest.approx(clip, rel=1e-6)
-    one.replica.step_pieces([(slice(0, len(reduced)), reduced)], commit.clip, commit.learning_rate)
+    stores = Stores(one.replica)
+    stores.take(reduced)
+    stores.step(commit.clip, commit.learning_rate)
     assert torch.equal(one.replica.params, stage.weights), "every replica takes the same step"
     (record,) = stage.parts.metrics.steps
     assert (record.step, record.rank) == (1, None)
@@ -861,7 +863,7 @@ def test_digests_of_the_weights_before_the_step_come_every_now_and_then(stage: S
     puppet = stage.member(1)
     stage.advance()
     for version in (1, 2, 3, 4):
-        before = b"".join(digests_of(stage.server.replica))
+        before = b"".join(stage.server.stores.digests())
         puppet.push(puppet.part(), seed=version)
         for _ in range(NUM_BUCKETS):
             puppet.hand.hear_a(Reduced)

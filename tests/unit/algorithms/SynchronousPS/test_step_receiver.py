@@ -16,11 +16,6 @@ from smolcluster.algorithms.SynchronousPS.reduction import (
     Reduction,
     commit_frame,
 )
-from smolcluster.algorithms.SynchronousPS.state import (
-    digests_of,
-    digests_spec,
-    weights_frame,
-)
 from smolcluster.algorithms.SynchronousPS.step_receiver import (
     Committed,
     FellBehind,
@@ -29,8 +24,9 @@ from smolcluster.algorithms.SynchronousPS.step_receiver import (
 )
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.session import Receiver
-from smolcluster.cluster.tensors import Assigned, work_payload
+from smolcluster.cluster.tensors import Assigned, digests_spec, work_payload
 from smolcluster.errors import PeerLost, ProtocolError
+from smolcluster.ps.store import Stores
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
@@ -54,6 +50,7 @@ from unit.algorithms.SynchronousPS.actors import (
     random_gradient,
     reduce_step,
     small_replica,
+    weights_frame,
 )
 
 DEADLINE_S = 20.0
@@ -298,7 +295,7 @@ def test_only_a_lossless_mean_has_a_place_of_its_own(replica: Replica) -> None:
 def test_digests_are_those_of_the_weights_bucket_by_bucket(
     replica: Replica, receiver: StepReceiver
 ) -> None:
-    digests = digests_of(replica)
+    digests = Stores(replica).digests()
     step = opened_step(4, [8])
     message, payload = opened(commit_frame(step, 0.5, 0.1, digests))
     event = receiver(message, payload)
@@ -307,7 +304,7 @@ def test_digests_are_those_of_the_weights_bucket_by_bucket(
     assert (event.commit.version, event.commit.num_samples) == (4, 8)
     assert (event.commit.clip, event.commit.learning_rate) == (0.5, 0.1)
     replica.params[replica.buckets[1].start] += 1e-6
-    differ = [one != other for one, other in zip(digests, digests_of(replica), strict=True)]
+    differ = [one != other for one, other in zip(digests, Stores(replica).digests(), strict=True)]
     assert differ == [False, True, False]
 
 
@@ -343,13 +340,13 @@ def test_digests_of_another_kind_are_refused(
 def test_a_state_of_another_shape_or_content_is_refused(
     replica: Replica, receiver: StepReceiver, change: dict[str, object]
 ) -> None:
-    message, payload = opened(weights_frame(replica, "here", 0, 0))
+    message, payload = opened(weights_frame(replica, 0, 0))
     with pytest.raises(ProtocolError, match="not of the agreed shape"):
         receiver(message.model_copy(update=change), payload)
 
 
 def test_a_state_that_was_encoded_is_refused(receiver: StepReceiver, replica: Replica) -> None:
-    message, _ = opened(weights_frame(replica, "here", 0, 0))
+    message, _ = opened(weights_frame(replica, 0, 0))
     assert isinstance(message, State)
     odd = message.tensor.model_copy(update={"codec": "bf16", "nbytes": 512})
     with pytest.raises(ProtocolError, match="not of the agreed shape"):

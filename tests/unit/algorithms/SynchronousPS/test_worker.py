@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from harness import local_settings
 from peers import opened
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
-from smolcluster.algorithms.SynchronousPS.state import contents_of, digests_of
 from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, FellBehind, StateArrived
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.cluster.inbox import Event, MessageReceived
@@ -22,6 +21,7 @@ from smolcluster.cluster.tensors import Assigned, bucket_spec, work_payload
 from smolcluster.codec.registry import get_codec
 from smolcluster.data.dataset import Dataset
 from smolcluster.errors import NonFiniteLoss, PeerLost
+from smolcluster.ps.store import Stores
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
@@ -97,7 +97,7 @@ class Bench(TrainingContext):
 
     def compute(self, indices: Tensor, epoch: int = 0, start: int = 0) -> float:  # noqa: ARG002
         self.diary.append("compute")
-        self.replica.load_gradient(gradient_for(self.replica, indices))
+        self.replica.grads.copy_(gradient_for(self.replica, indices))
         for happen in self.meanwhile:
             happen()
         return 0.5
@@ -140,7 +140,7 @@ class Shop:
         """Everything a joiner is sent; all of it is `values`."""
         codec = get_codec("fp32")
         for number, bucket in enumerate(self.replica.buckets):
-            for content in contents_of(self.replica):
+            for content in self.worker.stores.contents(number):
                 state = State(
                     incarnation="here",
                     version=version,
@@ -460,12 +460,12 @@ def test_a_commit_without_the_whole_gradient_ends_the_session(shop: Shop, num_re
 
 
 def test_equal_weights_are_not_asked_for(shop: Shop) -> None:
-    shop.worker.handle(shop.commit(4, digests=digests_of(shop.replica)))
+    shop.worker.handle(shop.commit(4, digests=Stores(shop.replica).digests()))
     assert shop.wire.said == []
 
 
 def test_weights_are_compared_before_the_step(shop: Shop) -> None:
-    digests = digests_of(shop.replica)
+    digests = Stores(shop.replica).digests()
     shop.worker.handle(shop.commit(4))
     shop.worker.handle(shop.commit(5, digests=digests))
     assert shop.wire.said == [Pull(buckets=(0, 1, 2))]
@@ -475,7 +475,7 @@ def test_weights_are_compared_before_the_step(shop: Shop) -> None:
 def test_exactly_the_buckets_that_drifted_are_asked_for(
     shop: Shop, drifted: tuple[int, ...]
 ) -> None:
-    digests = digests_of(shop.replica)
+    digests = Stores(shop.replica).digests()
     for number in drifted:
         shop.replica.params[shop.replica.buckets[number].stop - 1] += 1e-6
     shop.worker.handle(shop.commit(4, digests=digests))
@@ -521,10 +521,10 @@ def test_the_state_makes_a_joiner_whole(optimizer: str) -> None:
     shop.worker.version = shop.worker.num_joined = 0
     for number, event in enumerate(shop.state(17, 0.5)):
         shop.worker.handle(event)
-        num_contents = len(contents_of(shop.replica))
+        num_contents = len(shop.worker.stores.contents(0))
         assert shop.worker.num_joined == (number + 1) // num_contents
     assert (shop.worker.version, shop.worker.joined) == (17, True)
-    for tensor in contents_of(shop.replica).values():
+    for tensor in (shop.replica.params, *shop.replica.optimizer.moments.values()):
         assert torch.equal(tensor, torch.full((610,), 0.5))
     if optimizer == "adam":
         assert float(shop.replica.optimizer.state["step"]) == 17
@@ -611,7 +611,7 @@ def reference(settled: int | None) -> list[bytes]:
     replica = small_replica()
     sender = GradientSender("int8", replica)
     for grant in (1, 2):
-        replica.load_gradient(gradient_for(replica, task(grant).indices))
+        replica.grads.copy_(gradient_for(replica, task(grant).indices))
         frames = list(sender.frames(lease(grant), 3, 0.5, 0.25))
         sender.settle(settled)
     return [bytes(frame.payload) for frame in frames]

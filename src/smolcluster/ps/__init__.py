@@ -1,0 +1,1 @@
+"""What parameter servers share, whatever their algorithm."""

@@ -1,0 +1,148 @@
+"""Where the weights lie and what changes them: stores of one slice each, and all stores of a model.
+
+A slice is a contiguous range of the buckets that the flat parameters are cut into (Li et al. 2014, "Scaling
+distributed machine learning with the parameter server"). A store changes its own slice, by a step of its
+optimizer or towards a worker's weights, and knows no workers, leases, versions or files.
+
+Stores need one thing of each other: a gradient is clipped by the norm of the whole. Each tells one norm a
+bucket, and these are combined in the order of the buckets and in float64, so that the clip factor is the
+same, bit for bit, for any number of stores.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_64_digest
+
+from smolcluster.cluster.tensors import bytes_of
+from smolcluster.training.clipping import bucket_norms
+from smolcluster.training.optimizer import FlatOptimizer
+from smolcluster.training.replica import Replica
+from smolcluster.transport.messages import WEIGHTS
+
+
+class Store:
+    """One slice of the flat parameters, with its optimizer's state.
+
+    Attributes:
+        buckets: places in the flat parameters, in order and without gaps.
+        weights: (n,), changed in place.
+        optimizer: of these weights.
+    """
+
+    def __init__(
+        self, buckets: Sequence[slice], weights: Tensor, buffer: Tensor, optimizer: FlatOptimizer
+    ) -> None:
+        """`buffer` (n,), on the weights' device, takes gradients from elsewhere, and what is clipped."""
+        self.buckets = buckets
+        self.weights = weights
+        self.optimizer = optimizer
+        self._buffer = buffer
+        self._taken = buffer
+        self._start = buckets[0].start
+
+    @property
+    def place(self) -> slice:
+        """The slice."""
+        return slice(self._start, self.buckets[-1].stop)
+
+    def take(self, gradient: Tensor) -> None:
+        """Take the gradient of the next step, (n,), or (m,) of only the first m weights.
+
+        On the weights' device it is not copied, and must not change before the step.
+        """
+        self._taken = gradient
+        if gradient.device != self.weights.device:
+            self._taken = self._buffer[: gradient.numel()].copy_(gradient)
+
+    def take_difference(self, weights: Tensor) -> None:
+        """Take the way from these weights to a worker's, (n,), instead of a gradient."""
+        self._taken = self._buffer.copy_(weights).sub_(self.weights)
+
+    def norms(self) -> list[float]:
+        """The L2 norm of each bucket of what was taken."""
+        return bucket_norms(self._taken, [self._within(bucket) for bucket in self.buckets])
+
+    def step(self, clip: float, learning_rate: float) -> None:
+        """Take one optimizer step with `clip` times the gradient."""
+        gradient = self._taken
+        if clip != 1.0:
+            gradient = torch.mul(gradient, clip, out=self._buffer[: gradient.numel()])
+        self.optimizer.step_with(gradient, learning_rate)
+
+    def mix(self, share: float) -> None:
+        """Go this share of the way that was taken."""
+        self.weights.add_(self._taken, alpha=share)
+
+    def contents(self, bucket: slice) -> dict[str, Tensor]:
+        """What a copy of a bucket needs, by name: its weights, and the moments of its optimizer. Views."""
+        within = self._within(bucket)
+        tensors = {WEIGHTS: self.weights, **self.optimizer.moments}
+        return {name: tensor[within] for name, tensor in tensors.items()}
+
+    def _within(self, bucket: slice) -> slice:
+        return slice(bucket.start - self._start, bucket.stop - self._start)
+
+
+class Stores:
+    """All stores of a replica's weights, in this process: they work in the replica's own memory.
+
+    What reads or restores the replica as a whole (evaluation, checkpoints) need not know how many there are.
+    They are made after a checkpoint has been restored, because each counts its own steps from there.
+    """
+
+    def __init__(self, replica: Replica, num_stores: int = 1) -> None:
+        """Cut the replica into so many slices, at least a bucket each and of about as many."""
+        self._replica = replica
+        self.buckets = replica.buckets
+        num_buckets = len(replica.buckets)
+        num_stores = min(num_stores, num_buckets)
+        cuts = [num * num_buckets // num_stores for num in range(num_stores + 1)]
+        self.stores: list[Store] = []
+        self._store_of: list[Store] = []
+        for first, last in itertools.pairwise(cuts):
+            buckets = replica.buckets[first:last]
+            place = slice(buckets[0].start, buckets[-1].stop)
+            optimizer = replica.optimizer.part(place)
+            store = Store(buckets, replica.params[place], replica.grads[place], optimizer)
+            self.stores.append(store)
+            self._store_of += [store] * len(buckets)
+
+    def take(self, gradient: Tensor) -> None:
+        """Take the gradient of the next step, (num_params,), or only its first buckets. See `Store.take`."""
+        for store in self.stores:
+            store.take(gradient[store.place])
+
+    def take_difference(self, weights: Tensor) -> None:
+        """Take the way to a worker's weights (num_params,); it stands in the replica's `grads`."""
+        for store in self.stores:
+            store.take_difference(weights[store.place])
+
+    def norm(self) -> float:
+        """L2 norm of all that was taken: the stores tell each other theirs."""
+        with self._replica.meter("apply"):
+            return math.hypot(*(norm for store in self.stores for norm in store.norms()))
+
+    def step(self, clip: float, learning_rate: float) -> None:
+        """Every store takes one optimizer step with `clip` times what it took."""
+        with self._replica.meter("apply"):
+            for store in self.stores:
+                store.step(clip, learning_rate)
+
+    def mix(self, share: float) -> None:
+        """Every store goes this share of the way that it took."""
+        with self._replica.meter("apply"):
+            for store in self.stores:
+                store.mix(share)
+
+    def contents(self, number: int) -> dict[str, Tensor]:
+        """What a copy of bucket `number` needs: `Store.contents`."""
+        return self._store_of[number].contents(self._replica.buckets[number])
+
+    def digests(self) -> list[bytes]:
+        """xxh3-64 of the bytes of each bucket of the weights, 8 bytes each."""
+        weights = self._replica.params.to("cpu")
+        return [xxh3_64_digest(bytes_of(weights[bucket])) for bucket in self._replica.buckets]
