@@ -263,7 +263,8 @@ def serve(pipe: Pipe, case: Case) -> None:
     )
     server = OnDemand(context, pipe)
     server.run()
-    pipe.send((held_nbytes(list(vars(server.reduction).values())), server.resident - before))
+    held = held_nbytes(list(vars(server.reduction).values()), server.replica.grads)
+    pipe.send((held, server.resident - before))
 
 
 def work(_pipe: Pipe, case: Case, worker_id: int) -> None:
@@ -305,8 +306,8 @@ def reduce_with_gloo(pipe: Pipe, case: Case, rank: int) -> None:
     dist.destroy_process_group()
 
 
-def held_nbytes(values: list[object]) -> int:
-    """Bytes of all tensors in lists of lists; memory that several share counts once."""
+def held_nbytes(values: list[object], besides: Tensor) -> int:
+    """Bytes of all tensors in lists of lists, without `besides`; memory that several share counts once."""
     sizes: dict[int, int] = {}
     while values:
         match values.pop():
@@ -314,6 +315,7 @@ def held_nbytes(values: list[object]) -> int:
                 sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             case list() as more:
                 values.extend(more)
+    sizes.pop(besides.untyped_storage().data_ptr(), None)
     return sum(sizes.values())
 
 

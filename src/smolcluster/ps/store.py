@@ -41,7 +41,7 @@ class Store:
         self.weights = weights
         self.optimizer = optimizer
         self._buffer = buffer
-        self._taken = buffer
+        self._taken = self._scaled = buffer
         self._start = buckets[0].start
 
     @property
@@ -49,14 +49,16 @@ class Store:
         """The slice."""
         return slice(self._start, self.buckets[-1].stop)
 
-    def take(self, gradient: Tensor) -> None:
+    def take(self, gradient: Tensor, *, owned: bool = False) -> None:
         """Take the gradient of the next step, (n,), or (m,) of only the first m weights.
 
-        On the weights' device it is not copied, and must not change before the step.
+        On the weights' device it is not copied, and must not change before the step. `owned`: the step may
+        change it, and leaves the buffer alone.
         """
         self._taken = gradient
+        self._scaled = gradient if owned else self._buffer[: gradient.numel()]
         if gradient.device != self.weights.device:
-            self._taken = self._buffer[: gradient.numel()].copy_(gradient)
+            self._taken = self._scaled = self._buffer[: gradient.numel()].copy_(gradient)
 
     def take_difference(self, weights: Tensor) -> None:
         """Take the way from these weights to a worker's, (n,), instead of a gradient."""
@@ -70,7 +72,7 @@ class Store:
         """Take one optimizer step with `clip` times the gradient."""
         gradient = self._taken
         if clip != 1.0:
-            gradient = torch.mul(gradient, clip, out=self._buffer[: gradient.numel()])
+            gradient = torch.mul(gradient, clip, out=self._scaled)
         self.optimizer.step_with(gradient, learning_rate)
 
     def mix(self, share: float) -> None:
@@ -111,10 +113,10 @@ class Stores:
             self.stores.append(store)
             self._store_of += [store] * len(buckets)
 
-    def take(self, gradient: Tensor) -> None:
+    def take(self, gradient: Tensor, *, owned: bool = False) -> None:
         """Take the gradient of the next step, (num_params,), or only its first buckets. See `Store.take`."""
         for store in self.stores:
-            store.take(gradient[store.place])
+            store.take(gradient[store.place], owned=owned)
 
     def take_difference(self, weights: Tensor) -> None:
         """Take the way to a worker's weights (num_params,); it stands in the replica's `grads`."""

@@ -109,7 +109,7 @@ def test_a_bucket_s_contents_are_the_replica_s(num_stores: int, optimizer: str) 
         assert list(contents) == list(whole)
         assert all(torch.equal(contents[name], whole[name][bucket]) for name in whole)
     stores.contents(4)["weights"].fill_(3.0)
-    assert replica.params[replica.buckets[4]].unique().tolist() == [3.0]
+    assert set(replica.params[replica.buckets[4]].tolist()) == {3.0}
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 3)])

@@ -62,8 +62,8 @@ def test_only_the_first_weights_decay_however_the_gradient_is_cut(name: str) -> 
     for places in ((slice(0, 7), slice(7, 31), slice(31, 50)), (slice(0, 20), slice(20, 50))):
         cut = WEIGHTS.clone()
         again = FlatOptimizer(name, cut, grads, 0.1, num_decayed=20)
-        for part in [again.part(place) for place in places]:
-            part.step(0.01)
+        for rule_of_part in [again.part(place) for place in places]:
+            rule_of_part.step(0.01)
         torch.testing.assert_close(cut, found)
         for key, tensor in rule.state.items():
             torch.testing.assert_close(again.state[key], tensor)

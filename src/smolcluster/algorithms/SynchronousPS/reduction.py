@@ -51,6 +51,7 @@ class Reduction:
     itself, so that sums take turns; lossy ones refer to encoded bytes, and these do. There are two, or as
     many as fit in `SPARE_BYTES`: with a small model a worker may be many steps behind. Memory that a frame
     still refers to when its turn comes, because a slow link is in the middle of it, is left to that frame.
+    With a lossy codec two sums take turns, one in the replica's `grads`, for which a server has no other use.
     """
 
     def __init__(self, replica: Replica, codec_name: str) -> None:
@@ -68,7 +69,9 @@ class Reduction:
             self._sums = [torch.empty(shape, dtype=dtype) for _ in turns]
             self._feedback = None
         else:
-            self._sums = [torch.empty(shape, dtype=dtype)] * self.num_buffers
+            own = torch.empty(shape, dtype=dtype)
+            on_cpu = replica.grads.device.type == "cpu"
+            self._sums = [own, replica.grads if on_cpu else torch.empty_like(own)]
             self._feedback = ErrorFeedback(self._codec, replica.num_params)
         self._encoded = [self._new_encoded() for _ in turns]
         self._frames: list[list[weakref.ref[Frame]]] = [[] for _ in turns]
@@ -76,6 +79,11 @@ class Reduction:
         self._step: Step | None = None
         self._num_added = [0] * len(self._buckets)
         self._norms = [0.0] * len(self._buckets)
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether frames of a mean refer to it, so that nobody may change it."""
+        return self._codec.lossless
 
     def residual(self) -> dict[str, Tensor]:
         """What a lossy codec owes to the next step, for a checkpoint; it changes at `close`."""
@@ -174,16 +182,8 @@ class Reduction:
         return math.hypot(*self._norms)
 
     def mean(self, version: int) -> Tensor:
-        """The mean gradient (num_params,) as it was sent; of a lossy codec in the replica's `grads`."""
-        if self._codec.lossless:
-            return self._sums[version % self.num_buffers]
-        codec = get_codec(self._codec.name)  # the other one is the readers'
-        mean = self._replica.grads
-        if mean.device.type != "cpu":
-            mean = torch.empty_like(mean, device="cpu")
-        for number, bucket in enumerate(self._buckets):
-            codec.decode(self._encoded_of(version, number), mean[bucket])
-        return mean
+        """The mean gradient (num_params,) as it was sent."""
+        return self._sums[version % len(self._sums)]
 
     def _finish(self, step: Step, number: int, total: Tensor) -> None:
         """Take the norm of a bucket's mean; a lossy codec turns it into what everybody will decode."""
@@ -200,7 +200,7 @@ class Reduction:
         [self._norms[number]] = bucket_norms(total, [slice(None)])
 
     def _sum_of(self, version: int, number: int) -> Tensor:
-        return self._sums[version % self.num_buffers][self._buckets[number]]
+        return self.mean(version)[self._buckets[number]]
 
     def _encoded_of(self, version: int, number: int) -> Tensor:
         return self._encoded[version % self.num_buffers][number]

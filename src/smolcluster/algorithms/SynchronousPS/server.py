@@ -337,7 +337,7 @@ class Server:
         self.open_step(time.monotonic())
         mean = self.reduction.mean(step.version)
         layer_norms = self.report.layer_norms(mean)
-        self.stores.take(mean)
+        self.stores.take(mean, owned=not self.reduction.is_lossless)
         self.stores.step(clip, rate)
         self.tell(step, norm, rate, layer_norms)
 

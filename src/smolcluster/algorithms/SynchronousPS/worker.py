@@ -200,10 +200,8 @@ class Worker:
             self.compare(committed.digests)
         if gradient is not None:
             here = gradient[: self.replica.buckets[self.num_joined - 1].stop]
-            if commit.clip != 1.0:  # in place: `grads` may still be on their way
-                here.mul_(commit.clip)
-            self.stores.take(here)
-            self.stores.step(1.0, commit.learning_rate)
+            self.stores.take(here, owned=True)  # the replica's `grads` may still be on their way
+            self.stores.step(commit.clip, commit.learning_rate)
             self.receiver.give_back(gradient)
         self.version = commit.version
         self.cancelled = {lease for lease in self.cancelled if lease.grant > self.newest_grant}
