@@ -37,7 +37,7 @@ from smolcluster.observability.exporter import (
     metrics_address,
     serve_metrics,
 )
-from smolcluster.observability.report.facts import read_facts
+from smolcluster.observability.view.facts import read_facts
 from smolcluster.observability.view.run import RunView, files_here
 from smolcluster.runs.launched import LaunchedProcess
 from smolcluster.runs.paths import find_run

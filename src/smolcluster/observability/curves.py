@@ -1,39 +1,31 @@
-"""A run's learning curves as one picture: `curves.png`, drawn from `metrics.jsonl` and `events.jsonl`.
+"""A run's learning curves as one picture: `curves.png`, and in pages, which have their own colours.
 
-What is drawn is computed first, without matplotlib: `kept` leaves out abandoned time lines,
-`curves_of` arranges the rest over the samples applied. matplotlib is imported where it draws; no
-display, no pyplot and none of its settings for the whole process are touched.
+matplotlib is imported where it draws; no display, no pyplot and none of its settings for the whole process
+are touched for longer than a picture takes.
 """
 
 import contextlib
 import io
 import logging
-import math
 import re
 import threading
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
 from smolcluster.errors import SmolclusterError
-from smolcluster.observability.metrics import RESERVED
-from smolcluster.observability.sinks.jsonl import MetricLine, parse_metric
-from smolcluster.runs.events import (
-    CheckpointSaved,
-    Event,
-    EventRecord,
-    RunResumed,
-    RunStarted,
-    WorkerJoined,
-    WorkerLeft,
-    WorkerLost,
-    read_events,
+from smolcluster.observability.view.curves import (
+    LEFT,
+    RIGHT,
+    Curves,
+    Mark,
+    Points,
+    read_curves,
+    smooth,
+    thin,
+    window_means,
 )
-from smolcluster.runs.files import json_objects, write_whole
+from smolcluster.runs.files import write_whole
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.words import one_line
 
@@ -42,30 +34,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH_PX, HEIGHT_PX, DPI = 1600, 900, 100
-MAX_STEPS_READ = 100_000
-"""So many steps are in memory at most; of a longer run it is every 2nd, 4th, 8th and so on."""
-MAX_POINTS = 3000
-"""A curve's points that are drawn, about two for each column of its panel's pixels."""
 MAX_EVALUATIONS = 300
 MAX_MARKS = 60
 NUM_WINDOWS = 100
 """Over which learning rate, throughput and staleness are averaged."""
-SMOOTHED_OVER = 50
-"""The moving average of the loss spans this part of the steps: one in 50; also on the page."""
-
-STEP_VALUES = ("loss", "lr", "samples_per_s", "staleness")
-EVAL_VALUES = ("val_loss", "val_perplexity", "val_accuracy")
-X = "samples_applied"
-_BEGINNING = re.compile(
-    rb'"kind": ?"(\w{1,9})", ?"incarnation": ?"\w{1,99}", ?"step": ?(\d{1,18}),'
-)
-READ = RESERVED.union((X,), STEP_VALUES, EVAL_VALUES)
-
-LEFT = ("loss", "val_perplexity", "val_accuracy")
-RIGHT = ("lr", "samples_per_s", "staleness")
 LABELS = MappingProxyType(
     {
         "loss": "loss",
+        "val_loss": "validation loss",
         "val_perplexity": "validation perplexity",
         "val_accuracy": "validation accuracy",
         "lr": "learning rate",
@@ -73,20 +49,21 @@ LABELS = MappingProxyType(
         "staleness": "mean staleness (steps)",
     }
 )
-
-Mark = Literal["worker joined", "worker lost or left", "resumed"]
-MARKED: Mapping[type[Event], Mark] = MappingProxyType(
-    {
-        WorkerJoined: "worker joined",
-        WorkerLost: "worker lost or left",
-        WorkerLeft: "worker lost or left",
-    }
-)
+SHOWN = ("loss", "val_loss", *LEFT[1:], *RIGHT[1:], RIGHT[0])
+"""The panels of runs side by side."""
 
 # Okabe and Ito's colours, which people of any colour vision tell apart; marks differ in dashes too.
 BLUE, ORANGE, GREEN, VERMILION, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"
-INK, FAINT = "#333333", "#DDDDDD"
+INK, FAINT, GREY = "#333333", "#DDDDDD", "#999999"
 COLORS = MappingProxyType({"lr": GREEN, "samples_per_s": INK, "staleness": PURPLE})
+RUN_COLORS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, INK, GREY)
+VARIABLES = MappingProxyType(
+    {
+        **{BLUE: "blue", ORANGE: "orange", GREEN: "green", VERMILION: "red", PURPLE: "purple"},
+        **{INK: "ink", FAINT: "hair", GREY: "grey", "#FFFFFF": "page"},
+    }
+)
+"""What a page calls our colours, which are others on a dark screen."""
 MARK_STYLES: Mapping[Mark, tuple[str, str]] = MappingProxyType(
     {
         "worker joined": (GREEN, ":"),
@@ -99,235 +76,62 @@ _DRAWING = threading.Lock()
 """matplotlib is not made for several threads: runs of one process are drawn one after another."""
 
 
-class Series(NamedTuple):
-    """A curve's points: samples applied, in rising order, and the values there."""
-
-    x: list[float]
-    y: list[float]
-
-
-@dataclass(frozen=True)
-class Curves:
-    """What a picture shows.
-
-    Attributes:
-        title: one line.
-        series: by metric; those that the run has, each of one point at least, all finite.
-        marks: where something happened, in samples applied.
-        saved: where there is a checkpoint, likewise.
-    """
-
-    title: str
-    series: Mapping[str, Series]
-    marks: Mapping[Mark, list[float]]
-    saved: Sequence[float] = ()
-
-    @property
-    def panels(self) -> tuple[list[str], list[str]]:
-        """The metrics that have a panel, of the left and of the right column, from the top."""
-        left, right = ([name for name in column if name in self.series] for column in (LEFT, RIGHT))
-        return left, right
-
-
 def draw_curves(paths: RunPaths) -> None:
     """Draw the run's learning curves; without any step nothing is written.
 
     Takes a second or two, most of it for the import of matplotlib; safe to call from several threads.
 
     Raises:
-        SmolclusterError: the run cannot be read, drawn or written; an older picture is still there.
+        SmolclusterError: the run cannot be drawn or written; an older picture is still there.
     """
-    try:
-        lines, events = read_lines(paths.metrics), read_events(paths.events)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise SmolclusterError(f"cannot read the curves of {paths.root}: {reason}") from error
-    curves = curves_of(paths.run_id, kept(lines, events), events)
+    curves = read_curves(paths)
     if curves.series:
-        write_whole(paths.curves, _picture(curves))
+        write_whole(paths.curves, _rendered([curves], "png"))
 
 
-def kept(lines: Sequence[MetricLine], events: Sequence[EventRecord]) -> list[MetricLine]:
-    """The lines that no later start of the server has undone.
-
-    A start undoes what the earlier ones did after the step that it went on from: the one that its
-    `RunResumed` names, or the one before its own first step (a run that had no checkpoint yet
-    begins again, and has no such event). Starts are ordered as the events are; one that has none
-    is taken for the newest.
-    """
-    went_on_from: dict[str, float] = {}
-    for event in events:
-        went_on_from.setdefault(event.incarnation, math.inf)
-        if isinstance(event.event, RunResumed):
-            went_on_from[event.incarnation] = event.event.step
-    for line in lines:
-        before = line.record.step - 1 if line.record.kind == "step" else math.inf
-        went_on_from[line.incarnation] = min(went_on_from.get(line.incarnation, math.inf), before)
-    last_step: dict[str, float] = {}
-    limit = math.inf
-    for incarnation in reversed(went_on_from):
-        last_step[incarnation] = limit
-        limit = min(limit, went_on_from[incarnation])
-    return [line for line in lines if line.record.step <= last_step[line.incarnation]]
-
-
-def curves_of(run_id: str, lines: Sequence[MetricLine], events: Sequence[EventRecord]) -> Curves:
-    """Arrange a run's lines, of which nothing is undone, over the samples applied."""
-    steps = [
-        line
-        for line in lines
-        if line.record.kind == "step" and math.isfinite(line.record.values.get(X, math.nan))
-    ]
-    steps.sort(key=lambda line: line.record.step)
-    versions = [line.record.step for line in steps]
-
-    def samples_at(step: int) -> float:
-        place = bisect_right(versions, step)
-        return steps[place - 1].record.values[X] if place else 0.0
-
-    evaluations = [line for line in lines if line.record.kind == "eval" and steps]
-    evaluations.sort(key=lambda line: line.record.step)
-    series = {
-        name: _series(name, steps, [line.record.values[X] for line in steps])
-        for name in STEP_VALUES
-    }
-    places = [samples_at(line.record.step) for line in evaluations]
-    series |= {name: _series(name, evaluations, places) for name in EVAL_VALUES}
-    return Curves(
-        title=_title(run_id, events),
-        series={name: points for name, points in series.items() if points.x},
-        marks=_marks(steps, events),
-        saved=[
-            samples_at(event.event.step)
-            for event in events
-            if isinstance(event.event, CheckpointSaved)
-        ],
-    )
-
-
-def _series(name: str, lines: Sequence[MetricLine], places: Sequence[float]) -> Series:
-    points = [
-        (place, line.record.values[name])
-        for place, line in zip(places, lines, strict=True)
-        if math.isfinite(line.record.values.get(name, math.nan))
-    ]
-    return Series([x for x, _ in points], [y for _, y in points])
-
-
-def _title(run_id: str, events: Sequence[EventRecord]) -> str:
-    begun = next((each.event for each in events if isinstance(each.event, RunStarted)), None)
-    if begun is None:
-        return run_id
-    parts = [run_id, begun.algorithm, f"{begun.model} on {begun.dataset}"]
-    if begun.num_workers > 1:
-        parts.append(f"{begun.num_workers} workers")
-    return one_line("  ·  ".join(parts))
-
-
-def _marks(steps: Sequence[MetricLine], events: Sequence[EventRecord]) -> dict[Mark, list[float]]:
-    """Where workers came and went between two steps, and where a later start went on."""
-    starts: dict[str, list[MetricLine]] = {}
-    for line in steps:
-        starts.setdefault(line.incarnation, []).append(line)
-    marks: dict[Mark, list[float]] = {mark: [] for mark in MARK_STYLES}
-    marks["resumed"] = [own[0].record.values[X] for own in list(starts.values())[1:]]
-    for event in events:
-        mark = MARKED.get(type(event.event))
-        own = starts.get(event.incarnation, [])
-        place = bisect_right(own, event.ts, key=lambda line: line.ts)
-        if mark is not None and 0 < place < len(own):
-            marks[mark].append(own[place - 1].record.values[X])
-    return {mark: places for mark, places in marks.items() if places}
-
-
-def thin(series: Series, at_most: int) -> Series:
-    """Points of the series at even distances, its first and last among them."""
-    count = len(series.x)
-    if count <= at_most:
-        return series
-    chosen = [round(i * (count - 1) / (at_most - 1)) for i in range(at_most)]
-    return Series([series.x[i] for i in chosen], [series.y[i] for i in chosen])
-
-
-def smooth(series: Series) -> Series:
-    """The series' exponential moving average, over a fixed part of its length; its first point stays."""
-    decay = 1.0 - 2.0 / (max(1, len(series.y) // SMOOTHED_OVER) + 1.0)
-    average, weight, averages = 0.0, 0.0, []
-    for value in series.y:
-        average = decay * average + (1.0 - decay) * value
-        weight = decay * weight + 1.0 - decay
-        averages.append(average / weight)
-    return Series(series.x, averages)
-
-
-def window_means(series: Series, num_windows: int) -> Series:
-    """Means of windows of about as many points each, at the middle of each window."""
-    count = len(series.x)
-    num_windows = min(num_windows, count)
-    edges = [i * count // num_windows for i in range(num_windows + 1)]
-    windows = [slice(start, stop) for start, stop in pairwise(edges)]
-    return Series(
-        [(series.x[window][0] + series.x[window][-1]) / 2 for window in windows],
-        [math.fsum(series.y[window]) / (window.stop - window.start) for window in windows],
-    )
-
-
-def read_lines(path: Path, max_steps: int = MAX_STEPS_READ) -> list[MetricLine]:
-    """The run's metrics, with the values that are drawn; not every step of a long run.
+def svg_of(runs: Sequence[Curves]) -> str:
+    """The curves of one run, or of several on the same axes, for a page; empty where there are none.
 
     Raises:
-        OSError: the file cannot be read; one that does not exist is empty.
+        SmolclusterError: matplotlib failed, in whatever way.
     """
-    steps: list[MetricLine] = []
-    evaluations: list[MetricLine] = []
-    every = 1
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        for line in _lines(raw for raw in file if _is_wanted(raw, every)):
-            if line.record.kind == "eval":
-                evaluations.append(line)
-            elif line.record.step % every == 0:
-                steps.append(line)
-            if len(steps) > max_steps:
-                every *= 2
-                steps = [line for line in steps if line.record.step % every == 0]
-    return steps + evaluations
+    if not any(curves.series for curves in runs):
+        return ""
+    text = _rendered(runs, "svg").decode()
+    text = re.sub(r' (width|height)="[^"]*pt"', "", text[text.index("<svg") :], count=2)
+    for color, name in VARIABLES.items():
+        text = re.sub(color, f"var(--{name})", text, flags=re.IGNORECASE)
+    return text
 
 
-def _is_wanted(raw: bytes, every: int) -> bool:
-    """Whether a line need be parsed, as far as its beginning tells."""
-    if found := _BEGINNING.search(raw, 0, 200):
-        kind, step = found.groups()
-        return kind == b"eval" or (kind == b"step" and int(step) % every == 0)
-    return True
-
-
-def _lines(raw: Iterable[bytes]) -> Iterator[MetricLine]:
-    """The steps and evaluations among the lines, one by one: they may be more than the memory holds."""
-    for entry in json_objects(raw):
-        if entry.get("kind") in ("step", "eval"):
-            line = parse_metric({key: entry[key] for key in entry if key in READ})
-            if line is not None:
-                yield line
-
-
-def _picture(curves: Curves) -> bytes:
-    """The curves as a PNG.
+def _rendered(runs: Sequence[Curves], form: str) -> bytes:
+    """The picture of a run, or of several.
 
     Raises:
         SmolclusterError: matplotlib failed, in whatever way.
     """
     try:
         with _DRAWING, _quiet():
+            import matplotlib as mpl  # noqa: PLC0415 - it takes a second
+
             image = io.BytesIO()
-            figure = figure_of(curves)
+            figure = figure_of(runs[0]) if len(runs) == 1 else figure_of_runs(runs)
             # The box is the whole figure: a user's own settings may say "tight".
-            figure.savefig(
-                image, format="png", dpi=DPI, facecolor="white", bbox_inches=figure.bbox_inches
-            )
+            with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "smolcluster"}):
+                figure.savefig(
+                    image,
+                    format=form,
+                    dpi=DPI,
+                    facecolor="white",
+                    bbox_inches=figure.bbox_inches,
+                    metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+                    if form == "svg"
+                    else None,
+                )
             return image.getvalue()
     except Exception as error:
         reason = one_line(str(error) or type(error).__name__)
-        raise SmolclusterError(f"cannot draw the curves of {curves.title}: {reason}") from error
+        raise SmolclusterError(f"cannot draw the curves of {runs[0].title}: {reason}") from error
 
 
 @contextlib.contextmanager
@@ -342,14 +146,19 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def figure_of(curves: Curves) -> "Figure":
-    """The picture, not yet rendered; one thread at a time."""
+def _empty() -> "Figure":
     from matplotlib.figure import Figure  # noqa: PLC0415 - it takes a second
     from matplotlib.layout_engine import ConstrainedLayoutEngine  # noqa: PLC0415
 
     size = (WIDTH_PX / DPI, HEIGHT_PX / DPI)
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)
-    figure = Figure(figsize=size, dpi=DPI, layout=layout, facecolor="white")
+    return Figure(figsize=size, dpi=DPI, layout=layout, facecolor="white")
+
+
+def figure_of(curves: Curves) -> "Figure":
+    """The picture, not yet rendered; one thread at a time."""
+    figure = _empty()
+    end = _end([curves])
     figure.suptitle(curves.title, fontsize=14, color=INK, parse_math=False)
     columns = [names for names in curves.panels if names]
     grid = figure.add_gridspec(1, len(columns), width_ratios=(3, 2)[: len(columns)], wspace=0.04)
@@ -358,15 +167,55 @@ def figure_of(curves: Curves) -> "Figure":
         rows = grid[0, column].subgridspec(len(names), 1, height_ratios=heights)
         for row, name in enumerate(names):
             axes = figure.add_subplot(rows[row, 0])
-            _furnish(axes, name, curves, is_lowest=row == len(names) - 1)
-            _plot(axes, name, curves.series)
+            _furnish(axes, name, end, is_lowest=row == len(names) - 1)
+            _plot(axes, name, curves)
             _mark(axes, curves.marks)
+            if name == "loss" and curves.saved:
+                ticks = _thinned(curves.saved)
+                bottom = axes.get_xaxis_transform()
+                axes.vlines(ticks, 0, 0.035, GREY, transform=bottom, label="checkpoint")
             if column == row == 0:
                 _add_legend(axes)
     return figure
 
 
-def _furnish(axes: "Axes", name: str, curves: Curves, *, is_lowest: bool) -> None:
+def figure_of_runs(runs: Sequence[Curves]) -> "Figure":
+    """Several runs side by side: a panel a metric, a curve a run, in the order of `RUN_COLORS`."""
+    figure = _empty()
+    names = [name for name in SHOWN if any(name in run.series for run in runs)]
+    num_rows = (len(names) + 1) // 2
+    for place, name in enumerate(names):
+        axes = figure.add_subplot(num_rows, 2, place + 1)
+        _furnish(axes, name, _end(runs), is_lowest=place >= len(names) - 2)
+        drawn = [_compared(name, run.series[name]) if name in run.series else None for run in runs]
+        for index, points in enumerate(drawn):
+            if points is not None:
+                axes.plot(
+                    *(points.x, points.y),
+                    color=RUN_COLORS[index % len(RUN_COLORS)],
+                    linestyle="-" if index < len(RUN_COLORS) else "--",
+                    marker="o" if len(points.x) == 1 else "",
+                )
+        values = [value for points in drawn if points is not None for value in points.y]
+        if name not in ("loss", "val_loss", "val_perplexity", "val_accuracy"):
+            _begin_at_zero(axes, values)
+        elif name != "val_accuracy" and is_over_a_decade(values):
+            _use_decades(axes)
+    return figure
+
+
+def _compared(name: str, points: Points) -> Points:
+    if name == "loss":
+        return smooth(points)
+    return points if name.startswith("val_") else window_means(points, NUM_WINDOWS)
+
+
+def _end(runs: Sequence[Curves]) -> float:
+    """The samples that were applied, as far as any of the runs went."""
+    return max(points.x[-1] for curves in runs for points in curves.series.values())
+
+
+def _furnish(axes: "Axes", name: str, end: float, *, is_lowest: bool) -> None:
     """What all panels have: axes, labels, grid."""
     axes.set_label(name)
     axes.set_facecolor("white")
@@ -379,16 +228,23 @@ def _furnish(axes: "Axes", name: str, curves: Curves, *, is_lowest: bool) -> Non
     axes.set_ylabel(LABELS[name], color=INK, fontsize=11)
     if is_lowest:
         axes.set_xlabel("samples applied", color=INK, fontsize=11)
-    axes.set_xlim(0, 1.01 * max(points.x[-1] for points in curves.series.values()) or 1)
+    axes.set_xlim(0, 1.01 * end or 1)
     axes.xaxis.set_major_formatter(lambda value, _: short(value))
     axes.yaxis.set_major_formatter(lambda value, _: short(value))
+    if name == "val_accuracy":
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
 
 
 def _mark(axes: "Axes", marks: Mapping[Mark, list[float]]) -> None:
     for mark, places in marks.items():
         color, dashes = MARK_STYLES[mark]
-        for place in thin(Series(places, places), MAX_MARKS).x:
+        for place in _thinned(places):
             axes.axvline(place, color=color, linestyle=dashes, linewidth=1, alpha=0.8, label=mark)
+
+
+def _thinned(places: Sequence[float]) -> list[float]:
+    ordered = sorted(places)
+    return thin(Points(ordered, ordered), MAX_MARKS).x
 
 
 def _add_legend(axes: "Axes") -> None:
@@ -407,37 +263,34 @@ def _add_legend(axes: "Axes") -> None:
     )
 
 
-def _plot(axes: "Axes", name: str, series: Mapping[str, Series]) -> None:
+def _plot(axes: "Axes", name: str, curves: Curves) -> None:
     """Draw one panel's curves."""
-    points = series[name]
+    points = curves.series[name]
     match name:
         case "loss":
-            _plot_loss(axes, points, series.get("val_loss"))
+            _plot_loss(axes, points, curves.single, curves.series.get("val_loss"))
         case "val_perplexity" | "val_accuracy":
             _plot_evaluations(axes, points, "validation")
-            if name == "val_accuracy":
-                axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g}%")
-            elif is_over_a_decade(points.y):
+            if name == "val_perplexity" and is_over_a_decade(points.y):
                 _use_decades(axes)
         case _:
             _plot_means(axes, points, COLORS[name], with_steps=name != "staleness")
 
 
-def _plot_loss(axes: "Axes", loss: Series, val_loss: Series | None) -> None:
+def _plot_loss(axes: "Axes", loss: Points, single: Points, val_loss: Points | None) -> None:
     smoothed = smooth(loss)
-    raw, bold = thin(loss, MAX_POINTS), thin(smoothed, MAX_POINTS)
-    axes.plot(raw.x, raw.y, color=BLUE, linewidth=0.6, alpha=0.3, label="training, each step")
-    axes.plot(bold.x, bold.y, color=BLUE, linewidth=2, label="training, smoothed")
+    axes.plot(*single, color=BLUE, linewidth=0.6, alpha=0.3, label="training, each step")
+    axes.plot(*smoothed, color=BLUE, linewidth=2, label="training, smoothed")
     if val_loss is not None:
         _plot_evaluations(axes, val_loss, "validation")
-    low, high, is_logarithmic = loss_limits(loss, smoothed, val_loss)
+    low, high, is_logarithmic = loss_limits(single, smoothed, val_loss)
     if is_logarithmic:
         _use_decades(axes)
     axes.set_ylim(low, high)
 
 
 def loss_limits(
-    loss: Series, smoothed: Series, val_loss: Series | None
+    loss: Points, smoothed: Points, val_loss: Points | None
 ) -> tuple[float, float, bool]:
     """What an axis of losses spans, all but the rarest of single steps, and whether it is logarithmic."""
     ordered = sorted(loss.y)
@@ -455,7 +308,7 @@ def is_over_a_decade(values: Sequence[float]) -> bool:
     return 0.0 < 10.0 * min(values) < max(values)
 
 
-def _plot_evaluations(axes: "Axes", points: Series, label: str) -> None:
+def _plot_evaluations(axes: "Axes", points: Points, label: str) -> None:
     few = thin(points, MAX_EVALUATIONS)
     axes.plot(
         *(few.x, few.y),
@@ -470,15 +323,19 @@ def _plot_evaluations(axes: "Axes", points: Series, label: str) -> None:
     )
 
 
-def _plot_means(axes: "Axes", points: Series, color: str, *, with_steps: bool) -> None:
+def _plot_means(axes: "Axes", points: Points, color: str, *, with_steps: bool) -> None:
     """Means of windows, bold, and behind them the steps; the axis begins at zero."""
-    means, raw = window_means(points, NUM_WINDOWS), thin(points, MAX_POINTS)
+    means = window_means(points, NUM_WINDOWS)
     if with_steps:
-        axes.plot(raw.x, raw.y, color=color, linewidth=0.6, alpha=0.3)
+        axes.plot(*points, color=color, linewidth=0.6, alpha=0.3)
     marker = "o" if len(means.x) == 1 else ""
     axes.plot(means.x, means.y, color=color, linewidth=1.8, marker=marker)
-    shown = raw.y if with_steps else means.y
-    low, high = min(0.0, *shown), max(0.0, *shown)
+    _begin_at_zero(axes, points.y if with_steps else means.y)
+
+
+def _begin_at_zero(axes: "Axes", values: Sequence[float]) -> None:
+    """Unless there are values below it."""
+    low, high = min(0.0, *values), max(0.0, *values)
     axes.set_ylim(1.08 * low, 1.08 * high if high > low else 1.0)
 
 

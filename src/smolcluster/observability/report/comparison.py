@@ -14,40 +14,16 @@ from rich.text import Text
 
 import smolcluster
 from smolcluster.errors import ConfigError
-from smolcluster.observability.curves import (
-    LABELS,
-    LEFT,
-    NUM_WINDOWS,
-    RIGHT,
-    Curves,
-    Series,
-    short,
-    smooth,
-    thin,
-    window_means,
-)
-from smolcluster.observability.report.chart import (
-    MAX_POINTS,
-    Axis,
-    Chart,
-    Stroke,
-    dots_of,
-    from_zero,
-    limits,
-    path_of,
-    percent,
-    x_axis,
-)
-from smolcluster.observability.report.facts import ReportData, Worker, read_run, workers_of
-from smolcluster.observability.report.page import UNKNOWN, moment_of, number, state_of
+from smolcluster.observability.curves import RUN_COLORS
+from smolcluster.observability.report.page import UNKNOWN, drawn, moment_of, number, state_of
 from smolcluster.observability.report.render import write_page
 from smolcluster.observability.report.settings import differing
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
+from smolcluster.observability.view.facts import ReportData, Worker, read_run, workers_of
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.units import format_bytes, format_duration
 
-NUM_COLOURS = 7
-SHOWN = ("loss", "val_loss", *LEFT[1:], *RIGHT[1:], RIGHT[0])
+NUM_COLOURS = len(RUN_COLORS)
 
 
 class Outcome(BaseModel):
@@ -129,12 +105,13 @@ def compare(
         with steady(console):
             console.print(table(console, compared))
     if page is not None:
-        charts = charts_of([each.curves for each in facts])
+        curves, undrawn = drawn([each.curves for each in facts])
         write_page(
             page,
             "comparison.html.jinja",
             compared=compared,
-            charts=charts,
+            curves=curves,
+            problems=[*compared.problems, *undrawn],
             num_colours=NUM_COLOURS,
             written=moment_of(time.time()),
             version=smolcluster.__version__,
@@ -240,44 +217,3 @@ def table(console: Console, compared: Comparison) -> Table:
             cells = (row.name, *row.values)
             shown.add_row(*(Text(displayable(console, cell)) for cell in cells))
     return shown
-
-
-def charts_of(runs: Sequence[Curves]) -> list[Chart]:
-    """A chart for each metric that a run has, a curve a run."""
-    x = x_axis(runs)
-    return [_chart(name, runs, x) for name in SHOWN if any(name in run.series for run in runs)]
-
-
-def _chart(name: str, runs: Sequence[Curves], x: Axis) -> Chart:
-    shown = [_shown(name, run.series[name]) if name in run.series else None for run in runs]
-    values = [points.y for points in shown if points is not None]
-    is_evaluated = name.startswith("val_")
-    if is_evaluated or name == "loss":
-        y = limits(values, logarithmic=name != "val_accuracy")
-    else:
-        y = from_zero(values)
-    strokes = []
-    for place, points in enumerate(shown):
-        if points is not None:
-            look = f"run{place % NUM_COLOURS}" + (" dashed" if place >= NUM_COLOURS else "")
-            strokes.append(Stroke(path_of(points, x, y), f"curve {look}"))
-            if len(points.x) == 1:
-                strokes.append(Stroke(dots_of(points, x, y), f"dots {look}"))
-    return Chart(
-        name,
-        {"loss": "training loss, smoothed", "val_loss": "validation loss"}.get(name)
-        or LABELS[name],
-        strokes,
-        x.ticks(),
-        y.ticks(percent if name == "val_accuracy" else short),
-        "samples applied",
-    )
-
-
-def _shown(name: str, points: Series) -> Series:
-    """The points of a run's curve that are drawn."""
-    if name == "loss":
-        return thin(smooth(points), MAX_POINTS)
-    if name.startswith("val_"):
-        return thin(points, MAX_POINTS)
-    return window_means(points, NUM_WINDOWS)

@@ -11,14 +11,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 import smolcluster
-from smolcluster.observability.report.chart import Chart, charts_of
-from smolcluster.observability.report.facts import ReportData, Worker, read_facts, workers_of
-from smolcluster.observability.report.first_error import FirstError, LogLine
-from smolcluster.observability.report.process_stats import SHARES, Measured, ProcessStats, Whose
+from smolcluster.errors import SmolclusterError
+from smolcluster.observability.curves import svg_of
 from smolcluster.observability.report.render import write_page
 from smolcluster.observability.report.settings import changed_settings
-from smolcluster.observability.report.story import Happening, told
+from smolcluster.observability.view.curves import Curves
+from smolcluster.observability.view.facts import ReportData, Worker, read_facts, workers_of
+from smolcluster.observability.view.first_error import FirstError, LogLine
+from smolcluster.observability.view.process_stats import SHARES, shares_of, step_s_of, title_of
+from smolcluster.observability.view.story import Happening, told
 from smolcluster.runs.events import (
     CheckpointSaved,
     EpochFinished,
@@ -31,7 +35,8 @@ from smolcluster.runs.events import (
     WorkerStalled,
 )
 from smolcluster.runs.files import seconds_of
-from smolcluster.runs.paths import RunPaths, process_title
+from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.series import ProcessSeries, Total
 from smolcluster.runs.status import STALENESS_EDGES, STOPPED
 from smolcluster.runs.summary import SMALL
 from smolcluster.utils.units import format_bytes, format_duration, format_megabytes
@@ -134,8 +139,7 @@ class Page:
     trouble: FirstTrouble | None
     no_trouble: str
     log_notes: Sequence[str]
-    charts: Sequence[Chart]
-    legend: Sequence[tuple[str, str]]
+    curves: Markup
     workers: Table
     staleness: Table
     phases: Sequence[str]
@@ -172,7 +176,7 @@ def page_of(facts: ReportData, now: float) -> Page:
     """What is on the page that is written `now`, in seconds since 1970."""
     began = _began(facts)
     workers = workers_of(facts)
-    charts = charts_of(facts.curves)
+    curves, problems = drawn([facts.curves])
     splits = list(_splits(facts))
     shown = {part.phase for split in splits for part in split.parts}
     return Page(
@@ -183,8 +187,7 @@ def page_of(facts: ReportData, now: float) -> Page:
         trouble=_trouble(facts.logs.trouble),
         no_trouble=_no_trouble(facts),
         log_notes=list(_log_notes(facts)),
-        charts=charts,
-        legend=list(_legend(charts)),
+        curves=curves,
         workers=_workers(facts, workers),
         staleness=_staleness(workers),
         phases=[phase for phase in (*SHARES, "other") if phase in shown],
@@ -195,12 +198,20 @@ def page_of(facts: ReportData, now: float) -> Page:
         changed=_changed(facts),
         config=facts.config,
         machines=_machines(facts),
-        problems=facts.problems,
+        problems=[*facts.problems, *problems],
         folder=str(facts.paths.root),
         began=moment_of(began) if began else "",
         written=moment_of(now),
         version=smolcluster.__version__,
     )
+
+
+def drawn(runs: Sequence[Curves]) -> tuple[Markup, list[str]]:
+    """The curves of runs on the same axes, and why there are none."""
+    try:
+        return Markup(svg_of(runs)), []  # noqa: S704 - matplotlib escapes what is in it
+    except SmolclusterError as error:
+        return Markup(), [str(error)]
 
 
 def _began(facts: ReportData) -> float:
@@ -344,30 +355,18 @@ def _log_notes(facts: ReportData) -> Iterator[str]:
             f"Logs that are not here: {names}. `smolcluster fetch` brings those of other machines, and "
             "`smolcluster report` then writes this page anew."
         )
-    for whose, process_stats in facts.process_stats.items():
-        offset = process_stats.values.get("clock_offset_s")
-        if whose.rank >= 0 and offset is not None and abs(offset.newest) >= SKEW_S:
+    for process in facts.processes:
+        offset = process.totals.get("clock_offset_s")
+        if process.rank is not None and offset is not None and abs(offset.newest) >= SKEW_S:
             side = "ahead of" if offset.newest > 0 else "behind"
             off = format_duration(abs(offset.newest))
-            yield f"The clock of {whose.node} is {off} {side} the server's; its lines are moved by it."
+            yield f"The clock of {process.node} is {off} {side} the server's; its lines are moved by it."
 
 
-def _legend(charts: Sequence[Chart]) -> Iterator[tuple[str, str]]:
-    if not charts:
-        return
-    for stroke in charts[0].strokes:
-        if stroke.label:
-            yield f"stroke {stroke.look}", stroke.label
-    words = {"joined": "worker joined", "lost": "worker lost or left", "resumed": "resumed"}
-    looks = dict.fromkeys(mark.look for mark in charts[0].marks)
-    yield from ((f"stroke {look}", words[look]) for look in looks)
-    if charts[0].saved:
-        yield "saved", "checkpoint"
-
-
-def _process_stats_of(facts: ReportData, worker: Worker) -> ProcessStats | None:
-    by_rank = (v for w, v in facts.process_stats.items() if w.rank == worker.rank)
-    return facts.process_stats.get(Whose(worker.rank, worker.node)) or next(by_rank, None)
+def _process_of(facts: ReportData, worker: Worker) -> ProcessSeries | None:
+    by_rank = (each for each in facts.processes if each.rank == worker.rank)
+    own = (each for each in facts.processes if (each.rank, each.node) == (worker.rank, worker.node))
+    return next(own, None) or next(by_rank, None)
 
 
 def _workers(facts: ReportData, workers: Sequence[Worker]) -> Table:
@@ -380,8 +379,8 @@ def _workers(facts: ReportData, workers: Sequence[Worker]) -> Table:
 
 
 def _worker_row(facts: ReportData, worker: Worker, *, is_stale: bool) -> list[str]:
-    process_stats = _process_stats_of(facts, worker)
-    step_s = process_stats.step_s if process_stats else None
+    process = _process_of(facts, worker)
+    step_s = step_s_of(process) if process else None
     tau = worker.mean_staleness
     stale = [UNKNOWN if tau is None else f"{tau:.2f}"] if is_stale else []
     return [
@@ -431,20 +430,14 @@ def cut(rows: list[Any], at_most: int = MAX_ROWS) -> list[Any]:
 
 
 def _splits(facts: ReportData) -> Iterator[Split]:
-    for whose, process_stats in facts.process_stats.items():
+    for process in facts.processes:
         parts = [
             PhaseShare(phase, 100 * share, f"{share:.0%}")
-            for phase, share in process_stats.shares.items()
+            for phase, share in shares_of(process).items()
             if share >= 0.0005
         ]
         if parts:
-            yield Split(_process_title(whose), parts)
-
-
-def _process_title(whose: Whose) -> str:
-    if whose.rank < 0:
-        return process_title("server", whose.node).strip()
-    return process_title("worker", whose.node, whose.rank)
+            yield Split(title_of(process), parts)
 
 
 def _links(facts: ReportData, workers: Sequence[Worker]) -> Table:
@@ -458,8 +451,8 @@ def _links(facts: ReportData, workers: Sequence[Worker]) -> Table:
 
 def _link_row(facts: ReportData, worker: Worker) -> list[str] | None:
     """A worker's link, with rates as it measured them; None: nothing is known of it."""
-    process_stats = _process_stats_of(facts, worker)
-    values = process_stats.values if process_stats else {}
+    process = _process_of(facts, worker)
+    values = process.totals if process else {}
     if not (worker.sent_bytes or worker.received_bytes or "sent_bytes_per_s" in values):
         return None
     queue = values.get("queue")
@@ -475,7 +468,7 @@ def _link_row(facts: ReportData, worker: Worker) -> list[str] | None:
     ]
 
 
-def _megabytes(rate: Measured | None) -> list[str]:
+def _megabytes(rate: Total | None) -> list[str]:
     if rate is None:
         return [UNKNOWN, UNKNOWN]
     return [format_megabytes(rate.mean), format_megabytes(rate.most)]

@@ -16,9 +16,11 @@ from smolcluster.runs.events import (
     WorkerJoined,
     WorkerLeft,
     WorkerLost,
+    read_events,
 )
 from smolcluster.runs.files import seconds_of
-from smolcluster.runs.series import Curve, Series
+from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.series import EVAL_VALUES, Bucket, Curve, Series, SeriesReader
 from smolcluster.utils.words import one_line
 
 SMOOTHED_OVER = 50
@@ -69,18 +71,24 @@ class Curves:
         return left, right
 
 
+def read_curves(paths: RunPaths) -> Curves:
+    """The curves of a run as far as it has gone."""
+    return curves_of(paths.run_id, SeriesReader(paths).poll_all(), read_events(paths.events))
+
+
 def curves_of(run_id: str, series: Series, events: Sequence[EventRecord]) -> Curves:
     """Arrange what a run has measured over the samples applied."""
-    found = {name: _points(series.steps, name) for name in ("loss", *RIGHT)}
-    if series.steps.buckets:
-        names = series.evaluations.names
-        found |= {name: _points(series.evaluations, name) for name in names}
     steps = [bucket.step for bucket in series.steps.buckets]
 
     def samples_at(step: int) -> float:
         place = bisect_right(steps, step)
         return series.steps.buckets[place - 1].samples if place else 0.0
 
+    evaluations = sorted(series.evaluations.buckets if steps else [], key=lambda each: each.step)
+    places = [each.samples for each in series.steps.buckets]
+    found = {name: _points(series.steps.buckets, places, name) for name in ("loss", *RIGHT)}
+    places = [samples_at(each.step) for each in evaluations]
+    found |= {name: _points(evaluations, places, name) for name in EVAL_VALUES}
     return Curves(
         title=_title(run_id, events),
         series={name: points for name, points in found.items() if points.x},
@@ -94,10 +102,9 @@ def curves_of(run_id: str, series: Series, events: Sequence[EventRecord]) -> Cur
     )
 
 
-def _points(curve: Curve, name: str) -> Points:
-    known = [
-        (each.samples, value) for each in curve.buckets if (value := each.mean(name)) is not None
-    ]
+def _points(buckets: Sequence[Bucket], places: Sequence[float], name: str) -> Points:
+    pairs = zip(places, buckets, strict=True)
+    known = [(x, value) for x, each in pairs if (value := each.mean(name)) is not None]
     return Points([x for x, _ in known], [y for _, y in known])
 
 

@@ -9,7 +9,7 @@ from made_runs import MadeRun, killed_run, worker_status
 from smolcluster.cli import main
 from smolcluster.errors import ConfigError
 from smolcluster.observability.report.comparison import compare, comparison_of
-from smolcluster.observability.report.facts import read_run
+from smolcluster.observability.view.facts import read_run
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import read_status, write_status
 from smolcluster.runs.summary import Final
@@ -114,7 +114,7 @@ def test_the_page_has_the_curves_of_all(tmp_path: Path) -> None:
     runs = [killed_run(tmp_path, f"r{number}").paths for number in range(9)]
     assert str(page) in shown(*runs, page=page, width=300)
     text = page.read_text()
-    for look in ("curve run0", "curve run6", "curve run0 dashed", "curve run1 dashed"):
+    for look in ("stroke run0", "stroke run6", "stroke run0 dashed", "stroke run1 dashed"):
         assert f'class="{look}"' in text
     assert "validation accuracy" in text
     assert "<script" not in text

@@ -20,7 +20,7 @@ from smolcluster.launch.watch.logs import LogFile, entry_of, sources_of
 from smolcluster.launch.watch.probe import Ask, AskMore, ask_host, look, sections, series_script
 from smolcluster.launch.watch.report import RunReport, report_of
 from smolcluster.launch.watch.top.bars import mean
-from smolcluster.observability.report.story import told
+from smolcluster.observability.view.story import told
 from smolcluster.runs.events import EpochFinished, Evaluated, kind_of, parse_event
 from smolcluster.runs.files import json_objects, seconds_of
 from smolcluster.runs.launched import Launched, read_launched

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple, TypeVar
 
 from smolcluster.configs.resolve import Settings, load_resolved
 from smolcluster.errors import ConfigError, DataError, SmolclusterError
-from smolcluster.observability.curves import Curves, curves_of, kept, read_lines
-from smolcluster.observability.report.first_error import LogLine, Logs, Process, read_logs
-from smolcluster.observability.report.process_stats import ProcessStats, Whose, read_process_stats
-from smolcluster.observability.report.story import Story, read_story
+from smolcluster.observability.view.curves import Curves, curves_of
+from smolcluster.observability.view.first_error import LogLine, Logs, Process, read_logs
+from smolcluster.observability.view.story import Story, read_story
 from smolcluster.runs.events import RunStarted, WorkerJoined, WorkerLeft, WorkerLost
 from smolcluster.runs.launched import read_launched
 from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths, process_title
 from smolcluster.runs.processes import read_processes
+from smolcluster.runs.series import ProcessSeries, SeriesReader
 from smolcluster.runs.status import RunStatus, read_status
 from smolcluster.runs.summary import Summary, read_summary
 
@@ -76,7 +76,7 @@ class ReportData:
     summary: Summary | None
     story: Story
     curves: Curves
-    process_stats: Mapping[Whose, ProcessStats]
+    processes: Sequence[ProcessSeries]
     logs: Logs
     problems: Sequence[str]
 
@@ -116,16 +116,18 @@ def _read(paths: RunPaths, *, with_logs: bool, ended_by: BaseException | None) -
     settings = _or_none(load_resolved, paths.config, problems)
     status = _or_none(read_status, paths.status, problems)
     summary = _or_none(read_summary, paths.summary, problems)
-    process_stats: Mapping[Whose, ProcessStats] = {}
     logs = Logs()
     try:
         story = read_story(paths.events)
-        lines = kept(read_lines(paths.metrics), story.events)
+        series = SeriesReader(paths).poll_all()
+        processes = sorted(
+            series.processes.values(),
+            key=lambda each: (-1 if each.rank is None else each.rank, each.node),
+        )
         if with_logs:
-            process_stats = read_process_stats(paths.metrics)
             expected = _expected(paths, _Known(settings, status, story))
             words = _stderr_tail(ended_by, expected)
-            logs = read_logs(paths.logs, expected, story.events, _offsets(process_stats), words)
+            logs = read_logs(paths.logs, expected, story.events, _offsets(processes), words)
     except OSError as error:
         where, reason = error.filename or paths.root, error.strerror or str(error)
         raise SmolclusterError(f"cannot read {where}: {reason}") from error
@@ -138,8 +140,8 @@ def _read(paths: RunPaths, *, with_logs: bool, ended_by: BaseException | None) -
         status=status,
         summary=summary,
         story=story,
-        curves=curves_of(paths.run_id, lines, story.events),
-        process_stats=process_stats,
+        curves=curves_of(paths.run_id, series, story.events),
+        processes=processes,
         logs=logs,
         problems=problems,
     )
@@ -167,13 +169,12 @@ def _started(story: Story) -> RunStarted | None:
     return next((event for event in events if isinstance(event, RunStarted)), None)
 
 
-def _offsets(process_stats: Mapping[Whose, ProcessStats]) -> dict[Process, float]:
+def _offsets(processes: Sequence[ProcessSeries]) -> dict[Process, float]:
     """How far a worker's clock was ahead of the server's when it last reported, seconds."""
-    known = {whose: each.values.get("clock_offset_s") for whose, each in process_stats.items()}
     return {
-        Process("worker", whose.node, whose.rank): offset.newest
-        for whose, offset in known.items()
-        if offset is not None
+        Process("worker", each.node, each.rank): each.totals["clock_offset_s"].newest
+        for each in processes
+        if "clock_offset_s" in each.totals
     }
 
 

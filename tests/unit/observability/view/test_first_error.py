@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from made_runs import BEGAN, MadeRun
-from smolcluster.observability.report.first_error import (
+from smolcluster.observability.view.first_error import (
     LINES_AFTER,
     LINES_BEFORE,
     MAX_LINE_NBYTES,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from smolcluster.observability.parsing import parse_log_line
-from smolcluster.observability.report.story import told
+from smolcluster.observability.view.story import told
 from smolcluster.runs.events import EventRecord, RunEnded, WorkerLost
 from smolcluster.runs.files import seconds_of
 from smolcluster.runs.paths import log_stem, parse_log_stem, process_title

@@ -1,6 +1,6 @@
 from collections.abc import Sequence
 
-from smolcluster.observability.report.story import Story, story_of
+from smolcluster.observability.view.story import Story, story_of
 from smolcluster.runs.events import Evaluated, Event, EventRecord, PushDropped, WorkerLost
 from smolcluster.runs.files import utc_timestamp
 
