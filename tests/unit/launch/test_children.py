@@ -43,17 +43,13 @@ def wait_for_line(child: Child, said: list[str], line: str) -> None:
 
 
 def test_its_lines_are_heard_from_both_outputs(spawn: Spawn, said: list[str]) -> None:
-    child = spawn("print('one'); print('zwei ü', file=sys.stderr); sys.stdout.write('no newline')")
+    child = spawn(
+        "print('one'); print('zwei ü', file=sys.stderr); sys.stdout.flush()\n"
+        r"sys.stdout.buffer.write(b'\xff\xfe no text\n'); sys.stdout.write('no newline')"
+    )
     wait_for([child], 20, never)
     child.close()
-    assert sorted(said) == ["no newline", "one", "zwei ü"]
-
-
-def test_bytes_that_are_no_text_do_no_harm(spawn: Spawn, said: list[str]) -> None:
-    child = spawn(r"sys.stdout.buffer.write(b'\xff\xfe ok\n')")
-    wait_for([child], 20, never)
-    child.close()
-    assert said == ["\ufffd\ufffd ok"]
+    assert sorted(said) == ["no newline", "one", "zwei ü", "\ufffd\ufffd no text"]
 
 
 @pytest.mark.parametrize(
@@ -68,12 +64,6 @@ def test_how_it_ended_is_known(spawn: Spawn, program: str, code: int, ending: st
     child = spawn(program)
     wait_for([child], 20, never)
     assert (child.exit_code, child.ending) == (code, ending)
-
-
-def test_while_it_runs_it_has_no_exit_code(spawn: Spawn) -> None:
-    child = spawn("sys.stdin.read()")
-    assert child.exit_code is None
-    assert child.ending == "still runs"
 
 
 def test_a_program_that_is_not_there_is_named() -> None:
@@ -95,6 +85,7 @@ def test_it_is_told_to_stop_when_its_input_ends(spawn: Spawn, said: list[str]) -
 def test_ctrl_c_at_the_terminal_does_not_reach_it(spawn: Spawn) -> None:
     child = spawn("sys.stdin.read()")
     assert os.getpgid(child.pid) == child.pid != os.getpgid(0)
+    assert (child.exit_code, child.ending) == (None, "still runs")
 
 
 def test_stop_lets_it_clean_up(spawn: Spawn, said: list[str]) -> None:
@@ -108,17 +99,13 @@ def test_stop_lets_it_clean_up(spawn: Spawn, said: list[str]) -> None:
     assert child.exit_code == 0
 
 
-def test_what_does_not_stop_is_killed_after_the_grace(spawn: Spawn, said: list[str]) -> None:
+@pytest.mark.parametrize(("grace_s", "hurry"), [(0.2, False), (1000, True)])
+def test_what_does_not_stop_is_killed_after_the_grace_or_in_a_hurry_at_once(
+    spawn: Spawn, said: list[str], grace_s: float, hurry: bool
+) -> None:
     child = spawn(STUBBORN + "sys.stdin.read()")
     wait_for_line(child, said, "ready")
-    stop([child], 0.2, never)
-    assert child.exit_code == 137
-
-
-def test_in_a_hurry_there_is_no_grace(spawn: Spawn, said: list[str]) -> None:
-    child = spawn(STUBBORN + "sys.stdin.read()")
-    wait_for_line(child, said, "ready")
-    stop([child], 1000, lambda: True)
+    stop([child], grace_s, lambda: hurry)
     assert child.exit_code == 137
 
 

@@ -250,29 +250,22 @@ def test_the_usual_short_folder_is_short() -> None:
     assert len(str(host_module.SHORT_FOLDER / "smolcluster-ssh-4294967295")) + 58 <= 103
 
 
-def test_a_folder_of_somebody_else_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    control_folder()
-    mine = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: mine + 1)
-    with pytest.raises(LaunchError, match=r"\.ssh/smolcluster is not a folder of this user alone"):
-        control_folder()
-
-
-@pytest.mark.parametrize("kind", ["open", "link"])
-def test_a_folder_that_others_may_enter_is_refused(home: Path, kind: str) -> None:
-    folder = control_folder()
+@pytest.mark.parametrize("kind", ["open", "link", "another's", "file"])
+def test_a_folder_that_is_not_this_user_s_alone_is_refused(
+    home: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, mine = control_folder(), os.getuid()
     if kind == "open":
         folder.chmod(0o777)
+    elif kind == "another's":
+        monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+    elif kind == "file":
+        folder.rmdir()
+        folder.touch()
     else:
         folder.rename(home / "elsewhere")
         folder.symlink_to(home / "elsewhere")
-    with pytest.raises(LaunchError, match="not a folder of this user alone"):
-        control_folder()
-
-
-def test_a_home_without_room_is_one_line(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (home / ".ssh").touch()
-    with pytest.raises(LaunchError, match=r"cannot make .*/\.ssh/smolcluster: "):
+    with pytest.raises(LaunchError, match=r"\.ssh/smolcluster"):
         control_folder()
 
 

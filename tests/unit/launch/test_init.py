@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from smolcluster.configs.load import find_config, parse_yaml, read_yaml
+from smolcluster.configs.load import parse_yaml
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
@@ -415,20 +415,6 @@ def test_odd_names_and_paths_survive(algorithm: AlgorithmName, tmp_path: Path) -
     }
     again = parse_yaml(load_settings(path, "nn", environ={}).to_yaml())["cluster"]
     assert again["host_ip"] == host_ip
-
-
-def test_it_holds_what_the_shipped_file_holds() -> None:
-    for algorithm in ("edp", "syncps"):
-        shipped = read_yaml(find_config(algorithm, "cluster"))
-        text = ClusterFile(
-            algorithm,
-            shipped["server"],
-            shipped["workers"],
-            shipped["port"],
-            shipped["host_ip"],
-        ).text("x", TODAY)
-        assert parse_yaml(text) == shipped
-        assert "nodes" not in text
 
 
 def test_a_wrong_file_is_not_written() -> None:

@@ -188,15 +188,6 @@ def test_without_docker_a_command_is_one_line(
     )
 
 
-def test_with_docker_stopped_trying_again_may_help(
-    docker: Docker, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    docker.let("down")
-    assert main(["observe", "up"]) == TryAgain.exit_code
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: Docker is not running: ")
-
-
 def test_up_starts_the_containers_and_says_where_grafana_is(
     docker: Docker, folder: Path, all_well: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,17 +286,6 @@ def test_a_launch_that_is_asked_to_starts_the_stack_and_does_not_wait(
         time.sleep(0.01)
 
 
-def test_a_launch_that_is_not_asked_to_starts_nothing_and_says_how(
-    docker: Docker, folder: Path, none_answers: None
-) -> None:
-    said: list[str] = []
-    assert stack_for(None, local_settings().cluster, said.append) is None
-    [line] = said
-    assert line.startswith("`--observe` starts Grafana")
-    assert stack_for(False, local_settings("observe=true").cluster, pytest.fail) is None
-    assert docker.asked == []
-
-
 @pytest.mark.parametrize("asked", [True, None])
 def test_a_launch_uses_a_stack_that_runs_and_leaves_it_alone(
     docker: Docker, folder: Path, all_well: None, asked: bool | None
@@ -325,13 +305,6 @@ def test_who_has_the_port_of_grafana_and_is_not_ours_is_left_alone(
     [line] = said
     assert line.endswith("port 3000 is used by another program; nothing was started")
     assert not any("up" in words.split() for words in docker.asked)
-
-
-def test_a_launch_without_docker_is_told_so_in_one_line(no_docker: Path, folder: Path) -> None:
-    said: list[str] = []
-    assert bring_up(said.append) is None
-    [line] = said
-    assert line.startswith("no Grafana beside the run: Docker is not installed")
 
 
 def request() -> Request:

@@ -114,17 +114,6 @@ wait_for_ever()
     assert latest_of(root) == "before"
 
 
-def test_each_line_stands_behind_its_process(
-    fake_plan: FakePlan, paths: RunPaths, console: Console
-) -> None:
-    plan = fake_plan(
-        "print('hello')\n" + after_the_end_of(paths, 0), r"print('a\tb \x1b[31m[red]')"
-    )
-    LocalRun(plan, paths, console).run()
-    assert "server mini1   | hello" in printed(console)
-    assert r"worker 1 (pi0) | a\tb \x1b[31m[red]" in printed(console)
-
-
 def test_a_server_and_a_worker_on_one_node_are_told_apart(
     fake_plan: FakePlan, paths: RunPaths, console: Console
 ) -> None:
@@ -134,9 +123,9 @@ def test_a_server_and_a_worker_on_one_node_are_told_apart(
     assert "server mini1     | hello" in printed(console)
     assert "worker 1 (mini1) | hello" in printed(console)
     entries = read_processes(paths.processes)
-    assert [(entry.node, entry.role) for entry in entries] == [
-        ("mini1", "server"),
-        ("mini1", "worker"),
+    assert [(entry.node, entry.role, entry.rank) for entry in entries] == [
+        ("mini1", "server", None),
+        ("mini1", "worker", 0),
     ]
 
 
@@ -152,25 +141,15 @@ def test_on_a_terminal_the_names_have_colours_and_elsewhere_they_have_none(
             width=120,
             color_system="standard" if terminal else None,
         )
-        plan = fake_plan("print('hello')\n" + after_the_end_of(paths, 0), "print('hello')")
+        said = r"print('a\tb \x1b[31m[red]')"
+        plan = fake_plan("print('hello')\n" + after_the_end_of(paths, 0), said)
         LocalRun(plan, paths, console).run()
         shown[terminal] = out.getvalue()
         paths.processes.unlink()
     assert "\x1b[36mserver mini1  \x1b[0m | hello" in shown[True]
-    assert "\x1b[35mworker 1 (pi0)\x1b[0m | hello" in shown[True]
+    assert "\x1b[35mworker 1 (pi0)\x1b[0m | a" in shown[True]
+    assert r"worker 1 (pi0) | a\tb \x1b[31m[red]" in shown[False].splitlines()
     assert "\x1b" not in shown[False]
-
-
-def test_the_processes_of_the_run_are_listed(
-    fake_plan: FakePlan, paths: RunPaths, console: Console
-) -> None:
-    LocalRun(fake_plan("", "", ""), paths, console).run()
-    entries = read_processes(paths.processes)
-    assert [(entry.node, entry.role, entry.rank) for entry in entries] == [
-        ("mini1", "server", None),
-        ("pi0", "worker", 0),
-        ("pi1", "worker", 1),
-    ]
 
 
 def test_sessions_that_the_run_had_before_are_forgotten(
@@ -311,15 +290,17 @@ LocalRun(plan, paths, Console()).run()
     assert [ends(pid) for pid in pids] == [True, True, True]
 
 
-def test_progress_comes_from_the_runs_metrics(
-    fake_plan: FakePlan, paths: RunPaths, console: Console
+@pytest.mark.parametrize("resumed", [False, True])
+def test_progress_comes_from_the_runs_metrics_and_is_only_what_is_new(
+    fake_plan: FakePlan, paths: RunPaths, console: Console, resumed: bool
 ) -> None:
     sink = JsonlSink(paths.metrics, "1", warn=pytest.fail)
     sink.log(MetricRecord("eval", 20, 0, {"val_accuracy": 0.75}))
     sink.log(MetricRecord("step", 21, 1, {"loss": 0.5}))
     sink.close()
-    LocalRun(fake_plan("", ""), paths, console, num_epochs=3).run()
-    assert "epoch 2/3 · step 21 · loss 0.500 · acc 0.750" in printed(console)
+    LocalRun(fake_plan("", ""), paths, console, num_epochs=3, resumed=resumed).run()
+    is_shown = "epoch 2/3 · step 21 · loss 0.500 · acc 0.750" in printed(console)
+    assert is_shown != resumed
 
 
 def test_at_the_end_there_is_a_table(
@@ -337,13 +318,3 @@ def test_a_full_disk_does_not_keep_a_run_from_starting(
     paths.processes.mkdir()
     assert LocalRun(fake_plan("", ""), paths, console).run() == 0
     assert any("processes.json" in line and "goes on" in line for line in printed(console))
-
-
-def test_a_resumed_run_shows_only_what_is_new(
-    fake_plan: FakePlan, paths: RunPaths, console: Console
-) -> None:
-    sink = JsonlSink(paths.metrics, "1", warn=pytest.fail)
-    sink.log(MetricRecord("step", 21, 1, {"loss": 0.5}))
-    sink.close()
-    LocalRun(fake_plan("", ""), paths, console, num_epochs=3, resumed=True).run()
-    assert not any("step 21" in line for line in printed(console))

@@ -163,12 +163,6 @@ def test_what_was_not_measured_yet_is_absent_and_a_loss_is_no_number() -> None:
     assert not any(name.startswith("staleness_steps") for name, _ in series)
 
 
-def test_before_the_first_status_only_the_process_is_told() -> None:
-    names = {name for name, _ in scraped(collector())}
-    assert "process_steps_total" in names
-    assert "run_info" not in names
-
-
 def test_infinite_and_odd_values_and_names_do_no_harm() -> None:
     worker = a_worker(0, 'a"\\\nb').model_copy(update={"process_stats": {"rtt_s": math.inf}})
     numbers = ProcessNumbers(1, 1, {"wait": math.inf})
@@ -217,17 +211,6 @@ def test_it_is_served_on_that_address_and_the_port_is_free_again() -> None:
         with pytest.raises(urllib.error.URLError):
             get(port)
     assert warnings == []
-
-
-def test_two_processes_in_one_have_a_registry_each() -> None:
-    first, second = free_port(), free_port()
-    other = collector(a_status(step=9))
-    with (
-        serve_metrics(collector(a_status(step=5)), "127.0.0.1", first, warn=pytest.fail),
-        serve_metrics(other, "127.0.0.1", second, warn=pytest.fail),
-    ):
-        assert "smolcluster_step 5.0" in get(first)
-        assert "smolcluster_step 9.0" in get(second)
 
 
 def test_a_busy_port_makes_it_take_the_next_free_one() -> None:

@@ -124,15 +124,6 @@ def test_a_long_wait_for_a_run_does_not_fill_the_memory(tmp_path: Path) -> None:
     assert messages[-1] == str(MAX_KEPT_LINES + 4)
 
 
-def test_each_line_is_in_the_file_soon_though_no_other_follows(tmp_path: Path) -> None:
-    log = setup_logging("worker", "mini2", console=console())
-    log.file_logs_to(tmp_path / "x.log", "edp-1")
-    log.logger.info("now")
-    assert log.drain(30.0)
-    assert len(filed(tmp_path / "x.log")) == 1
-    log.close()
-
-
 def test_a_traceback_goes_to_the_file_and_never_to_the_console(tmp_path: Path) -> None:
     out = console()
     log = setup_logging("server", "mini1", console=out)
