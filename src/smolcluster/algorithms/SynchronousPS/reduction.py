@@ -79,6 +79,8 @@ class Reduction:
         self._step: Step | None = None
         self._num_added = [0] * len(self._buckets)
         self._norms = [0.0] * len(self._buckets)
+        self._largest = [(0.0, "")] * len(self._buckets)
+        """Of each bucket of the open step, the largest value that a part added, and whose it was."""
 
     @property
     def is_lossless(self) -> bool:
@@ -112,6 +114,7 @@ class Reduction:
     def open(self, step: Step) -> None:
         """Begin a step in the oldest one's memory, or in new memory if a link is still busy with that."""
         self._num_added = [0] * len(self._buckets)
+        self._largest = [(0.0, "")] * len(self._buckets)
         self._step = step
         turn = step.version % self.num_buffers
         if any(frame() is not None for frame in self._frames[turn]):
@@ -131,15 +134,24 @@ class Reduction:
         """Add a bucket (n,) of a part's mean gradient, if it counts; returns whether that completes it.
 
         Any thread.
+
+        Raises:
+            ProtocolError: it holds NaN or infinity; nothing of it counts.
         """
+        largest = absmax(gradient)
+        if not math.isfinite(largest):
+            raise ProtocolError(f"bucket {push.bucket} of its push holds NaN or infinity")
         step = self._step
-        part = step.claim(session_id, push) if step is not None else None
-        if step is None or part is None:
+        claimed = step.claim(session_id, push) if step is not None else None
+        if step is None or claimed is None:
             return False
+        part, holder = claimed.part, claimed.holder
         number = push.bucket
         total = self._sum_of(step.version, number)
         factor = weight(part.num_samples, step.batch.num_samples)
+        added = factor * largest, holder.name
         with self._locks[number]:
+            self._largest[number] = max(self._largest[number], added)
             if self._num_added[number] == 0:
                 torch.mul(gradient, factor, out=total)
             else:
@@ -154,14 +166,15 @@ class Reduction:
         """The frame of a bucket's mean, to be shared by all sessions.
 
         Raises:
-            NonFiniteLoss: it holds NaN or infinity.
+            NonFiniteLoss: the sum of the parts, of which each is finite, is not.
         """
         bucket = self._buckets[number]
         if not math.isfinite(self._norms[number]):
             name = self._replica.parameter_at(bucket.start)
+            largest, worker = self._largest[number]
             raise NonFiniteLoss(
-                f"step {version}: the mean gradient holds NaN or infinity at layer {name} or after it; "
-                f"{DIVERGENCE_REMEDY}"
+                f"step {version}: the sum of the gradients overflows at layer {name} or after it; most of "
+                f"it, {largest:.1e}, is of {worker}; {DIVERGENCE_REMEDY}"
             )
         if self._codec.lossless:
             payload = bytes_of(self._sum_of(version, number))
@@ -244,10 +257,7 @@ class PartReceiver(Receiver):
 
     def _decoded(self, push: Push, payload: memoryview) -> Tensor:
         if push.tensor.codec == self._lossless.name:
-            values = torch.frombuffer(payload, dtype=self._lossless.dtype)
-            if not math.isfinite(absmax(values)):
-                raise ProtocolError(f"bucket {push.bucket} of its push holds NaN or infinity")
-            return values
+            return torch.frombuffer(payload, dtype=self._lossless.dtype)
         values = self._scratch[: push.tensor.shape[0]]
         self._codec.decode(torch.frombuffer(payload, dtype=torch.uint8), values)
         return values

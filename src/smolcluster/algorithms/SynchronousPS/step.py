@@ -130,8 +130,8 @@ class Step:
             self._grants[number] = assignment
             return assignment
 
-    def claim(self, session_id: int, push: Push) -> Part | None:
-        """Whether this bucket counts: the part if so, and then it must be added to the sum.
+    def claim(self, session_id: int, push: Push) -> PartAssignment | None:
+        """Whether this bucket counts: of which assignment if so, and then it must be added to the sum.
 
         Raises:
             ProtocolError: the push leaves out buckets that are still missing.
@@ -156,7 +156,7 @@ class Step:
             part.loss = push.loss
             if part.num_counted == self.num_buckets:
                 part.finished_by = assignment
-            return part
+            return assignment
 
     def drop(self, session_id: int) -> list[PartAssignment]:
         """Take everything out of the hands of a member that has gone; returns what it was."""

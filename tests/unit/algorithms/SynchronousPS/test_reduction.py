@@ -254,34 +254,34 @@ def test_the_sum_of_what_was_applied_tracks_the_sum_of_the_means(codec: str) -> 
 
 @pytest.mark.parametrize("codec", ["fp32", "fp64", *LOSSY])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_mean_that_is_not_finite_names_step_and_layer(codec: str, value: float) -> None:
+def test_what_is_not_finite_is_refused_and_does_not_count(codec: str, value: float) -> None:
     replica = replica_for(codec)
     reduction = Reduction(replica, codec)
-    one, other = gradients_of(replica, 2)
-    other[replica.buckets[2].start + 3] = value
-    step = opened_step(7, [8, 8])
+    (gradient,) = gradients_of(replica, 1)
+    gradient[replica.buckets[2].start + 3] = value
+    step = opened_step(7, [8])
     reduction.open(step)
-    for assignment, gradient in zip(step.assignments, (one, other), strict=True):
-        add_part(reduction, replica, assignment, gradient)
-    reduction.frame(7, 0)
-    layer = replica.parameter_at(replica.buckets[2].start)
-    with pytest.raises(NonFiniteLoss, match=rf"step 7: .* NaN or infinity at layer {layer}"):
-        reduction.frame(7, 2)
+    with pytest.raises(ProtocolError, match="bucket 2"):
+        add_part(reduction, replica, step.assignments[0], gradient)
+    assert step.parts[0].num_counted == 2
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
-def test_a_sum_that_overflows_is_not_finite_though_its_parts_are(codec: str) -> None:
+def test_a_sum_that_overflows_names_step_layer_and_the_worker_of_the_largest_part(
+    codec: str,
+) -> None:
     replica = replica_for(codec)
     reduction = Reduction(replica, codec)
-    huge = torch.full((replica.num_params,), 3.4e38)
-    step = opened_step(7, [8, 8, 8])
+    gradient = torch.ones(replica.num_params)
+    gradient[replica.buckets[2].start :] = torch.finfo(torch.float32).max
+    step = opened_step(7, [8, 12, 8, 8, 8])  # the shares' rounding makes them more than 1
     reduction.open(step)
     for assignment in step.assignments:
-        add_part(
-            reduction, replica, assignment, 1.5 * huge if assignment.session_id == SEAT else huge
-        )
-    with pytest.raises(NonFiniteLoss, match="step 7"):
-        reduction.frame(7, 0)
+        add_part(reduction, replica, assignment, gradient)
+    reduction.frame(7, 0)
+    layer = replica.parameter_at(replica.buckets[2].start)
+    with pytest.raises(NonFiniteLoss, match=rf"step 7: .* layer {layer} .* worker 2 \(macbook\)"):
+        reduction.frame(7, 2)
 
 
 def test_large_means_are_finite_though_their_squares_are_not() -> None:

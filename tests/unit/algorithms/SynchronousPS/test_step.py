@@ -61,10 +61,10 @@ def test_every_bucket_of_a_push_counts_once() -> None:
     assert (step.parts[0].num_counted, assignment.num_counted) == (3, 3)
 
 
-def test_a_claim_tells_which_part_it_is_for() -> None:
+def test_a_claim_tells_which_assignment_it_is_for() -> None:
     step = step_of(8, 3)
     assignments = [step.grant(part, ONE, number, 0.0) for number, part in enumerate(step.parts)]
-    assert [step.claim(1, push_of(each.key, 0)) for each in assignments] == step.parts
+    assert [step.claim(1, push_of(each.key, 0)) for each in assignments] == assignments
 
 
 @pytest.mark.parametrize(
@@ -269,10 +269,10 @@ class Chaos:
             return
         each = self.draw.choice(self.under_way)
         push = push_of(each.assignment.key, each.next_bucket, self.step.num_buckets)
-        part = self.step.claim(each.assignment.session_id, push)
-        if part is not None:
-            assert part is each.assignment.part
-            self.counted[(part.start, push.bucket)] += 1
+        claimed = self.step.claim(each.assignment.session_id, push)
+        if claimed is not None:
+            assert claimed is each.assignment
+            self.counted[(claimed.part.start, push.bucket)] += 1
             each.counted.append(push.bucket)
         each.next_bucket += 1
         if each.next_bucket == self.step.num_buckets:
