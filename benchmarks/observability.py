@@ -29,10 +29,10 @@ from edp import free_port
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.observed import metrics_served
 from smolcluster.algorithms.records import open_records
-from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.process_stats import KEPT_EVERY_S, ProcessStats
 from smolcluster.cluster.report import LAYERED_EVERY_S, NUM_LAYERED_FIRST, Report, StepTaken
 from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.data.permutation import Range
 from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import setup_logging
 from smolcluster.observability.metrics import Metrics

@@ -28,8 +28,8 @@ from smolcluster.algorithms.EDP.exchange import Pushed
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.cluster import acceptor, joining
-from smolcluster.cluster.dispatcher import Range
 from smolcluster.configs.resolve import Settings
+from smolcluster.data.permutation import Range
 from smolcluster.runs.events import Event, LeaseReturned, WorkerJoined, WorkerLost
 from smolcluster.runs.summary import Summary
 from smolcluster.training.build import build

@@ -25,12 +25,12 @@ from smolcluster.algorithms import context
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.reduction import RESIDUAL
-from smolcluster.cluster.dispatcher import Dispatcher, DispatcherState
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.errors import CheckpointError
 from smolcluster.observability.metrics import MetricRecord
+from smolcluster.ps.leases import Dispatcher, DispatcherState
 from smolcluster.runs.events import RunResumed
 from smolcluster.runs.summary import Summary
 from smolcluster.training.build import build

@@ -4,9 +4,9 @@ batch -> forward, backward -> clip -> optimizer step -> evaluate and save now an
 """
 
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import CheckpointSource
+from smolcluster.data.permutation import Range
 from smolcluster.runs.summary import Summary
 from smolcluster.training.loop import training_steps
 from smolcluster.utils.device import describe

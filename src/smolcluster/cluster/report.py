@@ -16,11 +16,11 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from smolcluster.cluster.board import StatusBoard, SteadyRate
-from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.process_stats import Gauge, ProcessStats
 from smolcluster.cluster.tally import Tally, WorkerTally
 from smolcluster.cluster.worker import Worker
 from smolcluster.configs.schema import RunConfig
+from smolcluster.data.permutation import Range
 from smolcluster.errors import SmolclusterError
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.observability.spans import SpanLog

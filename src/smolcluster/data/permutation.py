@@ -6,10 +6,14 @@ Philox words (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011
 never to change the words of a bit generator, but not the results of `Generator.permutation`.
 """
 
+from dataclasses import dataclass
+from typing import Self
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from smolcluster.transport.messages import LeaseKey
 from smolcluster.utils.seed import derive_seed
 
 
@@ -22,6 +26,25 @@ def seeded_order(key: int, num_items: int) -> Tensor:
 def epoch_permutation(seed: int, epoch: int, num_samples: int) -> Tensor:
     """Return the order of the samples in `epoch` (from 0), int32 (num_samples,)."""
     return seeded_order(derive_seed(seed, "permutation", epoch), num_samples)
+
+
+@dataclass(frozen=True, order=True)
+class Range:
+    """Positions `start` up to but excluding `stop` of an epoch's permutation."""
+
+    epoch: int
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, key: LeaseKey) -> Self:
+        """The samples that a lease is about."""
+        return cls(key.epoch, key.start, key.stop)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in the range."""
+        return self.stop - self.start
 
 
 class EpochOrders:

@@ -9,10 +9,10 @@ import torch
 
 from harness import local_settings
 from peers import Parts, report_of, server_parts
-from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.membership import Member
 from smolcluster.cluster.report import Rate, Report, StepTaken
 from smolcluster.cluster.worker import Worker
+from smolcluster.data.permutation import Range
 from smolcluster.errors import SmolclusterError
 from smolcluster.runs.events import (
     EpochFinished,

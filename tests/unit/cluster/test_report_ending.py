@@ -7,8 +7,8 @@ import pytest
 
 from harness import local_settings
 from peers import Parts, server_parts
-from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.report import Report, StepTaken
+from smolcluster.data.permutation import Range
 from smolcluster.training.evaluate import Evaluation
 
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from harness import local_settings
 from peers import Parts, report_of, server_parts
 from smolcluster.cluster import report as room
-from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.membership import Member
 from smolcluster.cluster.report import COUNTS, Report, StepTaken
 from smolcluster.cluster.worker import Worker
+from smolcluster.data.permutation import Range
 from smolcluster.errors import CheckpointError
 from smolcluster.runs.events import EpochFinished, RunResumed, RunStarted
 from smolcluster.training.checkpoint import TrainingState

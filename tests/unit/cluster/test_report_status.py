@@ -9,10 +9,10 @@ import pytest
 from harness import free_port, local_settings
 from peers import DEADLINE_S, Echo, HandledHub, Parts, hello, server_parts
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.report import Report, StepTaken
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
+from smolcluster.data.permutation import Range
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.runs.events import RunStarted, read_events
 from smolcluster.runs.status import RunStatus, StatusFile, read_status

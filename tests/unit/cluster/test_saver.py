@@ -17,9 +17,9 @@ from torch import Tensor
 
 from harness import local_settings
 from peers import DEADLINE_S, Parts, logger, report_of, server_parts
-from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import CheckpointSource, Saver
+from smolcluster.data.permutation import Range
 from smolcluster.errors import (
     CheckpointError,
     ClusterEmpty,

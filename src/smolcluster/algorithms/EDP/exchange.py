@@ -16,9 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from smolcluster.cluster.dispatcher import Lease
 from smolcluster.cluster.inbox import Event, MessageReceived
-from smolcluster.cluster.pushing import PushOrder
 from smolcluster.cluster.session import Receiver
 from smolcluster.cluster.tensors import (
     Assigned,
@@ -29,6 +27,8 @@ from smolcluster.cluster.tensors import (
 )
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import ProtocolError
+from smolcluster.ps.leases import Lease
+from smolcluster.ps.push import PushOrder
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import WEIGHTS, Assignment, Message, Push, State
 

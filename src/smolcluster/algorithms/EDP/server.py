@@ -31,14 +31,14 @@ from smolcluster.algorithms.EDP.exchange import (
     assignment_of,
     state_frames,
 )
-from smolcluster.cluster.dispatcher import Dispatcher, DispatcherState, Range
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
-from smolcluster.data.permutation import epoch_permutation
+from smolcluster.data.permutation import Range, epoch_permutation
 from smolcluster.errors import NonFiniteLoss
+from smolcluster.ps.leases import Dispatcher, DispatcherState
 from smolcluster.runs.summary import Summary
 from smolcluster.training.checkpoint import Progress, parse_progress
 from smolcluster.training.schedule import learning_rate

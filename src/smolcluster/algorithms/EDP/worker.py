@@ -28,9 +28,9 @@ from smolcluster.algorithms.EDP import rule
 from smolcluster.algorithms.EDP.exchange import StateReceiver, WeightsArrived
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.link import Link
-from smolcluster.cluster.pushing import GradientSender
 from smolcluster.cluster.tensors import Assigned
 from smolcluster.errors import NonFiniteLoss
+from smolcluster.ps.push import GradientSender
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.transport.frames import Frame

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from smolcluster.cluster.dispatcher import Range
+from smolcluster.data.permutation import Range
 
 
 def global_batches(

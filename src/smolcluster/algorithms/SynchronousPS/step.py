@@ -13,8 +13,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.worker import Worker
+from smolcluster.data.permutation import Range
 from smolcluster.errors import ProtocolError
 from smolcluster.transport.messages import LeaseKey, Push
 

@@ -32,10 +32,10 @@ from smolcluster.algorithms.SynchronousPS.step_receiver import (
 )
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.link import Link
-from smolcluster.cluster.pushing import GradientSender
 from smolcluster.cluster.session import HEARTBEATS_PER_TIMEOUT
 from smolcluster.cluster.tensors import Assigned
 from smolcluster.errors import NonFiniteLoss, PeerLost
+from smolcluster.ps.push import GradientSender
 from smolcluster.ps.store import Stores
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.optimizer import STEP_COUNT

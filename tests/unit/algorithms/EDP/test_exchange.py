@@ -16,9 +16,9 @@ from smolcluster.algorithms.EDP.exchange import (
     state_frames,
 )
 from smolcluster.cluster.inbox import Event, MessageReceived
-from smolcluster.cluster.pushing import GradientSender
 from smolcluster.cluster.tensors import Assigned, work_payload
 from smolcluster.errors import ProtocolError
+from smolcluster.ps.push import GradientSender
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import Ack, Assignment, LeaseKey, Message, Pull, State

@@ -22,12 +22,12 @@ from smolcluster.algorithms.EDP.exchange import (
 )
 from smolcluster.algorithms.EDP.server import Server
 from smolcluster.algorithms.EDP.worker import Worker
-from smolcluster.cluster.dispatcher import Dispatcher
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.link import Link
-from smolcluster.cluster.pushing import GradientSender
 from smolcluster.cluster.tensors import Assigned
 from smolcluster.errors import NonFiniteLoss, PeerLost
+from smolcluster.ps.leases import Dispatcher
+from smolcluster.ps.push import GradientSender
 from smolcluster.ps.store import Stores
 from smolcluster.runs.events import PushDropped
 from smolcluster.training.build import TrainingContext, build

@@ -20,9 +20,9 @@ from peers import (
 )
 from smolcluster.algorithms.EDP.exchange import Pushed, StateReceiver, WeightsArrived
 from smolcluster.algorithms.EDP.server import LEASES_PER_WORKER, MAX_FAILURES, Server
-from smolcluster.cluster.pushing import GradientSender
 from smolcluster.cluster.worker_pool import Departed
 from smolcluster.errors import NonFiniteLoss
+from smolcluster.ps.push import GradientSender
 from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLost, WorkerStalled
 from smolcluster.transport.frames import Frame, build_frame, check_head
 from smolcluster.transport.messages import Ack, Assignment, Fault, LeaseKey, Pull, Skip, State

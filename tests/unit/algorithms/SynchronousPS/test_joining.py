@@ -17,8 +17,8 @@ from peers import DEADLINE_S, server_parts
 from smolcluster.algorithms.SynchronousPS.members import FRAMES_AHEAD, StepMember
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.worker import Worker
-from smolcluster.cluster.pushing import GradientSender
 from smolcluster.cluster.worker_pool import Joined
+from smolcluster.ps.push import GradientSender
 from smolcluster.training.build import TrainingContext, build_replica
 from smolcluster.training.replica import Replica
 from smolcluster.transport.messages import Assignment, Ready, Welcome

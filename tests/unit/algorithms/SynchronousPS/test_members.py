@@ -17,7 +17,7 @@ from smolcluster.algorithms.SynchronousPS.members import (
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.sharing import FIRST_PROBE
 from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
-from smolcluster.cluster.dispatcher import Range
+from smolcluster.data.permutation import Range
 from smolcluster.ps.store import Stores
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame

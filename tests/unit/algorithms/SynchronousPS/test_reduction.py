@@ -21,8 +21,8 @@ from smolcluster.algorithms.SynchronousPS.rule import weight
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.step_receiver import StepReceiver
 from smolcluster.cluster.inbox import MessageReceived
-from smolcluster.cluster.pushing import GradientSender
 from smolcluster.errors import NonFiniteLoss, ProtocolError
+from smolcluster.ps.push import GradientSender
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (

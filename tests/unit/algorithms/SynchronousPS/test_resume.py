@@ -17,9 +17,9 @@ from peers import Parts, logger, server_parts
 from smolcluster.algorithms.SynchronousPS.reduction import RESIDUAL, Reduction
 from smolcluster.algorithms.SynchronousPS.rule import global_batches
 from smolcluster.algorithms.SynchronousPS.server import Server
-from smolcluster.cluster.dispatcher import Range
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import CheckpointSource
+from smolcluster.data.permutation import Range
 from smolcluster.errors import CheckpointError
 from smolcluster.ps.store import Stores
 from smolcluster.runs.events import RunResumed

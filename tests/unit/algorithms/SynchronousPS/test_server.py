@@ -20,10 +20,10 @@ from smolcluster.algorithms.SynchronousPS.members import FIRST_PAUSE_S, StepMemb
 from smolcluster.algorithms.SynchronousPS.reduction import PartArrived
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Step
-from smolcluster.cluster.pushing import GradientSender
 from smolcluster.cluster.session import HEARTBEATS_PER_TIMEOUT
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import epoch_permutation
+from smolcluster.ps.push import GradientSender
 from smolcluster.ps.store import Stores
 from smolcluster.runs.events import (
     LeaseReturned,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smolcluster.algorithms.SynchronousPS.step import MAX_HOLDERS, Part, PartAssignment, Step
-from smolcluster.cluster.dispatcher import Range
+from smolcluster.data.permutation import Range
 from smolcluster.errors import ProtocolError
 from smolcluster.transport.messages import LeaseKey
 from unit.algorithms.SynchronousPS.actors import push_of, worker_at

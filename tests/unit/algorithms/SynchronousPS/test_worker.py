@@ -15,12 +15,12 @@ from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, FellBe
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.link import Link
-from smolcluster.cluster.pushing import GradientSender
 from smolcluster.cluster.session import Later
 from smolcluster.cluster.tensors import Assigned, bucket_spec, work_payload
 from smolcluster.codec.registry import get_codec
 from smolcluster.data.dataset import Dataset
 from smolcluster.errors import NonFiniteLoss, PeerLost
+from smolcluster.ps.push import GradientSender
 from smolcluster.ps.store import Stores
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.replica import Replica

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smolcluster.cluster.dispatcher import Dispatcher, Lease
+from smolcluster.ps.leases import Dispatcher, Lease
 
 A, B = 1, 2
 

@@ -23,6 +23,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from smolcluster.data.permutation import Range
 from smolcluster.errors import CheckpointError
 from smolcluster.transport.messages import LeaseKey
 
@@ -32,25 +33,6 @@ MAX_SLOWER = 10.0
 """So many times the median of what was measured a holder may claim to need."""
 NUM_MEASURED = 64
 """Applied leases, the newest ones, of which the median is taken."""
-
-
-@dataclass(frozen=True, order=True)
-class Range:
-    """Positions `start` up to but excluding `stop` of an epoch's permutation."""
-
-    epoch: int
-    start: int
-    stop: int
-
-    @classmethod
-    def of(cls, key: LeaseKey) -> "Range":
-        """The samples that a lease is about."""
-        return cls(key.epoch, key.start, key.stop)
-
-    @property
-    def num_samples(self) -> int:
-        """Samples in the range."""
-        return self.stop - self.start
 
 
 class DispatcherState(BaseModel):

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smolcluster.cluster.dispatcher import Dispatcher, DispatcherState, Lease
 from smolcluster.errors import CheckpointError
+from smolcluster.ps.leases import Dispatcher, DispatcherState, Lease
 from smolcluster.training.checkpoint import parse_progress
 from smolcluster.transport.messages import LeaseKey
 

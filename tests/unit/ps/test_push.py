@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from peers import opened, set_gradient, small_replica
-from smolcluster.cluster.pushing import GradientSender, PushOrder
 from smolcluster.codec.registry import CODECS, get_codec
 from smolcluster.errors import NonFiniteLoss, ProtocolError
+from smolcluster.ps.push import GradientSender, PushOrder
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import LeaseKey, Push, frame_of
