@@ -1,10 +1,14 @@
 """GPT-2 as transformers has it: the reference that our GPT is compared with."""
 
+from typing import TYPE_CHECKING
+
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from smolcluster.configs.schema import GPTConfig
 from smolcluster.models.gpt import GPT
+
+if TYPE_CHECKING:  # it takes seconds
+    from transformers import GPT2LMHeadModel
 
 
 def tiny_config(**changes: object) -> GPTConfig:
@@ -12,8 +16,10 @@ def tiny_config(**changes: object) -> GPTConfig:
     return GPTConfig.model_validate(sizes | {"dropout": 0.0} | changes)
 
 
-def reference_for(config: GPTConfig, vocab_size: int) -> GPT2LMHeadModel:
+def reference_for(config: GPTConfig, vocab_size: int) -> "GPT2LMHeadModel":
     """One of the same sizes with weights of its own, biases and norms included, in evaluation mode."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     theirs = GPT2LMHeadModel(  # type: ignore[no-untyped-call]
         GPT2Config(
             vocab_size=vocab_size,
@@ -36,7 +42,7 @@ def reference_for(config: GPTConfig, vocab_size: int) -> GPT2LMHeadModel:
     return theirs
 
 
-def twin_of(theirs: GPT2LMHeadModel, config: GPTConfig) -> GPT:
+def twin_of(theirs: "GPT2LMHeadModel", config: GPTConfig) -> GPT:
     """Our model with their weights, in evaluation mode."""
     ours = GPT(config, theirs.config.vocab_size)
     with torch.no_grad():

@@ -67,7 +67,7 @@ def test_workers_that_hang_and_say_that_they_are_slow_do_not_hold_up_the_end(
                 self.link.next_event(1.0)
 
     monkeypatch.setattr(link, "measure_speed", lambda *_: 1e-6)
-    cluster = Cluster(local_settings("min_workers=3"), tmp_path)
+    cluster = Cluster(local_settings("min_workers=3", "num_epochs=4"), tmp_path)
     hung = [cluster.worker(rank, make=Hung) for rank in (2, 3)]
     cluster.finish(cluster.worker(1), *hung)
     assert any("worker 1" in line and "takes over" in line for line in cluster.log_lines)
@@ -182,7 +182,7 @@ class Huge(Worker):
 def test_a_worker_whose_own_copy_diverges_costs_its_pushes_and_nothing_else(
     tmp_path: Path, algorithm_of_one: type[Worker], override: str
 ) -> None:
-    overrides = "gradient_clipping.enabled=false", "min_workers=2", override
+    overrides = "gradient_clipping.enabled=false", "min_workers=2", "num_epochs=4", override
     cluster = Cluster(local_settings(*overrides, workers=2), tmp_path)
     summary = cluster.finish(cluster.worker(1), cluster.worker(2, make=algorithm_of_one))
     assert summary.pushes.non_finite > 0
@@ -213,7 +213,7 @@ class Exploding(Worker):
 def test_a_worker_that_fails_also_from_fresh_weights_leaves_and_the_others_go_on(
     tmp_path: Path, algorithm_of_one: type[Worker]
 ) -> None:
-    overrides = "gradient_clipping.enabled=false", "min_workers=2"
+    overrides = "gradient_clipping.enabled=false", "min_workers=2", "num_epochs=4"
     cluster = Cluster(local_settings(*overrides, workers=2), tmp_path)
     innocent, broken = cluster.worker(1), cluster.worker(2, make=algorithm_of_one)
     summary = cluster.finish(innocent)

@@ -11,12 +11,16 @@ from launching import Launching, Screen
 HERE = Path(__file__).parent
 
 
+LAUNCHES = ("test_launch.py", "test_window.py")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep all tests of this folder in one process: they share the hosts."""
+    """Have two processes run the tests of this folder, each with hosts of its own."""
     for item in items:
         if HERE in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("lab"))
+            name = "launches" if item.path.name in LAUNCHES else "lab"
+            item.add_marker(pytest.mark.xdist_group(name))
 
 
 @pytest.fixture(scope="session")

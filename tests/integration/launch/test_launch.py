@@ -115,6 +115,7 @@ def test_the_script_trains_digits_and_leaves_nothing(launching: Launching) -> No
     assert launching.is_clean(), launching.left()
 
 
+@pytest.mark.slow
 def test_a_run_outlives_what_happens_to_its_machines(
     launching: Launching, screen: Callable[[list[str]], Screen]
 ) -> None:
@@ -219,6 +220,7 @@ def test_a_run_outlives_what_happens_to_its_machines(
     launching.wait_until_clean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("now", [(), ("--now",)])
 def test_the_number_of_a_process_that_is_gone_is_nobodys_death(
     launching: Launching, now: tuple[str, ...]
@@ -239,6 +241,7 @@ def test_the_number_of_a_process_that_is_gone_is_nobodys_death(
     sleeper.stop()
 
 
+@pytest.mark.slow
 def test_two_times_ctrl_c_stop_a_run_that_is_followed(
     launching: Launching, screen: Callable[[list[str]], Screen]
 ) -> None:
@@ -251,6 +254,7 @@ def test_two_times_ctrl_c_stop_a_run_that_is_followed(
     assert launching.is_clean(), launching.left()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_python", [True, False])
 def test_a_start_that_fails_is_taken_back(launching: Launching, has_python: bool) -> None:
     """Of a worker that refuses its device, and of one whose interpreter is broken."""
@@ -298,6 +302,7 @@ def test_a_folder_of_something_else_is_refused_untouched(launching: Launching) -
     assert launching.is_clean(), launching.left()
 
 
+@pytest.mark.slow
 def test_a_launch_loses_nothing_of_what_others_have_on_a_node(launching: Launching) -> None:
     """On a node with edited files, and on one that its owner has made a clone; twice, and with a way out."""
     lab, folder, edited = launching.lab, "~/owned", "src/smolcluster/utils/seed.py"
@@ -384,6 +389,7 @@ def test_missing_tools_are_named_with_their_remedies(launching: Launching) -> No
     assert len(failed.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_controller_without_tmux_follows_syncps(
     launching: Launching, screen: Callable[[list[str]], Screen]
 ) -> None:
@@ -399,6 +405,7 @@ def test_a_controller_without_tmux_follows_syncps(
     assert launching.is_clean(), launching.left()
 
 
+@pytest.mark.slow
 def test_a_gpt_is_launched_and_stopped_by_a_signal(launching: Launching) -> None:
     """Where nobody can be asked, a signal stops the run."""
     small = ["model.model_dim=16", "model.num_layers=1", "model.num_heads=1", "model.ff_dim=32"]

@@ -30,6 +30,7 @@ def left_the_window(terminal: Screen) -> None:
     terminal.wait_for("goes on: `uv run smolcluster attach", "code=0")
 
 
+@pytest.mark.slow
 def test_the_window_of_a_run_on_three_machines(
     launching: Launching, screen: Callable[[list[str]], Screen]
 ) -> None:
@@ -114,6 +115,7 @@ def test_the_window_of_a_run_on_three_machines(
     over.wait_for("is over", "code=1")
 
 
+@pytest.mark.slow
 def test_a_window_that_stays_open_shows_the_end(
     launching: Launching, screen: Callable[[list[str]], Screen]
 ) -> None:
@@ -129,6 +131,7 @@ def test_a_window_that_stays_open_shows_the_end(
     launching.wait_until_clean()
 
 
+@pytest.mark.slow
 def test_a_local_run_has_the_same_window(
     launching: Launching, screen: Callable[[list[str]], Screen]
 ) -> None:

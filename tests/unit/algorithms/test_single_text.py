@@ -45,7 +45,7 @@ Body = Callable[[ServerContext], Summary]
 
 
 @pytest.fixture(autouse=True)
-def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_flushing: None) -> Path:
     """A text of its own, a cache of its own, and nobody outside is told."""
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

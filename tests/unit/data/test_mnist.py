@@ -3,11 +3,10 @@ import urllib.error
 import urllib.request
 from http.client import IncompleteRead
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
-from torchvision.datasets import MNIST
 
 from smolcluster.data import mnist
 from smolcluster.data.mnist import FILES, load_mnist
@@ -73,7 +72,7 @@ def test_missing_files_name_the_folder_and_the_remedy(tmp_path: Path) -> None:
     assert "dataset.download=true" in str(error.value)
 
 
-def fake_download(self: MNIST) -> None:
+def fake_download(self: Any) -> None:
     raw = Path(self.raw_folder)
     raw.mkdir(parents=True)
     write_small(raw)
@@ -82,7 +81,7 @@ def fake_download(self: MNIST) -> None:
 def test_fetched_files_are_whole_and_nothing_else_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MNIST, "download", fake_download)
+    monkeypatch.setattr("torchvision.datasets.MNIST.download", fake_download)
     data = load_mnist(tmp_path / "new", download=True)
 
     assert data.train.num_samples == 5
@@ -93,7 +92,7 @@ def test_fetched_files_are_whole_and_nothing_else_is_left(
 def test_a_folder_with_some_of_the_files_is_completed(
     small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MNIST, "download", fake_download)
+    monkeypatch.setattr("torchvision.datasets.MNIST.download", fake_download)
     (small / "MNIST" / "raw" / FILES[2]).unlink()
     assert load_mnist(small, download=True).validation.num_samples == 2
 
@@ -105,12 +104,12 @@ def test_a_folder_with_some_of_the_files_is_completed(
 def test_a_download_that_breaks_off_leaves_nothing_behind(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def break_off(self: MNIST) -> NoReturn:
+    def break_off(self: Any) -> NoReturn:
         Path(self.raw_folder).mkdir(parents=True)
         (Path(self.raw_folder) / FILES[0]).write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr(MNIST, "download", break_off)
+    monkeypatch.setattr("torchvision.datasets.MNIST.download", break_off)
     with pytest.raises(
         DataError, match=r"could not be fetched into .* set dataset\.download=false"
     ):
@@ -127,7 +126,7 @@ def test_a_failed_download_is_one_line_with_the_reason(
 ) -> None:
     monkeypatch.setattr(urllib.request, "urlopen", no_network)
     mirrors = [f"https://mirror{number}.example.org/{'mnist/' * 8}" for number in range(6)]
-    monkeypatch.setattr(MNIST, "mirrors", mirrors)
+    monkeypatch.setattr("torchvision.datasets.MNIST.mirrors", mirrors)
     with pytest.raises(DataError, match=r"could not be fetched.*name resolution>\)") as error:
         load_mnist(tmp_path, download=True)
     assert "\n" not in str(error.value)

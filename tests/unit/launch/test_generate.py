@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import GPT2LMHeadModel
 
 from harness import local_settings
 from smolcluster.algorithms import artifacts, single
@@ -238,6 +237,8 @@ def test_transformers_reads_what_is_exported_and_computes_the_same(
     folder = tmp_path / "exported"
     assert export_model(str(run.root), folder, best=False, transformers=True) == 0
     assert f"-> {folder}" in capsys.readouterr().out
+    from transformers import GPT2LMHeadModel
+
     theirs = GPT2LMHeadModel.from_pretrained(str(folder))
     theirs.eval()  # type: ignore[no-untyped-call]
     checkpoint = store_of(run).newest_good()

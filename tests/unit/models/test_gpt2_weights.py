@@ -1,31 +1,33 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import GPT2LMHeadModel, GPT2Model
 
 from gpt2_reference import reference_for, tiny_config, twin_of
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.models.gpt import GPT, build_gpt
 from smolcluster.models.gpt2_weights import read_for, write_gpt2
 
+if TYPE_CHECKING:  # it takes seconds
+    from transformers import GPT2LMHeadModel, GPT2Model
+
 VOCAB = 37
 TOKENS = torch.arange(20).reshape(2, 10)
 
 
 @pytest.fixture
-def theirs() -> GPT2LMHeadModel:
+def theirs() -> "GPT2LMHeadModel":
     torch.manual_seed(0)
     return reference_for(tiny_config(), VOCAB)
 
 
 @pytest.fixture
-def folder(theirs: GPT2LMHeadModel, tmp_path: Path) -> Path:
+def folder(theirs: "GPT2LMHeadModel", tmp_path: Path) -> Path:
     theirs.save_pretrained(tmp_path)
     return tmp_path
 
@@ -46,17 +48,19 @@ def load(folder: Path) -> GPT:
     return build_gpt(tiny_config(pretrained=folder), VOCAB).eval()
 
 
-def assert_same(ours: GPT, theirs: GPT2LMHeadModel) -> None:
+def assert_same(ours: GPT, theirs: "GPT2LMHeadModel") -> None:
     torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_transformers_reads_what_is_written_without_a_key_too_many_or_too_few(
-    theirs: GPT2LMHeadModel, tmp_path: Path
+    theirs: "GPT2LMHeadModel", tmp_path: Path
 ) -> None:
     config = tiny_config()
     ours = twin_of(theirs, config)
     folder = tmp_path / "deep" / "folder"
     write_gpt2(ours.state_dict(), config, folder)
+
+    from transformers import GPT2LMHeadModel
 
     again: GPT2LMHeadModel
     loaded: Any = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
@@ -77,18 +81,20 @@ def test_what_is_written_is_read_again_exactly(tmp_path: Path) -> None:
     assert all(torch.equal(again[name], weights[name]) for name in weights)
 
 
-def test_what_transformers_writes_is_read(folder: Path, theirs: GPT2LMHeadModel) -> None:
+def test_what_transformers_writes_is_read(folder: Path, theirs: "GPT2LMHeadModel") -> None:
     assert_same(load(folder), theirs)
 
 
-def test_names_without_their_prefix_are_read(tmp_path: Path, theirs: GPT2LMHeadModel) -> None:
+def test_names_without_their_prefix_are_read(tmp_path: Path, theirs: "GPT2LMHeadModel") -> None:
     bare: GPT2Model = theirs.transformer
     bare.save_pretrained(tmp_path)
     assert "wte.weight" in load_file(tmp_path / "model.safetensors")
     assert_same(load(tmp_path), theirs)
 
 
-def test_masks_and_a_tied_output_layer_are_left_out(folder: Path, theirs: GPT2LMHeadModel) -> None:
+def test_masks_and_a_tied_output_layer_are_left_out(
+    folder: Path, theirs: "GPT2LMHeadModel"
+) -> None:
     def add(tensors: dict[str, Tensor]) -> None:
         tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 12, 12).tril()
         tensors["transformer.h.1.attn.masked_bias"] = torch.tensor(-1e4)
@@ -99,7 +105,7 @@ def test_masks_and_a_tied_output_layer_are_left_out(folder: Path, theirs: GPT2LM
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_halves_become_float32(folder: Path, theirs: GPT2LMHeadModel, dtype: torch.dtype) -> None:
+def test_halves_become_float32(folder: Path, theirs: "GPT2LMHeadModel", dtype: torch.dtype) -> None:
     def halve(tensors: dict[str, Tensor]) -> None:
         tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()})
 
@@ -224,7 +230,7 @@ def test_a_configuration_that_is_no_object_is_refused(folder: Path) -> None:
 
 
 def test_a_pickle_is_refused_with_the_command_that_converts_it(
-    folder: Path, theirs: GPT2LMHeadModel
+    folder: Path, theirs: "GPT2LMHeadModel"
 ) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"is a pickle, .* not read") as caught:
@@ -237,7 +243,7 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(
 
 
 def test_weights_in_parts_are_refused_with_the_command_that_joins_them(
-    folder: Path, theirs: GPT2LMHeadModel
+    folder: Path, theirs: "GPT2LMHeadModel"
 ) -> None:
     (folder / "model.safetensors").unlink()
     theirs.save_pretrained(folder, max_shard_size="5KB")
