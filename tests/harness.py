@@ -1,11 +1,15 @@
 """A whole cluster in one process: server and workers as threads, talking over 127.0.0.1."""
 
+import itertools
 import logging
+import os
+import random
 import secrets
 import socket
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +40,7 @@ from smolcluster.utils.stopping import StopRequest
 
 SECRET = Secret(Path("the-test's-secret"), b"0123456789abcdef0123456789abcdef")
 DEADLINE_S = 60.0
+FIRST_PORT, NUM_PORTS = 12_000, 2000
 
 Server = edp.Server | syncps.Server
 MakeParticipant = Callable[[Welcome, TrainingContext], Participant]
@@ -45,11 +50,20 @@ WORKERS: Mapping[str, MakeParticipant] = MappingProxyType(
 )
 
 
+_offset = random.SystemRandom().randrange(NUM_PORTS)
+_offsets = itertools.chain(range(_offset, NUM_PORTS), itertools.cycle(range(NUM_PORTS)))
+
+
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on now, and that is given to no connection and to no other test.
+
+    Systems give connections ports from 32768 on; each process of pytest has some below that.
+    """
+    first = FIRST_PORT + NUM_PORTS * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    while True:
+        port = first + next(_offsets)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def local_settings(
