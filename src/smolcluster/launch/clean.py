@@ -11,7 +11,6 @@ import shutil
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +31,8 @@ from smolcluster.runs.files import or_none
 from smolcluster.runs.launched import read_launched
 from smolcluster.runs.lock import RunLock, is_held
 from smolcluster.runs.paths import LATEST, RunPaths, check_run_id, latest_of, point_latest
-from smolcluster.utils.units import format_bytes, format_duration
+from smolcluster.utils.at_once import at_once
+from smolcluster.utils.units import format_bytes, format_count, format_duration
 from smolcluster.utils.words import one_line
 
 TIMEOUT_S = 120.0
@@ -317,13 +317,12 @@ def _each(
             return f"{host.node} ({host.shown}): its answer makes no sense: {done.stderr_tail}"
         return [(word, 1024 * int(size)) for word, size in pairs]
 
-    with ThreadPoolExecutor(max(1, len(asked))) as pool:
-        for host, said in zip(asked, pool.map(ask, asked), strict=True):
-            if isinstance(said, str):
-                troubles.append(f"{said}; what is there is left")
-            else:
-                folders_there = dict.fromkeys(asked[host])
-                answers |= {(host, at): word for at, word in zip(folders_there, said, strict=True)}
+    for host, said in zip(asked, at_once(ask, asked), strict=True):
+        if isinstance(said, str):
+            troubles.append(f"{said}; what is there is left")
+        else:
+            folders_there = dict.fromkeys(asked[host])
+            answers |= {(host, at): word for at, word in zip(folders_there, said, strict=True)}
     return answers
 
 
@@ -349,8 +348,7 @@ def _show(removals: Sequence[Removal]) -> None:
             table.add_row(*(Text(displayable(console, cell)) for cell in cells))
     with steady(console):
         console.print(table)
-    many = "s"[: len(removals) != 1]
-    _say(f"{len(removals)} run{many}, {format_bytes(total)}")
+    _say(f"{format_count(len(removals), 'run')}, {format_bytes(total)}")
 
 
 def _confirmed() -> bool:

@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
@@ -55,8 +54,9 @@ from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched, 
 from smolcluster.runs.paths import RunPaths, latest_of, point_latest, take_back_latest
 from smolcluster.runs.status import STATUS, RunStatus
 from smolcluster.runs.summary import SUMMARY, Summary, table
+from smolcluster.utils.at_once import at_once
 from smolcluster.utils.retry import Deadline
-from smolcluster.utils.units import format_duration
+from smolcluster.utils.units import format_count, format_duration
 
 POLL_S = 0.5
 INTERRUPTED = 130
@@ -576,8 +576,7 @@ def exit_codes(
     Raises:
         LaunchError: one cannot be asked.
     """
-    with ThreadPoolExecutor(max_workers=max(1, len(processes))) as pool:
-        return list(zip(processes, pool.map(exit_code, processes), strict=True))
+    return list(zip(processes, at_once(exit_code, processes), strict=True))
 
 
 def progress_line(status: RunStatus) -> str:
@@ -590,7 +589,7 @@ def progress_line(status: RunStatus) -> str:
         parts.append(f"validation perplexity {status.val_perplexity:.4g}")
     parts.append(f"{status.samples_per_s:,.0f} samples/s")
     present = sum(worker.state == "joined" for worker in status.workers)
-    return ", ".join([*parts, f"{present} worker{'' if present == 1 else 's'}"])
+    return ", ".join([*parts, format_count(present, "worker")])
 
 
 def left_running(run_id: str) -> str:

@@ -68,6 +68,7 @@ from smolcluster.runs.status import STOPPED
 from smolcluster.runs.summary import read_summary, sample_shown, table
 from smolcluster.transport.security import default_secret_path, ensure_secret
 from smolcluster.utils.retry import Deadline
+from smolcluster.utils.units import format_count
 
 SHUTDOWN_TIMEOUT_S = 10.0
 """From the end of a good run to the end of its workers, who hear of it from the server."""
@@ -244,7 +245,7 @@ class LocalRun:
 
     def _start(self) -> None:
         """Start the server, then the workers; `_children` has what was started, come what may."""
-        workers = f"{len(self._plan.workers)} worker{'s'[: len(self._plan.workers) != 1]}"
+        workers = format_count(len(self._plan.workers), "worker")
         self._say(
             f"run {self._paths.run_id}: starting a server and {workers}; Ctrl-C stops them. "
             "Loading PyTorch takes each of them some seconds"

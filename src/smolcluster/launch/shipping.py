@@ -9,7 +9,6 @@ import ipaddress
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from smolcluster.launch.sessions import ask_to_end, begin, host_of, look_script
 from smolcluster.launch.stop import LAST_LINES_S
 from smolcluster.launch.tmux import session_name
 from smolcluster.runs.launched import Launched, LaunchedProcess
+from smolcluster.utils.at_once import at_once
 from smolcluster.utils.units import format_address
 
 ROLE = "shipper"
@@ -76,8 +76,7 @@ def with_shippers(launched: Launched, loki: LokiAddress | None, say: Say) -> Lau
             say(f"the logs of {processes[0].node} are not shipped: {error}")
             return None
 
-    with ThreadPoolExecutor(max_workers=len(places)) as pool:
-        shippers = tuple(filter(None, pool.map(planned, places.values())))
+    shippers = tuple(filter(None, at_once(planned, places.values())))
     return launched.model_copy(update={"shippers": shippers})
 
 
@@ -182,5 +181,4 @@ def begin_shippers(
         except LaunchError as error:
             say(f"the logs of {shipper.node} are not shipped: {error}")
 
-    with ThreadPoolExecutor(max_workers=max(1, len(shippers))) as pool:
-        list(pool.map(start, shippers))
+    at_once(start, shippers)

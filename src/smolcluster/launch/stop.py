@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.runs.paths import RunPaths, log_stem
 from smolcluster.runs.processes import ProcessEntry, read_processes
 from smolcluster.runs.status import STATUS, read_status, stopped, write_status
+from smolcluster.utils.at_once import at_once
 from smolcluster.utils.retry import Deadline
 
 SERVER_GRACE_S = 300.0
@@ -75,11 +75,10 @@ def stop_processes(
     if server is Ending.ENDED:
         with suppress(LaunchError):
             _note_stopped(launched)
-    with ThreadPoolExecutor(max_workers=max(1, len(launched.workers))) as pool:
-        ended = pool.map(
-            lambda worker: _end(worker, WORKER_GRACE_S, in_a_hurry, say), launched.workers
-        )
-    results = [server, *ended]
+    workers = at_once(
+        lambda worker: _end(worker, WORKER_GRACE_S, in_a_hurry, say), launched.workers
+    )
+    results = [server, *workers]
     shippers = _end_shippers(launched.shippers, in_a_hurry, say)
     return StopResult(
         left=[result for result in (*results, *shippers) if isinstance(result, Left)],
@@ -136,8 +135,7 @@ def _end_shippers(
                 return ending
         return _end(shipper, SHIPPER_GRACE_S, in_a_hurry, say)
 
-    with ThreadPoolExecutor(max_workers=max(1, len(shippers))) as pool:
-        return list(pool.map(end, shippers))
+    return at_once(end, shippers)
 
 
 def _ask(process: LaunchedProcess, grace_s: float, in_a_hurry: InAHurry, say: Say) -> Ending:

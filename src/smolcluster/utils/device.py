@@ -5,6 +5,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from smolcluster.errors import ConfigError
+from smolcluster.utils.units import format_count
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,7 @@ def describe(device: "torch.device") -> str:
         return f"{device} ({torch.cuda.get_device_name(device)})"
     if device.type == "cpu":
         threads = torch.get_num_threads()
-        return f"cpu ({threads} thread{'' if threads == 1 else 's'})"
+        return f"cpu ({format_count(threads, 'thread')})"
     return str(device)
 
 

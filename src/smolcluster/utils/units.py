@@ -23,6 +23,11 @@ def format_megabytes(num_bytes: float) -> str:
     return f"{scaled:.2g}" if scaled >= 0.001 else f"{scaled:.4f}" if scaled >= 5e-5 else "0"
 
 
+def format_count(count: int, noun: str) -> str:
+    """How many: `1 worker`, `3 workers`."""
+    return f"{count} {noun}{'s'[: count != 1]}"
+
+
 def format_rate(bytes_per_s: float) -> str:
     """How much a link carries, as all views tell it: `118 MB/s`."""
     return f"{format_megabytes(bytes_per_s)} MB/s"

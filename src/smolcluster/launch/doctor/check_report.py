@@ -12,6 +12,7 @@ from rich.text import Text
 
 from smolcluster.launch.doctor.findings import Context, Finding, State
 from smolcluster.observability.terminal import displayable, steady
+from smolcluster.utils.units import format_count
 
 MAX_CELL = 18
 """Columns of a cell."""
@@ -139,10 +140,12 @@ def _remedies(check_report: CheckReport, console: Console) -> Iterator[Renderabl
                 yield Text(_wrapped(f"  -> {finding.fix}", console))
     failures, warnings = check_report.count("fail"), check_report.count("warn")
     if not failures:
-        extra = f" ({_number(warnings, 'warning')})" if warnings else ""
+        extra = f" ({format_count(warnings, 'warning')})" if warnings else ""
         yield Text(f"the cluster is ready{extra}", "green")
     else:
-        yield Text(f"{_number(failures, 'failure')}, {_number(warnings, 'warning')}", "bold red")
+        yield Text(
+            f"{format_count(failures, 'failure')}, {format_count(warnings, 'warning')}", "bold red"
+        )
 
 
 def _wrapped(text: str, console: Console) -> str:
@@ -164,7 +167,3 @@ def _alike(check_report: CheckReport) -> dict[tuple[str, Finding], list[str]]:
     for node, name, finding in check_report:
         alike.setdefault((name, finding), []).append(node)
     return alike
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

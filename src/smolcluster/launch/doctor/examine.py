@@ -10,7 +10,6 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,6 +48,7 @@ from smolcluster.launch.remote import own_paths, project_root
 from smolcluster.launch.requests import cluster_source
 from smolcluster.launch.sync import environment_digest
 from smolcluster.observability.terminal import SteadyConsole
+from smolcluster.utils.at_once import at_once
 from smolcluster.utils.words import condensed
 
 CONTACT_S = 15.0
@@ -132,7 +132,7 @@ def contexts(cluster: ClusterConfig, raw: Mapping[str, Mapping[str, Any]]) -> di
 
 
 def examine(patients: Sequence[NodeChecks], cluster: ClusterConfig) -> CheckReport:
-    for_all(patients, examine_machine)
+    at_once(examine_machine, patients)
     identities = {each.host.node: each.identity for each in patients if each.identity}
     destinations = {each.host.node: each.host.destination for each in patients}
     twins = find_twins(identities, destinations, cluster)
@@ -148,14 +148,8 @@ def examine(patients: Sequence[NodeChecks], cluster: ClusterConfig) -> CheckRepo
             worker.context = replace(worker.context, listener=listener)
             look_at_all(worker, checks)
 
-        for_all(workers, examine_links)
+        at_once(examine_links, workers)
     return CheckReport({each.host.node: (each.context, each.findings) for each in patients})
-
-
-def for_all(patients: Sequence[NodeChecks], task: Callable[[NodeChecks], None]) -> None:
-    with ThreadPoolExecutor(max_workers=max(1, len(patients))) as pool:
-        for done in [pool.submit(task, each) for each in patients]:
-            done.result()
 
 
 def examine_machine(node_checks: NodeChecks) -> None:
@@ -184,9 +178,9 @@ def make_contact(node_checks: NodeChecks) -> None:
 
 
 def look_at_all(node_checks: NodeChecks, checks: Iterable[Check]) -> None:
-    with ThreadPoolExecutor(MAX_SESSIONS) as pool:
-        running = {check.name: pool.submit(look_at, node_checks, check) for check in checks}
-        node_checks.findings |= {name: done.result()[0] for name, done in running.items()}
+    made = list(checks)
+    found = at_once(lambda check: look_at(node_checks, check)[0], made, most=MAX_SESSIONS)
+    node_checks.findings |= {check.name: each for check, each in zip(made, found, strict=True)}
 
 
 def look_at(node_checks: NodeChecks, check: Check) -> tuple[Finding, Answer | None]:

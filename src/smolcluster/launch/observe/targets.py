@@ -9,7 +9,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from smolcluster.launch.observe.stack import EVERYWHERE
 from smolcluster.observability.exporter import LOOPBACK, metrics_address
 from smolcluster.runs.files import write_whole
 from smolcluster.runs.launched import LaunchedProcess
+from smolcluster.utils.at_once import at_once
 from smolcluster.utils.units import format_address
 
 FOLDER = "targets"
@@ -129,8 +129,7 @@ def _hostname(destination: str) -> str:
 
 def _any_listens(targets: list[Json]) -> bool:
     addresses = [address for entry in targets for address in entry["targets"]]
-    with ThreadPoolExecutor(max_workers=max(1, min(16, len(addresses)))) as pool:
-        return any(pool.map(listens, addresses))
+    return any(at_once(listens, addresses, most=16))
 
 
 def listens(address: str) -> bool:

@@ -11,6 +11,7 @@ from smolcluster.configs.load import NODE_SECTION, SECTIONS, Kind
 from smolcluster.configs.resolve import Settings, check_algorithm, load_settings
 from smolcluster.errors import ConfigError
 from smolcluster.launch.requests import DEFAULT_TRAINING, cluster_source
+from smolcluster.utils.units import format_count
 
 DEFAULT_CLUSTER = "edp"
 
@@ -99,7 +100,7 @@ def summary(settings: Settings) -> str:
     if len(refusals) == len(ALGORITHMS):
         raise ConfigError("; ".join(f"{name}: {said}" for name, said in refusals.items()))
     fitting = " and ".join(name for name in ALGORITHMS if name not in refusals)
-    workers = f"{cluster.num_workers} worker{'s'[: cluster.num_workers != 1]}"
+    workers = format_count(cluster.num_workers, "worker")
     return (
         f"server {cluster.server}, {workers} ({', '.join(cluster.workers)}), port {cluster.port}; "
         f"{train.model.type} on {train.dataset.name}, {train.num_epochs} epochs of batches of "

@@ -45,6 +45,7 @@ from smolcluster.launch.setup.links import (
 )
 from smolcluster.observability.terminal import SteadyConsole, print_line
 from smolcluster.utils.replacing import replacing
+from smolcluster.utils.units import format_count
 from smolcluster.utils.words import one_line
 
 DEFAULT_PORT = 65432
@@ -416,7 +417,6 @@ def measured(
     """
     if not workers:
         return {}
-    count = len(interfaces)
     links = {}
     seconds = measuring_s(len(workers), interfaces)
     token = secrets.token_hex(16)
@@ -424,7 +424,7 @@ def measured(
     listen = probe_script("", "listen", port, token, seconds, *addresses)
     with listening(server, listen, START_S) as listener:
         for worker in workers:
-            ways = f"{count} way{'s'[: count != 1]}"
+            ways = format_count(len(interfaces), "way")
             print_line(console, f"measuring {ways} from {worker.node} to {server.node} …")
             links[worker.node] = measure(worker, interfaces, listener, token)
     return links

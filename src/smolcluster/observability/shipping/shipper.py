@@ -10,6 +10,7 @@ from smolcluster.observability.shipping.loki import PushReply, Verdict, push_bod
 from smolcluster.observability.shipping.spool import Batch, Spool
 from smolcluster.utils.cadence import Cadence
 from smolcluster.utils.retry import Deadline, backoff_delays
+from smolcluster.utils.units import format_count
 
 POLL_S = 0.5
 FIRST_DELAY_S, MAX_DELAY_S = 0.5, 10.0
@@ -82,7 +83,7 @@ class Shipper:
             self._warn(f"Loki does not take the logs, which wait in their files: {answer.reason}")
             return max(next(self._delays), answer.retry_after_s)
         if answer.verdict is Verdict.REFUSED:
-            lines = f"{len(batch.entries)} line{'s'[: len(batch.entries) != 1]}"
+            lines = format_count(len(batch.entries), "line")
             self._warn(f"Loki refuses some of {lines}, which stay in their files: {answer.reason}")
             self.refusal = answer.reason
         self._waiting, self._delays = None, _delays()
