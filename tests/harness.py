@@ -18,7 +18,6 @@ import torch
 
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.EDP import server as edp
-from smolcluster.algorithms.EDP.exchange import Pushed
 from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.step import Step
@@ -29,6 +28,7 @@ from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.configs.schema import AlgorithmName, DatasetConfig, SimpleNNConfig, TrainConfig
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.ps.leases import Lease
+from smolcluster.ps.push import Pushed
 from smolcluster.runs.events import EventLog, EventRecord, read_events
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic
 from smolcluster.training.build import TrainingContext, build

@@ -24,12 +24,12 @@ import harness
 from faults.proxy import HANDSHAKE, HARMLESS, POINTS, SILENT, Fault, FaultProxy
 from harness import Cluster, MakeParticipant, Outcome, Server, local_settings
 from smolcluster.algorithms.EDP import server as edp
-from smolcluster.algorithms.EDP.exchange import Pushed
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.cluster import acceptor, joining
 from smolcluster.configs.resolve import Settings
 from smolcluster.data.permutation import Range
+from smolcluster.ps.push import Pushed
 from smolcluster.runs.events import Event, LeaseReturned, WorkerJoined, WorkerLost
 from smolcluster.runs.summary import Summary
 from smolcluster.training.build import build

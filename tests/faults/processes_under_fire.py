@@ -15,8 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from smolcluster.algorithms.EDP.exchange import StateReceiver
 from smolcluster.algorithms.EDP.server import Server as EDPServer
+from smolcluster.algorithms.EDP.worker import StateReceiver
 from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
 from smolcluster.algorithms.entry import main
 from smolcluster.algorithms.registry import get_algorithm

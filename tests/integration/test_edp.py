@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from harness import SECRET, Cluster, local_settings
-from smolcluster.algorithms.EDP.exchange import Pushed
 from smolcluster.algorithms.EDP.server import Server
 from smolcluster.algorithms.EDP.worker import Worker
 from smolcluster.cluster import link
@@ -21,6 +20,7 @@ from smolcluster.errors import (
     Rejected,
     RunFailed,
 )
+from smolcluster.ps.push import Pushed
 from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLeft
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.loop import training_steps

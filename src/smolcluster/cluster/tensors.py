@@ -162,6 +162,29 @@ def work_payload(
     return spec, rows_spec, memoryview(bytes_of(indices).tobytes() + rows.tobytes())
 
 
+def assignment_of(
+    lease: LeaseKey,
+    indices: Tensor,
+    rows: NDArray[Any] | None = None,
+    *,
+    version: int,
+    learning_rate: float,
+    first_bucket: int = 0,
+    backup: bool = False,
+) -> tuple[Assignment, memoryview]:
+    """The message that hands samples out at `version` of the weights, and its payload: `work_payload`."""
+    spec, rows_spec, payload = work_payload(indices, rows)
+    return Assignment(
+        lease=lease,
+        version=version,
+        learning_rate=learning_rate,
+        first_bucket=first_bucket,
+        backup=backup,
+        tensor=spec,
+        rows=rows_spec,
+    ), payload
+
+
 def _unpack_rows(spec: TensorSpec, num_samples: int, payload: memoryview) -> Tensor:
     """Samples that the server sent, (num_samples, length + 1) int64."""
     kind = ROW_DTYPES.get(spec.dtype)

@@ -1,9 +1,16 @@
-"""How a gradient, or whole weights, leave a worker: encoded, a frame a bucket, buckets in order."""
+"""How a gradient, or whole weights, come from a worker: encoded, a frame a bucket, buckets in order.
+
+`GradientSender` (worker) -> `PushOrder` checks -> `GradientReceiver` (server), where a push is needed whole.
+"""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from smolcluster.cluster.inbox import Event, MessageReceived
+from smolcluster.cluster.session import Receiver
 from smolcluster.cluster.tensors import bucket_length, bucket_spec, bytes_of
 from smolcluster.codec.base import NonFiniteValue
 from smolcluster.codec.feedback import ErrorFeedback
@@ -11,7 +18,7 @@ from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import LeaseKey, Push, frame_of
+from smolcluster.transport.messages import LeaseKey, Message, Push, frame_of
 
 
 class GradientSender:
@@ -37,7 +44,7 @@ class GradientSender:
         base_version: int,
         loss: float,
         compute_s: float,
-        weights: torch.Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Iterator[Frame]:
         """Encode the replica's gradient, bucket by bucket, into frames with memory of their own.
 
@@ -52,7 +59,7 @@ class GradientSender:
         base_version: int,
         loss: float,
         compute_s: float,
-        weights: torch.Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Iterator[tuple[Push, memoryview]]:
         """The messages of those frames, and their payloads."""
         push = self._header(lease, base_version, loss, compute_s)
@@ -103,7 +110,7 @@ class GradientSender:
             tensor=bucket_spec(self._codec, self._replica.buckets[0]),
         )
 
-    def _encode(self, number: int, values: torch.Tensor, num_samples: int, what: str) -> memoryview:
+    def _encode(self, number: int, values: Tensor, num_samples: int, what: str) -> memoryview:
         bucket = self._replica.buckets[number]
         size = self._codec.encoded_nbytes(bucket_length(bucket))
         encoded = torch.empty(size, dtype=torch.uint8)
@@ -168,3 +175,53 @@ class PushOrder:
         last = self._next == len(self._buckets)
         self._lease = None if last else push.lease
         return last
+
+
+@dataclass(frozen=True)
+class Pushed(Event):
+    """A whole push has arrived: a `gradient` (num_params,), or with the update rule `mixing` weights.
+
+    The tensor is the server's until `receiver.free()`.
+    """
+
+    session_id: int
+    push: Push
+    gradient: Tensor
+    receiver: "GradientReceiver"
+
+
+class GradientReceiver(Receiver):
+    """Decodes one worker's pushes into a buffer of its own; hands it over with the last bucket."""
+
+    def __init__(self, session_id: int, codec_name: str, buckets: Sequence[slice]) -> None:
+        self.session_id = session_id
+        self._codec = get_codec(codec_name)
+        self._buckets = buckets
+        self._order = PushOrder(buckets, codec_name)
+        self._gradient: Tensor | None = None
+        self._taken = False
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a push has begun and not ended."""
+        return self._order.in_progress
+
+    def free(self) -> None:
+        """The server has done with the gradient."""
+        self._taken = False
+
+    def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        """Take a message in the reader's thread; a push is passed on when it is whole."""
+        if not isinstance(message, Push):
+            return MessageReceived(self.session_id, message)
+        if self._taken:
+            raise ProtocolError("it pushed again before its last push was acknowledged")
+        whole = self._order.take(message)
+        if self._gradient is None:
+            self._gradient = torch.empty(self._buckets[-1].stop, dtype=self._codec.dtype)
+        encoded = torch.frombuffer(payload, dtype=torch.uint8)
+        self._codec.decode(encoded, self._gradient[self._buckets[message.bucket]])
+        if not whole:
+            return None
+        self._taken = True
+        return Pushed(self.session_id, message, self._gradient, self)

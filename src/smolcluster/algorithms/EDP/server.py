@@ -21,24 +21,23 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.EDP import rule
-from smolcluster.algorithms.EDP.exchange import (
-    GradientReceiver,
-    Pushed,
-    assignment_of,
-    state_frames,
-)
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import CheckpointSource
+from smolcluster.cluster.tensors import assignment_of, state_frame
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import Range, epoch_permutation
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.ps.leases import Dispatcher, DispatcherState
+from smolcluster.ps.push import GradientReceiver, Pushed
 from smolcluster.runs.summary import Summary
 from smolcluster.training.checkpoint import Progress, parse_progress
 from smolcluster.training.schedule import learning_rate
@@ -302,7 +301,13 @@ class Server:
                 if lease is None:
                     break
                 rows = self.context.rows_of(lease.indices)
-                assignment = assignment_of(lease, self.version, self.learning_rate(), rows)
+                assignment = assignment_of(
+                    lease.key,
+                    lease.indices,
+                    rows,
+                    version=self.version,
+                    learning_rate=self.learning_rate(),
+                )
                 peer.worker.live_session.send(*assignment)
                 peer.unanswered.add(lease.key)
                 if lease.copied_from is not None:
@@ -342,6 +347,16 @@ class Server:
         return learning_rate(
             self.train, self.dispatcher.samples_applied, self.dispatcher.total_samples
         )
+
+
+def state_frames(
+    incarnation: str, version: int, weights: Tensor, buckets: Sequence[slice]
+) -> list[Frame]:
+    """Frames of the weights (num_params,) at `version`, to be shared by all who ask for them."""
+    return [
+        state_frame(weights[bucket], number, len(buckets), incarnation=incarnation, version=version)
+        for number, bucket in enumerate(buckets)
+    ]
 
 
 def serve(context: ServerContext) -> Summary:

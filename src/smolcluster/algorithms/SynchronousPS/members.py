@@ -27,13 +27,12 @@ from smolcluster.algorithms.SynchronousPS.sharing import (
 )
 from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
 from smolcluster.cluster.session import Session
-from smolcluster.cluster.tensors import state_frame, work_payload
+from smolcluster.cluster.tensors import assignment_of, state_frame
 from smolcluster.cluster.worker import Worker
 from smolcluster.ps.store import Stores
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
     WEIGHTS,
-    Assignment,
     Cancel,
     LeaseKey,
     Park,
@@ -180,17 +179,16 @@ class StepMember:
         `rows`: the samples themselves, where workers do not have them.
         """
         self.unanswered[assignment.key] = assignment
-        spec, rows_spec, payload = work_payload(indices, rows)
-        message = Assignment(
-            lease=assignment.key,
+        message = assignment_of(
+            assignment.key,
+            indices,
+            rows,
             version=version,
             learning_rate=rate,
             first_bucket=assignment.first_bucket,
             backup=assignment.backup,
-            tensor=spec,
-            rows=rows_spec,
         )
-        self.session.send(message, payload)
+        self.session.send(*message)
 
     def catch_up(self, version: int, reduced: set[int], reduction: Reduction) -> None:
         """Send it more of the state, and of the open step what went out before."""

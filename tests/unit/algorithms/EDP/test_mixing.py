@@ -13,21 +13,14 @@ from torch import Tensor
 from harness import free_port, local_settings
 from peers import DEADLINE_S, hello, opened, server_parts
 from smolcluster.algorithms.EDP import rule
-from smolcluster.algorithms.EDP.exchange import (
-    GradientReceiver,
-    Pushed,
-    StateReceiver,
-    WeightsArrived,
-    assignment_of,
-)
 from smolcluster.algorithms.EDP.server import Server
-from smolcluster.algorithms.EDP.worker import Worker
+from smolcluster.algorithms.EDP.worker import StateReceiver, WeightsArrived, Worker
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.link import Link
-from smolcluster.cluster.tensors import Assigned
+from smolcluster.cluster.tensors import Assigned, assignment_of
 from smolcluster.errors import NonFiniteLoss, PeerLost
 from smolcluster.ps.leases import Dispatcher
-from smolcluster.ps.push import GradientSender
+from smolcluster.ps.push import GradientReceiver, GradientSender, Pushed
 from smolcluster.ps.store import Stores
 from smolcluster.runs.events import PushDropped
 from smolcluster.training.build import TrainingContext, build
@@ -222,7 +215,7 @@ class Office:
     def lease(self) -> Assigned:
         lease = self._dispatcher.grant(1, 0.0)
         assert lease is not None
-        return Assigned(*assignment_of(lease, 0, 0.1))
+        return Assigned(*assignment_of(lease.key, lease.indices, version=0, learning_rate=0.1))
 
     def stepped(self, lease: Assigned) -> Tensor:
         """Where one step of plain training brings a twin of the worker's copy."""

@@ -18,11 +18,11 @@ from peers import (
     server_parts,
     set_gradient,
 )
-from smolcluster.algorithms.EDP.exchange import Pushed, StateReceiver, WeightsArrived
 from smolcluster.algorithms.EDP.server import LEASES_PER_WORKER, MAX_FAILURES, Server
+from smolcluster.algorithms.EDP.worker import StateReceiver, WeightsArrived
 from smolcluster.cluster.worker_pool import Departed
 from smolcluster.errors import NonFiniteLoss
-from smolcluster.ps.push import GradientSender
+from smolcluster.ps.push import GradientSender, Pushed
 from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLost, WorkerStalled
 from smolcluster.transport.frames import Frame, build_frame, check_head
 from smolcluster.transport.messages import Ack, Assignment, Fault, LeaseKey, Pull, Skip, State

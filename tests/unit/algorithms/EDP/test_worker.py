@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from harness import local_settings
-from smolcluster.algorithms.EDP.exchange import WeightsArrived
-from smolcluster.algorithms.EDP.worker import Worker
+from smolcluster.algorithms.EDP.worker import WeightsArrived, Worker
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.link import Link
 from smolcluster.cluster.tensors import Assigned, work_payload
