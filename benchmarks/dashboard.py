@@ -2,8 +2,8 @@
 
 Makes a run of a million steps (or `--steps N`) as the server writes them, with reports of three workers and
 evaluations, opens it with a server of its own, and times from the request until the first byte of
-`/api/runs/…/series`, the first time and again. `cat` of the same file is the limit that reading all of it
-would meet.
+`/api/runs/…/series`, the first time and again. `cat` of `metrics.jsonl` is the limit that reading all of it
+would meet, and `series.json` spares.
 
     python benchmarks/dashboard.py [--steps 1000000] [--json FILE]
 """
@@ -26,6 +26,7 @@ from smolcluster.observability.dashboard.serve import bound
 from smolcluster.runs.events import Evaluated, EventLog
 from smolcluster.runs.files import json_line, utc_timestamp
 from smolcluster.runs.paths import RunPaths, create_run
+from smolcluster.runs.series import SeriesFile
 from smolcluster.utils.units import format_bytes
 
 LIMIT_S = 2.0
@@ -49,6 +50,7 @@ def make_run(root: Path, num_steps: int) -> RunPaths:
     for step in range(EVALUATE_EVERY, num_steps + 1, EVALUATE_EVERY):
         events.write(Evaluated(epoch=0, step=step, val_loss=2.0 / math.log(step)))
     events.close()
+    SeriesFile(paths, warn=sys.exit).close()
     return paths
 
 

@@ -209,7 +209,7 @@ def test_a_run_that_is_over_is_shown_with_its_curves_events_and_numbers(
     assert len(browser.find_elements(By.CSS_SELECTOR, "#timeline .mark")) == 6
     press(browser, lost)
     find(browser, "#timeline svg").send_keys(*[Keys.ARROW_RIGHT] * 5)
-    assert "worker lost worker 2 (win) – reason it was cut" in text_of(browser, "#event")
+    assert "worker lost – worker 2 (win) is lost: it was cut" in text_of(browser, "#event")
 
     press(browser, find(browser, "[data-x='t']"))
     press(browser, find(browser, "#log-scale"))

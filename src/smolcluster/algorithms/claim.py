@@ -9,7 +9,7 @@ from datetime import datetime
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import AlgorithmName, TrainConfig
 from smolcluster.errors import CheckpointError, ConfigError
-from smolcluster.runs.events import first_start
+from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.runs.lock import RunLock
 from smolcluster.runs.paths import (
     LATEST,
@@ -114,7 +114,7 @@ def _checkpoint(
 
 
 def _check_algorithm(paths: RunPaths, algorithm: AlgorithmName) -> None:
-    started = first_start(paths.events)
+    started = read_snapshot(paths).started
     if started is not None and started.algorithm != algorithm:
         raise CheckpointError(
             f"run {paths.run_id} was begun by {started.algorithm}, not by {algorithm}: name another run with "

@@ -30,11 +30,10 @@ from smolcluster.launch.take_in import JoinOptions, begin_and_wait, join_cluster
 from smolcluster.launch.tmux import session_name
 from smolcluster.observability.logs import setup_logging
 from smolcluster.observability.terminal import SteadyConsole, print_line
-from smolcluster.runs.files import or_none
+from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched
 from smolcluster.runs.paths import RunPaths, create_run, log_stem, runs_root
 from smolcluster.runs.processes import ProcessEntry, read_processes, start_of, write_processes
-from smolcluster.runs.status import read_status
 from smolcluster.transport.messages import Welcome
 from smolcluster.transport.security import load_secret
 from smolcluster.utils.locks import release, take
@@ -85,7 +84,7 @@ def _join_run(paths: RunPaths, wanted: JoinOptions) -> int:
     launched = read_launched(paths.launched) if paths.launched.is_file() else None
     if launched is not None and not launched.is_local:
         return join_cluster(paths, launched, wanted)
-    status = or_none(read_status, paths.status)
+    status = read_snapshot(paths).status
     if status is None or status.is_over:
         raise LaunchError(f"run {paths.run_id} is over, or has not begun: nobody can join it")
     settings = load_resolved(paths.config)

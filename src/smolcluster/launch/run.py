@@ -43,7 +43,6 @@ from smolcluster.launch.stop import (
     note_stopped_here,
 )
 from smolcluster.observability.sinks.console import ProgressView
-from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.observability.terminal import (
     COLOURS,
     SteadyConsole,
@@ -52,7 +51,8 @@ from smolcluster.observability.terminal import (
     shown_text,
     steady,
 )
-from smolcluster.runs.events import RunEnded, WorkerJoined, WorkerLeft, WorkerLost, follow_events
+from smolcluster.observability.view.snapshot import Feed
+from smolcluster.runs.events import RunEnded, WorkerJoined, WorkerLeft, WorkerLost
 from smolcluster.runs.launched import Launched
 from smolcluster.runs.paths import (
     RunPaths,
@@ -201,11 +201,9 @@ class LocalRun:
         self._grace_s = grace_s
         self._patience_s = patience_s
         self._view = ProgressView(console, num_epochs=num_epochs)
-        self._metrics = follow_metrics(paths.metrics)
-        self._events = follow_events(paths.events)
+        self._feed = Feed(paths)
         if resumed:  # what it has done before is shown no more
-            self._metrics.poll()
-            self._events.poll()
+            self._feed.skip()
         self._children: list[Child] = []
         self._shippers: list[Child] = []
         self._reported: set[int] = set()
@@ -332,10 +330,10 @@ class LocalRun:
         return self._alone.expired
 
     def _follow(self) -> None:
-        for line in self._metrics.poll():
+        for line in self._feed.metrics.poll():
             self._view.log(line.record)
         self._view.tick()
-        for record in self._events.poll():
+        for record in self._feed.events.poll():
             match record.event:
                 case WorkerJoined(rank=rank):
                     self._members.add(rank)

@@ -29,7 +29,7 @@ from smolcluster.models.gpt import GPT
 from smolcluster.models.gpt2_weights import write_gpt2
 from smolcluster.observability.logs import console_logger
 from smolcluster.observability.terminal import SteadyConsole, steady
-from smolcluster.runs.events import first_start
+from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.runs.launched import read_launched
 from smolcluster.runs.lock import RunLock
 from smolcluster.runs.paths import LATEST as LATEST_RUN
@@ -251,7 +251,7 @@ def _run_meant(run_id: str | None, resume: str, overrides: Sequence[str]) -> Run
 
 
 def _algorithm(paths: RunPaths) -> str:
-    started = first_start(paths.events)
+    started = read_snapshot(paths).started
     if started is None:
         raise ConfigError(
             f"run {paths.run_id} did not get as far as to begin: launch a new one instead"

@@ -17,12 +17,11 @@ from smolcluster.launch.host import shell_path
 from smolcluster.launch.interrupts import interrupts
 from smolcluster.launch.sessions import Ending, ask_to_end, host_of, kill, wait_to_end
 from smolcluster.launch.watch.probe import command_lines, is_launched_worker, is_server_of
-from smolcluster.runs.events import first_start
-from smolcluster.runs.files import or_none
+from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.runs.paths import RunPaths, log_stem
 from smolcluster.runs.processes import ProcessEntry, read_processes
-from smolcluster.runs.status import STATUS, read_status, stopped, write_status
+from smolcluster.runs.status import STATUS, stopped, write_status
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.retry import Deadline
 
@@ -101,9 +100,9 @@ def _note_stopped(launched: Launched) -> None:
 
 def note_stopped_here(paths: RunPaths) -> None:
     """The same of a run of this machine."""
-    started = first_start(paths.events)
-    algorithm = "" if started is None else started.algorithm
-    last = stopped(or_none(read_status, paths.status), paths.run_id, algorithm)
+    read = read_snapshot(paths)
+    algorithm = "" if read.started is None else read.started.algorithm
+    last = stopped(read.status, paths.run_id, algorithm)
     if last is not None:
         with suppress(SmolclusterError):
             write_status(paths.status, last)

@@ -21,10 +21,9 @@ from smolcluster.errors import LaunchError, SmolclusterError
 from smolcluster.launch.find import find
 from smolcluster.launch.host import PREAMBLE, SSH_FAILED, Host, shell_path, ssh_options
 from smolcluster.observability.report.page import write_report
-from smolcluster.runs.files import or_none
+from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched
 from smolcluster.runs.paths import RunPaths
-from smolcluster.runs.status import read_status
 from smolcluster.utils.units import format_bytes
 from smolcluster.utils.words import condensed, one_line
 
@@ -115,7 +114,7 @@ def brought(run: str, *, checkpoints: bool) -> RunPaths:
         (launched := read_launched(paths.launched)).server, paths
     ):
         return paths
-    status = or_none(read_status, paths.status)
+    status = read_snapshot(paths).status
     if not checkpoints and status is not None and status.is_over and paths.metrics.is_file():
         return paths
     part = next(parts_of(launched, paths, checkpoints=checkpoints))

@@ -27,14 +27,14 @@ from smolcluster.launch.tmux import TMUX_TIMEOUT_S
 from smolcluster.launch.watch.probe import Ask, ProbeResult, alive_of, look
 from smolcluster.launch.watch.report import state_of
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
-from smolcluster.observability.view.listing import STARTING_S, began
-from smolcluster.runs.files import or_none, write_whole
-from smolcluster.runs.launched import Launched, read_launched
+from smolcluster.observability.view.snapshot import RunSnapshot, read_snapshot
+from smolcluster.runs.files import write_whole
+from smolcluster.runs.launched import Launched
 from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths, latest_of
 from smolcluster.runs.processes import read_processes
-from smolcluster.runs.status import Instant, RunStatus, instant, read_status
-from smolcluster.runs.summary import Summary, read_summary
+from smolcluster.runs.status import Instant, RunStatus, instant
+from smolcluster.runs.summary import Summary
 from smolcluster.utils.units import format_duration
 
 NEWS_S = 5.0
@@ -133,49 +133,29 @@ def _begun_to_list(
     paths: RunPaths, ask: Ask | None, sessions: Sessions, pool: ThreadPoolExecutor
 ) -> Callable[[], ListedRun]:
     """What tells how a run stands; its machines are asked meanwhile, if they must be."""
-    read = _Read(paths)
-    lives = read.lives_here(sessions)
+    read = read_snapshot(paths)
+    lives = _lives_here(read, sessions)
     if read.is_elsewhere and not lives and not read.is_over:
         return pool.submit(_elsewhere, read, ask).result
-    run = _line(read, _state(read, lives=lives), read.status, read.summary, is_alive=lives)
+    run = _line(read, read.state_here(lives=lives), read.status, read.summary, is_alive=lives)
     return lambda: run
 
 
-class _Read:
-    """What the small files of a run say, read once."""
-
-    def __init__(self, paths: RunPaths) -> None:
-        self.paths = paths
-        self.launched = or_none(read_launched, paths.launched)
-        self.summary = or_none(read_summary, paths.summary)
-        self.status = or_none(read_status, paths.status)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether they say so."""
-        return self.status.is_over if self.status is not None else self.summary is not None
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether only other machines can say how it stands."""
-        has_list = self.paths.launched.is_file()
-        return has_list and (self.launched is None or not self.launched.is_local)
-
-    def lives_here(self, sessions: Sessions) -> bool:
-        """Whether a process of this machine is of the run."""
-        if is_held(self.paths.lock):
-            return True
-        if self.launched is not None and not self.is_over:
-            own = {each.session for each in self.launched.processes if each.ssh is None}
-            return bool(own & set(sessions()))
-        with suppress(DataError):
-            return bool(alive_of(read_processes(self.paths.processes)))
-        return False
+def _lives_here(read: RunSnapshot, sessions: Sessions) -> bool:
+    """Whether a process of this machine is of the run."""
+    if is_held(read.paths.lock):
+        return True
+    if read.launched is not None and not read.is_over:
+        own = {each.session for each in read.launched.processes if each.ssh is None}
+        return bool(own & set(sessions()))
+    with suppress(DataError):
+        return bool(alive_of(read_processes(read.paths.processes)))
+    return False
 
 
 def _may_live(paths: RunPaths, sessions: Sessions) -> bool:
-    read = _Read(paths)
-    if read.lives_here(sessions):
+    read = read_snapshot(paths)
+    if _lives_here(read, sessions):
         return True
     if not read.is_elsewhere or read.is_over:
         return False
@@ -184,7 +164,7 @@ def _may_live(paths: RunPaths, sessions: Sessions) -> bool:
 
 
 def _line(
-    read: _Read,
+    read: RunSnapshot,
     state: str,
     status: RunStatus | None,
     summary: Summary | None,
@@ -197,39 +177,24 @@ def _line(
         steps, loss, wall_s = summary.steps, summary.final.train_loss, summary.wall_s
     elif status is not None:
         steps, loss, wall_s = status.step, status.loss, status.wall_s
-    told = status or summary or read.launched
     return ListedRun(
         run_id=read.paths.run_id,
-        algorithm=None if told is None else told.algorithm,
+        algorithm=(status or summary or read).algorithm,
         state=state,
         is_alive=is_alive,
         steps=steps,
         loss=loss,
         wall_s=wall_s,
         nodes=_nodes(read.launched),
-        began_at=instant(began(read.paths)),
+        began_at=instant(read.began),
         as_of=None if as_of is None else instant(as_of),
     )
-
-
-def _state(read: _Read, *, lives: bool) -> str:
-    """How a run of this machine stands: a server that lives holds its run's lock."""
-    status = read.status
-    if status is not None and status.is_over:
-        return status.word
-    if status is None and read.summary is not None:
-        return "ended"
-    if is_held(read.paths.lock):
-        return "starting" if status is None else status.state
-    if status is None and (lives or time.time() - began(read.paths) < STARTING_S):
-        return "starting"
-    return "broken off"
 
 
 # --- on other machines
 
 
-def _elsewhere(read: _Read, ask: Ask | None) -> ListedRun:
+def _elsewhere(read: RunSnapshot, ask: Ask | None) -> ListedRun:
     """What the machines of a run say, else what they said last."""
     known = _remembered(read.paths)
     if known is not None and known.is_alive is False:

@@ -12,17 +12,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from smolcluster.errors import DataError, SmolclusterError
+from smolcluster.errors import SmolclusterError
 from smolcluster.launch.host import Host, shell_path
 from smolcluster.launch.watch.fetch import is_here
 from smolcluster.launch.watch.probe import Ask, AskMore, ProbeResult, look, series_script
 from smolcluster.launch.watch.tail import RemoteTail
 from smolcluster.observability.view.run import Files
+from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.runs.files import write_whole
 from smolcluster.runs.launched import Launched
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.series import EVERY_S as SERIES_EVERY_S
-from smolcluster.runs.status import read_status, write_status
+from smolcluster.runs.status import write_status
 from smolcluster.runs.summary import write_summary
 
 LOOK_EVERY_S = 2.0
@@ -34,11 +35,10 @@ def is_wholly_here(launched: Launched, paths: RunPaths) -> bool:
     """Whether nothing needs to be read on another machine: also of a run that is over and was fetched."""
     if all(is_here(process, paths) for process in launched.processes):
         return True
-    with suppress(DataError):
-        logs = [paths.logs / f"{process.stem}.log" for process in launched.processes]
-        is_over = read_status(paths.status).is_over
-        return is_over and paths.metrics.is_file() and all(log.is_file() for log in logs)
-    return False
+    logs = [paths.logs / f"{process.stem}.log" for process in launched.processes]
+    status = read_snapshot(paths).status
+    is_over = status is not None and status.is_over
+    return is_over and paths.metrics.is_file() and all(log.is_file() for log in logs)
 
 
 class Mirror:

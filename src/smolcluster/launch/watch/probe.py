@@ -24,14 +24,13 @@ from smolcluster.launch.children import STOP_ON_STDIN_EOF
 from smolcluster.launch.host import Host, TookTooLong, Unreachable, shell_path
 from smolcluster.launch.sessions import look_script, words_of
 from smolcluster.observability.parsing import parse_log_line
-from smolcluster.runs.events import first_start
-from smolcluster.runs.files import or_none
+from smolcluster.observability.view.snapshot import RunSnapshot, read_snapshot
 from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched
 from smolcluster.runs.paths import RunPaths, log_stem
 from smolcluster.runs.processes import ProcessEntry, read_processes
 from smolcluster.runs.series import MAX_NBYTES
-from smolcluster.runs.status import RunStatus, instant, read_status
-from smolcluster.runs.summary import Summary, read_summary
+from smolcluster.runs.status import RunStatus, instant
+from smolcluster.runs.summary import Summary
 
 LIMIT_S = 5.0
 MAX_FILE_NBYTES, MAX_LOG_NBYTES = 1_000_000, 100_000
@@ -102,9 +101,8 @@ def look(paths: RunPaths, ask: Ask | None = None) -> ProbeResult:
     seen = {(each.role, each.rank): each for part in found for each in part.processes}
     server = found[0]
     if server.processes[0].liveness == "unreachable":  # there may be a copy from before
-        server = replace(
-            server, status=or_none(read_status, paths.status), summary=_summary_here(paths)
-        )
+        copy = read_snapshot(paths)
+        server = replace(server, status=copy.status, summary=copy.summary)
     ordered = tuple(seen[each.role, each.rank] for each in launched.processes)
     return replace(server, processes=ordered)
 
@@ -224,15 +222,14 @@ def _parsed(kind: type[File], text: str) -> File | None:
 
 def _look_here(paths: RunPaths) -> ProbeResult:
     """Look at a run all of whose processes are on this machine."""
-    status, summary = or_none(read_status, paths.status), _summary_here(paths)
-    is_over = summary is not None if status is None else status.is_over
+    read = read_snapshot(paths)
     seen = [
-        replace(who, liveness=_liveness(is_alive, is_over))
-        for who, is_alive in _processes_here(paths)
+        replace(who, liveness=_liveness(is_alive, read.is_over))
+        for who, is_alive in _processes_here(read)
     ]
     seen = [_with_code(each, paths) for each in seen]
     words = _last_error(paths, seen[0])
-    return ProbeResult(tuple(seen), status, summary, instant(time.time()), words)
+    return ProbeResult(tuple(seen), read.status, read.summary, instant(time.time()), words)
 
 
 def _with_code(seen: Seen, paths: RunPaths) -> Seen:
@@ -262,8 +259,9 @@ def _liveness(is_alive: bool, is_over: bool) -> Liveness:
     return "ended" if is_over else "gone"
 
 
-def _processes_here(paths: RunPaths) -> list[tuple[Seen, bool]]:
+def _processes_here(read: RunSnapshot) -> list[tuple[Seen, bool]]:
     """The processes that were launched, else the one that holds the run, and whether each lives."""
+    paths, started = read.paths, read.started
     if paths.processes.is_file():
         entries = read_processes(paths.processes)
         alive = alive_of(entries)
@@ -271,7 +269,6 @@ def _processes_here(paths: RunPaths) -> list[tuple[Seen, bool]]:
             (Seen(each.node, each.role, each.rank, "unknown"), each.pid in alive)
             for each in entries
         ]
-    started = first_start(paths.events)
     is_single = started is None or started.num_workers == 0 or started.algorithm == "single"
     node = platform.node() if started is None else started.node
     holder = _holder(paths)
@@ -323,7 +320,3 @@ def command_lines(pids: Sequence[int]) -> dict[int, str]:
     return {
         int(pair[0]): pair[1] for pair in pairs if len(pair) == 2 and "<defunct>" not in pair[1]
     }
-
-
-def _summary_here(paths: RunPaths) -> Summary | None:
-    return or_none(read_summary, paths.summary)

@@ -1,20 +1,17 @@
 """How a run stands, as one value: what was seen of its processes, with what its server wrote."""
 
 from collections.abc import Mapping
-from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from smolcluster.launch.watch.probe import Liveness, ProbeResult, Seen
+from smolcluster.observability.view import snapshot
+from smolcluster.observability.view.snapshot import State
 from smolcluster.runs.paths import process_title
 from smolcluster.runs.status import Presence, WorkerStatus
 
 KILLED = 137
 """The exit code of a process that SIGKILL has ended."""
-
-State = Literal[
-    "starting", "waiting", "training", "ended", "stopped", "failed", "broken off", "unknown"
-]
 
 
 class _Part(BaseModel):
@@ -128,17 +125,9 @@ def _why(probed: ProbeResult) -> str | None:
 
 def state_of(probed: ProbeResult) -> State:
     """How the run stands: what the server wrote, unless its process says otherwise."""
-    status = probed.status
-    if status is not None and status.is_over:
-        return status.word
-    if status is None and probed.summary is not None:
-        return "ended"
     server = probed.processes[0].liveness if probed.processes else "unknown"
-    if server in ("unreachable", "unknown"):
-        return "unknown"
-    if server != "running":
-        return "broken off"
-    return "starting" if status is None else status.state
+    is_alive = None if server in ("unreachable", "unknown") else server == "running"
+    return snapshot.state_of(probed.status, probed.summary, is_alive)
 
 
 def _processes(probed: ProbeResult) -> tuple[ProcessReport, ...]:

@@ -18,6 +18,7 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.observability.curves import svg_of
 from smolcluster.observability.report.render import write_page
 from smolcluster.observability.report.settings import changed_settings
+from smolcluster.observability.view import snapshot as view
 from smolcluster.observability.view.curves import Curves
 from smolcluster.observability.view.facts import ReportData, Worker, read_facts, workers_of
 from smolcluster.observability.view.first_error import FirstError, LogLine
@@ -37,7 +38,7 @@ from smolcluster.runs.events import (
 from smolcluster.runs.files import seconds_of
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.series import ProcessSeries, Total
-from smolcluster.runs.status import STALENESS_EDGES, STOPPED
+from smolcluster.runs.status import STALENESS_EDGES
 from smolcluster.runs.summary import SMALL
 from smolcluster.utils.units import format_bytes, format_duration, format_megabytes
 
@@ -238,27 +239,25 @@ def _subtitle(facts: ReportData) -> str:
 
 
 def state_of(facts: ReportData) -> State:
-    """How the run stands."""
+    """How the run stands, and why."""
     status = facts.status
-    if status is not None and status.is_over:
-        return _ended(status.state, status.reason or "")
-    if facts.is_alive:
-        word = status.state if status else "starting"
-        return State(word, "it goes on; this is how it stood", "live")
     ends = [record.event for record in facts.story.of(RunEnded)]
-    if ends and isinstance(end := ends[-1], RunEnded) and status is None:
+    if status is None and not facts.is_alive and ends and isinstance(end := ends[-1], RunEnded):
         return _ended("ended" if end.ok else "failed", end.reason)
-    if facts.summary is not None and status is None:
-        return State("ended", "", "good")
-    if status is not None:
-        at = f"{status.updated_at:%Y-%m-%d %H:%M:%S}"
-        reason = f"nothing has been heard of its owner since {at}, when it was {status.state}"
-        return State("broken off", reason, "bad")
-    return State("unknown", "its owner has written nothing here", "bad")
+    word = view.state_of(status, facts.summary, facts.is_alive)
+    if word in ("ended", "stopped", "failed"):
+        return _ended(word, status.reason or "" if status else "")
+    if facts.is_alive:
+        return State(word, "it goes on; this is how it stood", "live")
+    if status is None:
+        return State("unknown", "its owner has written nothing here", "bad")
+    at = f"{status.updated_at:%Y-%m-%d %H:%M:%S}"
+    reason = f"nothing has been heard of its owner since {at}, when it was {status.state}"
+    return State(word, reason, "bad")
 
 
 def _ended(word: str, reason: str) -> State:
-    if word == "ended" and reason == STOPPED:
+    if word == "stopped":
         return State("stopped", "", "live")
     return State(word, reason, "bad" if word == "failed" else "good")
 

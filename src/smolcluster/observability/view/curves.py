@@ -73,7 +73,12 @@ class Curves:
 
 def read_curves(paths: RunPaths) -> Curves:
     """The curves of a run as far as it has gone."""
-    return curves_of(paths.run_id, SeriesReader(paths).poll_all(), read_events(paths.events))
+    return curves_of(paths.run_id, read_series(paths), read_events(paths.events))
+
+
+def read_series(paths: RunPaths) -> Series:
+    """What a run has measured so far."""
+    return SeriesReader(paths).poll_all()
 
 
 def curves_of(run_id: str, series: Series, events: Sequence[EventRecord]) -> Curves:

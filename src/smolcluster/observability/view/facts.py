@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from smolcluster.configs.resolve import Settings, load_resolved
 from smolcluster.errors import ConfigError, DataError, SmolclusterError
-from smolcluster.observability.view.curves import Curves, curves_of
+from smolcluster.observability.view.curves import Curves, curves_of, read_series
 from smolcluster.observability.view.first_error import LogLine, Logs, Process, read_logs
 from smolcluster.observability.view.story import Story, read_story
 from smolcluster.runs.events import RunStarted, WorkerJoined, WorkerLeft, WorkerLost
@@ -18,7 +18,7 @@ from smolcluster.runs.launched import read_launched
 from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths, process_title
 from smolcluster.runs.processes import read_processes
-from smolcluster.runs.series import ProcessSeries, SeriesReader
+from smolcluster.runs.series import ProcessSeries
 from smolcluster.runs.status import RunStatus, read_status
 from smolcluster.runs.summary import Summary, read_summary
 
@@ -119,7 +119,7 @@ def _read(paths: RunPaths, *, with_logs: bool, ended_by: BaseException | None) -
     logs = Logs()
     try:
         story = read_story(paths.events)
-        series = SeriesReader(paths).poll_all()
+        series = read_series(paths)
         processes = sorted(
             series.processes.values(),
             key=lambda each: (-1 if each.rank is None else each.rank, each.node),

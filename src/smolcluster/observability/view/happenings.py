@@ -4,13 +4,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from smolcluster.observability.view.story import records_of, told
 from smolcluster.runs.events import (
     EventRecord,
     RunStarted,
     kind_of,
-    parse_event,
 )
-from smolcluster.runs.files import json_objects, seconds_of
+from smolcluster.runs.files import seconds_of
 from smolcluster.runs.tail import Line, Tail
 
 MAX_OF_A_KIND = 500
@@ -57,10 +57,8 @@ class Happenings:
         return [shown(record) for record in self.records()]
 
     def _take(self, line: Line) -> None:
-        for entry in json_objects([line.data]):
-            record = parse_event(entry)
-            if record is not None:
-                self._add(record)
+        for record in records_of([line.data]):
+            self._add(record)
 
     def _add(self, record: EventRecord) -> None:
         kind = kind_of(type(record.event))
@@ -77,29 +75,15 @@ class Happenings:
 def shown(record: EventRecord) -> dict[str, Any]:
     """An event for a time line."""
     event = record.event.model_dump()
-    told = {name: event[name] for name in ("rank", "node", "step") if event.get(name) is not None}
+    where = {name: event[name] for name in ("rank", "node", "step") if event.get(name) is not None}
     kind = kind_of(type(record.event))
-    return {"t": seconds_of(record.ts, 0.0), "kind": kind, "text": sentence(event), **told}
-
-
-def sentence(event: dict[str, Any]) -> str:
-    """An event's own fields in a line."""
-    skipped = {"rank", "node", "run_id"}
-    facts = [
-        f"{name.replace('_', ' ')} {_value(value)}"
-        for name, value in event.items()
-        if name not in skipped and value is not None and value != ""
-    ]
-    return ", ".join(facts)[:MAX_TEXT]
+    return {
+        "t": seconds_of(record.ts, 0.0),
+        "kind": kind,
+        "text": told(record.event)[:MAX_TEXT],
+        **where,
+    }
 
 
 def _number(numbered: Numbered) -> int:
     return numbered[0]
-
-
-def _value(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from smolcluster.observability.view.snapshot import state_of
 from smolcluster.runs.events import RunStarted
 from smolcluster.runs.launched import Launched
 from smolcluster.runs.status import OLD_S, STALENESS_EDGES, RunStatus, WorkerStatus
@@ -41,7 +42,7 @@ class Known:
 
 def standing(known: Known) -> dict[str, Any]:
     """How the run stands, as plain values; null is what is not known, or does not apply."""
-    state = state_of(known.status, known.summary, known.is_held)
+    state = state_of(known.status, known.summary, known.is_held is not False)
     is_over = state in ("ended", "stopped", "failed", "broken off")
     return {
         "run_id": known.run_id,
@@ -60,17 +61,6 @@ def standing(known: Known) -> dict[str, Any]:
         },
         "staleness": _staleness(known),
     }
-
-
-def state_of(status: RunStatus | None, summary: Summary | None, is_held: bool | None) -> str:
-    """How a run stands: what the server wrote, unless no process writes it any more (see `Known`)."""
-    if status is not None and status.is_over:
-        return status.word
-    if status is None and summary is not None:
-        return "ended"
-    if is_held is False:
-        return "broken off"
-    return "starting" if status is None else status.state
 
 
 def _setup(known: Known) -> dict[str, Any]:

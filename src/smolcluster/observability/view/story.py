@@ -88,9 +88,14 @@ def read_story(path: Path) -> Story:
         OSError: the file cannot be read.
     """
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        parsed = (parse_event(entry) for entry in json_objects(file))
-        return story_of(record for record in parsed if record is not None)
+        return story_of(records_of(file))
     return Story()
+
+
+def records_of(lines: Iterable[bytes]) -> Iterator[EventRecord]:
+    """The events among the lines of `events.jsonl`; those of unknown kinds are left out."""
+    parsed = (parse_event(entry) for entry in json_objects(lines))
+    return (record for record in parsed if record is not None)
 
 
 def story_of(records: Iterable[EventRecord]) -> Story:
@@ -163,7 +168,8 @@ def told(event: Event) -> str:  # noqa: C901, PLR0911, PLR0912  (a table that re
         case EpochFinished():
             return f"epoch {event.epoch + 1} finished at step {event.step:,}"
         case Evaluated():
-            return f"evaluated at step {event.step:,}"
+            loss = "" if event.val_loss is None else f": validation loss {event.val_loss:.4g}"
+            return f"evaluated at step {event.step:,}{loss}"
         case CheckpointSaved():
             return f"checkpoint of step {event.step:,} saved"
         case RunResumed():

@@ -21,7 +21,11 @@ def test_events_come_in_order_with_who_and_what(tmp_path: Path) -> None:
         *("worker_lost", "lease_returned", "run_ended"),
     ]
     lost = shown[4]
-    assert (lost["rank"], lost["node"], lost["text"]) == (1, "win", "reason it was cut")
+    assert (lost["rank"], lost["node"], lost["text"]) == (
+        1,
+        "win",
+        "worker 2 (win) is lost: it was cut",
+    )
 
 
 def test_of_a_frequent_kind_not_all_are_kept_but_all_are_counted(tmp_path: Path) -> None:

@@ -20,12 +20,13 @@ from smolcluster.launch.watch.logs import LogFile, entry_of, sources_of
 from smolcluster.launch.watch.probe import Ask, AskMore, ask_host, look, sections, series_script
 from smolcluster.launch.watch.report import RunReport, report_of
 from smolcluster.launch.watch.top.bars import mean
-from smolcluster.observability.view.story import told
-from smolcluster.runs.events import EpochFinished, Evaluated, kind_of, parse_event
-from smolcluster.runs.files import json_objects, seconds_of
+from smolcluster.observability.view.curves import read_series
+from smolcluster.observability.view.story import records_of, told
+from smolcluster.runs.events import EpochFinished, Evaluated, kind_of
+from smolcluster.runs.files import seconds_of
 from smolcluster.runs.launched import Launched, read_launched
 from smolcluster.runs.paths import RunPaths
-from smolcluster.runs.series import SeriesReader, loaded
+from smolcluster.runs.series import loaded
 from smolcluster.runs.status import RunStatus
 
 EVENTS_NBYTES = 8192
@@ -185,7 +186,7 @@ class SnapshotSource:
 
     def _learn_curve(self, text: str) -> None:
         found = loaded(text.encode()) if text else None
-        series = found[0] if found else SeriesReader(self._paths).poll_all()
+        series = found[0] if found else read_series(self._paths)
         self._has_curve = bool(series.steps.buckets)
         self._add(
             Point(each.step, _or_nan(each.mean("loss")), _or_nan(each.mean("samples_per_s")))
@@ -196,9 +197,8 @@ class SnapshotSource:
         for line in text.split("\n"):
             if line in self._news:
                 continue
-            for entry in json_objects([line.encode()]):
-                record = parse_event(entry)
-                if record is not None and not isinstance(record.event, ROUTINE):
+            for record in records_of([line.encode()]):
+                if not isinstance(record.event, ROUTINE):
                     seconds = seconds_of(record.ts, time.time())
                     kind = kind_of(type(record.event))
                     self._news[line] = EventLine(seconds, kind, told(record.event))

@@ -1,7 +1,7 @@
 // What has happened, on an axis of time; a lane for each sort of event, and a low one for each kind that is frequent.
 
 import { el, svg, byId, say } from "./dom.js";
-import { clock, moment, sentence, title } from "./format.js";
+import { clock, moment, sentence } from "./format.js";
 
 const LANES = [
   ["run", ["run_started", "run_resumed", "run_ended"]],
@@ -114,8 +114,7 @@ function choose(index) {
   byId("timeline").querySelector(`[data-index="${index}"]`)?.classList.add("chosen");
   chosen = index;
   const event = shown[index];
-  const who = event.rank === undefined ? event.node : title(event);
   byId("event").replaceChildren(
     el("time", { datetime: moment(event.t), title: moment(event.t) }, clock(event.t, true)), " ",
-    el("b", {}, sentence(event.kind)), who ? ` ${who}` : "", event.text ? ` – ${event.text}` : "");
+    el("b", {}, sentence(event.kind)), ` – ${event.text}`);
 }
