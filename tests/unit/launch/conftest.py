@@ -1,8 +1,9 @@
 import io
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,20 @@ def wait_for_ever():
     while os.read(0, 100):
         pass
 """
+
+COUNTING = """
+import pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+signals = []
+def note(signum, frame):
+    signals.append(signum)
+    (folder / "signals").write_text(str(len(signals)))
+signal.signal(signal.SIGTERM, note)
+(folder / "ready").touch()
+while not (signals and (folder / "saved").exists()):
+    time.sleep(0.02)
+"""
+"""Ends after it has been asked to, when the file `saved` is there; counts how often it is asked."""
 
 FakePlan = Callable[..., Launched]
 
@@ -93,3 +108,26 @@ def pid_in() -> Callable[[Path], int]:
         return int(path.read_text())
 
     return read
+
+
+@pytest.fixture
+def counting() -> Iterator[Callable[..., "subprocess.Popen[bytes]"]]:
+    """Start `COUNTING` in a folder, its command's further words given; it is reaped as soon as it ends."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(folder: Path, *words: str) -> "subprocess.Popen[bytes]":
+        (folder / "ready").unlink(missing_ok=True)
+        argv = [sys.executable, "-c", COUNTING, str(folder), *words]
+        process = subprocess.Popen(argv, start_new_session=True)
+        started.append(process)
+        threading.Thread(target=process.wait, daemon=True).start()
+        end = time.monotonic() + 60
+        while not (folder / "ready").exists():
+            assert time.monotonic() < end, "it does not start"
+            time.sleep(0.01)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()

@@ -4,12 +4,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
@@ -31,20 +31,6 @@ from smolcluster.launch.stop import WAITING, stop_processes
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.runs.status import read_status, write_status
 
-COUNTING = """
-import pathlib, signal, sys, time
-folder = pathlib.Path(sys.argv[1]).parent.parent
-signals = []
-def note(signum, frame):
-    signals.append(signum)
-    (folder / "signals").write_text(str(len(signals)))
-signal.signal(signal.SIGTERM, note)
-(folder / "ready").touch()
-while not (signals and (folder / "saved").exists()):
-    time.sleep(0.02)
-"""
-"""Ends after it has been asked to, when the file `saved` is there; counts how often it is asked."""
-
 
 @pytest.fixture
 def process(tmp_path: Path) -> LaunchedProcess:
@@ -62,27 +48,15 @@ Spawn = Callable[[], "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture
-def spawn(process: LaunchedProcess, run: Path) -> Iterator[Spawn]:
+def spawn(process: LaunchedProcess, run: Path, counting: Callable[..., Any]) -> Spawn:
     """Start the process without tmux, as its group's leader, with the number that its script leaves."""
-    started: list[subprocess.Popen[bytes]] = []
 
     def start() -> "subprocess.Popen[bytes]":
-        (run / "ready").unlink(missing_ok=True)
-        argv = [sys.executable, "-c", COUNTING, f"{run}/launch/{process.stem}.sh"]
-        child = subprocess.Popen(argv, start_new_session=True)
-        started.append(child)
-        threading.Thread(target=child.wait, daemon=True).start()
+        child: subprocess.Popen[bytes] = counting(run, f"{run}/launch/{process.stem}.sh")
         (run / "pids" / process.stem).write_text(f"{child.pid}\n")
-        end = time.monotonic() + 30
-        while not (run / "ready").exists():
-            assert time.monotonic() < end
-            time.sleep(0.01)
         return child
 
-    yield start
-    for child in started:
-        child.kill()
-        child.wait()
+    return start
 
 
 def test_who_has_been_asked_to_end_is_not_asked_again(

@@ -6,8 +6,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,20 +20,6 @@ from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.processes import ProcessEntry, start_of, write_processes
 from smolcluster.runs.status import read_status, write_status
 
-TOUCHY = """
-import pathlib, signal, sys, time
-folder = pathlib.Path(sys.argv[1])
-signals = []
-def note(signum, frame):
-    signals.append(signum)
-    (folder / "signals").write_text(str(len(signals)))
-signal.signal(signal.SIGTERM, note)
-(folder / "ready").touch()
-while not (signals and (folder / "saved").exists()):
-    time.sleep(0.02)
-"""
-"""Ends after it has been asked to, when the file `saved` is there; counts how often it is asked."""
-
 Spawn = Callable[..., "subprocess.Popen[bytes]"]
 
 
@@ -41,23 +29,8 @@ def paths(tmp_path: Path) -> RunPaths:
 
 
 @pytest.fixture
-def spawn(tmp_path: Path) -> Iterator[Spawn]:
-    """Start a process of these arguments; it is reaped as soon as it ends, as a launcher does."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(*words: str) -> "subprocess.Popen[bytes]":
-        (tmp_path / "ready").unlink(missing_ok=True)
-        argv = [sys.executable, "-c", TOUCHY, str(tmp_path), *words]
-        process = subprocess.Popen(argv, start_new_session=True)
-        started.append(process)
-        threading.Thread(target=process.wait, daemon=True).start()
-        wait_for(tmp_path / "ready")
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
+def spawn(tmp_path: Path, counting: Callable[..., Any]) -> Spawn:
+    return partial(counting, tmp_path)
 
 
 def wait_for(path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from smolcluster.errors import DataError
 from smolcluster.runs.status import (
     STOPPED,
     RunStatus,
@@ -118,20 +117,6 @@ def test_a_run_that_was_stopped_says_so_in_a_word() -> None:
 def test_a_time_without_a_zone_is_refused() -> None:
     with pytest.raises(ValidationError, match="updated_at"):
         status(updated_at=datetime(2026, 11, 20))
-
-
-def test_a_missing_status_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "status.json"
-    with pytest.raises(DataError, match=f"cannot read {path}: No such file"):
-        read_status(path)
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"run_id": 3}'])
-def test_what_is_not_a_status_is_an_error_that_names_the_file(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "status.json"
-    path.write_text(content)
-    with pytest.raises(DataError, match=f"{path} is not a run's status"):
-        read_status(path)
 
 
 def test_it_is_told_once_a_second_at_most_and_nobody_is_asked_in_between(

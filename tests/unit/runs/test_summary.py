@@ -6,7 +6,6 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from smolcluster.errors import DataError
 from smolcluster.runs.summary import (
     Final,
     Pushes,
@@ -83,18 +82,6 @@ def test_of_a_language_model_the_table_shows_tokens_and_perplexity() -> None:
 def test_wrong_values_are_refused(part: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         Summary.model_validate(summary().model_dump() | part)
-
-
-def test_a_missing_summary_asks_whether_the_run_has_ended(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"summary\.json.*has the run ended"):
-        read_summary(tmp_path / "summary.json")
-
-
-def test_a_damaged_summary_names_the_field(tmp_path: Path) -> None:
-    path = tmp_path / "summary.json"
-    path.write_text(summary().model_dump_json().replace('"steps":1350', '"steps":"many"'))
-    with pytest.raises(DataError, match=r"summary\.json is not a run's summary: steps: "):
-        read_summary(path)
 
 
 def test_the_closing_table_shows_the_run_and_a_row_for_each_worker() -> None:

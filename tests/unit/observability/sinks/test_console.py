@@ -176,3 +176,25 @@ def test_as_many_parts_as_fit_are_joined() -> None:
     assert fit(["abc", "de", "f"], 8) == "abc · de"
     assert fit(["abc", "de", "f"], 7) == "abc"
     assert fit(["abc", "de"], 2) == ""
+
+
+def test_a_plain_line_says_how_much_is_done_of_how_much() -> None:
+    console = plain()
+    values = {"samples_applied": 320.0, "total_samples": 1280.0, "total_steps": 4096.0}
+    view = ProgressView(console, num_epochs=3)
+    view.log(MetricRecord("step", 1024, 0, values))
+    view.close()
+    assert text(console).splitlines() == ["25% · epoch 1/3 · step 1,024/4,096"]
+
+
+def test_what_is_stopped_shows_no_progress_any_more() -> None:
+    console = plain()
+    view = ProgressView(console, interval_s=0.0)
+    view.log(MetricRecord("step", 1, 0, {}))
+    view.tick()
+    view.close(show_last=False)
+    view.log(MetricRecord("step", 2, 0, {}))
+    view.tick()
+    view.print("stopping")
+    view.close()
+    assert text(console).splitlines() == ["epoch 1 · step 1", "stopping"]
