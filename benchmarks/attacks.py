@@ -62,7 +62,7 @@ DISK_BYTES = 64 << 20
 def be_worker(role: str, algorithm: str, per_sample_s: float) -> int:
     """A worker's process, whose computing is replaced."""
     from smolcluster.algorithms.entry import main as process  # noqa: PLC0415
-    from smolcluster.cluster.tensors import Assigned  # noqa: PLC0415
+    from smolcluster.ps.assignment import Assigned  # noqa: PLC0415
 
     compute = Assigned.compute
 

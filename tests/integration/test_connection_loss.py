@@ -13,7 +13,7 @@ from harness import Cluster, Outcome, local_settings
 from proxy import Proxy
 from smolcluster.algorithms.EDP.server import Server
 from smolcluster.algorithms.EDP.worker import Worker
-from smolcluster.cluster.tensors import Assigned
+from smolcluster.ps.assignment import Assigned
 from smolcluster.runs.events import LeaseReturned, WorkerJoined, WorkerLost
 
 

@@ -11,7 +11,6 @@ from harness import SECRET, Cluster, local_settings
 from smolcluster.algorithms.EDP.server import Server
 from smolcluster.algorithms.EDP.worker import Worker
 from smolcluster.cluster import link
-from smolcluster.cluster.tensors import Assigned
 from smolcluster.errors import (
     AuthError,
     ClusterEmpty,
@@ -20,6 +19,7 @@ from smolcluster.errors import (
     Rejected,
     RunFailed,
 )
+from smolcluster.ps.assignment import Assigned
 from smolcluster.ps.push import Pushed
 from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLeft
 from smolcluster.training.build import TrainingContext, build

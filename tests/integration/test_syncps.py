@@ -20,9 +20,9 @@ from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.step_receiver import Committed
 from smolcluster.algorithms.SynchronousPS.worker import Worker
-from smolcluster.cluster.tensors import Assigned
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import ClusterEmpty, NonFiniteLoss, RunFailed
+from smolcluster.ps.assignment import Assigned
 from smolcluster.runs.events import Event as RunEvent
 from smolcluster.runs.events import (
     LeaseReturned,

@@ -1,8 +1,9 @@
-"""How a gradient, or whole weights, come from a worker: encoded, a frame a bucket, buckets in order.
+"""Buckets on the wire, a frame each: gradients (or whole weights) from a worker, the server's state to it.
 
 `GradientSender` (worker) -> `PushOrder` checks -> `GradientReceiver` (server), where a push is needed whole.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,14 +12,76 @@ from torch import Tensor
 
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.session import Receiver
-from smolcluster.cluster.tensors import bucket_length, bucket_spec, bytes_of
-from smolcluster.codec.base import NonFiniteValue
+from smolcluster.codec.base import Codec, NonFiniteValue
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import LeaseKey, Message, Push, frame_of
+from smolcluster.transport.messages import (
+    WEIGHTS,
+    LeaseKey,
+    Message,
+    Push,
+    State,
+    TensorSpec,
+    frame_of,
+)
+
+DIGEST_NBYTES = 8
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return memoryview(tensor.numpy().data).cast("B")
+
+
+def bucket_length(bucket: slice) -> int:
+    """Number of values in a bucket."""
+    return int(bucket.stop - bucket.start)
+
+
+def bucket_spec(codec: Codec, bucket: slice) -> TensorSpec:
+    """Describe a bucket that was encoded."""
+    length = bucket_length(bucket)
+    return _spec(codec.name, codec.dtype_name, length, codec.encoded_nbytes(length))
+
+
+@functools.lru_cache(maxsize=64)
+def _spec(codec: str, dtype: str, length: int, nbytes: int) -> TensorSpec:
+    """Made once for buckets of one length, because every frame needs one."""
+    return TensorSpec(codec=codec, dtype=dtype, shape=(length,), nbytes=nbytes)
+
+
+def digests_spec(num_buckets: int) -> TensorSpec:
+    """Describe the digests of so many buckets."""
+    nbytes = DIGEST_NBYTES * num_buckets
+    return TensorSpec(codec="raw", dtype="xxh3-64", shape=(num_buckets,), nbytes=nbytes)
+
+
+def state_frame(
+    values: Tensor,
+    number: int,
+    num_buckets: int,
+    *,
+    incarnation: str,
+    version: int,
+    content: str = WEIGHTS,
+) -> Frame:
+    """The frame of bucket `number` of the server's weights, or of its optimizer's `content`.
+
+    It refers to `values` (n,), on the CPU.
+    """
+    codec = get_codec(lossless_for(values.dtype))
+    state = State(
+        incarnation=incarnation,
+        version=version,
+        content=content,
+        bucket=number,
+        num_buckets=num_buckets,
+        tensor=bucket_spec(codec, slice(0, values.numel())),
+    )
+    return frame_of(state, bytes_of(values))
 
 
 class GradientSender:

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_digest
 
-from smolcluster.cluster.tensors import bytes_of
-from smolcluster.training.clipping import bucket_norms
-from smolcluster.training.optimizer import FlatOptimizer
+from smolcluster.ps.push import bytes_of
+from smolcluster.training.optimizer import FlatOptimizer, bucket_norms
 from smolcluster.training.replica import Replica
 from smolcluster.transport.messages import WEIGHTS
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from smolcluster.configs.schema import GradientClipping, Precision
 from smolcluster.data.dataset import NO_TERM
 from smolcluster.errors import ConfigError, NonFiniteLoss
-from smolcluster.training.clipping import bucket_norms, clip_factor
 from smolcluster.training.loss import autocast, loss_sum
-from smolcluster.training.optimizer import FlatOptimizer
+from smolcluster.training.optimizer import FlatOptimizer, bucket_norms, clip_factor
 from smolcluster.utils.meter import Meter
 
 DEFAULT_BUCKET_BYTES = 1 << 20

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.ps.store import Store, Stores
-from smolcluster.training.clipping import clip_factor
-from smolcluster.training.optimizer import NAMES, FlatOptimizer
+from smolcluster.training.optimizer import NAMES, FlatOptimizer, clip_factor
 from smolcluster.training.replica import Replica
 
 CLIPPING = GradientClipping(enabled=True, max_norm=0.5)

@@ -32,7 +32,7 @@ from torch import Tensor
 from smolcluster.configs.schema import GradientClipping, StalenessConfig
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.ps.store import Stores
-from smolcluster.training.clipping import clip_factor
+from smolcluster.training.optimizer import clip_factor
 
 NUM_NORMS = 64
 OUT_OF_PROPORTION = 1e6

@@ -31,13 +31,13 @@ from smolcluster.algorithms.EDP import rule
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import CheckpointSource
-from smolcluster.cluster.tensors import assignment_of, state_frame
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import Range, epoch_permutation
 from smolcluster.errors import NonFiniteLoss
+from smolcluster.ps.assignment import assignment_of
 from smolcluster.ps.leases import Dispatcher, DispatcherState
-from smolcluster.ps.push import GradientReceiver, Pushed
+from smolcluster.ps.push import GradientReceiver, Pushed, state_frame
 from smolcluster.runs.summary import Summary
 from smolcluster.training.checkpoint import Progress, parse_progress
 from smolcluster.training.schedule import learning_rate

@@ -30,10 +30,10 @@ from smolcluster.algorithms.EDP import rule
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.link import Link
 from smolcluster.cluster.session import Receiver
-from smolcluster.cluster.tensors import Assigned, bucket_length, bucket_spec
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import NonFiniteLoss, ProtocolError
-from smolcluster.ps.push import GradientSender
+from smolcluster.ps.assignment import Assigned
+from smolcluster.ps.push import GradientSender, bucket_length, bucket_spec
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.transport.frames import Frame

@@ -27,8 +27,9 @@ from smolcluster.algorithms.SynchronousPS.sharing import (
 )
 from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
 from smolcluster.cluster.session import Session
-from smolcluster.cluster.tensors import assignment_of, state_frame
 from smolcluster.cluster.worker import Worker
+from smolcluster.ps.assignment import assignment_of
+from smolcluster.ps.push import state_frame
 from smolcluster.ps.store import Stores
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (

@@ -17,14 +17,13 @@ from smolcluster.algorithms.SynchronousPS.rule import weight
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.session import Receiver
-from smolcluster.cluster.tensors import bucket_length, bucket_spec, bytes_of, digests_spec
 from smolcluster.codec.base import NonFiniteValue, absmax
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import CheckpointError, NonFiniteLoss, ProtocolError
-from smolcluster.ps.push import PushOrder
+from smolcluster.ps.push import PushOrder, bucket_length, bucket_spec, bytes_of, digests_spec
 from smolcluster.training.checkpoint import Progress
-from smolcluster.training.clipping import bucket_norms
+from smolcluster.training.optimizer import bucket_norms
 from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import Commit, Message, Push, Reduced, Skip, frame_of

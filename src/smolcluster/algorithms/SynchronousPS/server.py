@@ -41,7 +41,7 @@ from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import EpochOrders, Range
 from smolcluster.runs.summary import Summary
-from smolcluster.training.clipping import clip_factor
+from smolcluster.training.optimizer import clip_factor
 from smolcluster.training.schedule import learning_rate
 from smolcluster.transport.messages import Pull, Push, Ready, Skip
 from smolcluster.utils.cadence import is_power_of_two

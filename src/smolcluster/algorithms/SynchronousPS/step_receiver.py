@@ -10,15 +10,10 @@ from torch import Tensor
 
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.session import Receiver
-from smolcluster.cluster.tensors import (
-    DIGEST_NBYTES,
-    Assigned,
-    bucket_spec,
-    bytes_of,
-    digests_spec,
-)
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import PeerLost, ProtocolError
+from smolcluster.ps.assignment import Assigned
+from smolcluster.ps.push import DIGEST_NBYTES, bucket_spec, bytes_of, digests_spec
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (

@@ -33,8 +33,8 @@ from smolcluster.algorithms.SynchronousPS.step_receiver import (
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.link import Link
 from smolcluster.cluster.session import HEARTBEATS_PER_TIMEOUT
-from smolcluster.cluster.tensors import Assigned
 from smolcluster.errors import NonFiniteLoss, PeerLost
+from smolcluster.ps.assignment import Assigned
 from smolcluster.ps.push import GradientSender
 from smolcluster.ps.store import Stores
 from smolcluster.training.build import TrainingContext

@@ -17,8 +17,8 @@ from smolcluster.algorithms.EDP.server import Server
 from smolcluster.algorithms.EDP.worker import StateReceiver, WeightsArrived, Worker
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.link import Link
-from smolcluster.cluster.tensors import Assigned, assignment_of
 from smolcluster.errors import NonFiniteLoss, PeerLost
+from smolcluster.ps.assignment import Assigned, assignment_of
 from smolcluster.ps.leases import Dispatcher
 from smolcluster.ps.push import GradientReceiver, GradientSender, Pushed
 from smolcluster.ps.store import Stores

@@ -11,8 +11,8 @@ from peers import opened, set_gradient, small_replica
 from smolcluster.algorithms.EDP.server import state_frames
 from smolcluster.algorithms.EDP.worker import StateReceiver, WeightsArrived
 from smolcluster.cluster.inbox import Event, MessageReceived
-from smolcluster.cluster.tensors import Assigned, work_payload
 from smolcluster.errors import ProtocolError
+from smolcluster.ps.assignment import Assigned, work_payload
 from smolcluster.ps.push import GradientReceiver, GradientSender, Pushed
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame

@@ -11,8 +11,8 @@ from harness import local_settings
 from smolcluster.algorithms.EDP.worker import WeightsArrived, Worker
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.link import Link
-from smolcluster.cluster.tensors import Assigned, work_payload
 from smolcluster.errors import NonFiniteLoss, PeerLost
+from smolcluster.ps.assignment import Assigned, work_payload
 from smolcluster.training.build import build
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from smolcluster.algorithms.SynchronousPS.rule import blend, global_batches, weight
 from smolcluster.configs.schema import GradientClipping
-from smolcluster.training.clipping import clip_factor
+from smolcluster.training.optimizer import clip_factor
 from smolcluster.training.replica import Replica
 from unit.algorithms.SynchronousPS.actors import random_gradient, small_replica
 

@@ -32,7 +32,7 @@ from smolcluster.runs.events import (
     WorkerLost,
     WorkerParked,
 )
-from smolcluster.training.clipping import clip_coefficient
+from smolcluster.training.optimizer import clip_coefficient
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
     Assignment,

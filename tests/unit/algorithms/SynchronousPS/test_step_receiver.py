@@ -24,8 +24,9 @@ from smolcluster.algorithms.SynchronousPS.step_receiver import (
 )
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.session import Receiver
-from smolcluster.cluster.tensors import Assigned, digests_spec, work_payload
 from smolcluster.errors import PeerLost, ProtocolError
+from smolcluster.ps.assignment import Assigned, work_payload
+from smolcluster.ps.push import digests_spec
 from smolcluster.ps.store import Stores
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame

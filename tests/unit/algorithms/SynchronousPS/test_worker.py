@@ -16,11 +16,11 @@ from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.link import Link
 from smolcluster.cluster.session import Later
-from smolcluster.cluster.tensors import Assigned, bucket_spec, work_payload
 from smolcluster.codec.registry import get_codec
 from smolcluster.data.dataset import Dataset
 from smolcluster.errors import NonFiniteLoss, PeerLost
-from smolcluster.ps.push import GradientSender
+from smolcluster.ps.assignment import Assigned, work_payload
+from smolcluster.ps.push import GradientSender, bucket_spec
 from smolcluster.ps.store import Stores
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.replica import Replica

@@ -1,6 +1,5 @@
-"""How tensors travel: views as bytes, their descriptions, and the frames of weights and indices."""
+"""Samples that are handed out: their message, its payload, and what a worker makes of it."""
 
-import functools
 from types import MappingProxyType
 from typing import Any
 
@@ -10,25 +9,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from smolcluster.cluster.inbox import Event
-from smolcluster.codec.base import Codec
-from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import NonFiniteLoss, ProtocolError
+from smolcluster.ps.push import bytes_of
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.replica import DIVERGENCE_REMEDY
-from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
     MAX_LOSS,
-    WEIGHTS,
     Assignment,
     LeaseKey,
-    State,
     TensorSpec,
-    frame_of,
 )
 
 ROW_DTYPES = MappingProxyType({"uint16": np.uint16, "int32": np.int32, "uint32": np.uint32})
 """What tokens may be sent as."""
-DIGEST_NBYTES = 8
 
 
 class Assigned(Event):
@@ -88,62 +81,9 @@ def _sendable(loss: float) -> float:
     return loss
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
-    return memoryview(tensor.numpy().data).cast("B")
-
-
-def bucket_length(bucket: slice) -> int:
-    """Number of values in a bucket."""
-    return int(bucket.stop - bucket.start)
-
-
-def bucket_spec(codec: Codec, bucket: slice) -> TensorSpec:
-    """Describe a bucket that was encoded."""
-    length = bucket_length(bucket)
-    return _spec(codec.name, codec.dtype_name, length, codec.encoded_nbytes(length))
-
-
-@functools.lru_cache(maxsize=64)
-def _spec(codec: str, dtype: str, length: int, nbytes: int) -> TensorSpec:
-    """Made once for buckets of one length, because every frame needs one."""
-    return TensorSpec(codec=codec, dtype=dtype, shape=(length,), nbytes=nbytes)
-
-
 def indices_spec(num_samples: int) -> TensorSpec:
     """Describe the indices of so many samples."""
     return TensorSpec(codec="raw", dtype="int32", shape=(num_samples,), nbytes=4 * num_samples)
-
-
-def digests_spec(num_buckets: int) -> TensorSpec:
-    """Describe the digests of so many buckets."""
-    nbytes = DIGEST_NBYTES * num_buckets
-    return TensorSpec(codec="raw", dtype="xxh3-64", shape=(num_buckets,), nbytes=nbytes)
-
-
-def state_frame(
-    values: Tensor,
-    number: int,
-    num_buckets: int,
-    *,
-    incarnation: str,
-    version: int,
-    content: str = WEIGHTS,
-) -> Frame:
-    """The frame of bucket `number` of the server's weights, or of its optimizer's `content`.
-
-    It refers to `values` (n,), on the CPU.
-    """
-    codec = get_codec(lossless_for(values.dtype))
-    state = State(
-        incarnation=incarnation,
-        version=version,
-        content=content,
-        bucket=number,
-        num_buckets=num_buckets,
-        tensor=bucket_spec(codec, slice(0, values.numel())),
-    )
-    return frame_of(state, bytes_of(values))
 
 
 def work_payload(

@@ -4,14 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from smolcluster.cluster.tensors import (
-    Assigned,
-    bucket_spec,
-    bytes_of,
-    work_payload,
-)
 from smolcluster.codec.registry import CODECS, get_codec
 from smolcluster.errors import ProtocolError
+from smolcluster.ps.assignment import Assigned, work_payload
+from smolcluster.ps.push import bucket_spec, bytes_of
 from smolcluster.transport.messages import Assignment, LeaseKey
 
 

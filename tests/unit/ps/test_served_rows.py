@@ -7,11 +7,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from smolcluster.cluster.tensors import Assigned, work_payload
 from smolcluster.configs.schema import DatasetConfig, GPTConfig, TrainConfig
 from smolcluster.data.dataset import Dataset
 from smolcluster.data.tokens import TokenBlocks
 from smolcluster.errors import ProtocolError
+from smolcluster.ps.assignment import Assigned, work_payload
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.transport.messages import Assignment, LeaseKey, payload_nbytes
 
