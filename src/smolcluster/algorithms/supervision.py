@@ -26,6 +26,7 @@ from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.stopping import heeded
 from smolcluster.utils.units import format_duration
+from smolcluster.utils.words import as_command
 
 SUPERVISED = "--supervised"
 """The option of a supervised process: where to write the folder of its run, a file descriptor."""
@@ -120,7 +121,7 @@ def supervise(node: str, rank: int, allowed: int, *, named: bool = True) -> int:
             say(
                 "error",
                 f"error: this worker {decision.reason}, and is not started again: that was done {allowed} "
-                "times (restarts); `smolcluster join` brings it back",
+                f"times (restarts); {as_command('join')} brings it back",
             )
             return code if code >= 0 else 128 - code
         say(

@@ -33,7 +33,7 @@ from smolcluster.runs.lock import RunLock, is_held
 from smolcluster.runs.paths import LATEST, RunPaths, check_run_id, latest_of, point_latest
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.units import format_bytes, format_count, format_duration
-from smolcluster.utils.words import one_line
+from smolcluster.utils.words import as_command, one_line
 
 TIMEOUT_S = 120.0
 """How long a machine may take: checkpoints are large, and a Pi's card is slow."""
@@ -160,7 +160,7 @@ def chosen(
     ]
     if named - {run.run_id for run in runs}:
         missing = ", ".join(sorted(named - {run.run_id for run in runs}))
-        raise ConfigError(f"no run {missing} under {root}; `smolcluster runs` lists them")
+        raise ConfigError(f"no run {missing} under {root}; {as_command('runs')} lists them")
     in_use = _in_use(root)
     trained = [run.run_id for run in runs if not _never_began(RunPaths(root / run.run_id), run)]
     kept = set(trained[-choice.keep :]) if choice.keep else set()
@@ -177,7 +177,7 @@ def chosen(
             continue
         if run.is_alive or run.state == "starting" or run.run_id in in_use or is_held(paths.lock):
             if named:
-                raise ConfigError(f"run {run.run_id} is running: `smolcluster stop {run.run_id}`")
+                raise ConfigError(f"run {run.run_id} is running: {as_command('stop', run.run_id)}")
         elif run.is_alive is None:
             if not here:
                 nodes = ", ".join(run.nodes)

@@ -57,6 +57,7 @@ from smolcluster.runs.summary import SUMMARY, Summary, table
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_count, format_duration
+from smolcluster.utils.words import as_command
 
 POLL_S = 0.5
 INTERRUPTED = 130
@@ -218,7 +219,7 @@ class ClusterRun:
         if before.server in waiting:
             run_id = self._launched.run_id
             raise RunBusy(
-                f"run {run_id} is not over ({before.server.title}): `uv run smolcluster stop {run_id}` "
+                f"run {run_id} is not over ({before.server.title}): {as_command('stop', run_id)} "
                 "stops it"
             )
         for worker in waiting:
@@ -418,7 +419,7 @@ class ClusterRun:
             if all(code is not None for _, code in exit_codes(self._launched.processes)):
                 run_id = self._launched.run_id
                 raise LaunchError(
-                    f"run {run_id} is over: `uv run smolcluster logs {run_id}` shows what it said"
+                    f"run {run_id} is over: {as_command('logs', run_id)} shows what it said"
                 )
 
     def with_devices(self) -> tuple[LaunchedProcess, ...]:
@@ -520,9 +521,7 @@ class ClusterRun:
             self.say(f"{each.process.title}: {each.reason}", "red")
         close_window(run_id)
         if stopped.left:
-            self.say(
-                f"the others are stopped; `uv run smolcluster stop {run_id}` tries again", "red"
-            )
+            self.say(f"the others are stopped; {as_command('stop', run_id)} tries again", "red")
             return 1
         forget(run_id)
         what = "it was over already" if stopped.was_over else "stopped"
@@ -552,7 +551,7 @@ class ClusterRun:
         if self._launched.is_local:
             self.say(f"files of the run: {self._paths.root}")
         else:
-            self.say(f"`uv run smolcluster fetch {self._launched.run_id}` brings its files here")
+            self.say(f"{as_command('fetch', self._launched.run_id)} brings its files here")
         return code
 
     def _summary(self) -> Summary | None:
@@ -594,7 +593,7 @@ def progress_line(status: RunStatus) -> str:
 
 def left_running(run_id: str) -> str:
     return (
-        f"run {run_id} goes on: `uv run smolcluster attach {run_id}` shows it, status, logs and stop do what "
+        f"run {run_id} goes on: {as_command('attach', run_id)} shows it, status, logs and stop do what "
         "they say"
     )
 

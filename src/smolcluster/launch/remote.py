@@ -44,6 +44,7 @@ from smolcluster.runs.launched import Launched, read_launched
 from smolcluster.runs.model_file import ModelFile
 from smolcluster.runs.paths import RunPaths, check_run_id, create_run, new_run_id, runs_root
 from smolcluster.transport.security import default_secret_path, ensure_secret
+from smolcluster.utils.words import as_command
 
 NOT_INHERITED = (
     *("TMUX", "TMUX_PANE", "TERM", "PWD", "OLDPWD", "SHLVL", "_"),
@@ -234,7 +235,7 @@ def attach(run: str) -> int:
             f"run {paths.run_id} has no sessions to attach to: it ran without tmux, or was launched elsewhere"
         )
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise LaunchError("attach needs a terminal; `smolcluster logs --follow` needs none")
+        raise LaunchError(f"attach needs a terminal; {as_command('logs', '--follow')} needs none")
     launched = read_launched(paths.launched)
     shown = ClusterRun(launched, {}, paths, SteadyConsole())
     shown.check_alive()

@@ -69,6 +69,7 @@ from smolcluster.runs.summary import read_summary, sample_shown, table
 from smolcluster.transport.security import default_secret_path, ensure_secret
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_count
+from smolcluster.utils.words import as_command
 
 SHUTDOWN_TIMEOUT_S = 10.0
 """From the end of a good run to the end of its workers, who hear of it from the server."""
@@ -356,7 +357,7 @@ class LocalRun:
         elif code != 0:
             self._say(f"{server.process.title} {server.ending}: the run has failed", "red")
         if code != 0 and self._paths.checkpoints.is_dir():
-            self._say(f"`uv run smolcluster resume {self._paths.root}` goes on with it")
+            self._say(f"{as_command('resume', self._paths.root)} goes on with it")
         self._say(f"files of the run: {self._paths.root}")
 
     def _say(self, line: str, style: str = "") -> None:

@@ -43,6 +43,7 @@ from smolcluster.training.checkpoint import (
     export,
 )
 from smolcluster.utils.units import format_bytes
+from smolcluster.utils.words import as_command
 
 EMBEDDING = "wte.weight"
 """Its rows are the vocabulary."""
@@ -81,7 +82,7 @@ def show_checkpoints(run: str, *, as_json: bool = False) -> int:
 def _where(paths: RunPaths) -> str:
     if not paths.launched.is_file() or (server := read_launched(paths.launched).server).ssh is None:
         return "yet"
-    return f"here; they are on {server.node}: `smolcluster fetch {paths.run_id}` brings them"
+    return f"here; they are on {server.node}: {as_command('fetch', paths.run_id)} brings them"
 
 
 def export_model(run: str, folder: Path, *, best: bool, transformers: bool) -> int:

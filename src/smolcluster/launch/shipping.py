@@ -23,6 +23,7 @@ from smolcluster.launch.tmux import session_name
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.units import format_address
+from smolcluster.utils.words import as_command
 
 ROLE = "shipper"
 OUTPUT = "promtail.log"
@@ -98,8 +99,8 @@ def url_for(process: LaunchedProcess, loki: LokiAddress) -> str:
     url = f"http://{format_address(address, LOKI_PORT)}"
     if loki_bind() not in EVERYWHERE and not is_loki(url):
         raise LaunchError(
-            f"Loki is open to this machine alone: LOKI_BIND={address} in logging/.env, then `uv run "
-            "smolcluster observe up`, opens it to who pushes logs"
+            f"Loki is open to this machine alone: LOKI_BIND={address} in logging/.env, then "
+            f"{as_command('observe', 'up')}, opens it to who pushes logs"
         )
     return url
 

@@ -39,7 +39,7 @@ from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched, 
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import RunStatus
 from smolcluster.transport.security import load_secret
-from smolcluster.utils.words import one_line
+from smolcluster.utils.words import as_command, one_line
 
 POLL_S = 0.5
 PROBE = """
@@ -95,7 +95,7 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
     status = ClusterRun(launched, {}, paths, SteadyConsole()).status()
     if exit_code(launched.server) is not None or status is None or status.is_over:
         raise LaunchError(
-            f"run {paths.run_id} is over, or has not begun: `uv run smolcluster resume {paths.run_id}` goes "
+            f"run {paths.run_id} is over, or has not begun: {as_command('resume', paths.run_id)} goes "
             "on with it"
         )
     name = wanted.name or _who_has_gone(paths)

@@ -16,6 +16,7 @@ from smolcluster.observability.spans import SpanLine, read_spans
 from smolcluster.runs.files import write_whole
 from smolcluster.runs.paths import RunPaths, process_title
 from smolcluster.utils.meter import PHASES, STEP
+from smolcluster.utils.words import as_command
 
 NAMES = (*PHASES, "step")
 GAP_FACTOR = 3.0
@@ -52,7 +53,7 @@ def write_trace(paths: RunPaths, num_steps: int, out: Path) -> int:
     if not steps:
         raise DataError(
             f"{paths.root} has no spans to trace; they are written while a run lives, about every second: "
-            "try again in a moment, or `smolcluster fetch` them from the server's machine"
+            f"try again in a moment, or {as_command('fetch')} them from the server's machine"
         )
     first, last = steps[0].start, steps[-1].stop
     # Read again: what is shown is little, and all spans of a long run are half a gigabyte of memory.

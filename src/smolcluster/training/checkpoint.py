@@ -49,7 +49,7 @@ from smolcluster.runs.files import utc_timestamp
 from smolcluster.runs.model_file import Strict, problem_of
 from smolcluster.training.replica import Replica
 from smolcluster.utils.units import format_bytes, format_duration
-from smolcluster.utils.words import one_line
+from smolcluster.utils.words import as_command, one_line
 
 FORMAT: Final = 1
 MODEL_FILE = "model.safetensors"
@@ -446,9 +446,8 @@ class CheckpointWriter:
         self._thread.join(EXIT_TIMEOUT_S)
         if self._failed_step is not None:
             self._log.warning(
-                "the last step, %d, is not saved; see the warning before and what is left with "
-                "`smolcluster checkpoints`",
-                self._failed_step,
+                "the last step, %d, is not saved; see the warning before and what is left with %s",
+                *(self._failed_step, as_command("checkpoints")),
             )
         if self._thread.is_alive():
             self._log.warning(

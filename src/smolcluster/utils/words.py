@@ -1,6 +1,7 @@
 """Words for messages: one line each, with the nearest thing that was meant."""
 
 import difflib
+import shlex
 from collections.abc import Iterable
 
 
@@ -19,6 +20,11 @@ def condensed(text: str, longest: int = 600) -> str:
         return line
     begin, end = line[: longest // 3], line[longest // 3 - longest :]
     return f"{begin.rpartition(' ')[0] or begin} … {end.partition(' ')[2] or end}"
+
+
+def as_command(*words: object) -> str:
+    """How a message says that a command helps: with what is typed in front of it."""
+    return f"`{shlex.join(['uv', 'run', 'smolcluster', *map(str, words)])}`"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

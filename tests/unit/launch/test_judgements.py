@@ -141,7 +141,9 @@ def case(judge: Judge, state: str, said: str | Answer, *words: str, **stated: An
         case(judge_secret, "ok", LISTED.format("-r--------.")),
         case(judge_secret, "ok", "", "launch brings it"),
         # the project there
-        case(judge_folder, "warn", "state\0absent\0", "~/smolcluster", "`smolcluster launch`"),
+        case(
+            judge_folder, "warn", "state\0absent\0", "~/smolcluster", "`uv run smolcluster launch`"
+        ),
         case(judge_folder, "fail", code(sending="yes"), "half-sent", "without --no-sync"),
         case(judge_folder, "warn", OLDER, "another version", "without --no-sync"),
         case(judge_folder, "ok", code()),
@@ -152,7 +154,7 @@ def case(judge: Judge, state: str, said: str | Answer, *words: str, **stated: An
             *("~/smolcluster", "Read-only file system", "nodes.pi5.project_dir"),
         ),
         case(judge_folder, "fail", "state\0foreign\0", "nodes.pi5.project_dir"),
-        case(judge_environment, "warn", "", "`smolcluster launch`"),
+        case(judge_environment, "warn", "", "`uv run smolcluster launch`"),
         case(judge_environment, "fail", NO_PYTHON, "not found", "rm -rf ~/smolcluster/.venv"),
         case(judge_environment, "warn", "mark \npython runs\n", "half-made", "without --no-sync"),
         case(

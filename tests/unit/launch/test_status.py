@@ -15,6 +15,7 @@ from smolcluster.errors import ConfigError, DataError
 from smolcluster.launch.host import Host, TookTooLong
 from smolcluster.launch.watch.probe import (
     Ask,
+    Liveness,
     ProbeResult,
     Seen,
     look,
@@ -22,8 +23,8 @@ from smolcluster.launch.watch.probe import (
     ours_alive,
     sections,
 )
-from smolcluster.launch.watch.report import report_of, state_of
-from smolcluster.launch.watch.status import gpu_cell, head, look_at, row, status
+from smolcluster.launch.watch.report import ProcessReport, RunReport, State, report_of, state_of
+from smolcluster.launch.watch.status import gpu_cell, head, look_at, notes, row, status
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.processes import ProcessEntry, write_processes
 from smolcluster.runs.status import RunStatus, instant, write_status
@@ -210,6 +211,31 @@ def test_the_state_is_what_the_server_wrote_unless_its_process_says_otherwise(
 ) -> None:
     assert state_of(probed(liveness, written)) == expected
     assert report_of("r1", "edp", probed(liveness, written)).state == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "hint"),
+    [("training", None), ("broken off", "resume r1"), ("stopped", "resume r1"), ("ended", None)],
+)
+def test_what_goes_on_with_a_run_is_said_where_it_can_be(state: State, hint: str | None) -> None:
+    said = notes(RunReport(run_id="r1", state=state, processes=()))
+    assert [line for line in said if "resume" in line] == (
+        [] if hint is None else [f"`uv run smolcluster {hint}` goes on with it"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("process", "is_told"),
+    [("gone", True), ("ended", True), ("running", False), ("unknown", False)],
+)
+def test_what_brings_a_worker_back_is_said_when_its_process_is_no_more(
+    process: Liveness, is_told: bool
+) -> None:
+    server = ProcessReport(node="mini1", role="server", rank=None, process="gone")
+    worker = ProcessReport(node="win", role="worker", rank=1, process=process)
+    said = notes(RunReport(run_id="r1", state="training", processes=(server, worker)))
+    joins = ["`uv run smolcluster join r1 --name win` brings worker 2 (win) back"]
+    assert said == (joins if is_told else [])
 
 
 def test_a_worker_that_came_by_itself_is_shown_too() -> None:

@@ -1171,7 +1171,7 @@ def test_a_failure_is_told_once_a_kind_until_it_works_again(
         "WARNING step 5 is not saved, training goes on: ValueError('a mistake')",
         "WARNING step 8 is not saved, training goes on: " + full.format("00000008"),
         "WARNING the last step, 8, is not saved; see the warning before and what is left with "
-        "`smolcluster checkpoints`",
+        "`uv run smolcluster checkpoints`",
     ]
     assert steps_in(store) == [7]
 

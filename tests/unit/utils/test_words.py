@@ -1,7 +1,8 @@
 import subprocess
 import sys
+from pathlib import Path
 
-from smolcluster.utils.words import condensed, nearest, one_line
+from smolcluster.utils.words import as_command, condensed, nearest, one_line
 
 
 def test_what_would_break_a_line_or_a_terminal_is_escaped() -> None:
@@ -30,3 +31,8 @@ def test_the_foot_of_the_house_does_not_import_torch() -> None:
     script = f"import sys\nfrom smolcluster.utils import {rooms}\nsys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], check=False, timeout=60)
     assert done.returncode == 0
+
+
+def test_a_command_is_said_as_it_is_typed() -> None:
+    assert as_command("fetch", "r1") == "`uv run smolcluster fetch r1`"
+    assert as_command("resume", Path("my runs/r1")) == "`uv run smolcluster resume 'my runs/r1'`"

@@ -32,6 +32,7 @@ from smolcluster.launch.probing import (
     read_listener,
 )
 from smolcluster.utils.units import format_address, format_rate
+from smolcluster.utils.words import as_command
 
 LISTEN_S = 15.0
 REACH_S = 20.0
@@ -86,7 +87,7 @@ def judge_port(answer: Answer, context: Context) -> Finding:
         other = f"--override port={told['free']}" if told["free"] else "another port"
         return fail(
             f"port {cluster.port} is in use{by}",
-            f"`smolcluster runs` shows whether a run has it; end that, or take {other}",
+            f"{as_command('runs')} shows whether a run has it; end that, or take {other}",
         )
     if "refused" in listener.states.values():
         why = next(place["why"] for place in told["places"].values() if place["state"] == "refused")

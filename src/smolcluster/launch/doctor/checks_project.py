@@ -19,6 +19,7 @@ from smolcluster.launch.doctor.findings import (
 from smolcluster.launch.host import shell_path
 from smolcluster.launch.manifest import as_names, compare, read_folder, refusal
 from smolcluster.launch.sync import ENVIRONMENT_MARKER, NOT_WRITABLE, look_script, not_writable
+from smolcluster.utils.words import as_command
 
 LOOK_S = 30.0
 IMPORT_TORCH_S = 60.0
@@ -50,7 +51,7 @@ def judge_code(answer: Answer, context: Context) -> Finding:
     found = read_folder(answer)
     difference = compare(tree, found)
     if found.state == "absent":
-        return warn(f"{folder} is not there yet", "`smolcluster launch` brings it")
+        return warn(f"{folder} is not there yet", f"{as_command('launch')} brings it")
     if found.state == "foreign":
         what = f"{folder} holds something else than this project"
         return fail(what, f"set nodes.{context.node}.project_dir to another folder")
@@ -81,7 +82,7 @@ def judge_environment(answer: Answer, context: Context) -> Finding:
     if told.get("folder") == "absent":
         return skipped("needs the code")
     if "mark" not in told:
-        return warn("there is no environment yet", "`smolcluster launch` makes it")
+        return warn("there is no environment yet", f"{as_command('launch')} makes it")
     if told.get("python") != "runs":
         return fail(
             f"the environment's Python does not run ({told.get('python') or 'it is not there'})",

@@ -30,6 +30,7 @@ from smolcluster.launch.observe.targets import (
 from smolcluster.launch.plan import Request
 from smolcluster.observability.exporter import LOOPBACK, free_ports
 from smolcluster.runs.launched import LaunchedProcess
+from smolcluster.utils.words import as_command
 
 DOCKER_S, SERVICE_S = 3.0, 0.5
 """How long a launch waits for a word from Docker, and from Grafana."""
@@ -81,9 +82,7 @@ def bring_up(say: Say) -> Path | None:
             say(f"Grafana shows the run: {GRAFANA}")
         else:
             begin_up(stack)
-            say(
-                f"Grafana is starting: {GRAFANA}; `uv run smolcluster observe status` tells how far"
-            )
+            say(f"Grafana is starting: {GRAFANA}; {as_command('observe', 'status')} tells how far")
     except (LaunchError, TryAgain) as error:
         say(f"no Grafana beside the run: {error}")
         return None

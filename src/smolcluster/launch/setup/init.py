@@ -46,7 +46,7 @@ from smolcluster.launch.setup.links import (
 from smolcluster.observability.terminal import SteadyConsole, print_line
 from smolcluster.utils.replacing import replacing
 from smolcluster.utils.units import format_count
-from smolcluster.utils.words import one_line
+from smolcluster.utils.words import as_command, one_line
 
 DEFAULT_PORT = 65432
 DEFAULT_ALGORITHM: AlgorithmName = "edp"
@@ -153,7 +153,7 @@ def init(
     write(target, text)
     print_line(
         console,
-        f"wrote {target}; `smolcluster launch {algorithm} --config {shlex.quote(str(target))}` starts it",
+        f"wrote {target}; {as_command('launch', algorithm, '--config', str(target))} starts it",
     )
     return 0
 

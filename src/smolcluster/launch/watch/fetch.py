@@ -25,7 +25,7 @@ from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.units import format_bytes
-from smolcluster.utils.words import condensed, one_line
+from smolcluster.utils.words import as_command, condensed, one_line
 
 NOT_FETCHED = (
     *("/.lock", "/pids", "/exits", "/asked", "/launch", "/launch.json"),
@@ -125,7 +125,7 @@ def brought(run: str, *, checkpoints: bool) -> RunPaths:
     except LaunchError as error:
         is_usable = paths.checkpoints.is_dir() if checkpoints else paths.config.is_file()
         if not is_usable:
-            command = f"`uv run smolcluster fetch {paths.run_id}`"
+            command = as_command("fetch", paths.run_id)
             raise LaunchError(f"{error}; {command} brings the run when that is mended") from error
         sys.stderr.write(f"{one_line(str(error))}; what was fetched before is taken\n")
     return paths

@@ -28,6 +28,7 @@ from smolcluster.runs.launched import read_launched
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import OLD_S
 from smolcluster.utils.units import format_bytes, format_duration
+from smolcluster.utils.words import as_command
 
 WATCH_S = 2.0
 STYLES = {
@@ -150,9 +151,17 @@ def notes(report: RunReport) -> list[str]:
     """What else there is to say of the run."""
     lines = [report.reason] if report.reason else []
     if report.state == "broken off" and report.reason is None:
-        lines.append("the server's process is no more, and has not said why: `smolcluster logs`")
+        lines.append(f"the server's process is no more, and has not said why: {as_command('logs')}")
     if report.age_s is not None and report.age_s > OLD_S:
         lines.append(f"what the server said {format_duration(report.age_s)} ago")
+    if report.state in ("broken off", "stopped"):
+        lines.append(f"{as_command('resume', report.run_id)} goes on with it")
+    if report.state in ("waiting", "training"):
+        lines += [
+            f"{as_command('join', report.run_id, '--name', each.node)} brings {each.title} back"
+            for each in report.processes
+            if each.rank is not None and each.process in ("ended", "gone")
+        ]
     return lines
 
 

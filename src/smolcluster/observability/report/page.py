@@ -41,6 +41,7 @@ from smolcluster.runs.series import ProcessSeries, Total
 from smolcluster.runs.status import STALENESS_EDGES
 from smolcluster.runs.summary import SMALL
 from smolcluster.utils.units import format_bytes, format_duration, format_megabytes
+from smolcluster.utils.words import as_command
 
 MAX_ROWS = 200
 """Of a table: the first and the last ones are shown of more."""
@@ -351,8 +352,8 @@ def _log_notes(facts: ReportData) -> Iterator[str]:
         shown, more = logs.missing[:20], len(logs.missing) - 20
         names = ", ".join(shown) + (f" and {more:,} more" if more > 0 else "")
         yield (
-            f"Logs that are not here: {names}. `smolcluster fetch` brings those of other machines, and "
-            "`smolcluster report` then writes this page anew."
+            f"Logs that are not here: {names}. {as_command('fetch')} brings those of other machines, and "
+            f"{as_command('report')} then writes this page anew."
         )
     for process in facts.processes:
         offset = process.totals.get("clock_offset_s")

@@ -15,6 +15,7 @@ from smolcluster.observability.shipping.shipper import Shipper
 from smolcluster.observability.shipping.spool import Spool
 from smolcluster.utils.locks import release, take
 from smolcluster.utils.units import format_bytes
+from smolcluster.utils.words import as_command
 
 LOCK = ".shipped.lock"
 FLUSH_S = 5.0
@@ -54,7 +55,7 @@ def ship(
             if not arrived:
                 raise TryAgain(f"{_left(shipper, logs, base)}: is Loki up?")
         elif not _until_told(shipper, stop_on_stdin_eof=stop_on_stdin_eof):
-            _warn(f"{_left(shipper, logs, base)}; `smolcluster ship --once` does it later")
+            _warn(f"{_left(shipper, logs, base)}; {as_command('ship', '--once')} does it later")
     finally:
         release(lock)
     return 0

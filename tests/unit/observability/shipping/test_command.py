@@ -91,7 +91,7 @@ def test_a_receiver_that_is_down_delays_no_end(start: Start, receiver: Receiver)
     assert shipper.returncode == 0
     assert said.endswith(
         f"warning: 8 B of logs have not been pushed to {receiver.url}; "
-        "`smolcluster ship --once` does it later\n"
+        "`uv run smolcluster ship --once` does it later\n"
     )
 
 
