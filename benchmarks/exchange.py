@@ -56,11 +56,11 @@ from smolcluster.algorithms.entry import SWITCH_INTERVAL_S
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.worker import Worker
-from smolcluster.cluster.joining import ServerAddress
 from smolcluster.cluster.link import WorkerSetup, follow
 from smolcluster.codec.registry import get_codec
 from smolcluster.configs.resolve import Settings, resolve
 from smolcluster.data.dataset import Dataset, Split
+from smolcluster.net.dialling import Address
 from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import EventLog
 from smolcluster.training.build import TrainingContext
@@ -278,7 +278,7 @@ def work(_pipe: Pipe, case: Case, worker_id: int) -> None:
     place = WorkerSetup(
         node=settings.node,
         hello=introduce(f"worker{worker_id}", worker_id),
-        address=ServerAddress(case.hosts[0].address, case.port),
+        address=Address(case.hosts[0].address, case.port),
         secret=case.secret,
         start_timeout_s=settings.cluster.start_timeout_s,
         encryption=settings.cluster.encryption,

@@ -22,9 +22,9 @@ from multiprocessing.process import BaseProcess
 import torch
 
 from common import paired_ratios, report, seconds
-from smolcluster.cluster.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.cluster.link import MAX_QUEUED
-from smolcluster.cluster.session import Receiver, Session
+from smolcluster.net.inbox import Event, Inbox, MessageReceived, SessionClosed
+from smolcluster.net.session import Receiver, Session
 from smolcluster.ps.push import GradientReceiver, Pushed
 from smolcluster.transport.connection import Connection, accept_next, connect, listen
 from smolcluster.transport.messages import (

@@ -22,10 +22,10 @@ from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.worker import Worker as SyncPSWorker
-from smolcluster.cluster.joining import ServerAddress
 from smolcluster.cluster.link import Participant, WorkerSetup, follow
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.configs.schema import AlgorithmName, DatasetConfig, SimpleNNConfig, TrainConfig
+from smolcluster.net.dialling import Address
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.ps.leases import Lease
 from smolcluster.ps.push import Pushed
@@ -259,7 +259,7 @@ class Cluster:
         place = WorkerSetup(
             node=(settings or self.settings).node,
             hello=introduce(node, worker_id),
-            address=ServerAddress("127.0.0.1", port or cluster.port),
+            address=Address("127.0.0.1", port or cluster.port),
             secret=secret or self._secret,
             start_timeout_s=start_timeout_s,
             encryption=cluster.encryption,

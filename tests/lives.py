@@ -6,9 +6,9 @@ from typing import Generic, TypeVar
 
 from harness import SECRET, Outcome, local_settings
 from peers import DEADLINE_S, Hand, HandledDoor, hello, logger
-from smolcluster.cluster.joining import ServerAddress
 from smolcluster.cluster.link import Participant, WorkerSetup, follow
 from smolcluster.configs.schema import NodeConfig, RunConfig
+from smolcluster.net.dialling import Address
 from smolcluster.training.build import TrainingContext
 from smolcluster.transport.messages import End, Goodbye, LeaseKey, Pull, Ready, Welcome
 
@@ -43,7 +43,7 @@ class Life(Generic[P]):
         place = WorkerSetup(
             node=node or NodeConfig(device="cpu"),
             hello=hello(),
-            address=ServerAddress("127.0.0.1", self.door.port),
+            address=Address("127.0.0.1", self.door.port),
             secret=SECRET,
             start_timeout_s=start_timeout_s,
             log=logger(self.lines),

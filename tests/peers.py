@@ -11,18 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from harness import SECRET, Lines, Recorder
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.cluster.inbox import Event, Inbox, MessageReceived
 from smolcluster.cluster.report import Report
-from smolcluster.cluster.session import Receiver
 from smolcluster.cluster.worker_pool import Joined, WorkerPool
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import AlgorithmName, RunConfig
 from smolcluster.errors import PeerLost
+from smolcluster.net import acceptor
+from smolcluster.net.inbox import Event, Inbox, MessageReceived
+from smolcluster.net.session import Receiver
 from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import Event as RunEvent
 from smolcluster.runs.events import EventLog, read_events
@@ -55,7 +57,7 @@ from smolcluster.utils.retry import Deadline
 DEADLINE_S = 20.0
 IDENTITY = new_identity()
 """Making a key takes a while."""
-THREADS = ("reader-", "writer-", "accept", "greet", "evaluator")
+THREADS = ("reader-", "writer-", "accept", "greet", "keeper-", "evaluator")
 
 E = TypeVar("E", bound=Event)
 M = TypeVar("M", bound=Message)
@@ -211,6 +213,22 @@ class HandledDoor:
             listener.close()
         for hand in self._hands:
             hand.leave()
+
+
+@pytest.fixture
+def door() -> Iterator[HandledDoor]:
+    """A server's door by hand."""
+    door = HandledDoor()
+    yield door
+    door.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on_afterwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every thread of a session, acceptor or evaluator ends, soon, with the test that started it."""
+    monkeypatch.setattr(acceptor, "ACCEPT_TICK_S", 0.02)
+    yield
+    wait_for_threads()
 
 
 class HandledHub:

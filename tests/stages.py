@@ -9,7 +9,7 @@ from torch import Tensor
 from peers import HandledHub, Parts
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.SynchronousPS import server as syncps
-from smolcluster.cluster.inbox import Event
+from smolcluster.net.inbox import Event
 from smolcluster.training.build import build
 from smolcluster.training.replica import Replica
 

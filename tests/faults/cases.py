@@ -26,9 +26,9 @@ from harness import Cluster, MakeParticipant, Outcome, Server, local_settings
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.step import Step
-from smolcluster.cluster import acceptor, joining
 from smolcluster.configs.resolve import Settings
 from smolcluster.data.permutation import Range
+from smolcluster.net import acceptor, dialling
 from smolcluster.ps.push import Pushed
 from smolcluster.runs.events import Event, LeaseReturned, WorkerJoined, WorkerLost
 from smolcluster.runs.summary import Summary
@@ -315,7 +315,7 @@ def _patches(case: Case | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "build", partial(build, bucket_bytes=SMALL_BUCKET))
         if case is not None and case.point in HANDSHAKE and case.fault in SILENT:
-            patch.setattr(joining, "HANDSHAKE_TIMEOUT_S", QUICK_S)
+            patch.setattr(dialling, "HANDSHAKE_TIMEOUT_S", QUICK_S)
             patch.setattr(acceptor, "HANDSHAKE_TIMEOUT_S", QUICK_S)
         yield
 

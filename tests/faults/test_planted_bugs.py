@@ -20,10 +20,10 @@ from faults.proxy import Fault
 from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.cluster import link
-from smolcluster.cluster.inbox import Event
 from smolcluster.cluster.joining import join
 from smolcluster.data.permutation import Range
 from smolcluster.errors import ConnectTimeout
+from smolcluster.net.inbox import Event
 from smolcluster.ps.leases import Dispatcher, Returned, Verdict
 from smolcluster.training.build import TrainingContext
 from smolcluster.transport import connection

@@ -707,7 +707,7 @@ STAMPS = {
     *("training/checkpoint.py", "observability/sinks/jsonl.py", "runs/events.py"),
     *("cluster/board.py", "cluster/report.py", "observability/spans.py"),
     *("launch/doctor/examine.py", "launch/watch/probe.py"),  # which compare clocks of machines
-    *("cluster/clocks.py", "cluster/process_stats.py", "utils/meter.py"),  # and these
+    *("net/clocks.py", "cluster/process_stats.py", "utils/meter.py"),  # and these
     *(f"observability/report/{name}.py" for name in ("comparison", "facts", "page")),
     *("observability/view/run.py", "launch/watch/top/source.py"),  # say how old something is
     *("launch/observe/targets.py", "launch/watch/listing.py"),  # compare with a file's time

@@ -280,7 +280,8 @@ def test_a_server_without_workers_gives_up(tmp_path: Path) -> None:
 
 
 def test_a_worker_without_a_server_gives_up_and_says_where_it_looked(tmp_path: Path) -> None:
-    from smolcluster.cluster.joining import ServerAddress, join
+    from smolcluster.cluster.joining import join
+    from smolcluster.net.dialling import Address
     from smolcluster.transport.handshake import introduce
 
     settings = local_settings()
@@ -288,7 +289,7 @@ def test_a_worker_without_a_server_gives_up_and_says_where_it_looked(tmp_path: P
 
     with pytest.raises(ConnectTimeout, match=str(settings.cluster.port)):
         join(
-            ServerAddress("127.0.0.1", settings.cluster.port),
+            Address("127.0.0.1", settings.cluster.port),
             introduce("pi5", 1),
             SECRET,
             timeout_s=0.3,

@@ -14,10 +14,10 @@ from smolcluster.algorithms import single
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.cli import main
 from smolcluster.cluster.evaluator import EvaluationDone, Evaluator
-from smolcluster.cluster.inbox import Inbox
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.errors import ConfigError
+from smolcluster.net.inbox import Inbox
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.events import Evaluated, EventLog, RunEnded

@@ -16,7 +16,7 @@ FLOORS = (
     ("errors", "utils"),
     ("configs", "models", "codec", "transport", "runs", "observability"),
     ("data", "training"),
-    ("cluster",),
+    ("net", "cluster"),
     ("ps",),
     ("algorithms",),
     ("launch", "dashboard"),

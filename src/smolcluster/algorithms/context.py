@@ -12,19 +12,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from smolcluster.cluster.acceptor import Acceptor
 from smolcluster.cluster.evaluator import Evaluator
-from smolcluster.cluster.inbox import Inbox
 from smolcluster.cluster.listening import listening_addresses
 from smolcluster.cluster.report import Report
 from smolcluster.cluster.saver import CheckpointSource, Saver
-from smolcluster.cluster.session import Receiver
 from smolcluster.cluster.worker_pool import Fingerprints, WorkerPool
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import RunConfig
 from smolcluster.data.tokens import TokenBlocks
 from smolcluster.errors import CheckpointError, ConfigError
+from smolcluster.net.acceptor import Acceptor, ask_inbox
+from smolcluster.net.inbox import Inbox
+from smolcluster.net.session import Receiver
 from smolcluster.observability.metrics import Metrics
 from smolcluster.observability.spans import SpanLog
 from smolcluster.ps.store import Stores
@@ -183,15 +183,18 @@ class ServerContext:
             listen(addresses, cluster.port),
             door=Door(self.secret, new_identity(), cluster.encryption),
             inbox=self.inbox,
-            welcome=Welcome(
-                run_id=self.run.run_id,
-                run=self.run,
-                incarnation=self.incarnation,
-                model_fingerprint=replica.fingerprint,
-                bucket_bytes=replica.bucket_bytes,
-                codec=self.codec,
-                heartbeat_timeout_s=self.run.heartbeat_timeout_s,
-                data=self.served_data,
+            admit=ask_inbox(
+                self.inbox,
+                Welcome(
+                    run_id=self.run.run_id,
+                    run=self.run,
+                    incarnation=self.incarnation,
+                    model_fingerprint=replica.fingerprint,
+                    bucket_bytes=replica.bucket_bytes,
+                    codec=self.codec,
+                    heartbeat_timeout_s=self.run.heartbeat_timeout_s,
+                    data=self.served_data,
+                ),
             ),
             receiver_for=receiver_for,
             max_queued=4 * len(replica.buckets) + EXTRA_QUEUED,

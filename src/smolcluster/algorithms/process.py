@@ -19,7 +19,6 @@ from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import Ended
 from smolcluster.algorithms.observed import WorkerRun, metrics_served
 from smolcluster.algorithms.owner import Owner, own_run
-from smolcluster.cluster.joining import ServerAddress
 from smolcluster.cluster.link import Participant, WorkerSetup, follow
 from smolcluster.cluster.listening import check_port
 from smolcluster.configs.resolve import (
@@ -30,6 +29,7 @@ from smolcluster.configs.resolve import (
 )
 from smolcluster.configs.schema import AlgorithmName, RunConfig
 from smolcluster.errors import ConfigError, SmolclusterError
+from smolcluster.net.dialling import Address
 from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog, setup_logging
 from smolcluster.observability.terminal import SteadyConsole
@@ -168,7 +168,7 @@ def work(
         place = WorkerSetup(
             node=node,
             hello=introduce(args.node, args.worker_id),
-            address=ServerAddress(cluster.host_ip[args.node], cluster.port),
+            address=Address(cluster.host_ip[args.node], cluster.port),
             secret=_secret(args.local, node.secret_file),
             start_timeout_s=cluster.start_timeout_s,
             encryption=cluster.encryption,

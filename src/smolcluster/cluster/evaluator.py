@@ -9,7 +9,7 @@ from typing import Self
 
 from torch import Tensor
 
-from smolcluster.cluster.inbox import Event, Inbox
+from smolcluster.net.inbox import Event, Inbox
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.evaluate import Evaluation
 from smolcluster.utils.device import executor_beside

@@ -11,19 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from smolcluster.cluster.inbox import Event, Inbox, MessageReceived, SessionClosed
-from smolcluster.cluster.joining import (
-    LONGEST_DELAY_S,
-    UNPROVED_PATIENCE_S,
-    RunOver,
-    ServerAddress,
-    join,
-)
+from smolcluster.cluster.joining import RunOver, join
 from smolcluster.cluster.process_stats import ProcessStats
-from smolcluster.cluster.session import Later, Receiver, Session
 from smolcluster.configs.schema import Encryption, NodeConfig, RunConfig
 from smolcluster.data.dataset import Dataset
 from smolcluster.errors import NonFiniteLoss, PeerLost, Rejected, RunFailed, SmolclusterError
+from smolcluster.net.dialling import UNPROVED_PATIENCE_S, Address, Pauses
+from smolcluster.net.inbox import Event, Inbox, MessageReceived, SessionClosed
+from smolcluster.net.session import Later, Receiver, Session
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.transport.connection import Connection
 from smolcluster.transport.frames import Frame
@@ -43,14 +38,12 @@ from smolcluster.transport.messages import (
 from smolcluster.transport.security import Secret
 from smolcluster.utils.device import describe, pick_device
 from smolcluster.utils.meter import Meter
-from smolcluster.utils.retry import Deadline, backoff_delays
+from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_duration
 
 MAX_QUEUED = 100_000
 """A worker waits for answers, so its queue is as long as its largest push; this only bounds mistakes."""
 SHUTDOWN_TIMEOUT_S = 5.0
-SETTLED_S = 4.0
-"""A session that lasted so long lets the delays between reconnects begin anew."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,7 @@ class WorkerSetup:
 
     node: NodeConfig
     hello: Hello
-    address: ServerAddress
+    address: Address
     secret: Secret
     start_timeout_s: float
     log: logging.Logger
@@ -194,7 +187,7 @@ def follow(
         Rejected, AuthError, DataError, ConfigError, NonFiniteLoss: this worker cannot go on.
     """
     life = _Life(place, make_participant)
-    patience, delays = Deadline(place.start_timeout_s), backoff_delays(cap_s=LONGEST_DELAY_S)
+    patience, pauses = Deadline(place.start_timeout_s), Pauses()
     unproved_patience_s = UNPROVED_PATIENCE_S
     try:
         while True:
@@ -208,7 +201,7 @@ def follow(
                 unproved_patience_s=unproved_patience_s,
             )
             unproved_patience_s = math.inf  # this is the right server, and knows the secret
-            began = time.monotonic()
+            pauses.session_begins()
             try:
                 life.spend_session(connection, welcome)
             except PeerLost as error:
@@ -216,11 +209,9 @@ def follow(
                     patience = Deadline(welcome.run.reconnect_timeout_s)
                 elif patience.expired:
                     raise
-                if time.monotonic() - began > SETTLED_S:
-                    delays = backoff_delays(cap_s=LONGEST_DELAY_S)
                 left = format_duration(patience.remaining())
                 place.log.warning("%s; trying to reconnect for %s", error, left)
-                time.sleep(next(delays))
+                time.sleep(pauses.next_s())
     except RunOver as news:
         place.log.info("the run is over: %s", news)
 

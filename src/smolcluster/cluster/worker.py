@@ -3,9 +3,9 @@
 import time
 from dataclasses import dataclass, field
 
-from smolcluster.cluster.membership import Member
 from smolcluster.cluster.process_stats import Gauge
-from smolcluster.cluster.session import Session
+from smolcluster.net.membership import Member
+from smolcluster.net.session import Session
 from smolcluster.runs.paths import process_title
 from smolcluster.transport.messages import Ready
 

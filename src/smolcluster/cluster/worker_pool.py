@@ -12,10 +12,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
-from smolcluster.cluster.acceptor import Acceptor, Seated
 from smolcluster.cluster.evaluator import EvaluationDone, EvaluationFailed
-from smolcluster.cluster.inbox import Event, Inbox, JoinRequest, MessageReceived, SessionClosed
-from smolcluster.cluster.membership import (
+from smolcluster.cluster.report import Report, why_ended
+from smolcluster.cluster.worker import Worker
+from smolcluster.configs.schema import ClusterConfig
+from smolcluster.errors import ClusterEmpty, NonFiniteLoss
+from smolcluster.net.acceptor import Acceptor, Seated
+from smolcluster.net.inbox import Event, Inbox, JoinRequest, MessageReceived, SessionClosed
+from smolcluster.net.membership import (
     Admitted,
     Assigned,
     Member,
@@ -24,10 +28,6 @@ from smolcluster.cluster.membership import (
     assign,
     quorum,
 )
-from smolcluster.cluster.report import Report, why_ended
-from smolcluster.cluster.worker import Worker
-from smolcluster.configs.schema import ClusterConfig
-from smolcluster.errors import ClusterEmpty, NonFiniteLoss
 from smolcluster.runs.events import EventLog, WorkerJoined, WorkerLeft, WorkerLost, WorkerRejected
 from smolcluster.transport.messages import End, Fault, Goodbye, Ready, Reject, Telemetry
 from smolcluster.utils.retry import Deadline

@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from smolcluster.algorithms.registry import get_algorithm
-from smolcluster.cluster.joining import RunOver, ServerAddress, ask
+from smolcluster.cluster.joining import RunOver, ask
 from smolcluster.configs.resolve import LOOPBACK, load_resolved
 from smolcluster.configs.schema import ClusterConfig, NodeName
 from smolcluster.errors import ConfigError, LaunchError
@@ -28,6 +28,7 @@ from smolcluster.launch.remote import inherited, own_secret_file
 from smolcluster.launch.run import place_overrides
 from smolcluster.launch.take_in import JoinOptions, begin_and_wait, join_cluster, settings_of_node
 from smolcluster.launch.tmux import session_name
+from smolcluster.net.dialling import Address
 from smolcluster.observability.logs import setup_logging
 from smolcluster.observability.terminal import SteadyConsole, print_line
 from smolcluster.observability.view.snapshot import read_snapshot
@@ -88,7 +89,7 @@ def _join_run(paths: RunPaths, wanted: JoinOptions) -> int:
     if status is None or status.is_over:
         raise LaunchError(f"run {paths.run_id} is over, or has not begun: nobody can join it")
     settings = load_resolved(paths.config)
-    address = ServerAddress(LOOPBACK, settings.cluster.port)
+    address = Address(LOOPBACK, settings.cluster.port)
     own = [*place_overrides(settings), "threads=1", f"runs_dir={_quoted(paths.root.parent)}"]
     options = ["--local", "--override", *own, *_of_this_machine(wanted)]
     if launched is None:
@@ -96,7 +97,7 @@ def _join_run(paths: RunPaths, wanted: JoinOptions) -> int:
     return _join_in_session(address, wanted, options, paths, launched)
 
 
-def address_of(where: str) -> ServerAddress | None:
+def address_of(where: str) -> Address | None:
     """The server's address that a word is; None: it is a run's name or folder."""
     if "/" in where or not (where == "localhost" or re.search(r"[.:]", where)):
         return None
@@ -105,9 +106,9 @@ def address_of(where: str) -> ServerAddress | None:
     )
     default: int = ClusterConfig.model_fields["port"].default
     if found is None:
-        return ServerAddress(where, default)  # an IPv6 address
+        return Address(where, default)  # an IPv6 address
     host, port = found["v6"] or found["host"], found["port6"] or found["port"]
-    return ServerAddress(host, int(port or default))
+    return Address(host, int(port or default))
 
 
 def _quoted(path: Path) -> str:
@@ -139,7 +140,7 @@ def own_name(stated: str | None) -> str:
         ) from error
 
 
-def _ask(address: ServerAddress, name: str, wanted: JoinOptions) -> Welcome:
+def _ask(address: Address, name: str, wanted: JoinOptions) -> Welcome:
     secret = load_secret(wanted.secret_file or own_secret_file())
     log = setup_logging("join", name, named=False)
     try:
@@ -148,9 +149,7 @@ def _ask(address: ServerAddress, name: str, wanted: JoinOptions) -> Welcome:
         raise LaunchError(f"the run at {address} is over: {news}") from None
 
 
-def _command(
-    welcome: Welcome, name: str, address: ServerAddress, options: Sequence[str]
-) -> list[str]:
+def _command(welcome: Welcome, name: str, address: Address, options: Sequence[str]) -> list[str]:
     worker = get_algorithm(welcome.run.algorithm).worker
     place = (str(welcome.worker_id), name, "--server", str(address))
     allowed: int = ClusterConfig.model_fields["restarts"].default
@@ -158,7 +157,7 @@ def _command(
 
 
 def _join_as_process(
-    address: ServerAddress, wanted: JoinOptions, options: Sequence[str], *, paths: RunPaths | None
+    address: Address, wanted: JoinOptions, options: Sequence[str], *, paths: RunPaths | None
 ) -> int:
     """Be a worker from now on, or start one that outlives this terminal.
 
@@ -220,7 +219,7 @@ def _note(paths: RunPaths | None, name: str, rank: int, pid: int) -> None:
 
 
 def _join_in_session(
-    address: ServerAddress,
+    address: Address,
     wanted: JoinOptions,
     options: Sequence[str],
     paths: RunPaths,

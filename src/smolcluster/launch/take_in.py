@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from smolcluster.algorithms.registry import get_algorithm
-from smolcluster.cluster.membership import free_worker_id
 from smolcluster.configs.load import dump_yaml, parse_yaml, read_config
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import ConfigError, LaunchError, Rejected
@@ -34,6 +33,7 @@ from smolcluster.launch.sessions import begin, exit_code, kill, put, stderr_tail
 from smolcluster.launch.shipping import begin_shippers, loki_of, with_shippers
 from smolcluster.launch.tmux import session_name
 from smolcluster.launch.watch.probe import look
+from smolcluster.net.membership import free_worker_id
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched, write_launched
 from smolcluster.runs.paths import RunPaths

@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from smolcluster.cluster.inbox import Event
 from smolcluster.errors import NonFiniteLoss, ProtocolError
+from smolcluster.net.inbox import Event
 from smolcluster.ps.push import bytes_of
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.replica import DIVERGENCE_REMEDY

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smolcluster.cluster.inbox import Event, MessageReceived
-from smolcluster.cluster.session import Receiver
 from smolcluster.codec.base import Codec, NonFiniteValue
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import NonFiniteLoss, ProtocolError
+from smolcluster.net.inbox import Event, MessageReceived
+from smolcluster.net.session import Receiver
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (

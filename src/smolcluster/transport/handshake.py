@@ -213,7 +213,12 @@ def accept(client: Authenticated, answer: Accepted) -> None:
 
     Raises:
         PeerLost: the client was lost.
+        VersionDiffers: the answer is of a set that the client does not know.
     """
+    if not any(type(answer) in each.in_handshake for each in client.sets):
+        sentence = _versions_differ(client.hello)
+        refuse(client, VERSION, sentence)
+        raise VersionDiffers(f"{client.talk.connection.peer}: handshake: {sentence}")
     talk, names = client.talk, tuple(each.name for each in client.sets)
     talk.say(answer.model_copy(update={"sets": names}))
     talk.prove("server")

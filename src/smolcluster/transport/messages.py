@@ -11,7 +11,7 @@ infinities, numbers and texts out of bounds, and deeply nested JSON are refused.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import MappingProxyType
@@ -410,9 +410,11 @@ class MessageSet:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of what its messages may hold: what two versions must agree on."""
+        """SHA-256 of who may say what, and of what it may hold: what two versions must agree on."""
         schemas = {kind.__name__: [kind.KIND, kind.model_json_schema()] for kind in self.kinds}
-        return hashlib.sha256(json.dumps(schemas, sort_keys=True).encode()).hexdigest()
+        sides = (self.from_dialler, self.from_listener, self.in_handshake)
+        names = [sorted(kind.__name__ for kind in side) for side in sides]
+        return hashlib.sha256(json.dumps([names, schemas], sort_keys=True).encode()).hexdigest()
 
 
 SESSION = MessageSet(
@@ -433,9 +435,21 @@ SETS = (SESSION, PS)
 
 ALL_KINDS: Kinds = SESSION.kinds | PS.kinds
 MESSAGES = MappingProxyType(dict(sorted((kind.KIND, kind) for kind in ALL_KINDS)))
-FROM_WORKER: Kinds = SESSION.from_dialler | PS.from_dialler
+
+
+def from_dialler(sets: Iterable[MessageSet]) -> Kinds:
+    """What the side that dialled may say after a handshake that agreed on these sets."""
+    return frozenset().union(*(each.from_dialler for each in sets))
+
+
+def from_listener(sets: Iterable[MessageSet]) -> Kinds:
+    """What the side that was dialled may say."""
+    return frozenset().union(*(each.from_listener for each in sets))
+
+
+FROM_WORKER: Kinds = from_dialler(SETS)
 """What a server accepts once a worker has proved itself."""
-FROM_SERVER: Kinds = SESSION.from_listener | PS.from_listener
+FROM_SERVER: Kinds = from_listener(SETS)
 """What a worker accepts once it was welcomed."""
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from smolcluster.cluster.board import PACE_WINDOW_S, StatusBoard, SteadyRate
-from smolcluster.cluster.membership import Member
 from smolcluster.cluster.tally import Tally
 from smolcluster.cluster.worker import Worker
+from smolcluster.net.membership import Member
 from smolcluster.runs.status import instant
 
 SINCE_1970 = 1_700_000_000.0

@@ -13,9 +13,9 @@ from torch import nn
 from harness import local_settings
 from peers import DEADLINE_S, logger, next_event, session_threads
 from smolcluster.cluster.evaluator import EvaluationDone, EvaluationFailed, Evaluator
-from smolcluster.cluster.inbox import Inbox
 from smolcluster.data.dataset import Samples
 from smolcluster.errors import NonFiniteLoss
+from smolcluster.net.inbox import Inbox
 from smolcluster.training import build as room
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.evaluate import Evaluation, evaluate

@@ -10,9 +10,10 @@ import pytest
 from connection_pairs import RUN
 from harness import SECRET, free_port
 from peers import DEADLINE_S, Hand, HandledDoor, hello, logger
-from smolcluster.cluster import joining
-from smolcluster.cluster.joining import RunOver, ServerAddress, ask, join
+from smolcluster.cluster.joining import RunOver, ask, join
 from smolcluster.errors import AuthError, ConnectTimeout, Rejected, RunFailed
+from smolcluster.net import dialling
+from smolcluster.net.dialling import Address
 from smolcluster.transport.connection import Connection
 from smolcluster.transport.handshake import refuse, reject
 from smolcluster.transport.messages import Reject, Welcome
@@ -36,7 +37,7 @@ def start_joining(door: HandledDoor, lines: list[str]) -> Iterator[Joining]:
             secret: Secret = SECRET,
             unproved_patience_s: float = 0.0,
         ) -> "Future[tuple[Connection, Welcome]]":
-            address = ServerAddress("127.0.0.1", door.port)
+            address = Address("127.0.0.1", door.port)
             log = logger(lines)
             return pool.submit(
                 join,
@@ -56,7 +57,7 @@ def start_joining(door: HandledDoor, lines: list[str]) -> Iterator[Joining]:
 def delays(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The waits between attempts, which take no time."""
     waits: list[float] = []
-    monkeypatch.setattr(joining, "time", SimpleNamespace(sleep=waits.append))
+    monkeypatch.setattr(dialling, "time", SimpleNamespace(sleep=waits.append))
     return waits
 
 
@@ -66,9 +67,9 @@ def test_a_name_that_stays_taken_is_a_refusal(
     def refuse(*_: object) -> Connection:
         raise Rejected("the name pi5 is taken", "busy", 2.0, is_proved=True)
 
-    monkeypatch.setattr(joining, "connect", refuse)
+    monkeypatch.setattr(dialling, "connect", refuse)
     with pytest.raises(Rejected, match="taken"):
-        ask(ServerAddress("h", 1), "pi5", SECRET, timeout_s=0.05, log=logger([]))
+        ask(Address("h", 1), "pi5", SECRET, timeout_s=0.05, log=logger([]))
     assert delays
 
 
@@ -89,7 +90,7 @@ def test_a_server_that_is_not_there_is_waited_for_with_one_line_and_a_deadline(
     port = free_port()
     with pytest.raises(ConnectTimeout) as caught:
         join(
-            ServerAddress("127.0.0.1", port),
+            Address("127.0.0.1", port),
             hello(),
             SECRET,
             timeout_s=0.5,
@@ -116,11 +117,11 @@ def test_attempts_become_rarer_up_to_a_limit_and_are_spread(
             raise Rejected("enough", "node")
         raise ConnectTimeout("nobody there")
 
-    monkeypatch.setattr(joining, "connect", refuse)
+    monkeypatch.setattr(dialling, "connect", refuse)
     lines: list[str] = []
     with pytest.raises(Rejected, match="enough"):
         join(
-            ServerAddress("h", 1),
+            Address("h", 1),
             hello(),
             SECRET,
             timeout_s=60.0,
@@ -241,15 +242,15 @@ def test_a_server_that_accepts_and_says_nothing_is_given_up_in_time(
     door: HandledDoor, start_joining: Joining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody opens the door: the system accepts, and the handshake waits for an answer."""
-    monkeypatch.setattr(joining, "LAST_TRY_S", 0.1)
+    monkeypatch.setattr(dialling, "LAST_TRY_S", 0.1)
     future = start_joining(timeout_s=0.2)
     with pytest.raises(ConnectTimeout, match=r"did not finish in time"):
-        future.result(joining.HANDSHAKE_TIMEOUT_S / 2)
+        future.result(dialling.HANDSHAKE_TIMEOUT_S / 2)
 
 
 def test_an_ipv6_address_is_written_so_that_it_can_be_typed() -> None:
-    assert str(ServerAddress("fd00::1", 65432)) == "[fd00::1]:65432"
-    assert str(ServerAddress("10.0.0.1", 65432)) == "10.0.0.1:65432"
+    assert str(Address("fd00::1", 65432)) == "[fd00::1]:65432"
+    assert str(Address("10.0.0.1", 65432)) == "10.0.0.1:65432"
 
 
 def test_a_failed_attempt_leaves_no_connection_open(

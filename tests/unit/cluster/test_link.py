@@ -15,9 +15,7 @@ from connection_pairs import push, tensor
 from harness import local_settings
 from lives import LEASE, Life, end, run_config
 from peers import DEADLINE_S, Echo, HandledDoor, hello, knock
-from smolcluster.cluster.inbox import MessageReceived
 from smolcluster.cluster.link import Link, measure_speed
-from smolcluster.cluster.session import Receiver
 from smolcluster.configs.schema import DatasetPlace, NodeConfig
 from smolcluster.errors import (
     ConfigError,
@@ -30,6 +28,8 @@ from smolcluster.errors import (
     SmolclusterError,
     TryAgain,
 )
+from smolcluster.net.inbox import MessageReceived
+from smolcluster.net.session import Receiver
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.transport.handshake import refuse
 from smolcluster.transport.messages import (

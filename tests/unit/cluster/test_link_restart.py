@@ -9,7 +9,7 @@ from lives import LEASE, Life, end, run_config
 from peers import DEADLINE_S, Echo, HandledDoor
 from smolcluster.cluster import link as room
 from smolcluster.cluster.link import Link
-from smolcluster.cluster.session import Receiver
+from smolcluster.net.session import Receiver
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.transport.messages import LeaseKey, Pull, Welcome
 

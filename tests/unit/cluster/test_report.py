@@ -9,11 +9,11 @@ import torch
 
 from harness import local_settings
 from peers import Parts, report_of, server_parts
-from smolcluster.cluster.membership import Member
 from smolcluster.cluster.report import Rate, Report, StepTaken
 from smolcluster.cluster.worker import Worker
 from smolcluster.data.permutation import Range
 from smolcluster.errors import SmolclusterError
+from smolcluster.net.membership import Member
 from smolcluster.runs.events import (
     EpochFinished,
     Evaluated,

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from harness import local_settings
 from peers import Parts, report_of, server_parts
 from smolcluster.cluster import report as room
-from smolcluster.cluster.membership import Member
 from smolcluster.cluster.report import COUNTS, Report, StepTaken
 from smolcluster.cluster.worker import Worker
 from smolcluster.data.permutation import Range
 from smolcluster.errors import CheckpointError
+from smolcluster.net.membership import Member
 from smolcluster.runs.events import EpochFinished, RunResumed, RunStarted
 from smolcluster.training.checkpoint import TrainingState
 from smolcluster.training.evaluate import Evaluation

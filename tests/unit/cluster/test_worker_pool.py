@@ -21,15 +21,16 @@ from peers import (
     server_parts,
     wait_for_threads,
 )
-from smolcluster.cluster import acceptor
 from smolcluster.cluster import worker_pool as room
-from smolcluster.cluster.acceptor import Acceptor
 from smolcluster.cluster.evaluator import EvaluationDone, EvaluationFailed
-from smolcluster.cluster.inbox import MessageReceived
-from smolcluster.cluster.joining import RunOver, ServerAddress, join
+from smolcluster.cluster.joining import RunOver, join
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.configs.resolve import Settings
 from smolcluster.errors import ClusterEmpty, NonFiniteLoss, PeerLost, Rejected, RunFailed
+from smolcluster.net import acceptor
+from smolcluster.net.acceptor import Acceptor
+from smolcluster.net.dialling import Address
+from smolcluster.net.inbox import MessageReceived
 from smolcluster.runs.events import (
     Evaluated,
     RunEnded,
@@ -503,7 +504,7 @@ def test_a_worker_that_returns_at_the_end_hears_how_it_went(
             rooms.callback(house.close)
             house.join(hello(1)).leave()
             house.until(lambda: bool(departed(house)))
-            address = ServerAddress("127.0.0.1", parts.port)
+            address = Address("127.0.0.1", parts.port)
             future = threads.submit(
                 join,
                 address,

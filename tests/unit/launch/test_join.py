@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from smolcluster.cluster.joining import ServerAddress
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import ConfigError
 from smolcluster.launch import join as joining
 from smolcluster.launch.join import address_of, own_name
 from smolcluster.launch.take_in import JoinOptions, with_worker
+from smolcluster.net.dialling import Address
 from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
 from smolcluster.runs.paths import create_run
 
@@ -40,7 +40,7 @@ RAW: dict[str, Any] = {
     ],
 )
 def test_an_address_is_known_by_its_dots_and_colons(word: str, host: str, port: int) -> None:
-    assert address_of(word) == ServerAddress(host, port)
+    assert address_of(word) == Address(host, port)
 
 
 @pytest.mark.parametrize("word", ["latest", "edp-20261120-1350-3f9c", "./runs/edp-1", "/runs/a.b"])

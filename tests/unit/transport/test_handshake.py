@@ -35,7 +35,9 @@ from smolcluster.transport.handshake import (
     server_authenticate,
 )
 from smolcluster.transport.messages import (
+    SESSION,
     SETS,
+    Accepted,
     Challenge,
     Heartbeat,
     Hello,
@@ -366,6 +368,17 @@ def test_another_version_is_named_on_both_sides(
         error = error_of(served)
         assert isinstance(error, VersionDiffers)
         assert "0.9" in str(error)
+
+
+def test_a_client_that_does_not_know_the_server_s_set_is_refused(pool: ThreadPoolExecutor) -> None:
+    with connection_pair(proved=False) as (client, server):
+        served = pool.submit(serve, server)
+        with pytest.raises(Rejected) as caught:
+            client_handshake(
+                client, introduce("mini1", 1, (SESSION,)), SECRET, Deadline(5.0), answer=Accepted
+            )
+        assert (caught.value.code, caught.value.is_proved) == ("version", True)
+        assert isinstance(error_of(served), VersionDiffers)
 
 
 def test_another_protocol_is_named_on_both_sides(pool: ThreadPoolExecutor) -> None:

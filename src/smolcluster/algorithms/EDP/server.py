@@ -28,13 +28,13 @@ from torch import Tensor
 
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.EDP import rule
-from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import Range, epoch_permutation
 from smolcluster.errors import NonFiniteLoss
+from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import assignment_of
 from smolcluster.ps.leases import Dispatcher, DispatcherState
 from smolcluster.ps.push import GradientReceiver, Pushed, state_frame

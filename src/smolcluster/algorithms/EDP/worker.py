@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from smolcluster.algorithms.EDP import rule
-from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.link import Link
-from smolcluster.cluster.session import Receiver
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import NonFiniteLoss, ProtocolError
+from smolcluster.net.inbox import Event, MessageReceived
+from smolcluster.net.session import Receiver
 from smolcluster.ps.assignment import Assigned
 from smolcluster.ps.push import GradientSender, bucket_length, bucket_spec
 from smolcluster.training.build import TrainingContext

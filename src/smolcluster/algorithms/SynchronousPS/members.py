@@ -26,8 +26,8 @@ from smolcluster.algorithms.SynchronousPS.sharing import (
     with_probes,
 )
 from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
-from smolcluster.cluster.session import Session
 from smolcluster.cluster.worker import Worker
+from smolcluster.net.session import Session
 from smolcluster.ps.assignment import assignment_of
 from smolcluster.ps.push import state_frame
 from smolcluster.ps.store import Stores

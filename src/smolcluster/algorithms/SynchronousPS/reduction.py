@@ -15,12 +15,12 @@ from torch import Tensor
 
 from smolcluster.algorithms.SynchronousPS.rule import weight
 from smolcluster.algorithms.SynchronousPS.step import Step
-from smolcluster.cluster.inbox import Event, MessageReceived
-from smolcluster.cluster.session import Receiver
 from smolcluster.codec.base import NonFiniteValue, absmax
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import CheckpointError, NonFiniteLoss, ProtocolError
+from smolcluster.net.inbox import Event, MessageReceived
+from smolcluster.net.session import Receiver
 from smolcluster.ps.push import PushOrder, bucket_length, bucket_spec, bytes_of, digests_spec
 from smolcluster.training.checkpoint import Progress
 from smolcluster.training.optimizer import bucket_norms

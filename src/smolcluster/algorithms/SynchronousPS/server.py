@@ -33,13 +33,13 @@ from smolcluster.algorithms.SynchronousPS.reduction import (
 )
 from smolcluster.algorithms.SynchronousPS.sharing import patience_s, rest_after
 from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
-from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import CheckpointSource
-from smolcluster.cluster.session import HEARTBEATS_PER_TIMEOUT
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import EpochOrders, Range
+from smolcluster.net.inbox import Event, MessageReceived
+from smolcluster.net.session import HEARTBEATS_PER_TIMEOUT
 from smolcluster.runs.summary import Summary
 from smolcluster.training.optimizer import clip_factor
 from smolcluster.training.schedule import learning_rate

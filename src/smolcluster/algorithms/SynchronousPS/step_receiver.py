@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from smolcluster.cluster.inbox import Event, MessageReceived
-from smolcluster.cluster.session import Receiver
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import PeerLost, ProtocolError
+from smolcluster.net.inbox import Event, MessageReceived
+from smolcluster.net.session import Receiver
 from smolcluster.ps.assignment import Assigned
 from smolcluster.ps.push import DIGEST_NBYTES, bucket_spec, bytes_of, digests_spec
 from smolcluster.training.replica import Replica

@@ -30,10 +30,10 @@ from smolcluster.algorithms.SynchronousPS.step_receiver import (
     StateArrived,
     StepReceiver,
 )
-from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.link import Link
-from smolcluster.cluster.session import HEARTBEATS_PER_TIMEOUT
 from smolcluster.errors import NonFiniteLoss, PeerLost
+from smolcluster.net.inbox import Event, MessageReceived
+from smolcluster.net.session import HEARTBEATS_PER_TIMEOUT
 from smolcluster.ps.assignment import Assigned
 from smolcluster.ps.push import GradientSender
 from smolcluster.ps.store import Stores

@@ -15,9 +15,9 @@ from peers import DEADLINE_S, hello, opened, server_parts
 from smolcluster.algorithms.EDP import rule
 from smolcluster.algorithms.EDP.server import Server
 from smolcluster.algorithms.EDP.worker import StateReceiver, WeightsArrived, Worker
-from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.link import Link
 from smolcluster.errors import NonFiniteLoss, PeerLost
+from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import Assigned, assignment_of
 from smolcluster.ps.leases import Dispatcher
 from smolcluster.ps.push import GradientReceiver, GradientSender, Pushed

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from peers import opened, set_gradient, small_replica
 from smolcluster.algorithms.EDP.server import state_frames
 from smolcluster.algorithms.EDP.worker import StateReceiver, WeightsArrived
-from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.errors import ProtocolError
+from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import Assigned, work_payload
 from smolcluster.ps.push import GradientReceiver, GradientSender, Pushed
 from smolcluster.training.replica import Replica

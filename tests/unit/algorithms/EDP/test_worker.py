@@ -9,9 +9,9 @@ import torch
 
 from harness import local_settings
 from smolcluster.algorithms.EDP.worker import WeightsArrived, Worker
-from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.link import Link
 from smolcluster.errors import NonFiniteLoss, PeerLost
+from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import Assigned, work_payload
 from smolcluster.training.build import build
 from smolcluster.transport.frames import Frame

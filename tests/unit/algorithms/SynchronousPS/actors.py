@@ -10,12 +10,12 @@ from smolcluster.algorithms.SynchronousPS.members import state_frames
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.step import PartAssignment, Step
 from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, StepReceiver
-from smolcluster.cluster import membership
-from smolcluster.cluster.inbox import Event
-from smolcluster.cluster.session import Receiver, Session
 from smolcluster.cluster.worker import Worker
 from smolcluster.codec.registry import CODECS, get_codec, lossless_for
 from smolcluster.data.permutation import Range
+from smolcluster.net import membership
+from smolcluster.net.inbox import Event
+from smolcluster.net.session import Receiver, Session
 from smolcluster.ps.store import Stores
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame

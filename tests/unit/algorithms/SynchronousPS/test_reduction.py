@@ -20,8 +20,8 @@ from smolcluster.algorithms.SynchronousPS.reduction import (
 from smolcluster.algorithms.SynchronousPS.rule import weight
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.step_receiver import StepReceiver
-from smolcluster.cluster.inbox import MessageReceived
 from smolcluster.errors import NonFiniteLoss, ProtocolError
+from smolcluster.net.inbox import MessageReceived
 from smolcluster.ps.push import GradientSender
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame

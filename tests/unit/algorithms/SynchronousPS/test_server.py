@@ -20,9 +20,9 @@ from smolcluster.algorithms.SynchronousPS.members import FIRST_PAUSE_S, StepMemb
 from smolcluster.algorithms.SynchronousPS.reduction import PartArrived
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Step
-from smolcluster.cluster.session import HEARTBEATS_PER_TIMEOUT
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import epoch_permutation
+from smolcluster.net.session import HEARTBEATS_PER_TIMEOUT
 from smolcluster.ps.push import GradientSender
 from smolcluster.ps.store import Stores
 from smolcluster.runs.events import (

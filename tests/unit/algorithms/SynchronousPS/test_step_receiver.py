@@ -22,9 +22,9 @@ from smolcluster.algorithms.SynchronousPS.step_receiver import (
     Outgoing,
     StepReceiver,
 )
-from smolcluster.cluster.inbox import Event, MessageReceived
-from smolcluster.cluster.session import Receiver
 from smolcluster.errors import PeerLost, ProtocolError
+from smolcluster.net.inbox import Event, MessageReceived
+from smolcluster.net.session import Receiver
 from smolcluster.ps.assignment import Assigned, work_payload
 from smolcluster.ps.push import digests_spec
 from smolcluster.ps.store import Stores

@@ -13,12 +13,12 @@ from peers import opened
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, FellBehind, StateArrived
 from smolcluster.algorithms.SynchronousPS.worker import Worker
-from smolcluster.cluster.inbox import Event, MessageReceived
 from smolcluster.cluster.link import Link
-from smolcluster.cluster.session import Later
 from smolcluster.codec.registry import get_codec
 from smolcluster.data.dataset import Dataset
 from smolcluster.errors import NonFiniteLoss, PeerLost
+from smolcluster.net.inbox import Event, MessageReceived
+from smolcluster.net.session import Later
 from smolcluster.ps.assignment import Assigned, work_payload
 from smolcluster.ps.push import GradientSender, bucket_spec
 from smolcluster.ps.store import Stores

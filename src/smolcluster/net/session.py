@@ -16,9 +16,9 @@ from contextlib import suppress
 
 import torch
 
-from smolcluster.cluster.clocks import Clocks
-from smolcluster.cluster.inbox import Event, Inbox, SessionClosed
 from smolcluster.errors import SmolclusterError
+from smolcluster.net.clocks import Clocks
+from smolcluster.net.inbox import Event, Inbox, SessionClosed
 from smolcluster.transport.connection import Connection
 from smolcluster.transport.frames import Buffer, Frame
 from smolcluster.transport.messages import Heartbeat, Kinds, Message, frame_of

@@ -8,7 +8,7 @@ import queue
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from smolcluster.cluster.membership import Admitted, Assigned, Refused
+from smolcluster.net.membership import Admitted, Assigned, Refused
 from smolcluster.transport.messages import Hello, Message
 
 
@@ -27,10 +27,11 @@ class JoinRequest(Event):
 
 @dataclass(frozen=True)
 class MessageReceived(Event):
-    """A small message arrived from a worker."""
+    """A message arrived; `payload` is a copy of its own, empty unless the receiver passes payloads on."""
 
     session_id: int
     message: Message
+    payload: bytes = b""
 
 
 @dataclass(frozen=True)

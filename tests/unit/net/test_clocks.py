@@ -2,7 +2,7 @@
 
 import pytest
 
-from smolcluster.cluster.clocks import NUM_SAMPLES, Clocks
+from smolcluster.net.clocks import NUM_SAMPLES, Clocks
 from smolcluster.transport.messages import Heartbeat
 
 

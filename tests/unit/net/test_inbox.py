@@ -4,7 +4,7 @@ import threading
 from collections import defaultdict
 
 from peers import DEADLINE_S
-from smolcluster.cluster.inbox import Event, Inbox, MessageReceived, SessionClosed
+from smolcluster.net.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.transport.messages import Pull
 
 

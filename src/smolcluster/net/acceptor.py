@@ -1,4 +1,4 @@
-"""The server's door: listens, authenticates, asks the deciding thread, and turns connections into sessions.
+"""The door: listens, authenticates, asks who may come in, and turns connections into sessions.
 
 A connection that has not proved itself costs one short-lived thread, 5 seconds and 4 KiB at most, and the
 deciding thread never hears of it. There are at most `MAX_UNPROVED` of them: for one more, one of the address
@@ -11,13 +11,13 @@ import secrets
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as NoAnswer
 
-from smolcluster.cluster.inbox import Event, Inbox, JoinRequest, SessionClosed
-from smolcluster.cluster.membership import Assigned, Refused
-from smolcluster.cluster.session import Receiver, Session
 from smolcluster.errors import NothingSaid, ProtocolError, SmolclusterError
+from smolcluster.net.inbox import Event, Inbox, JoinRequest, SessionClosed
+from smolcluster.net.membership import Assigned, Refused
+from smolcluster.net.session import Receiver, Session
 from smolcluster.transport.connection import Connection, accept_next
 from smolcluster.transport.handshake import (
     HANDSHAKE_TIMEOUT_S,
@@ -27,7 +27,7 @@ from smolcluster.transport.handshake import (
     refuse,
     server_authenticate,
 )
-from smolcluster.transport.messages import FROM_WORKER, Welcome
+from smolcluster.transport.messages import Accepted, Hello, Welcome, from_dialler
 from smolcluster.utils.cadence import is_power_of_two
 from smolcluster.utils.retry import Deadline
 
@@ -38,19 +38,38 @@ ACCEPT_TICK_S = 0.2
 
 
 class Seated(Event):
-    """A worker was let in; its session runs from now on."""
+    """A client was let in; its session runs from now on."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, client: Authenticated) -> None:
         self.session_id = session.session_id
         self.session = session
+        self.client = client
+
+
+Admit = Callable[[int, Hello], Accepted | Refused]
+"""Decides on a client that has proved itself, by its session id; called in a thread of its own."""
+
+
+def ask_inbox(inbox: Inbox, welcome: Welcome) -> Admit:
+    """Have the thread that takes events decide; `welcome` is what every admitted worker is told."""
+
+    def admit(session_id: int, hello: Hello) -> Accepted | Refused:
+        knock = JoinRequest(session_id, hello)
+        inbox.put(knock)
+        try:
+            answer = knock.answer.result(timeout=HANDSHAKE_TIMEOUT_S)
+        except NoAnswer:
+            raise ProtocolError("the server was too busy to answer") from None
+        if isinstance(answer, Refused):
+            return answer
+        worker_id = answer.worker_id if isinstance(answer, Assigned) else None
+        return welcome.model_copy(update={"worker_id": worker_id})
+
+    return admit
 
 
 class Acceptor:
-    """Accepts workers on `listeners` until closed.
-
-    `welcome` is what every admitted worker is told; `receiver_for(session_id)`
-    makes the function that takes a session's messages.
-    """
+    """Accepts clients on `listeners` until closed; `receiver_for(session_id)` takes a session's messages."""
 
     def __init__(
         self,
@@ -58,19 +77,20 @@ class Acceptor:
         *,
         door: Door,
         inbox: Inbox,
-        welcome: Welcome,
+        admit: Admit,
         receiver_for: Callable[[int], Receiver],
         max_queued: int,
         log: logging.Logger,
+        session_ids: Iterator[int] | None = None,
     ) -> None:
         self._listeners = listeners
         self._door = door
         self._inbox = inbox
-        self._welcome = welcome
+        self._admit = admit
         self._receiver_for = receiver_for
         self._max_queued = max_queued
         self._log = log
-        self._session_ids = itertools.count(1)
+        self._session_ids = session_ids or itertools.count(1)
         self._unproved: dict[int, str] = {}
         """Addresses of those that have not proved themselves, by session id."""
         self._refusals: Counter[tuple[str, type[SmolclusterError]]] = Counter()
@@ -137,7 +157,7 @@ class Acceptor:
             proved = server_authenticate(connection, self._door, Deadline(HANDSHAKE_TIMEOUT_S))
             with self._lock:
                 self._unproved.pop(session_id, None)
-            session = self._admit(session_id, connection, proved)
+            session = self._seat(session_id, connection, proved)
             reason = "refused"
         except SmolclusterError as error:
             reason = str(error)
@@ -150,22 +170,16 @@ class Acceptor:
                 else:
                     self._inbox.put(SessionClosed(session_id, reason))
 
-    def _admit(
+    def _seat(
         self, session_id: int, connection: Connection, proved: Authenticated
     ) -> Session | None:
-        """The running session of a worker that was let in; None if it was refused."""
-        knock = JoinRequest(session_id, proved.hello)
-        self._inbox.put(knock)
-        try:
-            answer = knock.answer.result(timeout=HANDSHAKE_TIMEOUT_S)
-        except NoAnswer:
-            raise ProtocolError("the server was too busy to answer") from None
+        """The running session of a client that was let in; None if it was refused, or only asked."""
+        answer = self._admit(session_id, proved.hello)
         if isinstance(answer, Refused):
             refuse(proved, answer.code, answer.sentence, answer.retry_after_s)
             return None
-        worker_id = answer.worker_id if isinstance(answer, Assigned) else None
-        accept(proved, self._welcome.model_copy(update={"worker_id": worker_id}))
-        if worker_id is not None:
+        accept(proved, answer)
+        if isinstance(answer, Welcome) and answer.worker_id is not None:
             connection.finish()
             return None
         session = Session(
@@ -173,11 +187,11 @@ class Acceptor:
             session_id=session_id,
             receiver=self._receiver_for(session_id),
             inbox=self._inbox,
-            heartbeat_timeout_s=self._welcome.heartbeat_timeout_s,
+            heartbeat_timeout_s=answer.heartbeat_timeout_s,
             max_queued=self._max_queued,
-            kinds=FROM_WORKER,
+            kinds=from_dialler(proved.sets),
         )
-        self._inbox.put(Seated(session))
+        self._inbox.put(Seated(session, proved))
         session.start()
         return session
 

@@ -25,11 +25,11 @@ from peers import (
     session_threads,
     wait_for_threads,
 )
-from smolcluster.cluster import acceptor as room
-from smolcluster.cluster.acceptor import MAX_UNPROVED, Acceptor, Seated, crowd
-from smolcluster.cluster.inbox import Inbox, JoinRequest, MessageReceived, SessionClosed
-from smolcluster.cluster.membership import Admitted, Refused
 from smolcluster.errors import AuthError, PeerLost, Rejected, SmolclusterError
+from smolcluster.net import acceptor as room
+from smolcluster.net.acceptor import MAX_UNPROVED, Acceptor, Seated, ask_inbox, crowd
+from smolcluster.net.inbox import Inbox, JoinRequest, MessageReceived, SessionClosed
+from smolcluster.net.membership import Admitted, Refused
 from smolcluster.transport.connection import Connection, accept_next, connect, listen
 from smolcluster.transport.handshake import Door
 from smolcluster.transport.messages import Ack, Challenge, Proof, Pull, Reject, Welcome
@@ -59,7 +59,7 @@ class House:
             listeners,
             door=Door(SECRET, IDENTITY),
             inbox=self.inbox,
-            welcome=OFFER,
+            admit=ask_inbox(self.inbox, OFFER),
             receiver_for=Echo,
             max_queued=100,
             log=logger(self.lines),

@@ -2,7 +2,8 @@
 
 import pytest
 
-from smolcluster.cluster.membership import (
+from smolcluster.configs.schema import ClusterConfig
+from smolcluster.net.membership import (
     Admitted,
     Assigned,
     Member,
@@ -12,7 +13,6 @@ from smolcluster.cluster.membership import (
     free_worker_id,
     quorum,
 )
-from smolcluster.configs.schema import ClusterConfig
 
 
 def cluster(**changes: object) -> ClusterConfig:

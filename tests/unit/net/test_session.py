@@ -10,9 +10,9 @@ import pytest
 
 from connection_pairs import BUCKET_BYTES, connection_pair, push, telemetry
 from peers import DEADLINE_S, Echo, Hand, next_event, session_threads
-from smolcluster.cluster.inbox import Event, Inbox, MessageReceived, SessionClosed
-from smolcluster.cluster.session import Receiver, Session
 from smolcluster.errors import ProtocolError
+from smolcluster.net.inbox import Event, Inbox, MessageReceived, SessionClosed
+from smolcluster.net.session import Receiver, Session
 from smolcluster.transport.connection import Connection
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (

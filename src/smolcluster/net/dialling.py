@@ -1,0 +1,140 @@
+"""The way to a peer: connect, prove, be let in; with back-off and a deadline."""
+
+import logging
+import random
+import threading
+import time
+from dataclasses import dataclass
+from typing import TypeVar
+
+from smolcluster.configs.schema import Encryption
+from smolcluster.errors import (
+    AuthError,
+    ConnectTimeout,
+    PeerLost,
+    ProtocolError,
+    Rejected,
+    SmolclusterError,
+    VersionDiffers,
+)
+from smolcluster.transport.connection import Connection, connect
+from smolcluster.transport.handshake import client_handshake
+from smolcluster.transport.messages import Accepted, Hello
+from smolcluster.transport.security import Secret
+from smolcluster.utils.retry import Deadline, backoff_delays
+from smolcluster.utils.units import format_address, format_duration
+
+CONNECT_TIMEOUT_S = 5.0
+HANDSHAKE_TIMEOUT_S = 10.0
+LONGEST_DELAY_S = 0.5
+LAST_TRY_S = 1.0
+UNPROVED_PATIENCE_S = 5.0
+"""How long a refusal is doubted at first that anybody on the way may have said."""
+SAY_AFTER_S = 3.0
+"""A peer that starts at the same time is worth no word."""
+SETTLED_S = 4.0
+"""A session that lasted so long lets the delays between reconnects begin anew."""
+
+A = TypeVar("A", bound=Accepted)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a peer listens, as this machine reaches it."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return format_address(self.host, self.port)
+
+
+class Pauses:
+    """The delays between sessions with one peer: longer after each one that did not last."""
+
+    def __init__(self) -> None:
+        self._delays = backoff_delays(cap_s=LONGEST_DELAY_S)
+        self._began_at = time.monotonic()
+
+    def session_begins(self) -> None:
+        """A session begins now."""
+        self._began_at = time.monotonic()
+
+    def next_s(self) -> float:
+        """Seconds to wait, now that it has ended."""
+        if time.monotonic() - self._began_at > SETTLED_S:
+            self._delays = backoff_delays(cap_s=LONGEST_DELAY_S)
+        return next(self._delays)
+
+
+def dial(
+    address: Address,
+    hello: Hello,
+    secret: Secret,
+    answer: type[A],
+    *,
+    timeout_s: float,
+    log: logging.Logger,
+    encryption: Encryption = "auto",
+    unproved_patience_s: float = UNPROVED_PATIENCE_S,
+    say_after_s: float = SAY_AFTER_S,
+    whom: str = "the server",
+    stop: threading.Event | None = None,
+) -> tuple[Connection, A]:
+    """Try until `whom` lets this process in with an `answer`, for at most `timeout_s` seconds.
+
+    What is in the way is logged once it has been there for `say_after_s` seconds, and whenever it changes. A
+    refusal that is not proved is doubted for `unproved_patience_s` seconds.
+
+    Raises:
+        ConnectTimeout: nobody answered in time, or asked to be tried again later until then.
+        Rejected: refused for good.
+        VersionDiffers: the other side speaks another version of the protocol.
+        AuthError: the secrets differ.
+        PeerLost: `stop` was set.
+    """
+    deadline, doubt = Deadline(timeout_s), Deadline(min(unproved_patience_s, timeout_s))
+    said = ""
+    refusal: Rejected | None = None
+    jitter = random.Random()  # noqa: S311 - spreads attempts, hides nothing
+    for delay_s in backoff_delays(first_s=0.1, cap_s=LONGEST_DELAY_S, jitter=jitter):
+        try:
+            limit_s = max(LAST_TRY_S, deadline.remaining())
+            connection = connect(address.host, address.port, min(CONNECT_TIMEOUT_S, limit_s))
+            limit = Deadline(min(HANDSHAKE_TIMEOUT_S, limit_s))
+            return connection, client_handshake(
+                connection, hello, secret, limit, encryption, answer=answer
+            )
+        except SmolclusterError as error:
+            wait_s = max(delay_s, _retry_after_s(error, is_doubted=not doubt.expired))
+            obstacle = str(error)
+            refusal = error if isinstance(error, Rejected) else None
+        if deadline.remaining() == 0:
+            break
+        if obstacle != said and timeout_s - deadline.remaining() >= say_after_s:
+            left = format_duration(deadline.remaining())
+            log.info("waiting for %s, up to %s: %s", whom, left, obstacle)
+            said = obstacle
+        (stop.wait if stop else time.sleep)(min(wait_s, deadline.remaining()))
+        if stop and stop.is_set():
+            raise PeerLost(f"{address}: dialled no more: {obstacle}")
+    raise ConnectTimeout(
+        f"{whom} at {address} did not let this process in within {format_duration(timeout_s)}: {obstacle}"
+    ) from refusal
+
+
+def _retry_after_s(error: SmolclusterError, *, is_doubted: bool) -> float:
+    """How many seconds to wait at least before the next attempt; raises what is no reason for one."""
+    match error:
+        case Rejected(is_proved=True, retry_after_s=float(seconds)):
+            return seconds
+        case Rejected(is_proved=True):
+            raise error
+        case Rejected() | AuthError() | VersionDiffers():
+            if not is_doubted:
+                raise error
+        case ConnectTimeout() | PeerLost() | ProtocolError():
+            pass
+        case _:
+            raise error
+    return 0.0
