@@ -27,7 +27,7 @@ from smolcluster.runs.files import json_objects, seconds_of, write_whole
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.tail import Tail
 
-EVERY_S = 10.0
+EVERY_S, POLL_S = 10.0, 1.0
 MAX_NBYTES = 200_000
 MAX_STEPS = 1200
 MAX_EVALUATIONS = 300
@@ -407,14 +407,16 @@ class SeriesFile:
         self._reader = SeriesReader(paths)
         self._warn = warn
         self._clock = clock
-        self._due_at = clock() + EVERY_S
+        self._poll_at, self._due_at = clock(), clock() + EVERY_S
         self._has_warned = False
 
     def tick(self) -> None:
-        """Read a piece of what was measured, and write the file when it is time."""
-        if self._clock() >= self._due_at:
-            self._due_at = self._clock() + EVERY_S
-            self._reader.poll()
+        """Read what was measured, once a second or piece by piece, and write the file when it is time."""
+        now = self._clock()
+        if now >= self._poll_at:
+            self._poll_at = now if self._reader.poll() else now + POLL_S
+        if now >= self._due_at:
+            self._due_at = now + EVERY_S
             self.write()
 
     def close(self) -> None:
