@@ -19,7 +19,7 @@ from ruamel.yaml import YAML
 
 from harness import free_port
 from loki import Receiver, receiving
-from smolcluster.launch.observe.loki import is_loki
+from smolcluster.launch.observe.stack import is_loki
 from smolcluster.launch.observe.targets import listens
 from smolcluster.observability.shipping.lines import LokiLine
 from smolcluster.observability.shipping.loki import LokiClient, PushReply, Verdict, push_body

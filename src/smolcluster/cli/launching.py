@@ -48,8 +48,8 @@ def _launch_command(name: str, algorithm: str) -> Callable[[Callable[[], None]],
             override: Overrides = None,
         ) -> int:
             from smolcluster.launch.remote import LaunchOptions  # noqa: PLC0415 - see above
+            from smolcluster.launch.requests import request_of  # noqa: PLC0415
             from smolcluster.launch.run import launch  # noqa: PLC0415
-            from smolcluster.launch.verbs import request_of  # noqa: PLC0415
 
             request = request_of(
                 name,

@@ -15,8 +15,16 @@ from pathlib import Path
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import PREAMBLE, shell_path
-from smolcluster.launch.observe.loki import is_loki, loki_here, own_loki
-from smolcluster.launch.observe.stack import EVERYWHERE, LOKI_PORT, answers, loki_bind, services
+from smolcluster.launch.observe.stack import (
+    EVERYWHERE,
+    LOKI_PORT,
+    answers,
+    is_loki,
+    loki_bind,
+    loki_here,
+    own_loki,
+    services,
+)
 from smolcluster.launch.sessions import ask_to_end, begin, host_of, look_script
 from smolcluster.launch.stop import LAST_LINES_S
 from smolcluster.launch.tmux import session_name

@@ -26,6 +26,8 @@ ASK_S = 10.0
 """How long Docker may take to answer a question."""
 ANSWER_S = 2.0
 """How long a service may take to say how it is."""
+LOKI_BUILD, LOKI_S = "/loki/api/v1/status/buildinfo", 0.5
+"""Where Loki answers from the start, as `/ready` does not for a quarter of a minute, and how soon."""
 UP_S, DOWN_S = 1800.0, 120.0
 """How long Docker may take to fetch and start the images, and to stop the containers."""
 OF_SERVICE = '{{.Label "com.docker.compose.service"}}\t{{.Status}}'
@@ -185,6 +187,21 @@ def answers(service: Service, timeout_s: float = ANSWER_S) -> bool:
     except (httpx.HTTPError, httpx.InvalidURL):
         return False
     return reply.status_code == httpx.codes.OK and service.word in reply.text
+
+
+def own_loki(environ: Mapping[str, str] = os.environ) -> str:
+    [url] = [service.url for service in services(environ) if service.name == "loki"]
+    return url.removesuffix("/ready")
+
+
+def loki_here(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Where this machine has a Loki that answers; None: nowhere."""
+    base = own_loki(environ)
+    return base if is_loki(base) else None
+
+
+def is_loki(base: str) -> bool:
+    return answers(Service("loki", base + LOKI_BUILD, "version"), LOKI_S)
 
 
 def bridge_address(can_listen: Callable[[str], bool]) -> str | None:

@@ -3,8 +3,7 @@
 import pytest
 
 from smolcluster.configs.resolve import Settings
-from smolcluster.launch.requests import settings_of
-from smolcluster.launch.verbs import request_of
+from smolcluster.launch.requests import request_of, settings_of
 
 
 def settings(name: str, *, local: bool, train_config: str | None = None) -> Settings:
