@@ -246,9 +246,9 @@ def test_the_newest_run_is_one_whose_start_has_not_failed(
 def test_a_server_that_neither_listens_nor_logs_is_given_up(
     run: ClusterRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = chain(["reading", "reading", "tokens"], repeat("tokens"))
+    lines = chain(["reading 1", "reading 2"], repeat("tokens"))
     said: list[str] = []
-    for name, value in {"TOLD_EVERY_S": 0.0, "SERVER_SILENT_S": 0.05, "POLL_S": 0.02}.items():
+    for name, value in {"TOLD_EVERY_S": 0.0, "SERVER_SILENT_S": 0.2, "POLL_S": 0.02}.items():
         monkeypatch.setattr(cluster_run, name, value)
     monkeypatch.setattr(cluster_run, "newest_line", lambda _: next(lines))
     monkeypatch.setattr(ClusterRun, "_begin", lambda *_: None)
@@ -256,4 +256,4 @@ def test_a_server_that_neither_listens_nor_logs_is_given_up(
     monkeypatch.setattr(ClusterRun, "say", lambda _, text, *__: said.append(text))
     with pytest.raises(LaunchError, match="Its last line: tokens"):
         run._start_server(Interrupts([]))
-    assert said[1:3] == ["waiting for server mini1: reading"] * 2
+    assert said[1:3] == [f"waiting for server mini1: reading {each}" for each in (1, 2)]
