@@ -37,7 +37,7 @@ from threading import Event, Thread
 from typing import Any, NoReturn
 
 from common import report
-from smolcluster.algorithms.registry import get_algorithm
+from smolcluster.configs.spec import get_algorithm
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import RunStatus, read_status
 
@@ -75,7 +75,7 @@ def be_worker(role: str, algorithm: str, per_sample_s: float) -> int:
         return compute(own, bench)
 
     setattr(Assigned, "compute", paced)  # noqa: B010
-    return process(algorithm, "worker")  # type: ignore[arg-type]
+    return process(algorithm, "worker")
 
 
 def be_attacker(kind: str, target: str, rate: float) -> NoReturn:

@@ -27,7 +27,7 @@ from typing import Self, TypeVar
 
 from common import report
 from edp import free_port
-from smolcluster.algorithms.registry import get_algorithm
+from smolcluster.configs.spec import get_algorithm
 from smolcluster.observability.sinks.jsonl import MetricLine, read_metrics
 from smolcluster.runs.events import EventRecord, LeaseReturned, read_events
 from smolcluster.runs.paths import RunPaths

@@ -35,8 +35,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from common import report
-from smolcluster.algorithms.registry import get_algorithm
 from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.spec import get_algorithm
 from smolcluster.launch.plan import Request, plan_local
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.jsonl import read_metrics

@@ -41,7 +41,7 @@ from tempfile import TemporaryDirectory
 from typing import Literal, get_args
 
 from common import report
-from smolcluster.algorithms.registry import Algorithm, get_algorithm
+from smolcluster.configs.spec import AlgorithmSpec, get_algorithm
 from smolcluster.observability.sinks.jsonl import MetricLine, follow_metrics
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.summary import Summary, read_summary
@@ -563,7 +563,7 @@ class Outcome:
 class Soak:
     """One algorithm's processes, the monkey, and what is seen of both."""
 
-    def __init__(self, algorithm: Algorithm, settings: Settings, folder: Path) -> None:
+    def __init__(self, algorithm: AlgorithmSpec, settings: Settings, folder: Path) -> None:
         self.algorithm, self.settings, self.folder = algorithm, settings, folder
         self.port = free_port()
         self.proxies = [Proxy(self.port) for _ in range(settings.num_workers)]

@@ -35,8 +35,8 @@ from torch import Tensor
 from common import report
 from smolcluster.algorithms import process
 from smolcluster.algorithms.entry import guarded, worker_parser
-from smolcluster.algorithms.registry import get_algorithm
 from smolcluster.algorithms.SynchronousPS.worker import Worker
+from smolcluster.configs.spec import get_algorithm
 from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.events import WorkerJoined, read_events
 from smolcluster.runs.paths import RunPaths, find_run

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from smolcluster.configs.schema import DatasetConfig, RunConfig, StalenessConfig, TrainConfig
+from smolcluster.configs.schema import DatasetConfig, RunConfig, TrainConfig
 from smolcluster.transport import messages as m
 from smolcluster.transport.connection import Connection
 from smolcluster.transport.tls import client_context, new_identity
@@ -21,7 +21,6 @@ RUN = RunConfig(
     seed=42,
     worker_update_interval=10,
     use_quantization=True,
-    staleness=StalenessConfig(),
     heartbeat_timeout_s=10.0,
     reconnect_timeout_s=60.0,
     train=TrainConfig(dataset=DatasetConfig(name="digits")),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import preloaded
-from smolcluster.algorithms.registry import get_algorithm
+from smolcluster.configs.spec import get_algorithm
 
 DEADLINE_S = 90.0
 

@@ -32,8 +32,8 @@ import smolcluster
 from harness import Cluster, free_port, local_settings
 from processes import DEADLINE_S, Child, Processes
 from smolcluster.algorithms import context
-from smolcluster.algorithms.registry import get_algorithm
 from smolcluster.configs.schema import AlgorithmName
+from smolcluster.configs.spec import get_algorithm
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.observability.sinks.jsonl import MetricLine, read_metrics
 from smolcluster.runs.events import Event, RunResumed, WorkerJoined, WorkerLost, read_events

@@ -11,7 +11,7 @@ import torch
 
 from harness import free_port, local_settings
 from processes import Child, Processes
-from smolcluster.algorithms.registry import get_algorithm
+from smolcluster.configs.spec import get_algorithm
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.jsonl import read_metrics

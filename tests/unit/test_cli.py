@@ -10,8 +10,8 @@ import pytest
 import smolcluster
 from reading import fake_ssh
 from smolcluster import cli
-from smolcluster.algorithms.registry import ALGORITHMS, get_algorithm
 from smolcluster.cli import expand_overrides, main
+from smolcluster.configs.spec import algorithms, get_algorithm
 from smolcluster.errors import PortBusy
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -117,7 +117,7 @@ def test_what_the_algorithm_cannot_follow_is_told_before_anything_starts(
     assert list(nothing_starts.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", algorithms())
 def test_a_dry_run_prints_the_plan_and_starts_nothing(
     name: str, capsys: pytest.CaptureFixture[str], nothing_starts: Path
 ) -> None:
@@ -131,7 +131,7 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(
     assert list(nothing_starts.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", algorithms())
 def test_a_dry_run_without_local_prints_the_plan_of_the_cluster_and_starts_nothing(
     name: str, capsys: pytest.CaptureFixture[str], nothing_starts: Path
 ) -> None:
@@ -187,7 +187,7 @@ def test_threads_set_for_one_node_stay(
     assert ["threads=1" in line for line in lines] == [True, True, False, True]
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", algorithms())
 def test_help_lists_the_flags_and_the_exit_codes(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,7 +202,7 @@ def test_all_algorithms_are_launched_with_the_same_flags(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shown = []
-    for name in ALGORITHMS:
+    for name in algorithms():
         assert main(["launch", name, "--help"]) == 0
         options = capsys.readouterr().out.partition("Options:")[2]
         shown.append(options.partition("Examples:")[0])

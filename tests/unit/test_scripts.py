@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from smolcluster.algorithms.registry import ALGORITHMS
+from smolcluster.configs.spec import algorithms
 
 PROJECT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
@@ -92,7 +92,7 @@ def test_the_grep_finds_what_it_looks_for(line: str) -> None:
 
 def test_the_scripts_are_there() -> None:
     names = {str(path.relative_to(PROJECT)) for path in SCRIPTS}
-    assert {f"launch_{name}.sh" for name in ALGORITHMS} <= names
+    assert {f"launch_{name}.sh" for name in algorithms()} <= names
     assert {"scripts/bootstrap.sh", "scripts/test.sh", ".ci/run"} <= names
 
 
@@ -158,7 +158,7 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", algorithms())
 def test_a_launch_script_hands_its_flags_on_and_stays_where_the_user_is(
     checkout: Checkout, algorithm: str
 ) -> None:
@@ -173,14 +173,14 @@ def test_a_launch_script_hands_its_flags_on_and_stays_where_the_user_is(
     assert any(call.startswith("uv sync ") for call in checkout.asked())
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", algorithms())
 def test_a_launch_script_works_without_flags(checkout: Checkout, algorithm: str) -> None:
     checkout.put(checkout.bin / "uv")
     done = checkout.launch(algorithm=algorithm)
     assert done.stdout.splitlines()[1:] == ["[launch]", f"[{algorithm}]"]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", algorithms())
 def test_a_launch_script_may_be_run_as_a_command(algorithm: str) -> None:
     assert os.access(PROJECT / f"launch_{algorithm}.sh", os.X_OK)
 

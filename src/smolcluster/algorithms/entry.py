@@ -13,10 +13,10 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Literal
 
-from smolcluster.algorithms.registry import Algorithm, get_algorithm
-from smolcluster.configs.schema import AlgorithmName
+from smolcluster.configs.spec import AlgorithmSpec, get_algorithm
 from smolcluster.errors import SmolclusterError
 from smolcluster.observability.terminal import HANGING
 from smolcluster.utils.bugs import EXIT_CODE as BUG
@@ -37,7 +37,7 @@ class Ended(BaseException):
         self.exit_code = exit_code
 
 
-def main(name: AlgorithmName, role: Role) -> int:
+def main(name: str, role: Role) -> int:
     """Be a process of the algorithm; returns the exit code."""
     algorithm = get_algorithm(name)
     parser = server_parser(algorithm) if role == "server" else worker_parser(algorithm)
@@ -49,7 +49,7 @@ def main(name: AlgorithmName, role: Role) -> int:
     def body() -> None:
         from smolcluster.algorithms import process  # noqa: PLC0415 - it imports torch
 
-        module = import_module(f"smolcluster.algorithms.{algorithm.folder.name}.{role}")
+        module = import_module(f"{algorithm.package}.{Path(algorithm.roles[role]).stem}")
         if role == "server":
             process.serve(name, args, module.serve)
         else:
@@ -106,7 +106,7 @@ def _code_of(body: Callable[[], None], *, stop_on_stdin_eof: bool, supervised: b
     return 0
 
 
-def server_parser(algorithm: Algorithm) -> argparse.ArgumentParser:
+def server_parser(algorithm: AlgorithmSpec) -> argparse.ArgumentParser:
     """The server's command line."""
     parser = _parser(f"The {algorithm.title} server.")
     parser.add_argument(
@@ -125,7 +125,7 @@ def server_parser(algorithm: Algorithm) -> argparse.ArgumentParser:
     return parser
 
 
-def worker_parser(algorithm: Algorithm) -> argparse.ArgumentParser:
+def worker_parser(algorithm: AlgorithmSpec) -> argparse.ArgumentParser:
     """The worker's command line."""
     parser = _parser(f"A worker of {algorithm.title}.")
     parser.add_argument("worker_id", type=int, help="counts from 1; one live process each")

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from smolcluster.algorithms.registry import title_of
 from smolcluster.cluster.process_stats import Gauge
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import RunConfig
+from smolcluster.configs.spec import title_of
 from smolcluster.observability.exporter import (
     ProcessLabels,
     ProcessNumbers,

@@ -187,8 +187,7 @@ def worker_settings(algorithm: AlgorithmName, args: argparse.Namespace) -> Setti
         ConfigError: one line with what is wrong, such as an override that is the server's.
     """
     check_node_overrides(args.override)
-    # Shares are the server's alone, and those of the file need not fit what it was told of --workers.
-    overrides = [*args.override, *_server_overrides(args.server, args.node), "batch_share=null"]
+    overrides = [*args.override, *_server_overrides(args.server, args.node)]
     return load_settings(
         args.config or algorithm,
         "digits",

@@ -10,9 +10,9 @@ from functools import partial
 
 from rich.console import Console
 
-from smolcluster.algorithms.registry import title_of
 from smolcluster.configs.resolve import Settings, save_resolved
 from smolcluster.configs.schema import RunConfig
+from smolcluster.configs.spec import title_of
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import Metrics, Sink
 from smolcluster.observability.sinks.console import ProgressView, ShownBeside

@@ -1,10 +1,10 @@
 """Commands that start, show and stop a run: launch, resume, attach, stop, join."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from smolcluster.cli.options import (
     EXIT_CODES,
@@ -24,75 +24,85 @@ from smolcluster.cli.options import (
     below_training,
 )
 
+if TYPE_CHECKING:
+    from smolcluster.configs.spec import AlgorithmSpec, LaunchCommand
+
 app = typer.Typer(rich_markup_mode=None)
-launch_app = typer.Typer(rich_markup_mode=None, epilog=EXIT_CODES)
+
+
+class _Algorithms(TyperGroup):
+    """A command for each that the installed algorithms name; looked up when `launch` is used."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - click's
+        return list(_launch_commands())
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002 - click's
+        found = _launch_commands().get(cmd_name)
+        return None if found is None else _launch_command(*found)
+
+
+launch_app = typer.Typer(cls=_Algorithms, rich_markup_mode=None, epilog=EXIT_CODES)
 app.add_typer(launch_app, name="launch", help="Start a server and its workers.")
 
 
-def _launch_command(name: str, algorithm: str) -> Callable[[Callable[[], None]], None]:
-    """Make `launch NAME` out of a function, whose docstring is its help."""
-
-    def decorate(described: Callable[[], None]) -> None:
-        def command(
-            *,
-            local: Local = False,
-            workers: Workers = None,
-            dry_run: DryRun = False,
-            detach: Detach = False,
-            no_sync: NoSync = False,
-            overwrite: Overwrite = False,
-            no_tmux: NoTmux = False,
-            observe: Observe = None,
-            config: ClusterFile = None,
-            train_config: TrainFile = None,
-            override: Overrides = None,
-        ) -> int:
-            from smolcluster.launch.remote import LaunchOptions  # noqa: PLC0415 - see above
-            from smolcluster.launch.requests import request_of  # noqa: PLC0415
-            from smolcluster.launch.run import launch  # noqa: PLC0415
-
-            request = request_of(
-                name,
-                algorithm,
-                local=local,
-                num_workers=workers,
-                config=config,
-                train_config=train_config,
-                overrides=override or [],
-            )
-            how = LaunchOptions(dry_run, not no_sync, overwrite, not no_tmux, detach, observe)
-            return launch(request, how, local=local)
-
-        command.__doc__ = described.__doc__
-        launch_app.command(
-            name,
-            epilog=below_training(
-                f"smolcluster launch {name} --local              on this machine alone",
-                f"smolcluster launch {name} --config my.yaml --dry-run",
-                f"smolcluster launch {name} --config my.yaml --detach --override num_epochs=5",
-            ),
-        )(command)
-
-    return decorate
+@launch_app.callback()
+def _launch() -> None:
+    pass
 
 
-@_launch_command("edp", "edp")
-def _launch_edp() -> None:
-    """Elastic Distributed Parallelism: an asynchronous parameter server and its workers."""
+def _launch_commands() -> dict[str, tuple["AlgorithmSpec", "LaunchCommand"]]:
+    from smolcluster.configs.spec import algorithms  # noqa: PLC0415 - see above
+
+    return {
+        command.name: (spec, command) for spec in algorithms().values() for command in spec.commands
+    }
 
 
-@_launch_command("edp-gpt", "edp")
-def _launch_edp_gpt() -> None:
-    """Train a GPT language model with EDP.
+def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
+    """`launch NAME`, as typer has it."""
 
-    With --local two workers pull the weights after each step: a GPT suffers more from old gradients than a
-    perceptron, and two cores compute no faster with three.
-    """
+    def command(
+        *,
+        local: Local = False,
+        workers: Workers = None,
+        dry_run: DryRun = False,
+        detach: Detach = False,
+        no_sync: NoSync = False,
+        overwrite: Overwrite = False,
+        no_tmux: NoTmux = False,
+        observe: Observe = None,
+        config: ClusterFile = None,
+        train_config: TrainFile = None,
+        override: Overrides = None,
+    ) -> int:
+        from smolcluster.launch.remote import LaunchOptions  # noqa: PLC0415 - see above
+        from smolcluster.launch.requests import request_of  # noqa: PLC0415
+        from smolcluster.launch.run import launch  # noqa: PLC0415
 
+        request = request_of(
+            spec,
+            launched,
+            local=local,
+            num_workers=workers,
+            config=config,
+            train_config=train_config,
+            overrides=override or [],
+        )
+        how = LaunchOptions(dry_run, not no_sync, overwrite, not no_tmux, detach, observe)
+        return launch(request, how, local=local)
 
-@_launch_command("syncps", "syncps")
-def _launch_syncps() -> None:
-    """Synchronous Parameter Server: exact synchronous training with a server and its workers."""
+    name = launched.name
+    alone = typer.Typer(rich_markup_mode=None, add_completion=False)
+    alone.command(
+        name,
+        help=launched.help,
+        epilog=below_training(
+            f"smolcluster launch {name} --local              on this machine alone",
+            f"smolcluster launch {name} --config my.yaml --dry-run",
+            f"smolcluster launch {name} --config my.yaml --detach --override num_epochs=5",
+        ),
+    )(command)
+    return typer.main.get_command(alone)
 
 
 @app.command(

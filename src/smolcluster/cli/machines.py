@@ -17,7 +17,7 @@ app.add_typer(config_app, name="config", help="Look at configuration files.")
 @app.command(
     "doctor",
     epilog=below(
-        "smolcluster doctor --config cluster_config_edp.yaml",
+        "smolcluster doctor --config my.yaml",
         "smolcluster doctor --json | jq",
         "smolcluster doctor --autostart         what lets machines join again after a restart",
     ),
@@ -70,7 +70,9 @@ def _init(
     to: Annotated[
         Path | None, typer.Option("--to", metavar="FILE", help="The file to write.")
     ] = None,
-    algorithm: Annotated[str | None, typer.Option("--algorithm", help="edp or syncps.")] = None,
+    algorithm: Annotated[
+        str | None, typer.Option("--algorithm", help="The algorithm whose file it is.")
+    ] = None,
     project_dir: Annotated[
         str | None, typer.Option("--project-dir", help="The project's folder on the machines.")
     ] = None,

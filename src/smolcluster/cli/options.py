@@ -33,7 +33,9 @@ Local = Annotated[bool, typer.Option("--local", help="Run everything on this mac
 Workers = Annotated[
     int | None,
     typer.Option(
-        "--workers", metavar="N", help="Number of workers; needs --local.  [default: 3; edp-gpt: 2]"
+        "--workers",
+        metavar="N",
+        help="Number of workers; needs --local.  [default: as many as the cluster file lists]",
     ),
 ]
 DryRun = Annotated[
@@ -75,8 +77,8 @@ ClusterFile = Annotated[
     typer.Option(
         "--config",
         metavar="FILE",
-        help="Cluster file or shipped name.  [default: cluster_config_edp.yaml or …_syncps.yaml in this "
-        "folder, else the shipped one]",
+        help="Cluster file or shipped name.  [default: cluster_config_ALGORITHM.yaml in this folder, "
+        "else the shipped one]",
     ),
 ]
 TrainFile = Annotated[
@@ -85,7 +87,7 @@ TrainFile = Annotated[
         "--train-config",
         metavar="FILE",
         help="Training file or shipped name; gpt with --local means stdlib, a small GPT that needs no "
-        "download.  [default: digits; of edp-gpt stdlib]",
+        "download.  [default: digits, or what the command says]",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]

@@ -19,7 +19,8 @@ from smolcluster.cluster.board import StatusBoard, SteadyRate
 from smolcluster.cluster.process_stats import Gauge, ProcessStats
 from smolcluster.cluster.tally import Tally, WorkerTally
 from smolcluster.cluster.worker import Worker
-from smolcluster.configs.schema import RunConfig
+from smolcluster.configs.schema import RunConfig, config_of
+from smolcluster.configs.spec import algorithms
 from smolcluster.data.permutation import Range
 from smolcluster.errors import SmolclusterError
 from smolcluster.observability.metrics import MetricRecord, Metrics
@@ -171,6 +172,8 @@ class Report:
         self._newest: StepTaken | None = None
         """The newest step."""
         self._run = run
+        spec = algorithms().get(run.algorithm)
+        self._own_fields = run.of(config_of(spec)).status_fields if spec else {}
         self._codec = codec
         self._bench = training
         self._metrics = metrics
@@ -410,7 +413,6 @@ class Report:
             loss=newest.loss if newest else None,
             learning_rate=newest.learning_rate if newest else None,
             grad_norm=newest.grad_norm if newest else None,
-            staleness_bound=self._run.staleness.bound if self._run.algorithm == "edp" else None,
             pushes=dict(self.tally.pushes),
             leases_returned=self.tally.leases_returned,
             process_stats=self._gauge.values,
@@ -419,6 +421,7 @@ class Report:
             val_perplexity=values.get("val_perplexity"),
             samples_per_s=self._samples_pace(),
             workers=self.board.workers(),
+            **self._own_fields,
         )
 
     def flush(self) -> None:

@@ -5,11 +5,19 @@ An editor that speaks YAML completes and checks a file that begins with
 `workers`, only `smolcluster config check` can judge.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from smolcluster.configs.load import Kind
 from smolcluster.configs.nested import DATA, DATASET, TRAINING, nested_path
-from smolcluster.configs.schema import ClusterConfig, GPTConfig, SimpleNNConfig, TrainConfig
+from smolcluster.configs.schema import (
+    GPTConfig,
+    SimpleNNConfig,
+    cluster_section,
+    own_keys,
+    train_section,
+)
+from smolcluster.configs.spec import algorithms
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -18,8 +26,12 @@ Json = dict[str, Any]
 
 def json_schema(kind: Kind) -> Json:
     """The schema of cluster files, or of training files in either of their shapes."""
-    schema = _closed((ClusterConfig if kind == "cluster" else TrainConfig).model_json_schema())
+    schema = _closed(
+        (cluster_section() if kind == "cluster" else train_section()).model_json_schema()
+    )
     title = f"smolcluster: {kind} file"
+    shared = schema["properties"]
+    schema["properties"] = shared | dict(_own_sections(shared))
     if kind == "cluster":
         return {"$schema": DIALECT, **schema, "title": title}
     definitions = schema.pop("$defs")
@@ -33,6 +45,14 @@ def json_schema(kind: Kind) -> Json:
         "else": {**schema, "properties": _with_model(schema["properties"], SimpleNNConfig)},
         "$defs": definitions,
     }
+
+
+def _own_sections(properties: Json) -> Iterator[tuple[str, Json]]:
+    """For each algorithm that has keys here, the section below its name."""
+    for spec in algorithms().values():
+        own = {key: properties[key] for key in properties if key in own_keys(spec.name)}
+        if own:
+            yield spec.name, {"type": "object", "properties": own, "additionalProperties": False}
 
 
 def _nested(flat: Json, definitions: Json) -> Json:

@@ -20,7 +20,13 @@ from smolcluster.configs.keys import (
 )
 from smolcluster.configs.load import parse_yaml
 from smolcluster.configs.nested import DATA, TRAINING, entries, flat_path, flat_values, nested_path
-from smolcluster.configs.schema import ClusterConfig, NodeConfig, Section, TrainConfig
+from smolcluster.configs.schema import (
+    NodeConfig,
+    Section,
+    cluster_section,
+    train_section,
+)
+from smolcluster.configs.spec import algorithms
 from smolcluster.errors import ConfigError
 from smolcluster.utils.words import one_line
 
@@ -29,12 +35,6 @@ OVERRIDE_FLAG = "--override"
 MODEL = "model"
 
 _MOST_PROBLEMS = 5
-_SECTIONS: tuple[tuple[type[Section], str], ...] = (
-    (ClusterConfig, "the cluster file"),
-    (TrainConfig, "the training file"),
-    (NodeConfig, "nodes.<name> of the cluster file"),
-)
-
 S = TypeVar("S", bound=Section)
 
 
@@ -183,7 +183,7 @@ class Draft(Generic[S]):
                 return origin, f"{key} is not a setting of a {details['loc'][1]}"
             parent = find_shape(self.section, path[:-1])
             siblings = parent.keys if parent else ()
-            here = dict(_SECTIONS)[self.section]
+            here = dict(_sections())[self.section]
             return origin, _unknown(path, siblings, self._named(path), here)
         if "[key]" in loc:
             return origin, f"{'.'.join(path[:-1])} has the key {path[-1]!r}, must be {A_NAME}"
@@ -218,7 +218,7 @@ def _assign(key: str, raw: str, origin: str, *, folded: bool) -> list[OverrideVa
         raise config_error(
             origin, f"the key {key!r} is empty or has an empty part, must be like a.b"
         )
-    is_section = written in ((TRAINING,), (DATA,))
+    is_section = len(written) == 1 and written[0] in (TRAINING, DATA, *algorithms())
     is_text = not is_section and _locate(flat_path(written), origin, written)[1].is_text
     value: Any = raw.strip()
     if not (is_text and _is_plain_text(value)):
@@ -268,7 +268,7 @@ def _locate(path: KeyPath, origin: str, written: KeyPath) -> tuple[KeyPath, KeyS
     """
     tops = {
         key: shape_of(section)
-        for section, _ in reversed(_SECTIONS)
+        for section, _ in reversed(_sections())
         for key in shape_of(section).keys
     }
     shape = tops.get(path[0])
@@ -300,7 +300,9 @@ def _unknown(
     """The sentence about a key that does not exist, in the words of who set it."""
 
     def in_these_words(meant: KeyPath) -> KeyPath:
-        is_nested = written[0] in (TRAINING, DATA) and find_shape(TrainConfig, meant) is not None
+        is_nested = (
+            written[0] in (TRAINING, DATA) and find_shape(train_section(), meant) is not None
+        )
         return nested_path(meant) if is_nested else meant
 
     return unknown_key(
@@ -321,9 +323,19 @@ def _innermost(found: list[ErrorDetails]) -> list[ErrorDetails]:
     ]
 
 
+def _sections() -> tuple[tuple[type[Section], str], ...]:
+    return (
+        (cluster_section(), "the cluster file"),
+        (train_section(), "the training file"),
+        (NodeConfig, "nodes.<name> of the cluster file"),
+    )
+
+
 def _places() -> dict[KeyPath, str]:
     """Where each key of the schema belongs."""
-    return {path: place for section, place in reversed(_SECTIONS) for path in fixed_paths(section)}
+    return {
+        path: place for section, place in reversed(_sections()) for path in fixed_paths(section)
+    }
 
 
 def _existing(mapping: Mapping[str, Any], part: str, assignment: OverrideValue) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+from smolcluster.configs.spec import algorithms
 from smolcluster.errors import ConfigError
 from smolcluster.utils.words import nearest, one_line
 
@@ -132,9 +133,10 @@ def dump_yaml(content: dict[str, Any]) -> str:
 
 
 def _shipped(kind: Kind) -> dict[str, Path]:
-    """Short name -> file: `edp` for cluster_config_edp, `digits` for nn_config_digits, `nn` for nn_config."""
+    """Short name -> file: `digits` for nn_config_digits, `nn` for nn_config; also in algorithms' folders."""
     names = {}
-    for path in sorted(_FOLDER.glob("*.yaml")):
+    folders = (_FOLDER, *(spec.folder for spec in algorithms().values()))
+    for path in sorted(path for folder in folders for path in folder.glob("*_config*.yaml")):
         before, _, after = path.stem.partition("_config")
         if (before == "cluster") == (kind == "cluster"):
             names[after.removeprefix("_") or before] = path

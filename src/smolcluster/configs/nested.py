@@ -1,4 +1,4 @@
-"""The nested shape of a training file, as it is written for language models.
+"""The nested shape of a training file, as for language models; and an algorithm's own section.
 
     model: {…}   training: {batch_size, epochs, grad_clip_norm, …}   lr_schedule: {…}   data: {tokenizer, …}
 
@@ -14,6 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from smolcluster.configs.keys import KeyPath
+from smolcluster.configs.schema import own_keys
+from smolcluster.configs.spec import algorithms
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.utils.words import one_line
 
@@ -43,12 +45,14 @@ def is_nested(content: Mapping[str, Any]) -> bool:
 
 
 def flat_path(path: KeyPath) -> KeyPath:
-    """What the flat shape calls a key of either shape."""
+    """What the flat shape calls a key of either shape, or of an algorithm's own section."""
     match path:
         case (str() as section, str() as name, *below) if section == TRAINING:
             return (*_FLAT.get(name, (name,)), *below)
         case (str() as section, *below) if section == DATA:
             return (DATASET, *below)
+        case (str() as section, str() as name, *below) if name in own_keys(section):
+            return (name, *below)
     return path
 
 
@@ -74,7 +78,7 @@ def saying(section: str) -> Iterator[None]:
 
 def entries(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
     """A key of either shape and its value; of this shape's own sections, each key in them."""
-    if path in ((TRAINING,), (DATA,)) and isinstance(value, dict):
+    if len(path) == 1 and path[0] in (TRAINING, DATA, *algorithms()) and isinstance(value, dict):
         yield from (((*path, name), below) for name, below in value.items())
     else:
         yield path, value
@@ -94,7 +98,9 @@ def flat_values(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
 def flatten(
     content: Mapping[str, Any], source: str
 ) -> tuple[dict[str, Any], dict[KeyPath, KeyPath]]:
-    """A training file in the nested shape as one in the flat shape, and how it calls each of its keys.
+    """A file as one in the flat shape, and how it calls each of its keys.
+
+    An algorithm's own keys may stand below its name. Of the nested shape the defaults are filled in.
 
     Raises:
         ConfigError: a section is no mapping, or a key is set in both shapes.
@@ -102,7 +108,7 @@ def flatten(
     flat: dict[str, Any] = {}
     words: dict[KeyPath, KeyPath] = {}
     for section, content_of_it in content.items():
-        if section in (TRAINING, DATA) and not isinstance(content_of_it, dict):
+        if section in (TRAINING, DATA, *algorithms()) and not isinstance(content_of_it, dict):
             raise ConfigError(one_line(f"{source}: {section} must be a mapping of keys to values"))
         for written, value in entries((section,), content_of_it):
             for path, item in flat_values(written, value):
@@ -113,7 +119,7 @@ def flatten(
                     )
                 words[path] = written
                 _put(flat, path, copy.deepcopy(item))
-    for path, item in _DEFAULTS.items():
+    for path, item in _DEFAULTS.items() if is_nested(content) else ():
         if path != CLIP_ENABLED or CLIP_ENABLED[0] not in flat:
             _put(flat, path, item, only_if_missing=True)
     return flat, words

@@ -14,9 +14,9 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from smolcluster.configs.keys import KeyPath, fixed_paths
+from smolcluster.configs.keys import fixed_paths, show
 from smolcluster.configs.layers import (
     OVERRIDE_FLAG,
     Draft,
@@ -35,6 +35,7 @@ from smolcluster.configs.load import (
 )
 from smolcluster.configs.nested import DATA, DATASET, flatten, is_nested
 from smolcluster.configs.schema import (
+    AlgorithmConfig,
     AlgorithmName,
     ClusterConfig,
     DatasetPlace,
@@ -42,7 +43,11 @@ from smolcluster.configs.schema import (
     NodeConfig,
     RunConfig,
     TrainConfig,
+    cluster_section,
+    config_of,
+    train_section,
 )
+from smolcluster.configs.spec import algorithms
 from smolcluster.errors import ConfigError, SmolclusterError
 from smolcluster.utils.words import nearest, one_line
 
@@ -50,6 +55,8 @@ LOOPBACK = "127.0.0.1"
 ENV = "env"
 """The key of a machine's section whose values may be secrets, such as tokens and passwords."""
 HIDDEN = "***"
+
+C = TypeVar("C", bound=AlgorithmConfig)
 
 _WORKER_CLUSTER_KEYS = (
     "host_ip",
@@ -92,8 +99,10 @@ class Settings:
         train: dict[str, object] = {"dataset": self.train.dataset.anywhere}
         if isinstance(self.train.model, GPTConfig):
             train["model"] = self.train.model.model_copy(update={"pretrained": None})
-        if algorithm == "syncps":
-            train["global_batch_size"] = self.global_batch_size
+        spec = algorithms().get(algorithm)
+        own = self.of(config_of(spec) if spec else AlgorithmConfig)
+        train |= own.pinned(self)
+        shared = {name: getattr(self.train, name) for name in TrainConfig.model_fields}
         return RunConfig(
             run_id=run_id,
             algorithm=algorithm,
@@ -101,13 +110,17 @@ class Settings:
             worker_update_interval=cluster.worker_update_interval,
             use_quantization=cluster.use_quantization,
             codec=cluster.codec,
-            update_rule=cluster.update_rule,
-            mixing_rate=cluster.mixing_rate,
-            staleness=cluster.staleness,
             heartbeat_timeout_s=cluster.heartbeat_timeout_s,
             reconnect_timeout_s=cluster.reconnect_timeout_s,
-            timeout=cluster.timeout if algorithm == "syncps" else None,
-            train=self.train.model_copy(update=train),
+            own=own.model_dump(mode="json"),
+            train=TrainConfig.model_validate(shared | train),
+        )
+
+    def of(self, config: type[C]) -> C:
+        """What an algorithm alone understands."""
+        told = {**dict(self.cluster), **dict(self.train)}
+        return config.model_validate(
+            {name: told[name] for name in config.model_fields if name in told}
         )
 
     def to_yaml(self, *, env_names: bool = False) -> str:
@@ -162,7 +175,8 @@ def load_settings(
     train_path = find_config(train_source, "training")
     cluster = read_config(cluster_path, "cluster")
     if local:
-        stated = Draft(ClusterConfig, str(cluster_path), cluster).check()
+        flat, words = flatten(cluster, str(cluster_path))
+        stated = Draft(cluster_section(), str(cluster_path), flat, words).check()
         cluster = localise(stated, local_workers).model_dump(exclude_unset=True)
     return resolve(
         cluster=cluster,
@@ -189,13 +203,12 @@ def resolve(
         ConfigError: as `load_settings`.
     """
     files = files or Files()
-    words: dict[KeyPath, KeyPath] = {}
     data_section = DATA if is_nested(train) else DATASET
-    if is_nested(train):
-        train, words = flatten(train, files.train)
+    cluster, cluster_words = flatten(cluster, files.cluster)
+    train, words = flatten(train, files.train)
     assignments = [*from_environment(environ or {}), *from_overrides(overrides)]
-    cluster_draft = Draft(ClusterConfig, files.cluster, copy.deepcopy(dict(cluster)))
-    train_draft = Draft(TrainConfig, files.train, copy.deepcopy(dict(train)), words)
+    cluster_draft = Draft(cluster_section(), files.cluster, copy.deepcopy(cluster), cluster_words)
+    train_draft = Draft(train_section(), files.train, copy.deepcopy(train), words)
     for assignment in assignments:
         cluster_draft.take(assignment)
         train_draft.take(assignment)
@@ -230,8 +243,8 @@ def load_resolved(path: Path) -> Settings:
 def localise(cluster: ClusterConfig, num_workers: int | None) -> ClusterConfig:
     """The same cluster on this machine alone, with `num_workers` workers (None: as many as it lists).
 
-    Every address is the loopback's and nobody is timed out for being late. Workers beyond the list are
-    called `local4`, `local5`, …
+    Every address is the loopback's, and an algorithm's keys are as its `local` has them. Workers beyond the
+    list are called `local4`, `local5`, …
 
     Raises:
         ConfigError: `num_workers` is below 1.
@@ -241,11 +254,14 @@ def localise(cluster: ClusterConfig, num_workers: int | None) -> ClusterConfig:
         raise ConfigError(f"--workers is {count}, must be a whole number above 0")
     extra = tuple(f"local{index}" for index in range(cluster.num_workers + 1, count + 1))
     workers = (*cluster.workers, *extra)[:count]
+    own = {
+        key: value for spec in algorithms().values() for key, value in config_of(spec).local.items()
+    }
     return cluster.model_copy(
-        update={
+        update=own
+        | {
             "host_ip": dict.fromkeys((*cluster.host_ip, *workers), LOOPBACK),
             "bind": (LOOPBACK,),
-            "timeout": None,
             "workers": workers,
             "num_workers": count,
             "min_workers": min(cluster.min_workers, count),
@@ -259,46 +275,25 @@ def check_algorithm(settings: Settings, algorithm: AlgorithmName) -> None:
     Raises:
         ConfigError: one line with the key, its value and what to change.
     """
-    match algorithm:
-        case "syncps":
-            _check_syncps(settings)
-        case "edp":
-            _check_edp(settings)
+    spec = algorithms().get(algorithm)
+    if spec is None:
+        return
+    own = settings.of(config_of(spec))
+    for other in algorithms().values():
+        for key, reason in config_of(other).claims.items():
+            if other is not spec and key not in own.claims:
+                _check_unclaimed(settings, key, f"{other.title}'s: {reason}", other.name)
+    own.check(settings)
 
 
-def _check_syncps(settings: Settings) -> None:
-    cluster, samples = settings.cluster, settings.global_batch_size
-    if samples < cluster.num_workers:
+def _check_unclaimed(settings: Settings, key: str, reason: str, name: str) -> None:
+    """Refuse a key that another algorithm claims, unless it has its default."""
+    part = settings.cluster if key in type(settings.cluster).model_fields else settings.train
+    value, default = getattr(part, key), type(part).model_fields[key].default
+    if value != default:
         raise ConfigError(
-            f"global_batch_size is {samples}, must be at least num_workers, {cluster.num_workers}, so that "
-            "each worker has a sample of every step; raise global_batch_size, or lower num_workers and "
-            "shorten workers"
-        )
-    if cluster.update_rule != "gradient":
-        raise ConfigError(
-            f"update_rule is {cluster.update_rule}, which is EDP's: the servers of SyncPS apply gradients; "
-            "set update_rule to gradient, or launch edp"
-        )
-
-
-def _check_edp(settings: Settings) -> None:
-    cluster, train = settings.cluster, settings.train
-    if train.global_batch_size is not None:
-        raise ConfigError(
-            f"global_batch_size is {train.global_batch_size}, which is SyncPS's: a step of EDP is one "
-            "worker's batch; set batch_size instead and global_batch_size to null, or launch syncps"
-        )
-    if cluster.batch_share is not None:
-        raise ConfigError(
-            "batch_share is SyncPS's: a worker of EDP takes as many batches as it can; set batch_share to "
-            "null, or launch syncps"
-        )
-    is_lossy = cluster.use_quantization or cluster.codec not in (None, "fp32")
-    if cluster.update_rule == "mixing" and is_lossy:
-        stated = f"codec is {cluster.codec}" if cluster.codec else "use_quantization is true"
-        raise ConfigError(
-            f"update_rule is mixing and {stated}, but weights must travel whole; set codec to fp32 and "
-            "use_quantization to false, or update_rule to gradient"
+            f"{key} is {value if isinstance(value, str) else show(value)}, which is {reason}; set {key} to "
+            f"{show(default) if default is None else default}, or launch {name}"
         )
 
 

@@ -11,11 +11,14 @@ a key without naming its file:
 `RunConfig` is what the server sends to its workers; it holds nothing of any one machine.
 """
 
-import math
+import json
+import pkgutil
 import re
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -30,11 +33,18 @@ from pydantic import (
     Strict,
     StringConstraints,
     Tag,
+    ValidationError,
     WithJsonSchema,
+    create_model,
     model_validator,
 )
 
+from smolcluster.configs.spec import AlgorithmSpec, algorithms
+from smolcluster.errors import ConfigError
 from smolcluster.utils.words import nearest
+
+if TYPE_CHECKING:
+    from smolcluster.configs.resolve import Settings
 
 
 def _expand_user(path: Path) -> Path:
@@ -43,14 +53,6 @@ def _expand_user(path: Path) -> Path:
         return path.expanduser().absolute()
     except RuntimeError:
         raise ValueError("must not begin with the home folder of an unknown user") from None
-
-
-def _below_one(rate: float) -> float:
-    if rate >= 1:
-        raise ValueError(
-            "must be below 1: a fresh worker's weights would replace the server's outright"
-        )
-    return rate
 
 
 REMOTE_PATH = r"^(~|~?/[^\x00-\x1f\\]*)$"
@@ -81,20 +83,18 @@ AutoInt = Annotated[
     WithJsonSchema({"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"type": "null"}]}),
 ]
 """A file may say null: then the section that holds it chooses."""
-MixingRate = Annotated[float, Field(gt=0), AfterValidator(_below_one)]
 LONGEST_WAIT_S = 1_000_000
 """What sockets, locks and sleeps of every system can wait, seconds: eleven days and a half."""
 Wait = Annotated[float, Field(gt=0, le=LONGEST_WAIT_S)]
 """Seconds."""
 HeartbeatTimeout = Annotated[float, Field(ge=0.1, le=LONGEST_WAIT_S)]
 Activation = Literal["relu", "gelu", "silu", "tanh"]
-AlgorithmName = Literal["edp", "syncps", "single"]
+AlgorithmName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,31}$")]
+"""One of those that are installed, or `single`; part of the names of runs."""
 CodecName = Literal["fp32", "bf16", "fp16", "int8"]
-UpdateRule = Literal["gradient", "mixing"]
 Encryption = Literal["auto", "on", "off"]
 Precision = Literal["fp32", "bf16"]
 
-DEFAULT_MIXING_RATE = 0.6
 BYTES = "bytes"
 """The tokenizer that needs no files."""
 OWN_FILES = "<files>"
@@ -103,8 +103,6 @@ SHORT_SEQUENCE, SHORT_BATCH, LONG_BATCH = 128, 32, 16
 NUM_EPOCHS = MappingProxyType({"wikitext": 30, "snli": 20})
 DEFAULT_NUM_EPOCHS = 10
 """What null means for `batch_size` and `num_epochs`."""
-SHARES_TOLERANCE = 1e-6
-"""How far from 1 shares may add up: three times 0.333333 is meant as a whole."""
 
 
 class Section(BaseModel):
@@ -226,15 +224,38 @@ class NodeConfig(Section):
     )
 
 
-class StalenessConfig(Section):
-    """How EDP treats pushes that were computed on old weights."""
+class AlgorithmConfig(Section):
+    """What one algorithm alone understands: each of its keys stands in a file as all others do.
 
-    exponent: NonNegativeFloat = Field(
-        0.5, description="a in s(τ) = (1+τ)^-a, the factor on the learning rate."
-    )
-    bound: PositiveInt | None = Field(
-        None, description="Pushes with a larger τ are dropped; null: none are."
-    )
+    Attributes:
+        training_keys: those that stand in the training file; the others are of the cluster file.
+        local: what they are with --local, whatever the cluster file says.
+        claims: keys that no other algorithm can follow where they are set, and why it cannot.
+    """
+
+    training_keys: ClassVar[frozenset[str]] = frozenset()
+    local: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    claims: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
+    @property
+    def status_fields(self) -> dict[str, Any]:
+        """Fields of `RunStatus` that follow from it."""
+        return {}
+
+    def pinned(self, settings: "Settings") -> dict[str, Any]:  # noqa: ARG002 - for those below
+        """Keys of the training file that stay as they are when the number of workers changes."""
+        return {}
+
+    def check(self, settings: "Settings") -> None:
+        """Refuse what the algorithm cannot follow.
+
+        Raises:
+            ConfigError: one line with the key, its value and what to change.
+        """
+
+
+C = TypeVar("C", bound=AlgorithmConfig)
+F = TypeVar("F", bound=Section)
 
 
 class ClusterConfig(Section):
@@ -254,24 +275,6 @@ class ClusterConfig(Section):
     codec: CodecName | None = Field(
         None,
         description="How gradients travel; null: int8 with use_quantization, else fp32.",
-    )
-    timeout: Wait | None = Field(
-        None,
-        description="SyncPS: seconds from a step's first part to backups for late ones; null: overdue ones "
-        "only.",
-    )
-    batch_share: dict[NodeName, NonNegativeFloat] | None = Field(
-        None,
-        description="SyncPS: each node's share of the global batch; null: by measured speed.",
-    )
-    update_rule: UpdateRule = Field(
-        "gradient",
-        description="EDP: apply pushed gradients, or average pushed weights in "
-        "(FedAsync, 1903.03934).",
-    )
-    mixing_rate: MixingRate = Field(
-        DEFAULT_MIXING_RATE,
-        description="EDP's update_rule mixing: weight of a fresh worker's weights.",
     )
     seed: int = Field(42, ge=0, lt=2**63, description="Seed of weights, split and sample order.")
     elastic: bool = Field(True, description="Accept worker ids above num_workers.")
@@ -325,9 +328,6 @@ class ClusterConfig(Section):
     keep_last: PositiveInt = Field(
         3, description="Checkpoints that are kept, besides the one of the lowest validation loss."
     )
-    staleness: StalenessConfig = Field(
-        StalenessConfig(), description="What EDP does with gradients of older weights."
-    )
     encryption: Encryption = Field(
         "auto",
         description="What travels between machines is encrypted (TLS 1.3). auto: but for loopback; on: that "
@@ -351,11 +351,11 @@ class ClusterConfig(Section):
         twice = next((name for name in self.workers if self.workers.count(name) > 1), None)
         if twice:
             raise ValueError(f"workers lists {twice!r} twice, must list each node once")
-        self._check_known("server is", self.server)
+        self.check_known("server is", self.server)
         for name in self.workers:
-            self._check_known("workers lists", name)
+            self.check_known("workers lists", name)
         for name in self.nodes:
-            self._check_known("nodes has the key", name)
+            self.check_known("nodes has the key", name)
         if self.min_workers > self.num_workers and not self.elastic:
             raise ValueError(
                 f"min_workers is {self.min_workers}, must be at most num_workers, "
@@ -372,24 +372,12 @@ class ClusterConfig(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def _shares_make_a_whole(self) -> Self:
-        if self.batch_share is None:
-            return self
-        for name in self.batch_share:
-            self._check_known("batch_share has the key", name)
-        without = next((name for name in self.workers if name not in self.batch_share), None)
-        if without:
-            raise ValueError(
-                f"batch_share has no share for the worker {without!r}, must have one for each "
-                f"({', '.join(self.workers)})"
-            )
-        total = math.fsum(self.batch_share.values())
-        if round(abs(total - 1), 9) > SHARES_TOLERANCE:  # 1 - 0.999999 is 1.00000000003e-6
-            raise ValueError(f"batch_share adds up to {total:.9g}, must add up to 1")
-        return self
+    def check_known(self, place: str, name: str) -> None:
+        """Refuse a name that is no node's, as a sentence that begins with `place`.
 
-    def _check_known(self, place: str, name: str) -> None:
+        Raises:
+            ValueError: there is no such node.
+        """
         if name not in self.host_ip:
             close = nearest(name, self.host_ip)
             hint = f"; did you mean {close}?" if close else ""
@@ -483,8 +471,8 @@ class TrainConfig(Section):
     )
     global_batch_size: PositiveInt | None = Field(
         None,
-        description="SyncPS, and training in a single process: samples a step; null: "
-        "batch_size x gradient_accumulation, in SyncPS x num_workers.",
+        description="Where workers share a step, and in a single process: its samples; null: "
+        "batch_size x gradient_accumulation, x num_workers where they share it.",
     )
     learning_rate: PositiveFloat = Field(0.001, description="Peak learning rate.")
     num_epochs: AutoInt = Field(
@@ -500,9 +488,6 @@ class TrainConfig(Section):
     )
     eval_steps: PositiveInt = Field(200, description="Server steps between two evaluations.")
     track_gradients: bool = Field(True, description="Report gradient norms by layer.")
-    polyak_alpha: float = Field(
-        0.5, ge=0, le=1, description="SyncPS: weight of the server when replicas are blended."
-    )
     gradient_clipping: GradientClipping = Field(
         GradientClipping(), description="Scales a gradient down whose L2 norm is too large."
     )
@@ -562,13 +547,24 @@ class RunConfig(Section):
     worker_update_interval: PositiveInt
     use_quantization: bool
     codec: CodecName | None = None
-    update_rule: UpdateRule = "gradient"
-    mixing_rate: MixingRate = DEFAULT_MIXING_RATE
-    staleness: StalenessConfig
     heartbeat_timeout_s: HeartbeatTimeout
     reconnect_timeout_s: Wait
-    timeout: Wait | None = None
+    own: dict[str, Any] = {}
+    """What the algorithm alone understands, as plain values."""
     train: TrainConfig
+
+    def of(self, config: type[C]) -> C:
+        """What the algorithm has been told.
+
+        Raises:
+            ConfigError: it is not what this version of the algorithm understands.
+        """
+        try:
+            return config.model_validate_json(json.dumps(self.own))
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"]))
+            raise ConfigError(f"{self.algorithm}: {key}: {first['msg']}") from None
 
     @model_validator(mode="after")
     def _holds_nothing_of_one_machine(self) -> Self:
@@ -577,3 +573,43 @@ class RunConfig(Section):
         if isinstance(self.train.model, GPTConfig) and self.train.model.pretrained is not None:
             raise ValueError("model.pretrained belongs to the server's machine and cannot travel")
         return self
+
+
+def config_of(spec: AlgorithmSpec) -> type[AlgorithmConfig]:
+    """The class of what the algorithm alone understands."""
+    found: type[AlgorithmConfig] = pkgutil.resolve_name(spec.config)
+    return found
+
+
+@cache
+def cluster_section() -> type[ClusterConfig]:
+    """The cluster file with the keys of all algorithms that are installed."""
+    return _with_algorithms(ClusterConfig, of_training=False)
+
+
+@cache
+def train_section() -> type[TrainConfig]:
+    """The training file with the keys of all algorithms that are installed."""
+    return _with_algorithms(TrainConfig, of_training=True)
+
+
+def own_keys(name: str) -> frozenset[str]:
+    """The keys that the algorithm of that name alone understands; none where there is no such algorithm."""
+    spec = algorithms().get(name)
+    return frozenset(config_of(spec).model_fields) if spec else frozenset()
+
+
+def _with_algorithms(shared: type[F], *, of_training: bool) -> type[F]:
+    owners = dict.fromkeys((*ClusterConfig.model_fields, *TrainConfig.model_fields), "everybody's")
+    fields: dict[str, Any] = {}
+    for spec in algorithms().values():
+        config = config_of(spec)
+        for name, field in config.model_fields.items():
+            if name in owners:
+                raise ConfigError(
+                    f"the algorithm {spec.name} has the key {name}, which is {owners[name]} already"
+                )
+            owners[name] = f"the algorithm {spec.name}'s"
+            if (name in config.training_keys) is of_training:
+                fields[name] = (field.annotation, field)
+    return create_model(shared.__name__, __base__=shared, __doc__=shared.__doc__, **fields)

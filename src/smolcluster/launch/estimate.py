@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GPTConfig, SimpleNNConfig
+from smolcluster.configs.spec import get_algorithm
 
 FLOAT_NBYTES = 4
 SHARES = {"fp32": 1, "bf16": 1 / 2, "fp16": 1 / 2, "int8": (1 + 4 / 256) / 4}
@@ -42,15 +43,18 @@ def cost_of(settings: Settings, algorithm: str) -> StepCost | None:
     cluster = settings.cluster
     copy = num_params * FLOAT_NBYTES
     moments = NUM_MOMENTS[settings.train.optimizer]
-    sent = round(copy * SHARES[cluster.codec or ("int8" if cluster.use_quantization else "fp32")])
-    back = sent if algorithm == "syncps" else copy // cluster.worker_update_interval
+    encoded = round(
+        copy * SHARES[cluster.codec or ("int8" if cluster.use_quantization else "fp32")]
+    )
+    step_nbytes = get_algorithm(algorithm).step_nbytes
+    sent, received = step_nbytes(copy, encoded, cluster.worker_update_interval)
     own = (2 + moments) * copy
     return StepCost(
         num_params=num_params,
         server_nbytes=own + (cluster.num_workers + 1) * copy,
         worker_nbytes=own + 2 * copy,
         sent_nbytes=sent,
-        received_nbytes=back,
+        received_nbytes=received,
     )
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from smolcluster.algorithms.registry import get_algorithm
 from smolcluster.cluster.joining import RunOver, ask
 from smolcluster.configs.resolve import LOOPBACK, load_resolved
 from smolcluster.configs.schema import ClusterConfig, NodeName
+from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.cluster_run import EndedBadly
 from smolcluster.launch.find import RUNS_DIR, find

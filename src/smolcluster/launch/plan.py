@@ -7,10 +7,13 @@ each is a command that a person could type as well.
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from smolcluster.algorithms.registry import Algorithm
+import smolcluster
 from smolcluster.configs.resolve import node_overrides, public_overrides
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
+from smolcluster.configs.spec import AlgorithmSpec
+from smolcluster.errors import ConfigError
 from smolcluster.launch.tmux import session_name
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.runs.paths import RunPaths
@@ -19,6 +22,7 @@ from smolcluster.utils.units import format_address
 PATIENCE = "start_timeout_s=86400"
 """The server may tokenize for long before it listens; if it ends, the launcher stops the workers."""
 NO_PROGRESS = "--no-progress"
+PACKAGE = Path(smolcluster.__file__).resolve().parent
 CLUSTER_FILE, TRAIN_FILE = "launch/cluster.yaml", "launch/train.yaml"
 """The configuration's copies in a run's folder on a node."""
 
@@ -35,7 +39,7 @@ class Request:
         num_workers: workers on this machine; None: as many as the cluster file lists.
     """
 
-    algorithm: Algorithm
+    algorithm: AlgorithmSpec
     config: str | None = None
     train_config: str | None = None
     overrides: tuple[str, ...] = ()
@@ -154,16 +158,14 @@ def plan_cluster(
         )
 
     public = tuple(public_overrides(request.overrides))  # commands are for everybody to see
-    folder = f"src/smolcluster/algorithms/{request.algorithm.folder.name}"
+    server_file, worker_file = map(_sent, (request.algorithm.server, request.algorithm.worker))
     train_file = f"{places[cluster.server].runs_dir}/{run_id}/{TRAIN_FILE}"
-    server = planned(cluster.server, None, [f"{folder}/server.py", "--run-id", run_id])
+    server = planned(cluster.server, None, [server_file, "--run-id", run_id])
     server = server.with_arguments(
         *("--train-config", train_file, *overrides(cluster.server, public))
     )
     workers = [
-        planned(
-            node, rank, [f"{folder}/worker.py", str(rank + 1), node, "--run-id", run_id]
-        ).with_arguments(
+        planned(node, rank, [worker_file, str(rank + 1), node, "--run-id", run_id]).with_arguments(
             *restarts(cluster), *overrides(node, (*places[node].overrides, *node_overrides(public)))
         )
         for rank, node in enumerate(cluster.workers)
@@ -175,6 +177,19 @@ def plan_cluster(
         overrides=public,
         processes=(server, *workers),
     )
+
+
+def _sent(file: Path) -> str:
+    """Where a file of this package is in the project's folder of any machine.
+
+    Raises:
+        ConfigError: it is of another package, which is not sent.
+    """
+    if not file.is_relative_to(PACKAGE):
+        raise ConfigError(
+            f"{file} is not in {PACKAGE}, which is all that is sent to machines: launch with --local"
+        )
+    return f"src/smolcluster/{file.relative_to(PACKAGE).as_posix()}"
 
 
 def in_sessions(plan: Launched, paths: RunPaths) -> Launched:

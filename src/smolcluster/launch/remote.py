@@ -373,7 +373,7 @@ def resume_remote(
     Raises:
         SmolclusterError: what prevents it, in one line.
     """
-    from smolcluster.algorithms.registry import get_algorithm  # noqa: PLC0415
+    from smolcluster.configs.spec import get_algorithm  # noqa: PLC0415
 
     files = paths.root / CLUSTER_FILE, paths.root / TRAIN_FILE
     if not all(file.is_file() for file in files):

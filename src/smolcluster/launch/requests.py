@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from smolcluster.algorithms.registry import get_algorithm
 from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.configs.spec import AlgorithmSpec, LaunchCommand, default_algorithm
 from smolcluster.launch.plan import Request
 
 DEFAULT_TRAINING = "digits"
@@ -13,8 +13,12 @@ SMALL_GPT = "stdlib"
 """A GPT that needs no download."""
 
 
-def cluster_source(stated: str | None, algorithm: str) -> str:
-    """The cluster file that is meant: the named one, else the one in this folder, else the shipped one."""
+def cluster_source(stated: str | None, algorithm: str | None = None) -> str:
+    """The cluster file that is meant: the named one, else the one in this folder, else the shipped one.
+
+    `algorithm`: whose it is; None: the default one's.
+    """
+    algorithm = algorithm or default_algorithm().name
     return stated or written_here(algorithm) or algorithm
 
 
@@ -40,8 +44,8 @@ def settings_of(request: Request, local: bool, node: str | None = None) -> Setti
 
 
 def request_of(
-    name: str,
-    algorithm: str,
+    spec: AlgorithmSpec,
+    command: LaunchCommand,
     *,
     local: bool,
     num_workers: int | None,
@@ -49,19 +53,19 @@ def request_of(
     train_config: str | None,
     overrides: Sequence[str],
 ) -> Request:
-    if name == "edp-gpt":
-        if train_config is None and not local:  # each Python has another library
-            overrides = ["dataset.source=server", *overrides]
-        train_config = train_config or SMALL_GPT
-        if local:  # old gradients harm a GPT, and two cores compute no faster with three workers
-            num_workers = 2 if num_workers is None else num_workers
-            overrides = ["worker_update_interval=1", *overrides]
+    filled_in: tuple[str, ...] = ()
+    if local:
+        filled_in = command.local_overrides
+        num_workers = command.local_workers if num_workers is None else num_workers
+    elif train_config is None:
+        filled_in = command.cluster_overrides
+    train_config = train_config or command.train_config
     if local and train_config == "gpt":
         train_config = SMALL_GPT
     return Request(
-        algorithm=get_algorithm(algorithm),
+        algorithm=spec,
         config=config,
         train_config=train_config,
-        overrides=tuple(overrides),
+        overrides=(*filled_in, *overrides),
         num_workers=num_workers,
     )

@@ -12,18 +12,17 @@ from rich.table import Table
 from rich.text import Text
 
 from smolcluster.algorithms.claim import AUTO, check_unfinished, run_name
-from smolcluster.algorithms.registry import get_algorithm
 from smolcluster.configs.layers import Draft, from_environment, from_overrides
 from smolcluster.configs.resolve import LOOPBACK, Settings, load_resolved
-from smolcluster.configs.schema import GPTConfig, NodeConfig
+from smolcluster.configs.schema import GPTConfig, NodeConfig, config_of
+from smolcluster.configs.spec import SINGLE, algorithms, get_algorithm
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.launch.find import find, in_folder
 from smolcluster.launch.plan import Request
 from smolcluster.launch.remote import LaunchOptions, resume_remote
 from smolcluster.launch.requests import settings_of
 from smolcluster.launch.run import launch_local
-from smolcluster.launch.single import ALGORITHM as SINGLE
-from smolcluster.launch.single import CLUSTER, train
+from smolcluster.launch.single import train
 from smolcluster.launch.watch.fetch import brought
 from smolcluster.models.gpt import GPT
 from smolcluster.models.gpt2_weights import write_gpt2
@@ -241,7 +240,7 @@ def _run_meant(run_id: str | None, resume: str, overrides: Sequence[str]) -> Run
     if (paths := in_folder(resume)) is not None:
         run_name(run_id, paths.run_id, has_latest=False)
         return paths
-    node = Draft(NodeConfig, CLUSTER, {})
+    node = Draft(NodeConfig, "cluster configuration", {})
     for assignment in (*from_environment(os.environ), *from_overrides(overrides)):
         node.take(assignment)
     root = runs_root(node.check().runs_dir)
@@ -268,8 +267,9 @@ def _kept(settings: Settings, paths: RunPaths, algorithm: str) -> Iterator[str]:
     yield from _assignments(node.dataset, "dataset.")
     own = ("device", "microbatch", *(["threads"] if algorithm == SINGLE else []))
     yield from _assignments(node, f"nodes.{server}.", only=own)
-    if algorithm == "syncps":  # it must not change with the number of workers
-        yield f"global_batch_size={settings.global_batch_size}"
+    if spec := algorithms().get(algorithm):
+        for key, value in settings.of(config_of(spec)).pinned(settings).items():
+            yield f"{key}={json.dumps(value)}"
 
 
 def _assignments(

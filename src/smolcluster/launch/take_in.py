@@ -13,9 +13,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from smolcluster.algorithms.registry import get_algorithm
 from smolcluster.configs.load import dump_yaml, parse_yaml, read_config
 from smolcluster.configs.resolve import Settings
+from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError, Rejected
 from smolcluster.launch.cluster_run import ClusterRun, EndedBadly, Machine, Payload, Stopped
 from smolcluster.launch.host import shell_path

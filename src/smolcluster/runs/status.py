@@ -121,7 +121,7 @@ class RunStatus(Strict):
     samples_per_s: NonNegativeFloat
     learning_rate: Measured = None
     grad_norm: Measured = None
-    staleness_bound: PositiveInt | None = Field(None, description="EDP's staleness.bound.")
+    staleness_bound: PositiveInt | None = Field(None, description="Older pushes are dropped.")
     pushes: dict[str, NonNegativeInt] = Field({}, description="By outcome, in the whole run.")
     leases_returned: NonNegativeInt = 0
     process_stats: dict[str, float] = Field(

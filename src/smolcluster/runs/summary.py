@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from smolcluster.configs.spec import STALENESS, shows
 from smolcluster.runs.model_file import ModelFile, Strict
 from smolcluster.runs.paths import RunPaths, process_title
 from smolcluster.utils.units import format_bytes, format_duration
@@ -92,7 +93,7 @@ def table(summary: Summary) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     for name, value in _facts(summary):
         facts.add_row(name, Text(value))
-    is_stale = summary.algorithm == "edp"
+    is_stale = shows(summary.algorithm, STALENESS)
     workers = Table("worker", "samples", "share", *(["mean staleness"] if is_stale else []))
     for worker in summary.workers:
         staleness = [f"{worker.mean_staleness:.2f}"] if is_stale else []

@@ -4,36 +4,36 @@ from typing import Any
 import pytest
 
 from smolcluster.configs.keys import find_shape, fixed_paths, show, unknown_key
-from smolcluster.configs.schema import ClusterConfig, NodeConfig, Section, TrainConfig
+from smolcluster.configs.schema import NodeConfig, Section, cluster_section, train_section
 
 
 @pytest.mark.parametrize(
     ("section", "key", "allowed"),
     [
-        (ClusterConfig, "port", "a whole number from 1 to 65535"),
-        (ClusterConfig, "num_workers", "a whole number above 0"),
-        (ClusterConfig, "seed", "a whole number from 0 to 9223372036854775807"),
-        (ClusterConfig, "use_quantization", "true or false"),
-        (ClusterConfig, "timeout", "a number above 0 and of 1000000 or less, or null"),
-        (ClusterConfig, "codec", "one of fp32, bf16, fp16, int8, or null"),
-        (ClusterConfig, "batch_share", "a mapping of names to values, or null"),
-        (ClusterConfig, "batch_share.anybody", "a number of 0 or more"),
-        (ClusterConfig, "update_rule", "one of gradient, mixing"),
-        (ClusterConfig, "nodes.anybody.microbatch", "a whole number above 0, or null"),
-        (ClusterConfig, "staleness.exponent", "a number of 0 or more"),
-        (ClusterConfig, "workers", "a list such as [a, b]"),
-        (ClusterConfig, "bind", "a list of at least one, such as [a, b], or null"),
-        (ClusterConfig, "server", "a name of at most 64 letters, digits, '.', '_' and '-'"),
+        (cluster_section(), "port", "a whole number from 1 to 65535"),
+        (cluster_section(), "num_workers", "a whole number above 0"),
+        (cluster_section(), "seed", "a whole number from 0 to 9223372036854775807"),
+        (cluster_section(), "use_quantization", "true or false"),
+        (cluster_section(), "timeout", "a number above 0 and of 1000000 or less, or null"),
+        (cluster_section(), "codec", "one of fp32, bf16, fp16, int8, or null"),
+        (cluster_section(), "batch_share", "a mapping of names to values, or null"),
+        (cluster_section(), "batch_share.anybody", "a number of 0 or more"),
+        (cluster_section(), "update_rule", "one of gradient, mixing"),
+        (cluster_section(), "nodes.anybody.microbatch", "a whole number above 0, or null"),
+        (cluster_section(), "staleness.exponent", "a number of 0 or more"),
+        (cluster_section(), "workers", "a list such as [a, b]"),
+        (cluster_section(), "bind", "a list of at least one, such as [a, b], or null"),
+        (cluster_section(), "server", "a name of at most 64 letters, digits, '.', '_' and '-'"),
         (NodeConfig, "project_dir", "a path that begins with / or ~/, without backslashes"),
-        (ClusterConfig, "host_ip", "a mapping of names to values"),
-        (ClusterConfig, "host_ip.anybody", "text that is not empty"),
-        (ClusterConfig, "nodes.anybody.threads", "a whole number above 0, or null"),
-        (TrainConfig, "polyak_alpha", "a number from 0 to 1"),
-        (TrainConfig, "global_batch_size", "a whole number above 0, or null"),
-        (TrainConfig, "optimizer", "one of adam, adamw, sgd"),
-        (TrainConfig, "dataset.root", "a path, or null"),
-        (TrainConfig, "dataset.name", "text"),
-        (TrainConfig, "lr_schedule", "a mapping with keys of warmup_iters, min_lr, or null"),
+        (cluster_section(), "host_ip", "a mapping of names to values"),
+        (cluster_section(), "host_ip.anybody", "text that is not empty"),
+        (cluster_section(), "nodes.anybody.threads", "a whole number above 0, or null"),
+        (train_section(), "polyak_alpha", "a number from 0 to 1"),
+        (train_section(), "global_batch_size", "a whole number above 0, or null"),
+        (train_section(), "optimizer", "one of adam, adamw, sgd"),
+        (train_section(), "dataset.root", "a path, or null"),
+        (train_section(), "dataset.name", "text"),
+        (train_section(), "lr_schedule", "a mapping with keys of warmup_iters, min_lr, or null"),
     ],
 )
 def test_what_a_key_may_hold_is_said_in_words(
@@ -44,7 +44,7 @@ def test_what_a_key_may_hold_is_said_in_words(
     assert shape.allowed() == allowed
 
 
-@pytest.mark.parametrize("section", [ClusterConfig, TrainConfig, NodeConfig])
+@pytest.mark.parametrize("section", [cluster_section(), train_section(), NodeConfig])
 def test_every_key_can_be_said_in_words(section: type[Section]) -> None:
     for path in fixed_paths(section):
         shape = find_shape(section, path)
@@ -54,11 +54,11 @@ def test_every_key_can_be_said_in_words(section: type[Section]) -> None:
 
 def test_nothing_is_found_below_a_value_or_under_a_wrong_name() -> None:
     for path in [("prot",), ("port", "x"), ("staleness", "x"), ("nodes", "pi5", "x")]:
-        assert find_shape(ClusterConfig, path) is None
+        assert find_shape(cluster_section(), path) is None
 
 
 def test_the_only_key_in_two_sections_is_the_dataset() -> None:
-    tops = [set(s.model_fields) for s in (ClusterConfig, TrainConfig, NodeConfig)]
+    tops = [set(s.model_fields) for s in (cluster_section(), train_section(), NodeConfig)]
     assert tops[0].isdisjoint(tops[1] | tops[2])
     assert tops[1] & tops[2] == {"dataset"}
 

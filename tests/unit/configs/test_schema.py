@@ -1,9 +1,11 @@
+import dataclasses
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
+from smolcluster.configs import schema
 from smolcluster.configs.schema import (
     OWN_FILES,
     AlgorithmName,
@@ -14,7 +16,11 @@ from smolcluster.configs.schema import (
     NodeConfig,
     RunConfig,
     TrainConfig,
+    cluster_section,
+    config_of,
 )
+from smolcluster.configs.spec import SINGLE, algorithms, get_algorithm
+from smolcluster.errors import ConfigError
 
 
 def cluster(**changes: Any) -> ClusterConfig:
@@ -28,10 +34,12 @@ def cluster(**changes: Any) -> ClusterConfig:
 
 
 def test_yaml_lists_whole_numbers_and_text_become_what_the_fields_hold() -> None:
-    config = cluster(timeout=2, bind=["10.10.0.1"], nodes={"pi5": {"secret_file": "/etc/secret"}})
+    config = cluster(
+        start_timeout_s=2, bind=["10.10.0.1"], nodes={"pi5": {"secret_file": "/etc/secret"}}
+    )
     assert config.workers == ("pi5", "win")
     assert config.bind == ("10.10.0.1",)
-    assert isinstance(config.timeout, float)
+    assert isinstance(config.start_timeout_s, float)
     assert config.nodes["pi5"].secret_file == Path("/etc/secret")
 
 
@@ -70,22 +78,6 @@ def test_a_folder_that_some_shell_might_misread_is_refused(path: str) -> None:
             {"use_quantization": True, "codec": "bf16"},
             "use_quantization is true, which means int8, but codec is bf16; the two must agree",
         ),
-        (
-            {"batch_share": {"pi": 0.5, "win": 0.5}},
-            r"batch_share has the key 'pi', must be a node of host_ip .*; did you mean pi5\?",
-        ),
-        (
-            {"batch_share": {"pi5": 0.5, "mini1": 0.5}},
-            r"batch_share has no share for the worker 'win', must have one for each \(pi5, win\)",
-        ),
-        (
-            {"batch_share": {"pi5": 0.25, "win": 0.5}},
-            "batch_share adds up to 0.75, must add up to 1",
-        ),
-        ({"batch_share": {"pi5": 0.5, "win": 0.500002}}, "batch_share adds up to 1.000002, must"),
-        ({"batch_share": {}}, "batch_share has no share for the worker 'pi5'"),
-        ({"batch_share": {"pi5": 2.0, "win": -1.0}}, "greater than or equal to 0"),
-        ({"batch_share": {"pi5": 1.0, "win": float("nan")}}, "finite"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], says: str) -> None:
@@ -107,22 +99,8 @@ def test_gradients_can_travel_in_any_codec(codec: CodecName) -> None:
     assert cluster(codec=codec).codec == codec
 
 
-@pytest.mark.parametrize(
-    "shares",
-    [
-        {"pi5": 0.25, "win": 0.75},
-        {"pi5": 0, "win": 1},
-        {"pi5": 0.333333, "win": 0.333333, "mini1": 0.333333},
-        {"pi5": 0.1, "win": 0.7, "mini1": 0.2},
-        None,
-    ],
-)
-def test_shares_that_make_a_whole_are_taken(shares: dict[str, float] | None) -> None:
-    assert cluster(batch_share=shares).batch_share == shares
-
-
 def test_the_server_s_own_node_may_be_a_worker() -> None:
-    config = cluster(workers=["mini1", "win"], batch_share={"mini1": 0.5, "win": 0.5})
+    config = cluster(workers=["mini1", "win"])
     assert config.server in config.workers
 
 
@@ -149,16 +127,14 @@ def run(dataset: DatasetConfig, algorithm: AlgorithmName = "edp") -> RunConfig:
         worker_update_interval=10,
         use_quantization=False,
         codec="bf16",
-        update_rule="mixing",
-        mixing_rate=0.25,
-        staleness=cluster().staleness,
+        own={"staleness": {"exponent": 0.25, "bound": 4}},
         heartbeat_timeout_s=10,
         reconnect_timeout_s=60,
         train=TrainConfig(dataset=dataset),
     )
 
 
-@pytest.mark.parametrize("algorithm", get_args(AlgorithmName))
+@pytest.mark.parametrize("algorithm", [*algorithms(), SINGLE])
 def test_a_run_survives_the_journey_as_json(algorithm: AlgorithmName) -> None:
     sent = run(DatasetConfig(name="digits"), algorithm)
     assert RunConfig.model_validate_json(sent.model_dump_json()) == sent
@@ -185,3 +161,17 @@ def test_a_tokenizer_s_path_stays_on_its_machine_and_each_worker_has_its_own(
 def test_a_tokenizer_s_name_travels_and_is_the_same_everywhere(tokenizer: str) -> None:
     sent = run(DatasetConfig(name="text", tokenizer=tokenizer).anywhere).train.dataset
     assert sent.at(DatasetPlace(tokenizer_path=Path("/mine"))).tokenizer == tokenizer
+
+
+def test_what_this_version_of_an_algorithm_does_not_know_is_refused_by_its_key() -> None:
+    run_of_newer = run(DatasetConfig(name="digits")).model_copy(update={"own": {"newer": 1}})
+    with pytest.raises(ConfigError, match=r"^edp: newer: "):
+        run_of_newer.of(config_of(get_algorithm("edp")))
+
+
+def test_an_algorithm_may_not_take_a_key_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    edp = get_algorithm("edp")
+    other = dataclasses.replace(edp, name="other")
+    monkeypatch.setattr(schema, "algorithms", lambda: {"edp": edp, "other": other})
+    with pytest.raises(ConfigError, match="other has the key update_rule"):
+        cluster_section.__wrapped__()

@@ -12,10 +12,10 @@ import pytest
 from harness import local_settings
 from smolcluster.algorithms.entry import server_parser, worker_parser
 from smolcluster.algorithms.process import worker_settings
-from smolcluster.algorithms.registry import ALGORITHMS, get_algorithm
 from smolcluster.configs.load import read_config
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import AlgorithmName, ClusterConfig, NodeConfig
+from smolcluster.configs.spec import algorithms, get_algorithm
 from smolcluster.launch import remote
 from smolcluster.launch.plan import (
     CLUSTER_FILE,
@@ -116,7 +116,7 @@ def test_a_worker_gets_its_place_and_only_what_belongs_to_a_machine() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", algorithms())
 def test_the_files_are_those_of_the_algorithm_and_are_there(name: AlgorithmName) -> None:
     root = Path(__file__).parents[3]
     launched = planned(algorithm=name)

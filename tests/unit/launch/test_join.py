@@ -70,7 +70,7 @@ def test_a_returned_machine_keeps_its_place_and_its_settings() -> None:
 
 def test_with_fixed_shares_a_new_machine_stands_in_for_others() -> None:
     content = with_worker({**RAW, "batch_share": {"pi5": 1.0}}, "mini9", "10.0.0.1", {})
-    assert ClusterConfig.model_validate(content).batch_share == {"pi5": 1.0, "mini9": 0.0}
+    assert content["batch_share"] == {"pi5": 1.0, "mini9": 0.0}
 
 
 def process(node: str, rank: int | None) -> LaunchedProcess:

@@ -14,9 +14,9 @@ import pytest
 
 from harness import free_port, local_settings
 from reading import fake_ssh, server, worker
-from smolcluster.algorithms.registry import get_algorithm
 from smolcluster.cli import main
 from smolcluster.configs.schema import ClusterConfig
+from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import TryAgain
 from smolcluster.launch import run
 from smolcluster.launch.observe import beside, commands, stack

@@ -7,9 +7,9 @@ import pytest
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import server_parser, worker_parser
 from smolcluster.algorithms.process import serve, worker_settings
-from smolcluster.algorithms.registry import ALGORITHMS, get_algorithm
 from smolcluster.configs.resolve import localise
 from smolcluster.configs.schema import AlgorithmName, ClusterConfig
+from smolcluster.configs.spec import algorithms, get_algorithm
 from smolcluster.errors import ConfigError
 from smolcluster.launch.plan import Request, plan_local
 from smolcluster.runs.launched import Launched
@@ -61,7 +61,7 @@ def test_a_local_worker_gets_its_place_and_only_what_belongs_to_a_machine() -> N
     )
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", algorithms())
 def test_each_process_runs_a_file_of_the_algorithm_that_was_asked_for(name: AlgorithmName) -> None:
     algorithm, asked = get_algorithm(name), request(algorithm=name)
     files = [str(algorithm.server), *[str(algorithm.worker)] * 2]

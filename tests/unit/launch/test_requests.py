@@ -3,13 +3,20 @@
 import pytest
 
 from smolcluster.configs.resolve import Settings
+from smolcluster.configs.spec import algorithms
 from smolcluster.launch.requests import request_of, settings_of
 
 
 def settings(name: str, *, local: bool, train_config: str | None = None) -> Settings:
+    spec, command = next(
+        (spec, command)
+        for spec in algorithms().values()
+        for command in spec.commands
+        if command.name == name
+    )
     request = request_of(
-        name,
-        "syncps" if name == "syncps" else "edp",
+        spec,
+        command,
         local=local,
         num_workers=None,
         config=None,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from smolcluster.algorithms.registry import get_algorithm
 from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.configs.spec import get_algorithm
 from smolcluster.launch.estimate import cost_of
 from smolcluster.launch.plan import NodePaths, Request, plan_cluster
 from smolcluster.launch.sessions import start_script

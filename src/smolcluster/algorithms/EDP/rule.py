@@ -29,7 +29,8 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from smolcluster.configs.schema import GradientClipping, StalenessConfig
+from smolcluster.algorithms.EDP.config import StalenessConfig
+from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.ps.store import Stores
 from smolcluster.training.optimizer import clip_factor

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.EDP import rule
+from smolcluster.algorithms.EDP.config import EDPConfig
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.cluster.worker import Worker
@@ -75,6 +76,7 @@ class Server:
     def __init__(self, context: ServerContext) -> None:
         self.context = context
         self.train = context.settings.train
+        self.config = context.run.of(EDPConfig)
         self.replica = context.training.replica
         self.version = 0
         self.dispatcher = Dispatcher(
@@ -193,7 +195,7 @@ class Server:
         verdict = self.dispatcher.judge(push.lease, session_id)
         if verdict != "open":
             outcome = verdict
-        elif rule.too_stale(tau, self.context.run.staleness):
+        elif rule.too_stale(tau, self.config.staleness):
             outcome = "stale"
             for lease in self.dispatcher.release(push.lease, session_id):
                 self.report.lease_returned(peer.worker, lease.range, "its push was too stale")
@@ -255,14 +257,14 @@ class Server:
             PushRefused: it would ruin the weights; nothing has changed.
         """
         self.saver.wait_for_copy()
-        push, run = pushed.push, self.context.run
+        push, config = pushed.push, self.config
         epoch, rate = self.dispatcher.epoch, self.learning_rate()
-        if run.update_rule == "mixing":
-            alpha = rule.mixing_weight(tau, run.mixing_rate, run.staleness.exponent)
+        if config.update_rule == "mixing":
+            alpha = rule.mixing_weight(tau, config.mixing_rate, config.staleness.exponent)
             norm = rule.mix(self.stores, pushed.gradient, alpha, self.norms.limit)
             layer_norms = self.report.layer_norms(self.replica.grads)
         else:
-            rate *= rule.scale(tau, run.staleness.exponent)
+            rate *= rule.scale(tau, config.staleness.exponent)
             clipping = self.train.gradient_clipping
             norm = rule.apply_gradient(
                 self.stores, pushed.gradient, rate, clipping, self.norms.limit

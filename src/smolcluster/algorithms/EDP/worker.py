@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.algorithms.EDP import rule
+from smolcluster.algorithms.EDP.config import EDPConfig
 from smolcluster.cluster.link import Link
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import NonFiniteLoss, ProtocolError
@@ -114,7 +115,7 @@ class Worker:
     def __init__(self, welcome: Welcome, training: TrainingContext) -> None:
         self.train = welcome.run.train
         self.interval = welcome.run.worker_update_interval
-        self.mixing = welcome.run.update_rule == "mixing"
+        self.mixing = welcome.run.of(EDPConfig).update_rule == "mixing"
         self.training = training
         self.replica = training.replica
         self.sender = GradientSender(welcome.codec, training.replica)

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.SynchronousPS import rule
+from smolcluster.algorithms.SynchronousPS.config import SyncPSConfig
 from smolcluster.algorithms.SynchronousPS.members import Members, StepMember
 from smolcluster.algorithms.SynchronousPS.reduction import (
     PartArrived,
@@ -60,6 +61,7 @@ class Server:
         num_samples = context.training.dataset.train.num_samples
         self.orders = EpochOrders(context.run.seed, num_samples)
         self.total_samples = self.train.num_epochs * num_samples
+        self.config = context.run.of(SyncPSConfig)
         self.num_grants = 0
         self.step: Step | None = None
         self.reduced: set[int] = set()
@@ -203,7 +205,7 @@ class Server:
     def set_deadline(self, step: Step, assignment: PartAssignment, member: StepMember) -> None:
         """When a part is overdue: what is expected of its holder counts up to twice the step's own time."""
         heartbeat_timeout_s = self.context.run.heartbeat_timeout_s
-        least_s = self.cluster.timeout or heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
+        least_s = self.config.timeout or heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         if not self.members.any_measured:
             least_s = max(least_s, heartbeat_timeout_s)
         expected_s = min(self.members.expected_s(member), 2 * step.expected_s)
@@ -213,7 +215,7 @@ class Server:
 
     def is_late(self, now: float) -> bool:
         """Whether the members that are not done with their parts have been waited for long enough."""
-        patience_s = self.cluster.timeout
+        patience_s = self.config.timeout
         if patience_s is None or self.first_part_at is None:
             return False
         return now - self.first_part_at >= patience_s
@@ -271,7 +273,7 @@ class Server:
     def on_join(self, worker: Worker, ready: Ready) -> None:
         """Let a worker catch up; `advance` sends it the state."""
         self.members.welcome(worker, ready)
-        shares = self.cluster.batch_share
+        shares = self.config.batch_share
         if shares is not None and worker.member.node not in shares:
             self.context.log.info(
                 "%s has no share in batch_share: it only stands in for others", worker.name
@@ -348,7 +350,7 @@ class Server:
                 "%s: %d of %d buckets of its weights differ from the server's after step %d (time %d that "
                 "they do); blended with polyak_alpha = %g",
                 *(member.name, len(buckets), len(self.replica.buckets), self.version),
-                *(member.num_drifts, self.train.polyak_alpha),
+                *(member.num_drifts, self.config.polyak_alpha),
             )
 
     def on_departure(self, worker: Worker) -> None:

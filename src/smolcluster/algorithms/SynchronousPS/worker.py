@@ -23,6 +23,7 @@ from functools import partial
 from torch import Tensor
 
 from smolcluster.algorithms.SynchronousPS import rule
+from smolcluster.algorithms.SynchronousPS.config import SyncPSConfig
 from smolcluster.algorithms.SynchronousPS.step_receiver import (
     Committed,
     FellBehind,
@@ -59,8 +60,9 @@ class Worker:
 
     def __init__(self, welcome: Welcome, training: TrainingContext) -> None:
         self.codec = welcome.codec
-        self.polyak_alpha = welcome.run.train.polyak_alpha
-        self.patience_s = welcome.run.timeout or math.inf
+        config = welcome.run.of(SyncPSConfig)
+        self.polyak_alpha = config.polyak_alpha
+        self.patience_s = config.timeout or math.inf
         self.longest_wait_s = welcome.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         self.training = training
         self.replica = training.replica

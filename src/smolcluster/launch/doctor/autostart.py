@@ -96,7 +96,7 @@ def autostart(config: str | None, overrides: list[str]) -> int:
     Raises:
         ConfigError: the cluster file or an override is wrong.
     """
-    source = cluster_source(config, "edp")
+    source = cluster_source(config)
     cluster = load_settings(source, "nn", None, overrides).cluster
     failed = False
     for node in cluster.workers:

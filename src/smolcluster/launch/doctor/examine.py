@@ -82,7 +82,7 @@ def doctor(config: str | None, overrides: list[str], as_json: bool) -> int:
     Raises:
         ConfigError: the cluster file or an override is wrong.
     """
-    source = cluster_source(config, "edp")
+    source = cluster_source(config)
     cluster = load_settings(source, "nn", None, overrides).cluster
     raw = read_config(find_config(source, "cluster"), "cluster").get("nodes") or {}
     patients = [

@@ -7,7 +7,7 @@ from datetime import date
 
 from smolcluster.configs.layers import Draft
 from smolcluster.configs.load import find_config, parse_yaml
-from smolcluster.configs.schema import AlgorithmName, ClusterConfig
+from smolcluster.configs.schema import cluster_section
 
 _COMMENT_COLUMN = 28
 """As in the shipped files."""
@@ -23,7 +23,7 @@ class ClusterFile:
         nodes: settings of single machines: keys and text values, by node.
     """
 
-    algorithm: AlgorithmName
+    algorithm: str
     server: str
     workers: Sequence[str]
     port: int
@@ -64,7 +64,7 @@ class ClusterFile:
                 "",
             ]
         )
-        Draft(ClusterConfig, name, parse_yaml(text)).check()
+        Draft(cluster_section(), name, parse_yaml(text)).check()
         return text
 
     def _addresses(self) -> Iterator[str]:
@@ -89,7 +89,7 @@ class ClusterFile:
                 yield _commented(line, remark) if remark else line
 
 
-def _shipped(algorithm: AlgorithmName) -> tuple[str, list[str]]:
+def _shipped(algorithm: str) -> tuple[str, list[str]]:
     """The title of the algorithm's shipped cluster file, and what follows the machines in it."""
     lines = find_config(algorithm, "cluster").read_text(encoding="utf-8").splitlines()
     after = next(place for place, line in enumerate(lines) if line.startswith("server:")) + 1

@@ -5,15 +5,13 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-from smolcluster.algorithms.registry import ALGORITHMS
 from smolcluster.configs.json_schema import json_schema
 from smolcluster.configs.load import NODE_SECTION, SECTIONS, Kind
 from smolcluster.configs.resolve import Settings, check_algorithm, load_settings
+from smolcluster.configs.spec import algorithms
 from smolcluster.errors import ConfigError
 from smolcluster.launch.requests import DEFAULT_TRAINING, cluster_source
 from smolcluster.utils.units import format_count
-
-DEFAULT_CLUSTER = "edp"
 
 
 def schema(kind: str) -> int:
@@ -47,7 +45,7 @@ def show(
     Raises:
         ConfigError: one line with what is wrong.
     """
-    files = (cluster_source(config, DEFAULT_CLUSTER), train_config or DEFAULT_TRAINING)
+    files = (cluster_source(config), train_config or DEFAULT_TRAINING)
     settings = load_settings(*files, node, overrides, environ, local=local)
     if local and settings.node.threads is None:  # as `plan_local` has it
         with_threads = [*overrides, "threads=1"]
@@ -68,7 +66,7 @@ def check(
     Raises:
         ConfigError: one line with what is wrong.
     """
-    files = (cluster_source(config, DEFAULT_CLUSTER), train_config or DEFAULT_TRAINING)
+    files = (cluster_source(config), train_config or DEFAULT_TRAINING)
     settings = load_settings(*files, None, overrides, environ)  # with the settings of every node
     _write(f"ok: {summary(settings)}\n")
     return 0
@@ -92,14 +90,14 @@ def summary(settings: Settings) -> str:
     """
     cluster, train = settings.cluster, settings.train
     refusals: dict[str, str] = {}
-    for algorithm in ALGORITHMS.values():
+    for name in algorithms():
         try:
-            check_algorithm(settings, algorithm.name)
+            check_algorithm(settings, name)
         except ConfigError as error:
-            refusals[algorithm.name] = str(error)
-    if len(refusals) == len(ALGORITHMS):
+            refusals[name] = str(error)
+    if len(refusals) == len(algorithms()):
         raise ConfigError("; ".join(f"{name}: {said}" for name, said in refusals.items()))
-    fitting = " and ".join(name for name in ALGORITHMS if name not in refusals)
+    fitting = " and ".join(name for name in algorithms() if name not in refusals)
     workers = format_count(cluster.num_workers, "worker")
     return (
         f"server {cluster.server}, {workers} ({', '.join(cluster.workers)}), port {cluster.port}; "

@@ -18,15 +18,14 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
-from smolcluster.algorithms.registry import get_algorithm
 from smolcluster.configs.keys import A_NAME, A_REMOTE_PATH
 from smolcluster.configs.schema import (
-    AlgorithmName,
     NodeConfig,
     NodeName,
     RemotePath,
     SshDestination,
 )
+from smolcluster.configs.spec import default_algorithm, get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.host import HERE, Host
 from smolcluster.launch.prepare import run_on_all
@@ -49,7 +48,6 @@ from smolcluster.utils.units import format_count
 from smolcluster.utils.words import as_command, one_line
 
 DEFAULT_PORT = 65432
-DEFAULT_ALGORITHM: AlgorithmName = "edp"
 BACK = "<"
 """The answer that goes back to the question before; no machine can be called so."""
 INTRODUCTION = (
@@ -139,7 +137,9 @@ def init(
     if asker is None and sys.stdin.isatty() and sys.stdout.isatty():
         asker = Terminal()
     console = console or SteadyConsole()
-    algorithm = get_algorithm(options.algorithm or DEFAULT_ALGORITHM).name
+    algorithm = (
+        get_algorithm(options.algorithm) if options.algorithm else default_algorithm()
+    ).name
     check_flags(options)
     target = options.to or Path(f"cluster_config_{algorithm}.yaml")
     if not may_write(target, options, asker):
@@ -372,7 +372,7 @@ def log_in(host: Host) -> None:
 
 def draft(
     options: InitOptions,
-    algorithm: AlgorithmName,
+    algorithm: str,
     server: Host,
     workers: Sequence[Host],
     console: Console,

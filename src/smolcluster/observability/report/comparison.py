@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 import smolcluster
+from smolcluster.configs.spec import STALENESS, shows
 from smolcluster.errors import ConfigError
 from smolcluster.observability.curves import RUN_COLORS
 from smolcluster.observability.report.page import UNKNOWN, drawn, moment_of, number, state_of
@@ -171,7 +172,7 @@ def _of_cluster(facts: ReportData, workers: Sequence[Worker]) -> dict[str, objec
     if facts.summary is not None:
         traffic = facts.summary.bytes
         values |= {"received_bytes": traffic.received, "sent_bytes": traffic.sent}
-    if facts.algorithm == "edp":
+    if shows(facts.algorithm, STALENESS):
         stale = [(w.samples or 0, w.mean_staleness) for w in workers]
         known = [(samples, tau) for samples, tau in stale if tau is not None]
         total = sum(samples for samples, _ in known)

@@ -14,6 +14,7 @@ from typing import Any
 from markupsafe import Markup
 
 import smolcluster
+from smolcluster.configs.spec import STALENESS, shows
 from smolcluster.errors import SmolclusterError
 from smolcluster.observability.curves import svg_of
 from smolcluster.observability.report.render import write_page
@@ -370,7 +371,7 @@ def _process_of(facts: ReportData, worker: Worker) -> ProcessSeries | None:
 
 
 def _workers(facts: ReportData, workers: Sequence[Worker]) -> Table:
-    is_stale = facts.algorithm == "edp"
+    is_stale = shows(facts.algorithm, STALENESS)
     stale = ["mean staleness"] if is_stale else []
     numbers = ["samples", "share", *stale, "mean step", "joined", "lost"]
     head = ["worker", "at the end", *numbers, "device", "address"]

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from smolcluster.configs.spec import algorithms
 from smolcluster.observability.view.snapshot import state_of
 from smolcluster.runs.events import RunStarted
 from smolcluster.runs.launched import Launched
@@ -68,8 +69,10 @@ def _setup(known: Known) -> dict[str, Any]:
     started = known.started.model_dump() if known.started else {}
     told = known.status or known.summary or known.launched or known.started
     names = ("num_workers", "batch_size", "codec", "dataset", "model", "num_params")
+    spec = None if told is None else algorithms().get(told.algorithm)
     return {
         "algorithm": None if told is None else told.algorithm,
+        "is_synchronous": spec is not None and spec.is_synchronous,
         **{name: started.get(name) for name in names},
     }
 

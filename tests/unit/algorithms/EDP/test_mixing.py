@@ -332,7 +332,7 @@ def stage(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[EDPStage]:
 @pytest.mark.parametrize("stage", [(), ("mixing_rate=0.25",)], indirect=True)
 def test_the_server_moves_towards_a_fresh_workers_weights(stage: EDPStage) -> None:
     puppet = Puppet(stage)
-    alpha = stage.parts.context.run.mixing_rate
+    alpha = stage.server.config.mixing_rate
     assert alpha in {0.6, 0.25}
     before, theirs = stage.weights, some_weights(stage.server.replica)
     ack = puppet.push(puppet.leases[0], theirs)

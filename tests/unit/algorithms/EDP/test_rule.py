@@ -7,7 +7,8 @@ import torch
 
 from harness import local_settings
 from smolcluster.algorithms.EDP import rule
-from smolcluster.configs.schema import GradientClipping, StalenessConfig
+from smolcluster.algorithms.EDP.config import StalenessConfig
+from smolcluster.configs.schema import GradientClipping
 from smolcluster.ps.store import Stores
 from smolcluster.training.build import build
 from smolcluster.training.replica import Replica

@@ -141,7 +141,7 @@ function insight(state) {
   const said = gone.length ? [`Lost: ${gone.map((worker) => title(worker)).join(", ")}.`] : [];
   const waiting = here.filter((worker) => share(worker, "wait") > WAITS);
   const busiest = [...here].sort((a, b) => (share(a, "wait") ?? 1) - (share(b, "wait") ?? 1))[0];
-  if (waiting.length && state.algorithm === "syncps" && busiest && !waiting.includes(busiest)) {
+  if (waiting.length && state.is_synchronous && busiest && !waiting.includes(busiest)) {
     said.push(`${waiting.map((worker) => title(worker)).join(", ")} wait${waiting.length > 1 ? "" : "s"} for ${title(busiest)}, the slowest.`);
   } else if (waiting.length) {
     const most = Math.max(...waiting.map((worker) => share(worker, "wait")));

@@ -2,12 +2,12 @@
 
 import pytest
 
-from smolcluster.algorithms.registry import ALGORITHMS, get_algorithm, title_of
 from smolcluster.configs.load import find_config
+from smolcluster.configs.spec import algorithms, get_algorithm, title_of
 from smolcluster.errors import ConfigError
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", algorithms())
 def test_an_algorithm_has_the_two_files_that_are_its_processes(name: str) -> None:
     algorithm = get_algorithm(name)
     assert algorithm.name == name
@@ -15,7 +15,7 @@ def test_an_algorithm_has_the_two_files_that_are_its_processes(name: str) -> Non
     assert algorithm.worker.is_file()
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", algorithms())
 def test_an_algorithm_has_a_cluster_file_of_its_name(name: str) -> None:
     assert find_config(name, "cluster").stem == f"cluster_config_{name}"
 

@@ -1,0 +1,66 @@
+"""What EDP alone understands of a configuration."""
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveInt
+
+from smolcluster.configs.schema import AlgorithmConfig, Section
+from smolcluster.errors import ConfigError
+
+if TYPE_CHECKING:
+    from smolcluster.configs.resolve import Settings
+
+
+def _below_one(rate: float) -> float:
+    if rate >= 1:
+        raise ValueError(
+            "must be below 1: a fresh worker's weights would replace the server's outright"
+        )
+    return rate
+
+
+class StalenessConfig(Section):
+    """How EDP treats pushes that were computed on old weights."""
+
+    exponent: NonNegativeFloat = Field(
+        0.5, description="a in s(τ) = (1+τ)^-a, the factor on the learning rate."
+    )
+    bound: PositiveInt | None = Field(
+        None, description="Pushes with a larger τ are dropped; null: none are."
+    )
+
+
+class EDPConfig(AlgorithmConfig):
+    """EDP's own keys, all of the cluster file."""
+
+    claims: ClassVar = MappingProxyType({"update_rule": "all other servers apply gradients"})
+
+    update_rule: Literal["gradient", "mixing"] = Field(
+        "gradient",
+        description="EDP: apply pushed gradients, or average pushed weights in "
+        "(FedAsync, 1903.03934).",
+    )
+    mixing_rate: Annotated[float, Field(gt=0), AfterValidator(_below_one)] = Field(
+        0.6,
+        description="EDP's update_rule mixing: weight of a fresh worker's weights.",
+    )
+    staleness: StalenessConfig = Field(
+        StalenessConfig(), description="What EDP does with gradients of older weights."
+    )
+
+    @property
+    def status_fields(self) -> dict[str, Any]:
+        """The bound beside the staleness."""
+        return {"staleness_bound": self.staleness.bound}
+
+    def check(self, settings: "Settings") -> None:
+        """Weights must travel whole."""
+        cluster = settings.cluster
+        is_lossy = cluster.use_quantization or cluster.codec not in (None, "fp32")
+        if self.update_rule == "mixing" and is_lossy:
+            stated = f"codec is {cluster.codec}" if cluster.codec else "use_quantization is true"
+            raise ConfigError(
+                f"update_rule is mixing and {stated}, but weights must travel whole; set codec to fp32 and "
+                "use_quantization to false, or update_rule to gradient"
+            )

@@ -1,0 +1,139 @@
+"""What an algorithm says of itself, and which algorithms there are.
+
+An algorithm is one folder, a Python package, whose module `spec` holds an `AlgorithmSpec`. It is found by
+the entry-point group `smolcluster.algorithms`, in this distribution or in any other that is installed.
+Neither this module nor an algorithm's `spec` imports pydantic or torch: the command line reads them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import MappingProxyType
+
+from smolcluster.errors import ConfigError
+
+GROUP = "smolcluster.algorithms"
+SINGLE = "single"
+"""What training in one process is called where an algorithm is named."""
+STALENESS = "staleness"
+"""The column of how old the weights were that a worker's pushes were computed on."""
+
+
+@dataclass(frozen=True)
+class LaunchCommand:
+    """`smolcluster launch NAME`, and what it fills in where the user says nothing.
+
+    Attributes:
+        help: what the command does, in the help.
+        train_config: the training file.
+        local_workers: number of workers with --local; None: as many as the cluster file lists.
+        local_overrides: `key=value` texts with --local, below the user's own.
+        cluster_overrides: the same on the machines of a cluster, where the training file is this one.
+    """
+
+    name: str
+    help: str
+    train_config: str | None = None
+    local_workers: int | None = None
+    local_overrides: tuple[str, ...] = ()
+    cluster_overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AlgorithmSpec:
+    """All that the rest of the house knows of an algorithm.
+
+    Attributes:
+        name: what users type; of its cluster file `cluster_config_<name>.yaml` and of its runs, too.
+        title: what people read.
+        package: the Python package whose folder this is.
+        commands: how it is launched.
+        step_nbytes: (bytes of the model, of an encoded gradient, worker_update_interval) to the bytes of a
+            worker's step to the server and from it.
+        config: `module:Class` of what it alone understands, an `AlgorithmConfig` of `configs/schema.py`.
+        roles: the file in the folder that is the process of each role.
+        from_worker, from_server: the names of the messages that it sends besides those of every session.
+        columns: what is worth a column of the tables of workers.
+        is_synchronous: whether workers wait for each other, so that the slowest sets the pace.
+        is_default: whether it is meant where no algorithm is named.
+    """
+
+    name: str
+    title: str
+    package: str
+    folder: Path
+    commands: tuple[LaunchCommand, ...]
+    step_nbytes: Callable[[int, int, int], tuple[int, int]]
+    config: str = "smolcluster.configs.schema:AlgorithmConfig"
+    roles: Mapping[str, str] = field(
+        default_factory=lambda: {"server": "server.py", "worker": "worker.py"}
+    )
+    from_worker: frozenset[str] = frozenset({"Push", "Pull", "Skip"})
+    from_server: frozenset[str] = frozenset({"Assignment", "Ack", "State"})
+    columns: frozenset[str] = frozenset()
+    is_synchronous: bool = False
+    is_default: bool = False
+
+    @property
+    def server(self) -> Path:
+        """The file that is the server."""
+        return self.folder / self.roles["server"]
+
+    @property
+    def worker(self) -> Path:
+        """The file that is a worker."""
+        return self.folder / self.roles["worker"]
+
+
+@cache
+def algorithms() -> Mapping[str, AlgorithmSpec]:
+    """The algorithms that are installed, by name; the default one first.
+
+    Raises:
+        ConfigError: one cannot be imported, or there is none.
+    """
+    found: dict[str, AlgorithmSpec] = {}
+    for point in entry_points(group=GROUP):
+        try:
+            spec = point.load()
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(
+                f"the algorithm {point.name} ({point.value}) cannot be imported: {error}"
+            ) from error
+        found[spec.name] = spec
+    if not found:
+        raise ConfigError(
+            "no algorithm is installed: this environment is older than the code; run `uv sync`"
+        )
+    order = sorted(found.values(), key=lambda spec: (not spec.is_default, spec.name))
+    return MappingProxyType({spec.name: spec for spec in order})
+
+
+def get_algorithm(name: str) -> AlgorithmSpec:
+    """Look an algorithm up.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    known = algorithms()
+    if name not in known:
+        raise ConfigError(f"unknown algorithm {name!r} (known: {', '.join(known)})")
+    return known[name]
+
+
+def default_algorithm() -> AlgorithmSpec:
+    """The algorithm that is meant where none is named."""
+    return next(iter(algorithms().values()))
+
+
+def title_of(name: str) -> str:
+    """The algorithm's name as people read it; training in a single process has one too."""
+    return "Single" if name == SINGLE else get_algorithm(name).title
+
+
+def shows(name: str | None, column: str) -> bool:
+    """Whether a column is worth showing of a run of that algorithm, which need not be installed here."""
+    spec = algorithms().get(name or "")
+    return spec is not None and column in spec.columns
