@@ -24,6 +24,7 @@ from smolcluster.configs.schema import (
     NodeConfig,
     Section,
     cluster_section,
+    own_keys,
     train_section,
 )
 from smolcluster.configs.spec import algorithms
@@ -181,8 +182,12 @@ class Draft(Generic[S]):
         if details["type"] == "extra_forbidden":
             if find_shape(self.section, path) is not None:
                 return origin, f"{key} is not a setting of a {details['loc'][1]}"
-            parent = find_shape(self.section, path[:-1])
-            siblings = parent.keys if parent else ()
+            if len(path) == 1 and path[0] in algorithms() and isinstance(details["input"], dict):
+                path = (path[0], *list(details["input"])[:1])  # what `flatten` has left there
+                siblings = tuple(own_keys(path[0]) & set(self.section.model_fields))
+            else:
+                parent = find_shape(self.section, path[:-1])
+                siblings = parent.keys if parent else ()
             here = dict(_sections())[self.section]
             return origin, _unknown(path, siblings, self._named(path), here)
         if "[key]" in loc:

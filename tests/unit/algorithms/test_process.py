@@ -319,13 +319,6 @@ def shares(tmp_path: Path) -> Path:
     return file
 
 
-def test_shares_must_fit_the_workers_that_a_server_is_told_of(
-    serve: Callable[..., int], shares: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert serve(lambda _: SUMMARY, "--config", str(shares), "--workers", "4") == 2
-    assert "batch_share has no share for the worker 'local4'" in only_line(capsys)
-
-
 def test_shares_are_the_servers_affair_whatever_a_worker_is_told(
     work: Callable[..., int], shares: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

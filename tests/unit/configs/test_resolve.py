@@ -417,11 +417,11 @@ def test_a_missing_key_is_named_with_what_it_must_be() -> None:
 
 
 def test_several_problems_are_told_on_one_line_and_not_without_end() -> None:
-    text = refusal("port=0", train={}, cluster={"seed": -1, "timeout": 0})
+    text = refusal("port=0", train={}, cluster={"seed": -1, "start_timeout_s": 0})
     assert text == (
         "--override: port is 0, must be a whole number from 1 to 65535; "
-        "cluster configuration: timeout is 0, must be a number above 0 and of 1000000 or less, or null; "
-        "seed is -1, must be a whole number from 0 to 9223372036854775807"
+        "cluster configuration: seed is -1, must be a whole number from 0 to 9223372036854775807; "
+        "start_timeout_s is 0, must be a number above 0 and of 1000000 or less"
     )
     many = {f"unknown_{index}": 1 for index in range(20)}
     assert refusal(cluster=many).endswith("; and 15 more")
@@ -760,7 +760,10 @@ def test_an_algorithm_s_keys_may_stand_below_its_name(
 @pytest.mark.parametrize(
     ("cluster", "says"),
     [
-        ({"edp": {"update_rul": "mixing"}}, "edp.update_rul is not a setting here; did you mean"),
+        (
+            {"edp": {"update_rul": "mixing"}},
+            "edp.update_rul is not a setting; did you mean edp.update_rule?",
+        ),
         ({"edp": {"mixing_rate": 2}}, "edp.mixing_rate is 2, must be below 1"),
         ({"edp": {"timeout": 2}}, "edp.timeout is not a setting"),
         ({"edp": {"port": 2}}, "edp.port is not a setting; did you mean port?"),

@@ -85,7 +85,7 @@ class Server:
         self.stores = context.open_stores()
         self.members = Members(
             self.stores,
-            self.cluster.batch_share,
+            self.config.batch_share,
             context.incarnation,
             self.reduction.num_buffers,
         )
