@@ -40,7 +40,7 @@ from smolcluster.training.checkpoint import (
 )
 from smolcluster.transport.connection import listen
 from smolcluster.transport.handshake import Door
-from smolcluster.transport.messages import ServedData, Welcome
+from smolcluster.transport.messages import ServedData, Welcome, sets_of
 from smolcluster.transport.security import Secret
 from smolcluster.transport.tls import new_identity
 
@@ -181,7 +181,7 @@ class ServerContext:
         addresses = listening_addresses(cluster)
         acceptor = Acceptor(
             listen(addresses, cluster.port),
-            door=Door(self.secret, new_identity(), cluster.encryption),
+            door=Door(self.secret, new_identity(), cluster.encryption, sets_of(self.run.algorithm)),
             inbox=self.inbox,
             admit=ask_inbox(
                 self.inbox,

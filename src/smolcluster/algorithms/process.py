@@ -37,7 +37,7 @@ from smolcluster.runs.paths import RunPaths, create_run, log_stem, runs_root
 from smolcluster.runs.summary import Summary
 from smolcluster.training.build import TrainingContext
 from smolcluster.transport.handshake import introduce
-from smolcluster.transport.messages import Welcome
+from smolcluster.transport.messages import Welcome, sets_of
 from smolcluster.transport.security import (
     Secret,
     default_secret_path,
@@ -167,7 +167,7 @@ def work(
             file_logs(args.run_id)
         place = WorkerSetup(
             node=node,
-            hello=introduce(args.node, args.worker_id),
+            hello=introduce(args.node, args.worker_id, sets_of(algorithm)),
             address=Address(cluster.host_ip[args.node], cluster.port),
             secret=_secret(args.local, node.secret_file),
             start_timeout_s=cluster.start_timeout_s,

@@ -549,7 +549,7 @@ class RunConfig(Section):
     codec: CodecName | None = None
     heartbeat_timeout_s: HeartbeatTimeout
     reconnect_timeout_s: Wait
-    own: dict[str, Any] = {}
+    own: dict[str, Any] = Field({}, json_schema_extra=lambda schema: schema.update(_own_schemas()))
     """What the algorithm alone understands, as plain values."""
     train: TrainConfig
 
@@ -597,6 +597,12 @@ def own_keys(name: str) -> frozenset[str]:
     """The keys that the algorithm of that name alone understands; none where there is no such algorithm."""
     spec = algorithms().get(name)
     return frozenset(config_of(spec).model_fields) if spec else frozenset()
+
+
+def _own_schemas() -> dict[str, Any]:
+    """What the algorithms of this package understand: two versions that differ there do not fit each other."""
+    ours = [spec for spec in algorithms().values() if spec.package.startswith("smolcluster.")]
+    return {"algorithms": {spec.name: config_of(spec).model_json_schema() for spec in ours}}
 
 
 def _with_algorithms(shared: type[F], *, of_training: bool) -> type[F]:

@@ -54,7 +54,7 @@ class AlgorithmSpec:
             worker's step to the server and from it.
         config: `module:Class` of what it alone understands, an `AlgorithmConfig` of `configs/schema.py`.
         roles: the file in the folder that is the process of each role.
-        from_worker, from_server: the names of the messages that it sends besides those of every session.
+        messages: the names of the sets of messages that its processes speak besides every session's.
         columns: what is worth a column of the tables of workers.
         is_synchronous: whether workers wait for each other, so that the slowest sets the pace.
         is_default: whether it is meant where no algorithm is named.
@@ -70,8 +70,7 @@ class AlgorithmSpec:
     roles: Mapping[str, str] = field(
         default_factory=lambda: {"server": "server.py", "worker": "worker.py"}
     )
-    from_worker: frozenset[str] = frozenset({"Push", "Pull", "Skip"})
-    from_server: frozenset[str] = frozenset({"Assignment", "Ack", "State"})
+    messages: frozenset[str] = frozenset({"ps"})
     columns: frozenset[str] = frozenset()
     is_synchronous: bool = False
     is_default: bool = False

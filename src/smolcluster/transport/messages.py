@@ -28,6 +28,7 @@ from pydantic import (
 )
 
 from smolcluster.configs.schema import HeartbeatTimeout, RunConfig
+from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ProtocolError
 from smolcluster.transport.frames import Buffer, Frame, build_frame
 from smolcluster.utils.gpu import GpuQuantity
@@ -432,6 +433,13 @@ PS = MessageSet(
 )
 """What a worker, which dials, and its server say to each other."""
 SETS = (SESSION, PS)
+
+
+def sets_of(algorithm: str) -> tuple[MessageSet, ...]:
+    """What the processes of an algorithm speak."""
+    named = get_algorithm(algorithm).messages
+    return tuple(each for each in SETS if each is SESSION or each.name in named)
+
 
 ALL_KINDS: Kinds = SESSION.kinds | PS.kinds
 MESSAGES = MappingProxyType(dict(sorted((kind.KIND, kind) for kind in ALL_KINDS)))

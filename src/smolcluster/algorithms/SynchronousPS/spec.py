@@ -17,6 +17,5 @@ SPEC = AlgorithmSpec(
         ),
     ),
     step_nbytes=lambda _model, encoded, _interval: (encoded, encoded),
-    from_server=frozenset({"Assignment", "State", "Reduced", "Commit", "Cancel", "Park"}),
     is_synchronous=True,
 )
