@@ -600,9 +600,11 @@ def own_keys(name: str) -> frozenset[str]:
 
 
 def _own_schemas() -> dict[str, Any]:
-    """What the algorithms of this package understand: two versions that differ there do not fit each other."""
+    """What the algorithms of this package understand, as text: two versions that differ there do not fit."""
     ours = [spec for spec in algorithms().values() if spec.package.startswith("smolcluster.")]
-    return {"algorithms": {spec.name: config_of(spec).model_json_schema() for spec in ours}}
+    return {
+        "algorithms": {spec.name: json.dumps(config_of(spec).model_json_schema()) for spec in ours}
+    }
 
 
 def _with_algorithms(shared: type[F], *, of_training: bool) -> type[F]:
