@@ -2,6 +2,7 @@
 
 import pytest
 
+from smolcluster.configs import spec
 from smolcluster.configs.load import find_config
 from smolcluster.configs.spec import algorithms, get_algorithm, title_of
 from smolcluster.errors import ConfigError
@@ -29,3 +30,10 @@ def test_titles_are_for_people() -> None:
     assert title_of("edp") == "EDP"
     assert title_of("syncps") == "SyncPS"
     assert title_of("single") == "Single"
+
+
+def test_a_checkout_s_algorithms_are_found_by_an_environment_that_is_older(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(spec, "entry_points", lambda **_: [])
+    assert algorithms.__wrapped__() == algorithms()
