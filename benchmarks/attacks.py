@@ -66,7 +66,7 @@ def be_worker(role: str, algorithm: str, per_sample_s: float) -> int:
 
     compute = Assigned.compute
 
-    def paced(own: Assigned, bench: Any) -> float:
+    def paced(own: Assigned, bench: Any) -> Any:
         if role == "hung":
             Event().wait()
         time.sleep(per_sample_s * own.num_samples)

@@ -59,12 +59,15 @@ from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.cluster.link import WorkerSetup, follow
 from smolcluster.codec.registry import get_codec
 from smolcluster.configs.resolve import Settings, resolve
-from smolcluster.data.dataset import Dataset, Split
+from smolcluster.data.dataset import Split
 from smolcluster.net.dialling import Address
 from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import EventLog
 from smolcluster.training.build import TrainingContext
+from smolcluster.training.builtin import cross_entropy
+from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
+from smolcluster.training.workload import Workload
 from smolcluster.transport.handshake import introduce
 from smolcluster.transport.security import Secret
 
@@ -191,15 +194,14 @@ class Ballast(nn.Module):
 class Prefilled(TrainingContext):
     """A workbench whose gradient is there already."""
 
-    def compute_batch(
+    def compute(
         self,
-        inputs: Tensor,  # noqa: ARG002 - nothing is computed
-        targets: Tensor,  # noqa: ARG002
-        epoch: int = 0,  # noqa: ARG002
+        indices: Tensor,
+        epoch: int = 0,  # noqa: ARG002 - nothing is computed
         start: int = 0,  # noqa: ARG002
-    ) -> float:
+    ) -> BatchLoss:
         """A mean loss, at once."""
-        return 1.0
+        return BatchLoss(1.0, len(indices))
 
 
 def make_bench(case: Case, seed: int, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Prefilled:
@@ -207,10 +209,11 @@ def make_bench(case: Case, seed: int, bucket_bytes: int = DEFAULT_BUCKET_BYTES) 
     torch.manual_seed(seed)
     num_samples = BATCH_SIZE * case.num_workers
     split = Split(torch.zeros(num_samples, NUM_CLASSES), torch.zeros(num_samples, dtype=torch.long))
-    dataset = Dataset.of("none", train=split, validation=split, num_classes=NUM_CLASSES)
-    replica = Replica(Ballast(case.numel), "sgd", bucket_bytes=bucket_bytes)
+    model = Ballast(case.numel)
+    replica = Replica(model, "sgd", bucket_bytes=bucket_bytes)
     replica.grads.normal_(0.0, 1e-3)
-    return Prefilled(dataset, replica, seed)
+    workload = Workload(model, cross_entropy, split, split, name="none")
+    return Prefilled(workload, replica, seed)
 
 
 class OnDemand(Server):

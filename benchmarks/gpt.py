@@ -23,20 +23,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from common import paired_ratios, report
 from smolcluster.configs.resolve import load_settings
-from smolcluster.configs.schema import GPTConfig, TrainConfig
-from smolcluster.data.dataset import Dataset
+from smolcluster.configs.schema import DatasetPlace, GPTConfig, TrainConfig
+from smolcluster.data.dataset import Batch, Dataset
 from smolcluster.data.tokens import TokenBlocks
 from smolcluster.launch.saved import gpt_of, store_of
 from smolcluster.models.gpt import GPT
 from smolcluster.observability.sinks.jsonl import MetricLine, read_metrics
 from smolcluster.runs.paths import RunPaths, find_run
 from smolcluster.runs.summary import Summary, read_summary
-from smolcluster.training.build import TrainingContext, build, build_replica
+from smolcluster.training.build import build
+from smolcluster.training.builtin import builtin_workload
 from smolcluster.training.loop import training_steps
 from syncps import DEFAULT_DATA, environ
 
@@ -94,7 +94,8 @@ def stream(num_tokens: int, vocab_size: int, length: int) -> Dataset:
 
 def ours(train: TrainConfig, dataset: Dataset, steps: int) -> Callable[[], None]:
     """So many steps of `training_steps`, each time it is called."""
-    training = TrainingContext(dataset, build_replica(train, 0, dataset, torch.device("cpu")), 0)
+    workload = builtin_workload(train, dataset)
+    training = build(train, 0, DatasetPlace(), torch.device("cpu"), workload=workload)
     taken = training_steps(training, train)
 
     def go() -> None:
@@ -128,7 +129,7 @@ def bare(train: TrainConfig, dataset: Dataset, steps: int) -> Callable[[], None]
     optimizer = torch.optim.AdamW(model.parameters(), lr=train.learning_rate, fused=True)
     batches = iter(range(10**9))
 
-    def batch() -> tuple[Tensor, Tensor]:
+    def batch() -> Batch:
         first = next(batches) * train.batch_size % (dataset.train.num_samples - train.batch_size)
         return dataset.train.batch(torch.arange(first, first + train.batch_size))
 
@@ -273,11 +274,12 @@ def context(folder: Path) -> list[list[str]]:
     checkpoint = store_of(run).newest_good()
     train = settings.train
     training = build(train, settings.cluster.seed, settings.node.dataset, torch.device("cpu"))
-    validation = training.dataset.validation
+    validation = training.workload.validation
     if checkpoint is None or not isinstance(validation, TokenBlocks):
         raise SystemExit(f"{run.root} has no checkpoint of a language model")
     model = gpt_of(run, checkpoint)
-    whole = training.evaluate(model).perplexity or math.nan
+    evaluation = training.evaluate(model)
+    whole = evaluation.metrics["perplexity"] if evaluation else math.nan
     lines, summary = steps_of(run), read_summary(run.summary)
     began, ended = (datetime.fromisoformat(lines[i].ts).timestamp() for i in (0, -1))
     rows = [["context, bytes", "validation perplexity a byte", "times worse"]]

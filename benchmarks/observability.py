@@ -188,6 +188,7 @@ def taken(step: TrainingStep, version: int) -> StepTaken:
         learning_rate=step.learning_rate,
         grad_norm=step.grad_norm,
         layer_norms=step.layer_norms,
+        num_terms=step.num_terms,
     )
 
 

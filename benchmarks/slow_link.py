@@ -37,6 +37,7 @@ from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.configs.resolve import Settings
 from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import EventLog, kind_of, read_events
+from smolcluster.training.compute import BatchLoss
 from smolcluster.transport.security import Secret
 
 SHAPER = "tbf rate {mbit:g}mbit burst 64kb latency 50ms"
@@ -66,12 +67,10 @@ class Sleeper(Prefilled):
 
     per_sample_s = 0.0
 
-    def compute_batch(
-        self, inputs: torch.Tensor, targets: torch.Tensor, epoch: int = 0, start: int = 0
-    ) -> float:
+    def compute(self, indices: torch.Tensor, epoch: int = 0, start: int = 0) -> BatchLoss:
         """A mean loss, after a while."""
-        time.sleep(Sleeper.per_sample_s * len(inputs))
-        return super().compute_batch(inputs, targets, epoch, start)
+        time.sleep(Sleeper.per_sample_s * len(indices))
+        return super().compute(indices, epoch, start)
 
 
 class Timed(Server):

@@ -42,6 +42,7 @@ from smolcluster.runs.events import WorkerJoined, read_events
 from smolcluster.runs.paths import RunPaths, find_run
 from smolcluster.runs.summary import read_summary
 from smolcluster.training.build import TrainingContext
+from smolcluster.training.compute import BatchLoss
 from smolcluster.transport.messages import Welcome
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -59,12 +60,10 @@ class SlowBench(TrainingContext):
 
     sample_s: float = 0.0
 
-    def compute_batch(
-        self, inputs: Tensor, targets: Tensor, epoch: int = 0, start: int = 0
-    ) -> float:
+    def compute(self, indices: Tensor, epoch: int = 0, start: int = 0) -> BatchLoss:
         """Sleep as long as this machine would compute, then compute."""
-        time.sleep(self.sample_s * len(inputs))
-        return super().compute_batch(inputs, targets, epoch, start)
+        time.sleep(self.sample_s * len(indices))
+        return super().compute(indices, epoch, start)
 
 
 def be_worker(sample_s: float, arguments: Sequence[str]) -> int:
@@ -77,7 +76,7 @@ def be_worker(sample_s: float, arguments: Sequence[str]) -> int:
 
     def make(welcome: Welcome, training: TrainingContext) -> Worker:
         return Worker(
-            welcome, Slow(training.dataset, training.replica, training.seed, training.microbatch)
+            welcome, Slow(training.workload, training.replica, training.seed, training.microbatch)
         )
 
     args = worker_parser(get_algorithm("syncps")).parse_args(arguments)

@@ -175,6 +175,7 @@ def push_message(bucket: int, num_buckets: int) -> Push:
         bucket=bucket,
         num_buckets=num_buckets,
         num_samples=32,
+        num_terms=32,
         loss=0.25,
         compute_s=0.1,
         tensor=tensor,

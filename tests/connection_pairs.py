@@ -38,6 +38,7 @@ def push(nbytes: int = 16, bucket: int = 0) -> m.Push:
         bucket=bucket,
         num_buckets=4,
         num_samples=32,
+        num_terms=64,
         loss=0.5,
         compute_s=0.25,
         tensor=tensor(nbytes),

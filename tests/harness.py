@@ -33,6 +33,7 @@ from smolcluster.runs.events import EventLog, EventRecord, read_events
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.checkpoint import CheckpointStore
+from smolcluster.training.workload import Workload
 from smolcluster.transport.handshake import introduce
 from smolcluster.transport.messages import LeaseKey, Welcome
 from smolcluster.transport.security import Secret
@@ -164,8 +165,12 @@ class Cluster:
         algorithm: AlgorithmName = "edp",
         resume: bool = False,
         num_stores: int = 1,
+        workload: Workload | None = None,
     ) -> None:
-        """Begin a run in `folder`, or go on from its newest checkpoint, whose files are the same."""
+        """Begin a run in `folder`, or go on from its newest checkpoint, whose files are the same.
+
+        `workload`: what server and workers train; None: what the settings name.
+        """
         self.settings = settings
         self.algorithm = algorithm
         self.metrics = Recorder()
@@ -175,7 +180,10 @@ class Cluster:
         self.log.addHandler(Lines(self.log_lines))
         self._secret = secret
         train, cluster = settings.train, settings.cluster
-        self.training = build(train, cluster.seed, settings.node.dataset, torch.device("cpu"))
+        self.workload = workload
+        self.training = build(
+            train, cluster.seed, settings.node.dataset, torch.device("cpu"), workload=workload
+        )
         incarnation = secrets.token_hex(4)
         events = self._events = EventLog(self.events_path, incarnation, warn=self.log.warning)
         self.store = CheckpointStore(folder / "checkpoints", cluster.keep_last, self.log)
@@ -264,6 +272,7 @@ class Cluster:
             start_timeout_s=start_timeout_s,
             encryption=cluster.encryption,
             log=self.log,
+            workload=self.workload,
         )
         return Outcome(f"worker {worker_id}", lambda: follow(place, make_participant))
 
@@ -283,7 +292,7 @@ class Cluster:
 
     def assert_every_sample_applied_once(self) -> None:
         """Every sample of every epoch, exactly once."""
-        once = Counter(range(self.training.dataset.train.num_samples))
+        once = Counter(range(self.training.num_samples))
         assert self.applied == dict.fromkeys(range(self.settings.train.num_epochs), once)
 
 

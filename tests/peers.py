@@ -309,7 +309,7 @@ class Parts:
     @property
     def dataset(self) -> str:
         """Fingerprint of the dataset."""
-        return self.context.training.dataset.fingerprint
+        return self.context.training.workload.fingerprint
 
     def happened(self, kind: type[RunEvent]) -> list[RunEvent]:
         """Events of that kind in the run's file."""

@@ -371,7 +371,7 @@ def check_applied_once(played: Played) -> None:
     assert summary.steps == NUM_STEPS[played.algorithm] == len(played.losses)
     assert summary.pushes.applied == len(played.ranges) == played.expected_pushes
     assert sum(worker.samples for worker in summary.workers) == summary.samples_applied
-    assert summary.samples_applied == EPOCHS * played.cluster.training.dataset.train.num_samples
+    assert summary.samples_applied == EPOCHS * played.cluster.training.num_samples
     assert not any(played.counted), "a step's buckets did not count once for each part"
 
 

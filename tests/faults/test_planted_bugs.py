@@ -26,6 +26,7 @@ from smolcluster.errors import ConnectTimeout
 from smolcluster.net.inbox import Event
 from smolcluster.ps.leases import Dispatcher, Returned, Verdict
 from smolcluster.training.build import TrainingContext
+from smolcluster.training.compute import BatchLoss
 from smolcluster.transport import connection
 from smolcluster.transport.frames import Frame, build_frame, check_head
 from smolcluster.transport.messages import LeaseKey, Push, Welcome
@@ -44,7 +45,7 @@ class Repeating(EDPWorker):
         self.repeated: LeaseKey | None = None
 
     def frames(
-        self, lease: LeaseKey, base_version: int, loss: float, compute_s: float
+        self, lease: LeaseKey, base_version: int, loss: BatchLoss, compute_s: float
     ) -> list[Frame]:
         frames = super().frames(lease, base_version, loss, compute_s)
         if self.repeated is None:

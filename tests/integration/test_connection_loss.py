@@ -15,6 +15,7 @@ from smolcluster.algorithms.EDP.server import Server
 from smolcluster.algorithms.EDP.worker import Worker
 from smolcluster.ps.assignment import Assigned
 from smolcluster.runs.events import LeaseReturned, WorkerJoined, WorkerLost
+from smolcluster.training.compute import BatchLoss
 
 
 class Milestones(Server):
@@ -103,7 +104,7 @@ def test_strangers_who_send_rubbish_or_nothing_do_not_disturb(cluster: Cluster) 
     in_the_middle, go_on = threading.Event(), threading.Event()
 
     class NodeChecks(Worker):
-        def compute(self, lease: Assigned) -> float:
+        def compute(self, lease: Assigned) -> BatchLoss:
             if self.steps == 50:
                 in_the_middle.set()
                 assert go_on.wait(30)

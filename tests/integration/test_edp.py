@@ -23,6 +23,7 @@ from smolcluster.ps.assignment import Assigned
 from smolcluster.ps.push import Pushed
 from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLeft
 from smolcluster.training.build import TrainingContext, build
+from smolcluster.training.compute import BatchLoss
 from smolcluster.training.loop import training_steps
 from smolcluster.transport.messages import Push, Welcome
 from smolcluster.transport.security import Secret
@@ -84,7 +85,7 @@ def test_a_push_says_how_long_its_batch_took(tmp_path: Path) -> None:
             pushes.extend(arg.push for arg in args if isinstance(arg, Pushed))
 
     class Slow(Worker):
-        def compute(self, lease: Assigned) -> float:
+        def compute(self, lease: Assigned) -> BatchLoss:
             time.sleep(0.02)
             return super().compute(lease)
 
@@ -161,7 +162,7 @@ def test_an_exploding_loss_stops_the_run_and_names_step_worker_and_layer(tmp_pat
 class Diverging(Worker):
     """Its own copy comes to NaN now and then; the server's weights are well."""
 
-    def compute(self, lease: Assigned) -> float:
+    def compute(self, lease: Assigned) -> BatchLoss:
         if self.steps % 7 == 3:
             raise NonFiniteLoss("loss is nan at layer fc1")
         return super().compute(lease)
@@ -170,7 +171,7 @@ class Diverging(Worker):
 class Huge(Worker):
     """Its gradient is finite, and now and then out of all proportion."""
 
-    def compute(self, lease: Assigned) -> float:
+    def compute(self, lease: Assigned) -> BatchLoss:
         loss = super().compute(lease)
         if self.steps % 7 == 3:
             self.replica.grads.mul_(1e30)
@@ -194,7 +195,7 @@ def test_a_worker_whose_own_copy_diverges_costs_its_pushes_and_nothing_else(
 class Broken(Worker):
     """All that it computes is out of proportion, whatever the weights."""
 
-    def compute(self, lease: Assigned) -> float:
+    def compute(self, lease: Assigned) -> BatchLoss:
         loss = super().compute(lease)
         self.replica.grads.mul_(1e30)
         return loss
@@ -203,7 +204,7 @@ class Broken(Worker):
 class Exploding(Worker):
     """From some step on its losses are NaN, whatever the weights."""
 
-    def compute(self, lease: Assigned) -> float:
+    def compute(self, lease: Assigned) -> BatchLoss:
         if self.steps >= 20:
             raise NonFiniteLoss("loss is nan at layer fc1")
         return super().compute(lease)
@@ -250,7 +251,7 @@ def test_a_worker_with_other_data_is_refused(tmp_path: Path) -> None:
 
     def cheat(welcome: Welcome, training: TrainingContext) -> Worker:
         theirs = build(other_split.train, 43, other_split.node.dataset, torch.device("cpu"))
-        object.__setattr__(training, "dataset", theirs.dataset)
+        object.__setattr__(training, "workload", theirs.workload)
         return OtherData(welcome, training)
 
     failure = cluster.worker(2, make=cheat).failure()

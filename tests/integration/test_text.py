@@ -156,6 +156,7 @@ def test_evaluation_in_the_background_is_of_the_weights_of_its_step(text: Path) 
         training.compute(torch.arange(start, start + 4))
         training.replica.step(0.05)
     expected, inbox = training.evaluate(), Inbox()
+    assert expected is not None
     with Evaluator(training, inbox, every=3, log=logger([])) as evaluator:
         assert evaluator.after_step(3, 0)
         training.replica.params.zero_()  # training goes on

@@ -86,22 +86,23 @@ class ServerContext:
 
     def rows_of(self, indices: Tensor) -> NDArray[Any] | None:
         """The training samples `indices` (n,) as they travel; None: workers have them themselves."""
-        train = self.training.dataset.train
+        train = self.training.workload.train
         is_served = self.run.train.dataset.source == "server"
         return train.rows(indices) if is_served and isinstance(train, TokenBlocks) else None
 
     @property
     def served_data(self) -> ServedData | None:
         """What workers must know of samples that are sent to them; None: they have them themselves."""
-        data = self.training.dataset
-        if self.run.train.dataset.source == "local":
+        workload = self.training.workload
+        length, vocab_size = workload.tokens_per_sample, workload.vocab_size
+        if self.run.train.dataset.source == "local" or length is None or vocab_size is None:
             return None
         return ServedData(
-            name=data.name,
-            fingerprint=data.fingerprint,
-            num_samples=data.train.num_samples,
-            length=data.input_dim,
-            vocab_size=data.num_classes,
+            name=workload.name,
+            fingerprint=workload.fingerprint,
+            num_samples=self.training.num_samples,
+            length=length,
+            vocab_size=vocab_size,
         )
 
     def open_stores(self) -> Stores:
@@ -210,7 +211,7 @@ class ServerContext:
             cluster=cluster,
             inbox=self.inbox,
             acceptor=acceptor,
-            fingerprints=Fingerprints(self.training.dataset.fingerprint, replica.fingerprint),
+            fingerprints=Fingerprints(self.training.workload.fingerprint, replica.fingerprint),
             report=report,
             events=self.events,
             log=self.log,
@@ -227,11 +228,11 @@ def check_resumable(state: CheckpointState, run: RunConfig, training: TrainingCo
     check_same(
         state,
         model_fingerprint=training.replica.fingerprint,
-        dataset_fingerprint=training.dataset.fingerprint,
+        dataset_fingerprint=training.workload.fingerprint,
         algorithm=run.algorithm,
         seed=run.seed,
     )
-    total = run.train.num_epochs * training.dataset.train.num_samples
+    total = run.train.num_epochs * training.num_samples
     if state.samples_applied > total:
         raise CheckpointError(
             f"step {state.step} of run {state.run_id} has applied {state.samples_applied:,} samples, "

@@ -20,7 +20,7 @@ from smolcluster.cluster.report import never_begun
 from smolcluster.configs.keys import show
 from smolcluster.configs.nested import saying
 from smolcluster.configs.resolve import Settings, load_resolved
-from smolcluster.configs.schema import AlgorithmName, GPTConfig, RunConfig
+from smolcluster.configs.schema import AlgorithmName, RunConfig
 from smolcluster.errors import CheckpointError, SmolclusterError
 from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
@@ -110,9 +110,7 @@ def own_run(
             with stop.collecting():
                 summary = body(context)
         _conclude(paths, summary, log, output)
-        write_artifacts(
-            paths, training, settings.train.dataset.at(settings.node.dataset), log.logger
-        )
+        write_artifacts(paths, training, log.logger)
         if output and paths.sample.is_file():
             log.print(output, shown_text(output, sample_shown(paths)))
 
@@ -218,12 +216,8 @@ def _build(settings: Settings, log: logging.Logger, *, begins: bool) -> Training
     """Build what is trained; `begins`: with the weights that the model's configuration names."""
     use_threads(settings.node.threads)
     device = pick_device(settings.node.device)
-    train = settings.train
-    if isinstance(train.model, GPTConfig) and not begins:
-        model = train.model.model_copy(update={"pretrained": None})
-        train = train.model_copy(update={"model": model})
     return build(
-        train,
+        settings.train if begins else settings.train.without_weights(),
         settings.cluster.seed,
         settings.node.dataset,
         device,

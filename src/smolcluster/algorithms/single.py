@@ -26,7 +26,8 @@ def train(context: ServerContext) -> Summary:
     saver = context.new_saver(subject, report)
     context.log.info(
         "training %s on %s: %d samples an epoch, %d epochs, on %s",
-        *(config.model.type, training.dataset.name, training.dataset.train.num_samples),
+        type(training.replica.model).__name__,
+        *(training.workload.name, training.num_samples),
         *(config.num_epochs, describe(training.replica.device)),
     )
     steps = training_steps(
@@ -50,13 +51,15 @@ def train(context: ServerContext) -> Summary:
                     learning_rate=step.learning_rate,
                     grad_norm=step.grad_norm,
                     layer_norms=step.layer_norms,
+                    num_terms=step.num_terms,
                 )
             )
-            is_evaluated = version % config.eval_steps == 0 and not report.is_over
-            if is_evaluated:
+            evaluation = None
+            if version % config.eval_steps == 0 and not report.is_over:
                 evaluation = training.evaluate(before_batch=context.check_stop)
+            if evaluation is not None:
                 report.evaluated(version, step.epoch, evaluation)
-            saver.after_step(is_evaluated=is_evaluated)
+            saver.after_step(is_evaluated=evaluation is not None)
             saver.tick()
             report.tick()
         return report.summary()

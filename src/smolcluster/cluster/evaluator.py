@@ -76,7 +76,7 @@ class Evaluator:
 
     def after_step(self, version: int, epoch: int) -> bool:
         """Evaluate the weights of now, if it is time and the last evaluation is over; returns whether."""
-        if version % self._every:
+        if version % self._every or self._bench.workload.validation is None:
             return False
         if self._running is not None and not self._running.done():
             self._log.info("step %d is not evaluated: the last one still is", version)
@@ -93,7 +93,8 @@ class Evaluator:
             return
         except Exception as error:
             self._inbox.put(EvaluationFailed(version, error))
-        else:
+            return
+        if evaluation is not None:
             self._inbox.put(EvaluationDone(version, epoch, evaluation))
 
     def _check_wanted(self) -> None:

@@ -20,6 +20,8 @@ from smolcluster.net.dialling import UNPROVED_PATIENCE_S, Address, Pauses
 from smolcluster.net.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.net.session import Later, Receiver, Session
 from smolcluster.training.build import TrainingContext, build
+from smolcluster.training.builtin import builtin_workload
+from smolcluster.training.workload import Workload
 from smolcluster.transport.connection import Connection
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
@@ -57,6 +59,8 @@ class WorkerSetup:
     start_timeout_s: float
     log: logging.Logger
     encryption: Encryption = "auto"
+    workload: Workload | None = None
+    """What is trained; None: what the server's configuration names."""
     meter: Meter = field(default_factory=Meter)
     on_run_known: Callable[[RunConfig], None] = lambda _: None
     on_stats: Callable[[Telemetry], None] = lambda _: None
@@ -286,7 +290,9 @@ class _Life:
     def _build(self, welcome: Welcome) -> None:
         run, place = welcome.run, self._place
         data = welcome.data
-        served = None if data is None else Dataset.elsewhere(**data.model_dump())
+        workload = place.workload
+        if data is not None:
+            workload = builtin_workload(run.train, Dataset.elsewhere(**data.model_dump()))
         self._bench = build(
             run.train,
             run.seed,
@@ -294,23 +300,24 @@ class _Life:
             pick_device(place.node.device),
             bucket_bytes=welcome.bucket_bytes,
             microbatch=place.node.microbatch,
-            dataset=served,
+            workload=workload,
             meter=place.meter,
             log=place.log,
         )
+        self._bench.check_buffers()
         self._samples_per_s = measure_speed(self._bench, run.train.batch_size)
         place.log.info(
             "joined run %s at %s: %s on %s, %s",
             welcome.run_id,
             place.address,
-            run.train.model.type,
-            run.train.dataset.name,
+            type(self._bench.replica.model).__name__,
+            self._bench.workload.name,
             describe(self._bench.replica.device),
         )
 
     def _ready(self) -> Ready:
         return Ready(
-            dataset_fingerprint=self._bench.dataset.fingerprint,
+            dataset_fingerprint=self._bench.workload.fingerprint,
             model_fingerprint=self._bench.replica.fingerprint,
             device=describe(self._bench.replica.device),
             samples_per_s=self._samples_per_s,
@@ -331,11 +338,10 @@ def _same_bench(before: Welcome, now: Welcome) -> bool:
 
 def measure_speed(training: TrainingContext, batch_size: int) -> float:
     """Samples a second that this machine computes, from one batch after a warm-up."""
-    num_samples = min(batch_size, training.dataset.train.num_samples)
-    inputs, targets = training.example(num_samples)
-    training.compute_batch(inputs, targets)
+    num_samples = min(batch_size, training.num_samples)
+    training.rehearse(num_samples)
     started = time.perf_counter()
-    training.compute_batch(inputs, targets)
+    training.rehearse(num_samples)
     return num_samples / max(time.perf_counter() - started, 1e-9)
 
 

@@ -99,6 +99,8 @@ class Counts(BaseModel):
     traffic: tuple[int, int]
     epoch_samples: dict[int, int]
     epoch_loss: dict[int, float]
+    epoch_terms: dict[int, int] | None = None
+    """How many loss terms; None: a sample has one."""
     pushes: dict[Literal["applied", "stale", "late", "duplicate", "non_finite", "lost"], int]
     leases_returned: int
     workers: dict[int, WorkerTally]
@@ -117,6 +119,7 @@ class StepTaken:
         learning_rate: of this step; it includes EDP's staleness factor.
         grad_norm: L2 norm before clipping.
         layer_norms: the same by parameter, where that is tracked.
+        num_terms: loss terms that `loss` is the mean of.
         worker: whose push it was; None if it was everybody's.
         staleness: τ; None where nothing is stale.
     """
@@ -127,6 +130,7 @@ class StepTaken:
     learning_rate: float
     grad_norm: float
     layer_norms: Mapping[str, float]
+    num_terms: int
     worker: Worker | None = None
     staleness: int | None = None
 
@@ -180,7 +184,7 @@ class Report:
         self._events = events
         self._log = log
         self._bytes_moved = bytes_moved
-        self._epoch_size = training.dataset.train.num_samples
+        self._epoch_size = training.num_samples
         self.samples_applied = 0
         self._incarnation = incarnation
         self._earlier_s = 0.0
@@ -194,7 +198,9 @@ class Report:
         """Evaluations in a row that did not lower it."""
         self._epoch = 0
         self._epoch_samples: dict[int, int] = defaultdict(int)
+        self._epoch_terms: dict[int, int] = defaultdict(int)
         self._epoch_loss: dict[int, float] = defaultdict(float)
+        """Sums of loss terms."""
         self.started()
         events.write(
             RunStarted(
@@ -206,8 +212,8 @@ class Report:
                 train_samples=self._epoch_size,
                 batch_size=run.train.samples_per_step,
                 codec=codec,
-                dataset=training.dataset.name,
-                model=run.train.model.type,
+                dataset=training.workload.name,
+                model=type(training.replica.model).__name__,
                 num_params=training.replica.num_params,
             )
         )
@@ -234,7 +240,8 @@ class Report:
         self.samples_applied += num_samples
         epoch = self._epoch = step.samples.epoch
         self._epoch_samples[epoch] += num_samples
-        self._epoch_loss[epoch] += step.loss * num_samples
+        self._epoch_terms[epoch] += step.num_terms
+        self._epoch_loss[epoch] += step.loss * step.num_terms
         worker = step.worker
         self._metrics.log(
             MetricRecord(
@@ -395,6 +402,10 @@ class Report:
         """How the run stands, for whoever looks; `reason`: why it is over."""
         values = self._evaluation.values if self._evaluation else {}
         newest = self._newest
+        measured: dict[str, Any] = {
+            **dict.fromkeys(("val_loss", "val_accuracy", "val_perplexity")),
+            **values,
+        }
         return RunStatus(
             run_id=self._run.run_id,
             algorithm=self._run.algorithm,
@@ -416,9 +427,7 @@ class Report:
             pushes=dict(self.tally.pushes),
             leases_returned=self.tally.leases_returned,
             process_stats=self._gauge.values,
-            val_loss=values.get("val_loss"),
-            val_accuracy=values.get("val_accuracy"),
-            val_perplexity=values.get("val_perplexity"),
+            **measured,
             samples_per_s=self._samples_pace(),
             workers=self.board.workers(),
             **self._own_fields,
@@ -446,7 +455,8 @@ class Report:
         final = self._evaluation
         if final is None or self.evaluated_version != self.version:
             final = self._bench.evaluate(before_batch=self._check_stop)
-            self.evaluated(self.version, self._epoch, final)
+            if final is not None:
+                self.evaluated(self.version, self._epoch, final)
         sent, received = self._traffic
         return Summary(
             algorithm=self._run.algorithm,
@@ -457,11 +467,11 @@ class Report:
             steps=self.version,
             train_samples=self._epoch_size,
             samples_applied=self.samples_applied,
-            tokens_per_sample=self._bench.dataset.tokens_per_sample,
+            tokens_per_sample=self._bench.workload.tokens_per_sample,
             codec=self._codec,
             pushes=Pushes(**self.tally.pushes),
             leases_returned=self.tally.leases_returned,
-            final=Final(train_loss=self._train_loss, **final.values),
+            final=Final(train_loss=self._train_loss, **(final.values if final else {})),
             lowest_val_loss=self._lowest_val_loss,
             bytes=Traffic(sent=sent, received=received),
             workers=[
@@ -516,6 +526,7 @@ class Report:
             wall_s=self._wall_s,
             traffic=self._traffic,
             epoch_samples=dict(self._epoch_samples),
+            epoch_terms=dict(self._epoch_terms),
             epoch_loss={epoch: _finite(loss) for epoch, loss in self._epoch_loss.items()},
             pushes=dict(self.tally.pushes),
             leases_returned=self.tally.leases_returned,
@@ -530,7 +541,7 @@ class Report:
             step=self.version,
             samples_applied=self.samples_applied,
             epoch=self._epoch,
-            dataset_fingerprint=self._bench.dataset.fingerprint,
+            dataset_fingerprint=self._bench.workload.fingerprint,
             seed=self._run.seed,
             codec=self._codec,
             train_loss=self._train_loss,
@@ -563,6 +574,7 @@ class Report:
         self._epoch = state.epoch
         self._earlier_s, self._earlier_bytes = counts.wall_s, counts.traffic
         self._epoch_samples.update(counts.epoch_samples)
+        self._epoch_terms.update(counts.epoch_terms or counts.epoch_samples)
         self._epoch_loss.update(counts.epoch_loss)
         self.tally.pushes.update(counts.pushes)
         self.tally.leases_returned = counts.leases_returned
@@ -593,7 +605,7 @@ class Report:
         if not self._epoch_samples:
             return None
         last = max(self._epoch_samples)
-        return self._epoch_loss[last] / self._epoch_samples[last]
+        return self._epoch_loss[last] / max(1, self._epoch_terms[last])
 
     def _values(self, step: StepTaken) -> dict[str, float]:
         values = {
@@ -608,7 +620,7 @@ class Report:
             "start": step.samples.start,
             "stop": step.samples.stop,
         }
-        if tokens := self._bench.dataset.tokens_per_sample:
+        if tokens := self._bench.workload.tokens_per_sample:
             values["tokens_per_s"] = values["samples_per_s"] * tokens
         if step.staleness is not None:
             values["staleness"] = step.staleness

@@ -4,8 +4,8 @@ After Error Feedback Fixes SignSGD (Karimireddy et al., arXiv:1901.09847) and 1-
 Gradient Descent (Seide et al., Interspeech 2014). Two departures, for pushes of unequal size that
 may be dropped:
 
-* The residual r is kept in units of the weighted sum. A push of n samples carries n times a mean
-  gradient g, so it encodes x = g + r / n and leaves r' = n (x - decode(encode(x))). What is stored
+* The residual r is kept in units of the weighted sum. A push of n loss terms carries n times their
+  mean gradient g, so it encodes x = g + r / n and leaves r' = n (x - decode(encode(x))). What is stored
   is r' / n, and n: that saves a pass over the memory.
 * r' is provisional until `commit`, when the push has been applied. `rollback` forgets it: a dropped
   push gives its mass back, as its samples will be computed again.
@@ -37,29 +37,29 @@ class ErrorFeedback:
         self._committed_parts: dict[int, _Part] = {}
         self._open_parts: dict[int, _Part] = {}
 
-    def encode(self, bucket: slice, gradient: Tensor, num_samples: int, out: Tensor) -> None:
+    def encode(self, bucket: slice, gradient: Tensor, num_terms: int, out: Tensor) -> None:
         """Encode a bucket of the open push, with what earlier pushes owe, into `out`.
 
         Args:
             bucket: The bucket's place in the flat gradient. Every push is cut in the same places.
-            gradient: The bucket's mean gradient over the push's samples, (n,) of the codec's type;
+            gradient: The bucket's mean gradient over the push's terms, (n,) of the codec's type;
                 not changed.
-            num_samples: Samples in the push, 1 or more, the same for all of its buckets.
+            num_terms: Loss terms of the push, 1 or more, the same for all of its buckets.
             out: uint8 (m,), as for `Codec.encode`.
 
         Raises:
             NonFiniteValue: the gradient, or its sum with the residual, holds NaN or infinity. The
                 bucket keeps the residual it had; `out` must not be sent.
         """
-        if num_samples < 1:
-            raise ValueError(f"a push holds at least 1 sample, not {num_samples}")
+        if num_terms < 1:
+            raise ValueError(f"a push holds at least 1 loss term, not {num_terms}")
         self._open_parts.pop(bucket.start, None)
         owed = self._committed_parts.get(bucket.start)
-        weight = owed.num_samples / num_samples if owed else 0.0
+        weight = owed.num_terms / num_terms if owed else 0.0
         error = self._open[bucket]
         torch.add(gradient, self._committed[bucket], alpha=weight, out=error)
         self._codec.encode_keeping_error(error, out)
-        self._open_parts[bucket.start] = _Part(bucket, num_samples)
+        self._open_parts[bucket.start] = _Part(bucket, num_terms)
 
     def commit(self, stop: int | None = None) -> None:
         """The open push was applied: its errors are owed now. Buckets it left out keep theirs.
@@ -85,24 +85,24 @@ class ErrorFeedback:
 
     @property
     def committed(self) -> Tensor:
-        """What applied pushes owe, (numel,): r / n, with n the samples of each bucket's last push."""
+        """What applied pushes owe, (numel,): r / n, with n the terms of each bucket's last push."""
         return self._committed
 
-    def resume(self, buckets: Sequence[slice], num_samples: int) -> None:
-        """`committed` has been filled with what a push of so many samples in all `buckets` owed."""
-        self._committed_parts = {bucket.start: _Part(bucket, num_samples) for bucket in buckets}
+    def resume(self, buckets: Sequence[slice], num_terms: int) -> None:
+        """`committed` has been filled with what a push of so many loss terms in all `buckets` owed."""
+        self._committed_parts = {bucket.start: _Part(bucket, num_terms) for bucket in buckets}
 
     def residual(self) -> Tensor:
         """Return r, a new tensor (numel,): what applied pushes still owe to the weighted sum."""
         residual = self._committed.clone()
         for part in self._committed_parts.values():
-            residual[part.bucket] *= part.num_samples
+            residual[part.bucket] *= part.num_terms
         return residual
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A bucket that was encoded, and the samples of its push: what its error counts for."""
+    """A bucket that was encoded, and the loss terms of its push: what its error counts for."""
 
     bucket: slice
-    num_samples: int
+    num_terms: int

@@ -39,7 +39,6 @@ from smolcluster.configs.schema import (
     AlgorithmName,
     ClusterConfig,
     DatasetPlace,
-    GPTConfig,
     NodeConfig,
     RunConfig,
     TrainConfig,
@@ -97,12 +96,11 @@ class Settings:
         """What travels to the workers: nothing of any one machine."""
         cluster = self.cluster
         train: dict[str, object] = {"dataset": self.train.dataset.anywhere}
-        if isinstance(self.train.model, GPTConfig):
-            train["model"] = self.train.model.model_copy(update={"pretrained": None})
         spec = algorithms().get(algorithm)
         own = self.of(config_of(spec) if spec else AlgorithmConfig)
         train |= own.pinned(self)
-        shared = {name: getattr(self.train, name) for name in TrainConfig.model_fields}
+        trained = self.train.without_weights()
+        shared = {name: getattr(trained, name) for name in TrainConfig.model_fields}
         return RunConfig(
             run_id=run_id,
             algorithm=algorithm,

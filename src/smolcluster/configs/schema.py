@@ -512,6 +512,13 @@ class TrainConfig(Section):
         """Samples that an optimizer step is computed from, where its batch is not cut short."""
         return self.global_batch_size or self.samples_per_push
 
+    def without_weights(self) -> Self:
+        """The same, beginning with random weights whatever `model.pretrained` says."""
+        if not isinstance(self.model, GPTConfig):
+            return self
+        model = self.model.model_copy(update={"pretrained": None})
+        return self.model_copy(update={"model": model})
+
     @model_validator(mode="before")
     @classmethod
     def _choose_what_is_null(cls, values: Any) -> Any:

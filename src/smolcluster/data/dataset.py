@@ -2,7 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -11,9 +11,13 @@ from smolcluster.errors import DataError
 
 NO_TERM = -100
 """The target that is no loss term; `cross_entropy` leaves it out unless told otherwise."""
+_CPU = torch.device("cpu")
 Measure = Literal["accuracy", "perplexity"]
+Batch = Any
+"""A tensor, or a dict, list or tuple of batches; anything else in it is passed on as it is."""
 
 
+@runtime_checkable
 class Samples(Protocol):
     """One split of a dataset."""
 
@@ -21,15 +25,11 @@ class Samples(Protocol):
     def num_samples(self) -> int:
         """Number of samples."""
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def batch(self, indices: Tensor) -> Batch:
         """Gather samples by index.
 
         Args:
             indices: int32 or int64 (n,), on the CPU, each in 0 … num_samples - 1.
-
-        Returns:
-            Inputs (n, input_dim), as the model takes them, and targets, int64 (n,) or (n, seq), with
-            -100 for what is no loss term.
 
         Raises:
             DataError: an index lies outside the split.
@@ -58,9 +58,18 @@ def check_indices(indices: Tensor, num_samples: int) -> None:
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Samples that this machine has not: somebody sends those that it is to compute."""
+    """Text that this machine has not: somebody sends the samples that it is to compute.
+
+    Attributes:
+        num_samples: so many there are.
+        length: tokens a sample.
+        vocab_size: how many tokens there are to choose from.
+    """
 
     num_samples: int
+    length: int
+    vocab_size: int
+    device: torch.device = _CPU
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """There is none.
@@ -72,9 +81,28 @@ class Elsewhere:
             f"the {len(indices)} samples are not on this machine: the server sends them"
         )
 
-    def to(self, device: torch.device) -> Self:  # noqa: ARG002 - as every split
-        """The same."""
-        return self
+    def batch_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (n, length) of samples with the token after them, int64 (n, length + 1)."""
+        rows = rows.to(self.device)
+        return rows[:, :-1], rows[:, 1:]
+
+    def check(self, rows: Tensor) -> None:
+        """Look at samples that were sent.
+
+        Raises:
+            DataError: they are not of this length, or out of another vocabulary.
+        """
+        fits = rows.shape[1] == self.length + 1
+        if not (fits and rows.min() >= 0 and rows.max() < self.vocab_size):
+            raise DataError(f"not {self.length} of {self.vocab_size} tokens")
+
+    def example(self, num_samples: int) -> Tensor:
+        """Samples as they may be sent."""
+        return torch.zeros(num_samples, self.length + 1, dtype=torch.int64)
+
+    def to(self, device: torch.device) -> Self:
+        """The same samples, whose batches lie on `device`."""
+        return replace(self, device=device)
 
 
 @dataclass(frozen=True)
@@ -168,11 +196,6 @@ class Dataset:
             fingerprint=_fingerprint(name, train, validation),
         )
 
-    @property
-    def tokens_per_sample(self) -> int | None:
-        """Loss terms of a sample of text; None of samples with one label."""
-        return self.input_dim if self.measure == "perplexity" else None
-
     @classmethod
     def elsewhere(
         cls, name: str, *, num_samples: int, length: int, vocab_size: int, fingerprint: str
@@ -180,8 +203,8 @@ class Dataset:
         """Text that this machine has not, and what must be known of it."""
         return cls(
             name=name,
-            train=Elsewhere(num_samples),
-            validation=Elsewhere(0),
+            train=Elsewhere(num_samples, length, vocab_size),
+            validation=Elsewhere(0, length, vocab_size),
             input_dim=length,
             num_classes=vocab_size,
             fingerprint=fingerprint,

@@ -8,10 +8,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from smolcluster.errors import NonFiniteLoss, ProtocolError
+from smolcluster.errors import DataError, NonFiniteLoss, ProtocolError
 from smolcluster.net.inbox import Event
 from smolcluster.ps.push import bytes_of
 from smolcluster.training.build import TrainingContext
+from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.transport.messages import (
     MAX_LOSS,
@@ -46,7 +47,7 @@ class Assigned(Event):
         if assignment.rows is not None:
             self.rows = _unpack_rows(assignment.rows, num_samples, payload[after:])
 
-    def compute(self, training: TrainingContext) -> float:
+    def compute(self, training: TrainingContext) -> BatchLoss:
         """The mean loss of these samples, whose gradient is in the replica then.
 
         Raises:
@@ -56,13 +57,10 @@ class Assigned(Event):
         epoch, start = self.lease.epoch, self.lease.start
         if self.rows is None:
             return _sendable(training.compute(self.indices, epoch, start))
-        length, vocab_size = training.dataset.input_dim, training.dataset.num_classes
-        fits = self.rows.shape[1] == length + 1
-        if not (fits and self.rows.min() >= 0 and self.rows.max() < vocab_size):
-            raise ProtocolError(
-                f"the server's samples are not {length} of {vocab_size} tokens, as it had said"
-            )
-        return _sendable(training.compute_batch(self.rows[:, :-1], self.rows[:, 1:], epoch, start))
+        try:
+            return _sendable(training.compute_rows(self.rows, epoch, start))
+        except DataError as error:
+            raise ProtocolError(f"the server's samples are {error}, as it had said") from error
 
     @property
     def lease(self) -> LeaseKey:
@@ -75,9 +73,9 @@ class Assigned(Event):
         return self.indices.numel()
 
 
-def _sendable(loss: float) -> float:
-    if abs(loss) > MAX_LOSS:
-        raise NonFiniteLoss(f"loss is {loss:g}, beyond all bounds; {DIVERGENCE_REMEDY}")
+def _sendable(loss: BatchLoss) -> BatchLoss:
+    if abs(loss.mean) > MAX_LOSS:
+        raise NonFiniteLoss(f"loss is {loss.mean:g}, beyond all bounds; {DIVERGENCE_REMEDY}")
     return loss
 
 

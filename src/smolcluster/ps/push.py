@@ -16,6 +16,7 @@ from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
+from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
@@ -105,7 +106,7 @@ class GradientSender:
         self,
         lease: LeaseKey,
         base_version: int,
-        loss: float,
+        loss: BatchLoss,
         compute_s: float,
         weights: Tensor | None = None,
     ) -> Iterator[Frame]:
@@ -120,7 +121,7 @@ class GradientSender:
         self,
         lease: LeaseKey,
         base_version: int,
-        loss: float,
+        loss: BatchLoss,
         compute_s: float,
         weights: Tensor | None = None,
     ) -> Iterator[tuple[Push, memoryview]]:
@@ -133,14 +134,19 @@ class GradientSender:
                 payload = bytes_of(values[bucket])
             else:
                 with self._meter("encode"):
-                    payload = self._encode(number, values[bucket], push.num_samples, what)
+                    payload = self._encode(number, values[bucket], push.num_terms, what)
             self._meter.raw_bytes += values[bucket].nbytes
             self._meter.encoded_bytes += payload.nbytes
             spec = bucket_spec(self._codec, bucket)
             yield push.model_copy(update={"bucket": number, "tensor": spec}), payload
 
     def backup_pushes(
-        self, lease: LeaseKey, base_version: int, loss: float, compute_s: float, first_bucket: int
+        self,
+        lease: LeaseKey,
+        base_version: int,
+        loss: BatchLoss,
+        compute_s: float,
+        first_bucket: int,
     ) -> Iterator[tuple[Push, memoryview]]:
         """The same of the buckets from `first_bucket` on, lossless, as the replica's own memory."""
         push = self._header(lease, base_version, loss, compute_s)
@@ -161,27 +167,30 @@ class GradientSender:
             count = len(buckets) if num_buckets is None else num_buckets
             self._feedback.commit(buckets[count - 1].stop if count else 0)
 
-    def _header(self, lease: LeaseKey, base_version: int, loss: float, compute_s: float) -> Push:
+    def _header(
+        self, lease: LeaseKey, base_version: int, loss: BatchLoss, compute_s: float
+    ) -> Push:
         return Push(
             lease=lease,
             base_version=base_version,
             bucket=0,
             num_buckets=len(self._replica.buckets),
             num_samples=lease.stop - lease.start,
-            loss=loss,
+            num_terms=loss.num_terms,
+            loss=loss.mean,
             compute_s=compute_s,
             tensor=bucket_spec(self._codec, self._replica.buckets[0]),
         )
 
-    def _encode(self, number: int, values: Tensor, num_samples: int, what: str) -> memoryview:
+    def _encode(self, number: int, values: Tensor, num_terms: int, what: str) -> memoryview:
         bucket = self._replica.buckets[number]
         size = self._codec.encoded_nbytes(bucket_length(bucket))
         encoded = torch.empty(size, dtype=torch.uint8)
         try:
-            if self._feedback is None:
+            if self._feedback is None or num_terms == 0:  # what weighs nothing pays no debts
                 self._codec.encode(values, encoded)
             else:
-                self._feedback.encode(bucket, values, num_samples, encoded)
+                self._feedback.encode(bucket, values, num_terms, encoded)
         except NonFiniteValue as error:
             name = self._replica.parameter_at(bucket.start + error.index)
             raise NonFiniteLoss(f"{what} at layer {name} cannot be sent: {error}") from error

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from smolcluster.runs.files import Follower, LineWriter, json_objects, utc_timestamp
+from smolcluster.runs.model_file import WithMetrics
 from smolcluster.runs.tail import Tail
 
 
@@ -133,8 +134,10 @@ class EpochFinished(_Event):
     samples_applied: int
 
 
-class Evaluated(_Event):
+class Evaluated(_Event, WithMetrics):
     """The validation split was evaluated on the weights of `step`."""
+
+    model_config = ConfigDict(allow_inf_nan=True)
 
     epoch: int
     step: int

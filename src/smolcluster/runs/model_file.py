@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from smolcluster.errors import DataError
 from smolcluster.runs.files import write_whole
@@ -17,6 +17,20 @@ class Strict(BaseModel):
     """A part of such a file: other keys, other types and numbers that are not finite are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class WithMetrics(Strict):
+    """A part that has numbers of any name besides, if that begins with `val_`: a workload's own metrics."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, float] = Field(init=False)
+
+    @model_validator(mode="after")
+    def _has_no_other_keys(self) -> Self:
+        for name in self.__pydantic_extra__:
+            if not name.startswith("val_"):
+                raise ValueError(f"{name} is no key, and no metric such as val_{name}")
+        return self
 
 
 @dataclass(frozen=True)

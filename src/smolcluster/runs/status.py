@@ -25,7 +25,7 @@ from pydantic import (
 
 from smolcluster.errors import SmolclusterError
 from smolcluster.runs.files import CLOSING_RETRY_S, is_full, utc_timestamp, waiting_for_space
-from smolcluster.runs.model_file import ModelFile, Strict
+from smolcluster.runs.model_file import ModelFile, Strict, WithMetrics
 
 STALENESS_EDGES = (0, 1, 2, 4, 8, 16, 32)
 """Largest τ of the bins in which pushes are counted, steps; one more bin has all above."""
@@ -92,7 +92,7 @@ class WorkerStatus(Strict):
         return age_s(self.last_seen, now)
 
 
-class RunStatus(Strict):
+class RunStatus(WithMetrics):
     """How a run stands. Epochs and ranks count from 0.
 
     `workers` are those that took part since the owner started, by rank; none in a single process.

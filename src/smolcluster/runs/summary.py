@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from smolcluster.configs.spec import STALENESS, shows
-from smolcluster.runs.model_file import ModelFile, Strict
+from smolcluster.runs.model_file import ModelFile, Strict, WithMetrics
 from smolcluster.runs.paths import RunPaths, process_title
 from smolcluster.utils.units import format_bytes, format_duration
 
@@ -27,7 +27,7 @@ class Pushes(Strict):
     lost: NonNegativeInt = 0
 
 
-class Final(Strict):
+class Final(WithMetrics):
     """What the model is worth at the end; null where there was no such measurement."""
 
     train_loss: float | None = None

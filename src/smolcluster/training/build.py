@@ -1,25 +1,21 @@
-"""From a configuration to a dataset and a replica that fit each other."""
+"""From a configuration and a workload to what a process trains with."""
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from smolcluster.configs.schema import (
-    DatasetPlace,
-    GPTConfig,
-    ModelConfig,
-    SimpleNNConfig,
-    TrainConfig,
-)
-from smolcluster.data.dataset import Dataset, Elsewhere
-from smolcluster.data.registry import load_dataset
-from smolcluster.errors import ConfigError
-from smolcluster.models.registry import build_model
+from smolcluster.configs.schema import DatasetPlace, TrainConfig
+from smolcluster.data.dataset import Batch, Elsewhere
+from smolcluster.errors import ConfigError, DataError
+from smolcluster.training.builtin import load_workload
+from smolcluster.training.compute import BatchLoss, Part, forward_backward
 from smolcluster.training.evaluate import Evaluation, evaluate
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
+from smolcluster.training.workload import Workload
 from smolcluster.utils.gpu import no_gpu, watched
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.seed import derive_seed
@@ -30,62 +26,104 @@ class TrainingContext:
     """What a process trains with.
 
     Attributes:
-        dataset: the samples, on the replica's device.
+        workload: what is trained, its data on the replica's device.
         replica: the model with its initial weights, on the same device.
         seed: the run's.
         microbatch: samples that are computed at once; None: all that are asked for.
+        eval_batch_size: samples that are evaluated at once; None: few.
     """
 
-    dataset: Dataset
+    workload: Workload
     replica: Replica
     seed: int
     microbatch: int | None = None
+    eval_batch_size: int | None = None
 
-    def compute(self, indices: Tensor, epoch: int = 0, start: int = 0) -> float:
+    @property
+    def num_samples(self) -> int:
+        """Training samples, which make an epoch."""
+        return self.workload.train.num_samples
+
+    def compute(self, indices: Tensor, epoch: int = 0, start: int = 0) -> BatchLoss:
         """The mean loss of the training samples `indices` (n,), whose gradient is in the replica then.
 
-        What dropout leaves out depends on the seed, on `epoch`, and on `start`, the place of the first
-        sample in the epoch's order: there is no state of a generator to be saved.
+        What dropout leaves out, and what PyTorch's generator draws as samples are gathered, depends on the
+        seed, on `epoch`, and on `start`, the place of the first sample in the epoch's order: there is no
+        state of a generator to be saved.
 
         Raises:
             NonFiniteLoss: the loss or the gradient is NaN or infinite.
         """
-        with self.replica.meter("data"):
-            inputs, targets = self.dataset.train.batch(indices)
-        return self.compute_batch(inputs, targets, epoch, start)
+        return self._compute(indices, self.workload.train.batch, epoch, start)
+
+    def compute_rows(self, rows: Tensor, epoch: int = 0, start: int = 0) -> BatchLoss:
+        """As `compute`, of samples that somebody else has sent.
+
+        Raises:
+            DataError: they do not fit the model.
+        """
+        samples = self.workload.train
+        if not isinstance(samples, Elsewhere):
+            raise DataError("samples that this machine has itself")
+        samples.check(rows)
+        return self._compute(rows, samples.batch_of, epoch, start)
+
+    def _compute(
+        self, samples: Tensor, gather: Callable[[Tensor], Batch], epoch: int, start: int
+    ) -> BatchLoss:
+        torch.manual_seed(derive_seed(self.seed, "dropout", epoch, start))
+        pieces = torch.split(samples, self.microbatch or len(samples))
+        parts = [Part(len(piece), partial(gather, piece)) for piece in pieces]
+        return forward_backward(self.replica, self.workload.loss, parts)
+
+    def check_buffers(self) -> None:
+        """Look for buffers that change as the model computes, which one machine alone can train so far.
+
+        Raises:
+            ConfigError: there is one; the message names it.
+        """
+        before = {name: buffer.clone() for name, buffer in self.replica.model.named_buffers()}
+        if not before:
+            return
+        self.rehearse(1)
+        for name, buffer in self.replica.model.named_buffers():
+            if not torch.equal(before[name], buffer):
+                raise ConfigError(
+                    f"model: buffer {name} changes as the model computes, and would differ between machines; "
+                    "train in one process, or keep it constant"
+                )
+
+    def rehearse(self, num_samples: int) -> None:
+        """Compute what costs as much as a batch of so many samples."""
+        samples = self.workload.train
+        if isinstance(samples, Elsewhere):
+            self.compute_rows(samples.example(num_samples))
+        else:
+            self.compute(torch.arange(num_samples))
 
     def evaluate(
         self, model: nn.Module | None = None, before_batch: Callable[[], None] = lambda: None
-    ) -> Evaluation:
-        """Evaluate a copy of the replica's model, or of its weights of now, on the validation split.
+    ) -> Evaluation | None:
+        """Evaluate a copy of the replica's model, or of its weights of now; None: nothing is held out.
 
         `before_batch` is called now and then, and may raise: an evaluation can take long.
 
         Raises:
             NonFiniteLoss: the loss is NaN or infinite.
         """
+        workload = self.workload
+        if workload.validation is None:
+            return None
         return evaluate(
             self.replica.copy_model() if model is None else model,
-            self.dataset.validation,
+            workload.validation,
             self.replica.device,
-            measure=self.dataset.measure,
+            loss=workload.loss,
+            metrics=workload.metrics,
             precision=self.replica.precision,
+            batch_size=workload.eval_batch_size or self.eval_batch_size,
             before_batch=before_batch,
         )
-
-    def example(self, num_samples: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets that cost what a batch of so many samples costs."""
-        if isinstance(self.dataset.train, Elsewhere):
-            tokens = torch.zeros(num_samples, self.dataset.input_dim, dtype=torch.int64)
-            return tokens, tokens
-        return self.dataset.train.batch(torch.arange(num_samples))
-
-    def compute_batch(
-        self, inputs: Tensor, targets: Tensor, epoch: int = 0, start: int = 0
-    ) -> float:
-        """As `compute`, of samples that are at hand."""
-        torch.manual_seed(derive_seed(self.seed, "dropout", epoch, start))
-        return self.replica.forward_backward(inputs, targets, self.microbatch)
 
 
 def build(
@@ -96,11 +134,11 @@ def build(
     *,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     microbatch: int | None = None,
-    dataset: Dataset | None = None,
+    workload: Workload | None = None,
     meter: Meter | None = None,
     log: logging.Logger | None = None,
 ) -> TrainingContext:
-    """Load the dataset from this machine's `place`, unless it is given, and build the model for it.
+    """Build the model of `workload`; None: of the one that `train` names, with data from `place`.
 
     The initial weights are drawn on the CPU and depend on `seed` only: all machines begin alike.
 
@@ -108,47 +146,12 @@ def build(
         ConfigError: unknown dataset or model, or sizes of the model that do not fit the data.
         DataError: the dataset is missing or damaged.
     """
-    if dataset is None:
-        dataset = load_dataset(
-            train.dataset.at(place), seed, train.model, log or logging.getLogger("smolcluster")
-        )
-    if train.dataset.source == "server" and dataset.tokens_per_sample is None:
-        raise ConfigError(
-            f"dataset.source is server, but dataset.name={dataset.name} is no text, and only text is sent; "
-            "set dataset.source=local"
-        )
-    replica = build_replica(train, seed, dataset, device, bucket_bytes=bucket_bytes, meter=meter)
-    if replica.meter.gpu is no_gpu:
-        replica.meter.gpu = watched(device)
-    return TrainingContext(dataset.to(device), replica, seed, most_at_once(train, microbatch))
-
-
-def most_at_once(train: TrainConfig, microbatch: int | None) -> int | None:
-    """How many samples this machine computes at once, of those of a step; None: all."""
-    if train.gradient_accumulation == 1:
-        return microbatch
-    return min(train.batch_size, microbatch or train.batch_size)
-
-
-def build_replica(
-    train: TrainConfig,
-    seed: int,
-    dataset: Dataset,
-    device: torch.device,
-    *,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    meter: Meter | None = None,
-) -> Replica:
-    """Build the model of `train` for `dataset`, with the initial weights that `seed` gives.
-
-    Raises:
-        ConfigError: unknown model, or sizes that do not fit the data.
-    """
-    check_fit(train.model, dataset)
+    if workload is None:
+        workload = load_workload(train, seed, place, log)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive_seed(seed, "weights"))
-        model = build_model(train.model, dataset.input_dim, dataset.num_classes)
-    return Replica(
+        model = workload.new_model()
+    replica = Replica(
         model,
         train.optimizer,
         weight_decay=train.weight_decay,
@@ -157,29 +160,14 @@ def build_replica(
         precision=train.precision,
         meter=meter,
     )
+    if replica.meter.gpu is no_gpu:
+        replica.meter.gpu = watched(device)
+    at_once = most_at_once(train, microbatch)
+    return TrainingContext(workload.to(device), replica, seed, at_once, at_once or train.batch_size)
 
 
-def check_fit(model: ModelConfig, dataset: Dataset) -> None:
-    """Raise ConfigError unless a model of this kind and these sizes can be trained on `dataset`."""
-    is_text = dataset.measure == "perplexity"
-    if is_text != isinstance(model, GPTConfig):
-        kind, fitting = ("text", "GPT") if is_text else ("labelled samples", "SimpleNN")
-        raise ConfigError(
-            f"model.type is {model.type}, but dataset.name={dataset.name} is {kind}; set "
-            f"model.type={fitting} and its sizes, or choose another dataset"
-        )
-    if isinstance(model, SimpleNNConfig):
-        _check_sizes(model, dataset)
-
-
-def _check_sizes(model: SimpleNNConfig, dataset: Dataset) -> None:
-    if model.input_dim not in (None, dataset.input_dim):
-        raise ConfigError(
-            f"model.input_dim is {model.input_dim}, but dataset.name={dataset.name} has "
-            f"{dataset.input_dim} features; set model.input_dim={dataset.input_dim} or null"
-        )
-    if model.out != dataset.num_classes:
-        raise ConfigError(
-            f"model.out is {model.out}, but dataset.name={dataset.name} has {dataset.num_classes} "
-            f"classes; set model.out={dataset.num_classes}"
-        )
+def most_at_once(train: TrainConfig, microbatch: int | None) -> int | None:
+    """How many samples this machine computes at once, of those of a step; None: all."""
+    if train.gradient_accumulation == 1:
+        return microbatch
+    return min(train.batch_size, microbatch or train.batch_size)

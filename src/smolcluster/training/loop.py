@@ -22,6 +22,7 @@ class TrainingStep:
         start: place of the batch's first sample in the epoch's order.
         num_samples: samples of its batch.
         loss: mean loss of the batch, before the step.
+        num_terms: loss terms that it is the mean of.
         learning_rate: of this step.
         grad_norm: L2 norm of the gradient before it was clipped.
         layer_norms: the same by parameter, where it was measured.
@@ -31,6 +32,7 @@ class TrainingStep:
     start: int
     num_samples: int
     loss: float
+    num_terms: int
     learning_rate: float
     grad_norm: float
     layer_norms: Mapping[str, float]
@@ -50,7 +52,7 @@ def training_steps(
     A step takes `train.samples_per_step` samples.
 
     Args:
-        bench: what is trained, and on what.
+        training: what is trained, and on what.
         train: how.
         samples_applied: samples that have been applied before.
         step: steps that have been taken before.
@@ -60,7 +62,7 @@ def training_steps(
     Raises:
         NonFiniteLoss: naming step and layer; the weights are those before the step.
     """
-    replica, num_samples = training.replica, training.dataset.train.num_samples
+    replica, num_samples = training.replica, training.num_samples
     orders = EpochOrders(training.seed, num_samples)
     total_samples = train.num_epochs * num_samples
     while samples_applied < total_samples:
@@ -77,4 +79,4 @@ def training_steps(
         before_step()
         replica.step(rate)
         samples_applied += len(indices)
-        yield TrainingStep(epoch, start, len(indices), loss, rate, grad_norm, norms)
+        yield TrainingStep(epoch, start, len(indices), *loss, rate, grad_norm, norms)

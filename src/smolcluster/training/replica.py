@@ -11,15 +11,12 @@ import copy
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from smolcluster.configs.schema import GradientClipping, Precision
-from smolcluster.data.dataset import NO_TERM
 from smolcluster.errors import ConfigError, NonFiniteLoss
-from smolcluster.training.loss import autocast, loss_sum
 from smolcluster.training.optimizer import FlatOptimizer, bucket_norms, clip_factor
 from smolcluster.utils.meter import Meter
 
@@ -41,7 +38,7 @@ class Replica:
         layers: name and place in the flat tensors of each parameter, in order.
         bucket_bytes: largest size of a bucket.
         buckets: the flat tensors cut into slices of at most `bucket_bytes`, in order.
-        fingerprint: SHA-256 over name, shape and type of every parameter, and the activations, in hex.
+        fingerprint: SHA-256 over name, shape and type of every parameter and buffer, and the activations.
         precision: what forward and backward compute in.
         meter: where it counts the time of forward, backward, and what changes the weights.
     """
@@ -100,58 +97,6 @@ class Replica:
             parameter.data = self.params[place].view(parameter.shape)
             parameter.grad = self.grads[place].view(parameter.shape)
 
-    def forward_backward(
-        self, inputs: Tensor, targets: Tensor, microbatch: int | None = None
-    ) -> float:
-        """Return the batch's mean cross-entropy and leave its gradient in `grads`.
-
-        Args:
-            inputs: (batch, …) as the model takes them.
-            targets: class indices, (batch,), or (batch, seq) for logits of (batch, seq, classes);
-                -100 marks what is no loss term.
-            microbatch: samples, 1 or more, that go through the model at once, for less memory; the
-                result is the same up to rounding, without dropout. None means all.
-
-        Raises:
-            NonFiniteLoss: the loss or the gradient is NaN or infinite; the message names the layer.
-                The weights are unchanged; `grads` must not be used.
-        """
-        self.grads.zero_()
-        parts = [(inputs, targets)]
-        if microbatch is not None and microbatch < len(inputs):
-            pieces = torch.split(inputs, microbatch), torch.split(targets, microbatch)
-            parts = list(zip(*pieces, strict=True))
-        num_terms = max(1, int((targets != NO_TERM).sum()))
-        shares = [self._accumulate(*part, num_terms) for part in parts]
-        with self.meter("backward"):  # an accelerator has it to finish
-            norm = torch.linalg.vector_norm(self.grads).item()
-        losses = [share.item() for share in shares]
-        loss = sum(losses)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            bad = next((i for i, value in enumerate(losses) if not math.isfinite(value)), 0)
-            self._explain_non_finite(self._placed(*parts[bad])[0], loss)
-        return loss
-
-    def _accumulate(self, inputs: Tensor, targets: Tensor, num_terms: int) -> Tensor:
-        """Add a part's gradient to `grads`; return its share of the batch's loss, (), on `device`.
-
-        `num_terms` counts the whole batch's loss terms.
-        """
-        with self.meter("data"):
-            inputs, targets = self._placed(inputs, targets)
-        with self.meter("forward"), autocast(self.precision, self.device):
-            loss = loss_sum(self.model, inputs, targets) / num_terms
-        with self.meter("backward"):
-            loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
-
-    def _placed(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        if inputs.is_floating_point():
-            inputs = inputs.to(self.device, self.params.dtype)
-        else:
-            inputs = inputs.to(self.device)
-        return inputs, targets.to(self.device)
-
     def clip(self, clipping: GradientClipping) -> float:
         """Clip `grads` if that is enabled; return their L2 norm before."""
         with self.meter("apply"):
@@ -201,7 +146,7 @@ class Replica:
         low, high = self.params.aminmax()
         if not (math.isfinite(low) and math.isfinite(high)):
             for name, place in self.layers:
-                if (value := _first_non_finite(self.params[place])) is not None:
+                if (value := first_non_finite(self.params[place])) is not None:
                     raise NonFiniteLoss(
                         f"weights hold {value} at layer {name} {when}; {DIVERGENCE_REMEDY}"
                     )
@@ -235,30 +180,6 @@ class Replica:
         for name, place in self.layers:
             parameter = model.get_parameter(name)
             parameter.data = flat[place].view(parameter.shape)
-
-    def _explain_non_finite(self, inputs: Tensor, loss: float) -> None:
-        """Raise and name the cause; return if all is finite and only the norm's sum overflowed."""
-        if not math.isfinite(loss):
-            raise NonFiniteLoss(
-                f"loss is {loss} {self._origin_of_loss(inputs)}; {DIVERGENCE_REMEDY}"
-            )
-        for name, place in self.layers:
-            if (value := _first_non_finite(self.grads[place])) is not None:
-                raise NonFiniteLoss(
-                    f"gradient is {value} at layer {name} (loss {loss:.6g}); {DIVERGENCE_REMEDY}"
-                )
-
-    def _origin_of_loss(self, inputs: Tensor) -> str:
-        if inputs.is_floating_point() and (value := _first_non_finite(inputs)) is not None:
-            return f"because the batch's inputs hold {value}: check the dataset"
-        with autocast(self.precision, self.device):
-            found = _first_bad_output(self.model, inputs)
-        if found is not None:
-            return f"at layer {found[0]}, whose output holds {found[1]}"
-        for name, place in self.layers:
-            if (value := _first_non_finite(self.params[place])) is not None:
-                return f"at layer {name}, whose weights hold {value}"
-        return "at the loss itself: every layer's output is finite"
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -304,6 +225,8 @@ def _fingerprint(model: nn.Module) -> str:
     for name, parameter in model.named_parameters():
         state = "trained" if parameter.requires_grad else "frozen"
         digest.update(f"{name}|{tuple(parameter.shape)}|{parameter.dtype}|{state}\n".encode())
+    for name, buffer in model.named_buffers():
+        digest.update(f"{name}|{tuple(buffer.shape)}|{buffer.dtype}|buffer\n".encode())
     for name, module in model.named_modules():
         is_activation = type(module).__module__ == nn.ReLU.__module__
         if is_activation and not isinstance(module, nn.ReLU):  # of old checkpoints the only one
@@ -311,32 +234,7 @@ def _fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _first_non_finite(tensor: Tensor) -> float | None:
+def first_non_finite(tensor: Tensor) -> float | None:
+    """The first value of `tensor` that is NaN or infinite, if there is one."""
     bad = tensor[~torch.isfinite(tensor)]
     return bad.flatten()[0].item() if bad.numel() else None
-
-
-def _first_bad_output(model: nn.Module, inputs: Tensor) -> tuple[str, float] | None:
-    """Run the batch again and return the first module with a non-finite output, and that value."""
-    found: list[tuple[str, float]] = []
-
-    def watch(name: str) -> Callable[[nn.Module, object, object], None]:
-        def look(_module: nn.Module, _inputs: object, output: object) -> None:
-            if not found and isinstance(output, Tensor):
-                value = _first_non_finite(output)
-                if value is not None:
-                    found.append((name, value))
-
-        return look
-
-    handles = [
-        module.register_forward_hook(watch(name or "model"))
-        for name, module in model.named_modules()
-    ]
-    try:
-        with torch.no_grad():
-            model(inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found[0] if found else None

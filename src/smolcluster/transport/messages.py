@@ -219,6 +219,7 @@ class Assignment(Message):
 class Push(Message):
     """Client: one bucket of a gradient, computed on the weights of `base_version` in `compute_s` seconds.
 
+    Gradient and `loss` are means over `num_terms` loss terms, of `num_samples` samples.
     For `held_s` seconds in all the push has waited for others' up to this bucket.
     """
 
@@ -228,6 +229,7 @@ class Push(Message):
     bucket: Count
     num_buckets: Positive
     num_samples: Positive
+    num_terms: Count
     loss: Loss
     compute_s: Seconds
     held_s: Seconds = 0.0

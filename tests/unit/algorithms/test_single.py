@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
+from torch import nn
 
 from harness import digits_config
 from smolcluster.algorithms import owner, single
@@ -19,6 +19,7 @@ from smolcluster.configs.schema import (
     NodeConfig,
     TrainConfig,
 )
+from smolcluster.data.dataset import Batch
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.observability.logs import setup_logging
 from smolcluster.observability.metrics import MetricRecord
@@ -35,9 +36,11 @@ from smolcluster.runs.events import (
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import Summary, read_summary
-from smolcluster.training import evaluate
-from smolcluster.training.loss import logits_loss
+from smolcluster.training import builtin, compute
+from smolcluster.training.builtin import accuracy
+from smolcluster.training.compute import BatchLoss, Part
 from smolcluster.training.replica import Replica
+from smolcluster.training.workload import LossFunction, Terms
 from smolcluster.utils.stopping import Interrupted
 
 SEED = 42
@@ -92,15 +95,13 @@ def test_the_node_says_how_many_samples_it_computes_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     microbatches: list[int | None] = []
-    real = Replica.forward_backward
+    real = compute.forward_backward
 
-    def noted(
-        replica: Replica, inputs: Tensor, targets: Tensor, microbatch: int | None = None
-    ) -> float:
-        microbatches.append(microbatch)
-        return real(replica, inputs, targets, microbatch)
+    def noted(replica: Replica, loss: LossFunction, parts: list[Part]) -> BatchLoss:
+        microbatches.append(parts[0].num_samples)
+        return real(replica, loss, parts)
 
-    monkeypatch.setattr(Replica, "forward_backward", noted)
+    monkeypatch.setattr("smolcluster.training.build.forward_backward", noted)
     run(tmp_path, digits_config(num_epochs=1), NodeConfig(device="cpu", microbatch=7))
     assert set(microbatches) == {7}
 
@@ -203,17 +204,16 @@ def test_norms_of_layers_are_measured_as_often_as_they_are_kept(
 def test_a_signal_ends_an_evaluation_also_the_last_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eval_steps: int
 ) -> None:
-    monkeypatch.setattr(evaluate, "BATCH_SIZE", 10)
-    batches: list[Tensor] = []
-    compute = logits_loss
+    monkeypatch.setattr(builtin, "EVAL_SAMPLES", 10)
+    batches: list[int] = []
 
-    def computing(logits: Tensor, targets: Tensor) -> Tensor:
-        batches.append(targets)
+    def computing(model: nn.Module, batch: Batch) -> Terms:
+        batches.append(len(batch))
         if len(batches) == 1:
             signal.raise_signal(signal.SIGTERM)
-        return compute(logits, targets)
+        return accuracy(model, batch)
 
-    monkeypatch.setattr(evaluate, "logits_loss", computing)
+    monkeypatch.setattr(builtin, "accuracy", computing)
     with pytest.raises(Interrupted) as stopped:
         run(tmp_path, digits_config(eval_steps=eval_steps))
     assert stopped.value.is_orderly

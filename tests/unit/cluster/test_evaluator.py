@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from computing import evaluated
 from harness import local_settings
 from peers import DEADLINE_S, logger, next_event, session_threads
 from smolcluster.cluster.evaluator import EvaluationDone, EvaluationFailed, Evaluator
@@ -77,8 +78,9 @@ def test_the_weights_of_the_moment_are_evaluated_whatever_becomes_of_them(
     training: TrainingContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch)
-    split = training.dataset.validation
-    expected = evaluate(training.replica.copy_model(), split, torch.device("cpu"))
+    split = training.workload.validation
+    assert split is not None
+    expected = evaluated(training.replica.copy_model(), split)
     steps = Steps(training)
     with steps.evaluator:
         steps.take(50, epoch=1)
@@ -87,7 +89,7 @@ def test_the_weights_of_the_moment_are_evaluated_whatever_becomes_of_them(
         done = next_event(steps.inbox, EvaluationDone)
     assert (done.version, done.epoch) == (50, 1)
     assert done.evaluation.loss == pytest.approx(expected.loss, rel=1e-6)
-    assert done.evaluation.accuracy == expected.accuracy
+    assert done.evaluation.metrics == expected.metrics
 
 
 def test_only_every_so_many_steps_the_weights_are_evaluated(training: TrainingContext) -> None:
@@ -145,12 +147,13 @@ def test_diverged_weights_are_reported_and_the_next_ones_evaluated(
 
 
 def test_frozen_weights_are_not_mistaken_for_trained_ones(training: TrainingContext) -> None:
-    split = training.dataset.validation
+    split = training.workload.validation
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(training.dataset.input_dim, 10), nn.ReLU(), nn.Linear(10, 10))
+    model = nn.Sequential(nn.Linear(64, 10), nn.ReLU(), nn.Linear(10, 10))
     model[0].requires_grad_(False)
     replica = Replica(model, "sgd")
-    expected = evaluate(replica.copy_model(), split, torch.device("cpu"))
+    assert split is not None
+    expected = evaluated(replica.copy_model(), split)
     steps = Steps(replace(training, replica=replica))
     with steps.evaluator:
         steps.take(1)

@@ -81,7 +81,7 @@ def test_a_worker_says_what_it_has_and_ends_well_with_the_run(life: Life[Helper]
     worker = life.begin()
     hand, ready = life.taken_part()
     training = life.made[0].training
-    assert ready.dataset_fingerprint == training.dataset.fingerprint
+    assert ready.dataset_fingerprint == training.workload.fingerprint
     assert ready.model_fingerprint == training.replica.fingerprint
     assert ready.samples_per_s > 0
     assert ready.unacknowledged is None

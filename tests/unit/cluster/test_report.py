@@ -22,7 +22,6 @@ from smolcluster.runs.events import (
     RunEnded,
     RunStarted,
 )
-from smolcluster.training.evaluate import evaluate
 from smolcluster.transport.messages import LeaseKey
 
 WORKER = Worker(Member(session_id=5, worker_id=2, node="pi5", instance="abcdef01"))
@@ -59,6 +58,7 @@ def step(
         learning_rate=1e-3,
         grad_norm=2.5,
         layer_norms=layer_norms,
+        num_terms=stop - start,
         worker=worker,
         staleness=staleness,
     )
@@ -73,7 +73,7 @@ def test_a_run_begins_with_what_is_trained(parts: Parts, report: Report) -> None
     assert isinstance(started, RunStarted)
     assert (started.run_id, started.algorithm, started.dataset) == ("test-run", "edp", "digits")
     assert started.num_params == parts.context.training.replica.num_params
-    assert started.train_samples == parts.context.training.dataset.train.num_samples
+    assert started.train_samples == parts.context.training.num_samples
     assert started.batch_size == parts.context.run.train.batch_size
 
 
@@ -144,7 +144,7 @@ def test_who_contributed_is_counted_apart_from_the_steps(parts: Parts, report: R
 def test_an_epoch_is_finished_once_when_its_last_sample_is_applied(
     parts: Parts, report: Report
 ) -> None:
-    size = parts.context.training.dataset.train.num_samples
+    size = parts.context.training.num_samples
     report.step_taken(step(0, 100, version=1))
     report.step_taken(step(0, 50, version=2, epoch=1))
     report.step_taken(step(100, size - 1, version=3))
@@ -182,7 +182,7 @@ def test_a_lease_that_comes_back_names_its_last_holder_though_it_has_gone(
 
 def test_the_summary_adds_up(parts: Parts, report: Report) -> None:
     training = parts.context.training
-    size = training.dataset.train.num_samples
+    size = training.num_samples
     half = size // 2
     for worker, staleness, taken in (
         (WORKER, 0, step(0, size, version=1, loss=9.0)),
@@ -212,9 +212,8 @@ def test_the_summary_adds_up(parts: Parts, report: Report) -> None:
     assert summary.workers[1].mean_staleness == 2.0
     expected = (1.0 * half + 3.0 * (size - half)) / size
     assert summary.final.train_loss == pytest.approx(expected), "the mean of the last epoch only"
-    by_hand = evaluate(
-        training.replica.copy_model(), training.dataset.validation, torch.device("cpu")
-    )
+    by_hand = training.evaluate()
+    assert by_hand is not None
     assert summary.final.val_loss == by_hand.loss
     assert len(parts.happened(Evaluated)) == 1
 

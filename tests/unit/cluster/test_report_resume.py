@@ -81,6 +81,7 @@ def step(
             learning_rate=1e-3,
             grad_norm=2.5,
             layer_norms={},
+            num_terms=num_samples,
             worker=WORKERS[0],
             staleness=0,
         )
@@ -146,7 +147,7 @@ def test_a_standing_says_whose_it_is_and_where(parts: Parts) -> None:
     state = report.standing({"dispatcher": {"cursor": [0, 1, 2]}})
     assert (state.run_id, state.algorithm, state.incarnation) == ("test-run", "edp", "here")
     assert (state.step, state.samples_applied, state.epoch) == (3, 70, 1)
-    assert state.dataset_fingerprint == context.training.dataset.fingerprint
+    assert state.dataset_fingerprint == context.training.workload.fingerprint
     assert state.codec == "fp32"
     assert state.train_loss == pytest.approx(4.0), "the mean of the newest epoch"
     assert state.val_loss is None
@@ -234,7 +235,7 @@ def test_the_rate_begins_with_the_resumption(parts: Parts, monkeypatch: pytest.M
 
 
 def test_an_epoch_is_finished_by_what_was_applied_before_and_after(parts: Parts) -> None:
-    size = parts.context.training.dataset.train.num_samples
+    size = parts.context.training.num_samples
     first = report_of(parts)
     step(first, size - 1)
     second = resumed(parts, first.standing({}))
@@ -262,7 +263,7 @@ def test_a_worker_that_comes_back_has_one_share(parts: Parts) -> None:
 def test_an_evaluation_of_before_is_not_known_any_more(parts: Parts) -> None:
     first = report_of(parts)
     step(first, 30)
-    first.evaluated(1, 0, Evaluation(0.25, 0.5))
+    first.evaluated(1, 0, Evaluation(0.25, {"accuracy": 0.5}))
     second = resumed(parts, first.standing({}))
     assert second.evaluated_version == 0
     assert second.with_evaluation(first.standing({})).val_loss is None

@@ -76,6 +76,7 @@ def take_step(report: Report, num_samples: int, loss: float, worker: Worker | No
             learning_rate=1e-3,
             grad_norm=2.5,
             layer_norms={},
+            num_terms=num_samples,
             worker=worker,
         )
     )
@@ -89,7 +90,7 @@ def test_before_the_first_step_nothing_is_measured(board: Board) -> None:
     report = board.context.new_report()
     status = board.read(report)
     train = board.context.run.train
-    size = board.context.training.dataset.train.num_samples
+    size = board.context.training.num_samples
     assert (status.run_id, status.algorithm) == ("test-run", "edp")
     assert status.incarnation == board.context.incarnation
     assert (status.state, status.reason, status.workers) == ("training", None, [])
@@ -106,7 +107,7 @@ def test_a_status_tells_the_newest_step_and_evaluation(board: Board) -> None:
     before = board.read(report)
     take_step(report, 64, loss=0.75)
     take_step(report, 32, loss=0.5)
-    report.evaluated(1, 0, Evaluation(loss=0.6, accuracy=0.9))
+    report.evaluated(1, 0, Evaluation(0.6, {"accuracy": 0.9}))
     status = board.read(report)
     assert (status.step, status.samples_applied, status.loss) == (2, 96, 0.5)
     assert (status.val_loss, status.val_accuracy, status.val_perplexity) == (0.6, 0.9, None)

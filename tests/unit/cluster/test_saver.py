@@ -114,6 +114,7 @@ class Training:
                 learning_rate=1e-3,
                 grad_norm=1.0,
                 layer_norms={},
+                num_terms=1,
             )
         )
         self.saver.after_step(is_evaluated=is_evaluated)
@@ -125,7 +126,7 @@ class Training:
 
     def evaluate(self, version: int, loss: float) -> None:
         """The validation loss of a step has come."""
-        self.report.evaluated(version, 0, Evaluation(loss, 0.5))
+        self.report.evaluated(version, 0, Evaluation(loss, {"accuracy": 0.5}))
 
     def tick_until_saved(self, shelf: Shelf) -> Snapshot:
         """Tick as the server's loop does; the copy is handed over as soon as it is complete."""

@@ -412,7 +412,7 @@ def test_before_training_has_started_nobody_is_missed(house: HandledHub, parts: 
 def test_an_evaluation_is_told_to_the_world_and_not_to_the_algorithm(
     house: HandledHub, parts: Parts
 ) -> None:
-    parts.context.inbox.put(EvaluationDone(200, 3, Evaluation(loss=0.5, accuracy=0.75)))
+    parts.context.inbox.put(EvaluationDone(200, 3, Evaluation(0.5, {"accuracy": 0.75})))
     house.until(lambda: bool(parts.happened(Evaluated)))
     assert parts.happened(Evaluated) == [
         Evaluated(epoch=3, step=200, val_loss=0.5, val_accuracy=0.75)
@@ -444,7 +444,7 @@ def test_everybody_hears_of_a_good_end(parts: Parts, rooms: ExitStack) -> None:
         ready, unready = house.join(hello(1)), house.enter(hello(2))
         news = [threads.submit(hear_the_news, hand) for hand in (ready, unready)]
         epochs = parts.context.run.train.num_epochs
-        pool.report.samples_applied = epochs * parts.context.training.dataset.train.num_samples
+        pool.report.samples_applied = epochs * parts.context.training.num_samples
     for future in news:
         end = future.result(DEADLINE_S)
         assert end.ok

@@ -201,5 +201,5 @@ def test_the_gradient_is_left_alone(name: str) -> None:
 
 
 def test_a_push_without_samples_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1 sample, not 0"):
+    with pytest.raises(ValueError, match="at least 1 loss term, not 0"):
         Sender("int8").push(torch.ones(NUMEL), 0)

@@ -260,7 +260,9 @@ def test_what_is_exported_can_be_trained_on(run: RunPaths, tmp_path: Path) -> No
     assert parameters.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(parameters[name], tensor), name
-    assert training.evaluate().loss == pytest.approx(
+    evaluation = training.evaluate()
+    assert evaluation is not None
+    assert evaluation.loss == pytest.approx(
         store_of(run).best().state.val_loss,  # type: ignore[union-attr]
         rel=1e-5,
     )

@@ -23,8 +23,9 @@ from smolcluster.launch.watch.probe import (
     ours_alive,
     sections,
 )
-from smolcluster.launch.watch.report import ProcessReport, RunReport, State, report_of, state_of
+from smolcluster.launch.watch.report import ProcessReport, RunReport, report_of, state_of
 from smolcluster.launch.watch.status import gpu_cell, head, look_at, notes, row, status
+from smolcluster.observability.view.snapshot import State
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.processes import ProcessEntry, write_processes
 from smolcluster.runs.status import RunStatus, instant, write_status

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from computing import forward_backward
 from gpt2_reference import in_our_shape, reference_for, tiny_config, twin_of
 from smolcluster.configs.schema import GPTConfig
 from smolcluster.errors import DataError
 from smolcluster.models.gpt import GPT, build_gpt
-from smolcluster.training.loss import ComputesLoss, loss_sum
+from smolcluster.training.builtin import ComputesLoss, cross_entropy
 from smolcluster.training.replica import Replica
 
 VOCAB = 37
@@ -169,7 +170,9 @@ def test_the_loss_is_that_of_the_logits_in_value_and_gradient() -> None:
         plain(tokens).flatten(0, 1), targets.flatten(), reduction="sum"
     )
     expected.backward()  # type: ignore[no-untyped-call]
-    torch.testing.assert_close(loss_sum(model, tokens, targets), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        cross_entropy(model, (tokens, targets))[0], expected, rtol=1e-12, atol=0
+    )
     for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-11, msg=name)
 
@@ -180,7 +183,7 @@ def test_a_replica_adds_the_tied_gradient_up_in_its_flat_tensor() -> None:
     replica = Replica(model, "sgd")
     tokens, targets = batch_of(4, 9)
     for microbatch in (None, 3, 1):
-        loss = replica.forward_backward(tokens, targets, microbatch)
+        loss = forward_backward(replica, tokens, targets, microbatch)
         plain.zero_grad()
         expected = functional.cross_entropy(plain(tokens).flatten(0, 1), targets.flatten())
         expected.backward()  # type: ignore[no-untyped-call]
@@ -196,8 +199,8 @@ def test_a_replica_adds_the_tied_gradient_up_in_its_flat_tensor() -> None:
 def test_in_bf16_loss_and_gradient_stay_close() -> None:
     samples = batch_of(8, 12)
     exact, coarse = Replica(tiny(), "sgd"), Replica(tiny(), "sgd", precision="bf16")
-    loss = exact.forward_backward(*samples)
-    assert coarse.forward_backward(*samples) == pytest.approx(loss, rel=2e-3)
+    loss = forward_backward(exact, *samples)
+    assert forward_backward(coarse, *samples) == pytest.approx(loss, rel=2e-3)
     error = (coarse.grads - exact.grads).norm() / exact.grads.norm()
     assert 0 < error < 0.03
 
@@ -211,7 +214,7 @@ def test_it_learns_a_text_by_heart() -> None:
 
 
 def replica_step(replica: Replica, text: Tensor) -> float:
-    loss = replica.forward_backward(text[:, :-1], text[:, 1:])
+    loss = forward_backward(replica, text[:, :-1], text[:, 1:])
     replica.step(0.01)
     return loss
 

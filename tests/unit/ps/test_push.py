@@ -11,6 +11,7 @@ from peers import opened, set_gradient, small_replica
 from smolcluster.codec.registry import CODECS, get_codec
 from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.ps.push import GradientSender, PushOrder
+from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import LeaseKey, Push, frame_of
@@ -29,11 +30,13 @@ def replica() -> Replica:
 
 def push_with(sender: GradientSender, num_samples: int = 32) -> list[Frame]:
     """Encode what the sender's replica has as gradient."""
-    return list(sender.frames(lease(stop=num_samples), 7, 0.5, 0.25))
+    return list(sender.frames(lease(stop=num_samples), 7, BatchLoss(0.5, num_samples), 0.25))
 
 
 def backup_with(sender: GradientSender, first_bucket: int) -> list[Frame]:
-    return list(starmap(frame_of, sender.backup_pushes(lease(), 7, 0.5, 0.25, first_bucket)))
+    return list(
+        starmap(frame_of, sender.backup_pushes(lease(), 7, BatchLoss(0.5, 32), 0.25, first_bucket))
+    )
 
 
 def said(frames: list[Frame]) -> list[Push]:
@@ -57,7 +60,7 @@ def values(frame: Frame, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def test_every_bucket_says_what_it_is_part_of(replica: Replica) -> None:
     sender = GradientSender("int8", replica)
-    pushes = said(list(sender.frames(lease(64, 96), 7, 0.5, 0.25)))
+    pushes = said(list(sender.frames(lease(64, 96), 7, BatchLoss(0.5, 32), 0.25)))
     assert [push.bucket for push in pushes] == [0, 1, 2]
     assert [push.tensor.shape for push in pushes] == [(256,), (256,), (98,)]
     for push in pushes:
@@ -101,7 +104,7 @@ def test_weights_are_sent_as_a_gradient_is(replica: Replica, in_place: bool) -> 
     gradient = set_gradient(replica, 1)
     weights = replica.snapshot()
     sender = GradientSender("fp32", replica, in_place=in_place)
-    frames = list(sender.frames(lease(), 7, 0.5, 0.25, weights))
+    frames = list(sender.frames(lease(), 7, BatchLoss(0.5, 32), 0.25, weights))
     assert torch.equal(torch.cat([values(frame) for frame in frames]), weights)
     assert torch.equal(torch.cat([values(frame) for frame in push_with(sender)]), gradient)
 
@@ -226,12 +229,14 @@ def test_a_gradient_that_is_not_finite_is_not_sent_and_its_layer_is_named(
     replica.grads.copy_(gradient)
     sent: list[Frame] = []
     with pytest.raises(NonFiniteLoss, match=r"layer 2\.weight"):
-        sent.extend(GradientSender(codec, replica).frames(lease(), 0, 0.5, 0.25))
+        sent.extend(GradientSender(codec, replica).frames(lease(), 0, BatchLoss(0.5, 32), 0.25))
 
 
 def pushes_of(replica: Replica, codec: str = "fp32", key: LeaseKey | None = None) -> list[Push]:
     """The messages of a whole push."""
-    return said(list(GradientSender(codec, replica).frames(key or lease(), 7, 0.5, 0.25)))
+    return said(
+        list(GradientSender(codec, replica).frames(key or lease(), 7, BatchLoss(0.5, 32), 0.25))
+    )
 
 
 def take_all(order: PushOrder, pushes: list[Push]) -> list[bool]:

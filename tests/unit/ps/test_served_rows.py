@@ -13,6 +13,7 @@ from smolcluster.data.tokens import TokenBlocks
 from smolcluster.errors import ProtocolError
 from smolcluster.ps.assignment import Assigned, work_payload
 from smolcluster.training.build import TrainingContext, build
+from smolcluster.training.builtin import builtin_workload
 from smolcluster.transport.messages import Assignment, LeaseKey, payload_nbytes
 
 LENGTH, VOCAB = 8, 13
@@ -58,7 +59,8 @@ def benches(dropout: float = 0.0) -> tuple[TrainingContext, TrainingContext]:
     )
     cpu = torch.device("cpu")
     first, second = (
-        build(train, 42, DatasetConfig(name="text"), cpu, dataset=data) for data in (here, there)
+        build(train, 42, DatasetConfig(name="text"), cpu, workload=builtin_workload(train, data))
+        for data in (here, there)
     )
     return first, second
 

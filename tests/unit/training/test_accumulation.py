@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from computing import PERPLEXITY, evaluated, forward_backward
 from smolcluster.configs.schema import (
     DatasetConfig,
     GPTConfig,
@@ -21,10 +22,11 @@ from smolcluster.data.tokens import TokenBlocks
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.models.gpt import GPT
 from smolcluster.training.build import TrainingContext, build, most_at_once
-from smolcluster.training.evaluate import evaluate
+from smolcluster.training.builtin import builtin_workload
 from smolcluster.training.loop import training_steps
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedule import learning_rate
+from smolcluster.training.workload import Workload
 
 CPU = torch.device("cpu")
 VOCAB = 13
@@ -51,8 +53,8 @@ def uneven_batch(size: int = 12) -> tuple[Tensor, Tensor]:
 def test_microbatches_with_uneven_terms_give_the_gradient_of_the_whole(microbatch: int) -> None:
     inputs, targets = uneven_batch()
     whole, parts = Replica(gpt(), "adamw"), Replica(gpt(), "adamw")
-    expected = whole.forward_backward(inputs, targets)
-    loss = parts.forward_backward(inputs, targets, microbatch)
+    expected = forward_backward(whole, inputs, targets)
+    loss = forward_backward(parts, inputs, targets, microbatch)
     assert loss == pytest.approx(expected, rel=1e-12)
     torch.testing.assert_close(parts.grads, whole.grads, rtol=1e-10, atol=1e-14)
 
@@ -62,7 +64,7 @@ def test_the_loss_is_the_mean_over_all_terms() -> None:
     replica = Replica(gpt(), "adamw")
     logits = gpt()(inputs)
     expected = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    assert replica.forward_backward(inputs, targets, 3) == pytest.approx(expected.item())
+    assert forward_backward(replica, inputs, targets, 3) == pytest.approx(expected.item())
 
 
 # In a run
@@ -82,6 +84,10 @@ def text(num_tokens: int = 8 * 30 + 1, rest: int = 0) -> Dataset:
     )
 
 
+def workload(train: TrainConfig | None = None, rest: int = 0) -> Workload:
+    return builtin_workload(train or config(), text(rest=rest))
+
+
 def config(**changes: object) -> TrainConfig:
     values: dict[str, object] = {
         "batch_size": 4,
@@ -99,10 +105,10 @@ def config(**changes: object) -> TrainConfig:
 
 def bench_for(train: TrainConfig, microbatch: int | None = None) -> TrainingContext:
     training = build(
-        train, 42, DatasetConfig(name="text"), CPU, microbatch=microbatch, dataset=text()
+        train, 42, DatasetConfig(name="text"), CPU, microbatch=microbatch, workload=workload()
     )
     replica = Replica(training.replica.model.double(), train.optimizer, weight_decay=0.1)
-    return TrainingContext(training.dataset, replica, 42, training.microbatch)
+    return TrainingContext(training.workload, replica, 42, training.microbatch)
 
 
 @pytest.mark.parametrize("microbatch", [None, 1, 3])
@@ -153,7 +159,7 @@ def test_a_run_equals_pytorchs_own_loop() -> None:
     applied, total, num_clipped = 0, 60, 0
     for step in training_steps(training, train):
         order = epoch_permutation(42, step.epoch, 30)
-        inputs, targets = training.dataset.train.batch(order[step.start : step.start + 6])
+        inputs, targets = training.workload.train.batch(order[step.start : step.start + 6])
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
@@ -205,7 +211,7 @@ def trained(precision: Precision) -> tuple[Replica, list[float]]:
     inputs, targets = uneven_batch()
     losses = []
     for _ in range(10):
-        losses.append(replica.forward_backward(inputs, targets, 4))
+        losses.append(forward_backward(replica, inputs, targets, 4))
         replica.clip(GradientClipping(enabled=True, max_norm=1.0))
         replica.step(0.01)
     return replica, losses
@@ -232,22 +238,25 @@ def test_bf16_is_what_the_model_computes_in() -> None:
     replica = Replica(gpt(torch.float32), "adamw", precision="bf16")
     block = replica.model.get_submodule("h.0.mlp.c_fc")
     block.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
-    replica.forward_backward(*uneven_batch())
+    forward_backward(replica, *uneven_batch())
     assert seen == [torch.bfloat16]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_evaluation_computes_in_the_same_precision(precision: Precision) -> None:
     train = config(precision=precision)
-    training = build(train, 42, DatasetConfig(name="text"), CPU, dataset=text())
+    training = build(train, 42, DatasetConfig(name="text"), CPU, workload=workload())
     seen: list[torch.dtype] = []
     model = training.replica.copy_model()
     block = model.get_submodule("h.0.mlp.c_fc")
     block.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
     evaluation = training.evaluate(model)
+    assert evaluation is not None
     assert set(seen) == {torch.bfloat16 if precision == "bf16" else torch.float32}
-    plain = build(config(), 42, DatasetConfig(name="text"), CPU, dataset=text())
-    assert evaluation.loss == pytest.approx(plain.evaluate().loss, rel=0.02)
+    plain = build(config(), 42, DatasetConfig(name="text"), CPU, workload=workload())
+    expected = plain.evaluate()
+    assert expected is not None
+    assert evaluation.loss == pytest.approx(expected.loss, rel=0.02)
 
 
 # Dropout
@@ -256,12 +265,12 @@ def test_evaluation_computes_in_the_same_precision(precision: Precision) -> None
 def with_dropout(seed: int = 42, microbatch: int | None = None) -> TrainingContext:
     train = config(model=SIZES.model_copy(update={"dropout": 0.3}))
     place = DatasetConfig(name="text")
-    training = build(train, 42, place, CPU, dataset=text(), microbatch=microbatch)
-    return TrainingContext(training.dataset, training.replica, seed, microbatch)
+    training = build(train, 42, place, CPU, workload=workload(train), microbatch=microbatch)
+    return TrainingContext(training.workload, training.replica, seed, microbatch)
 
 
 def computed(training: TrainingContext, epoch: int = 0, start: int = 0) -> tuple[float, Tensor]:
-    loss = training.compute(torch.arange(6), epoch, start)
+    loss = training.compute(torch.arange(6), epoch, start).mean
     return loss, training.replica.grads.clone()
 
 
@@ -288,17 +297,22 @@ def test_another_place_epoch_or_seed_has_other_masks() -> None:
     assert len(set(losses)) == len(losses)
 
 
+def seed_and_compute(training: TrainingContext, tokens: Tensor, targets: Tensor) -> None:
+    torch.manual_seed(7)
+    forward_backward(training.replica, tokens, targets, training.microbatch)
+
+
 def test_samples_of_one_batch_and_of_two_microbatches_have_masks_of_their_own() -> None:
     training = with_dropout(microbatch=1)
-    tokens, targets = training.dataset.train.batch(torch.zeros(2, dtype=torch.int64))
-    training.compute_batch(tokens, targets)
+    tokens, targets = training.workload.train.batch(torch.zeros(2, dtype=torch.int64))
+    seed_and_compute(training, tokens, targets)
     twice = training.replica.grads.clone()
-    training.compute_batch(tokens[:1], targets[:1])
+    seed_and_compute(training, tokens[:1], targets[:1])
     assert not torch.allclose(twice, training.replica.grads)
 
 
 def test_without_dropout_chance_has_no_part() -> None:
-    training = build(config(), 42, DatasetConfig(name="text"), CPU, dataset=text())
+    training = build(config(), 42, DatasetConfig(name="text"), CPU, workload=workload())
     assert computed(training, 0, 0)[0] == computed(training, 3, 8)[0]
 
 
@@ -334,13 +348,15 @@ def test_perplexity_is_that_of_every_token_of_the_split(rest: int, batch_size: i
             total += functional.cross_entropy(logits, targets, reduction="sum").item()
             num_terms += len(targets)
     assert num_terms == len(stream) - 1 == 40 + rest
-    result = evaluate(model, split, CPU, measure="perplexity", batch_size=batch_size)
+    result = evaluated(model, split, PERPLEXITY, batch_size)
     assert result.loss == pytest.approx(total / num_terms, rel=1e-5)
-    assert result.perplexity == pytest.approx(
+    assert result.metrics["perplexity"] == pytest.approx(
         torch.tensor(total / num_terms).exp().item(), rel=1e-4
     )
-    assert result.accuracy is None
-    assert result.values == {"val_loss": result.loss, "val_perplexity": result.perplexity}
+    assert result.values == {
+        "val_loss": result.loss,
+        "val_perplexity": result.metrics["perplexity"],
+    }
     assert "perplexity" in str(result)
 
 
@@ -353,14 +369,15 @@ def test_evaluation_leaves_out_dropout_and_the_replica_as_it_was() -> None:
 
 
 def test_perplexity_of_a_model_that_knows_nothing_is_the_vocabulary() -> None:
-    training = build(config(), 42, DatasetConfig(name="text"), CPU, dataset=text(rest=3))
+    training = build(config(), 42, DatasetConfig(name="text"), CPU, workload=workload(rest=3))
     training.replica.params.zero_()
-    perplexity = training.evaluate().perplexity
-    assert perplexity == pytest.approx(VOCAB)
+    evaluation = training.evaluate()
+    assert evaluation is not None
+    assert evaluation.metrics["perplexity"] == pytest.approx(VOCAB)
 
 
 def test_weights_that_have_diverged_have_no_perplexity() -> None:
-    training = build(config(), 42, DatasetConfig(name="text"), CPU, dataset=text())
+    training = build(config(), 42, DatasetConfig(name="text"), CPU, workload=workload())
     training.replica.params.fill_(torch.inf)
     with pytest.raises(NonFiniteLoss, match="validation loss is nan"):
         training.evaluate()
@@ -370,19 +387,21 @@ def test_weights_that_have_diverged_have_no_perplexity() -> None:
 
 
 def test_an_example_has_the_size_of_a_batch_where_the_data_are_and_where_they_are_not() -> None:
-    here = build(config(), 42, DatasetConfig(name="text"), CPU, dataset=text())
+    here = build(config(), 42, DatasetConfig(name="text"), CPU, workload=workload())
     served = Dataset.elsewhere("text", num_samples=30, length=8, vocab_size=VOCAB, fingerprint="f")
-    there = TrainingContext(served, here.replica, 42)
+    there = TrainingContext(builtin_workload(config(), served), here.replica, 42)
+    sizes: list[tuple[int, ...]] = []
+    embedding = here.replica.model.get_submodule("wte")
+    embedding.register_forward_hook(lambda _module, given, _output: sizes.append(given[0].shape))
     for training in (here, there):
-        inputs, targets = training.example(5)
-        assert inputs.shape == targets.shape == (5, 8)
-        assert inputs.dtype == targets.dtype == torch.int64
-        assert training.compute_batch(inputs, targets) > 0
+        sizes.clear()
+        training.rehearse(5)
+        assert sizes == [(5, 8)]
 
 
 def test_clipping_that_is_off_only_measures() -> None:
     replica = Replica(gpt(), "adamw")
-    replica.forward_backward(*uneven_batch())
+    forward_backward(replica, *uneven_batch())
     before = replica.grads.clone()
     clipping = config().gradient_clipping.model_copy(update={"enabled": False, "max_norm": 1e-6})
     assert replica.clip(clipping) == pytest.approx(before.norm().item())

@@ -22,7 +22,7 @@ def build_digits(seed: int = 42, **model: object) -> TrainingContext:
 def test_the_model_takes_its_input_from_the_data() -> None:
     training = build_digits(hidden=8)
     assert training.replica.model.get_parameter("fc1.weight").shape == (8, 64)
-    assert training.dataset.name == "digits"
+    assert training.workload.name == "digits"
 
 
 def test_a_model_that_is_too_wide_for_the_data_is_refused_naming_both() -> None:

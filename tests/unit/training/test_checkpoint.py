@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from computing import forward_backward
 from peers import DEADLINE_S, logger
 from smolcluster.errors import CheckpointError
 from smolcluster.models.SimpleNN import SimpleNN
@@ -87,7 +88,7 @@ def train(replica: Replica, steps: int, first: int = 0) -> None:
     for step in range(first, first + steps):
         drawn = torch.Generator().manual_seed(step)
         inputs = torch.randn(16, 6, generator=drawn)
-        replica.forward_backward(inputs, torch.randint(0, 3, (16,), generator=drawn))
+        forward_backward(replica, inputs, torch.randint(0, 3, (16,), generator=drawn))
         replica.step(0.01)
 
 

@@ -15,14 +15,18 @@ from smolcluster.configs.schema import (
     LrSchedule,
     TrainConfig,
 )
-from smolcluster.data.dataset import Dataset
+from smolcluster.data.dataset import Batch, Dataset
 from smolcluster.data.digits import load_digits
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.errors import NonFiniteLoss
+from smolcluster.training import compute
 from smolcluster.training.build import TrainingContext, build
+from smolcluster.training.builtin import builtin_workload
+from smolcluster.training.compute import BatchLoss, Part
 from smolcluster.training.loop import TrainingStep, training_steps
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedule import learning_rate
+from smolcluster.training.workload import LossFunction
 
 CPU = torch.device("cpu")
 SEED = 42
@@ -37,7 +41,14 @@ def digits() -> Dataset:
 def bench_for(
     train: TrainConfig, digits: Dataset, microbatch: int | None = None
 ) -> TrainingContext:
-    return build(train, SEED, DatasetPlace(), CPU, microbatch=microbatch, dataset=digits)
+    return build(
+        train,
+        SEED,
+        DatasetPlace(),
+        CPU,
+        microbatch=microbatch,
+        workload=builtin_workload(train, digits),
+    )
 
 
 def take_all(
@@ -53,7 +64,7 @@ def test_every_sample_of_every_epoch_is_applied_once_in_the_seeded_order(
     asked: list[torch.Tensor] = []
     real = type(digits.train).batch
 
-    def spy(split: object, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def spy(split: object, indices: torch.Tensor) -> Batch:
         asked.append(indices.clone())
         return real(digits.train, indices)
 
@@ -106,15 +117,13 @@ class Spy:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.microbatches: list[int | None] = []
-        real = Replica.forward_backward
+        real = compute.forward_backward
 
-        def noted(
-            replica: Replica, inputs: Tensor, targets: Tensor, microbatch: int | None = None
-        ) -> float:
-            self.microbatches.append(microbatch)
-            return real(replica, inputs, targets, microbatch)
+        def noted(replica: Replica, loss: LossFunction, parts: list[Part]) -> BatchLoss:
+            self.microbatches.append(parts[0].num_samples)
+            return real(replica, loss, parts)
 
-        monkeypatch.setattr(Replica, "forward_backward", noted)
+        monkeypatch.setattr("smolcluster.training.build.forward_backward", noted)
 
 
 def test_a_microbatch_is_what_is_computed_at_once_and_changes_nothing_else(
@@ -123,7 +132,7 @@ def test_a_microbatch_is_what_is_computed_at_once_and_changes_nothing_else(
     train, spy = digits_config(num_epochs=1), Spy(monkeypatch)
     expected = take_all(train, digits)[1]
     found = take_all(train, digits, microbatch=33)[1]
-    assert spy.microbatches == [None] * 15 + [33] * 15
+    assert spy.microbatches == [100] * 14 + [38] + [33] * 15
     assert [step.loss for step in found] == pytest.approx(
         [step.loss for step in expected], rel=1e-4
     )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from computing import forward_backward
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import ConfigError, NonFiniteLoss
 from smolcluster.models.SimpleNN import SimpleNN
@@ -63,7 +64,7 @@ def test_training_equals_pytorchs_optimizer_over_separate_parameters(
     for step in range(30):
         inputs, targets = batch(dtype)
         rate = 0.01 * (1 + step % 3)
-        loss = replica.forward_backward(inputs, targets)
+        loss = forward_backward(replica, inputs, targets)
         replica.clip(GradientClipping(enabled=True, max_norm=0.5))
         replica.step(rate)
         expected = reference.step(inputs, targets, rate, 0.5)
@@ -73,7 +74,7 @@ def test_training_equals_pytorchs_optimizer_over_separate_parameters(
 
 def test_the_models_parameters_and_gradients_are_views_of_the_flat_tensors() -> None:
     replica = Replica(perceptron(), "sgd")
-    replica.forward_backward(*batch())
+    forward_backward(replica, *batch())
     for name, place in replica.layers:
         parameter = replica.model.get_parameter(name)
         assert parameter.grad is not None
@@ -85,10 +86,10 @@ def test_the_models_parameters_and_gradients_are_views_of_the_flat_tensors() -> 
 def test_a_second_batch_replaces_the_gradient_of_the_first() -> None:
     replica = Replica(perceptron(), "sgd")
     samples = batch()
-    replica.forward_backward(*samples)
+    forward_backward(replica, *samples)
     first = replica.grads.clone()
-    replica.forward_backward(*batch())
-    replica.forward_backward(*samples)
+    forward_backward(replica, *batch())
+    forward_backward(replica, *samples)
     assert torch.equal(replica.grads, first)
 
 
@@ -131,7 +132,7 @@ def test_tied_weights_occur_once_and_stay_tied() -> None:
     model = Tied()
     replica = Replica(model, "adam")
     tokens = torch.tensor([[0, 1, 2], [3, 4, 0]])
-    replica.forward_backward(tokens, tokens)
+    forward_backward(replica, tokens, tokens)
     replica.step(0.1)
 
     assert replica.num_params == 20
@@ -145,19 +146,19 @@ def test_a_language_models_loss_is_the_mean_over_all_tokens() -> None:
     model = Tied()
     tokens = torch.tensor([[0, 1, 2], [3, 4, 0]])
     expected = functional.cross_entropy(model(tokens).reshape(6, 5), tokens.reshape(6)).item()
-    assert Replica(model, "sgd").forward_backward(tokens, tokens) == pytest.approx(expected)
+    assert forward_backward(Replica(model, "sgd"), tokens, tokens) == pytest.approx(expected)
 
 
 def assert_the_same_in_microbatches(
     model: nn.Module, inputs: Tensor, targets: Tensor, microbatch: int
 ) -> None:
     replica = Replica(model, "sgd")
-    whole = replica.forward_backward(inputs, targets)
+    whole = forward_backward(replica, inputs, targets)
     gradient = replica.grads.clone()
     sizes: list[int] = []
     model.register_forward_hook(lambda _module, given, _output: sizes.append(len(given[0])))
 
-    loss = replica.forward_backward(inputs, targets, microbatch)
+    loss = forward_backward(replica, inputs, targets, microbatch)
 
     full, rest = divmod(len(inputs), microbatch)
     assert sizes == [microbatch] * full + [rest] * (rest > 0)
@@ -192,12 +193,12 @@ def test_a_batch_that_is_no_larger_than_a_microbatch_goes_through_as_one(microba
     model = perceptron()
     replica = Replica(model, "sgd")
     samples = batch(size=16)
-    loss = replica.forward_backward(*samples)
+    loss = forward_backward(replica, *samples)
     gradient = replica.grads.clone()
     sizes: list[int] = []
     model.register_forward_hook(lambda _module, given, _output: sizes.append(len(given[0])))
 
-    assert replica.forward_backward(*samples, microbatch) == loss
+    assert forward_backward(replica, *samples, microbatch) == loss
     assert torch.equal(replica.grads, gradient)
     assert sizes == [16]
 
@@ -207,7 +208,7 @@ def test_frozen_parameters_are_left_out_and_do_not_change() -> None:
     model.fc1.requires_grad_(requires_grad=False)
     before = model.fc1.weight.clone()
     replica = Replica(model, "sgd", weight_decay=0.5)
-    replica.forward_backward(*batch())
+    forward_backward(replica, *batch())
     replica.step(0.1)
 
     assert [name for name, _ in replica.layers] == ["fc2.weight", "fc2.bias"]
@@ -260,7 +261,7 @@ def test_the_fingerprint_tells_names_shapes_types_and_activations_apart() -> Non
 def test_clipping_is_pytorchs(factor: float) -> None:
     model = perceptron()
     replica = Replica(model, "sgd")
-    replica.forward_backward(*batch())
+    forward_backward(replica, *batch())
     replica.grads.mul_(factor)
     copy = [nn.Parameter(torch.zeros(place.stop - place.start)) for _, place in replica.layers]
     for parameter, (_, place) in zip(copy, replica.layers, strict=True):
@@ -276,7 +277,7 @@ def test_clipping_is_pytorchs(factor: float) -> None:
 
 def test_a_small_gradient_is_not_scaled() -> None:
     replica = Replica(perceptron(), "sgd")
-    replica.forward_backward(*batch())
+    forward_backward(replica, *batch())
     before = replica.grads.clone()
     replica.clip(GradientClipping(enabled=True, max_norm=1e6))
     assert torch.equal(replica.grads, before)
@@ -299,7 +300,7 @@ def test_the_norm_of_millions_of_small_elements_loses_none() -> None:
 
 def test_layer_norms_are_those_of_each_parameter() -> None:
     replica = Replica(perceptron(), "sgd")
-    replica.forward_backward(*batch())
+    forward_backward(replica, *batch())
     norms = replica.layer_norms()
 
     assert list(norms) == ["fc1.weight", "fc2.weight", "fc1.bias", "fc2.bias"]
@@ -314,7 +315,7 @@ def test_a_snapshot_does_not_change_with_the_model() -> None:
     replica = Replica(perceptron(), "sgd")
     snapshot = replica.snapshot()
     before = snapshot.clone()
-    replica.forward_backward(*batch())
+    forward_backward(replica, *batch())
     replica.step(0.1)
 
     assert torch.equal(snapshot, before)
@@ -333,7 +334,7 @@ def test_a_copied_model_evaluates_the_weights_of_its_moment() -> None:
     inputs, targets = batch()
     copy = replica.copy_model()
     before = replica.model(inputs)
-    replica.forward_backward(inputs, targets)
+    forward_backward(replica, inputs, targets)
     replica.step(0.5)
 
     assert torch.equal(copy(inputs), before)
@@ -343,7 +344,7 @@ def test_a_copied_model_evaluates_the_weights_of_its_moment() -> None:
 def test_a_gradient_travels_through_the_host() -> None:
     sender, receiver = Replica(perceptron(), "sgd"), Replica(perceptron(), "sgd")
     samples = batch()
-    sender.forward_backward(*samples)
+    forward_backward(sender, *samples)
     receiver.grads.copy_(sender.host_gradient())
     sender.step(0.1)
     receiver.step(0.1)
@@ -362,7 +363,7 @@ def test_a_nan_weight_is_traced_to_its_layer(planted: str, layer: str) -> None:
     replica = Replica(perceptron(), "sgd")
     replica.model.get_parameter(planted).data.view(-1)[1] = math.nan
     with pytest.raises(NonFiniteLoss, match=f"loss is nan at {layer}; lower learning_rate"):
-        replica.forward_backward(*batch())
+        forward_backward(replica, *batch())
 
 
 def test_an_overflowing_layer_is_named() -> None:
@@ -370,7 +371,7 @@ def test_an_overflowing_layer_is_named() -> None:
     replica.model.get_parameter("fc1.weight").data.fill_(3e38)
     inputs, targets = batch()
     with pytest.raises(NonFiniteLoss, match="at layer fc1, whose output holds inf"):
-        replica.forward_backward(inputs.abs() + 1, targets)
+        forward_backward(replica, inputs.abs() + 1, targets)
 
 
 def test_a_nan_in_the_batch_blames_the_data() -> None:
@@ -378,7 +379,7 @@ def test_a_nan_in_the_batch_blames_the_data() -> None:
     inputs, targets = batch()
     inputs[3, 2] = math.nan
     with pytest.raises(NonFiniteLoss, match="batch's inputs hold nan: check the dataset"):
-        replica.forward_backward(inputs, targets)
+        forward_backward(replica, inputs, targets)
 
 
 def test_a_nan_in_the_second_microbatch_blames_the_data() -> None:
@@ -386,7 +387,7 @@ def test_a_nan_in_the_second_microbatch_blames_the_data() -> None:
     inputs, targets = batch(size=10)
     inputs[4, 2] = math.nan
     with pytest.raises(NonFiniteLoss, match="loss is nan because the batch's inputs hold nan"):
-        replica.forward_backward(inputs, targets, 3)
+        forward_backward(replica, inputs, targets, 3)
 
 
 def test_a_layer_that_overflows_in_the_second_microbatch_is_named() -> None:
@@ -399,7 +400,7 @@ def test_a_layer_that_overflows_in_the_second_microbatch_is_named() -> None:
     sizes: list[int] = []
     model.register_forward_hook(lambda _module, given, _output: sizes.append(len(given[0])))
     with pytest.raises(NonFiniteLoss, match="at layer fc1, whose output holds inf"):
-        replica.forward_backward(inputs, targets, 3)
+        forward_backward(replica, inputs, targets, 3)
     assert max(sizes) == 3
 
 
@@ -417,7 +418,7 @@ class InfiniteGradient(nn.Module):
 def test_an_infinite_gradient_behind_a_finite_loss_is_named() -> None:
     replica = Replica(nn.Sequential(nn.Linear(6, 3), InfiniteGradient()), "sgd")
     with pytest.raises(NonFiniteLoss, match=r"gradient is -?inf at layer 1\.bend \(loss"):
-        replica.forward_backward(*batch())
+        forward_backward(replica, *batch())
 
 
 def test_an_infinite_gradient_in_microbatches_is_named_with_the_whole_loss() -> None:
@@ -425,7 +426,7 @@ def test_an_infinite_gradient_in_microbatches_is_named_with_the_whole_loss() -> 
     inputs, targets = batch(size=10)
     loss = functional.cross_entropy(replica.model(inputs), targets).item()
     with pytest.raises(NonFiniteLoss, match=r"at layer 1\.bend \(loss") as caught:
-        replica.forward_backward(inputs, targets, 4)
+        forward_backward(replica, inputs, targets, 4)
     shown = re.search(r"loss (\S+)\)", str(caught.value))
     assert shown is not None
     assert float(shown[1]) == pytest.approx(loss, rel=1e-5)
@@ -436,8 +437,8 @@ def test_looking_for_the_layer_leaves_no_hooks_and_no_changed_weights() -> None:
     before = replica.snapshot()
     inputs, targets = batch()
     with pytest.raises(NonFiniteLoss):
-        replica.forward_backward(inputs * math.inf, targets)
+        forward_backward(replica, inputs * math.inf, targets)
 
     assert torch.equal(replica.params, before)
     assert not any(module._forward_hooks for module in replica.model.modules())
-    assert math.isfinite(replica.forward_backward(inputs, targets))
+    assert math.isfinite(forward_backward(replica, inputs, targets))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from computing import forward_backward
 from smolcluster.configs.schema import GPTConfig
 from smolcluster.models.gpt import GPT
 from smolcluster.training.optimizer import FlatOptimizer
@@ -67,7 +68,7 @@ def batches() -> Iterator[tuple[Tensor, Tensor, float]]:
 def test_training_equals_pytorchs_optimizer_with_two_groups(optimizer: str) -> None:
     replica, reference = Replica(gpt(), optimizer, weight_decay=DECAY), Reference(optimizer)
     for inputs, targets, rate in batches():
-        replica.forward_backward(inputs, targets)
+        forward_backward(replica, inputs, targets)
         replica.step(rate)
         reference.step(inputs, targets, rate)
     reference.assert_same(replica)

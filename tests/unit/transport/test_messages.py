@@ -50,6 +50,7 @@ pushes = st.builds(
     bucket=counts,
     num_buckets=st.integers(1, 2**53),
     num_samples=st.integers(1, 2**53),
+    num_terms=counts,
     loss=st.floats(-1e30, 1e30),
     compute_s=st.floats(0, 1e9),
     tensor=st.integers(0, 2**40).map(tensor),

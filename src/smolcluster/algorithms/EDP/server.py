@@ -81,11 +81,11 @@ class Server:
         self.version = 0
         self.dispatcher = Dispatcher(
             incarnation=context.incarnation,
-            num_samples=context.training.dataset.train.num_samples,
+            num_samples=context.training.num_samples,
             num_epochs=self.train.num_epochs,
             batch_size=self.train.samples_per_push,
             permutation=lambda epoch: epoch_permutation(
-                context.run.seed, epoch, context.training.dataset.train.num_samples
+                context.run.seed, epoch, context.training.num_samples
             ),
         )
         self.pool = context.open_pool(self.receiver_for)
@@ -287,6 +287,7 @@ class Server:
                 learning_rate=rate,
                 grad_norm=norm,
                 layer_norms=layer_norms,
+                num_terms=push.num_terms,
                 worker=peer.worker,
                 staleness=tau,
             )

@@ -36,6 +36,7 @@ from smolcluster.net.session import Receiver
 from smolcluster.ps.assignment import Assigned
 from smolcluster.ps.push import GradientSender, bucket_length, bucket_spec
 from smolcluster.training.build import TrainingContext
+from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
@@ -191,12 +192,12 @@ class Worker:
                 self.must_restart = True
         self.replica.meter.step_done(lease.num_samples)
 
-    def compute(self, lease: Assigned) -> float:
+    def compute(self, lease: Assigned) -> BatchLoss:
         """The batch's mean loss; its gradient is in the replica."""
         return lease.compute(self.training)
 
     def frames(
-        self, lease: LeaseKey, base_version: int, loss: float, compute_s: float
+        self, lease: LeaseKey, base_version: int, loss: BatchLoss, compute_s: float
     ) -> list[Frame]:
         """Encode the gradient, or the weights: all before any is sent, because a bucket may hold NaN."""
         try:

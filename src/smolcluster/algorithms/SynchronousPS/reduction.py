@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from smolcluster.algorithms.SynchronousPS.rule import weight
+from smolcluster.algorithms.SynchronousPS.rule import ExpectedTerms
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.codec.base import NonFiniteValue, absmax
 from smolcluster.codec.feedback import ErrorFeedback
@@ -74,9 +74,12 @@ class Reduction:
             self._feedback = ErrorFeedback(self._codec, replica.num_params)
         self._encoded = [self._new_encoded() for _ in turns]
         self._frames: list[list[weakref.ref[Frame]]] = [[] for _ in turns]
-        self._residual_samples = 0
+        self._residual_terms = 0
         self._step: Step | None = None
         self._num_added = [0] * len(self._buckets)
+        self._num_terms = [0] * len(self._buckets)
+        """Of the parts that have been added to each bucket."""
+        self._expected: list[ExpectedTerms | None] = [None] * len(self._buckets)
         self._norms = [0.0] * len(self._buckets)
         self._largest = [(0.0, "")] * len(self._buckets)
         """Of each bucket of the open step, the largest value that a part added, and whose it was."""
@@ -91,8 +94,8 @@ class Reduction:
         return {} if self._feedback is None else {RESIDUAL: self._feedback.committed}
 
     def progress(self) -> Progress:
-        """What else a checkpoint keeps: the samples of the step that left the residual."""
-        return {} if self._feedback is None else {RESIDUAL: self._residual_samples}
+        """What else a checkpoint keeps: the loss terms of the step that left the residual."""
+        return {} if self._feedback is None else {RESIDUAL: self._residual_terms}
 
     def resume(self, progress: Progress) -> None:
         """Go on from a checkpoint; `residual` has been filled.
@@ -102,18 +105,20 @@ class Reduction:
         """
         if self._feedback is None:
             return
-        num_samples = progress.get(RESIDUAL)
-        if type(num_samples) is not int or num_samples < 0:
+        num_terms = progress.get(RESIDUAL)
+        if type(num_terms) is not int or num_terms < 0:
             raise CheckpointError(
-                f"the checkpoint's residual is of {num_samples!r} samples, must be 0 or more: begin a new run"
+                f"the checkpoint's residual is of {num_terms!r} terms, must be 0 or more: begin a new run"
             )
-        self._residual_samples = num_samples
-        self._feedback.resume(self._buckets if num_samples else (), num_samples)
+        self._residual_terms = num_terms
+        self._feedback.resume(self._buckets if num_terms else (), num_terms)
 
     def open(self, step: Step) -> None:
         """Begin a step in the oldest one's memory, or in new memory if a link is still busy with that."""
         self._num_added = [0] * len(self._buckets)
         self._largest = [(0.0, "")] * len(self._buckets)
+        self._num_terms = [0] * len(self._buckets)
+        self._expected = [None] * len(self._buckets)
         self._step = step
         turn = step.version % self.num_buffers
         if any(frame() is not None for frame in self._frames[turn]):
@@ -126,7 +131,7 @@ class Reduction:
         """The open step is over; its mean stays for `num_buffers` steps."""
         if self._feedback is not None and self._step is not None:
             self._feedback.commit()
-            self._residual_samples = self._step.batch.num_samples
+            self._residual_terms = self._num_terms[-1] or self._residual_terms
         self._step = None
 
     def add(self, session_id: int, push: Push, gradient: Tensor) -> bool:
@@ -147,16 +152,24 @@ class Reduction:
         part, holder = claimed.part, claimed.holder
         number = push.bucket
         total = self._sum_of(step.version, number)
-        factor = weight(part.num_samples, step.batch.num_samples)
-        added = factor * largest, holder.name
         with self._locks[number]:
-            self._largest[number] = max(self._largest[number], added)
+            expected = self._expected[number]
+            if expected is None:
+                expected = self._expected[number] = ExpectedTerms(
+                    push.num_terms, part.num_samples, step.batch.num_samples
+                )
+            factor = expected.weight(push.num_terms)
+            self._largest[number] = max(self._largest[number], (factor * largest, holder.name))
             if self._num_added[number] == 0:
                 torch.mul(gradient, factor, out=total)
             else:
                 total.add_(gradient, alpha=factor)
+            self._num_terms[number] += push.num_terms
             complete = self._num_added[number] + 1 == len(step.parts)
             if complete:
+                correction = expected.correction(self._num_terms[number])
+                if correction != 1.0:
+                    total.mul_(correction)
                 self._finish(step, number, total)
             self._num_added[number] += 1
         return complete
@@ -201,11 +214,13 @@ class Reduction:
         """Take the norm of a bucket's mean; a lossy codec turns it into what everybody will decode."""
         if self._feedback is not None:
             encoded = self._encoded_of(step.version, number)
+            num_terms = self._num_terms[number]
             with self._lossy_lock:
                 try:
-                    self._feedback.encode(
-                        self._buckets[number], total, step.batch.num_samples, encoded
-                    )
+                    if num_terms:
+                        self._feedback.encode(self._buckets[number], total, num_terms, encoded)
+                    else:
+                        self._codec.encode(total, encoded)
                     self._codec.decode(encoded, total)
                 except NonFiniteValue:
                     total.fill_(math.nan)  # `frame` will say that it is not finite

@@ -1,18 +1,21 @@
 """SyncPS's arithmetic, as pure functions.
 
-Each step trains one global batch of N samples. It is cut into parts; the mean gradient g_i of a part of n_i
-samples counts n_i / N, so that the sum
+Each step trains one global batch of T loss terms. It is cut into parts; the mean gradient g_i of a part of
+t_i terms counts t_i / T, so that the sum
 
-    g = sum over i of (n_i / N) g_i
+    g = sum over i of (t_i / T) g_i
 
-is the mean over the whole batch, whatever the parts are (synchronous data parallelism with backup workers:
-Chen et al., 1604.00981). Every replica then takes the same optimizer step with c g, where c clips the global
-norm. Replicas that drifted apart are drawn together again:
+is the mean over all terms of the batch, whatever the parts are (synchronous data parallelism with backup
+workers: Chen et al., 1604.00981). How many terms samples have is known when they have been computed. So parts
+are added up with t_i / E, where E is T as the part that came first lets expect, and the sum is multiplied by
+E / T, which is 1 where all samples have equally many terms. Every replica then takes the same optimizer step
+with c g, where c clips the global norm. Replicas that drifted apart are drawn together again:
 
     w <- β w_server + (1 - β) w_worker        (Polyak averaging between replicas, β = polyak_alpha)
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -29,9 +32,28 @@ def global_batches(
             yield Range(epoch, start, min(start + batch_size, num_samples))
 
 
-def weight(part_samples: int, batch_samples: int) -> float:
-    """n_i / N: what a part's mean gradient counts."""
-    return part_samples / batch_samples
+@dataclass(frozen=True)
+class ExpectedTerms:
+    """E: the loss terms of a batch of so many samples, if all were like those of one part.
+
+    A fraction of whole numbers, so that the weights of equal samples are exactly those of their numbers.
+    """
+
+    part_terms: int
+    part_samples: int
+    batch_samples: int
+
+    def weight(self, num_terms: int) -> float:
+        """t_i / E: what the mean gradient of a part of so many terms counts."""
+        return num_terms * self.part_samples / self._scaled
+
+    def correction(self, num_terms: int) -> float:
+        """E / T, of a batch that has turned out to have so many terms."""
+        return self._scaled / (self.part_samples * max(1, num_terms))
+
+    @property
+    def _scaled(self) -> int:
+        return max(1, self.part_terms) * self.batch_samples
 
 
 def blend(own: Tensor, server: Tensor, beta: float) -> None:

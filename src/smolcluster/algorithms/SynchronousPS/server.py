@@ -58,7 +58,7 @@ class Server:
         self.context = context
         self.cluster, self.train = context.settings.cluster, context.run.train
         self.replica = context.training.replica
-        num_samples = context.training.dataset.train.num_samples
+        num_samples = context.training.num_samples
         self.orders = EpochOrders(context.run.seed, num_samples)
         self.total_samples = self.train.num_epochs * num_samples
         self.config = context.run.of(SyncPSConfig)
@@ -373,15 +373,16 @@ class Server:
         """Report a step that has been taken, and evaluate if it is time."""
         for part in step.parts:
             if part.finished_by:
-                self.report.contributed(part.finished_by.holder, part.num_samples, part.loss)
+                self.report.contributed(part.finished_by.holder, part.num_samples, part.loss.mean)
         self.report.step_taken(
             StepTaken(
                 version=step.version,
                 samples=step.batch,
-                loss=step.loss,
+                loss=step.loss.mean,
                 learning_rate=rate,
                 grad_norm=norm,
                 layer_norms=layer_norms,
+                num_terms=step.loss.num_terms,
             )
         )
         is_evaluated = self.evaluator.after_step(step.version, step.batch.epoch)

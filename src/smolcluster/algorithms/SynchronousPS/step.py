@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from smolcluster.cluster.worker import Worker
 from smolcluster.data.permutation import Range
 from smolcluster.errors import ProtocolError
+from smolcluster.training.compute import BatchLoss
 from smolcluster.transport.messages import LeaseKey, Push
 
+NO_LOSS = BatchLoss(0.0, 0)
 MAX_HOLDERS = 2
 """Members that work on one part at a time."""
 
@@ -60,7 +62,7 @@ class Part:
     start: int
     stop: int
     num_counted: int = 0
-    loss: float = 0.0
+    loss: BatchLoss = NO_LOSS
     was_granted: bool = False
     finished_by: PartAssignment | None = None
     assignments: list[PartAssignment] = field(default_factory=list)
@@ -104,9 +106,11 @@ class Step:
             start += size
 
     @property
-    def loss(self) -> float:
-        """Mean loss of the batch, once every part has counted."""
-        return sum(part.loss * part.num_samples for part in self.parts) / self.batch.num_samples
+    def loss(self) -> BatchLoss:
+        """Mean loss over the batch's terms, once every part has counted."""
+        num_terms = sum(part.loss.num_terms for part in self.parts)
+        total = sum(part.loss.mean * part.loss.num_terms for part in self.parts)
+        return BatchLoss(total / max(1, num_terms), num_terms)
 
     @property
     def assignments(self) -> list[PartAssignment]:
@@ -153,7 +157,7 @@ class Step:
                 return None
             part.num_counted += 1
             assignment.num_counted += 1
-            part.loss = push.loss
+            part.loss = BatchLoss(push.loss, push.num_terms)
             if part.num_counted == self.num_buckets:
                 part.finished_by = assignment
             return assignment

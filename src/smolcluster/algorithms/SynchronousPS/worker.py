@@ -39,6 +39,7 @@ from smolcluster.ps.assignment import Assigned
 from smolcluster.ps.push import GradientSender
 from smolcluster.ps.store import Stores
 from smolcluster.training.build import TrainingContext
+from smolcluster.training.compute import BatchLoss
 from smolcluster.training.optimizer import STEP_COUNT
 from smolcluster.transport.messages import (
     MAX_PULLED_BUCKETS,
@@ -151,7 +152,7 @@ class Worker:
         is_current = self.joined and task.assignment.version == self.version
         return is_current and task.lease not in self.cancelled
 
-    def push(self, task: Assigned, loss: float, compute_s: float) -> None:
+    def push(self, task: Assigned, loss: BatchLoss, compute_s: float) -> None:
         """Send the gradient; as a backup for somebody else, only what is missing, and lossless."""
         what = task.lease, self.version, loss, compute_s
         if task.assignment.backup:

@@ -24,6 +24,7 @@ from smolcluster.ps.push import GradientReceiver, GradientSender, Pushed
 from smolcluster.ps.store import Stores
 from smolcluster.runs.events import PushDropped
 from smolcluster.training.build import TrainingContext, build
+from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
@@ -132,7 +133,7 @@ def test_weights_are_sent_in_the_place_of_the_gradient_bit_for_bit() -> None:
     replica = make_bench().replica
     theirs = some_weights(replica)
     sender = GradientSender("fp32", replica)
-    frames = list(sender.frames(lease_key(), 7, 0.5, 0.01, theirs))
+    frames = list(sender.frames(lease_key(), 7, BatchLoss(0.5, 8), 0.01, theirs))
     kept = theirs.clone()
     theirs.zero_()  # the frames have memory of their own
     assert torch.equal(arrived(frames, replica).gradient, kept)
@@ -144,7 +145,9 @@ def test_weights_that_are_not_finite_are_not_sent_and_their_layer_is_named() -> 
     theirs[replica.layers[2][1].start] = float("nan")
     name = replica.layers[2][0]
     with pytest.raises(NonFiniteLoss, match=f"^weights at layer {name} cannot be sent"):
-        list(GradientSender("fp32", replica).frames(lease_key(), 7, 0.5, 0.01, theirs))
+        list(
+            GradientSender("fp32", replica).frames(lease_key(), 7, BatchLoss(0.5, 8), 0.01, theirs)
+        )
 
 
 # The worker.
@@ -204,12 +207,10 @@ class Office:
         self.worker.pulling = False
         self._dispatcher = Dispatcher(
             incarnation="here",
-            num_samples=self.training.dataset.train.num_samples,
+            num_samples=self.training.num_samples,
             num_epochs=1,
             batch_size=32,
-            permutation=lambda _: torch.arange(
-                self.training.dataset.train.num_samples, dtype=torch.int32
-            ),
+            permutation=lambda _: torch.arange(self.training.num_samples, dtype=torch.int32),
         )
 
     def lease(self) -> Assigned:
@@ -314,7 +315,7 @@ class Puppet:
 
     def push(self, lease: LeaseKey, weights: Tensor, base_version: int = 0) -> Ack:
         seen = self._stage.count(Pushed)
-        for frame in self._sender.frames(lease, base_version, 0.5, 0.01, weights):
+        for frame in self._sender.frames(lease, base_version, BatchLoss(0.5, 8), 0.01, weights):
             self._hand.connection.send_frame(frame)
         self._stage.house.until(lambda: self._stage.count(Pushed) > seen)
         return self._hand.hear_a(Ack)

@@ -24,6 +24,7 @@ from smolcluster.cluster.worker_pool import Departed
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.ps.push import GradientSender, Pushed
 from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLost, WorkerStalled
+from smolcluster.training.compute import BatchLoss
 from smolcluster.transport.frames import Frame, build_frame, check_head
 from smolcluster.transport.messages import Ack, Assignment, Fault, LeaseKey, Pull, Skip, State
 from stages import EDPStage
@@ -73,7 +74,7 @@ class Puppet:
 
     def frames(self, lease: LeaseKey, base_version: int = 0, seed: int = 0) -> list[Frame]:
         set_gradient(self.replica, seed)
-        return list(self._sender.frames(lease, base_version, 0.5, 0.25))
+        return list(self._sender.frames(lease, base_version, BatchLoss(0.5, 8), 0.25))
 
     def push(self, lease: LeaseKey, base_version: int = 0, seed: int = 0) -> Ack:
         """Push some gradient, and hear what became of it."""

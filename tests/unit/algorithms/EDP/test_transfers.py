@@ -14,6 +14,7 @@ from smolcluster.errors import ProtocolError
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import Assigned, work_payload
 from smolcluster.ps.push import GradientReceiver, GradientSender, Pushed
+from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import Ack, Assignment, LeaseKey, Message, Pull, State
@@ -41,7 +42,7 @@ def push_frames(
 ) -> list[Frame]:
     """A whole push of some gradient."""
     set_gradient(replica, 1)
-    return list(GradientSender(codec, replica).frames(key or lease(), 7, 0.5, 0.25))
+    return list(GradientSender(codec, replica).frames(key or lease(), 7, BatchLoss(0.5, 32), 0.25))
 
 
 @pytest.mark.parametrize(("codec", "dtype"), [("fp32", torch.float32), ("fp64", torch.float64)])
@@ -50,7 +51,7 @@ def test_a_lossless_push_arrives_bit_for_bit(codec: str, dtype: torch.dtype) -> 
     gradient = set_gradient(replica, 1)
     sender = GradientSender(codec, replica)
     receiver = GradientReceiver(SEAT, codec, replica.buckets)
-    frames = list(sender.frames(lease(), 7, 0.5, 0.25))
+    frames = list(sender.frames(lease(), 7, BatchLoss(0.5, 32), 0.25))
     assert deliver(frames[:2], receiver) == []
     assert receiver.in_progress
     (event,) = deliver(frames[2:], receiver)
@@ -63,7 +64,7 @@ def test_a_lossless_push_arrives_bit_for_bit(codec: str, dtype: torch.dtype) -> 
 def test_an_8_bit_push_is_a_quarter_and_close(replica: Replica) -> None:
     gradient = set_gradient(replica, 1)
     sender = GradientSender("int8", replica)
-    frames = list(sender.frames(lease(), 7, 0.5, 0.25))
+    frames = list(sender.frames(lease(), 7, BatchLoss(0.5, 32), 0.25))
     (event,) = deliver(frames, GradientReceiver(SEAT, "int8", replica.buckets))
     assert isinstance(event, Pushed)
     largest = gradient.abs().max().item()
@@ -83,7 +84,7 @@ def test_what_was_applied_and_what_is_owed_add_up_to_all_gradients(
 
     def push(gradient: Tensor, num_samples: int, applied: bool) -> None:
         replica.grads.copy_(gradient)
-        frames = list(sender.frames(lease(stop=num_samples), 0, 0.5, 0.25))
+        frames = list(sender.frames(lease(stop=num_samples), 0, BatchLoss(0.5, num_samples), 0.25))
         (event,) = deliver(frames, receiver)
         assert isinstance(event, Pushed)
         if applied:

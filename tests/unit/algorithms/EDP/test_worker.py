@@ -14,6 +14,7 @@ from smolcluster.errors import NonFiniteLoss, PeerLost
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import Assigned, work_payload
 from smolcluster.training.build import build
+from smolcluster.training.compute import BatchLoss
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
     Ack,
@@ -200,7 +201,7 @@ def test_of_a_gradient_that_cannot_be_encoded_whole_nothing_is_sent() -> None:
     lease = desk.assigned(0).lease
     desk.training.replica.grads[-1] = math.nan
     with pytest.raises(NonFiniteLoss):
-        worker.frames(lease, 0, 0.5, 0.1)
+        worker.frames(lease, 0, BatchLoss(0.5, 8), 0.1)
     assert desk.wire.pushes == []
 
 

@@ -113,6 +113,7 @@ def push_of(key: LeaseKey, bucket: int, num_buckets: int = 3, loss: float = 0.5)
         bucket=bucket,
         num_buckets=num_buckets,
         num_samples=key.stop - key.start,
+        num_terms=key.stop - key.start,
         loss=loss,
         compute_s=0.25,
         tensor=TensorSpec(codec="fp32", dtype="float32", shape=(1,), nbytes=4),

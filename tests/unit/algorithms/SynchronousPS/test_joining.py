@@ -18,8 +18,10 @@ from smolcluster.algorithms.SynchronousPS.members import FRAMES_AHEAD, StepMembe
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.cluster.worker_pool import Joined
+from smolcluster.configs.schema import DatasetPlace
 from smolcluster.ps.push import GradientSender
-from smolcluster.training.build import TrainingContext, build_replica
+from smolcluster.training.build import build
+from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
 from smolcluster.transport.messages import Assignment, Ready, Welcome
 from unit.algorithms.SynchronousPS.actors import (
@@ -48,11 +50,17 @@ class Joiner:
         assert found is not None
         self.member: StepMember = found
         self._post = post_of(peer)
-        train, dataset = server.context.run.train, server.context.training.dataset
-        cpu = torch.device("cpu")
-        self.replica = build_replica(train, session_id, dataset, cpu, bucket_bytes=BUCKET_BYTES)
+        training = build(
+            server.context.run.train,
+            session_id,
+            DatasetPlace(),
+            torch.device("cpu"),
+            bucket_bytes=BUCKET_BYTES,
+            workload=server.context.training.workload,
+        )
+        self.replica = training.replica
         # It has no link: with digests that differ it would fail as it asks for weights.
-        self._worker = Worker(welcome(server), TrainingContext(dataset, self.replica, 0))
+        self._worker = Worker(welcome(server), training)
         self._receiver = self._worker.new_receiver()
 
     def come_to(self, place: int, server: Server) -> None:
@@ -123,7 +131,7 @@ class Run:
         self._post.frames.clear()
         self._post.num_sent = self._post.num_queued
         replica.grads.copy_(random_gradient(replica.num_params, version))
-        frames = self._sender.frames(lease, version, 0.5, 0.25)
+        frames = self._sender.frames(lease, version, BatchLoss(0.5, lease.stop - lease.start), 0.25)
         events = [deliver(frame, self._receiver) for frame in frames]
         for number in order:
             event = events[number]

@@ -17,12 +17,12 @@ from smolcluster.algorithms.SynchronousPS.reduction import (
     PartReceiver,
     Reduction,
 )
-from smolcluster.algorithms.SynchronousPS.rule import weight
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.step_receiver import StepReceiver
 from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.net.inbox import MessageReceived
 from smolcluster.ps.push import GradientSender
+from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
@@ -63,7 +63,7 @@ def gradients_of(replica: Replica, count: int, seed: int = 0) -> list[Tensor]:
 def weighted_mean(gradients: list[Tensor], sizes: tuple[int, ...]) -> Tensor:
     """The plain sum that everything is compared with, in float64."""
     parts = zip(gradients, sizes, strict=True)
-    return torch.stack([weight(size, sum(sizes)) * each.double() for each, size in parts]).sum(0)
+    return torch.stack([size / sum(sizes) * each.double() for each, size in parts]).sum(0)
 
 
 def mean_of(reduction: Reduction, version: int) -> Tensor:
@@ -301,8 +301,13 @@ def pushed(
     replica.grads.copy_(gradient)
     sender = GradientSender(codec, replica, in_place=True)
     if first_bucket is None:
-        return list(sender.frames(key, 0, 0.5, 0.25))
-    return list(starmap(frame_of, sender.backup_pushes(key, 0, 0.5, 0.25, first_bucket)))
+        return list(sender.frames(key, 0, BatchLoss(0.5, key.stop - key.start), 0.25))
+    return list(
+        starmap(
+            frame_of,
+            sender.backup_pushes(key, 0, BatchLoss(0.5, key.stop - key.start), 0.25, first_bucket),
+        )
+    )
 
 
 def receiver_in(

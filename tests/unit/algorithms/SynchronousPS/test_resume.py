@@ -238,7 +238,7 @@ def checkpoint_of(parts: Parts, folder: Path, step: int = 4, **changes: Any) -> 
     try:
         batches = list(server.batches)[:step]
         for version, batch in enumerate(batches, start=1):
-            server.report.step_taken(StepTaken(version, batch, 0.5, 1e-3, 1.0, {}))
+            server.report.step_taken(StepTaken(version, batch, 0.5, 1e-3, 1.0, {}, 1))
         replica = parts.context.training.replica
         replica.params.fill_(0.25)
         owed = server.reduction.residual()
@@ -309,7 +309,7 @@ def test_a_checkpoint_of_something_else_is_refused(
 def test_more_samples_than_all_epochs_have_are_refused_and_just_as_many_are_not(
     parts: Parts, tmp_path: Path
 ) -> None:
-    total = 3 * parts.context.training.dataset.train.num_samples
+    total = 3 * parts.context.training.num_samples
     exact = checkpoint_of(parts, tmp_path / "exact", samples_applied=total)
     context = replace(parts.context, checkpoint=exact)
     report = resumed_server(parts, None).report

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smolcluster.algorithms.SynchronousPS.rule import blend, global_batches, weight
+from smolcluster.algorithms.SynchronousPS.rule import ExpectedTerms, blend, global_batches
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.training.optimizer import clip_factor
 from smolcluster.training.replica import Replica
@@ -40,7 +40,7 @@ def test_only_the_last_batch_of_an_epoch_is_smaller() -> None:
 def test_the_mean_does_not_depend_on_the_parts(sizes: list[int]) -> None:
     samples = random_gradient(32, 1, torch.float64)
     means = [part.mean() for part in torch.split(samples, sizes)]
-    weights = [weight(size, 32) for size in sizes]
+    weights = [ExpectedTerms(3, 1, 32).weight(3 * size) for size in sizes]
     assert sum(weights) == pytest.approx(1.0)
     mean = sum(share * float(part) for share, part in zip(weights, means, strict=True))
     assert mean == pytest.approx(float(samples.mean()), rel=1e-12)
@@ -81,3 +81,18 @@ def test_a_weight_of_0_changes_nothing_and_of_1_copies_bit_for_bit() -> None:
     assert torch.equal(own, before)
     blend(own, server, 1.0)
     assert torch.equal(own, server)
+
+
+@pytest.mark.parametrize("first", [(7, 4), (0, 4), (20, 1)])
+def test_parts_weigh_their_loss_terms_whatever_the_first_one_lets_expect(
+    first: tuple[int, int],
+) -> None:
+    terms = [7, 0, 20, 1]
+    expected = ExpectedTerms(*first, batch_samples=16)
+    weights = [expected.weight(each) * expected.correction(sum(terms)) for each in terms]
+    assert weights == pytest.approx([each / 28 for each in terms])
+
+
+def test_a_batch_without_a_term_has_finite_weights() -> None:
+    expected = ExpectedTerms(0, 4, 8)
+    assert expected.weight(0) * expected.correction(0) == 0.0

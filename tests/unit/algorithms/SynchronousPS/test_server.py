@@ -32,6 +32,7 @@ from smolcluster.runs.events import (
     WorkerLost,
     WorkerParked,
 )
+from smolcluster.training.compute import BatchLoss
 from smolcluster.training.optimizer import clip_coefficient
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
@@ -149,10 +150,11 @@ class Puppet:
     def frames(self, part: Assignment, seed: int = 0, loss: float = 0.5) -> list[Frame]:
         """A push of some gradient, or what a backup sends of it."""
         self.replica.grads.copy_(self.gradient(seed))
+        batch = BatchLoss(loss, part.lease.stop - part.lease.start)
         if part.backup:
-            backup = self._sender.backup_pushes(part.lease, 0, loss, 0.25, part.first_bucket)
+            backup = self._sender.backup_pushes(part.lease, 0, batch, 0.25, part.first_bucket)
             return list(starmap(frame_of, backup))
-        return list(self._sender.frames(part.lease, part.version, loss, 0.25))
+        return list(self._sender.frames(part.lease, part.version, batch, 0.25))
 
     def send(self, frames: Sequence[Frame]) -> None:
         for frame in frames:
@@ -943,7 +945,7 @@ def test_a_worker_that_pushes_what_is_not_finite_is_cut_and_nothing_of_it_counts
     puppet.replica.grads[5] = value  # of a worker that does not look
     spoiled = [
         *GradientSender("fp32", puppet.replica, in_place=True).frames(
-            stage.step.assignments[0].key, 0, 0.5, 0.25
+            stage.step.assignments[0].key, 0, BatchLoss(0.5, 8), 0.25
         )
     ]
     del frames

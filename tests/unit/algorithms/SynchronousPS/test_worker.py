@@ -15,7 +15,6 @@ from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, FellBe
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.cluster.link import Link
 from smolcluster.codec.registry import get_codec
-from smolcluster.data.dataset import Dataset
 from smolcluster.errors import NonFiniteLoss, PeerLost
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Later
@@ -23,7 +22,9 @@ from smolcluster.ps.assignment import Assigned, work_payload
 from smolcluster.ps.push import GradientSender, bucket_spec
 from smolcluster.ps.store import Stores
 from smolcluster.training.build import TrainingContext
+from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
+from smolcluster.training.workload import Workload
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
     MAX_PULLED_BUCKETS,
@@ -95,12 +96,12 @@ class Bench(TrainingContext):
     diary: list[str] = field(default_factory=list)
     meanwhile: list[Callable[[], None]] = field(default_factory=list)
 
-    def compute(self, indices: Tensor, epoch: int = 0, start: int = 0) -> float:  # noqa: ARG002
+    def compute(self, indices: Tensor, epoch: int = 0, start: int = 0) -> BatchLoss:  # noqa: ARG002
         self.diary.append("compute")
         self.replica.grads.copy_(gradient_for(self.replica, indices))
         for happen in self.meanwhile:
             happen()
-        return 0.5
+        return BatchLoss(0.5, len(indices))
 
 
 def gradient_for(replica: Replica, indices: Tensor) -> Tensor:
@@ -119,7 +120,7 @@ class Shop:
     ) -> None:
         self.diary: list[str] = []
         self.replica = replica or small_replica(optimizer)
-        self.training = Bench(cast(Dataset, None), self.replica, 0, diary=self.diary)
+        self.training = Bench(cast(Workload, None), self.replica, 0, diary=self.diary)
         run = local_settings(*overrides, algorithm="syncps").run_config("run", "syncps")
         welcome = Welcome(
             run_id="run",
@@ -612,7 +613,7 @@ def reference(settled: int | None) -> list[bytes]:
     sender = GradientSender("int8", replica)
     for grant in (1, 2):
         replica.grads.copy_(gradient_for(replica, task(grant).indices))
-        frames = list(sender.frames(lease(grant), 3, 0.5, 0.25))
+        frames = list(sender.frames(lease(grant), 3, BatchLoss(0.5, 8), 0.25))
         sender.settle(settled)
     return [bytes(frame.payload) for frame in frames]
 

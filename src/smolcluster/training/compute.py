@@ -1,0 +1,156 @@
+"""Forward and backward: from batches to a mean loss, and its gradient in a replica."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from smolcluster.configs.schema import Precision
+from smolcluster.data.dataset import Batch
+from smolcluster.errors import NonFiniteLoss
+from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica, first_non_finite
+from smolcluster.training.workload import LossFunction, count_terms
+
+
+class BatchLoss(NamedTuple):
+    """The mean loss of a batch, and over how many loss terms it is; 0 where there is none."""
+
+    mean: float
+    num_terms: int
+
+
+class Part(NamedTuple):
+    """Samples that go through the model at once: how many, and what gathers them."""
+
+    num_samples: int
+    gather: Callable[[], Batch]
+
+
+def forward_backward(replica: Replica, loss: LossFunction, parts: list[Part]) -> BatchLoss:
+    """Return the mean over all loss terms of a batch's parts, and leave its gradient in `replica.grads`.
+
+    How many terms there are in all is known when all parts have gone through. Until then it is judged by the
+    first part: where samples have equally many terms that is right, and the gradient need not be scaled.
+
+    Raises:
+        NonFiniteLoss: the loss or the gradient is NaN or infinite; the message names the layer.
+            The weights are unchanged; `replica.grads` must not be used.
+    """
+    replica.grads.zero_()
+    num_samples = sum(part.num_samples for part in parts)
+    shares, num_terms, divisor = [], 0, 0.0
+    for part in parts:
+        with replica.meter("data"):
+            batch = placed(part.gather(), replica.device, replica.params.dtype)
+        with replica.meter("forward"), autocast(replica.precision, replica.device):
+            result = loss(replica.model, batch)
+            total, count = count_terms(result, part.num_samples)
+            divisor = divisor or max(1.0, count * num_samples / part.num_samples)
+            share = total / divisor
+        num_terms += count
+        with replica.meter("backward"):
+            if share.requires_grad:
+                share.backward()  # type: ignore[no-untyped-call]
+        shares.append(share.detach())
+    scale = divisor / max(1, num_terms)
+    with replica.meter("backward"):  # an accelerator has it to finish
+        if scale != 1.0:
+            replica.grads.mul_(scale)
+        norm = torch.linalg.vector_norm(replica.grads).item()
+    losses = [share.item() for share in shares]
+    mean = sum(losses) * scale
+    if not (math.isfinite(mean) and math.isfinite(norm)):
+        bad = next((i for i, value in enumerate(losses) if not math.isfinite(value)), 0)
+        _explain_non_finite(replica, loss, parts[bad], mean)
+    return BatchLoss(mean, num_terms)
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """A block in which matrix products are computed in this precision, on this device."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+def placed(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
+    """The batch with its tensors on `device`, those of floating point as `dtype`."""
+    match batch:
+        case Tensor():
+            return batch.to(device, dtype) if batch.is_floating_point() else batch.to(device)
+        case dict():
+            return {key: placed(value, device, dtype) for key, value in batch.items()}
+        case tuple() if hasattr(batch, "_fields"):
+            return type(batch)(*(placed(value, device, dtype) for value in batch))
+        case list() | tuple():
+            return type(batch)(placed(value, device, dtype) for value in batch)
+    return batch
+
+
+def _tensors(batch: Batch) -> Iterator[Tensor]:
+    match batch:
+        case Tensor():
+            yield batch
+        case dict():
+            for value in batch.values():
+                yield from _tensors(value)
+        case list() | tuple():
+            for value in batch:
+                yield from _tensors(value)
+
+
+def _explain_non_finite(replica: Replica, loss: LossFunction, part: Part, mean: float) -> None:
+    """Raise and name the cause; return if all is finite and only the norm's sum overflowed."""
+    if not math.isfinite(mean):
+        batch = placed(part.gather(), replica.device, replica.params.dtype)
+        origin = _origin_of_loss(replica, loss, batch)
+        raise NonFiniteLoss(f"loss is {mean} {origin}; {DIVERGENCE_REMEDY}")
+    for name, place in replica.layers:
+        if (value := first_non_finite(replica.grads[place])) is not None:
+            raise NonFiniteLoss(
+                f"gradient is {value} at layer {name} (loss {mean:.6g}); {DIVERGENCE_REMEDY}"
+            )
+
+
+def _origin_of_loss(replica: Replica, loss: LossFunction, batch: Batch) -> str:
+    for tensor in _tensors(batch):
+        if tensor.is_floating_point() and (value := first_non_finite(tensor)) is not None:
+            return f"because the batch's inputs hold {value}: check the dataset"
+    with autocast(replica.precision, replica.device):
+        found = _first_bad_output(replica.model, loss, batch)
+    if found is not None:
+        return f"at layer {found[0]}, whose output holds {found[1]}"
+    for name, place in replica.layers:
+        if (value := first_non_finite(replica.params[place])) is not None:
+            return f"at layer {name}, whose weights hold {value}"
+    return "at the loss itself: every layer's output is finite"
+
+
+def _first_bad_output(
+    model: nn.Module, loss: LossFunction, batch: Batch
+) -> tuple[str, float] | None:
+    """Run the batch again and return the first module with a non-finite output, and that value."""
+    found: list[tuple[str, float]] = []
+
+    def watch(name: str) -> Callable[[nn.Module, object, object], None]:
+        def look(_module: nn.Module, _inputs: object, output: object) -> None:
+            if not found and isinstance(output, Tensor):
+                value = first_non_finite(output)
+                if value is not None:
+                    found.append((name, value))
+
+        return look
+
+    handles = [
+        module.register_forward_hook(watch(name or "model"))
+        for name, module in model.named_modules()
+    ]
+    try:
+        with torch.no_grad():
+            loss(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None

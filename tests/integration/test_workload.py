@@ -1,0 +1,224 @@
+"""A user's own workload, in one process and by both algorithms."""
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from harness import Cluster, local_settings
+from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import AlgorithmName
+from smolcluster.data.dataset import Batch
+from smolcluster.data.digits import load_digits
+from smolcluster.errors import ConfigError
+from smolcluster.runs.events import Evaluated
+from smolcluster.training.build import TrainingContext, build
+from smolcluster.training.loop import training_steps
+from smolcluster.training.workload import Terms, Workload
+from smolcluster.utils.stopping import Interrupted
+
+CPU = torch.device("cpu")
+ALGORITHMS: list[AlgorithmName] = ["edp", "syncps"]
+IGNORED = -100
+NODES = ("pi5", "win", "macbook")
+
+
+class Rows:
+    """A map-style dataset of inputs and targets."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.inputs, self.targets = inputs, targets
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input": self.inputs[index], "target": self.targets[index]}
+
+
+class Tagger(nn.Module):
+    """Frozen features, then a label for each of five places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Linear(8, 12).requires_grad_(requires_grad=False)
+        self.labels = nn.Linear(12, 5 * 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 8) to logits (batch, 5, 4)."""
+        logits: Tensor = self.labels(self.features(inputs).tanh()).unflatten(1, (5, 4))
+        return logits
+
+
+def tag_loss(model: nn.Module, batch: Batch) -> Terms:
+    logits, targets = model(batch["input"]), batch["target"]
+    total = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total, (targets != IGNORED).sum()
+
+
+def num_hits(model: nn.Module, batch: Batch) -> Terms:
+    is_hit = model(batch["input"]).argmax(dim=-1) == batch["target"]
+    return is_hit.sum(), (batch["target"] != IGNORED).sum()
+
+
+def ragged(num_samples: int = 200, *, held_out: bool = False) -> Workload:
+    """Samples with 0 to 5 targets each: most of them with one, some with all."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(num_samples, 8, generator=generator)
+    targets = torch.randint(0, 4, (num_samples, 5), generator=generator)
+    lengths = torch.tensor([5, 1, 0, 1, 1, 1, 5, 1])[torch.arange(num_samples) % 8]
+    targets[torch.arange(5) >= lengths[:, None]] = IGNORED
+    rows = Rows(inputs, targets)
+    metrics = {"hits": num_hits}
+    return Workload(
+        Tagger, tag_loss, rows, rows if held_out else None, metrics=metrics, name="tags"
+    )
+
+
+def settings_for(algorithm: AlgorithmName, num_workers: int, *overrides: str) -> Settings:
+    own = ("num_epochs=2", f"min_workers={num_workers}", *overrides)
+    if algorithm == "edp":
+        own = ("worker_update_interval=1", "batch_size=32", *own)
+    else:
+        shares = [f"batch_share.{node}={1 / num_workers}" for node in NODES[:num_workers]]
+        own = ("global_batch_size=32", *shares, *own)
+    return local_settings(*own, workers=num_workers, algorithm=algorithm)
+
+
+def alone(settings: Settings, workload: Workload) -> tuple[list[float], TrainingContext]:
+    """The losses of every step of a single process with the same batches."""
+    train, seed = settings.run_config("alone", "syncps").train, settings.cluster.seed
+    training = build(train, seed, settings.node.dataset, CPU, workload=workload)
+    return [step.loss for step in training_steps(training, train)], training
+
+
+def run(settings: Settings, folder: Path, algorithm: AlgorithmName, workload: Workload) -> Cluster:
+    folder.mkdir(exist_ok=True)
+    cluster = Cluster(settings, folder, algorithm=algorithm, workload=workload)
+    num_workers = settings.cluster.num_workers
+    cluster.finish(*(cluster.worker(i + 1, node=NODES[i]) for i in range(num_workers)))
+    return cluster
+
+
+def losses_of(cluster: Cluster) -> Sequence[float]:
+    return [record.values["loss"] for record in cluster.metrics.steps]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "num_workers"), [("edp", 1), ("syncps", 1), ("syncps", 2), ("syncps", 3)]
+)
+def test_ragged_targets_train_as_in_one_process_whoever_computes_them(
+    tmp_path: Path, algorithm: AlgorithmName, num_workers: int
+) -> None:
+    settings = settings_for(algorithm, num_workers)
+    workload = ragged()
+    cluster = run(settings, tmp_path, algorithm, workload)
+    expected, training = alone(settings, workload)
+    assert losses_of(cluster) == pytest.approx(expected, rel=1e-5)
+    theirs = cluster.training.replica
+    torch.testing.assert_close(theirs.params, training.replica.params, rtol=1e-4, atol=1e-6)
+    assert [name for name, _ in theirs.layers] == ["labels.weight", "labels.bias"], "what travels"
+    summary = cluster.server.summary
+    assert summary is not None
+    assert (summary.final.val_loss, summary.final.val_accuracy) == (None, None)
+    assert summary.final.train_loss is not None
+
+
+def test_a_mean_of_means_would_be_another_loss() -> None:
+    training = alone(settings_for("syncps", 2), ragged())[1]
+    whole, halves = (
+        [training.compute(part) for part in torch.split(torch.arange(30), size)]
+        for size in (30, 15)
+    )
+    assert sum(half.num_terms for half in halves) == whole[0].num_terms
+    by_terms = sum(half.mean * half.num_terms for half in halves) / whole[0].num_terms
+    assert by_terms == pytest.approx(whole[0].mean, rel=1e-6)
+    assert sum(half.mean for half in halves) / 2 != pytest.approx(whole[0].mean, rel=1e-3)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_workload_s_own_metrics_are_reported(tmp_path: Path, algorithm: AlgorithmName) -> None:
+    settings = settings_for(algorithm, 1, "eval_steps=5")
+    cluster = run(settings, tmp_path, algorithm, ragged(held_out=True))
+    evaluation = cluster.training.evaluate()
+    assert evaluation is not None
+    summary = cluster.server.summary
+    assert summary is not None
+    final = summary.final.model_dump()
+    assert final["val_hits"] == evaluation.metrics["hits"]
+    assert final["val_loss"] == evaluation.loss
+    evaluated = [each.event for each in cluster.events() if isinstance(each.event, Evaluated)]
+    assert evaluated[-1].model_dump()["val_hits"] == final["val_hits"]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_digits_written_as_a_user_s_workload_give_the_same_losses_bit_for_bit(
+    tmp_path: Path, algorithm: AlgorithmName
+) -> None:
+    settings = settings_for(algorithm, 1, "model.hidden=16", "eval_steps=20")
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+
+    def loss(model: nn.Module, batch: Batch) -> Terms:
+        logits = model(batch["input"])
+        return functional.cross_entropy(logits, batch["target"], reduction="sum"), len(logits)
+
+    data = load_digits(settings.cluster.seed)
+    everything = [
+        split.batch(torch.arange(split.num_samples)) for split in (data.train, data.validation)
+    ]
+    own = Workload(model, loss, *(Rows(*tensors) for tensors in everything), eval_batch_size=1024)
+    built_in = Cluster(settings, tmp_path, algorithm=algorithm)
+    built_in.finish(built_in.worker(1, node=NODES[0]))
+    again = settings_for(algorithm, 1, "model.hidden=16", "eval_steps=20")
+    theirs = run(again, tmp_path / "own", algorithm, own)
+    assert losses_of(theirs) == losses_of(built_in)
+    assert torch.equal(theirs.training.replica.params, built_in.training.replica.params)
+    assert theirs.server.summary is not None
+    assert built_in.server.summary is not None
+    assert theirs.server.summary.final.val_loss == built_in.server.summary.final.val_loss
+
+
+class Counting(nn.Module):
+    """Counts in a buffer how many batches it has seen while training."""
+
+    num_batches: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 20)
+        self.register_buffer("num_batches", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 8) to logits (batch, 5, 4)."""
+        if self.training:
+            self.num_batches += 1
+        logits: Tensor = self.layer(inputs).unflatten(1, (5, 4))
+        return logits
+
+
+def test_in_one_process_a_buffer_may_change_as_the_model_computes() -> None:
+    module = Counting()
+    workload = Workload(module, tag_loss, ragged().train)
+    losses, training = alone(settings_for("syncps", 1), workload)
+    assert training.replica.model.get_buffer("num_batches") == len(losses) == 14
+    assert module.num_batches == 0, "a module is copied"
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_cluster_refuses_a_buffer_that_changes_as_the_model_computes(
+    tmp_path: Path, algorithm: AlgorithmName
+) -> None:
+    workload = Workload(Counting, tag_loss, ragged().train)
+    settings = settings_for(algorithm, 1)
+    cluster = Cluster(settings, tmp_path, algorithm=algorithm, workload=workload)
+    failure = cluster.worker(1).failure()
+    assert isinstance(failure, ConfigError)
+    assert "num_batches" in str(failure)
+    cluster.stop.note(signal.SIGTERM)
+    assert isinstance(cluster.server.failure(), Interrupted)
