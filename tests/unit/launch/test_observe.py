@@ -145,7 +145,7 @@ def put_services_at(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
         Service(each.name, f"http://127.0.0.1:{port}/{each.name}", each.word) for each in services()
     )
     for module in (stack, beside):
-        monkeypatch.setattr(module, "services", lambda: found)
+        monkeypatch.setattr(module, "services", lambda *_: found)
 
 
 def test_the_checkout_has_a_stack() -> None:
