@@ -305,7 +305,7 @@ def test_frequent_events_are_thinned_to_what_fits(
     assert 50 < len(shown) < 400
     assert min(right - left for left, right in pairwise(shown)) >= 4
     find(browser, "#timeline svg").send_keys(Keys.ARROW_LEFT)
-    assert "checkpoint saved – step 399" in text_of(browser, "#event")
+    assert "checkpoint saved – checkpoint of step 399 saved" in text_of(browser, "#event")
 
 
 def test_another_run_is_chosen_the_theme_is_changed_and_it_fits_a_telephone(
