@@ -708,10 +708,11 @@ STAMPS = {
     *("cluster/board.py", "cluster/report.py", "observability/spans.py"),
     *("launch/doctor/examine.py", "launch/watch/probe.py"),  # which compare clocks of machines
     *("net/clocks.py", "cluster/process_stats.py", "utils/meter.py"),  # and these
-    *(f"observability/report/{name}.py" for name in ("comparison", "facts", "page")),
-    *("observability/view/run.py", "launch/watch/top/source.py"),  # say how old something is
+    *(f"observability/report/{name}.py" for name in ("comparison", "page")),
+    *(f"observability/view/{name}.py" for name in ("facts", "run", "snapshot")),
+    "launch/watch/top/source.py",  # say how old something is
     *("launch/observe/targets.py", "launch/watch/listing.py"),  # compare with a file's time
-    *("launch/clean.py", "observability/view/listing.py", "runs/status.py"),  # and these
+    *("launch/clean.py", "runs/status.py"),  # and these
     "runs/files.py",  # says from when to when lines were lost
 }
 """Where the clock on the wall is read, mostly as the default of `now`, for time stamps."""
