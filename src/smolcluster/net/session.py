@@ -98,6 +98,8 @@ class Session:
         self._outbound: queue.SimpleQueue[Outbound] = queue.SimpleQueue()
         self._urgent: deque[Frame] = deque()
         self._reason: str | None = None
+        self._started = threading.Event()
+        """Others may know of the session just before it is started."""
         self._lock = threading.Lock()
         self._reader = threading.Thread(target=self._read, name=f"reader-{session_id}", daemon=True)
         self._writer = threading.Thread(
@@ -108,6 +110,7 @@ class Session:
         """Begin to read and write."""
         self._writer.start()
         self._reader.start()  # last, because it waits for the writer when it ends
+        self._started.set()
 
     def send(self, message: Message, payload: Buffer = b"") -> None:
         """Queue a message. `payload` must not change until it has been sent. Never blocks."""
@@ -149,7 +152,9 @@ class Session:
         """Wait until what is queued has been sent. Returns whether it was, or the session has ended."""
         done = threading.Event()
         self._outbound.put(done)
-        deadline = Deadline(timeout_s)
+        deadline = Deadline(min(timeout_s, threading.TIMEOUT_MAX))
+        if not self._started.wait(deadline.remaining()):
+            return False
         while self._writer.is_alive() and not deadline.expired:
             if done.wait(min(deadline.remaining(), FLUSH_TICK_S)):
                 return True
@@ -196,7 +201,10 @@ class Session:
 
     def join(self, timeout_s: float | None) -> bool:
         """Wait until the session has ended and its memory is free. Returns whether it has."""
-        self._reader.join(timeout_s)
+        deadline = Deadline(threading.TIMEOUT_MAX if timeout_s is None else timeout_s)
+        if not self._started.wait(deadline.remaining()):
+            return False
+        self._reader.join(deadline.remaining())
         return not self._reader.is_alive()
 
     def _read(self) -> None:

@@ -303,6 +303,21 @@ def test_a_flush_of_an_idle_session_is_over_at_once(
     next_event(inbox, SessionClosed)
 
 
+def test_a_session_that_is_not_started_yet_has_neither_sent_nor_ended(
+    ends: tuple[Connection, Hand], inbox: Inbox
+) -> None:
+    ours, peer = ends
+    session = session_on(ours, inbox)
+    session.send(Pull())
+    assert not session.flush(0.01)
+    assert not session.join(0.01)
+    session.start()
+    assert session.flush(DEADLINE_S)
+    peer.hear_a(Pull)
+    peer.leave()
+    assert session.join(DEADLINE_S)
+
+
 def test_a_flush_ends_with_its_session(ends: tuple[Connection, Hand], inbox: Inbox) -> None:
     ours, _ = ends
     session = session_on(ours, inbox, max_queued=NUM_FRAMES)
