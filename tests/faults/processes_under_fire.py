@@ -16,13 +16,13 @@ from types import MappingProxyType
 from typing import Any
 
 from smolcluster.algorithms.EDP.server import Server as EDPServer
-from smolcluster.algorithms.EDP.worker import StateReceiver
 from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
 from smolcluster.algorithms.entry import main
 from smolcluster.algorithms.SynchronousPS.members import Members
 from smolcluster.algorithms.SynchronousPS.worker import Worker as SyncPSWorker
 from smolcluster.cluster.saver import Saver
 from smolcluster.configs.spec import get_algorithm
+from smolcluster.ps.weights import StateReceiver
 from smolcluster.training import checkpoint
 from smolcluster.training.checkpoint import CheckpointStore, CheckpointWriter, Snapshot
 from smolcluster.transport.connection import Connection

@@ -21,10 +21,7 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-from torch import Tensor
 
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.EDP import rule
@@ -38,7 +35,8 @@ from smolcluster.errors import NonFiniteLoss
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import assignment_of
 from smolcluster.ps.leases import Dispatcher, DispatcherState
-from smolcluster.ps.push import GradientReceiver, Pushed, state_frame
+from smolcluster.ps.push import GradientReceiver, Pushed
+from smolcluster.ps.weights import state_frames
 from smolcluster.runs.summary import Summary
 from smolcluster.training.checkpoint import Progress, parse_progress
 from smolcluster.training.schedule import learning_rate
@@ -350,16 +348,6 @@ class Server:
         return learning_rate(
             self.train, self.dispatcher.samples_applied, self.dispatcher.total_samples
         )
-
-
-def state_frames(
-    incarnation: str, version: int, weights: Tensor, buckets: Sequence[slice]
-) -> list[Frame]:
-    """Frames of the weights (num_params,) at `version`, to be shared by all who ask for them."""
-    return [
-        state_frame(weights[bucket], number, len(buckets), incarnation=incarnation, version=version)
-        for number, bucket in enumerate(buckets)
-    ]
 
 
 def serve(context: ServerContext) -> Summary:

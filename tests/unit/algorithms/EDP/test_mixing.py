@@ -14,7 +14,7 @@ from harness import free_port, local_settings
 from peers import DEADLINE_S, hello, opened, server_parts
 from smolcluster.algorithms.EDP import rule
 from smolcluster.algorithms.EDP.server import Server
-from smolcluster.algorithms.EDP.worker import StateReceiver, WeightsArrived, Worker
+from smolcluster.algorithms.EDP.worker import Worker
 from smolcluster.cluster.link import Link
 from smolcluster.errors import NonFiniteLoss, PeerLost
 from smolcluster.net.inbox import Event, MessageReceived
@@ -22,6 +22,7 @@ from smolcluster.ps.assignment import Assigned, assignment_of
 from smolcluster.ps.leases import Dispatcher
 from smolcluster.ps.push import GradientReceiver, GradientSender, Pushed
 from smolcluster.ps.store import Stores
+from smolcluster.ps.weights import StateReceiver, WeightsArrived
 from smolcluster.runs.events import PushDropped
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.compute import BatchLoss

@@ -19,10 +19,10 @@ from peers import (
     set_gradient,
 )
 from smolcluster.algorithms.EDP.server import LEASES_PER_WORKER, MAX_FAILURES, Server
-from smolcluster.algorithms.EDP.worker import StateReceiver, WeightsArrived
 from smolcluster.cluster.worker_pool import Departed
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.ps.push import GradientSender, Pushed
+from smolcluster.ps.weights import StateReceiver, WeightsArrived
 from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLost, WorkerStalled
 from smolcluster.training.compute import BatchLoss
 from smolcluster.transport.frames import Frame, build_frame, check_head

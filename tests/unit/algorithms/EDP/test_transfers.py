@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from peers import opened, set_gradient, small_replica
-from smolcluster.algorithms.EDP.server import state_frames
-from smolcluster.algorithms.EDP.worker import StateReceiver, WeightsArrived
 from smolcluster.errors import ProtocolError
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import Assigned, work_payload
 from smolcluster.ps.push import GradientReceiver, GradientSender, Pushed
+from smolcluster.ps.weights import StateReceiver, WeightsArrived, state_frames
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame

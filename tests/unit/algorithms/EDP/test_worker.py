@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from harness import local_settings
-from smolcluster.algorithms.EDP.worker import WeightsArrived, Worker
+from smolcluster.algorithms.EDP.worker import Worker
 from smolcluster.cluster.link import Link
 from smolcluster.errors import NonFiniteLoss, PeerLost
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import Assigned, work_payload
+from smolcluster.ps.weights import WeightsArrived
 from smolcluster.training.build import build
 from smolcluster.training.compute import BatchLoss
 from smolcluster.transport.frames import Frame
