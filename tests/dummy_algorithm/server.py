@@ -1,0 +1,98 @@
+"""A lease and the newest weights to whoever has none; a step for each gradient that comes back."""
+
+if __name__ == "__main__":
+    from smolcluster.algorithms.entry import main
+
+    raise SystemExit(main("dummy", "server"))
+
+import time
+
+from smolcluster.algorithms.context import ServerContext
+from smolcluster.cluster.report import StepTaken
+from smolcluster.cluster.worker import Worker
+from smolcluster.cluster.worker_pool import Departed, Joined
+from smolcluster.data.permutation import Range, epoch_permutation
+from smolcluster.net.inbox import Event
+from smolcluster.ps.assignment import assignment_of
+from smolcluster.ps.leases import Dispatcher
+from smolcluster.ps.push import GradientReceiver, Pushed
+from smolcluster.ps.weights import state_frames
+from smolcluster.runs.summary import Summary
+from smolcluster.transport.messages import Ack
+
+
+class Server:
+    def __init__(self, context: ServerContext) -> None:
+        train, self.replica = context.run.train, context.training.replica
+        self.context, self.rate, self.version = context, train.learning_rate, 0
+        num_samples, buckets = context.training.num_samples, self.replica.buckets
+        self.dispatcher = Dispatcher(
+            incarnation=context.incarnation,
+            num_samples=num_samples,
+            num_epochs=train.num_epochs,
+            batch_size=train.batch_size,
+            permutation=lambda epoch: epoch_permutation(context.run.seed, epoch, num_samples),
+        )
+        self.pool = context.open_pool(lambda id_: GradientReceiver(id_, context.codec, buckets))
+        self.stores, self.evaluator = context.open_stores(), context.new_evaluator()
+        self.idle: dict[int, Worker] = {}
+        self.busy: dict[int, Worker] = {}
+
+    def serve(self) -> Summary:
+        with self.pool, self.evaluator:
+            while not (self.dispatcher.done or self.pool.report.is_over):
+                for event in self.pool.next_events(0.1):
+                    self.handle(event)
+                self.dispatcher.expire(time.monotonic())
+                for session_id, worker in list(self.idle.items() if self.pool.started else ()):
+                    self.hand_out(session_id, worker)
+                self.pool.report.tick()
+            return self.pool.report.summary()
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case Joined(worker):
+                self.idle[worker.member.session_id] = worker
+            case Departed(worker):
+                for workers in (self.idle, self.busy):
+                    workers.pop(worker.member.session_id, None)
+                self.dispatcher.release_all(worker.member.session_id)
+            case Pushed(session_id=session_id) if session_id in self.busy:
+                worker = self.idle[session_id] = self.busy.pop(session_id)
+                verdict = self.dispatcher.judge(event.push.lease, session_id)
+                if verdict == "open":
+                    self.apply(worker, event)
+                event.receiver.free()
+                outcome = "applied" if verdict == "open" else verdict
+                worker.live_session.send(
+                    Ack(lease=event.push.lease, outcome=outcome, version=self.version)
+                )
+
+    def apply(self, worker: Worker, pushed: Pushed) -> None:
+        push, samples, report = pushed.push, Range.of(pushed.push.lease), self.pool.report
+        self.stores.take(pushed.gradient)
+        norm = self.stores.norm()
+        self.stores.step(1.0, self.rate)
+        self.version += 1
+        self.dispatcher.commit(push.lease, pushed.session_id, time.monotonic())
+        report.contributed(worker, push.num_samples, push.loss)
+        loss, terms, rate = push.loss, push.num_terms, self.rate
+        report.step_taken(StepTaken(self.version, samples, loss, rate, norm, {}, terms, worker))
+        self.evaluator.after_step(self.version, samples.epoch)
+
+    def hand_out(self, session_id: int, worker: Worker) -> None:
+        lease = self.dispatcher.grant(session_id, time.monotonic())
+        if lease is None:
+            return
+        self.busy[session_id] = self.idle.pop(session_id)
+        weights, buckets = self.replica.snapshot(), self.replica.buckets
+        for frame in state_frames(self.context.incarnation, self.version, weights, buckets):
+            worker.live_session.send_frame(frame)
+        version, rate, indices = self.version, self.rate, lease.indices
+        rows = self.context.rows_of(indices)
+        sent = assignment_of(lease.key, indices, rows, version=version, learning_rate=rate)
+        worker.live_session.send(*sent)
+
+
+def serve(context: ServerContext) -> Summary:
+    return Server(context).serve()

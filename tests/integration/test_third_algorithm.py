@@ -1,0 +1,80 @@
+"""An algorithm that no file of the package names trains, and is shown, as the two of the package are."""
+
+import sys
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from harness import free_port
+from processes import Child, Processes
+from smolcluster.data.permutation import epoch_permutation
+from smolcluster.observability.sinks.jsonl import read_metrics
+from smolcluster.runs.paths import find_run
+from smolcluster.runs.status import read_status
+from smolcluster.runs.summary import read_summary
+
+TESTS = Path(__file__).resolve().parents[1]
+EPOCHS = 2
+DEADLINE_S = 240.0
+"""Of a command; four processes load PyTorch, on a machine that may be busy."""
+
+
+def install(processes: Processes) -> None:
+    """What installing a package with the algorithm leaves: an entry point, a folder on the path."""
+    site = processes.folder / "site"
+    info = site / "dummy_algorithm-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dummy-algorithm\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[smolcluster.algorithms]\ndummy = dummy_algorithm.spec:SPEC\n"
+    )
+    (site / "dummy_algorithm").symlink_to(TESTS / "dummy_algorithm")
+    processes.environ["PYTHONPATH"] = str(site)
+
+
+def smolcluster(processes: Processes, *words: str) -> Child:
+    """A command to its end, in Python processes that find the package by its metadata."""
+    child = processes.start(sys.executable, "-m", "smolcluster.cli", *words, forked=False)
+    assert child.process.wait(DEADLINE_S) == 0, child.output
+    return child
+
+
+@pytest.mark.timeout(600)
+def test_an_algorithm_of_another_package_is_launched_and_shown(processes: Processes) -> None:
+    install(processes)
+    overrides = (f"port={free_port()}", f"num_epochs={EPOCHS}", "metrics_port=null", "threads=1")
+    flags = ("--local", "--no-tmux", "--workers", "2", "--override", *overrides)
+    smolcluster(processes, "launch", "dummy", *flags, "min_workers=2", "heartbeat_timeout_s=60")
+
+    run = find_run(processes.runs)
+    summary, status = read_summary(run.summary), read_status(run.status)
+    assert run.run_id.startswith("dummy-")
+    assert (summary.algorithm, status.algorithm, status.state) == ("dummy", "dummy", "ended")
+    assert [each.node for each in summary.workers] == ["pi5", "macbook"]
+    assert sum(each.samples for each in summary.workers) == EPOCHS * summary.train_samples
+    applied: dict[int, list[int]] = {epoch: [] for epoch in range(EPOCHS)}
+    losses = []
+    for line in read_metrics(run.metrics):
+        record = line.record
+        if record.kind == "step":
+            order = epoch_permutation(42, record.epoch, summary.train_samples)
+            applied[record.epoch] += order[
+                int(record.values["start"]) : int(record.values["stop"])
+            ].tolist()
+            losses.append(record.values["loss"])
+            assert record.values["lr"] == 0.1
+    assert len(losses) == summary.steps == status.step
+    for samples in applied.values():
+        assert sorted(samples) == list(range(summary.train_samples))
+    assert summary.final.val_accuracy is not None
+    assert summary.final.val_accuracy > 0.5, "ten digits, two epochs"
+
+    shown = smolcluster(processes, "status", run.run_id).output
+    assert run.run_id in shown
+    assert "(pi5)" in shown
+    assert "(macbook)" in shown
+    smolcluster(processes, "report", run.run_id)
+    page = unescape(run.report.read_text())
+    assert "dummy · " in page
+    assert run.run_id in page
