@@ -35,7 +35,7 @@ from smolcluster.transport.messages import (
 )
 from smolcluster.utils.retry import Deadline
 
-pytestmark = [pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.timeout(120)]
 
 HEARTBEAT = b"".join(frame_of(Heartbeat(sent_at=1.0)).buffers)
 PUSH = b"".join(frame_of(push(16), bytes(range(16))).buffers)

@@ -46,7 +46,7 @@ from smolcluster.runs.status import RunStatus
 
 STACK = Path(__file__).resolve().parents[2] / "logging"
 DASHBOARDS = STACK / "grafana" / "dashboards"
-DEADLINE_S = 60.0
+DEADLINE_S = 150.0
 RATE_INTERVAL = "3s"
 BAD_QUERY = 400
 
