@@ -276,7 +276,7 @@ def test_everything_tells_one_story_of_a_worker_that_is_killed(
     prometheus: Prometheus, processes: Processes
 ) -> None:
     """Prometheus, the dashboard's time line, and what the report says went wrong first."""
-    metrics_port = free_ports(3)
+    metrics_port = free_ports(4)
     stated = [
         *("num_epochs=2000", f"port={free_port()}", f"metrics_port={metrics_port}"),
         *("heartbeat_timeout_s=3", "staleness.bound=16", "eval_steps=50", "restarts=0"),
