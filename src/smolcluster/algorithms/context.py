@@ -116,10 +116,10 @@ class ServerContext:
             self.training, self.inbox, every=every, log=self.log, check_stop=self.check_stop
         )
 
-    def new_saver(self, subject: CheckpointSource, report: Report) -> Saver:
+    def new_saver(self, source: CheckpointSource, report: Report) -> Saver:
         """What saves the server every `checkpoint_steps` steps, and at the end."""
         every = self.settings.cluster.checkpoint_steps
-        return Saver(self.store, every, subject, report, self.log)
+        return Saver(self.store, every, source, report, self.log)
 
     def new_report(
         self,
@@ -144,7 +144,7 @@ class ServerContext:
             check_stop=self.check_stop,
         )
 
-    def resume(self, subject: CheckpointSource, report: Report) -> CheckpointState | None:
+    def resume(self, source: CheckpointSource, report: Report) -> CheckpointState | None:
         """Fill the server with the checkpoint that it goes on from, and say where that stood.
 
         The checkpoint's own memory is given back.
@@ -155,13 +155,13 @@ class ServerContext:
         if self.checkpoint is None:
             return None
         state = self.checkpoint.state
-        restore(subject.replica, self.checkpoint, subject.extra())
+        restore(source.replica, self.checkpoint, source.extra())
         self.checkpoint.release()
         report.resume(state)
         return state
 
     def open_pool(self, receiver_for: Callable[[int], Receiver]) -> WorkerPool:
-        """Listen from now on; workers are let in as soon as the hub is asked for events.
+        """Listen from now on; workers are let in as soon as the pool is asked for events.
 
         Raises:
             PortBusy: another process listens there.

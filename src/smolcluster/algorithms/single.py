@@ -21,9 +21,9 @@ def train(context: ServerContext) -> Summary:
     """
     training, config = context.training, context.run.train
     report = context.new_report()
-    subject = CheckpointSource(training.replica, dict, dict)
-    context.resume(subject, report)
-    saver = context.new_saver(subject, report)
+    source = CheckpointSource(training.replica, dict, dict)
+    context.resume(source, report)
+    saver = context.new_saver(source, report)
     context.log.info(
         "training %s on %s: %d samples an epoch, %d epochs, on %s",
         type(training.replica.model).__name__,

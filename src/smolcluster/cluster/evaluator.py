@@ -55,7 +55,7 @@ class Evaluator:
 
         `check_stop` may raise, before each batch and in any thread.
         """
-        self._bench = training
+        self._training = training
         self._every = every
         self._log = log
         self._check_stop = check_stop
@@ -76,19 +76,19 @@ class Evaluator:
 
     def after_step(self, version: int, epoch: int) -> bool:
         """Evaluate the weights of now, if it is time and the last evaluation is over; returns whether."""
-        if version % self._every or self._bench.workload.validation is None:
+        if version % self._every or self._training.workload.validation is None:
             return False
         if self._running is not None and not self._running.done():
             self._log.info("step %d is not evaluated: the last one still is", version)
             return False
-        weights = self._bench.replica.params.clone()
+        weights = self._training.replica.params.clone()
         self._running = self._executor.submit(self._evaluate, version, epoch, weights)
         return True
 
     def _evaluate(self, version: int, epoch: int, weights: Tensor) -> None:
         try:
-            self._bench.replica.lend(weights, self._model)
-            evaluation = self._bench.evaluate(self._model, self._check_wanted)
+            self._training.replica.lend(weights, self._model)
+            evaluation = self._training.evaluate(self._model, self._check_wanted)
         except _GivenUp:
             return
         except Exception as error:

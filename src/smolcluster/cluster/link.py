@@ -72,7 +72,7 @@ class Participant(Protocol):
 
     @property
     def unacknowledged(self) -> LeaseKey | None:
-        """The push whose fate is unknown, if any."""
+        """The push whose outcome is unknown, if any."""
 
     def new_receiver(self) -> Receiver:
         """What takes the messages of a new session."""
@@ -231,7 +231,7 @@ class _Life:
         self._place = place
         self._make_participant = make_participant
         self._welcome: Welcome | None = None
-        self._bench: TrainingContext
+        self._training: TrainingContext
         self._participant: Participant
         self._samples_per_s = 0.0
         self._process_stats = ProcessStats(place.meter)
@@ -280,10 +280,10 @@ class _Life:
             return
         if self._welcome is not None and _same_bench(self._welcome, welcome):
             self._place.log.info("the server was started again; starting afresh with it")
-            self._bench.replica.optimizer.reset()  # the server sends the weights
+            self._training.replica.optimizer.reset()  # the server sends the weights
         else:
             self._build(welcome)
-        self._participant = self._make_participant(welcome, self._bench)
+        self._participant = self._make_participant(welcome, self._training)
         self._welcome = welcome
         self.made_progress = True
 
@@ -293,7 +293,7 @@ class _Life:
         workload = place.workload
         if data is not None:
             workload = builtin_workload(run.train, Dataset.elsewhere(**data.model_dump()))
-        self._bench = build(
+        self._training = build(
             run.train,
             run.seed,
             place.node.dataset,
@@ -304,22 +304,22 @@ class _Life:
             meter=place.meter,
             log=place.log,
         )
-        self._bench.check_buffers()
-        self._samples_per_s = measure_speed(self._bench, run.train.batch_size)
+        self._training.check_buffers()
+        self._samples_per_s = measure_speed(self._training, run.train.batch_size)
         place.log.info(
             "joined run %s at %s: %s on %s, %s",
             welcome.run_id,
             place.address,
-            type(self._bench.replica.model).__name__,
-            self._bench.workload.name,
-            describe(self._bench.replica.device),
+            type(self._training.replica.model).__name__,
+            self._training.workload.name,
+            describe(self._training.replica.device),
         )
 
     def _ready(self) -> Ready:
         return Ready(
-            dataset_fingerprint=self._bench.workload.fingerprint,
-            model_fingerprint=self._bench.replica.fingerprint,
-            device=describe(self._bench.replica.device),
+            dataset_fingerprint=self._training.workload.fingerprint,
+            model_fingerprint=self._training.replica.fingerprint,
+            device=describe(self._training.replica.device),
             samples_per_s=self._samples_per_s,
             unacknowledged=self._participant.unacknowledged,
         )

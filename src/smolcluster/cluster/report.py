@@ -179,7 +179,7 @@ class Report:
         spec = algorithms().get(run.algorithm)
         self._own_fields = run.of(config_of(spec)).status_fields if spec else {}
         self._codec = codec
-        self._bench = training
+        self._training = training
         self._metrics = metrics
         self._events = events
         self._log = log
@@ -263,7 +263,7 @@ class Report:
         """L2 norms of a gradient as `Replica` measures them; empty where untracked or not yet due."""
         if not (self._run.train.track_gradients and self._layers.is_due):
             return {}
-        return self._bench.replica.layer_norms(gradient)
+        return self._training.replica.layer_norms(gradient)
 
     def heard(self, worker: Worker, telemetry: Telemetry) -> None:
         """A worker reports what it does."""
@@ -454,7 +454,7 @@ class Report:
             self._log.info("the run ends early: %s", self.ending)
         final = self._evaluation
         if final is None or self.evaluated_version != self.version:
-            final = self._bench.evaluate(before_batch=self._check_stop)
+            final = self._training.evaluate(before_batch=self._check_stop)
             if final is not None:
                 self.evaluated(self.version, self._epoch, final)
         sent, received = self._traffic
@@ -467,7 +467,7 @@ class Report:
             steps=self.version,
             train_samples=self._epoch_size,
             samples_applied=self.samples_applied,
-            tokens_per_sample=self._bench.workload.tokens_per_sample,
+            tokens_per_sample=self._training.workload.tokens_per_sample,
             codec=self._codec,
             pushes=Pushes(**self.tally.pushes),
             leases_returned=self.tally.leases_returned,
@@ -520,7 +520,7 @@ class Report:
         writing.start()
         writing.join(DISK_S)
 
-    def standing(self, progress: Progress) -> TrainingState:
+    def training_state(self, progress: Progress) -> TrainingState:
         """Where the run stands, for a checkpoint; `progress` is what the algorithm adds."""
         counts = Counts(
             wall_s=self._wall_s,
@@ -541,7 +541,7 @@ class Report:
             step=self.version,
             samples_applied=self.samples_applied,
             epoch=self._epoch,
-            dataset_fingerprint=self._bench.workload.fingerprint,
+            dataset_fingerprint=self._training.workload.fingerprint,
             seed=self._run.seed,
             codec=self._codec,
             train_loss=self._train_loss,
@@ -549,11 +549,11 @@ class Report:
         )
 
     def with_evaluation(self, state: TrainingState) -> TrainingState:
-        """The same standing, with what has become known of its weights since, if anything has."""
+        """The same state, with what has become known of its weights since, if anything has."""
         if self._evaluation is None or self.evaluated_version != state.step:
             return state
         counts = state.progress[COUNTS]
-        assert isinstance(counts, dict)  # noqa: S101 - `standing` has put it there
+        assert isinstance(counts, dict)  # noqa: S101 - `training_state` has put it there
         counts = counts | {"lowest_val_loss": self._lowest_val_loss, "num_worse": self._num_worse}
         known = {"val_loss": self._evaluation.loss, "progress": state.progress | {COUNTS: counts}}
         return state.model_copy(update=known)
@@ -620,7 +620,7 @@ class Report:
             "start": step.samples.start,
             "stop": step.samples.stop,
         }
-        if tokens := self._bench.workload.tokens_per_sample:
+        if tokens := self._training.workload.tokens_per_sample:
             values["tokens_per_s"] = values["samples_per_s"] * tokens
         if step.staleness is not None:
             values["staleness"] = step.staleness

@@ -57,19 +57,19 @@ class Saver:
         self,
         store: CheckpointStore | None,
         every: int | None,
-        subject: CheckpointSource,
+        source: CheckpointSource,
         report: Report,
         log: logging.Logger,
     ) -> None:
         """`every` so many steps, or only at the end where it is None."""
         self._every = every
-        self._subject = subject
+        self._source = source
         self._report = report
         self._log = log
         self._writer = None
         if store is not None:  # a checkpoint is not newer than what is known of its steps
             self._writer = CheckpointWriter(store, log, report.saved, report.flush)
-        self._copier = executor_beside(subject.replica.device, "copier")
+        self._copier = executor_beside(source.replica.device, "copier")
         self._copying: Future[Snapshot] | None = None
         self._copied: Snapshot | None = None
         self._is_evaluated = False
@@ -128,10 +128,10 @@ class Saver:
         self._submit()
         self._is_evaluated = False
         self._newest_step = self._report.version
-        state = self._report.standing(self._subject.progress())
+        state = self._report.training_state(self._source.progress())
         self._copying = self._copier.submit(
             _copy,
-            *(self._subject.replica, state, self._subject.extra()),
+            *(self._source.replica, state, self._source.extra()),
             self._writer.take_spare(),
         )
 

@@ -19,7 +19,7 @@ class Worker:
     ready: Ready | None = None
     goodbye: str | None = None
     gauge: Gauge = field(default_factory=Gauge)
-    seated_at: float = field(default_factory=time.monotonic)
+    admitted_at: float = field(default_factory=time.monotonic)
     is_slow: bool = False
     """Whether it has been said that it has not been ready for long."""
 

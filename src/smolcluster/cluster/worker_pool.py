@@ -17,7 +17,7 @@ from smolcluster.cluster.report import Report, why_ended
 from smolcluster.cluster.worker import Worker
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import ClusterEmpty, NonFiniteLoss
-from smolcluster.net.acceptor import Acceptor, Seated
+from smolcluster.net.acceptor import Acceptor, SessionOpened
 from smolcluster.net.inbox import Event, Inbox, JoinRequest, MessageReceived, SessionClosed
 from smolcluster.net.membership import (
     Admitted,
@@ -88,7 +88,7 @@ class WorkerPool:
         self.report = report
         self._events = events
         self._log = log
-        self._session_ids: dict[int, Worker] = {}
+        self._workers: dict[int, Worker] = {}
         self._missing: set[int] = set()
         self._known: set[str] = set()
         self._refused: set[str] = set()
@@ -118,7 +118,7 @@ class WorkerPool:
     @property
     def workers(self) -> list[Worker]:
         """The workers that take part."""
-        return [worker for worker in self._session_ids.values() if worker.ready]
+        return [worker for worker in self._workers.values() if worker.ready]
 
     def next_events(self, timeout_s: float) -> Iterator[Event]:
         """What happened next; nothing when `timeout_s` seconds passed without.
@@ -137,8 +137,8 @@ class WorkerPool:
                 return
             case JoinRequest():
                 yield from self._answer(event)
-            case Seated():
-                self._session_id(event)
+            case SessionOpened():
+                self._open_session(event)
             case SessionClosed():
                 yield from self._depart(event.session_id, event.reason)
                 self._acceptor.forget(event.session_id)
@@ -161,10 +161,10 @@ class WorkerPool:
         Whoever has says Goodbye and closes its side; of a connection that broke, nobody knows.
         """
         end = End(ok=ok, sentence=sentence)
-        for worker in self._session_ids.values():
+        for worker in self._workers.values():
             if worker.session:
                 worker.session.send_at_once(end)
-        leaving = set(self._session_ids)
+        leaving = set(self._workers)
         present, absent = Deadline(PRESENT_S), Deadline(SHUTDOWN_TIMEOUT_S)
         while (leaving and not present.expired) or (self._missing and not absent.expired):
             event = self._inbox.get(0.1)
@@ -172,7 +172,7 @@ class WorkerPool:
                 event.answer.set_result(Refused("over" if ok else "failed", sentence))
                 self._missing.discard(event.hello.worker_id)
                 leaving.add(event.session_id)  # until it has been told
-            elif isinstance(event, Seated):
+            elif isinstance(event, SessionOpened):
                 event.session.send_at_once(end)
             elif isinstance(event, MessageReceived) and isinstance(event.message, Goodbye):
                 self._hear_goodbye(event.session_id, event.message)
@@ -180,7 +180,7 @@ class WorkerPool:
                 self._hear_report(event.session_id, event.message)
             elif isinstance(event, SessionClosed):
                 leaving.discard(event.session_id)
-                gone = self._session_ids.get(event.session_id)
+                gone = self._workers.get(event.session_id)
                 if gone is not None and gone.ready and gone.goodbye is None:
                     self._missing.add(gone.member.worker_id)
 
@@ -195,7 +195,7 @@ class WorkerPool:
         Raises:
             NonFiniteLoss: there is no other, so that it is the run and not a machine.
         """
-        worker = self._session_ids.get(session_id)
+        worker = self._workers.get(session_id)
         if worker is None:
             return
         others = [other for other in self.workers if other is not worker and other.goodbye is None]
@@ -206,7 +206,7 @@ class WorkerPool:
 
     def _hear_goodbye(self, session_id: int, goodbye: Goodbye) -> None:
         """A worker that has said goodbye has nothing more to say."""
-        worker = self._session_ids.get(session_id)
+        worker = self._workers.get(session_id)
         if worker is None or worker.session is None:
             return
         if worker.goodbye is None:
@@ -215,7 +215,7 @@ class WorkerPool:
             worker.session.cut("it said goodbye twice")
 
     def _hear_report(self, session_id: int, telemetry: Telemetry) -> None:
-        worker = self._session_ids.get(session_id)
+        worker = self._workers.get(session_id)
         if worker is not None and worker.session is not None:
             self.report.heard(worker, telemetry)
 
@@ -229,9 +229,9 @@ class WorkerPool:
             ClusterEmpty: it gave up.
         """
         now, present = time.monotonic(), len(self.workers)
-        preparing = [worker for worker in self._session_ids.values() if not worker.ready]
+        preparing = [worker for worker in self._workers.values() if not worker.ready]
         for worker in preparing:
-            self._check_prepares(worker, now - worker.seated_at)
+            self._check_prepares(worker, now - worker.admitted_at)
         if present and self.started:
             self._alone_since = self._active_at = now
         elif preparing and now - self._active_at < self._cluster.prepare_timeout_s:
@@ -262,11 +262,11 @@ class WorkerPool:
                 *(worker.name, format_duration(waited_s), format_duration(limit_s)),
             )
 
-    def _answer(self, knock: JoinRequest) -> Iterator[Event]:
-        hello = knock.hello
-        members = [worker.member for worker in self._session_ids.values()]
+    def _answer(self, request: JoinRequest) -> Iterator[Event]:
+        hello = request.hello
+        members = [worker.member for worker in self._workers.values()]
         if not hello.worker_id:
-            knock.answer.set_result(self._assign(members, hello.node))
+            request.answer.set_result(self._assign(members, hello.node))
             return
         decision = admit(members, hello.worker_id, hello.node, hello.instance, self._cluster)
         if isinstance(decision, Refused):
@@ -275,9 +275,9 @@ class WorkerPool:
             self._refused.add(hello.instance)
         else:
             yield from self._fence(decision)
-            member = Member(knock.session_id, hello.worker_id, hello.node, hello.instance)
-            self._session_ids[knock.session_id] = Worker(member)
-        knock.answer.set_result(decision)
+            member = Member(request.session_id, hello.worker_id, hello.node, hello.instance)
+            self._workers[request.session_id] = Worker(member)
+        request.answer.set_result(decision)
 
     def _assign(self, members: list[Member], node: str) -> Assigned | Refused:
         """A worker id for a node that asks for one; two that ask at the same time get two."""
@@ -289,20 +289,20 @@ class WorkerPool:
 
     def _fence(self, decision: Admitted) -> Iterator[Event]:
         if decision.fences is not None:
-            old = self._session_ids[decision.fences].session
+            old = self._workers[decision.fences].session
             if old:
                 old.cut("the same process has connected again")
             yield from self._depart(decision.fences, "the same process has connected again")
 
-    def _session_id(self, seated: Seated) -> None:
-        worker = self._session_ids.get(seated.session_id)
+    def _open_session(self, opened: SessionOpened) -> None:
+        worker = self._workers.get(opened.session_id)
         if worker is None:
-            seated.session.cut("its place was taken in the meantime")
+            opened.session.cut("its place was taken in the meantime")
         else:
-            worker.session = seated.session
+            worker.session = opened.session
 
     def _join(self, session_id: int, ready: Ready) -> Iterator[Event]:
-        worker = self._session_ids.get(session_id)
+        worker = self._workers.get(session_id)
         if worker is None or worker.session is None or worker.ready:
             return
         difference = self._difference(ready)
@@ -353,7 +353,7 @@ class WorkerPool:
         )
 
     def _depart(self, session_id: int, reason: str) -> Iterator[Event]:
-        worker = self._session_ids.pop(session_id, None)
+        worker = self._workers.pop(session_id, None)
         if worker is None:
             return
         if worker.ready is None:

@@ -37,7 +37,7 @@ MAX_ADDRESSES = 1024
 ACCEPT_TICK_S = 0.2
 
 
-class Seated(Event):
+class SessionOpened(Event):
     """A client was let in; its session runs from now on."""
 
     def __init__(self, session: Session, client: Authenticated) -> None:
@@ -54,10 +54,10 @@ def ask_inbox(inbox: Inbox, welcome: Welcome) -> Admit:
     """Have the thread that takes events decide; `welcome` is what every admitted worker is told."""
 
     def admit(session_id: int, hello: Hello) -> Accepted | Refused:
-        knock = JoinRequest(session_id, hello)
-        inbox.put(knock)
+        request = JoinRequest(session_id, hello)
+        inbox.put(request)
         try:
-            answer = knock.answer.result(timeout=HANDSHAKE_TIMEOUT_S)
+            answer = request.answer.result(timeout=HANDSHAKE_TIMEOUT_S)
         except NoAnswer:
             raise ProtocolError("the server was too busy to answer") from None
         if isinstance(answer, Refused):
@@ -157,7 +157,7 @@ class Acceptor:
             proved = server_authenticate(connection, self._door, Deadline(HANDSHAKE_TIMEOUT_S))
             with self._lock:
                 self._unproved.pop(session_id, None)
-            session = self._seat(session_id, connection, proved)
+            session = self._open_session(session_id, connection, proved)
             reason = "refused"
         except SmolclusterError as error:
             reason = str(error)
@@ -170,7 +170,7 @@ class Acceptor:
                 else:
                     self._inbox.put(SessionClosed(session_id, reason))
 
-    def _seat(
+    def _open_session(
         self, session_id: int, connection: Connection, proved: Authenticated
     ) -> Session | None:
         """The running session of a client that was let in; None if it was refused, or only asked."""
@@ -191,7 +191,7 @@ class Acceptor:
             max_queued=self._max_queued,
             kinds=from_dialler(proved.sets),
         )
-        self._inbox.put(Seated(session, proved))
+        self._inbox.put(SessionOpened(session, proved))
         session.start()
         return session
 

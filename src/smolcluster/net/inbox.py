@@ -1,6 +1,6 @@
 """Where threads leave what happened, and the one thread that decides picks it up.
 
-Readers, the reception and the evaluator only ever put; the server's loop only ever gets. So all state of an
+Readers, the acceptor and the evaluator only ever put; the server's loop only ever gets. So all state of an
 algorithm belongs to one thread, and what it sees is in one order: a worker's push stands before its going.
 """
 

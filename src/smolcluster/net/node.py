@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from smolcluster.configs.schema import Encryption
 from smolcluster.errors import ProtocolError, SmolclusterError
-from smolcluster.net.acceptor import Acceptor, Seated
+from smolcluster.net.acceptor import Acceptor, SessionOpened
 from smolcluster.net.dialling import Address, Pauses, dial
 from smolcluster.net.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.net.session import Receiver, Session
@@ -265,7 +265,7 @@ class Node:
     def _named(self, event: Event) -> Event | None:
         """The event with its peer; None: it concerns none."""
         match event:
-            case Seated(session_id=session_id, session=session, client=client):
+            case SessionOpened(session_id=session_id, session=session, client=client):
                 peer = Peer(client.hello.node)
                 peer.session, peer.sayable = session, from_listener(client.sets)
                 self._accepted[session_id] = peer

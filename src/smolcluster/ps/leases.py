@@ -209,21 +209,21 @@ class Dispatcher:
         return returned
 
     @property
-    def standing(self) -> DispatcherState:
+    def state(self) -> DispatcherState:
         """What has not been applied yet, for a checkpoint; leases that are open now will be void then."""
         ahead = sorted([*self._waiting, *self._open])
         return DispatcherState(
             cursor=_triple(self._cursor), waiting=[_triple(each) for each in ahead]
         )
 
-    def resume(self, standing: DispatcherState, samples_applied: int) -> None:
-        """Go on from a checkpoint's standing; to be called before the first lease.
+    def resume(self, state: DispatcherState, samples_applied: int) -> None:
+        """Go on from a checkpoint's state; to be called before the first lease.
 
         Raises:
             CheckpointError: it is none of these epochs and samples.
         """
-        cursor = Range(*standing.cursor)
-        waiting = [Range(*each) for each in standing.waiting]
+        cursor = Range(*state.cursor)
+        waiting = [Range(*each) for each in state.waiting]
         edges = [(each.epoch, index) for each in waiting for index in (each.start, each.stop)]
         edges.append((cursor.epoch, cursor.stop))
         cut = cursor.epoch * self.num_samples + cursor.stop

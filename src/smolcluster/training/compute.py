@@ -41,22 +41,26 @@ def forward_backward(replica: Replica, loss: LossFunction, parts: list[Part]) ->
     """
     replica.grads.zero_()
     num_samples = sum(part.num_samples for part in parts)
-    shares, num_terms, divisor = [], 0, 0.0
+    shares: list[Tensor] = []
+    counts: list[int | Tensor] = []
+    divisor: float | Tensor = 0.0
     for part in parts:
         with replica.meter("data"):
             batch = placed(part.gather(), replica.device, replica.params.dtype)
         with replica.meter("forward"), autocast(replica.precision, replica.device):
             result = loss(replica.model, batch)
             total, count = count_terms(result, part.num_samples)
-            divisor = divisor or max(1.0, count * num_samples / part.num_samples)
+            if not counts:
+                divisor = at_least_one(count * num_samples / part.num_samples)
             share = total / divisor
-        num_terms += count
+        counts.append(count)
         with replica.meter("backward"):
             if share.requires_grad:
                 share.backward()  # type: ignore[no-untyped-call]
         shares.append(share.detach())
-    scale = divisor / max(1, num_terms)
     with replica.meter("backward"):  # an accelerator has it to finish
+        num_terms = sum(int(count) for count in counts)
+        scale = float(divisor) / max(1, num_terms)
         if scale != 1.0:
             replica.grads.mul_(scale)
         norm = torch.linalg.vector_norm(replica.grads).item()
@@ -66,6 +70,11 @@ def forward_backward(replica: Replica, loss: LossFunction, parts: list[Part]) ->
         bad = next((i for i, value in enumerate(losses) if not math.isfinite(value)), 0)
         _explain_non_finite(replica, loss, parts[bad], mean)
     return BatchLoss(mean, num_terms)
+
+
+def at_least_one(number: float | Tensor) -> float | Tensor:
+    """A number, or 1 if that is more; a tensor stays on its device, so that nothing waits for it."""
+    return number.clamp(min=1.0) if isinstance(number, Tensor) else max(1.0, number)
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:

@@ -70,7 +70,7 @@ def evaluate(
             for name, measure in measured.items():
                 total, num_terms = count_terms(measure(model, batch), len(indices))
                 sums[name] += total.item()
-                counts[name] += num_terms
+                counts[name] += int(num_terms)
     means = {name: sums[name] / max(1, counts[name]) for name in measured}
     mean = means.pop("")
     if not math.isfinite(mean):

@@ -146,9 +146,8 @@ def _samples(data: MapDataset | Samples, collate: Collate | None) -> Samples:
     return data if isinstance(data, Samples) else MapSamples(data, collate)
 
 
-def count_terms(result: Terms | Tensor, num_samples: int) -> tuple[Tensor, int]:
+def count_terms(result: Terms | Tensor, num_samples: int) -> Terms:
     """A loss of a batch of so many samples as the sum of its terms, (), and their number."""
     if isinstance(result, Tensor):
         return result * num_samples, num_samples
-    total, num_terms = result
-    return total, int(num_terms)
+    return result

@@ -130,11 +130,11 @@ def test_a_report_that_was_resumed_counts_as_one_that_went_on(
     steady = report_of(shared_parts)
     for doing in before:
         do(steady, doing)
-    again = resumed(shared_parts, steady.standing({}), moved=(0, 0))
+    again = resumed(shared_parts, steady.training_state({}), moved=(0, 0))
     for doing in after:
         do(steady, doing)
         do(again, doing)
-    assert without_times(again.standing({})) == without_times(steady.standing({}))
+    assert without_times(again.training_state({})) == without_times(steady.training_state({}))
     one, other = steady.summary(), again.summary()
     assert other.model_copy(update={"wall_s": one.wall_s}) == one
 
@@ -144,7 +144,7 @@ def test_a_standing_says_whose_it_is_and_where(parts: Parts) -> None:
     step(report, 30, epoch=0, loss=2.0)
     step(report, 10, epoch=1, loss=1.0)
     step(report, 30, epoch=1, loss=5.0)
-    state = report.standing({"dispatcher": {"cursor": [0, 1, 2]}})
+    state = report.training_state({"dispatcher": {"cursor": [0, 1, 2]}})
     assert (state.run_id, state.algorithm, state.incarnation) == ("test-run", "edp", "here")
     assert (state.step, state.samples_applied, state.epoch) == (3, 70, 1)
     assert state.dataset_fingerprint == context.training.workload.fingerprint
@@ -156,7 +156,7 @@ def test_a_standing_says_whose_it_is_and_where(parts: Parts) -> None:
 
 
 def test_before_the_first_step_there_is_no_loss(parts: Parts) -> None:
-    state = report_of(parts).standing({})
+    state = report_of(parts).training_state({})
     assert (state.step, state.samples_applied, state.train_loss) == (0, 0, None)
     assert resumed(parts, state).version == 0
 
@@ -165,7 +165,7 @@ def test_a_standing_does_not_change_when_the_run_goes_on(parts: Parts) -> None:
     report = report_of(parts)
     report.contributed(WORKERS[0], 30, 0.5)
     step(report, 30)
-    state = report.standing({})
+    state = report.training_state({})
     kept = state.model_dump_json()
     report.contributed(WORKERS[0], 30, 0.5)
     report.contributed(WORKERS[1], 30, 0.5)
@@ -178,7 +178,7 @@ def test_the_resumption_is_an_event_after_the_start(parts: Parts) -> None:
     first = report_of(parts)
     step(first, 30)
     step(first, 30)
-    resumed(parts, first.standing({}))
+    resumed(parts, first.training_state({}))
     assert parts.happened(RunResumed) == [RunResumed(step=2, samples_applied=60)]
     assert len(parts.happened(RunStarted)) == 2
 
@@ -195,11 +195,11 @@ def test_time_and_traffic_are_those_of_all_starts(
     first = report_of(parts, moved=(100, 7))
     clock.now += 10.0
     step(first, 30)
-    second = resumed(parts, first.standing({}), moved=(20, 1))
+    second = resumed(parts, first.training_state({}), moved=(20, 1))
     clock.now += 500.0
     second.started()
     clock.now += 5.0
-    third = resumed(parts, second.standing({}), moved=(3, 4))
+    third = resumed(parts, second.training_state({}), moved=(3, 4))
     clock.now += 1.0
     summary = third.summary()
     assert summary.wall_s == pytest.approx(16.0), "without the time that nobody trained"
@@ -212,7 +212,7 @@ def test_the_waiting_before_a_resumption_is_not_counted(
     clock = Clock(monkeypatch)
     report = report_of(parts)
     clock.now += 10.0
-    state = report.standing({})
+    state = report.training_state({})
     late = report_of(parts, "there")
     clock.now += 90.0
     late.resume(through_json(state))
@@ -226,7 +226,7 @@ def test_the_rate_begins_with_the_resumption(parts: Parts, monkeypatch: pytest.M
     monkeypatch.setattr(room.Rate.__init__, "__defaults__", (lambda: clock.now,))
     first = report_of(parts)
     step(first, 1000)
-    second = resumed(parts, first.standing({}))
+    second = resumed(parts, first.training_state({}))
     clock.now += 2.0
     step(second, 40)
     values = parts.metrics.steps[-1].values
@@ -238,7 +238,7 @@ def test_an_epoch_is_finished_by_what_was_applied_before_and_after(parts: Parts)
     size = parts.context.training.num_samples
     first = report_of(parts)
     step(first, size - 1)
-    second = resumed(parts, first.standing({}))
+    second = resumed(parts, first.training_state({}))
     step(second, 5, epoch=1)
     assert parts.happened(EpochFinished) == []
     step(second, 1, start=size - 1)
@@ -250,7 +250,7 @@ def test_a_worker_that_comes_back_has_one_share(parts: Parts) -> None:
     first = report_of(parts)
     first.contributed(WORKERS[0], 30, 0.5, staleness=4)
     step(first, 30)
-    second = resumed(parts, first.standing({}))
+    second = resumed(parts, first.training_state({}))
     moved = Worker(Member(session_id=1, worker_id=2, node="mini2", instance="abcdef09"))
     second.contributed(moved, 10, 0.5, staleness=0)
     step(second, 10)
@@ -264,9 +264,9 @@ def test_an_evaluation_of_before_is_not_known_any_more(parts: Parts) -> None:
     first = report_of(parts)
     step(first, 30)
     first.evaluated(1, 0, Evaluation(0.25, {"accuracy": 0.5}))
-    second = resumed(parts, first.standing({}))
+    second = resumed(parts, first.training_state({}))
     assert second.evaluated_version == 0
-    assert second.with_evaluation(first.standing({})).val_loss is None
+    assert second.with_evaluation(first.training_state({})).val_loss is None
 
 
 # What is not its own
@@ -276,7 +276,7 @@ def state_with(parts: Parts, **changes: Any) -> TrainingState:
     report = report_of(parts)
     report.contributed(WORKERS[0], 30, 0.5)
     step(report, 30)
-    state = report.standing({})
+    state = report.training_state({})
     counts = state.progress[COUNTS]
     assert isinstance(counts, dict)
     changed = {name: value for name, value in (counts | changes).items() if value is not ...}

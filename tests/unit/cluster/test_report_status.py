@@ -177,7 +177,7 @@ def test_a_resumed_run_counts_on_and_knows_who_came_back_by_rank(
 ) -> None:
     house.join(hello(1, "macbook"))
     take_step(house.pool.report, 64, 0.5, member(house, 0))
-    state = house.pool.report.standing({})
+    state = house.pool.report.training_state({})
     report = replace(board.context, incarnation="there").new_report()
     report.resume(state.model_copy())
     status = board.read(report)

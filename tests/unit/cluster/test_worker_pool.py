@@ -567,7 +567,7 @@ def test_a_worker_that_was_let_in_a_moment_before_the_end_hears_of_it(
     with parts.context.open_pool(Echo) as pool:
         future = threads.submit(come_and_listen)
         deadline = Deadline(DEADLINE_S)
-        while not pool._session_ids:  # its session is not there yet: that is the next event
+        while not pool._workers:  # its session is not there yet: that is the next event
             list(pool.next_events(0.01))
             assert not deadline.expired
     assert future.result(DEADLINE_S).ok

@@ -72,7 +72,8 @@ def test_what_came_of_a_task_is_told_by_node() -> None:
 
 def test_all_machines_are_looked_at_at_once() -> None:
     barrier = threading.Barrier(3)
-    run_on_all([Host(name) for name in "abc"], lambda _host: barrier.wait(timeout=20))
+    places = run_on_all([Host(name) for name in "abc"], lambda _host: barrier.wait(timeout=20))
+    assert sorted(places.values()) == [0, 1, 2]
 
 
 def test_every_failure_is_told_and_nobody_is_left_out() -> None:

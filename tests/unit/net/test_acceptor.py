@@ -27,7 +27,7 @@ from peers import (
 )
 from smolcluster.errors import AuthError, PeerLost, Rejected, SmolclusterError
 from smolcluster.net import acceptor as room
-from smolcluster.net.acceptor import MAX_UNPROVED, Acceptor, Seated, ask_inbox, crowd
+from smolcluster.net.acceptor import MAX_UNPROVED, Acceptor, SessionOpened, ask_inbox, crowd
 from smolcluster.net.inbox import Inbox, JoinRequest, MessageReceived, SessionClosed
 from smolcluster.net.membership import Admitted, Refused
 from smolcluster.transport.connection import Connection, accept_next, connect, listen
@@ -86,11 +86,11 @@ class House:
 
         return self._pool.submit(come)
 
-    def admit(self) -> tuple[Hand, Seated]:
+    def admit(self) -> tuple[Hand, SessionOpened]:
         """A worker comes and is let in."""
         future = self.knock()
         next_event(self.inbox, JoinRequest).answer.set_result(Admitted())
-        seated = next_event(self.inbox, Seated)
+        seated = next_event(self.inbox, SessionOpened)
         return future.result(DEADLINE_S), seated
 
     def flood(self, count: int, address: str = "127.0.0.1") -> None:
@@ -133,7 +133,7 @@ def test_a_worker_that_is_let_in_hears_of_the_run_and_has_a_session(house: House
     asked = next_event(house.inbox, JoinRequest)
     assert asked.hello.node == "macbook"
     asked.answer.set_result(Admitted())
-    seated = next_event(house.inbox, Seated)
+    seated = next_event(house.inbox, SessionOpened)
     hand = future.result(DEADLINE_S)
     assert seated.session_id == asked.session_id
     assert hand.welcome.run == RUN
@@ -202,7 +202,7 @@ def test_a_worker_that_leaves_while_it_is_let_in_frees_its_seat(house: House) ->
     asked.answer.set_result(Admitted())
     future.result(DEADLINE_S).leave()
     event = house.inbox.get(DEADLINE_S)
-    if isinstance(event, Seated):
+    if isinstance(event, SessionOpened):
         event = house.inbox.get(DEADLINE_S)
     assert isinstance(event, SessionClosed)
     assert event.session_id == asked.session_id
@@ -213,7 +213,7 @@ def test_a_stranger_makes_room_for_the_newest(house: House) -> None:
     house.flood(MAX_UNPROVED + 2)
     until(lambda: house.lines != [])
     hand.say(Pull())
-    next_event(house.inbox, MessageReceived)
+    assert next_event(house.inbox, MessageReceived).message == Pull()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is an address of Linux only")
@@ -270,7 +270,7 @@ def test_who_has_proved_itself_is_no_stranger_while_it_waits_for_the_answer(hous
     asked = next_event(house.inbox, JoinRequest)
     house.flood(MAX_UNPROVED)
     asked.answer.set_result(Admitted())
-    assert next_event(house.inbox, Seated).session_id == asked.session_id
+    assert next_event(house.inbox, SessionOpened).session_id == asked.session_id
     future.result(DEADLINE_S).say(Pull())
     assert next_event(house.inbox, MessageReceived) == MessageReceived(asked.session_id, Pull())
 

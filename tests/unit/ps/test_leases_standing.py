@@ -40,11 +40,9 @@ def must(lease: Lease | None) -> Lease:
     return lease
 
 
-def through_json(standing: DispatcherState) -> DispatcherState:
+def through_json(state: DispatcherState) -> DispatcherState:
     """What a checkpoint's file makes of it."""
-    return parse_progress(
-        DispatcherState, json.loads(json.dumps(standing.model_dump(mode="json"))), 1
-    )
+    return parse_progress(DispatcherState, json.loads(json.dumps(state.model_dump(mode="json"))), 1)
 
 
 @dataclass
@@ -118,7 +116,7 @@ def test_every_sample_is_applied_once_wherever_the_server_was_stopped(
     history = begun(dispatcher(num_samples, num_epochs, batch_sizes[0], "life-0"))
     for number, moves in enumerate(lives, start=1):
         history.go(moves)
-        stood, count = through_json(history.leases.standing), history.leases.samples_applied
+        stood, count = through_json(history.leases.state), history.leases.samples_applied
         assert count == sum(map(Counter.total, history.applied.values()))
         void = history.granted
         is_last = number == len(lives)
@@ -131,7 +129,7 @@ def test_every_sample_is_applied_once_wherever_the_server_was_stopped(
         new.resume(stood, count)
         assert new.samples_applied == count
         assert new.epoch == history.leases.epoch
-        assert new.standing == stood
+        assert new.state == stood
         assert all(new.judge(lease.key, holder) == "late" for holder, lease in void)
         assert new.done == (count == new.total_samples)
         history.leases, history.granted = new, []
@@ -150,7 +148,7 @@ def test_to_look_where_it_stands_changes_nothing(
 ) -> None:
     watched, alone = (begun(dispatcher(num_samples, 2, batch_size)) for _ in range(2))
     for move in moves:
-        assert watched.leases.standing == watched.leases.standing
+        assert watched.leases.state == watched.leases.state
         watched.go([move])
         alone.go([move])
     keys = [[lease.key for _, lease in each.granted] for each in (watched, alone)]
@@ -164,7 +162,7 @@ def test_what_was_open_is_handed_out_first_and_in_order() -> None:
     leases.commit(granted[1].key, 2, 1.0)
     leases.release(granted[2].key, 3)
     new = dispatcher(incarnation="there")
-    new.resume(through_json(leases.standing), leases.samples_applied)
+    new.resume(through_json(leases.state), leases.samples_applied)
     again = [must(new.grant(5, 0.0)) for _ in range(5)]
     places = [(lease.key.epoch, lease.key.start, lease.key.stop) for lease in again]
     assert places == [(0, 0, 4), (0, 8, 10), (1, 0, 4), (1, 4, 8), (1, 8, 10)]
@@ -177,13 +175,13 @@ def test_a_range_with_two_holders_stands_once() -> None:
     leases = dispatcher(num_epochs=1, batch_size=10)
     must(leases.grant(1, 0.0))
     must(leases.grant(2, 100.0))
-    assert leases.standing == DispatcherState(cursor=(0, 0, 10), waiting=[(0, 0, 10)])
+    assert leases.state == DispatcherState(cursor=(0, 0, 10), waiting=[(0, 0, 10)])
 
 
 def test_a_new_dispatcher_stands_at_the_beginning() -> None:
     leases = dispatcher()
-    assert leases.standing == DispatcherState(cursor=(0, 0, 0), waiting=[])
-    leases.resume(leases.standing, 0)
+    assert leases.state == DispatcherState(cursor=(0, 0, 0), waiting=[])
+    leases.resume(leases.state, 0)
     assert must(leases.grant(1, 0.0)).key.start == 0
 
 
@@ -192,7 +190,7 @@ def test_a_finished_dispatcher_has_no_more_unless_there_are_more_epochs() -> Non
     history.finish()
     same, longer = dispatcher(), dispatcher(num_epochs=3)
     for new in (same, longer):
-        new.resume(through_json(history.leases.standing), history.leases.samples_applied)
+        new.resume(through_json(history.leases.state), history.leases.samples_applied)
     assert same.done
     assert same.grant(1, 0.0) is None
     assert not longer.done
@@ -209,9 +207,9 @@ def halfway() -> tuple[DispatcherState, int]:
     granted = [must(leases.grant(1, 0.0)) for _ in range(4)]
     leases.commit(granted[0].key, 1, 1.0)
     leases.commit(granted[3].key, 1, 1.0)
-    standing = leases.standing
-    assert standing == DispatcherState(cursor=(1, 0, 4), waiting=[(0, 4, 8), (0, 8, 10)])
-    return standing, leases.samples_applied
+    state = leases.state
+    assert state == DispatcherState(cursor=(1, 0, 4), waiting=[(0, 4, 8), (0, 8, 10)])
+    return state, leases.samples_applied
 
 
 @pytest.mark.parametrize(
@@ -239,9 +237,9 @@ def halfway() -> tuple[DispatcherState, int]:
 def test_a_standing_of_something_else_is_refused(
     changes: dict[str, Any], samples_applied: int
 ) -> None:
-    standing, count = halfway()
-    dispatcher().resume(standing, count)
-    changed = standing.model_copy(update=changes)
+    state, count = halfway()
+    dispatcher().resume(state, count)
+    changed = state.model_copy(update=changes)
     with pytest.raises(CheckpointError) as caught:
         dispatcher().resume(changed, samples_applied)
     for words in ("2 epochs of 10", "own dataset", "as many epochs or more"):
@@ -259,11 +257,11 @@ def test_a_standing_of_another_dataset_is_refused_or_loses_nothing(
     leases = history.leases
     new = dispatcher(other)
     try:
-        new.resume(leases.standing, leases.samples_applied)
+        new.resume(leases.state, leases.samples_applied)
     except CheckpointError:
         assert other != num_samples
         return
-    assert other == num_samples or leases.standing.cursor[0] == 0
+    assert other == num_samples or leases.state.cursor[0] == 0
 
 
 @settings(max_examples=150, deadline=None)
@@ -273,13 +271,13 @@ def test_fewer_epochs_than_were_begun_are_refused(
 ) -> None:
     history = begun(dispatcher(num_epochs=3))
     history.go(moves)
-    standing = history.leases.standing
+    state = history.leases.state
     new = dispatcher(num_epochs=num_epochs)
-    if standing.cursor[0] < num_epochs:
-        new.resume(standing, history.leases.samples_applied)
+    if state.cursor[0] < num_epochs:
+        new.resume(state, history.leases.samples_applied)
     else:
-        with pytest.raises(CheckpointError, match=f"stands in epoch {standing.cursor[0] + 1} "):
-            new.resume(standing, history.leases.samples_applied)
+        with pytest.raises(CheckpointError, match=f"stands in epoch {state.cursor[0] + 1} "):
+            new.resume(state, history.leases.samples_applied)
 
 
 @pytest.mark.parametrize(

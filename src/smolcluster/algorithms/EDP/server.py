@@ -44,7 +44,7 @@ from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import Ack, LeaseKey, Outcome, Pull, Skip
 
 DISPATCHER = "dispatcher"
-"""Where a checkpoint's progress has its standing."""
+"""Where a checkpoint's progress has its state."""
 LEASES_PER_WORKER = 2
 """One that it computes, and one whose push is on the wire."""
 TICK_S = 0.1
@@ -89,13 +89,13 @@ class Server:
         self.pool = context.open_pool(self.receiver_for)
         self.report = self.pool.report
         self.evaluator = context.new_evaluator()
-        subject = CheckpointSource(self.replica, self.progress, dict)
-        if state := context.resume(subject, self.report):
+        source = CheckpointSource(self.replica, self.progress, dict)
+        if state := context.resume(source, self.report):
             self.version = state.step
             stored = parse_progress(DispatcherState, state.progress.get(DISPATCHER), state.step)
             self.dispatcher.resume(stored, state.samples_applied)
         self.stores = context.open_stores()
-        self.saver = context.new_saver(subject, self.report)
+        self.saver = context.new_saver(source, self.report)
         self.peers: dict[int, Peer] = {}
         self.last_applied: dict[str, LeaseKey] = {}
         self.snapshot: tuple[int, list[Frame]] | None = None
@@ -105,7 +105,7 @@ class Server:
 
     def progress(self) -> Progress:
         """What a checkpoint keeps besides tensors and counts."""
-        return {DISPATCHER: self.dispatcher.standing.model_dump(mode="json")}
+        return {DISPATCHER: self.dispatcher.state.model_dump(mode="json")}
 
     def receiver_for(self, session_id: int) -> GradientReceiver:
         """What takes the messages of a new session."""

@@ -75,23 +75,24 @@ class StateStream:
         """The next bucket, and its frames as of `version`, of memory of their own."""
         number = self._next
         self._next += 1
-        frames = state_frames(self._stores, self._incarnation, version, number)
-        return number, list(frames.values())
+        return number, [
+            copied_frame(self._stores, self._incarnation, version, number, content)
+            for content in self._stores.contents(number)
+        ]
 
 
-def state_frames(stores: Stores, incarnation: str, version: int, number: int) -> dict[str, Frame]:
-    """Copies of a bucket's contents, a frame each, by name."""
-    return {
-        content: state_frame(
-            values.to("cpu", copy=True),
-            number,
-            len(stores.buckets),
-            incarnation=incarnation,
-            version=version,
-            content=content,
-        )
-        for content, values in stores.contents(number).items()
-    }
+def copied_frame(
+    stores: Stores, incarnation: str, version: int, number: int, content: str
+) -> Frame:
+    """A copy of one of a bucket's `Store.contents`."""
+    return state_frame(
+        stores.contents(number)[content].to("cpu", copy=True),
+        number,
+        len(stores.buckets),
+        incarnation=incarnation,
+        version=version,
+        content=content,
+    )
 
 
 @dataclass
@@ -154,9 +155,9 @@ class StepMember:
         is_behind = len(marks) == num_buffers and session.num_sent + session.num_dropped < marks[0]
         return self.stream is not None and (is_behind or session.is_crowded)
 
-    def park(self, fate: tuple[LeaseKey | None, int], now: float) -> None:
+    def park(self, outcome: tuple[LeaseKey | None, int], now: float) -> None:
         """Send it no more steps: take back what is queued, and say so; what it holds is called off."""
-        lease, num_buckets = fate
+        lease, num_buckets = outcome
         self.session.drop_queued()
         self.session.send(Park(lease=lease, num_buckets=num_buckets))
         for assignment in self.unanswered.values():
@@ -218,12 +219,12 @@ class Members:
         num_buffers: int,
     ) -> None:
         """`num_buffers`: steps after which the memory of a mean gradient is used again."""
-        self._num_turns = num_buffers
+        self._num_buffers = num_buffers
         self._stores = stores
         self._batch_share = batch_share
         self._incarnation = incarnation
         self._members: dict[int, StepMember] = {}
-        self._fates: dict[str, tuple[LeaseKey, int]] = {}
+        self._push_outcomes: dict[str, tuple[LeaseKey, int]] = {}
         self._weights: tuple[int, dict[int, Frame]] = (-1, {})
 
     @property
@@ -253,11 +254,11 @@ class Members:
         member = StepMember(worker, Pace(ready.samples_per_s), stream)
         self._members[worker.member.session_id] = member
         if ready.unacknowledged is not None:
-            lease, num_buckets = self._fates.get(worker.member.instance, (None, 0))
+            lease, num_buckets = self._push_outcomes.get(worker.member.instance, (None, 0))
             counted = num_buckets if lease == ready.unacknowledged else 0
             member.session.send(Cancel(lease=ready.unacknowledged, num_buckets=counted))
 
-    def see_off(self, worker: Worker) -> StepMember | None:
+    def forget(self, worker: Worker) -> StepMember | None:
         """Forget a worker that has gone."""
         return self._members.pop(worker.member.session_id, None)
 
@@ -357,7 +358,7 @@ class Members:
         One of which nothing counted is left out: its worker may yet ask about the one before.
         """
         if assignment.num_counted and not assignment.backup:
-            self._fates[assignment.holder.member.instance] = (
+            self._push_outcomes[assignment.holder.member.instance] = (
                 assignment.key,
                 assignment.num_counted,
             )
@@ -390,18 +391,18 @@ class Members:
                 continue
             member.session.send_frame(frame)
             member.commit_marks.append(member.last_mean)
-            if len(member.commit_marks) > self._num_turns:
+            if len(member.commit_marks) > self._num_buffers:
                 member.commit_marks.popleft()
         self._weights = (-1, {})
 
     @property
     def laggards(self) -> list[StepMember]:
         """Those that have not been sent the oldest mean that is kept: its memory is needed now."""
-        return [member for member in self._members.values() if member.lags(self._num_turns)]
+        return [member for member in self._members.values() if member.lags(self._num_buffers)]
 
     def park(self, member: StepMember, now: float) -> None:
         """Send a member no more steps; it is told what counted of its last push."""
-        member.park(self._fates.get(member.worker.member.instance, (None, 0)), now)
+        member.park(self._push_outcomes.get(member.worker.member.instance, (None, 0)), now)
 
     def resume(self, now: float, *, at_once: bool) -> None:
         """Begin to send the newest state to parked members whose links have drained and whose time has come.
@@ -435,6 +436,5 @@ class Members:
             self._weights = (version, {})
         frames = self._weights[1]
         if number not in frames:
-            made = state_frames(self._stores, self._incarnation, version, number)
-            frames[number] = made[WEIGHTS]
+            frames[number] = copied_frame(self._stores, self._incarnation, version, number, WEIGHTS)
         return frames[number]

@@ -30,7 +30,7 @@ from smolcluster.transport.messages import Commit, Message, Push, Reduced, Skip,
 
 RESIDUAL = "residual"
 SPARE_BYTES = 16 * 1024 * 1024
-MAX_TURNS = 64
+MAX_BUFFERS = 64
 
 
 class PartArrived(Event):
@@ -61,19 +61,19 @@ class Reduction:
         self._locks = [threading.Lock() for _ in self._buckets]
         shape = (replica.num_params,)
         dtype = replica.params.dtype
-        self.num_buffers = max(2, min(MAX_TURNS, SPARE_BYTES // replica.params.nbytes))
+        self.num_buffers = max(2, min(MAX_BUFFERS, SPARE_BYTES // replica.params.nbytes))
         """Steps after which the memory of a mean is used again."""
-        turns = range(self.num_buffers)
+        buffers = range(self.num_buffers)
         if self._codec.lossless:
-            self._sums = [torch.empty(shape, dtype=dtype) for _ in turns]
+            self._sums = [torch.empty(shape, dtype=dtype) for _ in buffers]
             self._feedback = None
         else:
             own = torch.empty(shape, dtype=dtype)
             on_cpu = replica.grads.device.type == "cpu"
             self._sums = [own, replica.grads if on_cpu else torch.empty_like(own)]
             self._feedback = ErrorFeedback(self._codec, replica.num_params)
-        self._encoded = [self._new_encoded() for _ in turns]
-        self._frames: list[list[weakref.ref[Frame]]] = [[] for _ in turns]
+        self._encoded = [self._new_encoded() for _ in buffers]
+        self._frames: list[list[weakref.ref[Frame]]] = [[] for _ in buffers]
         self._residual_terms = 0
         self._step: Step | None = None
         self._num_added = [0] * len(self._buckets)
@@ -120,12 +120,12 @@ class Reduction:
         self._num_terms = [0] * len(self._buckets)
         self._expected = [None] * len(self._buckets)
         self._step = step
-        turn = step.version % self.num_buffers
-        if any(frame() is not None for frame in self._frames[turn]):
-            self._encoded[turn] = self._new_encoded()
+        buffer = step.version % self.num_buffers
+        if any(frame() is not None for frame in self._frames[buffer]):
+            self._encoded[buffer] = self._new_encoded()
             if self._codec.lossless:
-                self._sums[turn] = torch.empty_like(self._sums[turn])
-        self._frames[turn].clear()
+                self._sums[buffer] = torch.empty_like(self._sums[buffer])
+        self._frames[buffer].clear()
 
     def close(self) -> None:
         """The open step is over; its mean stays for `num_buffers` steps."""

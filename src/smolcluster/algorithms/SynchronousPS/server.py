@@ -77,9 +77,9 @@ class Server:
         self.pool = context.open_pool(self.receiver_for)
         self.report = self.pool.report
         self.evaluator = context.new_evaluator()
-        subject = CheckpointSource(self.replica, self.reduction.progress, self.reduction.residual)
+        source = CheckpointSource(self.replica, self.reduction.progress, self.reduction.residual)
         self.version = self.samples_applied = 0
-        if state := context.resume(subject, self.report):
+        if state := context.resume(source, self.report):
             self.version, self.samples_applied = state.step, state.samples_applied
             self.reduction.resume(state.progress)
         self.stores = context.open_stores()
@@ -95,7 +95,7 @@ class Server:
             self.train.samples_per_step,
             first=self.samples_applied,
         )
-        self.saver = context.new_saver(subject, self.report)
+        self.saver = context.new_saver(source, self.report)
 
     def receiver_for(self, session_id: int) -> PartReceiver:
         """What takes the messages of a new session."""
@@ -355,7 +355,7 @@ class Server:
 
     def on_departure(self, worker: Worker) -> None:
         """Take everything out of a worker's hands; `advance` gives it to others."""
-        member = self.members.see_off(worker)
+        member = self.members.forget(worker)
         if member is None:
             return
         if worker.live_session.receiver.in_progress:

@@ -113,7 +113,9 @@ def test_a_push_out_of_all_proportion_is_refused_before_it_changes_anything(norm
 
 def test_what_is_clipped_may_be_of_any_length() -> None:
     ours = replica("sgd")
+    before = ours.params.clone()
     rule.apply_gradient(Stores(ours), gradient_for(ours, 1e12), 0.1, GradientClipping(), limit=1e6)
+    assert 0 < (ours.params - before).norm() <= 0.1 * GradientClipping().max_norm * 1.001
 
 
 def test_what_is_plausible_follows_the_largest_of_the_newest_norms() -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from peers import opened
-from smolcluster.algorithms.SynchronousPS.members import state_frames
+from smolcluster.algorithms.SynchronousPS.members import copied_frame
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.step import PartAssignment, Step
 from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, StepReceiver
@@ -102,7 +102,7 @@ def small_replica(optimizer: str = "sgd", dtype: torch.dtype = torch.float32) ->
 
 def weights_frame(replica: Replica, version: int, number: int) -> Frame:
     """A bucket of the server's weights."""
-    return state_frames(Stores(replica), "here", version, number)["weights"]
+    return copied_frame(Stores(replica), "here", version, number, "weights")
 
 
 def push_of(key: LeaseKey, bucket: int, num_buckets: int = 3, loss: float = 0.5) -> Push:

@@ -287,7 +287,7 @@ def test_who_returns_in_mid_step_is_told_how_much_of_its_push_counted(
     house.claim(assignment, *range(num_counted))
     for dropped in house.step.drop(1):
         house.members.remember(dropped)
-    assert house.members.see_off(member.worker) is member
+    assert house.members.forget(member.worker) is member
     assert cancels(back(house, 5, assignment.key)) == [(assignment.key, num_counted)]
 
 
@@ -298,7 +298,7 @@ def test_who_returns_steps_later_is_told_how_much_of_its_push_counted(house: Hou
     backup = house.give(helper, house.step.parts[0])
     house.claim(backup, 1, 2)
     house.members.settle(house.step)
-    house.members.see_off(member.worker)
+    house.members.forget(member.worker)
     assert cancels(back(house, 5, assignment.key)) == [(assignment.key, 1)]
 
 
@@ -358,7 +358,7 @@ def test_those_whose_parts_others_have_finished_are_told(house: House) -> None:
     done = house.give(fast, house.step.parts[2])
     house.claim(done, 0, 1, 2)
     house.give(gone, house.step.parts[2])
-    house.members.see_off(gone.worker)
+    house.members.forget(gone.worker)
     for member in (slow, fast, third, gone):
         clear(member)
     house.claim(lost, 1, 2)
@@ -404,7 +404,7 @@ def test_who_was_waited_for_in_vain_is_the_last_to_get_an_orphan(house: House) -
     for part in house.step.parts[1:]:
         house.give(busy, part)
     assert house.members.best_for(house.step.parts[0]) is busy
-    house.members.see_off(busy.worker)
+    house.members.forget(busy.worker)
     assert house.members.best_for(house.step.parts[0]) is stuck
 
 
@@ -579,7 +579,7 @@ def test_weights_are_for_members_and_of_buckets_that_exist(house: House) -> None
 
 def test_who_has_gone_is_forgotten(house: House) -> None:
     member = house.member(1)
-    assert house.members.see_off(member.worker) is member
+    assert house.members.forget(member.worker) is member
     assert house.members.get(1) is None
     assert house.members.free == []
-    assert house.members.see_off(member.worker) is None
+    assert house.members.forget(member.worker) is None

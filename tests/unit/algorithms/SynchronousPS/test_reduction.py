@@ -12,7 +12,7 @@ from torch import Tensor
 from peers import opened
 from smolcluster.algorithms.SynchronousPS import reduction as module
 from smolcluster.algorithms.SynchronousPS.reduction import (
-    MAX_TURNS,
+    MAX_BUFFERS,
     PartArrived,
     PartReceiver,
     Reduction,
@@ -145,7 +145,7 @@ def test_what_does_not_count_changes_nothing() -> None:
 
 def test_a_large_model_has_two_sums_and_a_small_one_as_many_as_fit() -> None:
     replica = replica_for("fp32")
-    assert Reduction(replica, "fp32").num_buffers == MAX_TURNS
+    assert Reduction(replica, "fp32").num_buffers == MAX_BUFFERS
     with patch.object(module, "SPARE_BYTES", 5 * replica.params.nbytes):
         assert Reduction(replica, "fp32").num_buffers == 5
     with patch.object(module, "SPARE_BYTES", replica.params.nbytes):

@@ -243,7 +243,7 @@ def checkpoint_of(parts: Parts, folder: Path, step: int = 4, **changes: Any) -> 
         replica.params.fill_(0.25)
         owed = server.reduction.residual()
         owed[RESIDUAL].fill_(0.125)
-        state = server.report.standing({RESIDUAL: 30}).model_copy(update=changes)
+        state = server.report.training_state({RESIDUAL: 30}).model_copy(update=changes)
         store = CheckpointStore(folder / "checkpoints", 9, logger([]))
         store.save(Snapshot.of(replica, state, owed))
         replica.params.fill_(0.5)
