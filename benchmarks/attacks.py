@@ -20,30 +20,29 @@ import argparse
 import http.cookiejar
 import json
 import os
-import queue
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Event, Thread
+from threading import Event
 from typing import Any, NoReturn
 
-from common import report
-from smolcluster.configs.spec import get_algorithm
-from smolcluster.runs.paths import find_run
+import common
+from common import free_port, report, say
+from processes import Child, fill_disk, small_disk
+from proxy import Proxy
 from smolcluster.runs.status import RunStatus, read_status
 
 ALGORITHMS = ("edp", "syncps")
 CASES = ("flood", "hung", "nan", "disk", "streams")
-NODES = ("pi5", "win", "macbook")
+NUM_HONEST = 2
 AIM = 0.9
 ROLES = ("honest", "hung", "nan")
 JOIN_S = 180.0
@@ -53,7 +52,6 @@ NUM_STREAMS = 1000
 MAX_OPEN = 400
 """Connections of the flood that are open at a time: the oldest one is given up."""
 ATTACKER = "127.0.0.66"
-DISK_BYTES = 64 << 20
 
 
 # --- the processes
@@ -104,151 +102,46 @@ def be_attacker(kind: str, target: str, rate: float) -> NoReturn:
             opened.popleft().close()
 
 
-class DelayProxy:
-    """Passes bytes on to a port of this machine, each `one_way_s` seconds after it came."""
-
-    def __init__(self, port: int, one_way_s: float) -> None:
-        self._target, self._one_way_s = port, one_way_s
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        """Take no more connections."""
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                try:
-                    server = socket.create_connection(("127.0.0.1", self._target))
-                except OSError:
-                    client.close()
-                    continue
-                for source, sink in ((client, server), (server, client)):
-                    waiting: queue.Queue[tuple[float, bytes]] = queue.Queue(4096)
-                    Thread(target=self._read, args=(source, waiting), daemon=True).start()
-                    Thread(target=self._write, args=(sink, waiting), daemon=True).start()
-
-    def _read(self, source: socket.socket, waiting: "queue.Queue[tuple[float, bytes]]") -> None:
-        data = b"-"
-        while data:
-            try:
-                data = source.recv(1 << 16)
-            except OSError:
-                data = b""
-            waiting.put((time.monotonic() + self._one_way_s, data))
-
-    def _write(self, sink: socket.socket, waiting: "queue.Queue[tuple[float, bytes]]") -> None:
-        with suppress(OSError):
-            while True:
-                due, data = waiting.get()
-                time.sleep(max(0.0, due - time.monotonic()))
-                if not data:
-                    break
-                sink.sendall(data)
-        with suppress(OSError):
-            sink.shutdown(socket.SHUT_RDWR)
-
-
-class Cluster:
-    """One run's processes, in a folder of their own."""
+class Cluster(common.Cluster):
+    """One run's processes; the honest workers are behind a proxy."""
 
     def __init__(self, folder: Path, algorithm: str, options: argparse.Namespace) -> None:
-        self.algorithm, self.options, self.folder = algorithm, options, folder
-        self.runs = folder / "runs"
-        self.runs.mkdir()
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("SMOL")}
-        self.environ = kept | {
-            "XDG_CONFIG_HOME": str(folder),
-            "SMOLCLUSTER_RUNS_DIR": str(self.runs),
-            "PYTHONUNBUFFERED": "1",
-        }
-        self.port = free_port()
-        self.proxy = DelayProxy(self.port, options.latency / 2000)
-        self.children: list[subprocess.Popen[bytes]] = []
+        super().__init__(folder, algorithm, NUM_HONEST)
+        self._algorithm, self._options = algorithm, options
+        self._proxy = Proxy(self.port, options.latency / 2000)
 
-    def start(self, name: str, *argv: str, **environ: str) -> Path:
-        """Start a process; returns where its output goes."""
-        output = self.folder / f"{name}.txt"
-        with output.open("wb") as sink:
-            child = subprocess.Popen(
-                [sys.executable, *argv],
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                env=self.environ | environ,
-            )
-        self.children.append(child)
-        return output
+    def __exit__(self, *_: object) -> None:
+        self._proxy.close()
+        super().__exit__()
 
-    def serve(self) -> None:
+    def begin(self) -> None:
         """Start the server and wait until it listens."""
-        output = self.start(
-            "server",
-            *(str(get_algorithm(self.algorithm).server), "--local", "--workers", "2"),
-            *("--override", f"port={self.port}", "num_epochs=1000000", "threads=1"),
-        )
-        wait_for(lambda: "listening" in output.read_text(), "the server listens")
+        self.serve("num_epochs=1000000")
+        self.owner.wait_for("listening")
 
-    def work(self, role: str, worker_id: int) -> None:
-        """Start a worker."""
-        per_sample_s = str(self.options.per_sample / 1000)
-        self.start(
-            f"worker-{worker_id}",
-            *(__file__, "--be", role, self.algorithm, per_sample_s),
-            *(str(worker_id), NODES[worker_id - 1], "--local"),
-            *("--override", f"port={self.proxy.port}", "threads=1"),
-        )
+    def work_as(self, role: str, worker_id: int) -> None:
+        role_of = (__file__, "--be", role, self._algorithm, str(self._options.per_sample / 1000))
+        self.work(worker_id, program=role_of, port=self._proxy.port)
 
-    def attack(self, kind: str, target: str, rate: float, request: str = "") -> Path:
+    def attack(self, kind: str, target: str, rate: float, request: str = "") -> Child:
         """Start an attacker."""
+        self.environ["ATTACK_REQUEST"] = request
         arguments = (__file__, "--be", kind, target, str(rate))
-        return self.start("attacker", *arguments, ATTACK_REQUEST=request)
+        return self.start(sys.executable, *arguments, forked=False)
 
     @property
     def status(self) -> RunStatus:
-        """How the run stands."""
-        return read_status(find_run(self.runs).status)
+        return read_status(self.run.status)
+
+    def all_train(self) -> bool:
+        """Whether the honest workers do."""
+        return sum(each.samples > 0 for each in self.status.workers) == NUM_HONEST
 
     def honest(self) -> tuple[float, int]:
         """When the server wrote, seconds since 1970, and the samples of the honest workers by then."""
         status = self.status
-        done = sum(each.samples for each in status.workers if each.rank < 2)
+        done = sum(each.samples for each in status.workers if each.rank < NUM_HONEST)
         return status.updated_at.timestamp(), done
-
-    def end(self) -> None:
-        """Kill all that is left."""
-        self.proxy.close()
-        for child in self.children:
-            child.kill()
-        for child in self.children:
-            child.wait()
-
-
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-def wait_for(condition: Callable[[], object], what: str, seconds: float = JOIN_S) -> None:
-    """Wait until it holds.
-
-    Raises:
-        TimeoutError: it did not.
-    """
-    end = time.monotonic() + seconds
-    while True:
-        with suppress(Exception):
-            if condition():
-                return
-        if time.monotonic() > end:
-            raise TimeoutError(f"{what}: not within {seconds:g} s")
-        time.sleep(0.1)
 
 
 # --- the attacks
@@ -258,22 +151,17 @@ def wait_for(condition: Callable[[], object], what: str, seconds: float = JOIN_S
 def folder_for(case: str) -> Iterator[Path]:
     """A folder of its own; for a full disk a small file system."""
     with TemporaryDirectory(prefix="attacks-") as name:
-        if case != "disk":
-            yield Path(name)
-            return
-        options = ["-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", name]
-        subprocess.run(["mount", *options], check=True)
-        try:
-            yield Path(name)
-        finally:
-            subprocess.run(["umount", "-l", name], check=True)
+        folder = Path(name, "files")
+        with small_disk(folder, "64m") if case == "disk" else nullcontext():
+            yield folder
 
 
 def dashboard_request(cluster: Cluster) -> tuple[str, str]:
     """Start the dashboard; its address and what asks for a live stream."""
-    output = cluster.start("page", "-m", "smolcluster.cli", "dashboard", "--port", str(free_port()))
-    wait_for(lambda: "Ctrl-C" in output.read_text(), "the dashboard listens")
-    [address] = re.findall(r"http://\S+", output.read_text())
+    arguments = ("-m", "smolcluster.cli", "dashboard", "--port", str(free_port()))
+    page = cluster.start(sys.executable, *arguments, forked=False)
+    page.wait_for("Ctrl-C")
+    [address] = re.findall(r"http://\S+", page.output)
     jar = http.cookiejar.CookieJar()
     opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(jar))
     opener.open(address, timeout=30).close()
@@ -284,45 +172,30 @@ def dashboard_request(cluster: Cluster) -> tuple[str, str]:
     return target, head
 
 
-def fill(folder: Path) -> Path:
-    """Leave no room on the file system of `folder`; returns what takes it."""
-    file = folder / "ballast"
-    with suppress(OSError), file.open("wb", buffering=0) as sink:
-        while True:
-            sink.write(b"\0" * 65536)
-    with suppress(OSError), file.open("ab", buffering=0) as sink:
-        while True:
-            sink.write(b"\0" * 512)
-    return file
-
-
 def measure(algorithm: str, case: str, options: argparse.Namespace) -> dict[str, Any]:
     """Samples a second of the honest workers, and what the attacker did."""
-    with folder_for(case) as folder, ExitStack() as until_then:
-        cluster = Cluster(folder, algorithm, options)
-        until_then.callback(cluster.end)
-        cluster.serve()
+    with folder_for(case) as folder, Cluster(folder, algorithm, options) as cluster:
+        cluster.begin()
         attacker = None
         if case == "flood":
             attacker = cluster.attack("flood", f"127.0.0.1:{cluster.port}", options.flood)
-        for worker_id in (1, 2):
-            cluster.work("honest", worker_id)
+        for worker_id in range(1, NUM_HONEST + 1):
+            cluster.work_as("honest", worker_id)
         try:
-            wait_for(
-                lambda: sum(each.samples > 0 for each in cluster.status.workers) == 2, "all train"
-            )
+            cluster.wait_until(cluster.all_train, limit_s=JOIN_S)
         except TimeoutError as error:
             return {"samples_per_s": 0.0, "note": str(error), **_told(attacker)}
         time.sleep(SETTLE_S)
         before, note = cluster.honest(), ""
         if case in ROLES:
-            cluster.work(case, 3)
+            cluster.work_as(case, NUM_HONEST + 1)
         if case == "streams":
             target, request = dashboard_request(cluster)
             attacker = cluster.attack("streams", target, NUM_STREAMS, request)
         if case == "disk":
             time.sleep(options.seconds / 4)
-            ballast = fill(folder)
+            ballast = folder / "ballast"
+            fill_disk(ballast)
             time.sleep(options.seconds / 2)
             ballast.unlink()
             time.sleep(options.seconds / 4)
@@ -336,16 +209,15 @@ def measure(algorithm: str, case: str, options: argparse.Namespace) -> dict[str,
         return {"samples_per_s": samples_per_s, "note": note, **_told(attacker)}
 
 
-def _told(attacker: Path | None) -> dict[str, float]:
+def _told(attacker: Child | None) -> dict[str, float]:
     """How many connections a second the attacker opened."""
     if attacker is None:
         return {}
-    last = json.loads(attacker.read_text().splitlines()[-1])
+    last = json.loads(attacker.output.splitlines()[-1])
     return {"attacks": last["opened"], "attacks_per_s": last["opened"] / last["seconds"]}
 
 
 def main() -> int:
-    """Measure, and print a table or JSON."""
     if sys.argv[1:2] == ["--be"]:
         kind, what, number = sys.argv[2:5]
         del sys.argv[1:5]
@@ -369,14 +241,12 @@ def main() -> int:
     for algorithm in options.algorithm or ALGORITHMS:
         found = measure(algorithm, "undisturbed", options)
         undisturbed = found["samples_per_s"]
-        print(
-            f"{algorithm}: {undisturbed:.1f} samples/s {found['note']}", file=sys.stderr, flush=True
-        )
+        say(f"{algorithm}: {undisturbed:.1f} samples/s {found['note']}")
         rows.append((algorithm, "undisturbed", f"{undisturbed:.1f}", "", "", "", ""))
         for case in options.case or CASES:
             found = measure(algorithm, case, options)
             ratio = found["samples_per_s"] / undisturbed if undisturbed else 0.0
-            print(f"{algorithm}, {case}: {ratio:.0%} {found['note']}", file=sys.stderr, flush=True)
+            say(f"{algorithm}, {case}: {ratio:.0%} {found['note']}")
             results.append({"algorithm": algorithm, "case": case, "ratio": ratio, **found})
             rate = f"{found['attacks_per_s']:.0f}/s" if "attacks_per_s" in found else ""
             cells = (f"{found['samples_per_s']:.1f}", f"{ratio:.0%}", f">= {AIM:.0%}", rate)

@@ -12,104 +12,20 @@ the digits with a global batch of 128.
 """
 
 import argparse
-import signal
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
-from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
-from typing import Self, TypeVar
 
-from common import report
-from edp import free_port
-from smolcluster.configs.spec import get_algorithm
-from smolcluster.observability.sinks.jsonl import MetricLine, read_metrics
-from smolcluster.runs.events import EventRecord, LeaseReturned, read_events
-from smolcluster.runs.paths import RunPaths
-from syncps import environ
+from common import NODES, Cluster, report, seconds_of, steps_of
+from processes import Child
+from smolcluster.runs.events import LeaseReturned, read_events
 
-NODES = ("pi5", "win", "macbook", "local4", "local5", "local6", "local7", "local8")
 PARAMS_A_HIDDEN = 64 + 1 + 10
 GLOBAL_BATCH = 128
-DEADLINE_S = 600.0
 HEARTBEAT_S = 2.5
-T = TypeVar("T")
-
-
-class Cluster:
-    """A server that can be started again, and its workers; all end with the block."""
-
-    def __init__(self, folder: Path, algorithm: str, num_workers: int, *overrides: str) -> None:
-        self.run = RunPaths(folder / "runs" / "run")
-        self._folder, self._algorithm = folder, get_algorithm(algorithm)
-        self._local = ["--local", "--workers", str(num_workers)]
-        place = [f"port={free_port()}", "threads=1"]
-        self._server_overrides = ["--override", *place, *overrides]
-        self._worker_overrides = ["--override", *place]
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self.server = self.start_server()
-        self.workers = [self._start_worker(rank) for rank in range(num_workers)]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-
-    def start_server(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start a server of the run."""
-        named = [str(self._algorithm.server), *self._local, "--run-id", self.run.run_id, *arguments]
-        self.server = self._start([*named, *self._server_overrides])
-        return self.server
-
-    def wait_until(self, look: Callable[[], T | None]) -> T:
-        """Look until there is something to be seen; the run's files are a second late."""
-        end = time.monotonic() + DEADLINE_S
-        while time.monotonic() < end:
-            found = look()
-            if found is not None:
-                return found
-            if self.server.poll() is not None:
-                log = (self._folder / "log").read_text()
-                raise SystemExit(f"the server ended with {self.server.returncode}: {log}")
-            time.sleep(0.2)
-        raise SystemExit("what was waited for did not come")
-
-    def steps(self, after_s: float = 0.0) -> list[MetricLine]:
-        """The steps that were taken after that time."""
-        lines = (line for line in read_metrics(self.run.metrics) if line.record.kind == "step")
-        return [line for line in lines if seconds_of(line) > after_s]
-
-    def _start_worker(self, rank: int) -> subprocess.Popen[bytes]:
-        named = [str(self._algorithm.worker), str(rank + 1), NODES[rank], *self._local]
-        return self._start([*named, *self._worker_overrides])
-
-    def _start(self, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-        with (self._folder / "log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environ(self._folder),
-            )
-        self._processes.append(process)
-        return process
-
-
-def seconds_of(line: MetricLine | EventRecord) -> float:
-    """When it was written, in seconds since 1970."""
-    return datetime.fromisoformat(line.ts).timestamp()
+LOOK_EVERY_S = 0.2
 
 
 def settings(megabytes: float, every: int | None, algorithm: str) -> list[str]:
@@ -123,13 +39,22 @@ def settings(megabytes: float, every: int | None, algorithm: str) -> list[str]:
     ]
 
 
+def begin(cluster: Cluster, num_workers: int, overrides: list[str]) -> list[Child]:
+    """Start server and workers; returns the workers."""
+    cluster.serve(*overrides)
+    return [cluster.work(rank + 1) for rank in range(num_workers)]
+
+
 def delay(folder: Path, options: argparse.Namespace) -> list[str]:
     """Time steps with and without a checkpoint, in one run."""
     every, num_workers = options.every, options.workers
     overrides = settings(options.megabytes, every, "syncps")
-    with Cluster(folder, "syncps", num_workers, *overrides) as cluster:
+    with Cluster(folder, "syncps", num_workers) as cluster:
+        begin(cluster, num_workers, overrides)
+        num_steps = every * options.checkpoints
         steps = cluster.wait_until(
-            lambda: found if len(found := cluster.steps()) > every * options.checkpoints else None
+            lambda: found if len(found := steps_of(cluster.run)) > num_steps else None,
+            every_s=LOOK_EVERY_S,
         )
     times = [(line.record.step, seconds_of(line)) for line in steps]
     took = {step: after - before for (_, before), (step, after) in pairwise(times)}
@@ -156,16 +81,23 @@ def delay(folder: Path, options: argparse.Namespace) -> list[str]:
 def recovery(folder: Path, algorithm: str, options: argparse.Namespace) -> list[str]:
     """Kill a worker, then the server."""
     overrides = settings(options.megabytes, options.every, algorithm)
-    with Cluster(folder, algorithm, options.workers, *overrides) as cluster:
-        cluster.wait_until(lambda: len(cluster.steps()) > 2 * options.every or None)
+    with Cluster(folder, algorithm, options.workers) as cluster:
+        worker, *_ = begin(cluster, options.workers, overrides)
+        cluster.wait_until(
+            lambda: len(steps_of(cluster.run)) > 2 * options.every, every_s=LOOK_EVERY_S
+        )
         killed_at = time.time()
-        cluster.workers[0].send_signal(signal.SIGKILL)
-        applied_at = cluster.wait_until(lambda: when_applied(cluster, killed_at))
-        cluster.server.send_signal(signal.SIGKILL)
-        cluster.server.wait()
+        worker.kill()
+        applied_at = cluster.wait_until(
+            lambda: when_applied(cluster, killed_at), every_s=LOOK_EVERY_S
+        )
+        cluster.owner.kill()
+        cluster.owner.wait()
         started_at = time.time()
-        cluster.start_server("--resume", "auto")
-        first = cluster.wait_until(lambda: next(iter(cluster.steps(started_at)), None))
+        cluster.serve(*overrides, flags=("--resume", "auto"))
+        first, *_ = cluster.wait_until(
+            lambda: steps_of(cluster.run, started_at), every_s=LOOK_EVERY_S
+        )
     return [
         *(algorithm, f"{options.megabytes:g} MB", str(options.workers)),
         *(f"{applied_at - killed_at:.2f}", f"{2 * HEARTBEAT_S:g}"),
@@ -192,7 +124,7 @@ def when_applied(cluster: Cluster, since_s: float) -> float | None:
 
 def applied_after(cluster: Cluster, back_s: float, lease: LeaseReturned) -> float | None:
     """When the step was taken that has the samples of a lease that came back; None: not yet."""
-    for line in cluster.steps(back_s):
+    for line in steps_of(cluster.run, back_s):
         start, stop = line.record.values["start"], line.record.values["stop"]
         if line.record.epoch == lease.epoch and start <= lease.start and lease.stop <= stop:
             return seconds_of(line)
@@ -200,7 +132,6 @@ def applied_after(cluster: Cluster, back_s: float, lease: LeaseReturned) -> floa
 
 
 def main() -> None:
-    """Measure and report."""
     parser = argparse.ArgumentParser(description="Cost of checkpoints, and time of recovery.")
     parser.add_argument("--part", choices=("all", "delay", "recovery"), default="all")
     parser.add_argument("--megabytes", type=float, default=70.0, help="parameters in fp32")
@@ -213,7 +144,7 @@ def main() -> None:
             measured = delay(Path(folder), options)
         heading = ["parameters", "workers", "step, ms", "with a copy", "longer by (<= 10%)"]
         heading += ["a checkpoint costs, ms", "of 100 steps (<= 1%)"]
-        report("What a checkpoint costs (SyncPS, Adam)", [heading, measured], {}, as_json=False)
+        report("What a checkpoint costs (SyncPS, Adam)", [heading, measured])
     if options.part != "delay":
         rows = []
         for algorithm in ("edp", "syncps"):
@@ -221,7 +152,7 @@ def main() -> None:
                 rows.append(recovery(Path(folder), algorithm, options))
         heading = ["algorithm", "parameters", "workers", "worker killed, s", "aim"]
         heading += ["server started again, s", "aim"]
-        report("From a death to the samples applied", [heading, *rows], {}, as_json=False)
+        report("From a death to the samples applied", [heading, *rows])
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ TARGETS = {"encode_ratio": 0.35, "encode_feedback_ratio": 0.2, "decode_ratio": 0
 
 
 def main() -> None:
-    """Measure and report."""
     parser = argparse.ArgumentParser(description="Speed of the int8 codec against copy_.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--numel", type=int, default=17_500_000, help="values in the tensor")
@@ -90,7 +89,6 @@ def scratch_nbytes(codec: Int8BlockCodec) -> int:
 def table(
     measured: dict[str, Paired], results: dict[str, float], float_bytes: int
 ) -> list[tuple[str, ...]]:
-    """Lay the results out in rows, the first one the heading."""
     rows: list[tuple[str, ...]] = [("", "ms", "GB/s", "ratio to copy_", "target")]
     copy_s = measured["encode_ratio"].reference_s
     rows.append(("copy_", f"{copy_s * 1e3:.2f}", f"{float_bytes / copy_s / 1e9:.1f}", "1", ""))

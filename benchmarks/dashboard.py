@@ -94,7 +94,6 @@ def report_line(step: int, rank: int, moment: float) -> bytes:
 
 
 def timed(url: str) -> tuple[float, int]:
-    """Seconds until the first byte of an answer, and its bytes."""
     command = ["curl", "-sS", "-o", "/dev/null"]
     command += ["-w", "%{time_starttransfer} %{size_download} %{http_code}", url]
     told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
@@ -141,7 +140,6 @@ def serve_and_time(paths: RunPaths) -> dict[str, float]:
 
 
 def main() -> int:
-    """Print a table; 1 when the run opens too slowly."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--json", type=Path)

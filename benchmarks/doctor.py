@@ -5,21 +5,16 @@ measured. The limit is twice the time of one machine.
 """
 
 import argparse
-import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from common import report, seconds
-from doctoring import cluster, patients
+from doctoring import cluster, healthy_nodes
 from smolcluster.launch.doctor.examine import examine
 
 TARGET = 2.0
 
 
 def main() -> None:
-    """Measure and report."""
     parser = argparse.ArgumentParser(description="Time of doctor on many machines and on one.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--nodes", type=int, default=16, help="machines of the large cluster")
@@ -50,8 +45,8 @@ def doctor_s(num_nodes: int, delay_s: float) -> float:
         num_workers=num_nodes,
         server=nodes[0],
     )
-    asked = patients(stated, before=lambda *_: time.sleep(delay_s))
-    return seconds(lambda: examine(asked, stated))
+    asked = healthy_nodes(stated, before=lambda *_: time.sleep(delay_s))
+    return seconds(lambda: examine(asked))
 
 
 if __name__ == "__main__":

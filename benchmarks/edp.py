@@ -16,44 +16,43 @@ Linux the processes are forked from one that has imported torch, which only make
 """
 
 import argparse
-import multiprocessing
 import os
-import runpy
-import socket
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import psutil
 
-from common import report
+from common import (
+    DEADLINE_S,
+    DEFAULT_DATA,
+    NEVER,
+    PROJECT,
+    Cluster,
+    cpu_seconds,
+    report,
+    say,
+    seconds_of,
+    steps_of,
+)
+from processes import Child
 from smolcluster.configs.resolve import load_settings
-from smolcluster.configs.spec import get_algorithm
-from smolcluster.launch.plan import Request, plan_local
-from smolcluster.observability.metrics import MetricRecord
-from smolcluster.observability.sinks.jsonl import read_metrics
-from smolcluster.runs.paths import find_run
+from smolcluster.observability.sinks.jsonl import MetricLine
 from smolcluster.runs.summary import Summary, read_summary
 
-PROJECT = Path(__file__).resolve().parents[1]
-DEFAULT_DATA = PROJECT.parent / "shared" / "data"
-NEVER = 1_000_000_000
 NUM_WORKERS = (1, 2, 3)
 EXPONENTS = (0.0, 0.5, 1.0)
 CODECS = {"fp32": "false", "int8": "true"}
 FIRST_SEED = 42
 SAMPLE_EVERY_S = 0.02
-RUN_TIMEOUT_S = 1800.0
-GOODBYE_TIMEOUT_S = 20.0
-PRELOAD = ["torch", "torchvision.datasets", "sklearn", "smolcluster.launch.single"]
+WORKERS_OWN = ("dataset.root=", "dataset.download=")
+"""Overrides that a worker takes, too."""
 
 
 @dataclass(frozen=True)
@@ -61,160 +60,75 @@ class Run:
     """A finished run; `cpu` are pairs of a time since 1970 and the server's CPU seconds until then."""
 
     summary: Summary
-    steps: list[tuple[float, MetricRecord]]
+    steps: list[MetricLine]
     cpu: list[tuple[float, float]]
 
     @property
     def samples_per_s(self) -> float:
         """Samples applied after the first step, a second."""
-        (start, first), (stop, last) = self.steps[0], self.steps[-1]
-        return (last.values["samples_applied"] - first.values["samples_applied"]) / (stop - start)
+        first, last = self.steps[0], self.steps[-1]
+        applied = [line.record.values["samples_applied"] for line in (first, last)]
+        return (applied[1] - applied[0]) / (seconds_of(last) - seconds_of(first))
 
     @property
     def mean_staleness(self) -> float:
-        """Mean τ of the applied pushes; 0 in a single process."""
-        return statistics.fmean(record.values.get("staleness", 0.0) for _, record in self.steps)
+        return statistics.fmean(line.record.values.get("staleness", 0.0) for line in self.steps)
 
     @property
     def cpu_s_per_push(self) -> float:
         """The server's CPU seconds from the first to the last applied push, a push."""
         times, seconds = zip(*self.cpu, strict=True)
-        start, stop = np.interp([self.steps[0][0], self.steps[-1][0]], times, seconds)
+        start, stop = np.interp([seconds_of(self.steps[i]) for i in (0, -1)], times, seconds)
         return float(stop - start) / (len(self.steps) - 1)
 
 
 class Bench:
-    """Starts runs, one after the other, in folders below `folder`; MNIST, if any, lies in `data`."""
+    """Makes runs, one after the other, in folders below `folder`; MNIST, if any, lies in `data`."""
 
     def __init__(self, folder: Path, data: Path) -> None:
         self.data = data
         self._folder = folder
         self._num_runs = 0
-        if sys.platform == "linux":
-            self._context = multiprocessing.get_context("forkserver")
-        else:
-            self._context = multiprocessing.get_context("spawn")
-        self._context.set_forkserver_preload(PRELOAD)
 
     def cluster(self, num_workers: int, overrides: Sequence[str]) -> Run:
-        """Run a server and its workers."""
-        overrides = (*overrides, f"port={free_port()}", f"min_workers={num_workers}")
-        settings = load_settings(
-            "edp", "digits", None, overrides, {}, local=True, local_workers=num_workers
-        )
-        request = Request(get_algorithm("edp"), None, "digits", tuple(overrides), num_workers)
-        plan = plan_local(request, settings.cluster, run_id="edp-benchmark", python=sys.executable)
-        return self._run([process.argv[1:] for process in plan.processes])
+        own = [text for text in overrides if text.startswith(WORKERS_OWN)]
+        with self._next(num_workers) as cluster:
+            cluster.serve(*overrides, f"min_workers={num_workers}")
+            for worker_id in range(1, num_workers + 1):
+                cluster.work(worker_id, *own)
+            return finished(cluster)
 
     def single(self, overrides: Sequence[str]) -> Run:
-        """Train in one process."""
-        train = PROJECT / "src" / "smolcluster" / "train.py"
-        flags = [word for text in overrides for word in ("--override", text)]
-        return self._run([(str(train), "--config", "digits", *flags)])
+        with self._next() as cluster:
+            train = str(PROJECT / "src" / "smolcluster" / "train.py")
+            flags = [word for text in overrides for word in ("--override", text)]
+            cluster.owner = cluster.start(sys.executable, train, "--config", "digits", *flags)
+            return finished(cluster)
 
-    def _run(self, commands: Sequence[Sequence[str]]) -> Run:
-        """Run the commands side by side; the first one is the server, and makes the run's files."""
+    def _next(self, num_workers: int = 1) -> Cluster:
         self._num_runs += 1
-        folder = self._folder / str(self._num_runs)
-        folder.mkdir()
-        environ = benchmark_environ(self._folder, folder)
-        processes: list[BaseProcess] = []
-        try:
-            for number, argv in enumerate(commands):
-                output = folder / f"output-{number}.txt"
-                started = self._context.Process(
-                    target=become, args=(argv, environ, output), daemon=True
-                )
-                started.start()
-                processes.append(started)
-            cpu = watch(processes[0])
-            for process in processes[1:]:
-                process.join(GOODBYE_TIMEOUT_S)
-            if any(process.exitcode != 0 for process in processes):
-                raise SystemExit(failure(processes, folder))
-        finally:
-            for process in processes:
-                process.kill()
-        paths = find_run(folder / "runs")
-        steps = [
-            (datetime.fromisoformat(line.ts).timestamp(), line.record)
-            for line in read_metrics(paths.metrics)
-            if line.record.kind == "step"
-        ]
-        return Run(read_summary(paths.summary), steps, cpu)
+        return Cluster(self._folder / str(self._num_runs), "edp", num_workers, forked=True)
 
 
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def finished(cluster: Cluster) -> Run:
+    """The run of processes that must all end well."""
+    cpu = watch(cluster.owner)
+    run = cluster.finish()
+    for child in cluster.children:
+        if code := child.wait():
+            raise SystemExit(f"{child.argv} ended with {code}: {child.output}")
+    return Run(read_summary(run.summary), steps_of(run), cpu)
 
 
-def benchmark_environ(shared: Path, folder: Path) -> dict[str, str]:
-    """The environment without the user's settings, secret and account."""
-    kept = {name: text for name, text in os.environ.items() if not name.startswith("SMOLCLUSTER_")}
-    return kept | {
-        "XDG_CONFIG_HOME": str(shared / "config"),
-        "SMOLCLUSTER_RUNS_DIR": str(folder / "runs"),
-        "WANDB_MODE": "disabled",
-    }
-
-
-def become(argv: Sequence[str], environ: dict[str, str], output: Path) -> None:
-    """In a fresh process: run a file of the project as `python argv...` would, its output in a file."""
-    with output.open("wb") as sink:
-        os.dup2(sink.fileno(), 1)
-        os.dup2(sink.fileno(), 2)
-    os.environ.clear()
-    os.environ.update(environ)
-    sys.argv = list(argv)
-    runpy.run_path(argv[0], run_name="__main__")
-
-
-def watch(process: BaseProcess) -> list[tuple[float, float]]:
+def watch(child: Child) -> list[tuple[float, float]]:
     """Wait for the end of the process, noting its CPU time on the way."""
     noted: list[tuple[float, float]] = []
-    end = time.monotonic() + RUN_TIMEOUT_S
-    while process.exitcode is None and time.monotonic() < end:
-        with suppress(OSError, ValueError, IndexError):  # it may have ended between two lines
-            noted.append((time.time(), cpu_seconds(process.pid)))
-        process.join(SAMPLE_EVERY_S)
+    end = time.monotonic() + DEADLINE_S
+    while child.process.poll() is None and time.monotonic() < end:
+        with suppress(psutil.Error):  # it may have ended between two lines
+            noted.append((time.time(), cpu_seconds(child.process.pid)))
+        time.sleep(SAMPLE_EVERY_S)
     return noted
-
-
-def cpu_seconds(pid: int | None) -> float:
-    """CPU seconds of a process so far, all threads, user and system.
-
-    Linux counts hundredths; elsewhere `ps` is asked, which counts hundredths on macOS too.
-
-    Raises:
-        OSError, ValueError, IndexError: there is no such process any more.
-    """
-    stat = Path(f"/proc/{pid}/stat")
-    if Path("/proc/self/stat").exists():
-        fields = stat.read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    command = ["ps", "-o", "cputime=", "-p", str(pid)]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    seconds = 0.0
-    for part in answer.replace("-", ":").split(":"):
-        seconds = 60 * seconds + float(part)
-    return seconds
-
-
-def failure(processes: Sequence[BaseProcess], folder: Path) -> str:
-    """What the processes ended with and said last."""
-    return "\n".join(
-        f"process {number} ended with {process.exitcode}:\n"
-        + (folder / f"output-{number}.txt").read_text()[-2000:]
-        for number, process in enumerate(processes)
-    )
-
-
-def say(text: str) -> None:
-    """Tell on the console how far the benchmark is."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def tasks(data: Path, num_epochs: dict[str, int]) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -225,9 +139,9 @@ def tasks(data: Path, num_epochs: dict[str, int]) -> Iterator[tuple[str, tuple[s
         yield "MNIST", ("dataset.name=MNIST", *place, f"num_epochs={num_epochs['MNIST']}")
 
 
-def throughput(training: Bench, rounds: int, *, quick: bool) -> list[dict[str, object]]:
+def throughput(bench: Bench, rounds: int, *, quick: bool) -> list[dict[str, object]]:
     """Measure speeds: a dict for each model and number of processes."""
-    small, *larger = tasks(training.data, {"digits": 10 if quick else 60, "MNIST": 3})
+    small, *larger = tasks(bench.data, {"digits": 10 if quick else 60, "MNIST": 3})
     name, overrides = small if quick or not larger else larger[0]
     models = {
         f"{small[0]} 128": small[1],
@@ -239,7 +153,7 @@ def throughput(training: Bench, rounds: int, *, quick: bool) -> list[dict[str, o
         runs: dict[str, list[Run]] = {label: [] for label in labels()}
         for number in range(rounds):
             for label in reversed(runs) if number % 2 else runs:
-                run = one_speed(training, label, overrides)
+                run = one_speed(bench, label, overrides)
                 runs[label].append(run)
                 say(f"throughput: {model}: {label}: {run.samples_per_s:,.0f} samples/s")
         measured += speeds(model, runs)
@@ -252,13 +166,13 @@ def labels() -> list[str]:
     return ["single", "unbound", *clusters]
 
 
-def one_speed(training: Bench, label: str, overrides: Sequence[str]) -> Run:
+def one_speed(bench: Bench, label: str, overrides: Sequence[str]) -> Run:
     """One run of what `label` says."""
     if label == "single":
-        return training.single((*overrides, "threads=1"))
+        return bench.single((*overrides, "threads=1"))
     if label == "unbound":
-        return training.single(overrides)
-    return training.cluster(int(label.split(maxsplit=1)[0]), overrides)
+        return bench.single(overrides)
+    return bench.cluster(int(label.split(maxsplit=1)[0]), overrides)
 
 
 def speeds(model: str, runs: dict[str, list[Run]]) -> Iterator[dict[str, object]]:
@@ -277,21 +191,13 @@ def speeds(model: str, runs: dict[str, list[Run]]) -> Iterator[dict[str, object]
         if of_label[0].summary.workers:
             cpu_s = statistics.median(run.cpu_s_per_push for run in of_label)
             found["server_cpu_s_per_push"] = round(cpu_s, 6)
-            found["mean_staleness"] = round(mean_of(run.mean_staleness for run in of_label), 2)
+            found["mean_staleness"] = mean_staleness(of_label)
         yield found
 
 
 def throughput_rows(measured: Sequence[dict[str, object]]) -> list[tuple[str, ...]]:
     """Lay the speeds out in rows, the first one the heading."""
-    heading = (
-        "model",
-        "processes",
-        "samples/s",
-        "ratio",
-        "min-max",
-        "CPU a push",
-        "τ",
-    )
+    heading = ("model", "processes", "samples/s", "ratio", "min-max", "CPU a push", "τ")
     rows: list[tuple[str, ...]] = [heading]
     for found in measured:
         ratios = found["ratios"]
@@ -311,17 +217,17 @@ def throughput_rows(measured: Sequence[dict[str, object]]) -> list[tuple[str, ..
     return rows
 
 
-def staleness(training: Bench, num_seeds: int, *, quick: bool) -> list[dict[str, object]]:
+def staleness(bench: Bench, num_seeds: int, *, quick: bool) -> list[dict[str, object]]:
     """Measure accuracies: a dict for each data set, codec and exponent."""
     shipped_epochs = load_settings("edp", "digits", environ={}).train.num_epochs
     epochs = {"digits": 10 if quick else shipped_epochs, "MNIST": 5}
-    chosen = list(tasks(training.data, epochs))[: 1 if quick else None]
+    chosen = list(tasks(bench.data, epochs))[: 1 if quick else None]
     measured: list[dict[str, object]] = []
     for dataset, overrides in chosen:
         runs: dict[tuple[str, float | None], list[Run]] = {}
         for seed in range(FIRST_SEED, FIRST_SEED + num_seeds):
             for codec, exponent in [("single", None), *settings_of_staleness()]:
-                run = one_accuracy(training, codec, exponent, (*overrides, f"seed={seed}"))
+                run = one_accuracy(bench, codec, exponent, (*overrides, f"seed={seed}"))
                 runs.setdefault((codec, exponent), []).append(run)
                 say(
                     f"staleness: {dataset}: seed {seed}, {codec}, a {exponent}: "
@@ -336,18 +242,15 @@ def settings_of_staleness() -> list[tuple[str, float | None]]:
     return [(codec, exponent) for exponent in EXPONENTS for codec in CODECS]
 
 
-def one_accuracy(
-    training: Bench, codec: str, exponent: float | None, overrides: Sequence[str]
-) -> Run:
+def one_accuracy(bench: Bench, codec: str, exponent: float | None, overrides: Sequence[str]) -> Run:
     """One run to its end: of the single process when there is no exponent."""
     if exponent is None:
-        return training.single((*overrides, "threads=1"))
+        return bench.single((*overrides, "threads=1"))
     rule = (f"use_quantization={CODECS[codec]}", f"staleness.exponent={exponent}")
-    return training.cluster(max(NUM_WORKERS), (*overrides, *rule))
+    return bench.cluster(max(NUM_WORKERS), (*overrides, *rule))
 
 
 def accuracy(run: Run) -> float:
-    """The run's final validation accuracy."""
     return run.summary.final.val_accuracy or 0.0
 
 
@@ -365,8 +268,10 @@ def accuracies(
             "val_accuracy": round(statistics.median(found), 4),
             "val_accuracies": [round(value, 4) for value in found],
             "val_loss": round(statistics.median(losses), 4),
-            "mean_staleness": round(mean_of(run.mean_staleness for run in of_setting), 2),
-            "bytes_received": round(mean_of(run.summary.bytes.received for run in of_setting)),
+            "mean_staleness": mean_staleness(of_setting),
+            "bytes_received": round(
+                statistics.fmean(run.summary.bytes.received for run in of_setting)
+            ),
         }
 
 
@@ -393,13 +298,11 @@ def staleness_rows(measured: Sequence[dict[str, object]]) -> list[tuple[str, ...
     return rows
 
 
-def mean_of(values: Iterable[float]) -> float:
-    """The mean of some values."""
-    return statistics.fmean(values)
+def mean_staleness(runs: Sequence[Run]) -> float:
+    return round(statistics.fmean(run.mean_staleness for run in runs), 2)
 
 
 def main() -> None:
-    """Measure and report."""
     parser = argparse.ArgumentParser(description="Speed of EDP, and accuracy against staleness.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--part", choices=("throughput", "staleness", "all"), default="all")
@@ -415,13 +318,13 @@ def main() -> None:
     results: dict[str, object] = {"cores": os.cpu_count(), "load_before": os.getloadavg()}
     tables: list[tuple[str, list[tuple[str, ...]]]] = []
     with TemporaryDirectory(prefix="smolcluster-edp-") as folder:
-        training = Bench(Path(folder), arguments.data.absolute())
+        bench = Bench(Path(folder), arguments.data.absolute())
         if arguments.part != "staleness":
-            speed = throughput(training, rounds, quick=arguments.quick)
+            speed = throughput(bench, rounds, quick=arguments.quick)
             results["throughput"] = speed
             tables.append((f"Throughput, median of {rounds} rounds", throughput_rows(speed)))
         if arguments.part != "throughput":
-            found = staleness(training, num_seeds, quick=arguments.quick)
+            found = staleness(bench, num_seeds, quick=arguments.quick)
             results["staleness"] = found
             title = f"Accuracy against a, 3 workers, median of {num_seeds} seeds"
             tables.append((title, staleness_rows(found)))

@@ -45,12 +45,12 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 from unittest.mock import patch
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from common import report
-from edp import cpu_seconds, free_port, say
+from common import NEVER, cpu_seconds, free_port, report, say
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import SWITCH_INTERVAL_S
 from smolcluster.algorithms.SynchronousPS.server import Server
@@ -71,7 +71,6 @@ from smolcluster.training.workload import Workload
 from smolcluster.transport.handshake import introduce
 from smolcluster.transport.security import Secret
 
-NEVER = 1_000_000_000
 DIGESTS_EVERY = {"on": 4, "off": NEVER}
 BATCH_SIZE = 32
 NUM_CLASSES = 10
@@ -144,7 +143,6 @@ class Case:
 
     @property
     def num_workers(self) -> int:
-        """N."""
         return len(self.hosts) - 1
 
     @property
@@ -224,7 +222,7 @@ class OnDemand(Server):
         self.pipe = pipe
         self.wanted = 0
         self.stamps: Stamps = []
-        self.resident = math.nan
+        self.resident = 0
         """Bytes, after the last of the steps."""
 
     def open_step(self, now: float) -> None:
@@ -238,22 +236,19 @@ class OnDemand(Server):
             super().open_step(now)
 
     def commit(self, step: Step) -> None:
-        """Note the time."""
         self.stamps.append((time.monotonic(), len(step.parts)))
         self.wanted -= 1
         super().commit(step)
         if self.wanted == 0:
-            self.resident = resident_nbytes()
+            self.resident = psutil.Process().memory_info().rss
             self.pipe.send(self.stamps)
             self.stamps = []
 
 
-def serve(pipe: Pipe, case: Case) -> None:
-    """The server's process; its last answer are the bytes for `copies` and `grown`."""
-    case.hosts[0].enter()
-    training, log = make_bench(case, 0), logging.getLogger()
-    before = resident_nbytes()
-    context = ServerContext(
+def context_of(case: Case, training: TrainingContext) -> ServerContext:
+    """What the server works with."""
+    log = logging.getLogger()
+    return ServerContext(
         settings=case.settings,
         run=case.settings.run_config("exchange", "syncps"),
         training=training,
@@ -264,14 +259,20 @@ def serve(pipe: Pipe, case: Case) -> None:
         log=log,
         incarnation=secrets.token_hex(4),
     )
-    server = OnDemand(context, pipe)
+
+
+def serve(pipe: Pipe, case: Case) -> None:
+    """The server's process; its last answer are the bytes for `copies` and `grown`."""
+    case.hosts[0].enter()
+    training = make_bench(case, 0)
+    before = psutil.Process().memory_info().rss
+    server = OnDemand(context_of(case, training), pipe)
     server.run()
     held = held_nbytes(list(vars(server.reduction).values()), server.replica.grads)
     pipe.send((held, server.resident - before))
 
 
 def work(_pipe: Pipe, case: Case, worker_id: int) -> None:
-    """A worker's process."""
     case.hosts[worker_id].enter()
     settings = case.settings
 
@@ -320,13 +321,6 @@ def held_nbytes(values: list[object], besides: Tensor) -> int:
                 values.extend(more)
     sizes.pop(besides.untyped_storage().data_ptr(), None)
     return sum(sizes.values())
-
-
-def resident_nbytes() -> float:
-    """Memory that this process has now; NaN where nothing tells."""
-    statm = Path("/proc/self/statm")
-    pages = float(statm.read_text().split()[1]) if statm.exists() else math.nan
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class Children:
@@ -389,7 +383,9 @@ class Side:
     @property
     def cpu_s(self) -> float:
         """CPU seconds so far, of those that live."""
-        return sum(cpu_seconds(each.pid) for each in self.processes if each.exitcode is None)
+        return sum(
+            cpu_seconds(each.pid) for each in self.processes if each.pid and each.exitcode is None
+        )
 
 
 @dataclass(frozen=True)
@@ -501,7 +497,6 @@ def attach(space: str, place: int, bridge: str) -> Host:
 
 
 def run(command: str) -> None:
-    """Run a command that must not fail."""
     done = subprocess.run(command.split(), check=False, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{command}: {done.stderr.strip()}")
@@ -537,7 +532,6 @@ def send_bare(_pipe: Pipe, host: Host, address: str, nbytes: int) -> None:
 
 
 def row(found: Measured, target: float, *, shaped: bool) -> dict[str, str]:
-    """A line of the table, by heading."""
     shown = {"N": str(found.workers), "codec": found.codec, "digests": found.digests}
     shown |= {"ms": f"{found.ms:.1f}", "Gloo": f"{found.gloo_ms:.1f}"}
     if shaped:
@@ -572,7 +566,6 @@ def cases(arguments: argparse.Namespace, hosts: Sequence[Host]) -> Iterator[Case
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line; what it leaves open is the network's to say."""
     parser = argparse.ArgumentParser(description="A SyncPS step's exchange against Gloo.")
     parser.add_argument("--network", choices=list(NETWORKS), default="loopback")
     parser.add_argument("--workers", type=int, nargs="+", metavar="N")
@@ -588,7 +581,6 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure and report."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     arguments = parse_arguments()
     shaped = arguments.network == "namespaces"
@@ -602,7 +594,7 @@ def main() -> None:
     title += f", where a plain socket carries {8e-6 * wire:.1f} Mbit/s" if shaped else ""
     targets = NETWORKS[arguments.network].targets
     shown = [row(each, targets.get(each.workers, math.nan), shaped=shaped) for each in measured]
-    report(title, [list(shown[0]), *(list(each.values()) for each in shown)], {}, as_json=False)
+    report(title, [list(shown[0]), *(list(each.values()) for each in shown)])
     if arguments.json:
         options = {"steps": arguments.steps, "rounds": arguments.rounds}
         results = {"title": title, **options, "cases": [asdict(each) for each in measured]}

@@ -14,33 +14,30 @@ import argparse
 import json
 import math
 import os
-import subprocess
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from torch.nn import functional
 
-from common import paired_ratios, report
+from common import DEADLINE_S, DEFAULT_DATA, paired_ratios, report, seconds_of, steps_of
+from processes import Processes
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import DatasetPlace, GPTConfig, TrainConfig
 from smolcluster.data.dataset import Batch, Dataset
 from smolcluster.data.tokens import TokenBlocks
 from smolcluster.launch.saved import gpt_of, store_of
 from smolcluster.models.gpt import GPT
-from smolcluster.observability.sinks.jsonl import MetricLine, read_metrics
 from smolcluster.runs.paths import RunPaths, find_run
 from smolcluster.runs.summary import Summary, read_summary
 from smolcluster.training.build import build
 from smolcluster.training.builtin import builtin_workload
 from smolcluster.training.loop import training_steps
-from syncps import DEFAULT_DATA, environ
 
-DEADLINE_S = 1800.0
 GPT2_VOCAB = 50257
 CUT_CONTEXTS = (3, 8, 32)
 ANSWERS_AT_ONCE = 8192
@@ -48,30 +45,35 @@ SMALL = ["model.model_dim=128", "model.num_layers=4", "model.num_heads=4", "mode
 QUIET = ["track_gradients=false", "checkpoint_steps=null", "eval_steps=1000000"]
 
 
-def smolcluster(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """Start a command of the program, whose runs and secret are in `folder`."""
-    program = "import sys; from smolcluster.cli import main; sys.exit(main())"
-    with (folder / "log").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-c", program, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=environ(folder),
-        )
+class Command(Processes):
+    """A command of the program, which ends with the block; runs and secret are in `folder`."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        folder.mkdir(exist_ok=True)
+        super().__init__(folder)
+        program = "import sys; from smolcluster.cli import main; sys.exit(main())"
+        self.child = self.start(sys.executable, "-c", program, *arguments, forked=False)
+
+    def finish(self) -> RunPaths:
+        """The run that it has made, when it has ended well."""
+        if code := self.child.process.wait(DEADLINE_S):
+            raise SystemExit(f"{self.child.argv} ended with {code}: {self.child.output}")
+        return find_run(self.runs)
+
+    def wait_for_steps(self, count: int) -> RunPaths:
+        """The run, when it has taken so many steps."""
+        end = time.monotonic() + DEADLINE_S
+        while time.monotonic() < end and self.child.process.poll() is None:
+            time.sleep(0.5)
+            if (self.runs / "latest").exists() and len(steps_of(find_run(self.runs))) > count:
+                return find_run(self.runs)
+        raise SystemExit(f"no steps: {self.child.output}")
 
 
 def run_to_its_end(folder: Path, *arguments: str) -> RunPaths:
     """Run a command and return the run that it has made."""
-    process = smolcluster(folder, *arguments)
-    try:
-        code = process.wait(DEADLINE_S)
-    finally:
-        process.kill()
-        process.wait()
-    if code:
-        raise SystemExit(f"{' '.join(arguments)} ended with {code}: {(folder / 'log').read_text()}")
-    return find_run(folder / "runs")
+    with Command(folder, *arguments) as command:
+        return command.finish()
 
 
 def commands(overrides: Sequence[str], config: str = "stdlib") -> dict[str, list[str]]:
@@ -171,24 +173,18 @@ def loop(rounds: int) -> list[list[str]]:
     return rows
 
 
-def steps_of(run: RunPaths) -> list[MetricLine]:
-    """The metric lines of all steps."""
-    return [line for line in read_metrics(run.metrics) if line.record.kind == "step"]
-
-
 def tokens_per_s(run: RunPaths) -> float:
     """Of the second half of a run, in which everybody has joined."""
     lines = steps_of(run)
     lines = lines[len(lines) // 2 :]
     first, last = lines[0], lines[-1]
-    began, ended = (datetime.fromisoformat(line.ts).timestamp() for line in (first, last))
+    began, ended = seconds_of(first), seconds_of(last)
     values = [line.record.values["samples_applied"] for line in (first, last)]
     length = read_summary(run.summary).tokens_per_sample or 1
     return (values[1] - values[0]) * length / (ended - began)
 
 
 def cluster(text: list[str], rounds: int) -> list[list[str]]:
-    """The rates of the clusters beside that of one process, in turn."""
     overrides = [*text, *SMALL, *QUIET, "num_epochs=1", "batch_size=16"]
     each = commands(overrides)
     each["one process"].append("batch_size=32")  # as many samples a step as SyncPS
@@ -221,15 +217,12 @@ def memory(text: list[str]) -> list[list[str]]:
     build(settings.train, 0, settings.node.dataset, torch.device("cpu"))  # nobody else tokenizes
     peaks, parameters = {}, 0
     for name, arguments in commands(overrides).items():
-        with TemporaryDirectory() as folder:
-            process = smolcluster(Path(folder), *arguments)
-            try:
-                run = wait_for_steps(Path(folder), process, 12)
-                peaks[name] = max(map(peak_bytes, trainers(run, process.pid)))
-                parameters = 4 * started(run)
-            finally:
-                process.terminate()
-                process.wait(DEADLINE_S)
+        with TemporaryDirectory() as folder, Command(Path(folder), *arguments) as command:
+            run = command.wait_for_steps(12)
+            peaks[name] = max(map(peak_bytes, trainers(run, command.child.process.pid)))
+            parameters = 4 * started(run)
+            command.child.kill(signal.SIGTERM)
+            command.child.process.wait(DEADLINE_S)
     rows = [
         ["algorithm", "parameters, MB", "peak, MB", "one process, MB", "copies beyond (aim 1.5)"]
     ]
@@ -241,18 +234,6 @@ def memory(text: list[str]) -> list[list[str]]:
     return rows
 
 
-def wait_for_steps(folder: Path, process: subprocess.Popen[bytes], count: int) -> RunPaths:
-    """The run of a process, when it has taken so many steps."""
-    end = time.monotonic() + DEADLINE_S
-    while time.monotonic() < end and process.poll() is None:
-        time.sleep(0.5)
-        if (folder / "runs" / "latest").exists() and len(
-            steps_of(find_run(folder / "runs"))
-        ) > count:
-            return find_run(folder / "runs")
-    raise SystemExit(f"no steps: {(folder / 'log').read_text()}")
-
-
 def trainers(run: RunPaths, pid: int) -> list[int]:
     """The processes of a run that compute gradients."""
     if not run.processes.is_file():
@@ -262,7 +243,6 @@ def trainers(run: RunPaths, pid: int) -> list[int]:
 
 
 def started(run: RunPaths) -> int:
-    """Number of parameters of the model."""
     with run.events.open() as events:
         return int(json.loads(next(events))["num_params"])
 
@@ -281,7 +261,7 @@ def context(folder: Path) -> list[list[str]]:
     evaluation = training.evaluate(model)
     whole = evaluation.metrics["perplexity"] if evaluation else math.nan
     lines, summary = steps_of(run), read_summary(run.summary)
-    began, ended = (datetime.fromisoformat(lines[i].ts).timestamp() for i in (0, -1))
+    began, ended = seconds_of(lines[0]), seconds_of(lines[-1])
     rows = [["context, bytes", "validation perplexity a byte", "times worse"]]
     rows.append([f"up to {summary.tokens_per_sample}", f"{whole:.3f}", ""])
     for size in CUT_CONTEXTS:
@@ -312,7 +292,6 @@ def shakespeare(folder: Path, text: list[str], epochs: int) -> list[list[str]]:
     each["EDP"] += ["batch_size=4", "use_quantization=true", "worker_update_interval=1"]
     runs: dict[str, tuple[Summary, dict[int, float]]] = {}
     for name, arguments in each.items():
-        (folder / name).mkdir()
         run = run_to_its_end(folder / name, *arguments)
         losses = {line.record.step: line.record.values["loss"] for line in steps_of(run)}
         runs[name] = read_summary(run.summary), losses
@@ -334,7 +313,6 @@ def shakespeare(folder: Path, text: list[str], epochs: int) -> list[list[str]]:
 
 
 def main() -> None:
-    """Measure and report."""
     parser = argparse.ArgumentParser(description="Language models.")
     parts = ("loop", "cluster", "memory", "context", "shakespeare")
     parser.add_argument("--part", choices=("all", *parts), default="all")
@@ -358,7 +336,7 @@ def main() -> None:
         }
         for name, (title, call) in measure.items():
             if options.part in ("all", name):
-                report(title, call(), {}, as_json=False)
+                report(title, call())
 
 
 if __name__ == "__main__":

@@ -7,11 +7,7 @@ which three import PyTorch at once; so the start is given beside one `import tor
 
 import argparse
 import json
-import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from common import report
 from lab import Host, Lab, obstacle
@@ -29,7 +25,6 @@ LAUNCH = "launch edp --config ~/cluster.yaml --train-config digits --detach --ov
 
 
 def main() -> None:
-    """Measure and report."""
     parser = argparse.ArgumentParser(description="Time of launch, status and stop on three hosts.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--rounds", type=int, default=3)
@@ -68,7 +63,6 @@ def prepared(lab: Lab, rounds: int) -> range:
 
 
 def one_round(lab: Lab) -> dict[str, float]:
-    """The times of one run."""
     import_s = timed(lab["mini2"], "cd smolcluster && .venv/bin/python -c 'import torch'")
     launch_s = command(lab.controller, LAUNCH.format(""))
     time.sleep(3)
@@ -95,7 +89,6 @@ def command(controller: Host, arguments: str) -> float:
 
 
 def timed(host: Host, script: str) -> float:
-    """Seconds that a script takes, which must succeed."""
     began = time.perf_counter()
     done = host.run(script, timeout_s=300)
     if done.returncode:

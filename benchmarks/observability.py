@@ -24,8 +24,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from common import report
-from edp import free_port
+from common import free_port, report
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.observed import metrics_served
 from smolcluster.algorithms.records import open_records
@@ -34,7 +33,7 @@ from smolcluster.cluster.report import LAYERED_EVERY_S, NUM_LAYERED_FIRST, Repor
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.data.permutation import Range
 from smolcluster.observability.exporter import ProcessLabels
-from smolcluster.observability.logs import setup_logging
+from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import Metrics
 from smolcluster.observability.sinks.wandb import NUM_STEPS_FIRST, STEP_EVERY_S
 from smolcluster.observability.spans import MAX_NBYTES
@@ -66,7 +65,7 @@ def observed(
 ) -> Iterator[Report]:
     """A run's report, with everything on or nothing."""
     run = settings.run_config(RUN_ID, "single")
-    log = setup_logging("trainer", "here")
+    log = NodeLog("trainer", "here")
     paths = create_run(folder, run.run_id)
     if not on:
         events = EventLog(paths.events, "off", warn=print)
@@ -198,7 +197,7 @@ def server_us(num_steps: int, folder: Path) -> float:
     training = bench_of(settings)
     costs = []
     with observed(settings, training, folder, on=True) as made:
-        steps = training_steps(training, settings.train)
+        steps = training_steps(training, settings.train, layer_norms=made.layer_norms)
         for version in range(1, num_steps + 1):
             step = taken(next(steps), version)
             began = time.perf_counter()
@@ -238,7 +237,7 @@ def step_s(num_steps: int, *, on: bool) -> float:
         training = bench_of(settings)
         costs = []
         with observed(settings, training, Path(folder), on=on) as made:
-            steps = training_steps(training, settings.train)
+            steps = training_steps(training, settings.train, layer_norms=made.layer_norms)
             for version in range(1, num_steps + 1):
                 began = time.perf_counter()
                 made.step_taken(taken(next(steps), version))
@@ -255,7 +254,6 @@ def step_s_of_a_process(num_steps: int, *, on: bool) -> float:
 
 
 def main() -> None:
-    """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)

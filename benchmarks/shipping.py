@@ -11,8 +11,6 @@ import threading
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-
 from common import report
 from loki import Receiver
 from smolcluster.observability.shipping.loki import LokiClient
@@ -25,7 +23,6 @@ CATCH_UP_S = 120.0
 
 
 def main() -> None:
-    """Measure and report."""
     parser = argparse.ArgumentParser(description="10,000 log lines, the receiver down in between.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--lines", type=int, default=10_000)

@@ -11,7 +11,6 @@ of `--mbit` Mbit/s in both directions, the last one a tenth of that; the server'
 """
 
 import argparse
-import logging
 import os
 import secrets
 import statistics
@@ -28,15 +27,13 @@ from unittest.mock import patch
 import torch
 
 import exchange
-from common import report
-from edp import free_port
-from exchange import BATCH_SIZE, Case, Children, Prefilled, make_bench
+from common import free_port, report
+from exchange import BATCH_SIZE, Case, Children, Prefilled, context_of, make_bench
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.configs.resolve import Settings
-from smolcluster.observability.metrics import Metrics
-from smolcluster.runs.events import EventLog, kind_of, read_events
+from smolcluster.runs.events import kind_of, read_events
 from smolcluster.training.compute import BatchLoss
 from smolcluster.transport.security import Secret
 
@@ -82,7 +79,6 @@ class Timed(Server):
         self.taken: list[tuple[float, dict[str, int]]] = []
 
     def commit(self, step: Step) -> None:
-        """Note a step; the last one ends the run."""
         done = [(part.finished_by, part.num_samples) for part in step.parts]
         sizes = Counter({each.holder.name: size for each, size in done if each})
         self.taken.append((time.monotonic(), dict(sizes)))
@@ -94,18 +90,7 @@ class Timed(Server):
 def serve(pipe: Pipe, case: Slowed, seconds: float) -> None:
     """The server's process; it answers with its steps."""
     case.hosts[0].enter()
-    log = logging.getLogger()
-    context = ServerContext(
-        settings=case.settings,
-        run=case.settings.run_config("slow-link", "syncps"),
-        training=make_bench(case, 0),
-        node=case.settings.cluster.server,
-        secret=case.secret,
-        metrics=Metrics(),
-        events=EventLog(case.folder / "events.jsonl", "benchmark", warn=log.warning),
-        log=log,
-        incarnation=secrets.token_hex(4),
-    )
+    context = context_of(case, make_bench(case, 0))
     server = Timed(context, seconds)
     server.run()
     context.events.close()
@@ -113,7 +98,6 @@ def serve(pipe: Pipe, case: Slowed, seconds: float) -> None:
 
 
 def work(pipe: Pipe, case: Slowed, worker_id: int) -> None:
-    """A worker's process."""
     Sleeper.per_sample_s = case.compute_s / (BATCH_SIZE * case.num_workers)
     with patch("exchange.Prefilled", Sleeper):
         exchange.work(pipe, case, worker_id)
@@ -130,7 +114,6 @@ def shape(case: Slowed, mbit: float) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description="SyncPS with one slow link.")
     parser.add_argument("--workers", type=int, default=2, metavar="N")
     parser.add_argument("--megabytes", type=float, default=7.0, help="size of the gradient in fp32")
@@ -142,7 +125,6 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def table(taken: list[tuple[float, dict[str, int]]], alone_s: float) -> list[list[Any]]:
-    """Of the first and the second half of the time: steps, their length, and who did how much of them."""
     names = sorted({name for _, sizes in taken for name in sizes})
     rows: list[list[Any]] = [["half", "steps", "median s", "alone s", *names]]
     middle = (taken[0][0] + taken[-1][0]) / 2
@@ -160,7 +142,6 @@ def table(taken: list[tuple[float, dict[str, int]]], alone_s: float) -> list[lis
 
 
 def main() -> None:
-    """Measure and report."""
     arguments = parse_arguments()
     with exchange.hosts_of("namespaces", arguments.workers) as hosts, TemporaryDirectory() as name:
         case = Slowed(
@@ -189,7 +170,7 @@ def main() -> None:
         f"{arguments.megabytes:g} MB, {arguments.mbit:g} Mbit/s, the last worker a tenth of it; "
     )
     title += ", ".join(f"{kind} {events[kind]}" for kind in COUNTED)
-    report(title, table(taken, alone_s), {}, as_json=False)
+    report(title, table(taken, alone_s))
 
 
 if __name__ == "__main__":

@@ -17,30 +17,30 @@ the medians of its first and its last third are close.
 import argparse
 import json
 import math
-import os
 import random
-import select
 import shutil
 import signal
-import socket
 import statistics
-import struct
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from datetime import datetime
-from html import escape
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal, get_args
 
-from common import report
+import psutil
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from common import free_port, report, say
+from processes import Processes
+from proxy import Proxy
 from smolcluster.configs.spec import AlgorithmSpec, get_algorithm
 from smolcluster.observability.sinks.jsonl import MetricLine, follow_metrics
 from smolcluster.runs.paths import RunPaths
@@ -101,8 +101,6 @@ MIN_LIFE_S = 60.0
 GROWTH = 0.1
 GROWTH_BYTES = 8e6
 COUNT_SLACK = 2
-MAX_CHUNK = 1 << 18
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 TAIL = 2000
 
 
@@ -160,7 +158,7 @@ def is_possible(fault: Fault, healthy: frozenset[int], *, server_ready: bool) ->
 
 @dataclass(frozen=True)
 class Sample:
-    """A process at one moment; what the system does not tell is None.
+    """A process at one moment.
 
     Attributes:
         at_s: seconds since the soak began.
@@ -171,25 +169,20 @@ class Sample:
     at_s: float
     rss: int
     own: int
-    threads: int | None = None
-    fds: int | None = None
+    threads: int
+    fds: int
 
 
 def look(pid: int, at_s: float) -> Sample | None:
     """Sample a process, or None when it is gone."""
-    place = Path(f"/proc/{pid}")
-    if not Path("/proc/self/statm").exists():
-        command = ["ps", "-o", "rss=", "-p", str(pid)]
-        answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-        rss = 1024 * int(answer.strip() or 0)
-        return Sample(at_s, rss, rss) if rss else None
-    try:
-        fields = (place / "statm").read_text().split()
-        rss, shared = PAGE_BYTES * int(fields[1]), PAGE_BYTES * int(fields[2])
-        threads, fds = (len(list((place / part).iterdir())) for part in ("task", "fd"))
-    except OSError:
-        return None
-    return Sample(at_s, rss, rss - shared, threads, fds) if rss else None
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        with process.oneshot():
+            memory = process.memory_info()
+            own = memory.rss - getattr(memory, "shared", 0)
+            if memory.rss:
+                return Sample(at_s, memory.rss, own, process.num_threads(), process.num_fds())
+    return None
 
 
 @dataclass(frozen=True)
@@ -202,28 +195,24 @@ class Change:
 
 @dataclass(frozen=True)
 class Trend:
-    """How a process changed in its life, after the warm-up; `threads` and `fds` may be unknown."""
+    """How a process changed in its life, after the warm-up."""
 
     name: str
     seconds: float
     rss: Change
     own: Change
-    threads: Change | None
-    fds: Change | None
+    threads: Change
+    fds: Change
 
     @property
     def is_flat(self) -> bool:
         """Whether memory grew at most by a tenth or 8 MB, and threads and open files hardly."""
-        grown = [
+        return all(
             change.last - change.first <= max(GROWTH * change.first, GROWTH_BYTES)
             for change in (self.rss, self.own)
-        ]
-        counts = [
-            abs(change.last - change.first) <= COUNT_SLACK
-            for change in (self.threads, self.fds)
-            if change
-        ]
-        return all(grown + counts)
+        ) and all(
+            abs(change.last - change.first) <= COUNT_SLACK for change in (self.threads, self.fds)
+        )
 
 
 def trend(name: str, samples: Sequence[Sample], warm_up_s: float = WARM_UP_S) -> Trend | None:
@@ -232,23 +221,14 @@ def trend(name: str, samples: Sequence[Sample], warm_up_s: float = WARM_UP_S) ->
         return None
     begin, end = samples[0].at_s + warm_up_s, samples[-1].at_s
     life_s = end - begin
-    if life_s < MIN_LIFE_S:
-        return None
     first = [sample for sample in samples if begin <= sample.at_s < begin + life_s / 3]
     last = [sample for sample in samples if sample.at_s > end - life_s / 3]
-
-    def change(value: Callable[[Sample], int | None]) -> Change | None:
-        thirds = [
-            [found for sample in third if (found := value(sample)) is not None]
-            for third in (first, last)
-        ]
-        return Change(*(statistics.median(third) for third in thirds)) if all(thirds) else None
-
-    rss, own = change(lambda sample: sample.rss), change(lambda sample: sample.own)
-    if rss is None or own is None:
+    if life_s < MIN_LIFE_S or not first or not last:
         return None
-    threads, fds = change(lambda sample: sample.threads), change(lambda sample: sample.fds)
-    return Trend(name, life_s, rss, own, threads, fds)
+    thirds = [astuple(sample) for sample in first], [astuple(sample) for sample in last]
+    medians = ([statistics.median(each) for each in zip(*third, strict=True)] for third in thirds)
+    _, *changes = (Change(*pair) for pair in zip(*medians, strict=True))
+    return Trend(name, life_s, *changes)
 
 
 def problems_of(summary: Summary, samples_per_step: int, num_epochs: int) -> list[str]:
@@ -299,150 +279,6 @@ class Applied:
         )
 
 
-class Flow:
-    """One direction of a connection through a proxy."""
-
-    def __init__(self, source: socket.socket, sink: socket.socket, *, upward: bool) -> None:
-        self.source, self.sink, self.upward = source, sink, upward
-        self.waiting = memoryview(b"")
-        self.at_end = False
-
-    def end(self) -> None:
-        """The source has ended; so has the sink when all has been passed on."""
-        self.at_end = True
-        with suppress(OSError):
-            self.sink.shutdown(socket.SHUT_WR)
-
-
-class Pair:
-    """A connection through a proxy; `cut`: whether it shall end, and by RST."""
-
-    def __init__(self, client: socket.socket, server: socket.socket) -> None:
-        self.sockets = (client, server)
-        self.cut: Literal["no", "reset", "close"] = "no"
-
-    def close(self, *, reset: bool) -> None:
-        """Close both sides, with RST or in order."""
-        for sock in self.sockets:
-            with suppress(OSError):
-                if reset:
-                    linger = struct.pack("ii", 1, 0)
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-                sock.close()
-
-
-class Proxy:
-    """Passes bytes on between one worker and `target_port` on 127.0.0.1, and can spoil that.
-
-    Each connection has one thread, which alone closes its sockets: a RST does not leave while another
-    thread waits for the socket.
-    """
-
-    def __init__(self, target_port: int) -> None:
-        self._target_port = target_port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._pairs: list[Pair] = []
-        self._bytes_per_s: float | None = None
-        self._corrupt_in = {True: 0, False: 0}
-        self.corrupted = 0
-        """Bytes that have been corrupted."""
-        self._lock = threading.Lock()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether a connection is open."""
-        with self._lock:
-            return bool(self._pairs)
-
-    def cut(self, how: Literal["reset", "close"]) -> None:
-        """End all connections soon, in the middle of whatever they carry."""
-        with self._lock:
-            for pair in self._pairs:
-                pair.cut = how
-
-    def throttle(self, bytes_per_s: float | None) -> None:
-        """Carry no more than that from now on, in each direction; None: all that comes."""
-        self._bytes_per_s = bytes_per_s
-
-    def corrupt(self, after_nbytes: int, *, upward: bool) -> None:
-        """Flip one bit, `after_nbytes` bytes from now; at least 1."""
-        with self._lock:
-            self._corrupt_in[upward] = after_nbytes
-
-    def close(self) -> None:
-        """Stop, and end all connections."""
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self.cut("close")
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            try:
-                server = socket.create_connection(("127.0.0.1", self._target_port))
-            except OSError:
-                client.close()
-                continue
-            for sock in (client, server):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                sock.setblocking(False)
-            pair = Pair(client, server)
-            with self._lock:
-                self._pairs.append(pair)
-            threading.Thread(target=self._carry, args=(pair,), daemon=True).start()
-
-    def _carry(self, pair: Pair) -> None:
-        client, server = pair.sockets
-        flows = [Flow(client, server, upward=True), Flow(server, client, upward=False)]
-        reset = False
-        try:
-            while pair.cut == "no" and not all(flow.at_end for flow in flows):
-                self._turn(flows)
-            reset = pair.cut == "reset"
-        except OSError:
-            reset = True
-        finally:
-            with self._lock:
-                self._pairs.remove(pair)
-            pair.close(reset=reset)
-
-    def _turn(self, flows: Sequence[Flow]) -> None:
-        """Wait a little for sockets that are ready, and serve them."""
-        rate = self._bytes_per_s
-        chunk = MAX_CHUNK if rate is None else max(1, round(rate * TICK_S))
-        sources = [flow.source for flow in flows if not flow.at_end and not flow.waiting]
-        sinks = [flow.sink for flow in flows if flow.waiting]
-        readable, writable, _ = select.select(sources, sinks, [], TICK_S)
-        for flow in flows:
-            if flow.source in readable and not flow.waiting and not flow.at_end:
-                data = flow.source.recv(chunk)
-                if data:
-                    flow.waiting = memoryview(self._spoil(data, upward=flow.upward))
-                else:
-                    flow.end()
-            if flow.sink in writable and flow.waiting:
-                flow.waiting = flow.waiting[flow.sink.send(flow.waiting[:chunk]) :]
-        if rate is not None:
-            time.sleep(TICK_S)
-
-    def _spoil(self, data: bytes, *, upward: bool) -> bytes:
-        with self._lock:
-            left = self._corrupt_in[upward]
-            self._corrupt_in[upward] = max(0, left - len(data))
-            if not 0 < left <= len(data):
-                return data
-            self.corrupted += 1
-        spoilt = bytearray(data)
-        spoilt[left - 1] ^= 0x10
-        return bytes(spoilt)
-
-
 @dataclass(frozen=True)
 class Failure:
     """A process that ended without having been killed, or another thing that must not be."""
@@ -463,7 +299,6 @@ class Child:
     stopped: bool = False
 
     def signal(self, signum: signal.Signals) -> None:
-        """Send it a signal."""
         self.process.send_signal(signum)
         self.stopped = signum == signal.SIGSTOP
 
@@ -472,7 +307,6 @@ class Child:
         return self.output.read_text(errors="replace")[-TAIL:]
 
     def kill(self) -> None:
-        """End it at once, and reap it."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -516,7 +350,6 @@ class Gap:
     end_s: float
 
     def seconds(self) -> float:
-        """How long it was."""
         return self.end_s - self.begin_s
 
     def meets(self, fault: Injected) -> bool:
@@ -566,6 +399,7 @@ class Soak:
     def __init__(self, algorithm: AlgorithmSpec, settings: Settings, folder: Path) -> None:
         self.algorithm, self.settings, self.folder = algorithm, settings, folder
         self.port = free_port()
+        self._environ = Processes(folder).environ
         self.proxies = [Proxy(self.port) for _ in range(settings.num_workers)]
         self.paths = RunPaths(folder / "runs" / "soak")
         self.children: dict[int | None, Child] = {}
@@ -589,7 +423,6 @@ class Soak:
         return time.monotonic() - self._began
 
     def run(self) -> Outcome:
-        """Start everything, let the monkey loose, and see the run to its end."""
         left_out = 0
         codes: dict[str, int | None] = {}
         try:
@@ -823,7 +656,7 @@ class Soak:
                 stdin=subprocess.PIPE,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                env=environ(self.folder),
+                env=self._environ,
                 start_new_session=True,
             )
         self.children[rank] = Child(name, process, output)
@@ -842,27 +675,6 @@ def spoil(proxy: Proxy, fault: Fault) -> Callable[[], None] | None:
             proxy.throttle(THROTTLED_BYTES_PER_S)
             return lambda: proxy.throttle(None)
     return None
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
-def environ(folder: Path) -> dict[str, str]:
-    """The environment of the processes: nothing of the user's configuration."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SMOL")}
-    return kept | {
-        "XDG_CONFIG_HOME": str(folder),
-        "SMOLCLUSTER_RUNS_DIR": str(folder / "runs"),
-        "WANDB_MODE": "disabled",
-    }
-
-
-def say(text: str) -> None:
-    """Tell on the console how far the soak is."""
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def facts(outcomes: Sequence[Outcome]) -> list[list[str]]:
@@ -891,13 +703,12 @@ def facts(outcomes: Sequence[Outcome]) -> list[list[str]]:
 
 
 def trend_rows(outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """Rows of the second table: for each process its longest life."""
     rows = [["", "process", "life", "RSS MB", "own MB", "threads", "open files", "flat"]]
     for outcome in outcomes:
         for name in sorted({life.name for life in outcome.trends}):
             life = max((t for t in outcome.trends if t.name == name), key=lambda t: t.seconds)
             shown = [_change(life.rss, 1e6), _change(life.own, 1e6)]
-            counts = [_change(change) if change else "" for change in (life.threads, life.fds)]
+            counts = [_change(change) for change in (life.threads, life.fds)]
             flat = "yes" if life.is_flat else "NO"
             rows.append([outcome.algorithm, name, f"{life.seconds:.0f} s", *shown, *counts, flat])
     return rows
@@ -908,74 +719,27 @@ def _change(change: Change, unit: float = 1.0) -> str:
     return f"{change.first / unit:.{digits}f} → {change.last / unit:.{digits}f}"
 
 
-PLOT_WIDTH, PLOT_HEIGHT, LANE, LEFT, TOP = 1000, 260, 16, 110, 40
-COLORS = ("#000000", "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b")
-
-
-def chart(outcomes: Sequence[Outcome]) -> str:
-    """An SVG: for each soak the processes' own memory over time, and below it a lane of each fault."""
+def chart(outcomes: Sequence[Outcome], file: Path) -> None:
+    """Draw for each soak the processes' own memory over time, and below it a lane of each fault."""
     kinds = get_args(Kind)
-    panel = TOP + PLOT_HEIGHT + LANE * (len(kinds) + 3)
-    parts = [panel_of(outcome, panel * number) for number, outcome in enumerate(outcomes)]
-    width, height = LEFT + PLOT_WIDTH + 20, panel * len(outcomes)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}"'
-    style = 'font-family="sans-serif" font-size="12"'
-    paper = f'<rect width="{width}" height="{height}" fill="white"/>'
-    return "\n".join([f"{head} {style}>", paper, *parts, "</svg>\n"])
-
-
-def panel_of(outcome: Outcome, top: float) -> str:
-    """One soak's part of the chart, `top` pixels from the top."""
-    samples = [sample for _, life in outcome.lives for sample in life]
-    end_s = max([1.0, *(sample.at_s for sample in samples)])
-    most = 1.1 * max([1e6, *(sample.own for sample in samples)])
-    floor = top + TOP + PLOT_HEIGHT
-
-    def x(at_s: float) -> float:
-        return LEFT + PLOT_WIDTH * at_s / end_s
-
-    def y(nbytes: float) -> float:
-        return floor - PLOT_HEIGHT * nbytes / most
-
-    title = f"{outcome.algorithm}: memory of each process without shared files, MB"
-    parts = [_text(LEFT, top + 16, title)]
-    names = sorted({name for name, _ in outcome.lives})
-    colors = {name: COLORS[index % len(COLORS)] for index, name in enumerate(names)}
-    for index, name in enumerate(names):
-        parts.append(_text(LEFT + 90 * index, top + 32, name, fill=colors[name]))
-    for part in range(5):
-        level = most * part / 4
-        parts.append(_line(LEFT, y(level), LEFT + PLOT_WIDTH, y(level), "#dddddd"))
-        parts.append(_text(LEFT - 6, y(level) + 4, f"{level / 1e6:.0f}", anchor="end"))
-    for name, life in outcome.lives:
-        points = " ".join(f"{x(sample.at_s):.1f},{y(sample.own):.1f}" for sample in life)
-        parts.append(f'<polyline fill="none" stroke="{colors[name]}" points="{points}"/>')
-    kinds = get_args(Kind)
-    for lane, kind in enumerate(kinds):
-        height = floor + LANE * (lane + 1)
-        parts.append(_text(LEFT - 6, height + 4, kind, anchor="end"))
-        parts.append(_line(LEFT, height, LEFT + PLOT_WIDTH, height, "#eeeeee"))
+    figure = Figure(figsize=(11, 5 * len(outcomes)), layout="constrained")
+    ratios = [3, 1] * len(outcomes)
+    panels = figure.subplots(len(ratios), height_ratios=ratios, squeeze=False)[:, 0]
+    for outcome, memory, lanes in zip(outcomes, panels[::2], panels[1::2], strict=True):
+        names = sorted({name for name, _ in outcome.lives})
+        colors = {name: f"C{index}" for index, name in enumerate(names)}
+        memory.set_title(f"{outcome.algorithm}: memory of each process without shared files, MB")
+        for name, life in outcome.lives:
+            minutes = [sample.at_s / 60 for sample in life]
+            memory.plot(minutes, [sample.own / 1e6 for sample in life], color=colors[name], lw=1)
+        memory.legend(handles=[Line2D([], [], color=colors[name], label=name) for name in names])
+        lanes.set_yticks(range(len(kinds)), kinds)
+        lanes.set_xlim(memory.get_xlim())
+        lanes.set_xlabel("minutes")
         for fault in outcome.faults:
-            if fault.kind == kind:
-                parts.append(_mark(x(fault.at_s), height, colors.get(fault.target, "#000000")))
-    for part in range(5):
-        at_s = end_s * part / 4
-        words = f"{at_s / 60:.1f} min"
-        parts.append(_text(x(at_s), floor + LANE * (len(kinds) + 2), words, anchor="middle"))
-    return "\n".join(parts)
-
-
-def _text(x: float, y: float, words: str, *, anchor: str = "start", fill: str = "#333333") -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}"'
-    return f"<text {place}>{escape(words)}</text>"
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, color: str) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}"/>'
-
-
-def _mark(x: float, y: float, color: str) -> str:
-    return f'<circle class="fault" cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>'
+            place = (fault.at_s / 60, kinds.index(fault.kind))
+            lanes.plot(*place, "o", ms=4, color=colors.get(fault.target, "black"), gid="fault")
+    figure.savefig(file)
 
 
 def as_results(outcomes: Sequence[Outcome], settings: Settings) -> dict[str, object]:
@@ -1006,7 +770,6 @@ def working_folder(kept: Path | None) -> Iterator[Path]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description="Training under constant faults.")
     names = ("edp", "syncps")
     parser.add_argument("--algorithm", nargs="+", choices=names, default=names)
@@ -1027,7 +790,6 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Soak, and report."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.default_int_handler)
     arguments = parse_arguments()
@@ -1045,14 +807,14 @@ def main() -> int:
             say(f"{name}: {arguments.minutes:g} minutes")
             (folder / name).mkdir()
             outcomes.append(Soak(get_algorithm(name), settings, folder / name).run())
-    report("Training under faults", facts(outcomes), {}, as_json=False)
+    report("Training under faults", facts(outcomes))
     if any(outcome.trends for outcome in outcomes):
         title = "Medians of the first and the last third of a life"
-        report(title, trend_rows(outcomes), {}, as_json=False)
+        report(title, trend_rows(outcomes))
     if arguments.json:
         arguments.json.write_text(json.dumps(as_results(outcomes, settings)) + "\n")
     if arguments.chart:
-        arguments.chart.write_text(chart(outcomes))
+        chart(outcomes, arguments.chart)
     return 0 if all(outcome.ended_well and outcome.is_flat for outcome in outcomes) else 1
 
 

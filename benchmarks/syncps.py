@@ -14,42 +14,34 @@ sleep for each sample.
 """
 
 import argparse
-import os
 import signal
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import TracebackType
-from typing import Self
 
 from torch import Tensor
 
-from common import report
+import common
+from common import DEFAULT_DATA, NODES, PROJECT, report, seconds_of, steps_of
+from processes import Child
 from smolcluster.algorithms import process
 from smolcluster.algorithms.entry import guarded, worker_parser
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.configs.spec import get_algorithm
-from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.events import WorkerJoined, read_events
-from smolcluster.runs.paths import RunPaths, find_run
+from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.summary import read_summary
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.transport.messages import Welcome
 
-PROJECT = Path(__file__).resolve().parents[1]
-DEFAULT_DATA = PROJECT.parent / "shared" / "data"
-NODES = ("pi5", "win", "macbook", "mini1")
 GLOBAL_BATCH = 128
-DEADLINE_S = 300.0
+NUM_WORKERS = 4
 SAMPLE_S = {"digits": 1e-3, "MNIST": 8e-3}
 STEPS = {"digits": 720, "MNIST": 126}
 SLOWER = 4.0
@@ -83,112 +75,56 @@ def be_worker(sample_s: float, arguments: Sequence[str]) -> int:
     return guarded(lambda: process.work("syncps", args, make))
 
 
-class Cluster:
-    """A server and workers as processes, whose files lie in `folder`."""
+class Cluster(common.Cluster):
+    """A cluster that trains on `data` with the global batch, and workers that are slow."""
 
-    def __init__(self, folder: Path, data: str, mnist: Path, overrides: Sequence[str] = ()) -> None:
-        self.folder = folder
-        self._data = data
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        self._common = [f"port={port}", "threads=1"]
-        train = ["--train-config", "digits" if data == "digits" else "nn"]
-        place = [f"dataset.root={mnist}", "dataset.download=false"] if data == "MNIST" else []
-        self._place = place
-        server = str(get_algorithm("syncps").server)
-        settings = [f"global_batch_size={GLOBAL_BATCH}", "eval_steps=1000000", *place, *overrides]
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self.server = self._start([server, "--local", *train], settings)
+    def __init__(self, folder: Path, data: str, mnist: Path, *overrides: str) -> None:
+        super().__init__(folder, "syncps", NUM_WORKERS)
+        self._place = place_of(data, mnist)
+        batch = (f"global_batch_size={GLOBAL_BATCH}", f"eval_steps={common.NEVER}")
+        train = ("--train-config", config_of(data))
+        self.serve(*batch, *self._place, *overrides, flags=train)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
-        for child in self._processes:
-            if child.poll() is None:
-                child.kill()
-            child.wait()
-
-    def worker(self, rank: int, sample_s: float = 0.0) -> subprocess.Popen[bytes]:
+    def slow_worker(self, rank: int, sample_s: float) -> Child:
         """Start a worker that takes so many seconds longer for a sample."""
-        me = [str(Path(__file__)), "--be-worker", str(sample_s)]
-        return self._start([*me, str(rank + 1), NODES[rank], "--local"], self._place)
-
-    def finish(self) -> RunPaths:
-        """Wait for the end of the run, which must be good."""
-        code = self.server.wait(DEADLINE_S)
-        if code:
-            raise SystemExit(f"the server ended with {code}: {(self.folder / 'log').read_text()}")
-        return find_run(self.folder / "runs")
-
-    def wait_for_step(self, step: int) -> None:
-        """Wait until the run has come so far; its files are a second late."""
-        end = time.monotonic() + DEADLINE_S
-        metrics = self.folder / "runs" / "latest" / "metrics.jsonl"
-        while time.monotonic() < end:
-            if any(line.record.step >= step for line in read_metrics(metrics)):
-                return
-            time.sleep(0.1)
-        raise SystemExit(f"step {step} did not come")
-
-    def _start(self, arguments: Sequence[str], overrides: Sequence[str]) -> subprocess.Popen[bytes]:
-        with (self.folder / "log").open("ab") as log:
-            child = subprocess.Popen(
-                [sys.executable, *arguments, "--override", *self._common, *overrides],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environ(self.folder),
-            )
-        self._processes.append(child)
-        return child
+        return self.work(rank + 1, *self._place, program=(__file__, "--be-worker", str(sample_s)))
 
 
-def environ(folder: Path) -> dict[str, str]:
-    """The environment of a benchmark's processes: nothing of the user's configuration."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SMOL")}
-    return kept | {
-        "XDG_CONFIG_HOME": str(folder),
-        "SMOLCLUSTER_RUNS_DIR": str(folder / "runs"),
-        "WANDB_MODE": "disabled",
-    }
+def config_of(data: str) -> str:
+    """The training file."""
+    return "digits" if data == "digits" else "nn"
+
+
+def place_of(data: str, mnist: Path) -> tuple[str, ...]:
+    """Where the data lie."""
+    return (f"dataset.root={mnist}", "dataset.download=false") if data == "MNIST" else ()
 
 
 def losses(run: RunPaths) -> dict[int, float]:
-    """The loss of each step."""
-    lines = read_metrics(run.metrics)
-    return {r.step: r.values["loss"] for r in (line.record for line in lines) if r.kind == "step"}
+    return {line.record.step: line.record.values["loss"] for line in steps_of(run)}
 
 
 def single(folder: Path, data: str, mnist: Path) -> dict[int, float]:
-    """The losses of the same training in a single process."""
-    folder.mkdir()
-    config = "digits" if data == "digits" else "nn"
-    place = [f"dataset.root={mnist}", "dataset.download=false"] if data == "MNIST" else []
-    command = [
-        *(sys.executable, str(PROJECT / "src" / "smolcluster" / "train.py"), "--config", config),
-        *("--override", f"global_batch_size={GLOBAL_BATCH}", "threads=1", *place),
-    ]
-    subprocess.run(
-        command, env=environ(folder), check=True, capture_output=True, timeout=DEADLINE_S
-    )
-    return losses(find_run(folder / "runs"))
+    with common.Cluster(folder, "syncps") as cluster:
+        train = str(PROJECT / "src" / "smolcluster" / "train.py")
+        overrides = (f"global_batch_size={GLOBAL_BATCH}", "threads=1", *place_of(data, mnist))
+        config = ("--config", config_of(data), "--override", *overrides)
+        cluster.owner = cluster.start(sys.executable, train, *config, forked=False)
+        return losses(cluster.finish())
 
 
-def kill_one(cluster: Cluster, workers: list[subprocess.Popen[bytes]], half: int) -> None:
+def kill_one(cluster: Cluster, workers: list[Child], half: int) -> None:
     """Kill a worker half-way."""
     cluster.wait_for_step(half)
     workers[1].kill()
 
 
-def stop_one(cluster: Cluster, workers: list[subprocess.Popen[bytes]], half: int) -> None:
+def stop_one(cluster: Cluster, workers: list[Child], half: int) -> None:
     """Stop a worker for 20 seconds."""
     cluster.wait_for_step(half // 2)
-    workers[1].send_signal(signal.SIGSTOP)
+    workers[1].kill(signal.SIGSTOP)
     time.sleep(20.0)
-    workers[1].send_signal(signal.SIGCONT)
+    workers[1].kill(signal.SIGCONT)
 
 
 @dataclass(frozen=True)
@@ -197,7 +133,7 @@ class Case:
 
     name: str
     num_workers: int
-    meddle: Callable[[Cluster, list[subprocess.Popen[bytes]], int], None] | None = None
+    meddle: Callable[[Cluster, list[Child], int], None] | None = None
     late: bool = False
 
 
@@ -216,17 +152,16 @@ def equality(folder: Path, mnist: Path, data: str) -> list[list[str]]:
     expected = single(folder / f"{data}-single", data, mnist)
     rows = []
     for number, case in enumerate(CASES):
-        place = folder / f"{data}-{number}"
-        place.mkdir()
         at_first = case.num_workers - case.late
-        with Cluster(place, data, mnist, [f"min_workers={at_first}"]) as cluster:
+        place = folder / f"{data}-{number}"
+        with Cluster(place, data, mnist, f"min_workers={at_first}") as cluster:
             sample_s = SAMPLE_S[data]
-            workers = [cluster.worker(rank, sample_s) for rank in range(at_first)]
+            workers = [cluster.slow_worker(rank, sample_s) for rank in range(at_first)]
             if case.meddle:
                 case.meddle(cluster, workers, STEPS[data] // 2)
             if case.late:
                 cluster.wait_for_step(STEPS[data] // 3)
-                workers.append(cluster.worker(at_first, sample_s))
+                workers.append(cluster.slow_worker(at_first, sample_s))
             run = cluster.finish()
         found, summary = losses(run), read_summary(run.summary)
         if found.keys() != expected.keys():
@@ -241,22 +176,20 @@ def equality(folder: Path, mnist: Path, data: str) -> list[list[str]]:
 
 def step_times(run: RunPaths) -> list[tuple[float, float]]:
     """When each step was taken, seconds since 1970, and how long after the one before."""
-    lines = [line for line in read_metrics(run.metrics) if line.record.kind == "step"]
-    times = [datetime.fromisoformat(line.ts).timestamp() for line in lines]
+    times = map(seconds_of, steps_of(run))
     return [(after, after - before) for before, after in pairwise(times)]
 
 
 def timeout(folder: Path, mnist: Path) -> list[list[str]]:
     """A row for each phase: before a worker is stopped, while it is, and afterwards."""
     folder = folder / "timeout"
-    folder.mkdir()
-    with Cluster(folder, "digits", mnist, ["timeout=0.1", "min_workers=4"]) as cluster:
-        workers = [cluster.worker(rank, SAMPLE_S["digits"]) for rank in range(4)]
+    with Cluster(folder, "digits", mnist, "timeout=0.1", "min_workers=4") as cluster:
+        workers = [cluster.slow_worker(rank, SAMPLE_S["digits"]) for rank in range(4)]
         cluster.wait_for_step(STEPS["digits"] // 4)
         stopped = time.time()
-        workers[1].send_signal(signal.SIGSTOP)
+        workers[1].kill(signal.SIGSTOP)
         time.sleep(5.0)
-        workers[1].send_signal(signal.SIGCONT)
+        workers[1].kill(signal.SIGCONT)
         continued = time.time()
         run = cluster.finish()
     phases = {
@@ -279,15 +212,13 @@ def straggler(folder: Path, mnist: Path) -> list[list[str]]:
     """A row for measured shares and one for equal ones."""
     sample_s = 2e-3
     ideal_s = GLOBAL_BATCH * sample_s / (3 + 1 / SLOWER)
-    equal = "batch_share={" + ", ".join(f"{node}: 0.25" for node in NODES) + "}"
+    equal = "batch_share={" + ", ".join(f"{node}: 0.25" for node in NODES[:NUM_WORKERS]) + "}"
     rows = []
     for name, overrides in (("measured", []), ("equal", [equal])):
-        place = folder / name
-        place.mkdir()
-        settings = ["min_workers=4", "num_epochs=20", "workers=[pi5, win, macbook, mini1]"]
-        with Cluster(place, "digits", mnist, [*settings, "num_workers=4", *overrides]) as cluster:
-            for rank in range(4):
-                cluster.worker(rank, sample_s * (SLOWER if rank == 0 else 1))
+        settings = ("min_workers=4", "num_epochs=20", *overrides)
+        with Cluster(folder / name, "digits", mnist, *settings) as cluster:
+            for rank in range(NUM_WORKERS):
+                cluster.slow_worker(rank, sample_s * (SLOWER if rank == 0 else 1))
             run = cluster.finish()
         taken = [seconds for _, seconds in step_times(run)][20:]
         step_s = statistics.median(taken)
@@ -301,7 +232,6 @@ def _ms(seconds: float) -> str:
 
 
 def main() -> None:
-    """Run the parts that are asked for."""
     if sys.argv[1:2] == ["--be-worker"]:
         raise SystemExit(be_worker(float(sys.argv[2]), sys.argv[3:]))
     parser = argparse.ArgumentParser(description=__doc__)
@@ -311,38 +241,33 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="where MNIST lies")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    parts = ["equality", "timeout", "straggler"] if args.part == "all" else [args.part]
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        if "equality" in parts:
-            rows = equality(folder, args.data, "digits")
-            if (args.data / "MNIST" / "raw").is_dir():
-                rows += equality(folder, args.data, "MNIST")
-            heading = ["data", "cluster", "steps", "largest difference", "shares", "parts returned"]
-            report(
-                f"losses against a single process, global batch {GLOBAL_BATCH}",
-                [heading, *rows],
-                {"equality": rows},
-                as_json=args.json,
-            )
-        if "timeout" in parts:
-            rows = timeout(folder, args.data)
-            heading = ["phase", "steps", "median step", "longest step"]
-            report(
-                "timeout: 0.1, one of 4 stopped for 5 s",
-                [heading, *rows],
-                {"timeout": rows},
-                as_json=args.json,
-            )
-        if "straggler" in parts:
-            rows = straggler(folder, args.data)
-            heading = ["shares", "of each worker", "step", "ideal", "ratio"]
-            report(
-                "one of 4 workers 4x slower",
-                [heading, *rows],
-                {"straggler": rows},
-                as_json=args.json,
-            )
+    parts: dict[str, tuple[str, list[str], Callable[[Path], list[list[str]]]]] = {
+        "equality": (
+            f"losses against a single process, global batch {GLOBAL_BATCH}",
+            ["data", "cluster", "steps", "largest difference", "shares", "parts returned"],
+            lambda folder: [
+                row
+                for data in ("digits", "MNIST")
+                if data == "digits" or (args.data / "MNIST" / "raw").is_dir()
+                for row in equality(folder, args.data, data)
+            ],
+        ),
+        "timeout": (
+            "timeout: 0.1, one of 4 stopped for 5 s",
+            ["phase", "steps", "median step", "longest step"],
+            lambda folder: timeout(folder, args.data),
+        ),
+        "straggler": (
+            "one of 4 workers 4x slower",
+            ["shares", "of each worker", "step", "ideal", "ratio"],
+            lambda folder: straggler(folder, args.data),
+        ),
+    }
+    for name, (title, heading, measure) in parts.items():
+        if args.part in ("all", name):
+            with TemporaryDirectory() as folder:
+                rows = measure(Path(folder))
+            report(title, [heading, *rows], {name: rows}, as_json=args.json)
 
 
 if __name__ == "__main__":

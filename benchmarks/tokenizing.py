@@ -36,7 +36,6 @@ print(json.dumps([time.perf_counter() - begin, data.fingerprint]))
 
 
 def main() -> None:
-    """Measure and report."""
     parser = argparse.ArgumentParser(description="Speed of tokenizing, and of a second start.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -108,7 +107,6 @@ def measure_starts(text: Path, tokenizer: Path) -> list[tuple[float, float]]:
 
 
 def table(results: dict[str, float]) -> list[tuple[str, ...]]:
-    """Lay the results out in rows, the first one the heading."""
     return [
         ("", "measured", "target"),
         ("in pieces", f"{results['mb_per_s']:.2f} MB/s", f">= {TARGETS['mb_per_s']:g}"),

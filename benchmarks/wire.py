@@ -183,7 +183,6 @@ def push_message(bucket: int, num_buckets: int) -> Push:
 
 
 def tune(bare: socket.socket) -> None:
-    """Give the bare socket the options of a connection's."""
     bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     bare.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
@@ -288,7 +287,6 @@ def measure(num_buckets: int, rounds: int, round_trips: int) -> dict[str, float]
 
 
 def main() -> None:
-    """Measure and report."""
     parser = argparse.ArgumentParser(description="Speed of a session against a bare socket.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--buckets", type=int, default=67, help="buckets of 1 MiB in a push")

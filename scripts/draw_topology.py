@@ -26,12 +26,10 @@ class Machine(NamedTuple):
 
     @property
     def top(self) -> float:
-        """The height of its upper edge."""
         return self.y + BOX_HEIGHT / 2
 
     @property
     def bottom(self) -> float:
-        """The height of its lower edge."""
         return self.y - BOX_HEIGHT / 2
 
 
@@ -60,7 +58,6 @@ class Sheet:
         self._axes.text(x, y, words, color=colour, size=11, ha=side, va="center", zorder=3)
 
     def title(self, x: float, y: float, words: str, colour: str, side: str = "center") -> None:
-        """A line in bold."""
         self._axes.text(x, y, words, color=colour, size=12, ha=side, va="center", weight="bold")
 
     def network(self, bottom: float, height: float, colour: str) -> None:
@@ -77,11 +74,9 @@ class Sheet:
         self.text(machine.x, machine.y - 0.2, machine.what)
 
     def cable(self, xs: tuple[float, float], ys: tuple[float, float], colour: str) -> None:
-        """A thick line."""
         self._axes.plot(xs, ys, color=colour, lw=4, zorder=1)
 
     def radio(self, xs: tuple[float, float], ys: tuple[float, float]) -> None:
-        """A dashed line."""
         self._axes.plot(xs, ys, color=WIFI, lw=2, ls=(0, (4, 3)), zorder=1)
 
     def _rounded(self, x: float, y: float, width: float, height: float, **style: object) -> None:
@@ -128,7 +123,6 @@ def draw_pi(
 
 
 def draw() -> Figure:
-    """The whole picture."""
     sheet = Sheet()
     draw_home(sheet)
     draw_bridge(sheet)

@@ -1,7 +1,7 @@
 """Writes Grafana's dashboards, logging/grafana/dashboards/*.json: `uv run scripts/make_dashboards.py`."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,20 +46,12 @@ OPTIONS: dict[str, Json] = {
 
 
 @dataclass(frozen=True)
-class Query:
-    """A PromQL or LogQL expression, and what names the series that it returns."""
-
-    expression: str
-    legend: str = ""
-
-
-@dataclass(frozen=True)
 class Panel:
     """A panel of a dashboard.
 
     Attributes:
         title: what it shows.
-        queries: where its series come from.
+        queries: PromQL or LogQL expressions, by what names the series that they return.
         unit: one of Grafana's, such as s, percentunit, Bps.
         kind: timeseries, stat, state-timeline or logs.
         width: in columns of the grid.
@@ -71,7 +63,7 @@ class Panel:
     """
 
     title: str
-    queries: Sequence[Query]
+    queries: Mapping[str, str]
     unit: str = "short"
     kind: str = "timeseries"
     width: int = 12
@@ -93,7 +85,6 @@ class Dashboard:
 
 
 def of(metric: str, labels: str = "") -> str:
-    """A metric of the chosen runs."""
     matchers = ", ".join(filter(None, ['run=~"$run"', labels]))
     return f"smolcluster_{metric}{{{matchers}}}"
 
@@ -109,8 +100,7 @@ def quantile(share: float) -> str:
 
 
 def stat(title: str, expression: str, unit: str = "short", description: str = "") -> Panel:
-    """A single number."""
-    return Panel(title, [Query(expression)], unit, "stat", 4, 4, description)
+    return Panel(title, {"": expression}, unit, "stat", 4, 4, description)
 
 
 def chosen(name: str, query: Json, source: Json) -> Json:
@@ -130,7 +120,6 @@ def chosen(name: str, query: Json, source: Json) -> Json:
 
 
 def typed(name: str) -> Json:
-    """A variable that the reader types."""
     return {"name": name, "type": "textbox", "query": "", "current": {"text": "", "value": ""}}
 
 
@@ -168,57 +157,48 @@ RUN = Dashboard(
             "An evaluation or a checkpoint takes its time; minutes mean that nothing moves.",
         ),
         stat("Alerts", 'count(ALERTS{alertstate="firing", run=~"$run"}) or vector(0)'),
-        Panel(
-            "Loss",
-            [Query(of("loss"), "training"), Query(of("validation_loss"), "validation")],
-        ),
+        Panel("Loss", {"training": of("loss"), "validation": of("validation_loss")}),
         Panel(
             "Accuracy or perplexity",
-            [
-                Query(of("validation_accuracy"), "accuracy"),
-                Query(of("validation_perplexity"), "perplexity"),
-            ],
+            {"accuracy": of("validation_accuracy"), "perplexity": of("validation_perplexity")},
             right="perplexity",
         ),
         Panel(
             "Throughput",
-            [
-                Query(of("samples_per_second"), "samples/s"),
-                Query(rate("process_steps_total", OF_THE_OWNER), "steps/s"),
-            ],
+            {
+                "samples/s": of("samples_per_second"),
+                "steps/s": rate("process_steps_total", OF_THE_OWNER),
+            },
             right="steps/s",
         ),
         Panel(
             "Version",
-            [Query(of("step"), "step"), Query(of("epoch"), "epoch")],
+            {"step": of("step"), "epoch": of("epoch")},
             description="The server's version of the weights is its step.",
             right="epoch",
         ),
         Panel(
             "Staleness",
-            [
-                Query(quantile(0.5), "half of the pushes"),
-                Query(quantile(0.95), "95% of the pushes"),
-                Query(of("staleness_bound_steps"), "bound"),
-            ],
+            {
+                "half of the pushes": quantile(0.5),
+                "95% of the pushes": quantile(0.95),
+                "bound": of("staleness_bound_steps"),
+            },
             description="How many steps the weights of a gradient were behind when it was applied.",
         ),
         Panel(
             "Mean staleness by worker",
-            [Query(f"{rate('staleness_steps_sum')} / {rate('staleness_steps_count')}", WORKER)],
+            {WORKER: f"{rate('staleness_steps_sum')} / {rate('staleness_steps_count')}"},
         ),
         Panel(
             "Pushes",
-            [Query(f"sum by (reason) ({rate('pushes_total')})", "{{reason}}")],
+            {"{{reason}}": f"sum by (reason) ({rate('pushes_total')})"},
             "cps",
             stacked=True,
         ),
         Panel(
             "Learning rate and gradient norm",
-            [
-                Query(of("learning_rate"), "learning rate"),
-                Query(of("gradient_norm"), "gradient norm"),
-            ],
+            {"learning rate": of("learning_rate"), "gradient norm": of("gradient_norm")},
             right="gradient norm",
         ),
     ],
@@ -231,27 +211,26 @@ WORKERS = Dashboard(
     [
         Panel(
             "Taking part",
-            [Query(of("worker_up"), WORKER)],
+            {WORKER: of("worker_up")},
             kind="state-timeline",
             description="1 while the server has the worker; 0 after it left or was lost.",
         ),
-        Panel("Samples/s", [Query(of("worker_samples_per_second"), WORKER)], stacked=True),
+        Panel("Samples/s", {WORKER: of("worker_samples_per_second")}, stacked=True),
         Panel(
             "Share of the samples",
-            [
-                Query(
+            {
+                WORKER: (
                     f"{rate('worker_samples_total')} / on () group_left () "
-                    f"sum({rate('worker_samples_total')})",
-                    WORKER,
+                    f"sum({rate('worker_samples_total')})"
                 )
-            ],
+            },
             "percentunit",
             stacked=True,
         ),
-        Panel("Silent for", [Query(of("worker_silent_seconds"), WORKER)], "s"),
+        Panel("Silent for", {WORKER: of("worker_silent_seconds")}, "s"),
         Panel(
             "A second of $node",
-            [Query(f"sum by (phase) ({rate('phase_seconds_total', NODE)})", "{{phase}}")],
+            {"{{phase}}": f"sum by (phase) ({rate('phase_seconds_total', NODE)})"},
             "s",
             stacked=True,
             repeat="node",
@@ -259,19 +238,18 @@ WORKERS = Dashboard(
         ),
         Panel(
             "Seconds a step",
-            [
-                Query(
+            {
+                PROCESS: (
                     f"sum by (role, rank, node) ({rate('phase_seconds_total', NODE)}) / "
-                    f"sum by (role, rank, node) ({rate('process_steps_total', NODE)})",
-                    PROCESS,
+                    f"sum by (role, rank, node) ({rate('process_steps_total', NODE)})"
                 )
-            ],
+            },
             "s",
         ),
-        Panel("Processor", [Query(rate("process_cpu_seconds_total", NODE), PROCESS)], "cores"),
-        Panel("Memory", [Query(of("process_resident_memory_bytes", NODE), PROCESS)], "bytes"),
+        Panel("Processor", {PROCESS: rate("process_cpu_seconds_total", NODE)}, "cores"),
+        Panel("Memory", {PROCESS: of("process_resident_memory_bytes", NODE)}, "bytes"),
         *(
-            Panel(title, [Query(of(metric, NODE), PROCESS)], unit, width=6)
+            Panel(title, {PROCESS: of(metric, NODE)}, unit, width=6)
             for title, metric, unit in (
                 ("GPU", "gpu_utilization_ratio", "percentunit"),
                 ("GPU memory", "gpu_memory_used_bytes", "bytes"),
@@ -281,7 +259,7 @@ WORKERS = Dashboard(
         ),
         Panel(
             "Free on the disk of the runs",
-            [Query(f"{of('disk_free_bytes')} / {of('disk_size_bytes')}", PROCESS)],
+            {PROCESS: f"{of('disk_free_bytes')} / {of('disk_size_bytes')}"},
             "percentunit",
         ),
     ],
@@ -294,50 +272,43 @@ LINKS = Dashboard(
     [
         Panel(
             "From the workers",
-            [Query(rate("link_bytes_total", 'direction="sent"'), WORKER)],
+            {WORKER: rate("link_bytes_total", 'direction="sent"')},
             "Bps",
             stacked=True,
         ),
         Panel(
             "To the workers",
-            [Query(rate("link_bytes_total", 'direction="received"'), WORKER)],
+            {WORKER: rate("link_bytes_total", 'direction="received"')},
             "Bps",
             stacked=True,
         ),
-        Panel("Round trip", [Query(of("link_round_trip_seconds"), WORKER)], "s"),
+        Panel("Round trip", {WORKER: of("link_round_trip_seconds")}, "s"),
         Panel(
             "Frames waiting to be sent",
-            [Query(of("link_queue_frames"), WORKER)],
+            {WORKER: of("link_queue_frames")},
             description="At the worker. A queue that does not empty is a link that is full.",
         ),
         Panel(
             "Codec ratio",
-            [Query(of("codec_ratio"), WORKER)],
+            {WORKER: of("codec_ratio")},
             description="Bytes of the gradients as fp32, divided by the bytes that were sent.",
         ),
         Panel(
             "Time spent sending and waiting",
-            [
-                Query(
-                    f"sum by (role, rank, node) ({rate('phase_seconds_total', ON_THE_LINK)})",
-                    PROCESS,
-                )
-            ],
+            {PROCESS: f"sum by (role, rank, node) ({rate('phase_seconds_total', ON_THE_LINK)})"},
             "percentunit",
         ),
         Panel(
             "Sent and received since each worker joined",
-            [
-                Query(
-                    f"sum by (rank, node, direction) ({of('link_bytes_total')})",
-                    WORKER + " {{direction}}",
-                )
-            ],
+            {
+                WORKER
+                + " {{direction}}": f"sum by (rank, node, direction) ({of('link_bytes_total')})"
+            },
             "bytes",
         ),
         Panel(
             "Scraped",
-            [Query('up{job="smolcluster", run=~"$run"}', "{{role}} {{node}}")],
+            {"{{role}} {{node}}": 'up{job="smolcluster", run=~"$run"}'},
             kind="state-timeline",
             description="0 where Prometheus does not reach a process's /metrics.",
         ),
@@ -351,21 +322,21 @@ LOGS = Dashboard(
     [
         Panel(
             "Lines by level",
-            [Query(f"sum by (level) (count_over_time({FOUND} [$__auto]))", "{{level}}")],
+            {"{{level}}": f"sum by (level) (count_over_time({FOUND} [$__auto]))"},
             stacked=True,
         ),
         Panel(
             "Lines by host",
-            [Query(f"sum by (host) (count_over_time({FOUND} [$__auto]))", "{{host}}")],
+            {"{{host}}": f"sum by (host) (count_over_time({FOUND} [$__auto]))"},
             stacked=True,
         ),
         Panel(
             "Warnings and errors",
-            [Query(f'{FOUND} | level=~"WARNING|ERROR|CRITICAL" {MESSAGE}')],
+            {"": f'{FOUND} | level=~"WARNING|ERROR|CRITICAL" {MESSAGE}'},
             kind="logs",
             width=COLUMNS,
         ),
-        Panel("Lines", [Query(f"{FOUND} {MESSAGE}")], kind="logs", width=COLUMNS, height=16),
+        Panel("Lines", {"": f"{FOUND} {MESSAGE}"}, kind="logs", width=COLUMNS, height=16),
     ],
     [
         RUN_CHOICE,
@@ -388,7 +359,6 @@ UP_OR_DOWN: Json = {
 
 
 def rendered(dashboard: Dashboard) -> str:
-    """The dashboard as Grafana's JSON."""
     uid = f"smolcluster-{dashboard.name.lower()}"
     page = {
         "uid": uid,
@@ -430,7 +400,6 @@ def placed(dashboard: Dashboard) -> Iterator[Json]:
 
 
 def rendered_panel(panel: Panel, source: Json) -> Json:
-    """A panel, but for its place."""
     made: Json = {
         "title": panel.title,
         "type": panel.kind,
@@ -439,11 +408,11 @@ def rendered_panel(panel: Panel, source: Json) -> Json:
             {
                 "refId": chr(ord("A") + index),
                 "datasource": source,
-                "expr": query.expression,
-                "legendFormat": query.legend,
+                "expr": expression,
+                "legendFormat": legend,
                 **RANGE[source["type"]],
             }
-            for index, query in enumerate(panel.queries)
+            for index, (legend, expression) in enumerate(panel.queries.items())
         ],
         "options": OPTIONS[panel.kind],
         "fieldConfig": {"defaults": {"unit": panel.unit}, "overrides": []},
@@ -471,7 +440,6 @@ def rendered_panel(panel: Panel, source: Json) -> Json:
 
 
 def main() -> None:
-    """Write all dashboards."""
     for dashboard in DASHBOARDS:
         path = FOLDER / f"{dashboard.name.lower()}.json"
         path.write_text(rendered(dashboard), encoding="utf-8")

@@ -23,7 +23,7 @@ def forward_backward(
     parts = []
     for rows in torch.split(torch.arange(len(inputs)), microbatch or len(inputs)):
         batch = inputs[rows], targets[rows]
-        parts.append(compute.Part(len(rows), partial(tuple, batch)))
+        parts.append(compute.Microbatch(len(rows), partial(tuple, batch)))
     return compute.forward_backward(replica, cross_entropy, parts).mean
 
 

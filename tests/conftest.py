@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from processes import Processes
 from smolcluster.algorithms import context
 from smolcluster.cluster import worker_pool
 from smolcluster.training import checkpoint
@@ -25,6 +26,30 @@ for number in SIGNALS:  # nohup, for one, has its children ignore a hang-up, whi
 os.environ["DOCKER_HOST"] = "unix:///no-docker-for-tests"  # launches would start Grafana in it
 
 
+WITH_PROCESSES = [Path(__file__).parent / name for name in ("integration", "faults")]
+"""Folders of tests that depend on when the system lets processes, browsers and connections go on."""
+TIMEOUT = pytest.StashKey[object]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have such tests run once more when they fail; the summary shows the first failure too."""
+    for item in items:
+        if any(folder in item.path.parents for folder in WITH_PROCESSES):
+            item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_timeout_set_timer(item: pytest.Item, settings: object) -> None:
+    """Keep the test's time-out for `pytest_runtest_setup`; pytest-timeout itself sets the timer."""
+    item.stash[TIMEOUT] = settings
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Give a test that is run once more its time-out again: pytest-timeout ends it at a failure."""
+    if getattr(item, "execution_count", 1) > 1 and TIMEOUT in item.stash:
+        item.ihook.pytest_timeout_set_timer(item=item, settings=item.stash[TIMEOUT])
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how the checks beside pytest went (`scripts/test.sh`): pytest's own summary is the last line."""
     if (folder := os.environ.get("CHECKS_BESIDE")) is None:
@@ -36,6 +61,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         if (beside / name).exists():
             terminalreporter.write_line((beside / name).read_text())
     (beside / "shown").touch()
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    """Starts processes and reaps them."""
+    with Processes(tmp_path) as started:
+        yield started
 
 
 @pytest.fixture

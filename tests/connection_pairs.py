@@ -13,7 +13,7 @@ from smolcluster.transport.tls import client_context, new_identity
 from smolcluster.utils.retry import Deadline
 
 BUCKET_BYTES = 64 * 1024
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 LEASE = m.LeaseKey(incarnation="0123abcd", epoch=0, start=0, stop=32, grant=1)
 RUN = RunConfig(
     run_id="edp-1",
@@ -90,6 +90,21 @@ def one_of_each() -> list[m.Message]:
         telemetry(spans_at=1.7e9, spans=((7, 0, 900), (1, 20, 300))),
         m.Park(lease=LEASE, num_buckets=2),
         m.Accepted(bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=10.0),
+        m.Buffers(
+            lease=LEASE,
+            version=3,
+            numbers=(0, 2),
+            piece=0,
+            num_pieces=1,
+            tensor=m.TensorSpec(codec="raw", dtype="float64", shape=(0,), nbytes=0),
+        ),
+        m.Logged(values={"val_loss": 0.25}),
+        m.Served(
+            lease=LEASE,
+            offset=0,
+            nbytes=64,
+            tensor=m.TensorSpec(codec="raw", dtype="uint8", shape=(0,), nbytes=0),
+        ),
     ]
 
 
@@ -150,7 +165,6 @@ def raw_and_connection(
 def connection_pair(
     kind: str = "socketpair", stall_timeout_s: float = 5.0, *, proved: bool = True
 ) -> Iterator[tuple[Connection, Connection]]:
-    """Two connections that talk to each other."""
     one, other = (Connection(sock, None, stall_timeout_s) for sock in socket_pair(kind))
     if kind == "tls":
         with encrypting(other):

@@ -3,19 +3,17 @@
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import LaunchError
-from smolcluster.launch.doctor.examine import NodeChecks
-from smolcluster.launch.doctor.findings import Answer, Context, MachineFacts
+from smolcluster.launch.doctor.findings import MachineFacts, NodeChecks
 from smolcluster.launch.host import Done, Host
 
 TREE = {"src": "folder", "src/a.py": "file 1"}
 """The checkout of the machine that looks."""
 LINUX = MachineFacts("Linux", "x86_64", packages="apt-get")
-PI = MachineFacts("Linux", "aarch64", packages="apt-get")
 MAC = MachineFacts("Darwin", "arm64", is_apple_silicon=True, packages="brew")
 
 
@@ -32,16 +30,17 @@ def cluster(nodes: Mapping[str, Any] | None = None, **stated: Any) -> ClusterCon
     return ClusterConfig.model_validate(values)
 
 
-def context(node: str = "pi5", facts: MachineFacts = LINUX, **stated: Any) -> Context:
-    """A worker that has been reached; `stated` is of its section of the cluster file, or of `Context`."""
-    own = {name: stated.pop(name) for name in ("device", "torch", "env") if name in stated}
-    made = Context(node, cluster({node: own}), node, facts=facts, tree=TREE, environment="e1")
-    return replace(made, **stated)
+def large_cluster(num_nodes: int) -> ClusterConfig:
+    names = [f"machine{number}" for number in range(num_nodes)]
+    host_ip = dict.fromkeys(names, "10.10.0.1")
+    return cluster(host_ip=host_ip, workers=names[1:], num_workers=num_nodes - 1, server="machine0")
 
 
-def answer(stdout: str, code: int = 0, stderr: str = "", **times: float) -> Answer:
-    """What a machine says."""
-    return Answer(code, stdout, stderr, **times)
+def node_checks(name: str = "pi5", facts: MachineFacts = LINUX, **stated: Any) -> NodeChecks:
+    """A worker that has been reached; `stated` is of its section of the cluster file, or of `NodeChecks`."""
+    own = {key: stated.pop(key) for key in ("device", "torch", "env") if key in stated}
+    known = {"tree": TREE, "environment": "e1", "token": "t0", **stated}
+    return NodeChecks(Host(name, name), cluster({name: own}), facts=facts, **known)
 
 
 @dataclass(frozen=True)
@@ -60,16 +59,14 @@ class FakeHost(Host):
         timeout_s: float = 20.0,
         shielded: bool = False,  # noqa: ARG002
     ) -> Done:
-        """Answer as a machine does whose user's shell greets first."""
-        found = re.match(r"echo '(:: doctor (.+))'\n", script)
-        name = found[2] if found else script
+        found = re.match(r": 'doctor: (.+)'\n", script)
+        name = found[1] if found else script
         self.before(self.node, name, timeout_s)
         self.calls.append(name)
         said = self.says.get(name, HEALTHY.get(name, ""))
         if isinstance(said, LaunchError):
             raise said
-        words = said.format(node=self.node, now=int(time.time()))
-        return Done(0, f"welcome\n{found[1] if found else ''}\n{words}", "")
+        return Done(0, said.format(node=self.node, now=int(time.time())), "")
 
 
 def code(there: Mapping[str, str] = TREE, sent: Mapping[str, str] = TREE, **facts: str) -> str:
@@ -82,7 +79,8 @@ def code(there: Mapping[str, str] = TREE, sent: Mapping[str, str] = TREE, **fact
 
 
 HEALTHY = {
-    "system": "system Linux\nmachine aarch64\napple_silicon \npackages apt-get\n",
+    "system": "system Linux\nmachine aarch64\napple_silicon \npackages apt-get\nid 3d1219c7{node}\n"
+    "name {node}\n",
     "clock": "{now}\n",
     "Python": "Python 3.12.3\n",
     "uv": "uv 0.9.2\n",
@@ -92,31 +90,34 @@ HEALTHY = {
     "/dev/a 9 9 47398644 1% /\n",
     "memory": "MemAvailable:    7000000 kB\n",
     "secret": "-rw------- 1 pi pi 65 Nov 22 03:00 /home/pi/.config/smolcluster/secret\n",
-    "identity": "id-of-{node}\n{node}\n",
     "code": code(),
     "environment": "mark e1\npython runs\n",
     "torch": 'torch {{"version": "2.11.0", "cuda": null, "hip": null, "num_gpus": 0, "mps": false, '
     '"machine": "aarch64"}}\n',
+    "workload": "missing []\n",
     "port": '{{"places": {{"10.10.0.1": {{"state": "listening", "port": 65432}}, "192.168.50.1": '
-    '{{"state": "listening", "port": 65432}}}}, "own": ["10.10.0.1"], "holder": "", "free": 0, '
-    '"pid": 4711}}\n',
+    '{{"state": "listening", "port": 65432}}}}, "own": ["10.10.0.1"], "pid": 4711}}\n',
     "server": 'outside {{"error": null}}\ninside {{"error": null}}\n',
     "link": '{{"error": null, "ms": 0.31, "mb_per_s": 112.4}}\n',
 }
 """What a healthy machine says to each check."""
 
 
-def patients(
-    stated: ClusterConfig,
+def healthy_nodes(
+    stated: ClusterConfig | None = None,
     says: Mapping[str, Mapping[str, str | LaunchError]] | None = None,
     **more: Any,
 ) -> list[NodeChecks]:
-    """The nodes of a cluster, on fake hosts."""
-    nodes = dict.fromkeys((stated.server, *stated.workers))
+    """The nodes of a cluster, on fake hosts; `says`: what those say that are ill."""
+    stated = stated or cluster()
     return [
         NodeChecks(
             FakeHost(node, node, says=(says or {}).get(node, {}), **more),
-            Context(node, stated, node, tree=TREE, environment="e1", token="t0"),
+            stated,
+            tree=TREE,
+            environment="e1",
+            packages=("torch",),
+            token="t0",
         )
-        for node in nodes
+        for node in dict.fromkeys((stated.server, *stated.workers))
     ]

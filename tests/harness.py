@@ -40,7 +40,7 @@ from smolcluster.transport.security import Secret
 from smolcluster.utils.stopping import StopRequest
 
 SECRET = Secret(Path("the-test's-secret"), b"0123456789abcdef0123456789abcdef")
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 FIRST_PORT, NUM_PORTS = 12_000, 2000
 
 Server = edp.Server | syncps.Server
@@ -102,7 +102,6 @@ class Recorder:
     records: list[MetricRecord] = field(default_factory=list)
 
     def log(self, record: MetricRecord) -> None:
-        """Keep one record."""
         self.records.append(record)
 
     def close(self) -> None:
@@ -125,7 +124,6 @@ class Outcome(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Run the body and keep what came of it."""
         torch.set_num_threads(1)
         try:
             self.summary = self._body()
@@ -171,6 +169,8 @@ class Cluster:
 
         `workload`: what server and workers train; None: what the settings name.
         """
+        if workload is not None:
+            settings = settings.with_batch_size(workload.batch_size)
         self.settings = settings
         self.algorithm = algorithm
         self.metrics = Recorder()
@@ -224,8 +224,8 @@ class Cluster:
         grant, apply = core.dispatcher.grant, core.apply
         carried: dict[LeaseKey, list[int]] = {}
 
-        def watched_grant(holder: int, now: float) -> Lease | None:
-            lease = grant(holder, now)
+        def watched_grant(holder: int, now: float, *, is_sent: bool = True) -> Lease | None:
+            lease = grant(holder, now, is_sent=is_sent)
             if lease is not None:
                 carried[lease.key] = lease.indices.tolist()
             return lease
@@ -260,8 +260,12 @@ class Cluster:
         make: MakeParticipant | None = None,
         settings: Settings | None = None,
         start_timeout_s: float = 10.0,
+        workload: str | None = None,
     ) -> Outcome:
-        """Start a worker of the server's algorithm, or the one that `make` makes."""
+        """Start a worker of the server's algorithm, or the one that `make` makes.
+
+        `workload`: the name of a function, as `--workload` has it.
+        """
         cluster = self.settings.cluster
         make_participant = make or WORKERS[self.algorithm]
         place = WorkerSetup(
@@ -272,12 +276,11 @@ class Cluster:
             start_timeout_s=start_timeout_s,
             encryption=cluster.encryption,
             log=self.log,
-            workload=self.workload,
+            workload=workload or self.workload,
         )
         return Outcome(f"worker {worker_id}", lambda: follow(place, make_participant))
 
     def events(self) -> list[EventRecord]:
-        """What the run's event log holds."""
         self._events.flush()
         return read_events(self.events_path)
 
@@ -323,5 +326,4 @@ class Lines(logging.Handler):
         self._lines = lines
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one line."""
         self._lines.append(f"{record.levelname} {record.getMessage()}")

@@ -33,8 +33,8 @@ HOMES = Path("/srv")
 PRIVATE = (HOMES, Path("/tmp"), Path("/run"), Path("/var/tmp"), Path("/var/log"))  # noqa: S108
 PATH = "/usr/bin:/bin:/usr/sbin:/sbin"  # what macOS gives to ssh commands
 ETC = Path("/run/lab")
-START_TIMEOUT_S = 90.0
-COMMAND_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 240.0
+COMMAND_TIMEOUT_S = 180.0
 
 Command = str | Sequence[str]
 

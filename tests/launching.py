@@ -16,7 +16,7 @@ PROJECT = "launching"
 """The controller's checkout."""
 ODD = "my $(touch /tmp/pwned) 'cluster\""
 """pi5's folder of the project: nothing of its name must ever be executed."""
-STORIES_TIMEOUT_S = 600
+STORIES_TIMEOUT_S = 1200
 """Of a test that tells the story of a run, on a busy machine."""
 LAUNCH_TIMEOUT_S = 240.0
 """From a command to the end of a tiny run: three processes load PyTorch on two cores."""
@@ -202,7 +202,7 @@ class Screen:
         """Press keys, in tmux's names."""
         self._tmux("send-keys", "-t", "=screen:", *keys)
 
-    def wait_for(self, *texts: str, timeout_s: float = 60.0) -> str:
+    def wait_for(self, *texts: str, timeout_s: float = 180.0) -> str:
         """Wait until all of these are on it at once; returns it."""
         wait_until(
             lambda: all(text in self.text for text in texts),

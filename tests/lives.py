@@ -34,7 +34,6 @@ class Life(Generic[P]):
         node: NodeConfig | None = None,
         start_timeout_s: float = DEADLINE_S,
     ) -> Outcome:
-        """Start the worker, with another participant if need be."""
 
         def make(welcome: Welcome, training: TrainingContext) -> P:
             self.made.append((participant or self.participant)(welcome, training))

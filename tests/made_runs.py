@@ -4,11 +4,12 @@ import io
 import logging
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from reading import status_of
 from smolcluster.configs.resolve import load_settings, save_resolved
-from smolcluster.observability.logs import setup_logging
+from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.jsonl import JsonlSink
 from smolcluster.runs.events import (
@@ -37,10 +38,6 @@ BATCH = 32
 NODES = ("pi5", "win", "macbook")
 
 
-def no_warning(sentence: str) -> None:
-    raise AssertionError(sentence)
-
-
 class MadeRun:
     """A run's folder, whose clock goes as the test says: `now` is in seconds since it began."""
 
@@ -55,13 +52,13 @@ class MadeRun:
         save_resolved(settings, self.paths.config)
 
     def event(self, *events: Event) -> None:
-        log = EventLog(self.paths.events, self._incarnation, warn=no_warning, now=self._seconds)
+        log = EventLog(self.paths.events, self._incarnation, warn=pytest.fail, now=self._seconds)
         for event in events:
             log.write(event)
         log.close()
 
     def metric(self, *records: MetricRecord) -> None:
-        sink = JsonlSink(self.paths.metrics, self._incarnation, warn=no_warning, now=self._seconds)
+        sink = JsonlSink(self.paths.metrics, self._incarnation, warn=pytest.fail, now=self._seconds)
         for record in records:
             sink.log(record)
         sink.close()
@@ -111,7 +108,7 @@ class MadeRun:
         **fields: object,
     ) -> None:
         """Lines of a process's log, a level and a message each; its clock is `off_s` ahead."""
-        log = setup_logging(component, node, rank, console=Console(file=io.StringIO()))
+        log = NodeLog(component, node, rank, console=Console(file=io.StringIO()))
         log.file_logs_to(self.paths.log_file(component, node, rank), self.paths.run_id)
         for level, message in lines:
             number = logging.getLevelNamesMapping()[level]
@@ -133,33 +130,38 @@ class MadeRun:
         )
 
     def summary(self, **changes: object) -> Summary:
-        shares = [
-            WorkerShare(rank=rank, node=node, samples=samples, mean_staleness=tau, share=share)
-            for rank, node, samples, tau, share in (
-                *((0, "pi5", 1600, 0.5, 0.5), (1, "win", 320, 1.25, 0.1)),
-                (2, "macbook", 1280, 0.75, 0.4),
-            )
-        ]
-        summary = Summary(
-            algorithm="edp",
-            run_id=self.paths.run_id,
-            wall_s=10.0,
-            epochs=2,
-            steps=100,
-            train_samples=1600,
-            samples_applied=3200,
-            codec="fp32",
-            pushes=Pushes(applied=100, stale=7),
-            leases_returned=1,
-            final=Final(train_loss=0.0213, val_loss=0.0345, val_accuracy=0.975),
-            bytes=Traffic(sent=1_234_000, received=5_678_000),
-            workers=shares,
-        ).model_copy(update=changes)
+        summary = summary_of(self.paths.run_id, **changes)
         write_summary(self.paths.summary, summary)
         return summary
 
     def ended(self, reason: str = "every sample has been applied", *, ok: bool = True) -> None:
         self.event(RunEnded(ok=ok, reason=reason, wall_s=10.0, steps=100, samples_applied=3200))
+
+
+def summary_of(run_id: str = "edp-1", **changes: object) -> Summary:
+    """A summary of 100 steps of three workers."""
+    shares = [
+        WorkerShare(rank=rank, node=node, samples=samples, mean_staleness=tau, share=share)
+        for rank, node, samples, tau, share in (
+            *((0, "pi5", 1600, 0.5, 0.5), (1, "win", 320, 1.25, 0.1)),
+            (2, "macbook", 1280, 0.75, 0.4),
+        )
+    ]
+    return Summary(
+        algorithm="edp",
+        run_id=run_id,
+        wall_s=10.0,
+        epochs=2,
+        steps=100,
+        train_samples=1600,
+        samples_applied=3200,
+        codec="fp32",
+        pushes=Pushes(applied=100, stale=7),
+        leases_returned=1,
+        final=Final(train_loss=0.0213, val_loss=0.0345, val_accuracy=0.975),
+        bytes=Traffic(sent=1_234_000, received=5_678_000),
+        workers=shares,
+    ).model_copy(update=changes)
 
 
 def worker_status(rank: int, **changes: object) -> WorkerStatus:

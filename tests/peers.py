@@ -54,7 +54,7 @@ from smolcluster.transport.security import Secret
 from smolcluster.transport.tls import new_identity
 from smolcluster.utils.retry import Deadline
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 IDENTITY = new_identity()
 """Making a key takes a while."""
 THREADS = ("reader-", "writer-", "accept", "greet", "keeper-", "evaluator")
@@ -71,7 +71,6 @@ class Echo(Receiver):
         self.payloads: list[bytes] = []
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
-        """Take one message."""
         self.payloads.append(bytes(payload))
         return MessageReceived(self.session_id, message)
 
@@ -94,18 +93,15 @@ class Hand:
 
     @property
     def welcome(self) -> Welcome:
-        """What the server said of the run."""
         assert self._welcome is not None
         return self._welcome
 
     def say(self, message: Message, payload: bytes = b"") -> None:
-        """Send a message."""
         self.connection.send(message, payload)
 
     def ready(
         self, *, dataset: str, model: str | None = None, unacknowledged: LeaseKey | None = None
     ) -> None:
-        """Say that this worker is ready."""
         self.say(
             Ready(
                 dataset_fingerprint=dataset,
@@ -124,7 +120,6 @@ class Hand:
                 return message, bytes(payload)
 
     def hear_a(self, kind: type[M]) -> M:
-        """The next message, which must be of that kind."""
         message, _ = self.hear()
         assert isinstance(message, kind), f"{message} instead of {kind.__name__}"
         return message
@@ -139,7 +134,6 @@ class Hand:
             raise AssertionError(f"{message} instead of the end")
 
     def leave(self) -> None:
-        """Close without a word."""
         self.connection.close()
 
 
@@ -172,7 +166,6 @@ class HandledDoor:
         self._hands: list[Hand] = []
 
     def open(self, secret: Secret = SECRET) -> Authenticated:
-        """The next worker, which has proved itself and waits for the answer."""
         connection = self.accept()
         return server_authenticate(connection, Door(secret, IDENTITY), Deadline(DEADLINE_S))
 
@@ -191,7 +184,6 @@ class HandledDoor:
         incarnation: str = "0123abcd",
         bucket_bytes: int = 1 << 20,
     ) -> Hand:
-        """Welcome the next worker."""
         client = self.open()
         accept(
             client,
@@ -208,7 +200,6 @@ class HandledDoor:
         return Hand(client.talk.connection)
 
     def close(self) -> None:
-        """Close everything."""
         for listener in self._listeners:
             listener.close()
         for hand in self._hands:
@@ -244,7 +235,6 @@ class HandledHub:
         self.on_event: Callable[[Event], None] = self.events.append
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Let the hub handle what comes until the condition holds."""
         deadline = Deadline(DEADLINE_S)
         while not condition():
             assert not deadline.expired, f"it did not come; events: {self.events}"
@@ -272,7 +262,6 @@ class HandledHub:
         return future.result()
 
     def join(self, greeting: Hello, unacknowledged: LeaseKey | None = None) -> Hand:
-        """A worker gets in and takes part."""
         hand = self.enter(greeting)
         seen = len(self.pool.workers)
         joined = self.num_joined
@@ -282,11 +271,9 @@ class HandledHub:
 
     @property
     def num_joined(self) -> int:
-        """How many workers have begun to take part so far."""
         return sum(isinstance(event, Joined) for event in self.events)
 
     def close(self) -> None:
-        """All workers leave without a word."""
         for hand in self._hands:
             hand.leave()
         self._pool.shutdown()
@@ -303,16 +290,13 @@ class Parts:
 
     @property
     def port(self) -> int:
-        """Where the server listens."""
         return self.context.settings.cluster.port
 
     @property
     def dataset(self) -> str:
-        """Fingerprint of the dataset."""
         return self.context.training.workload.fingerprint
 
     def happened(self, kind: type[RunEvent]) -> list[RunEvent]:
-        """Events of that kind in the run's file."""
         self.context.events.flush()
         return [r.event for r in read_events(self.events_path) if isinstance(r.event, kind)]
 
@@ -359,7 +343,6 @@ def report_of(
     moved: tuple[int, int] = (1000, 2000),
     run: RunConfig | None = None,
 ) -> Report:
-    """The report of a server that has moved so many bytes."""
     context = parts.context
     return Report(
         run=run or context.run,
@@ -390,7 +373,6 @@ def small_replica(dtype: torch.dtype = torch.float32) -> Replica:
 
 
 def set_gradient(replica: Replica, seed: int) -> Tensor:
-    """Give a replica some gradient, and return a copy of it."""
     generator = torch.Generator().manual_seed(seed)
     gradient = torch.randn(replica.num_params, generator=generator, dtype=replica.params.dtype)
     replica.grads.copy_(gradient)
@@ -398,7 +380,6 @@ def set_gradient(replica: Replica, seed: int) -> Tensor:
 
 
 def logger(lines: list[str]) -> logging.Logger:
-    """A logger that adds each line to `lines`."""
     log = logging.Logger("test", logging.DEBUG)
     log.addHandler(Lines(lines))
     return log

@@ -5,13 +5,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Self
+
+import pytest
 
 import preloaded
 from smolcluster.configs.spec import get_algorithm
 
-DEADLINE_S = 90.0
+DEADLINE_S = 240.0
 
 
 class Child:
@@ -38,34 +42,56 @@ class Child:
 
     @property
     def output(self) -> str:
-        """What it has printed so far."""
-        return self._output.read_text()
+        return self._output.read_text(errors="replace")  # half a character may be there yet
 
     def wait(self) -> int:
-        """Wait for its end and return the exit code."""
         return self.process.wait(DEADLINE_S)
 
     def wait_for(self, text: str) -> None:
-        """Wait until it has printed `text`."""
         end = time.monotonic() + DEADLINE_S
-        while text not in self.output:
+        while True:
+            has_ended = self.process.poll() is not None  # first: it may print and end at any time
+            if text in self.output:
+                return
+            assert not has_ended, f"ended without {text!r}:\n{self.output}"
             assert time.monotonic() < end, f"{text!r} was not printed:\n{self.output}"
-            assert self.process.poll() is None, f"ended without {text!r}:\n{self.output}"
             time.sleep(0.02)
 
     def kill(self, signum: int = signal.SIGKILL) -> None:
-        """Send it a signal."""
         self.process.send_signal(signum)
 
     def reap(self) -> None:
-        """End it, and all it started."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(DEADLINE_S)
 
 
+@contextmanager
+def small_disk(path: Path, size: str) -> Iterator[None]:
+    """A file system of so many bytes (`64m`) at `path`, where the test may make one: root, Linux."""
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
+    if (
+        sys.platform != "linux"
+        or subprocess.run(mount, capture_output=True, check=False).returncode
+    ):
+        pytest.skip("no small disk can be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def fill_disk(file: Path) -> None:
+    """Write to the file until its disk is full."""
+    for size in (1 << 20, 512):
+        with suppress(OSError), file.open("ab", buffering=0) as sink:
+            while sink.write(bytes(size)):
+                pass
+
+
 class Processes:
-    """Starts processes whose runs and secrets lie in a folder of the test."""
+    """Starts processes whose runs and secrets lie in a folder of the test; they end with the block."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -78,6 +104,13 @@ class Processes:
             "PYTHONUNBUFFERED": "1",
         }
         self.children: list[Child] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for child in self.children:
+            child.reap()
 
     def start(self, *argv: str, forked: bool = True) -> Child:
         """Start a command; a Python program that must load PyTorch itself must not be `forked`."""

@@ -67,6 +67,24 @@ def launched_run(root: Path, *processes: LaunchedProcess, run_id: str = "r1") ->
     return paths
 
 
+def children_of(paths: RunPaths, *pids: int) -> None:
+    """What a launcher leaves of its children: their process ids, the server's first."""
+    processes = [
+        LaunchedProcess(
+            node=f"pi{place}" if place else "mini1",
+            role="worker" if place else "server",
+            rank=place - 1 if place else None,
+            run_dir=str(paths.root),
+            pid=pid,
+        )
+        for place, pid in enumerate(pids)
+    ]
+    write_launched(
+        paths.launched,
+        Launched(run_id=paths.run_id, algorithm="edp", processes=tuple(processes)),
+    )
+
+
 def status_of(
     state: RunState = "training",
     *,

@@ -9,11 +9,32 @@ from torch import Tensor
 from peers import HandledHub, Parts
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.SynchronousPS import server as syncps
+from smolcluster.data.permutation import Range
+from smolcluster.data.pytree import encode
 from smolcluster.net.inbox import Event
+from smolcluster.ps.assignment import ServedBatch
+from smolcluster.ps.feed import Deliver, NoFeed
 from smolcluster.training.build import build
 from smolcluster.training.replica import Replica
 
 S = TypeVar("S", bound=edp.Server | syncps.Server)
+
+
+class SlowFeed(NoFeed):
+    """One whose batches take as long as the test says."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Deliver] = []
+
+    def deliver(self, _samples: Range, _indices: Tensor, deliver: Deliver) -> None:
+        """Keep it."""
+        self._waiting.append(deliver)
+
+    def arrived(self) -> None:
+        """All batches have been loaded: each is two bytes here."""
+        waiting, self._waiting = self._waiting, []
+        for deliver in waiting:
+            deliver(ServedBatch(encode(torch.zeros(2, dtype=torch.uint8)), 1024))
 
 
 class Stage(Generic[S]):
@@ -47,12 +68,3 @@ class Stage(Generic[S]):
         settings, bucket_bytes = self.parts.context.settings, self.server.replica.bucket_bytes
         places, cpu = settings.node.dataset, torch.device("cpu")
         return build(settings.train, 1, places, cpu, bucket_bytes=bucket_bytes).replica
-
-
-class EDPStage(Stage[edp.Server]):
-    """A server of EDP."""
-
-    def hand_out(self) -> None:
-        """What the loop does between two events."""
-        list(self.server.pool.next_events(0.0))
-        self.server.hand_out()

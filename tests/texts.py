@@ -12,7 +12,7 @@ from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.configs.schema import AlgorithmName
-from smolcluster.observability.logs import setup_logging
+from smolcluster.observability.logs import NodeLog
 from smolcluster.runs.summary import Summary
 
 TINY = (
@@ -92,7 +92,7 @@ def train_alone(
     output: Console | None = None,
 ) -> None:
     """Own a run in this process, as `smolcluster train` does."""
-    log = setup_logging("trainer", "me")
+    log = NodeLog("trainer", "me")
     try:
         own_run(
             Owner("single", "trainer", "me", settings),

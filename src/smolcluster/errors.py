@@ -2,6 +2,7 @@
 
     SmolclusterError            1
     ├── ConfigError             2   a configuration file, key, value or flag is wrong
+    ├── UserCodeError           3   the user's model, loss, metric, data or hook raised an exception
     ├── DataError               1   a dataset is missing, damaged or does not fit the model
     ├── NonFiniteLoss           1   a loss, gradient or weight became NaN or infinite
     ├── ProtocolError           1   a peer sent bytes that the protocol does not allow
@@ -9,6 +10,8 @@
     ├── CheckpointError         1   a checkpoint is damaged, of another run, or cannot be written
     ├── LaunchError             1   a process of a run could not be started, or ended badly
     ├── RunFailed               1   the server ended the run because of an error elsewhere
+    ├── OutOfMemory             1   a device has too little memory even for one sample at a time
+    ├── DeviceFailed            71  the device's driver reported an error: only a new process can go on
     ├── TryAgain                75  nothing is wrong with the configuration: try again
     │   ├── ConnectTimeout          no server answered in time
     │   ├── PeerLost                an established connection broke or fell silent
@@ -23,6 +26,8 @@ Usage errors exit with 2, a bug with 70, an interrupt with 130, a termination wi
 the thing, its value and the next move, and fits on one line.
 """
 
+DEVICE_FAILED = 71
+
 
 class SmolclusterError(Exception):
     """Base of all errors that a process reports as one line."""
@@ -34,6 +39,19 @@ class ConfigError(SmolclusterError):
     """A configuration file, key, value or command-line flag is wrong."""
 
     exit_code = 2
+
+
+class UserCodeError(SmolclusterError):
+    """The user's model, loss, metric, data or hook raised an exception, or returned what it must not.
+
+    `frames`: the traceback without frames of smolcluster and of installed packages; empty: there is none.
+    """
+
+    exit_code = 3
+
+    def __init__(self, sentence: str, frames: str = "") -> None:
+        super().__init__(sentence)
+        self.frames = frames
 
 
 class DataError(SmolclusterError):
@@ -62,6 +80,16 @@ class LaunchError(SmolclusterError):
 
 class RunFailed(SmolclusterError):
     """The server ended the run because of an error elsewhere in the cluster."""
+
+
+class OutOfMemory(SmolclusterError):
+    """A device has too little memory even for one sample at a time."""
+
+
+class DeviceFailed(SmolclusterError):
+    """The device's driver reported an error, after which nothing in this process can use the device."""
+
+    exit_code = DEVICE_FAILED
 
 
 class TryAgain(SmolclusterError):

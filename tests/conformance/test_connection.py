@@ -18,7 +18,7 @@ from connection_pairs import (
     tensor,
 )
 from smolcluster.errors import PeerLost, ProtocolError, SmolclusterError
-from smolcluster.transport.connection import UNPROVED_NBYTES, Connection
+from smolcluster.transport.connection import UNPROVED_NBYTES, Connection, nowhere
 from smolcluster.transport.frames import build_frame, frame_nbytes
 from smolcluster.transport.messages import (
     FROM_WORKER,
@@ -35,7 +35,7 @@ from smolcluster.transport.messages import (
 )
 from smolcluster.utils.retry import Deadline
 
-pytestmark = [pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.timeout(300)]
 
 HEARTBEAT = b"".join(frame_of(Heartbeat(sent_at=1.0)).buffers)
 PUSH = b"".join(frame_of(push(16), bytes(range(16))).buffers)
@@ -171,20 +171,12 @@ def test_nothing_is_placed_before_its_header_is_judged(kind: str) -> None:
 def test_a_damaged_payload_is_not_handed_out_wherever_it_lies(kind: str) -> None:
     frame = bytearray(PUSH)
     frame[-12] ^= 1
-    with raw_and_connection(kind) as (raw, connection):
-        raw.sendall(frame)
-        with pytest.raises(ProtocolError, match="payload damaged"):
-            connection.receive(place_for=Places(16))
-        assert connection.broken
-
-
-def test_a_peer_that_is_lost_within_a_placed_payload_is_not_heard_again(kind: str) -> None:
-    with raw_and_connection(kind) as (raw, connection):
-        raw.sendall(PUSH[:-12])
-        raw.close()
-        with pytest.raises(PeerLost):
-            connection.receive(place_for=Places(16))
-        assert connection.broken
+    for place_for in (Places(16), nowhere):
+        with raw_and_connection(kind) as (raw, connection):
+            raw.sendall(frame)
+            with pytest.raises(ProtocolError, match="payload damaged"):
+                connection.receive(place_for=place_for)
+            assert connection.broken
 
 
 def test_a_message_for_which_there_is_no_place_ends_the_connection(kind: str) -> None:
@@ -219,7 +211,7 @@ def test_a_frame_cut_anywhere_loses_the_peer(kind: str, frame: bytes) -> None:
             raw.sendall(frame[:length])
             raw.close()
             with pytest.raises(PeerLost, match="peer: session: "):
-                connection.receive()
+                connection.receive(place_for=Places(16))
             assert connection.broken
             with pytest.raises(PeerLost, match="closed for receiving"):
                 connection.receive()
@@ -274,19 +266,12 @@ def test_what_the_protocol_forbids_ends_the_connection(
         assert connection.broken
 
 
-def test_a_damaged_payload_is_not_handed_out(kind: str) -> None:
-    frame = bytearray(PUSH)
-    frame[-12] ^= 1
-    with raw_and_connection(kind) as (raw, connection):
-        raw.sendall(frame)
-        with pytest.raises(ProtocolError, match="payload damaged"):
-            connection.receive()
-
-
 def test_only_the_expected_kinds_are_heard(kind: str) -> None:
     with connection_pair(kind) as (one, other):
         one.send(Reject(code="busy", sentence="no"))
-        with pytest.raises(ProtocolError, match="unexpected Reject, expected Fault, Goodbye"):
+        with pytest.raises(
+            ProtocolError, match="unexpected Reject, expected Buffers, Fault, Goodbye"
+        ):
             other.receive(FROM_WORKER)
 
 
@@ -323,20 +308,14 @@ def test_the_limit_ends_with_the_proof(kind: str) -> None:
         assert other.bytes_received == frame_nbytes(len(encode(push(8192))), 8192)
 
 
-def test_a_silent_peer_is_lost(kind: str) -> None:
-    with raw_and_connection(kind, stall_timeout_s=0.1) as (_, connection):
-        began = time.monotonic()
-        with pytest.raises(PeerLost, match=r"peer: session: silent for 0\.1 s"):
-            connection.receive()
-        assert time.monotonic() - began >= 0.1
-
-
-def test_a_peer_silent_within_a_frame_is_lost(kind: str) -> None:
-    for length in (3, 20, 30, len(PUSH) - 12, len(PUSH) - 1):
+def test_a_silent_peer_is_lost_before_or_within_a_frame(kind: str) -> None:
+    for length in (0, 3, 20, 30, len(PUSH) - 12, len(PUSH) - 1):
         with raw_and_connection(kind, stall_timeout_s=0.05) as (raw, connection):
             raw.sendall(PUSH[:length])
-            with pytest.raises(PeerLost, match="silent for"):
+            began = time.monotonic()
+            with pytest.raises(PeerLost, match=r"peer: session: silent for 0\.05 s"):
                 connection.receive()
+            assert time.monotonic() - began >= 0.05
             with pytest.raises(PeerLost, match="closed for receiving"):
                 connection.receive()
 
@@ -372,7 +351,7 @@ def test_a_trickle_does_not_outlast_a_deadline(kind: str) -> None:
         began = time.monotonic()
         with pytest.raises(PeerLost, match="did not finish in time"):
             connection.receive(deadline=Deadline(0.35))
-        assert 0.3 < time.monotonic() - began < 2.0
+        assert 0.3 < time.monotonic() - began < 5.0
         stop.set()
         sender.join(10)
 
@@ -408,10 +387,10 @@ def test_a_partial_send_goes_on_where_it_stopped(kind: str) -> None:
     content = bytes(range(256)) * (size // 256)
     message = State(incarnation="ab", version=1, bucket=0, num_buckets=1, tensor=tensor(size))
     # Every quarter of the stall timeout, the kernel returns what it could send so far.
-    with connection_pair(kind, stall_timeout_s=0.4) as (one, other):
+    with connection_pair(kind, stall_timeout_s=2.0) as (one, other):
         other.proved(size, 5.0)
         sender = in_thread(lambda: one.send(message, content))
-        threading.Event().wait(0.15)
+        threading.Event().wait(0.6)
         assert other.receive()[1] == content
         sender.join(10)
 
@@ -428,7 +407,7 @@ def test_abort_wakes_a_waiting_reader(kind: str) -> None:
 
         reader = in_thread(read)
         one.abort()
-        reader.join(3)
+        reader.join(30)
         assert len(problems) == 1
 
 
@@ -457,7 +436,7 @@ def test_last_words_are_heard_although_the_peer_is_still_talking(kind: str) -> N
         assert isinstance(message, Reject)
         assert message.sentence == "come back later"
         one.close()
-        finishing.join(3)
+        finishing.join(30)
         assert not finishing.is_alive()
 
 
@@ -469,7 +448,7 @@ def test_draining_a_peer_that_never_stops_is_bounded(kind: str) -> None:
     with raw_and_connection(kind) as (raw, connection):
         began = time.monotonic()
         connection.finish(drain_timeout_s=0.1)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 20.0
 
 
 def test_errors_name_peer_and_phase(kind: str) -> None:

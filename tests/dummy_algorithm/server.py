@@ -11,7 +11,7 @@ from smolcluster.algorithms.context import ServerContext
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
-from smolcluster.data.permutation import Range, epoch_permutation
+from smolcluster.data.permutation import Range
 from smolcluster.net.inbox import Event
 from smolcluster.ps.assignment import assignment_of
 from smolcluster.ps.leases import Dispatcher
@@ -31,7 +31,7 @@ class Server:
             num_samples=num_samples,
             num_epochs=train.num_epochs,
             batch_size=train.batch_size,
-            permutation=lambda epoch: epoch_permutation(context.run.seed, epoch, num_samples),
+            permutation=context.training.order,
         )
         self.pool = context.open_pool(lambda id_: GradientReceiver(id_, context.codec, buckets))
         self.stores, self.evaluator = context.open_stores(), context.new_evaluator()
@@ -75,8 +75,8 @@ class Server:
         self.stores.step(1.0, self.rate)
         self.version += 1
         self.dispatcher.commit(push.lease, pushed.session_id, time.monotonic())
-        report.contributed(worker, push.num_samples, push.loss)
-        loss, terms, rate = push.loss, push.num_terms, self.rate
+        report.contributed(worker, push.num_samples, push.mean_loss)
+        loss, terms, rate = push.mean_loss, push.num_terms, self.rate
         report.step_taken(StepTaken(self.version, samples, loss, rate, norm, {}, terms, worker))
         self.evaluator.after_step(self.version, samples.epoch)
 
@@ -89,8 +89,7 @@ class Server:
         for frame in state_frames(self.context.incarnation, self.version, weights, buckets):
             worker.live_session.send_frame(frame)
         version, rate, indices = self.version, self.rate, lease.indices
-        rows = self.context.rows_of(indices)
-        sent = assignment_of(lease.key, indices, rows, version=version, learning_rate=rate)
+        sent = assignment_of(lease.key, indices, version=version, learning_rate=rate)
         worker.live_session.send(*sent)
 
 

@@ -124,7 +124,6 @@ class Timeline(logging.Handler):
         self.lines: list[tuple[float, str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one line."""
         self.lines.append((time.monotonic(), record.getMessage()))
 
     def first(self, *texts: str, after: float = 0.0) -> float | None:
@@ -166,23 +165,19 @@ class Played:
 
     @property
     def summary(self) -> Summary:
-        """The server's."""
         assert self.cluster.server.summary is not None
         return self.cluster.server.summary
 
     @property
     def losses(self) -> list[float]:
-        """Of every step."""
         return [record.values["loss"] for record in self.cluster.metrics.steps]
 
     @property
     def weights(self) -> Tensor:
-        """The server's, at the end."""
         return self.cluster.training.replica.params
 
     @property
     def events(self) -> list[Event]:
-        """What the run's event log holds."""
         return [record.event for record in self.cluster.events()]
 
     def noticed_after_s(self, ending: Ending) -> float | None:
@@ -200,7 +195,6 @@ class Played:
 
 
 def settings_for(algorithm: Algorithm, fault: Fault | None) -> Settings:
-    """A short run on the digits. Only where a case is about silence is it noticed soon."""
     timeout_s = QUICK_S if fault in SILENT else UNHURRIED_S
     overrides = [
         f"num_epochs={EPOCHS}",
@@ -349,7 +343,6 @@ def _watch(played: Played) -> None:
 
 
 def check(case: Case, played: Played, reference: Played) -> None:
-    """All of it."""
     check_everybody_ended_well(played)
     check_applied_once(played)
     check_same_result(played, reference)

@@ -39,7 +39,6 @@ Call = Callable[..., Any]
 
 
 def before(owner: Any, name: str, strike: Strike) -> None:
-    """Strike before a function is called."""
     real: Call = getattr(owner, name)
 
     def struck(*args: object, **kwargs: object) -> object:
@@ -102,7 +101,7 @@ def around_push(where: str, blow: "Blow") -> None:
         is_due = frame.kind == Push.KIND and blow.is_due()
         if is_due and where == "half":
             whole = b"".join(bytes(part) for part in frame.buffers)
-            self._bare_socket().sendall(whole[: len(whole) // 2])
+            self._socket.sendall(whole[: len(whole) // 2])
             blow.fall()
         real(self, frame, deadline)
         if is_due:
@@ -124,13 +123,11 @@ class Blow:
         return self._left == 0
 
     def fall(self) -> None:
-        """Send the signals."""
         for signum in self._signals:
             os.kill(os.getpid(), signum)
             time.sleep(GAP_S)
 
     def __call__(self) -> None:
-        """Send the signals if this is the time."""
         if self.is_due():
             self.fall()
 

@@ -80,14 +80,12 @@ class RawFrame:
 
     @property
     def header(self) -> dict[str, Any]:
-        """The message's fields."""
         fields = json.loads(self.data[PREFIX_NBYTES : PREFIX_NBYTES + self.header_nbytes])
         assert isinstance(fields, dict)
         return fields
 
     @property
     def payload_start(self) -> int:
-        """Where the payload begins."""
         return PREFIX_NBYTES + self.header_nbytes + HEADER_SUM_NBYTES
 
 
@@ -96,12 +94,10 @@ Matches = Callable[[Mapping[str, Any]], bool]
 
 
 def nothing(_frame: RawFrame) -> int:
-    """Before the first byte."""
     return 0
 
 
 def mid_header(frame: RawFrame) -> int:
-    """In the middle of the header."""
     return PREFIX_NBYTES + frame.header_nbytes // 2
 
 
@@ -116,7 +112,6 @@ def whole(frame: RawFrame) -> int:
 
 
 def always(_header: Mapping[str, Any]) -> bool:
-    """Any frame of the kind."""
     return True
 
 
@@ -189,7 +184,6 @@ class Side:
     writer: asyncio.StreamWriter
 
     async def send(self, data: bytes) -> None:
-        """Pass bytes on to whoever is at this end."""
         self.writer.write(data)
         await self.writer.drain()
 
@@ -254,7 +248,6 @@ class FaultProxy:
         self._thread.start()
 
     def close(self) -> None:
-        """Break all connections, and end."""
         loop, stop = self._stop.result(10)
         loop.call_soon_threadsafe(stop.set)
         self._thread.join(10)

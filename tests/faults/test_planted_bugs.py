@@ -24,7 +24,7 @@ from smolcluster.cluster.joining import join
 from smolcluster.data.permutation import Range
 from smolcluster.errors import ConnectTimeout
 from smolcluster.net.inbox import Event
-from smolcluster.ps.leases import Dispatcher, Returned, Verdict
+from smolcluster.ps.leases import Dispatcher, Lease, Verdict
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.transport import connection
@@ -100,7 +100,7 @@ def test_a_lease_that_is_taken_for_applied_when_it_returns_is_found(
 ) -> None:
     release_all = Dispatcher.release_all
 
-    def forgetful(self: Dispatcher, holder: int) -> list[Returned]:
+    def forgetful(self: Dispatcher, holder: int) -> list[Lease]:
         returned = release_all(self, holder)
         for each in returned:
             self._waiting.remove(each.range)
@@ -122,11 +122,13 @@ def test_a_bucket_that_is_added_twice_is_found(
     add = Reduction.add
     planted: list[int] = []
 
-    def add_twice(self: Reduction, session_id: int, push: Push, gradient: Tensor) -> bool:
+    def add_twice(
+        self: Reduction, session_id: int, push: Push, gradient: Tensor, largest: float
+    ) -> bool:
         if push.base_version == 3 and push.bucket == 2 and not planted:
             planted.append(session_id)
             gradient = gradient + gradient
-        return add(self, session_id, push, gradient)
+        return add(self, session_id, push, gradient, largest)
 
     monkeypatch.setattr(Reduction, "add", add_twice)
     played = play("syncps", tmp_path)

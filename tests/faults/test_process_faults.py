@@ -13,7 +13,6 @@ import resource
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
@@ -30,7 +29,7 @@ import torch
 
 import smolcluster
 from harness import Cluster, free_port, local_settings
-from processes import DEADLINE_S, Child, Processes
+from processes import DEADLINE_S, Child, Processes, small_disk
 from smolcluster.algorithms import context
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.configs.spec import get_algorithm
@@ -80,17 +79,6 @@ def _marked(case: object) -> object:
     return pytest.param(*values, marks=pytest.mark.faults)
 
 
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    """Starts processes and reaps them."""
-    started = Processes(tmp_path)
-    try:
-        yield started
-    finally:
-        for child in started.children:
-            child.reap()
-
-
 class Site:
     """One run's processes on this machine."""
 
@@ -137,7 +125,6 @@ class Site:
 
     @property
     def saved(self) -> list[int]:
-        """Steps that there are checkpoints of."""
         return sorted(int(path.name[5:]) for path in self.run.checkpoints.glob("step-*"))
 
     def place(self, step: int) -> Path:
@@ -431,7 +418,6 @@ def test_a_killed_worker_is_replaced_under_its_number(
 
 
 def wait_until_stopped(child: Child) -> None:
-    """Wait until a stop signal has stopped it."""
     end = time.monotonic() + DEADLINE_S
     process = psutil.Process(child.process.pid)
     while process.status() != psutil.STATUS_STOPPED:
@@ -543,10 +529,10 @@ def test_a_file_where_checkpoints_belong_costs_one_warning(
 
 
 def test_a_full_disk_costs_one_warning_and_no_checkpoint_that_is_there(
-    small_disk: Path, reference: Undisturbed
+    full_soon: Path, reference: Undisturbed
 ) -> None:
     """There is room for one checkpoint: 39 kB of weights, and twice as much of Adam's."""
-    cluster, warnings = run_in_process("syncps", small_disk)
+    cluster, warnings = run_in_process("syncps", full_soon)
     assert_trained(cluster, reference("syncps"))
     (warning,) = [line for line in warnings if "training goes on" in line]
     assert "free some space" in warning
@@ -560,19 +546,10 @@ def test_a_full_disk_costs_one_warning_and_no_checkpoint_that_is_there(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def full_soon(tmp_path: Path) -> Iterator[Path]:
     """A disk that is full with the second checkpoint."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if not sys.platform.startswith("linux") or os.geteuid() != 0:
-        pytest.skip("only the administrator of a Linux machine can mount a disk")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=180k", "tmpfs", str(place)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
-        pytest.skip("this machine does not let us mount a disk")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
+    with small_disk(tmp_path / "disk", "180k"):
+        yield tmp_path / "disk"
 
 
 def cut_short(place: Path) -> None:

@@ -32,7 +32,11 @@ def test_a_run_is_shown(
 ) -> None:
     summary = json.loads((golden / algorithm / "summary.json").read_text())
     assert main(["status", algorithm, "--json"]) == 0
-    assert f'"step": {num_steps}' in capsys.readouterr().out
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["step"] == num_steps
+    assert {each["node"]: each["process"] for each in shown["processes"]} == dict.fromkeys(
+        ("mini1", "pi5", "win"), "ended"
+    )
     assert main(["checkpoints", algorithm]) == 0
     assert "good" in capsys.readouterr().out
     assert main(["report", algorithm]) == 0

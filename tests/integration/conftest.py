@@ -1,21 +1,11 @@
 """Fixtures for tests with real processes."""
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from processes import DEADLINE_S, Processes
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    """Starts processes and reaps them."""
-    started = Processes(tmp_path)
-    yield started
-    for child in started.children:
-        child.reap()
+from processes import DEADLINE_S
 
 
 @pytest.fixture

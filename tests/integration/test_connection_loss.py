@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 
-from harness import Cluster, Outcome, local_settings
+from harness import DEADLINE_S, Cluster, Outcome, local_settings
 from proxy import Proxy
 from smolcluster.algorithms.EDP.server import Server
 from smolcluster.algorithms.EDP.worker import Worker
@@ -67,7 +67,7 @@ def test_a_worker_that_loses_its_connection_comes_back(
 ) -> None:
     worker = cluster.worker(1, port=proxy.port)
     for event in milestones.reached.values():
-        assert event.wait(30)
+        assert event.wait(DEADLINE_S)
         proxy.cut()
     events = finish(cluster, worker)
     assert proxy.connections >= 3
@@ -89,8 +89,8 @@ def test_a_flipped_bit_costs_the_connection_and_nothing_else(
 ) -> None:
     """Wherever it hits: in a prefix, a header, a payload or a sum."""
     worker = cluster.worker(1, port=proxy.port)
-    assert milestones.reached[50].wait(30)
-    proxy.corrupt_upward_byte(after_nbytes)
+    assert milestones.reached[50].wait(DEADLINE_S)
+    proxy.corrupt(after_nbytes)
     events = finish(cluster, worker)
     lost = [event for event in events if isinstance(event, WorkerLost)]
     assert len(lost) == 1
@@ -107,7 +107,7 @@ def test_strangers_who_send_rubbish_or_nothing_do_not_disturb(cluster: Cluster) 
         def compute(self, lease: Assigned) -> BatchLoss:
             if self.steps == 50:
                 in_the_middle.set()
-                assert go_on.wait(30)
+                assert go_on.wait(DEADLINE_S)
             return super().compute(lease)
 
     address = ("127.0.0.1", cluster.settings.cluster.port)
@@ -115,7 +115,7 @@ def test_strangers_who_send_rubbish_or_nothing_do_not_disturb(cluster: Cluster) 
         for _ in range(40):
             silent.enter_context(socket.create_connection(address))
         worker = cluster.worker(1, make=NodeChecks)
-        assert in_the_middle.wait(30)
+        assert in_the_middle.wait(DEADLINE_S)
         for rubbish in RUBBISH:
             assert len(_reply_to(rubbish, address)) < 4096, "little is said to a stranger"
         go_on.set()

@@ -12,12 +12,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
-from selenium.webdriver.support.ui import Select
+from selenium.webdriver.support.ui import WebDriverWait
 
 from exporting import GPU
 from harness import free_port
@@ -71,14 +72,61 @@ def dashboard(processes: Processes, *arguments: str) -> tuple[Child, str]:
     return child, found[0]
 
 
-def find(browser: Chrome, selector: str) -> WebElement:
-    return browser.find_element(By.CSS_SELECTOR, selector)
+def run_js(browser: Chrome, script: str, *arguments: object) -> Any:
+    return browser.execute_script(script, *arguments)
+
+
+# The page replaces elements at any time: one script finds an element and reads or presses it.
 
 
 def text_of(browser: Chrome, selector: str) -> str:
-    """The words of an element at this moment; the page may replace it at any time."""
+    """Its words; none where there is no such element."""
     script = "return document.querySelector(arguments[0])?.textContent ?? ''"
-    return str(browser.execute_script(script, selector))
+    return str(run_js(browser, script, selector))
+
+
+def attribute_of(browser: Chrome, selector: str, name: str) -> str | None:
+    script = "return document.querySelector(arguments[0])?.getAttribute(arguments[1])"
+    value: str | None = run_js(browser, script, selector, name)
+    return value
+
+
+def is_visible(browser: Chrome, selector: str) -> bool:
+    script = (
+        "return document.querySelector(arguments[0]).checkVisibility({ visibilityProperty: true })"
+    )
+    return bool(run_js(browser, script, selector))
+
+
+def count(browser: Chrome, selector: str) -> int:
+    return int(run_js(browser, "return document.querySelectorAll(arguments[0]).length", selector))
+
+
+def press(browser: Chrome, selector: str) -> None:
+    """Click it, wherever it is on a page that still moves."""
+    run_js(browser, "document.querySelector(arguments[0]).click()", selector)
+
+
+def with_element(browser: Chrome, selector: str, use: Callable[[WebElement], object]) -> None:
+    """Use an element as a person would; again, if the page replaces it before the end."""
+
+    def used(_: Chrome) -> bool:
+        element = browser.find_element(By.CSS_SELECTOR, selector)
+        use(element)
+        return element.is_enabled()  # raises an error if it was replaced
+
+    ignored = [StaleElementReferenceException]
+    WebDriverWait(browser, DEADLINE_S, ignored_exceptions=ignored).until(used)
+
+
+def choose(browser: Chrome, selector: str, choice: str) -> None:
+    """Choose the option that has this text or value."""
+    option = f"./option[. = '{choice}' or @value = '{choice}']"
+    with_element(browser, selector, lambda element: element.find_element(By.XPATH, option).click())
+
+
+def type_keys(browser: Chrome, selector: str, *keys: str) -> None:
+    with_element(browser, selector, lambda element: element.send_keys(*keys))
 
 
 def figure(browser: Chrome, name: str) -> str:
@@ -89,15 +137,6 @@ def step_on(browser: Chrome) -> int:
     """The step that the page shows; -1 when it shows none."""
     text = figure(browser, "step").replace(",", "")
     return int(text) if text.isdigit() else -1
-
-
-def run_js(browser: Chrome, script: str, *arguments: object) -> Any:
-    return browser.execute_script(script, *arguments)
-
-
-def press(browser: Chrome, element: WebElement) -> None:
-    """Click it, wherever it is on a page that still moves."""
-    run_js(browser, "arguments[0].click()", element)
 
 
 def complaints(browser: Chrome) -> list[str]:
@@ -113,7 +152,8 @@ def started_run(processes: Processes, eventually: Eventually) -> RunPaths:
     for rank, node in enumerate(("pi5", "win")):
         processes.worker(rank + 1, node, "--local", "--override", port, "threads=1")
     status = processes.runs / "latest" / "status.json"
-    eventually(lambda: status.is_file() and read_status(status).step > 20)
+    eventually(lambda: status.is_file() and len(read_status(status).workers) == 2)
+    eventually(lambda: read_status(status).step > 20)
     return find_run(processes.runs)
 
 
@@ -130,7 +170,7 @@ def test_a_run_that_goes_on_is_shown_as_it_is(
     before = read_status(paths.status).step
     eventually(lambda: step_on(browser) > before)
     assert step_on(browser) <= read_status(paths.status).step + 1
-    assert text_of(browser, "#fresh") == "live"
+    eventually(lambda: text_of(browser, "#fresh") == "live")
     rows = (
         "return [...document.querySelectorAll('#workers tbody th')].map((each) => each.innerText)"
     )
@@ -138,20 +178,25 @@ def test_a_run_that_goes_on_is_shown_as_it_is(
         ["worker", "1", "(pi5)"],
         ["worker", "2", "(win)"],
     ]
-    assert "server mini1 and 2 workers" in str(
-        find(browser, "#cluster svg").get_attribute("aria-label")
-    )
+    label = attribute_of(browser, "#cluster svg", "aria-label")
+    assert label is not None
+    assert "server mini1 and 2 workers" in label
 
-    eventually(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#curves canvas")) >= 4)
+    eventually(lambda: count(browser, "#curves canvas") >= 4)
     script = "const done = arguments[1]; fetch(arguments[0]).then((it) => it.json()).then(done)"
-    series = browser.execute_async_script(script, f"/api/runs/{paths.run_id}/series")
-    points = dict(zip(series["steps"]["step"], series["steps"]["loss"], strict=True))
+    points: dict[int, float] = {}
+
+    def are_read() -> bool:
+        series = browser.execute_async_script(script, f"/api/runs/{paths.run_id}/series")
+        points.update(zip(series["steps"]["step"], series["steps"]["loss"], strict=True))
+        return len(points) > 20
+
+    eventually(are_read)
     written = {
         line.record.step: line.record.values["loss"]
         for line in read_metrics(paths.metrics)
         if line.record.kind == "step"
     }
-    assert len(points) > 20
     for step, loss in points.items():
         assert loss == pytest.approx(written[step], rel=1e-5)
 
@@ -188,7 +233,7 @@ def open_made(processes: Processes, browser: Chrome, eventually: Eventually) -> 
     _, address = dashboard(processes, "edp-second")
     browser.get(address)
     eventually(lambda: text_of(browser, "#state") == "ended")
-    eventually(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#log-lines .line")) > 5)
+    eventually(lambda: count(browser, "#log-lines .line") > 5)
 
 
 def test_a_run_that_is_over_is_shown_with_its_curves_events_and_numbers(
@@ -201,19 +246,19 @@ def test_a_run_that_is_over_is_shown_with_its_curves_events_and_numbers(
     assert figure(browser, "accuracy") == "90.0%"
     assert text_of(browser, "#workers tbody").count("joined") == 3
 
-    eventually(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#timeline .mark")) == 7)
-    assert browser.find_elements(By.CSS_SELECTOR, "#cluster .flow-label") == []
-    lost = find(browser, "#kinds [data-kind='worker_lost']")
+    eventually(lambda: count(browser, "#timeline .mark") == 7)
+    assert count(browser, "#cluster .flow-label") == 0
+    lost = "#kinds [data-kind='worker_lost']"
     press(browser, lost)
-    assert lost.get_attribute("aria-pressed") == "false"
-    assert len(browser.find_elements(By.CSS_SELECTOR, "#timeline .mark")) == 6
+    assert attribute_of(browser, lost, "aria-pressed") == "false"
+    assert count(browser, "#timeline .mark") == 6
     press(browser, lost)
-    find(browser, "#timeline svg").send_keys(*[Keys.ARROW_RIGHT] * 5)
+    type_keys(browser, "#timeline svg", *[Keys.ARROW_RIGHT] * 5)
     assert "worker lost – worker 2 (win) is lost: it was cut" in text_of(browser, "#event")
 
-    press(browser, find(browser, "[data-x='t']"))
-    press(browser, find(browser, "#log-scale"))
-    assert "over time" in str(find(browser, "#curves .uplot").get_attribute("aria-label"))
+    press(browser, "[data-x='t']")
+    press(browser, "#log-scale")
+    assert attribute_of(browser, "#curves .uplot", "aria-label") == "Loss over time"
     assert complaints(browser) == []
 
 
@@ -246,24 +291,23 @@ def test_logs_are_filtered_and_what_is_in_them_is_text(
 ) -> None:
     open_made(processes, browser, eventually)
     assert EVIL in text_of(browser, "#log-lines")
-    assert browser.find_elements(By.CSS_SELECTOR, "#evil, #log-lines script") == []
+    assert count(browser, "#evil, #log-lines script") == 0
     assert "taken" not in browser.title
 
-    press(browser, find(browser, "#log-lines .more"))
+    press(browser, "#log-lines .more")
     eventually(lambda: "z" * 1_000_000 in text_of(browser, "#log-lines"))
 
-    filters = find(browser, "#log-filter")
-    Select(filters.find_element(By.NAME, "level")).select_by_visible_text("ERROR")
+    choose(browser, "#log-filter [name='level']", "ERROR")
     levels = (
         "return [...document.querySelectorAll('#log-lines .level')].map((it) => it.textContent)"
     )
     eventually(lambda: run_js(browser, levels) == ["ERROR"])
-    Select(filters.find_element(By.NAME, "level")).select_by_visible_text("all levels")
-    Select(filters.find_element(By.NAME, "node")).select_by_visible_text("win")
+    choose(browser, "#log-filter [name='level']", "all levels")
+    choose(browser, "#log-filter [name='node']", "win")
     whose = "return [...document.querySelectorAll('#log-lines .who')].map((it) => it.textContent)"
     eventually(lambda: run_js(browser, whose) == ["worker 2 (win)"])
-    Select(filters.find_element(By.NAME, "node")).select_by_visible_text("all nodes")
-    filters.find_element(By.NAME, "text").send_keys("IS LOST")
+    choose(browser, "#log-filter [name='node']", "all nodes")
+    type_keys(browser, "#log-filter [name='text']", "IS LOST")
     eventually(lambda: run_js(browser, whose) == ["server mini1"])
     assert complaints(browser) == []
 
@@ -297,14 +341,14 @@ def test_frequent_events_are_thinned_to_what_fits(
         run.event(CheckpointSaved(step=step))
     _, address = dashboard(processes, "edp-first")
     browser.get(address)
-    eventually(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#timeline circle")) == 7)
+    eventually(lambda: count(browser, "#timeline circle") == 7)
     places = (
         "return [...document.querySelectorAll('#timeline rect')].map((it) => it.x.baseVal.value)"
     )
     shown = run_js(browser, places)
     assert 50 < len(shown) < 400
     assert min(right - left for left, right in pairwise(shown)) >= 4
-    find(browser, "#timeline svg").send_keys(Keys.ARROW_LEFT)
+    type_keys(browser, "#timeline svg", Keys.ARROW_LEFT)
     assert "checkpoint saved – checkpoint of step 399 saved" in text_of(browser, "#event")
 
 
@@ -312,7 +356,7 @@ def test_another_run_is_chosen_the_theme_is_changed_and_it_fits_a_telephone(
     processes: Processes, eventually: Eventually, browser: Chrome
 ) -> None:
     open_made(processes, browser, eventually)
-    Select(find(browser, "#run")).select_by_value("edp-first")
+    choose(browser, "#run", "edp-first")
     eventually(lambda: browser.title.startswith("edp-first"))
     eventually(lambda: text_of(browser, "#run option:checked") == "edp-first · ended")
     eventually(lambda: EVIL not in text_of(browser, "#log-lines"))
@@ -324,9 +368,9 @@ def test_another_run_is_chosen_the_theme_is_changed_and_it_fits_a_telephone(
     markers = """return [...document.querySelectorAll('#curves .u-marker')]
         .map((each) => getComputedStyle(each).borderBottomColor)"""
     eventually(lambda: len(run_js(browser, markers)) > 4)
-    press(browser, find(browser, "#theme"))
+    press(browser, "#theme")
     light, light_markers = run_js(browser, background), run_js(browser, markers)
-    press(browser, find(browser, "#theme"))
+    press(browser, "#theme")
     assert run_js(browser, background) != light
     pairs = zip(run_js(browser, markers), light_markers, strict=True)
     assert all(now != then for now, then in pairs), "legends follow the theme"
@@ -336,19 +380,19 @@ def test_another_run_is_chosen_the_theme_is_changed_and_it_fits_a_telephone(
 
     narrow = {"width": 400, "height": 850, "deviceScaleFactor": 1, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
-    eventually(lambda: len(browser.find_elements(By.CSS_SELECTOR, "#curves canvas")) >= 4)
+    eventually(lambda: count(browser, "#curves canvas") >= 4)
     eventually(lambda: bool(run_js(browser, "return document.documentElement.scrollWidth === 400")))
 
-    Select(find(browser, "#run")).select_by_value("single-third")
+    choose(browser, "#run", "single-third")
     eventually(lambda: text_of(browser, "#cluster .rank") == "trainer")
-    assert not find(browser, "#workers").is_displayed()
+    assert not is_visible(browser, "#workers")
     assert complaints(browser) == []
 
     shutil.rmtree(processes.runs / "edp-first")
-    Select(find(browser, "#run")).select_by_value("edp-first")
-    assert not find(browser, "#figures").is_displayed()
+    choose(browser, "#run", "edp-first")
+    assert not is_visible(browser, "#figures")
     eventually(lambda: "there is no run 'edp-first'" in text_of(browser, "#problems"))
-    assert not find(browser, "#figures").is_displayed()
+    assert not is_visible(browser, "#figures")
 
 
 def test_without_the_token_the_browser_shows_what_to_do(

@@ -7,56 +7,72 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import SECRET, Cluster, local_settings
-from smolcluster.algorithms.EDP.server import Server
+from harness import DEADLINE_S, Cluster, local_settings
+from smolcluster.algorithms.EDP.server import Peer, Server
 from smolcluster.algorithms.EDP.worker import Worker
 from smolcluster.cluster import link
 from smolcluster.errors import (
-    AuthError,
-    ClusterEmpty,
-    ConnectTimeout,
     NonFiniteLoss,
-    Rejected,
     RunFailed,
 )
 from smolcluster.ps.assignment import Assigned
 from smolcluster.ps.push import Pushed
 from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLeft
-from smolcluster.training.build import TrainingContext, build
+from smolcluster.training.build import build
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.loop import training_steps
-from smolcluster.transport.messages import Push, Welcome
-from smolcluster.transport.security import Secret
+from smolcluster.transport.messages import Push
+
+MIXING = "update_rule=mixing"
 
 
-def test_one_worker_with_interval_1_is_sequential_training(tmp_path: Path) -> None:
-    """500 steps and more, each loss within 1e-6 of the single process, and the same weights at the end."""
-    settings = local_settings("worker_update_interval=1", "num_epochs=12", workers=1)
+@pytest.mark.parametrize(
+    ("overrides", "overrides_alone", "rel"),
+    [
+        (("num_epochs=12",), ("num_epochs=12",), 1e-6),
+        (
+            (MIXING, "num_epochs=4", "optimizer=sgd", "learning_rate=0.1"),
+            # w + α (w - lr · g - w): plain gradient descent at a learning rate of α · lr
+            ("num_epochs=4", "optimizer=sgd", "learning_rate=0.06"),
+            1e-4,
+        ),
+    ],
+)
+def test_one_worker_with_interval_1_is_sequential_training(
+    tmp_path: Path, overrides: tuple[str, ...], overrides_alone: tuple[str, ...], rel: float
+) -> None:
+    """Each loss of hundreds of steps is the single process's, and so are the weights at the end."""
+    settings = local_settings("worker_update_interval=1", *overrides, workers=1)
     cluster = Cluster(settings, tmp_path)
     cluster.finish(cluster.worker(1))
 
-    alone = build(settings.train, settings.cluster.seed, settings.node.dataset, torch.device("cpu"))
-    steps = training_steps(alone, settings.train)
-    expected = [step.loss for step in steps]
-    assert len(expected) >= 500
-    assert [record.values["loss"] for record in cluster.metrics.steps] == pytest.approx(
-        expected, rel=1e-6
-    )
-    torch.testing.assert_close(
-        cluster.training.replica.params, alone.replica.params, rtol=1e-5, atol=1e-7
-    )
+    train, seed = local_settings(*overrides_alone).train, settings.cluster.seed
+    alone = build(train, seed, settings.node.dataset, torch.device("cpu"))
+    expected = [step.loss for step in training_steps(alone, train)]
+    assert len(expected) == 45 * train.num_epochs
+    losses = [record.values["loss"] for record in cluster.metrics.steps]
+    assert losses == pytest.approx(expected, rel=rel)
+    ours, theirs = cluster.training.replica.params, alone.replica.params
+    rtol = max(1e-5, rel)
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=rtol / 100)
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-def test_three_workers_learn_and_apply_every_sample_once(tmp_path: Path, quantized: bool) -> None:
-    settings = local_settings(f"use_quantization={str(quantized).lower()}", "num_epochs=12")
-    cluster = Cluster(settings, tmp_path)
+@pytest.mark.parametrize(
+    ("override", "codec"),
+    [("codec=null", "fp32"), ("use_quantization=true", "int8"), (MIXING, "fp32")],
+)
+def test_three_workers_learn_and_apply_every_sample_once(
+    tmp_path: Path, override: str, codec: str
+) -> None:
+    cluster = Cluster(local_settings(override, "num_epochs=12", "min_workers=3"), tmp_path)
     summary = cluster.finish(*(cluster.worker(rank + 1) for rank in range(3)))
     assert summary.samples_applied == 12 * summary.train_samples
-    assert summary.codec == ("int8" if quantized else "fp32")
+    assert summary.pushes.applied == summary.steps == len(cluster.metrics.steps)
+    assert summary.codec == codec
     assert summary.final.val_accuracy is not None
     assert summary.final.val_accuracy > 0.85
     assert sum(share.samples for share in summary.workers) == summary.samples_applied
+    assert {record.rank for record in cluster.metrics.steps} == {0, 1, 2}
 
 
 def test_workers_that_hang_and_say_that_they_are_slow_do_not_hold_up_the_end(
@@ -99,30 +115,26 @@ def test_a_push_says_how_long_its_batch_took(tmp_path: Path) -> None:
     assert seconds[len(seconds) // 2] < 0.1
 
 
-def test_gradient_norms_are_tracked_by_layer(tmp_path: Path) -> None:
-    settings = local_settings("track_gradients=true", "num_epochs=1", workers=1)
-    cluster = Cluster(settings, tmp_path)
-    cluster.worker(1)
-    cluster.server.finish()
-    values = cluster.metrics.steps[0].values
-    layers = {name: value for name, value in values.items() if name.startswith("grad_norm/")}
-    assert len(layers) == len(cluster.training.replica.layers)
-    total = torch.tensor(list(layers.values())).norm().item()
-    assert total == pytest.approx(values["grad_norm"], rel=1e-4)
-
-
 def test_a_late_worker_joins_and_shares_the_work(tmp_path: Path) -> None:
-    half_way = threading.Event()
+    early, shared = threading.Event(), threading.Event()
 
     class Watched(Server):
-        def apply(self, *args: object) -> None:
-            super().apply(*args)  # type: ignore[arg-type]
+        def apply(self, peer: Peer, pushed: Pushed, tau: int) -> None:
+            super().apply(peer, pushed, tau)
             if self.version == 100:
-                half_way.set()
+                early.set()
+            if peer.worker.rank == 3:
+                shared.set()
+
+    class Patient(Worker):
+        def compute(self, lease: Assigned) -> BatchLoss:
+            if early.is_set():  # else the run could be over before the other one is there
+                assert shared.wait(DEADLINE_S)
+            return super().compute(lease)
 
     cluster = Cluster(local_settings("num_epochs=15", workers=1), tmp_path, Watched)
-    cluster.worker(1)
-    assert half_way.wait(30)
+    cluster.worker(1, make=Patient)
+    assert early.wait(DEADLINE_S)
     late = cluster.worker(4)
     cluster.finish(late)
     assert {record.rank for record in cluster.metrics.steps} == {0, 3}
@@ -235,64 +247,18 @@ def test_a_run_on_which_every_worker_fails_has_failed(tmp_path: Path) -> None:
         assert isinstance(worker.failure(), NonFiniteLoss | RunFailed)
 
 
-def test_a_wrong_secret_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
-    cluster = Cluster(local_settings("num_epochs=5", workers=1), tmp_path)
-    stranger = cluster.worker(2, secret=Secret(Path("other"), b"f" * 32))
-    assert isinstance(stranger.failure(), AuthError)
-    cluster.finish(cluster.worker(1))
+def test_final_weights_that_are_not_finite_are_no_result(tmp_path: Path) -> None:
+    """A neuron of minus infinity is silent: neither the loss nor the accuracy shows it."""
 
+    class Broken(Server):
+        def apply(self, *args: object) -> None:
+            super().apply(*args)  # type: ignore[arg-type]
+            if self.dispatcher.done:
+                place = dict(self.replica.layers)["fc1.bias"]
+                self.replica.params[place.start] = -torch.inf
 
-def test_a_worker_with_other_data_is_refused(tmp_path: Path) -> None:
-    class OtherData(Worker):
-        pass
-
-    cluster = Cluster(local_settings("num_epochs=3", workers=1), tmp_path)
-    other_split = local_settings("seed=43", workers=1)
-
-    def cheat(welcome: Welcome, training: TrainingContext) -> Worker:
-        theirs = build(other_split.train, 43, other_split.node.dataset, torch.device("cpu"))
-        object.__setattr__(training, "workload", theirs.workload)
-        return OtherData(welcome, training)
-
-    failure = cluster.worker(2, make=cheat).failure()
-    assert isinstance(failure, Rejected)
-    assert failure.code == "dataset"
-    assert failure.exit_code == 78
-    assert "dataset.root" in str(failure)
+    cluster = Cluster(local_settings("num_epochs=1", workers=1), tmp_path, Broken)
     cluster.worker(1)
-    cluster.server.finish()
-
-
-def test_an_unlisted_node_is_rejected(tmp_path: Path) -> None:
-    cluster = Cluster(local_settings("num_epochs=1", "elastic=false", workers=1), tmp_path)
-    failure = cluster.worker(1, node="toaster").failure()
-    assert isinstance(failure, Rejected)
-    assert "toaster" in str(failure)
-    cluster.worker(1)
-    cluster.server.finish()
-
-
-def test_a_server_without_workers_gives_up(tmp_path: Path) -> None:
-    cluster = Cluster(local_settings("start_timeout_s=0.3"), tmp_path)
     failure = cluster.server.failure()
-    assert isinstance(failure, ClusterEmpty)
-    assert failure.exit_code == 75
-    assert "start_timeout_s" in str(failure)
-
-
-def test_a_worker_without_a_server_gives_up_and_says_where_it_looked(tmp_path: Path) -> None:
-    from smolcluster.cluster.joining import join
-    from smolcluster.net.dialling import Address
-    from smolcluster.transport.handshake import introduce
-
-    settings = local_settings()
-    import logging
-
-    with pytest.raises(ConnectTimeout, match=str(settings.cluster.port)):
-        join(
-            Address("127.0.0.1", settings.cluster.port),
-            introduce("pi5", 1),
-            SECRET,
-            timeout_s=0.3,
-            log=logging.Logger("test"),
-        )
+    assert isinstance(failure, NonFiniteLoss)
+    assert "layer fc1.bias at the end of the run" in str(failure)

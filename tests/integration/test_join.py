@@ -11,8 +11,9 @@ import pytest
 
 from harness import free_port
 from processes import Child, Processes
+from smolcluster.launch.sessions import exit_code
+from smolcluster.runs.launched import read_launched
 from smolcluster.runs.paths import find_run
-from smolcluster.runs.processes import ProcessEntry, read_processes
 from smolcluster.runs.status import RunStatus, read_status
 
 Eventually = Callable[[Callable[[], bool]], None]
@@ -96,9 +97,9 @@ def test_a_run_of_this_machine_is_joined_here_and_stopped(
     joining = run.join("--name", "mini9", "--detach", "--override", "metrics_port=null")
     assert joining.wait() == 0, joining.output
     run.wait_for(1, 2)
-    entries: list[ProcessEntry] = read_processes(find_run(processes.runs).processes)
-    assert [(each.node, each.rank) for each in entries][2:] == [("mini9", 1)]
+    started = read_launched(find_run(processes.runs).launched).processes
+    assert [(each.node, each.rank) for each in started][2:] == [("mini9", 1)]
     stop = processes.start(*COMMAND, "stop")
     assert stop.wait() == 0, stop.output
-    assert not entries[2].is_itself, "it runs"
+    assert exit_code(started[2]) is not None
     launch.wait()

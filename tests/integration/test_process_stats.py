@@ -63,7 +63,8 @@ def test_a_run_leaves_process_stats_spans_and_checkpoints_behind(
     for worker in status.workers:
         assert worker.address == "127.0.0.1"
         assert sum(worker.staleness) > 0
-        assert {"step_s", "cpu", "share/wait"} <= set(worker.process_stats)
+        # Its last interval may have ended before a step did; each step's spans are looked at below.
+        assert {"cpu", "share/wait"} <= set(worker.process_stats)
     moved = [worker.sent_bytes + worker.received_bytes for worker in status.workers]
     total = summary.bytes.sent + summary.bytes.received
     assert sum(moved) == pytest.approx(total, rel=0.01), "the farewell came later"

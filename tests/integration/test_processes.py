@@ -51,7 +51,7 @@ def test_a_worker_is_killed_another_comes_late_and_every_sample_is_applied_once(
     metrics = processes.runs / "latest" / "metrics.jsonl"
     eventually(lambda: {r.record.rank for r in read_metrics(metrics)} >= {0, 1, 2})
     status_file = metrics.with_name("status.json")
-    eventually(lambda: len(read_status(status_file).workers) == 3)
+    eventually(lambda: status_file.exists() and len(read_status(status_file).workers) == 3)
     workers[1].kill(signal.SIGKILL)
     for worker in (workers[0], workers[2]):  # or the run could be over before the late one is there
         worker.kill(signal.SIGSTOP)
@@ -142,22 +142,10 @@ def test_a_busy_port_is_one_line_and_75(processes: Processes) -> None:
     assert str(port) in _only_error(server.output)
 
 
-def test_a_configuration_error_is_one_line_and_2(processes: Processes) -> None:
-    server = processes.server("--local", "--override", "num_epoch=3")
-    assert server.wait() == 2
-    assert "num_epochs" in _only_error(server.output)
-
-
 def test_an_address_of_another_machine_is_one_line_and_2(processes: Processes) -> None:
     server = processes.server("--train-config", "digits", "--override", "bind=[203.0.113.7]")
     assert server.wait() == 2
     assert "203.0.113.7" in _only_error(server.output)
-
-
-def test_a_missing_secret_is_one_line_and_77(processes: Processes) -> None:
-    worker = processes.worker(1, "macbook", "--server", f"127.0.0.1:{free_port()}")
-    assert worker.wait() == 77
-    assert str(processes.folder / "config") in _only_error(worker.output)
 
 
 def test_a_secret_that_others_can_read_is_one_line_and_77(processes: Processes) -> None:
@@ -170,14 +158,6 @@ def test_a_secret_that_others_can_read_is_one_line_and_77(processes: Processes) 
     assert server.wait() == 77
     assert "chmod 600" in _only_error(server.output)
     assert "aaaa" not in server.output
-
-
-def test_no_server_is_one_line_and_75(processes: Processes) -> None:
-    worker = processes.worker(
-        1, "macbook", "--local", "--override", f"port={free_port()}", "start_timeout_s=1"
-    )
-    assert worker.wait() == 75
-    assert "127.0.0.1" in _only_error(worker.output)
 
 
 def test_a_killed_worker_with_a_supervisor_is_back(

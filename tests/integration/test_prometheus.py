@@ -39,9 +39,8 @@ from smolcluster.observability.exporter import (
 )
 from smolcluster.observability.view.facts import read_facts
 from smolcluster.observability.view.run import RunView, files_here
-from smolcluster.runs.launched import LaunchedProcess
+from smolcluster.runs.launched import LaunchedProcess, read_launched
 from smolcluster.runs.paths import find_run
-from smolcluster.runs.processes import read_processes
 from smolcluster.runs.status import RunStatus
 
 STACK = Path(__file__).resolve().parents[2] / "logging"
@@ -136,6 +135,21 @@ class Prometheus:
         """The one value of an expression; NaN: there is none."""
         values = [float(each["value"][1]) for each in self.ask(expression)]
         return values[0] if len(values) == 1 else math.nan
+
+    def wait_for_number(self, expression: str, value: float) -> None:
+        """Wait until it is this; for moments it has none, when a process answers too late."""
+        self.wait_for(f"{expression} == {value:g}", lambda: self.number(expression) == value)
+
+    def wait_for_labels(
+        self, expression: str, names: tuple[str, ...], *values: tuple[str, ...]
+    ) -> None:
+        """Wait until its series are these by some of their labels; for moments there may be none."""
+
+        def are_there() -> bool:
+            found = [each["metric"] for each in self.ask(expression)]
+            return sorted(tuple(each[name] for name in names) for each in found) == sorted(values)
+
+        self.wait_for(f"{names} of {expression} are {values}", are_there)
 
     def wait_for(self, what: object, condition: Callable[[], bool]) -> None:
         """Wait until something holds; `what` is it, as it is at the end."""
@@ -256,15 +270,11 @@ def test_every_panel_has_data(prometheus: Prometheus, tmp_path: Path) -> None:
             assert served is not None
             serving.enter_context(serve_metrics(moving(who, tmp_path), *served, warn=pytest.fail))
         wait_for_panels(prometheus)
-        assert {each["metric"]["run"] for each in prometheus.ask("smolcluster_loss")} == {"r1"}
-        labels = prometheus.ask('smolcluster_process_steps_total{role="worker"}')
-        assert {(each["metric"]["rank"], each["metric"]["node"]) for each in labels} == {
-            ("0", "pi5"),
-            ("1", "win"),
-        }
-        assert prometheus.number('smolcluster_worker_up{node="win"}') == 1
-        [info] = prometheus.ask("smolcluster_run_info")
-        assert info["metric"]["algorithm"] == "edp"
+        prometheus.wait_for_labels("smolcluster_loss", ("run",), ("r1",))
+        steps = 'smolcluster_process_steps_total{role="worker"}'
+        prometheus.wait_for_labels(steps, ("rank", "node"), ("0", "pi5"), ("1", "win"))
+        prometheus.wait_for_number('smolcluster_worker_up{node="win"}', 1)
+        prometheus.wait_for_labels("smolcluster_run_info", ("algorithm",), ("edp",))
         prometheus.wait_for(
             "the alert of dropped pushes",
             lambda: bool(prometheus.ask('ALERTS{alertname="StalenessBeyondBound"}')),
@@ -288,16 +298,14 @@ def test_everything_tells_one_story_of_a_worker_that_is_killed(
     cluster = local_settings(*stated, workers=3).cluster
     announce(prometheus, cluster, *cluster.workers)
     wait_for_panels(prometheus, "perplexity", "ALERTS", "smolcluster_gpu_")
-    prometheus.wait_for("workers", lambda: prometheus.number("sum(smolcluster_worker_up)") == 3)
-    assert prometheus.number("smolcluster_step") > 0
+    prometheus.wait_for_number("sum(smolcluster_worker_up)", 3)
+    prometheus.wait_for("steps", lambda: prometheus.number("smolcluster_step") > 0)
     run = find_run(processes.runs)
-    [lost] = [each for each in read_processes(run.processes) if each.rank == 1]
+    [lost] = [each for each in read_launched(run.launched).processes if each.rank == 1]
+    assert lost.pid is not None
     os.kill(lost.pid, signal.SIGKILL)
-    prometheus.wait_for(
-        "the worker's end",
-        lambda: prometheus.number(f'smolcluster_worker_up{{node="{lost.node}"}}') == 0,
-    )
-    assert prometheus.number("sum(smolcluster_worker_up)") == 2
+    prometheus.wait_for_number(f'smolcluster_worker_up{{node="{lost.node}"}}', 0)
+    prometheus.wait_for_number("sum(smolcluster_worker_up)", 2)
     launch.kill(signal.SIGINT)
     assert launch.wait() == 130, launch.output
     for port in (metrics_port, metrics_port + 1):

@@ -9,7 +9,8 @@ import pytest
 
 from harness import free_port
 from processes import Child, Processes
-from smolcluster.observability.report.page import number, write_report
+from smolcluster.observability.report.page import write_report
+from smolcluster.observability.report.render import loss
 from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.paths import RunPaths, find_run
 from smolcluster.runs.status import read_status
@@ -68,7 +69,7 @@ def test_a_run_whose_worker_was_killed_leaves_a_report_that_agrees_with_its_file
     assert final.train_loss is not None
     assert final.val_loss is not None
     assert final.val_accuracy is not None
-    numbers = (number(final.train_loss), number(final.val_loss), f"{final.val_accuracy:.1%}")
+    numbers = (loss(final.train_loss), loss(final.val_loss), f"{final.val_accuracy:.1%}")
     for said in (*numbers, f"{summary.steps:,}", f"{summary.samples_applied:,}"):
         assert said in page.text
     for share in summary.workers:

@@ -1,9 +1,7 @@
 """SyncPS between real sessions over TCP: it trains as a single process does, whoever is there."""
 
-import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,12 +19,11 @@ from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.step_receiver import Committed
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.configs.resolve import Settings
-from smolcluster.errors import ClusterEmpty, NonFiniteLoss, RunFailed
+from smolcluster.errors import NonFiniteLoss, RunFailed
 from smolcluster.ps.assignment import Assigned
 from smolcluster.runs.events import Event as RunEvent
 from smolcluster.runs.events import (
     LeaseReturned,
-    StepOverdue,
     WorkerJoined,
     WorkerLeft,
     WorkerLost,
@@ -42,7 +39,7 @@ BATCH = 128
 STEPS_PER_EPOCH = 12
 EPOCHS = 4
 LAST = EPOCHS * STEPS_PER_EPOCH
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 SMALL_BUCKET = 8192
 """Bytes: five buckets."""
 
@@ -268,7 +265,7 @@ def test_a_batch_in_pieces_on_one_worker_makes_no_difference(tmp_path: Path) -> 
     scene.enter(1)
     scene.enter(2, settings=local_settings("microbatch=5", workers=2, algorithm="syncps"))
     scene.finish()
-    assert sorted(each.training.microbatch or 0 for each in scene.cast) == [0, 5]
+    assert sorted(each.training.microbatch.size or 0 for each in scene.cast) == [0, 5]
     scene.assert_trained_as_alone()
 
 
@@ -280,19 +277,6 @@ def test_the_servers_own_machine_may_be_a_worker(tmp_path: Path) -> None:
     summary = scene.finish()
     scene.assert_trained_as_alone()
     assert {worker.node for worker in summary.workers} == {"mini1", "pi5"}
-
-
-def test_gradient_norms_are_tracked_by_layer(tmp_path: Path) -> None:
-    scene = Scene(settings_for("num_epochs=1", workers=1), tmp_path)
-    scene.enter(1)
-    scene.finish()
-    assert scene.cluster.metrics.steps
-    for record in scene.cluster.metrics.steps:
-        values = record.values
-        layers = [value for name, value in values.items() if name.startswith("grad_norm/")]
-        assert len(layers) == len(scene.core.replica.layers)
-        total = torch.tensor(layers).norm().item()
-        assert total == pytest.approx(values["grad_norm"], rel=1e-4)
 
 
 # Who comes and goes makes no difference.
@@ -323,20 +307,11 @@ def waiting_at(version: int, gate: Gate) -> type[Watched]:
     return Waiting
 
 
-class PromptProxy(Proxy):
-    """It does not hold small messages back, for which each step would wait."""
-
-    def _pump(self, source: socket.socket, sink: socket.socket, upward: bool) -> None:
-        with suppress(OSError):  # it may have been cut already
-            sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        super()._pump(source, sink, upward)
-
-
 @pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_a_worker_that_is_cut_off_in_mid_push_comes_back(tmp_path: Path, codec: str) -> None:
     scene = Scene(settings_for(f"codec={codec}", *shares(0.5, 0.5), workers=2), tmp_path)
-    proxy = PromptProxy(scene.cluster.settings.cluster.port)
+    proxy = Proxy(scene.cluster.settings.cluster.port)
     back = Gate()
 
     class CutOff(Watched):
@@ -457,50 +432,6 @@ def test_a_worker_that_hangs_is_waited_for_once_and_then_works_again(tmp_path: P
     assert not [each for each in hanging.pushed_at if version <= each < min(version + 5, LAST - 10)]
     assert LAST - 10 in hanging.pushed_at
     assert scene.happened(WorkerLost) == []
-
-
-@pytest.mark.usefixtures("small_buckets")
-def test_a_worker_that_hangs_with_the_only_part_makes_no_difference(tmp_path: Path) -> None:
-    """No part of that step is ever whole, and its heartbeat lives."""
-    over = Gate()
-
-    class Hanging(Watched):
-        def work_on(self, task: Assigned) -> None:
-            if task.assignment.version == 10:
-                over.wait()
-            super().work_on(task)
-
-    overrides = ("timeout=0.1", "heartbeat_timeout_s=2", *shares(1.0, 0.0))
-    scene = Scene(settings_for(*overrides, workers=2), tmp_path)
-    scene.enter(1, Hanging)
-    scene.enter(2)
-    assert scene.core.reached(LAST - 1).wait(DEADLINE_S)
-    over.open()
-    scene.finish()
-    scene.assert_trained_as_alone()
-    assert scene.happened(WorkerLost) == []
-    (overdue,) = scene.happened(StepOverdue)
-    assert (overdue.rank, overdue.step) == (0, 11)
-    assert len(scene.lines("step 11 waits for worker 1 (pi5)")) == 1
-
-
-def test_when_all_have_gone_the_server_says_so_waits_and_gives_up(tmp_path: Path) -> None:
-    scene = Scene(settings_for("empty_cluster_timeout_s=0.2", workers=1), tmp_path)
-
-    class Leaver(Watched):
-        def work_on(self, task: Assigned) -> None:
-            if self.version == 3:
-                raise KeyboardInterrupt
-            super().work_on(task)
-
-    scene.enter(1, Leaver)
-    failure = scene.cluster.server.failure()
-    assert isinstance(failure, ClusterEmpty)
-    assert failure.exit_code == 75
-    assert "empty_cluster_timeout_s" in str(failure)
-    (line,) = scene.lines("all workers have gone; waiting up to")
-    assert line.startswith("WARNING")
-    assert isinstance(scene.workers[1].failure(), KeyboardInterrupt)
 
 
 def test_who_comes_before_the_server_gives_up_goes_on_with_the_open_step(tmp_path: Path) -> None:

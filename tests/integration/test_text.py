@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import Cluster, Recorder, free_port, local_settings
+from harness import Cluster, Recorder, free_port
 from peers import logger, next_event
 from processes import Processes
 from smolcluster.algorithms import single
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.cli import main
-from smolcluster.cluster.evaluator import EvaluationDone, Evaluator
+from smolcluster.cluster.evaluator import EvaluationFinished, Evaluator
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.errors import ConfigError
@@ -160,7 +160,7 @@ def test_evaluation_in_the_background_is_of_the_weights_of_its_step(text: Path) 
     with Evaluator(training, inbox, every=3, log=logger([])) as evaluator:
         assert evaluator.after_step(3, 0)
         training.replica.params.zero_()  # training goes on
-        event = next_event(inbox, EvaluationDone)
+        event = next_event(inbox, EvaluationFinished)
     assert event.version == 3
     assert event.evaluation.loss == pytest.approx(expected.loss, rel=1e-6)
 
@@ -237,13 +237,6 @@ def test_two_workers_are_served(text: Path, tmp_path: Path, algorithm: Algorithm
     for worker in workers:
         worker.finish()
     cluster.assert_every_sample_applied_once()
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_labelled_samples_are_not_served(tmp_path: Path, algorithm: AlgorithmName) -> None:
-    settings = local_settings("dataset.source=server", algorithm=algorithm)
-    with pytest.raises(ConfigError, match=r"dataset\.source is server, but dataset\.name=digits"):
-        Cluster(settings, tmp_path, algorithm=algorithm)
 
 
 # Patience

@@ -14,7 +14,8 @@ def test_a_run_is_shown_while_it_goes_on_and_when_it_is_over(
     processes: Processes, eventually: Eventually
 ) -> None:
     port = f"port={free_port()}"
-    processes.server("--local", "--workers", "2", "--override", port, "num_epochs=100000")
+    overrides = (port, "num_epochs=100000", "checkpoint_steps=null")  # whose news would hide others
+    processes.server("--local", "--workers", "2", "--override", *overrides)
     for rank, node in enumerate(("pi5", "win")):
         processes.worker(rank + 1, node, "--local", "--override", port, "threads=1")
     status = processes.runs / "latest" / "status.json"

@@ -1,7 +1,6 @@
 """A user's own workload, in one process and by both algorithms."""
 
-import signal
-from collections.abc import Sequence
+import math
 from pathlib import Path
 
 import pytest
@@ -9,35 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from harness import Cluster, local_settings
-from smolcluster.configs.resolve import Settings
+from harness import Cluster
+from own_workloads import ALGORITHMS, NODES, Rows, alone, losses_of, run, settings_for
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.data.dataset import Batch
 from smolcluster.data.digits import load_digits
-from smolcluster.errors import ConfigError
 from smolcluster.runs.events import Evaluated
-from smolcluster.training.build import TrainingContext, build
-from smolcluster.training.loop import training_steps
 from smolcluster.training.workload import Terms, Workload
-from smolcluster.utils.stopping import Interrupted
 
-CPU = torch.device("cpu")
-ALGORITHMS: list[AlgorithmName] = ["edp", "syncps"]
 IGNORED = -100
-NODES = ("pi5", "win", "macbook")
-
-
-class Rows:
-    """A map-style dataset of inputs and targets."""
-
-    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
-        self.inputs, self.targets = inputs, targets
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input": self.inputs[index], "target": self.targets[index]}
 
 
 class Tagger(nn.Module):
@@ -65,6 +44,10 @@ def num_hits(model: nn.Module, batch: Batch) -> Terms:
     return is_hit.sum(), (batch["target"] != IGNORED).sum()
 
 
+def undefined(model: nn.Module, batch: Batch) -> Terms:
+    return torch.tensor(math.nan), 1
+
+
 def ragged(num_samples: int = 200, *, held_out: bool = False) -> Workload:
     """Samples with 0 to 5 targets each: most of them with one, some with all."""
     generator = torch.Generator().manual_seed(3)
@@ -73,39 +56,11 @@ def ragged(num_samples: int = 200, *, held_out: bool = False) -> Workload:
     lengths = torch.tensor([5, 1, 0, 1, 1, 1, 5, 1])[torch.arange(num_samples) % 8]
     targets[torch.arange(5) >= lengths[:, None]] = IGNORED
     rows = Rows(inputs, targets)
-    metrics = {"hits": num_hits}
+    metrics = {"hits": num_hits, "nothing": undefined, "accuracy": undefined}
+    tagger = Tagger()  # threads that build it at once would draw other frozen weights
     return Workload(
-        Tagger, tag_loss, rows, rows if held_out else None, metrics=metrics, name="tags"
+        tagger, tag_loss, rows, rows if held_out else None, metrics=metrics, name="tags"
     )
-
-
-def settings_for(algorithm: AlgorithmName, num_workers: int, *overrides: str) -> Settings:
-    own = ("num_epochs=2", f"min_workers={num_workers}", *overrides)
-    if algorithm == "edp":
-        own = ("worker_update_interval=1", "batch_size=32", *own)
-    else:
-        shares = [f"batch_share.{node}={1 / num_workers}" for node in NODES[:num_workers]]
-        own = ("global_batch_size=32", *shares, *own)
-    return local_settings(*own, workers=num_workers, algorithm=algorithm)
-
-
-def alone(settings: Settings, workload: Workload) -> tuple[list[float], TrainingContext]:
-    """The losses of every step of a single process with the same batches."""
-    train, seed = settings.run_config("alone", "syncps").train, settings.cluster.seed
-    training = build(train, seed, settings.node.dataset, CPU, workload=workload)
-    return [step.loss for step in training_steps(training, train)], training
-
-
-def run(settings: Settings, folder: Path, algorithm: AlgorithmName, workload: Workload) -> Cluster:
-    folder.mkdir(exist_ok=True)
-    cluster = Cluster(settings, folder, algorithm=algorithm, workload=workload)
-    num_workers = settings.cluster.num_workers
-    cluster.finish(*(cluster.worker(i + 1, node=NODES[i]) for i in range(num_workers)))
-    return cluster
-
-
-def losses_of(cluster: Cluster) -> Sequence[float]:
-    return [record.values["loss"] for record in cluster.metrics.steps]
 
 
 @pytest.mark.parametrize(
@@ -151,6 +106,7 @@ def test_a_workload_s_own_metrics_are_reported(tmp_path: Path, algorithm: Algori
     final = summary.final.model_dump()
     assert final["val_hits"] == evaluation.metrics["hits"]
     assert final["val_loss"] == evaluation.loss
+    assert (final["val_nothing"], final["val_accuracy"]) == (None, None), "they are NaN"
     evaluated = [each.event for each in cluster.events() if isinstance(each.event, Evaluated)]
     assert evaluated[-1].model_dump()["val_hits"] == final["val_hits"]
 
@@ -208,17 +164,3 @@ def test_in_one_process_a_buffer_may_change_as_the_model_computes() -> None:
     losses, training = alone(settings_for("syncps", 1), workload)
     assert training.replica.model.get_buffer("num_batches") == len(losses) == 14
     assert module.num_batches == 0, "a module is copied"
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_cluster_refuses_a_buffer_that_changes_as_the_model_computes(
-    tmp_path: Path, algorithm: AlgorithmName
-) -> None:
-    workload = Workload(Counting, tag_loss, ragged().train)
-    settings = settings_for(algorithm, 1)
-    cluster = Cluster(settings, tmp_path, algorithm=algorithm, workload=workload)
-    failure = cluster.worker(1).failure()
-    assert isinstance(failure, ConfigError)
-    assert "num_batches" in str(failure)
-    cluster.stop.note(signal.SIGTERM)
-    assert isinstance(cluster.server.failure(), Interrupted)

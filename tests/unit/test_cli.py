@@ -187,27 +187,19 @@ def test_threads_set_for_one_node_stay(
     assert ["threads=1" in line for line in lines] == [True, True, False, True]
 
 
-@pytest.mark.parametrize("name", algorithms())
-def test_help_lists_the_flags_and_the_exit_codes(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["launch", name, "--help"]) == 0
-    shown = capsys.readouterr().out
-    flags = ("--local", "--workers", "--no-tmux", "--dry-run", "--config", "--train-config")
-    for part in (*flags, "--override", "Exit codes", "75 ", "77 ", "78 ", "130 "):
-        assert part in shown
-
-
 def test_all_algorithms_are_launched_with_the_same_flags(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shown = []
     for name in algorithms():
         assert main(["launch", name, "--help"]) == 0
-        options = capsys.readouterr().out.partition("Options:")[2]
-        shown.append(options.partition("Examples:")[0])
-    assert shown[0]
+        text = capsys.readouterr().out
+        assert all(part in text for part in ("Exit codes", "75 ", "77 ", "78 ", "130 "))
+        shown.append(text.partition("Options:")[2].partition("Examples:")[0])
     assert set(shown) == {shown[0]}
+    for flag in ("--local", "--workers", "--no-tmux", "--dry-run", "--config", "--train-config"):
+        assert flag in shown[0]
+    assert "--override" in shown[0]
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["train", "--help"], ["launch", "--help"]])
@@ -269,13 +261,27 @@ def modules_after(program: str) -> set[str]:
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_importing_the_command_takes_nothing_heavy() -> None:
-    assert modules_after("import smolcluster.cli") & HEAVY == set()
+DRY_RUN = "from smolcluster.cli import main; main(['launch', 'edp', '--local', '--dry-run'])"
+WATCHING = ["status", "logs", "listing", "fetch", "top.command"]
+LIGHT = ["runs.paths", "runs.events", "runs.summary", "runs.launched", "observability.logs"]
+LIGHT += [f"observability.{name}" for name in ("metrics", "sinks.console", "sinks.jsonl")]
+LIGHT += ["observability.sinks.wandb", "observability.sinks.wandb_child"]
 
 
-def test_the_launcher_needs_no_torch() -> None:
-    program = "from smolcluster.cli import main; main(['launch', 'edp', '--local', '--dry-run'])"
-    assert modules_after(program) & {"torch", "torchvision", "wandb", "sklearn"} == set()
+@pytest.mark.parametrize(
+    ("program", "absent"),
+    [
+        ("import smolcluster.cli", HEAVY),
+        (DRY_RUN, {"torch", "torchvision", "wandb", "sklearn"}),
+        (f"import {', '.join(f'smolcluster.launch.watch.{name}' for name in WATCHING)}", {"torch"}),
+        (f"import {', '.join(f'smolcluster.{name}' for name in LIGHT)}", {"torch", "wandb"}),
+    ],
+    ids=["the command", "a dry run", "what looks at runs", "what a run writes"],
+)
+def test_what_takes_time_is_not_imported_before_it_is_needed(
+    program: str, absent: set[str]
+) -> None:
+    assert modules_after(program) & absent == set()
 
 
 def test_a_reader_that_goes_away_causes_no_traceback() -> None:

@@ -127,25 +127,30 @@ def test_a_text_that_may_not_be_fetched_is_one_line(
 # train --resume
 
 
-def test_a_run_goes_on_at_the_command_line(
+def test_a_run_goes_on_with_its_own_configuration(
     tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", "--run-id", "mine", *tiny]) == 0
+    assert main(["train", "--resume", "auto", "--run-id", "mine", *tiny]) == 0, "it begins"
     run = find_run(tmp_path / "runs", "mine")
-    steps = read_summary(run.summary).steps
-    capsys.readouterr()
-    assert main(["train", "--resume", "mine", *tiny]) == 1
+    before, steps = load_resolved(run.config), read_summary(run.summary).steps
+    for words in (["mine"], ["latest"], ["auto"], [str(run.root)], ["mine", *tiny]):
+        capsys.readouterr()
+        assert main(["train", "--resume", *words]) == 1
+        error = only_error(capsys.readouterr().err)
+        assert "run mine has ended; to train on, raise num_epochs above 1" in error
+    changes = ("num_epochs=2", "model.max_seq_len=8")
+    assert main(["train", "--resume", "mine", "--override", *changes]) == 1
     error = only_error(capsys.readouterr().err)
-    assert "run mine has ended; to train on, raise num_epochs above 1" in error
-    assert main(["train", "--resume", "latest", *tiny, "training.epochs=2"]) == 0
+    assert "model.max_seq_len: 16 -> 8" in error
+    assert "num_epochs: 1 -> 2" in error
+    assert main(["train", "--resume", "mine", "--override", "num_epochs=2"]) == 0
     assert read_summary(run.summary).steps == 2 * steps
+    after = load_resolved(run.config)
+    assert after.train == before.train.model_copy(update={"num_epochs": 2})
+    assert after.node.dataset == before.node.dataset
     assert main(["resume", "mine", "--override", "training.epochs=3"]) == 0
-    assert read_summary(run.summary).steps == 3 * steps
-
-
-def test_auto_begins_what_is_not_there_yet(tiny: list[str], tmp_path: Path) -> None:
-    assert main(["train", "--resume", "auto", "--run-id", "mine", *tiny]) == 0
-    assert read_summary(find_run(tmp_path / "runs", "mine").summary).run_id == "mine"
+    assert main(["train", "--resume", "latest", *tiny, "training.epochs=4"]) == 0
+    assert read_summary(run.summary).steps == 4 * steps
 
 
 @pytest.mark.parametrize(
@@ -160,35 +165,6 @@ def test_a_run_that_is_not_there_does_not_go_on(
 ) -> None:
     assert main(["train", *arguments, *tiny]) == 2
     assert says in only_error(capsys.readouterr().err)
-
-
-def test_a_run_that_goes_on_keeps_its_own_configuration(
-    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "--run-id", "mine", *tiny]) == 0
-    run = find_run(tmp_path / "runs", "mine")
-    before, steps = load_resolved(run.config), read_summary(run.summary).steps
-    for resume in ("mine", "latest", "auto", str(run.root)):
-        capsys.readouterr()
-        assert main(["train", "--resume", resume]) == 1
-        assert "run mine has ended" in only_error(capsys.readouterr().err)
-    assert main(["train", "--resume", "mine", "--override", "num_epochs=2"]) == 0
-    assert read_summary(run.summary).steps == 2 * steps
-    after = load_resolved(run.config)
-    assert after.train == before.train.model_copy(update={"num_epochs": 2})
-    assert after.node.dataset == before.node.dataset
-
-
-def test_what_differs_is_named_where_a_run_does_not_go_on(
-    tiny: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "--run-id", "mine", *tiny]) == 0
-    capsys.readouterr()
-    changes = ("num_epochs=2", "model.max_seq_len=8")
-    assert main(["train", "--resume", "mine", "--override", *changes]) == 1
-    error = only_error(capsys.readouterr().err)
-    assert "model.max_seq_len: 16 -> 8" in error
-    assert "num_epochs: 1 -> 2" in error
 
 
 def test_a_path_that_does_not_exist_is_a_wrong_setting(

@@ -159,11 +159,11 @@ def checkout(tmp_path: Path) -> Checkout:
 
 
 @pytest.mark.parametrize("algorithm", algorithms())
+@pytest.mark.parametrize("flags", [[], ["--local", "--override", "a=1", "dataset.root=../my data"]])
 def test_a_launch_script_hands_its_flags_on_and_stays_where_the_user_is(
-    checkout: Checkout, algorithm: str
+    checkout: Checkout, algorithm: str, flags: list[str]
 ) -> None:
     checkout.put(checkout.bin / "uv")
-    flags = ("--local", "--override", "a=1", "dataset.root=../my data")
     done = checkout.launch(*flags, algorithm=algorithm)
     assert done.stdout.splitlines() == [
         f"smolcluster ran in {checkout.elsewhere}",
@@ -171,36 +171,18 @@ def test_a_launch_script_hands_its_flags_on_and_stays_where_the_user_is(
     ]
     assert done.returncode == 75
     assert any(call.startswith("uv sync ") for call in checkout.asked())
-
-
-@pytest.mark.parametrize("algorithm", algorithms())
-def test_a_launch_script_works_without_flags(checkout: Checkout, algorithm: str) -> None:
-    checkout.put(checkout.bin / "uv")
-    done = checkout.launch(algorithm=algorithm)
-    assert done.stdout.splitlines()[1:] == ["[launch]", f"[{algorithm}]"]
-
-
-@pytest.mark.parametrize("algorithm", algorithms())
-def test_a_launch_script_may_be_run_as_a_command(algorithm: str) -> None:
     assert os.access(PROJECT / f"launch_{algorithm}.sh", os.X_OK)
 
 
-@pytest.mark.parametrize("place", ["home/.local/bin", "home/.cargo/bin", "homebrew/bin"])
+@pytest.mark.parametrize(
+    "place", ["home/.local/bin", "home/.cargo/bin", "homebrew/bin", "a clone's folder/.uv/bin"]
+)
 def test_uv_is_found_where_it_is_usually_installed(
     checkout: Checkout, tmp_path: Path, place: str
 ) -> None:
-    checkout.put(tmp_path / place / "uv")
-    assert checkout.launch().returncode == 75
-
-
-def test_uv_is_found_in_the_checkout(checkout: Checkout) -> None:
-    checkout.put(checkout.root / ".uv" / "bin" / "uv")
-    assert checkout.launch().returncode == 75
-
-
-def test_a_uv_that_does_not_run_is_passed_over(checkout: Checkout) -> None:
+    """One on the PATH that does not run is passed over."""
     checkout.put(checkout.bin / "uv", "#!/bin/sh\nexit 126\n")
-    checkout.put(checkout.root / ".uv" / "bin" / "uv")
+    checkout.put(tmp_path / place / "uv")
     assert checkout.launch().returncode == 75
 
 

@@ -10,7 +10,7 @@ from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import AlgorithmName, TrainConfig
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.observability.view.snapshot import read_snapshot
-from smolcluster.runs.lock import RunLock
+from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import (
     LATEST,
     RunPaths,
@@ -56,7 +56,7 @@ def claim_run(
     elif resume is not None and (resume != AUTO or name == LATEST):
         name = find_run(root, name).run_id
     paths = create_run(root, name, newest=False)
-    with RunLock(paths.lock):
+    with run_lock(paths.lock):
         store = CheckpointStore(paths.checkpoints, settings.cluster.keep_last, log)
         if resume is not None:
             _check_algorithm(paths, algorithm)

@@ -6,27 +6,26 @@ Built once from a configuration, by `process.py` for real processes and by tests
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from smolcluster.cluster.evaluator import Evaluator
 from smolcluster.cluster.listening import listening_addresses
 from smolcluster.cluster.report import Report
 from smolcluster.cluster.saver import CheckpointSource, Saver
-from smolcluster.cluster.worker_pool import Fingerprints, WorkerPool
+from smolcluster.cluster.worker_pool import WorkerPool
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import RunConfig
-from smolcluster.data.tokens import TokenBlocks
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.net.acceptor import Acceptor, ask_inbox
 from smolcluster.net.inbox import Inbox
 from smolcluster.net.session import Receiver
 from smolcluster.observability.metrics import Metrics
 from smolcluster.observability.spans import SpanLog
+from smolcluster.ps.buffers import most_buffer_frames
+from smolcluster.ps.feed import Feed, NoFeed
+from smolcluster.ps.offering import PlannedWorkload
 from smolcluster.ps.store import Stores
 from smolcluster.runs.events import EventLog
 from smolcluster.runs.status import StatusFile
@@ -38,6 +37,7 @@ from smolcluster.training.checkpoint import (
     check_same,
     restore,
 )
+from smolcluster.training.replica import Replica
 from smolcluster.transport.connection import listen
 from smolcluster.transport.handshake import Door
 from smolcluster.transport.messages import ServedData, Welcome, sets_of
@@ -47,6 +47,7 @@ from smolcluster.transport.tls import new_identity
 NO_CODEC = "none"
 """Of a run in which nothing travels."""
 INDEX_NBYTES = 4
+COPIES_QUEUED = 4
 EXTRA_QUEUED = 64
 """Small messages that may wait for a worker, besides the tensors of a few transfers of the model."""
 
@@ -81,28 +82,48 @@ class ServerContext:
 
     @property
     def codec(self) -> str:
-        """Name of the codec that gradients travel in."""
         return codec_for(self.run, self.training.replica.params.dtype)
 
-    def rows_of(self, indices: Tensor) -> NDArray[Any] | None:
-        """The training samples `indices` (n,) as they travel; None: workers have them themselves."""
-        train = self.training.workload.train
-        is_served = self.run.train.dataset.source == "server"
-        return train.rows(indices) if is_served and isinstance(train, TokenBlocks) else None
+    @property
+    def is_served(self) -> bool:
+        """Whether workers are sent the samples that they compute."""
+        return self.run.train.dataset.source == "server" or self.training.workload.is_stream
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the workers are loops of a user's own."""
+        return isinstance(self.training.workload, PlannedWorkload)
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether workers draw their samples themselves, so that a lease says only how many there were."""
+        workload = self.training.workload
+        return isinstance(workload, PlannedWorkload) and workload.plan.is_counted
 
     @property
     def served_data(self) -> ServedData | None:
         """What workers must know of samples that are sent to them; None: they have them themselves."""
         workload = self.training.workload
-        length, vocab_size = workload.tokens_per_sample, workload.vocab_size
-        if self.run.train.dataset.source == "local" or length is None or vocab_size is None:
+        if not self.is_served:
             return None
         return ServedData(
             name=workload.name,
             fingerprint=workload.fingerprint,
             num_samples=self.training.num_samples,
-            length=length,
-            vocab_size=vocab_size,
+            sizes=workload.sizes,
+        )
+
+    def open_feed(self) -> Feed | NoFeed:
+        """Where the samples that are handed out come from; close it."""
+        if not self.is_served:
+            return NoFeed()
+        train, num_workers = self.run.train, self.settings.cluster.num_workers
+        return Feed(
+            self.training,
+            self.inbox,
+            self.log,
+            num_ahead=2 * max(train.samples_per_step, num_workers * train.samples_per_push),
+            num_epochs=train.num_epochs,
         )
 
     def open_stores(self) -> Stores:
@@ -110,14 +131,12 @@ class ServerContext:
         return Stores(self.training.replica, self.num_stores)
 
     def new_evaluator(self) -> Evaluator:
-        """What evaluates the server's replica every `eval_steps` steps."""
         every = self.run.train.eval_steps
         return Evaluator(
             self.training, self.inbox, every=every, log=self.log, check_stop=self.check_stop
         )
 
     def new_saver(self, source: CheckpointSource, report: Report) -> Saver:
-        """What saves the server every `checkpoint_steps` steps, and at the end."""
         every = self.settings.cluster.checkpoint_steps
         return Saver(self.store, every, source, report, self.log)
 
@@ -170,15 +189,11 @@ class ServerContext:
         """
         if self.checkpoint is not None:
             check_resumable(self.checkpoint.state, self.run, self.training)
-        row = self.rows_of(torch.zeros(1, dtype=torch.int64))
-        _check_batch_fits(
-            self.run.train.samples_per_step,
-            INDEX_NBYTES + (0 if row is None else row.nbytes),
-            self.training.replica.bucket_bytes,
-        )
+        _check_batch_fits(self.run.train.samples_per_step, self.training.replica.bucket_bytes)
         if self.secret is None:
             raise RuntimeError("a server needs the cluster's secret")
         cluster, replica = self.settings.cluster, self.training.replica
+        workload = self.training.workload
         addresses = listening_addresses(cluster)
         acceptor = Acceptor(
             listen(addresses, cluster.port),
@@ -195,10 +210,11 @@ class ServerContext:
                     codec=self.codec,
                     heartbeat_timeout_s=self.run.heartbeat_timeout_s,
                     data=self.served_data,
+                    plan=workload.plan.text if isinstance(workload, PlannedWorkload) else None,
                 ),
             ),
             receiver_for=receiver_for,
-            max_queued=4 * len(replica.buckets) + EXTRA_QUEUED,
+            max_queued=_copies_queued(replica) * _num_frames(replica) + EXTRA_QUEUED,
             log=self.log,
         )
         report = self.new_report(self.codec, acceptor.bytes_moved)
@@ -211,12 +227,24 @@ class ServerContext:
             cluster=cluster,
             inbox=self.inbox,
             acceptor=acceptor,
-            fingerprints=Fingerprints(self.training.workload.fingerprint, replica.fingerprint),
+            training=self.training,
             report=report,
             events=self.events,
             log=self.log,
             check_stop=self.check_stop,
         )
+
+
+def _copies_queued(replica: Replica) -> int:
+    """How many copies of the weights may wait for a worker; where the state goes at once, some more."""
+    if replica.optimizer.can_be_cut(replica.buckets[0]):
+        return COPIES_QUEUED
+    return COPIES_QUEUED * (1 + len(replica.optimizer.moments))
+
+
+def _num_frames(replica: Replica) -> int:
+    """Of the weights, and of all the model's buffers."""
+    return len(replica.buckets) + most_buffer_frames(replica.buffers, replica.bucket_bytes)
 
 
 def check_resumable(state: CheckpointState, run: RunConfig, training: TrainingContext) -> None:
@@ -252,11 +280,10 @@ def codec_for(run: RunConfig, dtype: torch.dtype) -> str:
     return name
 
 
-def _check_batch_fits(batch_size: int, sample_nbytes: int, bucket_bytes: int) -> None:
-    """No payload may be larger than a bucket."""
-    if sample_nbytes * batch_size > bucket_bytes:
-        most = bucket_bytes // sample_nbytes
+def _check_batch_fits(batch_size: int, bucket_bytes: int) -> None:
+    most = bucket_bytes // INDEX_NBYTES
+    if batch_size > most:
         raise ConfigError(
-            f"a batch of {batch_size} samples is too large, must be at most {most}, whose indices (with "
-            "dataset.source=server also tokens) fit in a bucket; lower batch_size or global_batch_size"
+            f"a batch of {batch_size} samples is too large, must be at most {most}, whose indices fit in a "
+            "bucket; lower batch_size or global_batch_size"
         )

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 from smolcluster.configs.spec import AlgorithmSpec, get_algorithm
-from smolcluster.errors import SmolclusterError
+from smolcluster.errors import DEVICE_FAILED, ConfigError, SmolclusterError
 from smolcluster.observability.terminal import HANGING
 from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.bugs import describe_bug
@@ -38,18 +39,17 @@ class Ended(BaseException):
 
 
 def main(name: str, role: Role) -> int:
-    """Be a process of the algorithm; returns the exit code."""
     algorithm = get_algorithm(name)
     parser = server_parser(algorithm) if role == "server" else worker_parser(algorithm)
     args = parser.parse_args()
     supervised = role == "worker" and args.supervised is not None
     if role == "worker" and args.restarts and not supervised:
-        return _supervise(args)
+        return supervise_worker(args)
 
     def body() -> None:
         from smolcluster.algorithms import process  # noqa: PLC0415 - it imports torch
 
-        module = import_module(f"{algorithm.package}.{Path(algorithm.roles[role]).stem}")
+        module = module_of(algorithm, role)
         if role == "server":
             process.serve(name, args, module.serve)
         else:
@@ -60,8 +60,12 @@ def main(name: str, role: Role) -> int:
     )
 
 
-def _supervise(args: argparse.Namespace) -> int:
-    """Be the supervisor of this worker; see there."""
+def module_of(algorithm: AlgorithmSpec, role: Role) -> ModuleType:
+    """The module of a role's process: `serve` of the server's, `Worker` of the worker's."""
+    return import_module(f"{algorithm.package}.{Path(algorithm.roles[role]).stem}")
+
+
+def supervise_worker(args: argparse.Namespace) -> int:
     from smolcluster.algorithms.supervision import supervise  # noqa: PLC0415 - only launched ones
 
     if args.stop_on_stdin_eof:
@@ -77,10 +81,10 @@ def guarded(
 
     `supervised`: who ends a process group is heard twice, by us and by the supervisor who hands it on.
     Where a thread still waits for a terminal that hangs, the process ends here: the interpreter, which
-    flushes it at its end, would abort.
+    flushes it at its end, would abort. So it does after a device has failed, which may not be tidied up.
     """
     code = _code_of(body, stop_on_stdin_eof=stop_on_stdin_eof, supervised=supervised)
-    if any(thread.name == HANGING for thread in threading.enumerate()):
+    if code == DEVICE_FAILED or any(thread.name == HANGING for thread in threading.enumerate()):
         os._exit(code)
     return code
 
@@ -107,7 +111,6 @@ def _code_of(body: Callable[[], None], *, stop_on_stdin_eof: bool, supervised: b
 
 
 def server_parser(algorithm: AlgorithmSpec) -> argparse.ArgumentParser:
-    """The server's command line."""
     parser = _parser(f"The {algorithm.title} server.")
     parser.add_argument(
         "--train-config", metavar="FILE", help="training file, or a shipped name such as digits"
@@ -126,7 +129,6 @@ def server_parser(algorithm: AlgorithmSpec) -> argparse.ArgumentParser:
 
 
 def worker_parser(algorithm: AlgorithmSpec) -> argparse.ArgumentParser:
-    """The worker's command line."""
     parser = _parser(f"A worker of {algorithm.title}.")
     parser.add_argument("worker_id", type=int, help="counts from 1; one live process each")
     parser.add_argument("node", help="this machine's name in host_ip")
@@ -157,6 +159,11 @@ def _parser(description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--workers", type=int, metavar="N", help="with --local: number of workers")
     parser.add_argument(
+        "--workload",
+        metavar="FILE:FUNCTION",
+        help="a function of your own that returns a Workload; also package.module:function",
+    )
+    parser.add_argument(
         "--override",
         nargs="+",
         action="extend",
@@ -166,6 +173,20 @@ def _parser(description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--stop-on-stdin-eof", action="store_true", help=argparse.SUPPRESS)
     return parser
+
+
+def server_overrides(stated: str | None, node: str) -> list[str]:
+    """`--server HOST:PORT` as the keys that it stands for.
+
+    Raises:
+        ConfigError: it is malformed.
+    """
+    if stated is None:
+        return []
+    host, colon, port = stated.rpartition(":")
+    if not (colon and host and port.isdigit()):
+        raise ConfigError(f"--server is {stated!r}, must be HOST:PORT such as 10.10.0.1:65432")
+    return [f"host_ip.{node}={host.strip('[]')}", f"port={port}"]
 
 
 def _fail(sentence: str, exit_code: int) -> int:

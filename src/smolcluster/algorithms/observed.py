@@ -47,7 +47,9 @@ def metrics_served(
         return
     collector = RunCollector(
         who,
-        lambda: ProcessNumbers(meter.steps, meter.samples, meter.by_phase, meter.gpu()),
+        lambda: ProcessNumbers(
+            meter.steps, meter.samples, meter.by_phase, meter.gpu(), meter.peaks
+        ),
         existing(runs_root(settings.node.runs_dir)),
         run_id=run_id,
         status=status,
@@ -80,12 +82,10 @@ class WorkerRun:
 
     @property
     def run_id(self) -> str:
-        """Of the run that the worker takes part in; empty before."""
         run = self._run
         return "" if run is None else run[0].run_id
 
     def begin(self, run: RunConfig, paths: RunPaths) -> None:
-        """The worker takes part in a run, for the first time or again."""
         if self._run is None or self._run[0].run_id != run.run_id:
             self.close()
             self._run = run, paths

@@ -6,7 +6,7 @@ That is the server of a cluster, or the one process of `train`.
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -25,10 +25,12 @@ from smolcluster.errors import CheckpointError, SmolclusterError
 from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.terminal import SteadyConsole, shown_text
+from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import StatusFile
 from smolcluster.runs.summary import Summary, sample_shown, table, write_summary
 from smolcluster.training.build import TrainingContext, build
+from smolcluster.training.workload import Workload
 from smolcluster.transport.security import Secret
 from smolcluster.utils.device import pick_device, use_threads
 from smolcluster.utils.stopping import StopRequest
@@ -43,6 +45,15 @@ class Owner:
     node: str
     settings: Settings
     secret: Secret | None = None
+    workload: Workload | None = None
+    """What is trained; None: what the settings name."""
+
+    def run_config(self, run_id: str) -> RunConfig:
+        """What travels to the workers."""
+        run = self.settings.run_config(run_id, self.algorithm)
+        if self.workload is None:
+            return run
+        return run.model_copy(update={"workload": self.workload.name})
 
 
 def own_run(
@@ -55,25 +66,22 @@ def own_run(
     progress: Console | None,
     output: Console | None,
 ) -> None:
-    """Claim a run, open its records, train, and leave what a run leaves behind.
+    """Claim a run, open its records, train with `body`, and leave what a run leaves behind.
 
-    Args:
-        owner: this process.
-        log: its log.
-        body: trains, and says what came of it.
-        run_id: name of the run; None: a new one.
-        resume: as `--resume`.
-        progress: where progress is shown; None: nowhere.
-        output: where it is shown what came of the run; None: nowhere.
+    `run_id` None: a new one; `resume`: as `--resume`. Progress, and what came of the run, are shown on
+    `progress` and `output`; None: nowhere.
     """
     settings, algorithm = owner.settings, owner.algorithm
     with (
         claim_run(settings, algorithm, run_id, resume, log.logger) as claimed,
         _told_if_it_cannot_begin(owner, claimed, log),
     ):
-        paths, run = claimed.paths, settings.run_config(claimed.paths.run_id, algorithm)
+        paths = claimed.paths
         with saying(settings.data_section):
-            training = _build(settings, log.logger, begins=claimed.checkpoint is None)
+            training = _build(owner, log.logger, begins=claimed.checkpoint is None)
+        settings = settings.with_batch_size(training.workload.batch_size)
+        owner = replace(owner, settings=settings)
+        run = owner.run_config(paths.run_id)
         _check_resumable(claimed, settings, run, training, log.logger)
         stop = StopRequest()
         with (
@@ -123,7 +131,7 @@ def _told_if_it_cannot_begin(owner: Owner, claimed: Claimed, log: NodeLog) -> It
         yield
     except BaseException as error:
         if claimed.checkpoint is None and not paths.status.is_file():
-            run = owner.settings.run_config(paths.run_id, owner.algorithm)
+            run = owner.run_config(paths.run_id)
             if not paths.config.is_file():
                 open_run(owner.settings, run, role=owner.role, node=owner.node, log=log)
             status = never_begun(run, error)
@@ -171,6 +179,12 @@ def _check_resumable(
         raise CheckpointError(
             f"{error}; since then changed {told}" if changes else str(error)
         ) from error
+    started, source = read_snapshot(claimed.paths).started, training.workload.source
+    if started is not None and started.source != source:
+        log.warning(
+            "the workload's code is not what it was: SHA-256 %s, now %s",
+            *((each or "none")[:12] for each in (started.source, source)),
+        )
     if changes:  # flags are easily forgotten
         log.warning("the run goes on with other settings than it had: %s", told)
 
@@ -212,8 +226,9 @@ def _conclude(paths: RunPaths, summary: Summary, log: NodeLog, output: Console |
             log.print(output, table(summary))
 
 
-def _build(settings: Settings, log: logging.Logger, *, begins: bool) -> TrainingContext:
+def _build(owner: Owner, log: logging.Logger, *, begins: bool) -> TrainingContext:
     """Build what is trained; `begins`: with the weights that the model's configuration names."""
+    settings = owner.settings
     use_threads(settings.node.threads)
     device = pick_device(settings.node.device)
     return build(
@@ -222,5 +237,6 @@ def _build(settings: Settings, log: logging.Logger, *, begins: bool) -> Training
         settings.node.dataset,
         device,
         microbatch=settings.node.microbatch,
+        workload=owner.workload,
         log=log,
     )

@@ -16,22 +16,25 @@ from pathlib import Path
 from rich.console import Console
 
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.algorithms.entry import Ended
+from smolcluster.algorithms.entry import Ended, server_overrides
 from smolcluster.algorithms.observed import WorkerRun, metrics_served
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.cluster.link import Participant, WorkerSetup, follow
 from smolcluster.cluster.listening import check_port
+from smolcluster.configs.function_name import known_here
 from smolcluster.configs.resolve import (
     Settings,
     check_algorithm,
     check_node_overrides,
+    default_training,
     load_settings,
+    workload_overrides,
 )
 from smolcluster.configs.schema import AlgorithmName, RunConfig
 from smolcluster.errors import ConfigError, SmolclusterError
 from smolcluster.net.dialling import Address
 from smolcluster.observability.exporter import ProcessLabels
-from smolcluster.observability.logs import NodeLog, setup_logging
+from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.paths import RunPaths, create_run, log_stem, runs_root
 from smolcluster.runs.summary import Summary
@@ -47,6 +50,7 @@ from smolcluster.transport.security import (
 from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.bugs import describe_bug
 from smolcluster.utils.device import use_threads
+from smolcluster.utils.device_errors import device_error
 from smolcluster.utils.machine import machine_facts
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.stopping import Interrupted
@@ -69,7 +73,7 @@ def process_log(
     `named`: whether console lines say whose they are; a launcher says so itself. `otherwise`: the file of a
     process that fails before it knows its run.
     """
-    log = setup_logging(component, node, rank, console=console, named=named)
+    log = NodeLog(component, node, rank, console=console, named=named)
     machine = machine_facts()
     versions = [f"{name} {machine[name]}" for name in ("smolcluster", "python", "torch")]
     log.logger.debug("process %d: %s", os.getpid(), ", ".join(versions), extra={"machine": machine})
@@ -85,14 +89,14 @@ def process_log(
         log.logger.info("%s", interrupt)
         raise Ended(interrupt.exit_code) from None
     except Exception as error:
-        is_ours = isinstance(error, SmolclusterError)
-        sentence = str(error) if is_ours else describe_bug(error)
+        known = error if isinstance(error, SmolclusterError) else device_error(error)
+        sentence = describe_bug(error) if known is None else str(known)
         log.logger.log(logging.ERROR, "%s", sentence, exc_info=error)
         if otherwise is not None and not log.is_filed:
             with suppress(OSError):
                 otherwise.parent.mkdir(parents=True, exist_ok=True)
             log.file_logs_to(otherwise, run_id="")
-        raise Ended(error.exit_code if isinstance(error, SmolclusterError) else BUG) from None
+        raise Ended(BUG if known is None else known.exit_code) from None
     finally:
         threading.excepthook = threading.__excepthook__
         log.close()
@@ -103,12 +107,11 @@ def serve(
     args: argparse.Namespace,
     serve_run: Callable[[ServerContext], Summary],
 ) -> None:
-    """Be the server of one run."""
     settings = load_settings(
         args.config or algorithm,
-        args.train_config or ("digits" if args.local else "nn"),
+        args.train_config or default_training(args.workload, "digits" if args.local else "nn"),
         None,
-        args.override,
+        [*args.override, *workload_overrides(args.workload)],
         local=args.local,
         local_workers=args.workers,
     )
@@ -134,7 +137,6 @@ def work(
     args: argparse.Namespace,
     make_participant: Callable[[Welcome, TrainingContext], Participant],
 ) -> None:
-    """Be a worker, for as long as the run lasts."""
     settings = worker_settings(algorithm, args)
     cluster, node = settings.cluster, settings.node
     if not 1 <= args.worker_id <= MAX_WORKER_ID:
@@ -173,6 +175,7 @@ def work(
             start_timeout_s=cluster.start_timeout_s,
             encryption=cluster.encryption,
             log=log.logger,
+            workload=args.workload and known_here(args.workload).text,
             meter=meter,
             on_run_known=begin,
             on_stats=own.take,
@@ -187,7 +190,7 @@ def worker_settings(algorithm: AlgorithmName, args: argparse.Namespace) -> Setti
         ConfigError: one line with what is wrong, such as an override that is the server's.
     """
     check_node_overrides(args.override)
-    overrides = [*args.override, *_server_overrides(args.server, args.node)]
+    overrides = [*args.override, *server_overrides(args.server, args.node)]
     return load_settings(
         args.config or algorithm,
         "digits",
@@ -201,17 +204,3 @@ def worker_settings(algorithm: AlgorithmName, args: argparse.Namespace) -> Setti
 def _secret(local: bool, file: Path | None) -> Secret:
     """A worker never makes a secret, but for one that shares its machine with the server."""
     return (ensure_secret if local else load_secret)(file or default_secret_path())
-
-
-def _server_overrides(stated: str | None, node: str) -> list[str]:
-    """`--server HOST:PORT` as the keys that it stands for.
-
-    Raises:
-        ConfigError: it is malformed.
-    """
-    if stated is None:
-        return []
-    host, colon, port = stated.rpartition(":")
-    if not (colon and host and port.isdigit()):
-        raise ConfigError(f"--server is {stated!r}, must be HOST:PORT such as 10.10.0.1:65432")
-    return [f"host_ip.{node}={host.strip('[]')}", f"port={port}"]

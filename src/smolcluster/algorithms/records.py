@@ -69,15 +69,9 @@ def open_records(
     log: NodeLog,
     progress: Console | None,
 ) -> Iterator[Records]:
-    """Open the metrics and events of a run; they are closed at the end, whatever it is.
+    """Open the records of a run; they are closed at the end, whatever it is.
 
-    Args:
-        paths: the run's folder.
-        run: what is trained.
-        role: server or trainer.
-        node: name of the machine.
-        log: where sinks complain.
-        progress: where the progress is shown; None: nowhere.
+    Sinks complain in `log`; `progress`: where the progress is shown; None: nowhere.
     """
     incarnation = secrets.token_hex(8)
     warn = log.logger.warning

@@ -3,6 +3,8 @@
 batch -> forward, backward -> clip -> optimizer step -> evaluate and save now and then -> next batch
 """
 
+from contextlib import closing
+
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import CheckpointSource
@@ -38,7 +40,7 @@ def train(context: ServerContext) -> Summary:
         before_step=saver.wait_for_copy,
         layer_norms=report.layer_norms,
     )
-    with report.until_its_end(), saver:
+    with closing(training), report.until_its_end(), saver:
         while not report.is_over:
             context.check_stop()
             step = next(steps)
@@ -52,6 +54,7 @@ def train(context: ServerContext) -> Summary:
                     grad_norm=step.grad_norm,
                     layer_norms=step.layer_norms,
                     num_terms=step.num_terms,
+                    is_skipped=step.is_skipped,
                 )
             )
             evaluation = None

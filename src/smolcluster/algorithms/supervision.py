@@ -1,8 +1,9 @@
 """The supervisor of a worker: it starts the worker's process, and starts it again when it died.
 
-A worker has died when it was killed (memory ran out, a driver crashed) or met an internal error. One that
-says itself why it ends is not started again: the run is over, the server refused it, the secret is wrong, the
-server stayed away for as long as the configuration lets it.
+A worker has died when it was killed (memory ran out, a driver crashed), when its device failed, or when it
+met an internal error. One that says itself why it ends is not started again: the run is over, the server
+refused it, the user's code raised an exception, the secret is wrong, the server stayed away for as long as
+the configuration lets it.
 
 The process is in the supervisor's process group, so whoever ends the group ends both; who asks the supervisor
 alone to stop is handed on. Its standard input is a pipe of the supervisor's: when that is gone, however it
@@ -14,13 +15,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 
-from smolcluster.observability.logs import setup_logging
+from smolcluster.errors import DEVICE_FAILED
+from smolcluster.observability.logs import NodeLog
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.retry import Deadline
@@ -35,38 +37,32 @@ SETTLED_S = 600.0
 """A process that lived for so long is not one that cannot live."""
 POLL_S = 0.1
 
-Say = Callable[[str], None]
+_DIED = MappingProxyType({BUG: "met an internal error", DEVICE_FAILED: "lost its device"})
+"""Exit codes of a process that another one may do better than, and what it has done."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a process that has ended.
-
-    Attributes:
-        delay_s: seconds until it is started again; None: it is not.
-        num_restarts: how often in a row it has been, this time included.
-        reason: how it died; empty: it has not, but said itself why it ended.
-    """
+    """What becomes of a process that has ended."""
 
     delay_s: float | None
+    """Until it is started again; None: it is not."""
     num_restarts: int
+    """In a row, this time included."""
     reason: str = ""
+    """How it died; empty: it has not, but said itself why it ended."""
 
 
 def decide(code: int, lived_s: float, num_restarts: int, allowed: int) -> Decision:
-    """Whether to start a process again.
+    """Whether to start a process again, `num_restarts` times in a row so far of the `allowed` ones.
 
-    Args:
-        code: its exit code; minus a signal's number when that ended it.
-        lived_s: how long it ran, seconds.
-        num_restarts: how often in a row it has been started again.
-        allowed: how often it may be.
+    `code`: its exit code; minus a signal's number when that ended it.
     """
     if lived_s >= SETTLED_S:
         num_restarts = 0
-    if -code in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) or 0 <= code != BUG:
+    if -code in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) or (code >= 0 and code not in _DIED):
         return Decision(None, num_restarts)
-    how = "met an internal error" if code == BUG else f"was ended by {_signal_name(-code)}"
+    how = _DIED.get(code) or f"was ended by {_signal_name(-code)}"
     if num_restarts >= allowed:
         return Decision(None, num_restarts, how)
     return Decision(FIRST_DELAY_S * FACTOR**num_restarts, num_restarts + 1, how)
@@ -85,7 +81,6 @@ class Stopping:
         self.hand_on()
 
     def hand_on(self) -> None:
-        """Ask the process to stop, if there is one."""
         if self.process is not None:
             with suppress(ProcessLookupError):
                 self.process.terminate()
@@ -94,11 +89,7 @@ class Stopping:
 def supervise(node: str, rank: int, allowed: int, *, named: bool = True) -> int:
     """Be the supervisor of a process with this command line; returns the last one's exit code.
 
-    Args:
-        node: the machine's name.
-        rank: the worker's.
-        allowed: how often in a row it is started again.
-        named: whether lines on the console say whose they are.
+    It is started again `allowed` times in a row. `named`: whether lines on the console say whose they are.
     """
     stopping, folder = Stopping(), b""
     for signum in heeded():
@@ -165,7 +156,7 @@ def _asked_within(delay_s: float, stopping: Stopping) -> int | None:
 
 def _say(level: str, line: str, node: str, rank: int, folder: str, *, named: bool) -> None:
     """Log a line, in the worker's file as well if there is one; it is closed again for its next process."""
-    log = setup_logging("worker", node, rank, named=named)
+    log = NodeLog("worker", node, rank, named=named)
     if folder:
         paths = RunPaths(Path(folder))
         log.file_logs_to(paths.log_file("worker", node, rank), paths.run_id)

@@ -18,8 +18,10 @@ from smolcluster.cli.options import (
     Overrides,
     Overwrite,
     Run,
+    Script,
     TrainFile,
     Workers,
+    Workload,
     below,
     below_training,
 )
@@ -73,11 +75,13 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
         observe: Observe = None,
         config: ClusterFile = None,
         train_config: TrainFile = None,
+        workload: Workload = None,
+        script: Script = None,
         override: Overrides = None,
     ) -> int:
+        from smolcluster.launch.local import launch  # noqa: PLC0415
         from smolcluster.launch.remote import LaunchOptions  # noqa: PLC0415 - see above
         from smolcluster.launch.requests import request_of  # noqa: PLC0415
-        from smolcluster.launch.run import launch  # noqa: PLC0415
 
         request = request_of(
             spec,
@@ -87,6 +91,8 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
             config=config,
             train_config=train_config,
             overrides=override or [],
+            workload=workload,
+            script=script,
         )
         how = LaunchOptions(dry_run, not no_sync, overwrite, not no_tmux, detach, observe)
         return launch(request, how, local=local)
@@ -98,6 +104,7 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
         help=launched.help,
         epilog=below_training(
             f"smolcluster launch {name} --local              on this machine alone",
+            f"smolcluster launch {name} --local --workload my_project/train.py:workload",
             f"smolcluster launch {name} --config my.yaml --dry-run",
             f"smolcluster launch {name} --config my.yaml --detach --override num_epochs=5",
         ),
@@ -140,6 +147,62 @@ def _attach(run: Run = "latest") -> int:
     from smolcluster.launch.remote import attach  # noqa: PLC0415 - see above
 
     return attach(run)
+
+
+@app.command(
+    "serve",
+    epilog=below_training(
+        "smolcluster serve cluster.yaml", "smolcluster serve cluster.yaml --algorithm syncps"
+    ),
+)
+def _serve(
+    config: Annotated[
+        str, typer.Argument(metavar="CLUSTER", help="Cluster file or shipped name.")
+    ] = "cluster.yaml",
+    *,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(
+            "--algorithm", metavar="NAME", help="[default: the file's algorithm, else edp]"
+        ),
+    ] = None,
+    local: Local = False,
+    workers: Workers = None,
+    run_id: Annotated[
+        str | None, typer.Option("--run-id", help="Name of the run.  [default: from the time]")
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option("--resume", metavar="RUN", help="Go on with a run: its name, latest or auto."),
+    ] = None,
+    no_progress: Annotated[bool, typer.Option("--no-progress", hidden=True)] = False,
+    stop_on_stdin_eof: Annotated[bool, typer.Option("--stop-on-stdin-eof", hidden=True)] = False,
+    override: Overrides = None,
+) -> int:
+    """Serve loops of your own: scripts that say smolcluster.attach(model, optimizer, CLUSTER).
+
+    The first process that attaches tells what is trained, and with which weights it begins.
+    """
+    from smolcluster.algorithms.entry import guarded  # noqa: PLC0415 - see above
+
+    def body() -> None:
+        from smolcluster.algorithms.serving import Serving, serve_attached  # noqa: PLC0415
+
+        serve_attached(
+            Serving(
+                config,
+                algorithm,
+                tuple(override or ()),
+                run_id=run_id,
+                resume=resume,
+                is_local=local,
+                num_workers=workers,
+                has_progress=not no_progress,
+                is_named=not stop_on_stdin_eof,
+            )
+        )
+
+    return guarded(body, stop_on_stdin_eof=stop_on_stdin_eof)
 
 
 @app.command(
@@ -198,6 +261,14 @@ def _join(
     ] = False,
     no_sync: NoSync = False,
     overwrite: Overwrite = False,
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            "--workload",
+            metavar="FILE:FUNCTION",
+            help="With ADDRESS: the function of the run's workload, in this machine's copy of its code.",
+        ),
+    ] = None,
     override: Overrides = None,
 ) -> int:
     """Bring a new or returned machine into a living run.
@@ -221,6 +292,7 @@ def _join(
             detach=detach,
             sync=not no_sync,
             overwrite=overwrite,
+            workload=workload,
             overrides=(*stated, *(override or [])),
         ),
     )

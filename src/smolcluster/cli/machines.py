@@ -33,6 +33,14 @@ def _doctor(
             help="Only print, for each worker's systemd or launchd, what joins the run after a restart.",
         ),
     ] = False,
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            "--workload",
+            metavar="FILE:FUNCTION",
+            help="Also see that all machines have the packages that this workload imports.",
+        ),
+    ] = None,
     override: Overrides = None,
 ) -> int:
     """Examine all machines of a cluster at once, and say what mends what is wrong.
@@ -47,7 +55,7 @@ def _doctor(
         return jobs(config, override or [])
     from smolcluster.launch.doctor.examine import doctor  # noqa: PLC0415 - takes time
 
-    return doctor(config, override or [], as_json)
+    return doctor(config, override or [], as_json, workload)
 
 
 @app.command(

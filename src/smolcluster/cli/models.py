@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from smolcluster.cli.options import Json, Overrides, Run, below, below_training
+from smolcluster.cli.options import Json, Overrides, Run, Workload, below, below_training
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -15,6 +15,7 @@ app = typer.Typer(rich_markup_mode=None)
     epilog=below_training(
         "smolcluster train                         digits, a minute",
         "smolcluster train --config gpt --override training.epochs=5",
+        "smolcluster train --workload my_project/train.py:workload --override workload_args.width=64",
         "smolcluster train --resume latest",
     ),
 )
@@ -38,13 +39,19 @@ def _train(
             "--resume", metavar="RUN", help="Go on with a run: its name or folder, latest, or auto."
         ),
     ] = None,
+    workload: Workload = None,
     override: Overrides = None,
 ) -> int:
     """Train in this single process: the baseline that a cluster is compared with."""
+    from smolcluster.configs.resolve import default_training, workload_overrides  # noqa: PLC0415
     from smolcluster.launch.saved import train_or_go_on  # noqa: PLC0415 - see above
 
     return train_or_go_on(
-        config, override or [], default=default_config, run_id=run_id, resume=resume
+        config,
+        [*(override or []), *workload_overrides(workload)],
+        default=default_training(workload, default_config),
+        run_id=run_id,
+        resume=resume,
     )
 
 

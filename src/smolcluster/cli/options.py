@@ -11,7 +11,9 @@ EXIT_CODES = """Exit codes:
   0    done
   1    the run failed; the message says why
   2    a flag, a file, a key or a value is wrong
+  3    your own code (model, loss, data, hook) failed; the message names file and line
   70   an internal error; the message names the traceback
+  71   the device's driver failed (CUDA error)
   75   try again: no server answered, the port or the run is in use, or no worker is there
   77   the cluster's secret is missing, open to others, or not the server's
   78   the server refused this worker
@@ -88,6 +90,24 @@ TrainFile = Annotated[
         metavar="FILE",
         help="Training file or shipped name; gpt with --local means stdlib, a small GPT that needs no "
         "download.  [default: digits, or what the command says]",
+    ),
+]
+Workload = Annotated[
+    str | None,
+    typer.Option(
+        "--workload",
+        metavar="FILE:FUNCTION",
+        help="Train what a function of your own returns, a Workload; also package.module:function. Its "
+        "arguments are workload_args of the configuration.",
+    ),
+]
+Script = Annotated[
+    str | None,
+    typer.Option(
+        "--script",
+        metavar="FILE",
+        help="A script that says smolcluster.attach, and its arguments, in quotes: every worker runs it. "
+        "Its folder goes along to the machines of a cluster.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document.")]

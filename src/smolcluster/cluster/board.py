@@ -1,5 +1,6 @@
 """Who takes part in a run, and how each of them does: what a run's status says of its workers."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,15 +16,20 @@ PACE_WINDOW_S = 10.0
 class SteadyRate:
     """How fast a counter grows, a second, as a person wants to read it.
 
-    Unlike a plain rate it is steady where the counter grows rarely: a window of at least `PACE_WINDOW_S`
-    seconds ends only when it has grown, and when the next one lasts longer than that the pace fades.
+    It is steady where the counter grows rarely: a window of at least `window_s` seconds ends only when it
+    has grown, and when the next one lasts longer than that the pace fades.
     """
 
     def __init__(
-        self, count: Callable[[], int], clock: Callable[[], float] = time.monotonic
+        self,
+        count: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        window_s: float = PACE_WINDOW_S,
     ) -> None:
         self._count = count
         self._clock = clock
+        self._window_s = window_s
         self._since = clock()
         self._base = count()
         self._last: tuple[int, float] | None = None
@@ -33,7 +39,7 @@ class SteadyRate:
         """The pace of the last window, or of the first one so far."""
         now, count = self._clock(), self._count()
         grown, elapsed = count - self._base, now - self._since
-        if grown and elapsed >= PACE_WINDOW_S:
+        if grown and elapsed >= self._window_s:
             self._last = (grown, elapsed)
             self._since, self._base = now, count
             return grown / elapsed
@@ -71,7 +77,6 @@ class WorkerRow:
 
     @property
     def moved(self) -> tuple[int, int]:
-        """Bytes that it sent and received in its newest session."""
         if self.worker is None:
             return self.traffic
         connection = self.worker.live_session.connection
@@ -97,25 +102,23 @@ class StatusBoard:
     def joined(self, worker: Worker, device: str) -> None:
         """A worker takes part from now on, in the place of whoever had its id."""
         worker_id, node = worker.member.worker_id, worker.member.node
-        pace = SteadyRate(lambda: self._samples(worker_id, node), self._clock)
+        pace = SteadyRate(lambda: self._tally.worker(worker_id, node).samples, self._clock)
         before = self._entries.get(worker_id)
-        entry = WorkerRow(
-            worker.rank,
-            node,
-            device,
-            worker.live_session.connection.address,
-            worker,
-            pace,
-            step=before.step if before else None,
-            loss=before.loss if before else None,
+        address = worker.live_session.connection.address
+        entry = self._entries[worker_id] = WorkerRow(
+            worker.rank, node, device, address, worker, pace
         )
-        self._entries[worker_id] = entry
+        if before is not None:
+            entry.step, entry.loss = before.step, before.loss
 
     def departed(self, worker: Worker, state: Presence) -> None:
-        """A worker that took part does so no more."""
         entry = self._entries[worker.member.worker_id]
         entry.last_seen, entry.traffic = entry.seen_at, entry.moved
         entry.state, entry.worker, entry.process_stats = state, None, {}
+
+    def is_present(self, worker_id: int) -> bool:
+        entry = self._entries.get(worker_id)
+        return entry is not None and entry.worker is not None
 
     def heard(self, worker: Worker, telemetry: Telemetry) -> dict[str, float] | None:
         """A worker reports of itself; returns what is to be kept of that, if it is time."""
@@ -126,13 +129,12 @@ class StatusBoard:
         return None if kept is None else kept | link_stats(worker)
 
     def contributed(self, worker: Worker, step: int, loss: float) -> None:
-        """A worker had a part in this step, of this mean loss."""
         entry = self._entries.get(worker.member.worker_id)
         if entry is not None:
-            entry.step, entry.loss = step, loss
+            entry.step = step
+            entry.loss = None if math.isnan(loss) else loss
 
     def workers(self) -> list[WorkerStatus]:
-        """How they stand, by rank."""
         return [
             self._status(worker_id, entry) for worker_id, entry in sorted(self._entries.items())
         ]
@@ -157,9 +159,6 @@ class StatusBoard:
             received_bytes=received_bytes,
             last_seen=instant(self._now() - (self._clock() - entry.seen_at)),
         )
-
-    def _samples(self, worker_id: int, node: str) -> int:
-        return self._tally.worker(worker_id, node).samples
 
 
 def link_stats(worker: Worker) -> dict[str, float]:

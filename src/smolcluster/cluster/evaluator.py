@@ -10,13 +10,14 @@ from typing import Self
 from torch import Tensor
 
 from smolcluster.net.inbox import Event, Inbox
+from smolcluster.training.buffers import BufferValues, ModelBuffers
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.evaluate import Evaluation
 from smolcluster.utils.device import executor_beside
 
 
 @dataclass(frozen=True)
-class EvaluationDone(Event):
+class EvaluationFinished(Event):
     """The weights of `version` have been evaluated."""
 
     version: int
@@ -60,6 +61,7 @@ class Evaluator:
         self._log = log
         self._check_stop = check_stop
         self._model = training.replica.copy_model()
+        self._buffers = ModelBuffers(self._model)
         self._inbox = inbox
         self._executor = executor_beside(training.replica.device, "evaluator")
         self._running: Future[None] | None = None
@@ -81,13 +83,15 @@ class Evaluator:
         if self._running is not None and not self._running.done():
             self._log.info("step %d is not evaluated: the last one still is", version)
             return False
-        weights = self._training.replica.params.clone()
-        self._running = self._executor.submit(self._evaluate, version, epoch, weights)
+        replica = self._training.replica
+        state = replica.evaluated.clone(), replica.buffers.values()
+        self._running = self._executor.submit(self._evaluate, version, epoch, *state)
         return True
 
-    def _evaluate(self, version: int, epoch: int, weights: Tensor) -> None:
+    def _evaluate(self, version: int, epoch: int, weights: Tensor, buffers: BufferValues) -> None:
         try:
             self._training.replica.lend(weights, self._model)
+            self._buffers.load(buffers)
             evaluation = self._training.evaluate(self._model, self._check_wanted)
         except _GivenUp:
             return
@@ -95,7 +99,7 @@ class Evaluator:
             self._inbox.put(EvaluationFailed(version, error))
             return
         if evaluation is not None:
-            self._inbox.put(EvaluationDone(version, epoch, evaluation))
+            self._inbox.put(EvaluationFinished(version, epoch, evaluation))
 
     def _check_wanted(self) -> None:
         self._check_stop()

@@ -54,7 +54,13 @@ def join(
 
 
 def ask(
-    address: Address, node: str, secret: Secret, *, timeout_s: float, log: logging.Logger
+    address: Address,
+    node: str,
+    secret: Secret,
+    *,
+    timeout_s: float,
+    log: logging.Logger,
+    encryption: Encryption = "auto",
 ) -> Welcome:
     """What the run at an address is, and a worker id for this node, which it comes in under later.
 
@@ -63,8 +69,9 @@ def ask(
         RunOver, RunFailed, ConnectTimeout, VersionDiffers, AuthError: see `join`.
     """
     try:
+        hello = introduce(node, 0)
         connection, welcome = join(
-            address, introduce(node, 0), secret, timeout_s=timeout_s, log=log
+            address, hello, secret, timeout_s=timeout_s, log=log, encryption=encryption
         )
     except ConnectTimeout as error:
         if isinstance(error.__cause__, Rejected):

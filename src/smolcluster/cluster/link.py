@@ -8,22 +8,30 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from smolcluster.cluster.joining import RunOver, join
 from smolcluster.cluster.process_stats import ProcessStats
 from smolcluster.configs.schema import Encryption, NodeConfig, RunConfig
-from smolcluster.data.dataset import Dataset
-from smolcluster.errors import NonFiniteLoss, PeerLost, Rejected, RunFailed, SmolclusterError
+from smolcluster.errors import (
+    ConfigError,
+    NonFiniteLoss,
+    PeerLost,
+    Rejected,
+    RunFailed,
+    SmolclusterError,
+    UserCodeError,
+)
 from smolcluster.net.dialling import UNPROVED_PATIENCE_S, Address, Pauses
 from smolcluster.net.inbox import Event, Inbox, MessageReceived, SessionClosed
-from smolcluster.net.session import Later, Receiver, Session
+from smolcluster.net.session import Receiver, Session
 from smolcluster.training.build import TrainingContext, build
-from smolcluster.training.builtin import builtin_workload
+from smolcluster.training.builtin import served_workload
+from smolcluster.training.named import load_named
 from smolcluster.training.workload import Workload
 from smolcluster.transport.connection import Connection
-from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
     FROM_SERVER,
     End,
@@ -39,6 +47,7 @@ from smolcluster.transport.messages import (
 )
 from smolcluster.transport.security import Secret
 from smolcluster.utils.device import describe, pick_device
+from smolcluster.utils.device_errors import device_error
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_duration
@@ -59,8 +68,11 @@ class WorkerSetup:
     start_timeout_s: float
     log: logging.Logger
     encryption: Encryption = "auto"
-    workload: Workload | None = None
-    """What is trained; None: what the server's configuration names."""
+    workload: Workload | str | None = None
+    """What is trained, or the name of the function that makes it, which only this process's user knows; None:
+    what the server's configuration names."""
+    build: Callable[[Welcome], TrainingContext] | None = None
+    """Makes what is trained instead of this module; None: a model and data of this process."""
     meter: Meter = field(default_factory=Meter)
     on_run_known: Callable[[RunConfig], None] = lambda _: None
     on_stats: Callable[[Telemetry], None] = lambda _: None
@@ -81,8 +93,11 @@ class Participant(Protocol):
         """Work until the link raises."""
 
 
-class Link(Receiver):
-    """One session with the server, as its own receiver until the algorithm's is there."""
+class Link(Session, Receiver):
+    """A session with the server, and its receiver until the algorithm's is there.
+
+    Memory that a queued frame refers to must not change before the server has answered or the link is left.
+    """
 
     def __init__(
         self,
@@ -93,61 +108,35 @@ class Link(Receiver):
         """`report`: what to tell the server of this worker with each heartbeat."""
         self.heard = False
         """Whether the server has answered this worker's Ready."""
-        self._inbox = Inbox()
-        self._receiver: Receiver | None = None
-        self._session = Session(
+        self._inner: Receiver | None = None
+        super().__init__(
             connection,
             session_id=0,
             receiver=self,
-            inbox=self._inbox,
+            inbox=Inbox(),
             heartbeat_timeout_s=heartbeat_timeout_s,
             max_queued=MAX_QUEUED,
             kinds=FROM_SERVER,
-            report=lambda: report(self._session),
+            report=lambda: report(self),
         )
-        self._session.start()
-
-    @property
-    def in_progress(self) -> bool:
-        """Whether a transfer has begun and not ended."""
-        return self._receiver is not None and self._receiver.in_progress
+        self.start()
 
     def place_for(self, message: Message) -> memoryview | None:
-        """Where the receiver wants a payload."""
-        return self._receiver.place_for(message) if self._receiver else None
+        return self._inner.place_for(message) if self._inner else None
 
     def close(self) -> None:
-        """The session has ended."""
-        if self._receiver:
-            self._receiver.close()
+        if self._inner:
+            self._inner.close()
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
-        """Take a message in the reader's thread."""
-        return self._receiver(message, payload) if self._receiver else MessageReceived(0, message)
+        if self._inner is None:
+            return MessageReceived(0, message)
+        return self._inner(message, payload)
 
     def begin(self, receiver: Receiver, ready: Ready) -> None:
         """Say that this worker is ready; the server's answers go to `receiver`."""
-        self._receiver = receiver
+        self._inner = receiver
         self.send(ready)
-
-    def send(self, message: Message) -> None:
-        """Queue a message."""
-        self._session.send(message)
-
-    def send_frame(self, frame: Frame) -> None:
-        """Queue a frame; its memory must not change before the server has answered or the link is left."""
-        self._session.send_frame(frame)
-
-    def send_later(self, later: Later) -> None:
-        """Queue a frame that `later` returns when it may be sent, if it is still wanted then."""
-        self._session.send_later(later)
-
-    def flush(self, timeout_s: float = math.inf) -> bool:
-        """Wait until all that is queued has been sent; returns whether it was.
-
-        If the session ends it is, too: `next_event` will say so.
-        """
-        return self._session.flush(timeout_s)
 
     def next_event(self, timeout_s: float) -> Event | None:
         """The next event, or None when there is none within `timeout_s` seconds.
@@ -172,12 +161,12 @@ class Link(Receiver):
     def leave(self, close_message: Message | None) -> None:
         """Say goodbye if there is somebody to hear it, and wait until the session's memory is free."""
         if close_message is not None:
-            self._session.end_with(close_message)
+            self.end_with(close_message)
         else:
-            self._session.finish()
-        if not self._session.join(SHUTDOWN_TIMEOUT_S):
-            self._session.cut("the server did not close the connection")
-            self._session.join(None)
+            self.finish()
+        if not self.join(SHUTDOWN_TIMEOUT_S):
+            self.cut("the server did not close the connection")
+            self.join(None)
 
 
 def follow(
@@ -188,7 +177,7 @@ def follow(
     Raises:
         ConnectTimeout: no server in time, at the start or after a loss.
         RunFailed: the run ended badly.
-        Rejected, AuthError, DataError, ConfigError, NonFiniteLoss: this worker cannot go on.
+        Rejected, AuthError, DataError, ConfigError, NonFiniteLoss, UserCodeError: this worker cannot go on.
     """
     life = _Life(place, make_participant)
     patience, pauses = Deadline(place.start_timeout_s), Pauses()
@@ -218,6 +207,8 @@ def follow(
                 time.sleep(pauses.next_s())
     except RunOver as news:
         place.log.info("the run is over: %s", news)
+    finally:
+        life.close()
 
 
 class _Life:
@@ -233,10 +224,14 @@ class _Life:
         self._welcome: Welcome | None = None
         self._training: TrainingContext
         self._participant: Participant
+        self._open = ExitStack()
         self._samples_per_s = 0.0
         self._process_stats = ProcessStats(place.meter)
         self.made_progress = False
         """Whether the last session was answered after Ready, or was the first to build what is trained."""
+
+    def close(self) -> None:
+        self._open.close()
 
     def spend_session(self, connection: Connection, welcome: Welcome) -> None:
         """Take part over one connection; it ends with an exception, and is closed then."""
@@ -289,22 +284,8 @@ class _Life:
 
     def _build(self, welcome: Welcome) -> None:
         run, place = welcome.run, self._place
-        data = welcome.data
-        workload = place.workload
-        if data is not None:
-            workload = builtin_workload(run.train, Dataset.elsewhere(**data.model_dump()))
-        self._training = build(
-            run.train,
-            run.seed,
-            place.node.dataset,
-            pick_device(place.node.device),
-            bucket_bytes=welcome.bucket_bytes,
-            microbatch=place.node.microbatch,
-            workload=workload,
-            meter=place.meter,
-            log=place.log,
-        )
-        self._training.check_buffers()
+        self._open.close()  # of a run before
+        self._training = self._open.enter_context(closing((place.build or self._built)(welcome)))
         self._samples_per_s = measure_speed(self._training, run.train.batch_size)
         place.log.info(
             "joined run %s at %s: %s on %s, %s",
@@ -315,8 +296,48 @@ class _Life:
             describe(self._training.replica.device),
         )
 
+    def _workload(self, run: RunConfig) -> Workload | None:
+        """What this process was told to train; None: what the server's configuration names.
+
+        Raises:
+            ConfigError: the server trains a workload of which nothing was told, or trains none.
+        """
+        stated = self._place.workload
+        if run.workload is not None and stated is None:
+            raise ConfigError(
+                f"run {run.run_id} trains the workload {run.workload}, whose code this machine's user has to "
+                "name: start this worker with --workload FILE.py:FUNCTION"
+            )
+        if not isinstance(stated, str):
+            return stated
+        if run.workload is None:
+            raise ConfigError(
+                f"run {run.run_id} trains {run.train.dataset.name}, not a workload: start this worker "
+                f"without --workload {stated}"
+            )
+        return load_named(stated, run.train.workload_args, run.seed)
+
+    def _built(self, welcome: Welcome) -> TrainingContext:
+        """What is trained, of a model and data of this process."""
+        run, place = welcome.run, self._place
+        workload = self._workload(run)
+        if welcome.data is not None:
+            workload = served_workload(run.train, welcome.data, workload)
+        return build(
+            run.train,
+            run.seed,
+            place.node.dataset,
+            pick_device(place.node.device),
+            bucket_bytes=welcome.bucket_bytes,
+            microbatch=place.node.microbatch,
+            workload=workload,
+            meter=place.meter,
+            log=place.log,
+        )
+
     def _ready(self) -> Ready:
         return Ready(
+            source=self._training.workload.source,
             dataset_fingerprint=self._training.workload.fingerprint,
             model_fingerprint=self._training.replica.fingerprint,
             device=describe(self._training.replica.device),
@@ -337,9 +358,10 @@ def _same_bench(before: Welcome, now: Welcome) -> bool:
 
 
 def measure_speed(training: TrainingContext, batch_size: int) -> float:
-    """Samples a second that this machine computes, from one batch after a warm-up."""
+    """Samples a second that this machine computes, from one batch after a warm-up; 0: nobody knows yet."""
     num_samples = min(batch_size, training.num_samples)
-    training.rehearse(num_samples)
+    if not training.rehearse(num_samples):
+        return 0.0
     started = time.perf_counter()
     training.rehearse(num_samples)
     return num_samples / max(time.perf_counter() - started, 1e-9)
@@ -347,7 +369,10 @@ def measure_speed(training: TrainingContext, batch_size: int) -> float:
 
 def _close_message(error: Exception) -> Message:
     """What the server is told; from a Fault it concludes whether the run has failed."""
+    error = device_error(error) or error
     if isinstance(error, NonFiniteLoss):
         return Fault(code="non-finite", sentence=str(error))
+    if isinstance(error, UserCodeError):
+        return Fault(code="user-code", sentence=str(error))
     what = error if isinstance(error, SmolclusterError) else f"internal error: {error!r}"
     return Goodbye(reason=f"it cannot go on: {what}")

@@ -13,7 +13,7 @@ import psutil
 from smolcluster.transport.connection import Connection
 from smolcluster.transport.messages import Telemetry
 from smolcluster.utils.cadence import Cadence
-from smolcluster.utils.meter import MAX_SPANS, PHASES, Meter, Span
+from smolcluster.utils.meter import MAX_SPANS, PEAK, PHASES, Meter
 
 NUM_KEPT_FIRST, KEPT_EVERY_S = 600, 20.0
 """Of the first ten minutes every report is kept, later one in 20 s: a week of 4 processes takes 70 MB."""
@@ -50,9 +50,13 @@ class ProcessStats:
             sent_bytes=connection.bytes_sent if connection else 0,
             received_bytes=connection.bytes_received if connection else 0,
             queued=max(0, queued),
+            peak_bytes=tuple(meter.peak_bytes) if meter.peaks else (),
             gpu=dict(meter.gpu()),
             spans_at=time.time() - (time.perf_counter() - at) if spans else 0.0,
-            spans=tuple(_entry(span, at) for span in spans[:MAX_SPANS]),
+            spans=tuple(
+                (span.what, round(1e6 * (span.start - at)), round(1e6 * span.seconds))
+                for span in spans[:MAX_SPANS]
+            ),
         )
 
     def _cost(self) -> tuple[float, int]:
@@ -65,26 +69,18 @@ class ProcessStats:
             return 0.0, 0
 
 
-def _entry(span: Span, at: float) -> tuple[int, int, int]:
-    return span.what, round(1e6 * (span.start - at)), round(1e6 * span.seconds)
-
-
 def follows(before: Telemetry, now: Telemetry) -> bool:
     """Whether both are of the same process and the same connection, in this order."""
-    sums = zip(_sums(before), _sums(now), strict=True)
-    return before.uptime_s <= now.uptime_s and all(old <= new for old, new in sums)
-
-
-def _sums(report: Telemetry) -> tuple[float, ...]:
-    counts = (report.steps, report.samples, report.sent_bytes, report.received_bytes)
-    return *counts, report.cpu_s
+    sums = ("uptime_s", "steps", "samples", "sent_bytes", "received_bytes", "cpu_s")
+    return all(getattr(before, name) <= getattr(now, name) for name in sums)
 
 
 def rates(before: Telemetry, now: Telemetry) -> dict[str, float]:
     """What a process did between two reports, which follow each other, by the names of `metrics.jsonl`.
 
     `share/…` are parts of the time that went by, the rest went elsewhere; `step_s` is the mean time of a
-    step; `cpu` counts busy cores; `gpu/…` is as it was at the later one.
+    step; `cpu` counts busy cores; `gpu/…` is as it was at the later one; `peak_bytes/…` is the most memory
+    that a phase has had since the process started, where that is measured.
     """
     elapsed_s = now.uptime_s - before.uptime_s
     steps = now.steps - before.steps
@@ -92,10 +88,12 @@ def rates(before: Telemetry, now: Telemetry) -> dict[str, float]:
     values = {
         "steps_per_s": steps / elapsed_s,
         "samples_per_s": (now.samples - before.samples) / elapsed_s,
-        **{f"share/{phase}": _share(new - old, elapsed_s) for phase, old, new in spent},
+        # Clocks were not read at quite the same moment.
+        **{f"share/{phase}": min(1.0, max(0.0, (b - a) / elapsed_s)) for phase, a, b in spent},
         "cpu": (now.cpu_s - before.cpu_s) / elapsed_s,
         "memory_bytes": float(now.memory_bytes),
         **{f"gpu/{name}": value for name, value in now.gpu.items()},
+        **{f"{PEAK}{phase}": peak for phase, peak in zip(PHASES, now.peak_bytes) if peak},  # noqa: B905
     }
     if now.sent_bytes or now.received_bytes:  # or it has no connection of its own
         values |= {
@@ -108,11 +106,6 @@ def rates(before: Telemetry, now: Telemetry) -> dict[str, float]:
     if now.encoded_bytes:
         values["codec_ratio"] = now.raw_bytes / now.encoded_bytes
     return {name: float(f"{value:.6g}") for name, value in values.items()}
-
-
-def _share(spent_s: float, elapsed_s: float) -> float:
-    """Both were not read at quite the same moment."""
-    return min(1.0, max(0.0, spent_s / elapsed_s))
 
 
 class Gauge:

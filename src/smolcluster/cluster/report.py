@@ -5,19 +5,18 @@ import math
 import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from smolcluster.cluster.board import StatusBoard, SteadyRate
 from smolcluster.cluster.process_stats import Gauge, ProcessStats
-from smolcluster.cluster.tally import Tally, WorkerTally
+from smolcluster.cluster.tally import Dropped, Tally
 from smolcluster.cluster.worker import Worker
 from smolcluster.configs.schema import RunConfig, config_of
 from smolcluster.configs.spec import algorithms
@@ -36,11 +35,16 @@ from smolcluster.runs.events import (
     RunResumed,
     RunStarted,
     StepOverdue,
+    WorkerEvent,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLost,
     WorkerParked,
     WorkerStalled,
 )
 from smolcluster.runs.status import STOPPED, RunState, RunStatus, StatusFile, instant, unbegun
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic, WorkerShare
+from smolcluster.training import hooks
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.checkpoint import Progress, TrainingState, parse_progress
 from smolcluster.training.evaluate import Evaluation
@@ -54,9 +58,10 @@ NUM_LAYERED_FIRST, LAYERED_EVERY_S = 1000, 60.0
 """Of so many steps the norms of all layers are kept, later those of one step in so many seconds."""
 DISK_S = 5.0
 """How long the end of a run waits for a disk that hangs."""
+HOOKS_S = 5.0
+"""How long the end of a run that failed waits for hooks."""
 COUNTS = "counts"
 """Where a checkpoint's progress has them."""
-Dropped = Literal["stale", "late", "duplicate", "non_finite"]
 DROP_REASONS: Mapping[Dropped, str] = MappingProxyType(
     {
         "stale": "its weights were older than staleness.bound allows",
@@ -65,74 +70,32 @@ DROP_REASONS: Mapping[Dropped, str] = MappingProxyType(
         "non_finite": "it held NaN or infinity",
     }
 )
-
-
-class Rate:
-    """How fast a counter grows, a second, over the last window of about `WINDOW_S` seconds."""
-
-    def __init__(
-        self, count: Callable[[], int], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._count = count
-        self._clock = clock
-        self._since = clock()
-        self._base = count()
-        self._rate = 0.0
-
-    def __call__(self) -> float:
-        """The rate of the last full window, or of the first one so far."""
-        elapsed = self._clock() - self._since
-        if elapsed >= WINDOW_S or self._rate == 0.0:
-            count = self._count()
-            self._rate = (count - self._base) / max(elapsed, 1e-3)
-            if elapsed >= WINDOW_S:
-                self._since, self._base = self._clock(), count
-        return self._rate
-
-
-class Counts(BaseModel):
-    """What a run has counted so far, as its checkpoints keep it."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    wall_s: float
-    traffic: tuple[int, int]
-    epoch_samples: dict[int, int]
-    epoch_loss: dict[int, float]
-    epoch_terms: dict[int, int] | None = None
-    """How many loss terms; None: a sample has one."""
-    pushes: dict[Literal["applied", "stale", "late", "duplicate", "non_finite", "lost"], int]
-    leases_returned: int
-    workers: dict[int, WorkerTally]
-    lowest_val_loss: float | None = None
-    num_worse: int = 0
+_CHANGES: Mapping[type[WorkerEvent], Literal["joined", "left", "lost"]] = MappingProxyType(
+    {WorkerJoined: "joined", WorkerLeft: "left", WorkerLost: "lost"}
+)
 
 
 @dataclass(frozen=True)
 class StepTaken:
-    """One optimizer step of the server.
-
-    Attributes:
-        version: of the weights after it.
-        samples: whose gradient was applied.
-        loss: their mean loss.
-        learning_rate: of this step; it includes EDP's staleness factor.
-        grad_norm: L2 norm before clipping.
-        layer_norms: the same by parameter, where that is tracked.
-        num_terms: loss terms that `loss` is the mean of.
-        worker: whose push it was; None if it was everybody's.
-        staleness: τ; None where nothing is stale.
-    """
+    """One optimizer step of the server, which made the weights of `version`."""
 
     version: int
     samples: Range
     loss: float
+    """Their mean, over `num_terms` loss terms; NaN where nobody has told it."""
     learning_rate: float
+    """With EDP's staleness factor."""
     grad_norm: float
+    """L2, before clipping."""
     layer_norms: Mapping[str, float]
+    """The same by parameter, where that is tracked."""
     num_terms: int
     worker: Worker | None = None
+    """Whose push it was; None: everybody's."""
     staleness: int | None = None
+    """τ; None where nothing is stale."""
+    is_skipped: bool = False
+    """Whether a gradient overflowed in float16: the samples count, the weights are as before."""
 
 
 class Report:
@@ -153,14 +116,12 @@ class Report:
         bytes_moved: Callable[[], tuple[int, int]],
         status: StatusFile | None = None,
         spans: SpanLog | None = None,
-        now: Callable[[], float] = time.time,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         """`status`: where it is kept up to date how the run stands; `spans`: where those of all processes go;
-        `now`: seconds since 1970; `check_stop`: raises when a signal has asked this process to stop.
+        `check_stop`: raises when a signal has asked this process to stop.
         """
-        self.tally = Tally()
-        self.board = StatusBoard(self.tally, now=now)
+        self._count_on(Tally.empty())
         self.is_waiting = False
         """Whether nobody trains, for lack of workers."""
         self.meter = training.replica.meter
@@ -170,37 +131,29 @@ class Report:
         self._layers = Cadence(NUM_LAYERED_FIRST, LAYERED_EVERY_S)
         self._status_file = status
         self._spans = spans
-        self._now = now
         self._check_stop = check_stop
-        self._begun_at = instant(now())
+        self._begun_at = instant(time.time())
         self._newest: StepTaken | None = None
-        """The newest step."""
         self._run = run
         spec = algorithms().get(run.algorithm)
         self._own_fields = run.of(config_of(spec)).status_fields if spec else {}
         self._codec = codec
         self._training = training
         self._metrics = metrics
+        self._hooks = hooks.HookCalls(training.workload.training.hooks, log, check_stop)
         self._events = events
         self._log = log
         self._bytes_moved = bytes_moved
         self._epoch_size = training.num_samples
         self.samples_applied = 0
         self._incarnation = incarnation
-        self._earlier_s = 0.0
-        self._earlier_bytes = (0, 0)
         self.version = 0
         self.evaluated_version = 0
         self._evaluation: Evaluation | None = None
         """Of the weights of `evaluated_version`."""
-        self._lowest_val_loss: float | None = None
-        self._num_worse = 0
-        """Evaluations in a row that did not lower it."""
+        self._evaluator_id: int | None = None
+        """The worker whose loop evaluates."""
         self._epoch = 0
-        self._epoch_samples: dict[int, int] = defaultdict(int)
-        self._epoch_terms: dict[int, int] = defaultdict(int)
-        self._epoch_loss: dict[int, float] = defaultdict(float)
-        """Sums of loss terms."""
         self.started()
         events.write(
             RunStarted(
@@ -214,17 +167,22 @@ class Report:
                 codec=codec,
                 dataset=training.workload.name,
                 model=type(training.replica.model).__name__,
+                source=training.workload.source,
                 num_params=training.replica.num_params,
             )
         )
+
+    def _count_on(self, tally: Tally) -> None:
+        self.tally = tally
+        self.board = StatusBoard(tally)
 
     def started(self) -> None:
         """Training begins now: rates and times count from here."""
         self._total_steps = self.version + self._steps_left()
         self._started = time.monotonic()
-        self._samples_rate = Rate(lambda: self.samples_applied)
+        self._samples_rate = SteadyRate(lambda: self.samples_applied, window_s=WINDOW_S)
         self._samples_pace = SteadyRate(lambda: self.samples_applied)
-        self._bytes_rate = Rate(lambda: sum(self._bytes_moved()))
+        self._bytes_rate = SteadyRate(lambda: sum(self._bytes_moved()), window_s=WINDOW_S)
 
     def contributed(
         self, worker: Worker, num_samples: int, loss: float, staleness: int = 0
@@ -234,14 +192,15 @@ class Report:
         self.board.contributed(worker, self.version + 1, loss)
 
     def step_taken(self, step: StepTaken) -> None:
-        """The server has taken an optimizer step."""
         self.version, self._newest = step.version, step
         num_samples = step.samples.num_samples
         self.samples_applied += num_samples
         epoch = self._epoch = step.samples.epoch
-        self._epoch_samples[epoch] += num_samples
-        self._epoch_terms[epoch] += step.num_terms
-        self._epoch_loss[epoch] += step.loss * step.num_terms
+        tally = self.tally
+        tally.epoch_samples[epoch] += num_samples
+        if not math.isnan(step.loss):
+            tally.epoch_terms[epoch] += step.num_terms
+            tally.epoch_loss[epoch] = _finite(tally.epoch_loss[epoch] + step.loss * step.num_terms)
         worker = step.worker
         self._metrics.log(
             MetricRecord(
@@ -253,11 +212,32 @@ class Report:
                 node=worker.member.node if worker else None,
             )
         )
-        if self._epoch_samples[epoch] == self._epoch_size:
+        if tally.epoch_samples[epoch] == self._epoch_size:
             self._events.write(
                 EpochFinished(epoch=epoch, step=step.version, samples_applied=self.samples_applied)
             )
+        if step.is_skipped and (scaler := self._training.replica.scaler):
+            self._log.info(
+                "step %d is skipped: a gradient overflowed in float16; the loss scale is %g now",
+                *(step.version, scaler.scale),
+            )
         self.meter.step_done(num_samples)
+        self._hooks.step(
+            hooks.StepDone(
+                step=step.version,
+                epoch=epoch,
+                num_samples=num_samples,
+                samples_applied=self.samples_applied,
+                total_samples=self._run.train.num_epochs * self._epoch_size,
+                loss=step.loss,
+                num_terms=step.num_terms,
+                learning_rate=step.learning_rate,
+                grad_norm=step.grad_norm,
+                rank=worker.rank if worker else None,
+                node=worker.member.node if worker else None,
+                staleness=step.staleness,
+            )
+        )
 
     def layer_norms(self, gradient: Tensor | None = None) -> dict[str, float]:
         """L2 norms of a gradient as `Replica` measures them; empty where untracked or not yet due."""
@@ -266,19 +246,14 @@ class Report:
         return self._training.replica.layer_norms(gradient)
 
     def heard(self, worker: Worker, telemetry: Telemetry) -> None:
-        """A worker reports what it does."""
-        rank, node = worker.rank, worker.member.node
         kept = self.board.heard(worker, telemetry)
         if kept is not None:
-            self._metrics.log(
-                MetricRecord("worker", self.version, self._epoch, kept, rank=rank, node=node)
-            )
+            self._metrics.log(MetricRecord("worker", self.version, self._epoch, kept, **worker.who))
         best = worker.live_session.clocks.best
         if self._spans and best:
-            self._spans.write("worker", telemetry, ahead_s=best.offset_s, rank=rank, node=node)
+            self._spans.write("worker", telemetry, ahead_s=best.offset_s, **worker.who)
 
     def _look_at_oneself(self) -> None:
-        """The same for the server's own process."""
         if time.monotonic() - self._looked_at < VITALS_EVERY_S:
             return
         self._looked_at = time.monotonic()
@@ -291,9 +266,16 @@ class Report:
         if self._spans:
             self._spans.write("server", report, node=self._server_node)
 
-    def saved(self, step: int) -> None:
-        """A checkpoint of this step is on the disk. Any thread."""
+    def saved(self, step: int, folder: Path) -> None:
+        """A checkpoint of this step is on the disk, in `folder`. Any thread."""
         self._events.write(CheckpointSaved(step=step))
+        self._hooks.checkpoint(hooks.CheckpointSaved(step, folder))
+
+    def worker_changed(self, event: WorkerJoined | WorkerLeft | WorkerLost) -> None:
+        """A worker joined, left, or was lost."""
+        self._events.write(event)
+        change, reason = _CHANGES[type(event)], getattr(event, "reason", "")
+        self._hooks.worker(hooks.WorkerChanged(event.rank, event.node, change, reason))
 
     def dropped(
         self,
@@ -311,8 +293,7 @@ class Report:
         self._log.log(level, "%s: a push was dropped as %s: %s", worker.name, name, reason)
         self._events.write(
             PushDropped(
-                rank=worker.rank,
-                node=worker.member.node,
+                **worker.who,
                 outcome=outcome,
                 epoch=lease.epoch,
                 start=lease.start,
@@ -332,8 +313,7 @@ class Report:
         self.tally.leases_returned += 1
         self._events.write(
             LeaseReturned(
-                rank=worker.rank,
-                node=worker.member.node,
+                **worker.who,
                 epoch=samples.epoch,
                 start=samples.start,
                 stop=samples.stop,
@@ -343,39 +323,52 @@ class Report:
 
     def overdue(self, worker: Worker, step: int, reason: str) -> None:
         """A worker has had a part of the open `step` for far longer than expected."""
-        node = worker.member.node
-        self._events.write(StepOverdue(rank=worker.rank, node=node, step=step, reason=reason))
+        self._events.write(StepOverdue(**worker.who, step=step, reason=reason))
 
     def parked(self, worker: Worker, step: int, reason: str) -> None:
         """A worker does not keep up, and hears of no step after `step` for a while."""
-        node = worker.member.node
-        self._events.write(WorkerParked(rank=worker.rank, node=node, step=step, reason=reason))
+        self._events.write(WorkerParked(**worker.who, step=step, reason=reason))
 
     def stalled(self, worker: Worker, silent_s: float, reason: str) -> None:
-        """A worker is connected, and has not answered for so many seconds."""
         self._log.warning(
             "%s has not answered for %s: %s", worker.name, format_duration(silent_s), reason
         )
-        self._events.write(
-            WorkerStalled(
-                rank=worker.rank, node=worker.member.node, silent_s=silent_s, reason=reason
-            )
-        )
+        self._events.write(WorkerStalled(**worker.who, silent_s=silent_s, reason=reason))
 
     def evaluated(self, version: int, epoch: int, evaluation: Evaluation) -> None:
-        """The weights of `version` have been evaluated."""
+        tally = self.tally
         if not self._has_given_up:
-            self._compare(evaluation.loss)
+            if tally.lowest_val_loss is None or evaluation.loss < tally.lowest_val_loss:
+                tally.lowest_val_loss, tally.num_worse = evaluation.loss, 0
+            else:
+                tally.num_worse += 1
         self.evaluated_version, self._evaluation = version, evaluation
         self._metrics.log(MetricRecord("eval", version, epoch, evaluation.values))
         self._events.write(Evaluated(epoch=epoch, step=version, **evaluation.values))
         self._log.info("epoch %d, step %d: %s", epoch + 1, version, evaluation)
+        metrics = dict(evaluation.metrics)
+        self._hooks.evaluation(hooks.EvaluationDone(version, epoch, evaluation.loss, metrics))
 
-    def _compare(self, loss: float) -> None:
-        if self._lowest_val_loss is None or loss < self._lowest_val_loss:
-            self._lowest_val_loss, self._num_worse = loss, 0
+    def logged(self, worker: Worker, values: Mapping[str, float]) -> None:
+        """What a user's own loop has measured; with a `val_loss` it is an evaluation of these weights.
+
+        Those of one worker are the run's, so that patience counts each once; another's are kept as its own.
+        """
+        measured = dict(values)
+        if "val_loss" in measured and self._is_evaluator(worker):
+            loss = measured.pop("val_loss")
+            metrics = {name.removeprefix("val_"): measured[name] for name in measured}
+            self.evaluated(self.version, self._epoch, Evaluation(loss, metrics))
         else:
-            self._num_worse += 1
+            self._metrics.log(
+                MetricRecord("worker", self.version, self._epoch, measured, **worker.who)
+            )
+
+    def _is_evaluator(self, worker: Worker) -> bool:
+        """Whether this worker's evaluations are the run's: the first that makes one, while it is there."""
+        if self._evaluator_id is None or not self.board.is_present(self._evaluator_id):
+            self._evaluator_id = worker.member.worker_id
+        return worker.member.worker_id == self._evaluator_id
 
     @property
     def is_over(self) -> bool:
@@ -384,19 +377,17 @@ class Report:
 
     @property
     def ending(self) -> str:
-        """Why a run that is over is so."""
         if not self._has_given_up:
             return "every sample of every epoch has been applied"
-        times = f"{self._num_worse} evaluations in a row have"
-        if self._num_worse == 1:
+        times = f"{self.tally.num_worse} evaluations in a row have"
+        if self.tally.num_worse == 1:
             times = "an evaluation has"
         return f"{times} not lowered the validation loss"
 
     @property
     def _has_given_up(self) -> bool:
-        """Whether the run ends before all is applied, because it has not got better for too long."""
         patience = self._run.train.patience
-        return patience is not None and self._num_worse >= patience and not self.is_complete
+        return patience is not None and self.tally.num_worse >= patience and not self.is_complete
 
     def status(self, state: RunState, reason: str | None = None) -> RunStatus:
         """How the run stands, for whoever looks; `reason`: why it is over."""
@@ -412,7 +403,7 @@ class Report:
             incarnation=self._incarnation,
             state=state,
             reason=reason,
-            updated_at=instant(self._now()),
+            updated_at=instant(time.time()),
             started_at=self._begun_at,
             wall_s=self._wall_s,
             step=self.version,
@@ -421,9 +412,10 @@ class Report:
             num_epochs=self._run.train.num_epochs,
             samples_applied=self.samples_applied,
             total_samples=self._run.train.num_epochs * self._epoch_size,
-            loss=newest.loss if newest else None,
+            loss=newest.loss if newest and not math.isnan(newest.loss) else None,
             learning_rate=newest.learning_rate if newest else None,
             grad_norm=newest.grad_norm if newest else None,
+            overflows=scaler.num_overflows if (scaler := self._training.replica.scaler) else None,
             pushes=dict(self.tally.pushes),
             leases_returned=self.tally.leases_returned,
             process_stats=self._gauge.values,
@@ -434,12 +426,16 @@ class Report:
         )
 
     def flush(self) -> None:
-        """Write what is kept back."""
         self._metrics.flush()
         self._events.flush()
 
     def tick(self) -> None:
-        """Say what is due; others write it."""
+        """Say what is due; others write it.
+
+        Raises:
+            UserCodeError: a hook of the user's raised an exception, or hangs.
+        """
+        self._hooks.check()
         self._look_at_oneself()
         if self._status_file:
             self._status_file.ask(lambda: self.status("waiting" if self.is_waiting else "training"))
@@ -449,21 +445,24 @@ class Report:
 
         Raises:
             Interrupted: a signal asked this process to stop meanwhile.
+            UserCodeError: a metric or a hook of the user's raised an exception.
         """
         if self._has_given_up:
             self._log.info("the run ends early: %s", self.ending)
         final = self._evaluation
         if final is None or self.evaluated_version != self.version:
-            final = self._training.evaluate(before_batch=self._check_stop)
-            if final is not None:
+            evaluation = self._training.evaluate(before_batch=self._check_stop)
+            if evaluation is not None:  # else the last one that a user's loop has told holds
+                final = evaluation
                 self.evaluated(self.version, self._epoch, final)
+        self._hooks.finish()
         sent, received = self._traffic
         return Summary(
             algorithm=self._run.algorithm,
             run_id=self._run.run_id,
             wall_s=self._wall_s,
             epochs=self._epoch + 1 if self._has_given_up else self._run.train.num_epochs,
-            num_bad_evals=self._num_worse if self._has_given_up else None,
+            num_bad_evals=self.tally.num_worse if self._has_given_up else None,
             steps=self.version,
             train_samples=self._epoch_size,
             samples_applied=self.samples_applied,
@@ -472,7 +471,7 @@ class Report:
             pushes=Pushes(**self.tally.pushes),
             leases_returned=self.tally.leases_returned,
             final=Final(train_loss=self._train_loss, **(final.values if final else {})),
-            lowest_val_loss=self._lowest_val_loss,
+            lowest_val_loss=self.tally.lowest_val_loss,
             bytes=Traffic(sent=sent, received=received),
             workers=[
                 WorkerShare(
@@ -498,6 +497,7 @@ class Report:
 
     def ended(self, error: BaseException | None = None) -> None:
         """The run is over; `error`: what has ended it before its time."""
+        self._finish_hooks(patience_s=HOOKS_S if error else hooks.PATIENCE_S)
         reason = self.ending if error is None else why_ended(error)
         self._events.write(
             RunEnded(
@@ -520,20 +520,16 @@ class Report:
         writing.start()
         writing.join(DISK_S)
 
+    def _finish_hooks(self, patience_s: float) -> None:
+        """Let the hooks hear of the end, too; the run's own end does not depend on them any more."""
+        try:
+            self._hooks.finish(patience_s)
+        except SmolclusterError as error:
+            self._log.log(logging.ERROR, "%s", error, exc_info=error)
+
     def training_state(self, progress: Progress) -> TrainingState:
         """Where the run stands, for a checkpoint; `progress` is what the algorithm adds."""
-        counts = Counts(
-            wall_s=self._wall_s,
-            traffic=self._traffic,
-            epoch_samples=dict(self._epoch_samples),
-            epoch_terms=dict(self._epoch_terms),
-            epoch_loss={epoch: _finite(loss) for epoch, loss in self._epoch_loss.items()},
-            pushes=dict(self.tally.pushes),
-            leases_returned=self.tally.leases_returned,
-            workers=self.tally.workers,
-            lowest_val_loss=self._lowest_val_loss,
-            num_worse=self._num_worse,
-        )
+        counts = self.tally.model_copy(update={"wall_s": self._wall_s, "traffic": self._traffic})
         return TrainingState(
             run_id=self._run.run_id,
             algorithm=self._run.algorithm,
@@ -554,13 +550,15 @@ class Report:
             return state
         counts = state.progress[COUNTS]
         assert isinstance(counts, dict)  # noqa: S101 - `training_state` has put it there
-        counts = counts | {"lowest_val_loss": self._lowest_val_loss, "num_worse": self._num_worse}
+        counts = counts | {
+            "lowest_val_loss": self.tally.lowest_val_loss,
+            "num_worse": self.tally.num_worse,
+        }
         known = {"val_loss": self._evaluation.loss, "progress": state.progress | {COUNTS: counts}}
         return state.model_copy(update=known)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every sample of every epoch has been applied."""
         return self.samples_applied == self._run.train.num_epochs * self._epoch_size
 
     def resume(self, state: TrainingState) -> None:
@@ -569,17 +567,9 @@ class Report:
         Raises:
             CheckpointError: it does not say what was counted.
         """
-        counts = parse_progress(Counts, state.progress.get(COUNTS), state.step)
+        self._count_on(parse_progress(Tally, state.progress.get(COUNTS), state.step))
         self.version, self.samples_applied = state.step, state.samples_applied
         self._epoch = state.epoch
-        self._earlier_s, self._earlier_bytes = counts.wall_s, counts.traffic
-        self._epoch_samples.update(counts.epoch_samples)
-        self._epoch_terms.update(counts.epoch_terms or counts.epoch_samples)
-        self._epoch_loss.update(counts.epoch_loss)
-        self.tally.pushes.update(counts.pushes)
-        self.tally.leases_returned = counts.leases_returned
-        self.tally.workers = counts.workers
-        self._lowest_val_loss, self._num_worse = counts.lowest_val_loss, counts.num_worse
         self.started()
         self._events.write(RunResumed(step=self.version, samples_applied=self.samples_applied))
 
@@ -592,24 +582,25 @@ class Report:
 
     @property
     def _wall_s(self) -> float:
-        return self._earlier_s + time.monotonic() - self._started
+        return self.tally.wall_s + time.monotonic() - self._started
 
     @property
     def _traffic(self) -> tuple[int, int]:
         sent, received = self._bytes_moved()
-        return self._earlier_bytes[0] + sent, self._earlier_bytes[1] + received
+        before_sent, before_received = self.tally.traffic
+        return before_sent + sent, before_received + received
 
     @property
     def _train_loss(self) -> float | None:
-        """Mean loss of the newest epoch so far; None before the first step."""
-        if not self._epoch_samples:
+        """Mean loss of the newest epoch so far; None before the first step that tells one."""
+        last = max(self.tally.epoch_samples, default=0)
+        if last not in self.tally.epoch_loss:
             return None
-        last = max(self._epoch_samples)
-        return self._epoch_loss[last] / max(1, self._epoch_terms[last])
+        return self.tally.epoch_loss[last] / max(1, self.tally.epoch_terms[last])
 
     def _values(self, step: StepTaken) -> dict[str, float]:
-        values = {
-            "loss": step.loss,
+        values = {} if math.isnan(step.loss) else {"loss": step.loss}
+        values |= {
             "lr": step.learning_rate,
             "samples_applied": self.samples_applied,
             "total_samples": self._run.train.num_epochs * self._epoch_size,
@@ -622,6 +613,8 @@ class Report:
         }
         if tokens := self._training.workload.tokens_per_sample:
             values["tokens_per_s"] = values["samples_per_s"] * tokens
+        if scaler := self._training.replica.scaler:
+            values |= {"loss_scale": scaler.scale, "overflows": scaler.num_overflows}
         if step.staleness is not None:
             values["staleness"] = step.staleness
         if step.layer_norms and self._layers.take():
@@ -630,13 +623,11 @@ class Report:
 
 
 def never_begun(run: RunConfig, error: BaseException) -> RunStatus:
-    """The status of a run that this ended before it began."""
     state: RunState = "failed" if isinstance(error, Exception) else "ended"
     return unbegun(run.run_id, run.algorithm, state, why_ended(error), run.train.num_epochs)
 
 
 def why_ended(error: BaseException) -> str:
-    """The end of a run that this ended, as a sentence."""
     if not isinstance(error, Exception):
         return STOPPED
     kind = "" if isinstance(error, SmolclusterError) else f"{type(error).__name__}: "

@@ -34,17 +34,13 @@ from smolcluster.utils.stopping import Interrupted
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """What is saved of a server.
-
-    Attributes:
-        replica: its weights and its optimizer.
-        progress: tells where its algorithm stands.
-        extra: tells its algorithm's own tensors, by name; they change only with the weights.
-    """
+    """What is saved of a server."""
 
     replica: Replica
     progress: Callable[[], Progress]
+    """Tells where its algorithm stands."""
     extra: Callable[[], Mapping[str, Tensor]]
+    """Its algorithm's own tensors, by name; they change only with the weights."""
 
 
 class Saver:

@@ -1,10 +1,16 @@
-"""What a run counts: pushes by outcome, leases that came back, and each worker's part."""
+"""What a run counts: samples and losses by epoch, pushes by outcome, lost leases, each worker's part."""
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from smolcluster.runs.status import STALENESS_EDGES
+from smolcluster.runs.summary import Pushes
+
+Dropped = Literal["stale", "late", "duplicate", "non_finite"]
 
 
 @dataclass
@@ -21,17 +27,47 @@ class WorkerTally:
 
     @property
     def mean_staleness(self) -> float:
-        """Mean τ of the applied pushes."""
         return self.staleness_sum / self.pushes if self.pushes else 0.0
 
 
-@dataclass
-class Tally:
-    """Counts of a run."""
+class Tally(BaseModel):
+    """Counts of a run, as its checkpoints keep them."""
 
-    pushes: Counter[str] = field(default_factory=Counter)
-    leases_returned: int = 0
-    workers: dict[int, WorkerTally] = field(default_factory=dict)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    wall_s: float
+    """Of the starts before this one, as are `traffic`'s bytes sent and received."""
+    traffic: tuple[int, int]
+    epoch_samples: Counter[int]
+    epoch_loss: defaultdict[int, float]
+    """Sums of loss terms."""
+    epoch_terms: Counter[int] = Counter()
+    """How many there were; empty in a checkpoint whose samples have one each."""
+    pushes: Counter[str]
+    """By outcome: the names of `Pushes`."""
+    leases_returned: int
+    workers: dict[int, WorkerTally]
+    lowest_val_loss: float | None = None
+    num_worse: int = 0
+    """Evaluations in a row that did not lower it."""
+
+    @classmethod
+    def empty(cls) -> Self:
+        return cls(
+            wall_s=0.0,
+            traffic=(0, 0),
+            epoch_samples=Counter(),
+            epoch_loss=defaultdict(float),
+            pushes=Counter(),
+            leases_returned=0,
+            workers={},
+        )
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        Pushes(**self.pushes)  # it knows all outcomes, or refuses
+        self.epoch_terms = self.epoch_terms or Counter(self.epoch_samples)
+        return self
 
     def worker(self, worker_id: int, node: str) -> WorkerTally:
         """The tally of a worker id; the node is that of its last process."""
@@ -40,7 +76,6 @@ class Tally:
         return tally
 
     def applied(self, worker_id: int, node: str, num_samples: int, staleness: int) -> None:
-        """Count a push that was applied."""
         self.pushes["applied"] += 1
         worker = self.worker(worker_id, node)
         worker.samples += num_samples

@@ -2,12 +2,20 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from smolcluster.cluster.process_stats import Gauge
 from smolcluster.net.membership import Member
 from smolcluster.net.session import Session
 from smolcluster.runs.paths import process_title
 from smolcluster.transport.messages import Ready
+
+
+class Who(TypedDict):
+    """A worker, as events and metrics name it."""
+
+    rank: int
+    node: str
 
 
 @dataclass
@@ -29,6 +37,10 @@ class Worker:
         return self.member.worker_id - 1
 
     @property
+    def who(self) -> Who:
+        return Who(rank=self.rank, node=self.member.node)
+
+    @property
     def live_session(self) -> Session:
         """The session of a worker that has one: every worker that said anything."""
         assert self.session is not None  # noqa: S101 - without a session it has said nothing
@@ -36,5 +48,4 @@ class Worker:
 
     @property
     def name(self) -> str:
-        """How log lines call it."""
         return process_title("worker", self.member.node, self.rank)

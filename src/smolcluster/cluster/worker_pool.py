@@ -12,24 +12,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
-from smolcluster.cluster.evaluator import EvaluationDone, EvaluationFailed
+from smolcluster.cluster.evaluator import EvaluationFailed, EvaluationFinished
 from smolcluster.cluster.report import Report, why_ended
 from smolcluster.cluster.worker import Worker
 from smolcluster.configs.schema import ClusterConfig
-from smolcluster.errors import ClusterEmpty, NonFiniteLoss
+from smolcluster.errors import ClusterEmpty, NonFiniteLoss, UserCodeError
 from smolcluster.net.acceptor import Acceptor, SessionOpened
-from smolcluster.net.inbox import Event, Inbox, JoinRequest, MessageReceived, SessionClosed
+from smolcluster.net.inbox import Call, Event, Inbox, JoinRequest, MessageReceived, SessionClosed
 from smolcluster.net.membership import (
     Admitted,
-    Assigned,
     Member,
+    NumberAssigned,
     Refused,
     admit,
     assign,
     quorum,
 )
 from smolcluster.runs.events import EventLog, WorkerJoined, WorkerLeft, WorkerLost, WorkerRejected
-from smolcluster.transport.messages import End, Fault, Goodbye, Ready, Reject, Telemetry
+from smolcluster.training.build import TrainingContext
+from smolcluster.transport.messages import End, Fault, Goodbye, Logged, Ready, Reject, Telemetry
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_duration
 
@@ -56,14 +57,6 @@ class Departed(Event):
     worker: Worker
 
 
-@dataclass(frozen=True)
-class Fingerprints:
-    """What a worker must share with the server."""
-
-    dataset: str
-    model: str
-
-
 class WorkerPool:
     """Owns the sessions. Only the deciding thread calls it."""
 
@@ -73,7 +66,7 @@ class WorkerPool:
         cluster: ClusterConfig,
         inbox: Inbox,
         acceptor: Acceptor,
-        fingerprints: Fingerprints,
+        training: TrainingContext,
         report: Report,
         events: EventLog,
         log: logging.Logger,
@@ -84,7 +77,7 @@ class WorkerPool:
         self._cluster = cluster
         self._inbox = inbox
         self._acceptor = acceptor
-        self._fingerprints = fingerprints
+        self._training = training
         self.report = report
         self._events = events
         self._log = log
@@ -117,7 +110,6 @@ class WorkerPool:
 
     @property
     def workers(self) -> list[Worker]:
-        """The workers that take part."""
         return [worker for worker in self._workers.values() if worker.ready]
 
     def next_events(self, timeout_s: float) -> Iterator[Event]:
@@ -135,6 +127,8 @@ class WorkerPool:
         match event:
             case None:
                 return
+            case Call(run):
+                run()
             case JoinRequest():
                 yield from self._answer(event)
             case SessionOpened():
@@ -142,15 +136,13 @@ class WorkerPool:
             case SessionClosed():
                 yield from self._depart(event.session_id, event.reason)
                 self._acceptor.forget(event.session_id)
-            case EvaluationDone() | EvaluationFailed():
+            case EvaluationFinished() | EvaluationFailed():
                 self._evaluated(event)
-            case MessageReceived(session_id=session_id, message=Ready() as ready):
+            case MessageReceived(session_id, Ready() as ready):
                 yield from self._join(session_id, ready)
-            case MessageReceived(session_id=session_id, message=Goodbye() as goodbye):
-                self._hear_goodbye(session_id, goodbye)
-            case MessageReceived(session_id=session_id, message=Telemetry() as telemetry):
-                self._hear_report(session_id, telemetry)
-            case MessageReceived(session_id=session_id, message=Fault() as fault):
+            case MessageReceived(session_id, Goodbye() | Telemetry() | Logged() as message):
+                self._hear(session_id, message)
+            case MessageReceived(session_id, Fault() as fault):
                 self._hear_fault(session_id, fault)
             case _:
                 yield event
@@ -167,57 +159,58 @@ class WorkerPool:
         leaving = set(self._workers)
         present, absent = Deadline(PRESENT_S), Deadline(SHUTDOWN_TIMEOUT_S)
         while (leaving and not present.expired) or (self._missing and not absent.expired):
-            event = self._inbox.get(0.1)
-            if isinstance(event, JoinRequest):
-                event.answer.set_result(Refused("over" if ok else "failed", sentence))
-                self._missing.discard(event.hello.worker_id)
-                leaving.add(event.session_id)  # until it has been told
-            elif isinstance(event, SessionOpened):
-                event.session.send_at_once(end)
-            elif isinstance(event, MessageReceived) and isinstance(event.message, Goodbye):
-                self._hear_goodbye(event.session_id, event.message)
-            elif isinstance(event, MessageReceived) and isinstance(event.message, Telemetry):
-                self._hear_report(event.session_id, event.message)
-            elif isinstance(event, SessionClosed):
-                leaving.discard(event.session_id)
-                gone = self._workers.get(event.session_id)
-                if gone is not None and gone.ready and gone.goodbye is None:
-                    self._missing.add(gone.member.worker_id)
+            match self._inbox.get(0.1):
+                case JoinRequest(session_id, hello, answer):
+                    answer.set_result(Refused("over" if ok else "failed", sentence))
+                    self._missing.discard(hello.worker_id)
+                    leaving.add(session_id)  # until it has been told
+                case SessionOpened() as opened:
+                    opened.session.send_at_once(end)
+                case MessageReceived(session_id, Goodbye() | Telemetry() as message):
+                    self._hear(session_id, message)
+                case SessionClosed(session_id):
+                    leaving.discard(session_id)
+                    gone = self._workers.get(session_id)
+                    if gone is not None and gone.ready and gone.goodbye is None:
+                        self._missing.add(gone.member.worker_id)
 
-    def _evaluated(self, event: EvaluationDone | EvaluationFailed) -> None:
+    def _evaluated(self, event: EvaluationFinished | EvaluationFailed) -> None:
         if isinstance(event, EvaluationFailed):
             raise event.error
         self.report.evaluated(event.version, event.epoch, event.evaluation)
 
     def _hear_fault(self, session_id: int, fault: Fault) -> None:
-        """A worker gives up, because what it computes is not finite; the others go on without it.
+        """A worker gives up. The others go on without it, unless the run's own code is to blame.
 
         Raises:
-            NonFiniteLoss: there is no other, so that it is the run and not a machine.
+            NonFiniteLoss: what it computes is not finite, and no other worker is there: it is the run.
+            UserCodeError: the user's code failed in training, or before with no other worker there.
         """
         worker = self._workers.get(session_id)
         if worker is None:
             return
         others = [other for other in self.workers if other is not worker and other.goodbye is None]
-        if not (self._missing or others):
-            raise NonFiniteLoss(f"{worker.name}: {fault.sentence}")
+        is_users = fault.code == "user-code"
+        if not (self._missing or others) or (is_users and worker.ready):
+            sentence = f"{worker.name}: {fault.sentence}"
+            if is_users:
+                raise UserCodeError(sentence, f"its traceback is in the log of {worker.name}\n")
+            raise NonFiniteLoss(sentence)
         self._log.error("%s takes part no more: %s", worker.name, fault.sentence)
         worker.goodbye = fault.sentence
 
-    def _hear_goodbye(self, session_id: int, goodbye: Goodbye) -> None:
-        """A worker that has said goodbye has nothing more to say."""
+    def _hear(self, session_id: int, message: Goodbye | Telemetry | Logged) -> None:
         worker = self._workers.get(session_id)
         if worker is None or worker.session is None:
             return
-        if worker.goodbye is None:
-            worker.goodbye = goodbye.reason
+        if isinstance(message, Telemetry):
+            self.report.heard(worker, message)
+        elif isinstance(message, Logged):
+            self.report.logged(worker, message.values)
+        elif worker.goodbye is None:
+            worker.goodbye = message.reason
         else:
             worker.session.cut("it said goodbye twice")
-
-    def _hear_report(self, session_id: int, telemetry: Telemetry) -> None:
-        worker = self._workers.get(session_id)
-        if worker is not None and worker.session is not None:
-            self.report.heard(worker, telemetry)
 
     def _check_quorum(self) -> None:
         """Begin training when there are enough workers; give up when there have been too few for too long.
@@ -279,11 +272,11 @@ class WorkerPool:
             self._workers[request.session_id] = Worker(member)
         request.answer.set_result(decision)
 
-    def _assign(self, members: list[Member], node: str) -> Assigned | Refused:
+    def _assign(self, members: list[Member], node: str) -> NumberAssigned | Refused:
         """A worker id for a node that asks for one; two that ask at the same time get two."""
         known = {number: each.node for number, each in self.report.tally.workers.items()}
         decision = assign(members, node, {**self._promised, **known}, self._cluster)
-        if isinstance(decision, Assigned):
+        if isinstance(decision, NumberAssigned):
             self._promised[decision.worker_id] = node
         return decision
 
@@ -320,10 +313,9 @@ class WorkerPool:
         self._log.info(
             "%s %s, on %s", worker.name, "is back" if rejoined else "joined", ready.device
         )
-        self._events.write(
+        self.report.worker_changed(
             WorkerJoined(
-                rank=worker.rank,
-                node=worker.member.node,
+                **worker.who,
                 device=ready.device,
                 samples_per_s=ready.samples_per_s,
                 rejoined=rejoined,
@@ -332,17 +324,25 @@ class WorkerPool:
         yield Joined(worker, ready)
 
     def _difference(self, ready: Ready) -> tuple[str, str] | None:
-        if ready.dataset_fingerprint != self._fingerprints.dataset:
-            return "dataset", (
-                f"this worker's dataset differs from the server's (fingerprint "
-                f"{ready.dataset_fingerprint[:12]}, "
-                f"server {self._fingerprints.dataset[:12]}); copy the server's files to its dataset.root; "
-                "for text, see that tokenizer and Python are the server's, or set dataset.source=server there"
+        workload = self._training.workload
+        if workload.source is not None and ready.source != workload.source:
+            return "workload", (
+                f"this worker's code of the workload differs from the server's (SHA-256 "
+                f"{(ready.source or 'none')[:12]}, server {workload.source[:12]}): copy the server's file "
+                "and what it imports from its folder, and start this worker again"
             )
-        if ready.model_fingerprint != self._fingerprints.model:
+        theirs, ours = ready.dataset_fingerprint, self._training.workload.fingerprint
+        if theirs != ours:
+            return "dataset", (
+                f"this worker's dataset differs from the server's (fingerprint {theirs[:12]}, server "
+                f"{ours[:12]}); copy the server's files to its dataset.root; for text, see that tokenizer "
+                "and Python are the server's, or set dataset.source=server there"
+            )
+        if ready.model_fingerprint != self._training.replica.fingerprint:
             return "model", (
-                "this worker built another model than the server's from the same configuration; "
-                "install the same version of smolcluster and torch on both"
+                "this worker built another model than the server's: parameters of other names, shapes or "
+                "types, or frozen weights of other values; give both the same code and versions of "
+                "smolcluster and torch, and make frozen random weights from the same seed"
             )
         return None
 
@@ -359,16 +359,15 @@ class WorkerPool:
         if worker.ready is None:
             self._log.warning("%s never took part: %s", worker.name, worker.goodbye or reason)
             return
-        node = worker.member.node
         if worker.goodbye is not None:
             self.report.board.departed(worker, "left")
             self._log.info("%s left: %s", worker.name, worker.goodbye)
-            self._events.write(WorkerLeft(rank=worker.rank, node=node, reason=worker.goodbye))
+            self.report.worker_changed(WorkerLeft(**worker.who, reason=worker.goodbye))
         else:
             self._missing.add(worker.member.worker_id)
             self.report.board.departed(worker, "lost")
             self._log.warning("%s is lost: %s", worker.name, reason)
-            self._events.write(WorkerLost(rank=worker.rank, node=node, reason=reason))
+            self.report.worker_changed(WorkerLost(**worker.who, reason=reason))
         if self.started and not self.workers:
             patience = format_duration(self._cluster.empty_cluster_timeout_s)
             self._log.warning("all workers have gone; waiting up to %s for one", patience)

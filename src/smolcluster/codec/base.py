@@ -67,8 +67,8 @@ class Codec(ABC):
         self._check_buffers(source, out)
         self._encode_keeping_error(source, out)
 
-    def decode(self, encoded: Tensor, out: Tensor) -> None:
-        """Read `encoded`, uint8 (m,), into `out`, `dtype` (n,).
+    def decode(self, encoded: Tensor, out: Tensor) -> float:
+        """Read `encoded`, uint8 (m,), into `out`, `dtype` (n,); return what no magnitude in it exceeds.
 
         `encoded` starts at a multiple of `dtype.itemsize` bytes of its storage.
 
@@ -83,7 +83,7 @@ class Codec(ABC):
                 f"in {self.name}: both sides need the same codec, model and bucket size"
             )
         self._check_buffers(out, encoded)
-        self._decode(encoded, out)
+        return self._decode(encoded, out)
 
     @abstractmethod
     def _encode(self, source: Tensor, out: Tensor) -> None: ...
@@ -92,7 +92,7 @@ class Codec(ABC):
     def _encode_keeping_error(self, source: Tensor, out: Tensor) -> None: ...
 
     @abstractmethod
-    def _decode(self, encoded: Tensor, out: Tensor) -> None: ...
+    def _decode(self, encoded: Tensor, out: Tensor) -> float: ...
 
     def _check_buffers(self, values: Tensor, encoded: Tensor) -> None:
         if values.dtype != self.dtype or values.ndim != 1 or not values.is_contiguous():
@@ -137,3 +137,8 @@ def reject_non_finite(source: Tensor) -> None:
     if places.numel():
         index = int(places[0])
         raise NonFiniteValue(index, float(source[index]))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return memoryview(tensor.numpy().data).cast("B")

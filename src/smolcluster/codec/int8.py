@@ -59,7 +59,6 @@ class Int8BlockCodec(Codec):
         self._tiny = torch.tensor(torch.finfo(torch.float32).tiny)
 
     def encoded_nbytes(self, numel: int) -> int:
-        """4 bytes a block and 1 byte a value."""
         return 4 * _num_blocks(numel) + numel
 
     def _encode(self, source: Tensor, out: Tensor) -> None:
@@ -71,15 +70,17 @@ class Int8BlockCodec(Codec):
             rounded = self._quantize(source, values, scales, codes)
             values.sub_(rounded.mul_(scales))
 
-    def _decode(self, encoded: Tensor, out: Tensor) -> None:
+    def _decode(self, encoded: Tensor, out: Tensor) -> float:
+        bound = 0.0
         for values, scales, codes in _sections(out, encoded):
             largest = _check_received(scales)
             values.copy_(codes).mul_(scales)
-            # No encoder writes the code -128, but a peer may.
-            if largest > _LARGEST / 128 and not bool(torch.isfinite(values).all()):
+            bound = max(bound, 128 * largest)  # no encoder writes the code -128, but a peer may
+            if bound > _LARGEST and not bool(torch.isfinite(values).all()):
                 raise ProtocolError(
                     "int8 values arrived that decode to infinity: the peer is faulty"
                 )
+        return bound
 
     def _quantize(self, source: Tensor, values: Tensor, scales: Tensor, codes: Tensor) -> Tensor:
         """Fill a section's scales and codes; return the codes as float32 (b, width), in scratch.

@@ -6,9 +6,8 @@ from types import MappingProxyType
 import torch
 
 from smolcluster.codec.base import Codec
-from smolcluster.codec.half import Bf16Codec, Fp16Codec
+from smolcluster.codec.floats import Bf16Codec, Fp16Codec, Fp32Codec, Fp64Codec
 from smolcluster.codec.int8 import Int8BlockCodec
-from smolcluster.codec.lossless import Fp32Codec, Fp64Codec
 from smolcluster.errors import ConfigError, ProtocolError
 
 CODECS: Mapping[str, type[Codec]] = MappingProxyType(

@@ -35,6 +35,7 @@ def json_schema(kind: Kind) -> Json:
     if kind == "cluster":
         return {"$schema": DIALECT, **schema, "title": title}
     definitions = schema.pop("$defs")
+    schema["anyOf"] = [{"required": schema.pop("required")}, {"required": ["workload"]}]
     return {
         "$schema": DIALECT,
         "title": title,

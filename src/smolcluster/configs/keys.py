@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -117,7 +117,6 @@ def _united(kinds: list[KeySchema]) -> Json:
 
 @functools.cache
 def shape_of(section: type[BaseModel]) -> KeySchema:
-    """The shape of a whole section."""
     schema = section.model_json_schema()
     return KeySchema.build(schema, schema.get("$defs", {}))
 
@@ -143,39 +142,11 @@ def fixed_paths(section: type[BaseModel]) -> Iterator[KeyPath]:
     yield from below(shape_of(section), ())
 
 
-def unknown_key(
-    path: KeyPath,
-    siblings: tuple[str, ...],
-    places: Mapping[KeyPath, str],
-    here: str | None = None,
-    depth: int = -1,
-    *,
-    shown: str | None = None,
-    say: Callable[[KeyPath], KeyPath] = lambda path: path,
-) -> str:
-    """The sentence about a key that does not exist, with the nearest one that does.
-
-    Args:
-        path: the key; its part at `depth` is the one that nothing knows.
-        siblings: what could stand there instead.
-        places: for the keys of all sections, where each belongs, such as "the training file".
-        here: where the key stands; None where every key may stand, as in a flag.
-        depth: index into `path`.
-        shown: the key as it was written; None: as `path` has it.
-        say: turns the path of a key into the words of who wrote this one.
-    """
-    meant = _meant(path, siblings, tuple(places), depth)
-    shown = shown or ".".join(path)
-    if meant is None:
-        return f"{shown} is not a setting; known here: {', '.join(siblings)}"
-    place = places.get(meant, here)
-    where = f" in {place}" if here and place != here else ""
-    return f"{shown} is not a setting{' here' if where else ''}; did you mean {'.'.join(say(meant))}{where}?"
-
-
-def _meant(
-    path: KeyPath, siblings: tuple[str, ...], known: tuple[KeyPath, ...], depth: int
+def nearest_key(
+    path: KeyPath, siblings: tuple[str, ...], known: Iterable[KeyPath], depth: int
 ) -> KeyPath | None:
+    """Which key `path` most likely means, whose part at `depth` nothing knows; `siblings` may stand there."""
+    known = tuple(known)
     for other in known:
         if other[-1] == path[-1]:
             return other

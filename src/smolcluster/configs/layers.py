@@ -14,9 +14,9 @@ from smolcluster.configs.keys import (
     KeySchema,
     find_shape,
     fixed_paths,
+    nearest_key,
     shape_of,
     show,
-    unknown_key,
 )
 from smolcluster.configs.load import parse_yaml
 from smolcluster.configs.nested import DATA, TRAINING, entries, flat_path, flat_values, nested_path
@@ -32,6 +32,9 @@ from smolcluster.errors import ConfigError
 from smolcluster.utils.words import one_line
 
 ENVIRONMENT_PREFIX = "SMOLCLUSTER_"
+NAME_VARIABLE, ATTACH_VARIABLE = "SMOLCLUSTER_NAME", "SMOLCLUSTER_ATTACH"
+"""What a process that attaches is called, and what its launcher tells it, as JSON: no keys of a file."""
+OWN_VARIABLES = frozenset({NAME_VARIABLE, ATTACH_VARIABLE})
 OVERRIDE_FLAG = "--override"
 MODEL = "model"
 
@@ -44,9 +47,7 @@ class OverrideValue:
     """One value from a flag or a variable.
 
     Attributes:
-        path: the key's parts.
-        written: the same in the words of who set it, for messages.
-        value: as YAML reads it.
+        written: the path in the words of who set it, for messages.
         origin: the flag or variable, for messages.
         folded: the key was written in capitals, so free names in it match whatever their case.
     """
@@ -59,7 +60,6 @@ class OverrideValue:
 
     @property
     def is_node_key(self) -> bool:
-        """Whether the key belongs to a machine and not to the run."""
         return find_shape(NodeConfig, self.path) is not None
 
     def names(self, known: str, part: str) -> bool:
@@ -98,14 +98,13 @@ def from_environment(environ: Mapping[str, str]) -> list[OverrideValue]:
     """
     assignments = []
     for name, raw in sorted(environ.items()):
-        if name.startswith(ENVIRONMENT_PREFIX):
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in OWN_VARIABLES:
             key = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
             assignments += _assign(key, raw, f"environment variable {name}", folded=True)
     return assignments
 
 
 def config_error(origin: str, sentence: str) -> ConfigError:
-    """A message on one line: where, and what is wrong."""
     return ConfigError(one_line(f"{origin}: {sentence}"))
 
 
@@ -114,7 +113,6 @@ class Draft(Generic[S]):
     """One section while layers are put on it.
 
     Attributes:
-        section: the schema.
         source: what the lowest layer is called in messages.
         values: changed in place; give it a copy.
         words: what those who set a key call it, where that is not its path.
@@ -302,16 +300,26 @@ def _unknown(
     here: str | None = None,
     depth: int = -1,
 ) -> str:
-    """The sentence about a key that does not exist, in the words of who set it."""
+    """The sentence about a key that does not exist, in the words of who set it.
 
-    def in_these_words(meant: KeyPath) -> KeyPath:
-        is_nested = (
-            written[0] in (TRAINING, DATA) and find_shape(train_section(), meant) is not None
-        )
-        return nested_path(meant) if is_nested else meant
-
-    return unknown_key(
-        path, siblings, _places(), here, depth, shown=_written(written), say=in_these_words
+    Args:
+        path: the key; its part at `depth` is the one that nothing knows.
+        siblings: what could stand there instead.
+        written: the key as it was set.
+        here: where the key stands; None where every key may stand, as in a flag.
+        depth: index into `path`.
+    """
+    places = _places()
+    meant = nearest_key(path, siblings, places, depth)
+    if meant is None:
+        return f"{_written(written)} is not a setting; known here: {', '.join(siblings)}"
+    place = places.get(meant, here)
+    elsewhere = f" in {place}" if here and place != here else ""
+    if written[0] in (TRAINING, DATA) and find_shape(train_section(), meant):
+        meant = nested_path(meant)
+    return (
+        f"{_written(written)} is not a setting{' here' if elsewhere else ''}; "
+        f"did you mean {'.'.join(meant)}{elsewhere}?"
     )
 
 
@@ -337,7 +345,6 @@ def _sections() -> tuple[tuple[type[Section], str], ...]:
 
 
 def _places() -> dict[KeyPath, str]:
-    """Where each key of the schema belongs."""
     return {
         path: place for section, place in reversed(_sections()) for path in fixed_paths(section)
     }

@@ -40,7 +40,6 @@ _DATASET_KEY = re.compile(rf"(?<![\w./-]){DATASET}\.(?=[a-z])")
 
 
 def is_nested(content: Mapping[str, Any]) -> bool:
-    """Whether a training file is written in this shape."""
     return TRAINING in content or DATA in content
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from smolcluster.configs.function_name import known_here
 from smolcluster.configs.keys import fixed_paths, show
 from smolcluster.configs.layers import (
     OVERRIDE_FLAG,
@@ -48,31 +49,26 @@ from smolcluster.configs.schema import (
 )
 from smolcluster.configs.spec import algorithms
 from smolcluster.errors import ConfigError, SmolclusterError
-from smolcluster.utils.words import nearest, one_line
+from smolcluster.utils.words import hint_at, one_line
 
 LOOPBACK = "127.0.0.1"
 ENV = "env"
 """The key of a machine's section whose values may be secrets, such as tokens and passwords."""
 HIDDEN = "***"
+WORKLOAD = "workload"
+"""The key that names a function, and the shipped training file for those that give it by a flag."""
 
 C = TypeVar("C", bound=AlgorithmConfig)
 
 _WORKER_CLUSTER_KEYS = (
     "host_ip",
     "port",
+    "encryption",
     "start_timeout_s",
     "metrics_port",
     "metrics_bind",
     "nodes",
 )
-
-
-@dataclass(frozen=True)
-class Files:
-    """What the two files are called in messages."""
-
-    cluster: str = "cluster configuration"
-    train: str = "training configuration"
 
 
 @dataclass(frozen=True)
@@ -92,10 +88,16 @@ class Settings:
             self.train.global_batch_size or self.train.samples_per_push * self.cluster.num_workers
         )
 
+    def with_batch_size(self, batch_size: int | None) -> "Settings":
+        """The same with so many samples a batch; None: as the configuration says."""
+        if batch_size is None:
+            return self
+        return replace(self, train=self.train.model_copy(update={"batch_size": batch_size}))
+
     def run_config(self, run_id: str, algorithm: AlgorithmName) -> RunConfig:
         """What travels to the workers: nothing of any one machine."""
         cluster = self.cluster
-        train: dict[str, object] = {"dataset": self.train.dataset.anywhere}
+        train: dict[str, object] = {"dataset": self.train.dataset.anywhere, "workload": None}
         spec = algorithms().get(algorithm)
         own = self.of(config_of(spec) if spec else AlgorithmConfig)
         train |= own.pinned(self)
@@ -110,6 +112,7 @@ class Settings:
             codec=cluster.codec,
             heartbeat_timeout_s=cluster.heartbeat_timeout_s,
             reconnect_timeout_s=cluster.reconnect_timeout_s,
+            workload=self.train.workload_label,
             own=own.model_dump(mode="json"),
             train=TrainConfig.model_validate(shared | train),
         )
@@ -154,8 +157,7 @@ def load_settings(
     """Read both files and resolve them for one machine.
 
     Args:
-        cluster_source: path or shipped name of the cluster file, such as "edp".
-        train_source: path or shipped name of the training file, such as "digits".
+        cluster_source, train_source: paths or shipped names, such as "edp" and "digits".
         node_name: the machine, a key of `host_ip`; None: the server's.
         overrides: `key=value`, the highest layer.
         environ: where `SMOLCLUSTER_…` are looked up; all other names are ignored.
@@ -182,7 +184,8 @@ def load_settings(
         node_name=node_name,
         overrides=overrides,
         environ=environ,
-        files=Files(str(cluster_path), str(train_path)),
+        cluster_file=str(cluster_path),
+        train_file=str(train_path),
     )
 
 
@@ -193,28 +196,29 @@ def resolve(
     node_name: str | None = None,
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
-    files: Files | None = None,
+    cluster_file: str = "cluster configuration",
+    train_file: str = "training configuration",
 ) -> Settings:
     """Put the layers on top of each other and check the result; no argument is changed.
+
+    Messages name the two files as `cluster_file` and `train_file`.
 
     Raises:
         ConfigError: as `load_settings`.
     """
-    files = files or Files()
     data_section = DATA if is_nested(train) else DATASET
-    cluster, cluster_words = flatten(cluster, files.cluster)
-    train, words = flatten(train, files.train)
+    cluster, cluster_words = flatten(cluster, cluster_file)
+    train, words = flatten(train, train_file)
     assignments = [*from_environment(environ or {}), *from_overrides(overrides)]
-    cluster_draft = Draft(cluster_section(), files.cluster, copy.deepcopy(cluster), cluster_words)
-    train_draft = Draft(train_section(), files.train, copy.deepcopy(train), words)
+    cluster_draft = Draft(cluster_section(), cluster_file, copy.deepcopy(cluster), cluster_words)
+    train_draft = Draft(train_section(), train_file, copy.deepcopy(train), words)
     for assignment in assignments:
         cluster_draft.take(assignment)
         train_draft.take(assignment)
     checked_cluster, checked_train = cluster_draft.check(), train_draft.check()
-    dataset = checked_train.dataset.with_absolute_tokenizer()
-    checked_train = checked_train.model_copy(update={"dataset": dataset})
+    checked_train = checked_train.for_any_folder()
     name = _known_node(node_name, checked_cluster)
-    node_draft = Draft(NodeConfig, files.cluster, _node_values(cluster, train, name))
+    node_draft = Draft(NodeConfig, cluster_file, _node_values(cluster, train, name))
     for assignment in assignments:
         node_draft.take(assignment.seen_by(name))
     for assignment in assignments:
@@ -341,6 +345,29 @@ def public_overrides(overrides: Iterable[str]) -> list[str]:
     return public
 
 
+def workload_overrides(stated: str | None) -> list[str]:
+    """What `--workload` stands for.
+
+    Raises:
+        ConfigError: it is no name of a function, or its file is not here.
+    """
+    return [] if stated is None else [f"{WORKLOAD}={known_here(stated).text}"]
+
+
+def without_workload(overrides: Iterable[str]) -> list[str]:
+    """Those of `overrides` that do more than to name the workload, which each process is told by a flag."""
+    return [
+        text
+        for text in overrides
+        if any(each.path[0] != WORKLOAD for each in from_overrides([text]))
+    ]
+
+
+def default_training(workload: str | None, otherwise: str) -> str:
+    """The shipped training file of who names none: `otherwise`, or the one for a workload."""
+    return otherwise if workload is None else WORKLOAD
+
+
 def _is_secret(assignment: OverrideValue) -> bool:
     path = assignment.path
     return path[0] == ENV or (path[0] == "nodes" and path[2:3] == (ENV,))
@@ -382,9 +409,7 @@ def _known_node(node_name: str | None, cluster: ClusterConfig) -> str:
     if node_name is None:
         return cluster.server
     if node_name not in cluster.host_ip:
-        close = nearest(node_name, cluster.host_ip)
-        hint = f"; did you mean {close}?" if close else ""
-        known = ", ".join(cluster.host_ip)
+        known, hint = ", ".join(cluster.host_ip), hint_at(node_name, cluster.host_ip)
         raise config_error(
             "node", f"{node_name!r} has no address in host_ip (known: {known}){hint}"
         )
@@ -394,7 +419,6 @@ def _known_node(node_name: str | None, cluster: ClusterConfig) -> str:
 def _node_values(
     cluster: Mapping[str, Any], train: Mapping[str, Any], node_name: str
 ) -> dict[str, Any]:
-    """What the two files, both checked, say about one machine."""
     of_run = train.get("dataset") or {}
     own = (cluster.get("nodes") or {}).get(node_name) or {}
     place = {key: of_run[key] for key in DatasetPlace.model_fields if key in of_run}

@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeV
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
+    JsonValue,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -39,9 +41,10 @@ from pydantic import (
     model_validator,
 )
 
+from smolcluster.configs.function_name import FunctionName, check_name
 from smolcluster.configs.spec import AlgorithmSpec, algorithms
 from smolcluster.errors import ConfigError
-from smolcluster.utils.words import nearest
+from smolcluster.utils.words import hint_at
 
 if TYPE_CHECKING:
     from smolcluster.configs.resolve import Settings
@@ -88,12 +91,39 @@ LONGEST_WAIT_S = 1_000_000
 Wait = Annotated[float, Field(gt=0, le=LONGEST_WAIT_S)]
 """Seconds."""
 HeartbeatTimeout = Annotated[float, Field(ge=0.1, le=LONGEST_WAIT_S)]
+FunctionNamed = Annotated[str, AfterValidator(check_name)]
 Activation = Literal["relu", "gelu", "silu", "tanh"]
 AlgorithmName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,31}$")]
 """One of those that are installed, or `single`; part of the names of runs."""
 CodecName = Literal["fp32", "bf16", "fp16", "int8"]
 Encryption = Literal["auto", "on", "off"]
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
+OptimizerName = Annotated[
+    Literal[
+        "adam",
+        "adamw",
+        "sgd",
+        "ASGD",
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "Muon",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    ],
+    BeforeValidator(
+        lambda name: name.removeprefix("torch.optim.") if isinstance(name, str) else name
+    ),
+]
+"""Ours, and classes of torch.optim that step by dense gradients alone: a Welcome can name no other code."""
+PlainValue = bool | int | float | str | None
+OptimizerArgs = dict[str, PlainValue | Annotated[tuple[PlainValue, ...], Strict(False)]]
 
 BYTES = "bytes"
 """The tokenizer that needs no files."""
@@ -103,6 +133,8 @@ SHORT_SEQUENCE, SHORT_BATCH, LONG_BATCH = 128, 32, 16
 NUM_EPOCHS = MappingProxyType({"wikitext": 30, "snli": 20})
 DEFAULT_NUM_EPOCHS = 10
 """What null means for `batch_size` and `num_epochs`."""
+OWN_DATA = "workload"
+"""The name of the dataset that a workload brings."""
 
 
 class Section(BaseModel):
@@ -139,7 +171,7 @@ class DatasetConfig(DatasetPlace):
     )
     source: Literal["local", "server"] = Field(
         "local",
-        description="Of text: whether workers have the data, or get it from the server with their work.",
+        description="Whether workers have the data, or get it from the server with their work.",
     )
     repository: Annotated[str, StringConstraints(pattern=HUB_NAME)] | None = Field(
         None, description="Of huggingface: the dataset's name, such as Salesforce/wikitext."
@@ -268,6 +300,9 @@ class ClusterConfig(Section):
     num_workers: PositiveInt = Field(description="Number of workers; equals len(workers).")
     workers: NodeNames = Field(description="Names of the worker nodes.")
     server: NodeName = Field(description="Name of the server's node.")
+    algorithm: AlgorithmName | None = Field(
+        None, description="What `smolcluster serve` serves; null: edp."
+    )
     worker_update_interval: PositiveInt = Field(
         10, description="Steps between two pulls of the server's weights by a worker."
     )
@@ -295,8 +330,8 @@ class ClusterConfig(Section):
     )
     restarts: NonNegativeInt = Field(
         3,
-        description="How often in a row a launched worker that was killed or met an internal error is "
-        "started again; ten minutes of life begin the count anew.",
+        description="How often in a row a launched worker that was killed, whose device failed or that met "
+        "an internal error is started again; ten minutes of life begin the count anew.",
     )
     heartbeat_timeout_s: HeartbeatTimeout = Field(
         10.0,
@@ -379,17 +414,43 @@ class ClusterConfig(Section):
             ValueError: there is no such node.
         """
         if name not in self.host_ip:
-            close = nearest(name, self.host_ip)
-            hint = f"; did you mean {close}?" if close else ""
-            known = ", ".join(self.host_ip) or "none"
+            known, hint = ", ".join(self.host_ip) or "none", hint_at(name, self.host_ip)
             raise ValueError(f"{place} {name!r}, must be a node of host_ip (known: {known}){hint}")
 
 
 class GradientClipping(Section):
-    """Clipping of the gradient's global L2 norm."""
+    """Clipping of the gradient: by its global L2 norm, or each of its values."""
 
     enabled: bool = True
-    max_norm: PositiveFloat = 1.0
+    max_norm: PositiveFloat | None = Field(
+        1.0, description="Largest L2 norm of the whole; null: none. With max_value it is null."
+    )
+    max_value: PositiveFloat | None = Field(
+        None, description="Largest absolute value of each element; null: none."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_of_them(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("max_value") is not None:
+            return {"max_norm": None} | values
+        return values
+
+    @model_validator(mode="after")
+    def _only_one_of_them(self) -> Self:
+        if self.max_norm is not None and self.max_value is not None:
+            raise ValueError(
+                f"must not have both max_norm ({self.max_norm:g}) and max_value ({self.max_value:g}); set "
+                "one of them to null"
+            )
+        if self.enabled and self.max_norm is None and self.max_value is None:
+            raise ValueError("must have max_norm or max_value, or enabled set to false")
+        return self
+
+    @property
+    def bound(self) -> float | None:
+        """The largest absolute value that an element may have; None: any."""
+        return self.max_value if self.enabled else None
 
 
 class SimpleNNConfig(Section):
@@ -461,6 +522,14 @@ class LoggingConfig(Section):
 class TrainConfig(Section):
     """What is trained (`nn_config*.yaml`, `gpt_config*.yaml`)."""
 
+    workload: FunctionNamed | None = Field(
+        None,
+        description="A function of one's own that returns a Workload, which brings model, loss and data: "
+        "FILE.py:FUNCTION or package.module:function; null: `model` on `dataset`.",
+    )
+    workload_args: dict[str, JsonValue] = Field(
+        {}, description="Keyword arguments of the workload's function."
+    )
     batch_size: AutoInt = Field(
         32,
         description="Samples a worker's step; null: 32 for sequences of up to 128 tokens, else 16.",
@@ -484,18 +553,36 @@ class TrainConfig(Section):
         description="Evaluations in a row without a lower validation loss that end the run; null: none do.",
     )
     precision: Precision = Field(
-        "fp32", description="bf16: forward and backward in bfloat16 where autocast holds it safe."
+        "fp32",
+        description="bf16, fp16: forward and backward in that type where autocast holds it safe; fp16 scales "
+        "the loss.",
     )
     eval_steps: PositiveInt = Field(200, description="Server steps between two evaluations.")
     track_gradients: bool = Field(True, description="Report gradient norms by layer.")
+    memory_profiling: bool = Field(
+        False,
+        description="Report the most memory that forward, backward and other phases have had.",
+    )
     gradient_clipping: GradientClipping = Field(
         GradientClipping(), description="Scales a gradient down whose L2 norm is too large."
     )
-    optimizer: Literal["adam", "adamw", "sgd"] = Field(
-        "adam", description="adamw decays weights apart from the gradient; sgd is without momentum."
+    optimizer: OptimizerName = Field(
+        "adam",
+        description="adamw decays weights apart from the gradient; adam, adamw and sgd are fused, the others "
+        "are PyTorch's classes.",
+    )
+    optimizer_args: OptimizerArgs = Field(
+        {}, description="The optimizer's other arguments, such as momentum of sgd or betas of adam."
     )
     weight_decay: NonNegativeFloat = Field(
         0.0, description="Of matrices only; biases and norms do not decay."
+    )
+    ema_decay: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="d of the average a <- d a + (1 - d) w of the weights, which is evaluated and exported "
+        "beside them; null: there is none.",
     )
     lr_schedule: LrSchedule | None = Field(None, description="null: a constant learning rate.")
     model: ModelConfig = Field(SimpleNNConfig(), description="What is trained.")
@@ -512,6 +599,18 @@ class TrainConfig(Section):
         """Samples that an optimizer step is computed from, where its batch is not cut short."""
         return self.global_batch_size or self.samples_per_push
 
+    @property
+    def workload_label(self) -> str | None:
+        """What the workload is called where no code may be named."""
+        return None if self.workload is None else FunctionName.parse(self.workload).label
+
+    def for_any_folder(self) -> Self:
+        """The same with absolute paths of a workload's and a tokenizer's files that are here."""
+        update: dict[str, Any] = {"dataset": self.dataset.with_absolute_tokenizer()}
+        if self.workload is not None:
+            update["workload"] = FunctionName.parse(self.workload).absolute().text
+        return self.model_copy(update=update)
+
     def without_weights(self) -> Self:
         """The same, beginning with random weights whatever `model.pretrained` says."""
         if not isinstance(self.model, GPTConfig):
@@ -525,7 +624,9 @@ class TrainConfig(Section):
         if not isinstance(values, dict):
             return values
         model, dataset = (values.get(key) for key in ("model", "dataset"))
-        chosen = {}
+        chosen: dict[str, Any] = {}
+        if values.get("workload") is not None and isinstance(dataset, dict | None):
+            chosen["dataset"] = {"name": OWN_DATA} | (dataset or {})
         if values.get("batch_size", 0) is None:
             length = model.get("max_seq_len") if isinstance(model, dict) else None
             is_long = isinstance(length, int) and length > SHORT_SEQUENCE
@@ -556,6 +657,8 @@ class RunConfig(Section):
     codec: CodecName | None = None
     heartbeat_timeout_s: HeartbeatTimeout
     reconnect_timeout_s: Wait
+    workload: Annotated[str, StringConstraints(pattern=r"^[\w.]{1,200}$")] | None = None
+    """What the server calls the workload; None: what `train` names. No machine looks for code by it."""
     own: dict[str, Any] = Field({}, json_schema_extra=lambda schema: schema.update(_own_schemas()))
     """What the algorithm alone understands, as plain values."""
     train: TrainConfig
@@ -575,6 +678,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _holds_nothing_of_one_machine(self) -> Self:
+        if self.train.workload is not None:
+            raise ValueError("where a machine keeps a workload's code cannot travel")
         if self.train.dataset != self.train.dataset.anywhere:
             raise ValueError("where a machine keeps its data and tokenizer cannot travel")
         if isinstance(self.train.model, GPTConfig) and self.train.model.pretrained is not None:

@@ -27,8 +27,6 @@ class LaunchCommand:
     """`smolcluster launch NAME`, and what it fills in where the user says nothing.
 
     Attributes:
-        help: what the command does, in the help.
-        train_config: the training file.
         local_workers: number of workers with --local; None: as many as the cluster file lists.
         local_overrides: `key=value` texts with --local, below the user's own.
         cluster_overrides: the same on the machines of a cluster, where the training file is this one.
@@ -49,8 +47,6 @@ class AlgorithmSpec:
     Attributes:
         name: what users type; of its cluster file `cluster_config_<name>.yaml` and of its runs, too.
         title: what people read.
-        package: the Python package whose folder this is.
-        commands: how it is launched.
         step_nbytes: (bytes of the model, of an encoded gradient, worker_update_interval) to the bytes of a
             worker's step to the server and from it.
         config: `module:Class` of what it alone understands, an `AlgorithmConfig` of `configs/schema.py`.
@@ -78,12 +74,10 @@ class AlgorithmSpec:
 
     @property
     def server(self) -> Path:
-        """The file that is the server."""
         return self.folder / self.roles["server"]
 
     @property
     def worker(self) -> Path:
-        """The file that is a worker."""
         return self.folder / self.roles["worker"]
 
 
@@ -136,7 +130,6 @@ def get_algorithm(name: str) -> AlgorithmSpec:
 
 
 def default_algorithm() -> AlgorithmSpec:
-    """The algorithm that is meant where none is named."""
     return next(iter(algorithms().values()))
 
 

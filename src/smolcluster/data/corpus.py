@@ -59,12 +59,7 @@ class _Part:
 def load_corpus(config: DatasetConfig, length: int, log: logging.Logger) -> Dataset:
     """Load the text in the file `config.root`, or in all files below that folder.
 
-    Hidden files and those that are no UTF-8 text are left out of a folder.
-
-    Args:
-        config: where the text lies, the tokenizer and the cache.
-        length: tokens a sample.
-        log: told what is made, and what is left out.
+    Hidden files and those that are no UTF-8 text are left out of a folder. `length`: tokens a sample.
 
     Raises:
         ConfigError: no file or folder is given, or it does not exist.
@@ -81,7 +76,7 @@ def load_corpus(config: DatasetConfig, length: int, log: logging.Logger) -> Data
         name="text",
         identity=json.dumps(["text", SPLITTING, identity_of(entries)]),
         read=partial(_read, root, entries, log),
-        num_bytes=sum(entry.num_bytes for entry in entries),
+        num_bytes=_num_bytes(entries),
     )
     return load_text(config, source, length, log)
 
@@ -91,35 +86,31 @@ def load_stdlib(config: DatasetConfig, length: int, log: logging.Logger) -> Data
 
     At most `STDLIB_NBYTES` of them, drawn by their names: what a small GPT on two cores reads in minutes.
 
-    Args:
-        config: the tokenizer and the cache.
-        length: tokens a sample.
-        log: told what is made, and what is left out.
-
     Raises:
         DataError: this interpreter came without its source, or it cannot be tokenized.
     """
     folder = Path(sysconfig.get_paths()["stdlib"])
     entries = stdlib_files(folder)
-    num_bytes = sum(entry.num_bytes for entry in entries)
-    if num_bytes < STDLIB_LEAST_NBYTES:
+    if (found := _num_bytes(entries)) < STDLIB_LEAST_NBYTES:
         raise DataError(
-            f"the source of Python's standard library in {folder} has {format_bytes(num_bytes)} in "
+            f"the source of Python's standard library in {folder} has {format_bytes(found)} in "
             f"{len(entries)} files, which is not the whole: choose dataset.name=text with dataset.root, or a "
             "complete Python"
         )
-    sizes = [(entry.name, entry.num_bytes) for entry in entries]
-    drawn = draw(sizes, STDLIB_NBYTES)
+    drawn = draw(entries, STDLIB_NBYTES)
     entries = [entry for entry in entries if entry.name in drawn]
-    num_bytes = sum(entry.num_bytes for entry in entries)
-    sizes = [pair for pair in sizes if pair[0] in drawn]
+    sizes = [(entry.name, entry.num_bytes) for entry in entries]
     source = TextSource(
         name="stdlib",
         identity=json.dumps(["stdlib", SPLITTING, platform.python_version(), sizes]),
         read=partial(_read, folder, entries, log, STDLIB_VALIDATION_NBYTES),
-        num_bytes=num_bytes,
+        num_bytes=_num_bytes(entries),
     )
     return load_text(config, source, length, log)
+
+
+def _num_bytes(entries: Iterable[CorpusFile]) -> int:
+    return sum(entry.num_bytes for entry in entries)
 
 
 def stdlib_files(folder: Path) -> list[CorpusFile]:
@@ -159,23 +150,18 @@ def identity_of(entries: Iterable[CorpusFile]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def draw(sizes: Iterable[tuple[str, int]], limit: float) -> frozenset[str]:
-    """Draw documents by their names, as long as they hold no more than `limit` bytes together.
-
-    Args:
-        sizes: each document's name and bytes.
-        limit: at least the bytes of the smallest one, otherwise none is drawn.
-    """
+def draw(entries: Iterable[CorpusFile], limit: float) -> frozenset[str]:
+    """Draw documents by the hash of their names, as long as they hold no more than `limit` bytes together."""
     drawn, total = set(), 0
-    for _, name, num_bytes in sorted((_place_of(name), name, size) for name, size in sizes):
-        if total + num_bytes <= limit:
-            drawn.add(name)
-            total += num_bytes
+    for entry in sorted(entries, key=_place_of):
+        if total + entry.num_bytes <= limit:
+            drawn.add(entry.name)
+            total += entry.num_bytes
     return frozenset(drawn)
 
 
-def _place_of(name: str) -> str:
-    return hashlib.sha256(os.fsencode(name)).hexdigest()
+def _place_of(entry: CorpusFile) -> str:
+    return hashlib.sha256(os.fsencode(entry.name)).hexdigest()
 
 
 def _walk(root: Path) -> Iterator[Path]:
@@ -213,12 +199,11 @@ def _read(
 
 
 def _split(texts: list[CorpusFile], most_held_out: float) -> Iterator[tuple[Role, _Part]]:
-    total = sum(entry.num_bytes for entry in texts)
+    total = _num_bytes(texts)
     if len(texts) < MANY_DOCUMENTS:
         yield from _split_few(texts, total)
         return
-    sizes = ((entry.name, entry.num_bytes) for entry in texts)
-    drawn = draw(sizes, min(VALIDATION_SHARE_OF_MANY * total, most_held_out))
+    drawn = draw(texts, min(VALIDATION_SHARE_OF_MANY * total, most_held_out))
     for entry in texts:
         yield "validation" if entry.name in drawn else "train", _Part(entry, 0, entry.num_bytes)
 

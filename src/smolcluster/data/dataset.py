@@ -2,12 +2,14 @@
 
 import hashlib
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, Self, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from smolcluster.data.permutation import epoch_permutation
 from smolcluster.errors import DataError
+from smolcluster.utils.seed import derive_seed
 
 NO_TERM = -100
 """The target that is no loss term; `cross_entropy` leaves it out unless told otherwise."""
@@ -17,34 +19,58 @@ Batch = Any
 """A tensor, or a dict, list or tuple of batches; anything else in it is passed on as it is."""
 
 
-@runtime_checkable
+class Place(NamedTuple):
+    """Where samples stand in a run: from `start` on in the order of `epoch`, under the run's `seed`."""
+
+    seed: int
+    epoch: int
+    start: int
+
+    def draw(self, place: int) -> int:
+        """The seed of what is drawn at random as the sample `place` places further on is gathered."""
+        return derive_seed(self.seed, "sample", self.epoch, self.start + place)
+
+
 class Samples(Protocol):
     """One split of a dataset."""
 
     @property
     def num_samples(self) -> int:
-        """Number of samples."""
+        """Number of samples an epoch."""
 
-    def batch(self, indices: Tensor) -> Batch:
-        """Gather samples by index.
+    def batch(self, indices: Tensor, place: Place | None = None) -> Batch:
+        """Gather samples by index, int32 or int64 (n,), on the CPU, each in 0 … num_samples - 1.
 
         Args:
-            indices: int32 or int64 (n,), on the CPU, each in 0 … num_samples - 1.
+            indices: as `order` gives them.
+            place: where in the run they stand, for what is drawn at random or read in order; None: nowhere.
 
         Raises:
             DataError: an index lies outside the split.
         """
 
+    def to_send(self, indices: Tensor, place: Place | None = None) -> Batch:
+        """The same as it travels: `Elsewhere.received` makes the batch of it."""
+
+    def order(self, epoch: int, seed: int) -> Tensor:
+        """The indices of an epoch's samples in the order in which they are taken, int32 (num_samples,)."""
+
     def to(self, device: torch.device) -> Self:
         """The same samples, whose batches lie on `device`."""
 
 
-def check_indices(indices: Tensor, num_samples: int) -> None:
-    """Look for indices that are none of the split's.
+class Permuted:
+    """What splits have in common: a seeded permutation an epoch, and batches that travel as they are."""
 
-    Raises:
-        DataError: there is one.
-    """
+    def order(self: Samples, epoch: int, seed: int) -> Tensor:
+        return epoch_permutation(seed, epoch, self.num_samples)
+
+    def to_send(self: Samples, indices: Tensor, place: Place | None = None) -> Batch:
+        return self.batch(indices, place)
+
+
+def check_indices(indices: Tensor, num_samples: int) -> None:
+    """Raise DataError if an index is none of the split's."""
     if not len(indices):
         return
     lowest, highest = (int(bound) for bound in torch.aminmax(indices))
@@ -57,64 +83,58 @@ def check_indices(indices: Tensor, num_samples: int) -> None:
 
 
 @dataclass(frozen=True)
-class Elsewhere:
-    """Text that this machine has not: somebody sends the samples that it is to compute.
-
-    Attributes:
-        num_samples: so many there are.
-        length: tokens a sample.
-        vocab_size: how many tokens there are to choose from.
-    """
+class Elsewhere(Permuted):
+    """Samples that this machine has not: somebody sends those that it computes."""
 
     num_samples: int
-    length: int
-    vocab_size: int
-    device: torch.device = _CPU
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """There is none.
-
-        Raises:
-            DataError: always.
-        """
+    def batch(self, indices: Tensor, place: Place | None = None) -> Batch:  # noqa: ARG002
         raise DataError(
             f"the {len(indices)} samples are not on this machine: the server sends them"
         )
 
-    def batch_of(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (n, length) of samples with the token after them, int64 (n, length + 1)."""
-        rows = rows.to(self.device)
-        return rows[:, :-1], rows[:, 1:]
-
-    def check(self, rows: Tensor) -> None:
-        """Look at samples that were sent.
+    def received(self, sent: Batch) -> Batch:
+        """The batch of what was sent.
 
         Raises:
-            DataError: they are not of this length, or out of another vocabulary.
+            DataError: it is not what the model takes.
         """
-        fits = rows.shape[1] == self.length + 1
-        if not (fits and rows.min() >= 0 and rows.max() < self.vocab_size):
-            raise DataError(f"not {self.length} of {self.vocab_size} tokens")
+        return sent
 
-    def example(self, num_samples: int) -> Tensor:
-        """Samples as they may be sent."""
-        return torch.zeros(num_samples, self.length + 1, dtype=torch.int64)
+    def example(self, num_samples: int) -> Batch | None:  # noqa: ARG002
+        """A batch as it may be sent; None: nobody knows one."""
+        return None
 
-    def to(self, device: torch.device) -> Self:
-        """The same samples, whose batches lie on `device`."""
-        return replace(self, device=device)
+    def to(self, device: torch.device) -> Self:  # noqa: ARG002 - batches are moved one by one
+        return self
 
 
 @dataclass(frozen=True)
-class Split:
+class ElsewhereText(Elsewhere):
+    """Text of `length` tokens a sample, each sent with the token after it."""
+
+    length: int
+    vocab_size: int
+
+    def received(self, sent: Batch) -> Batch:
+        """Inputs and targets, int64 (n, length), of tokens (n, length + 1)."""
+        is_text = isinstance(sent, Tensor) and sent.ndim == 2 and not sent.is_floating_point()
+        rows = sent.to(torch.int64) if is_text else torch.empty(0, 0)
+        fits = rows.shape[1] == self.length + 1 and len(rows)
+        if not (fits and rows.min() >= 0 and rows.max() < self.vocab_size):
+            raise DataError(f"not {self.length} of {self.vocab_size} tokens")
+        return rows[:, :-1], rows[:, 1:]
+
+    def example(self, num_samples: int) -> Batch:
+        return torch.zeros(num_samples, self.length + 1, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Split(Permuted):
     """Samples of one label each that sit in memory.
 
-    Attributes:
-        inputs: (num_samples, input_dim); float32 as the model takes them, or uint8, then a batch is
-            `inputs * scale + shift`.
-        targets: class indices, int64 (num_samples,).
-        scale: factor for uint8 inputs.
-        shift: summand for uint8 inputs.
+    `inputs` are (num_samples, input_dim), float32 as the model takes them, or uint8: then a batch is
+    `inputs * scale + shift`. `targets` are class indices, int64 (num_samples,).
     """
 
     inputs: Tensor
@@ -124,21 +144,14 @@ class Split:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples."""
         return len(self.targets)
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather samples by index.
-
-        Args:
-            indices: int32 or int64 (n,), on the CPU, each in 0 … num_samples - 1.
-
-        Returns:
-            Inputs, float32 (n, input_dim), and targets, int64 (n,), on the split's device.
-
-        Raises:
-            DataError: an index lies outside the split.
-        """
+    def batch(
+        self,
+        indices: Tensor,
+        place: Place | None = None,  # noqa: ARG002 - nothing is drawn
+    ) -> tuple[Tensor, Tensor]:
+        """Inputs, float32 (n, input_dim), and targets, int64 (n,), on the split's device."""
         check_indices(indices, self.num_samples)
         indices = indices.to(self.inputs.device)
         inputs = self.inputs.index_select(0, indices)
@@ -147,7 +160,6 @@ class Split:
         return inputs, self.targets.index_select(0, indices)
 
     def to(self, device: torch.device) -> Self:
-        """Return the split with its tensors on `device`."""
         return replace(self, inputs=self.inputs.to(device), targets=self.targets.to(device))
 
 
@@ -156,9 +168,6 @@ class Dataset:
     """A dataset, cut into what is trained on and what is held out.
 
     Attributes:
-        name: its registered name.
-        train: the samples that are trained on.
-        validation: the samples held out.
         input_dim: features a sample; of text, tokens a sample.
         num_classes: number of classes; targets lie in 0 … num_classes - 1. Of text, the vocabulary.
         fingerprint: SHA-256 over name, shapes, types and bytes of both splits, in hex.
@@ -198,22 +207,20 @@ class Dataset:
 
     @classmethod
     def elsewhere(
-        cls, name: str, *, num_samples: int, length: int, vocab_size: int, fingerprint: str
+        cls,
+        name: str,
+        *,
+        num_samples: int,
+        input_dim: int,
+        num_classes: int,
+        measure: Measure,
+        fingerprint: str,
     ) -> Self:
-        """Text that this machine has not, and what must be known of it."""
-        return cls(
-            name=name,
-            train=Elsewhere(num_samples, length, vocab_size),
-            validation=Elsewhere(0, length, vocab_size),
-            input_dim=length,
-            num_classes=vocab_size,
-            fingerprint=fingerprint,
-            measure="perplexity",
-        )
-
-    def to(self, device: torch.device) -> Self:
-        """Return the dataset with both splits on `device`."""
-        return replace(self, train=self.train.to(device), validation=self.validation.to(device))
+        """Data that this machine has not, and what must be known of them."""
+        train = Elsewhere(num_samples)
+        if measure == "perplexity":
+            train = ElsewhereText(num_samples, input_dim, num_classes)
+        return cls(name, train, Elsewhere(0), input_dim, num_classes, fingerprint, measure)
 
 
 def _check_split(label: str, split: Split, num_classes: int) -> None:

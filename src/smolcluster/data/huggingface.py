@@ -21,9 +21,6 @@ _SWITCHED = ("huggingface_hub.constants", "datasets.config")
 def hub(*, download: bool) -> Iterator[str | None]:
     """Let the libraries use the hub while the block lasts, or only what they fetched before.
 
-    Args:
-        download: the network may be used.
-
     Yields:
         Why the hub is not asked; None when it is.
     """

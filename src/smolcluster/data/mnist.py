@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from smolcluster.data.dataset import Dataset, Split
+from smolcluster.data.huggingface import reason_of
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.utils.folders import user_cache
-from smolcluster.utils.words import condensed
 
 MEAN = 0.1307
 DEVIATION = 0.3081
@@ -30,10 +30,6 @@ FILES = (
 
 def load_mnist(root: Path | None, *, download: bool) -> Dataset:
     """Read MNIST from `root/MNIST/raw`, or fetch it there first.
-
-    Args:
-        root: the folder that holds `MNIST/raw`; None: the default one.
-        download: fetch the files when they are not there.
 
     Raises:
         ConfigError: `root` does not exist, and nothing may be fetched.
@@ -84,7 +80,7 @@ def _fetch(folder: Path, place: Path) -> None:
                 (Path(scratch.name) / "MNIST" / "raw" / name).replace(place / name)
         except (RuntimeError, OSError, HTTPException, EOFError, zlib.error) as error:
             raise DataError(
-                f"MNIST could not be fetched into {place} ({_one_line(error)}); check the network, or "
+                f"MNIST could not be fetched into {place} ({reason_of(error)}); check the network, or "
                 "put its four ubyte files there and set dataset.download=false"
             ) from error
 
@@ -95,10 +91,10 @@ def _read(folder: Path, place: Path, *, train: bool) -> Split:
     try:
         files = MNIST(str(folder), train=train)
     except OSError as error:
-        raise DataError(f"MNIST in {place} cannot be read: {_one_line(error)}") from error
+        raise DataError(f"MNIST in {place} cannot be read: {reason_of(error)}") from error
     except (RuntimeError, AssertionError, KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"MNIST in {place} is damaged ({_one_line(error)}); remove the folder and fetch it again"
+            f"MNIST in {place} is damaged ({reason_of(error)}); remove the folder and fetch it again"
         ) from error
     return _split(files.data, files.targets, place)
 
@@ -112,7 +108,3 @@ def _split(images: Tensor, labels: Tensor, place: Path) -> Split:
         )
     scale = 1.0 / (255.0 * DEVIATION)
     return Split(inputs, labels.to(torch.int64), scale=scale, shift=-MEAN / DEVIATION)
-
-
-def _one_line(error: Exception) -> str:
-    return condensed(str(getattr(error, "strerror", None) or str(error) or type(error).__name__))

@@ -6,7 +6,9 @@ Philox words (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011
 never to change the words of a bit generator, but not the results of `Generator.permutation`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 import numpy as np
@@ -43,20 +45,17 @@ class Range:
 
     @property
     def num_samples(self) -> int:
-        """Samples in the range."""
         return self.stop - self.start
 
 
 class EpochOrders:
-    """The permutations of a run's epochs, of which the last one that was asked for is kept."""
+    """The orders of a run's epochs, as `draw` gives them.
 
-    def __init__(self, seed: int, num_samples: int) -> None:
-        self._seed = seed
-        self._num_samples = num_samples
-        self._kept: tuple[int, Tensor] | None = None
+    The last two asked for are kept: near an epoch's end, samples of the next one are wanted ahead.
+    """
+
+    def __init__(self, draw: Callable[[int], Tensor]) -> None:
+        self._order = lru_cache(maxsize=2)(draw)
 
     def __getitem__(self, epoch: int) -> Tensor:
-        """The order of an epoch's samples, (num_samples,) int32."""
-        if self._kept is None or self._kept[0] != epoch:
-            self._kept = (epoch, epoch_permutation(self._seed, epoch, self._num_samples))
-        return self._kept[1]
+        return self._order(epoch)

@@ -11,7 +11,7 @@ from smolcluster.data.digits import load_digits
 from smolcluster.data.mnist import load_mnist
 from smolcluster.data.wikitext import load_huggingface, load_snli, load_wikitext
 from smolcluster.errors import ConfigError
-from smolcluster.utils.words import nearest
+from smolcluster.utils.words import hint_at
 
 TextLoader = Callable[[DatasetConfig, int, logging.Logger], Dataset]
 
@@ -32,11 +32,8 @@ def load_dataset(
 ) -> Dataset:
     """Load the dataset that `config.name` names onto the CPU.
 
-    Args:
-        config: its name, and where this machine keeps it.
-        seed: draws the held-out samples where a dataset of labels has no validation split of its own.
-        model: says how many tokens a sample of text has.
-        log: told what takes long.
+    `seed` draws the held-out samples where labels have no validation split of their own; `model` says
+    how many tokens a sample of text has.
 
     Raises:
         ConfigError: no such dataset or path, or the model is not made for it.
@@ -48,8 +45,7 @@ def load_dataset(
         return load_mnist(config.root, download=config.download)
     if config.name not in TEXTS:
         names = (*LABELLED, *TEXTS)
-        meant = nearest(config.name, names)
-        hint = f"; did you mean {meant}?" if meant else ""
+        hint = hint_at(config.name, names)
         raise ConfigError(f"dataset.name is {config.name!r}, allowed: {', '.join(names)}{hint}")
     if not isinstance(model, GPTConfig):
         raise ConfigError(

@@ -26,15 +26,16 @@ from typing import Any, Final, Literal, Self
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from smolcluster.data.huggingface import reason_of
 from smolcluster.data.tokenizer import Tokenizer, cut
 from smolcluster.errors import DataError
-from smolcluster.utils import locks
+from smolcluster.runs.model_file import Strict
 from smolcluster.utils.folders import user_cache
+from smolcluster.utils.locks import held
 from smolcluster.utils.units import format_bytes, format_duration
 
 FORMAT: Final = 1
@@ -71,11 +72,7 @@ class TextSource:
     num_bytes: int | None = None
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class SplitMeta(_Part):
+class SplitMeta(Strict):
     """One split's file."""
 
     num_tokens: PositiveInt
@@ -84,7 +81,7 @@ class SplitMeta(_Part):
     xxh3: str = Field(description="XXH3-128 of the file, in hex.")
 
 
-class Meta(_Part):
+class Meta(Strict):
     """What a folder of the cache holds."""
 
     format: Literal[1]
@@ -97,20 +94,12 @@ class Meta(_Part):
     validation: SplitMeta
 
     def split(self, role: Role) -> SplitMeta:
-        """What is said of one split."""
         return self.train if role == "train" else self.validation
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Both splits of a text as token ids.
-
-    Attributes:
-        train: ids (num_tokens,), mapped from a file.
-        validation: the same of the held-out text.
-        vocab_size: ids lie in 0 … vocab_size - 1.
-        content: SHA-256 of the tokenizer's identity and all ids, in hex.
-    """
+    """Both splits of a text as token ids, mapped from files; `content` and `vocab_size` as in `Meta`."""
 
     train: Stream
     validation: Stream
@@ -123,7 +112,6 @@ class _Damaged(DataError):
 
 
 def default_cache() -> Path:
-    """The folder used when none is given: in the user's cache, never in a checkout."""
     return user_cache() / "tokens"
 
 
@@ -144,12 +132,7 @@ def open_tokens(
 
     Of several processes that need the same ids one makes them, and the others wait for it.
 
-    Args:
-        source: the text.
-        tokenizer_identity: what `load_tokenizer` gives has it.
-        load_tokenizer: called only when there is something to encode.
-        cache: the cache's folder; None: the default one.
-        log: told what is made, for whom the process waits, and what was damaged.
+    `load_tokenizer` is called only when there is something to encode, and gives one of that identity.
 
     Raises:
         DataError: the text cannot be read or encoded, a split is empty, or the cache cannot be written.
@@ -218,13 +201,9 @@ def _storing(place: Path) -> Iterator[None]:
 @contextmanager
 def _alone(path: Path, name: str, log: logging.Logger) -> Iterator[None]:
     """Hold the lock file `path` while the block lasts; wait for whoever holds it now."""
-    descriptor = locks.take(
-        path, lambda holder: log.info("waiting for %s, which tokenizes %s", holder, name)
-    )
-    try:
+    waiting = "waiting for %s, which tokenizes %s"
+    with held(path, lambda holder: log.info(waiting, holder, name)):
         yield
-    finally:
-        locks.release(descriptor)
 
 
 def _build(folder: Path, source: TextSource, tokenizer: Tokenizer, log: logging.Logger) -> None:
@@ -256,7 +235,6 @@ def _build(folder: Path, source: TextSource, tokenizer: Tokenizer, log: logging.
 
 
 def _clear(path: Path) -> None:
-    """Remove what is at `path`, if anything is."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -270,7 +248,6 @@ def _begun(documents: Documents) -> Documents:
 
 
 def _write(scratch: Path, source: TextSource, documents: Documents, tokenizer: Tokenizer) -> Meta:
-    """Encode both splits of `source` into `scratch`."""
     is_small = tokenizer.vocab_size <= _SMALL_VOCABULARY
     dtype: Literal["uint16", "uint32"] = "uint16" if is_small else "uint32"
     with (
@@ -346,7 +323,6 @@ class _SplitWriter:
         self._advance(num_bytes)
 
     def meta(self) -> SplitMeta:
-        """What was written."""
         return SplitMeta(
             num_tokens=self.num_tokens,
             num_documents=self.num_documents,
@@ -356,7 +332,6 @@ class _SplitWriter:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of what was written, in hex."""
         return self._sha256.hexdigest()
 
     def _append(self, ids: Stream) -> None:
@@ -375,15 +350,13 @@ def _progress(source: TextSource) -> Iterator[Callable[[int], None]]:
     Yields:
         To be called with the number of bytes that were encoded since.
     """
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console, unseen = Console(stderr=True), not sys.stderr.isatty()
+    with Progress(*columns, console=console, transient=True, disable=unseen) as progress:
         task = progress.add_task(f"tokenizing {source.name}", total=source.num_bytes)
         yield partial(progress.advance, task)

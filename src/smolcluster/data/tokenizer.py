@@ -87,11 +87,6 @@ class ByteTokenizer:
     end_of_text: int = 0
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """The bytes of each text.
-
-        Raises:
-            DataError: a text holds the character NUL.
-        """
         if any("\0" in text for text in texts):
             raise DataError(
                 "a text holds the character NUL, which separates documents with dataset.tokenizer=bytes; "
@@ -100,7 +95,6 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text that the bytes `ids` stand for."""
         return bytes(ids).decode(errors="replace")
 
 
@@ -124,7 +118,6 @@ class SubwordTokenizer:
         return [np.array(ids, dtype=np.uint32) for ids in rows]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text that `ids` stand for, separators included."""
         text = self.theirs.decode([int(i) for i in ids], clean_up_tokenization_spaces=False)
         return str(text)
 
@@ -146,11 +139,7 @@ def tokenizer_identity(name: str) -> str:
 
 
 def load_tokenizer(name: str, *, download: bool = True) -> Tokenizer:
-    """Load the tokenizer that the configuration calls `name`.
-
-    Args:
-        name: `bytes`, a path, or a name on the hub.
-        download: fetch one that was not fetched before.
+    """Load the tokenizer that the configuration calls `name`; with `download`, fetch it if need be.
 
     Raises:
         ConfigError: a path that does not exist.
@@ -232,12 +221,7 @@ def _from_home(name: str) -> Path:
 
 
 def _files(name: str, path: Path) -> list[Path]:
-    """The files of the tokenizer at `path`, by name.
-
-    Raises:
-        ConfigError: there is no such path.
-        DataError: there are none.
-    """
+    """The files of the tokenizer at `path`, by name; raises as `tokenizer_identity`."""
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -277,7 +261,6 @@ def _digest(name: str, files: Sequence[Path]) -> str:
 
 
 def _read(name: str, path: Path) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer at `path`."""
     import transformers  # noqa: PLC0415 - seconds to import, only for text that is tokenized anew
 
     try:
@@ -334,11 +317,7 @@ def _automatic(folder: str) -> "PreTrainedTokenizerBase":
 
 
 def _separator(name: str, theirs: "PreTrainedTokenizerBase", vocabulary: dict[str, int]) -> int:
-    """The id that stands between documents.
-
-    Raises:
-        DataError: the tokenizer has no token for that.
-    """
+    """The id that stands between documents."""
     own = (getattr(theirs, attribute, None) for attribute in _SEPARATORS)
     usual = (vocabulary.get(token) for token in _SEPARATOR_NAMES)
     for token_id in (*own, *usual):

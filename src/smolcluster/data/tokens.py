@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from smolcluster.configs.schema import DatasetConfig
-from smolcluster.data.dataset import NO_TERM, Dataset, check_indices
+from smolcluster.data.dataset import NO_TERM, Dataset, Permuted, Place, check_indices
 from smolcluster.data.token_cache import ROLES, Stream, TextSource, Tokens, open_tokens
 from smolcluster.data.tokenizer import load_tokenizer, tokenizer_identity
 from smolcluster.errors import DataError
@@ -22,17 +22,12 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
-class TokenBlocks:
-    """A stream of token ids, seen as samples of `length` inputs and the ids that follow each of them.
+class TokenBlocks(Permuted):
+    """A stream of token ids (num_tokens,), seen as samples of `length` inputs and the ids that follow each.
 
     Sample i has the inputs tokens[i * length : (i + 1) * length], and as targets the same, one further on.
-
-    Attributes:
-        tokens: ids (num_tokens,) of any integer type, in memory or mapped from a file.
-        length: inputs a sample.
-        is_whole: the last sample may be a short one, filled up with targets that are no loss terms; else
-            what fills no sample is left out.
-        device: where batches lie.
+    With `is_whole` the last sample may be a short one, filled up with targets that are no loss terms; else
+    what fills no sample is left out.
     """
 
     tokens: Stream
@@ -41,23 +36,13 @@ class TokenBlocks:
     device: torch.device = _CPU
 
     @property
-    def num_tokens(self) -> int:
-        """Number of ids in the stream."""
-        return len(self.tokens)
-
-    @property
     def num_samples(self) -> int:
-        """Number of samples."""
         return self._num_full + (self._tail is not None)
 
     def rows(self, indices: Tensor) -> NDArray[Any]:
-        """Gather inputs and the target after the last one.
+        """Inputs and the target after the last one: ids (n, length + 1) of the stream's type.
 
-        Args:
-            indices: int32 or int64 (n,), on the CPU, each in 0 … num_samples - 1.
-
-        Returns:
-            Ids (n, length + 1) of the stream's type; a short sample is filled up with 0.
+        A short sample is filled up with 0.
 
         Raises:
             DataError: an index lies outside the split.
@@ -73,32 +58,29 @@ class TokenBlocks:
         rows[is_last] = self._tail
         return rows
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather samples by index.
+    def to_send(self, indices: Tensor, place: Place | None = None) -> Tensor:  # noqa: ARG002
+        """Each token once: what `rows` gives, as a tensor."""
+        return torch.from_numpy(np.ascontiguousarray(self.rows(indices)))
 
-        Args:
-            indices: int32 or int64 (n,), on the CPU, each in 0 … num_samples - 1.
-
-        Returns:
-            Inputs and targets, both int64 (n, length), on the split's device; -100 for no loss term.
-
-        Raises:
-            DataError: an index lies outside the split.
-        """
+    def batch(
+        self,
+        indices: Tensor,
+        place: Place | None = None,  # noqa: ARG002 - nothing is drawn
+    ) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, both int64 (n, length), on the split's device; -100 for no loss term."""
         rows = self.rows(indices)
         inputs, targets = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
         if self._tail is not None:
-            num_last_terms = (self.num_tokens - 1) % self.length
+            num_last_terms = (len(self.tokens) - 1) % self.length
             targets[indices.numpy() == self._num_full, num_last_terms:] = NO_TERM
         return torch.from_numpy(inputs).to(self.device), torch.from_numpy(targets).to(self.device)
 
     def to(self, device: torch.device) -> Self:
-        """The same samples, whose batches lie on `device`; the stream stays where it is."""
         return replace(self, device=device)
 
     @cached_property
     def _num_full(self) -> int:
-        return max(0, self.num_tokens - 1) // self.length
+        return max(0, len(self.tokens) - 1) // self.length
 
     @cached_property
     def _windows(self) -> NDArray[Any]:

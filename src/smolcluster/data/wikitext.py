@@ -6,7 +6,7 @@ of their own; any other is given by its repository and columns.
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from smolcluster.configs.schema import DatasetConfig
 from smolcluster.data.corpus import identity_of, list_files
 from smolcluster.data.dataset import Dataset
 from smolcluster.data.huggingface import hub, reason_of
-from smolcluster.data.token_cache import ROLES, Role, TextSource
+from smolcluster.data.token_cache import ROLES, Documents, TextSource
 from smolcluster.data.tokens import load_text
 from smolcluster.errors import ConfigError, DataError
 
@@ -37,10 +37,8 @@ class _Wanted:
     """What is read of which dataset.
 
     Attributes:
-        name: the dataset's registered name.
         repository: its name on the hub; None: it is only looked for in a folder.
-        configuration: which of its configurations.
-        columns: the columns whose texts, one a line, are a row's.
+        columns: those whose texts, one a line, are a row's.
         splits: the names of the training and the validation split.
         is_running: all rows of a split are one document; else each row is one.
     """
@@ -70,11 +68,6 @@ def load_snli(config: DatasetConfig, length: int, log: logging.Logger) -> Datase
 
 def load_huggingface(config: DatasetConfig, length: int, log: logging.Logger) -> Dataset:
     """Load a dataset of the hub, or what `datasets` reads in the folder `config.root`; a row is a document.
-
-    Args:
-        config: which dataset, columns and splits, where it lies, the tokenizer and the cache.
-        length: tokens a sample.
-        log: told what takes long.
 
     Raises:
         ConfigError: no dataset is named, or its folder does not exist.
@@ -118,10 +111,8 @@ def _folder(root: Path, wanted: _Wanted) -> Path:
     return inner if inner.is_dir() else root
 
 
-def _documents(
-    wanted: _Wanted, read: partial[Iterator[tuple[Role, Iterator[str]]]]
-) -> Iterator[tuple[Role, Iterable[str]]]:
-    """Give each document's split and text."""
+def _documents(wanted: _Wanted, read: Callable[[], Documents]) -> Documents:
+    """Each document of what `read` gives: the rows of both splits."""
     for role, rows in read():
         if wanted.is_running:
             yield role, rows
@@ -129,9 +120,7 @@ def _documents(
             yield from ((role, (row,)) for row in rows)
 
 
-def _from_hub(
-    wanted: _Wanted, download: bool, log: logging.Logger
-) -> Iterator[tuple[Role, Iterator[str]]]:
+def _from_hub(wanted: _Wanted, download: bool, log: logging.Logger) -> Documents:
     """Give both splits' rows, from the hub or from the library's cache."""
     import datasets  # type: ignore[import-untyped]  # noqa: PLC0415 - seconds to import
 
@@ -160,14 +149,12 @@ def _not_a_path(repository: str | None) -> str | None:
     return repository
 
 
-def _from_folder(wanted: _Wanted, folder: Path) -> Iterator[tuple[Role, Iterator[str]]]:
+def _from_folder(wanted: _Wanted, folder: Path) -> Documents:
     """Give both splits' rows, from plain text or from what `datasets` reads."""
     for names in _PAIRS:
         paths = [folder / name for name in names]
         if all(path.is_file() for path in paths):
-            yield from (
-                (role, _lines(path, wanted)) for role, path in zip(ROLES, paths, strict=True)
-            )
+            yield from zip(ROLES, (_lines(path, wanted) for path in paths), strict=True)
             return
     import datasets  # noqa: PLC0415 - as in _from_hub
 
@@ -189,15 +176,16 @@ def _pairs() -> str:
     return ", or ".join(" and ".join(names) for names in _PAIRS)
 
 
-def _both(wanted: _Wanted, place: str, found: Any) -> Iterator[tuple[Role, Iterator[str]]]:
+def _both(wanted: _Wanted, place: str, found: Any) -> Documents:
     missing = next((name for name in wanted.splits if name not in found), None)
     if missing is not None:
         raise DataError(
             f"dataset {place} has no split {missing!r}, it has {', '.join(found)}; set dataset.train_split "
             "and dataset.validation_split"
         )
-    for role, split in zip(ROLES, wanted.splits, strict=True):
-        yield role, _rows(wanted, place, found[split])
+    yield from zip(
+        ROLES, (_rows(wanted, place, found[split]) for split in wanted.splits), strict=True
+    )
 
 
 def _rows(wanted: _Wanted, place: str, split: Any) -> Iterator[str]:
@@ -210,8 +198,9 @@ def _rows(wanted: _Wanted, place: str, split: Any) -> Iterator[str]:
         )
     try:
         for batch in split.select_columns(list(wanted.columns)).iter(batch_size=_ROWS_AT_ONCE):
+            for name in wanted.columns:
+                _check_texts(name, place, batch[name])
             for values in zip(*(batch[name] for name in wanted.columns), strict=True):
-                _check_values(wanted, place, values)
                 yield "\n".join(filter(None, values))
     except DataError:
         raise
@@ -219,13 +208,13 @@ def _rows(wanted: _Wanted, place: str, split: Any) -> Iterator[str]:
         raise DataError(f"dataset {place} cannot be read ({reason_of(error)})") from error
 
 
-def _check_values(wanted: _Wanted, place: str, values: tuple[Any, ...]) -> None:
-    for name, value in zip(wanted.columns, values, strict=True):
-        if not isinstance(value, str | None):
-            raise DataError(
-                f"column {name!r} of dataset {place} holds {type(value).__name__}, not text; set "
-                "dataset.columns to columns of text"
-            )
+def _check_texts(name: str, place: str, values: list[Any]) -> None:
+    wrong = next((value for value in values if not isinstance(value, str | None)), None)
+    if wrong is not None:
+        raise DataError(
+            f"column {name!r} of dataset {place} holds {type(wrong).__name__}, not text; set "
+            "dataset.columns to columns of text"
+        )
 
 
 def _lines(path: Path, wanted: _Wanted) -> Iterator[str]:

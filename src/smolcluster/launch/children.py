@@ -1,4 +1,4 @@
-"""Child processes of a launch: started, listened to, and ended.
+"""A child process of a launch: started and listened to.
 
 Each child has a session of its own, so that Ctrl-C at the terminal reaches the launcher only, which then ends
 the children in order. Each child's standard input is a pipe that nobody writes to: when the launcher is gone,
@@ -9,17 +9,15 @@ import os
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import IO
 
 from smolcluster.errors import LaunchError
 from smolcluster.runs.launched import LaunchedProcess
-from smolcluster.utils.retry import Deadline
 
 STOP_ON_STDIN_EOF = "--stop-on-stdin-eof"
-POLL_S = 0.05
 OUTPUT_TIMEOUT_S = 2.0
 MAX_LINE_BYTES = 1 << 16
 
@@ -32,7 +30,6 @@ class Child:
     """
 
     def __init__(self, process: LaunchedProcess, say: Callable[[str], None]) -> None:
-        self.process = process
         try:
             self._popen = subprocess.Popen(  # noqa: S603 - an argument list, no shell
                 [*process.argv, STOP_ON_STDIN_EOF],
@@ -47,6 +44,7 @@ class Child:
                 f"cannot start {process.title}: {process.argv[0]}: {error.strerror or error}"
             ) from error
         assert self._popen.stdout is not None  # noqa: S101 - it was asked for
+        self._exit_file = Path(process.run_dir, "exits", process.stem)
         self._reader = threading.Thread(
             target=_hand_on, args=(self._popen.stdout, say), name=process.title, daemon=True
         )
@@ -71,47 +69,23 @@ class Child:
             f"ended with exit code {code}" if code >= 0 else f"was ended by {_signal_name(-code)}"
         )
 
-    def terminate(self) -> None:
-        self._popen.terminate()
-
-    def kill(self) -> None:
-        """End it, and whatever it started in its session, at once."""
-        if self._popen.poll() is None:
+    def close(self) -> None:
+        """End it at once if it runs; take what it still said, note its exit code, and free its pipes."""
+        if self.exit_code is None:
             # It may end between the two lines; macOS then says that this is not permitted.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._popen.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        """After its end: take what it still said, and free its pipes."""
-        self._popen.wait()
+        with suppress(subprocess.TimeoutExpired):  # its pipe may be closed before it can be reaped
+            self._popen.wait(OUTPUT_TIMEOUT_S)
         self._reader.join(OUTPUT_TIMEOUT_S)
         for pipe in (self._popen.stdin, self._popen.stdout):
             if pipe is not None and not self._reader.is_alive():
                 pipe.close()
-
-
-def stop(children: Sequence[Child], grace_s: float, in_a_hurry: Callable[[], bool]) -> None:
-    """End the children: ask all, in order, to stop; kill those that still run after `grace_s` seconds.
-
-    As soon as `in_a_hurry()` says so, the grace is over.
-    """
-    running = [child for child in children if child.exit_code is None]
-    for child in running:
-        child.terminate()
-    wait_for(running, grace_s, in_a_hurry)
-    for child in running:
-        child.kill()
-    for child in children:
-        child.close()
-
-
-def wait_for(children: Sequence[Child], timeout_s: float, stop_waiting: Callable[[], bool]) -> None:
-    """Return when all children have ended, after `timeout_s` seconds, or when `stop_waiting()` says so."""
-    deadline = Deadline(timeout_s)
-    while any(child.exit_code is None for child in children):
-        if deadline.expired or stop_waiting():
+        if self.exit_code is None:
             return
-        time.sleep(POLL_S)
+        with suppress(OSError):
+            self._exit_file.parent.mkdir(exist_ok=True)
+            self._exit_file.write_text(f"{self.exit_code}\n")
 
 
 def _hand_on(output: IO[bytes], say: Callable[[str], None]) -> None:

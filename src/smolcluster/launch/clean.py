@@ -20,20 +20,20 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
+from smolcluster.errors import ConfigError, DataError, LaunchError, SmolclusterError
 from smolcluster.launch.find import all_runs
 from smolcluster.launch.host import Host
 from smolcluster.launch.watch.fetch import files_in, is_here
-from smolcluster.launch.watch.listing import ListedRun, listed
+from smolcluster.launch.watch.listing import listed
 from smolcluster.launch.watch.probe import OURS, ask_host
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
-from smolcluster.runs.files import or_none
-from smolcluster.runs.launched import read_launched
-from smolcluster.runs.lock import RunLock, is_held
+from smolcluster.observability.view.listing import ListedRun
+from smolcluster.runs.launched import launched_of
+from smolcluster.runs.lock import is_held, run_lock
 from smolcluster.runs.paths import LATEST, RunPaths, check_run_id, latest_of, point_latest
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.units import format_bytes, format_count, format_duration
-from smolcluster.utils.words import as_command, one_line
+from smolcluster.utils.words import as_command, one_line, say
 
 TIMEOUT_S = 120.0
 """How long a machine may take: checkpoints are large, and a Pi's card is slow."""
@@ -115,16 +115,16 @@ def clean(choice: CleanOptions, *, here: bool = False, yes: bool = False) -> int
     if not here:
         removals = _looked_up(removals, troubles)
     for trouble in troubles:
-        _say(trouble)
+        say(trouble)
     if not removals:
-        _say(f"nothing to remove in {root}")
+        say(f"nothing to remove in {root}")
         return int(bool(troubles))
     _show(removals)
     if not yes and not _confirmed():
         return int(bool(troubles))
     failures = _remove(root, removals)
     for failure in failures:
-        _say(failure)
+        say(failure)
     return int(bool(troubles or failures))
 
 
@@ -206,7 +206,6 @@ def _name(root: Path, name: str) -> str:
 
 
 def _why(paths: RunPaths, run: ListedRun, age_s: float, choice: CleanOptions) -> str | None:
-    """Why it is to go, in words; None: it is not."""
     if _never_began(paths, run):
         return FAILED_START
     if choice.older_than_s is not None and age_s <= choice.older_than_s:
@@ -288,8 +287,10 @@ def _looked_up(removals: Sequence[Removal], troubles: list[str]) -> list[Removal
 
 def _places(paths: RunPaths) -> Iterator[tuple[Host, str]]:
     """The folders of a run besides the one here, each once; only those that bear its name."""
-    launched = or_none(read_launched, paths.launched)
-    for process in {} if launched is None else launched.processes:
+    launched = None
+    with suppress(DataError):
+        launched = launched_of(paths)
+    for process in () if launched is None else launched.processes:
         folder = process.run_dir.rstrip("/")
         is_its = folder.rpartition("/")[2] == paths.run_id and "\n" not in folder
         if is_its and not is_here(process, paths):
@@ -348,18 +349,18 @@ def _show(removals: Sequence[Removal]) -> None:
             table.add_row(*(Text(displayable(console, cell)) for cell in cells))
     with steady(console):
         console.print(table)
-    _say(f"{format_count(len(removals), 'run')}, {format_bytes(total)}")
+    say(f"{format_count(len(removals), 'run')}, {format_bytes(total)}")
 
 
 def _confirmed() -> bool:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        _say("nothing was removed: --yes removes them")
+        say("nothing was removed: --yes removes them")
         return False
     sys.stdout.write("remove them (y/N)? ")
     sys.stdout.flush()
     if sys.stdin.readline().strip().lower() in ("y", "yes"):
         return True
-    _say("nothing was removed")
+    say("nothing was removed")
     return False
 
 
@@ -379,7 +380,7 @@ def _remove(root: Path, removals: Sequence[Removal]) -> list[str]:
             f"{host.node}: {folder} stays: {words[host, folder]}" for host, folder in stays
         ]
         if stays or not each.is_whole:
-            _say(f"run {each.run.run_id} stays here, because it says where the rest of it is")
+            say(f"run {each.run.run_id} stays here, because it says where the rest of it is")
             continue
         try:
             remove_here(each.paths)
@@ -389,7 +390,7 @@ def _remove(root: Path, removals: Sequence[Removal]) -> list[str]:
     if latest_of(root) in removed:
         with suppress(OSError):
             point_latest(root, _newest(root))
-    _say(f"removed {len(removed)} of {len(removals)} runs")
+    say(f"removed {len(removed)} of {len(removals)} runs")
     return failures
 
 
@@ -402,7 +403,7 @@ def remove_here(paths: RunPaths) -> None:
     """
     if paths.lock.is_symlink():  # to lock is to write
         paths.lock.unlink()
-    with RunLock(paths.lock):
+    with run_lock(paths.lock):
         shutil.rmtree(paths.root)
 
 
@@ -411,8 +412,3 @@ def _newest(root: Path) -> str | None:
         run for run in listed(root, _ask_here) if not _never_began(RunPaths(root / run.run_id), run)
     ]
     return max(begun, key=lambda run: run.began_at).run_id if begun else None
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{one_line(line)}\n")
-    sys.stdout.flush()

@@ -13,7 +13,10 @@ from smolcluster.configs.spec import get_algorithm
 FLOAT_NBYTES = 4
 SHARES = {"fp32": 1, "bf16": 1 / 2, "fp16": 1 / 2, "int8": (1 + 4 / 256) / 4}
 """Bytes of an encoded gradient beside those of its float32 form; int8 has a scale of four bytes for 256."""
-NUM_MOMENTS = {"sgd": 0, "adam": 2, "adamw": 2}
+NUM_MOMENTS = {"sgd": 0, "Adafactor": 0} | dict.fromkeys(
+    ("ASGD", "Adagrad", "Muon", "RMSprop", "SGD"), 1
+)
+"""Copies of the weights in an optimizer's state; 2 of all others."""
 VOCABULARIES = {"bytes": 256, "openai-community/gpt2": 50257, "gpt2": 50257}
 FEATURES = {"digits": 64, "MNIST": 784}
 LINKS_MB_S = (12.5, 125, 1250)
@@ -42,7 +45,9 @@ def cost_of(settings: Settings, algorithm: str) -> StepCost | None:
         return None
     cluster = settings.cluster
     copy = num_params * FLOAT_NBYTES
-    moments = NUM_MOMENTS[settings.train.optimizer]
+    moments = NUM_MOMENTS.get(settings.train.optimizer, 2)
+    if settings.train.optimizer == "sgd" and settings.train.optimizer_args.get("momentum"):
+        moments = 1
     encoded = round(
         copy * SHARES[cluster.codec or ("int8" if cluster.use_quantization else "fp32")]
     )
@@ -59,7 +64,9 @@ def cost_of(settings: Settings, algorithm: str) -> StepCost | None:
 
 
 def params_of(settings: Settings) -> int | None:
-    """Trainable weights; None where the data or an unknown tokenizer decide."""
+    """Trainable weights; None where the data, an unknown tokenizer or a workload decide."""
+    if settings.train.workload is not None:
+        return None
     model, dataset = settings.train.model, settings.train.dataset
     if isinstance(model, SimpleNNConfig):
         features = model.input_dim or FEATURES.get(dataset.name)

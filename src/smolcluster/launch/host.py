@@ -179,7 +179,7 @@ class Host:
 
 
 def run_here(
-    argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float, shielded: bool = False
+    argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float | None, shielded: bool = False
 ) -> Done:
     """Run a command on this machine and wait for its end; `shielded` from a Ctrl-C at the terminal.
 

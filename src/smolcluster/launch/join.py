@@ -18,26 +18,29 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from smolcluster.cluster.joining import RunOver, ask
+from smolcluster.configs.function_name import FunctionName, known_here
 from smolcluster.configs.resolve import LOOPBACK, load_resolved
 from smolcluster.configs.schema import ClusterConfig, NodeName
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
-from smolcluster.launch.cluster_run import EndedBadly
 from smolcluster.launch.find import RUNS_DIR, find
+from smolcluster.launch.host import Host
+from smolcluster.launch.local import place_overrides
+from smolcluster.launch.prepare import Machine
 from smolcluster.launch.remote import inherited, own_secret_file
-from smolcluster.launch.run import place_overrides
-from smolcluster.launch.take_in import JoinOptions, begin_and_wait, join_cluster, settings_of_node
+from smolcluster.launch.run import EndedBadly, Run
+from smolcluster.launch.take_in import JoinOptions, join_cluster, settings_of_node
 from smolcluster.launch.tmux import session_name
+from smolcluster.launch.workload_code import sent_workload
 from smolcluster.net.dialling import Address
-from smolcluster.observability.logs import setup_logging
+from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.terminal import SteadyConsole, print_line
 from smolcluster.observability.view.snapshot import read_snapshot
-from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched
-from smolcluster.runs.paths import RunPaths, create_run, log_stem, runs_root
-from smolcluster.runs.processes import ProcessEntry, read_processes, start_of, write_processes
+from smolcluster.runs.launched import LaunchedProcess, launched_of, write_launched
+from smolcluster.runs.paths import RunPaths, check_run_id, create_run, runs_root
 from smolcluster.transport.messages import Welcome
 from smolcluster.transport.security import load_secret
-from smolcluster.utils.locks import release, take
+from smolcluster.utils.locks import held
 
 POLL_S = 0.1
 LOCK = "joining.lock"
@@ -56,7 +59,9 @@ def join(where: str, wanted: JoinOptions) -> int:
     """
     address = address_of(where)
     if address is not None:
-        return _join_as_process(address, wanted, _of_this_machine(wanted), paths=None)
+        named = () if wanted.workload is None else ("--workload", known_here(wanted.workload).text)
+        options = [*named, *_of_this_machine(wanted)]
+        return _join_as_process(address, wanted, options, paths=None)
     paths = find(where, acts=True)
     with _taking_turns(paths):
         return _join_run(paths, wanted)
@@ -71,18 +76,15 @@ def _taking_turns(paths: RunPaths) -> Iterator[None]:
             SteadyConsole(), f"waiting for {who}, which brings a machine into run {paths.run_id}"
         )
 
-    try:
-        lock = take(paths.root / LOCK, on_busy)
-    except OSError as error:
-        raise LaunchError(f"{paths.root / LOCK} cannot be locked: {error.strerror}") from error
-    try:
+    def unlockable(reason: str) -> LaunchError:
+        return LaunchError(f"{paths.root / LOCK} cannot be locked: {reason}")
+
+    with held(paths.root / LOCK, on_busy, unlockable):
         yield
-    finally:
-        release(lock)
 
 
 def _join_run(paths: RunPaths, wanted: JoinOptions) -> int:
-    launched = read_launched(paths.launched) if paths.launched.is_file() else None
+    launched = launched_of(paths)
     if launched is not None and not launched.is_local:
         return join_cluster(paths, launched, wanted)
     status = read_snapshot(paths).status
@@ -91,10 +93,20 @@ def _join_run(paths: RunPaths, wanted: JoinOptions) -> int:
     settings = load_resolved(paths.config)
     address = Address(LOOPBACK, settings.cluster.port)
     own = [*place_overrides(settings), "threads=1", f"runs_dir={_quoted(paths.root.parent)}"]
-    options = ["--local", "--override", *own, *_of_this_machine(wanted)]
-    if launched is None:
+    workload = wanted.workload or settings.train.workload
+    named = () if workload is None else ("--workload", known_here(workload).text)
+    options = [
+        *("--local", *named),
+        *("--override", *own, *_of_this_machine(wanted)),
+    ]
+    if launched is None or not launched.has_sessions:
         return _join_as_process(address, wanted, options, paths=paths)
-    return _join_in_session(address, wanted, options, paths, launched)
+    process = _asked_for(address, wanted, options, paths)
+    machine = Machine(Host(process.node), process.project_dir, "pypi", inherited())
+    session = session_name(paths.run_id, "worker", process.rank)
+    run = Run(launched, paths, SteadyConsole(), {process.node: machine})
+    run.add(process.model_copy(update={"session": session}))
+    return 0
 
 
 def address_of(where: str) -> Address | None:
@@ -142,18 +154,64 @@ def own_name(stated: str | None) -> str:
 
 def _ask(address: Address, name: str, wanted: JoinOptions) -> Welcome:
     secret = load_secret(wanted.secret_file or own_secret_file())
-    log = setup_logging("join", name, named=False)
+    log = NodeLog("join", name, named=False)
     try:
         return ask(address, name, secret, timeout_s=wanted.wait_s, log=log.logger)
     except RunOver as news:
         raise LaunchError(f"the run at {address} is over: {news}") from None
 
 
-def _command(welcome: Welcome, name: str, address: Address, options: Sequence[str]) -> list[str]:
-    worker = get_algorithm(welcome.run.algorithm).worker
-    place = (str(welcome.worker_id), name, "--server", str(address))
+def _asked_for(
+    address: Address, wanted: JoinOptions, options: Sequence[str], paths: RunPaths | None
+) -> LaunchedProcess:
+    """A worker of the run at an address, in that run's folder; `paths`: the run's, where it is one of here.
+
+    Raises:
+        SmolclusterError: the run does not take it.
+    """
+    name = own_name(wanted.name)
+    welcome = _ask(address, name, wanted)
+    assert welcome.worker_id is not None  # noqa: S101 - we have asked for it
+    run_id = check_run_id(welcome.run_id)
+    if paths is None:
+        stated = settings_of_node(name, wanted.overrides).get("runs_dir", os.environ.get(RUNS_DIR))
+        paths = RunPaths(runs_root(Path(str(stated)) if stated else None) / run_id)
+    if welcome.run.workload is not None and "--workload" not in options:
+        options = ["--workload", _brought(welcome, paths), *options]
+    program = get_algorithm(welcome.run.algorithm).worker
     allowed: int = ClusterConfig.model_fields["restarts"].default
-    return [sys.executable, str(worker), *place, "--restarts", str(allowed), *options]
+    return LaunchedProcess(
+        node=name,
+        role="worker",
+        rank=welcome.worker_id - 1,
+        run_dir=str(paths.root),
+        project_dir=str(paths.root.parent),
+        argv=(
+            *(sys.executable, str(program), str(welcome.worker_id), name),
+            *("--server", str(address), "--run-id", run_id),
+            *("--restarts", str(allowed), *options),
+        ),
+    )
+
+
+def _brought(welcome: Welcome, paths: RunPaths) -> str:
+    """The function whose code the launcher has brought to this machine for a run.
+
+    Raises:
+        ConfigError: it has brought none, or another one.
+    """
+    name = sent_workload(paths.root)
+    if name is None:
+        raise ConfigError(
+            f"run {welcome.run_id} trains the workload {welcome.run.workload}, whose code is not here: name "
+            "it with --workload FILE.py:FUNCTION"
+        )
+    if FunctionName.parse(name).label != welcome.run.workload:
+        raise ConfigError(
+            f"run {welcome.run_id} trains the workload {welcome.run.workload}, but the code that was brought "
+            f"here is {name}: name it with --workload FILE.py:FUNCTION"
+        )
+    return name
 
 
 def _join_as_process(
@@ -163,81 +221,46 @@ def _join_as_process(
 
     `paths`: of the run, where it is one of this machine whose launcher has plain children.
     """
-    name = own_name(wanted.name)
-    welcome = _ask(address, name, wanted)
-    assert welcome.worker_id is not None  # noqa: S101 - we have asked for it
-    rank, command = welcome.worker_id - 1, _command(welcome, name, address, options)
-    print_line(
-        SteadyConsole(), f"joining run {welcome.run_id} as worker {welcome.worker_id} ({name})"
-    )
-    if not wanted.detach:
-        _note(paths, name, rank, os.getpid())
-        sys.stdout.flush()
-        os.execv(command[0], command)  # noqa: S606 - an argument list, no shell
-    stated = settings_of_node(name, wanted.overrides).get("runs_dir", os.environ.get(RUNS_DIR))
-    paths = paths or create_run(
-        runs_root(Path(str(stated)) if stated else None), welcome.run_id, newest=False
-    )
-    return _detached(paths, command, name, rank)
+    process = _asked_for(address, wanted, options, paths)
+    own = RunPaths(Path(process.run_dir))
+    print_line(SteadyConsole(), f"joining run {own.run_id} as {process.title}")
+    if wanted.detach:
+        create_run(own.root.parent, own.run_id, newest=False)
+        return _detached(own, process)
+    _note(own, process, os.getpid())
+    sys.stdout.flush()
+    return os.execv(process.argv[0], process.argv)  # noqa: S606 - an argument list, no shell
 
 
-def _detached(paths: RunPaths, command: Sequence[str], name: str, rank: int) -> int:
+def _detached(paths: RunPaths, process: LaunchedProcess) -> int:
     """Start a worker that outlives this terminal, with its log in the run's folder, and wait for its log."""
-    log = paths.log_file("worker", name, rank)
-    output = paths.logs / f"{log_stem('worker', name, rank)}.console.txt"
+    log = paths.logs / f"{process.stem}.log"
+    output = paths.logs / f"{process.stem}.console.txt"
     before = log.stat().st_size if log.exists() else 0
     with output.open("ab") as sink:
-        process = subprocess.Popen(  # noqa: S603 - an argument list, no shell
-            [*command, "--override", f"runs_dir={_quoted(paths.root.parent)}"],
+        started = subprocess.Popen(  # noqa: S603 - an argument list, no shell
+            [*process.argv, "--override", f"runs_dir={_quoted(paths.root.parent)}"],
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    _note(paths, name, rank, process.pid)
+    _note(paths, process, started.pid)
     while not log.exists() or log.stat().st_size == before:
-        if process.poll() is not None:
+        if started.poll() is not None:
             said = output.read_text(errors="replace").strip().splitlines()
-            raise EndedBadly(
-                f"worker {rank + 1} ({name})", process.returncode, (said or ["it said nothing"])[-1]
-            )
+            last = (said or ["it said nothing"])[-1]
+            raise EndedBadly(process.title, started.returncode, last)
         time.sleep(POLL_S)
     print_line(
         SteadyConsole(),
-        f"it is process {process.pid}: `kill {process.pid}` stops it, and what it says is in {output}",
+        f"it is process {started.pid}: `kill {started.pid}` stops it, and what it says is in {output}",
     )
     return 0
 
 
-def _note(paths: RunPaths | None, name: str, rank: int, pid: int) -> None:
-    """Let `status` and `stop` know of a worker of a run that lists its processes."""
-    if paths is None or not paths.processes.is_file():
-        return
-    others = [each for each in read_processes(paths.processes) if each.rank != rank]
-    entry = ProcessEntry(node=name, role="worker", rank=rank, pid=pid, started=start_of(pid))
-    write_processes(paths.processes, [*others, entry])
-
-
-def _join_in_session(
-    address: Address,
-    wanted: JoinOptions,
-    options: Sequence[str],
-    paths: RunPaths,
-    launched: Launched,
-) -> int:
-    """Start a worker in a tmux session of this machine, beside those of a run that has such."""
-    name = own_name(wanted.name)
-    welcome = _ask(address, name, wanted)
-    assert welcome.worker_id is not None  # noqa: S101 - we have asked for it
-    rank = welcome.worker_id - 1
-    process = LaunchedProcess(
-        node=name,
-        role="worker",
-        rank=rank,
-        ssh=None,
-        run_dir=str(paths.root),
-        session=session_name(paths.run_id, "worker", rank),
-        project_dir=str(paths.root.parent),
-        argv=tuple(_command(welcome, name, address, options)),
-    )
-    return begin_and_wait(paths, launched, process, inherited())
+def _note(paths: RunPaths, process: LaunchedProcess, pid: int) -> None:
+    """Let `status` and `stop` know of a worker of a run that was launched from here."""
+    if (launched := launched_of(paths)) is not None and launched.is_local:
+        worker = process.model_copy(update={"pid": pid})
+        write_launched(paths.launched, launched.with_worker(worker))

@@ -24,7 +24,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 GREETING = b"smolcluster doctor\n"
 NUM_PINGS = 10
@@ -73,28 +72,16 @@ def listen(port: int, token: str, seconds: int, addresses: list[str]) -> None:
 
 def _place(address: str, port: int) -> tuple[socket.socket | None, dict[str, object]]:
     """Listen on an address; also what came of it: listening, busy, foreign or refused."""
-    if _answers(
-        address, port
-    ):  # macOS lets two listen on one port, if one of them names no address
-        return _place_elsewhere(address, "busy")
-    try:
-        return _listener(address, port), {"state": "listening", "port": port}
-    except socket.gaierror as error:
-        return None, {"state": "foreign", "port": 0, "why": str(error)}
+    state, why = "busy", ""
+    try:  # macOS lets two listen on one port, if one of them names no address
+        if not _answers(address, port):
+            return _listener(address, port), {"state": "listening", "port": port, "why": ""}
     except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
-            return None, {"state": "foreign", "port": 0, "why": _why(error)}
-        state = "busy" if error.errno == errno.EADDRINUSE else "refused"
-        return _place_elsewhere(address, state, _why(error))
-
-
-def _place_elsewhere(
-    address: str, state: str, why: str = ""
-) -> tuple[socket.socket | None, dict[str, object]]:
+        state, why = "busy" if error.errno == errno.EADDRINUSE else "refused", _why(error)
     try:
         listener = _listener(address, 0)
     except OSError as error:
-        is_foreign = error.errno == errno.EADDRNOTAVAIL  # something answers there, but elsewhere
+        is_foreign = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
         return None, {"state": "foreign" if is_foreign else state, "port": 0, "why": _why(error)}
     return listener, {"state": state, "port": listener.getsockname()[1], "why": why}
 
@@ -178,11 +165,11 @@ def _serve(sock: socket.socket, token: str, turn: threading.Lock) -> None:
             if _line(sock) != token.encode():
                 return
             sock.sendall(GREETING)
-            options = sock.recv(1)
-            if options == b"l":
+            request = sock.recv(1)
+            if request == b"l":
                 _answer_large(sock)
-                options = sock.recv(1)
-            if options != b"m":
+                request = sock.recv(1)
+            if request != b"m":
                 return
             with turn:
                 sock.sendall(b"g")
@@ -238,29 +225,17 @@ def _line(sock: socket.socket) -> bytes:
 # --- on a worker's machine
 
 
-def knock(address: str, port: int, token: str) -> dict[str, object]:
-    """Whether the listener answers; else why: an errno's name, name or stranger."""
-    return _with_listener(address, port, token, lambda _sock: {})
-
-
-def large(address: str, port: int, token: str) -> dict[str, object]:
-    """Whether packets of full size pass; the error `large` tells the direction in which they are lost."""
-    return _with_listener(address, port, token, _exchange_large)
-
-
-def measure(address: str, port: int, token: str) -> dict[str, object]:
-    return _with_listener(address, port, token, _measure)
-
-
-def _with_listener(
-    address: str, port: int, token: str, do: Callable[[socket.socket], dict[str, object]]
-) -> dict[str, object]:
+def ask(verb: str, address: str, port: int, token: str) -> dict[str, object]:
+    """What came of it; `error`: an errno's name, name, stranger, large (which has a `way`) or broke."""
     try:
         with socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S) as sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not _is_greeted(sock, token):
                 return {"error": "stranger"}
-            return {"error": None, **_undisturbed(sock, do)}
+            try:
+                return {"error": None, **_found(verb, sock)}
+            except (OSError, ValueError) as error:
+                return {"error": "broke", "why": str(error)}
     except socket.gaierror as error:
         return {"error": "name", "why": str(error)}
     except socket.timeout:  # noqa: UP041 - another class before Python 3.10
@@ -269,13 +244,9 @@ def _with_listener(
         return {"error": errno.errorcode.get(error.errno or 0, "?"), "why": _why(error)}
 
 
-def _undisturbed(
-    sock: socket.socket, do: Callable[[socket.socket], dict[str, object]]
-) -> dict[str, object]:
-    try:
-        return do(sock)
-    except (OSError, ValueError) as error:
-        return {"error": "broke", "why": str(error)}
+def _found(verb: str, sock: socket.socket) -> dict[str, object]:
+    lost = {} if verb == "knock" else _exchange_large(sock)
+    return _measure(sock) if verb == "measure" and not lost else lost
 
 
 def _is_greeted(sock: socket.socket, token: str) -> bool:
@@ -295,7 +266,7 @@ def _exchange_large(sock: socket.socket) -> dict[str, object]:
         sock.sendall(CHUNK[:LARGE_NBYTES])
         for nbytes in (1, LARGE_NBYTES):
             if not _arrives(sock, nbytes):
-                raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+                raise _of(errno.ECONNRESET)
             way = "from"
     except socket.timeout:  # noqa: UP041 - another class before Python 3.10
         return {"error": "large", "way": way}
@@ -303,12 +274,10 @@ def _exchange_large(sock: socket.socket) -> dict[str, object]:
 
 
 def _measure(sock: socket.socket) -> dict[str, object]:
-    if lost := _exchange_large(sock):
-        return lost
     sock.sendall(b"m")
     sock.settimeout(TURN_TIMEOUT_S)
     if sock.recv(1) != b"g":
-        raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        raise _of(errno.ECONNRESET)
     sock.settimeout(STALL_TIMEOUT_S)
     pings = []
     for _ in range(NUM_PINGS):
@@ -334,7 +303,11 @@ def _burst(sock: socket.socket) -> bytes:
             return _line(sock)
         if writable:
             sock.send(CHUNK)
-    raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+    raise _of(errno.ETIMEDOUT)
+
+
+def _of(code: int) -> OSError:
+    return OSError(code, os.strerror(code))
 
 
 def _say(found: dict[str, object]) -> None:
@@ -351,8 +324,7 @@ def main(argv: list[str]) -> None:
     if verb == "listen":
         listen(int(rest[0]), rest[1], int(rest[2]), rest[3:])
     else:
-        address, port, token = rest
-        _say({"knock": knock, "large": large, "measure": measure}[verb](address, int(port), token))
+        _say(ask(verb, rest[0], int(rest[1]), rest[2]))
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ owner: it is never replaced unasked. Paths that were never sent are not looked a
 import fnmatch
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Literal
 
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import Done
@@ -34,7 +34,6 @@ FOLDER, UNREADABLE = "folder", "unreadable"
 SHOWN = 10
 """Names in a message."""
 
-State = Literal["absent", "foreign", "project"]
 Tree = Mapping[str, str]
 """What is at each path, relative to the project's folder."""
 
@@ -86,14 +85,18 @@ def without(tree: Tree, kept: Sequence[str]) -> Tree:
     return {name: what for name, what in tree.items() if own.isdisjoint({name, *_parents(name)})}
 
 
-def as_names(tree: Tree) -> bytes:
-    return b"".join(os.fsencode(name) + b"\0" for name in tree)
+def with_nuls(words: Iterable[str]) -> bytes:
+    """Names, or names and what is there in turn, as shells read them: a NUL ends each."""
+    return b"".join(os.fsencode(word) + b"\0" for word in words)
 
 
 def as_manifest(tree: Tree) -> bytes:
-    return b"".join(
-        os.fsencode(name) + b"\0" + what.encode() + b"\0" for name, what in tree.items()
-    )
+    return with_nuls(chain.from_iterable(tree.items()))
+
+
+def version_of(root: Path) -> str:
+    """A digest of what is sent."""
+    return hashlib.sha256(as_manifest(read_tree(root))).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -101,13 +104,13 @@ class NodeFolder:
     """The project's folder on a node.
 
     Attributes:
-        state: `absent` also when it is empty; `foreign`: it holds something else.
+        state: `project`; `absent`, also when it is empty; `foreign`: it holds something else.
         owner: whose work it may be, such as `a git clone`; empty: nobody's.
         tree: what is there at paths that are ours or were sent.
         sent: what was sent to a path; several contents, where sending was broken off.
     """
 
-    state: State
+    state: str
     owner: str = ""
     is_half_sent: bool = False
     tree: Tree = field(default_factory=dict)
@@ -116,23 +119,29 @@ class NodeFolder:
 
 @dataclass(frozen=True)
 class Difference:
-    """What distinguishes a node's folder from this tree, as paths.
+    """What distinguishes a node's `folder` from our `tree`, as paths.
 
     Attributes:
         edited: neither ours nor what was sent: to replace it loses somebody's work.
         outdated: missing, or as it was sent before.
         gone: not ours any more, or of another kind now, and still as it was sent.
-        is_recorded: whether the node's manifest is of this tree.
     """
 
-    edited: tuple[str, ...] = ()
-    outdated: tuple[str, ...] = ()
-    gone: tuple[str, ...] = ()
-    is_recorded: bool = True
+    tree: Tree
+    folder: NodeFolder
+    edited: tuple[str, ...]
+    outdated: tuple[str, ...]
+    gone: tuple[str, ...]
 
     @property
     def is_none(self) -> bool:
         return not (self.edited or self.outdated or self.gone)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the node's manifest is of our tree alone."""
+        ours = {_shown(name): {what} for name, what in self.tree.items()}
+        return self.folder.sent == ours and not self.folder.is_half_sent
 
 
 def read_folder(done: Done) -> NodeFolder:
@@ -146,23 +155,18 @@ def read_folder(done: Done) -> NodeFolder:
         raise ValueError(text)
     head, found, rest = text.partition("\0/sent\0")
     facts = dict(_pairs(head.lstrip("\n")))
-    match facts.get("state"):
-        case "absent":
-            return NodeFolder("absent")
-        case "foreign":
-            return NodeFolder("foreign")
-        case "project" if found:
-            pass
-        case _:
-            raise ValueError(text)
+    state = facts.get("state")
+    if state in ("absent", "foreign"):
+        return NodeFolder(state)
+    if state != "project" or not found:
+        raise ValueError(text)
     before, _, now = rest.partition("\0/there\0")
     sent: dict[str, frozenset[str]] = {}
     for name, what in _pairs(before):
         if name.startswith("/") or ".." in name.split("/"):
             raise ValueError(name)
         sent[name] = sent.get(name, frozenset()) | {what}
-    is_half_sent = facts.get("sending") == "yes"
-    return NodeFolder("project", facts.get("owner", ""), is_half_sent, _read_tree(now), sent)
+    return NodeFolder(state, facts.get("owner", ""), "sending" in facts, _read_tree(now), sent)
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
@@ -187,9 +191,9 @@ def _read_tree(text: str) -> Tree:
     return tree
 
 
-def compare(ours: Tree, folder: NodeFolder) -> Difference:
+def compare(tree: Tree, folder: NodeFolder) -> Difference:
     """What has to be sent to a node, and what must not be replaced there."""
-    ours = {_shown(name): what for name, what in ours.items()}
+    ours = {_shown(name): what for name, what in tree.items()}
     edited, outdated = [], []
     for name, what in ours.items():
         there, sent = folder.tree.get(name), folder.sent.get(name, frozenset())
@@ -205,8 +209,7 @@ def compare(ours: Tree, folder: NodeFolder) -> Difference:
         for name, sent in folder.sent.items()
         if (there := folder.tree.get(name)) in sent and _kind(there) != _kind(ours.get(name))
     ]
-    is_recorded = folder.sent == {name: {what} for name, what in ours.items()}
-    return Difference(tuple(edited), tuple(outdated), tuple(gone), is_recorded)
+    return Difference(tree, folder, tuple(edited), tuple(outdated), tuple(gone))
 
 
 def _kind(what: str | None) -> str:
@@ -218,8 +221,15 @@ def _shown(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "replace")
 
 
-def refusal(folder: NodeFolder, project_dir: str, edited: Sequence[str]) -> tuple[str, str]:
-    """Why nothing is sent to a node on which somebody has edited files, and the two ways out."""
+def refusal(
+    folder: NodeFolder, node: str, project_dir: str, edited: Sequence[str]
+) -> tuple[str, str] | None:
+    """Why nothing is sent to a node whose folder holds somebody's work, and the ways out; None: it may be."""
+    if folder.state == "foreign":
+        what = f"{project_dir} holds something else than this project"
+        return what, f"set nodes.{node}.project_dir to another folder"
+    if not edited:
+        return None
     shown, more = ", ".join(edited[:SHOWN]), len(edited) - SHOWN
     names = f"{shown} and {more} more" if more > 0 else shown
     count = "1 file that is" if len(edited) == 1 else f"{len(edited)} files that are"

@@ -5,24 +5,28 @@ each is a command that a person could type as well.
 """
 
 import json
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import smolcluster
-from smolcluster.configs.resolve import node_overrides, public_overrides
+from smolcluster.configs.function_name import FunctionName
+from smolcluster.configs.resolve import node_overrides, public_overrides, without_workload
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.configs.spec import AlgorithmSpec
 from smolcluster.errors import ConfigError
 from smolcluster.launch.tmux import session_name
+from smolcluster.launch.workload_code import WORKLOAD_FOLDER
 from smolcluster.runs.launched import Launched, LaunchedProcess
-from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.units import format_address
 
 PATIENCE = "start_timeout_s=86400"
 """The server may tokenize for long before it listens; if it ends, the launcher stops the workers."""
 NO_PROGRESS = "--no-progress"
 PACKAGE = Path(smolcluster.__file__).resolve().parent
+SCRIPT = PACKAGE / "api" / "script.py"
+"""What runs a script as a worker."""
 CLUSTER_FILE, TRAIN_FILE = "launch/cluster.yaml", "launch/train.yaml"
 """The configuration's copies in a run's folder on a node."""
 
@@ -37,6 +41,10 @@ class Request:
         train_config: training file, a path or a shipped name; None: the default one.
         overrides: `key=value` texts, in the order in which they were given.
         num_workers: workers on this machine; None: as many as the cluster file lists.
+        workload: the function that makes the workload, as every process is told; on the machines of a cluster
+            as it is seen from WORKLOAD_FOLDER in the run's folder; None: what the training file names.
+        script: a script that attaches, and its arguments, which is every worker; on the machines of a cluster
+            as it is seen from there, too; None: the algorithm's own.
     """
 
     algorithm: AlgorithmSpec
@@ -44,6 +52,8 @@ class Request:
     train_config: str | None = None
     overrides: tuple[str, ...] = ()
     num_workers: int | None = None
+    workload: str | None = None
+    script: str | None = None
 
 
 @dataclass(frozen=True)
@@ -52,8 +62,6 @@ class NodePaths:
 
     Attributes:
         ssh: where `ssh` finds it; None: it is this machine.
-        project_dir: the project's folder.
-        runs_dir: the folder of runs.
         python: the interpreter, relative to `project_dir` or absolute.
         overrides: for a worker: where the training file says that the data are.
     """
@@ -73,11 +81,12 @@ def plan_local(
     request: Request,
     cluster: ClusterConfig,
     *,
-    run_id: str,
+    run_dir: Path,
     python: str,
     with_threads: Collection[str] = (),
     place: Sequence[str] = (),
     resume: bool = False,
+    in_sessions: bool = False,
 ) -> Launched:
     """The commands that run the whole cluster on this machine with the interpreter `python`.
 
@@ -86,38 +95,54 @@ def plan_local(
     every worker where the training file says that the data are. With `resume` the run goes on from its
     newest good checkpoint.
     """
-
-    def overrides(texts: Sequence[str], node: str) -> tuple[str, ...]:
-        return _overrides(texts if node in with_threads else (*texts, "threads=1"))
-
+    run_id = run_dir.name
     local = ("--local", *_option("--workers", request.num_workers))
     config = _option("--config", request.config)
-    server = LaunchedProcess(
-        node=cluster.server,
-        role="server",
-        rank=None,
-        argv=(
-            *(python, str(request.algorithm.server), *local),
-            *("--run-id", run_id, NO_PROGRESS),
-            *_option("--resume", "auto" if resume else None),
-            *config,
-            *_option("--train-config", request.train_config),
-            *overrides(request.overrides, cluster.server),
-        ),
+
+    def planned(
+        node: str, rank: int | None, *argv: str, overrides: Sequence[str]
+    ) -> LaunchedProcess:
+        role = "server" if rank is None else "worker"
+        texts = overrides if node in with_threads else (*overrides, "threads=1")
+        return LaunchedProcess(
+            node=node,
+            role=role,
+            rank=rank,
+            run_dir=str(run_dir),
+            session=session_name(run_id, role, rank) if in_sessions else "",
+            project_dir=str(run_dir.parent),
+            argv=(*argv, *_overrides(texts)),
+        )
+
+    server = planned(
+        cluster.server,
+        None,
+        *(python, *_server_code(request), *local, "--run-id", run_id),
+        *(() if in_sessions else (NO_PROGRESS,)),
+        *_option("--resume", "auto" if resume else None),
+        *(config if request.script is None else ()),
+        *_option("--train-config", request.train_config if request.script is None else None),
+        *_option("--workload", request.workload),
+        overrides=without_workload(request.overrides),
     )
     workers = tuple(
-        LaunchedProcess(
-            node=node,
-            role="worker",
-            rank=rank,
-            argv=(
-                *(python, str(request.algorithm.worker), str(rank + 1), node, *local),
-                *("--server", format_address(cluster.host_ip[node], cluster.port)),
-                *("--run-id", run_id),
-                *restarts(cluster),
-                *config,
-                *overrides((PATIENCE, *place, *node_overrides(request.overrides)), node),
+        planned(
+            node,
+            rank,
+            *(
+                python,
+                *_worker_code(request),
+                str(rank + 1),
+                node,
+                *_script(request.script, request),
             ),
+            *local,
+            *("--server", format_address(cluster.host_ip[node], cluster.port)),
+            *("--run-id", run_id),
+            *restarts(cluster),
+            *config,
+            *_option("--workload", request.workload),
+            overrides=(PATIENCE, *place, *node_overrides(request.overrides)),
         )
         for rank, node in enumerate(cluster.workers)
     )
@@ -127,6 +152,27 @@ def plan_local(
         port=cluster.port,
         processes=(server, *workers),
     )
+
+
+def _server_code(request: Request) -> tuple[str, ...]:
+    if request.script is None:
+        return (str(request.algorithm.server),)
+    name = request.algorithm.name
+    return ("-m", "smolcluster.cli", "serve", request.config or name, "--algorithm", name)
+
+
+def _worker_code(request: Request) -> tuple[str, ...]:
+    return (str(_worker_file(request)),)
+
+
+def _worker_file(request: Request) -> Path:
+    return request.algorithm.worker if request.script is None else SCRIPT
+
+
+def _script(script: str | None, request: Request) -> tuple[str, ...]:
+    if script is None:
+        return ()
+    return ("--script", script, "--algorithm", request.algorithm.name)
 
 
 def plan_cluster(
@@ -140,15 +186,20 @@ def plan_cluster(
     def planned(node: str, rank: int | None, argv: Sequence[str]) -> LaunchedProcess:
         stated = cluster.nodes.get(node, NodeConfig())
         place = places[node]
+        run_dir = f"{place.runs_dir}/{run_id}"
+        script = None if rank is None else _script_in_run(request.script, run_dir)
         return LaunchedProcess(
             node=node,
             role="server" if rank is None else "worker",
             rank=rank,
             ssh=place.ssh,
-            run_dir=f"{place.runs_dir}/{run_id}",
+            run_dir=run_dir,
             session=session_name(run_id, "server" if rank is None else "worker", rank),
             project_dir=place.project_dir,
-            argv=(place.python, *argv, "--config", f"{place.runs_dir}/{run_id}/{CLUSTER_FILE}"),
+            argv=(
+                *(place.python, *argv, f"{run_dir}/{CLUSTER_FILE}", *_script(script, request)),
+                *_option("--workload", _in_run(request.workload, run_dir)),
+            ),
             device=stated.device,
         )
 
@@ -157,15 +208,23 @@ def plan_cluster(
             (*texts, f"runs_dir={json.dumps(places[node].runs_dir, ensure_ascii=False)}")
         )
 
-    public = tuple(public_overrides(request.overrides))  # commands are for everybody to see
-    server_file, worker_file = map(_sent, (request.algorithm.server, request.algorithm.worker))
+    public = tuple(
+        public_overrides(without_workload(request.overrides))
+    )  # commands are for everybody to see
+    name, worker_file = request.algorithm.name, _sent(_worker_file(request))
     train_file = f"{places[cluster.server].runs_dir}/{run_id}/{TRAIN_FILE}"
-    server = planned(cluster.server, None, [server_file, "--run-id", run_id])
-    server = server.with_arguments(
-        *("--train-config", train_file, *overrides(cluster.server, public))
-    )
+    if request.script is None:
+        server_file = _sent(request.algorithm.server)
+        server = planned(cluster.server, None, [server_file, "--run-id", run_id, "--config"])
+        server = server.with_arguments("--train-config", train_file)
+    else:
+        served = ["-m", "smolcluster.cli", "serve", "--algorithm", name, "--run-id", run_id]
+        server = planned(cluster.server, None, served)
+    server = server.with_arguments(*overrides(cluster.server, public))
     workers = [
-        planned(node, rank, [worker_file, str(rank + 1), node, "--run-id", run_id]).with_arguments(
+        planned(
+            node, rank, [worker_file, str(rank + 1), node, "--run-id", run_id, "--config"]
+        ).with_arguments(
             *restarts(cluster), *overrides(node, (*places[node].overrides, *node_overrides(public)))
         )
         for rank, node in enumerate(cluster.workers)
@@ -179,6 +238,21 @@ def plan_cluster(
     )
 
 
+def _in_run(workload: str | None, run_dir: str) -> str | None:
+    """How a process whose run is in `run_dir` is told the function that makes the workload."""
+    if workload is None:
+        return None
+    return FunctionName.parse(workload).below(f"{run_dir}/{WORKLOAD_FOLDER}").text
+
+
+def _script_in_run(script: str | None, run_dir: str) -> str | None:
+    """How a worker whose run is in `run_dir` is told the script that it is."""
+    if script is None:
+        return None
+    file, *arguments = shlex.split(script)
+    return shlex.join([f"{run_dir}/{WORKLOAD_FOLDER}/{file}", *arguments])
+
+
 def _sent(file: Path) -> str:
     """Where a file of this package is in the project's folder of any machine.
 
@@ -190,22 +264,6 @@ def _sent(file: Path) -> str:
             f"{file} is not in {PACKAGE}, which is all that is sent to machines: launch with --local"
         )
     return f"src/smolcluster/{file.relative_to(PACKAGE).as_posix()}"
-
-
-def in_sessions(plan: Launched, paths: RunPaths) -> Launched:
-    """A plan of this machine whose processes run in tmux sessions, and leave their files in `paths`."""
-    place = {"run_dir": str(paths.root), "project_dir": str(paths.root.parent)}
-    processes = tuple(
-        each.model_copy(
-            update={
-                **place,
-                "session": session_name(paths.run_id, each.role, each.rank),
-                "argv": tuple(word for word in each.argv if word != NO_PROGRESS),
-            }
-        )
-        for each in plan.processes
-    )
-    return plan.model_copy(update={"processes": processes})
 
 
 def restarts(cluster: ClusterConfig) -> tuple[str, ...]:

@@ -4,12 +4,17 @@ All machines at once; a failure of one is told as one line, with those of the ot
 """
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from smolcluster.errors import LaunchError, PortBusy, SmolclusterError
 from smolcluster.launch.host import Host, shell_path
+from smolcluster.launch.manifest import Difference, read_tree, without
+from smolcluster.launch.sync import environment_digest, look, make_environment, send_code
 
 T = TypeVar("T")
 
@@ -25,6 +30,99 @@ FORWARDED = (
 )
 """What processes on other machines get of this one's environment, besides the settings of the run."""
 DEFAULT_SECRET = '"${XDG_CONFIG_HOME:-$HOME/.config}"/smolcluster/secret'  # noqa: S105 - a path
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A node before the run.
+
+    Attributes:
+        project_dir: the project's folder there.
+        torch: the build of PyTorch, as `nodes.<name>.torch`.
+        env: what is added to the environment of its processes.
+        secret_file: where the secret belongs; None: the default place.
+        kept: what else it has below that folder, as patterns of rsync.
+    """
+
+    host: Host
+    project_dir: str
+    torch: str
+    env: Mapping[str, str]
+    secret_file: str | None = None
+    kept: tuple[str, ...] = ()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is the machine that launches: then nothing needs to be brought there."""
+        return self.host.destination is None
+
+
+def examine(machines: Collection[Machine], say: Callable[..., None], *, sync: bool) -> None:
+    """See that all machines are fit for a run; with `sync` also for code and environment.
+
+    Raises:
+        LaunchError: one is not; the message says what to do.
+    """
+    say(f"looking at {', '.join(machine.host.node for machine in machines)}")
+
+    def examine_one(machine: Machine) -> None:
+        tools = [tool for tool in TOOLS if tool == "tmux" or (sync and not machine.is_here)]
+        check(machine.host, machine.project_dir, tools)
+
+    _on_all(machines, examine_one)
+
+
+def bring(
+    machines: Collection[Machine],
+    secret: bytes,
+    say: Callable[..., None],
+    *,
+    root: Path | None,
+    overwrite: bool,
+) -> None:
+    """Bring machines the secret and, from `root`, code and environment; None: they have these.
+
+    Nothing is sent to any before all have been found fit. Files that somebody has edited in a project's
+    folder are a reason not to begin; with `overwrite` they are moved aside.
+
+    Raises:
+        LaunchError: it cannot be done; the message says what to do.
+    """
+    if root is not None:
+        tree = read_tree(root)
+        others = [machine for machine in machines if not machine.is_here]
+
+        def find(machine: Machine) -> Difference:
+            ours = without(tree, machine.kept)
+            return look(machine.host, machine.project_dir, ours, overwrite=overwrite)
+
+        found = _on_all(others, find)
+        _on_all(others, lambda each: _send(each, root, found[each.host.node], say))
+    _on_all(machines, lambda each: _give_secret(each, secret, say))
+
+
+def _send(machine: Machine, root: Path, difference: Difference, say: Callable[..., None]) -> None:
+    host, folder, began = machine.host, machine.project_dir, time.monotonic()
+    say(f"{host.node}: code and environment in {folder}")
+    if backup := send_code(root, host, folder, difference, machine.kept):
+        say(f"{host.node}: what was edited there is now in {backup} there", "yellow")
+    digest = environment_digest(root, machine.torch)
+    make_environment(host, folder, machine.torch, digest, machine.env)
+    say(f"{host.node}: ready ({time.monotonic() - began:.1f} s)")
+
+
+def _give_secret(machine: Machine, secret: bytes, say: Callable[..., None]) -> None:
+    if machine.is_here and machine.secret_file is None:
+        return  # it is where it comes from
+    if hand_over_secret(machine.host, machine.secret_file, secret):
+        node = machine.host.node
+        say(f"{node}: had another secret, which this machine's replaces", "yellow")
+
+
+def _on_all(machines: Collection[Machine], task: Callable[[Machine], T]) -> dict[str, T]:
+    by_node = {machine.host.node: machine for machine in machines}
+    hosts = [machine.host for machine in machines]
+    return run_on_all(hosts, lambda host: task(by_node[host.node]))
 
 
 def run_on_all(hosts: Sequence[Host], task: Callable[[Host], T]) -> dict[str, T]:

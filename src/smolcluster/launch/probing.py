@@ -4,11 +4,12 @@ Its text goes by standard input to whatever Python a machine has.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ValidationError
 
 from smolcluster.errors import LaunchError
 from smolcluster.launch import link_probe
@@ -16,19 +17,40 @@ from smolcluster.launch.host import HAS_PYTHON3, Done, Host, shell_path
 from smolcluster.utils.words import one_line
 
 
-@dataclass(frozen=True)
-class Listener:
-    """A listener: what came of each address, the port on which it listens there, its machine's addresses."""
+class Place(BaseModel):
+    """What came of an address; `port`: that on which it listens there, 0: none."""
 
-    states: Mapping[str, str]
-    ports: Mapping[str, int]
+    state: Literal["listening", "busy", "foreign", "refused"]
+    port: int
+    why: str = ""
+
+
+class Listener(BaseModel):
+    """What the probe says that listens.
+
+    Attributes:
+        places: what came of each address.
+        own: its machine's addresses.
+        holder: who else listens on the wanted port; empty: unknown.
+        free: the next port in which nobody listens; 0: none is near.
+        pid: its process; 0: it has found nowhere to listen.
+    """
+
+    places: dict[str, Place]
     own: tuple[str, ...]
+    holder: str = ""
+    free: int = 0
     pid: int
 
     @property
-    def stop_script(self) -> str:
-        """What ends it before its time."""
-        return f"kill {self.pid} 2>/dev/null; true" if self.pid else "true"
+    def ports(self) -> dict[str, int]:
+        return {address: place.port for address, place in self.places.items() if place.port}
+
+    def end(self, host: Host) -> None:
+        """Stop it before its time; where that fails it ends by itself."""
+        if self.pid:
+            with suppress(LaunchError):
+                host.run(f"kill {self.pid} 2>/dev/null; true")
 
 
 def probe_source() -> bytes:
@@ -40,9 +62,8 @@ def python_lines(own: str = "") -> str:
 
     uv may fetch one only where there is no such environment yet.
     """
-    first = f'if [ -x {shell_path(own)} ]; then python() {{ {shell_path(own)} "$@"; }}\nel' * bool(
-        own
-    )
+    python = shell_path(own)
+    first = f'if [ -x {python} ]; then python() {{ {python} "$@"; }}\nel' if own else ""
     uv = "uv run --no-project" + " --no-python-downloads" * bool(own)
     return f"""
 {first}if {HAS_PYTHON3} &&
@@ -60,15 +81,8 @@ def probe_script(own: str, *words: object) -> str:
 def read_listener(done: Done) -> Listener | None:
     """The listener that was started; None: none was."""
     try:
-        told = json.loads(done.stdout)
-        places = told["places"].items()
-        return Listener(
-            states={address: place["state"] for address, place in places},
-            ports={address: place["port"] for address, place in places if place["port"]},
-            own=tuple(told["own"]),
-            pid=int(told["pid"]),
-        )
-    except (ValueError, LookupError, TypeError, AttributeError):
+        return Listener.model_validate_json(done.stdout)
+    except ValidationError:
         return None
 
 
@@ -86,8 +100,7 @@ def listening(host: Host, script: str, limit_s: float) -> Iterator[Listener]:
     try:
         yield listener
     finally:
-        with suppress(LaunchError):  # then it ends by itself
-            host.run(listener.stop_script)
+        listener.end(host)
 
 
 def ask(host: Host, script: str, limit_s: float) -> dict[str, Any]:

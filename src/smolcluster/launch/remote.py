@@ -2,27 +2,26 @@
 
 import os
 import re
-import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
-from rich.console import Console
 
 from smolcluster.configs.load import dump_yaml, find_config, read_config
 from smolcluster.configs.nested import flatten, is_nested
-from smolcluster.configs.resolve import check_algorithm
+from smolcluster.configs.resolve import check_algorithm, workload_overrides
 from smolcluster.configs.schema import HUB_NAME, ClusterConfig, DatasetPlace, NodeConfig
 from smolcluster.errors import ConfigError, LaunchError
-from smolcluster.launch.cluster_run import ClusterRun, Machine, Payload, left_running
 from smolcluster.launch.doctor.packets import check_packets
 from smolcluster.launch.find import find
 from smolcluster.launch.host import HERE, Host
+from smolcluster.launch.installed import installed_project
+from smolcluster.launch.manifest import version_of
 from smolcluster.launch.observe.beside import announce, stack_for
 from smolcluster.launch.plan import (
     CLUSTER_FILE,
@@ -32,18 +31,32 @@ from smolcluster.launch.plan import (
     Request,
     plan_cluster,
 )
-from smolcluster.launch.prepare import forwarded, settings_in
-from smolcluster.launch.requests import DEFAULT_TRAINING, cluster_source, settings_of
-from smolcluster.launch.shipping import LokiAddress, loki_of
+from smolcluster.launch.prepare import Machine, bring, check_port, examine, forwarded, settings_in
+from smolcluster.launch.requests import (
+    DEFAULT_TRAINING,
+    cluster_source,
+    naming_workload,
+    settings_of,
+)
+from smolcluster.launch.run import Run, left_running
+from smolcluster.launch.sessions import host_of, put
+from smolcluster.launch.shipping import loki_of
 from smolcluster.launch.show_plan import show_plan
-from smolcluster.launch.stop import stop_children
-from smolcluster.launch.tmux import open_window, show_window, window_name
+from smolcluster.launch.tmux import show_window, window_name
+from smolcluster.launch.workload_code import (
+    WORKLOAD_FILE,
+    WorkloadCode,
+    code_of,
+    code_of_script,
+    put_code,
+)
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.files import or_none
-from smolcluster.runs.launched import Launched, read_launched
+from smolcluster.runs.launched import Launched, launched_of
 from smolcluster.runs.model_file import ModelFile
 from smolcluster.runs.paths import RunPaths, check_run_id, create_run, new_run_id, runs_root
 from smolcluster.transport.security import default_secret_path, ensure_secret
+from smolcluster.utils.folders import checkout
 from smolcluster.utils.words import as_command
 
 NOT_INHERITED = (
@@ -89,40 +102,67 @@ def launch_remote(
         SmolclusterError: what prevents it, in one line.
     """
     settings = settings_of(request, local=False)
+    named = naming_workload(request, settings)
     check_algorithm(settings, request.algorithm.name)
     run_id = run_id or new_run_id(request.algorithm.name, datetime.now().astimezone())
     cluster_file = find_config(cluster_source(request.config, request.algorithm.name), "cluster")
-    train_file = find_config(request.train_config or DEFAULT_TRAINING, "training")
+    train_file = find_config(named.train_config or DEFAULT_TRAINING, "training")
     stated = os.environ.get("SMOLCLUSTER_RUNS_DIR")
     here = runs_root(Path(stated) if stated else None)
     places = places_of(request, settings.cluster, cluster_file, train_file, here)
-    launched = plan_cluster(request, settings.cluster, places, run_id)
+    code, seen = _code_of(named)
+    launched = plan_cluster(seen, settings.cluster, places, run_id)
     if resume:
         launched = launched.resumed()
     if how.dry_run:
-        show_plan(launched, settings)
+        show_plan(launched, settings, code, has_known_model=named.script is None)
         return 0
-    secret = ensure_secret(own_secret_file())
-    payload = Payload(
-        root=project_root(),
-        cluster_file=without_env(cluster_file),
-        train_file=train_file.read_bytes(),
-        secret=secret.key,
-    )
+    secret, root = ensure_secret(own_secret_file()).key, project_root()
     machines = machines_of(settings.cluster, places, cluster_file)
-    run = ClusterRun(launched, machines, RunPaths(here / check_run_id(run_id)), SteadyConsole())
-    run.prepare(payload, sync=how.sync, overwrite=how.overwrite)
+    run = Run(launched, RunPaths(here / check_run_id(run_id)), SteadyConsole(), machines)
+    examine(machines.values(), run.say, sync=how.sync)
+    run.keep_what_waits(version_of(root) if how.sync else None)
+    check_port(host_of(launched.server), launched.port)
+    root_sent = root if how.sync else None
+    bring(machines.values(), secret, run.say, root=root_sent, overwrite=how.overwrite)
+    put_configuration(launched, without_env(cluster_file), train_file.read_bytes(), code)
     check_packets(settings.cluster, places)
-    told = StoredOptions(environ=settings_in(os.environ), overrides=request.overrides)
-    keep(
-        create_run(here, run_id, newest=False), cluster_file.read_bytes(), payload.train_file, told
-    )
+    overrides = (*request.overrides, *workload_overrides(named.workload))
+    environ = settings_in(os.environ)
+    told = StoredOptions(environ=environ, overrides=overrides, script=named.script)
+    paths = create_run(here, run_id, newest=False)
+    keep(paths, cluster_file.read_bytes(), train_file.read_bytes(), told, code)
     stack = stack_for(how.observe, settings.cluster, run.say)
     if stack is not None:
         ssh = {node: place.ssh for node, place in places.items()}
         announce(stack, run_id, launched.processes, settings.cluster, ssh=ssh.get, say=run.say)
     run.start(loki_of(settings.cluster, stack))
     return go_on(run, launched, how)
+
+
+def _code_of(named: Request) -> tuple[WorkloadCode | None, Request]:
+    """What is sent of the user's code, and the request as machines see it that have it."""
+    if named.script is not None:
+        code = code_of_script(named.script)
+        return code, replace(named, script=code.name)
+    found = None if named.workload is None else code_of(named.workload)
+    return found, replace(named, workload=found.name if found else named.workload)
+
+
+def put_configuration(
+    launched: Launched, cluster_file: bytes, train_file: bytes, code: WorkloadCode | None = None
+) -> None:
+    """Write what the processes read, and the code of their workload, into their run's folders.
+
+    Raises:
+        LaunchError: it cannot be written.
+    """
+    server = launched.server
+    for process in {each.node: each for each in reversed(launched.processes)}.values():
+        put(host_of(process), f"{process.run_dir}/{CLUSTER_FILE}", cluster_file)
+        if code is not None:
+            put_code(host_of(process), process.run_dir, code.packed, code.name)
+    put(host_of(server), f"{server.run_dir}/{TRAIN_FILE}", train_file)
 
 
 def own_secret_file() -> Path:
@@ -144,18 +184,25 @@ def without_env(cluster_file: Path) -> bytes:
 
 
 class StoredOptions(BaseModel):
-    """What a launch was told besides its files: settings of the environment, and all overrides."""
+    """What a launch was told besides its files: the environment's settings, all overrides, and a script."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     environ: dict[str, str]
     overrides: tuple[str, ...]
+    script: str | None = None
 
 
 TOLD = ModelFile[StoredOptions](StoredOptions, "is damaged")
 
 
-def keep(paths: RunPaths, cluster_file: bytes, train_file: bytes, told: StoredOptions) -> None:
+def keep(
+    paths: RunPaths,
+    cluster_file: bytes,
+    train_file: bytes,
+    told: StoredOptions,
+    code: WorkloadCode | None = None,
+) -> None:
     """Keep a run's configuration with it, where only its user reads it, for who lets it go on.
 
     Raises:
@@ -165,35 +212,12 @@ def keep(paths: RunPaths, cluster_file: bytes, train_file: bytes, told: StoredOp
         (paths.root / CLUSTER_FILE).parent.mkdir(mode=0o700, exist_ok=True)
         (paths.root / CLUSTER_FILE).write_bytes(cluster_file)
         (paths.root / TRAIN_FILE).write_bytes(train_file)
+        if code is not None:
+            (paths.root / WORKLOAD_FILE).write_bytes(code.packed)
         (paths.root / TOLD_FILE).touch(mode=0o600)
         (paths.root / TOLD_FILE).write_bytes(TOLD.text(told))
     except OSError as error:
         raise LaunchError(f"{paths.root} cannot be written: {error.strerror or error}") from error
-
-
-def launch_here(
-    launched: Launched,
-    paths: RunPaths,
-    console: Console,
-    how: LaunchOptions,
-    loki: LokiAddress | None = None,
-) -> int:
-    """Run a plan of this machine alone in tmux sessions; returns the exit code.
-
-    `loki`: where the logs go; None: nowhere.
-
-    Raises:
-        LaunchError: what prevents it, in one line.
-    """
-    env = inherited()
-    machines = {
-        process.node: Machine(Host(process.node), process.project_dir, "pypi", env)
-        for process in launched.processes
-    }
-    run = ClusterRun(launched, machines, paths, console)
-    run.keep_what_waits()
-    run.start(loki)
-    return go_on(run, launched, how)
 
 
 def wants_window(how: LaunchOptions) -> bool:
@@ -201,14 +225,15 @@ def wants_window(how: LaunchOptions) -> bool:
     return how.detach or (how.tmux and on_terminal and shutil.which("tmux") is not None)
 
 
-def go_on(run: ClusterRun, launched: Launched, how: LaunchOptions) -> int:
-    if run.is_over:  # a small one may end before its last worker is there, who must not wait for it
+def go_on(run: Run, launched: Launched, how: LaunchOptions) -> int:
+    # A small one may end before its last worker is there, who must not wait for it.
+    if not launched.has_sessions or run.is_over:
         return run.follow()
     has_window = how.tmux and shutil.which("tmux") is not None
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if has_window and (how.detach or on_terminal):
         try:
-            open_window(launched.run_id, run.with_devices(), stop_command(run.folder))
+            run.open_window()
         except LaunchError as error:
             run.say(f"no window: {error}", "yellow")
             has_window = False
@@ -230,16 +255,16 @@ def attach(run: str) -> int:
         SmolclusterError: there is no such run, or no terminal.
     """
     paths = find(run)
-    if not paths.launched.is_file():
+    launched = launched_of(paths)
+    if launched is None or not launched.has_sessions:
         raise ConfigError(
             f"run {paths.run_id} has no sessions to attach to: it ran without tmux, or was launched elsewhere"
         )
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise LaunchError(f"attach needs a terminal; {as_command('logs', '--follow')} needs none")
-    launched = read_launched(paths.launched)
-    shown = ClusterRun(launched, {}, paths, SteadyConsole())
+    shown = Run(launched, paths, SteadyConsole())
     shown.check_alive()
-    show_window(open_window(launched.run_id, shown.with_devices(), stop_command(shown.folder)))
+    show_window(shown.open_window())
     return shown.left_window()
 
 
@@ -252,28 +277,19 @@ def stop(run: str, *, now: bool) -> int:
         SmolclusterError: there is no such run.
     """
     paths = find(run, acts=True)
-    if not paths.launched.is_file():
-        return stop_children(paths, now=now)
-    launched = read_launched(paths.launched)
-    return ClusterRun(launched, {}, paths, SteadyConsole()).stop(in_a_hurry=now)
-
-
-def stop_command(folder: Path) -> str:
-    """What a shell runs to stop the run that is kept in a folder, wherever and however it is started."""
-    program = "from smolcluster.cli import main; raise SystemExit(main())"
-    return shlex.join([sys.executable, "-c", program, "stop", str(folder)])
+    launched = launched_of(paths)
+    if launched is None:
+        raise ConfigError(f"run {paths.run_id} was not launched from here: it lists no processes")
+    return Run(launched, paths, SteadyConsole()).stop(in_a_hurry=now)
 
 
 def project_root() -> Path:
-    """The checkout that this is.
+    """The project as it is sent to other machines: the checkout, else what is installed.
 
     Raises:
-        LaunchError: it is none, so that there is nothing to bring to other machines.
+        LaunchError: there is no checkout, and what is installed cannot be put together.
     """
-    root = Path(__file__).resolve().parents[3]
-    if not (root / "pyproject.toml").is_file():
-        raise LaunchError("launching on other machines needs a checkout of the project: clone it")
-    return root
+    return checkout() or installed_project()
 
 
 def places_of(
@@ -387,5 +403,6 @@ def resume_remote(
         config=str(files[0]),
         train_config=str(files[1]),
         overrides=(*told.overrides, *overrides),
+        script=told.script,
     )
     return launch_remote(request, how, run_id=paths.run_id, resume=True)

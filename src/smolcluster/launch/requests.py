@@ -1,14 +1,26 @@
 """What a user asks for, filled in where little is said, and the settings of each process that follow."""
 
+import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.configs.function_name import known_here
+from smolcluster.configs.resolve import (
+    Settings,
+    default_training,
+    load_settings,
+    workload_overrides,
+)
 from smolcluster.configs.spec import AlgorithmSpec, LaunchCommand, default_algorithm
-from smolcluster.launch.plan import Request
+from smolcluster.errors import ConfigError
+from smolcluster.launch.plan import PACKAGE, Request
+from smolcluster.launch.workload_code import check_source
 
 DEFAULT_TRAINING = "digits"
 """What a launch trains that names nothing: it needs no download."""
+ATTACHED = PACKAGE / "algorithms" / "attached.yaml"
+"""The training file of runs of attached processes."""
 SMALL_GPT = "stdlib"
 """A GPT that needs no download."""
 
@@ -37,9 +49,22 @@ def settings_of(request: Request, local: bool, node: str | None = None) -> Setti
         cluster_source(request.config, request.algorithm.name),
         request.train_config or DEFAULT_TRAINING,
         node,
-        request.overrides,
+        [*request.overrides, *workload_overrides(request.workload)],
         local_workers=request.num_workers,
         local=local,
+    )
+
+
+def naming_workload(request: Request, settings: Settings) -> Request:
+    """The same request, which names the function that its settings name, wherever they do."""
+    if settings.train.workload is None:
+        return request
+    name = known_here(settings.train.workload)
+    check_source(name, settings.train.workload_args)
+    return replace(
+        request,
+        workload=name.text,
+        train_config=request.train_config or DEFAULT_TRAINING,
     )
 
 
@@ -52,7 +77,11 @@ def request_of(
     config: str | None,
     train_config: str | None,
     overrides: Sequence[str],
+    workload: str | None = None,
+    script: str | None = None,
 ) -> Request:
+    if script is not None:
+        return _of_script(script, spec, num_workers=num_workers, config=config, overrides=overrides)
     filled_in: tuple[str, ...] = ()
     if local:
         filled_in = command.local_overrides
@@ -65,7 +94,34 @@ def request_of(
     return Request(
         algorithm=spec,
         config=config,
-        train_config=train_config,
+        train_config=train_config or (workload and default_training(workload, DEFAULT_TRAINING)),
         overrides=(*filled_in, *overrides),
         num_workers=num_workers,
+        workload=workload,
+    )
+
+
+def _of_script(
+    script: str,
+    spec: AlgorithmSpec,
+    *,
+    num_workers: int | None,
+    config: str | None,
+    overrides: Sequence[str],
+) -> Request:
+    """A script that attaches: what it trains is its own matter.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    file, *arguments = shlex.split(script)
+    if not Path(file).is_file():
+        raise ConfigError(f"--script is {file}: there is no such file")
+    return Request(
+        algorithm=spec,
+        config=config,
+        train_config=str(ATTACHED),
+        overrides=tuple(overrides),
+        num_workers=num_workers,
+        script=shlex.join([str(Path(file).absolute()), *arguments]),
     )

@@ -1,371 +1,729 @@
-"""Running a whole cluster on this machine: start it, show it, and leave nothing behind.
+"""A launched run, from the start of its processes to their end.
 
-The server starts first, then the workers. Their output is shown line by line behind what each of them is;
-how far training is comes from the run's files. The server's exit code is the launcher's. A worker that fails
-does not end the run, because training is elastic; when none is left, the run is ended.
+Processes in tmux sessions: server -> workers -> follow, or leave. Until all workers have joined, a failure
+anywhere stops what was started. From then on the run does not need its launcher, which may sleep, lose its
+network or leave, and come back with `smolcluster attach`.
+
+Children of the launcher, on its own machine: all are started at once, their output is shown line by line
+behind what each of them is, and they end with their launcher. Training is elastic: a worker that fails does
+not end the run; when none is left, the run is ended.
 """
 
 import itertools
+import select
 import shlex
 import shutil
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime
-from functools import partial
+from enum import Enum
 
 from rich.console import Console
 from rich.text import Text
 
-from smolcluster.cluster.listening import check_port
-from smolcluster.configs.load import Kind, find_config, shipped_names
-from smolcluster.configs.resolve import Settings, check_algorithm
-from smolcluster.errors import LaunchError, SmolclusterError
-from smolcluster.launch.children import POLL_S, Child, stop, wait_for
+from smolcluster.errors import (
+    AuthError,
+    LaunchError,
+    Rejected,
+    RunBusy,
+    SmolclusterError,
+    TryAgain,
+)
+from smolcluster.launch.children import Child
+from smolcluster.launch.host import Host, TookTooLong, Unreachable, shell_path
 from smolcluster.launch.interrupts import Interrupts, interrupts
-from smolcluster.launch.observe.beside import (
-    announce,
-    beside_others,
-    forget,
-    stack_for,
-    within_reach,
+from smolcluster.launch.observe.beside import forget
+from smolcluster.launch.prepare import Machine, run_on_all
+from smolcluster.launch.sessions import (
+    Ending,
+    begin,
+    exit_code,
+    host_of,
+    kill,
+    newest_line,
+    stderr_tail,
 )
-from smolcluster.launch.plan import Request, in_sessions, plan_local
-from smolcluster.launch.remote import LaunchOptions, launch_here, launch_remote, wants_window
-from smolcluster.launch.requests import settings_of, written_here
-from smolcluster.launch.shipping import ROLE, LokiAddress, local_shipper, loki_of
-from smolcluster.launch.stop import (
-    SERVER_GRACE_S,
-    SHIPPER_GRACE_S,
-    marker_of,
-    note_stopped_here,
-)
+from smolcluster.launch.shipping import LokiAddress, begin_shippers, with_shippers
+from smolcluster.launch.stop import SERVER_GRACE_S, StopResult, stop_processes
+from smolcluster.launch.tmux import close_window, is_stopping, open_window
 from smolcluster.observability.sinks.console import ProgressView
-from smolcluster.observability.terminal import (
-    COLOURS,
-    SteadyConsole,
-    displayable,
-    print_line,
-    shown_text,
-    steady,
+from smolcluster.observability.terminal import COLOURS, displayable, shown_text, steady
+from smolcluster.observability.view.snapshot import measured
+from smolcluster.runs.evaluated import metrics_in
+from smolcluster.runs.files import or_none
+from smolcluster.runs.launched import (
+    Launched,
+    LaunchedProcess,
+    read_launched,
+    write_launched,
 )
-from smolcluster.observability.view.snapshot import Feed
-from smolcluster.runs.events import RunEnded, WorkerJoined, WorkerLeft, WorkerLost
-from smolcluster.runs.launched import Launched
-from smolcluster.runs.paths import (
-    RunPaths,
-    create_run,
-    latest_of,
-    log_stem,
-    new_run_id,
-    runs_root,
-    take_back_latest,
-)
-from smolcluster.runs.processes import ProcessEntry, start_of, write_processes
-from smolcluster.runs.status import STOPPED
-from smolcluster.runs.summary import read_summary, sample_shown, table
-from smolcluster.transport.security import default_secret_path, ensure_secret
+from smolcluster.runs.paths import RunPaths, latest_of, point_latest, take_back_latest
+from smolcluster.runs.status import STATUS, RunStatus
+from smolcluster.runs.summary import SUMMARY, sample_shown, table
+from smolcluster.utils.at_once import at_once
 from smolcluster.utils.retry import Deadline
-from smolcluster.utils.units import format_count
+from smolcluster.utils.units import format_count, format_duration
 from smolcluster.utils.words import as_command
 
+POLL_S, CHILD_POLL_S = 0.5, 0.05
+INTERRUPTED = 130
 SHUTDOWN_TIMEOUT_S = 10.0
 """From the end of a good run to the end of its workers, who hear of it from the server."""
 PATIENCE_S = 3.0
 """How long a server may be alone after all our workers have failed; what it reports is a second old."""
+TOLD_EVERY_S = 10.0
+SERVER_SILENT_S = 1800.0
+"""A server that does not listen yet and logs nothing for so long is given up; it may have data to prepare."""
+PASSED_ON = (TryAgain.exit_code, AuthError.exit_code, Rejected.exit_code)
 
 
-def launch(request: Request, how: LaunchOptions, *, local: bool) -> int:
-    """Launch a cluster, or only print its plan; returns the exit code.
+class OnInterrupt(Enum):
+    """What Ctrl-C was meant for."""
 
-    Raises:
-        SmolclusterError: what prevents it, in one line.
-    """
-    if not local:
-        return launch_remote(for_any_folder(request), how)
-    run_id = new_run_id(request.algorithm.name, datetime.now().astimezone())
-    return launch_local(request, run_id, how)
+    LEAVE = "l"
+    STOP = "s"
 
 
-def launch_local(request: Request, run_id: str, how: LaunchOptions, *, resume: bool = False) -> int:
-    """Run a whole cluster on this machine, or only print its plan; returns the exit code.
+class Stopped(LaunchError):
+    """The user has stopped the run while it was starting."""
 
-    On a terminal with tmux it gets a window; elsewhere its processes are this one's children. With `resume`
-    the run goes on from its newest good checkpoint.
-
-    Raises:
-        SmolclusterError: what prevents it, in one line.
-    """
-    request = for_any_folder(request)
-    settings = settings_of(request, local=True)
-    check_algorithm(settings, request.algorithm.name)
-    if how.dry_run:
-        _show(_plan(request, settings, run_id, resume=resume))
-        return 0
-    check_port(settings.cluster)  # or our workers would find somebody else's server
-    ensure_secret(settings.node.secret_file or default_secret_path())
-    paths = create_run(runs_root(settings.node.runs_dir), run_id, newest=False)
-    console = SteadyConsole()
-    say = partial(print_line, console)
-    stack = stack_for(how.observe, settings.cluster, say)
-    if stack is not None:
-        request = within_reach(request, settings.cluster)
-        settings = settings_of(request, local=True)
-    request = beside_others(request, settings.cluster, say)
-    settings = settings_of(request, local=True)
-    plan = _plan(request, settings, run_id, resume=resume)
-    if stack is not None:
-        announce(stack, run_id, plan.processes, settings.cluster, ssh=lambda _: None, say=say)
-    loki = loki_of(settings.cluster, stack)
-    if wants_window(how):
-        launched = in_sessions(plan, paths)
-        return launch_here(launched, paths, console, how, loki)
-    num_epochs = settings.train.num_epochs
-    try:
-        run = LocalRun(plan, paths, console, num_epochs=num_epochs, resumed=resume, loki=loki)
-        return run.run()
-    finally:
-        forget(run_id)
+    exit_code = INTERRUPTED
 
 
-def _plan(request: Request, settings: Settings, run_id: str, *, resume: bool) -> Launched:
-    return plan_local(
-        request,
-        settings.cluster,
-        run_id=run_id,
-        python=sys.executable,
-        with_threads=_nodes_with_threads(request, settings),
-        place=place_overrides(settings),
-        resume=resume,
-    )
+class EndedBadly(LaunchError):
+    """A process has ended before it took part; a code that says what to do is the launcher's too."""
+
+    def __init__(self, title: str, code: int, said: str) -> None:
+        if code in PASSED_ON:
+            self.exit_code = code
+        super().__init__(f"{title} ended with exit code {code}: {said}")
 
 
-def _show(plan: Launched) -> None:
-    for process in plan.processes:
-        sys.stdout.write(f"{process.title}:\n  {shlex.join(process.argv)}\n")
-
-
-def for_any_folder(request: Request) -> Request:
-    """The same request with absolute paths, so that its commands also work in another folder."""
-
-    def absolute(source: str | None, kind: Kind) -> str | None:
-        if source is None or source in shipped_names(kind):
-            return source
-        return str(find_config(source, kind).absolute())
-
-    return replace(
-        request,
-        config=absolute(request.config or written_here(request.algorithm.name), "cluster"),
-        train_config=absolute(request.train_config, "training"),
-    )
-
-
-def place_overrides(settings: Settings) -> list[str]:
-    """Where the data are on this machine, for workers, which do not read the training file."""
-    place = settings.node.dataset
-    root = [] if place.root is None else [f"dataset.root={place.root}"]
-    cache = [] if place.cache is None else [f"dataset.cache={place.cache}"]
-    tokenizer = settings.train.dataset.at(place)
-    files = (
-        [f"dataset.tokenizer_path={tokenizer.tokenizer}"] if tokenizer.has_tokenizer_path else []
-    )
-    return [*root, *cache, *files, f"dataset.download={str(place.download).lower()}"]
-
-
-def _nodes_with_threads(request: Request, settings: Settings) -> list[str]:
-    """The nodes whose number of compute threads comes from the user, wherever it is said."""
-    names = dict.fromkeys((settings.cluster.server, *settings.cluster.workers))
-    return [name for name in names if settings_of(request, True, name).node.threads is not None]
-
-
-class LocalRun:
-    """One run of a plan on this machine; to be run once, from the main thread."""
+class Run:
+    """One launched run, for the main thread."""
 
     def __init__(
         self,
-        plan: Launched,
+        launched: Launched,
         paths: RunPaths,
         console: Console,
+        machines: Mapping[str, Machine] | None = None,
         *,
         num_epochs: int | None = None,
-        resumed: bool = False,
-        loki: LokiAddress | None = None,
-        grace_s: float = SERVER_GRACE_S,
+        server_grace_s: float = SERVER_GRACE_S,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        self._plan = plan
+        """`machines`: those on which sessions are started, by the names of nodes."""
+        self._launched = launched
         self._paths = paths
         self._console = console
-        self._loki = loki
-        self._grace_s = grace_s
+        self._machines = machines or {}
+        self._server_grace_s = server_grace_s
         self._patience_s = patience_s
-        self._view = ProgressView(console, num_epochs=num_epochs)
-        self._feed = Feed(paths)
-        if resumed:  # what it has done before is shown no more
-            self._feed.skip()
-        self._children: list[Child] = []
-        self._shippers: list[Child] = []
-        self._reported: set[int] = set()
-        self._members: set[int] = set()
-        self._has_begun = False
-        """Whether a worker has taken part."""
-        self._newest_before = latest_of(paths.root.parent)
-        self._run_ended = False
-        self._stopped = False
-        """Whether its server was asked to end, by us or by anybody else."""
+        self._kept: set[int | None] = set()
+        """Ranks of the workers that are there from before, and look for their server."""
+        self._outdated: list[LaunchedProcess] = []
+        """Workers from before that were told something else."""
+        self._children: dict[str, Child] = {}
+        """What was started as our children, by stem."""
+        self._failed: set[str] = set()
+        """Workers of these whose failure has been told."""
         self._alone: Deadline | None = None
+        self._view = ProgressView(console, num_epochs=num_epochs)
+        self._metrics = measured(paths)
+        self._poll_s = 2 * POLL_S if launched.has_sessions else CHILD_POLL_S
+        self._told, self._is_lost = Deadline(0), False
+        self._asked_early: list[int] = []
+        """Signals that came while our children were started."""
+        self._before: RunStatus | None = None
+        """What the server wrote last before it was started."""
+        self._newest_before: str | None = None
 
-    def run(self) -> int:
-        """Start everything, wait for the server's end, end what is left; returns the exit code.
+    def keep_what_waits(self, version: str | None = None) -> None:
+        """Keep the workers of a run that goes on which still look for their server; end the others then.
+
+        Kept is who was started by the same command with the same code, whose digest is `version`; None: that
+        is not changed.
 
         Raises:
-            LaunchError: a process cannot be started, or no worker is left.
+            RunBusy: its server is alive.
+            LaunchError: a machine cannot be asked.
         """
+        before = or_none(read_launched, self._paths.launched)
+        if version is None:
+            version = before.version if before else ""
+        self._launched = self._launched.model_copy(update={"version": version})
+        if before is None:  # it has never been started
+            return
+        waiting = [each for each, code in exit_codes(before.processes) if code is None]
+        if before.server in waiting:
+            run_id = self._launched.run_id
+            raise RunBusy(
+                f"run {run_id} is not over ({before.server.title}): {as_command('stop', run_id)} "
+                "stops it"
+            )
+        for worker in waiting:
+            if worker in self._launched.workers and version == before.version:
+                self._kept.add(worker.rank)
+            else:
+                self._outdated.append(worker)
+
+    # its start
+
+    def start(self, loki: LokiAddress | None = None) -> None:
+        """Start the server, then the workers; of sessions, return when all have joined or the run is over.
+
+        `loki`: where the logs go; None: nowhere.
+
+        Raises:
+            LaunchError: it cannot be done; nothing of it is left running.
+        """
+        self._launched = with_shippers(self._launched, loki, self._warn)
+        self._newest_before = latest_of(self._paths.root.parent)
+        self._forget_what_was()
         with interrupts() as asked:
             try:
-                self._start()
-                code = self._watch(asked)
-            finally:
-                server, workers = self._children[:1], self._children[1:]
-                stop([*workers, *server], self._grace_s, lambda: asked.repeated)
-                stop(self._shippers, SHIPPER_GRACE_S, lambda: asked.repeated)
-                self._follow()
-                self._view.close()
-                self._note_exits()
-                if not self._has_begun:
-                    take_back_latest(self._paths, self._newest_before)
-        was_stopped = (bool(asked) and code == asked.exit_code) or self._was_asked()
-        if was_stopped:
-            note_stopped_here(self._paths)
-        self._conclude(code, interrupted=was_stopped or self._stopped)
-        return code
+                self._end_outdated()
+                if self._launched.has_sessions:
+                    write_launched(self._paths.launched, self._launched)
+                    self._start_server(asked)
+                    self._start_workers(asked)
+                    point_latest(self._paths.root.parent, self._launched.run_id)
+                else:
+                    self._start_children()
+                    self._asked_early = asked.received
+            except BaseException as error:
+                self._take_back(error)
+                raise
 
-    def _start(self) -> None:
-        """Start the server, then the workers; `_children` has what was started, come what may."""
-        workers = format_count(len(self._plan.workers), "worker")
-        self._say(
-            f"run {self._paths.run_id}: starting a server and {workers}; Ctrl-C stops them. "
+    def _forget_what_was(self) -> None:
+        """Remove what a run that goes on left here before."""
+        paths = self._paths
+        paths.processes.unlink(missing_ok=True)
+        paths.standing.unlink(missing_ok=True)
+        if self._launched.server.ssh is not None:  # copies of what its machine wrote
+            paths.status.unlink(missing_ok=True)
+            paths.summary.unlink(missing_ok=True)
+        if not self._launched.has_sessions:
+            for folder in ("asked", "exits"):
+                shutil.rmtree(paths.root / folder, ignore_errors=True)
+        close_window(self._launched.run_id)  # its panes show what has ended
+
+    def _end_outdated(self) -> None:
+        for worker in self._outdated:
+            if kill(worker) is Ending.REMAINS:
+                raise LaunchError(f"{worker.title} of before does not end: its disk may hang")
+
+    def _start_children(self) -> None:
+        workers = format_count(len(self._launched.workers), "worker")
+        self.say(
+            f"run {self._launched.run_id}: starting a server and {workers}; Ctrl-C stops them. "
             "Loading PyTorch takes each of them some seconds"
         )
-        width = max(len(process.title) for process in self._plan.processes)
-        self._paths.launched.unlink(missing_ok=True)  # of sessions that it had before
-        for folder in ("asked", "exits"):
-            shutil.rmtree(self._paths.root / folder, ignore_errors=True)
-        for process, colour in zip(self._plan.processes, itertools.cycle(COLOURS), strict=False):
-            prefix = Text(f"{process.title:<{width}}", style=colour)
-            self._children.append(Child(process, self._behind(prefix)))
-        entries = [self._entry(child) for child in self._children]
+        self._before = self.status()
+        self._metrics.poll()  # what it has done before is shown no more
+        processes = self._launched.processes
+        width = max(len(process.title) for process in processes)
         try:
-            write_processes(self._paths.processes, entries)
+            for process, colour in zip(processes, itertools.cycle(COLOURS), strict=False):
+                self._start_child(process, Text(f"{process.title:<{width}}", style=colour))
+            self._start_shippers(width)
+        finally:
+            pids = {stem: child.pid for stem, child in self._children.items()}
+            self._launched = self._launched.with_pids(pids)
+        try:
+            write_launched(self._paths.launched, self._launched)
         except SmolclusterError as error:
-            self._say(f"{error}; the run goes on without it", "yellow")
-        if self._loki is not None:
-            self._ship(self._loki, width)
+            self._warn(f"{error}; the run goes on without it")
 
-    def _note_exits(self) -> None:
-        with suppress(OSError):
-            exits = self._paths.root / "exits"
-            exits.mkdir(exist_ok=True)
-            for child in self._children:
-                each = child.process
-                stem = log_stem(each.role, each.node, each.rank)
-                (exits / stem).write_text(f"{child.exit_code}\n")
+    def _start_shippers(self, width: int) -> None:
+        for shipper in self._launched.shippers:
+            try:
+                self._start_child(shipper, Text(f"{shipper.role:<{width}}", style="dim"))
+            except LaunchError as error:
+                self._warn(f"the logs are not shipped: {error}")
 
-    def _was_asked(self) -> bool:
-        return marker_of(self._paths, self._entry(self._children[0])).exists()
+    def _start_child(self, process: LaunchedProcess, prefix: Text) -> None:
+        def say(line: str) -> None:
+            shown = displayable(self._console, line)
+            self._view.print(Text.assemble(prefix, " | ", shown))
 
-    @staticmethod
-    def _entry(child: Child) -> ProcessEntry:
-        each = child.process
-        return ProcessEntry(
-            node=each.node,
-            role=each.role,
-            rank=each.rank,
-            pid=child.pid,
-            started=start_of(child.pid),
+        self._children[process.stem] = Child(process, say)
+
+    def _start_server(self, asked: Interrupts) -> None:
+        server = self._launched.server
+        self._before = self.status()
+        self.say(
+            f"run {self._launched.run_id}: starting the server on {server.node}; loading PyTorch takes "
+            "some seconds"
         )
-
-    def _ship(self, loki: LokiAddress, width: int) -> None:
-        process = local_shipper(self._plan.server.node, self._paths.root, loki)
-        try:
-            say = self._behind(Text(f"{ROLE:<{width}}", style="dim"))
-            self._shippers.append(Child(process, say))
-        except LaunchError as error:
-            self._say(f"the logs are not shipped: {error}", "yellow")
-
-    def _watch(self, asked: Interrupts) -> int:
-        server, *workers = self._children
-        while not asked:
-            code = server.exit_code
-            self._follow()
-            self._report_failures(workers)
-            if code is not None:
-                if code == 0:
-                    wait_for(workers, SHUTDOWN_TIMEOUT_S, lambda: bool(asked))
-                return code
-            if self._is_deserted(workers):
-                raise LaunchError(
-                    f"no worker is left ({'; '.join(f'{w.process.title} {w.ending}' for w in workers)}): "
-                    f"the run was stopped; their logs are in {self._paths.logs}"
-                )
+        self._begin(server)
+        self._ship([each for each in self._launched.shippers if each.node == server.node])
+        if self._launched.has_script:  # the run begins when a script has told what is trained
+            return
+        told, patience, newest = Deadline(TOLD_EVERY_S), Deadline(SERVER_SILENT_S), ""
+        while self._new_status() is None:
+            self._check_alive([server], asked)
+            if told.expired:
+                if (line := newest_line(server)) != newest:
+                    newest, patience = line, Deadline(SERVER_SILENT_S)
+                if patience.expired:
+                    raise LaunchError(
+                        f"{server.title} does not listen and has logged nothing for "
+                        f"{format_duration(SERVER_SILENT_S)}: is its disk or its dataset's out of reach? "
+                        f"Its last line: {newest or 'none'}"
+                    )
+                self.say(f"waiting for {server.title}: {newest or 'it has logged nothing yet'}")
+                told = Deadline(TOLD_EVERY_S)
             time.sleep(POLL_S)
-        self._view.close(show_last=False)
-        self._say("stopping everything that was started; Ctrl-C again to do it at once", "yellow")
-        return asked.exit_code
 
-    def _report_failures(self, workers: list[Child]) -> None:
-        for worker in workers:
-            if worker.exit_code not in (None, 0) and worker.pid not in self._reported:
-                self._reported.add(worker.pid)
-                self._say(f"{worker.process.title} {worker.ending}", "yellow")
+    def _start_workers(self, asked: Interrupts) -> None:
+        workers = self._launched.workers
+        kept = [worker.title for worker in workers if worker.rank in self._kept]
+        begun = [worker for worker in workers if worker.rank not in self._kept]
+        there = [f"{', '.join(kept)} still there"] * bool(kept)
+        new = [f"starting {', '.join(worker.title for worker in begun)}"] * bool(begun)
+        listens = ["it listens"] * (not self._launched.has_script)
+        self.say("; ".join([*listens, *there, *new]))
+        by_node: dict[str, list[LaunchedProcess]] = {}
+        for worker in begun:
+            by_node.setdefault(worker.node, []).append(worker)
 
-    def _is_deserted(self, workers: list[Child]) -> bool:
-        """Whether all our workers have failed, and for a while nobody else has taken part."""
-        failed = all(worker.exit_code not in (None, 0) for worker in workers)
-        if not failed or self._members or self._run_ended:
+        def begin_there(host: Host) -> None:
+            for worker in by_node[host.node]:
+                self._begin(worker)
+
+        run_on_all([self._machines[node].host for node in by_node], begin_there)
+        elsewhere = {worker.node for worker in workers} - {self._launched.server.node}
+        self._ship([each for each in self._launched.shippers if each.node in elsewhere])
+        self._wait_for(workers, self._launched.processes, asked)
+        self.say("all have joined")
+
+    def _begin(self, process: LaunchedProcess) -> None:
+        begin(process, self._machines[process.node].env)
+
+    def _ship(self, shippers: Sequence[LaunchedProcess]) -> None:
+        env = {node: each.env for node, each in self._machines.items()}
+        begin_shippers(shippers, env, self._warn)
+
+    def _wait_for(
+        self,
+        workers: Sequence[LaunchedProcess],
+        alive: Sequence[LaunchedProcess],
+        asked: Interrupts,
+        before: RunStatus | None = None,
+    ) -> list[str]:
+        """Wait until these workers take part, or the run is over; returns who does not take part.
+
+        Raises:
+            LaunchError: one of those that must be `alive` has ended, or the user no longer wants it.
+        """
+        told = Deadline(TOLD_EVERY_S)
+        while missing := _missing(workers, status := self.status(), before):
+            if status is not None and status.is_over:
+                break
+            self._check_alive(alive, asked)
+            if told.expired:
+                told = Deadline(TOLD_EVERY_S)
+                self.say(f"waiting for {', '.join(missing)}")
+            time.sleep(POLL_S)
+        return missing
+
+    def _check_alive(self, processes: Sequence[LaunchedProcess], asked: Interrupts) -> None:
+        """See that nobody has ended or is out of reach, and that the user still wants this."""
+        if asked:
+            raise Stopped("stopped while it was starting")
+        for process, code in exit_codes(processes):
+            if code is not None and process.rank in self._kept:  # it has given up meanwhile
+                self._kept.discard(process.rank)
+                self._begin(process)
+            elif code:
+                raise EndedBadly(process.title, code, stderr_tail(process))
+
+    def _take_back(self, error: BaseException) -> None:
+        self.say(
+            f"{error}"
+            if isinstance(error, Stopped)
+            else "the start has failed: stopping what was started"
+        )
+        for left in self._end().left:
+            self.say(f"{left.process.title}: {left.reason}", "red")
+        take_back_latest(self._paths, self._newest_before)
+
+    def add(self, worker: LaunchedProcess) -> None:
+        """Start one more worker in its session, as one of the run, and wait until it takes part.
+
+        Raises:
+            LaunchError: it does not come; then nothing of it is left.
+        """
+        without, status = self._launched, self.status()
+        self._launched = without.with_worker(worker)
+        write_launched(self._paths.launched, self._launched)
+        self.say(f"run {without.run_id}: starting {worker.title}")
+        try:
+            with interrupts() as asked:
+                self._begin(worker)
+                is_late = bool(self._wait_for([worker], [worker], asked, status))
+        except BaseException:
+            self._forget_worker(worker, without)
+            raise
+        if is_late:
+            self._forget_worker(worker, without)
+            raise LaunchError(f"run {without.run_id} is over: {worker.title} came too late")
+        self.say(f"{worker.title} takes part in run {without.run_id}")
+
+    def _forget_worker(self, worker: LaunchedProcess, without: Launched) -> None:
+        with suppress(LaunchError):
+            kill(worker)
+        write_launched(self._paths.launched, without)
+
+    # its course
+
+    def status(self) -> RunStatus | None:
+        """What the server last wrote of itself; None: nothing yet.
+
+        Raises:
+            LaunchError: its machine cannot be asked.
+        """
+        return STATUS.parse(self._text_of("status.json"))
+
+    def _new_status(self) -> RunStatus | None:
+        """What the server has written of itself since it was started."""
+        status = self.status()
+        is_old = status and self._before and status.incarnation == self._before.incarnation
+        return None if is_old else status
+
+    def _failure(self) -> str:
+        """Why the run has failed, as its server has written."""
+        with suppress(LaunchError):
+            status = self._new_status()
+            if status is not None and status.state == "failed" and status.reason:
+                return status.reason
+        return "the run has failed"
+
+    def _text_of(self, name: str) -> str:
+        server = self._launched.server
+        return host_of(server).run(f"cat {shell_path(server.run_dir)}/{name} 2>/dev/null").stdout
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing will be added to it; a machine out of reach does not say so."""
+        with suppress(LaunchError):
+            status = self.status()
+            return status is not None and status.is_over
+        return False
+
+    def check_alive(self) -> None:
+        """See that there is something to look at; a machine out of reach counts as alive.
+
+        Raises:
+            LaunchError: the run is over.
+        """
+        with suppress(Unreachable, TookTooLong):
+            if all(code is not None for _, code in exit_codes(self._launched.processes)):
+                run_id = self._launched.run_id
+                raise LaunchError(
+                    f"run {run_id} is over: {as_command('logs', run_id)} shows what it said"
+                )
+
+    def open_window(self) -> str:
+        """Open the run's local window, or find it; returns its session's name.
+
+        Raises:
+            LaunchError: tmux is not here, or will not.
+        """
+        found: dict[int | None, str | None] = {}
+        with suppress(LaunchError):
+            status = self.status()
+            found = {each.rank: each.device for each in status.workers} if status else {}
+        processes = [
+            each.model_copy(update={"device": found.get(each.rank, each.device)})
+            for each in self._launched.processes
+        ]
+        return open_window(self._launched.run_id, processes, stop_command(self._paths))
+
+    def follow(self) -> int:
+        """Tell how the run goes on, until its end or Ctrl-C; returns the exit code.
+
+        A lost connection ends nothing: it is said, and tried again.
+
+        Raises:
+            LaunchError: no worker of a run of children is left; it has been ended.
+        """
+        look = self._look if self._launched.has_sessions else self._look_at_children
+        with interrupts() as asked:
+            asked.received += self._asked_early
+            try:
+                while not asked:
+                    if (code := look()) is not None:
+                        return self.conclude(code, asked)
+                    _wait(self._poll_s, asked)
+                return self._interrupted(asked)
+            except BaseException:
+                if self._children:
+                    self._end()
+                raise
+
+    def _look(self) -> int | None:
+        """Tell how far the run is; the server's exit code, None while it runs or is out of reach."""
+        node = self._launched.server.node
+        try:
+            code, status = exit_code(self._launched.server), self.status()
+        except LaunchError as error:
+            if not self._is_lost:
+                self._warn(f"no contact with {node}, where the run goes on ({error})")
+            self._is_lost = True
+            return None
+        if self._is_lost:
+            self.say(f"{node} is back")
+            self._is_lost = False
+        if code is None and status is not None and self._told.expired:
+            self._told = Deadline(TOLD_EVERY_S)
+            self.say(progress_line(status))
+        return code
+
+    def _look_at_children(self) -> int | None:
+        """Show how far the run is, and whose workers have failed; the server's exit code."""
+        code = self._children[self._launched.server.stem].exit_code
+        self._show_progress()
+        workers = {each: self._children[each.stem] for each in self._launched.workers}
+        for worker, child in workers.items():
+            if child.exit_code not in (None, 0) and worker.stem not in self._failed:
+                self._failed.add(worker.stem)
+                self._warn(f"{worker.title} {child.ending}")
+        if code is None and len(self._failed) == len(workers) and self._is_deserted():
+            self._end()
+            endings = "; ".join(f"{each.title} {child.ending}" for each, child in workers.items())
+            raise LaunchError(
+                f"no worker is left ({endings}): the run was stopped; their logs are in {self._paths.logs}"
+            )
+        return code
+
+    def _show_progress(self) -> None:
+        for line in self._metrics.poll():
+            self._view.log(line.record)
+        self._view.tick()
+
+    def _is_deserted(self) -> bool:
+        """Whether nobody has taken part for a while, since all our workers have failed."""
+        status = self._new_status()
+        others = [each for each in status.workers if each.state == "joined"] if status else []
+        if others or (status is not None and status.is_over):
             self._alone = None
             return False
         self._alone = self._alone or Deadline(self._patience_s)
         return self._alone.expired
 
-    def _follow(self) -> None:
-        for line in self._feed.metrics.poll():
-            self._view.log(line.record)
-        self._view.tick()
-        for record in self._feed.events.poll():
-            match record.event:
-                case WorkerJoined(rank=rank):
-                    self._members.add(rank)
-                    self._has_begun = True
-                case WorkerLeft(rank=rank) | WorkerLost(rank=rank):
-                    self._members.discard(rank)
-                case RunEnded(reason=reason):
-                    self._run_ended, self._stopped = True, reason == STOPPED
+    # its end
 
-    def _conclude(self, code: int, *, interrupted: bool) -> None:
-        server = self._children[0]
-        if code == 0 and self._paths.summary.is_file():
-            summary = read_summary(self._paths.summary)
-            with steady(self._console):
-                self._console.print(table(summary))
-                if self._paths.sample.is_file():
-                    self._console.print(shown_text(self._console, sample_shown(self._paths)))
-        elif interrupted:
-            self._say("stopped: nothing of it is left running")
-        elif code != 0:
-            self._say(f"{server.process.title} {server.ending}: the run has failed", "red")
-        if code != 0 and self._paths.checkpoints.is_dir():
-            self._say(f"{as_command('resume', self._paths.root)} goes on with it")
-        self._say(f"files of the run: {self._paths.root}")
+    def left_window(self) -> int:
+        """The user has left the window: say what came of the run, or how to get back to it."""
+        run_id = self._launched.run_id
+        if is_stopping(run_id):
+            return self.stop() or INTERRUPTED
+        try:
+            code = exit_code(self._launched.server)
+        except LaunchError as error:
+            self._warn(f"no contact with {self._launched.server.node} ({error})")
+            code = None
+        if code is not None:
+            return self.conclude(code)
+        self.say(left_running(run_id))
+        return 0
 
-    def _say(self, line: str, style: str = "") -> None:
+    def _interrupted(self, asked: Interrupts) -> int:
+        if self._children:
+            code = self.stop(in_a_hurry=asked.repeated) or asked.exit_code
+            self._say_where(code)
+            return code
+        if self._ask(asked) is OnInterrupt.LEAVE:
+            self.say(left_running(self._launched.run_id))
+            return 0
+        return self.stop() or asked.exit_code
+
+    def _ask(self, asked: Interrupts) -> OnInterrupt:
+        """Leave the run going, or stop it? Who closes the terminal leaves it.
+
+        Where there was no terminal nobody can answer: then it is stopped.
+        """
+        if asked.hung_up:
+            return OnInterrupt.LEAVE
+        if not sys.stdin.isatty():
+            return OnInterrupt.STOP
+        self.say("leave the run going (l), or stop it (s, or Ctrl-C again)?")
+        while not (asked.repeated or asked.hung_up):
+            ready, _, _ = select.select([sys.stdin], [], [], 0.1)
+            try:
+                line = sys.stdin.readline() if ready else None
+            except OSError:  # its terminal has gone
+                line = ""
+            if line == "":
+                return OnInterrupt.LEAVE
+            answer = (line or "").strip().lower()[:1]
+            if answer in {choice.value for choice in OnInterrupt}:
+                return OnInterrupt(answer)
+        return OnInterrupt.LEAVE if asked.hung_up else OnInterrupt.STOP
+
+    def stop(self, *, in_a_hurry: bool = False) -> int:
+        """End the run, and see that nothing of it is left; returns the exit code."""
+        run_id = self._launched.run_id
+        if not in_a_hurry:
+            self._warn("stopping the run; Ctrl-C kills it, without a last checkpoint")
+        stopped = self._end(in_a_hurry=in_a_hurry)
+        for each in stopped.left:
+            self.say(f"{each.process.title}: {each.reason}", "red")
+        if stopped.left:
+            self.say(f"the others are stopped; {as_command('stop', run_id)} tries again", "red")
+            return 1
+        what = "it was over already" if stopped.was_over else "stopped"
+        self.say(f"run {run_id}: {what}; nothing of it is left running")
+        return 0
+
+    def conclude(self, code: int, asked: Interrupts | None = None) -> int:
+        """Say what came of a run whose server has ended, and see that its workers end; returns `code`.
+
+        Who is `asked` to stop waits for no worker, and asked twice kills them.
+        """
+        server, is_stopped = self._launched.server, self._was_stopped()
+        deadline = Deadline(SHUTDOWN_TIMEOUT_S if code == 0 else 0)
+        with suppress(LaunchError):  # stopping says which machine it is
+            while not (deadline.expired or asked) and None in self._codes_of_workers():
+                time.sleep(self._poll_s)
+        for left in self._end(in_a_hurry=bool(asked and asked.repeated)).left:
+            self._warn(f"{left.process.title}: {left.reason}")
+        if code == 0:
+            self._show_summary()
+        elif is_stopped:
+            self.say("stopped: nothing of it is left running")
+        elif child := self._children.get(server.stem):
+            self.say(f"{server.title} {child.ending}: {self._failure()}", "red")
+        else:
+            self.say(f"{server.title} ended with exit code {code}: {stderr_tail(server)}", "red")
+        self._say_where(code)
+        return code
+
+    def _codes_of_workers(self) -> list[int | None]:
+        if self._children:
+            return [self._children[each.stem].exit_code for each in self._launched.workers]
+        return [code for _, code in exit_codes(self._launched.workers)]
+
+    def _was_stopped(self) -> bool:
+        """Whether its server was asked to end, by anybody; without a word from its machine it was not."""
+        asked = (self._paths.root / "asked").glob(f"{self._launched.server.stem}.*")
+        with suppress(LaunchError):
+            status = self._new_status()
+            return any(asked) or (status is not None and status.word == "stopped")
+        return False
+
+    def _end(self, *, in_a_hurry: bool = False) -> StopResult:
+        """End all processes; Ctrl-C from now on kills them."""
+        with interrupts() as asked:
+            result = stop_processes(
+                self._launched,
+                in_a_hurry=lambda: in_a_hurry or signal.SIGINT in asked.received,
+                say=self.say,
+                server_grace_s=self._server_grace_s,
+            )
+        close_window(self._launched.run_id)
+        forget(self._launched.run_id)
+        if self._children:
+            self._close_children()
+        return result
+
+    def _close_children(self) -> None:
+        for child in self._children.values():
+            child.close()
+        self._show_progress()
+        self._view.close()
+        status = self._new_status()
+        if status is None or not status.workers:  # none has ever taken part
+            take_back_latest(self._paths, self._newest_before)
+
+    def _show_summary(self) -> None:
+        summary = SUMMARY.parse(self._text_of("summary.json"))
+        if summary is None:
+            return
+        with steady(self._console):
+            self._console.print(table(summary))
+            if self._paths.sample.is_file():
+                self._console.print(shown_text(self._console, sample_shown(self._paths)))
+
+    def _say_where(self, code: int) -> None:
+        if code and self._paths.checkpoints.is_dir():
+            self.say(f"{as_command('resume', self._paths.root)} goes on with it")
+        if self._launched.is_local:
+            self.say(f"files of the run: {self._paths.root}")
+        else:
+            self.say(f"{as_command('fetch', self._launched.run_id)} brings its files here")
+
+    def _warn(self, line: str) -> None:
+        self.say(line, "yellow")
+
+    def say(self, line: str, style: str = "") -> None:
         self._view.print(Text(displayable(self._console, line), style=style))
 
-    def _behind(self, prefix: Text) -> Callable[[str], None]:
-        def say(line: str) -> None:
-            shown = displayable(self._console, line)
-            self._view.print(Text.assemble(prefix, " | ", shown))
 
-        return say
+def exit_codes(
+    processes: Sequence[LaunchedProcess],
+) -> list[tuple[LaunchedProcess, int | None]]:
+    """The exit code of each process (None: it runs), asked of all machines at once.
+
+    Raises:
+        LaunchError: one cannot be asked.
+    """
+    return list(zip(processes, at_once(exit_code, processes), strict=True))
+
+
+def _missing(
+    workers: Sequence[LaunchedProcess], status: RunStatus | None, before: RunStatus | None
+) -> list[str]:
+    """Those of the workers of whom the server has heard nothing since it wrote `before`.
+
+    It counts one whose machine has lost its power as present for some seconds.
+    """
+
+    def seen(told: RunStatus | None, rank: int | None) -> datetime | None:
+        found = [each.last_seen for each in (told.workers if told else []) if each.rank == rank]
+        return found[0] if found else None
+
+    told = status.workers if status else []
+    there = {each.rank for each in told if before is None or each.state == "joined"}
+    return [
+        each.title
+        for each in workers
+        if each.rank not in there or seen(status, each.rank) == seen(before, each.rank)
+    ]
+
+
+def stop_command(paths: RunPaths) -> str:
+    """What a shell runs to stop a run, wherever and however it is started."""
+    program = "from smolcluster.cli import main; raise SystemExit(main())"
+    return shlex.join([sys.executable, "-c", program, "stop", str(paths.root.absolute())])
+
+
+def progress_line(status: RunStatus) -> str:
+    parts = [f"step {status.step:,} of {status.total_steps:,}"]
+    if status.loss is not None:
+        parts.append(f"loss {status.loss:.4g}")
+    for name, value in metrics_in(dict(status)).items():
+        number = f"{value:.3f}" if name == "accuracy" else f"{value:.4g}"
+        parts.append(f"validation {name} {number}")
+    parts.append(f"{status.samples_per_s:,.0f} samples/s")
+    present = sum(worker.state == "joined" for worker in status.workers)
+    return ", ".join([*parts, format_count(present, "worker")])
+
+
+def left_running(run_id: str) -> str:
+    return (
+        f"run {run_id} goes on: {as_command('attach', run_id)} shows it, status, logs and stop do what "
+        "they say"
+    )
+
+
+def _wait(seconds: float, asked: Interrupts) -> None:
+    deadline = Deadline(seconds)
+    while not deadline.expired and not asked:
+        time.sleep(0.05)

@@ -18,10 +18,10 @@ from smolcluster.configs.schema import GPTConfig, NodeConfig, config_of
 from smolcluster.configs.spec import SINGLE, algorithms, get_algorithm
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.launch.find import find, in_folder
+from smolcluster.launch.local import launch_local
 from smolcluster.launch.plan import Request
 from smolcluster.launch.remote import LaunchOptions, resume_remote
 from smolcluster.launch.requests import settings_of
-from smolcluster.launch.run import launch_local
 from smolcluster.launch.single import train
 from smolcluster.launch.watch.fetch import brought
 from smolcluster.models.gpt import GPT
@@ -29,8 +29,8 @@ from smolcluster.models.gpt2_weights import write_gpt2
 from smolcluster.observability.logs import console_logger
 from smolcluster.observability.terminal import SteadyConsole, steady
 from smolcluster.observability.view.snapshot import read_snapshot
-from smolcluster.runs.launched import read_launched
-from smolcluster.runs.lock import RunLock
+from smolcluster.runs.launched import launched_of
+from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import LATEST as LATEST_RUN
 from smolcluster.runs.paths import RunPaths, find_run, runs_root
 from smolcluster.training.checkpoint import (
@@ -79,9 +79,11 @@ def show_checkpoints(run: str, *, as_json: bool = False) -> int:
 
 
 def _where(paths: RunPaths) -> str:
-    if not paths.launched.is_file() or (server := read_launched(paths.launched).server).ssh is None:
+    launched = launched_of(paths)
+    if launched is None or launched.server.ssh is None:
         return "yet"
-    return f"here; they are on {server.node}: {as_command('fetch', paths.run_id)} brings them"
+    node = launched.server.node
+    return f"here; they are on {node}: {as_command('fetch', paths.run_id)} brings them"
 
 
 def export_model(run: str, folder: Path, *, best: bool, transformers: bool) -> int:
@@ -105,6 +107,11 @@ def export_model(run: str, folder: Path, *, best: bool, transformers: bool) -> i
     else:
         target = export(checkpoint, folder)
     sys.stdout.write(f"step {checkpoint.state.step} of run {paths.run_id} -> {target}\n")
+    if checkpoint.state.base is not None:
+        sys.stdout.write(
+            f"these are adapters without their base, {checkpoint.state.base}: put them on it with "
+            "load_state_dict(..., strict=False)\n"
+        )
     return 0
 
 
@@ -114,7 +121,12 @@ def gpt_config(paths: RunPaths) -> GPTConfig:
     Raises:
         ConfigError: it trained none.
     """
-    config = load_resolved(paths.config).train.model
+    train = load_resolved(paths.config).train
+    if train.workload is not None:
+        raise ConfigError(
+            f"run {paths.run_id} trained the workload {train.workload_label}, which is no GPT of ours"
+        )
+    config = train.model
     if not isinstance(config, GPTConfig):
         raise ConfigError(f"run {paths.run_id} trained a {config.type}, which is no language model")
     return config
@@ -145,11 +157,12 @@ def resume(run: str, num_workers: int | None, overrides: Sequence[str], how: Lau
         RunBusy: it is still alive.
     """
     paths = find(run)
-    if paths.launched.is_file() and not (launched := read_launched(paths.launched)).is_local:
+    launched = launched_of(paths)
+    if launched is not None and not launched.is_local:
         if num_workers is not None:
             raise ConfigError("--workers: the workers of a cluster are those of its file")
         return resume_remote(paths, launched, overrides, how)
-    with RunLock(paths.lock):  # the server takes it again
+    with run_lock(paths.lock):  # the server takes it again
         settings = load_resolved(paths.config)
         store = store_of(paths)
         checkpoint = store.newest_good()

@@ -1,7 +1,8 @@
 """The processes of a launched run on their machines: started in tmux, looked at, and ended.
 
-A process runs under a small shell script, which its machine gets by standard input (mode 0600, because it
-holds the environment) and which removes itself before it does anything else. It leaves
+A child of the launcher is known by its process id, and leaves `exits` and `asked` only. In tmux a process
+runs under a small shell script, which its machine gets by standard input (mode 0600, because it holds the
+environment) and which removes itself before it does anything else. It leaves
 
     <run>/pids/<stem>    its process id, which is the process group's
     <run>/exits/<stem>   the exit code, once the process has ended
@@ -88,22 +89,35 @@ def start_script(process: LaunchedProcess, env: Mapping[str, str]) -> str:
 def look_script(process: LaunchedProcess) -> str:
     """Prints `running`, `ended CODE`, or `gone` when it was killed or never started."""
     exits = f"{shell_path(process.run_dir)}/exits/{shlex.quote(process.stem)}"
+    session = f"tmux has-session -t {target(process.session)} 2>/dev/null ||" * bool(
+        process.session
+    )
     return (
-        f"{_left(process)}; pid=$(cat {_pid_file(process)} 2>/dev/null)\n"
-        f"if tmux has-session -t {target(process.session)} 2>/dev/null; then echo running; "
-        f'elif [ -s {exits} ]; then echo ended "$(cat {exits})"; '
-        'elif [ -n "$pid" ] && left; then echo running; else echo gone; fi'
+        f"{_left(process)}; {_pid(process)}\n"
+        f'if {session} left; then echo running; elif [ -s {exits} ]; then echo ended "$(cat {exits})"; '
+        "else echo gone; fi"
     )
 
 
 def _left(process: LaunchedProcess) -> str:
-    """A shell function that says whether commands of a run are in the process group `$pid`."""
-    ours = shlex.quote(f"{process.run_dir.rpartition('/')[2]}/launch/")
-    return f'left() {{ ps -A -ww -o pgid= -o args= | grep "^ *$pid " | grep -qF -- {ours}; }}'
+    """A shell function that says whether `$pid`, or its process group, runs commands of a run.
+
+    Numbers are used again; a small Linux has no `ps`.
+    """
+    run_id = process.run_dir.rpartition("/")[2].replace(".", r"\.")
+    ours = shlex.quote(f"[ /]{run_id}( |/launch/|$)")
+    return (
+        "lines() { tr '\\0' ' ' < \"/proc/$pid/cmdline\"; echo; ps -A -ww -o pgid= -o pid= -o args= | "
+        'grep -E "^ *([0-9]+ +)?$pid "; }\n'
+        f'left() {{ [ -n "$pid" ] && lines 2>/dev/null | grep -qE -- {ours}; }}'
+    )
 
 
-def _pid_file(process: LaunchedProcess) -> str:
-    return f"{shell_path(process.run_dir)}/pids/{shlex.quote(process.stem)}"
+def _pid(process: LaunchedProcess) -> str:
+    if process.pid is not None:
+        return f"pid={process.pid}"
+    file = f"{shell_path(process.run_dir)}/pids/{shlex.quote(process.stem)}"
+    return f"pid=$(cat {file} 2>/dev/null)"
 
 
 def exit_code(process: LaunchedProcess) -> int | None:
@@ -154,18 +168,24 @@ def ask_to_end(process: LaunchedProcess, wait_s: float) -> Ending:
     Raises:
         LaunchError: its machine cannot be asked.
     """
-    asked = shell_path(process.run_dir) + "/asked"
-    file = f'{asked}/{shlex.quote(process.stem)}."$pid"'
+    note, file = _asked(process)
     return _signal(
         process,
-        [
-            f"mkdir -p {asked} 2>/dev/null",
-            # Of two who ask at the same time one makes the file; where nobody can make it, all ask.
-            f"if (set -C; : > {file}) 2>/dev/null || [ ! -e {file} ]; then",
-            'kill -s TERM -- "-$pid" 2>/dev/null; fi',
-        ],
+        # Of two who ask at the same time one makes the file; where nobody can make it, all ask.
+        [note, f"if [ $? = 0 ] || [ ! -e {file} ]; then {_send('TERM')}; fi"],
         wait_s,
     )
+
+
+def _asked(process: LaunchedProcess) -> tuple[str, str]:
+    """What notes that a process is asked to end, unless somebody has noted it; and the file that says so."""
+    folder = f"{shell_path(process.run_dir)}/asked"
+    file = f'{folder}/{shlex.quote(process.stem)}."$pid"'
+    return f"mkdir -p {folder} 2>/dev/null; (set -C; : > {file}) 2>/dev/null", file
+
+
+def _send(name: str) -> str:
+    return f'kill -s {name} -- "-$pid" 2>/dev/null || kill -s {name} "$pid" 2>/dev/null'
 
 
 def wait_to_end(process: LaunchedProcess, wait_s: float) -> Ending:
@@ -183,22 +203,27 @@ def kill(process: LaunchedProcess, wait_s: float = 5.0) -> Ending:
     Raises:
         LaunchError: its machine cannot be asked.
     """
-    return _signal(process, ['kill -s KILL -- "-$pid" 2>/dev/null'], wait_s)
+    return _signal(process, [_asked(process)[0], _send("KILL")], wait_s)
 
 
 def _signal(process: LaunchedProcess, signalling: list[str], wait_s: float) -> Ending:
-    """Signal a session's process group, `$pid`, and wait until nothing of it is left.
+    """Signal a process's group, `$pid`, and wait until nothing of it is left.
 
-    The group is that of its tmux session, or, if tmux has gone, the number that it left; both are believed
-    only while commands of its run are in that group.
+    The group is a child's, or that of a tmux session, or, if tmux has gone, the number that it left; all are
+    believed only while commands of the run are in that group.
     """
-    pane = f"tmux list-panes -s -t {target(process.session)}: -F '#{{pane_pid}}' 2>/dev/null"
+    find = [_pid(process)]
+    if process.session:
+        pane = f"tmux list-panes -s -t {target(process.session)}: -F '#{{pane_pid}}' 2>/dev/null"
+        find = [
+            f"pid=$({pane} | head -n 1)",
+            # A session that has just been made may not have come to its command yet.
+            f'if [ -n "$pid" ]; then n=0; until left || [ $n -ge 5 ]; do sleep {POLL_S}; n=$((n+1)); done',
+            f"else {_pid(process)}; fi",
+        ]
     lines = [
         _left(process),
-        f"pid=$({pane} | head -n 1)",
-        # A session that has just been made may not have come to its command yet.
-        f'if [ -n "$pid" ]; then n=0; until left || [ $n -ge 5 ]; do sleep {POLL_S}; n=$((n+1)); done',
-        f'else pid=$(cat {_pid_file(process)} 2>/dev/null) && [ -n "$pid" ] || exit {Ending.WAS_OVER}; fi',
+        *find,
         f"left || exit {Ending.WAS_OVER}",
         *signalling,
         f"n=0; while left && [ $n -lt {round(wait_s / POLL_S)} ]; do sleep {POLL_S}; n=$((n+1)); done",

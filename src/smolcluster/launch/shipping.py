@@ -30,6 +30,7 @@ from smolcluster.launch.stop import LAST_LINES_S
 from smolcluster.launch.tmux import session_name
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.utils.at_once import at_once
+from smolcluster.utils.folders import checkout
 from smolcluster.utils.units import format_address
 from smolcluster.utils.words import as_command
 
@@ -72,8 +73,12 @@ def loki_of(cluster: ClusterConfig, stack: Path | None) -> LokiAddress | None:
 
 
 def with_shippers(launched: Launched, loki: LokiAddress | None, say: Say) -> Launched:
+    """The same run with what ships its logs."""
     if loki is None:
         return launched
+    if not launched.has_sessions:
+        shipper = _shipper_beside(launched.server, loki)
+        return launched.model_copy(update={"shippers": (shipper,)})
     places: dict[tuple[str | None, str], list[LaunchedProcess]] = {}
     for process in launched.processes:
         places.setdefault((process.ssh, process.run_dir), []).append(process)
@@ -126,16 +131,18 @@ def shipper_of(run_id: str, processes: Sequence[LaunchedProcess], url: str) -> L
     )
 
 
-def local_shipper(node: str, run_dir: Path, loki: LokiAddress) -> LaunchedProcess:
+def _shipper_beside(server: LaunchedProcess, loki: LokiAddress) -> LaunchedProcess:
     """The shipper of a run whose processes are this process's children."""
-    words = ("-m", "smolcluster.cli", "ship", str(run_dir), "--loki", loki.url)
-    return LaunchedProcess(node=node, role=ROLE, rank=None, argv=(sys.executable, *words))
+    words = ("-m", "smolcluster.cli", "ship", server.run_dir, "--loki", loki.url)
+    return server.model_copy(update={"role": ROLE, "argv": (sys.executable, *words)})
 
 
 def ship_script(processes: Sequence[LaunchedProcess], url: str) -> str:
     """What ships the logs of these processes of one machine, until they have ended or it is told to end."""
     first = processes[0]
-    project = shell_path(first.project_dir) if first.ssh else shlex.quote(str(_checkout()))
+    project = (
+        shell_path(first.project_dir) if first.ssh else shlex.quote(str(checkout() or "/dev/null"))
+    )
     roles = dict.fromkeys(process.role for process in processes)
     configs = [f"logging/promtail-{role}-remote.yaml" for role in roles]
     looks = "\n".join(f"{{ {look_script(process)}; }}" for process in processes)
@@ -174,10 +181,6 @@ def _own_command(processes: Sequence[LaunchedProcess], url: str) -> str:
     only = [word for process in processes for word in ("--only", process.stem)]
     command = [first.argv[0], "-m", "smolcluster.cli", "ship"]
     return f"{shlex.join(command)} {shell_path(first.run_dir)} {shlex.join(['--loki', url, *only])}"
-
-
-def _checkout() -> Path:
-    return Path(__file__).resolve().parents[3]
 
 
 def begin_shippers(

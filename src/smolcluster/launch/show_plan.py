@@ -10,13 +10,20 @@ from rich.text import Text
 from smolcluster.configs.resolve import Settings
 from smolcluster.launch.estimate import LINKS_MB_S, StepCost, cost_of
 from smolcluster.launch.host import shell_path
+from smolcluster.launch.workload_code import WorkloadCode
 from smolcluster.observability.terminal import SteadyConsole, steady
 from smolcluster.runs.launched import Launched, LaunchedProcess
-from smolcluster.utils.units import format_address, format_bytes, format_duration
+from smolcluster.utils.units import format_address, format_bytes, format_count, format_duration
 
 
-def show_plan(launched: Launched, settings: Settings) -> None:
-    cost = cost_of(settings, launched.algorithm)
+def show_plan(
+    launched: Launched,
+    settings: Settings,
+    code: WorkloadCode | None = None,
+    *,
+    has_known_model: bool = True,
+) -> None:
+    cost = cost_of(settings, launched.algorithm) if has_known_model else None
     console = SteadyConsole()
     with steady(console):
         console.print(plan_table(launched, settings, cost))
@@ -24,6 +31,7 @@ def show_plan(launched: Launched, settings: Settings) -> None:
         *commands(launched),
         "",
         *costs(cost),
+        *code_lines(code),
         "",
         "```mermaid",
         *mermaid(launched, settings),
@@ -62,7 +70,7 @@ def commands(launched: Launched) -> Iterator[str]:
 def costs(cost: StepCost | None) -> Iterator[str]:
     """Bytes and seconds of a step on a worker's link, in lines of at most 80 columns."""
     if cost is None:
-        yield "memory and bytes are not known: the data or the tokenizer decide the model's size"
+        yield "memory and bytes are not known: data, tokenizer, workload or script decide the model's size"
         return
     yield f"{cost.num_params:,} parameters; memory is without PyTorch and activations"
     yield (
@@ -71,6 +79,13 @@ def costs(cost: StepCost | None) -> Iterator[str]:
     )
     rates = [f"{format_duration(cost.transfer_s(rate))} at {rate:,g} MB/s" for rate in LINKS_MB_S]
     yield f"  {', '.join(rates)}"
+
+
+def code_lines(code: WorkloadCode | None) -> Iterator[str]:
+    if code is not None:
+        size = format_bytes(len(code.packed))
+        files = format_count(code.num_files, "file")
+        yield f"your code is sent to every machine: {files}, {size} packed"
 
 
 def mermaid(launched: Launched, settings: Settings) -> Iterator[str]:

@@ -3,25 +3,15 @@
 These do not hear of it: to them a server that was stopped is one that may come back.
 """
 
-import os
-import signal
-import sys
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
+from smolcluster.errors import LaunchError
 from smolcluster.launch.host import shell_path
-from smolcluster.launch.interrupts import interrupts
 from smolcluster.launch.sessions import Ending, ask_to_end, host_of, kill, wait_to_end
-from smolcluster.launch.watch.probe import command_lines, is_launched_worker, is_server_of
-from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.runs.launched import Launched, LaunchedProcess
-from smolcluster.runs.paths import RunPaths, log_stem
-from smolcluster.runs.processes import ProcessEntry, read_processes
-from smolcluster.runs.status import STATUS, stopped, write_status
+from smolcluster.runs.status import STATUS, stopped
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.retry import Deadline
 
@@ -35,7 +25,6 @@ KILL_GRACE_S = 5.0
 """How long what was killed may take to be gone."""
 ASK_S = 2.0
 """How long a machine is waited for at once: so soon a changed mind is heard."""
-POLL_S = 0.1
 WAITING = "waiting for its last checkpoint"
 
 InAHurry = Callable[[], bool]
@@ -98,16 +87,6 @@ def _note_stopped(launched: Launched) -> None:
         host.run(f"cat > {file}.stopped && mv {file}.stopped {file}", stdin=STATUS.text(last))
 
 
-def note_stopped_here(paths: RunPaths) -> None:
-    """The same of a run of this machine."""
-    read = read_snapshot(paths)
-    algorithm = "" if read.started is None else read.started.algorithm
-    last = stopped(read.status, paths.run_id, algorithm)
-    if last is not None:
-        with suppress(SmolclusterError):
-            write_status(paths.status, last)
-
-
 def _end(process: LaunchedProcess, grace_s: float, in_a_hurry: InAHurry, say: Say) -> Ending | Left:
     try:
         if not in_a_hurry():
@@ -148,118 +127,3 @@ def _ask(process: LaunchedProcess, grace_s: float, in_a_hurry: InAHurry, say: Sa
         if ending is Ending.WAS_OVER:  # since it was asked
             return Ending.ENDED
     return ending
-
-
-def stop_children(paths: RunPaths, *, now: bool, server_grace_s: float = SERVER_GRACE_S) -> int:
-    """End a run of this machine whose processes are some launcher's children.
-
-    Its server is asked, and gets its time for a last checkpoint; then the launcher ends the workers. Who
-    remains is killed, with `now` or at Ctrl-C at once. Returns the exit code: 1 if something is left.
-
-    Raises:
-        ConfigError: the run has left no list of processes.
-        DataError: the list is damaged.
-    """
-    if not paths.processes.is_file():
-        raise ConfigError(f"run {paths.run_id} was not launched from here: it lists no processes")
-    children = Children(paths)
-    servers, workers = children.servers(), children.workers()
-    with interrupts() as asked:
-
-        def in_a_hurry() -> bool:
-            return now or signal.SIGINT in asked.received
-
-        if servers and not in_a_hurry():
-            _say(f"stopping run {paths.run_id}; Ctrl-C kills it, without a last checkpoint")
-            children.ask(servers)
-            if not _wait(children.servers, ASK_S, in_a_hurry):
-                _say(f"run {paths.run_id}: {WAITING}")
-                _wait(children.servers, server_grace_s, in_a_hurry)
-        children.kill(children.servers())
-        _wait(children.workers, WORKER_GRACE_S, in_a_hurry)
-        children.kill(children.workers())
-        if not _wait(children.alive, KILL_GRACE_S, lambda: False):
-            _say(f"run {paths.run_id}: processes {sorted(children.alive())} do not end")
-            return 1
-    if servers:
-        note_stopped_here(paths)
-    what = "stopped" if servers or workers else "it was over already"
-    _say(f"run {paths.run_id}: {what}; nothing of it is left running")
-    return 0
-
-
-class Children:
-    """The listed processes of a run, as long as they live; other processes may have their ids by now."""
-
-    def __init__(self, paths: RunPaths) -> None:
-        self._paths = paths
-        self._entries = read_processes(paths.processes)
-
-    def servers(self) -> list[int]:
-        return self._living(
-            lambda each: each.rank is None, lambda line: is_server_of(line, self._paths.run_id)
-        )
-
-    def workers(self) -> list[int]:
-        return self._living(lambda each: each.rank is not None, is_launched_worker)
-
-    def _living(
-        self, chosen: Callable[[ProcessEntry], bool], is_ours: Callable[[str], bool]
-    ) -> list[int]:
-        """Those of the chosen; `is_ours` judges the command line where the list does not tell enough."""
-        entries = [each for each in self._entries if chosen(each)]
-        lines = command_lines([each.pid for each in entries if each.started is None])
-        unsure = {pid for pid, line in lines.items() if is_ours(line)}
-        return [each.pid for each in entries if each.is_itself or each.pid in unsure]
-
-    def alive(self) -> list[int]:
-        return [*self.servers(), *self.workers()]
-
-    def ask(self, pids: Collection[int]) -> None:
-        """Send SIGTERM to who has not been asked before: a second one would cut the last checkpoint."""
-        for entry in self._entries:
-            if entry.pid in pids and _is_first(marker_of(self._paths, entry)):
-                with suppress(ProcessLookupError):
-                    os.kill(entry.pid, signal.SIGTERM)
-
-    def kill(self, pids: Collection[int]) -> None:
-        """End each of these, and what it has started in its session, at once."""
-        for entry in self._entries:
-            if entry.pid in pids:
-                _is_first(marker_of(self._paths, entry))
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(entry.pid, signal.SIGKILL)
-
-
-def marker_of(paths: RunPaths, entry: ProcessEntry) -> Path:
-    """The file that is there when somebody has asked a process to end, or killed it."""
-    stem = log_stem(entry.role, entry.node, entry.rank)
-    return paths.root / "asked" / f"{stem}.{entry.pid}"
-
-
-def _is_first(marker: Path) -> bool:
-    """Whether nobody has asked this process to end; from now on somebody has."""
-    try:
-        marker.parent.mkdir(exist_ok=True)
-        marker.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:  # it cannot be noted, for instance on a full disk
-        return True
-    return True
-
-
-def _wait(alive: Callable[[], Collection[int]], timeout_s: float, in_a_hurry: InAHurry) -> bool:
-    """Wait until nobody is alive; whether it is so."""
-    deadline = Deadline(timeout_s)
-    while alive():
-        if deadline.expired or in_a_hurry():
-            return False
-        time.sleep(POLL_S)
-    return True
-
-
-def _say(line: str) -> None:
-    with suppress(OSError):  # its terminal may have gone
-        sys.stdout.write(f"{line}\n")
-        sys.stdout.flush()

@@ -9,8 +9,7 @@ import hashlib
 import re
 import shlex
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from smolcluster.errors import LaunchError
@@ -23,13 +22,12 @@ from smolcluster.launch.manifest import (
     SENT,
     UNREADABLE,
     Difference,
-    NodeFolder,
     Tree,
     as_manifest,
-    as_names,
     compare,
     read_folder,
     refusal,
+    with_nuls,
 )
 from smolcluster.launch.watch.fetch import failure
 from smolcluster.utils.words import condensed
@@ -43,15 +41,6 @@ REGISTRY = "pypi"
 _UV_ERROR = re.compile(r"\s*(×|error\b)", re.IGNORECASE)
 NOT_WRITABLE = 6
 """The exit code of a look at a folder in which no file can be made."""
-
-
-@dataclass(frozen=True)
-class Sending:
-    """What is to be sent to a node: its folder as it was found, and what that lacks of `tree`."""
-
-    tree: Tree
-    folder: NodeFolder
-    difference: Difference
 
 
 def environment_digest(root: Path, torch: str) -> str:
@@ -95,14 +84,14 @@ done
 printf "\\0"; [ $# -eq 0 ] || $sum "$@" 2>/dev/null; printf "\\0"' sh"""
 
 
-def look(host: Host, project_dir: str, tree: Tree, *, overwrite: bool) -> Sending:
+def look(host: Host, project_dir: str, tree: Tree, *, overwrite: bool) -> Difference:
     """What is to be sent to a machine; nothing is changed there.
 
     Raises:
         LaunchError: the folder is something else's, cannot be written, or has files that would be lost, and
             they may not be overwritten.
     """
-    done = host.run(look_script(project_dir), stdin=as_names(tree), timeout_s=LOOK_TIMEOUT_S)
+    done = host.run(look_script(project_dir), stdin=with_nuls(tree), timeout_s=LOOK_TIMEOUT_S)
     if done.code == NOT_WRITABLE:
         raise LaunchError(f"{host.node}: {'; '.join(not_writable(host.node, project_dir, done))}")
     try:
@@ -111,16 +100,11 @@ def look(host: Host, project_dir: str, tree: Tree, *, overwrite: bool) -> Sendin
         raise LaunchError(
             f"{host.node}: {project_dir} cannot be used: {done.stderr_tail}"
         ) from None
-    if folder.state == "foreign":
-        raise LaunchError(
-            f"{host.node}: {project_dir} holds something else than this project: set "
-            f"nodes.{host.node}.project_dir to another folder"
-        )
     difference = compare(tree, folder)
-    if difference.edited and not overwrite:
-        what, fix = refusal(folder, project_dir, difference.edited)
-        raise LaunchError(f"{host.node}: {what}: {fix}")
-    return Sending(tree, folder, difference)
+    refused = refusal(folder, host.node, project_dir, () if overwrite else difference.edited)
+    if refused:
+        raise LaunchError(f"{host.node}: {': '.join(refused)}")
+    return difference
 
 
 def not_writable(node: str, project_dir: str, done: Done) -> tuple[str, str]:
@@ -132,7 +116,7 @@ def not_writable(node: str, project_dir: str, done: Done) -> tuple[str, str]:
 
 
 def send_code(
-    root: Path, host: Host, project_dir: str, sending: Sending, kept: Sequence[str] = ()
+    root: Path, host: Host, project_dir: str, difference: Difference, kept: Sequence[str] = ()
 ) -> str:
     """Bring to the project's folder on a machine what it lacks; where replaced files are, or nothing.
 
@@ -141,10 +125,9 @@ def send_code(
     Raises:
         LaunchError: it cannot be written, or rsync fails.
     """
-    difference = sending.difference
-    if difference.is_none and difference.is_recorded and not sending.folder.is_half_sent:
+    if difference.is_none and difference.is_recorded:
         return ""
-    manifest, folder = as_manifest(sending.tree), shell_path(project_dir)
+    manifest, folder = as_manifest(difference.tree), shell_path(project_dir)
 
     def do(script: str, stdin: bytes) -> str:
         done = host.run(f"mkdir -p {folder} && cd {folder} || exit 1\n{script}", stdin=stdin)
@@ -154,12 +137,12 @@ def send_code(
 
     before = f"$([ ! -e {SENDING} ] || echo {SENDING})"
     do(f"cat - {before} > {SENDING}-new && mv {SENDING}-new {SENDING}", manifest)
-    backup = do(_MOVE_AWAY, _joined(difference.edited)) if difference.edited else ""
+    backup = do(_MOVE_AWAY, with_nuls(difference.edited)) if difference.edited else ""
     if difference.gone:
-        folders = {name for name in difference.gone if sending.folder.tree[name] == FOLDER}
+        folders = {name for name in difference.gone if difference.folder.tree[name] == FOLDER}
         files = (name for name in difference.gone if name not in folders)
-        do("xargs -0 rm -f --", _joined(files))
-        do(_REMOVE_FOLDERS, _joined(sorted(folders, reverse=True)))
+        do("xargs -0 rm -f --", with_nuls(files))
+        do(_REMOVE_FOLDERS, with_nuls(sorted(folders, reverse=True)))
     if difference.edited or difference.outdated:
         _rsync(root, host, project_dir, kept)
     do(f"cat > {SENT}-new && mv {SENT}-new {SENT} && rm -f {SENDING}", manifest)
@@ -175,10 +158,6 @@ xargs -0 sh -c 'for name; do
 done' sh"""
 _REMOVE_FOLDERS = """xargs -0 sh -c 'for name; do
   rm -rf "./$name/__pycache__"; rmdir "./$name" 2>/dev/null; done; true' sh"""
-
-
-def _joined(names: Iterable[str]) -> bytes:
-    return b"".join(name.encode() + b"\0" for name in names)
 
 
 def _rsync(root: Path, host: Host, project_dir: str, kept: Sequence[str]) -> None:

@@ -5,11 +5,9 @@ meanwhile ends it too, and changed back if it does not come.
 """
 
 import shlex
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,15 @@ from smolcluster.configs.load import dump_yaml, parse_yaml, read_config
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError, Rejected
-from smolcluster.launch.cluster_run import ClusterRun, EndedBadly, Machine, Payload, Stopped
 from smolcluster.launch.host import shell_path
-from smolcluster.launch.interrupts import Interrupts, interrupts
-from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE, PathsByNode, Request, plan_cluster
+from smolcluster.launch.plan import (
+    CLUSTER_FILE,
+    TRAIN_FILE,
+    PathsByNode,
+    Request,
+    plan_cluster,
+)
+from smolcluster.launch.prepare import Machine, bring, examine
 from smolcluster.launch.remote import (
     machines_of,
     own_secret_file,
@@ -29,10 +32,12 @@ from smolcluster.launch.remote import (
     without_env,
 )
 from smolcluster.launch.requests import settings_of
-from smolcluster.launch.sessions import begin, exit_code, kill, put, stderr_tail
+from smolcluster.launch.run import Run
+from smolcluster.launch.sessions import exit_code, put
 from smolcluster.launch.shipping import begin_shippers, loki_of, with_shippers
 from smolcluster.launch.tmux import session_name
 from smolcluster.launch.watch.probe import look
+from smolcluster.launch.workload_code import WORKLOAD_FILE, WORKLOAD_FOLDER, put_code
 from smolcluster.net.membership import free_worker_id
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched, write_launched
@@ -41,7 +46,7 @@ from smolcluster.runs.status import RunStatus
 from smolcluster.transport.security import load_secret
 from smolcluster.utils.words import as_command, one_line
 
-POLL_S = 0.5
+Say = Callable[[str], None]
 PROBE = """
 import socket, sys
 for host in sys.argv[2:]:
@@ -67,6 +72,8 @@ class JoinOptions:
         detach: on the machine itself, whether to leave the worker alone.
         sync: bring code and environment there first.
         overwrite: replace what somebody has edited there, and keep it aside.
+        workload: on the machine itself, the function that makes the workload; None: what the run's launcher
+            named, if it is known here.
         overrides: `key=value` texts that belong to the machine, such as `device=cpu`, or `ssh=pi@10.0.0.7`.
     """
 
@@ -77,6 +84,7 @@ class JoinOptions:
     detach: bool = False
     sync: bool = True
     overwrite: bool = False
+    workload: str | None = None
     overrides: tuple[str, ...] = ()
 
 
@@ -92,7 +100,7 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
         raise ConfigError(
             f"run {paths.run_id} was not launched from here: {CLUSTER_FILE} is missing"
         )
-    status = ClusterRun(launched, {}, paths, SteadyConsole()).status()
+    status = Run(launched, paths, SteadyConsole()).status()
     if exit_code(launched.server) is not None or status is None or status.is_over:
         raise LaunchError(
             f"run {paths.run_id} is over, or has not begun: {as_command('resume', paths.run_id)} goes "
@@ -103,14 +111,22 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
     with _cluster_file(paths) as file:
         draft = _Draft(paths, launched, status, name=name, wanted=wanted, file=file)
         machine = draft.machine
-        run = ClusterRun(launched, {name: machine}, paths, SteadyConsole())
-        run.bring_in(name, draft.payload, sync=wanted.sync, overwrite=wanted.overwrite)
-        draft.find_way(run)
+        run = Run(launched, paths, SteadyConsole(), {name: machine})
+        examine([machine], run.say, sync=wanted.sync)
+        secret = load_secret(own_secret_file()).key
+        root = project_root() if wanted.sync else None
+        bring([machine], secret, run.say, root=root, overwrite=wanted.overwrite)
+        draft.find_way(run.say)
         process = draft.process
         put(machine.host, f"{process.run_dir}/{CLUSTER_FILE}", without_env(file))
-        code = begin_and_wait(paths, launched, process, machine.env, draft.settings)
+        packed, code = paths.root / WORKLOAD_FILE, _code_of(launched)
+        if code is not None and packed.is_file():
+            put_code(machine.host, process.run_dir, packed.read_bytes(), code)
+        run.add(process)
+        if launched.shippers:
+            _ship(paths, process, machine.env, draft.settings, run.say)
         file.replace(paths.root / CLUSTER_FILE)
-    return code
+    return 0
 
 
 def _who_has_gone(paths: RunPaths) -> str:
@@ -121,7 +137,7 @@ def _who_has_gone(paths: RunPaths) -> str:
     """
     found = look(paths).processes
     gone = [
-        each.node for each in found if each.rank is not None and each.liveness in ("ended", "gone")
+        each.node for each in found if each.rank is not None and each.process in ("ended", "gone")
     ]
     if len(gone) == 1:
         return gone[0]
@@ -185,13 +201,18 @@ class _Draft:
         self._file.touch(mode=0o600)
         self._file.write_text(dump_yaml(raw))
         train_file = self._paths.root / TRAIN_FILE
-        self._request = Request(
+        request = Request(
             algorithm=get_algorithm(self._launched.algorithm),
             config=str(self._file),
             train_config=str(train_file),
             overrides=self._launched.overrides,
         )
-        self.settings = settings_of(self._request, local=False)
+        self.settings = settings_of(request, local=False)
+        self._request = replace(
+            request,
+            workload=workload_of(self._launched.server),
+            script=script_of(self._launched.workers[0]),
+        )
         self._places: PathsByNode = places_of(
             self._request, self.settings.cluster, self._file, train_file, self._paths.root.parent
         )
@@ -200,16 +221,7 @@ class _Draft:
     def machine(self) -> Machine:
         return machines_of(self.settings.cluster, self._places, self._file)[self._name]
 
-    @property
-    def payload(self) -> Payload:
-        return Payload(
-            root=project_root(),
-            cluster_file=b"",
-            train_file=b"",
-            secret=load_secret(own_secret_file()).key,
-        )
-
-    def find_way(self, run: ClusterRun) -> None:
+    def find_way(self, say: Say) -> None:
         """Let the machine try where it reaches the server, unless that is known.
 
         Raises:
@@ -227,7 +239,7 @@ class _Draft:
                 f"{self._name} reaches the server at none of {', '.join(self._ways)} (port {port}): check "
                 "cables and firewalls, or say where it does: --address"
             )
-        run.say(f"{self._name}: reaches the server at {found}")
+        say(f"{self._name}: reaches the server at {found}")
         self._write(found)
 
     @property
@@ -250,6 +262,27 @@ class _Draft:
                 "argv": (python, file, str(rank + 1), *rest),
             }
         )
+
+
+def _code_of(launched: Launched) -> str | None:
+    return workload_of(launched.server) or script_of(launched.workers[0])
+
+
+def workload_of(process: LaunchedProcess) -> str | None:
+    """The function that a process was told, as it is seen from WORKLOAD_FOLDER of its run's folder."""
+    return _told(process, "--workload", "./")
+
+
+def script_of(worker: LaunchedProcess) -> str | None:
+    """The script that a worker is, and its arguments, as it is seen from there."""
+    return _told(worker, "--script", "")
+
+
+def _told(process: LaunchedProcess, option: str, below: str) -> str | None:
+    if option not in process.argv:
+        return None
+    said = process.argv[process.argv.index(option) + 1]
+    return said.replace(f"{process.run_dir}/{WORKLOAD_FOLDER}/", below, 1)
 
 
 def _free_rank(name: str, launched: Launched, status: RunStatus, settings: Settings) -> int:
@@ -302,86 +335,15 @@ def settings_of_node(name: str, overrides: Sequence[str]) -> dict[str, Any]:
     return own
 
 
-def begin_and_wait(
-    paths: RunPaths,
-    launched: Launched,
-    process: LaunchedProcess,
-    env: Mapping[str, str],
-    settings: Settings | None = None,
-) -> int:
-    """Start a worker in its session, as one of its run, and wait until it takes part; returns the exit code.
-
-    `settings`: of a cluster, whose logs may be shipped.
-
-    Raises:
-        LaunchError: it does not come; then nothing of it is left.
-    """
-    run = ClusterRun(launched.with_worker(process), {}, paths, SteadyConsole())
-    seen_before = _last_seen(run.status(), process)
-    write_launched(paths.launched, read_launched(paths.launched).with_worker(process))
-    run.say(f"run {launched.run_id}: starting {process.title}")
-    try:
-        with interrupts() as asked:
-            begin(process, env)
-            while not _is_there(run.status(), process, seen_before, asked):
-                time.sleep(POLL_S)
-    except BaseException:
-        with suppress(LaunchError):
-            kill(process)
-        write_launched(paths.launched, launched)
-        raise
-    if settings is not None and launched.shippers:
-        _ship(paths, process, env, settings, run)
-    run.say(f"{process.title} takes part in run {launched.run_id}")
-    return 0
-
-
-def _last_seen(status: RunStatus | None, process: LaunchedProcess) -> datetime | None:
-    workers = [] if status is None else status.workers
-    return next((each.last_seen for each in workers if each.rank == process.rank), None)
-
-
-def _is_there(
-    status: RunStatus | None,
-    process: LaunchedProcess,
-    seen_before: datetime | None,
-    asked: Interrupts,
-) -> bool:
-    """Whether a worker takes part.
-
-    The server counts one whose machine has lost its power as present for some seconds, but hears nothing.
-
-    Raises:
-        LaunchError: it has ended, or the run has, or the user no longer wants it.
-    """
-    if asked:
-        raise Stopped("stopped while it was starting")
-    if status is not None:
-        found = [each for each in status.workers if each.rank == process.rank]
-        if found and found[0].state == "joined" and found[0].last_seen != seen_before:
-            return True
-        if status.is_over:
-            raise LaunchError(f"run {status.run_id} is over: {process.title} came too late")
-    code = exit_code(process)
-    if code is not None:
-        raise EndedBadly(process.title, code, stderr_tail(process))
-    return False
-
-
 def _ship(
-    paths: RunPaths,
-    process: LaunchedProcess,
-    env: Mapping[str, str],
-    settings: Settings,
-    run: ClusterRun,
+    paths: RunPaths, process: LaunchedProcess, env: Mapping[str, str], settings: Settings, say: Say
 ) -> None:
-    """Ship the logs of a worker on a machine of which none are shipped yet."""
+    """Ship the logs of a worker, also of one on a machine of which none are shipped yet."""
     launched = read_launched(paths.launched)
-    if any(each.node == process.node for each in launched.shippers):
-        others = [each for each in launched.shippers if each.node == process.node]
-    else:
+    own = [each for each in launched.shippers if each.node == process.node]
+    if not own:
         alone = launched.model_copy(update={"processes": (process,), "shippers": ()})
-        others = list(with_shippers(alone, loki_of(settings.cluster, None), run.say).shippers)
-        shippers = (*launched.shippers, *others)
+        own = list(with_shippers(alone, loki_of(settings.cluster, None), say).shippers)
+        shippers = (*launched.shippers, *own)
         write_launched(paths.launched, launched.model_copy(update={"shippers": shippers}))
-    begin_shippers(others, {process.node: env}, run.say)
+    begin_shippers(own, {process.node: env}, say)

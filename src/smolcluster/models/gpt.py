@@ -39,7 +39,6 @@ class Cache:
 
     @property
     def length(self) -> int:
-        """P."""
         return 0 if self.keys is None else self.keys.size(2)
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,11 +137,9 @@ class GPT(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """V."""
         return self.wte.num_embeddings
 
     def new_caches(self) -> list[Cache]:
-        """An empty cache for each layer."""
         return [Cache() for _ in self.h]
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -210,9 +207,8 @@ def build_gpt(config: GPTConfig, vocab_size: int) -> GPT:
         CheckpointError: the folder's files are missing or damaged.
         ConfigError: they are of another size or vocabulary, or of no GPT-2.
     """
-    if config.pretrained is None:
-        return GPT(config, vocab_size)
-    weights = read_for(config, vocab_size)
     model = GPT(config, vocab_size)
-    model.load_state_dict(weights)
+    if config.pretrained is not None:
+        shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+        model.load_state_dict(read_for(config, shapes))
     return model

@@ -70,38 +70,11 @@ class GPT2Sizes(BaseModel):
 
     @property
     def ff_dim(self) -> int:
-        """Width of the feed-forward layers."""
         return self.n_inner or 4 * self.n_embd
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each of our parameters, by name."""
-        width, inner = self.n_embd, self.ff_dim
-        layer = {
-            "ln_1.weight": (width,),
-            "ln_1.bias": (width,),
-            "attn.c_attn.weight": (3 * width, width),
-            "attn.c_attn.bias": (3 * width,),
-            "attn.c_proj.weight": (width, width),
-            "attn.c_proj.bias": (width,),
-            "ln_2.weight": (width,),
-            "ln_2.bias": (width,),
-            "mlp.c_fc.weight": (inner, width),
-            "mlp.c_fc.bias": (inner,),
-            "mlp.c_proj.weight": (width, inner),
-            "mlp.c_proj.bias": (width,),
-        }
-        return {
-            "wte.weight": (self.vocab_size, width),
-            "wpe.weight": (self.n_positions, width),
-            **{f"h.{i}.{name}": layer[name] for i in range(self.n_layer) for name in layer},
-            "ln_f.weight": (width,),
-            "ln_f.bias": (width,),
-        }
 
-
-def read_for(config: GPTConfig, vocab_size: int) -> dict[str, Tensor]:
-    """Read the weights in `config.pretrained`, by our names, in our shapes, as float32 on the CPU.
+def read_for(config: GPTConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Read the weights in `config.pretrained`, by our names, in our `shapes`, as float32 on the CPU.
 
     Position embeddings beyond `max_seq_len` are left out, for no token stands there.
 
@@ -114,8 +87,9 @@ def read_for(config: GPTConfig, vocab_size: int) -> dict[str, Tensor]:
     path = config.pretrained / CONFIG_FILE
     _check_folder(config.pretrained)
     sizes = _read_sizes(path)
-    _check_sizes(path, sizes, config, vocab_size)
-    weights = _read_weights(config.pretrained / WEIGHTS_FILE, sizes)
+    _check_sizes(path, sizes, config, shapes["wte.weight"][0])
+    theirs = {**shapes, "wpe.weight": (sizes.n_positions, sizes.n_embd)}
+    weights = _read_weights(config.pretrained / WEIGHTS_FILE, theirs)
     weights["wpe.weight"] = weights["wpe.weight"][: config.max_seq_len].clone()
     return weights
 
@@ -209,13 +183,12 @@ def _check_sizes(path: Path, sizes: GPT2Sizes, config: GPTConfig, vocab_size: in
         )
 
 
-def _read_weights(path: Path, sizes: GPT2Sizes) -> dict[str, Tensor]:
+def _read_weights(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     stored = _load_tensors(path)
     theirs = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
     if len(theirs) < len(stored):
         raise CheckpointError(f"{path} holds a tensor both with and without {PREFIX}; {_DAMAGED}")
     output = theirs.pop(OUTPUT_LAYER, None)
-    shapes = sizes.shapes
     unknown = next((n for n in theirs if n not in shapes and not _MASKS.fullmatch(n)), None)
     if unknown is not None:
         raise CheckpointError(one_line(f"{path} holds {unknown}, which no GPT-2 has; {_DAMAGED}"))

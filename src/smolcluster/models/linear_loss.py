@@ -10,7 +10,6 @@ Shapes: N tokens, D features, V words, C tokens of a chunk.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,32 +39,17 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets)
         return loss
-    return _sum_up(hidden, weight, targets, _Gradients())
-
-
-@dataclass
-class _Gradients:
-    """Where the gradients go: those of the sum, None for what needs none.
-
-    Attributes:
-        hidden: (N, D), written.
-        weight: (V, D), added to.
-    """
-
-    hidden: Tensor | None = None
-    weight: Tensor | None = None
+    return _sum_up(hidden, weight, targets)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         needs_hidden, needs_weight, _ = ctx.needs_input_grad
-        gradients = _Gradients(
-            torch.empty_like(hidden) if needs_hidden else None,
-            torch.zeros_like(weight) if needs_weight else None,
-        )
-        loss = _sum_up(hidden, weight, targets, gradients)
-        ctx.save_for_backward(gradients.hidden, gradients.weight)
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_weight = torch.zeros_like(weight) if needs_weight else None
+        loss = _sum_up(hidden, weight, targets, grad_hidden, grad_weight)
+        ctx.save_for_backward(grad_hidden, grad_weight)
         return loss
 
     @staticmethod
@@ -79,21 +63,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return grad_hidden, grad_weight, None
 
 
-def _sum_up(hidden: Tensor, weight: Tensor, targets: Tensor, gradients: _Gradients) -> Tensor:
-    """The loss, (); its gradients go to where `gradients` says."""
+def _sum_up(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    grad_hidden: Tensor | None = None,
+    grad_weight: Tensor | None = None,
+) -> Tensor:
+    """The loss, (); its gradients are written to `grad_hidden` (N, D), and added to `grad_weight` (V, D)."""
     dtype = _product_dtype(weight)
     weight = weight.to(dtype)
     loss = torch.zeros((), dtype=_sum_dtype(weight), device=weight.device)
     for place in _chunks(len(hidden), len(weight)):
         chunk = hidden[place].to(dtype)
         slopes = _add_loss(loss, chunk @ weight.T, targets[place])
-        if gradients.hidden is None and gradients.weight is None:
+        if grad_hidden is None and grad_weight is None:
             continue
         slopes = _minus_one_at(slopes, targets[place]).to(dtype)
-        if gradients.hidden is not None:
-            gradients.hidden[place] = slopes @ weight
-        if gradients.weight is not None:
-            _add_product(gradients.weight, slopes.T, chunk)
+        if grad_hidden is not None:
+            grad_hidden[place] = slopes @ weight
+        if grad_weight is not None:
+            _add_product(grad_weight, slopes.T, chunk)
     return loss
 
 

@@ -6,8 +6,9 @@ every token moves and all of them are computed anew.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -43,29 +44,26 @@ def sample(
         NonFiniteLoss: the model's logits are NaN or infinite.
     """
     _check(model, prompt_tokens, num_tokens, temperature, top_k)
-    choice = _Choice(temperature, min(top_k or model.vocab_size, model.vocab_size), generator)
-    return _continue(model, list(prompt_tokens), num_tokens, choice)
+    most = min(top_k or model.vocab_size, model.vocab_size)
+    choose = partial(_choose, temperature=temperature, top_k=most, generator=generator)
+    return _continue(model, list(prompt_tokens), num_tokens, choose)
 
 
-class _Choice:
-    """How a token is chosen from logits."""
-
-    def __init__(self, temperature: float, top_k: int, generator: torch.Generator | None) -> None:
-        self._temperature = temperature
-        self._top_k = top_k
-        self._generator = generator
-
-    def __call__(self, logits: Tensor) -> int:
-        """Choose from logits (V,) on the CPU."""
-        if self._temperature == 0:
-            return int(logits.argmax())
-        # In float64, and with the largest one at 0: no temperature makes it overflow.
-        largest, tokens = logits.double().topk(self._top_k)
-        probabilities = functional.softmax((largest - largest[0]) / self._temperature, dim=0)
-        return int(tokens[torch.multinomial(probabilities, 1, generator=self._generator)])
+def _choose(
+    logits: Tensor, *, temperature: float, top_k: int, generator: torch.Generator | None
+) -> int:
+    """A token from its logits (V,) on the CPU."""
+    if temperature == 0:
+        return int(logits.argmax())
+    # In float64, and with the largest one at 0: no temperature makes it overflow.
+    largest, tokens = logits.double().topk(top_k)
+    probabilities = functional.softmax((largest - largest[0]) / temperature, dim=0)
+    return int(tokens[torch.multinomial(probabilities, 1, generator=generator)])
 
 
-def _continue(model: GPT, tokens: list[int], num_tokens: int, choice: _Choice) -> Iterator[int]:
+def _continue(
+    model: GPT, tokens: list[int], num_tokens: int, choose: Callable[[Tensor], int]
+) -> Iterator[int]:
     window = model.config.max_seq_len
     caches = model.new_caches()
     for _ in range(num_tokens):
@@ -74,7 +72,7 @@ def _continue(model: GPT, tokens: list[int], num_tokens: int, choice: _Choice) -
                 logits = _next_logits(model, tokens[caches[0].length :], caches)
             else:
                 logits = _next_logits(model, tokens[-window:], None)
-            chosen = choice(logits)
+            chosen = choose(logits)
         tokens.append(chosen)
         yield chosen
 

@@ -16,7 +16,7 @@ from concurrent.futures import TimeoutError as NoAnswer
 
 from smolcluster.errors import NothingSaid, ProtocolError, SmolclusterError
 from smolcluster.net.inbox import Event, Inbox, JoinRequest, SessionClosed
-from smolcluster.net.membership import Assigned, Refused
+from smolcluster.net.membership import NumberAssigned, Refused
 from smolcluster.net.session import Receiver, Session
 from smolcluster.transport.connection import Connection, accept_next
 from smolcluster.transport.handshake import (
@@ -62,7 +62,7 @@ def ask_inbox(inbox: Inbox, welcome: Welcome) -> Admit:
             raise ProtocolError("the server was too busy to answer") from None
         if isinstance(answer, Refused):
             return answer
-        worker_id = answer.worker_id if isinstance(answer, Assigned) else None
+        worker_id = answer.worker_id if isinstance(answer, NumberAssigned) else None
         return welcome.model_copy(update={"worker_id": worker_id})
 
     return admit
@@ -101,7 +101,6 @@ class Acceptor:
         self._thread = threading.Thread(target=self._accept, name="accept", daemon=True)
 
     def open(self) -> None:
-        """Begin to accept."""
         self._thread.start()
 
     def close(self) -> None:

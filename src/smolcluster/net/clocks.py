@@ -32,12 +32,10 @@ class Clocks:
         self._samples: deque[Sample] = deque(maxlen=NUM_SAMPLES)
 
     def beat(self) -> Heartbeat:
-        """The heartbeat to send now."""
         sent_at, heard_at = self._heard or (None, None)
         return Heartbeat(sent_at=self._now(), heard_sent_at=sent_at, heard_at=heard_at)
 
     def hear(self, beat: Heartbeat) -> None:
-        """A heartbeat of the peer has come."""
         now = self._now()
         self._heard = (beat.sent_at, now)
         if beat.heard_sent_at is None or beat.heard_at is None:

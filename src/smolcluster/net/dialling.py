@@ -57,7 +57,6 @@ class Pauses:
         self._began_at = time.monotonic()
 
     def session_begins(self) -> None:
-        """A session begins now."""
         self._began_at = time.monotonic()
 
     def next_s(self) -> float:
@@ -97,7 +96,7 @@ def dial(
     said = ""
     refusal: Rejected | None = None
     jitter = random.Random()  # noqa: S311 - spreads attempts, hides nothing
-    for delay_s in backoff_delays(first_s=0.1, cap_s=LONGEST_DELAY_S, jitter=jitter):
+    for delay_s in backoff_delays(cap_s=LONGEST_DELAY_S, jitter=jitter):
         try:
             limit_s = max(LAST_TRY_S, deadline.remaining())
             connection = connect(address.host, address.port, min(CONNECT_TIMEOUT_S, limit_s))

@@ -5,10 +5,11 @@ algorithm belongs to one thread, and what it sees is in one order: a worker's pu
 """
 
 import queue
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from smolcluster.net.membership import Admitted, Assigned, Refused
+from smolcluster.net.membership import Admitted, NumberAssigned, Refused
 from smolcluster.transport.messages import Hello, Message
 
 
@@ -17,12 +18,19 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Call(Event):
+    """Something that the deciding thread shall do, such as to take what another one has made ready."""
+
+    run: Callable[[], None]
+
+
+@dataclass(frozen=True)
 class JoinRequest(Event):
     """A worker that knows the secret asks to come in; `answer` must be set."""
 
     session_id: int
     hello: Hello
-    answer: "Future[Admitted | Assigned | Refused]" = field(default_factory=Future)
+    answer: "Future[Admitted | NumberAssigned | Refused]" = field(default_factory=Future)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Admitted:
 
 
 @dataclass(frozen=True)
-class Assigned:
+class NumberAssigned:
     """Who asked for a number has this one; it comes in under it later."""
 
     worker_id: int
@@ -38,7 +38,7 @@ class Assigned:
 class Refused:
     """The worker may not come in: `sentence` says what differs and where to mend it."""
 
-    code: Literal["node", "worker-id", "busy", "over", "failed"]
+    code: Literal["node", "worker-id", "busy", "over", "failed", "no-model"]
     sentence: str
     retry_after_s: float | None = None
 
@@ -83,7 +83,7 @@ def admit(
 
 def assign(
     members: Sequence[Member], node: str, taken: Mapping[int, str], cluster: ClusterConfig
-) -> Assigned | Refused:
+) -> NumberAssigned | Refused:
     """A worker id for a node that has none.
 
     Args:
@@ -102,7 +102,7 @@ def assign(
         )
     worker_id = free_worker_id(node, taken, [member.worker_id for member in members], cluster)
     decision = admit(members, worker_id, node, "", cluster)
-    return decision if isinstance(decision, Refused) else Assigned(worker_id)
+    return decision if isinstance(decision, Refused) else NumberAssigned(worker_id)
 
 
 def free_worker_id(

@@ -60,7 +60,6 @@ class Peer:
 
     @property
     def is_connected(self) -> bool:
-        """Whether its session goes on."""
         return not self.session.is_cut
 
     def send(self, message: Message, payload: Buffer = b"") -> None:
@@ -291,5 +290,4 @@ class _PassOn(Receiver):
         self._session_id = session_id
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
-        """Take a message in the reader's thread."""
         return MessageReceived(self._session_id, message, bytes(payload))

@@ -6,12 +6,13 @@ both send a lot can never wait for each other. A full queue means that the peer 
 the session is cut, and the peer may come back.
 """
 
+import math
 import queue
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -53,8 +54,10 @@ class Receiver(ABC):
 Later = Callable[[float], Frame | None]
 """Returns a frame when it may be sent, after so many seconds at most; None: it is wanted no more."""
 
-Outbound = Frame | Later | threading.Event | None
-"""What a writer gets: a frame, now or later, somebody who waits until it is here, or the end."""
+Frames = Sequence[Frame]
+"""Frames that are sent one after another, and count as one."""
+Outbound = Frame | Frames | Later | threading.Event | None
+"""What a writer gets: frames, now or later, somebody who waits until it is here, or the end."""
 
 HEARTBEATS_PER_TIMEOUT = 4
 LONGEST_PULSE_S = 1.0
@@ -97,6 +100,10 @@ class Session:
         self._max_queued = max_queued
         self._outbound: queue.SimpleQueue[Outbound] = queue.SimpleQueue()
         self._urgent: deque[Frame] = deque()
+        self._rest: deque[Frame] = deque()
+        """What follows of the frames that belong together; only the writer touches it."""
+        self._rest_since = self._num_drops = 0
+        """How often what was queued had been taken back when they were begun, and until now."""
         self._reason: str | None = None
         self._started = threading.Event()
         """Others may know of the session just before it is started."""
@@ -107,7 +114,6 @@ class Session:
         )
 
     def start(self) -> None:
-        """Begin to read and write."""
         self._writer.start()
         self._reader.start()  # last, because it waits for the writer when it ends
         self._started.set()
@@ -125,11 +131,15 @@ class Session:
         """Queue a ready frame, which may be shared with other sessions. Never blocks."""
         self._queue(frame)
 
+    def send_frames(self, frames: Frames) -> None:
+        """Queue frames that belong together: between them come heartbeats and what is urgent."""
+        self._queue(frames)
+
     def send_later(self, later: Later) -> None:
         """Queue what the writer asks for a frame when its turn has come; all behind it wait for that."""
         self._queue(later)
 
-    def _queue(self, item: Frame | Later) -> None:
+    def _queue(self, item: Frame | Frames | Later) -> None:
         if self.is_cut:
             return
         if self.backlog >= self._max_queued:
@@ -148,7 +158,7 @@ class Session:
         """Whether so many frames wait that another step's might be too many."""
         return self.backlog > self._max_queued // 2
 
-    def flush(self, timeout_s: float) -> bool:
+    def flush(self, timeout_s: float = math.inf) -> bool:
         """Wait until what is queued has been sent. Returns whether it was, or the session has ended."""
         done = threading.Event()
         self._outbound.put(done)
@@ -175,6 +185,7 @@ class Session:
 
     def drop_queued(self) -> None:
         """Take back what has not begun to be sent. Only the thread that queues may, unless nobody does."""
+        self._num_drops += 1
         with suppress(queue.Empty):
             while True:
                 item = self._outbound.get_nowait()
@@ -196,7 +207,6 @@ class Session:
 
     @property
     def is_cut(self) -> bool:
-        """Whether it was ended, or has ended."""
         return self._reason is not None
 
     def join(self, timeout_s: float | None) -> bool:
@@ -250,22 +260,35 @@ class Session:
     def _send_next(self, timeout_s: float) -> bool:
         """Send what comes next, if anything does in time, and keep no hold of it; False: that was all."""
         try:
-            item = self._outbound.get(timeout=timeout_s)
+            item = self._next_of_rest() or self._outbound.get(timeout=timeout_s)
         except queue.Empty:
             return True
         while self._urgent:
             self.connection.send_frame(self._urgent.popleft())
-        if isinstance(item, threading.Event):
+        if isinstance(item, Sequence):
+            self._rest.extend(item)
+            self._rest_since = self._num_drops
+        elif isinstance(item, threading.Event):
             item.set()
         elif item is not None:
             frame = item if isinstance(item, Frame) else item(self._longest_hold_s)
             if frame is not None:
                 self.connection.send_frame(frame)
-            self.num_sent += 1
+            if not self._rest:
+                self.num_sent += 1
         return item is not None
 
+    def _next_of_rest(self) -> Frame | None:
+        """The next of frames that belong together, unless they have been taken back."""
+        if not self._rest:
+            return None
+        if self._rest_since != self._num_drops:
+            self._rest.clear()
+            self.num_sent += 1
+            return None
+        return self._rest.popleft()
+
     def _beat(self) -> None:
-        """Show that this side lives, and what it does."""
         self.connection.send_frame(frame_of(self.clocks.beat()))
         if report := self._report():
             self.connection.send_frame(frame_of(report))

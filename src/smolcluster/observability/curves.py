@@ -20,11 +20,13 @@ from smolcluster.observability.view.curves import (
     Curves,
     Mark,
     Points,
+    own_metrics,
     read_curves,
     smooth,
     thin,
     window_means,
 )
+from smolcluster.runs.evaluated import PREFIX
 from smolcluster.runs.files import write_whole
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.words import one_line
@@ -183,6 +185,7 @@ def figure_of_runs(runs: Sequence[Curves]) -> "Figure":
     """Several runs side by side: a panel a metric, a curve a run, in the order of `RUN_COLORS`."""
     figure = _empty()
     names = [name for name in SHOWN if any(name in run.series for run in runs)]
+    names += own_metrics(runs)
     num_rows = (len(names) + 1) // 2
     for place, name in enumerate(names):
         axes = figure.add_subplot(num_rows, 2, place + 1)
@@ -197,9 +200,9 @@ def figure_of_runs(runs: Sequence[Curves]) -> "Figure":
                     marker="o" if len(points.x) == 1 else "",
                 )
         values = [value for points in drawn if points is not None for value in points.y]
-        if name not in ("loss", "val_loss", "val_perplexity", "val_accuracy"):
+        if name in RIGHT:
             _begin_at_zero(axes, values)
-        elif name != "val_accuracy" and is_over_a_decade(values):
+        elif name in ("loss", "val_loss", "val_perplexity") and is_over_a_decade(values):
             _use_decades(axes)
     return figure
 
@@ -225,7 +228,8 @@ def _furnish(axes: "Axes", name: str, end: float, *, is_lowest: bool) -> None:
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(INK)
-    axes.set_ylabel(LABELS[name], color=INK, fontsize=11)
+    label = LABELS.get(name) or f"validation {name.removeprefix(PREFIX)}"
+    axes.set_ylabel(label, color=INK, fontsize=11, parse_math=False)
     if is_lowest:
         axes.set_xlabel("samples applied", color=INK, fontsize=11)
     axes.set_xlim(0, 1.01 * end or 1)
@@ -269,7 +273,7 @@ def _plot(axes: "Axes", name: str, curves: Curves) -> None:
     match name:
         case "loss":
             _plot_loss(axes, points, curves.single, curves.series.get("val_loss"))
-        case "val_perplexity" | "val_accuracy":
+        case _ if name.startswith(PREFIX):
             _plot_evaluations(axes, points, "validation")
             if name == "val_perplexity" and is_over_a_decade(points.y):
                 _use_decades(axes)

@@ -11,7 +11,7 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,18 +19,21 @@ from itertools import accumulate
 from pathlib import Path
 from socket import AF_INET, AF_INET6
 from socketserver import TCPServer
-from typing import Any, TypeVar
+from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import psutil
 from prometheus_client import CollectorRegistry, Metric, make_wsgi_app
-from prometheus_client.core import CounterMetricFamily as Counter
-from prometheus_client.core import GaugeMetricFamily as Gauge
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from smolcluster.configs.schema import ClusterConfig
+from smolcluster.runs.evaluated import metrics_in
 from smolcluster.runs.status import STALENESS_EDGES, RunStatus, WorkerStatus
 from smolcluster.utils.gpu import GpuQuantity, Readings, no_gpu
 from smolcluster.utils.meter import Phase
@@ -40,8 +43,6 @@ PREFIX = "smolcluster_"
 LOOPBACK = "127.0.0.1"
 STALENESS_BOUNDS = (*map(str, STALENESS_EDGES), "+Inf")
 """Upper bounds of `WorkerStatus.staleness`, in steps."""
-WORKER_LABELS = ("rank", "node")
-PROCESS_LABELS = ("role", "rank", "node")
 MAX_CLIENTS = 16
 """That are answered at once: strangers must not take all file descriptors of the process."""
 REQUEST_TIMEOUT_S = 10.0
@@ -66,8 +67,6 @@ WORKER_STATS = {
 }
 """The same, of what workers report of themselves."""
 
-Family = TypeVar("Family", bound=Metric)
-
 
 @dataclass(frozen=True)
 class ProcessNumbers:
@@ -78,12 +77,14 @@ class ProcessNumbers:
         samples: samples that went through it.
         phase_seconds: wall time by phase.
         gpu: what its GPU does now.
+        peak_bytes: the most memory by phase; empty: it is not measured.
     """
 
     steps: int
     samples: int
     phase_seconds: Mapping[Phase, float]
     gpu: Readings = field(default_factory=no_gpu)
+    peak_bytes: Mapping[Phase, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,9 @@ class ProcessLabels:
     rank: int | None = None
 
     @property
-    def values(self) -> tuple[str, str, str]:
-        return self.role, "" if self.rank is None else str(self.rank), self.node
+    def values(self) -> dict[str, str]:
+        rank = "" if self.rank is None else str(self.rank)
+        return {"role": self.role, "rank": rank, "node": self.node}
 
 
 class Growth:
@@ -110,6 +112,40 @@ class Growth:
 
     def __call__(self, count: int, *name: str) -> int:
         return max(0, count - self._first.setdefault(name, count))
+
+
+class Scrape:
+    """What one scrape is told: metric families by name, each made with its first value."""
+
+    def __init__(self, run_id: str) -> None:
+        """`run_id` is a label of every series; empty: of none."""
+        self._of_run = {"run": run_id} if run_id else {}
+        self.families: dict[str, Any] = {}
+
+    def gauge(self, name: str, description: str, value: float, **labels: str) -> None:
+        self._add(GaugeMetricFamily, name, description, labels, _number(value))
+
+    def counter(self, name: str, description: str, value: float, **labels: str) -> None:
+        self._add(CounterMetricFamily, name, description, labels, _number(value))
+
+    def histogram(
+        self, name: str, description: str, counts: Sequence[int], total: int, **labels: str
+    ) -> None:
+        """`counts`: how many values were at most each of `STALENESS_BOUNDS`; `total`: their sum."""
+        buckets = list(zip(STALENESS_BOUNDS, counts, strict=True))
+        self._add(HistogramMetricFamily, name, description, labels, buckets, total)
+
+    def _add(
+        self,
+        kind: Callable[..., Metric],
+        name: str,
+        description: str,
+        labels: dict[str, str],
+        *value: object,
+    ) -> None:
+        labels |= self._of_run
+        family = self.families.setdefault(name, kind(PREFIX + name, description, labels=labels))
+        family.add_metric(list(labels.values()), *value)
 
 
 class RunCollector(Collector):
@@ -139,23 +175,17 @@ class RunCollector(Collector):
         self._last_step = (-1, 0.0)
         self._growth = Growth()
 
-    def collect(self) -> Iterator[Metric]:
-        run_id = self._run_id()
-        for metric in self._series():
-            yield of_run(metric, run_id) if run_id else metric
-
-    def _series(self) -> Iterator[Metric]:
-        yield from process_series(self._who, self._numbers(), self._process)
-        yield from disk_series(self._who, self._runs_dir)
-        status = self._status()
-        if status is not None:
-            yield from run_series(status, self._growth)
-            for series in worker_series(status.workers, self._now(), self._growth):
-                if series.samples:
-                    yield series
-            yield _gauge(
-                "last_step_timestamp_seconds", "When the newest step was seen.", self._moved(status)
-            )
+    def collect(self) -> Iterable[Metric]:
+        scrape = Scrape(self._run_id())
+        add_process(scrape, self._who.values, self._numbers(), self._process)
+        add_disk(scrape, self._who.values, self._runs_dir)
+        if (status := self._status()) is not None:
+            add_run(scrape, status, self._growth)
+            for worker in status.workers:
+                add_worker(scrape, worker, self._now(), self._growth)
+            seen = self._moved(status)
+            scrape.gauge("last_step_timestamp_seconds", "When the newest step was seen.", seen)
+        return scrape.families.values()
 
     def _moved(self, status: RunStatus) -> float:
         """When the step that the status has was first seen here, seconds since 1970."""
@@ -164,57 +194,48 @@ class RunCollector(Collector):
         return self._last_step[1]
 
 
-def of_run(metric: Metric, run_id: str) -> Metric:
-    metric.samples = [
-        sample._replace(labels={**sample.labels, "run": run_id}) for sample in metric.samples
-    ]
-    return metric
-
-
-def process_series(
-    who: ProcessLabels, numbers: ProcessNumbers, process: psutil.Process
-) -> Iterator[Metric]:
-    labels = who.values
-    yield _counter("process_steps", "Steps of this process.", numbers.steps, labels)
-    yield _counter("process_samples", "Samples of this process.", numbers.samples, labels)
-    phases = _labelled(Counter, "phase_seconds", "Wall time by phase.", (*PROCESS_LABELS, "phase"))
+def add_process(
+    scrape: Scrape, who: Mapping[str, str], numbers: ProcessNumbers, process: psutil.Process
+) -> None:
+    scrape.counter("process_steps", "Steps of this process.", numbers.steps, **who)
+    scrape.counter("process_samples", "Samples of this process.", numbers.samples, **who)
     for phase, seconds in numbers.phase_seconds.items():
-        phases.add_metric((*labels, phase), _number(seconds))
-    yield phases
+        scrape.counter("phase_seconds", "Wall time by phase.", seconds, **who, phase=phase)
     with process.oneshot():
         cpu, memory = process.cpu_times(), process.memory_info()
-    yield _counter(
-        "process_cpu_seconds", "Processor time of this process.", cpu.user + cpu.system, labels
-    )
-    yield _gauge("process_resident_memory_bytes", "Memory of this process.", memory.rss, labels)
+    cpu_s = cpu.user + cpu.system
+    scrape.counter("process_cpu_seconds", "Processor time of this process.", cpu_s, **who)
+    scrape.gauge("process_resident_memory_bytes", "Memory of this process.", memory.rss, **who)
+    for phase, peak in numbers.peak_bytes.items():
+        scrape.gauge("phase_peak_memory_bytes", "Most memory by phase.", peak, **who, phase=phase)
     for quantity, value in numbers.gpu.items():
-        yield _gauge(*GPU_SERIES[quantity], value, labels)
+        scrape.gauge(*GPU_SERIES[quantity], value, **who)
 
 
-def disk_series(who: ProcessLabels, folder: Path) -> Iterator[Metric]:
+def add_disk(scrape: Scrape, who: Mapping[str, str], folder: Path) -> None:
     """How full the disk of a folder is; nothing where there is no such folder."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
         return
-    yield _gauge("disk_free_bytes", "Free on the disk of the runs.", usage.free, who.values)
-    yield _gauge("disk_size_bytes", "Size of the disk of the runs.", usage.total, who.values)
+    scrape.gauge("disk_free_bytes", "Free on the disk of the runs.", usage.free, **who)
+    scrape.gauge("disk_size_bytes", "Size of the disk of the runs.", usage.total, **who)
 
 
-def run_series(status: RunStatus, growth: Growth) -> Iterator[Metric]:
+def add_run(scrape: Scrape, status: RunStatus, growth: Growth) -> None:
     """How the whole run stands. What was not measured yet has no series, but the loss, which is NaN."""
-    info = _labelled(Gauge, "run_info", "The run, always 1.", ("run", "algorithm"))
-    info.add_metric((status.run_id, status.algorithm), 1)
-    yield info
-    yield _gauge("step", "Optimizer steps of the run.", status.step)
-    yield _gauge("samples_applied", "Samples whose gradients count.", status.samples_applied)
+    named = {"run": status.run_id, "algorithm": status.algorithm}
+    scrape.gauge("run_info", "The run, always 1.", 1, **named)
     returned = growth(status.leases_returned, "leases_returned")
-    yield _counter("leases_returned", "Pieces of work taken back.", returned)
-    yield _gauge("epoch", "Epoch, from 0.", status.epoch)
-    yield _gauge("samples_target", "Samples of the whole run.", status.total_samples)
-    yield _gauge("samples_per_second", "Applied samples.", status.samples_per_s)
-    yield _gauge("loss", "Of the newest step.", math.nan if status.loss is None else status.loss)
-    measured = {
+    scrape.counter("leases_returned", "Pieces of work taken back.", returned)
+    loss = math.nan if status.loss is None else status.loss
+    values = {
+        "step": ("Optimizer steps of the run.", status.step),
+        "samples_applied": ("Samples whose gradients count.", status.samples_applied),
+        "epoch": ("Epoch, from 0.", status.epoch),
+        "samples_target": ("Samples of the whole run.", status.total_samples),
+        "samples_per_second": ("Applied samples.", status.samples_per_s),
+        "loss": ("Of the newest step.", loss),
         "validation_loss": ("Of the newest evaluation.", status.val_loss),
         "validation_accuracy": ("Of the newest evaluation, 0..1.", status.val_accuracy),
         "validation_perplexity": ("Of the newest evaluation.", status.val_perplexity),
@@ -222,50 +243,43 @@ def run_series(status: RunStatus, growth: Growth) -> Iterator[Metric]:
         "gradient_norm": ("Of the newest step.", status.grad_norm),
         "staleness_bound_steps": ("A push that is older is dropped.", status.staleness_bound),
     }
-    for name, (description, value) in measured.items():
+    for name, (description, value) in values.items():
         if value is not None:
-            yield _gauge(name, description, value)
-    pushes = _labelled(Counter, "pushes", "Pushes by outcome.", ("reason",))
+            scrape.gauge(name, description, value)
+    for metric, value in metrics_in(status.model_dump()).items():
+        if metric not in ("accuracy", "perplexity"):
+            scrape.gauge("validation_metric", "Of the newest evaluation.", value, metric=metric)
     for reason, count in status.pushes.items():
-        pushes.add_metric((reason,), growth(count, "pushes", reason))
-    yield pushes
+        grown = growth(count, "pushes", reason)
+        scrape.counter("pushes", "Pushes by outcome.", grown, reason=reason)
 
 
-def worker_series(workers: Sequence[WorkerStatus], now: datetime, growth: Growth) -> list[Metric]:
-    """What the server knows of its workers; a family without samples is one that nothing is known of."""
-    up = _labelled(Gauge, "worker_up", "1 while it takes part.", WORKER_LABELS)
-    samples = _labelled(Counter, "worker_samples", "Its applied samples.", WORKER_LABELS)
-    speed = _labelled(Gauge, "worker_samples_per_second", "Its applied samples.", WORKER_LABELS)
-    silent = _labelled(Gauge, "worker_silent_seconds", "Since its last byte.", WORKER_LABELS)
-    ways = (*WORKER_LABELS, "direction")
-    traffic = _labelled(Counter, "link_bytes", "Bytes that it sent and received.", ways)
-    of_pushes = "Staleness of applied pushes."
-    staleness = _labelled(HistogramMetricFamily, "staleness_steps", of_pushes, WORKER_LABELS)
-    process_stats = {
-        key: _labelled(Gauge, name, description, WORKER_LABELS)
-        for key, (name, description) in WORKER_STATS.items()
-    }
-    for worker in workers:
-        labels = (str(worker.rank), worker.node)
-        up.add_metric(labels, worker.state == "joined")
-        samples.add_metric(labels, growth(worker.samples, "samples", *labels))
-        speed.add_metric(labels, worker.samples_per_s)
-        silent.add_metric(labels, worker.silent_s(now))
-        traffic.add_metric((*labels, "sent"), worker.sent_bytes)
-        traffic.add_metric((*labels, "received"), worker.received_bytes)
-        for name, family in process_stats.items():
-            if name in worker.process_stats:
-                family.add_metric(labels, _number(worker.process_stats[name]))
-        if len(worker.staleness) == len(STALENESS_BOUNDS):
-            counts = [
-                growth(count, "staleness", bound, *labels)
-                for bound, count in zip(STALENESS_BOUNDS, worker.staleness, strict=True)
-            ]
-            buckets = list(zip(STALENESS_BOUNDS, accumulate(counts), strict=True))
-            # Staleness is whole steps: the product alone would fall by the last bit now and then.
-            total = round(worker.mean_staleness * sum(worker.staleness))
-            staleness.add_metric(labels, buckets, growth(total, "staleness_sum", *labels))
-    return [up, samples, speed, silent, traffic, staleness, *process_stats.values()]
+def add_worker(scrape: Scrape, worker: WorkerStatus, now: datetime, growth: Growth) -> None:
+    """What the server knows of a worker."""
+    who = {"rank": str(worker.rank), "node": worker.node}
+    own = (who["rank"], who["node"])
+    samples = growth(worker.samples, "samples", *own)
+    scrape.gauge("worker_up", "1 while it takes part.", worker.state == "joined", **who)
+    scrape.counter("worker_samples", "Its applied samples.", samples, **who)
+    speed = worker.samples_per_s
+    scrape.gauge("worker_samples_per_second", "Its applied samples.", speed, **who)
+    scrape.gauge("worker_silent_seconds", "Since its last byte.", worker.silent_s(now), **who)
+    for way, nbytes in (("sent", worker.sent_bytes), ("received", worker.received_bytes)):
+        scrape.counter(
+            "link_bytes", "Bytes that it sent and received.", nbytes, **who, direction=way
+        )
+    for key, (name, description) in WORKER_STATS.items():
+        if key in worker.process_stats:
+            scrape.gauge(name, description, worker.process_stats[key], **who)
+    if len(worker.staleness) == len(STALENESS_BOUNDS):
+        counts = [
+            growth(count, "staleness", bound, *own)
+            for bound, count in zip(STALENESS_BOUNDS, worker.staleness, strict=True)
+        ]
+        # Staleness is whole steps: the product alone would fall by the last bit now and then.
+        total = growth(round(worker.mean_staleness * sum(worker.staleness)), "staleness_sum", *own)
+        up_to = list(accumulate(counts))
+        scrape.histogram("staleness_steps", "Staleness of applied pushes.", up_to, total, **who)
 
 
 def metrics_address(cluster: ClusterConfig, worker_id: int | None) -> tuple[str, int] | None:
@@ -401,21 +415,3 @@ class _Handler(WSGIRequestHandler):
 
 def _number(value: float) -> float:
     return value if math.isfinite(value) else math.nan
-
-
-def _labelled(
-    family: Callable[..., Family], name: str, description: str, labels: Sequence[str]
-) -> Family:
-    return family(PREFIX + name, description, labels=labels)
-
-
-def _counter(name: str, description: str, value: float, labels: Sequence[str] = ()) -> Metric:
-    family = _labelled(Counter, name, description, PROCESS_LABELS[: len(labels)])
-    family.add_metric(labels, value)
-    return family
-
-
-def _gauge(name: str, description: str, value: float, labels: Sequence[str] = ()) -> Metric:
-    family = _labelled(Gauge, name, description, PROCESS_LABELS[: len(labels)])
-    family.add_metric(labels, _number(value))
-    return family

@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from smolcluster.errors import UserCodeError
 from smolcluster.observability.terminal import (
     HANGING,
     SteadyConsole,
@@ -48,22 +49,30 @@ _STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red", "DEBUG":
 
 
 class NodeLog:
-    """One process's log. `logger` is an ordinary `logging.Logger` that nothing else shares.
+    """One process's log: text on the console, lines kept until there is a file.
 
-    The logger is not registered with `logging`, so two of them in one process never mix, and it
-    hands nothing to the root logger, whose handlers would print tracebacks.
+    `logger` is an ordinary `logging.Logger` that nothing else shares. It is not registered with `logging`, so
+    two of them in one process never mix, and it hands nothing to the root logger, whose handlers would print
+    tracebacks.
     """
 
     def __init__(
         self,
         component: str,
         node: str,
-        rank: int | None,
+        rank: int | None = None,
         *,
         level: int = logging.INFO,
-        console: Console,
+        console: Console | None = None,
         named: bool = True,
     ) -> None:
+        """`component` is `server`, `worker` and the like; `node` is the machine's name in the cluster file.
+
+        Lines below `level` go to the file only. `named`: whether console lines say whose they are. The
+        console is standard error unless given; give the progress view the same one, so that lines appear
+        above its bar.
+        """
+        console = console or SteadyConsole(stderr=True)
         self.logger = logging.Logger("smolcluster", logging.DEBUG)
         self.logger.propagate = False
         shown = _ConsoleHandler(
@@ -116,26 +125,6 @@ class NodeLog:
         self.logger.addHandler(logging.NullHandler())
 
 
-def setup_logging(
-    component: str,
-    node: str,
-    rank: int | None = None,
-    *,
-    level: int = logging.INFO,
-    console: Console | None = None,
-    named: bool = True,
-) -> NodeLog:
-    """Begin the log of one process: text on the console, lines kept until there is a file.
-
-    `component` is `server`, `worker` and the like; `node` is the machine's name in the cluster
-    file; lines below `level` go to the file only. `named`: whether console lines say whose they are.
-    The console is standard error unless given; give
-    the progress view the same one, so that lines appear above its bar.
-    """
-    console = console or SteadyConsole(stderr=True)
-    return NodeLog(component, node, rank, level=level, console=console, named=named)
-
-
 def console_logger() -> logging.Logger:
     """A logger for a command that ends soon: lines go to standard error at once, and nowhere else."""
     logger = logging.Logger("smolcluster")
@@ -169,13 +158,13 @@ class _Queued(QueueHandler):
         plain = copy.copy(record)
         plain.msg, plain.args = _message(record), None
         if record.exc_info and record.exc_info[1] is not None:
-            plain.exc_text = "".join(traceback.format_exception(record.exc_info[1]))
+            plain.exc_text = traceback_of(record.exc_info[1])
         plain.exc_info = None
         return plain
 
     def enqueue(self, record: logging.LogRecord) -> None:
         """Queue a record, and before it how many found no place."""
-        if self._num_dropped and self.put(_warning(self._loss)):
+        if self._num_dropped and self.put(self._loss()):
             self._num_dropped = 0
         if not self.put(record):
             self._num_dropped += 1
@@ -199,15 +188,17 @@ class _Queued(QueueHandler):
         """Handle what is queued and close the handler, unless that takes too long."""
         end = time.monotonic() + timeout_s
         if self._num_dropped:
-            self.put(_warning(self._loss), timeout_s)
+            self.put(self._loss(), timeout_s)
         if self.put(None, end - time.monotonic()):
             self.thread.join(max(0.0, end - time.monotonic()))
         self.close()
 
-    @property
-    def _loss(self) -> str:
-        return (
-            f"{self._num_dropped:,} lines are missing here: {self._whose} did not take them in time"
+    def _loss(self) -> logging.LogRecord:
+        """What is said where records are missing."""
+        num, whose = self._num_dropped, self._whose
+        sentence = f"{num:,} lines are missing here: {whose} did not take them in time"
+        return logging.makeLogRecord(
+            {"levelno": logging.WARNING, "levelname": "WARNING", "msg": sentence}
         )
 
     def _serve(self) -> None:
@@ -223,12 +214,6 @@ class _Queued(QueueHandler):
             with contextlib.suppress(queue.Empty):
                 return self._items.get(timeout=FLUSH_EVERY_S)
             self._every()
-
-
-def _warning(sentence: str) -> logging.LogRecord:
-    return logging.makeLogRecord(
-        {"levelno": logging.WARNING, "levelname": "WARNING", "msg": sentence}
-    )
 
 
 class _ConsoleHandler(logging.Handler):
@@ -320,6 +305,13 @@ class _FileHandler(logging.Handler):
             head
             | {(name if name not in head else f"{name}_"): value for name, value in line.items()}
         )
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback; of an error in the user's code, the user's part of it."""
+    if isinstance(error, UserCodeError) and error.frames:
+        return error.frames
+    return "".join(traceback.format_exception(error))
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

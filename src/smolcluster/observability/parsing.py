@@ -7,13 +7,20 @@ from smolcluster.runs.files import json_objects, seconds_of
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of a log; `seconds` are since 1970, on the clock of who wrote it."""
+    """One line of a log.
+
+    Attributes:
+        seconds: when it was written, since 1970, on the clock of who wrote it.
+        node: the machine, where the line says it.
+        source: the title of the process whose log it is, where lines of several are together.
+    """
 
     seconds: float
     level: str
     message: str
     exception: str = ""
     node: str = ""
+    source: str = ""
 
 
 def parse_log_line(line: bytes, otherwise: float) -> LogLine | None:

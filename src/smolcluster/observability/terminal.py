@@ -19,7 +19,6 @@ class SteadyConsole(Console):
     """A rich console that falls silent, rather than ending the process, when its reader is gone."""
 
     def on_broken_pipe(self) -> None:
-        """Print nothing from now on."""
         silence(self)
 
 

@@ -96,23 +96,11 @@ def events_of(spans: Sequence[Traced], zero: int) -> Iterator[dict[str, Any]]:
     processes = sorted({span.process for span in spans}, key=lambda name: ("worker" in name, name))
     numbers = {name: number for number, name in enumerate(processes, 1)}
     for name, number in numbers.items():
-        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
-        yield {
-            "ph": "M",
-            "name": "process_sort_index",
-            "pid": number,
-            "args": {"sort_index": number},
-        }
-        yield {
-            **{"ph": "M", "name": "thread_name", "pid": number, "tid": 1},
-            "args": {"name": "training"},
-        }
+        of_process = {"ph": "M", "pid": number, "tid": 1}
+        yield of_process | {"name": "process_name", "args": {"name": name}}
+        yield of_process | {"name": "process_sort_index", "args": {"sort_index": number}}
+        yield of_process | {"name": "thread_name", "args": {"name": "training"}}
     for span in spans:
-        yield {
-            **{
-                "ph": "X",
-                "name": NAMES[span.what],
-                "cat": "step" if span.what == STEP else "phase",
-            },
-            **{"pid": numbers[span.process], "tid": 1, "ts": span.start - zero, "dur": span.length},
-        }
+        what = {"name": NAMES[span.what], "cat": "step" if span.what == STEP else "phase"}
+        when = {"ts": span.start - zero, "dur": span.length}
+        yield {"ph": "X", "pid": numbers[span.process], "tid": 1, **what, **when}

@@ -1,51 +1,64 @@
-"""Samples that are handed out: their message, its payload, and what a worker makes of it."""
+"""Samples that are handed out: their messages, and what a worker makes of them.
 
-from types import MappingProxyType
-from typing import Any
+Samples that the worker has not itself come first, as a batch in pieces no larger than a bucket.
+"""
 
-import numpy as np
+from contextlib import suppress
+
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from smolcluster.errors import DataError, NonFiniteLoss, ProtocolError
+from smolcluster.codec.base import bytes_of
+from smolcluster.data.dataset import Batch
+from smolcluster.data.pytree import Encoded, decode
+from smolcluster.errors import DataError, NonFiniteLoss, OutOfMemory, ProtocolError
 from smolcluster.net.inbox import Event
-from smolcluster.ps.push import bytes_of
+from smolcluster.net.session import Session
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import DIVERGENCE_REMEDY
+from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
+    MAX_BATCH_NBYTES,
     MAX_LOSS,
     Assignment,
     LeaseKey,
+    Served,
     TensorSpec,
+    frame_of,
 )
 
-ROW_DTYPES = MappingProxyType({"uint16": np.uint16, "int32": np.int32, "uint32": np.uint32})
-"""What tokens may be sent as."""
+FIRST_ROOM_NBYTES = 16 << 20
+"""As much is made room for at once, of a batch that is so large."""
 
 
 class Assigned(Event):
     """Samples to compute: `indices` (num_samples,) int32 into the training split.
 
-    `rows` (num_samples, length + 1) are the samples themselves, where the server sends them.
+    `batch` are the samples themselves, where the server sends them.
     """
 
-    def __init__(self, assignment: Assignment, payload: memoryview) -> None:
-        """Unpack an assignment.
+    def __init__(
+        self, assignment: Assignment, payload: memoryview, data: memoryview | None = None
+    ) -> None:
+        """Unpack an assignment; `data` are the bytes of its batch, which belong to it from now on.
 
         Raises:
-            ProtocolError: the payload does not hold its lease's indices, or not their samples.
+            ProtocolError: the payload does not hold its lease's indices, or the data no batch.
         """
         self.assignment = assignment
         num_samples = assignment.lease.stop - assignment.lease.start
-        if assignment.tensor != indices_spec(num_samples):
+        if assignment.tensor != _indices_spec(num_samples):
             raise ProtocolError("the server's assignment does not hold its lease's indices")
-        after = assignment.tensor.nbytes
-        self.indices = torch.frombuffer(bytearray(payload[:after]), dtype=torch.int32)
-        self.rows = None
-        if assignment.rows is not None:
-            self.rows = _unpack_rows(assignment.rows, num_samples, payload[after:])
+        self.indices = torch.frombuffer(bytearray(payload), dtype=torch.int32)
+        self.failure: OutOfMemory | None = None
+        """Why the samples that were sent are not here."""
+        self.batch: Batch = None if data is None else decode(data)
+
+    def begin_to_load(self, training: TrainingContext) -> None:
+        """See to it that samples that this machine has are there when they are to be computed."""
+        if self.assignment.batch_nbytes is None:
+            training.want(self.indices, self.lease.epoch, self.lease.start)
 
     def compute(self, training: TrainingContext) -> BatchLoss:
         """The mean loss of these samples, whose gradient is in the replica then.
@@ -53,24 +66,102 @@ class Assigned(Event):
         Raises:
             NonFiniteLoss: the loss or the gradient is NaN or infinite, or the loss is above `MAX_LOSS`.
             ProtocolError: the samples that the server sent are not of the model's size.
+            OutOfMemory: this machine has no memory for them.
         """
+        if self.failure is not None:
+            raise self.failure
         epoch, start = self.lease.epoch, self.lease.start
-        if self.rows is None:
+        if self.assignment.batch_nbytes is None:
             return _sendable(training.compute(self.indices, epoch, start))
         try:
-            return _sendable(training.compute_rows(self.rows, epoch, start))
+            return _sendable(training.compute_batch(self.batch, self.num_samples, epoch, start))
         except DataError as error:
             raise ProtocolError(f"the server's samples are {error}, as it had said") from error
 
     @property
     def lease(self) -> LeaseKey:
-        """Names what was assigned."""
         return self.assignment.lease
 
     @property
     def num_samples(self) -> int:
-        """How many they are."""
         return self.indices.numel()
+
+
+class AssignmentReceiver:
+    """Puts the pieces of a batch together until its assignment comes; of one batch at a time."""
+
+    def __init__(self, training: TrainingContext | None = None) -> None:
+        """`training`: begins to load the samples that are assigned, while it computes others."""
+        self._training = training
+        self._lease: LeaseKey | None = None
+        self._data = memoryview(b"")
+        """What has arrived, and room for some more."""
+        self._nbytes = self._num_filled = 0
+        self._has_room = True
+
+    def place_for(self, served: Served) -> memoryview | None:
+        """Where a piece shall be written; None: there is no memory for it, as its assignment will say.
+
+        Raises:
+            ProtocolError: it does not follow on the piece before.
+        """
+        nbytes = served.tensor.nbytes
+        if not nbytes or served.tensor != _piece_spec(nbytes):
+            raise ProtocolError("a piece of a batch is not described as bytes")
+        if served.offset == 0:
+            self._lease, self._nbytes = served.lease, served.nbytes
+            self._data, self._has_room, self._num_filled = memoryview(b""), True, 0
+        elif (served.lease, served.offset, served.nbytes) != (
+            self._lease,
+            self._num_filled,
+            self._nbytes,
+        ):
+            raise ProtocolError(
+                f"the server's batch goes on at byte {served.offset} of another one"
+            )
+        if served.offset + nbytes > served.nbytes:
+            raise ProtocolError(f"the server's batch is longer than its {served.nbytes} bytes")
+        self._make_room(served.offset + nbytes)
+        self._num_filled = served.offset + nbytes
+        return self._data[served.offset : self._num_filled] if self._has_room else None
+
+    def _make_room(self, nbytes: int) -> None:
+        """Grow with what arrives: what is announced may never come."""
+        if not self._has_room or nbytes <= self._data.nbytes:
+            return
+        room = min(self._nbytes, max(nbytes, 2 * self._data.nbytes, FIRST_ROOM_NBYTES))
+        try:
+            grown = memoryview(bytearray(room))
+        except MemoryError:
+            self._data, self._has_room = memoryview(b""), False
+            return
+        grown[: self._num_filled] = self._data[: self._num_filled]
+        self._data = grown
+
+    def assigned(self, assignment: Assignment, payload: memoryview) -> Assigned:
+        """The event of an assignment.
+
+        Raises:
+            ProtocolError: it is not valid, or the batch that it says has not come before it.
+        """
+        if assignment.batch_nbytes is None:
+            assigned = Assigned(assignment, payload)
+            if self._training is not None:
+                assigned.begin_to_load(self._training)
+            return assigned
+        got = self._lease, self._num_filled, self._nbytes
+        if got != (assignment.lease, assignment.batch_nbytes, assignment.batch_nbytes):
+            raise ProtocolError("the server's assignment came without its whole batch")
+        data, self._data, self._lease = self._data, memoryview(b""), None
+        with suppress(MemoryError):
+            if self._has_room:
+                return Assigned(assignment, payload, data)
+        assigned = Assigned(assignment, payload)
+        assigned.failure = OutOfMemory(
+            f"this machine has no memory for a batch of {self._nbytes:,} bytes that the server sends; lower "
+            "batch_size, or end what else runs here"
+        )
+        return assigned
 
 
 def _sendable(loss: BatchLoss) -> BatchLoss:
@@ -79,57 +170,74 @@ def _sendable(loss: BatchLoss) -> BatchLoss:
     return loss
 
 
-def indices_spec(num_samples: int) -> TensorSpec:
-    """Describe the indices of so many samples."""
+def _indices_spec(num_samples: int) -> TensorSpec:
     return TensorSpec(codec="raw", dtype="int32", shape=(num_samples,), nbytes=4 * num_samples)
 
 
-def work_payload(
-    indices: Tensor, rows: NDArray[Any] | None = None
-) -> tuple[TensorSpec, TensorSpec | None, memoryview]:
-    """Describe the two parts of an assignment's payload, and lay it out.
+def _piece_spec(nbytes: int) -> TensorSpec:
+    return TensorSpec(codec="raw", dtype="uint8", shape=(nbytes,), nbytes=nbytes)
 
-    Args:
-        indices: (num_samples,) int32.
-        rows: the samples' tokens, (num_samples, length + 1), where they are sent as well.
-    """
-    spec = indices_spec(indices.numel())
-    if rows is None:
-        return spec, None, bytes_of(indices)
-    rows_spec = TensorSpec(codec="raw", dtype=rows.dtype.name, shape=rows.shape, nbytes=rows.nbytes)
-    return spec, rows_spec, memoryview(bytes_of(indices).tobytes() + rows.tobytes())
+
+class ServedBatch:
+    """A batch of the server's samples in pieces of at most `piece_nbytes`, shared by all who get it."""
+
+    def __init__(self, encoded: Encoded, piece_nbytes: int) -> None:
+        """Cut it.
+
+        Raises:
+            DataError: it is too large to be sent.
+        """
+        if encoded.nbytes > MAX_BATCH_NBYTES:
+            raise DataError(
+                f"a batch takes {encoded.nbytes:,} bytes, at most {MAX_BATCH_NBYTES:,} can be sent; lower "
+                "batch_size"
+            )
+        self.nbytes = encoded.nbytes
+        self._pieces = list(encoded.cut(piece_nbytes))
+
+    def frames(self, lease: LeaseKey) -> list[Frame]:
+        """Its pieces, for the holder of a lease."""
+        frames, offset = [], 0
+        for piece in self._pieces:
+            spec = _piece_spec(piece.nbytes)
+            served = Served(lease=lease, offset=offset, nbytes=self.nbytes, tensor=spec)
+            frames.append(frame_of(served, piece))
+            offset += piece.nbytes
+        return frames
 
 
 def assignment_of(
     lease: LeaseKey,
     indices: Tensor,
-    rows: NDArray[Any] | None = None,
+    batch: ServedBatch | None = None,
     *,
     version: int,
     learning_rate: float,
+    loss_scale: float = 1.0,
     first_bucket: int = 0,
     backup: bool = False,
 ) -> tuple[Assignment, memoryview]:
-    """The message that hands samples out at `version` of the weights, and its payload: `work_payload`."""
-    spec, rows_spec, payload = work_payload(indices, rows)
+    """The message that hands samples out at `version` of the weights, and its payload.
+
+    `indices` (num_samples,) int32; `batch`: the samples, where they are sent as well: before it.
+    """
     return Assignment(
         lease=lease,
         version=version,
         learning_rate=learning_rate,
+        loss_scale=loss_scale,
         first_bucket=first_bucket,
         backup=backup,
-        tensor=spec,
-        rows=rows_spec,
-    ), payload
+        tensor=_indices_spec(indices.numel()),
+        batch_nbytes=None if batch is None else batch.nbytes,
+    ), bytes_of(indices)
 
 
-def _unpack_rows(spec: TensorSpec, num_samples: int, payload: memoryview) -> Tensor:
-    """Samples that the server sent, (num_samples, length + 1) int64."""
-    kind = ROW_DTYPES.get(spec.dtype)
-    if kind is None or len(spec.shape) != 2 or spec.shape[0] != num_samples:
-        raise ProtocolError("the server's samples are not one row of tokens for each index")
-    size = np.dtype(kind).itemsize * spec.shape[0] * spec.shape[1]
-    if not spec.nbytes == len(payload) == size:
-        raise ProtocolError("the server's samples are not of the size that it says")
-    rows = np.frombuffer(payload, np.dtype(kind).newbyteorder("<")).reshape(spec.shape)
-    return torch.from_numpy(rows.astype(np.int64))
+def send_assignment(
+    session: Session, assignment: Assignment, payload: memoryview, batch: ServedBatch | None
+) -> None:
+    """Send a worker what `assignment_of` gives, after its batch."""
+    if batch is None:
+        session.send(assignment, payload)
+    else:
+        session.send_frames([*batch.frames(assignment.lease), frame_of(assignment, payload)])

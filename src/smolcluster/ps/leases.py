@@ -14,10 +14,11 @@ twice as long as is usual here, and the first commit wins. Pure bookkeeping: the
 seconds of a monotonic clock.
 """
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -50,29 +51,20 @@ class DispatcherState(BaseModel):
 class Lease:
     """A range granted to a holder until `deadline`; `indices` (num_samples,) int32 are the dataset's.
 
+    `sent_at`, `deadline`: infinite while it has not been sent.
     `copied_from`: the holder that takes too long for the same range.
     """
 
     key: LeaseKey
+    holder: int
     indices: Tensor
-    granted_at: float
+    sent_at: float
     deadline: float
     copied_from: int | None = None
 
-
-@dataclass(frozen=True)
-class Returned:
-    """A lease that was taken back from its holder."""
-
-    holder: int
-    range: Range
-
-
-@dataclass(frozen=True)
-class _Grant:
-    holder: int
-    granted_at: float
-    deadline: float
+    @property
+    def range(self) -> Range:
+        return Range.of(self.key)
 
 
 class Dispatcher:
@@ -104,7 +96,7 @@ class Dispatcher:
         self._patience = patience
         self._cursor = Range(0, 0, 0)
         self._waiting: deque[Range] = deque()
-        self._open: dict[Range, dict[int, _Grant]] = {}
+        self._open: dict[Range, dict[int, Lease]] = {}
         self._applied: set[Range] = set()
         self._claimed_s: dict[int, float] = {}
         self._measured_s: dict[int, float] = {}
@@ -115,12 +107,10 @@ class Dispatcher:
 
     @property
     def total_samples(self) -> int:
-        """Samples to apply in all: every sample once an epoch."""
         return self.num_samples * self.num_epochs
 
     @property
     def done(self) -> bool:
-        """Whether every sample of every epoch has been applied."""
         return self.samples_applied == self.total_samples
 
     @property
@@ -135,16 +125,17 @@ class Dispatcher:
         """Note how long `holder` says that it will need for a lease, in seconds."""
         self._claimed_s[holder] = lease_s
 
-    def grant(self, holder: int, now: float) -> Lease | None:
-        """Lease the next range to `holder`; None when there is nothing that it could help with."""
+    def grant(self, holder: int, now: float, *, is_sent: bool = True) -> Lease | None:
+        """Lease the next range to `holder`; None when there is nothing that it could help with.
+
+        With `is_sent` False its time begins with `sent`: its data have to be loaded first.
+        """
         range_ = self._next_range(holder, now)
         if range_ is None:
             return None
         self._num_grants += 1
-        grant = _Grant(holder, now, now + self._allowed_s(holder))
-        grants = self._open.setdefault(range_, {})
-        late = next((other.holder for other in grants.values()), None)
-        grants[self._num_grants] = grant
+        leases = self._open.setdefault(range_, {})
+        late = next((other.holder for other in leases.values()), None)
         key = LeaseKey(
             incarnation=self.incarnation,
             epoch=range_.epoch,
@@ -152,7 +143,20 @@ class Dispatcher:
             stop=range_.stop,
             grant=self._num_grants,
         )
-        return Lease(key, self._indices(range_), grant.granted_at, grant.deadline, late)
+        lease = Lease(key, holder, self._indices(range_), math.inf, math.inf, late)
+        leases[self._num_grants] = lease
+        if is_sent:
+            self.sent(key, holder, now)
+        return leases[self._num_grants]
+
+    def sent(self, key: LeaseKey, holder: int, now: float) -> bool:
+        """Begin the time of a lease that is sent now; False: it is no longer the holder's."""
+        if self.judge(key, holder) != "open":
+            return False
+        leases = self._open[Range.of(key)]
+        deadline = now + self._allowed_s(holder)
+        leases[key.grant] = replace(leases[key.grant], sent_at=now, deadline=deadline)
+        return True
 
     def judge(self, key: LeaseKey, holder: int) -> Verdict:
         """Whether a push for `key` by `holder` may be applied now.
@@ -164,16 +168,16 @@ class Dispatcher:
             return "late"
         if range_ in self._applied or range_.epoch < self._oldest_kept_epoch():
             return "duplicate"
-        grant = self._open.get(range_, {}).get(key.grant)
-        return "open" if grant and grant.holder == holder else "late"
+        lease = self._open.get(range_, {}).get(key.grant)
+        return "open" if lease and lease.holder == holder else "late"
 
     def commit(self, key: LeaseKey, holder: int, now: float) -> None:
         """Note that the samples of an open lease have been applied. Copies of it become duplicates."""
         if self.judge(key, holder) != "open":
             raise ValueError(f"lease {key} is not open for holder {holder}")
         range_ = Range.of(key)
-        grant = self._open.pop(range_)[key.grant]
-        took_s = now - grant.granted_at
+        # one that is pushed before it was sent has taken no time
+        took_s = max(0.0, now - self._open.pop(range_)[key.grant].sent_at)
         self._measured_s[holder] = 0.8 * self._measured_s.get(holder, took_s) + 0.2 * took_s
         self._newest_s.append(took_s)
         self._median_s = statistics.median(self._newest_s)
@@ -181,27 +185,27 @@ class Dispatcher:
         self.samples_applied += range_.num_samples
         self._forget_finished_epochs()
 
-    def release(self, key: LeaseKey, holder: int) -> list[Returned]:
+    def release(self, key: LeaseKey, holder: int) -> list[Lease]:
         """Take one lease back, so that somebody else gets its samples."""
-        return self._drop_where(lambda number, grant: (number, grant.holder) == (key.grant, holder))
+        return self._drop_where(
+            lambda lease: (lease.key.grant, lease.holder) == (key.grant, holder)
+        )
 
-    def release_all(self, holder: int) -> list[Returned]:
-        """Take back all leases of a holder that has gone."""
+    def release_all(self, holder: int) -> list[Lease]:
         self._claimed_s.pop(holder, None)
         self._measured_s.pop(holder, None)
-        return self._drop_where(lambda _, grant: grant.holder == holder)
+        return self._drop_where(lambda lease: lease.holder == holder)
 
-    def expire(self, now: float) -> list[Returned]:
-        """Take back the leases whose time is over."""
+    def expire(self, now: float) -> list[Lease]:
         allowed_s = {
-            grant.holder: self._allowed_s(grant.holder)
-            for grants in self._open.values()
-            for grant in grants.values()
+            lease.holder: self._allowed_s(lease.holder)
+            for leases in self._open.values()
+            for lease in leases.values()
         }
 
-        def is_over(_: int, grant: _Grant) -> bool:
+        def is_over(lease: Lease) -> bool:
             # what was granted on a claim may be over sooner, now that something was measured
-            return now >= min(grant.deadline, grant.granted_at + allowed_s[grant.holder])
+            return now >= min(lease.deadline, lease.sent_at + allowed_s[lease.holder])
 
         returned = self._drop_where(is_over)
         for holder in {each.holder for each in returned}:
@@ -262,24 +266,23 @@ class Dispatcher:
     def _copy_for(self, holder: int, now: float) -> Range | None:
         """The range that has been overdue longest, of those that only others hold, all for too long."""
         candidates = [
-            (min(grant.granted_at for grant in grants.values()), range_)
-            for range_, grants in self._open.items()
+            (min(lease.sent_at for lease in leases.values()), range_)
+            for range_, leases in self._open.items()
             if all(
-                grant.holder != holder and self._is_overdue(grant, holder, now)
-                for grant in grants.values()
+                lease.holder != holder and self._is_overdue(lease, holder, now)
+                for lease in leases.values()
             )
         ]
         return min(candidates)[1] if candidates else None
 
-    def _is_overdue(self, grant: "_Grant", idle: int, now: float) -> bool:
+    def _is_overdue(self, lease: Lease, idle: int, now: float) -> bool:
         """Whether it takes twice as long as it takes its holder, the idle one, or most."""
         times = self._claimed_s if self._median_s is None else self._measured_s
-        known = [self._median_s, times.get(grant.holder), times.get(idle)]
+        known = [self._median_s, times.get(lease.holder), times.get(idle)]
         usual_s = min((each for each in known if each is not None), default=0.0)
-        return now - grant.granted_at >= 2 * usual_s
+        return now - lease.sent_at >= 2 * usual_s
 
     def _expected_s(self, holder: int) -> float | None:
-        """What a lease takes this holder as far as is known, seconds."""
         if holder in self._measured_s:
             return self._measured_s[holder]
         claimed_s = self._claimed_s.get(holder)
@@ -290,12 +293,12 @@ class Dispatcher:
     def _allowed_s(self, holder: int) -> float:
         return max(self._floor_s, self._patience * (self._expected_s(holder) or 0.0))
 
-    def _drop_where(self, doomed: Callable[[int, "_Grant"], bool]) -> list[Returned]:
+    def _drop_where(self, is_doomed: Callable[[Lease], bool]) -> list[Lease]:
         returned = []
-        for range_, grants in list(self._open.items()):
-            for number in [number for number, grant in grants.items() if doomed(number, grant)]:
-                returned.append(Returned(grants.pop(number).holder, range_))
-            if not grants:
+        for range_, leases in list(self._open.items()):
+            doomed = [number for number, lease in leases.items() if is_doomed(lease)]
+            returned += [leases.pop(number) for number in doomed]
+            if not leases:
                 del self._open[range_]
                 self._waiting.append(range_)
         return returned

@@ -4,23 +4,28 @@
 """
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from smolcluster.codec.base import Codec, NonFiniteValue
+from smolcluster.codec.base import Codec, NonFiniteValue, bytes_of
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
+from smolcluster.ps.buffers import BufferCollector
+from smolcluster.training.buffers import BufferValues
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
+from smolcluster.training.scaler import LEAST_SCALE
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
     WEIGHTS,
+    Buffers,
     LeaseKey,
     Message,
     Push,
@@ -32,18 +37,11 @@ from smolcluster.transport.messages import (
 DIGEST_NBYTES = 8
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
-    return memoryview(tensor.numpy().data).cast("B")
-
-
 def bucket_length(bucket: slice) -> int:
-    """Number of values in a bucket."""
     return int(bucket.stop - bucket.start)
 
 
 def bucket_spec(codec: Codec, bucket: slice) -> TensorSpec:
-    """Describe a bucket that was encoded."""
     length = bucket_length(bucket)
     return _spec(codec.name, codec.dtype_name, length, codec.encoded_nbytes(length))
 
@@ -55,7 +53,6 @@ def _spec(codec: str, dtype: str, length: int, nbytes: int) -> TensorSpec:
 
 
 def digests_spec(num_buckets: int) -> TensorSpec:
-    """Describe the digests of so many buckets."""
     nbytes = DIGEST_NBYTES * num_buckets
     return TensorSpec(codec="raw", dtype="xxh3-64", shape=(num_buckets,), nbytes=nbytes)
 
@@ -68,6 +65,7 @@ def state_frame(
     incarnation: str,
     version: int,
     content: str = WEIGHTS,
+    num_skipped: int = 0,
 ) -> Frame:
     """The frame of bucket `number` of the server's weights, or of its optimizer's `content`.
 
@@ -78,6 +76,7 @@ def state_frame(
         incarnation=incarnation,
         version=version,
         content=content,
+        num_skipped=num_skipped,
         bucket=number,
         num_buckets=num_buckets,
         tensor=bucket_spec(codec, slice(0, values.numel())),
@@ -109,12 +108,12 @@ class GradientSender:
         loss: BatchLoss,
         compute_s: float,
         weights: Tensor | None = None,
+        *,
+        backup_from: int | None = None,
     ) -> Iterator[Frame]:
-        """Encode the replica's gradient, bucket by bucket, into frames with memory of their own.
-
-        With `weights` (num_params,) on the CPU these are sent instead; that takes a lossless codec.
-        """
-        for push, payload in self.pushes(lease, base_version, loss, compute_s, weights):
+        """Encode the replica's gradient, bucket by bucket, into frames: see `pushes`."""
+        what = lease, base_version, loss, compute_s, weights
+        for push, payload in self.pushes(*what, backup_from=backup_from):
             yield frame_of(push, payload)
 
     def pushes(
@@ -124,38 +123,34 @@ class GradientSender:
         loss: BatchLoss,
         compute_s: float,
         weights: Tensor | None = None,
+        *,
+        backup_from: int | None = None,
     ) -> Iterator[tuple[Push, memoryview]]:
-        """The messages of those frames, and their payloads."""
+        """The messages of those frames, and their payloads, which have memory of their own.
+
+        With `weights` (num_params,) on the CPU these are sent instead; that takes a lossless codec. With
+        `backup_from` only the buckets from that one on, lossless, as the replica's own memory.
+
+        Raises:
+            NonFiniteLoss: a bucket that is encoded holds NaN or infinity; its layer is named.
+        """
+        is_backup = backup_from is not None
+        codec = self._lossless if is_backup else self._codec
+        is_in_place = is_backup or (self._in_place and codec.lossless)
         push = self._header(lease, base_version, loss, compute_s)
         values = self._replica.host_gradient() if weights is None else weights
         what = "gradient" if weights is None else "weights"
-        for number, bucket in enumerate(self._replica.buckets):
-            if self._in_place and self._codec.lossless:
+        for number, bucket in list(enumerate(self._replica.buckets))[backup_from or 0 :]:
+            if is_in_place:
                 payload = bytes_of(values[bucket])
             else:
                 with self._meter("encode"):
                     payload = self._encode(number, values[bucket], push.num_terms, what)
-            self._meter.raw_bytes += values[bucket].nbytes
-            self._meter.encoded_bytes += payload.nbytes
-            spec = bucket_spec(self._codec, bucket)
+            if not is_backup:
+                self._meter.raw_bytes += values[bucket].nbytes
+                self._meter.encoded_bytes += payload.nbytes
+            spec = bucket_spec(codec, bucket)
             yield push.model_copy(update={"bucket": number, "tensor": spec}), payload
-
-    def backup_pushes(
-        self,
-        lease: LeaseKey,
-        base_version: int,
-        loss: BatchLoss,
-        compute_s: float,
-        first_bucket: int,
-    ) -> Iterator[tuple[Push, memoryview]]:
-        """The same of the buckets from `first_bucket` on, lossless, as the replica's own memory."""
-        push = self._header(lease, base_version, loss, compute_s)
-        gradient = self._replica.host_gradient()
-        for number, bucket in enumerate(self._replica.buckets):
-            if number >= first_bucket:
-                spec = bucket_spec(self._lossless, bucket)
-                update = {"bucket": number, "tensor": spec}
-                yield push.model_copy(update=update), bytes_of(gradient[bucket])
 
     def settle(self, num_buckets: int | None = None) -> None:
         """The first `num_buckets` buckets (None: all) of the last push have counted.
@@ -177,7 +172,9 @@ class GradientSender:
             num_buckets=len(self._replica.buckets),
             num_samples=lease.stop - lease.start,
             num_terms=loss.num_terms,
-            loss=loss.mean,
+            loss=None if math.isnan(loss.mean) else loss.mean,
+            learning_rate=loss.learning_rate,
+            overflow=loss.overflow,
             compute_s=compute_s,
             tensor=bucket_spec(self._codec, self._replica.buckets[0]),
         )
@@ -200,8 +197,23 @@ class GradientSender:
 class PushOrder:
     """Checks the pushes of one worker: whole, one after the other, buckets in order."""
 
-    def __init__(self, buckets: Sequence[slice], codec_name: str, *, partial: bool = False) -> None:
-        """`partial`: a push may begin with any bucket, and may be lossless whatever the codec."""
+    def __init__(
+        self,
+        buckets: Sequence[slice],
+        codec_name: str,
+        *,
+        partial: bool = False,
+        has_loss_scale: bool = False,
+    ) -> None:
+        """What may come.
+
+        Args:
+            buckets: places in the flat gradient.
+            codec_name: the one agreed on.
+            partial: a push may begin with any bucket, and may be lossless whatever the codec.
+            has_loss_scale: a gradient may overflow with it.
+        """
+        self._has_loss_scale = has_loss_scale
         self._buckets = buckets
         self._codec = get_codec(codec_name)
         self._partial = partial
@@ -211,7 +223,6 @@ class PushOrder:
 
     @property
     def in_progress(self) -> bool:
-        """Whether a push has begun and not ended."""
         return self._lease is not None
 
     def give_up(self, lease: LeaseKey) -> None:
@@ -237,6 +248,7 @@ class PushOrder:
             )
         if push.num_samples != push.lease.stop - push.lease.start:
             raise ProtocolError(f"its push of {push.num_samples} samples does not fit its lease")
+        self._check_overflow(push.overflow)
         if push.tensor != bucket_spec(self._codec, self._buckets[push.bucket]) and not (
             self._partial and push.tensor == bucket_spec(self._lossless, self._buckets[push.bucket])
         ):
@@ -248,42 +260,64 @@ class PushOrder:
         self._lease = None if last else push.lease
         return last
 
+    def _check_overflow(self, scale: float | None) -> None:
+        if scale is None or (self._has_loss_scale and scale > LEAST_SCALE):
+            return
+        reason = f"is not above {LEAST_SCALE:g}" if self._has_loss_scale else "this run has none"
+        raise ProtocolError(f"its gradient overflowed with a loss scale of {scale:g}: {reason}")
+
 
 @dataclass(frozen=True)
 class Pushed(Event):
     """A whole push has arrived: a `gradient` (num_params,), or with the update rule `mixing` weights.
 
-    The tensor is the server's until `receiver.free()`.
+    `buffers`: what computing it has added to them. The tensor is the server's until `receiver.free()`.
     """
 
     session_id: int
     push: Push
     gradient: Tensor
     receiver: "GradientReceiver"
+    buffers: BufferValues
 
 
 class GradientReceiver(Receiver):
     """Decodes one worker's pushes into a buffer of its own; hands it over with the last bucket."""
 
-    def __init__(self, session_id: int, codec_name: str, buckets: Sequence[slice]) -> None:
+    def __init__(
+        self,
+        session_id: int,
+        codec_name: str,
+        buckets: Sequence[slice],
+        collector: BufferCollector | None = None,
+        *,
+        has_loss_scale: bool = False,
+    ) -> None:
+        """`collector`: takes the buffers that the model changes; None: it has none."""
         self.session_id = session_id
         self._codec = get_codec(codec_name)
         self._buckets = buckets
-        self._order = PushOrder(buckets, codec_name)
+        self._order = PushOrder(buckets, codec_name, has_loss_scale=has_loss_scale)
+        self._collector = collector
+        self._buffers: tuple[LeaseKey | None, BufferValues] = (None, {})
         self._gradient: Tensor | None = None
         self._taken = False
 
     @property
     def in_progress(self) -> bool:
-        """Whether a push has begun and not ended."""
         return self._order.in_progress
 
     def free(self) -> None:
-        """The server has done with the gradient."""
         self._taken = False
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         """Take a message in the reader's thread; a push is passed on when it is whole."""
+        if isinstance(message, Buffers) and self._collector is not None:
+            if self.in_progress:
+                raise ProtocolError("it sent buffers in the middle of a push")
+            if (values := self._collector.take(message, payload)) is not None:
+                self._buffers = message.lease, values
+            return None
         if not isinstance(message, Push):
             return MessageReceived(self.session_id, message)
         if self._taken:
@@ -296,4 +330,7 @@ class GradientReceiver(Receiver):
         if not whole:
             return None
         self._taken = True
-        return Pushed(self.session_id, message, self._gradient, self)
+        (lease, buffers), self._buffers = self._buffers, (None, {})
+        if lease != message.lease:
+            buffers = {}
+        return Pushed(self.session_id, message, self._gradient, self, buffers)

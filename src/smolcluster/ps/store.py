@@ -17,23 +17,21 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_digest
 
-from smolcluster.ps.push import bytes_of
-from smolcluster.training.optimizer import FlatOptimizer, bucket_norms
+from smolcluster.codec.base import bytes_of
+from smolcluster.training.optimizer import bucket_norms
 from smolcluster.training.replica import Replica
+from smolcluster.training.torch_optimizer import Optimizer
 from smolcluster.transport.messages import WEIGHTS
 
 
 class Store:
     """One slice of the flat parameters, with its optimizer's state.
 
-    Attributes:
-        buckets: places in the flat parameters, in order and without gaps.
-        weights: (n,), changed in place.
-        optimizer: of these weights.
+    `buckets` are places in the flat parameters, in order and without gaps; `weights` (n,) change in place.
     """
 
     def __init__(
-        self, buckets: Sequence[slice], weights: Tensor, buffer: Tensor, optimizer: FlatOptimizer
+        self, buckets: Sequence[slice], weights: Tensor, buffer: Tensor, optimizer: Optimizer
     ) -> None:
         """`buffer` (n,), on the weights' device, takes gradients from elsewhere, and what is clipped."""
         self.buckets = buckets
@@ -45,7 +43,6 @@ class Store:
 
     @property
     def place(self) -> slice:
-        """The slice."""
         return slice(self._start, self.buckets[-1].stop)
 
     def take(self, gradient: Tensor, *, owned: bool = False) -> None:
@@ -67,22 +64,22 @@ class Store:
         """The L2 norm of each bucket of what was taken."""
         return bucket_norms(self._taken, [self._within(bucket) for bucket in self.buckets])
 
-    def step(self, clip: float, learning_rate: float) -> None:
-        """Take one optimizer step with `clip` times the gradient."""
+    def step(self, clip: float, learning_rate: float, bound: float | None = None) -> None:
+        """Take one optimizer step with `clip` times the gradient; no element is above `bound`."""
         gradient = self._taken
         if clip != 1.0:
             gradient = torch.mul(gradient, clip, out=self._scaled)
-        self.optimizer.step_with(gradient, learning_rate)
+        if bound is not None:
+            gradient = torch.clamp(gradient, -bound, bound, out=self._scaled)
+        self.optimizer.step_with(gradient, learning_rate, owned=gradient is self._scaled)
 
     def mix(self, share: float) -> None:
-        """Go this share of the way that was taken."""
         self.weights.add_(self._taken, alpha=share)
 
     def contents(self, bucket: slice) -> dict[str, Tensor]:
         """What a copy of a bucket needs, by name: its weights, and the moments of its optimizer. Views."""
         within = self._within(bucket)
-        tensors = {WEIGHTS: self.weights, **self.optimizer.moments}
-        return {name: tensor[within] for name, tensor in tensors.items()}
+        return {WEIGHTS: self.weights[within], **self.optimizer.contents(within)}
 
     def _within(self, bucket: slice) -> slice:
         return slice(bucket.start - self._start, bucket.stop - self._start)
@@ -127,20 +124,28 @@ class Stores:
         with self._replica.meter("apply"):
             return math.hypot(*(norm for store in self.stores for norm in store.norms()))
 
-    def step(self, clip: float, learning_rate: float) -> None:
-        """Every store takes one optimizer step with `clip` times what it took."""
+    def step(self, clip: float, learning_rate: float, bound: float | None = None) -> None:
         with self._replica.meter("apply"):
             for store in self.stores:
-                store.step(clip, learning_rate)
+                store.step(clip, learning_rate, bound)
 
     def mix(self, share: float) -> None:
-        """Every store goes this share of the way that it took."""
         with self._replica.meter("apply"):
             for store in self.stores:
                 store.mix(share)
 
+    @property
+    def num_skipped(self) -> int:
+        """Steps of the run that no optimizer has taken."""
+        scaler = self._replica.scaler
+        return 0 if scaler is None else scaler.num_overflows
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether a copy can take steps as soon as it has the contents of the first buckets."""
+        return self._replica.optimizer.can_be_cut(self.buckets[0])
+
     def contents(self, number: int) -> dict[str, Tensor]:
-        """What a copy of bucket `number` needs: `Store.contents`."""
         return self._store_of[number].contents(self._replica.buckets[number])
 
     def digests(self) -> list[bytes]:

@@ -1,7 +1,7 @@
 """The server's weights on their way to a worker that takes them all at once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,10 +10,13 @@ from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import ProtocolError
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
-from smolcluster.ps.assignment import Assigned
+from smolcluster.ps.assignment import AssignmentReceiver
+from smolcluster.ps.buffers import BufferCollector
 from smolcluster.ps.push import bucket_length, bucket_spec, state_frame
+from smolcluster.training.buffers import BufferValues
+from smolcluster.training.build import TrainingContext
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import WEIGHTS, Assignment, Message, State
+from smolcluster.transport.messages import WEIGHTS, Assignment, Buffers, Message, Served, State
 
 
 def state_frames(
@@ -28,10 +31,11 @@ def state_frames(
 
 @dataclass(frozen=True)
 class WeightsArrived(Event):
-    """The server's weights of `version`: its buckets, flat and in order, whole."""
+    """The server's weights of `version`: its buckets, flat and in order, whole; and its `buffers`."""
 
     version: int
     weights: list[Tensor]
+    buffers: BufferValues = field(default_factory=dict)
 
 
 class StateReceiver(Receiver):
@@ -40,23 +44,42 @@ class StateReceiver(Receiver):
     Each bucket has memory of its own, which is free again as soon as the worker has taken the weights over.
     """
 
-    def __init__(self, buckets: Sequence[slice], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[slice],
+        dtype: torch.dtype,
+        collector: BufferCollector | None = None,
+        training: TrainingContext | None = None,
+    ) -> None:
+        """Receive for a model.
+
+        Args:
+            buckets: of its weights, which are of type `dtype`.
+            collector: takes the buffers that the model changes; None: it has none.
+            training: begins to load the samples of an assignment as soon as that comes; None: nobody does.
+        """
+        self._collector = collector
+        self._buffers: BufferValues = {}
         self._codec = get_codec(lossless_for(dtype))
         self._buckets = buckets
         self._weights: list[Tensor] = []
         self._version = 0
+        self._assignments = AssignmentReceiver(training)
 
-    @property
-    def in_progress(self) -> bool:
-        """Whether weights have begun to arrive and are not whole."""
-        return bool(self._weights)
+    def place_for(self, message: Message) -> memoryview | None:
+        return self._assignments.place_for(message) if isinstance(message, Served) else None
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
-        """Take a message in the reader's thread."""
         if isinstance(message, Assignment):
-            return Assigned(message, payload)
+            return self._assignments.assigned(message, payload)
+        if isinstance(message, Served):
+            return None
         if isinstance(message, State):
             return self._take(message, payload)
+        if isinstance(message, Buffers) and self._collector is not None:
+            if (values := self._collector.take(message, payload)) is not None:
+                self._buffers = values
+            return None
         return MessageReceived(0, message)
 
     def _take(self, state: State, payload: memoryview) -> Event | None:
@@ -79,4 +102,5 @@ class StateReceiver(Receiver):
         if len(self._weights) < len(self._buckets):
             return None
         weights, self._weights = self._weights, []
-        return WeightsArrived(state.version, weights)
+        buffers, self._buffers = self._buffers, {}
+        return WeightsArrived(state.version, weights, buffers)

@@ -7,7 +7,7 @@ from 0; `start` and `stop` are positions in the epoch's permutation.
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,12 +16,19 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from smolcluster.runs.files import Follower, LineWriter, json_objects, utc_timestamp
-from smolcluster.runs.model_file import WithMetrics
+from smolcluster.runs.model_file import Measured, WithMetrics
 from smolcluster.runs.tail import Tail
 
 
 class _Event(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class WorkerEvent(_Event):
+    """Something that happened to one worker."""
+
+    rank: int
+    node: str
 
 
 class RunStarted(_Event):
@@ -38,39 +45,32 @@ class RunStarted(_Event):
     dataset: str
     model: str
     num_params: int
+    source: str | None = Field(None, description="SHA-256 of a workload's code.")
 
 
-class WorkerJoined(_Event):
+class WorkerJoined(WorkerEvent):
     """A worker is a member now, for the first time or again."""
 
-    rank: int
-    node: str
     device: str
     samples_per_s: float
     rejoined: bool = False
 
 
-class WorkerLeft(_Event):
+class WorkerLeft(WorkerEvent):
     """A worker said goodbye."""
 
-    rank: int
-    node: str
     reason: str
 
 
-class WorkerLost(_Event):
+class WorkerLost(WorkerEvent):
     """A worker's connection broke, fell silent, or was cut."""
 
-    rank: int
-    node: str
     reason: str
 
 
-class WorkerStalled(_Event):
+class WorkerStalled(WorkerEvent):
     """A worker is connected and has not answered for long; its samples go to others."""
 
-    rank: int
-    node: str
     silent_s: float
     reason: str
 
@@ -84,22 +84,18 @@ class WorkerRejected(_Event):
     reason: str
 
 
-class LeaseReturned(_Event):
+class LeaseReturned(WorkerEvent):
     """Samples that were handed out go back and will be handed out again."""
 
-    rank: int
-    node: str
     epoch: int
     start: int
     stop: int
     reason: str
 
 
-class PushDropped(_Event):
+class PushDropped(WorkerEvent):
     """A gradient was not applied."""
 
-    rank: int
-    node: str
     outcome: Literal["stale", "late", "duplicate", "non_finite", "lost"]
     epoch: int
     start: int
@@ -108,20 +104,16 @@ class PushDropped(_Event):
     reason: str
 
 
-class StepOverdue(_Event):
+class StepOverdue(WorkerEvent):
     """SyncPS: a worker has had a part of a step for far longer than expected."""
 
-    rank: int
-    node: str
     step: int
     reason: str
 
 
-class WorkerParked(_Event):
+class WorkerParked(WorkerEvent):
     """SyncPS: a worker does not keep up, and is sent no more steps until it can be sent the whole state."""
 
-    rank: int
-    node: str
     step: int
     reason: str
 
@@ -142,8 +134,8 @@ class Evaluated(_Event, WithMetrics):
     epoch: int
     step: int
     val_loss: float | None
-    val_accuracy: float | None = None
-    val_perplexity: float | None = None
+    val_accuracy: Measured = None
+    val_perplexity: Measured = None
 
 
 class CheckpointSaved(_Event):
@@ -226,17 +218,14 @@ class EventLog:
         self.writer = LineWriter(path, warn=warn, clock=clock)
 
     def write(self, event: Event) -> None:
-        """Append one event."""
         stamp = {"ts": utc_timestamp(self._now()), "kind": kind_of(type(event))}
         self.writer.write(stamp | {"incarnation": self._incarnation} | event.model_dump())
         self._on_event(event)
 
     def flush(self) -> None:
-        """Write what has been kept back."""
         self.writer.flush()
 
     def close(self) -> None:
-        """Flush and close."""
         self.writer.close()
 
 
@@ -259,11 +248,15 @@ def follow_events(path: Path) -> Follower[EventRecord]:
     return Follower(path, parse_event)
 
 
+def records_of(lines: Iterable[bytes]) -> Iterator[EventRecord]:
+    """The events among the lines of the file; those of unknown kinds are left out."""
+    return filter(None, map(parse_event, json_objects(lines)))
+
+
 def first_start(path: Path) -> RunStarted | None:
     """How the run began; None when its first lines do not tell."""
     lines = Tail(path, max_piece_nbytes=MAX_FIRST_NBYTES).poll()
-    records = map(parse_event, json_objects(line.data for line in lines))
-    events = (record.event for record in records if record is not None)
+    events = (record.event for record in records_of(line.data for line in lines))
     return next((event for event in events if isinstance(event, RunStarted)), None)
 
 

@@ -164,7 +164,6 @@ class LineWriter:
                 self._lost.add(moment)
 
     def tick(self) -> None:
-        """Flush what has waited long enough."""
         if self._clock() - self._last_flush >= FLUSH_EVERY_S:
             self._flush()
 

@@ -1,43 +1,26 @@
 """`launch.json`: which processes were started for a run, and where; kept on the machine that launched it."""
 
+from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from smolcluster.runs.model_file import ModelFile
-from smolcluster.runs.paths import log_stem, process_title
+from smolcluster.runs.paths import RunPaths, log_stem, process_title
 
 
-class LaunchedProcess(BaseModel):
-    """One process of a run, in a tmux session of its own or a child of its launcher.
-
-    Attributes:
-        node: the machine's name in the cluster file.
-        role: server or worker.
-        rank: a worker's place, from 0; None for the server.
-        ssh: where `ssh` finds the machine; None: it is the one that launched.
-        run_dir: the run's folder there, absolute or from `~/`; empty: the launcher's own.
-        session: name of the tmux session; empty: it is a child of its launcher.
-        project_dir: the project's folder there, likewise; the command starts in it.
-        argv: the command, an argument an item.
-        device: what it computes on, where the configuration says so.
-    """
+class Process(BaseModel):
+    """A process of a run, by which its files are named: `rank` is a worker's, from 0."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     node: str
     role: str
-    rank: int | None
-    ssh: str | None = None
-    run_dir: str = ""
-    session: str = ""
-    project_dir: str = "~/smolcluster"
-    argv: tuple[str, ...] = ()
-    device: str | None = None
+    rank: int | None = None
 
     @property
     def title(self) -> str:
-        """The process in messages: `server mini1`, `worker 1 (pi5)`."""
+        """The process for people: `server mini1`, `worker 1 (pi5)`."""
         return process_title(self.role, self.node, self.rank)
 
     @property
@@ -45,8 +28,30 @@ class LaunchedProcess(BaseModel):
         """Its name in the names of files: `worker-rank0-pi5`."""
         return log_stem(self.role, self.node, self.rank)
 
+
+class LaunchedProcess(Process):
+    """One process of a run, in a tmux session of its own or a child of its launcher.
+
+    Attributes:
+        node: the machine's name in the cluster file.
+        ssh: where `ssh` finds the machine; None: it is the one that launched.
+        run_dir: the run's folder there, absolute or from `~/`.
+        session: name of the tmux session; empty: it is a child of its launcher.
+        project_dir: the project's folder there, likewise; the command starts in it.
+        argv: the command, an argument an item.
+        device: what it computes on, where the configuration says so.
+        pid: of a child.
+    """
+
+    ssh: str | None = None
+    run_dir: str = ""
+    session: str = ""
+    project_dir: str = "~/smolcluster"
+    argv: tuple[str, ...] = ()
+    device: str | None = None
+    pid: PositiveInt | None = None
+
     def with_arguments(self, *arguments: str) -> "LaunchedProcess":
-        """The same process with more arguments to its command."""
         return self.model_copy(update={"argv": (*self.argv, *arguments)})
 
 
@@ -81,6 +86,27 @@ class Launched(BaseModel):
         processes = sorted((*others, worker), key=lambda each: (each.role, each.rank or 0))
         return self.model_copy(update={"processes": tuple(processes)})
 
+    def with_pids(self, pids: Mapping[str, int]) -> "Launched":
+        """The same run, whose processes are children with these ids, by stem."""
+        processes, shippers = (
+            tuple(each.model_copy(update={"pid": pids.get(each.stem)}) for each in some)
+            for some in (self.processes, self.shippers)
+        )
+        return self.model_copy(update={"processes": processes, "shippers": shippers})
+
+    def at(self, run_dir: str) -> "Launched":
+        """The same run, whose folder has been moved or copied here since."""
+        processes, shippers = (
+            tuple(each.model_copy(update={"run_dir": run_dir}) for each in some)
+            for some in (self.processes, self.shippers)
+        )
+        return self.model_copy(update={"processes": processes, "shippers": shippers})
+
+    @property
+    def has_script(self) -> bool:
+        """Whether its workers are a script of the user's own."""
+        return any("--script" in worker.argv for worker in self.workers)
+
     @property
     def is_local(self) -> bool:
         """Whether all of it runs on the machine that launched it."""
@@ -88,14 +114,44 @@ class Launched(BaseModel):
 
     @property
     def server(self) -> LaunchedProcess:
-        """The server's process."""
         return self.processes[0]
 
     @property
     def workers(self) -> tuple[LaunchedProcess, ...]:
-        """The workers' processes."""
         return self.processes[1:]
+
+    @property
+    def has_sessions(self) -> bool:
+        """Whether it goes on without its launcher."""
+        return bool(self.server.session)
 
 
 LAUNCHED = ModelFile[Launched](Launched, "is damaged")
 read_launched, write_launched = LAUNCHED.read, LAUNCHED.write
+
+
+class _Child(Process):
+    """What `processes.json` says of a process, in which earlier versions listed a launcher's children."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    pid: PositiveInt
+
+
+CHILDREN = ModelFile[list[_Child]](list[_Child], "is not a list of processes")
+
+
+def launched_of(paths: RunPaths) -> Launched | None:
+    """The processes of a run that was launched from here, also by an earlier version; None: it was not.
+
+    Raises:
+        DataError: their list is damaged.
+    """
+    if paths.launched.is_file():
+        launched = read_launched(paths.launched)
+        return launched if launched.has_sessions else launched.at(str(paths.root))
+    children = CHILDREN.read(paths.processes) if paths.processes.is_file() else []
+    if not children:
+        return None
+    processes = [LaunchedProcess(**dict(child), run_dir=str(paths.root)) for child in children]
+    return Launched(run_id=paths.run_id, algorithm="", processes=tuple(processes))

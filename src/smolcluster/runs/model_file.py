@@ -1,16 +1,33 @@
 """A small JSON file that holds one value of a pydantic type, replaced whole."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Annotated, Any, Generic, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from smolcluster.errors import DataError
 from smolcluster.runs.files import write_whole
 
 T = TypeVar("T")
+
+
+def _finite_or_none(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Measured = Annotated[float | None, BeforeValidator(_finite_or_none)]
+"""Null where nothing was measured yet, or no finite number."""
 
 
 class Strict(BaseModel):
@@ -20,10 +37,13 @@ class Strict(BaseModel):
 
 
 class WithMetrics(Strict):
-    """A part that has numbers of any name besides, if that begins with `val_`: a workload's own metrics."""
+    """A part that has numbers of any name besides, if that begins with `val_`: a workload's own metrics.
+
+    Those that are not finite are null.
+    """
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, float] = Field(init=False)
+    __pydantic_extra__: dict[str, Measured] = Field(init=False)
 
     @model_validator(mode="after")
     def _has_no_other_keys(self) -> Self:

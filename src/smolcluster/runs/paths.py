@@ -1,7 +1,7 @@
 """Where a run keeps its files, and how runs are named and found.
 
 <runs>/<run id>/config.yaml  status.json  events.jsonl  metrics.jsonl  series.json  spans.jsonl
-                summary.json  curves.png  report.html  sample.txt  trace.json  processes.json  launch.json
+                summary.json  curves.png  report.html  sample.txt  trace.json  launch.json
                 logs/  checkpoints/
 <runs>/latest -> the newest run that has begun: a server that listens, or a single process that trains
 """
@@ -14,10 +14,21 @@ from datetime import datetime
 from pathlib import Path
 
 from smolcluster.errors import ConfigError
+from smolcluster.utils.folders import checkout
 
 LATEST = "latest"
 NUM_SHOWN = 5
 """Of the runs that there are, where one is not."""
+
+
+class _In:
+    """A file or folder in a run's folder, by its name there."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: "RunPaths", owner: object = None) -> Path:
+        return run.root / self._name
 
 
 @dataclass(frozen=True)
@@ -26,95 +37,42 @@ class RunPaths:
 
     root: Path
 
+    config = _In("config.yaml")
+    """The resolved configuration."""
+    status = _In("status.json")
+    """How it stands; kept up to date by its owner while it lives."""
+    events = _In("events.jsonl")
+    """What happened, one JSON object a line."""
+    metrics = _In("metrics.jsonl")
+    """What was measured, one JSON object a line."""
+    series = _In("series.json")
+    """Its curves in a small file; replaced every ten seconds."""
+    spans = _In("spans.jsonl")
+    """What its processes did when, of the first steps of every ten seconds, one JSON object a line."""
+    trace = _In("trace.json")
+    """Some of these for Chrome and Perfetto; made when asked for."""
+    summary = _In("summary.json")
+    """What came of it; written by the server at the end."""
+    curves = _In("curves.png")
+    """Its learning curves as a picture; drawn at the end."""
+    report = _In("report.html")
+    """All of it on one page, for a browser; written at the end, and whenever it is asked for."""
+    sample = _In("sample.txt")
+    """Text that the trained model wrote; only of language models."""
+    processes = _In("processes.json")
+    """The launcher's children, in runs of earlier versions."""
+    launched = _In("launch.json")
+    """Its processes, and where they are; on the machine that launched them."""
+    standing = _In(".standing.json")
+    """How a run on other machines stood when these were asked last; on the machine that launched it."""
+    logs = _In("logs")
+    checkpoints = _In("checkpoints")
+    lock = _In(".lock")
+    """Locked by the process that writes the run."""
+
     @property
     def run_id(self) -> str:
-        """The run's id, which is its folder's name."""
         return self.root.name
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration."""
-        return self.root / "config.yaml"
-
-    @property
-    def status(self) -> Path:
-        """How it stands; kept up to date by its owner while it lives."""
-        return self.root / "status.json"
-
-    @property
-    def events(self) -> Path:
-        """What happened, one JSON object a line."""
-        return self.root / "events.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        """What was measured, one JSON object a line."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def series(self) -> Path:
-        """Its curves in a small file; replaced every ten seconds."""
-        return self.root / "series.json"
-
-    @property
-    def spans(self) -> Path:
-        """What its processes did when, of the first steps of every ten seconds, one JSON object a line."""
-        return self.root / "spans.jsonl"
-
-    @property
-    def trace(self) -> Path:
-        """Some of these for Chrome and Perfetto; made when asked for."""
-        return self.root / "trace.json"
-
-    @property
-    def summary(self) -> Path:
-        """What came of it; written by the server at the end."""
-        return self.root / "summary.json"
-
-    @property
-    def curves(self) -> Path:
-        """Its learning curves as a picture; drawn at the end."""
-        return self.root / "curves.png"
-
-    @property
-    def report(self) -> Path:
-        """All of it on one page, for a browser; written at the end, and whenever it is asked for."""
-        return self.root / "report.html"
-
-    @property
-    def sample(self) -> Path:
-        """Text that the trained model wrote; only of language models."""
-        return self.root / "sample.txt"
-
-    @property
-    def processes(self) -> Path:
-        """The processes that the launcher started."""
-        return self.root / "processes.json"
-
-    @property
-    def launched(self) -> Path:
-        """The processes of a cluster, and where they are; on the machine that launched them."""
-        return self.root / "launch.json"
-
-    @property
-    def standing(self) -> Path:
-        """How a run on other machines stood when these were asked last; on the machine that launched it."""
-        return self.root / ".standing.json"
-
-    @property
-    def logs(self) -> Path:
-        """The folder of the log files."""
-        return self.root / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
-        return self.root / "checkpoints"
-
-    @property
-    def lock(self) -> Path:
-        """Locked by the process that writes the run."""
-        return self.root / ".lock"
 
     def log_file(self, component: str, node: str, rank: int | None = None) -> Path:
         """The log file of one process, such as `logs/worker-rank0-mini2.log`."""
@@ -142,9 +100,7 @@ def runs_root(runs_dir: Path | None = None) -> Path:
     """The folder of all runs: `runs_dir`, else `runs/` of the checkout or working directory."""
     if runs_dir is not None:
         return runs_dir.expanduser().absolute()
-    project = Path(__file__).resolve().parents[3]
-    is_checkout = (project / "pyproject.toml").is_file() and (project / "src/smolcluster").is_dir()
-    return (project if is_checkout else Path.cwd()) / "runs"
+    return (checkout() or Path.cwd()) / "runs"
 
 
 def new_run_id(algorithm: str, now: datetime, suffix: str | None = None) -> str:
@@ -214,6 +170,20 @@ def take_back_latest(paths: RunPaths, before: str | None) -> None:
     if before is not None and latest_of(root) == paths.run_id:
         with suppress(OSError):
             point_latest(root, before)
+
+
+def is_run_folder(path: Path) -> bool:
+    """Whether a folder can be a run's, by its name; a link to one is none."""
+    with suppress(ConfigError, OSError):
+        return bool(check_run_id(path.name)) and not path.is_symlink() and path.is_dir()
+    return False
+
+
+def runs_in(root: Path) -> list[RunPaths]:
+    """The runs in a folder, in no order."""
+    with suppress(OSError):
+        return [RunPaths(path) for path in root.iterdir() if is_run_folder(path)]
+    return []
 
 
 def find_run(root: Path, name: str = LATEST) -> RunPaths:

@@ -23,6 +23,7 @@ from typing import Any
 import orjson
 
 from smolcluster.errors import SmolclusterError
+from smolcluster.runs.evaluated import PREFIX, metrics_in
 from smolcluster.runs.files import json_objects, seconds_of, write_whole
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.tail import Tail
@@ -34,6 +35,8 @@ MAX_EVALUATIONS = 300
 MAX_REPORTS = 400
 """Of each process; fewer where there are so many processes that the file would be too large."""
 MAX_PROCESSES = 256
+MAX_METRICS = 16
+"""Of a workload's own, of which there are curves: the first ones."""
 POINT_NBYTES = 110
 """About so long is a report."""
 STEP_VALUES = ("loss", "lr", "samples_per_s", "mb_per_s", "staleness", "grad_norm")
@@ -90,7 +93,6 @@ class Bucket:
         self.low, self.high = min(self.low, later.low), max(self.high, later.high)
 
     def mean(self, name: str) -> float | None:
-        """The mean of a value."""
         total, count = self.sums.get(name, (0.0, 0))
         return total / count if count else None
 
@@ -156,7 +158,6 @@ class Curve:
         return {"stride": self.stride, **columns}
 
     def load(self, document: Mapping[str, Any], t0: float) -> None:
-        """Take what `document` gave."""
         self.stride = int(document["stride"])
         shared = [document[name] for name in ("t", "step", "num", "samples_applied", "low", "high")]
         for index, (t, step, num, samples, low, high) in enumerate(zip(*shared, strict=True)):
@@ -214,7 +215,6 @@ class ProcessSeries:
                 self.totals.setdefault(name, Total()).take(float(value), max(elapsed, 1e-3))
 
     def newest(self) -> dict[str, float]:
-        """The value of each name in its last report that had it."""
         return {name: total.newest for name, total in self.totals.items()}
 
     def document(self, t0: float, at_most: int) -> dict[str, Any]:
@@ -238,7 +238,6 @@ class ProcessSeries:
         }
 
     def load(self, document: Mapping[str, Any], t0: float) -> None:
-        """Take what `document` gave."""
         points = document["points"]
         self.curve.load(points, t0)
         for bucket, place in zip(self.curve.buckets, points["places"], strict=True):
@@ -265,6 +264,7 @@ class Series:
             if kind == "step":
                 self._take_step(entry, t, step)
             elif kind == "eval":
+                self._name_metrics(entry)
                 self.evaluations.add(entry, t, self._samples)
             elif kind in ("worker", "server"):
                 self._take_report(entry, t)
@@ -303,6 +303,12 @@ class Series:
             self._samples = float(samples)
         self.steps.add(entry, t, self._samples, place=step)
 
+    def _name_metrics(self, entry: Mapping[str, Any]) -> None:
+        """Let there be curves of what this evaluation has measured."""
+        names = self.evaluations.names
+        new = [f"{PREFIX}{name}" for name in metrics_in(entry) if f"{PREFIX}{name}" not in names]
+        self.evaluations.names = (*names, *new)[: len(EVAL_VALUES) + MAX_METRICS]
+
     def _begin(self, incarnation: str, step: int) -> None:
         """A start of the owner undoes what earlier ones did from its first step on."""
         self.starts = [each for each in self.starts if each[1] < step] + [(incarnation, step)]
@@ -323,7 +329,13 @@ def loaded(content: bytes) -> tuple[Series, int] | None:
         document, series = orjson.loads(content), Series()
         t0 = float(document["t0"])
         series.steps.load(document["steps"], t0)
-        series.evaluations.load(document["evaluations"], t0)
+        evaluations = document["evaluations"]
+        series.evaluations.names = tuple(
+            dict.fromkeys(
+                [*EVAL_VALUES, *(name for name in evaluations if name.startswith(PREFIX))]
+            )
+        )
+        series.evaluations.load(evaluations, t0)
         for index, bucket in enumerate(series.evaluations.buckets):
             bucket.place = (index + 1) * series.evaluations.stride - 1
         series.starts = [(str(name), int(step)) for name, step in document["starts"]]

@@ -15,7 +15,6 @@ from typing import Annotated, Literal
 from pydantic import (
     AliasChoices,
     AwareDatetime,
-    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -25,7 +24,7 @@ from pydantic import (
 
 from smolcluster.errors import SmolclusterError
 from smolcluster.runs.files import CLOSING_RETRY_S, is_full, utc_timestamp, waiting_for_space
-from smolcluster.runs.model_file import ModelFile, Strict, WithMetrics
+from smolcluster.runs.model_file import Measured, ModelFile, Strict, WithMetrics
 
 STALENESS_EDGES = (0, 1, 2, 4, 8, 16, 32)
 """Largest τ of the bins in which pushes are counted, steps; one more bin has all above."""
@@ -40,17 +39,11 @@ RunState = Literal["waiting", "training", "ended", "failed"]
 Presence = Literal["joined", "left", "lost"]
 
 
-def _finite_or_none(value: object) -> object:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 Instant = Annotated[
     AwareDatetime,
     PlainSerializer(lambda moment: utc_timestamp(moment.timestamp()), when_used="json"),
 ]
 """RFC 3339 in the file, UTC."""
-Measured = Annotated[float | None, BeforeValidator(_finite_or_none)]
-"""Null where nothing was measured yet, or no finite number."""
 
 
 PROCESS_STATS = AliasChoices("process_stats", "vitals")
@@ -88,7 +81,6 @@ class WorkerStatus(Strict):
     last_seen: Instant = Field(description="When the last byte came from it; heartbeats count.")
 
     def silent_s(self, now: datetime) -> float:
-        """Seconds since the last byte came from it."""
         return age_s(self.last_seen, now)
 
 
@@ -121,6 +113,9 @@ class RunStatus(WithMetrics):
     samples_per_s: NonNegativeFloat
     learning_rate: Measured = None
     grad_norm: Measured = None
+    overflows: NonNegativeInt | None = Field(
+        None, description="Steps skipped because a gradient overflowed; null: not in float16."
+    )
     staleness_bound: PositiveInt | None = Field(None, description="Older pushes are dropped.")
     pushes: dict[str, NonNegativeInt] = Field({}, description="By outcome, in the whole run.")
     leases_returned: NonNegativeInt = 0
@@ -151,7 +146,6 @@ def age_s(moment: datetime, now: datetime) -> float:
 
 
 def instant(seconds: float) -> datetime:
-    """Seconds since 1970 as a moment in UTC."""
     return datetime.fromtimestamp(seconds, UTC)
 
 

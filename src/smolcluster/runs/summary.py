@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from smolcluster.configs.spec import STALENESS, shows
-from smolcluster.runs.model_file import ModelFile, Strict, WithMetrics
+from smolcluster.runs.evaluated import metrics_in
+from smolcluster.runs.model_file import Measured, ModelFile, Strict, WithMetrics
 from smolcluster.runs.paths import RunPaths, process_title
 from smolcluster.utils.units import format_bytes, format_duration
 
@@ -32,8 +33,8 @@ class Final(WithMetrics):
 
     train_loss: float | None = None
     val_loss: float | None = None
-    val_accuracy: float | None = None
-    val_perplexity: float | None = None
+    val_accuracy: Measured = None
+    val_perplexity: Measured = None
 
 
 SMALL = 0.01
@@ -125,7 +126,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ("steps", f"{summary.steps:,}"),
         ("samples", f"{summary.samples_applied:,}"),
         ("loss", _losses(final, summary.lowest_val_loss)),
-        _measured(final),
+        *_measured(final),
     ]
     if not summary.workers:
         return own
@@ -152,10 +153,11 @@ def _speed(rate: float, tokens_per_sample: int | None) -> str:
     return f"{rate * tokens_per_sample:,.0f} tokens/s"
 
 
-def _measured(final: Final) -> tuple[str, str]:
-    if final.val_perplexity is not None:
-        return "validation perplexity", f"{final.val_perplexity:.4g}"
-    return "validation accuracy", _number(final.val_accuracy)
+def _measured(final: Final) -> list[tuple[str, str]]:
+    return [
+        (f"validation {name}", _number(value) if name == "accuracy" else f"{value:.4g}")
+        for name, value in metrics_in(dict(final)).items()
+    ]
 
 
 def _number(value: float | None) -> str:

@@ -50,10 +50,6 @@ class Tail:
             return lines[1:] or self.poll()
         return lines
 
-    def skip_half(self) -> None:
-        """Leave out the line that `offset` lies in."""
-        self._is_inside = True
-
     def _read(self) -> bytes:
         try:
             with self.path.open("rb") as file:

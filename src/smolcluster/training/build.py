@@ -2,47 +2,67 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from smolcluster.configs.schema import DatasetPlace, TrainConfig
-from smolcluster.data.dataset import Batch, Elsewhere
-from smolcluster.errors import ConfigError, DataError
+from smolcluster.data.dataset import Batch, Elsewhere, Place
+from smolcluster.data.prefetch import Prefetch, prefetch_of
+from smolcluster.data.pytree import sliced
+from smolcluster.errors import DataError
 from smolcluster.training.builtin import load_workload
-from smolcluster.training.compute import BatchLoss, Part, forward_backward
-from smolcluster.training.evaluate import Evaluation, evaluate
+from smolcluster.training.compute import BatchLoss, Microbatch, forward_backward
+from smolcluster.training.evaluate import DEFAULT_BATCH_SIZE, Evaluation, evaluate
+from smolcluster.training.microbatching import Microbatching
+from smolcluster.training.recipe import Training
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
+from smolcluster.training.unused import UnusedParameters
+from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload
 from smolcluster.utils.gpu import no_gpu, watched
 from smolcluster.utils.meter import Meter
+from smolcluster.utils.peak_memory import PeakMemory
 from smolcluster.utils.seed import derive_seed
 
 
 @dataclass(frozen=True)
 class TrainingContext:
-    """What a process trains with.
+    """What a process trains with: a workload, its data on the replica's device, and the run's seed.
 
     Attributes:
-        workload: what is trained, its data on the replica's device.
-        replica: the model with its initial weights, on the same device.
-        seed: the run's.
-        microbatch: samples that are computed at once; None: all that are asked for.
-        eval_batch_size: samples that are evaluated at once; None: few.
+        microbatch: samples that are computed at once.
+        eval_batch_size: samples that are evaluated at once.
+        unused: watches for parameters that the loss does not depend on; None: nobody does.
+        prefetch: what loads training samples ahead; None: they lie in memory, or elsewhere.
     """
 
     workload: Workload
     replica: Replica
     seed: int
-    microbatch: int | None = None
-    eval_batch_size: int | None = None
+    microbatch: Microbatching = field(default_factory=lambda: Microbatching(None))
+    eval_batch_size: Microbatching = field(default_factory=lambda: Microbatching(None))
+    unused: UnusedParameters | None = None
+    prefetch: Prefetch | None = None
 
     @property
     def num_samples(self) -> int:
-        """Training samples, which make an epoch."""
         return self.workload.train.num_samples
+
+    @property
+    def recipe(self) -> Training:
+        return self.workload.training
+
+    def order(self, epoch: int) -> Tensor:
+        """The training samples' indices in the order of an epoch, int32 (num_samples,)."""
+        return self.workload.train.order(epoch, self.seed)
+
+    def close(self) -> None:
+        """Load no more samples."""
+        if self.prefetch is not None:
+            self.prefetch.close()
 
     def compute(self, indices: Tensor, epoch: int = 0, start: int = 0) -> BatchLoss:
         """The mean loss of the training samples `indices` (n,), whose gradient is in the replica then.
@@ -53,11 +73,36 @@ class TrainingContext:
 
         Raises:
             NonFiniteLoss: the loss or the gradient is NaN or infinite.
+            UserCodeError: data, model or loss raised an exception.
+            OutOfMemory: the device has too little memory for one sample.
         """
-        return self._compute(indices, self.workload.train.batch, epoch, start)
 
-    def compute_rows(self, rows: Tensor, epoch: int = 0, start: int = 0) -> BatchLoss:
-        """As `compute`, of samples that somebody else has sent.
+        if self.prefetch is not None:
+            self.prefetch.forget_before(Place(self.seed, epoch, start))
+
+        def cut(at_once: int) -> list[Microbatch]:
+            parts = []
+            for number, piece in enumerate(torch.split(indices, at_once)):
+                place = Place(self.seed, epoch, start + number * at_once)
+                parts.append(Microbatch(len(piece), partial(self.gather, piece, place)))
+            return parts
+
+        return self._compute(len(indices), cut, epoch, start)
+
+    def gather(self, indices: Tensor, place: Place) -> Batch:
+        """A batch of the training samples `indices` (n,)."""
+        source = self.prefetch or self.workload.train
+        return source.batch(indices, place)
+
+    def want(self, indices: Tensor, epoch: int, start: int) -> None:
+        """Begin to load samples that will be computed; returns at once."""
+        if self.prefetch is not None:
+            self.prefetch.want(indices, Place(self.seed, epoch, start))
+
+    def compute_batch(
+        self, batch: Batch, num_samples: int, epoch: int = 0, start: int = 0
+    ) -> BatchLoss:
+        """As `compute`, of so many samples that somebody else has sent.
 
         Raises:
             DataError: they do not fit the model.
@@ -65,41 +110,58 @@ class TrainingContext:
         samples = self.workload.train
         if not isinstance(samples, Elsewhere):
             raise DataError("samples that this machine has itself")
-        samples.check(rows)
-        return self._compute(rows, samples.batch_of, epoch, start)
+        whole = samples.received(batch)
+
+        def cut(at_once: int) -> list[Microbatch]:
+            pieces = sliced(whole, num_samples, at_once)
+            size = num_samples if len(pieces) == 1 else at_once
+            sizes = [min(size, num_samples - first) for first in range(0, num_samples, size)]
+            return [
+                Microbatch(number, partial(_as_it_is, piece))
+                for number, piece in zip(sizes, pieces, strict=True)
+            ]
+
+        return self._compute(num_samples, cut, epoch, start)
 
     def _compute(
-        self, samples: Tensor, gather: Callable[[Tensor], Batch], epoch: int, start: int
+        self,
+        num_samples: int,
+        cut: Callable[[int], list[Microbatch]],
+        epoch: int,
+        start: int,
     ) -> BatchLoss:
-        torch.manual_seed(derive_seed(self.seed, "dropout", epoch, start))
-        pieces = torch.split(samples, self.microbatch or len(samples))
-        parts = [Part(len(piece), partial(gather, piece)) for piece in pieces]
-        return forward_backward(self.replica, self.workload.loss, parts)
+        """`cut` gives the batch in parts of so many samples."""
+        buffers = self.replica.buffers
+        kept = buffers.values()
 
-    def check_buffers(self) -> None:
-        """Look for buffers that change as the model computes, which one machine alone can train so far.
+        def compute(at_once: int) -> BatchLoss:
+            torch.manual_seed(derive_seed(self.seed, "dropout", epoch, start))
+            return forward_backward(self.replica, self.workload.loss, cut(at_once))
 
-        Raises:
-            ConfigError: there is one; the message names it.
+        def undo() -> None:
+            buffers.find()
+            buffers.put(kept)
+
+        loss = self.microbatch.fitted(num_samples, compute, undo)
+        if self.unused is not None:
+            self.unused.batch_done()
+        return loss
+
+    def rehearse(self, num_samples: int) -> bool:
+        """Compute what costs as much as a batch of so many samples; False: there is none to be had here.
+
+        The model's buffers are as before.
         """
-        before = {name: buffer.clone() for name, buffer in self.replica.model.named_buffers()}
-        if not before:
-            return
-        self.rehearse(1)
-        for name, buffer in self.replica.model.named_buffers():
-            if not torch.equal(before[name], buffer):
-                raise ConfigError(
-                    f"model: buffer {name} changes as the model computes, and would differ between machines; "
-                    "train in one process, or keep it constant"
-                )
-
-    def rehearse(self, num_samples: int) -> None:
-        """Compute what costs as much as a batch of so many samples."""
-        samples = self.workload.train
-        if isinstance(samples, Elsewhere):
-            self.compute_rows(samples.example(num_samples))
+        samples, buffers = self.workload.train, self.replica.buffers
+        if not isinstance(samples, Elsewhere):
+            self.compute(self.order(0)[:num_samples])
+        elif (example := samples.example(num_samples)) is not None:
+            self.compute_batch(example, num_samples)
         else:
-            self.compute(torch.arange(num_samples))
+            return False
+        buffers.find()
+        buffers.restore()
+        return True
 
     def evaluate(
         self, model: nn.Module | None = None, before_batch: Callable[[], None] = lambda: None
@@ -114,16 +176,25 @@ class TrainingContext:
         workload = self.workload
         if workload.validation is None:
             return None
-        return evaluate(
-            self.replica.copy_model() if model is None else model,
+        held_out, copied = (
             workload.validation,
-            self.replica.device,
-            loss=workload.loss,
-            metrics=workload.metrics,
-            precision=self.replica.precision,
-            batch_size=workload.eval_batch_size or self.eval_batch_size,
-            before_batch=before_batch,
+            self.replica.copy_model() if model is None else model,
         )
+
+        def compute(at_once: int) -> Evaluation:
+            return evaluate(
+                copied,
+                held_out,
+                self.replica.device,
+                loss=workload.loss,
+                metrics=workload.metrics,
+                precision=self.replica.precision,
+                batch_size=at_once,
+                before_batch=before_batch,
+            )
+
+        size = self.eval_batch_size.size or workload.eval_batch_size or DEFAULT_BATCH_SIZE
+        return self.eval_batch_size.fitted(min(size, held_out.num_samples), compute)
 
 
 def build(
@@ -148,22 +219,37 @@ def build(
     """
     if workload is None:
         workload = load_workload(train, seed, place, log)
+    train = workload.training.applied_to(train)
+    if workload.batch_size is not None:
+        train = train.model_copy(update={"batch_size": workload.batch_size})
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive_seed(seed, "weights"))
         model = workload.new_model()
     replica = Replica(
         model,
-        train.optimizer,
+        workload.training.optimizer_for(train),
         weight_decay=train.weight_decay,
         device=device,
         bucket_bytes=bucket_bytes,
         precision=train.precision,
+        ema_decay=train.ema_decay,
         meter=meter,
     )
     if replica.meter.gpu is no_gpu:
         replica.meter.gpu = watched(device)
+    replica.meter.memory = PeakMemory(device) if train.memory_profiling else None
     at_once = most_at_once(train, microbatch)
-    return TrainingContext(workload.to(device), replica, seed, at_once, at_once or train.batch_size)
+    at_most = Microbatching(at_once, "microbatch", log)
+    eval_size = workload.eval_batch_size or at_once or train.batch_size
+    evaluated = Microbatching(eval_size, "samples of an evaluation", log)
+    unused = UnusedParameters(replica, log)
+    prefetch = prefetch_of(workload.train, user_code)
+    workload = workload.to(device)
+    return TrainingContext(workload, replica, seed, at_most, evaluated, unused, prefetch)
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
 
 
 def most_at_once(train: TrainConfig, microbatch: int | None) -> int | None:

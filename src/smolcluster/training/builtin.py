@@ -17,7 +17,9 @@ from smolcluster.errors import ConfigError
 from smolcluster.models.gpt import GPT
 from smolcluster.models.registry import build_model
 from smolcluster.models.sampling import sample
+from smolcluster.training.named import load_named
 from smolcluster.training.workload import OfLoss, Terms, Workload
+from smolcluster.transport.messages import DataSizes, ServedData
 
 EVAL_SAMPLES, EVAL_TOKENS = 1024, 4096
 """Labelled samples, or tokens, that are evaluated at a time."""
@@ -44,6 +46,8 @@ def load_workload(
         ConfigError: unknown dataset or model, or sizes of the model that do not fit the data.
         DataError: the dataset is missing or damaged.
     """
+    if train.workload is not None:
+        return load_named(train.workload, train.workload_args, seed)
     train = train.model_copy(update={"dataset": train.dataset.at(place)})
     log = log or logging.getLogger("smolcluster")
     return builtin_workload(train, load_dataset(train.dataset, seed, train.model, log))
@@ -56,30 +60,53 @@ def builtin_workload(train: TrainConfig, data: Dataset) -> Workload:
         ConfigError: a model of this kind and these sizes cannot be trained on it.
     """
     check_fit(train, data)
-    model = partial(build_model, train.model, data.input_dim, data.num_classes)
-    if data.measure == "accuracy":
-        return Workload(
-            model,
-            cross_entropy,
-            data.train,
-            data.validation,
-            metrics={"accuracy": accuracy},
-            name=data.name,
-            fingerprint=data.fingerprint,
-            eval_batch_size=EVAL_SAMPLES,
-        )
-    return Workload(
-        model,
+    workload = partial(
+        Workload,
+        partial(build_model, train.model, data.input_dim, data.num_classes),
         cross_entropy,
         data.train,
         data.validation,
-        metrics={"perplexity": OfLoss(perplexity)},
         name=data.name,
         fingerprint=data.fingerprint,
+        sizes=DataSizes(
+            input_dim=data.input_dim, num_classes=data.num_classes, measure=data.measure
+        ),
+    )
+    if data.measure == "accuracy":
+        return workload(metrics={"accuracy": accuracy}, eval_batch_size=EVAL_SAMPLES)
+    return workload(
+        metrics={"perplexity": OfLoss(perplexity)},
         tokens_per_sample=data.input_dim,
         vocab_size=data.num_classes,
         eval_batch_size=max(1, EVAL_TOKENS // data.input_dim),
         sample_text=partial(_sample_text, train),
+    )
+
+
+def served_workload(train: TrainConfig, data: ServedData, own: Workload | None) -> Workload:
+    """What a worker trains with samples that are sent to it: its `own` workload, or the one of `train`.
+
+    Raises:
+        ConfigError: it has none, and the server's is none that a configuration can name.
+    """
+    if own is not None:
+        return own.served(data)
+    if data.sizes is None:
+        raise ConfigError(
+            f"the server trains the workload {data.name}, which this worker was not given: start it with "
+            "the same --workload"
+        )
+    sizes = data.sizes
+    return builtin_workload(
+        train,
+        Dataset.elsewhere(
+            data.name,
+            num_samples=data.num_samples,
+            input_dim=sizes.input_dim,
+            num_classes=sizes.num_classes,
+            measure=sizes.measure,
+            fingerprint=data.fingerprint,
+        ),
     )
 
 
@@ -136,11 +163,6 @@ def check_fit(train: TrainConfig, data: Dataset) -> None:
         raise ConfigError(
             f"model.type is {model.type}, but dataset.name={data.name} is {kind}; set "
             f"model.type={fitting} and its sizes, or choose another dataset"
-        )
-    if train.dataset.source == "server" and not is_text:
-        raise ConfigError(
-            f"dataset.source is server, but dataset.name={data.name} is no text, and only text is sent; "
-            "set dataset.source=local"
         )
     if isinstance(model, SimpleNNConfig):
         _check_sizes(model, data)

@@ -1,35 +1,45 @@
 """Forward and backward: from batches to a mean loss, and its gradient in a replica."""
 
+import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from smolcluster.configs.schema import Precision
 from smolcluster.data.dataset import Batch
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica, first_non_finite
-from smolcluster.training.workload import LossFunction, count_terms
+from smolcluster.training.user_code import user_code, wrong_result
+from smolcluster.training.workload import LossFunction, count_terms, whole_count
 
 
 class BatchLoss(NamedTuple):
-    """The mean loss of a batch, and over how many loss terms it is; 0 where there is none."""
+    """The mean loss of a batch, and over how many loss terms it is; 0 where there is none.
+
+    `mean` is NaN where nobody has told it; `learning_rate` is that of a user's own schedule, if there is one.
+    `overflow`: the loss scale with which the gradient overflowed, which is 0 then; None: it did not.
+    """
 
     mean: float
     num_terms: int
+    learning_rate: float | None = None
+    overflow: float | None = None
 
 
-class Part(NamedTuple):
+class Microbatch(NamedTuple):
     """Samples that go through the model at once: how many, and what gathers them."""
 
     num_samples: int
     gather: Callable[[], Batch]
 
 
-def forward_backward(replica: Replica, loss: LossFunction, parts: list[Part]) -> BatchLoss:
+def forward_backward(replica: Replica, loss: LossFunction, parts: list[Microbatch]) -> BatchLoss:
     """Return the mean over all loss terms of a batch's parts, and leave its gradient in `replica.grads`.
 
     How many terms there are in all is known when all parts have gone through. Until then it is judged by the
@@ -38,38 +48,79 @@ def forward_backward(replica: Replica, loss: LossFunction, parts: list[Part]) ->
     Raises:
         NonFiniteLoss: the loss or the gradient is NaN or infinite; the message names the layer.
             The weights are unchanged; `replica.grads` must not be used.
+        UserCodeError: data or loss raised an exception, or the loss is no scalar that can be differentiated.
     """
     replica.grads.zero_()
     num_samples = sum(part.num_samples for part in parts)
     shares: list[Tensor] = []
     counts: list[int | Tensor] = []
     divisor: float | Tensor = 0.0
+    has_gradient = False
     for part in parts:
-        with replica.meter("data"):
+        with replica.meter("data"), user_code("data"):
             batch = placed(part.gather(), replica.device, replica.params.dtype)
         with replica.meter("forward"), autocast(replica.precision, replica.device):
-            result = loss(replica.model, batch)
-            total, count = count_terms(result, part.num_samples)
+            is_lone = part.num_samples == 1
+            with user_code("loss"), lone_sample(replica.model) if is_lone else nullcontext():
+                result = loss(replica.model, batch)
+            total, count = count_terms(result, part.num_samples, of=loss)
             if not counts:
                 divisor = at_least_one(count * num_samples / part.num_samples)
             share = total / divisor
+            scaled = share if replica.loss_scale == 1.0 else share.float() * replica.loss_scale
         counts.append(count)
-        with replica.meter("backward"):
+        with replica.meter("backward"), user_code("backward of the loss"):
             if share.requires_grad:
-                share.backward()  # type: ignore[no-untyped-call]
+                has_gradient = True
+                scaled.backward()  # type: ignore[no-untyped-call]
         shares.append(share.detach())
     with replica.meter("backward"):  # an accelerator has it to finish
-        num_terms = sum(int(count) for count in counts)
+        num_terms = sum(whole_count(count, of=loss) for count in counts)
+        if num_terms and not has_gradient:
+            raise wrong_result(
+                "loss",
+                loss,
+                "does not depend on any trainable parameter; compute it from the model's output, without "
+                "detach, item or no_grad",
+            )
         scale = float(divisor) / max(1, num_terms)
-        if scale != 1.0:
-            replica.grads.mul_(scale)
+        if scale != replica.loss_scale:
+            replica.grads.mul_(scale / replica.loss_scale)
         norm = torch.linalg.vector_norm(replica.grads).item()
     losses = [share.item() for share in shares]
     mean = sum(losses) * scale
+    if math.isfinite(mean) and not math.isfinite(norm) and replica.may_overflow:
+        replica.grads.zero_()
+        return BatchLoss(mean, num_terms, overflow=replica.loss_scale)
     if not (math.isfinite(mean) and math.isfinite(norm)):
         bad = next((i for i, value in enumerate(losses) if not math.isfinite(value)), 0)
         _explain_non_finite(replica, loss, parts[bad], mean)
     return BatchLoss(mean, num_terms)
+
+
+@contextmanager
+def lone_sample(model: nn.Module) -> Iterator[None]:
+    """Let batch norms that are given one value a channel use their running statistics in this block.
+
+    A part of a step, or the last batch of an epoch, may be one sample, and PyTorch refuses to train on that.
+    """
+    resting = []
+
+    def rest(norm: nn.Module, inputs: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        values = inputs[0] if inputs else named["input"]
+        if norm.training and values.numel() == values.shape[1]:
+            norm.eval()
+            resting.append(norm)
+
+    norms = [each for each in model.modules() if isinstance(each, _BatchNorm)]
+    hooks = [norm.register_forward_pre_hook(rest, with_kwargs=True) for norm in norms]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for norm in resting:
+            norm.train()
 
 
 def at_least_one(number: float | Tensor) -> float | Tensor:
@@ -78,10 +129,10 @@ def at_least_one(number: float | Tensor) -> float | Tensor:
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """A block in which matrix products are computed in this precision, on this device."""
     if precision == "fp32":
         return nullcontext()
-    return torch.autocast(device.type, torch.bfloat16)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    return torch.autocast(device.type, dtype)
 
 
 def placed(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
@@ -89,7 +140,11 @@ def placed(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
     match batch:
         case Tensor():
             return batch.to(device, dtype) if batch.is_floating_point() else batch.to(device)
-        case dict():
+        case UserDict():  # such as what tokenizers of transformers return, which has attributes
+            copied = copy.copy(batch)
+            copied.data = placed(batch.data, device, dtype)
+            return copied
+        case Mapping():
             return {key: placed(value, device, dtype) for key, value in batch.items()}
         case tuple() if hasattr(batch, "_fields"):
             return type(batch)(*(placed(value, device, dtype) for value in batch))
@@ -102,7 +157,7 @@ def _tensors(batch: Batch) -> Iterator[Tensor]:
     match batch:
         case Tensor():
             yield batch
-        case dict():
+        case Mapping():
             for value in batch.values():
                 yield from _tensors(value)
         case list() | tuple():
@@ -110,7 +165,9 @@ def _tensors(batch: Batch) -> Iterator[Tensor]:
                 yield from _tensors(value)
 
 
-def _explain_non_finite(replica: Replica, loss: LossFunction, part: Part, mean: float) -> None:
+def _explain_non_finite(
+    replica: Replica, loss: LossFunction, part: Microbatch, mean: float
+) -> None:
     """Raise and name the cause; return if all is finite and only the norm's sum overflowed."""
     if not math.isfinite(mean):
         batch = placed(part.gather(), replica.device, replica.params.dtype)

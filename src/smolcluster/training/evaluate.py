@@ -3,16 +3,26 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from smolcluster.configs.schema import Precision
 from smolcluster.data.dataset import Samples
+from smolcluster.data.loading import every_index
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.training.compute import autocast, placed
 from smolcluster.training.replica import DIVERGENCE_REMEDY
-from smolcluster.training.workload import LossFunction, Metric, OfLoss, count_terms
+from smolcluster.training.user_code import user_code, wrong_result
+from smolcluster.training.workload import (
+    LossFunction,
+    Metric,
+    OfLoss,
+    count_terms,
+    described,
+    whole_count,
+)
 
 DEFAULT_BATCH_SIZE = 32
 
@@ -26,13 +36,11 @@ class Evaluation:
 
     @property
     def values(self) -> dict[str, float]:
-        """Its numbers by the names of a run's metrics."""
         return {"val_loss": self.loss} | {
             f"val_{name}": self.metrics[name] for name in self.metrics
         }
 
     def __str__(self) -> str:
-        """As it stands in a line of the log."""
         parts = [f"validation loss {self.loss:.4f}"]
         parts += [f"{name} {value:.4g}" for name, value in self.metrics.items()]
         return ", ".join(parts)
@@ -56,26 +64,42 @@ def evaluate(
 
     Raises:
         NonFiniteLoss: the mean loss is NaN or infinite.
+        UserCodeError: data, loss or a metric raised an exception, or what one returned is no number.
     """
     model.eval()
-    dtype = next(model.parameters()).dtype
+    dtype = next(each.dtype for each in model.parameters() if each.requires_grad)
     batch_size = batch_size or DEFAULT_BATCH_SIZE
     measured = {"": loss} | {name: of for name, of in metrics.items() if not isinstance(of, OfLoss)}
     sums, counts = dict.fromkeys(measured, 0.0), dict.fromkeys(measured, 0)
     with torch.inference_mode(), autocast(precision, device):
-        for start in range(0, samples.num_samples, batch_size):
+        for indices in torch.split(every_index(samples), batch_size):
             before_batch()
-            indices = torch.arange(start, min(start + batch_size, samples.num_samples))
-            batch = placed(samples.batch(indices), device, dtype)
+            with user_code("data"):
+                batch = placed(samples.batch(indices), device, dtype)
             for name, measure in measured.items():
-                total, num_terms = count_terms(measure(model, batch), len(indices))
-                sums[name] += total.item()
-                counts[name] += int(num_terms)
+                what = f"metric {name}" if name else "loss"
+                with user_code(what):
+                    result = measure(model, batch)
+                total, num_terms = count_terms(result, len(indices), of=measure, what=what)
+                sums[name] += float(total)
+                counts[name] += whole_count(num_terms, of=measure, what=what)
     means = {name: sums[name] / max(1, counts[name]) for name in measured}
     mean = means.pop("")
     if not math.isfinite(mean):
         raise NonFiniteLoss(
             f"validation loss is {mean}: the weights have diverged; {DIVERGENCE_REMEDY}"
         )
-    derived = {name: of.value(mean) for name, of in metrics.items() if isinstance(of, OfLoss)}
+    derived = {}
+    for name, of in metrics.items():
+        if isinstance(of, OfLoss):
+            derived[name] = _of_loss(name, of, mean)
     return Evaluation(mean, means | derived)
+
+
+def _of_loss(name: str, metric: OfLoss, loss: float) -> float:
+    with user_code(f"metric {name}"):
+        result: object = metric.value(loss)
+    if isinstance(result, Real) or (isinstance(result, Tensor) and result.numel() == 1):
+        return float(result)
+    problem = f"returned {described(result)}, must be a number"
+    raise wrong_result(f"metric {name}", metric.value, problem)

@@ -8,8 +8,9 @@ Before a step the gradient is clipped by the norm of the whole (Pascanu et al., 
 
 import copy
 import math
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,11 +19,16 @@ from torch.optim.sgd import sgd
 
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import ConfigError
+from smolcluster.utils.words import hint_at
 
-BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps"})
 NAMES = ("adam", "adamw", "sgd")
-STEP_COUNT = "step"
+STEP_COUNT, MOMENTUM = "step", "momentum_buffer"
+OF_ADAM = MappingProxyType({"betas": (0.9, 0.999), "eps": 1e-8})
+OF_SGD = MappingProxyType({"momentum": 0.0, "dampening": 0.0, "nesterov": False})
+"""Arguments and their defaults."""
+CLASSES = MappingProxyType({"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"})
+"""What PyTorch calls them."""
 
 
 class FlatOptimizer:
@@ -40,40 +46,41 @@ class FlatOptimizer:
         grads: Tensor,
         weight_decay: float,
         num_decayed: int | None = None,
+        *,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Set up the rule for weights `params` and their gradient `grads`, both (num_params,).
+        """Set up the rule that changes `params` in place by their gradient `grads`, both (num_params,).
 
         Args:
             name: adam, adamw or sgd.
-            params: changed in place by each step.
-            grads: read by each step.
             weight_decay: added to the gradient as weight_decay · params (adam, sgd), or taken from
                 the weights as learning_rate · weight_decay · params (adamw).
             num_decayed: so many weights, from the first one, decay; None: all do.
+            arguments: betas and eps (adam, adamw), or momentum, dampening and nesterov (sgd), as PyTorch
+                means them.
 
         Raises:
-            ConfigError: no such optimizer.
+            ConfigError: no such optimizer, or an argument that it does not know.
         """
         if name not in NAMES:
             raise ConfigError(f"optimizer is {name!r}, allowed: {', '.join(NAMES)}")
+        self._arguments = _arguments(name, arguments)
         self._name = name
         self._params = params
         self._grads = grads
         self._weight_decay = weight_decay
         self._num_decayed = params.numel() if num_decayed is None else num_decayed
         self._fused = params.device.type in FUSED_DEVICES
-        self.state = {} if name == "sgd" else self._moments()
+        self.state = self._moments(_moments_of(name, self._arguments))
 
-    def _moments(self) -> dict[str, Tensor]:
+    def _moments(self, names: Sequence[str]) -> dict[str, Tensor]:
+        if not names:
+            return {}
         counter_device = self._params.device if self._fused else torch.device("cpu")
-        return {
-            STEP_COUNT: torch.zeros((), dtype=torch.float32, device=counter_device),
-            "exp_avg": torch.zeros_like(self._params),
-            "exp_avg_sq": torch.zeros_like(self._params),
-        }
+        count = torch.zeros((), dtype=torch.float32, device=counter_device)
+        return {STEP_COUNT: count} | {name: torch.zeros_like(self._params) for name in names}
 
     def reset(self) -> None:
-        """Forget all steps, as if none had been taken."""
         for tensor in self.state.values():
             tensor.zero_()
 
@@ -81,6 +88,14 @@ class FlatOptimizer:
     def moments(self) -> dict[str, Tensor]:
         """The state without the count of steps: what has the weights' shape."""
         return {name: tensor for name, tensor in self.state.items() if name != STEP_COUNT}
+
+    def contents(self, within: slice) -> dict[str, Tensor]:
+        """What belongs to a slice of the weights. Views."""
+        return {name: tensor[within] for name, tensor in self.moments.items()}
+
+    def can_be_cut(self, first: slice) -> bool:  # noqa: ARG002 - for optimizers of other kinds
+        """Whether a copy can take steps as soon as it has this slice, the first one."""
+        return True
 
     def part(self, place: slice) -> Self:
         """The rule for a slice of the weights, in the same memory.
@@ -99,11 +114,16 @@ class FlatOptimizer:
         return part
 
     def step(self, learning_rate: float) -> None:
-        """Change the weights by one step."""
         self.step_with(self._grads, learning_rate)
 
     @torch.no_grad()
-    def step_with(self, gradient: Tensor, learning_rate: float) -> None:
+    def step_with(
+        self,
+        gradient: Tensor,
+        learning_rate: float,
+        *,
+        owned: bool = False,  # noqa: ARG002 - for optimizers that change it
+    ) -> None:
         """Change the first n weights by one step with this gradient (n,), on the same device."""
         step = self._sgd_step if self._name == "sgd" else self._adam_step
         border = min(self._num_decayed if self._weight_decay else 0, gradient.numel())
@@ -130,30 +150,58 @@ class FlatOptimizer:
             fused=self._fused,
             decoupled_weight_decay=self._name == "adamw",
             amsgrad=False,
-            beta1=BETA1,
-            beta2=BETA2,
+            beta1=self._arguments["betas"][0],
+            beta2=self._arguments["betas"][1],
             lr=learning_rate,
             weight_decay=weight_decay,
-            eps=EPSILON,
+            eps=self._arguments["eps"],
             maximize=False,
         )
 
     def _sgd_step(
         self, place: slice, gradient: Tensor, learning_rate: float, weight_decay: float
     ) -> None:
+        arguments = self._arguments
+        buffer = self.state[MOMENTUM][place] if self.state else None
+        is_damped = arguments["dampening"] and bool(
+            self.state[STEP_COUNT]
+        )  # the first one never is
         sgd(
             [self._params[place]],
             [gradient],
-            [None],
+            [buffer],
             foreach=False,
             fused=self._fused,
             weight_decay=weight_decay,
-            momentum=0.0,
+            momentum=arguments["momentum"],
             lr=learning_rate,
-            dampening=0.0,
-            nesterov=False,
+            dampening=arguments["dampening"] if is_damped else 0.0,
+            nesterov=arguments["nesterov"],
             maximize=False,
         )
+
+
+def _arguments(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    defaults: Mapping[str, Any] = OF_SGD if name == "sgd" else OF_ADAM
+    for key in given:
+        if key not in defaults:
+            known = ", ".join(defaults)
+            raise ConfigError(
+                f"optimizer_args has {key}, which {name} does not take; it takes {known}; a class of "
+                f"torch.optim, such as {CLASSES[name]}, takes more{hint_at(key, defaults)}"
+            )
+    arguments = {**defaults, **given}
+    if arguments.get("nesterov") and not (arguments["momentum"] > 0 and not arguments["dampening"]):
+        raise ConfigError(
+            "optimizer_args.nesterov is true, which needs momentum above 0 and no dampening"
+        )
+    return arguments
+
+
+def _moments_of(name: str, arguments: Mapping[str, Any]) -> Sequence[str]:
+    if name == "sgd":
+        return [MOMENTUM] if arguments["momentum"] else []
+    return ["exp_avg", "exp_avg_sq"]
 
 
 def bucket_norms(flat: Tensor, buckets: Sequence[slice]) -> list[float]:
@@ -175,5 +223,7 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 
 def clip_factor(norm: float, clipping: GradientClipping) -> float:
-    """The same as configured: 1 where clipping is not enabled."""
-    return clip_coefficient(norm, clipping.max_norm) if clipping.enabled else 1.0
+    """The same as configured: 1 where clipping by the norm is not enabled."""
+    if not clipping.enabled or clipping.max_norm is None:
+        return 1.0
+    return clip_coefficient(norm, clipping.max_norm)

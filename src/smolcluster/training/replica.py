@@ -2,13 +2,12 @@
 
 Every `param.data` and `param.grad` is a view into the flat tensors, so that a gradient can be cut
 into buckets, sent, reduced and applied without looking at layers. The optimizer works on the flat
-parameter: one or two fused calls a step, with the same result as over separate parameters, because
-only elementwise rules are offered. Matrices come first: weight decay is theirs alone. Tied weights
+parameter: one or two fused calls a step, with the same result as over separate parameters where the rule
+is elementwise. Matrices come first: weight decay is theirs alone. Tied weights
 occur once; frozen parameters are left out and stay as they are.
 """
 
 import copy
-import hashlib
 import math
 from bisect import bisect_right
 
@@ -17,78 +16,93 @@ from torch import Tensor, nn
 
 from smolcluster.configs.schema import GradientClipping, Precision
 from smolcluster.errors import ConfigError, NonFiniteLoss
-from smolcluster.training.optimizer import FlatOptimizer, bucket_norms, clip_factor
+from smolcluster.training.buffers import ModelBuffers, plain_name
+from smolcluster.training.fingerprint import base_of, described_base, fingerprint
+from smolcluster.training.optimizer import bucket_norms, clip_factor
+from smolcluster.training.recipe import OptimizerSpec
+from smolcluster.training.scaler import LEAST_SCALE, LossScaler
+from smolcluster.training.torch_optimizer import Flat, new_optimizer
 from smolcluster.utils.meter import Meter
 
 DEFAULT_BUCKET_BYTES = 1 << 20
 
+LOSS_SCALE = "loss_scale"
+AVERAGE = "ema."
+"""Begins the names of the average's parameters in a checkpoint."""
 DIVERGENCE_REMEDY = "lower learning_rate, or clip gradients harder (gradient_clipping)"
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Replica:
     """One machine's copy of the model, with flat buffers and an optimizer.
 
     Attributes:
-        model: the model, on `device`.
-        device: where it computes.
         params: trainable weights, flat (num_params,), on `device`; writing to it changes the model.
         grads: gradient of the mean loss, flat (num_params,), on `device`.
-        optimizer: the update rule, with its state.
         layers: name and place in the flat tensors of each parameter, in order.
-        bucket_bytes: largest size of a bucket.
+        buffers: what of the model changes as it computes.
         buckets: the flat tensors cut into slices of at most `bucket_bytes`, in order.
-        fingerprint: SHA-256 over name, shape and type of every parameter and buffer, and the activations.
-        precision: what forward and backward compute in.
+        parameters: all by name, also those that are not trained; tied ones once, by their first name.
+        fingerprint: see `fingerprint.py`.
+        base: what the model's adapters were put on, for people and for comparison; None without any.
+        average: of the weights (Polyak), flat (num_params,); None: there is none, or none yet.
         meter: where it counts the time of forward, backward, and what changes the weights.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: str,
+        optimizer: str | OptimizerSpec,
         *,
         weight_decay: float = 0.0,
         device: torch.device | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         precision: Precision = "fp32",
+        ema_decay: float | None = None,
         meter: Meter | None = None,
     ) -> None:
         """Move `model` to `device` and its parameters into flat tensors.
 
         Args:
             model: it belongs to the replica from now on.
-            optimizer: adam, adamw or sgd.
-            weight_decay: see `FlatOptimizer`.
+            optimizer, weight_decay: see `new_optimizer`.
             device: None means the CPU.
             bucket_bytes: largest size of a bucket, in bytes of the parameters' type.
-            precision: bf16 computes under autocast; weights and gradient keep their type.
+            precision: bf16 and fp16 compute under autocast; weights and gradient keep their type.
+            ema_decay: how much of the average each step keeps; None: there is no average.
             meter: the process's; None: one of its own.
 
         Raises:
-            ConfigError: the model cannot be trained so: batch norm, mixed types, nothing to train.
+            ConfigError: the model cannot be trained so: mixed types, sparse gradients, nothing to train.
         """
         self.device = device or torch.device("cpu")
         self.bucket_bytes = bucket_bytes
         self.model = model.to(self.device).train()
         trainable = _trainable(self.model)
-        self.fingerprint = _fingerprint(self.model)
+        self.fingerprint = fingerprint(self.model)
+        self.base = described_base(self.model)
+        self.parameters = {plain_name(name): each for name, each in model.named_parameters()}
         self.layers = _layout(trainable)
+        self.buffers = ModelBuffers(self.model)
         self._starts = [place.start for _, place in self.layers]
         dtype = trainable[0][1].dtype
         self.params = torch.empty(self.layers[-1][1].stop, dtype=dtype, device=self.device)
         self.grads = torch.zeros_like(self.params)
         self._move_into_flat(trainable)
         self.buckets = _cut(self.num_params, max(1, bucket_bytes // dtype.itemsize))
-        matrices = sum(param.numel() for _, param in trainable if _decays(param))
-        self.optimizer = FlatOptimizer(optimizer, self.params, self.grads, weight_decay, matrices)
+        spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
+        flat = Flat(trainable, [place for _, place in self.layers], self.params, self.grads)
+        self.optimizer = new_optimizer(spec, self.model, flat, weight_decay)
         self.precision = precision
+        self.scaler = LossScaler() if precision == "fp16" else None
+        self.loss_scale = 1.0
+        """What the loss of the next batch is multiplied by; its gradient is divided by it."""
+        self.ema_decay = ema_decay
+        self.average: Tensor | None = None
         self.meter = meter or Meter()
         self._staging: Tensor | None = None
 
     @property
     def num_params(self) -> int:
-        """Number of trainable weights."""
         return self.params.numel()
 
     def _move_into_flat(self, trainable: list[tuple[str, nn.Parameter]]) -> None:
@@ -104,6 +118,8 @@ class Replica:
             factor = clip_factor(norm, clipping)
             if factor < 1.0:
                 self.grads.mul_(factor)
+            if clipping.bound is not None:
+                self.grads.clamp_(-clipping.bound, clipping.bound)
         return norm
 
     def grad_norm(self) -> float:
@@ -111,9 +127,51 @@ class Replica:
         return math.hypot(*bucket_norms(self.grads, self.buckets))
 
     def step(self, learning_rate: float) -> None:
-        """Apply `grads` to the weights with the optimizer."""
         with self.meter("apply"):
             self.optimizer.step(learning_rate)
+
+    def note_step(self, *, overflow: float | None) -> None:
+        """A step was taken (None), or skipped because a gradient overflowed with this loss scale."""
+        if self.scaler is None:
+            return
+        if overflow is None:
+            self.scaler.stepped()
+        else:
+            self.scaler.overflowed(overflow)
+
+    def update_average(self) -> None:
+        """The weights have been changed by a step: let the average follow. The first one begins it."""
+        if self.ema_decay is None:
+            return
+        with self.meter("apply"):
+            if self.average is None:
+                self.average = self.params.clone()
+            else:
+                self.average.lerp_(self.params, 1 - self.ema_decay)
+
+    @property
+    def run_scale(self) -> float:
+        """The run's loss scale of now, as far as this process knows; 1 where losses are not scaled."""
+        return 1.0 if self.scaler is None else self.scaler.scale
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether a gradient that is not finite may come from the loss scale alone."""
+        return self.scaler is not None and self.loss_scale > LEAST_SCALE
+
+    @property
+    def evaluated(self) -> Tensor:
+        """The weights that are evaluated: the average if there is one."""
+        return self.params if self.average is None else self.average
+
+    def kept(self) -> dict[str, Tensor]:
+        """What else a checkpoint holds of the run, by name; views, to be filled as well."""
+        kept = {} if self.scaler is None else {LOSS_SCALE: self.scaler.state}
+        if self.ema_decay is None:
+            return kept
+        if self.average is None:
+            self.average = self.params.clone()
+        return kept | {f"{AVERAGE}{name}": self.average[place] for name, place in self.layers}
 
     def layer_norms(self, gradient: Tensor | None = None) -> dict[str, float]:
         """Return the L2 norm of each parameter's part of a gradient (num_params,), by name.
@@ -172,24 +230,30 @@ class Replica:
         return self._staging.copy_(self.grads)
 
     def copy_model(self) -> nn.Module:
-        """Return an independent copy of the model with the weights of now, in evaluation mode."""
-        return copy.deepcopy(self.model).eval()
+        """Return a copy of the model in evaluation mode, with the weights of now, or their average."""
+        model = copy.deepcopy(self.model).eval()
+        if self.average is not None:
+            self.lend(self.average, model)
+        return model
+
+    def saved_parameters(self) -> dict[str, nn.Parameter]:
+        """What a checkpoint holds by name: all parameters, but not those that adapters were put on."""
+        base = base_of(self.model)
+        return {name: each for name, each in self.parameters.items() if name not in base}
 
     def lend(self, flat: Tensor, model: nn.Module) -> None:
         """Let a copy of the model have `flat` (num_params,), laid out as `params`, as its weights."""
+        parameters = {plain_name(name): each for name, each in model.named_parameters()}
         for name, place in self.layers:
-            parameter = model.get_parameter(name)
+            parameter = parameters[name]
             parameter.data = flat[place].view(parameter.shape)
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    for name, module in model.named_modules():
-        if isinstance(module, _BATCH_NORMS):
-            raise ConfigError(
-                f"model: layer {name or 'model'} is {type(module).__name__}, whose statistics "
-                "would differ between machines; use LayerNorm or GroupNorm"
-            )
-    found = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    found = [
+        (plain_name(name), param) for name, param in model.named_parameters() if param.requires_grad
+    ]
+    _check_dense(model)
     if not found:
         raise ConfigError("model: no parameter is trainable; set requires_grad on at least one")
     first_name, first = found[0]
@@ -200,6 +264,15 @@ def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
                 "give all parameters one type"
             )
     return sorted(found, key=lambda entry: not _decays(entry[1]))
+
+
+def _check_dense(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ConfigError(
+                f"model: layer {plain_name(name) or 'model'} has sparse=True, must be False: gradients are "
+                "summed and sent as one dense tensor"
+            )
 
 
 def _decays(parameter: nn.Parameter) -> bool:
@@ -218,20 +291,6 @@ def _layout(trainable: list[tuple[str, nn.Parameter]]) -> list[tuple[str, slice]
 
 def _cut(numel: int, most: int) -> list[slice]:
     return [slice(start, min(start + most, numel)) for start in range(0, numel, most)]
-
-
-def _fingerprint(model: nn.Module) -> str:
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        state = "trained" if parameter.requires_grad else "frozen"
-        digest.update(f"{name}|{tuple(parameter.shape)}|{parameter.dtype}|{state}\n".encode())
-    for name, buffer in model.named_buffers():
-        digest.update(f"{name}|{tuple(buffer.shape)}|{buffer.dtype}|buffer\n".encode())
-    for name, module in model.named_modules():
-        is_activation = type(module).__module__ == nn.ReLU.__module__
-        if is_activation and not isinstance(module, nn.ReLU):  # of old checkpoints the only one
-            digest.update(f"{name}|{type(module).__name__}\n".encode())
-    return digest.hexdigest()
 
 
 def first_non_finite(tensor: Tensor) -> float | None:

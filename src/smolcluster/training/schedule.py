@@ -3,15 +3,25 @@
 import math
 
 from smolcluster.configs.schema import TrainConfig
+from smolcluster.training.recipe import Schedule
+from smolcluster.training.user_code import user_code, wrong_result
 
 
-def learning_rate(config: TrainConfig, samples_applied: int, total_samples: int) -> float:
+def learning_rate(
+    config: TrainConfig, samples_applied: int, total_samples: int, own: Schedule | None = None
+) -> float:
     """Return the learning rate of the step after `samples_applied` of `total_samples` samples.
 
+    An `own` schedule gives the factor on `learning_rate`, in place of `lr_schedule`.
     Without `lr_schedule` it is constant. With it, it rises linearly over `warmup_iters` steps of
     `samples_per_step` samples to `learning_rate` (the first step already gets its share), then falls
     along half a cosine to `min_lr`, which is reached when all samples are applied.
+
+    Raises:
+        UserCodeError: the own schedule raised, or its factor is negative, infinite or no number.
     """
+    if own is not None:
+        return config.learning_rate * _factor(own, samples_applied, total_samples)
     schedule = config.lr_schedule
     if schedule is None:
         return config.learning_rate
@@ -25,3 +35,14 @@ def learning_rate(config: TrainConfig, samples_applied: int, total_samples: int)
     progress = (samples_applied - warmup) / (total_samples - warmup)
     height = 0.5 * (1.0 + math.cos(math.pi * progress))
     return schedule.min_lr + height * (config.learning_rate - schedule.min_lr)
+
+
+def _factor(schedule: Schedule, samples_applied: int, total_samples: int) -> float:
+    with user_code("training.schedule"):
+        factor = schedule(samples_applied, total_samples)
+    if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+        problem = f"{factor!r} after {samples_applied} of {total_samples} samples"
+        raise wrong_result(
+            "training.schedule", schedule, f"must give a factor of 0 or more, not {problem}"
+        )
+    return float(factor)

@@ -2,20 +2,25 @@
 
 import copy
 import hashlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from smolcluster.data.dataset import Batch, Samples, check_indices
+from smolcluster.data.dataset import Batch, Elsewhere
+from smolcluster.data.loading import Collate, Data, StreamSamples, samples_of
+from smolcluster.errors import ConfigError
+from smolcluster.training.recipe import Training
+from smolcluster.training.user_code import user_code, wrong_result
+from smolcluster.transport.messages import DataSizes, ServedData
 
 Terms = tuple[Tensor, int | Tensor]
 """A sum over a batch, (), and over how many terms it is."""
 LossFunction = Callable[[nn.Module, Batch], Terms | Tensor]
-Collate = Callable[[list[Any]], Batch]
 
 
 @dataclass(frozen=True)
@@ -28,62 +33,15 @@ class OfLoss:
 Metric = Callable[[nn.Module, Batch], Terms] | OfLoss
 
 
-@runtime_checkable
-class MapDataset(Protocol):
-    """A map-style dataset, as `torch.utils.data.Dataset` means it."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
-@dataclass(frozen=True)
-class MapSamples:
-    """A map-style dataset, whose samples `collate` makes a batch of; None: PyTorch's `default_collate`."""
-
-    dataset: MapDataset
-    collate: Collate | None = None
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.dataset)
-
-    def batch(self, indices: Tensor) -> Batch:
-        """Gather samples by index, (n,), and collate them."""
-        check_indices(indices, self.num_samples)
-        samples = [self.dataset[index] for index in indices.tolist()]
-        if self.collate is not None:
-            return self.collate(samples)
-        from torch.utils.data import default_collate  # noqa: PLC0415 - only where it is needed
-
-        return default_collate(samples)
-
-    def to(self, device: torch.device) -> Self:  # noqa: ARG002 - batches are moved one by one
-        return self
-
-
 class Workload:
-    """A model to train, unchanged.
-
-    Attributes:
-        train: the samples that are trained on.
-        validation: the samples held out; None: nothing is evaluated.
-        loss: see `__init__`.
-        metrics: see `__init__`.
-        name: see `__init__`.
-        fingerprint: tells two machines' data apart.
-        tokens_per_sample, vocab_size: of text; None of anything else.
-        eval_batch_size: samples evaluated at a time; None: as many as are trained on at a time.
-        sample_text: text that a trained model writes for people to read, given the run's seed; None: it
-            writes none.
-    """
+    """A model to train, unchanged; its attributes are what it was made of, the data as `Samples`."""
 
     def __init__(
         self,
         model: Callable[[], nn.Module] | nn.Module,
         loss: LossFunction,
-        train: MapDataset | Samples,
-        validation: MapDataset | Samples | None = None,
+        train: Data,
+        validation: Data | None = None,
         *,
         metrics: Mapping[str, Metric] = MappingProxyType({}),
         name: str = "workload",
@@ -92,7 +50,10 @@ class Workload:
         tokens_per_sample: int | None = None,
         vocab_size: int | None = None,
         eval_batch_size: int | None = None,
+        sizes: DataSizes | None = None,
         sample_text: Callable[[nn.Module, int], str] | None = None,
+        training: Training = Training(),  # noqa: B008 - it is frozen
+        samples_per_epoch: int | None = None,
     ) -> None:
         """Describe what is trained.
 
@@ -101,33 +62,85 @@ class Workload:
                 Parameters without `requires_grad` are neither trained nor sent.
             loss: `(model, batch)` to the sum of the batch's loss terms, (), and their number. A plain mean,
                 (), counts as one term a sample.
-            train: a map-style dataset.
-            validation: the same, of what is held out.
+            train: a map-style dataset; an iterable one, which one process of the run reads and sends to the
+                others; or a DataLoader around either, whose batch size is then the run's, and whose sampler
+                gives the order. All else is permuted anew each epoch.
+            validation: the same, of what is held out; None: nothing is evaluated.
             metrics: what is said of the model besides its validation loss, by name: a sum and a number of
                 terms as `loss` gives them, or an `OfLoss`.
             name: what the run calls it.
             collate: makes a batch, which is a tensor or a dict, list or tuple of batches, from a list of
                 samples; None: PyTorch's `default_collate`.
-            fingerprint: of the data's content; None: names and sizes alone are compared.
-            tokens_per_sample, vocab_size, eval_batch_size, sample_text: as the attributes of these names.
+            fingerprint: of the data's content, to compare two machines by; None: of names and sizes alone.
+            tokens_per_sample, vocab_size: of text; None of anything else.
+            sizes: what the model is made for, where a configuration names model and data.
+            eval_batch_size: samples evaluated at a time; None: as many as are trained on at a time.
+            samples_per_epoch: of an iterable dataset without a length; None: it is counted once.
+            sample_text: text that a trained model writes for people to read, given the run's seed; None: it
+                writes none.
+            training: how it is trained, where that is not for the configuration to say.
+
+        Raises:
+            ConfigError: a metric has the loss's name.
         """
+        for taken in {"", "loss"}.intersection(metrics):
+            raise ConfigError(
+                f"a metric is named {taken!r}, which is the loss: choose another name"
+            )
         self._model = model
         self.loss = loss
-        self.train = _samples(train, collate)
-        self.validation = None if validation is None else _samples(validation, collate)
+        self.train = samples_of(train, collate, samples_per_epoch)
+        self.validation = None if validation is None else samples_of(validation, collate)
         self.metrics = metrics
         self.name = name
-        self.fingerprint = fingerprint or self._sizes()
+        self._fingerprint = fingerprint
         self.tokens_per_sample = tokens_per_sample
         self.vocab_size = vocab_size
-        self.eval_batch_size = eval_batch_size
+        self.eval_batch_size = eval_batch_size or getattr(self.validation, "batch_size", None)
+        self.sizes = sizes
         self.sample_text = sample_text
+        self.training = training
+        self.source: str | None = None
+        """SHA-256 of the code that made it, in hex, where a function was named; the same on all machines."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the data; where nobody has said one, of names and sizes alone."""
+        if self._fingerprint is None:
+            self._fingerprint = self._sizes()
+        return self._fingerprint
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples a batch, where the training data are a DataLoader that says so."""
+        return getattr(self.train, "batch_size", None)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether only one process of a run can read the training data, and sends them to the others."""
+        return isinstance(self.train, StreamSamples)
+
+    def served(self, data: ServedData) -> Self:
+        """The same with training data that somebody else has, and sends."""
+        there = copy.copy(self)
+        there.train, there.validation = Elsewhere(data.num_samples), None
+        there._fingerprint = data.fingerprint
+        return there
 
     def new_model(self) -> nn.Module:
-        """A model of one's own, with initial weights from PyTorch's global generator."""
+        """A model of one's own, with initial weights from PyTorch's global generator.
+
+        Raises:
+            UserCodeError: the function that makes it raised an exception, or made no module.
+        """
         if isinstance(self._model, nn.Module):
             return copy.deepcopy(self._model)
-        return self._model()
+        with user_code("model"):
+            model: object = self._model()
+        if not isinstance(model, nn.Module):
+            told = described(model)
+            raise wrong_result("model", self._model, f"returned {told}, must be a torch.nn.Module")
+        return model
 
     def to(self, device: torch.device) -> Self:
         """The same, with data that lie in memory on `device`."""
@@ -142,12 +155,44 @@ class Workload:
         return hashlib.sha256(sizes.encode()).hexdigest()
 
 
-def _samples(data: MapDataset | Samples, collate: Collate | None) -> Samples:
-    return data if isinstance(data, Samples) else MapSamples(data, collate)
+def count_terms(result: Any, num_samples: int, *, of: LossFunction, what: str = "loss") -> Terms:
+    """What `of` returned for a batch of so many samples, as the sum of its terms, (), and their number.
+
+    Raises:
+        UserCodeError: it is neither that nor a mean, ().
+    """
+    match result:
+        case Tensor() if result.numel() == 1:
+            return result.reshape(()) * num_samples, num_samples
+        case (Tensor() as total, int() | Tensor() as count) if _is_one(total) and _is_one(count):
+            return total.reshape(()), count
+    raise wrong_result(
+        what,
+        of,
+        f"returned {described(result)}, must be a scalar tensor, the batch's mean, or the sum of its "
+        "terms (a scalar tensor) and their number",
+    )
 
 
-def count_terms(result: Terms | Tensor, num_samples: int) -> Terms:
-    """A loss of a batch of so many samples as the sum of its terms, (), and their number."""
+def whole_count(count: int | Tensor, *, of: LossFunction, what: str = "loss") -> int:
+    """A number of terms that `of` returned, on the CPU.
+
+    Raises:
+        UserCodeError: it is NaN, infinite or negative.
+    """
+    number = float(count)
+    if not (math.isfinite(number) and number >= 0):
+        raise wrong_result(what, of, f"returned {number} as the number of terms, must be 0 or more")
+    return int(number)
+
+
+def _is_one(value: int | Tensor) -> bool:
+    return not isinstance(value, Tensor) or value.numel() == 1
+
+
+def described(result: object) -> str:
     if isinstance(result, Tensor):
-        return result * num_samples, num_samples
-    return result
+        return f"a tensor of shape {tuple(result.shape)}"
+    if isinstance(result, tuple):
+        return f"({', '.join(map(described, result))})"
+    return repr(result) if result is None else f"a {type(result).__name__}"

@@ -115,7 +115,9 @@ class Connection:
         """When the last byte was received, on the monotonic clock; before the first one: the beginning."""
         self.received_head = b""
         """Prefix, header and header sum of the last message received, exactly as they came."""
-        self._socket: socket.socket | TlsSocket = sock
+        self._socket = sock
+        self._channel: socket.socket | TlsSocket = sock
+        """What frames go through: the socket, or TLS over it."""
         self._send_broken = False
         self._receive_broken = False
         self._timeouts: dict[int, float] = {}
@@ -139,13 +141,13 @@ class Connection:
         self.max_payload = max_payload
         self.stall_timeout_s = stall_timeout_s
         self.phase = "session"
-        if isinstance(self._socket, TlsSocket):
-            self._socket.widen()
+        if isinstance(self._channel, TlsSocket):
+            self._channel.widen()
 
     @property
     def is_encrypted(self) -> bool:
         """Whether frames travel in TLS."""
-        return isinstance(self._socket, TlsSocket)
+        return self._channel is not self._socket
 
     def begins_encrypted(self, deadline: Deadline) -> bool:
         """Wait for the peer's first byte, and leave it there: whether it begins TLS, not a frame.
@@ -154,8 +156,7 @@ class Connection:
             NothingSaid: the peer closed the connection first.
             PeerLost: the connection broke, or the deadline passed.
         """
-        sock = self._bare_socket()
-        first = self._until(deadline, lambda: sock.recv(1, socket.MSG_PEEK))
+        first = self._until(deadline, lambda: self._socket.recv(1, socket.MSG_PEEK))
         if not first:
             raise NothingSaid(self._says("closed the connection"))
         return first == FIRST_BYTE
@@ -168,10 +169,10 @@ class Connection:
         Raises:
             PeerLost: the peer does not speak TLS 1.3, was lost, or the deadline passed.
         """
-        channel = TlsSocket(self._bare_socket(), context, server_side=server_side)
+        channel = TlsSocket(self._socket, context, server_side=server_side)
         while not self._until(deadline, channel.handshake_step):
             pass
-        self._socket = channel
+        self._channel = channel
         return channel.peer_fingerprint()
 
     def send(
@@ -277,11 +278,6 @@ class Connection:
         finally:
             self.close()
 
-    def _bare_socket(self) -> socket.socket:
-        if isinstance(self._socket, TlsSocket):
-            raise TypeError("the connection is encrypted already")
-        return self._socket
-
     def _until(self, deadline: Deadline, step: Callable[[], T]) -> T:
         """What a call returns that reads from the socket; it is repeated until the deadline."""
         while True:
@@ -298,7 +294,7 @@ class Connection:
         while buffers:
             wait_s = self._arm(socket.SO_SNDTIMEO, deadline)
             try:
-                sent = self._socket.sendmsg(buffers)
+                sent = self._channel.sendmsg(buffers)
             except BlockingIOError:
                 silent_s += wait_s
                 self._check_stall(silent_s, "took no byte")
@@ -369,7 +365,7 @@ class Connection:
             wait_s = self._arm(socket.SO_RCVTIMEO, deadline)
             piece = view[filled : filled + _RECEIVE_NBYTES]
             try:
-                received = self._socket.recv_into(piece, 0, flags)
+                received = self._channel.recv_into(piece, 0, flags)
             except BlockingIOError:
                 silent_s += wait_s
                 self._check_stall(silent_s, "silent")
@@ -421,7 +417,7 @@ def after(buffers: Sequence[Buffer], sent: int) -> list[Buffer]:
     return []
 
 
-def connect(host: str, port: int, timeout_s: float, stall_timeout_s: float = 10.0) -> Connection:
+def connect(host: str, port: int, timeout_s: float) -> Connection:
     """Try once to reach a server.
 
     Raises:
@@ -450,7 +446,7 @@ def connect(host: str, port: int, timeout_s: float, stall_timeout_s: float = 10.
     if sock.getsockname() == sock.getpeername():
         sock.close()
         raise ConnectFailed(f"{where} refused: no server listens there; {_START_IT}", "refused")
-    return Connection(sock, where, stall_timeout_s)
+    return Connection(sock, where)
 
 
 def listen(addresses: Sequence[str], port: int) -> list[socket.socket]:
@@ -475,9 +471,7 @@ def listen(addresses: Sequence[str], port: int) -> list[socket.socket]:
     return listeners
 
 
-def accept_next(
-    listeners: Sequence[socket.socket], timeout_s: float, stall_timeout_s: float = 10.0
-) -> Connection | None:
+def accept_next(listeners: Sequence[socket.socket], timeout_s: float) -> Connection | None:
     """Wait for the next client; None when none came within `timeout_s` seconds.
 
     Raises:
@@ -494,7 +488,7 @@ def accept_next(
                 continue
             except OSError as error:
                 raise SmolclusterError(f"cannot accept a connection: {_why(error)}") from error
-            return Connection(sock, None, stall_timeout_s)
+            return Connection(sock)
     return None
 
 

@@ -43,7 +43,6 @@ class Prefix:
 
     @property
     def frame_nbytes(self) -> int:
-        """Bytes of the whole frame, prefix and sums included."""
         return frame_nbytes(self.header_nbytes, self.payload_nbytes)
 
 
@@ -83,7 +82,6 @@ class Frame:
 
 
 def frame_nbytes(header_nbytes: int, payload_nbytes: int) -> int:
-    """Bytes of a frame with a header and a payload of these sizes."""
     sums = HEADER_SUM_NBYTES + PAYLOAD_SUM_NBYTES
     return PREFIX_NBYTES + header_nbytes + payload_nbytes + sums
 
@@ -130,7 +128,6 @@ def parse_prefix(data: Buffer, max_header: int, max_payload: int) -> Prefix:
 
 
 def header_sum(prefix_and_header: Buffer) -> int:
-    """Low half of xxh3-64."""
     return xxh3_64_intdigest(prefix_and_header) & 0xFFFFFFFF
 
 

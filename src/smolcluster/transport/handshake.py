@@ -101,18 +101,15 @@ class Talk:
     heads: list[bytes] = field(default_factory=list)
 
     def say(self, *messages: Message) -> None:
-        """Send messages."""
         for message in messages:
             frame = frame_of(message)
             self.heads.append(frame.head)
             self.connection.send_frame(frame, self.deadline)
 
     def hear(self, kind: type[M]) -> M:
-        """Wait for a message of this kind."""
         return cast(M, self._hear(frozenset({kind})))
 
     def hear_answer(self, kind: type[M]) -> M | Reject:
-        """Wait for a message of this kind, or a refusal."""
         return cast(M | Reject, self._hear(frozenset({kind, Reject})))
 
     def prove(self, role: Role) -> None:

@@ -5,12 +5,12 @@ server say. Two peers say to each other what is in the sets that their handshake
 
 What arrives is validated strictly: unknown kinds and fields, wrong types, duplicate keys, NaN,
 infinities, numbers and texts out of bounds, and deeply nested JSON are refused. A message with a
-`tensor` field announces a payload of exactly `tensor.nbytes` bytes, and of `rows.nbytes` more if it has
-`rows`; all others have none.
+`tensor` field announces a payload of exactly `tensor.nbytes` bytes; all others have none.
 """
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -36,6 +36,7 @@ from smolcluster.utils.meter import MAX_SPANS, PHASES
 
 MAX_SENTENCE_CHARS = 1000
 MAX_BUCKET_BYTES = 64 * 1024 * 1024
+MAX_BATCH_NBYTES = 4 * 1024 * 1024 * 1024
 MAX_SETS = 16
 
 
@@ -63,11 +64,13 @@ MAX_PULLED_BUCKETS = 4096
 Buckets = Annotated[
     tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_PULLED_BUCKETS)
 ]
+MAX_CHANGING_BUFFERS = 8192
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Speed = Annotated[float, Field(ge=0, le=1e15)]
 MAX_LOSS = 1e30
 Loss = Annotated[float, Field(ge=-MAX_LOSS, le=MAX_LOSS)]
 Amount = Annotated[float, Field(ge=0, le=2**53)]
+Scale = Annotated[float, Field(gt=0, le=1e30)]
 Moment = Annotated[float, Field(ge=0, le=1e11)]
 """Seconds since 1970 on the sender's clock."""
 NUM_PHASES = len(PHASES)
@@ -142,17 +145,24 @@ class Proof(Message):
     mac: Byte32
 
 
-class ServedData(HeaderModel):
-    """Text that the server sends along with the work, so that no worker needs to have it.
+class DataSizes(HeaderModel):
+    """What a model of ours is made for: features a sample and classes; of text tokens, and the vocabulary."""
 
-    `num_samples` of the training split, each of `length` tokens, out of a vocabulary of `vocab_size`.
+    input_dim: Positive
+    num_classes: Positive
+    measure: Literal["accuracy", "perplexity"]
+
+
+class ServedData(HeaderModel):
+    """Training data that the server sends along with the work, so that no worker needs to have them.
+
+    `sizes` are there where no worker has a workload of its own.
     """
 
     name: Name
     fingerprint: Identifier
-    num_samples: Annotated[int, Field(ge=1)]
-    length: Annotated[int, Field(ge=1)]
-    vocab_size: Annotated[int, Field(ge=1)]
+    num_samples: Positive
+    sizes: DataSizes | None = None
 
 
 class Accepted(Message):
@@ -176,6 +186,8 @@ class Welcome(Accepted):
     data: ServedData | None = None
     worker_id: Annotated[int, Field(ge=1, le=2**31)] | None = None
     """To who asked for one: a number that is free."""
+    plan: str | None = None
+    """To processes that attach: the parameters and samples of the run (`ps/offering.py`)."""
 
 
 class Ready(Message):
@@ -184,6 +196,8 @@ class Ready(Message):
     KIND: ClassVar[int] = 5
     dataset_fingerprint: Identifier
     model_fingerprint: Identifier
+    source: Identifier | None = None
+    """SHA-256 of the code of a workload that was named."""
     device: Name
     samples_per_s: Speed
     unacknowledged: LeaseKey | None = None
@@ -201,7 +215,7 @@ class Reject(Message):
 class Assignment(Message):
     """Server: compute the gradient of these samples (payload: their indices).
 
-    With `rows` the payload goes on with the samples themselves, each its tokens and the one after them.
+    With `batch_nbytes` the samples themselves came just before, in `Served` messages of so many bytes in all.
     `version` is the server's. SyncPS: only the buckets from `first_bucket` on are wanted; a `backup` of
     somebody else's part is pushed lossless.
     """
@@ -210,16 +224,32 @@ class Assignment(Message):
     lease: LeaseKey
     version: Count
     learning_rate: Annotated[float, Field(ge=0)]
+    loss_scale: Scale = 1.0
     first_bucket: Count = 0
     backup: bool = False
     tensor: TensorSpec
-    rows: TensorSpec | None = None
+    batch_nbytes: Annotated[int, Field(ge=1, le=MAX_BATCH_NBYTES)] | None = None
+
+
+class Served(Message):
+    """Server: a piece of the batch that a worker will be assigned: from byte `offset` on of `nbytes` in all.
+
+    The pieces come in order; what the batch's bytes mean is said in `data/pytree.py`.
+    """
+
+    KIND: ClassVar[int] = 25
+    lease: LeaseKey
+    offset: Count
+    nbytes: Annotated[int, Field(ge=1, le=MAX_BATCH_NBYTES)]
+    tensor: TensorSpec
 
 
 class Push(Message):
     """Client: one bucket of a gradient, computed on the weights of `base_version` in `compute_s` seconds.
 
-    Gradient and `loss` are means over `num_terms` loss terms, of `num_samples` samples.
+    Gradient and `loss` are means over `num_terms` loss terms, of `num_samples` samples; `loss` is null where
+    nobody has told it. `learning_rate` is what the worker's own schedule has come to; null: the run's.
+    `overflow` is the loss scale with which the gradient overflowed, which is 0 then; the step is skipped.
     For `held_s` seconds in all the push has waited for others' up to this bucket.
     """
 
@@ -230,10 +260,17 @@ class Push(Message):
     num_buckets: Positive
     num_samples: Positive
     num_terms: Count
-    loss: Loss
+    loss: Loss | None
+    learning_rate: Annotated[float, Field(ge=0)] | None = None
+    overflow: Scale | None = None
     compute_s: Seconds
     held_s: Seconds = 0.0
     tensor: TensorSpec
+
+    @property
+    def mean_loss(self) -> float:
+        """`loss`; NaN where nobody has told it."""
+        return math.nan if self.loss is None else self.loss
 
 
 class Ack(Message):
@@ -256,14 +293,36 @@ class Pull(Message):
 
 
 class State(Message):
-    """Server: one bucket of the weights, or of a tensor of the optimizer that `content` names."""
+    """Server: one bucket of the weights, or of a tensor of the optimizer that `content` names.
+
+    Of `version` steps `num_skipped` were skipped: the optimizer has taken all others.
+    """
 
     KIND: ClassVar[int] = 11
     incarnation: Identifier
     version: Count
     content: Identifier = WEIGHTS
+    num_skipped: Count = 0
     bucket: Count
     num_buckets: Positive
+    tensor: TensorSpec
+
+
+class Buffers(Message):
+    """Either side: a piece of the model's buffers of these `numbers`, which change as it computes.
+
+    Client: what computing `lease` has added to them, before its push. Server: their values at `version`,
+    before its State or the Commit that makes that version.
+    """
+
+    KIND: ClassVar[int] = 23
+    lease: LeaseKey | None = None
+    version: Count
+    numbers: Annotated[
+        tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_CHANGING_BUFFERS)
+    ]
+    piece: Count
+    num_pieces: Positive
     tensor: TensorSpec
 
 
@@ -288,10 +347,13 @@ class Goodbye(Message):
 
 
 class Fault(Message):
-    """Client: leaves, because what it computes is not finite. If nobody else is there, the run has failed."""
+    """Client: leaves, because what it computes is not finite, or because the user's code raised an exception.
+
+    If nobody else takes part, the run has failed; also if the exception came after its Ready.
+    """
 
     KIND: ClassVar[int] = 14
-    code: Literal["non-finite"]
+    code: Literal["non-finite", "user-code"]
     sentence: Sentence
 
 
@@ -316,6 +378,7 @@ class Reduced(Message):
 class Commit(Message):
     """Server: every bucket of the step that makes `version` has been sent; take it.
 
+    If it `is_skipped`, because a gradient has overflowed, the weights and the optimizer stay as they are.
     The gradient, a mean over `num_samples` samples, counts `clip` times. Now and then the payload holds a
     digest of each bucket of the weights before the step: xxh3-64 of their bytes.
     """
@@ -324,6 +387,7 @@ class Commit(Message):
     version: Count
     num_samples: Positive
     clip: Annotated[float, Field(ge=0, le=1)]
+    is_skipped: bool = False
     learning_rate: Annotated[float, Field(ge=0)]
     tensor: TensorSpec | None = None
 
@@ -354,7 +418,8 @@ class Telemetry(Message):
     """Client: what its process has counted since it started, in sums that only grow (`utils/meter.py`).
 
     `phase_s` are the seconds by phase, `queued` the frames that wait to be sent now, `spans` those of its
-    newest steps, counted from `spans_at`; `gpu` is what its GPU does now.
+    newest steps, counted from `spans_at`; `gpu` is what its GPU does now; `peak_bytes` is the most memory by
+    phase, nothing where that is not measured.
     """
 
     KIND: ClassVar[int] = 20
@@ -371,6 +436,7 @@ class Telemetry(Message):
     sent_bytes: Count
     received_bytes: Count
     queued: Count
+    peak_bytes: Annotated[tuple[Count, ...], Strict(False), Field(max_length=NUM_PHASES)] = ()
     gpu: dict[GpuQuantity, Amount] = {}
     spans_at: Moment = 0.0
     spans: Annotated[tuple[SpanEntry, ...], Strict(False), Field(max_length=MAX_SPANS)] = ()
@@ -386,6 +452,16 @@ class Park(Message):
     KIND: ClassVar[int] = 21
     lease: LeaseKey | None
     num_buckets: Count
+
+
+class Logged(Message):
+    """Client: values that its user's loop has measured, by name, such as `val_loss`."""
+
+    KIND: ClassVar[int] = 24
+    values: Annotated[
+        dict[Identifier, Annotated[float, Field(ge=-MAX_LOSS, le=MAX_LOSS)]],
+        Field(min_length=1, max_length=64),
+    ]
 
 
 Kinds = frozenset[type[Message]]
@@ -408,7 +484,6 @@ class MessageSet:
 
     @property
     def kinds(self) -> Kinds:
-        """All of its messages."""
         return self.from_dialler | self.from_listener | self.in_handshake
 
     @cached_property
@@ -429,8 +504,10 @@ SESSION = MessageSet(
 """What every two peers say to each other."""
 PS = MessageSet(
     "ps",
-    from_dialler=frozenset({Ready, Push, Pull, Skip, Telemetry, Fault}),
-    from_listener=frozenset({Assignment, Ack, State, Reduced, Commit, Cancel, Park, End}),
+    from_dialler=frozenset({Ready, Push, Buffers, Pull, Skip, Telemetry, Fault, Logged}),
+    from_listener=frozenset(
+        {Assignment, Served, Ack, State, Buffers, Reduced, Commit, Cancel, Park, End}
+    ),
     in_handshake=frozenset({Welcome}),
 )
 """What a worker, which dials, and its server say to each other."""
@@ -492,10 +569,8 @@ def check_kind(kind: int, kinds: Kinds) -> type[Message]:
 
 
 def payload_nbytes(message: Message) -> int:
-    """Bytes of payload that the message announces."""
     tensor = getattr(message, "tensor", None)
-    rows = getattr(message, "rows", None)
-    return sum(spec.nbytes for spec in (tensor, rows) if isinstance(spec, TensorSpec))
+    return tensor.nbytes if isinstance(tensor, TensorSpec) else 0
 
 
 def frame_of(message: Message, payload: Buffer = b"") -> Frame:

@@ -79,7 +79,7 @@ def client_context() -> ssl.SSLContext:
 
 
 class TlsSocket:
-    """The part of a socket's interface that `Connection` uses, encrypted.
+    """Sends and receives over a socket as one does, encrypted.
 
     `handshake_step` comes first, until it is over. An operation that times out (`BlockingIOError`) may be
     repeated; after any other error the connection is lost. Damaged records raise `ssl.SSLError`, which is an
@@ -110,7 +110,6 @@ class TlsSocket:
         return done
 
     def peer_fingerprint(self) -> bytes:
-        """SHA-256 of the certificate that the server has shown."""
         return hashlib.sha256(self._tls.getpeercert(binary_form=True) or b"").digest()
 
     def widen(self) -> None:
@@ -150,22 +149,6 @@ class TlsSocket:
             except ssl.SSLZeroReturnError:
                 break
         return filled
-
-    def recv(self, nbytes: int) -> bytes:
-        """Up to `nbytes` as they come, encrypted, for who waits for the end; b"" when the peer has ended."""
-        return self._socket.recv(nbytes)
-
-    def setsockopt(self, level: int, option: int, value: bytes) -> None:
-        """Set an option of the socket."""
-        self._socket.setsockopt(level, option, value)
-
-    def shutdown(self, how: int) -> None:
-        """End one direction, or both."""
-        self._socket.shutdown(how)
-
-    def close(self) -> None:
-        """Give the socket back."""
-        self._socket.close()
 
     def _encrypt(self, buffers: Sequence[Buffer]) -> None:
         plain = 0

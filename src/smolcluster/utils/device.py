@@ -67,7 +67,8 @@ def use_threads(num_threads: int | None) -> None:
     """
     import torch  # noqa: PLC0415 - as above
 
-    torch.set_num_threads(num_threads or torch.get_num_threads())
+    default = torch.get_num_threads()  # ask first: a thread's first question undoes what it has set
+    torch.set_num_threads(num_threads or default)
 
 
 def executor_beside(device: "torch.device", name: str) -> Executor:

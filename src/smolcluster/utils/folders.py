@@ -1,8 +1,15 @@
-"""Folders of the user's that a platform has a custom for."""
+"""The checkout that this is, and folders of the user's that a platform has a custom for."""
 
 import os
 import sys
 from pathlib import Path
+
+
+def checkout() -> Path | None:
+    """The project's folder; None: the package is installed without one."""
+    root = Path(__file__).resolve().parents[3]
+    is_project = (root / "pyproject.toml").is_file() and (root / "src" / "smolcluster").is_dir()
+    return root if is_project else None
 
 
 def user_cache() -> Path:

@@ -40,7 +40,6 @@ class NoReadings(Exception):
 
 
 def no_gpu() -> Readings:
-    """The readings of a process without a GPU."""
     return NOTHING
 
 

@@ -7,28 +7,49 @@ was left behind locks nothing.
 import fcntl
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from smolcluster.errors import SmolclusterError
 
 _MAX_PID_NBYTES = 20
 _NUM_TRIES, _BETWEEN_TRIES_S = 5, 0.02
 """Who only asks `is_taken` has the lock for a moment."""
 
 
-def take(path: Path, on_busy: Callable[[str], None]) -> int:
-    """Lock a file, which is made if need be, and write this process's id into it.
+@contextmanager
+def held(
+    path: Path,
+    on_busy: Callable[[str], None],
+    unlockable: Callable[[str], SmolclusterError] | None = None,
+) -> Iterator[None]:
+    """Lock a file, which is made if need be and says this process's id, while the block lasts.
+
+    The file stays: removing it could take it from under the next holder.
 
     Args:
         path: the file.
         on_busy: hears who holds the lock, such as `process 4711`; when it returns, that one is waited for.
-
-    Returns:
-        The open file, to be given to `release`.
+        unlockable: what is raised, by the system's reason, if it cannot be made, locked or written.
 
     Raises:
-        OSError: it cannot be made, locked or written.
+        OSError: that, without `unlockable`.
     """
+    try:
+        descriptor = _take(path, on_busy)
+    except OSError as error:
+        if unlockable is None:
+            raise
+        raise unlockable(error.strerror or str(error)) from error
+    try:
+        yield
+    finally:
+        os.ftruncate(descriptor, 0)
+        os.close(descriptor)
+
+
+def _take(path: Path, on_busy: Callable[[str], None]) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         _lock(descriptor, on_busy)
@@ -38,12 +59,6 @@ def take(path: Path, on_busy: Callable[[str], None]) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def release(descriptor: int) -> None:
-    """Let the lock go. The file stays: removing it could take it from under the next holder."""
-    os.ftruncate(descriptor, 0)
-    os.close(descriptor)
 
 
 def _lock(descriptor: int, on_busy: Callable[[str], None]) -> None:

@@ -17,9 +17,12 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple, get_args
 
 from smolcluster.utils.gpu import Read, no_gpu
+from smolcluster.utils.peak_memory import PeakMemory
 
 Phase = Literal["data", "forward", "backward", "encode", "send", "wait", "apply"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
+PEAK = "peak_bytes/"
+"""What the most memory of a phase is called by in the numbers of a process, before the phase."""
 STEP = len(PHASES)
 """In a span: a whole step, whose phases lie within it."""
 WINDOW_S = 10.0
@@ -45,6 +48,8 @@ class _Timer:
         self._meter, self._place, self._started = meter, place, 0.0
 
     def __enter__(self) -> None:
+        if self._meter.memory is not None:
+            self._meter.memory.begin()
         self._started = time.perf_counter()
         self._meter.running = (self._place, self._started)
 
@@ -55,6 +60,9 @@ class _Timer:
             self._meter.running = None
         if self._meter.is_keeping:
             self._meter.spans.append(Span(self._place, self._started, seconds))
+        if self._meter.memory is not None:
+            peaks, place = self._meter.peak_bytes, self._place
+            peaks[place] = max(peaks[place], self._meter.memory.end())
 
 
 @dataclass
@@ -71,6 +79,8 @@ class Meter:
         clock_offset_s: this machine's clock minus that of the run's owner.
         spans: of the newest steps that are kept, until somebody takes them.
         gpu: tells what its GPU does, for any thread.
+        memory: measures the most memory of each phase; None: that is not wanted.
+        peak_bytes: the most memory that each of `PHASES` has had.
     """
 
     seconds: list[float] = field(default_factory=lambda: [0.0] * len(PHASES))
@@ -83,6 +93,8 @@ class Meter:
     spans: list[Span] = field(default_factory=list)
     is_keeping: bool = True
     gpu: Read = no_gpu
+    memory: PeakMemory | None = None
+    peak_bytes: list[int] = field(default_factory=lambda: [0] * len(PHASES))
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
@@ -110,7 +122,6 @@ class Meter:
         self.is_keeping = self._kept <= STEPS_KEPT and len(self.spans) < MAX_SPANS
 
     def take_spans(self) -> list[Span]:
-        """The spans since the last call."""
         spans, self.spans = self.spans, []
         return spans[:MAX_SPANS]
 
@@ -124,6 +135,11 @@ class Meter:
         return seconds
 
     @property
+    def peaks(self) -> Mapping[Phase, int]:
+        """The most memory by phase, bytes; empty where it is not measured."""
+        found = zip(PHASES, self.peak_bytes, strict=True)
+        return {phase: peak for phase, peak in found if peak}
+
+    @property
     def by_phase(self) -> Mapping[Phase, float]:
-        """The same by name."""
         return MappingProxyType(dict(zip(PHASES, self.seconds_now(), strict=True)))

@@ -19,17 +19,15 @@ class Deadline:
 
     @property
     def expired(self) -> bool:
-        """Whether no time is left."""
         return self.remaining() <= 0.0
 
 
 def backoff_delays(
     first_s: float = 0.1,
-    factor: float = 2.0,
     cap_s: float = 5.0,
     jitter: random.Random | None = None,
 ) -> Iterator[float]:
-    """Seconds to wait before each further attempt: growing by `factor`, at most `cap_s`, without end.
+    """Seconds to wait before each further attempt: growing twofold, at most `cap_s`, without end.
 
     With `jitter` each delay is drawn between half of its value and the whole, so that workers which lost
     their server together do not come back together.
@@ -37,4 +35,4 @@ def backoff_delays(
     delay_s = min(first_s, cap_s)
     while True:
         yield delay_s if jitter is None else delay_s * jitter.uniform(0.5, 1.0)
-        delay_s = min(delay_s * factor, cap_s)
+        delay_s = min(2 * delay_s, cap_s)

@@ -1,6 +1,7 @@
 """Signals that ask a process to stop, at once or at the next good moment."""
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -50,7 +51,6 @@ class StopRequest:
         self._signum: int | None = None
 
     def note(self, signum: int) -> None:
-        """There was a signal."""
         self._signum = signum
 
     def check(self) -> None:
@@ -64,7 +64,10 @@ class StopRequest:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Take the signals while the block lasts; for the main thread."""
+        """Take the signals while the block lasts; only the main thread can, others hear of none."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         before = {signum: signal.signal(signum, self._take) for signum in heeded()}
         try:
             yield

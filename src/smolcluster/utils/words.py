@@ -2,12 +2,21 @@
 
 import difflib
 import shlex
+import sys
 from collections.abc import Iterable
+
+from smolcluster.utils.folders import checkout
 
 
 def one_line(text: str) -> str:
     """`text` with everything that a terminal cannot print on one line escaped."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def say(line: str) -> None:
+    """Print a line of a command's own words, at once."""
+    sys.stdout.write(f"{one_line(line)}\n")
+    sys.stdout.flush()
 
 
 def condensed(text: str, longest: int = 600) -> str:
@@ -24,7 +33,8 @@ def condensed(text: str, longest: int = 600) -> str:
 
 def as_command(*words: object) -> str:
     """How a message says that a command helps: with what is typed in front of it."""
-    return f"`{shlex.join(['uv', 'run', 'smolcluster', *map(str, words)])}`"
+    before = ("uv", "run") if checkout() else ()
+    return f"`{shlex.join([*before, 'smolcluster', *map(str, words)])}`"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -32,3 +42,9 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[close[0]] if close else None
+
+
+def hint_at(word: str, known: Iterable[str]) -> str:
+    """The end of a message that names what `word` most likely misspells; empty when nothing is near."""
+    meant = nearest(word, known)
+    return f"; did you mean {meant}?" if meant else ""

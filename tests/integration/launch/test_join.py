@@ -7,6 +7,7 @@ import pytest
 
 from lab import Host
 from launching import ENDLESS, LAUNCH_TIMEOUT_S, PROJECT, STORIES_TIMEOUT_S, Launching, wait_until
+from smolcluster.runs.events import WorkerJoined, read_events
 
 pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
 
@@ -37,9 +38,8 @@ def test_workers_come_back_and_a_new_one_joins_and_is_stopped(launching: Launchi
     run_id = launching.run_id
 
     def joined(node: str) -> int:
-        lines = (launching.folder("mini1") / "events.jsonl").read_text().splitlines()
-        events = [json.loads(line) for line in lines]
-        return sum((each["kind"], each.get("node")) == ("worker_joined", node) for each in events)
+        events = [each.event for each in read_events(launching.folder("mini1") / "events.jsonl")]
+        return sum(isinstance(each, WorkerJoined) and each.node == node for each in events)
 
     # A worker is killed; its supervisor starts it again.
     [worker] = supervised(lab["mini2"])

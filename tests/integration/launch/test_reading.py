@@ -10,9 +10,7 @@ import pytest
 
 from lab import Host, Lab, Running
 from reading import log_line, status_of
-from smolcluster.runs.events import WorkerJoined
 from smolcluster.runs.launched import Launched, LaunchedProcess
-from smolcluster.runs.series import Series
 
 RUN = "runs/r1"
 THERE = "~/smolcluster/runs/r1"
@@ -117,28 +115,6 @@ def test_status_is_right_with_one_machine_cut_off(run: Lab) -> None:
     assert said["mini1"][0] == "unreachable"
     assert said["run"] == ["unknown", None]
     assert said["pi5"] == ["running", None, None]
-
-
-def test_top_shows_what_the_servers_machine_has(run: Lab) -> None:
-    series = Series()
-    for number in range(1, 100):
-        step = {"ts": "", "kind": "step", "incarnation": "a", "step": number, "loss": 100 / number}
-        series.take(step)
-    run["mini1"].write(f"{KEPT}/series.json", series.document(0).decode())
-    joined = WorkerJoined(rank=1, node="pi5", device="cpu", samples_per_s=9.0).model_dump_json()
-    event = '{"ts": "2026-11-22T10:00:00Z", "kind": "worker_joined", "incarnation": "a", '
-    run["mini1"].write(f"{KEPT}/events.jsonl", f"{event}{joined[1:]}\n")
-    append(run["pi5"], "worker-rank1-pi5", log_line(2, "the disk is nearly full", "WARNING"))
-    run["mini2"].cut()
-    command = f"from smolcluster.launch.watch.top.command import top; top({RUN!r}, once=True)"
-    shown = run.controller.output([sys.executable, "-c", command])
-    assert "r1 · edp · training" in shown
-    assert "loss      █" in shown
-    assert "worker 2 (pi5) joined, on cpu" in shown
-    assert "WARN worker 2 (pi5): the disk is nearly full" in shown
-    rows = {line.split()[0]: line for line in shown.splitlines() if line.strip()}
-    assert "no answer" in rows["mini2"]
-    assert "joined" in rows["pi5"]
 
 
 def test_logs_are_followed_across_a_cut(run: Lab) -> None:

@@ -15,6 +15,8 @@ from launching import (
     Screen,
     wait_until,
 )
+from smolcluster.runs.launched import read_launched
+from smolcluster.runs.paths import RunPaths
 
 pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
 MENU = "Ctrl-C: and the run?"
@@ -127,7 +129,7 @@ def test_a_window_that_stays_open_shows_the_end(
     wait_until(lambda: launching.controller.output(dead).count("1") == 3, lambda: terminal.text)
     terminal.wait_for("exit code 143", "exit code 75")
     terminal.press(CTRL_B, "d")
-    terminal.wait_for("server mini1 ended with exit code 143", "brings its files here", "code=143")
+    terminal.wait_for("stopped: nothing of it is left running", "brings its files here", "code=143")
     launching.wait_until_clean()
 
 
@@ -151,4 +153,5 @@ def test_a_local_run_has_the_same_window(
 
     terminal = screen(launching.command(*local, "--no-tmux", "--override", *TINY, "port=6012"))
     terminal.wait_for("files of the run", "code=0", timeout_s=LAUNCH_TIMEOUT_S)
-    assert not launching.controller.path(f"{PROJECT}/runs/latest/launch.json").exists()
+    paths = RunPaths(launching.controller.path(f"{PROJECT}/runs/latest"))
+    assert not read_launched(paths.launched).has_sessions

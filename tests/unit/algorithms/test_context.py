@@ -10,10 +10,10 @@ import torch
 from harness import free_port, local_settings
 from peers import Echo, Parts, next_event, server_parts
 from smolcluster.algorithms.context import codec_for
-from smolcluster.cluster.evaluator import EvaluationDone
+from smolcluster.cluster.evaluator import EvaluationFinished
 from smolcluster.cluster.listening import listening_addresses
 from smolcluster.configs.schema import ClusterConfig
-from smolcluster.errors import ConfigError, PortBusy
+from smolcluster.errors import ConfigError
 
 ELSEWHERE = "203.0.113.7"  # of a block that is nobody's
 
@@ -90,26 +90,8 @@ def test_the_weights_are_evaluated_as_often_as_the_training_file_says(tmp_path: 
     with server_parts(settings, tmp_path) as parts, parts.context.new_evaluator() as evaluator:
         for version in (1, 2, 3, 4):
             evaluator.after_step(version, 0)
-        assert next_event(parts.context.inbox, EvaluationDone).version == 3
+        assert next_event(parts.context.inbox, EvaluationFinished).version == 3
     assert parts.context.inbox.get(0.0) is None
-
-
-def test_a_port_that_is_taken_is_try_again(parts: Parts) -> None:
-    with (
-        socket.create_server(("127.0.0.1", parts.port)),
-        pytest.raises(PortBusy, match=str(parts.port)) as caught,
-    ):
-        parts.context.open_pool(Echo)
-    assert caught.value.exit_code == 75
-
-
-def test_a_batch_whose_indices_do_not_fit_in_a_bucket_is_refused(tmp_path: Path) -> None:
-    settings = local_settings("batch_size=257", f"port={free_port()}")
-    with (
-        server_parts(settings, tmp_path, bucket_bytes=1024) as parts,
-        pytest.raises(ConfigError, match="batch of 257 samples is too large, must be at most 256"),
-    ):
-        parts.context.open_pool(Echo)
 
 
 def test_the_batch_of_all_workers_together_must_fit_where_they_share_one(tmp_path: Path) -> None:

@@ -128,18 +128,6 @@ def test_the_newest_run_is_one_that_has_begun_to_listen(
     assert newest == ["before", "mine"]
 
 
-def test_a_server_that_cannot_listen_is_not_the_newest_run(
-    serve: Callable[..., int], run_files: RunPaths
-) -> None:
-    create_run(run_files.root.parent, "before")
-
-    def body(_: ServerContext) -> Summary:
-        raise PortBusy("somebody else listens there")
-
-    assert serve(body) == 75
-    assert latest_of(run_files.root.parent) == "before"
-
-
 def test_without_progress_there_is_no_table(
     serve: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,12 +231,6 @@ def test_a_wrong_override_is_one_line_and_2(
 ) -> None:
     assert serve(lambda _: SUMMARY, "--override", argument) == 2
     assert words in only_line(capsys)
-
-
-def test_an_unknown_flag_is_a_usage_error(serve: Callable[..., int]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        serve(lambda _: SUMMARY, "--workerz", "3")
-    assert caught.value.code == 2
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from rich.console import Console
 from harness import local_settings
 from smolcluster.algorithms import records as records_module
 from smolcluster.algorithms.records import Records, open_records
-from smolcluster.observability.logs import NodeLog, setup_logging
+from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks import console as console_sink
 from smolcluster.observability.sinks.jsonl import read_metrics
@@ -36,7 +36,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
 
 @pytest.fixture
 def log() -> Iterator[NodeLog]:
-    made = setup_logging("server", "here", console=SteadyConsole(file=io.StringIO()))
+    made = NodeLog("server", "here", console=SteadyConsole(file=io.StringIO()))
     yield made
     made.close()
 

@@ -21,7 +21,7 @@ from smolcluster.configs.schema import (
 )
 from smolcluster.data.dataset import Batch
 from smolcluster.errors import NonFiniteLoss
-from smolcluster.observability.logs import setup_logging
+from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.events import (
@@ -37,8 +37,9 @@ from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import Summary, read_summary
 from smolcluster.training import builtin, compute
+from smolcluster.training.build import TrainingContext
 from smolcluster.training.builtin import accuracy
-from smolcluster.training.compute import BatchLoss, Part
+from smolcluster.training.compute import BatchLoss, Microbatch
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import LossFunction, Terms
 from smolcluster.utils.stopping import Interrupted
@@ -65,7 +66,7 @@ def run(
     )
     node = (node or NodeConfig(device="cpu")).model_copy(update={"runs_dir": folder})
     settings = Settings(cluster=cluster, train=train, node=node)
-    log = setup_logging("trainer", "me")
+    log = NodeLog("trainer", "me")
     try:
         own_run(
             Owner("single", "trainer", "me", settings),
@@ -83,6 +84,19 @@ def run(
     return read_summary(paths.summary), records, read_events(paths.events), paths
 
 
+def test_no_more_samples_are_loaded_when_it_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[TrainingContext] = []
+
+    def close(training: TrainingContext) -> None:
+        closed.append(training)
+
+    monkeypatch.setattr(TrainingContext, "close", close)
+    run(tmp_path, digits_config(num_epochs=1))
+    assert len(closed) == 1
+
+
 def test_a_step_takes_the_global_batch_when_there_is_one(tmp_path: Path) -> None:
     summary, _, events, _ = run(tmp_path, digits_config(batch_size=10, global_batch_size=100))
     started = events[0].event
@@ -97,7 +111,7 @@ def test_the_node_says_how_many_samples_it_computes_at_once(
     microbatches: list[int | None] = []
     real = compute.forward_backward
 
-    def noted(replica: Replica, loss: LossFunction, parts: list[Part]) -> BatchLoss:
+    def noted(replica: Replica, loss: LossFunction, parts: list[Microbatch]) -> BatchLoss:
         microbatches.append(parts[0].num_samples)
         return real(replica, loss, parts)
 
@@ -129,12 +143,6 @@ def test_every_step_and_evaluation_is_reported(tmp_path: Path) -> None:
     last = steps[-1].values
     assert last["samples_applied"] == last["total_samples"] == 2 * SAMPLES
     assert {"loss", "lr", "samples_per_s", "grad_norm", "grad_norm/fc1.weight"} <= set(last)
-
-
-def test_the_final_weights_are_evaluated_whatever_eval_steps_says(tmp_path: Path) -> None:
-    summary, records, _, _ = run(tmp_path, digits_config(eval_steps=1000))
-    assert [record.step for record in records if record.kind == "eval"] == [30]
-    assert summary.final.val_accuracy is not None
 
 
 def test_the_events_tell_the_run_from_start_to_end(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ from torch import Tensor
 from smolcluster.algorithms import artifacts, single
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.configs.resolve import load_resolved
-from smolcluster.errors import CheckpointError, ConfigError
+from smolcluster.errors import CheckpointError
 from smolcluster.launch.saved import gpt_config
 from smolcluster.models.gpt2_weights import write_gpt2
 from smolcluster.observability.curves import draw_curves
-from smolcluster.observability.logs import setup_logging
+from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.events import (
     CheckpointSaved,
@@ -39,7 +39,7 @@ from smolcluster.training.checkpoint import Checkpoint, CheckpointStore
 from smolcluster.utils.stopping import Interrupted
 from texts import FROZEN, tiny_settings, train_alone, write_text
 
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 DROPOUT = ("model.dropout=0.3", "training.epochs=2")
 Body = Callable[[ServerContext], Summary]
 
@@ -99,7 +99,7 @@ class Run:
 
     @property
     def store(self) -> CheckpointStore:
-        return CheckpointStore(self.paths.checkpoints, 3, setup_logging("test", "me").logger)
+        return CheckpointStore(self.paths.checkpoints, 3, NodeLog("test", "me").logger)
 
     @property
     def newest(self) -> Checkpoint:
@@ -186,13 +186,6 @@ def test_a_person_sees_the_table_and_the_sample(tmp_path: Path) -> None:
     assert "a sample of what the model writes" in shown
 
 
-def test_the_sample_is_the_same_for_the_same_run(tmp_path: Path) -> None:
-    first, second = Run(tmp_path, "first"), Run(tmp_path, "second")
-    first.train()
-    second.train()
-    assert first.paths.sample.read_bytes() == second.paths.sample.read_bytes()
-
-
 def test_steps_say_how_many_tokens_a_second_they_are(tmp_path: Path) -> None:
     run = Run(tmp_path, "mine")
     run.train()
@@ -250,13 +243,6 @@ def test_another_seed_text_or_model_does_not_go_on(tmp_path: Path) -> None:
     assert run.paths.config.read_bytes() == before
 
 
-def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
-    run = Run(tmp_path, "mine")
-    run.train()
-    with pytest.raises(ConfigError, match="has checkpoints already: add --resume"):
-        run.train()
-
-
 # Patience
 
 
@@ -274,12 +260,6 @@ def test_patience_ends_a_run_early_and_says_why(tmp_path: Path) -> None:
     assert summary.final.val_loss is not None
 
 
-def test_a_patience_of_one_says_so(tmp_path: Path) -> None:
-    run = Run(tmp_path, "mine", *FROZEN, "training.patience=1", "training.eval_steps=3")
-    assert run.train().steps == 6
-    assert run.end().reason == "an evaluation has not lowered the validation loss"
-
-
 def test_a_run_that_gets_better_is_not_ended(tmp_path: Path) -> None:
     run = Run(tmp_path, "mine", "training.patience=1", "training.eval_steps=8")
     summary = run.train()
@@ -289,12 +269,6 @@ def test_a_run_that_gets_better_is_not_ended(tmp_path: Path) -> None:
     assert losses == sorted(losses, key=lambda loss: -(loss or 0))
     assert summary.samples_applied == summary.train_samples
     assert run.end().reason == "every sample of every epoch has been applied"
-
-
-def test_without_patience_a_run_goes_on_to_its_end(tmp_path: Path) -> None:
-    run = Run(tmp_path, "mine", *FROZEN, "training.eval_steps=2")
-    summary = run.train()
-    assert summary.samples_applied == summary.train_samples
 
 
 def test_a_run_that_ran_out_of_patience_goes_on_with_more_of_it(tmp_path: Path) -> None:

@@ -43,14 +43,16 @@ raise SystemExit(supervision.supervise("pi5", 0, 3))
 """
 
 
-@pytest.mark.parametrize("code", [-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT, 70])
+@pytest.mark.parametrize("code", [-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT, 70, 71])
 def test_who_died_is_started_again_ever_later(code: int) -> None:
     delays = [decide(code, 5.0, done, 3).delay_s for done in range(4)]
     assert delays == [1.0, 4.0, 16.0, None]
     assert decide(code, 5.0, 3, 3).reason
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 75, 77, 78, 130, 143, -signal.SIGTERM, -signal.SIGINT])
+@pytest.mark.parametrize(
+    "code", [0, 1, 2, 3, 75, 77, 78, 130, 143, -signal.SIGTERM, -signal.SIGINT]
+)
 def test_who_says_why_it_ends_or_was_asked_to_is_not(code: int) -> None:
     assert decide(code, 5.0, 0, 3) == Decision(None, 0)
 

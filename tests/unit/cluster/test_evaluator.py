@@ -13,7 +13,7 @@ from torch import nn
 from computing import evaluated
 from harness import local_settings
 from peers import DEADLINE_S, logger, next_event, session_threads
-from smolcluster.cluster.evaluator import EvaluationDone, EvaluationFailed, Evaluator
+from smolcluster.cluster.evaluator import EvaluationFailed, EvaluationFinished, Evaluator
 from smolcluster.data.dataset import Samples
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.net.inbox import Inbox
@@ -86,7 +86,7 @@ def test_the_weights_of_the_moment_are_evaluated_whatever_becomes_of_them(
         steps.take(50, epoch=1)
         training.replica.params.zero_()
         gate.opened.set()
-        done = next_event(steps.inbox, EvaluationDone)
+        done = next_event(steps.inbox, EvaluationFinished)
     assert (done.version, done.epoch) == (50, 1)
     assert done.evaluation.loss == pytest.approx(expected.loss, rel=1e-6)
     assert done.evaluation.metrics == expected.metrics
@@ -97,7 +97,7 @@ def test_only_every_so_many_steps_the_weights_are_evaluated(training: TrainingCo
     with steps.evaluator:
         for version in range(1, 10):
             steps.take(version)
-    versions = [next_event(steps.inbox, EvaluationDone).version for _ in range(2)]
+    versions = [next_event(steps.inbox, EvaluationFinished).version for _ in range(2)]
     assert versions == [4, 8]
     assert steps.inbox.get(0.0) is None
 
@@ -113,9 +113,9 @@ def test_while_one_evaluation_runs_no_other_is_begun_and_nobody_waits(
         assert len(steps.lines) == 1
         assert "step 2 is not evaluated" in steps.lines[0]
         gate.opened.set()
-        assert next_event(steps.inbox, EvaluationDone).version == 1
+        assert next_event(steps.inbox, EvaluationFinished).version == 1
         steps.take(3)
-        assert next_event(steps.inbox, EvaluationDone).version == 3
+        assert next_event(steps.inbox, EvaluationFinished).version == 3
     assert session_threads() == []
 
 
@@ -127,7 +127,7 @@ def test_the_running_evaluation_is_finished_before_the_evaluator_ends(
         steps.take(1)
         assert gate.entered.wait(DEADLINE_S)
         gate.opened.set()
-    assert isinstance(steps.inbox.get(0.0), EvaluationDone)
+    assert isinstance(steps.inbox.get(0.0), EvaluationFinished)
 
 
 def test_diverged_weights_are_reported_and_the_next_ones_evaluated(
@@ -143,7 +143,7 @@ def test_diverged_weights_are_reported_and_the_next_ones_evaluated(
         assert isinstance(failed.error, NonFiniteLoss)
         training.replica.load(good)
         steps.take(2)
-        assert next_event(steps.inbox, EvaluationDone).version == 2
+        assert next_event(steps.inbox, EvaluationFinished).version == 2
 
 
 def test_frozen_weights_are_not_mistaken_for_trained_ones(training: TrainingContext) -> None:
@@ -157,7 +157,7 @@ def test_frozen_weights_are_not_mistaken_for_trained_ones(training: TrainingCont
     steps = Steps(replace(training, replica=replica))
     with steps.evaluator:
         steps.take(1)
-        assert next_event(steps.inbox, EvaluationDone).evaluation == expected
+        assert next_event(steps.inbox, EvaluationFinished).evaluation == expected
 
 
 def test_an_evaluation_that_nobody_wants_any_more_ends_with_the_run(
@@ -180,7 +180,7 @@ def test_on_a_device_for_one_thread_the_caller_evaluates_unless_it_is_told_to_st
     inbox, stop = Inbox(), StopRequest()
     with Evaluator(training, inbox, every=1, log=logger([]), check_stop=stop.check) as evaluator:
         assert evaluator.after_step(1, 0)
-        assert isinstance(inbox.get(0.0), EvaluationDone)
+        assert isinstance(inbox.get(0.0), EvaluationFinished)
         training.replica.params.fill_(float("nan"))
         assert evaluator.after_step(2, 0)
         assert isinstance(inbox.get(0.0), EvaluationFailed)

@@ -3,6 +3,7 @@
 import builtins
 import io
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from connection_pairs import push, tensor
 from harness import local_settings
 from lives import LEASE, Life, end, run_config
 from peers import DEADLINE_S, Echo, HandledDoor, hello, knock
+from smolcluster.cluster import link as room
 from smolcluster.cluster.link import Link, measure_speed
 from smolcluster.configs.schema import DatasetPlace, NodeConfig
 from smolcluster.errors import (
@@ -27,6 +29,7 @@ from smolcluster.errors import (
     RunFailed,
     SmolclusterError,
     TryAgain,
+    UserCodeError,
 )
 from smolcluster.net.inbox import MessageReceived
 from smolcluster.net.session import Receiver
@@ -53,17 +56,18 @@ class Helper:
     """A participant that pulls, and then waits for what comes."""
 
     def __init__(
-        self, _: Welcome, training: TrainingContext, error: BaseException | None = None
+        self, welcome: Welcome, training: TrainingContext, error: BaseException | None = None
     ) -> None:
         self.unacknowledged: LeaseKey | None = None
         self.training = training
+        self._incarnation = welcome.incarnation
         self._error = error
 
     def new_receiver(self) -> Receiver:
         return Echo()
 
     def take_part(self, link: Link) -> None:
-        self.unacknowledged = LEASE
+        self.unacknowledged = LEASE.model_copy(update={"incarnation": self._incarnation})
         link.send(Pull())
         if self._error:
             link.flush()
@@ -89,29 +93,6 @@ def test_a_worker_says_what_it_has_and_ends_well_with_the_run(life: Life[Helper]
     worker.finish()
     assert life.runs == ["run-1"]
     assert "the run is over: every sample has been applied" in life.lines[-1]
-
-
-def test_a_worker_whose_connection_breaks_comes_back_with_what_it_had(life: Life[Helper]) -> None:
-    worker = life.begin()
-    hand, _ = life.taken_part()
-    hand.leave()
-    hand, ready = life.taken_part()
-    assert ready.unacknowledged == LEASE, "the push whose fate it does not know"
-    assert len(life.made) == 1, "model, data and residuals are kept"
-    assert sum("trying to reconnect" in line for line in life.lines) == 1
-    end(hand)
-    worker.finish()
-
-
-def test_another_run_behind_the_same_address_is_begun_afresh(life: Life[Helper]) -> None:
-    worker = life.begin()
-    life.taken_part()[0].leave()
-    hand, ready = life.taken_part(run_config("run-2", "seed=7"))
-    assert ready.unacknowledged is None
-    assert len(life.made) == 2
-    assert life.runs == ["run-1", "run-2"]
-    end(hand)
-    worker.finish()
 
 
 def test_a_worker_that_comes_back_after_the_end_hears_of_it_and_ends_well(
@@ -164,6 +145,10 @@ def test_a_refusal_after_ready_is_final(life: Life[Helper]) -> None:
     [
         (DataError("sample 5 does not exist"), "it cannot go on: sample 5 does not exist"),
         (ZeroDivisionError("a bug"), "it cannot go on: internal error: ZeroDivisionError('a bug')"),
+        (
+            RuntimeError("CUDA error: device-side assert triggered\nmore"),
+            "it cannot go on: the device failed: CUDA error: device-side assert triggered",
+        ),
         (KeyboardInterrupt(), "it was stopped"),
     ],
 )
@@ -185,6 +170,16 @@ def test_a_loss_that_is_not_finite_is_everybodys_affair(life: Life[Helper]) -> N
     assert (fault.code, fault.sentence) == ("non-finite", "step 3: loss is nan at layer fc1")
     hand.leave()
     assert isinstance(worker.failure(), NonFiniteLoss)
+
+
+def test_an_error_in_the_user_s_code_is_the_run_s(life: Life[Helper]) -> None:
+    error = UserCodeError("loss (train.py:17): KeyError: 'y'")
+    worker = life.begin(partial(Helper, error=error))
+    hand, _ = life.taken_part()
+    fault = hand.hear_a(Fault)
+    assert (fault.code, fault.sentence) == ("user-code", str(error))
+    hand.leave()
+    assert worker.failure() is error
 
 
 def test_a_machine_without_the_data_says_so_before_it_is_ready(
@@ -389,3 +384,159 @@ def test_a_server_that_cuts_every_session_is_given_up_and_not_flooded(life: Life
     assert isinstance(failure, TryAgain)
     assert failure.exit_code == 75
     assert 2 <= sessions < 20
+
+
+# A server that was started again: the same run goes on with what the machine has built.
+
+
+class Learning(Helper):
+    """It learns something, owes a push, and then waits for what comes."""
+
+    def __init__(self, welcome: Welcome, training: TrainingContext) -> None:
+        super().__init__(welcome, training)
+        self.welcome = welcome
+        self.num_sessions = 0
+        self.state_at_start = {
+            name: tensor.clone() for name, tensor in training.replica.optimizer.state.items()
+        }
+
+    def new_receiver(self) -> Receiver:
+        self.num_sessions += 1
+        return Echo()
+
+    def take_part(self, link: Link) -> None:
+        self.training.compute(torch.arange(8))
+        self.training.replica.step(0.1)
+        super().take_part(link)
+
+
+@pytest.fixture
+def learning(door: HandledDoor) -> Life[Learning]:
+    return Life(door, Learning)
+
+
+@pytest.fixture
+def num_built(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How often dataset and model were built."""
+    count = 0
+
+    def counted(*args: object, **options: object) -> TrainingContext:
+        nonlocal count
+        count += 1
+        return build(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(room, "build", counted)
+    return lambda: count
+
+
+def test_the_same_server_finds_the_same_participant(
+    learning: Life[Learning], num_built: Callable[[], int]
+) -> None:
+    worker, run = learning.begin(), run_config()
+    learning.taken_part(run, "aaaa")[0].leave()
+    hand, ready = learning.taken_part(run, "aaaa")
+    assert ready.unacknowledged == LEASE.model_copy(update={"incarnation": "aaaa"})
+    end(hand)
+    worker.finish()
+    (only,) = learning.made
+    assert only.num_sessions == 2
+    assert num_built() == 1
+    assert float(only.training.replica.optimizer.state["step"]) == 2, "and nothing was reset"
+    assert any("back in run run-1" in line for line in learning.lines)
+    assert sum("trying to reconnect" in line for line in learning.lines) == 1
+
+
+def test_a_server_that_was_started_again_finds_what_was_built_but_nothing_learned(
+    learning: Life[Learning], num_built: Callable[[], int]
+) -> None:
+    worker, run = learning.begin(), run_config()
+    hand, first = learning.taken_part(run, "aaaa")
+    hand.leave()
+    hand, second = learning.taken_part(run, "bbbb")
+    assert second.unacknowledged is None, "the new server knows nothing of that push"
+    assert second.dataset_fingerprint == first.dataset_fingerprint
+    assert second.samples_per_s == first.samples_per_s, "it need not be measured again"
+    end(hand)
+    worker.finish()
+    assert num_built() == 1
+    before, after = learning.made
+    assert after.training is before.training
+    assert after.welcome.incarnation == "bbbb"
+    assert after.state_at_start.keys() == {"step", "exp_avg", "exp_avg_sq"}
+    for name, each in after.state_at_start.items():
+        assert not bool(each.any()), f"{name} is reset"
+    assert (before.num_sessions, after.num_sessions) == (1, 1)
+    assert sum("the server was started again" in line for line in learning.lines) == 1
+    assert learning.runs == ["run-1", "run-1"]
+
+
+def test_every_start_of_the_server_is_a_new_one(
+    learning: Life[Learning], num_built: Callable[[], int]
+) -> None:
+    """Also one that comes back to an earlier incarnation's name, after a session with each."""
+    worker, run = learning.begin(), run_config()
+    for incarnation in ("aaaa", "bbbb", "bbbb", "cccc"):
+        learning.taken_part(run, incarnation)[0].leave()
+    end(learning.taken_part(run, "aaaa")[0])
+    worker.finish()
+    starts = [(made.welcome.incarnation, made.num_sessions) for made in learning.made]
+    assert starts == [("aaaa", 1), ("bbbb", 2), ("cccc", 1), ("aaaa", 1)]
+    assert num_built() == 1
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [("seed=7",), ("learning_rate=0.5",), ("model.hidden=9",), ("num_epochs=99",)],
+    ids=lambda overrides: overrides[0],
+)
+def test_a_server_with_another_configuration_is_begun_afresh(
+    learning: Life[Learning], num_built: Callable[[], int], overrides: tuple[str, ...]
+) -> None:
+    worker = learning.begin()
+    learning.taken_part(run_config(), "aaaa")[0].leave()
+    end(learning.taken_part(run_config("run-1", *overrides), "bbbb")[0])
+    worker.finish()
+    before, after = learning.made
+    assert after.training is not before.training
+    assert num_built() == 2
+    assert not any("the server was started again" in line for line in learning.lines)
+
+
+def test_another_run_of_the_same_configuration_is_begun_afresh(
+    learning: Life[Learning], num_built: Callable[[], int]
+) -> None:
+    worker = learning.begin()
+    learning.taken_part(run_config("run-1"), "aaaa")[0].leave()
+    end(learning.taken_part(run_config("run-2"), "bbbb")[0])
+    worker.finish()
+    assert len(learning.made) == num_built() == 2
+    assert learning.runs == ["run-1", "run-2"]
+
+
+def test_other_buckets_are_built_anew(
+    learning: Life[Learning], num_built: Callable[[], int]
+) -> None:
+    worker, run = learning.begin(), run_config()
+    learning.taken_part(run, "aaaa")[0].leave()
+    end(learning.taken_part(run, "bbbb", bucket_bytes=1 << 12)[0])
+    worker.finish()
+    assert num_built() == 2
+    assert learning.made[1].training.replica.bucket_bytes == 1 << 12
+
+
+def test_a_worker_that_was_cut_off_by_both_starts_still_comes_back(
+    learning: Life[Learning], num_built: Callable[[], int]
+) -> None:
+    """A session that ends before it has begun to work leaves nothing half done."""
+    worker, run = learning.begin(), run_config()
+    learning.taken_part(run, "aaaa")[0].leave()
+    learning.door.admit(run, incarnation="bbbb").leave()
+    hand, ready = learning.taken_part(run, "bbbb")
+    owed = ready.unacknowledged
+    assert owed is None or owed.incarnation == "bbbb"
+    end(hand)
+    worker.finish()
+    assert [made.welcome.incarnation for made in learning.made] == ["aaaa", "bbbb"]
+    for each in learning.made[1].state_at_start.values():
+        assert not bool(each.any())
+    assert num_built() == 1

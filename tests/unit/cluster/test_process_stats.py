@@ -7,6 +7,7 @@ import time
 
 import psutil
 import pytest
+import torch
 from pydantic import ValidationError
 
 from connection_pairs import telemetry
@@ -15,6 +16,7 @@ from smolcluster.cluster.process_stats import Gauge, ProcessStats, follows, rate
 from smolcluster.transport.messages import NUM_PHASES, Telemetry, decode, encode
 from smolcluster.utils.cadence import Cadence
 from smolcluster.utils.meter import PHASES, Meter
+from smolcluster.utils.peak_memory import PeakMemory
 
 
 def test_a_report_says_what_was_counted() -> None:
@@ -64,6 +66,44 @@ def test_what_a_gpu_does_is_reported_and_kept() -> None:
     assert not any(
         "gpu" in name for name in rates(first, first.model_copy(update={"uptime_s": 99}))
     )
+
+
+def test_the_most_memory_of_each_phase_is_reported_where_that_is_measured() -> None:
+    meter = Meter()
+    stats = ProcessStats(meter)
+    assert stats.report().peak_bytes == ()
+
+    class Memory(PeakMemory):
+        peaks = iter((500, 300, 700))
+
+        def __init__(self) -> None:
+            """It measures nothing."""
+
+        def begin(self) -> None:
+            """It measures nothing."""
+
+        def end(self) -> int:
+            return next(self.peaks)
+
+    meter.memory = Memory()
+    for phase in ("forward", "forward", "backward"):
+        with meter(phase):
+            pass
+    assert meter.peaks == {"forward": 500, "backward": 700}
+    first = stats.report()
+    told = rates(first, first.model_copy(update={"uptime_s": first.uptime_s + 1}))
+    assert {name: value for name, value in told.items() if "peak" in name} == {
+        "peak_bytes/forward": 500,
+        "peak_bytes/backward": 700,
+    }
+
+
+def test_on_a_processor_the_peak_is_what_is_resident() -> None:
+    memory = PeakMemory(torch.device("cpu"))
+    memory.begin()
+    before = memory.end()
+    held = torch.ones(1 << 26, dtype=torch.uint8)
+    assert memory.end() - before > held.nbytes / 2
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,20 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from harness import local_settings
 from peers import Parts, report_of, server_parts
-from smolcluster.cluster.report import Rate, Report, StepTaken
+from smolcluster.cluster.report import Report, StepTaken
 from smolcluster.cluster.worker import Worker
 from smolcluster.data.permutation import Range
 from smolcluster.errors import SmolclusterError
 from smolcluster.net.membership import Member
+from smolcluster.net.session import Session
 from smolcluster.runs.events import (
     EpochFinished,
     Evaluated,
@@ -22,6 +24,7 @@ from smolcluster.runs.events import (
     RunEnded,
     RunStarted,
 )
+from smolcluster.training.evaluate import Evaluation
 from smolcluster.transport.messages import LeaseKey
 
 WORKER = Worker(Member(session_id=5, worker_id=2, node="pi5", instance="abcdef01"))
@@ -89,7 +92,9 @@ def test_a_step_that_one_worker_made_is_one_record_of_it(parts: Parts, report: R
     report.step_taken(step(32, 64, version=7, staleness=2, loss=0.25))
     (record,) = parts.metrics.steps
     assert (record.step, record.epoch, record.rank, record.node) == (7, 0, 1, "pi5")
+    size, batch_size = parts.context.training.num_samples, parts.context.run.train.batch_size
     for name, value in {
+        "total_steps": 2 * -(-size // batch_size),
         "loss": 0.25,
         "lr": 1e-3,
         "staleness": 2,
@@ -227,28 +232,54 @@ def test_the_end_is_an_event(parts: Parts, report: Report) -> None:
     assert ended.samples_applied == 32
 
 
-class Clock:
-    """A clock and a counter that the test moves."""
+@pytest.mark.parametrize("parts", [("patience=2", "num_epochs=1")], indirect=True)
+def test_patience_that_ends_with_the_last_sample_has_not_ended_the_run(
+    parts: Parts, report: Report
+) -> None:
+    for version, loss in enumerate((1.0, 2.0, 2.0)):
+        if version == 2:
+            report.step_taken(step(0, parts.context.training.num_samples))
+        report.evaluated(version, 0, Evaluation(loss, {"accuracy": 0.5}))
+    assert report.is_over
+    assert report.ending == "every sample of every epoch has been applied"
+    summary = report.summary()
+    assert (summary.epochs, summary.num_bad_evals) == (1, None)
 
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.count = 0
 
-    def advance(self, seconds: float, count: int) -> None:
-        self.now += seconds
-        self.count += count
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        (("patience=1",), "an evaluation has not lowered the validation loss"),
+        (("patience=2",), "2 evaluations in a row have not lowered the validation loss"),
+    ],
+    indirect=["parts"],
+)
+def test_a_run_out_of_patience_says_so(parts: Parts, report: Report, reason: str) -> None:
+    patience = parts.context.run.train.patience
+    assert patience is not None
+    for version in range(patience + 1):
+        assert not report.is_over
+        report.evaluated(version, 0, Evaluation(1.0, {"accuracy": 0.5}))
+    assert report.is_over
+    assert report.ending == reason
 
 
-def test_a_rate_is_that_of_the_last_full_window() -> None:
-    clock = Clock()
-    rate = Rate(lambda: clock.count, lambda: clock.now)
-    clock.advance(0.5, 50)
-    assert rate() == pytest.approx(100.0), "the first window so far"
-    clock.advance(0.5, 50)
-    assert rate() == pytest.approx(100.0)
-    clock.advance(0.5, 500)
-    assert rate() == pytest.approx(100.0), "steady within a window"
-    clock.advance(0.5, 500)
-    assert rate() == pytest.approx(1000.0)
-    clock.advance(2.0, 0)
-    assert rate() == 0.0
+@pytest.mark.parametrize("parts", [("patience=2",)], indirect=["parts"])
+def test_patience_counts_the_evaluations_of_one_worker(parts: Parts, report: Report) -> None:
+    connection = SimpleNamespace(address="", last_byte_at=0.0, bytes_received=0, bytes_sent=0)
+    first, second = (
+        Worker(worker.member, cast("Session", SimpleNamespace(connection=connection)))
+        for worker in (WORKER, OTHER)
+    )
+    for worker in (first, second):
+        report.board.joined(worker, "cpu")
+        report.logged(worker, {"val_loss": 1.0})
+    for _ in range(2):
+        report.logged(second, {"val_loss": 2.0})
+    assert not report.is_over
+    report.flush()
+    assert len(parts.happened(Evaluated)) == 1
+    report.board.departed(first, "left")
+    for _ in range(2):
+        report.logged(second, {"val_loss": 2.0})
+    assert report.is_over, "the next worker's evaluations count when the first has gone"

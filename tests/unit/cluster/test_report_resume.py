@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from harness import local_settings
 from peers import Parts, report_of, server_parts
 from smolcluster.cluster import report as room
+from smolcluster.cluster.board import SteadyRate
 from smolcluster.cluster.report import COUNTS, Report, StepTaken
 from smolcluster.cluster.worker import Worker
 from smolcluster.data.permutation import Range
@@ -54,7 +55,9 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(
+            room, "time", SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now)
+        )
 
 
 @pytest.fixture
@@ -223,7 +226,7 @@ def test_the_waiting_before_a_resumption_is_not_counted(
 def test_the_rate_begins_with_the_resumption(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was applied before is no sign of speed."""
     clock = Clock(monkeypatch)
-    monkeypatch.setattr(room.Rate.__init__, "__defaults__", (lambda: clock.now,))
+    monkeypatch.setattr(SteadyRate.__init__, "__defaults__", (lambda: clock.now,))
     first = report_of(parts)
     step(first, 1000)
     second = resumed(parts, first.training_state({}))
@@ -310,6 +313,12 @@ def test_counts_that_cannot_be_read_are_a_checkpoint_error(
         report.resume(state_with(parts, **{name: value}))
     assert (report.version, report.samples_applied) == (0, 0)
     assert parts.happened(RunResumed) == []
+
+
+def test_counts_of_before_loss_terms_were_counted_have_one_a_sample(parts: Parts) -> None:
+    report = report_of(parts, "there")
+    report.resume(state_with(parts, epoch_terms=...))
+    assert report.training_state({}).train_loss == 0.5
 
 
 @pytest.mark.parametrize("progress", [{}, {COUNTS: None}, {COUNTS: []}, {COUNTS: "30"}])

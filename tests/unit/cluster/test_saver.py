@@ -167,6 +167,10 @@ def slow_copies(
     monkeypatch.setattr(Snapshot, "of", staticmethod(of))
 
 
+def no_room() -> None:
+    raise MemoryError("no room")
+
+
 # At which steps
 
 
@@ -394,14 +398,6 @@ def test_the_last_evaluation_belongs_to_the_checkpoint_at_the_end(shared_parts: 
         assert (last.state.step, last.state.val_loss) == (2, 0.75)
 
 
-def test_a_loss_of_before_the_resumption_is_of_no_step(shared_parts: Parts) -> None:
-    shelf = Shelf()
-    training = Training(shared_parts, shelf, 5, first=4)
-    with training.saver:
-        training.step(is_evaluated=False)
-        assert training.tick_until_saved(shelf).state.val_loss is None
-
-
 # After which ends
 
 
@@ -499,10 +495,7 @@ def test_a_copy_that_fails_is_a_warning_and_the_next_one_is_made(
 def test_a_copy_that_fails_at_the_end_is_a_warning_as_well(
     shared_parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> None:
-        raise MemoryError("no room")
-
-    slow_copies(monkeypatch, fail)
+    slow_copies(monkeypatch, no_room)
     shelf = Shelf()
     training = Training(shared_parts, shelf, None)
     with training.saver:
@@ -514,10 +507,7 @@ def test_a_copy_that_fails_at_the_end_is_a_warning_as_well(
 def test_a_tick_finds_a_copy_that_has_failed(
     shared_parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail() -> None:
-        raise MemoryError("no room")
-
-    slow_copies(monkeypatch, fail)
+    slow_copies(monkeypatch, no_room)
     training = Training(shared_parts, Shelf(), 1)
     with training.saver:
         training.step()
@@ -566,13 +556,3 @@ def test_a_servers_saver_saves_as_often_as_the_cluster_file_says(
                     steps.append(training.tick_until_saved(shelf).state.step)
         steps.extend(snapshot.state.step for snapshot in shelf.rest())
         assert steps == saved
-
-
-def test_a_server_without_a_store_saves_nowhere(shared_parts: Parts) -> None:
-    assert shared_parts.context.store is None
-    training = Training(shared_parts, None, None)
-    subject = CheckpointSource(training.replica, training.progress, training.extra)
-    training.saver = shared_parts.context.new_saver(subject, training.report)
-    with training.saver:
-        training.steps(4)
-    assert training.lines == []

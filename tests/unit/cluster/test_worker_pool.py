@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,18 @@ from peers import (
     wait_for_threads,
 )
 from smolcluster.cluster import worker_pool as room
-from smolcluster.cluster.evaluator import EvaluationDone, EvaluationFailed
+from smolcluster.cluster.evaluator import EvaluationFailed, EvaluationFinished
 from smolcluster.cluster.joining import RunOver, join
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.configs.resolve import Settings
-from smolcluster.errors import ClusterEmpty, NonFiniteLoss, PeerLost, Rejected, RunFailed
+from smolcluster.errors import (
+    ClusterEmpty,
+    NonFiniteLoss,
+    PeerLost,
+    Rejected,
+    RunFailed,
+    UserCodeError,
+)
 from smolcluster.net import acceptor
 from smolcluster.net.acceptor import Acceptor
 from smolcluster.net.dialling import Address
@@ -67,12 +74,18 @@ def rooms() -> Iterator[ExitStack]:
     wait_for_threads()
 
 
+@contextmanager
+def opened(parts: Parts, rooms: ExitStack) -> Iterator[HandledHub]:
+    """A pool until the end of the block; the hands of its workers stay open until that of `rooms`."""
+    with parts.context.open_pool(Echo) as pool:
+        house = HandledHub(pool, parts.port, parts.dataset)
+        rooms.callback(house.close)
+        yield house
+
+
 @pytest.fixture
 def house(parts: Parts, rooms: ExitStack) -> HandledHub:
-    pool = rooms.enter_context(parts.context.open_pool(Echo))
-    house = HandledHub(pool, parts.port, parts.dataset)
-    rooms.callback(house.close)
-    return house
+    return rooms.enter_context(opened(parts, rooms))
 
 
 def said(house: HandledHub) -> list[MessageReceived]:
@@ -124,6 +137,26 @@ def test_when_all_workers_fault_at_once_the_run_has_failed(house: HandledHub) ->
         hand.say(Fault(code="non-finite", sentence="its loss is nan"))
     with pytest.raises(NonFiniteLoss, match="loss is nan"):
         house.until(lambda: bool(departed(house)))
+
+
+def test_an_error_in_the_user_s_code_ends_the_run_whoever_else_is_there(house: HandledHub) -> None:
+    first, _ = (house.join(hello(number)) for number in (1, 2))
+    first.say(Fault(code="user-code", sentence="loss (train.py:17): KeyError: 'y'"))
+    with pytest.raises(
+        UserCodeError, match=r"worker 1 \(macbook\): loss \(train.py:17\): KeyError"
+    ):
+        house.until(lambda: bool(departed(house)))
+
+
+def test_before_it_takes_part_it_is_that_machine_s_where_others_train(
+    house: HandledHub, parts: Parts
+) -> None:
+    house.join(hello(1))
+    late = house.enter(hello(2))
+    late.say(Fault(code="user-code", sentence="data (train.py:3): FileNotFoundError"))
+    late.leave()
+    house.until(lambda: any("never took part" in line for line in parts.log_lines))
+    assert len(house.pool.workers) == 1
 
 
 def test_a_worker_that_breaks_off_is_lost_after_all_that_it_said(
@@ -243,7 +276,7 @@ def test_another_model_is_refused_in_a_sentence_that_says_so(
     house.until(lambda: bool(parts.happened(WorkerRejected)))
     refusal = hand.hear_a(Reject)
     assert refusal.code == "model"
-    assert "same version of smolcluster and torch" in refusal.sentence
+    assert "versions of smolcluster and torch" in refusal.sentence
 
 
 def test_who_was_refused_frees_its_id(house: HandledHub, parts: Parts) -> None:
@@ -284,19 +317,6 @@ def enter_when_free(house: HandledHub) -> Hand:
         except Rejected as error:
             assert error.code == "busy"
             assert not deadline.expired, "its id is in use for ever"
-
-
-def test_training_starts_when_enough_workers_have_joined(rooms: ExitStack, tmp_path: Path) -> None:
-    parts = rooms.enter_context(server_parts(settings_of("min_workers=2"), tmp_path))
-    pool = rooms.enter_context(parts.context.open_pool(Echo))
-    house = HandledHub(pool, parts.port, parts.dataset)
-    rooms.callback(house.close)
-    house.join(hello(1))
-    list(pool.next_events(0.0))
-    assert not pool.started
-    house.join(hello(2))
-    list(pool.next_events(0.0))
-    assert pool.started
 
 
 @pytest.mark.parametrize("parts", [("start_timeout_s=0.05",)], indirect=True)
@@ -412,7 +432,7 @@ def test_before_training_has_started_nobody_is_missed(house: HandledHub, parts: 
 def test_an_evaluation_is_told_to_the_world_and_not_to_the_algorithm(
     house: HandledHub, parts: Parts
 ) -> None:
-    parts.context.inbox.put(EvaluationDone(200, 3, Evaluation(0.5, {"accuracy": 0.75})))
+    parts.context.inbox.put(EvaluationFinished(200, 3, Evaluation(0.5, {"accuracy": 0.75})))
     house.until(lambda: bool(parts.happened(Evaluated)))
     assert parts.happened(Evaluated) == [
         Evaluated(epoch=3, step=200, val_loss=0.5, val_accuracy=0.75)
@@ -438,13 +458,11 @@ def hear_the_news(hand: Hand) -> End:
 
 def test_everybody_hears_of_a_good_end(parts: Parts, rooms: ExitStack) -> None:
     threads = rooms.enter_context(ThreadPoolExecutor(2))
-    with parts.context.open_pool(Echo) as pool:
-        house = HandledHub(pool, parts.port, parts.dataset)
-        rooms.callback(house.close)
+    with opened(parts, rooms) as house:
         ready, unready = house.join(hello(1)), house.enter(hello(2))
         news = [threads.submit(hear_the_news, hand) for hand in (ready, unready)]
         epochs = parts.context.run.train.num_epochs
-        pool.report.samples_applied = epochs * parts.context.training.num_samples
+        house.pool.report.samples_applied = epochs * parts.context.training.num_samples
     for future in news:
         end = future.result(DEADLINE_S)
         assert end.ok
@@ -457,9 +475,7 @@ def test_everybody_hears_of_a_good_end(parts: Parts, rooms: ExitStack) -> None:
 def test_nobody_is_told_of_a_signal(parts: Parts, rooms: ExitStack) -> None:
     """The server may be started again, and they look for it."""
     threads = rooms.enter_context(ThreadPoolExecutor(1))
-    with pytest.raises(KeyboardInterrupt), parts.context.open_pool(Echo) as pool:
-        house = HandledHub(pool, parts.port, parts.dataset)
-        rooms.callback(house.close)
+    with pytest.raises(KeyboardInterrupt), opened(parts, rooms) as house:
         news = threads.submit(hear_the_news, house.join(hello()))
         raise KeyboardInterrupt
     with pytest.raises(PeerLost):
@@ -473,9 +489,7 @@ def test_everybody_hears_of_a_bad_end_and_why(parts: Parts, rooms: ExitStack) ->
     error = NonFiniteLoss("loss is nan at layer fc1")
     words = "the run failed: loss is nan at layer fc1"
     threads = rooms.enter_context(ThreadPoolExecutor(1))
-    with pytest.raises(type(error)), parts.context.open_pool(Echo) as pool:
-        house = HandledHub(pool, parts.port, parts.dataset)
-        rooms.callback(house.close)
+    with pytest.raises(type(error)), opened(parts, rooms) as house:
         news = threads.submit(hear_the_news, house.join(hello()))
         raise error
     end = news.result(DEADLINE_S)
@@ -499,9 +513,7 @@ def test_a_worker_that_returns_at_the_end_hears_how_it_went(
     threads = rooms.enter_context(ThreadPoolExecutor(1))
     farewell = Deadline(DEADLINE_S)
     try:
-        with parts.context.open_pool(Echo) as pool:
-            house = HandledHub(pool, parts.port, parts.dataset)
-            rooms.callback(house.close)
+        with opened(parts, rooms) as house:
             house.join(hello(1)).leave()
             house.until(lambda: bool(departed(house)))
             address = Address("127.0.0.1", parts.port)
@@ -540,9 +552,7 @@ def test_the_door_is_not_closed_on_a_worker_that_is_being_told_of_the_end(
     monkeypatch.setattr(Acceptor, "close", close_and_tell)
     monkeypatch.setattr(acceptor, "refuse", tell_slowly)
     threads = rooms.enter_context(ThreadPoolExecutor(1))
-    with parts.context.open_pool(Echo) as pool:
-        house = HandledHub(pool, parts.port, parts.dataset)
-        rooms.callback(house.close)
+    with opened(parts, rooms) as house:
         house.join(hello(1)).leave()
         house.until(lambda: bool(departed(house)))
         future = threads.submit(knock, parts.port, hello(1))
@@ -578,9 +588,7 @@ def test_nobody_is_waited_for_when_all_have_said_goodbye(
 ) -> None:
     monkeypatch.setattr(room, "SHUTDOWN_TIMEOUT_S", DEADLINE_S)
     farewell = Deadline(DEADLINE_S)
-    with parts.context.open_pool(Echo) as pool:
-        house = HandledHub(pool, parts.port, parts.dataset)
-        rooms.callback(house.close)
+    with opened(parts, rooms) as house:
         hand = house.join(hello())
         hand.say(Goodbye(reason="it was stopped"))
         hand.leave()
@@ -591,9 +599,7 @@ def test_nobody_is_waited_for_when_all_have_said_goodbye(
 @pytest.mark.parametrize("parts", [("heartbeat_timeout_s=0.5",)], indirect=True)
 def test_a_worker_that_never_answers_cannot_keep_the_server(parts: Parts, rooms: ExitStack) -> None:
     """It hears of the end but does not close: after the farewell it is cut."""
-    with parts.context.open_pool(Echo) as pool:
-        house = HandledHub(pool, parts.port, parts.dataset)
-        rooms.callback(house.close)
+    with opened(parts, rooms) as house:
         hand = house.join(hello())
     assert hand.hear_a(End).ok
     hand.hear_the_end()

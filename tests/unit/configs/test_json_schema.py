@@ -93,6 +93,13 @@ def test_the_nested_shape_needs_no_name_of_a_dataset() -> None:
     assert not accepts("training", {})
 
 
+def test_who_brings_a_workload_names_no_dataset() -> None:
+    content = {"workload": "train.py:workload", "workload_args": {"width": 3, "sizes": [1, 2]}}
+    assert is_right("training", content)
+    assert accepts("training", content)
+    assert not is_right("training", {"workload_args": {}})
+
+
 def test_every_key_is_described() -> None:
     for section, kind in ((ClusterConfig, "cluster"), (TrainConfig, "training")):
         text = json.dumps(json_schema(kind))  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ def test_a_path_is_found_also_in_the_home_folder(
     ("source", "says"),
     [
         ("nowhere/x.yaml", "no such file; give a path or a shipped name: gpt, stdlib, nn, digits"),
-        ("digts", r"nn, digits \(did you mean digits\?\)"),
+        ("digts", r"nn, digits, workload \(did you mean digits\?\)"),
         ("nn_config_digit.yaml", r"\(did you mean digits\?\)"),
         ("", "no such file"),
         ("~nobody-of-that-name/x.yaml", "no such file"),

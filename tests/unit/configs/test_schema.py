@@ -1,6 +1,6 @@
 import dataclasses
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -67,17 +67,11 @@ def test_a_folder_that_some_shell_might_misread_is_refused(path: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"num_workers": 3}, r"num_workers is 3, but workers lists 2 \(pi5, win\); the two must"),
         ({"workers": [], "num_workers": 2}, r"num_workers is 2, but workers lists 0 \(none\)"),
-        ({"workers": ["pi5", "pi5"]}, "workers lists 'pi5' twice, must list each node once"),
         ({"server": "mini2"}, r"server is 'mini2', must .* \(known: .*\); did you mean mini1\?"),
         ({"workers": ["pi5", "mac"]}, r"workers lists 'mac', must be a node of host_ip \(known: m"),
         ({"nodes": {"wim": {}}}, r"nodes has the key 'wim', must .*; did you mean win\?"),
         ({"min_workers": 3, "elastic": False}, "min_workers is 3, must be at most num_workers, 2"),
-        (
-            {"use_quantization": True, "codec": "bf16"},
-            "use_quantization is true, which means int8, but codec is bf16; the two must agree",
-        ),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], says: str) -> None:
@@ -92,11 +86,6 @@ def test_an_elastic_cluster_may_wait_for_more_workers_than_it_lists() -> None:
 @pytest.mark.parametrize("codec", [None, "int8"])
 def test_quantization_goes_with_the_codec_that_it_means(codec: CodecName | None) -> None:
     assert cluster(use_quantization=True, codec=codec).codec == codec
-
-
-@pytest.mark.parametrize("codec", get_args(CodecName))
-def test_gradients_can_travel_in_any_codec(codec: CodecName) -> None:
-    assert cluster(codec=codec).codec == codec
 
 
 def test_the_server_s_own_node_may_be_a_worker() -> None:

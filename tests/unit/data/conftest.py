@@ -32,6 +32,13 @@ def config(tmp_path: Path) -> DatasetConfig:
 
 
 @pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "root"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
 def pair(tmp_path: Path) -> Path:
     """A folder with the smallest tokenizer of GPT-2's kind: a, b, ab, newline, end of text."""
     folder = tmp_path / "pair"

@@ -9,7 +9,14 @@ import pytest
 
 from smolcluster.configs.schema import DatasetConfig
 from smolcluster.data import corpus
-from smolcluster.data.corpus import draw, list_files, load_corpus, load_stdlib, stdlib_files
+from smolcluster.data.corpus import (
+    CorpusFile,
+    draw,
+    list_files,
+    load_corpus,
+    load_stdlib,
+    stdlib_files,
+)
 from smolcluster.data.dataset import Dataset, Samples
 from smolcluster.data.tokens import TokenBlocks
 from smolcluster.errors import ConfigError, DataError, SmolclusterError
@@ -25,13 +32,6 @@ def text_of(split: Samples) -> str:
 
 def both(data: Dataset) -> tuple[str, str]:
     return text_of(data.train), text_of(data.validation)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    folder = tmp_path / "root"
-    folder.mkdir()
-    return folder
 
 
 def fill(root: Path, count: int, lines: int = 10) -> dict[str, str]:
@@ -95,9 +95,9 @@ def test_twenty_files_are_enough_for_one_to_be_draw(config: DatasetConfig, root:
 
 
 def test_which_documents_are_draw_never_changes_between_versions() -> None:
-    sizes = [(f"{number}.txt", 10) for number in range(40)]
-    assert draw(sizes, 20.0) == draw(reversed(sizes), 20.0)
-    assert sorted(draw(sizes, 20.0)) == ["1.txt", "39.txt"]
+    entries = [CorpusFile(Path(), f"{number}.txt", 10, 0) for number in range(40)]
+    assert draw(entries, 20.0) == draw(reversed(entries), 20.0)
+    assert sorted(draw(entries, 20.0)) == ["1.txt", "39.txt"]
 
 
 def test_files_are_read_in_the_order_of_their_names_with_folders(
@@ -207,9 +207,10 @@ def test_a_place_that_does_not_exist_is_named(config: DatasetConfig, tmp_path: P
     assert f"dataset.root is {tmp_path}/root, which does not exist" in refused(config, ConfigError)
 
 
-def test_a_binary_file_is_refused(config: DatasetConfig, root: Path) -> None:
+def test_a_binary_file_and_a_folder_of_them_are_refused(config: DatasetConfig, root: Path) -> None:
     (root / "image").write_bytes(b"\x89PNG\0")
     assert f"{root}/image, which is not a text file" in refused(config, root=root / "image")
+    assert f"{root}, which is no text" in refused(config)
 
 
 def test_an_empty_file_or_folder_is_refused(config: DatasetConfig, root: Path) -> None:
@@ -217,11 +218,6 @@ def test_an_empty_file_or_folder_is_refused(config: DatasetConfig, root: Path) -
     (root / "empty").touch()
     assert f"{root}, which is empty" in refused(config)
     assert f"{root}/empty, which is empty" in refused(config, root=root / "empty")
-
-
-def test_a_folder_of_binary_files_is_refused(config: DatasetConfig, root: Path) -> None:
-    (root / "image").write_bytes(b"\x89PNG\0")
-    assert f"{root}, which is no text" in refused(config)
 
 
 def test_a_file_too_short_for_a_sample_says_how_long_one_may_be(

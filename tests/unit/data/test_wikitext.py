@@ -24,13 +24,6 @@ def text_of(split: Samples) -> str:
     return bytes(split.tokens.tolist()).decode()
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    folder = tmp_path / "root"
-    folder.mkdir()
-    return folder
-
-
 def write_rows(folder: Path, kind: str, **splits: list[dict[str, object]]) -> None:
     """One file a split, as parquet or jsonl."""
     import pyarrow  # type: ignore[import-untyped]

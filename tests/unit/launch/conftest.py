@@ -48,14 +48,14 @@ FakePlan = Callable[..., Launched]
 
 
 @pytest.fixture
-def fake_plan() -> FakePlan:
-    """A plan of small Python programs: `fake_plan(server, worker, …)`."""
+def fake_plan(tmp_path: Path) -> FakePlan:
+    """A plan of small Python programs: `fake_plan(server, worker, …)`, of the run `edp-1`."""
 
     def make(server: str, *workers: str) -> Launched:
         def process(node: str, rank: int | None, program: str) -> LaunchedProcess:
-            argv = (sys.executable, "-c", PRELUDE + program)
-            role = "server" if rank is None else "worker"
-            return LaunchedProcess(node=node, role=role, rank=rank, argv=argv)
+            argv = (sys.executable, "-c", PRELUDE + program, "--run-id", "edp-1")
+            role, run_dir = "server" if rank is None else "worker", str(tmp_path / "edp-1")
+            return LaunchedProcess(node=node, role=role, rank=rank, run_dir=run_dir, argv=argv)
 
         members = [process(f"pi{rank}", rank, program) for rank, program in enumerate(workers)]
         processes = (process("mini1", None, server), *members)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from doctoring import LINUX, MAC, answer, cluster, context
+from doctoring import LINUX, MAC, cluster, large_cluster, node_checks
 from smolcluster.launch.doctor.checks_links import (
     judge_reach,
     link_limit_s,
@@ -19,30 +19,27 @@ from smolcluster.launch.doctor.checks_links import (
     listening_addresses,
     reach_script,
 )
-from smolcluster.launch.doctor.findings import Finding, MachineFacts
+from smolcluster.launch.doctor.findings import Answer, Finding, MachineFacts
 from smolcluster.launch.probing import Listener
 
-OF_NOBODY = {"192.168.50.1": "foreign"}
 
-
-def listener(**states: str) -> Listener:
-    return Listener(
-        states or {"192.168.50.1": "listening"}, {"192.168.50.1": 65432}, ("10.10.0.1",), 1
-    )
+def listener(state: str = "listening") -> Listener:
+    place = {"state": state, "port": 65432}
+    told = {"places": {"192.168.50.1": place}, "own": ["10.10.0.1"], "pid": 1}
+    return Listener.model_validate(told)
 
 
 def reached(
     outside: str | None,
     inside: str | None = "absent",
     facts: MachineFacts = LINUX,
-    node: str = "pi5",
     *,
     tmux_runs: bool = False,
 ) -> Finding:
     said = f"outside {json.dumps({'error': outside})}\n" + "tmux runs\n" * tmux_runs
     if inside != "absent":
         said += f"inside {json.dumps({'error': inside})}\n"
-    return judge_reach(answer(said), context(node, facts, listener=listener()))
+    return judge_reach(Answer(0, said, ""), node_checks(facts=facts, listener=listener()))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +63,7 @@ def reached(
         (reached("stranger"), "fail", ["somebody else than mini1", "host_ip.pi5"]),
         (reached("name"), "fail", ["192.168.50.1", "host_ip.pi5"]),
         (
-            judge_reach(answer("outside {}"), context(listener=listener(**OF_NOBODY))),
+            judge_reach(Answer(0, "outside {}", ""), node_checks(listener=listener("foreign"))),
             "fail",
             ["192.168.50.1 is no address of mini1", "set host_ip.pi5 to", "10.10.0.1"],
         ),
@@ -113,7 +110,7 @@ def tmux(*words: str) -> str:
 
 def knocked() -> dict[str, str]:
     """What the script says on this machine."""
-    script = reach_script(context(listener=listener(), python=sys.executable))
+    script = reach_script(node_checks(listener=listener(), python=sys.executable))
     done = subprocess.run(
         ["sh", "-c", script], input=TELLS_TMUX, capture_output=True, check=True, timeout=60
     )
@@ -158,12 +155,7 @@ def test_a_tmux_that_refuses_is_told(sockets: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_listener_outlives_everybody_who_may_come() -> None:
-    many = cluster(
-        host_ip=dict.fromkeys((f"pi{number}" for number in range(16)), "10.10.0.1"),
-        workers=[f"pi{number}" for number in range(1, 16)],
-        num_workers=15,
-        server="pi0",
-    )
+    many = large_cluster(16)
     assert link_limit_s(many) > link_limit_s(cluster())
     assert listen_seconds(many) > link_limit_s(many)
 

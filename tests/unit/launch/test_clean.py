@@ -13,7 +13,7 @@ from smolcluster.cli import main
 from smolcluster.errors import ConfigError
 from smolcluster.launch.clean import CleanOptions, clean, parse_age
 from smolcluster.launch.find import RUNS_DIR
-from smolcluster.runs.lock import RunLock
+from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import RunPaths, create_run, latest_of, point_latest
 from smolcluster.runs.status import write_status
 
@@ -96,7 +96,7 @@ def test_a_run_that_is_written_stays_whatever_is_asked(root: Path) -> None:
     code = "import sys; file = open(sys.argv[2]); print(flush=True); sys.stdin.read()"
     words = [sys.executable, "-c", code, "algorithms/EDP/worker.py", str(log)]
     with (
-        RunLock(paths.lock),
+        run_lock(paths.lock),
         subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process,
     ):
         assert process.stdout is not None

@@ -4,6 +4,7 @@ import builtins
 import itertools
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -12,26 +13,26 @@ import pytest
 from harness import local_settings
 from smolcluster.algorithms.entry import server_parser, worker_parser
 from smolcluster.algorithms.process import worker_settings
+from smolcluster.configs.function_name import FunctionName
 from smolcluster.configs.load import read_config
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import AlgorithmName, ClusterConfig, NodeConfig
 from smolcluster.configs.spec import algorithms, get_algorithm
 from smolcluster.launch import remote
+from smolcluster.launch.local import place_overrides
 from smolcluster.launch.plan import (
     CLUSTER_FILE,
     NO_PROGRESS,
     TRAIN_FILE,
     NodePaths,
     Request,
-    in_sessions,
     plan_cluster,
     plan_local,
 )
 from smolcluster.launch.remote import LaunchOptions, launch_remote, places_of
 from smolcluster.launch.requests import cluster_source
-from smolcluster.launch.run import place_overrides
+from smolcluster.launch.take_in import script_of, workload_of
 from smolcluster.runs.launched import Launched
-from smolcluster.runs.paths import RunPaths
 
 RUN_ID = "edp-1"
 CLUSTER = ClusterConfig(
@@ -207,16 +208,21 @@ def test_a_run_that_goes_on_differs_by_a_flag_of_its_server() -> None:
 
 
 def test_a_local_run_in_sessions_runs_the_commands_of_a_local_run(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path / RUN_ID)
-    plan = plan_local(
-        Request(get_algorithm("edp")), CLUSTER, run_id=RUN_ID, python="/usr/bin/python3"
+    plan, launched = (
+        plan_local(
+            Request(get_algorithm("edp")),
+            CLUSTER,
+            run_dir=tmp_path / RUN_ID,
+            python="/usr/bin/python3",
+            in_sessions=in_sessions,
+        )
+        for in_sessions in (False, True)
     )
-    launched = in_sessions(plan, paths)
-    assert launched.is_local
+    assert (launched.is_local, launched.has_sessions, plan.has_sessions) == (True, True, False)
     assert NO_PROGRESS in plan.server.argv
     for ours, theirs in zip(launched.processes, plan.processes, strict=True):
         assert ours.argv == tuple(word for word in theirs.argv if word != NO_PROGRESS)
-        assert (ours.title, ours.run_dir) == (theirs.title, str(paths.root))
+        assert (ours.title, ours.run_dir) == (theirs.title, str(tmp_path / RUN_ID))
 
 
 # With the configuration's files
@@ -231,14 +237,14 @@ def test_a_dry_run_shows_the_plan_that_is_carried_out(
     class Stop(Exception):
         pass
 
-    def take(launched: Launched, *_: object) -> None:
+    def take(launched: Launched, *_: object, **__: object) -> None:
         seen.append(launched)
         raise Stop
 
     monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setattr(remote, "show_plan", take)
-    monkeypatch.setattr(remote, "ClusterRun", take)
+    monkeypatch.setattr(remote, "Run", take)
     request = Request(get_algorithm("edp"), overrides=("num_epochs=5",))
     for how in (LaunchOptions(dry_run=True), LaunchOptions()):
         with pytest.raises(Stop):
@@ -326,3 +332,44 @@ def test_a_machine_s_environment_does_not_travel_to_the_others(tmp_path: Path) -
     }
     file.write_text("port: 6000  # as it is\n")
     assert remote.without_env(file) == file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("seen", "told"),
+    [
+        ("ours/train.py:workload", "{run}/launch/workload/ours/train.py:workload"),
+        ("./ours.train:workload", "{run}/launch/workload/ours.train:workload"),
+        ("installed.train:workload", "installed.train:workload"),
+    ],
+)
+def test_each_machine_is_told_the_workload_in_its_own_folder_of_the_run(
+    seen: str, told: str
+) -> None:
+    launched = plan_cluster(
+        Request(get_algorithm("edp"), overrides=("workload=/me/x.py:y",), workload=seen),
+        CLUSTER,
+        PLACES,
+        RUN_ID,
+    )
+    for process in launched.processes:
+        argv = process.argv
+        assert argv[argv.index("--workload") + 1] == told.format(run=process.run_dir)
+        assert "workload=/me/x.py:y" not in argv
+        assert FunctionName.parse(workload_of(process) or "") == FunctionName.parse(seen)
+
+
+def test_each_worker_is_told_the_script_in_its_own_folder_of_the_run() -> None:
+    script = shlex.join(["train it.py", "--name", "two words"])
+    request = Request(get_algorithm("edp"), overrides=("num_epochs=3",), script=script)
+    launched = plan_cluster(request, CLUSTER, PLACES, RUN_ID)
+    serve = ["-m", "smolcluster.cli", "serve", "--algorithm", "edp", "--run-id", RUN_ID]
+    file = f"{launched.server.run_dir}/launch/cluster.yaml"
+    assert list(launched.server.argv[1:9]) == [*serve, file]
+    assert "--train-config" not in launched.server.argv
+    for worker in launched.workers:
+        argv = worker.argv
+        assert argv[1].endswith("api/script.py")
+        assert argv[2:4] == (str((worker.rank or 0) + 1), worker.node)
+        there = f"{worker.run_dir}/launch/workload/train it.py"
+        assert shlex.split(argv[argv.index("--script") + 1]) == [there, "--name", "two words"]
+        assert shlex.split(script_of(worker) or "") == shlex.split(script)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from reading import fake_ssh, launched_run, server, status_of, worker, write
-from smolcluster.errors import ConfigError, DataError, LaunchError
+from smolcluster.errors import LaunchError
 from smolcluster.launch.host import Host
-from smolcluster.launch.watch.fetch import brought, changed, failure, fetch, parts_of, rsync_command
+from smolcluster.launch.watch.fetch import brought, failure, fetch, parts_of, rsync_command
 from smolcluster.runs.launched import read_launched
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.status import write_status
@@ -141,7 +141,7 @@ def test_a_disk_that_hangs_is_given_up(
     write(there / ".local/bin/rsync", hanging).chmod(0o755)
     begun = time.monotonic()
     assert fetch(str(paths.root)) == 1
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 25
     out = capsys.readouterr().out
     assert "error: mini1: nothing came for 1 s: look at its disk and network" in out
     assert "pi5: 1 file (logs), 3 B" in out
@@ -154,10 +154,10 @@ def test_a_connection_that_stays_open_is_not_waited_for(
     paths = launched_run(tmp_path / "runs", server())
     write(there / "runs/r1/events.jsonl", "{}\n")
     ssh = tmp_path / "bin/ssh"
-    ssh.write_text(ssh.read_text().replace("exec sh", "sleep 5 >/dev/null </dev/null &\nexec sh"))
+    ssh.write_text(ssh.read_text().replace("exec sh", "sleep 40 >/dev/null </dev/null &\nexec sh"))
     begun = time.monotonic()
     assert fetch(str(paths.root)) == 0
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - begun < 30
     assert "mini1: 1 file" in capsys.readouterr().out
 
 
@@ -200,21 +200,6 @@ def test_what_is_here_already_is_not_fetched(
     assert (part.host, part.folder) == (Host("mini1"), f"{elsewhere}/logs")
     assert fetch(here) == 0
     assert "mini1: 1 file (logs), 3 B" in capsys.readouterr().out
-
-
-def test_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run 'nothing'"):
-        fetch("nothing")
-    paths = launched_run(tmp_path, server())
-    paths.launched.write_text("{")
-    with pytest.raises(DataError, match="damaged"):
-        fetch(str(paths.root))
-
-
-def test_what_changed() -> None:
-    before = {"a": (1, 1), "b": (2, 1), "c": (3, 1)}
-    after = {"a": (1, 1), "b": (2, 2), "d": (4, 1)}
-    assert changed(before, after) == {"b": 2, "d": 4}
 
 
 def test_the_remote_command_is_right_for_every_login_shell(tmp_path: Path, there: Path) -> None:

@@ -163,10 +163,10 @@ def test_what_a_command_says_and_its_code_are_its_own(ssh_that: Path) -> None:
 
 def test_a_connection_that_stays_open_is_not_waited_for(ssh_that: Path) -> None:
     """An old ssh keeps standard error open while it is everybody's connection in the background."""
-    ssh_that.write_text("#!/bin/sh\nsleep 5 >/dev/null </dev/null &\necho said\n")
+    ssh_that.write_text("#!/bin/sh\nsleep 40 >/dev/null </dev/null &\necho said\n")
     begun = time.monotonic()
     assert Host("pi5", "pi5").run("true").stdout == "said\n"
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - begun < 30
 
 
 @pytest.mark.parametrize("destination", [None, "pi5"])
@@ -175,7 +175,7 @@ def test_a_command_that_takes_too_long_is_given_up(destination: str | None, ssh_
     begun = time.monotonic()
     with pytest.raises(TookTooLong, match=r"pi5 \(.*\): a command did not end within 0\.2 s"):
         Host("pi5", destination).run("exec sleep 30", timeout_s=0.2)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 25
 
 
 def test_without_ssh_there_is_one_line(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:

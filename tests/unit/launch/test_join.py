@@ -5,6 +5,7 @@ import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,7 +124,7 @@ while time.monotonic() < end and not (root / "over").exists():
 """
 
 
-@pytest.mark.timeout(40)
+@pytest.mark.timeout(180)
 def test_a_worker_that_is_left_alone_logs_where_its_log_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,11 +138,48 @@ def test_a_worker_that_is_left_alone_logs_where_its_log_is_waited_for(
     monkeypatch.setattr(subprocess, "Popen", Noted)
     paths = create_run(tmp_path / "runs", "edp-1")
     elsewhere = f'runs_dir="{tmp_path / "elsewhere"}"'
-    command = [sys.executable, "-c", WRITES_ITS_LOG, "--override", elsewhere]
+    argv = (sys.executable, "-c", WRITES_ITS_LOG, "--override", elsewhere)
+    worker = process("mini9", 1).model_copy(update={"argv": argv})
     try:
-        assert joining._detached(paths, command, "mini9", 1) == 0
+        assert joining._detached(paths, worker) == 0
     finally:
         for root in (tmp_path / "runs", tmp_path / "elsewhere"):
             root.mkdir(exist_ok=True)
             (root / "over").touch()
         assert started[0].wait(30.0) == 0
+
+
+def test_by_itself_a_machine_joins_with_the_code_that_was_brought_there_or_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = SimpleNamespace(workload="train.workload", algorithm="edp")
+    welcome = SimpleNamespace(run_id="edp-1", worker_id=2, run=run)
+    monkeypatch.setattr(joining, "_ask", lambda *_: welcome)
+    monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path))
+    address = Address("10.0.0.1", 6000)
+
+    def told(*options: str) -> tuple[str, ...]:
+        return joining._asked_for(address, JoinOptions(name="pi5"), options, None).argv
+
+    with pytest.raises(ConfigError, match=r"train\.workload.*--workload FILE"):
+        told("--override", "threads=1")
+    assert told("--workload", "/me/a.py:b")[-2:] == ("--workload", "/me/a.py:b")
+    brought = tmp_path / "edp-1/launch"
+    brought.mkdir(parents=True)
+    (brought / "workload.name").write_text("ours/train.py:workload")
+    expected = f"{brought}/workload/ours/train.py:workload"
+    assert told("--override", "a=1")[-4:] == ("--workload", expected, "--override", "a=1")
+    for outside in ("/etc/train.py:workload", "../../train.py:workload"):
+        (brought / "workload.name").write_text(outside)
+        with pytest.raises(ConfigError, match="whose code is not here"):
+            told()
+    (brought / "workload.name").write_text("other.py:workload")
+    with pytest.raises(
+        ConfigError, match=r"train\.workload, but .*other\.py:workload: name it with"
+    ):
+        told()
+    run.workload = None
+    assert "--workload" not in told("--override", "a=1")
+    welcome.run_id = "../../elsewhere"
+    with pytest.raises(ConfigError, match="cannot name a folder"):
+        told()

@@ -1,20 +1,16 @@
 """Addresses of a machine, what the ways to them are like, and which is best."""
 
-import shlex
 import socket
 import subprocess
-import sys
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness import free_port
 from smolcluster.errors import LaunchError
-from smolcluster.launch.host import Host, Unreachable
-from smolcluster.launch.probing import Listener, listening, probe_script, probe_source
+from smolcluster.launch.host import Host
+from smolcluster.launch.probing import Listener, Place, listening, probe_script
 from smolcluster.launch.setup.links import (
     Interface,
     MeasuredLink,
@@ -28,7 +24,7 @@ from smolcluster.launch.setup.links import (
 HERE = Host("mini1", None)
 MEASURE = probe_script("", "measure", "127.0.0.1", 1, "x")
 TOKEN = "t0"
-NOBODY = Listener({}, {"127.0.0.1": 1}, (), 0)
+NOBODY = Listener(places={"127.0.0.1": Place(state="busy", port=1)}, own=(), pid=0)
 IPV4, IPV6 = Interface("127.0.0.1", "lo"), Interface("::1", "lo")
 
 IP_ADDR = """\
@@ -161,9 +157,9 @@ def test_this_machine_tells_its_addresses() -> None:
 def test_the_best_way_is_taken_and_the_others_are_told(ways: list[MeasuredLink], ip: str) -> None:
     best = choose(ways)
     assert best is not None
-    assert best.ip == ip
+    assert best[0] == ip
     for each in ways:
-        assert each.shown in best.reason
+        assert each.shown in best[1]
 
 
 def test_a_way_that_is_closed_is_never_taken() -> None:
@@ -191,22 +187,18 @@ def test_what_the_probe_says_is_read(found: dict[str, Any], link: MeasuredLink) 
     assert read_link(IPV4, found) == link
 
 
-def listens(
-    interfaces: list[Interface], port: int, seconds: int
-) -> AbstractContextManager[Listener]:
-    addresses = [interface.ip for interface in interfaces]
-    return listening(HERE, probe_script("", "listen", port, TOKEN, seconds, *addresses), 60.0)
-
-
 def test_the_ways_to_this_machine_are_measured() -> None:
-    interfaces = [IPV4, IPV6] if has_ipv6() else [IPV4]
-    with listens(interfaces, free_port(), 60) as listener:
-        for link in measure(Host("pi5", None), interfaces, listener, TOKEN):
-            assert not link.failure
-            assert 0 < link.ms < 100
-            assert link.mb_s > 1
-    [link] = measure(Host("pi5", None), [IPV4], listener, TOKEN)
-    assert link.failure == "refused"
+    """Also where the wanted port is taken at one address; an address that is none of its own has no way."""
+    interfaces = [IPV4, *([IPV6] if has_ipv6() else []), Interface("192.0.2.250", "eth0")]
+    with socket.create_server((IPV4.ip, 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ("listen", port, TOKEN, 60, *(each.ip for each in interfaces))
+        with listening(HERE, probe_script("", *words), 60.0) as listener:
+            *links, foreign = (measure(HERE, each, listener, TOKEN) for each in interfaces)
+    assert listener.ports[IPV4.ip] != port
+    assert all(not link.failure and 0 < link.ms < 100 and link.mb_s > 1 for link in links)
+    assert foreign.failure == "nobody may listen there"
+    assert measure(HERE, IPV4, listener, TOKEN).failure == "refused", "it has ended"
 
 
 def has_ipv6() -> bool:
@@ -217,60 +209,30 @@ def has_ipv6() -> bool:
     return True
 
 
-def test_the_wanted_port_is_taken_if_it_is_free() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with listens([IPV4], port, 60) as listener:
-            assert listener.ports["127.0.0.1"] != port
-            assert not measure(HERE, [IPV4], listener, TOKEN)[0].failure
-    with listens([IPV4], port, 60) as listener:
-        assert listener.ports == {"127.0.0.1": port}
-
-
-def test_an_address_that_is_not_the_listeners_is_not_measured() -> None:
-    foreign = Interface("192.0.2.250", "eth0")
-    with listens([foreign], free_port(), 60) as listener:
-        [link] = measure(HERE, [foreign], listener, TOKEN)
-    assert link.failure == "nobody may listen there"
-
-
-def on_a_machine(tmp_path: Path, **programs: str) -> dict[str, str]:
-    """The environment of a machine that has only these programs."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
+@pytest.mark.parametrize(
+    ("programs", "code", "said"),
+    [
+        ({"uv": "echo $* >&2"}, 0, "run --no-project --quiet python - measure 127.0.0.1 1 x"),
+        ({"python3": "exit 1", "uv": "echo this is uv >&2"}, 0, "this is uv"),
+        ({"python3": "echo it is python3 >&2"}, 0, "it is python3"),
+        ({}, 69, "there is neither python3 (3.9 or newer) nor uv"),
+    ],
+)
+def test_the_python_of_a_machine_is_python3_that_is_not_too_old_or_uvs(
+    tmp_path: Path, programs: dict[str, str], code: int, said: str
+) -> None:
     for name, text in programs.items():
-        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-        (folder / name).chmod(0o755)
-    return {"PATH": str(folder), "HOME": str(tmp_path)}
-
-
-def run_there(environ: dict[str, str], script: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        ["/bin/sh", "-c", script],
-        env=environ,
-        input=probe_source().decode(),
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["/bin/sh", "-c", MEASURE],
+        env={"PATH": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
     )
-
-
-def test_without_python3_it_is_uvs(tmp_path: Path) -> None:
-    uv = f'echo "$1 $2 $3 $4 $5" >&2; shift 4; exec {shlex.quote(sys.executable)} "$@"'
-    done = run_there(on_a_machine(tmp_path, uv=uv), MEASURE)
-    assert done.returncode == 0
-    assert done.stderr == "run --no-project --quiet python -\n"
-
-
-def test_a_python3_that_is_too_old_is_not_used(tmp_path: Path) -> None:
-    environ = on_a_machine(tmp_path, python3="exit 1", uv="echo this is uv")
-    assert run_there(environ, MEASURE).stdout == "this is uv\n"
-
-
-def test_a_machine_without_any_python_is_told(tmp_path: Path) -> None:
-    done = run_there(on_a_machine(tmp_path), MEASURE)
-    assert done.returncode == 69
-    assert done.stderr == "there is neither python3 (3.9 or newer) nor uv\n"
+    assert (done.returncode, done.stderr) == (code, f"{said}\n")
 
 
 @dataclass(frozen=True)
@@ -288,22 +250,18 @@ BARE = Scripted("pi5", "pi@pi5", "PATH=/nowhere")
 ALONE = Scripted("mini1", "m", "exit 0")
 
 
-def test_a_machine_that_is_gone_is_told_as_such() -> None:
-    with (
-        pytest.raises(Unreachable, match="there is no route to it"),
-        listening(ABSENT, MEASURE, 9),
-    ):
-        pass
-    with pytest.raises(Unreachable, match="there is no route to it"):
-        measure(ABSENT, [IPV4], NOBODY, "x")
-
-
-def test_why_nothing_can_be_measured_is_told() -> None:
-    why = r"^pi5 \(pi@pi5\): its links cannot be measured: there is neither python3"
-    with pytest.raises(LaunchError, match=why), listening(BARE, MEASURE, 9):
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        (ABSENT, r"^pi5 \(pi5\): there is no route to it"),
+        (BARE, r"^pi5 \(pi@pi5\): its links cannot be measured: there is neither python3"),
+    ],
+)
+def test_why_nothing_can_be_measured_is_told(host: Host, why: str) -> None:
+    with pytest.raises(LaunchError, match=why), listening(host, MEASURE, 9):
         pass
     with pytest.raises(LaunchError, match=why):
-        measure(BARE, [IPV4], NOBODY, "x")
+        measure(host, IPV4, NOBODY, "x")
 
 
 def test_a_machine_without_addresses_is_refused() -> None:

@@ -9,35 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from reading import launched_run, server, status_of, worker, write
+from made_runs import summary_of
+from reading import children_of, launched_run, server, status_of, worker, write
 from smolcluster.errors import ConfigError
 from smolcluster.launch.find import RUNS_DIR, find
 from smolcluster.launch.host import Host, TookTooLong
 from smolcluster.launch.watch import listing
 from smolcluster.launch.watch.listing import listed, living, row, runs
 from smolcluster.launch.watch.probe import Ask
-from smolcluster.runs.lock import RunLock
+from smolcluster.observability.view.listing import ListedRun
+from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.status import STOPPED, RunStatus, instant, write_status
-from smolcluster.runs.summary import Final, Pushes, Summary, Traffic, write_summary
+from smolcluster.runs.summary import Final, Summary, write_summary
 
 
 def summary(run_id: str) -> Summary:
-    return Summary(
-        algorithm="syncps",
-        run_id=run_id,
-        wall_s=75.0,
-        epochs=4,
-        steps=1000,
-        train_samples=100,
-        samples_applied=400,
-        codec="fp32",
-        pushes=Pushes(),
-        leases_returned=0,
-        final=Final(train_loss=0.125),
-        bytes=Traffic(),
-        workers=[],
-    )
+    final = Final(train_loss=0.125)
+    return summary_of(run_id, algorithm="syncps", wall_s=75.0, steps=1000, final=final)
 
 
 def run_of(root: Path, run_id: str, began: float) -> RunPaths:
@@ -70,7 +59,7 @@ def test_runs_are_listed_the_newest_last(
     assert shown.index("empty") < shown.index("1,000") < shown.index("failed")
 
 
-def listed_run(root: Path) -> listing.ListedRun:
+def listed_run(root: Path) -> ListedRun:
     name = "syncps-20261122-175014-1771"
     write_summary(run_of(root, name, 10).summary, summary(name))
     [run] = listed(root)
@@ -106,7 +95,7 @@ def test_no_machine_is_left_out_where_there_is_little_room(
 
 def test_a_run_that_is_written_now_says_so(tmp_path: Path) -> None:
     paths = run_of(tmp_path, "a", 1)
-    with RunLock(paths.lock):
+    with run_lock(paths.lock):
         assert listed(tmp_path)[0].state == "starting"
         write_status(paths.status, status_of("waiting"))
         assert listed(tmp_path)[0].state == "waiting"
@@ -115,16 +104,11 @@ def test_a_run_that_is_written_now_says_so(tmp_path: Path) -> None:
     assert listed(tmp_path)[0].state == "broken off"
 
 
-def test_a_run_that_was_stopped_says_so(tmp_path: Path) -> None:
-    write_status(create_run(tmp_path, "a").status, status_of("ended", reason=STOPPED))
-    assert listed(tmp_path)[0].state == "stopped"
-
-
 def test_a_run_that_has_just_been_started_is_not_broken_off(tmp_path: Path) -> None:
     paths = create_run(tmp_path, "a")
-    write(paths.processes, "[]")
+    children_of(paths, 2**22 + 1)
     assert listed(tmp_path)[0].state == "starting"
-    os.utime(paths.processes, (1.0, 1.0))
+    os.utime(paths.launched, (1.0, 1.0))
     assert listed(tmp_path)[0].state == "broken off"
 
 
@@ -197,10 +181,10 @@ def test_the_run_that_lives_is_meant_before_the_newest(
     monkeypatch.setenv(RUNS_DIR, str(tmp_path))
     first, second = run_of(tmp_path, "first", 1), run_of(tmp_path, "second", 2)
     assert find("latest") == second
-    with RunLock(first.lock):
+    with run_lock(first.lock):
         assert find("latest", acts=True) == first
         assert "first" in capsys.readouterr().err
-        with RunLock(second.lock):
+        with run_lock(second.lock):
             assert find("latest") == second
             assert "first" in capsys.readouterr().err
             assert find("first", acts=True) == first

@@ -1,14 +1,13 @@
 """Copies of a run that goes on elsewhere."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from made_runs import MadeRun
 from reading import fake_ssh, launched_run, log_line, server, status_of, worker, write
-from smolcluster.launch.watch import mirror
+from smolcluster.launch.watch import probe
 from smolcluster.launch.watch.mirror import Mirror
 from smolcluster.launch.watch.page import open_files
 from smolcluster.observability.view.run import RunView
@@ -16,15 +15,7 @@ from smolcluster.runs.launched import read_launched
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.series import SeriesFile
 from smolcluster.runs.status import write_status
-
-DEADLINE_S = 30.0
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.02)
+from waiting import eventually
 
 
 def step_line(step: int) -> str:
@@ -55,7 +46,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
 def test_a_run_on_other_machines_is_read_there_as_it_goes_on(
     tmp_path: Path, elsewhere: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirror, "SERIES_EVERY_S", 0.0)
+    monkeypatch.setattr(probe, "SERIES_EVERY_S", 0.0)
     paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi@pi5"))
     before = sorted(paths.root.rglob("*"))
     view = RunView(open_files(paths, tmp_path / "copies"), clock=lambda: time.monotonic() * 10)

@@ -18,12 +18,10 @@ from smolcluster.cli import main
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import TryAgain
-from smolcluster.launch import run
 from smolcluster.launch.observe import beside, commands, stack
 from smolcluster.launch.observe.beside import (
     announce,
     beside_others,
-    bring_up,
     forget,
     stack_for,
     within_reach,
@@ -46,6 +44,7 @@ from smolcluster.launch.observe.targets import (
     write_targets,
 )
 from smolcluster.launch.plan import Request
+from smolcluster.launch.run import Run
 from smolcluster.observability import exporter
 from smolcluster.utils.retry import Deadline
 
@@ -301,7 +300,7 @@ def test_who_has_the_port_of_grafana_and_is_not_ours_is_left_alone(
 ) -> None:
     docker.let("without-containers")
     said: list[str] = []
-    assert bring_up(said.append) is None
+    assert stack_for(True, local_settings().cluster, said.append) is None
     [line] = said
     assert line.endswith("port 3000 is used by another program; nothing was started")
     assert not any("up" in words.split() for words in docker.asked)
@@ -458,17 +457,14 @@ def runs_seen(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
     seen: list[list[str]] = []
 
-    class Run:
-        def __init__(self, *_: object, **__: object) -> None: ...
+    def follow(self: Run) -> int:
+        files = (folder / "targets").glob("*.json")
+        seen.append([each["targets"][0] for file in files for each in json.loads(file.read_text())])
+        self._end()
+        return 0
 
-        def run(self) -> int:
-            files = (folder / "targets").glob("*.json")
-            seen.append(
-                [each["targets"][0] for file in files for each in json.loads(file.read_text())]
-            )
-            return 0
-
-    monkeypatch.setattr(run, "LocalRun", Run)
+    monkeypatch.setattr(Run, "start", lambda *_: None)
+    monkeypatch.setattr(Run, "follow", follow)
     return seen
 
 

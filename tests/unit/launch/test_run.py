@@ -1,3 +1,5 @@
+"""A run of child processes, from its start to its end, and what its launcher makes of signals."""
+
 import io
 import os
 import signal
@@ -6,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -13,18 +16,17 @@ from rich.console import Console
 from harness import summary_of
 from reading import status_of
 from smolcluster.errors import LaunchError
-from smolcluster.launch.run import LocalRun
+from smolcluster.launch.run import Run
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.jsonl import JsonlSink
-from smolcluster.runs.events import EventLog, RunEnded, WorkerJoined
-from smolcluster.runs.launched import Launched
+from smolcluster.runs.launched import Launched, read_launched
 from smolcluster.runs.paths import RunPaths, create_run, latest_of
-from smolcluster.runs.processes import read_processes
-from smolcluster.runs.status import STOPPED, read_status, write_status
+from smolcluster.runs.status import STATUS, STOPPED, RunStatus, read_status, write_status
 from smolcluster.runs.summary import write_summary
 
 FakePlan = Callable[..., Launched]
 IDLE = "wait_for_ever()"
+STOPPED_LINE = "stopped: nothing of it is left running"
 
 
 @pytest.fixture
@@ -32,73 +34,104 @@ def paths(tmp_path: Path) -> RunPaths:
     return create_run(tmp_path, "edp-1")
 
 
-def printed(console: Console) -> list[str]:
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue().splitlines()
+Launch = Callable[..., int]
+
+
+@pytest.fixture
+def launch(fake_plan: FakePlan, paths: RunPaths, console: Console) -> Launch:
+    """Run these programs, the server's first, to their end: `launch(server, worker, …)`."""
+
+    def carry_out(*programs: str, **options: Any) -> int:
+        run = Run(fake_plan(*programs), paths, console, **options)
+        run.start()
+        return run.follow()
+
+    return carry_out
+
+
+@pytest.fixture
+def printed(console: Console) -> Callable[[], list[str]]:
+    def lines() -> list[str]:
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue().splitlines()
+
+    return lines
 
 
 def all_gone(paths: RunPaths) -> bool:
-    for entry in read_processes(paths.processes):
+    for process in read_launched(paths.launched).processes:
+        assert process.pid is not None
         try:
-            os.kill(entry.pid, 0)
+            os.kill(process.pid, 0)
         except ProcessLookupError:
             continue
         return False
     return True
 
 
+def begun(paths: RunPaths) -> str:
+    """A line of a program: wait until all have been started."""
+    return f"wait_until(lambda: os.path.exists({str(paths.launched)!r}))\n"
+
+
 def after_the_end_of(paths: RunPaths, rank: int) -> str:
-    """A line of a server's program: wait until the launcher has noticed the end of a worker."""
-    return f"""
+    """Lines of a server's program: wait until the launcher has noticed the end of a worker."""
+    return f"""{begun(paths)}
 import json
-def pid():
-    return next(e["pid"] for e in json.load(open({str(paths.processes)!r})) if e["rank"] == {rank})
-wait_until(lambda: os.path.exists({str(paths.processes)!r}) and gone(pid()))
+processes = json.load(open({str(paths.launched)!r}))["processes"]
+wait_until(lambda: gone(next(each["pid"] for each in processes if each["rank"] == {rank})))
 """
 
 
-@pytest.mark.parametrize("code", [0, 1, 75])
+def writes(paths: RunPaths, status: RunStatus) -> str:
+    """A line of a server's program."""
+    return f"open({str(paths.status)!r}, 'wb').write({STATUS.text(status)!r})\n"
+
+
+@pytest.mark.parametrize("code", [0, 75])
 def test_the_servers_exit_code_is_returned_and_nothing_is_left(
-    fake_plan: FakePlan, paths: RunPaths, console: Console, code: int
+    launch: Launch, paths: RunPaths, code: int
 ) -> None:
-    waiting = f"wait_until(lambda: os.path.exists({str(paths.processes)!r}))"
     worker = "sys.exit(0)" if code == 0 else IDLE
-    run = LocalRun(fake_plan(f"{waiting}\nsys.exit({code})", worker, worker), paths, console)
-    assert run.run() == code
+    assert launch(f"{begun(paths)}sys.exit({code})", worker, worker) == code
     assert all_gone(paths)
+    assert (paths.root / "exits/server-mini1").read_text() == f"{code}\n"
 
 
 def test_a_server_that_fails_is_named(
-    fake_plan: FakePlan, paths: RunPaths, console: Console
+    launch: Launch, paths: RunPaths, printed: Callable[[], list[str]]
 ) -> None:
-    LocalRun(fake_plan("sys.exit('error: port 65432 is taken')", IDLE), paths, console).run()
-    assert "server mini1   | error: port 65432 is taken" in printed(console)
-    assert "server mini1 ended with exit code 1: the run has failed" in printed(console)
-    assert printed(console)[-1] == f"files of the run: {paths.root}"
+    assert launch("sys.exit('error: port 65432 is taken')", IDLE) == 1
+    assert "server mini1   | error: port 65432 is taken" in printed()
+    assert "server mini1 ended with exit code 1: the run has failed" in printed()
+    assert printed()[-1] == f"files of the run: {paths.root}"
+
+
+def test_the_closing_words_say_why_a_run_has_failed(
+    launch: Launch, paths: RunPaths, printed: Callable[[], list[str]]
+) -> None:
+    reason = "the run failed: worker 1 (pi5): loss (train.py:17): KeyError: 'y'"
+    assert launch(writes(paths, status_of("failed", reason=reason)) + "sys.exit(3)", IDLE) == 3
+    assert f"server mini1 ended with exit code 3: {reason}" in printed()
 
 
 def test_a_run_that_somebody_else_kills_was_stopped(
-    fake_plan: FakePlan, paths: RunPaths, console: Console
+    launch: Launch, paths: RunPaths, printed: Callable[[], list[str]]
 ) -> None:
     """Nothing of its server's own is left to say so."""
-    write_status(paths.status, status_of())
-    stop = (
-        "import sys; from pathlib import Path; from smolcluster.launch.stop import stop_children; "
-        "from smolcluster.runs.paths import RunPaths; stop_children(RunPaths(Path(sys.argv[1])), now=True)"
-    )
-    listed = f"wait_until(lambda: os.path.exists({str(paths.processes)!r}))"
-    worker = (
-        f"{listed}; os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, '-c', {stop!r}, "
-        f"{str(paths.root)!r}]); {IDLE}"
-    )
-    assert LocalRun(fake_plan(IDLE, worker), paths, console).run() == 128 + signal.SIGKILL
-    assert "stopped: nothing of it is left running" in printed(console)
-    assert read_status(paths.status).word == "stopped"
+    stop = [sys.executable, "-m", "smolcluster.cli", "stop", str(paths.root), "--now"]
+    server = writes(paths, status_of()) + IDLE
+    worker = f"{begun(paths)}os.spawnv(os.P_NOWAIT, sys.executable, {stop!r}); {IDLE}"
+    assert launch(server, worker) == 128 + signal.SIGKILL
+    assert STOPPED_LINE in printed()
+    end = time.monotonic() + 20  # by the other one
+    while read_status(paths.status).word != "stopped":
+        assert time.monotonic() < end
     assert (paths.root / "exits/server-mini1").read_text() == "137\n"
 
 
 def test_a_run_in_which_no_worker_took_part_is_not_the_newest(
-    fake_plan: FakePlan, paths: RunPaths, console: Console
+    launch: Launch, paths: RunPaths
 ) -> None:
     """Its server had listened."""
     root = paths.root.parent
@@ -110,29 +143,18 @@ wait_for_ever()
 """
     worker = f"wait_until(lambda: os.readlink({str(root / 'latest')!r}) == 'edp-1')\nsys.exit(77)"
     with pytest.raises(LaunchError, match="no worker is left"):
-        LocalRun(fake_plan(listens, worker), paths, console, patience_s=0.1).run()
+        launch(listens, worker, patience_s=0.1)
     assert latest_of(root) == "before"
-
-
-def test_a_server_and_a_worker_on_one_node_are_told_apart(
-    fake_plan: FakePlan, paths: RunPaths, console: Console
-) -> None:
-    plan = fake_plan("print('hello')\n" + after_the_end_of(paths, 0), "print('hello')")
-    on_one = [each.model_copy(update={"node": "mini1"}) for each in plan.processes]
-    LocalRun(plan.model_copy(update={"processes": tuple(on_one)}), paths, console).run()
-    assert "server mini1     | hello" in printed(console)
-    assert "worker 1 (mini1) | hello" in printed(console)
-    entries = read_processes(paths.processes)
-    assert [(entry.node, entry.role, entry.rank) for entry in entries] == [
-        ("mini1", "server", None),
-        ("mini1", "worker", 0),
-    ]
 
 
 def test_on_a_terminal_the_names_have_colours_and_elsewhere_they_have_none(
     fake_plan: FakePlan, paths: RunPaths
 ) -> None:
+    """Of a server and a worker on one node, too."""
     shown = {}
+    said = r"print('a\tb \x1b[31m[red]')"
+    plan = fake_plan("print('hello')\n" + after_the_end_of(paths, 0), said)
+    on_one = tuple(each.model_copy(update={"node": "mini1"}) for each in plan.processes)
     for terminal in (True, False):
         out = io.StringIO()
         console = Console(
@@ -141,86 +163,77 @@ def test_on_a_terminal_the_names_have_colours_and_elsewhere_they_have_none(
             width=120,
             color_system="standard" if terminal else None,
         )
-        said = r"print('a\tb \x1b[31m[red]')"
-        plan = fake_plan("print('hello')\n" + after_the_end_of(paths, 0), said)
-        LocalRun(plan, paths, console).run()
+        run = Run(plan.model_copy(update={"processes": on_one}), paths, console)
+        run.start()
+        run.follow()
         shown[terminal] = out.getvalue()
-        paths.processes.unlink()
-    assert "\x1b[36mserver mini1  \x1b[0m | hello" in shown[True]
-    assert "\x1b[35mworker 1 (pi0)\x1b[0m | a" in shown[True]
-    assert r"worker 1 (pi0) | a\tb \x1b[31m[red]" in shown[False].splitlines()
+        paths.launched.unlink()
+    assert "\x1b[36mserver mini1    \x1b[0m | hello" in shown[True]
+    assert "\x1b[35mworker 1 (mini1)\x1b[0m | a" in shown[True]
+    assert r"worker 1 (mini1) | a\tb \x1b[31m[red]" in shown[False].splitlines()
     assert "\x1b" not in shown[False]
 
 
-def test_sessions_that_the_run_had_before_are_forgotten(
-    fake_plan: FakePlan, paths: RunPaths, console: Console
-) -> None:
-    paths.launched.write_text("{}")
-    assert LocalRun(fake_plan(""), paths, console).run() == 0
-    assert not paths.launched.exists()
-    assert paths.processes.exists()
-
-
 def test_when_a_worker_fails_the_run_goes_on(
-    fake_plan: FakePlan, paths: RunPaths, console: Console
+    launch: Launch, paths: RunPaths, printed: Callable[[], list[str]]
 ) -> None:
     server = after_the_end_of(paths, 0) + "sys.exit(0)"
-    plan = fake_plan(server, "sys.exit(3)", after_the_end_of(paths, 0))
-    assert LocalRun(plan, paths, console, patience_s=0).run() == 0
-    assert printed(console).count("worker 1 (pi0) ended with exit code 3") == 1
+    assert launch(server, "sys.exit(3)", after_the_end_of(paths, 0), patience_s=0) == 0
+    assert printed().count("worker 1 (pi0) ended with exit code 3") == 1
 
 
-def test_when_all_workers_have_failed_the_run_is_stopped(
-    fake_plan: FakePlan, paths: RunPaths, console: Console
-) -> None:
-    run = LocalRun(fake_plan(IDLE, "sys.exit(3)", "sys.exit(77)"), paths, console, patience_s=0)
+def test_when_all_workers_have_failed_the_run_is_stopped(launch: Launch, paths: RunPaths) -> None:
     with pytest.raises(
         LaunchError, match=r"worker 1 \(pi0\) ended with exit code 3; worker 2 \(pi1\) ended .* 77"
     ):
-        run.run()
+        launch(IDLE, "sys.exit(3)", "sys.exit(77)", patience_s=0)
     assert all_gone(paths)
 
 
-def test_a_worker_started_by_hand_keeps_the_run_alive(
-    fake_plan: FakePlan, paths: RunPaths, console: Console
-) -> None:
-    events = EventLog(paths.events, "1", warn=pytest.fail)
-    events.write(WorkerJoined(rank=7, node="laptop", device="cpu", samples_per_s=1.0))
-    events.close()
-    server = after_the_end_of(paths, 0) + "time.sleep(0.3)"
-    run = LocalRun(fake_plan(server, "sys.exit(3)"), paths, console, patience_s=0)
-    assert run.run() == 0
+def test_a_worker_started_by_hand_keeps_the_run_alive(launch: Launch, paths: RunPaths) -> None:
+    status = status_of(workers={7: ("laptop", "joined")})
+    server = writes(paths, status) + after_the_end_of(paths, 0) + "time.sleep(0.3)"
+    worker = f"wait_until(lambda: os.path.exists({str(paths.status)!r})); sys.exit(3)"
+    assert launch(server, worker, patience_s=0) == 0
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_everything(
-    fake_plan: FakePlan, paths: RunPaths, console: Console, signum: int, code: int
+    launch: Launch, paths: RunPaths, printed: Callable[[], list[str]], signum: int, code: int
 ) -> None:
-    server = f"""
-wait_until(lambda: os.path.exists({str(paths.processes)!r}))
-os.kill(os.getppid(), {int(signum)})
-wait_for_ever()
-"""
-    assert LocalRun(fake_plan(server, IDLE, IDLE), paths, console).run() == code
+    server = f"{begun(paths)}os.kill(os.getppid(), {int(signum)}); {IDLE}"
+    assert launch(server, IDLE, IDLE) == code
     assert all_gone(paths)
-    assert "stopped: nothing of it is left running" in printed(console)
-    assert not any("failed" in line for line in printed(console))
+    assert "run edp-1: stopped; nothing of it is left running" in printed()
+    assert not any("failed" in line for line in printed())
 
 
 def test_a_run_that_somebody_else_stopped_has_not_failed(
-    fake_plan: FakePlan, paths: RunPaths, console: Console
+    launch: Launch, paths: RunPaths, printed: Callable[[], list[str]]
 ) -> None:
-    events = EventLog(paths.events, "1", warn=pytest.fail)
-    events.write(RunEnded(ok=False, reason=STOPPED, wall_s=1.0, steps=1, samples_applied=1))
-    events.close()
-    assert LocalRun(fake_plan("sys.exit(143)", IDLE), paths, console).run() == 143
-    assert "stopped: nothing of it is left running" in printed(console)
-    assert not any("failed" in line for line in printed(console))
+    assert launch(writes(paths, status_of("ended", reason=STOPPED)) + "sys.exit(143)", IDLE) == 143
+    assert STOPPED_LINE in printed()
+    assert not any("failed" in line for line in printed())
 
 
-def test_a_second_ctrl_c_kills_at_once(
-    fake_plan: FakePlan, paths: RunPaths, console: Console
+def test_what_a_run_that_goes_on_said_before_is_of_before(
+    launch: Launch, paths: RunPaths, printed: Callable[[], list[str]]
 ) -> None:
+    """Its status, its progress, and that it was asked to end."""
+    write_status(paths.status, status_of("ended", reason=STOPPED))
+    sink = JsonlSink(paths.metrics, "1", warn=pytest.fail)
+    sink.log(MetricRecord("step", 21, 1, {"loss": 0.5}))
+    sink.close()
+    (paths.root / "asked").mkdir()
+    (paths.root / "asked/server-mini1.4711").touch()
+    paths.processes.write_text("[]")
+    assert launch(begun(paths) + "sys.exit(1)", IDLE) == 1
+    assert "server mini1 ended with exit code 1: the run has failed" in printed()
+    assert not any("step 21" in line for line in printed())
+    assert not paths.processes.exists()
+
+
+def test_a_second_ctrl_c_kills_at_once(launch: Launch) -> None:
     server = """
 signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGINT))
 os.kill(os.getppid(), signal.SIGINT)
@@ -228,7 +241,7 @@ while True:
     time.sleep(1)
 """
     begun = time.monotonic()
-    assert LocalRun(fake_plan(server, IDLE), paths, console, grace_s=1000).run() == 130
+    assert launch(server, IDLE, server_grace_s=1000) == 130
     assert time.monotonic() - begun < 60
 
 
@@ -246,75 +259,71 @@ def test_what_was_started_is_stopped_when_another_cannot_be(
         real(self, *args, **options)  # type: ignore[call-overload]
         started.append(self.pid)
 
-    monkeypatch.setattr(subprocess.Popen, "__init__", note)
     plan = fake_plan(IDLE, IDLE)
     broken = plan.workers[0].model_copy(update={"argv": ("/no/such/python",)})
     plan = plan.model_copy(update={"processes": (plan.server, broken)})
+    run = Run(plan, paths, console)
+    run.keep_what_waits()
+    monkeypatch.setattr("smolcluster.launch.children.subprocess.Popen.__init__", note)
     with pytest.raises(LaunchError, match=r"cannot start worker 1 \(pi0\)"):
-        LocalRun(plan, paths, console).run()
+        run.start()
     monkeypatch.undo()
-    assert len(started) == 1
-    assert ends(started[0])
+    assert run._children["server-mini1"].pid in started
+    assert all(ends(pid) for pid in started)
 
 
 def test_nobody_survives_a_launcher_that_is_killed(
     tmp_path: Path, ends: Callable[[int], bool], pid_in: Callable[[Path], int]
 ) -> None:
+    names = ("server", "worker0", "worker1")
     children = [
         f"import os; open({str(tmp_path / name)!r}, 'w').write(str(os.getpid()) + chr(10))\n"
         "while os.read(0, 100): pass"
-        for name in ("server", "worker0", "worker1")
+        for name in names
     ]
     program = f"""
 import sys
 from pathlib import Path
 from rich.console import Console
 from smolcluster.runs.launched import Launched, LaunchedProcess
-from smolcluster.launch.run import LocalRun
+from smolcluster.launch.run import Run
 from smolcluster.runs.paths import create_run
 
-programs = {children!r}
+paths = create_run(Path({str(tmp_path)!r}), "edp-1")
 processes = [
     LaunchedProcess(node=f"n{{i}}", role="worker" if i else "server", rank=i - 1 if i else None,
-                    argv=(sys.executable, "-c", text))
-    for i, text in enumerate(programs)
+                    run_dir=str(paths.root), argv=(sys.executable, "-c", text))
+    for i, text in enumerate({children!r})
 ]
-paths = create_run(Path({str(tmp_path)!r}), "edp-1")
-plan = Launched(run_id="edp-1", algorithm="edp", processes=processes)
-LocalRun(plan, paths, Console()).run()
+run = Run(Launched(run_id="edp-1", algorithm="edp", processes=processes), paths, Console())
+run.start()
+run.follow()
 """
     launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
-    pids = [pid_in(tmp_path / name) for name in ("server", "worker0", "worker1")]
+    pids = [pid_in(tmp_path / name) for name in names]
     launcher.kill()
     launcher.wait()
     assert [ends(pid) for pid in pids] == [True, True, True]
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-def test_progress_comes_from_the_runs_metrics_and_is_only_what_is_new(
-    fake_plan: FakePlan, paths: RunPaths, console: Console, resumed: bool
+def test_progress_comes_from_the_runs_metrics(
+    fake_plan: FakePlan, paths: RunPaths, console: Console, printed: Callable[[], list[str]]
 ) -> None:
+    run = Run(fake_plan("", ""), paths, console, num_epochs=3)
+    run.start()
     sink = JsonlSink(paths.metrics, "1", warn=pytest.fail)
     sink.log(MetricRecord("eval", 20, 0, {"val_accuracy": 0.75}))
     sink.log(MetricRecord("step", 21, 1, {"loss": 0.5}))
     sink.close()
-    LocalRun(fake_plan("", ""), paths, console, num_epochs=3, resumed=resumed).run()
-    is_shown = "epoch 2/3 · step 21 · loss 0.500 · acc 0.750" in printed(console)
-    assert is_shown != resumed
-
-
-def test_at_the_end_there_is_a_table(
-    fake_plan: FakePlan, paths: RunPaths, console: Console
-) -> None:
-    summary = summary_of(3, val_accuracy=0.9722)
-    write_summary(paths.summary, summary)
-    assert LocalRun(fake_plan("", ""), paths, console).run() == 0
-    assert any(line.endswith("accuracy  0.9722") for line in map(str.rstrip, printed(console)))
+    write_summary(paths.summary, summary_of(3, val_accuracy=0.9722))
+    assert run.follow() == 0
+    assert "epoch 2/3 · step 21 · loss 0.500 · acc 0.750" in printed()
+    assert any(line.endswith("accuracy  0.9722") for line in map(str.rstrip, printed()))
 
 
 def test_a_full_disk_does_not_keep_a_run_from_starting(
-    fake_plan: FakePlan, paths: RunPaths, console: Console
+    launch: Launch, paths: RunPaths, printed: Callable[[], list[str]]
 ) -> None:
-    paths.processes.mkdir()
-    assert LocalRun(fake_plan("", ""), paths, console).run() == 0
-    assert any("processes.json" in line and "goes on" in line for line in printed(console))
+    paths.launched.mkdir()
+    assert launch("", "") == 0
+    assert any("launch.json" in line and "goes on" in line for line in printed())

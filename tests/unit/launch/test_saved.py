@@ -8,15 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from harness import Cluster, local_settings, summary_of
 from smolcluster.configs.resolve import save_resolved
 from smolcluster.errors import CheckpointError, ConfigError, RunBusy
 from smolcluster.launch.remote import LaunchOptions
-from smolcluster.launch.saved import export_model, resume, show_checkpoints
-from smolcluster.runs.lock import RunLock
+from smolcluster.launch.saved import export_model, resume, show_checkpoints, store_of
+from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.summary import write_summary
+from smolcluster.training.checkpoint import Snapshot, TrainingState
+from smolcluster.training.replica import Replica
 from smolcluster.utils.stopping import Interrupted
 
 
@@ -70,6 +73,41 @@ def test_checkpoints_are_listed_and_exported(
         assert all(torch.equal(exported[each], kept[each]) for each in kept)
 
 
+class Adapted(nn.Module):
+    """Looks like what `peft` makes: a frozen base, a trained adapter, and `peft_config`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(requires_grad=False)
+        self.adapter = nn.Linear(4, 2)
+        self.peft_config: dict[str, object] = {}
+
+
+def test_exported_adapters_come_without_their_base_which_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = create_run(tmp_path, "edp-1")
+    save_resolved(local_settings(), paths.config)
+    state = TrainingState(
+        run_id="edp-1",
+        algorithm="edp",
+        incarnation="here",
+        step=1,
+        samples_applied=4,
+        epoch=0,
+        dataset_fingerprint="data",
+        seed=0,
+        codec="fp32",
+    )
+    replica = Replica(Adapted(), "sgd")
+    store_of(paths).save(Snapshot.of(replica, state))
+    export_model(str(paths.root), tmp_path / "out", best=False, transformers=False)
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == {"adapter.weight", "adapter.bias"}
+    assert replica.base is not None
+    assert replica.base in capsys.readouterr().out
+
+
 def test_a_damaged_checkpoint_is_named_and_not_exported(
     run: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,7 +141,7 @@ def test_a_resumed_run_keeps_its_batch_whatever_the_number_of_workers(
 def test_what_cannot_be_resumed_is_one_line(run: RunPaths, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run 'nono'"):
         resume("nono", None, [], LaunchOptions(dry_run=True))
-    with RunLock(run.lock), pytest.raises(RunBusy, match="is being written"):
+    with run_lock(run.lock), pytest.raises(RunBusy, match="is being written"):
         resume(str(run.root), None, [], LaunchOptions(dry_run=True))
     write_summary(run.summary, summary_of(30))
     with pytest.raises(CheckpointError, match="has ended; to train on, raise num_epochs above 30"):

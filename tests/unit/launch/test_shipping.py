@@ -17,13 +17,13 @@ from reading import server as bare_server
 from reading import worker as bare_worker
 from smolcluster.errors import LaunchError
 from smolcluster.launch import shipping
-from smolcluster.launch.run import LocalRun
+from smolcluster.launch.run import Run
 from smolcluster.launch.shipping import LokiAddress, loki_of, ship_script, url_for, with_shippers
 from smolcluster.observability.shipping.spool import STATE
 from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.runs.paths import create_run
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 90.0
 OURS = LokiAddress("http://127.0.0.1:3100", is_ours=True)
 FOLLOWER = """#!/bin/sh
 echo "$(basename "$0") $LOKI_URL $SMOLCLUSTER_RUNS_DIR $*"
@@ -228,7 +228,7 @@ def test_where_logs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_of_child_processes_ships_its_last_lines_and_leaves_nothing(
     fake_plan: Callable[..., Launched], tmp_path: Path, console: Console
 ) -> None:
-    paths = create_run(tmp_path, "r1")
+    paths = create_run(tmp_path, "edp-1")
     log, state = paths.log_file("server", "mini1"), paths.logs / STATE
     program = f"""
 with open({str(log)!r}, "w") as log:
@@ -237,16 +237,17 @@ with open({str(log)!r}, "w") as log:
     print("the last", file=log)
 """
     with receiving() as receiver:
-        plan = fake_plan(program, "")
-        run = LocalRun(plan, paths, console, loki=LokiAddress(receiver.url, is_ours=True))
-        assert run.run() == 0
+        run = Run(fake_plan(program, ""), paths, console)
+        run.start(LokiAddress(receiver.url, is_ours=True))
+        assert run.follow() == 0
         assert receiver.received.texts(host="server-mini1") == ["the first", "the last"]
-    assert not [child for child in run._shippers if child.exit_code != 0]
+    assert (paths.root / "exits/shipper-mini1").read_text() == "0\n"
 
 
 def test_a_run_of_child_processes_does_not_need_loki(
     fake_plan: Callable[..., Launched], tmp_path: Path, console: Console
 ) -> None:
-    paths = create_run(tmp_path, "r1")
-    run = LocalRun(fake_plan("", ""), paths, console, loki=LokiAddress("nonsense", is_ours=False))
-    assert run.run() == 0
+    paths = create_run(tmp_path, "edp-1")
+    run = Run(fake_plan("", ""), paths, console)
+    run.start(LokiAddress("nonsense", is_ours=False))
+    assert run.follow() == 0

@@ -10,24 +10,21 @@ from pathlib import Path
 import pytest
 
 from exporting import GPU
-from reading import fake_ssh, launched_run, log_line, server, status_of, worker, write
+from reading import children_of, fake_ssh, launched_run, log_line, server, status_of, worker, write
+from smolcluster.cli import main
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.launch.host import Host, TookTooLong
-from smolcluster.launch.watch.probe import (
-    Ask,
+from smolcluster.launch.watch.probe import Ask, look, look_at_script
+from smolcluster.launch.watch.report import (
     Liveness,
     ProbeResult,
-    Seen,
-    look,
-    look_at_script,
-    ours_alive,
-    sections,
+    ProcessReport,
+    RunReport,
+    report_of,
 )
-from smolcluster.launch.watch.report import ProcessReport, RunReport, report_of, state_of
 from smolcluster.launch.watch.status import gpu_cell, head, look_at, notes, row, status
 from smolcluster.observability.view.snapshot import State
 from smolcluster.runs.paths import RunPaths, create_run
-from smolcluster.runs.processes import ProcessEntry, write_processes
 from smolcluster.runs.status import RunStatus, instant, write_status
 
 NOW = 1_790_000_000.0
@@ -190,28 +187,12 @@ def test_whatever_a_machine_answers_is_no_traceback(
 ) -> None:
     paths = launched_run(tmp_path, server())
     [seen] = look(paths, lambda _host, _script: answer).processes
-    assert (seen.liveness, seen.code) == expected
+    assert (seen.process, seen.exit_code) == expected
 
 
-def probed(liveness: str, written: RunStatus | None) -> ProbeResult:
-    seen = Seen("mini1", "server", None, liveness)  # type: ignore[arg-type]
+def probed(liveness: Liveness, written: RunStatus | None) -> ProbeResult:
+    seen = ProcessReport(node="mini1", role="server", process=liveness)
     return ProbeResult((seen,), written, None, instant(NOW))
-
-
-@pytest.mark.parametrize(
-    ("liveness", "written", "expected"),
-    [
-        ("running", status_of("training"), "training"),
-        ("gone", status_of("training"), "broken off"),
-        ("ended", status_of("training"), "broken off"),
-        ("unreachable", None, "unknown"),
-    ],
-)
-def test_the_state_is_what_the_server_wrote_unless_its_process_says_otherwise(
-    liveness: str, written: RunStatus | None, expected: str
-) -> None:
-    assert state_of(probed(liveness, written)) == expected
-    assert report_of("r1", "edp", probed(liveness, written)).state == expected
 
 
 @pytest.mark.parametrize(
@@ -262,21 +243,24 @@ def test_each_machine_is_asked_once_and_only_the_servers_for_the_files(tmp_path:
     assert sorted(asked) == ["mini1", "pi5"]
 
 
-def test_a_damaged_list_of_processes_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [["status"], ["top", "--once"], ["logs"], ["fetch"]])
+def test_a_list_that_is_damaged_and_a_run_that_is_not_there_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
     paths = launched_run(tmp_path, server())
-    for damaged in ("{", "[]", '{"run_id": "r1", "algorithm": "edp", "processes": []}'):
-        paths.launched.write_text(damaged)
-        with pytest.raises(DataError, match=r"launch\.json is damaged"):
-            status(str(paths.root), as_json=False, watch=False)
+    paths.launched.write_text("{")
+    assert main([*command, str(paths.root)]) == DataError.exit_code
+    assert "launch.json is damaged" in capsys.readouterr().err
+    assert main([*command, "nothing"]) == ConfigError.exit_code
+    assert "no run 'nothing'" in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    assert main([*command, str(tmp_path / "other")]) == ConfigError.exit_code
+    assert "is not the folder of a run" in capsys.readouterr().err
 
 
-def test_an_unknown_run_and_flags_that_contradict_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no run 'nothing'"):
-        status("nothing", as_json=False, watch=False)
+def test_flags_that_contradict_are_refused() -> None:
     with pytest.raises(ConfigError, match="--json prints one document"):
         status("latest", as_json=True, watch=True)
-    with pytest.raises(ConfigError, match="is not the folder of a run"):
-        status(str(tmp_path), as_json=False, watch=False)
 
 
 @pytest.fixture
@@ -285,16 +269,10 @@ def local(tmp_path: Path) -> Iterator[tuple[RunPaths, "subprocess.Popen[bytes]"]
     paths = create_run(tmp_path, "r1")
     program = "import time; time.sleep(60)"
     with (
-        subprocess.Popen([sys.executable, "-c", program, "smolcluster"]) as process,
+        subprocess.Popen([sys.executable, "-c", program, "r1"]) as process,
         subprocess.Popen(["sleep", "60"]) as other,
     ):
-        write_processes(
-            paths.processes,
-            [
-                ProcessEntry(node="mini1", role="server", pid=process.pid),
-                ProcessEntry(node="pi5", role="worker", rank=0, pid=other.pid),
-            ],
-        )
+        children_of(paths, process.pid, other.pid)
         write(paths.config, "")
         yield paths, process
         process.kill()
@@ -336,11 +314,6 @@ def test_a_server_of_this_machine_that_crashed_is_told_with_its_code_and_last_wo
     assert report.processes[0].exit_code == 1
 
 
-def test_a_process_of_somebody_else_is_not_ours() -> None:
-    assert ours_alive([]) == set()
-    assert ours_alive([1, 2**30]) == set()
-
-
 def test_a_run_of_one_process_is_known_by_its_lock(tmp_path: Path) -> None:
     paths = create_run(tmp_path, "single-1")
     write(paths.config, "")
@@ -375,15 +348,3 @@ def test_watching_ends_with_ctrl_c(
     monkeypatch.setattr(time, "sleep", interrupted)
     assert status(str(paths.root), as_json=False, watch=True) == 0
     assert "single-1" in capsys.readouterr().out
-
-
-def test_what_comes_before_the_first_mark_is_left_out() -> None:
-    assert sections("hello\n::a\n1\n2\n::b\n") == {"a": "1\n2", "b": ""}
-    assert sections("") == {}
-
-
-def test_no_torch_is_loaded() -> None:
-    program = "import sys, smolcluster.launch.watch.status, smolcluster.launch.watch.logs\n"
-    program += "import smolcluster.launch.watch.listing, smolcluster.launch.watch.fetch\n"
-    program += "sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0

@@ -2,8 +2,6 @@
 
 import shutil
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,15 +12,9 @@ from smolcluster.launch.host import Host, shell_path
 from smolcluster.launch.watch import tail
 from smolcluster.launch.watch.tail import MAX_LINE_NBYTES, RemoteTail
 from smolcluster.runs.files import rotate
+from waiting import eventually
 
 HERE = Host("here")
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 30.0
-    while not condition():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.02)
 
 
 def lines_of(host: Host, file: Path, newest: int | None = None) -> list[bytes]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gpt2_reference import reference_for, tiny_config, twin_of
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.models.gpt import GPT, build_gpt
-from smolcluster.models.gpt2_weights import read_for, write_gpt2
+from smolcluster.models.gpt2_weights import write_gpt2
 
 if TYPE_CHECKING:  # it takes seconds
     from transformers import GPT2LMHeadModel, GPT2Model
@@ -76,7 +76,7 @@ def test_what_is_written_is_read_again_exactly(tmp_path: Path) -> None:
     config = tiny_config()
     weights = GPT(config, VOCAB).state_dict()
     write_gpt2(weights, config, tmp_path)
-    again = read_for(config.model_copy(update={"pretrained": tmp_path}), VOCAB)
+    again = load(tmp_path).state_dict()
     assert again.keys() == weights.keys()
     assert all(torch.equal(again[name], weights[name]) for name in weights)
 
@@ -280,13 +280,11 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 def test_the_folder_of_a_run_is_answered_with_how_to_export_it(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
-    config = tiny_config().model_copy(update={"pretrained": tmp_path})
     command = f"smolcluster export --transformers {tmp_path} --to DIR"
     with pytest.raises(ConfigError, match=command):
-        read_for(config, VOCAB)
+        load(tmp_path)
 
 
 def test_a_folder_that_does_not_exist_is_named_with_its_key(tmp_path: Path) -> None:
-    config = tiny_config().model_copy(update={"pretrained": tmp_path / "nothing"})
     with pytest.raises(ConfigError, match=f"model.pretrained is {tmp_path}/nothing, which"):
-        read_for(config, VOCAB)
+        load(tmp_path / "nothing")

@@ -156,14 +156,6 @@ def test_a_worker_that_is_refused_reads_why_and_its_seat_is_free(house: House) -
     assert next_event(house.inbox, SessionClosed).session_id == asked.session_id
 
 
-def test_whoever_does_not_know_the_secret_never_knocks_and_is_told_nothing(house: House) -> None:
-    stranger = house.knock(Secret(Path("mine"), b"x" * 64))
-    with pytest.raises(AuthError):
-        stranger.result(DEADLINE_S)
-    house.admit()  # whose knock is the first event
-    assert any("not let in" in line and "the secret" in line for line in house.lines)
-
-
 def test_who_only_looks_whether_the_port_is_open_is_no_warning(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,9 +233,13 @@ def test_who_makes_room_is_of_the_address_that_has_the_most(
     assert crowd(dict(enumerate(addresses))) == session_ids
 
 
-def test_of_an_address_that_is_refused_again_and_again_ever_fewer_lines_are_logged(
-    house: House,
+@pytest.mark.parametrize(
+    ("most", "counted"), [(room.MAX_ADDRESSES, "127.0.0.1"), (-1, "further addresses")]
+)
+def test_who_does_not_know_the_secret_is_told_nothing_and_ever_fewer_lines_are_logged(
+    house: House, monkeypatch: pytest.MonkeyPatch, most: int, counted: str
 ) -> None:
+    monkeypatch.setattr(room, "MAX_ADDRESSES", most)
     for _ in range(9):
         with pytest.raises(AuthError):
             house.knock(Secret(Path("mine"), b"x" * 64)).result(DEADLINE_S)
@@ -251,18 +247,9 @@ def test_of_an_address_that_is_refused_again_and_again_ever_fewer_lines_are_logg
     until(lambda: any("closed the connection" in line for line in house.lines))
     refused = [line for line in house.lines if "does not know the secret" in line]
     assert len(refused) == 4
-    assert "time 8 for 127.0.0.1" in refused[-1]
-
-
-def test_addresses_without_end_are_counted_together(
-    house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(room, "MAX_ADDRESSES", -1)
-    for _ in range(9):
-        with pytest.raises(AuthError):
-            house.knock(Secret(Path("mine"), b"x" * 64)).result(DEADLINE_S)
-    house.admit()
-    assert "time 8 for further addresses" in house.lines[-1]
+    assert "not let in" in refused[0]
+    assert f"time 8 for {counted}" in refused[-1]
+    house.admit()  # whose request is the first event
 
 
 def test_who_has_proved_itself_is_no_stranger_while_it_waits_for_the_answer(house: House) -> None:

@@ -5,8 +5,8 @@ import pytest
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.net.membership import (
     Admitted,
-    Assigned,
     Member,
+    NumberAssigned,
     Refused,
     admit,
     assign,
@@ -28,44 +28,37 @@ def cluster(**changes: object) -> ClusterConfig:
 PI5 = Member(session_id=7, worker_id=1, node="pi5", instance="aaaa")
 
 
-def test_a_listed_worker_with_a_free_id_is_admitted() -> None:
-    assert admit([PI5], 2, "win", "bbbb", cluster()) == Admitted()
+@pytest.mark.parametrize(
+    ("members", "worker_id", "node", "instance", "decision"),
+    [
+        ([PI5], 2, "win", "bbbb", Admitted()),
+        ([], 2, "pi5", "bbbb", Admitted()),  # ids need not be the place in the list
+        ([PI5], 1, "pi5", "aaaa", Admitted(fences=7)),  # the same process comes back
+        ([PI5], 3, "toaster", "bbbb", Admitted()),  # the cluster is elastic
+        ([], 3, "pi5", "bbbb", Admitted()),
+    ],
+)
+def test_who_is_admitted(
+    members: list[Member], worker_id: int, node: str, instance: str, decision: Admitted
+) -> None:
+    assert admit(members, worker_id, node, instance, cluster()) == decision
 
 
-def test_worker_ids_need_not_be_the_place_in_the_list() -> None:
-    assert admit([], 2, "pi5", "bbbb", cluster()) == Admitted()
-
-
-def test_a_live_duplicate_is_refused_for_now() -> None:
-    refused = admit([PI5], 1, "win", "bbbb", cluster())
+@pytest.mark.parametrize(
+    ("members", "worker_id", "node", "code", "named"),
+    [
+        ([PI5], 1, "win", "busy", ("worker id 1", "pi5")),
+        ([], 1, "toaster", "node", ("toaster", "pi5")),
+        ([], 3, "pi5", "worker-id", ("num_workers = 2",)),
+    ],
+)
+def test_who_is_refused_and_only_a_live_duplicate_may_ask_again(
+    members: list[Member], worker_id: int, node: str, code: str, named: tuple[str, ...]
+) -> None:
+    refused = admit(members, worker_id, node, "bbbb", cluster(elastic=code == "busy"))
     assert isinstance(refused, Refused)
-    assert refused.code == "busy"
-    assert refused.retry_after_s is not None
-    assert "worker id 1" in refused.sentence
-    assert "pi5" in refused.sentence
-
-
-def test_the_same_process_coming_back_fences_its_old_session() -> None:
-    assert admit([PI5], 1, "pi5", "aaaa", cluster()) == Admitted(fences=7)
-
-
-def test_an_elastic_cluster_lets_unlisted_nodes_in() -> None:
-    assert admit([PI5], 3, "toaster", "bbbb", cluster()) == Admitted()
-
-
-def test_an_unlisted_node_is_refused_for_good_and_the_known_ones_are_named() -> None:
-    refused = admit([], 1, "toaster", "bbbb", cluster(elastic=False))
-    assert isinstance(refused, Refused)
-    assert refused.code == "node"
-    assert refused.retry_after_s is None
-    assert "toaster" in refused.sentence
-    assert "pi5" in refused.sentence
-
-
-@pytest.mark.parametrize("elastic", [True, False])
-def test_ids_above_num_workers_need_an_elastic_cluster(elastic: bool) -> None:
-    decision = admit([], 3, "pi5", "bbbb", cluster(elastic=elastic))
-    assert isinstance(decision, Admitted) is elastic
+    assert (refused.code, refused.retry_after_s is not None) == (code, code == "busy")
+    assert all(word in refused.sentence for word in named)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +84,7 @@ def test_a_name_belongs_to_the_living_worker_that_has_it() -> None:
     refused = assign([PI5], "pi5", {}, cluster())
     assert isinstance(refused, Refused)
     assert (refused.code, refused.retry_after_s is not None) == ("busy", True)
-    assert assign([], "pi5", {1: "pi5"}, cluster()) == Assigned(1)
+    assert assign([], "pi5", {1: "pi5"}, cluster()) == NumberAssigned(1)
 
 
 def test_a_fixed_cluster_has_no_number_for_a_stranger() -> None:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from smolcluster.observability import logs
-from smolcluster.observability.logs import MAX_KEPT_LINES, NodeLog, setup_logging
+from smolcluster.observability.logs import MAX_KEPT_LINES, NodeLog
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.files import rotations
 
@@ -35,7 +35,7 @@ def fail() -> None:
 
 def test_a_console_line_is_readable_and_plain_where_there_is_no_terminal() -> None:
     out = console()
-    log = setup_logging("worker", "macbook", 0, console=out)
+    log = NodeLog("worker", "macbook", 0, console=out)
     log.logger.info(
         "joined %s after %.1f s, a line that is longer than the console is wide", "r", 2
     )
@@ -50,7 +50,7 @@ def test_a_console_line_is_readable_and_plain_where_there_is_no_terminal() -> No
 
 def test_levels_are_coloured_on_a_terminal() -> None:
     out = console(force_terminal=True, color_system="standard", no_color=False)
-    log = setup_logging("worker", "macbook", console=out)
+    log = NodeLog("worker", "macbook", console=out)
     log.logger.error("broken")
     log.close()
     assert "\x1b[31mERROR\x1b[0m" in printed(out)[0]
@@ -58,7 +58,7 @@ def test_levels_are_coloured_on_a_terminal() -> None:
 
 def test_lines_below_the_level_go_to_the_file_only(tmp_path: Path) -> None:
     out = console()
-    log = setup_logging("server", "mini1", level=logging.WARNING, console=out)
+    log = NodeLog("server", "mini1", level=logging.WARNING, console=out)
     log.file_logs_to(tmp_path / "x.log", "edp-1")
     log.logger.debug("detail")
     log.logger.warning("attention")
@@ -68,7 +68,7 @@ def test_lines_below_the_level_go_to_the_file_only(tmp_path: Path) -> None:
 
 
 def test_a_filed_line_has_the_documented_fields(tmp_path: Path) -> None:
-    log = setup_logging("worker", "mini2", 0, console=console())
+    log = NodeLog("worker", "mini2", 0, console=console())
     log.file_logs_to(tmp_path / "x.log", "edp-1")
     log.logger.warning("late", extra={"step": 3, "path": Path("a"), "loss": float("nan")})
     log.close()
@@ -89,7 +89,7 @@ def test_a_filed_line_has_the_documented_fields(tmp_path: Path) -> None:
 
 
 def test_an_extra_field_cannot_replace_the_logs_own(tmp_path: Path) -> None:
-    log = setup_logging("server", "mini1", console=console())
+    log = NodeLog("server", "mini1", console=console())
     log.file_logs_to(tmp_path / "x.log", "edp-1")
     log.logger.info("lost", extra={"node": "mini2", "rank": 0})
     log.close()
@@ -100,7 +100,7 @@ def test_an_extra_field_cannot_replace_the_logs_own(tmp_path: Path) -> None:
 
 
 def test_lines_from_before_the_run_is_known_are_filed_later(tmp_path: Path) -> None:
-    log = setup_logging("worker", "mini2", 0, console=console())
+    log = NodeLog("worker", "mini2", 0, console=console())
     log.logger.info("waiting")
     assert not list(tmp_path.iterdir())
     log.file_logs_to(tmp_path / "x.log", "edp-1")
@@ -114,7 +114,7 @@ def test_lines_from_before_the_run_is_known_are_filed_later(tmp_path: Path) -> N
 
 
 def test_a_long_wait_for_a_run_does_not_fill_the_memory(tmp_path: Path) -> None:
-    log = setup_logging("worker", "mini2", console=console())
+    log = NodeLog("worker", "mini2", console=console())
     for n in range(MAX_KEPT_LINES + 5):
         log.logger.debug("%d", n)
     log.file_logs_to(tmp_path / "x.log", "edp-1")
@@ -126,7 +126,7 @@ def test_a_long_wait_for_a_run_does_not_fill_the_memory(tmp_path: Path) -> None:
 
 def test_a_traceback_goes_to_the_file_and_never_to_the_console(tmp_path: Path) -> None:
     out = console()
-    log = setup_logging("server", "mini1", console=out)
+    log = NodeLog("server", "mini1", console=out)
     try:
         fail()
     except RuntimeError:
@@ -146,7 +146,7 @@ def test_two_nodes_in_one_process_do_not_mix(
     outs = [console(), console()]
     logs: list[NodeLog] = []
     for n, out in enumerate(outs):
-        log = setup_logging("worker", f"node{n}", n, console=out)
+        log = NodeLog("worker", f"node{n}", n, console=out)
         log.file_logs_to(tmp_path / f"{n}.log", f"run-{n}")
         logs.append(log)
     for log in logs:
@@ -164,7 +164,7 @@ def test_two_nodes_in_one_process_do_not_mix(
 
 def test_a_closed_log_is_silent(capfd: pytest.CaptureFixture[str]) -> None:
     out = console()
-    log = setup_logging("worker", "node", console=out)
+    log = NodeLog("worker", "node", console=out)
     log.close()
     log.logger.error("too late")
     assert printed(out) == []
@@ -177,7 +177,7 @@ def test_a_full_disk_is_one_line_on_the_console_and_the_run_goes_on(
 ) -> None:
     monkeypatch.setattr(logs, "SPACE_S", 0.0)
     out = console()
-    log = setup_logging("server", "mini1", console=out)
+    log = NodeLog("server", "mini1", console=out)
     log.logger.info("before")
     log.file_logs_to(Path("/dev/full"), "edp-1")
     for n in range(50):
@@ -211,7 +211,7 @@ def test_a_terminal_that_hangs_holds_up_nobody_and_says_later_what_is_missing(
 ) -> None:
     monkeypatch.setattr(logs, "MAX_QUEUED", 10)
     terminal, path = Hanging(), tmp_path / "x.log"
-    log = setup_logging("server", "mini1", console=SteadyConsole(file=terminal, width=200))
+    log = NodeLog("server", "mini1", console=SteadyConsole(file=terminal, width=200))
     log.file_logs_to(path, "edp-1")
     log.logger.info("first")
     assert terminal.is_asked.wait(30)
@@ -239,7 +239,7 @@ def test_a_disk_that_hangs_holds_up_nobody_and_no_end(
         monkeypatch.setattr(logs, name, value)
     path, out = tmp_path / "pipe", console()
     os.mkfifo(path)
-    log = setup_logging("server", "mini1", console=out)
+    log = NodeLog("server", "mini1", console=out)
     log.file_logs_to(path, "edp-1")
     for n in range(50):
         log.logger.info("line %d", n)
@@ -255,7 +255,7 @@ def test_a_disk_that_hangs_holds_up_nobody_and_no_end(
 
 def test_a_message_from_a_peer_cannot_move_the_cursor_or_add_lines() -> None:
     out = console()
-    log = setup_logging("server", "mini1", console=out)
+    log = NodeLog("server", "mini1", console=out)
     log.logger.warning("it said: %s", "a\x1b[2Jb\nc\rd [red]x[/red] \u202e")
     log.close()
     (line,) = printed(out)
@@ -264,14 +264,14 @@ def test_a_message_from_a_peer_cannot_move_the_cursor_or_add_lines() -> None:
 
 def test_a_log_line_with_wrong_arguments_does_not_end_the_run() -> None:
     out = console()
-    log = setup_logging("server", "mini1", console=out)
+    log = NodeLog("server", "mini1", console=out)
     log.logger.info("%d of %d", *[1])
     log.close()
     assert printed(out)[0].endswith("%d of %d (1,)")
 
 
 def test_lines_go_to_standard_error_by_default(capfd: pytest.CaptureFixture[str]) -> None:
-    log = setup_logging("server", "mini1")
+    log = NodeLog("server", "mini1")
     log.logger.info("listening")
     log.close()
     out, err = capfd.readouterr()
@@ -283,7 +283,7 @@ def test_a_log_that_grows_too_large_is_rotated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs, "MAX_LOG_NBYTES", 1000)
-    log = setup_logging("worker", "mini2", 0, console=console())
+    log = NodeLog("worker", "mini2", 0, console=console())
     log.file_logs_to(tmp_path / "x.log", "edp-1")
     for n in range(20):
         log.logger.debug("%d", n)
@@ -294,7 +294,7 @@ def test_a_log_that_grows_too_large_is_rotated(
 
 
 def test_a_field_that_cannot_be_written_costs_no_line_and_no_step(tmp_path: Path) -> None:
-    log = setup_logging("worker", "mini2", 0, console=console())
+    log = NodeLog("worker", "mini2", 0, console=console())
     log.file_logs_to(tmp_path / "x.log", "edp-1")
     log.logger.info("odd", extra={"shape": {(3, 4): "x"}})
     log.close()

@@ -71,6 +71,14 @@ def test_a_lost_holders_leases_go_to_others_first() -> None:
     assert leases.judge(lost.key, A) == "duplicate"
 
 
+def test_one_lease_goes_back_alone() -> None:
+    leases = dispatcher()
+    first, second = (must(leases.grant(A, now=0.0)) for _ in range(2))
+    assert leases.release(first.key, B) == []
+    assert leases.release(first.key, A) == [first]
+    assert (leases.judge(first.key, A), leases.judge(second.key, A)) == ("late", "open")
+
+
 def test_a_lease_counts_only_for_its_holder_and_this_incarnation() -> None:
     leases = dispatcher()
     lease = must(leases.grant(A, now=0.0))
@@ -82,6 +90,28 @@ def test_a_lease_counts_only_for_its_holder_and_this_incarnation() -> None:
     assert leases.judge(invented, A) == "late"
     with pytest.raises(ValueError, match="not open"):
         leases.commit(lease.key, B, now=0.0)
+
+
+def test_the_time_of_a_lease_begins_when_it_is_sent() -> None:
+    """Its data may take long to load, which is no fault of its holder."""
+    leases = dispatcher()
+    lease = must(leases.grant(A, now=0.0, is_sent=False))
+    assert leases.expire(now=1000.0) == []
+    assert leases.sent(lease.key, A, now=1000.0)
+    assert leases.expire(now=1029.9) == []
+    (returned,) = leases.expire(now=1030.0)
+    assert returned.key == lease.key
+    assert not leases.sent(lease.key, A, now=1031.0), "it is no longer A's"
+
+
+def test_loading_is_not_counted_among_what_a_holder_needs() -> None:
+    leases = dispatcher(num_epochs=9)
+    for start in range(0, 5000, 1000):
+        lease = must(leases.grant(A, now=start, is_sent=False))
+        leases.sent(lease.key, A, now=start + 900)
+        leases.commit(lease.key, A, now=start + 902)
+    lease = must(leases.grant(A, now=6000.0))
+    assert lease.deadline == 6030.0, "4 x 2 s are less than the floor"
 
 
 def test_an_expired_lease_goes_back_and_its_holder_gets_twice_the_time() -> None:

@@ -1,6 +1,6 @@
 """How a gradient leaves a worker, and in which order the server takes it."""
 
-from itertools import starmap
+import struct
 from typing import cast
 
 import pytest
@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from peers import opened, set_gradient, small_replica
 from smolcluster.codec.registry import CODECS, get_codec
 from smolcluster.errors import NonFiniteLoss, ProtocolError
-from smolcluster.ps.push import GradientSender, PushOrder
+from smolcluster.net.inbox import Event, MessageReceived
+from smolcluster.ps.push import GradientReceiver, GradientSender, Pushed, PushOrder
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
+from smolcluster.training.scaler import LEAST_SCALE
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import LeaseKey, Push, frame_of
+from smolcluster.transport.messages import LeaseKey, Pull, Push
 
 LOSSY = [name for name, codec in CODECS.items() if not codec.lossless]
 
@@ -34,9 +36,8 @@ def push_with(sender: GradientSender, num_samples: int = 32) -> list[Frame]:
 
 
 def backup_with(sender: GradientSender, first_bucket: int) -> list[Frame]:
-    return list(
-        starmap(frame_of, sender.backup_pushes(lease(), 7, BatchLoss(0.5, 32), 0.25, first_bucket))
-    )
+    what = lease(), 7, BatchLoss(0.5, 32), 0.25
+    return list(sender.frames(*what, backup_from=first_bucket))
 
 
 def said(frames: list[Frame]) -> list[Push]:
@@ -230,6 +231,10 @@ def test_a_gradient_that_is_not_finite_is_not_sent_and_its_layer_is_named(
     sent: list[Frame] = []
     with pytest.raises(NonFiniteLoss, match=r"layer 2\.weight"):
         sent.extend(GradientSender(codec, replica).frames(lease(), 0, BatchLoss(0.5, 32), 0.25))
+    with pytest.raises(NonFiniteLoss, match=r"^weights at layer 2\.weight cannot be sent"):
+        sent.extend(
+            GradientSender(codec, replica).frames(lease(), 0, BatchLoss(0.5, 32), 0.25, gradient)
+        )
 
 
 def pushes_of(replica: Replica, codec: str = "fp32", key: LeaseKey | None = None) -> list[Push]:
@@ -329,3 +334,93 @@ def test_only_where_parts_are_allowed_a_push_may_be_lossless_instead(
     whole = pushes_of(replica, "fp32")
     with pytest.raises(ProtocolError, match=f"bucket 0 is not the {codec} tensor agreed on"):
         PushOrder(replica.buckets, codec).take(whole[0])
+
+
+@pytest.mark.parametrize(
+    ("has_loss_scale", "overflow", "is_taken"),
+    [
+        (True, 1024.0, True),
+        (True, LEAST_SCALE, False),
+        (True, 1e-30, False),
+        (False, 1024.0, False),
+        (False, None, True),
+    ],
+)
+def test_a_gradient_overflows_only_with_a_loss_scale(
+    replica: Replica, *, has_loss_scale: bool, overflow: float | None, is_taken: bool
+) -> None:
+    """Else a worker could let samples count that nobody trains on."""
+    push = pushes_of(replica, "fp32")[0].model_copy(update={"overflow": overflow})
+    order = PushOrder(replica.buckets, "fp32", has_loss_scale=has_loss_scale)
+    if is_taken:
+        order.take(push)
+    else:
+        with pytest.raises(ProtocolError, match="loss scale"):
+            order.take(push)
+
+
+# What the server takes whole.
+
+SESSION = 3
+
+
+def deliver(frames: list[Frame], receiver: GradientReceiver) -> list[Event]:
+    events = [receiver(*opened(frame)) for frame in frames]
+    return [event for event in events if event is not None]
+
+
+@pytest.mark.parametrize(("codec", "dtype"), [("fp32", torch.float32), ("fp64", torch.float64)])
+def test_a_lossless_push_arrives_bit_for_bit(codec: str, dtype: torch.dtype) -> None:
+    replica = small_replica(dtype)
+    gradient = set_gradient(replica, 1)
+    receiver = GradientReceiver(SESSION, codec, replica.buckets)
+    frames = push_with(GradientSender(codec, replica))
+    assert deliver(frames[:2], receiver) == []
+    assert receiver.in_progress
+    (event,) = deliver(frames[2:], receiver)
+    assert isinstance(event, Pushed)
+    assert torch.equal(event.gradient, gradient)
+    assert (event.session_id, event.push.base_version, event.push.loss) == (SESSION, 7, 0.5)
+    assert (event.push.lease, event.push.num_samples) == (lease(), 32)
+
+
+def test_an_8_bit_push_is_a_quarter_and_close(replica: Replica) -> None:
+    gradient = set_gradient(replica, 1)
+    frames = push_with(GradientSender("int8", replica))
+    (event,) = deliver(frames, GradientReceiver(SESSION, "int8", replica.buckets))
+    assert isinstance(event, Pushed)
+    largest = gradient.abs().max().item()
+    assert (event.gradient - gradient).abs().max() <= largest / 254 * 1.001
+    assert sum(frame.payload.nbytes for frame in frames) == replica.num_params + 3 * 4
+
+
+def test_the_gradient_is_the_servers_until_it_says_otherwise(replica: Replica) -> None:
+    receiver = GradientReceiver(SESSION, "fp32", replica.buckets)
+    set_gradient(replica, 1)
+    frames = push_with(GradientSender("fp32", replica))
+    (event,) = deliver(frames, receiver)
+    assert isinstance(event, Pushed)
+    assert not receiver.in_progress, "it is whole"
+    kept = event.gradient.clone()
+    with pytest.raises(ProtocolError, match="before its last push was acknowledged"):
+        deliver(frames[:1], receiver)
+    assert torch.equal(event.gradient, kept)
+    event.receiver.free()
+    (again,) = deliver(frames, receiver)
+    assert isinstance(again, Pushed)
+    assert again.gradient.data_ptr() == event.gradient.data_ptr(), "one buffer a worker"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_push_with_a_value_that_is_not_finite_is_refused(replica: Replica, value: float) -> None:
+    message, payload = opened(push_with(GradientSender("fp32", replica))[0])
+    payload[40:44] = struct.pack("<f", value)
+    with pytest.raises(ProtocolError, match="NaN or infinity"):
+        GradientReceiver(SESSION, "fp32", replica.buckets)(message, payload)
+
+
+def test_a_whole_push_comes_in_order_and_all_else_is_passed_on(replica: Replica) -> None:
+    receiver = GradientReceiver(SESSION, "fp32", replica.buckets)
+    with pytest.raises(ProtocolError, match="bucket 1 of 3, expected 0"):
+        deliver(push_with(GradientSender("fp32", replica))[1:], receiver)
+    assert receiver(Pull(), memoryview(b"")) == MessageReceived(SESSION, Pull())

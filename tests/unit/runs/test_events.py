@@ -15,7 +15,6 @@ from smolcluster.runs.events import (
     RunEnded,
     WorkerJoined,
     WorkerLost,
-    follow_events,
     kind_of,
     read_events,
 )
@@ -25,12 +24,8 @@ LOST = WorkerLost(rank=0, node="mini2", reason="silent for 10 s")
 ENDED = RunEnded(ok=True, reason="all epochs applied", wall_s=1.5, steps=3, samples_applied=96)
 
 
-def no_warning(sentence: str) -> None:
-    raise AssertionError(sentence)
-
-
 def event_log(path: Path, incarnation: str = "a1") -> EventLog:
-    return EventLog(path, incarnation, warn=no_warning, now=lambda: 0.25)
+    return EventLog(path, incarnation, warn=pytest.fail, now=lambda: 0.25)
 
 
 def test_events_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -69,23 +64,6 @@ def test_a_server_started_again_appends_under_its_own_incarnation(tmp_path: Path
         log.write(JOINED)
         log.close()
     assert [record.incarnation for record in read_events(path)] == ["a1", "b2"]
-
-
-def test_a_follower_gives_each_event_once(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    follower = follow_events(path)
-    assert follower.poll() == []
-    clock = [0.0]
-    log = EventLog(path, "a1", warn=no_warning, clock=lambda: clock[0])
-    log.write(JOINED)
-    assert follower.poll() == []
-    clock[0] = 1.0
-    log.writer.tick()
-    assert [record.event for record in follower.poll()] == [JOINED]
-    log.write(ENDED)
-    log.close()
-    assert [record.event for record in follower.poll()] == [ENDED]
-    assert follower.poll() == []
 
 
 def test_a_loss_that_is_not_finite_is_null(tmp_path: Path) -> None:

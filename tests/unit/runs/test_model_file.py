@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from smolcluster.errors import DataError, SmolclusterError
-from smolcluster.runs.launched import LAUNCHED, Launched, LaunchedProcess
+from smolcluster.runs.launched import CHILDREN, LAUNCHED, Launched, LaunchedProcess
 from smolcluster.runs.model_file import ModelFile
-from smolcluster.runs.processes import PROCESSES
 from smolcluster.runs.status import STATUS, unbegun
 from smolcluster.runs.summary import SUMMARY
 
@@ -17,7 +16,7 @@ GOOD = Launched(run_id="edp-1", algorithm="edp", port=6000, processes=(SERVER,))
 TEXT = LAUNCHED.text(GOOD).decode()
 FILES: dict[str, ModelFile[Any]] = {
     "launch.json": LAUNCHED,
-    "processes.json": PROCESSES,
+    "processes.json": CHILDREN,
     "status.json": STATUS,
     "summary.json": SUMMARY,
 }
@@ -67,7 +66,7 @@ def test_the_first_wrong_key_is_named(tmp_path: Path, text: str, key: str) -> No
 
 @pytest.mark.parametrize("pid", ["-1", '"7"', "1.5"])
 def test_a_value_of_another_kind_is_not_taken(pid: str) -> None:
-    assert PROCESSES.parse(f'[{{"node": "a", "role": "server", "pid": {pid}}}]') is None
+    assert CHILDREN.parse(f'[{{"node": "a", "role": "server", "pid": {pid}}}]') is None
 
 
 def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:

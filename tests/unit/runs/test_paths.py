@@ -7,7 +7,6 @@ import pytest
 from smolcluster.errors import ConfigError
 from smolcluster.runs.paths import (
     RunPaths,
-    check_run_id,
     create_run,
     find_run,
     log_stem,
@@ -99,10 +98,6 @@ def test_a_run_id_that_is_no_folder_name_is_refused(tmp_path: Path, run_id: str)
     with pytest.raises(ConfigError, match="cannot name a folder"):
         create_run(tmp_path, run_id)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_usual_run_id_passes() -> None:
-    assert check_run_id("edp-20261120-135025-3f9c") == "edp-20261120-135025-3f9c"
 
 
 def test_a_place_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path) -> None:

@@ -8,63 +8,23 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from reading import status_of
 from smolcluster.runs.status import (
     STOPPED,
     RunStatus,
     StatusFile,
-    WorkerStatus,
     instant,
     read_status,
     write_status,
 )
+from waiting import Clock
 
 NOON = datetime(2026, 11, 20, 12, 0, 0, 123456, tzinfo=UTC)
 
 
 def status(**changes: object) -> RunStatus:
-    values: dict[str, object] = {
-        "run_id": "edp-1",
-        "algorithm": "edp",
-        "incarnation": "0123abcd",
-        "state": "training",
-        "reason": None,
-        "updated_at": NOON,
-        "started_at": NOON - timedelta(minutes=5),
-        "step": 120,
-        "total_steps": 1350,
-        "epoch": 2,
-        "num_epochs": 30,
-        "samples_applied": 3840,
-        "total_samples": 43110,
-        "loss": 0.25,
-        "val_loss": 0.3,
-        "val_accuracy": 0.9,
-        "val_perplexity": None,
-        "samples_per_s": 1234.5,
-        "workers": [
-            WorkerStatus(
-                rank=0,
-                node="pi5",
-                state="lost",
-                device="cpu",
-                step=119,
-                samples=1000,
-                samples_per_s=0.0,
-                last_seen=NOON - timedelta(seconds=7),
-            )
-        ],
-    }
-    return RunStatus.model_validate(values | changes)
-
-
-class Clock:
-    """A clock that the test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+    written = status_of(now=NOON.timestamp(), age_s=0.0, workers={0: ("pi5", "lost")})
+    return RunStatus.model_validate(dict(written) | {"updated_at": NOON} | changes)
 
 
 def test_a_status_is_read_as_it_was_written_to_the_millisecond(tmp_path: Path) -> None:
@@ -81,37 +41,41 @@ def test_times_in_the_file_are_as_in_the_other_files_of_a_run(tmp_path: Path) ->
     write_status(path, status())
     content = json.loads(path.read_text())
     assert content["updated_at"] == "2026-11-20T12:00:00.123Z"
-    assert content["workers"][0]["last_seen"] == "2026-11-20T11:59:53.123Z"
+    assert content["workers"][0]["last_seen"] == "2026-11-20T11:59:59.923Z"
     assert content["reason"] is None
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_what_is_no_finite_number_is_null(tmp_path: Path, value: float) -> None:
     path = tmp_path / "status.json"
-    write_status(path, status(loss=value, val_perplexity=value))
+    write_status(path, status(loss=value, val_perplexity=value, val_f1=value))
     read = read_status(path)
     assert (read.loss, read.val_perplexity) == (None, None)
+    assert dict(read)["val_f1"] is None
 
 
 def test_how_old_it_is_and_how_long_a_worker_is_silent() -> None:
     now = NOON + timedelta(seconds=3)
     assert status().age_s(now) == 3.0
-    assert status().workers[0].silent_s(now) == 10.0
+    assert status().workers[0].silent_s(now) == pytest.approx(3.2)
     assert status().age_s(NOON - timedelta(hours=1)) == 0.0, "another machine's clock may be late"
 
 
 @pytest.mark.parametrize(
-    ("state", "is_over"),
-    [("waiting", False), ("training", False), ("ended", True), ("failed", True)],
+    ("state", "reason", "is_over", "word"),
+    [
+        ("waiting", None, False, "waiting"),
+        ("training", None, False, "training"),
+        ("ended", "every sample has been applied", True, "ended"),
+        ("ended", STOPPED, True, "stopped"),
+        ("failed", STOPPED, True, "failed"),
+    ],
 )
-def test_a_run_is_over_when_it_ended_or_failed(state: str, is_over: bool) -> None:
-    assert status(state=state).is_over == is_over
-
-
-def test_a_run_that_was_stopped_says_so_in_a_word() -> None:
-    assert status(state="ended", reason=STOPPED).word == "stopped"
-    assert status(state="ended", reason="every sample has been applied").word == "ended"
-    assert status(state="failed", reason=STOPPED).word == "failed"
+def test_a_run_is_over_when_it_ended_or_failed(
+    state: str, reason: str | None, is_over: bool, word: str
+) -> None:
+    written = status(state=state, reason=reason)
+    assert (written.is_over, written.word) == (is_over, word)
 
 
 def test_a_time_without_a_zone_is_refused() -> None:
@@ -122,7 +86,7 @@ def test_a_time_without_a_zone_is_refused() -> None:
 def test_it_is_told_once_a_second_at_most_and_nobody_is_asked_in_between(
     tmp_path: Path,
 ) -> None:
-    clock, asked = Clock(), []
+    clock, asked = Clock(100.0), []
 
     def asking() -> RunStatus:
         asked.append(clock.now)
@@ -138,7 +102,7 @@ def test_it_is_told_once_a_second_at_most_and_nobody_is_asked_in_between(
 
 
 def test_what_must_be_written_is_written_at_once(tmp_path: Path) -> None:
-    file = StatusFile(tmp_path / "status.json", warn=pytest.fail, clock=Clock())
+    file = StatusFile(tmp_path / "status.json", warn=pytest.fail, clock=Clock(100.0))
     file.ask(status)
     file.write(status(state="ended", reason="it was stopped"))
     file.flush()
@@ -146,7 +110,7 @@ def test_what_must_be_written_is_written_at_once(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_is_one_warning_and_tried_again(tmp_path: Path) -> None:
-    clock, folder, warnings = Clock(), tmp_path / "run", list[str]()
+    clock, folder, warnings = Clock(100.0), tmp_path / "run", list[str]()
     file = StatusFile(folder / "status.json", warn=warnings.append, clock=clock)
     for _ in range(5):
         file.ask(status)

@@ -6,38 +6,8 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from smolcluster.runs.summary import (
-    Final,
-    Pushes,
-    Summary,
-    Traffic,
-    WorkerShare,
-    read_summary,
-    table,
-    write_summary,
-)
-
-
-def summary(**changes: object) -> Summary:
-    whole = Summary(
-        algorithm="edp",
-        run_id="edp-20261120-135025-3f9c",
-        wall_s=10.0,
-        epochs=30,
-        steps=1350,
-        train_samples=1437,
-        samples_applied=43110,
-        codec="int8",
-        pushes=Pushes(applied=1350, late=2),
-        leases_returned=3,
-        final=Final(train_loss=0.0123, val_loss=0.0845, val_accuracy=0.9722),
-        bytes=Traffic(sent=12_300_000, received=3_100_000),
-        workers=[
-            WorkerShare(rank=0, node="mini2", samples=30000, mean_staleness=1.25, share=0.696),
-            WorkerShare(rank=1, node="pi [red]", samples=13110, mean_staleness=2.0, share=0.304),
-        ],
-    )
-    return whole.model_copy(update=changes)
+from made_runs import summary_of
+from smolcluster.runs.summary import Final, Summary, WorkerShare, read_summary, table, write_summary
 
 
 def shown(what: Summary) -> str:
@@ -48,13 +18,13 @@ def shown(what: Summary) -> str:
 
 def test_a_summary_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
-    write_summary(path, summary())
-    assert read_summary(path) == summary()
+    write_summary(path, summary_of())
+    assert read_summary(path) == summary_of()
 
 
 def test_the_file_has_the_documented_keys(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
-    write_summary(path, summary())
+    write_summary(path, summary_of())
     entry = json.loads(path.read_text())
     assert set(entry) == {
         *("algorithm", "run_id", "wall_s", "epochs", "steps", "train_samples", "samples_applied"),
@@ -67,10 +37,20 @@ def test_the_file_has_the_documented_keys(tmp_path: Path) -> None:
     assert set(entry["workers"][0]) == {"rank", "node", "samples", "mean_staleness", "share"}
 
 
+def test_a_metric_that_is_not_finite_is_null(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    final = Final.model_validate({"val_accuracy": float("nan"), "val_f1": float("inf")})
+    write_summary(path, summary_of(final=final))
+    read = read_summary(path)
+    assert read is not None
+    assert read.final.val_accuracy is None
+    assert dict(read.final)["val_f1"] is None
+
+
 def test_of_a_language_model_the_table_shows_tokens_and_perplexity() -> None:
     final = Final(train_loss=1.5, val_loss=1.6, val_perplexity=4.95303)
-    text = shown(summary(tokens_per_sample=128, final=final))
-    assert f"{4311 * 128:,} tokens/s" in text
+    text = shown(summary_of(tokens_per_sample=128, final=final))
+    assert f"{320 * 128:,} tokens/s" in text
     assert "validation perplexity  4.953" in text
     assert "accuracy" not in text
     assert "samples/s" not in text
@@ -81,35 +61,28 @@ def test_of_a_language_model_the_table_shows_tokens_and_perplexity() -> None:
 )
 def test_wrong_values_are_refused(part: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
-        Summary.model_validate(summary().model_dump() | part)
+        Summary.model_validate(summary_of().model_dump() | part)
 
 
 def test_the_closing_table_shows_the_run_and_a_row_for_each_worker() -> None:
-    text = shown(summary())
-    for part in (
-        "edp-20261120-135025-3f9c",
-        "4,311 samples/s",
-        "1,350 applied, 2 late",
-        "0.9722",
-        "12.3 MB",
-        "3.1 MB",
-    ):
+    evil = WorkerShare(rank=1, node="pi [red]", samples=9, mean_staleness=1.25, share=0.696)
+    text = shown(summary_of(workers=[*summary_of().workers, evil]))
+    for part in ("edp-1", "320 samples/s", "100 applied, 7 stale", "0.975", "1.2 MB", "5.7 MB"):
         assert part in text
-    rows = [line for line in text.splitlines() if "mini2" in line or "pi [red]" in line]
-    assert len(rows) == 2
-    assert "69.6%" in rows[0]
-    assert "1.25" in rows[0]
+    [row] = [line for line in text.splitlines() if "pi [red]" in line]
+    assert "69.6%" in row
+    assert "1.25" in row
 
 
 def test_the_closing_table_copes_with_a_run_that_did_nothing() -> None:
-    text = shown(summary(wall_s=0.0, final=Final(), workers=[]))
+    text = shown(summary_of(wall_s=0.0, final=Final(), workers=[]))
     assert "0 samples/s" in text
     assert "not measured" in text
     assert "\x1b" not in text
 
 
 def test_the_lowest_validation_loss_is_said_and_small_losses_have_digits() -> None:
-    final = summary().final.model_copy(update={"train_loss": 3.0871e-5, "val_loss": 0.174})
-    said = shown(summary(final=final, lowest_val_loss=0.0871))
+    final = summary_of().final.model_copy(update={"train_loss": 3.0871e-5, "val_loss": 0.174})
+    said = shown(summary_of(final=final, lowest_val_loss=0.0871))
     assert "train 3.09e-05, validation 0.1740, lowest 0.0871" in said
-    assert "lowest" not in shown(summary(final=final, lowest_val_loss=0.174))
+    assert "lowest" not in shown(summary_of(final=final, lowest_val_loss=0.174))

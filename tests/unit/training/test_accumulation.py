@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from computing import PERPLEXITY, evaluated, forward_backward
+from computing import forward_backward
 from smolcluster.configs.schema import (
     DatasetConfig,
     GPTConfig,
@@ -19,11 +19,11 @@ from smolcluster.configs.schema import (
 from smolcluster.data.dataset import NO_TERM, Dataset
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.data.tokens import TokenBlocks
-from smolcluster.errors import NonFiniteLoss
 from smolcluster.models.gpt import GPT
 from smolcluster.training.build import TrainingContext, build, most_at_once
 from smolcluster.training.builtin import builtin_workload
 from smolcluster.training.loop import training_steps
+from smolcluster.training.microbatching import Microbatching
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedule import learning_rate
 from smolcluster.training.workload import Workload
@@ -116,10 +116,13 @@ def test_n_small_batches_make_the_step_of_one_big_one(microbatch: int | None) ->
     accumulated = config(batch_size=4, gradient_accumulation=3)
     big = config(batch_size=12)
     training, reference = bench_for(accumulated, microbatch), bench_for(big)
-    assert training.microbatch == (microbatch or 4)
+    sizes: set[int] = set()
+    embedding = training.replica.model.get_submodule("wte")
+    embedding.register_forward_hook(lambda _module, given, _output: sizes.add(len(given[0])))
     steps = list(training_steps(training, accumulated))
     expected = list(training_steps(reference, big))
     assert len(steps) == len(expected) == 6, "30 samples, 12 a step, 2 epochs"
+    assert max(sizes) == (microbatch or 4)
     for step, other in zip(steps, expected, strict=True):
         assert (step.epoch, step.start, step.num_samples) == (
             other.epoch,
@@ -178,30 +181,6 @@ def test_a_run_equals_pytorchs_own_loop() -> None:
         torch.testing.assert_close(training.replica.params[place], expected, rtol=1e-6, atol=1e-8)
 
 
-# The schedule counts samples
-
-
-def test_the_schedule_is_one_of_samples_whatever_a_step_is_made_of() -> None:
-    accumulated = config(batch_size=4, gradient_accumulation=3)
-    big = config(batch_size=12)
-    for applied in range(0, 61, 4):
-        assert learning_rate(accumulated, applied, 60) == learning_rate(big, applied, 60)
-
-
-def test_the_warm_up_takes_its_number_of_steps() -> None:
-    train = config(batch_size=4, gradient_accumulation=3)
-    rates = [learning_rate(train, applied, 1000) for applied in range(0, 72, 12)]
-    assert rates[:4] == pytest.approx([0.01 / 4, 0.02 / 4, 0.03 / 4, 0.01])
-    assert rates[4] < 0.01
-    assert learning_rate(train, 1000, 1000) == 0.001
-
-
-def test_a_global_batch_is_the_step_where_it_is_said() -> None:
-    train = config(batch_size=4, gradient_accumulation=3, global_batch_size=20)
-    assert (train.samples_per_push, train.samples_per_step) == (12, 20)
-    assert learning_rate(train, 20, 1000) == pytest.approx(0.02 / 4)
-
-
 # bfloat16
 
 
@@ -233,30 +212,21 @@ def test_bf16_keeps_weights_gradient_and_optimizer_in_float32() -> None:
     assert beyond_bf16.float().mean() > 0.9, "nothing rounds them"
 
 
-def test_bf16_is_what_the_model_computes_in() -> None:
-    seen: list[torch.dtype] = []
-    replica = Replica(gpt(torch.float32), "adamw", precision="bf16")
-    block = replica.model.get_submodule("h.0.mlp.c_fc")
-    block.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
-    forward_backward(replica, *uneven_batch())
-    assert seen == [torch.bfloat16]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_evaluation_computes_in_the_same_precision(precision: Precision) -> None:
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)]
+)
+def test_the_model_computes_and_is_evaluated_in_the_precision(
+    precision: Precision, dtype: torch.dtype
+) -> None:
     train = config(precision=precision)
     training = build(train, 42, DatasetConfig(name="text"), CPU, workload=workload())
     seen: list[torch.dtype] = []
-    model = training.replica.copy_model()
-    block = model.get_submodule("h.0.mlp.c_fc")
+    block = training.replica.model.get_submodule("h.0.mlp.c_fc")
     block.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
-    evaluation = training.evaluate(model)
-    assert evaluation is not None
-    assert set(seen) == {torch.bfloat16 if precision == "bf16" else torch.float32}
-    plain = build(config(), 42, DatasetConfig(name="text"), CPU, workload=workload())
-    expected = plain.evaluate()
-    assert expected is not None
-    assert evaluation.loss == pytest.approx(expected.loss, rel=0.02)
+    for compute in (lambda: training.compute(torch.arange(6)), training.evaluate):
+        compute()
+        assert set(seen) == {dtype}
+        seen.clear()
 
 
 # Dropout
@@ -266,7 +236,7 @@ def with_dropout(seed: int = 42, microbatch: int | None = None) -> TrainingConte
     train = config(model=SIZES.model_copy(update={"dropout": 0.3}))
     place = DatasetConfig(name="text")
     training = build(train, 42, place, CPU, workload=workload(train), microbatch=microbatch)
-    return TrainingContext(training.workload, training.replica, seed, microbatch)
+    return TrainingContext(training.workload, training.replica, seed, Microbatching(microbatch))
 
 
 def computed(training: TrainingContext, epoch: int = 0, start: int = 0) -> tuple[float, Tensor]:
@@ -299,7 +269,7 @@ def test_another_place_epoch_or_seed_has_other_masks() -> None:
 
 def seed_and_compute(training: TrainingContext, tokens: Tensor, targets: Tensor) -> None:
     torch.manual_seed(7)
-    forward_backward(training.replica, tokens, targets, training.microbatch)
+    forward_backward(training.replica, tokens, targets, training.microbatch.size)
 
 
 def test_samples_of_one_batch_and_of_two_microbatches_have_masks_of_their_own() -> None:
@@ -333,33 +303,6 @@ def test_a_run_that_goes_on_repeats_what_would_have_been(num_before: int) -> Non
 # Evaluation
 
 
-@pytest.mark.parametrize("rest", [0, 1, 5, 7])
-@pytest.mark.parametrize("batch_size", [1, 2, 100])
-def test_perplexity_is_that_of_every_token_of_the_split(rest: int, batch_size: int) -> None:
-    data, model = text(rest=rest), gpt(torch.float32)
-    split = data.validation
-    assert isinstance(split, TokenBlocks)
-    stream = torch.from_numpy(split.tokens.astype("int64"))
-    total, num_terms = 0.0, 0
-    with torch.no_grad():
-        for start in range(0, len(stream) - 1, 8):
-            targets = stream[start + 1 : start + 9]
-            logits = model(stream[None, start : start + len(targets)])[0]
-            total += functional.cross_entropy(logits, targets, reduction="sum").item()
-            num_terms += len(targets)
-    assert num_terms == len(stream) - 1 == 40 + rest
-    result = evaluated(model, split, PERPLEXITY, batch_size)
-    assert result.loss == pytest.approx(total / num_terms, rel=1e-5)
-    assert result.metrics["perplexity"] == pytest.approx(
-        torch.tensor(total / num_terms).exp().item(), rel=1e-4
-    )
-    assert result.values == {
-        "val_loss": result.loss,
-        "val_perplexity": result.metrics["perplexity"],
-    }
-    assert "perplexity" in str(result)
-
-
 def test_evaluation_leaves_out_dropout_and_the_replica_as_it_was() -> None:
     training = with_dropout()
     before = training.replica.snapshot()
@@ -376,19 +319,19 @@ def test_perplexity_of_a_model_that_knows_nothing_is_the_vocabulary() -> None:
     assert evaluation.metrics["perplexity"] == pytest.approx(VOCAB)
 
 
-def test_weights_that_have_diverged_have_no_perplexity() -> None:
-    training = build(config(), 42, DatasetConfig(name="text"), CPU, workload=workload())
-    training.replica.params.fill_(torch.inf)
-    with pytest.raises(NonFiniteLoss, match="validation loss is nan"):
-        training.evaluate()
-
-
 # What a batch costs
 
 
 def test_an_example_has_the_size_of_a_batch_where_the_data_are_and_where_they_are_not() -> None:
     here = build(config(), 42, DatasetConfig(name="text"), CPU, workload=workload())
-    served = Dataset.elsewhere("text", num_samples=30, length=8, vocab_size=VOCAB, fingerprint="f")
+    served = Dataset.elsewhere(
+        "text",
+        num_samples=30,
+        input_dim=8,
+        num_classes=VOCAB,
+        measure="perplexity",
+        fingerprint="f",
+    )
     there = TrainingContext(builtin_workload(config(), served), here.replica, 42)
     sizes: list[tuple[int, ...]] = []
     embedding = here.replica.model.get_submodule("wte")

@@ -1,5 +1,7 @@
 """Checkpoints are whole or absent, whatever happens, and bring a run back bit for bit."""
 
+import contextlib
+import copy
 import errno
 import fcntl
 import hashlib
@@ -188,7 +190,7 @@ def test_the_state_comes_back_as_it_was_told(tmp_path: Path) -> None:
     path = store.save(Snapshot.of(new_replica(), told))
     found = newest(store)
     assert path == found.path == store.folder / "step-00000007"
-    assert {name: getattr(found.state, name) for name in TrainingState.model_fields} == dict(told)
+    assert found.state.model_dump(include=set(TrainingState.model_fields)) == told.model_dump()
     assert found.state.format == 1
     assert found.state.model_fingerprint == new_replica().fingerprint
     assert found.state.written_at == "2026-11-18T11:06:40.000Z"
@@ -197,44 +199,45 @@ def test_the_state_comes_back_as_it_was_told(tmp_path: Path) -> None:
         assert (entry.nbytes, entry.sha256) == (len(data), hashlib.sha256(data).hexdigest())
 
 
-def test_the_models_file_loads_into_the_model_without_this_package(tmp_path: Path) -> None:
+def test_the_models_file_holds_all_that_is_no_passing_buffer_also_without_this_package(
+    tmp_path: Path,
+) -> None:
     torch.manual_seed(0)
-    trained = Replica(Odd(), "adam")
-    path = new_store(tmp_path).save(snapshot_of(1, trained))
-    stored = load_file(path / MODEL_FILE)
+    model = Odd()
+    saved, other = Replica(copy.deepcopy(model), "adam"), Replica(model, "adam")
+    train(saved, 1)
+    store = new_store(tmp_path)
+    stored = load_file(store.save(snapshot_of(1, saved)) / MODEL_FILE)
     assert stored.keys() == {"first.weight", "frozen", "last.weight", "last.bias", "persistent"}
     fresh = Odd()
     assert fresh.load_state_dict(stored, strict=False).unexpected_keys == []
-    for name, tensor in trained.model.state_dict().items():
-        assert torch.equal(fresh.state_dict()[name], tensor), name
-
-
-def test_frozen_parameters_and_persistent_buffers_are_restored(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    saved, other = Replica(Odd(), "adam"), Replica(Odd(), "adam")
-    store = new_store(tmp_path)
-    store.save(snapshot_of(1, saved))
     restore(other, newest(store))
     assert_same(other, saved)
     for name, tensor in saved.model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], tensor), name
         assert torch.equal(other.model.state_dict()[name], tensor), name
 
 
-def test_further_tensors_are_kept_beside_the_optimizers(tmp_path: Path) -> None:
-    replica = new_replica()
-    residual = torch.randn(replica.num_params)
+def test_further_tensors_are_kept_beside_the_optimizers_and_must_be_those(tmp_path: Path) -> None:
+    replica, residual = new_replica(), torch.randn(3)
+    with pytest.raises(ValueError, match="'exp_avg' names a tensor of the optimizer"):
+        Snapshot.of(replica, state_of(1), {"exp_avg": torch.zeros(1)})
     store = new_store(tmp_path)
     store.save(Snapshot.of(replica, state_of(1), {"residual": residual}))
     stored = load_file(newest(store).path / OPTIMIZER_FILE)
     assert stored.keys() == {"step", "exp_avg", "exp_avg_sq", "residual"}
-    back = torch.zeros_like(residual)
-    restore(replica, newest(store), {"residual": back})
+    other, back = new_replica(seed=1), torch.zeros(3)
+    before = other.params.clone()
+    for extra, sentence in (
+        (None, "holds residual, float32 of shape"),
+        ({"residual": torch.ones(4)}, "holds residual as float32"),
+        ({"residual": back, "momentum": torch.ones(3)}, "lacks momentum"),
+    ):
+        with pytest.raises(CheckpointError, match=sentence):
+            restore(other, newest(store), extra)
+    assert torch.equal(other.params, before)
+    restore(other, newest(store), {"residual": back})
     assert torch.equal(back, residual)
-
-
-def test_a_further_tensor_cannot_take_an_optimizers_name() -> None:
-    with pytest.raises(ValueError, match="'exp_avg' names a tensor of the optimizer"):
-        Snapshot.of(new_replica(), state_of(1), {"exp_avg": torch.zeros(1)})
 
 
 def test_a_snapshot_does_not_follow_later_steps() -> None:
@@ -300,14 +303,13 @@ json_values = st.recursive(
 
 @given(progress=st.dictionaries(st.text("abc"), json_values, max_size=4), loss=st.floats())
 def test_any_progress_is_read_as_it_was_written(progress: dict[str, Any], loss: float) -> None:
-    files = {name: {"nbytes": 1, "sha256": "0" * 64} for name in (MODEL_FILE, OPTIMIZER_FILE)}
-    state = CheckpointState.model_validate_json(
-        json.dumps(
-            state_of(1, progress=progress, train_loss=loss).model_dump()
-            | {"model_fingerprint": "m", "written_at": "2026-11-18T11:06:40.000Z", "files": files}
-        )
+    told = state_of(1, progress=progress, train_loss=loss)
+    files = {name: room.FileEntry(nbytes=1, sha256="0") for name in (MODEL_FILE, OPTIMIZER_FILE)}
+    state = CheckpointState(
+        **told.model_dump(), model_fingerprint="m", written_at="now", files=files
     )
-    assert room._decode(room._encode(state), Path("state.json")) == state
+    read = room._decode(room._encode(state), Path("state.json"))
+    assert read.model_copy(update={"sha256": None}) == state
 
 
 def test_files_are_as_readable_as_their_folder(tmp_path: Path) -> None:
@@ -375,8 +377,8 @@ def count_calls(seen: Callable[[int], None]) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize(
     ("before", "step", "keep_last"),
-    [([1, 2], 3, 1), ([2], 2, 3)],
-    ids=["one more", "the same step again"],
+    [([1, 2], 3, 1), ([2], 2, 3), ([], 1, 3)],
+    ids=["one more", "the same step again", "the first one"],
 )
 def test_a_kill_at_any_point_leaves_the_old_or_the_new_checkpoint(
     tmp_path: Path, before: list[int], step: int, keep_last: int
@@ -394,11 +396,11 @@ def test_a_kill_at_any_point_leaves_the_old_or_the_new_checkpoint(
         store = new_store(root, lines, keep_last)
         survived = not killed_at(point, lambda: store.save(snapshot))  # noqa: B023
 
-        found = newest(store)
+        found = store.newest_good()
         assert lines == []
-        assert found.path.resolve().is_dir()
-        is_new = all_equal(found.model["fc1.weight"], 100)
-        assert (found.state.step, is_new) in {(before[-1], False), (step, True)}
+        is_new = found is not None and all_equal(found.model["fc1.weight"], 100)
+        last = before[-1] if before else None
+        assert (found and found.state.step, is_new) in {(last, False), (step, True)}
         assert [info.problem for info in store.list()] == [None] * len(store.list())
         seen.add(is_new)
 
@@ -409,19 +411,6 @@ def test_a_kill_at_any_point_leaves_the_old_or_the_new_checkpoint(
             break
     assert seen == {False, True}
     assert point > 10
-
-
-def test_without_any_checkpoint_a_kill_leaves_none_or_the_new_one(tmp_path: Path) -> None:
-    steps = set()
-    snapshot = snapshot_of(1)
-    for point in itertools.count():
-        store = new_store(tmp_path / str(point))
-        survived = not killed_at(point, lambda: store.save(snapshot))  # noqa: B023
-        found = store.newest_good()
-        steps.add(found and found.state.step)
-        if survived:
-            break
-    assert steps == {None, 1}
 
 
 def test_each_thing_is_flushed_before_the_next_depends_on_it(
@@ -460,15 +449,6 @@ def test_each_thing_is_flushed_before_the_next_depends_on_it(
     ]
 
 
-def test_flushing_reaches_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flushed: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_ino))
-    (tmp_path / "file").write_text("x")
-    room._sync(tmp_path / "file")
-    room._sync(tmp_path)
-    assert flushed == [(tmp_path / "file").stat().st_ino, tmp_path.stat().st_ino]
-
-
 def test_macos_is_asked_to_empty_the_drives_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     commands: list[int] = []
@@ -486,17 +466,19 @@ def test_macos_is_asked_to_empty_the_drives_cache(monkeypatch: pytest.MonkeyPatc
     assert commands == [51, 0]
 
 
-def test_only_a_folder_may_refuse_to_be_flushed(
+def test_flushing_reaches_the_disk_and_only_a_folder_may_refuse_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_descriptor: int) -> None:
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr(os, "fsync", refuse)
+    file, flushed = tmp_path / "file", list[int]()
+    file.write_text("x")
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_ino))
+    for path in (file, tmp_path):
+        room._sync(path)
+    assert flushed == [file.stat().st_ino, tmp_path.stat().st_ino]
+    monkeypatch.setattr(os, "fsync", raiser(OSError(errno.EINVAL, "Invalid argument")))
     room._sync(tmp_path)
-    (tmp_path / "file").write_text("x")
     with pytest.raises(OSError, match="Invalid argument"):
-        room._sync(tmp_path / "file")
+        room._sync(file)
     monkeypatch.setattr(os, "fsync", raiser(OSError(errno.EIO, "Input/output error")))
     with pytest.raises(OSError, match="Input/output error"):
         room._sync(tmp_path)
@@ -564,27 +546,26 @@ def replace_state(text: str) -> Damage:
 
 def repeat_a_field(folder: Path) -> None:
     text = (folder / STATE_FILE).read_text()
-    (folder / STATE_FILE).write_text(text.replace('"step": 2,', '"step": 2, "step": 2,'))
+    (folder / STATE_FILE).write_text(text.replace('"epoch": 0,', '"epoch": 0, "epoch": 1,'))
+
+
+def name_files(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what is said of the files, with the hash that belongs to it."""
+    fields = json.loads((folder / STATE_FILE).read_text())
+    change(fields["files"])
+    state = CheckpointState.model_validate_json(json.dumps(fields))
+    (folder / STATE_FILE).write_bytes(room._encode(state))
 
 
 def leave_out_a_file(folder: Path) -> None:
-    fields = json.loads((folder / STATE_FILE).read_text())
-    del fields["sha256"], fields["files"][OPTIMIZER_FILE]
-    state = CheckpointState.model_validate_json(json.dumps(fields))
-    (folder / STATE_FILE).write_bytes(room._encode(state))
+    name_files(folder, lambda files: files.pop(OPTIMIZER_FILE))
 
 
 def other_tensors(folder: Path) -> None:
     """A file of the right size and hash that is no safetensors file."""
     (folder / MODEL_FILE).write_bytes(b"x" * 100)
-    fields = json.loads((folder / STATE_FILE).read_text())
-    del fields["sha256"]
-    fields["files"][MODEL_FILE] = {
-        "nbytes": 100,
-        "sha256": hashlib.sha256(b"x" * 100).hexdigest(),
-    }
-    state = CheckpointState.model_validate_json(json.dumps(fields))
-    (folder / STATE_FILE).write_bytes(room._encode(state))
+    entry = {"nbytes": 100, "sha256": hashlib.sha256(b"x" * 100).hexdigest()}
+    name_files(folder, lambda files: files.update({MODEL_FILE: entry}))
 
 
 def swap_names(folder: Path) -> None:
@@ -593,32 +574,27 @@ def swap_names(folder: Path) -> None:
     shutil.copytree(folder.with_name("step-00000001"), folder)
 
 
-HUGE = {name: {"nbytes": 2**50, "sha256": "0" * 64} for name in (MODEL_FILE, OPTIMIZER_FILE)}
 OUTSIDE = {"../../secret": {"nbytes": 1, "sha256": "0" * 64}}
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "flipped model": (flip(MODEL_FILE), r"model\.safetensors does not have the SHA-256"),
     "flipped optimizer": (flip(OPTIMIZER_FILE), r"optimizer\.safetensors does not have the SHA"),
     "flipped state": (flip(STATE_FILE), r"state\.json was changed"),
     "short model": (truncate(MODEL_FILE), r"model\.safetensors has 40 bytes, not \d+"),
-    "short optimizer": (truncate(OPTIMIZER_FILE), r"optimizer\.safetensors has 40 bytes"),
     "short state": (truncate(STATE_FILE), r"state\.json is not JSON"),
     "no model": (remove(MODEL_FILE), r"model\.safetensors cannot be read \(No such file"),
-    "no optimizer": (remove(OPTIMIZER_FILE), r"optimizer\.safetensors cannot be read"),
     "no state": (remove(STATE_FILE), r"state\.json cannot be read \(No such file"),
     "edited": (edit(val_loss=0.001), r"state\.json was changed: it does not match its own SHA"),
     "unsealed": (edit(sha256=None), r"state\.json was changed"),
     "unknown field": (edit(mood="good"), r"state\.json has a wrong mood: Extra inputs"),
     "wrong type": (edit(step="2"), r"state\.json has a wrong step: Input should be a valid int"),
     "negative": (edit(epoch=-1), r"state\.json has a wrong epoch"),
-    "huge": (edit(files=HUGE), r"state\.json has a wrong files.model.safetensors.nbytes"),
     "outside": (edit(files=OUTSIDE), r"state\.json was changed"),
     "older format": (edit(format=0), r"state\.json has a wrong format"),
-    "repeated field": (repeat_a_field, r"state\.json is not JSON \(a field is given twice"),
+    "repeated field": (repeat_a_field, r"state\.json was changed"),
     "file left out": (leave_out_a_file, r"state\.json does not name model\.safetensors and opt"),
     "other step": (swap_names, r"state\.json is of step 1"),
     "no object": (replace_state("[1]"), r"state\.json has a wrong"),
     "empty": (replace_state(""), r"state\.json is not JSON"),
-    "NaN": (replace_state('{"val_loss": NaN}'), r"state\.json is not JSON \(NaN is no number"),
     "deep": (replace_state('{"progress": ' + "[" * 200_000), r"state\.json is not JSON"),
 }
 
@@ -654,11 +630,8 @@ def test_no_flipped_bit_of_the_state_goes_unnoticed(tmp_path: Path) -> None:
         for bit in (1, 32):
             flipped = bytearray(data)
             flipped[place] ^= bit
-            try:
-                read = room._decode(bytes(flipped), file)
-            except CheckpointError:
-                continue
-            assert read == state, "the same in other letters, such as \\u00E9 for \\u00e9"
+            with contextlib.suppress(CheckpointError):
+                assert room._decode(bytes(flipped), file) == state, "the same in other letters"
 
 
 def test_a_file_that_holds_no_tensors_is_damaged_whatever_its_hash(tmp_path: Path) -> None:
@@ -899,13 +872,6 @@ def test_a_real_limit_on_files_is_told_in_the_systems_words(tmp_path: Path) -> N
     assert names_in(store) == []
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_is_one_sentence(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(CheckpointError, match="Permission denied; mend the folder's rights"):
-        new_store(tmp_path).save(snapshot_of(1))
-
-
 def test_old_ones_that_cannot_be_deleted_do_not_fail_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -978,34 +944,17 @@ def test_a_model_that_lost_a_layer_is_told(tmp_path: Path) -> None:
         restore(new_replica(), newest(store))
 
 
-def test_further_tensors_must_be_those_that_were_saved(tmp_path: Path) -> None:
-    store = new_store(tmp_path)
-    store.save(Snapshot.of(new_replica(), state_of(1), {"residual": torch.ones(3)}))
-    replica = new_replica(seed=1)
-    before = replica.params.clone()
-    for extra, sentence in (
-        (None, "holds residual, float32 of shape"),
-        ({"residual": torch.ones(4)}, "holds residual as float32"),
-        ({"residual": torch.ones(3), "momentum": torch.ones(3)}, "lacks momentum"),
-    ):
-        with pytest.raises(CheckpointError, match=sentence):
-            restore(replica, newest(store), extra)
-    assert torch.equal(replica.params, before)
-
-
 @pytest.mark.parametrize(
     ("differing", "sentence"),
     [
         ({"algorithm": "syncps"}, "trained by algorithm edp, not by syncps: resume it with edp"),
-        (
-            {"dataset_fingerprint": "e" * 64},
-            "on other data .fingerprint d{12}, here e{12}.: give it",
-        ),
+        ({"seed": 43}, "began with seed 42, not 43, .*: set seed=42"),
+        ({"dataset_fingerprint": "e" * 64}, "on other data .fingerprint d{12}, here e{12}.: give"),
         ({"model_fingerprint": "f" * 64}, "of another model .fingerprint .*, here f{12}.: set"),
     ],
 )
 def test_a_run_goes_on_with_what_it_began_with(
-    tmp_path: Path, differing: dict[str, str], sentence: str
+    tmp_path: Path, differing: dict[str, object], sentence: str
 ) -> None:
     store = new_store(tmp_path)
     store.save(snapshot_of(5))
@@ -1037,6 +986,11 @@ def test_the_best_models_file_is_exported_and_nothing_is_overwritten(tmp_path: P
     with pytest.raises(CheckpointError, match="exists and is not overwritten: name another folder"):
         export(best, target.parent)
     assert target.read_bytes() == b"precious"
+    target.unlink()
+    target.symlink_to(tmp_path / "a disk that is not there")
+    with pytest.raises(CheckpointError, match="exists and is not overwritten"):
+        export(best, target.parent)
+    assert target.is_symlink()
 
 
 def test_what_cannot_be_exported_is_told_and_leaves_nothing(
@@ -1050,8 +1004,10 @@ def test_what_cannot_be_exported_is_told_and_leaves_nothing(
         CheckpointError, match=r"cannot write .*file/sub/model\.safetensors: Not a dir"
     ):
         export(found, tmp_path / "file" / "sub")
+    with pytest.raises(CheckpointError, match=r"cannot write .*: File name too long"):
+        export(found, tmp_path / ("x" * 300))
     with monkeypatch.context() as failing:
-        failing.setattr(shutil, "copyfileobj", raiser(OSError(errno.ENOSPC, "x")))
+        failing.setattr(shutil, "copyfile", raiser(OSError(errno.ENOSPC, "x")))
         with pytest.raises(CheckpointError, match="No space left on device; free some space"):
             export(found, tmp_path / "out")
     flip(MODEL_FILE)(found.path)
@@ -1082,16 +1038,6 @@ class Gated(CheckpointStore):
             raise error
         self.saved.append(snapshot.state.step)
         return self.folder
-
-
-def test_a_writer_saves_what_it_is_given(tmp_path: Path) -> None:
-    store = new_store(tmp_path)
-    with CheckpointWriter(store, logger([])) as writer:
-        writer.submit(snapshot_of(1))
-        assert writer.flush(DEADLINE_S)
-        assert newest(store).state.step == 1
-        writer.submit(snapshot_of(2))
-    assert newest(store).state.step == 2
 
 
 def test_a_stuck_disk_stops_nobody_and_the_newest_waits(tmp_path: Path) -> None:

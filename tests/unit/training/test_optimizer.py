@@ -76,12 +76,6 @@ def test_the_gradient_is_not_changed_by_a_step() -> None:
         assert torch.equal(grads, gradient(1))
 
 
-def test_the_first_step_of_adam_moves_each_weight_by_the_learning_rate() -> None:
-    params = WEIGHTS.clone()
-    FlatOptimizer("adam", params, gradient(1), 0.0).step(0.25)
-    torch.testing.assert_close((params - WEIGHTS).abs(), torch.full((50,), 0.25))
-
-
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="optimizer is 'lion', allowed: adam, adamw, sgd"):
         FlatOptimizer("lion", WEIGHTS.clone(), torch.zeros(50), 0.0)

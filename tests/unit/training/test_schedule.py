@@ -40,21 +40,25 @@ def test_the_cosine_is_half_way_down_in_the_middle() -> None:
     assert learning_rate(WARM, 400, TOTAL) == pytest.approx(0.1 + 0.2 * (1 + math.cos(math.pi / 4)))
 
 
-def test_a_warm_up_counts_steps_of_the_global_batch() -> None:
-    small = WARM.model_copy(update={"batch_size": 2, "global_batch_size": 10})
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"global_batch_size": 10},
+        {"gradient_accumulation": 5},
+        {"global_batch_size": 10, "gradient_accumulation": 3},
+    ],
+)
+def test_a_warm_up_counts_samples_of_whole_steps(other: dict[str, int]) -> None:
+    small = WARM.model_copy(update={"batch_size": 2} | other)
+    assert small.samples_per_step == 10
     for applied in (0, 10, 190, 200, 600):
         assert learning_rate(small, applied, TOTAL) == learning_rate(WARM, applied, TOTAL)
 
 
-@pytest.mark.parametrize("applied", [TOTAL, TOTAL + 1])
-def test_it_ends_at_the_smallest_rate(applied: int) -> None:
-    assert learning_rate(WARM, applied, TOTAL) == 0.1
-
-
-def test_it_never_rises_after_the_warm_up() -> None:
-    rates = [learning_rate(WARM, applied, TOTAL) for applied in range(200, TOTAL + 1)]
+def test_it_never_rises_after_the_warm_up_and_ends_at_the_smallest_rate() -> None:
+    rates = [learning_rate(WARM, applied, TOTAL) for applied in range(200, TOTAL + 2)]
     assert rates == sorted(rates, reverse=True)
-    assert rates[-2] == pytest.approx(0.1, abs=1e-5)
+    assert rates[-3:] == [pytest.approx(0.1, abs=1e-5), 0.1, 0.1]
 
 
 def test_without_a_warm_up_it_begins_at_the_peak() -> None:

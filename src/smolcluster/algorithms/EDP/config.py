@@ -51,7 +51,6 @@ class EDPConfig(AlgorithmConfig):
 
     @property
     def status_fields(self) -> dict[str, Any]:
-        """The bound beside the staleness."""
         return {"staleness_bound": self.staleness.bound}
 
     def check(self, settings: "Settings") -> None:

@@ -128,7 +128,7 @@ def apply_gradient(
     """
     stores.take(gradient)
     norm = check_norm(stores.norm(), math.inf if clipping.enabled else limit)
-    stores.step(clip_factor(norm, clipping), learning_rate)
+    stores.step(clip_factor(norm, clipping), learning_rate, clipping.bound)
     return norm
 
 

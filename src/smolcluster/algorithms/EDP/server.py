@@ -21,7 +21,10 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 import time
 from collections import Counter, deque
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.EDP import rule
@@ -30,11 +33,12 @@ from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
-from smolcluster.data.permutation import Range, epoch_permutation
+from smolcluster.data.permutation import Range
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.ps.assignment import assignment_of
-from smolcluster.ps.leases import Dispatcher, DispatcherState
+from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
+from smolcluster.ps.buffers import BufferCollector, buffer_frames
+from smolcluster.ps.leases import Dispatcher, DispatcherState, Lease
 from smolcluster.ps.push import GradientReceiver, Pushed
 from smolcluster.ps.weights import state_frames
 from smolcluster.runs.summary import Summary
@@ -73,7 +77,7 @@ class Server:
 
     def __init__(self, context: ServerContext) -> None:
         self.context = context
-        self.train = context.settings.train
+        self.train = context.training.recipe.applied_to(context.settings.train)
         self.config = context.run.of(EDPConfig)
         self.replica = context.training.replica
         self.version = 0
@@ -82,10 +86,9 @@ class Server:
             num_samples=context.training.num_samples,
             num_epochs=self.train.num_epochs,
             batch_size=self.train.samples_per_push,
-            permutation=lambda epoch: epoch_permutation(
-                context.run.seed, epoch, context.training.num_samples
-            ),
+            permutation=context.training.order,
         )
+        self.feed = context.open_feed()
         self.pool = context.open_pool(self.receiver_for)
         self.report = self.pool.report
         self.evaluator = context.new_evaluator()
@@ -104,12 +107,15 @@ class Server:
         """How often each of the samples that are not applied led to NaN or infinity."""
 
     def progress(self) -> Progress:
-        """What a checkpoint keeps besides tensors and counts."""
         return {DISPATCHER: self.dispatcher.state.model_dump(mode="json")}
 
     def receiver_for(self, session_id: int) -> GradientReceiver:
-        """What takes the messages of a new session."""
-        return GradientReceiver(session_id, self.context.codec, self.replica.buckets)
+        replica = self.replica
+        collector = BufferCollector(replica.buffers, replica.bucket_bytes)
+        return GradientReceiver(
+            *(session_id, self.context.codec, replica.buckets, collector),
+            has_loss_scale=replica.scaler is not None,
+        )
 
     def run(self) -> Summary:
         """Serve until every sample of every epoch has been applied.
@@ -117,14 +123,13 @@ class Server:
         Raises:
             NonFiniteLoss: the weights are ruined; the message names the push that may have done it.
         """
-        with self.pool, self.evaluator, self.saver:
+        with closing(self.feed), self.pool, self.evaluator, self.saver:
             try:
                 return self.serve()
             except NonFiniteLoss as error:
                 raise NonFiniteLoss(f"{error}{self.norms.suspect}") from error
 
     def serve(self) -> Summary:
-        """The loop of `run`."""
         while not (self.dispatcher.done or self.report.is_over):
             for event in self.pool.next_events(TICK_S):
                 self.handle(event)
@@ -133,10 +138,18 @@ class Server:
             self.saver.tick()
             self.report.tick()
         self.replica.check_weights("at the end of the run")
+        if self.context.is_attached:
+            self.give_result()
         return self.report.summary()
 
+    def give_result(self) -> None:
+        """Send the final weights to loops of a user's own, which go on with them."""
+        for peer in self.peers.values():
+            self.send_weights(peer)
+        for peer in self.peers.values():
+            peer.worker.live_session.flush(self.context.run.heartbeat_timeout_s)
+
     def handle(self, event: Event) -> None:
-        """Do what an event asks for."""
         match event:
             case Pushed():
                 self.on_push(event)
@@ -167,7 +180,6 @@ class Server:
         self.send_weights(peer)
 
     def on_departure(self, worker: Worker) -> None:
-        """Take back what a worker had in hand."""
         peer = self.peers.pop(worker.member.session_id)
         if peer.worker.live_session.receiver.in_progress:
             self.report.lost_push(worker.name, "its connection broke")
@@ -175,7 +187,6 @@ class Server:
             self.report.lease_returned(worker, lease.range, "its worker has gone")
 
     def on_push(self, pushed: Pushed) -> None:
-        """Apply a push, or say why not."""
         peer = self.peers.get(pushed.session_id)
         if peer is None:
             self.report.lost_push(f"session {pushed.session_id}", "its worker has gone")
@@ -206,14 +217,12 @@ class Server:
         peer.worker.live_session.send(Ack(lease=push.lease, outcome=outcome, version=self.version))
 
     def on_skip(self, peer: Peer, skip: Skip) -> None:
-        """A worker came to NaN or infinity, and begins again from the server's weights."""
         self.heard(peer)
         if skip.lease in peer.unanswered:
             peer.unanswered.discard(skip.lease)
             self.failed(peer, skip.lease, skip.reason)
 
     def try_to_apply(self, peer: Peer, pushed: Pushed, tau: int) -> Outcome:
-        """Apply a push, unless it would ruin the weights."""
         try:
             self.apply(peer, pushed, tau)
         except rule.PushRefused as error:
@@ -239,7 +248,6 @@ class Server:
             )
 
     def heard(self, peer: Peer) -> None:
-        """A worker has answered for a lease."""
         peer.heard_at = time.monotonic()
         if peer.is_stalled:
             peer.is_stalled = False
@@ -247,6 +255,8 @@ class Server:
 
     def apply(self, peer: Peer, pushed: Pushed, tau: int) -> None:
         """One push is one step: of the optimizer, or towards the worker's weights.
+
+        If its gradient has overflowed, the step is skipped: the samples count, the weights are as before.
 
         What is reported of the latter: the schedule's learning rate, at which the worker stepped, without
         the factor α, and as norms those of w_worker - w.
@@ -257,7 +267,10 @@ class Server:
         self.saver.wait_for_copy()
         push, config = pushed.push, self.config
         epoch, rate = self.dispatcher.epoch, self.learning_rate()
-        if config.update_rule == "mixing":
+        layer_norms: Mapping[str, float] = {}
+        if push.overflow is not None:
+            norm = 0.0
+        elif config.update_rule == "mixing":
             alpha = rule.mixing_weight(tau, config.mixing_rate, config.staleness.exponent)
             norm = rule.mix(self.stores, pushed.gradient, alpha, self.norms.limit)
             layer_norms = self.report.layer_norms(self.replica.grads)
@@ -268,49 +281,48 @@ class Server:
                 self.stores, pushed.gradient, rate, clipping, self.norms.limit
             )
             layer_norms = self.report.layer_norms(pushed.gradient)
+        # Each worker's own statistics move the whole way to its data between two pulls: all of theirs
+        # together may move the server's as far, and no further.
+        self.replica.buffers.add(pushed.buffers, num_workers=len(self.peers))
+        self.replica.note_step(overflow=push.overflow)
         self.version += 1
-        self.norms.add(norm, f"{peer.worker.name} in step {self.version}")
+        if push.overflow is None:
+            self.replica.update_average()
+            self.norms.add(norm, f"{peer.worker.name} in step {self.version}")
         self.failures.pop(Range.of(push.lease), None)
         self.dispatcher.commit(push.lease, pushed.session_id, time.monotonic())
+        self.feed.applied(Range.of(push.lease))
         self.last_applied[peer.worker.member.instance] = push.lease
         peer.own_versions.append(self.version)
         while peer.own_versions[0] <= push.base_version:
             peer.own_versions.popleft()
-        self.report.contributed(peer.worker, push.num_samples, push.loss, tau)
+        self.report.contributed(peer.worker, push.num_samples, push.mean_loss, tau)
         self.report.step_taken(
             StepTaken(
                 version=self.version,
                 samples=Range.of(push.lease),
-                loss=push.loss,
+                loss=push.mean_loss,
                 learning_rate=rate,
                 grad_norm=norm,
                 layer_norms=layer_norms,
                 num_terms=push.num_terms,
                 worker=peer.worker,
                 staleness=tau,
+                is_skipped=push.overflow is not None,
             )
         )
         self.saver.after_step(is_evaluated=self.evaluator.after_step(self.version, epoch))
 
     def hand_out(self) -> None:
-        """Give every worker as many leases as it may hold."""
         if not self.pool.started:
             return
         for session_id, peer in self.peers.items():
             while len(peer.unanswered) < LEASES_PER_WORKER:
-                lease = self.dispatcher.grant(session_id, time.monotonic())
+                lease = self.dispatcher.grant(session_id, time.monotonic(), is_sent=False)
                 if lease is None:
                     break
-                rows = self.context.rows_of(lease.indices)
-                assignment = assignment_of(
-                    lease.key,
-                    lease.indices,
-                    rows,
-                    version=self.version,
-                    learning_rate=self.learning_rate(),
-                )
-                peer.worker.live_session.send(*assignment)
                 peer.unanswered.add(lease.key)
+                self.feed.deliver(lease.range, lease.indices, partial(self.send_lease, peer, lease))
                 if lease.copied_from is not None:
                     self.context.log.info(
                         "%s takes over %d samples from %s, which takes too long for them",
@@ -318,17 +330,33 @@ class Server:
                         self.peers[lease.copied_from].worker.name,
                     )
 
+    def send_lease(self, peer: Peer, lease: Lease, batch: ServedBatch | None) -> None:
+        """Send a lease with its batch, if the server loads that; only now its time begins."""
+        if not self.dispatcher.sent(lease.key, lease.holder, time.monotonic()):
+            return
+        assignment = assignment_of(
+            lease.key,
+            lease.indices,
+            batch,
+            version=self.version,
+            learning_rate=self.learning_rate(),
+            loss_scale=self.replica.run_scale,
+        )
+        send_assignment(peer.worker.live_session, *assignment, batch)
+
     def send_weights(self, peer: Peer) -> None:
         """Send the newest weights; whoever pulls the same version shares one copy."""
         if self.snapshot is None or self.snapshot[0] != self.version:
             self.replica.check_weights(f"after step {self.version}")
             with self.replica.meter("encode"):
-                frames = state_frames(
-                    self.context.incarnation,
-                    self.version,
-                    self.replica.snapshot(),
-                    self.replica.buckets,
-                )
+                replica, version = self.replica, self.version
+                buffers = replica.buffers.values()
+                frames = [
+                    *buffer_frames(buffers, replica.bucket_bytes, version=version),
+                    *state_frames(
+                        self.context.incarnation, version, replica.snapshot(), replica.buckets
+                    ),
+                ]
             self.snapshot = (self.version, frames)
         for frame in self.snapshot[1]:
             peer.worker.live_session.send_frame(frame)
@@ -344,12 +372,13 @@ class Server:
                 self.report.stalled(peer.worker, now - peer.heard_at, reason)
 
     def learning_rate(self) -> float:
-        """The schedule's value for the samples applied so far."""
         return learning_rate(
-            self.train, self.dispatcher.samples_applied, self.dispatcher.total_samples
+            self.train,
+            self.dispatcher.samples_applied,
+            self.dispatcher.total_samples,
+            self.context.training.recipe.schedule,
         )
 
 
 def serve(context: ServerContext) -> Summary:
-    """Run EDP's server to its end."""
     return Server(context).run()

@@ -30,11 +30,13 @@ from smolcluster.cluster.link import Link
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import Assigned
+from smolcluster.ps.buffers import BufferCollector, buffer_frames
 from smolcluster.ps.push import GradientSender
 from smolcluster.ps.weights import StateReceiver, WeightsArrived
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import DIVERGENCE_REMEDY
+from smolcluster.training.scaler import BACKOFF
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
     Ack,
@@ -51,7 +53,7 @@ class Worker:
     """A worker's part in a run, over all its sessions."""
 
     def __init__(self, welcome: Welcome, training: TrainingContext) -> None:
-        self.train = welcome.run.train
+        self.train = training.recipe.applied_to(welcome.run.train)
         self.interval = welcome.run.worker_update_interval
         self.mixing = welcome.run.of(EDPConfig).update_rule == "mixing"
         self.training = training
@@ -59,6 +61,8 @@ class Worker:
         self.sender = GradientSender(welcome.codec, training.replica)
         self.stepped: Tensor | None = None
         """With mixing, the weights (num_params,) to push: a pull may replace the copy before the push."""
+        self.overflowed_at: float | None = None
+        """The loss scale of its last overflow, until the server gives a lower one."""
         self.steps = 0
         self.base_version = 0
         self.unacknowledged: LeaseKey | None = None
@@ -73,8 +77,9 @@ class Worker:
         self.link: Link
 
     def new_receiver(self) -> StateReceiver:
-        """What takes the messages of a new session."""
-        return StateReceiver(self.replica.buckets, self.replica.params.dtype)
+        replica = self.replica
+        collector = BufferCollector(replica.buffers, replica.bucket_bytes)
+        return StateReceiver(replica.buckets, replica.params.dtype, collector, self.training)
 
     def take_part(self, link: Link) -> None:
         """Train until the link raises. The server sends its weights first."""
@@ -100,10 +105,14 @@ class Worker:
         self.steps += 1
         started = time.perf_counter()
         try:
+            self.replica.buffers.mark()
+            self.replica.loss_scale = self.scale_for(lease)
             loss = self.compute(lease)
+            self.overflowed_at = self.overflowed_at if loss.overflow is None else loss.overflow
+            buffers = self.replica.buffers.difference()
             compute_s = time.perf_counter() - started
             if self.mixing:
-                self.step_alone(learning_rate)
+                self.step_alone(learning_rate, loss)
                 self.stepped = self.replica.snapshot(self.stepped)
             if self.unacknowledged is not None:
                 with self.replica.meter("send"):
@@ -118,19 +127,19 @@ class Worker:
             self.must_restart = True
             return
         self.unacknowledged, self.pushed_afresh = lease.lease, is_fresh
-        for frame in frames:
+        nbytes, key = self.replica.bucket_bytes, lease.lease
+        for frame in buffer_frames(buffers, nbytes, version=base_version, lease=key) + frames:
             self.link.send_frame(frame)
         if self.steps % self.interval == 0 and not self.pulling:
             self.pull()
         elif not self.mixing:
             try:
-                self.step_alone(learning_rate)
+                self.step_alone(learning_rate, loss)
             except NonFiniteLoss:
                 self.must_restart = True
         self.replica.meter.step_done(lease.num_samples)
 
     def compute(self, lease: Assigned) -> BatchLoss:
-        """The batch's mean loss; its gradient is in the replica."""
         return lease.compute(self.training)
 
     def frames(
@@ -138,10 +147,13 @@ class Worker:
     ) -> list[Frame]:
         """Encode the gradient, or the weights: all before any is sent, because a bucket may hold NaN."""
         try:
-            return list(self.sender.frames(lease, base_version, loss, compute_s, self.stepped))
+            frames = list(self.sender.frames(lease, base_version, loss, compute_s, self.stepped))
         except NonFiniteLoss:
             self.sender.settle(0)
             raise
+        if loss.overflow is not None:
+            self.sender.settle(0)  # the server applies nothing of it
+        return frames
 
     def restart(self) -> None:
         """Replace this worker's copy by the server's weights, with an optimizer that begins."""
@@ -152,7 +164,6 @@ class Worker:
         self.must_restart, self.has_restarted = False, True
 
     def failure(self, what: str) -> NonFiniteLoss:
-        """The second failure in a row, this time not of its own copy."""
         return NonFiniteLoss(
             f"step {self.steps}: {what} (again, now on the server's weights of step {self.base_version})"
         )
@@ -164,16 +175,24 @@ class Worker:
             self.wait_until(lambda: not self.pulling)
 
     def ask_for_weights(self) -> None:
-        """Send a pull; the weights replace this worker's when they have come."""
         self.pulling = True
         self.link.send(Pull())
 
-    def step_alone(self, learning_rate: float) -> None:
+    def scale_for(self, lease: Assigned) -> float:
+        """The loss scale for a lease, which was granted before the server heard of the last overflow."""
+        scale = lease.assignment.loss_scale
+        if self.overflowed_at is not None and scale < self.overflowed_at:
+            self.overflowed_at = None
+        return scale if self.overflowed_at is None else BACKOFF * self.overflowed_at
+
+    def step_alone(self, learning_rate: float, loss: BatchLoss) -> None:
         """Apply the gradient to this worker's own copy as a server of gradients does to its.
 
         Raises:
             NonFiniteLoss: it is so large that the optimizer would never recover; the copy is as before.
         """
+        if loss.overflow is not None:
+            return
         norm = self.replica.clip(self.train.gradient_clipping)
         if not self.train.gradient_clipping.enabled:
             rule.check_norm(norm)
@@ -190,12 +209,12 @@ class Worker:
                 return
 
     def handle(self, event: Event) -> None:
-        """Take in one event."""
         match event:
             case Assigned():
                 self.leases.append(event)
-            case WeightsArrived(version, weights):
+            case WeightsArrived(version, weights, buffers):
                 self.replica.load(*weights)
+                self.replica.buffers.load(buffers)
                 self.base_version, self.pulling = version, False
             case MessageReceived(message=Ack() as ack) if ack.lease == self.unacknowledged:
                 self.sender.settle(None if ack.outcome == "applied" else 0)

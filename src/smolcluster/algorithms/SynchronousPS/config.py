@@ -42,7 +42,6 @@ class SyncPSConfig(AlgorithmConfig):
     )
 
     def pinned(self, settings: "Settings") -> dict[str, Any]:
-        """The samples of a step."""
         return {"global_batch_size": settings.global_batch_size}
 
     def check(self, settings: "Settings") -> None:

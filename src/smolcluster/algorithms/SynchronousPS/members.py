@@ -10,11 +10,9 @@ hears of none until it can be sent the newest state.
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from numpy.typing import NDArray
 from torch import Tensor
 
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
@@ -28,7 +26,7 @@ from smolcluster.algorithms.SynchronousPS.sharing import (
 from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
 from smolcluster.cluster.worker import Worker
 from smolcluster.net.session import Session
-from smolcluster.ps.assignment import assignment_of
+from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.ps.push import state_frame
 from smolcluster.ps.store import Stores
 from smolcluster.transport.frames import Frame
@@ -50,59 +48,17 @@ SETTLED = 10.0
 """A member that has followed for so many times its last pause begins anew with the first one."""
 
 
-class StateStream:
-    """Sends one joiner the state, bucket by bucket, of whatever version it then is.
-
-    Between two buckets a step may be committed: the joiner takes it for what it has, like everybody else. So
-    a bucket is sent as of the last commit, followed by what the open step has already reduced of it.
-    """
-
-    def __init__(self, stores: Stores, incarnation: str) -> None:
-        self._stores = stores
-        self._incarnation = incarnation
-        self._next = 0
-
-    @property
-    def done(self) -> bool:
-        """Whether everything has been sent."""
-        return self._next == len(self._stores.buckets)
-
-    def covers(self, bucket: int) -> bool:
-        """Whether the joiner has this bucket, so that it needs its further steps."""
-        return bucket < self._next
-
-    def next_frames(self, version: int) -> tuple[int, list[Frame]]:
-        """The next bucket, and its frames as of `version`, of memory of their own."""
-        number = self._next
-        self._next += 1
-        return number, [
-            copied_frame(self._stores, self._incarnation, version, number, content)
-            for content in self._stores.contents(number)
-        ]
-
-
-def copied_frame(
-    stores: Stores, incarnation: str, version: int, number: int, content: str
-) -> Frame:
-    """A copy of one of a bucket's `Store.contents`."""
-    return state_frame(
-        stores.contents(number)[content].to("cpu", copy=True),
-        number,
-        len(stores.buckets),
-        incarnation=incarnation,
-        version=version,
-        content=content,
-    )
-
-
 @dataclass
 class StepMember:
     """What SyncPS remembers of a worker that takes part, or is about to."""
 
     worker: Worker
     pace: Pace
-    stream: StateStream | None
-    """None: it is parked, and hears of no step."""
+    num_buckets: int
+    num_sent: int | None = 0
+    """Buckets of the state that it was sent, the first ones; None: it is parked, and hears of no step."""
+    has_buffers: bool = False
+    """Whether it was sent the buffers that the model changes, which come before the first bucket."""
     has_asked: bool = False
     """Whether a parked one has forgotten what it had, and waits for the state."""
     unanswered: dict[LeaseKey, PartAssignment] = field(default_factory=dict)
@@ -121,18 +77,20 @@ class StepMember:
 
     @property
     def name(self) -> str:
-        """How log lines call it."""
         return self.worker.name
 
     @property
     def session(self) -> Session:
-        """Its connection."""
         return self.worker.live_session
+
+    @property
+    def is_parked(self) -> bool:
+        return self.num_sent is None
 
     @property
     def joined(self) -> bool:
         """Whether the whole state has been sent to it, and every step since."""
-        return self.stream is not None and self.stream.done
+        return self.num_sent == self.num_buckets
 
     @property
     def idle(self) -> bool:
@@ -146,27 +104,13 @@ class StepMember:
         return any(assignment.is_told for assignment in self.unanswered.values())
 
     def covers(self, bucket: int) -> bool:
-        """Whether it has this bucket of the weights, so that it needs its further steps."""
-        return self.stream is not None and self.stream.covers(bucket)
+        return self.num_sent is not None and bucket < self.num_sent
 
     def lags(self, num_buffers: int) -> bool:
         """Whether it is `num_buffers` steps behind, or has no room for another one."""
         session, marks = self.session, self.commit_marks
         is_behind = len(marks) == num_buffers and session.num_sent + session.num_dropped < marks[0]
-        return self.stream is not None and (is_behind or session.is_crowded)
-
-    def park(self, outcome: tuple[LeaseKey | None, int], now: float) -> None:
-        """Send it no more steps: take back what is queued, and say so; what it holds is called off."""
-        lease, num_buckets = outcome
-        self.session.drop_queued()
-        self.session.send(Park(lease=lease, num_buckets=num_buckets))
-        for assignment in self.unanswered.values():
-            assignment.is_cancelled = True
-        self.stream, self.has_asked = None, False
-        self.commit_marks.clear()
-        has_settled = now - self.resumed_at > SETTLED * self.pause_s
-        self.pause_s = FIRST_PAUSE_S if has_settled else min(2 * self.pause_s, MOST_PAUSE_S)
-        self.resumed_at = now + self.pause_s
+        return not self.is_parked and (is_behind or session.is_crowded)
 
     def give(
         self,
@@ -174,36 +118,29 @@ class StepMember:
         version: int,
         rate: float,
         indices: Tensor,
-        rows: NDArray[Any] | None = None,
-    ) -> None:
-        """Assign it a part: samples `indices` (n,) int32, on weights of `version`.
-
-        `rows`: the samples themselves, where workers do not have them.
-        """
+        *,
+        loss_scale: float = 1.0,
+    ) -> Callable[[ServedBatch | None], None]:
+        """Assign it a part on weights of `version`; returns what sends it, once its batch is there."""
         self.unanswered[assignment.key] = assignment
-        message = assignment_of(
-            assignment.key,
-            indices,
-            rows,
-            version=version,
-            learning_rate=rate,
-            first_bucket=assignment.first_bucket,
-            backup=assignment.backup,
-        )
-        self.session.send(*message)
 
-    def catch_up(self, version: int, reduced: set[int], reduction: Reduction) -> None:
-        """Send it more of the state, and of the open step what went out before."""
-        session = self.session
-        while self.stream is not None and not self.joined and session.backlog < FRAMES_AHEAD:
-            number, frames = self.stream.next_frames(version)
-            for frame in frames:
-                session.send_frame(frame)
-            if number in reduced:
-                self.send_mean(reduction.frame(version + 1, number))
+        def send(batch: ServedBatch | None) -> None:
+            if assignment.key in self.unanswered and not self.is_parked:
+                sent = assignment_of(
+                    assignment.key,
+                    indices,
+                    batch,
+                    version=version,
+                    learning_rate=rate,
+                    loss_scale=loss_scale,
+                    first_bucket=assignment.first_bucket,
+                    backup=assignment.backup,
+                )
+                send_assignment(self.session, *sent, batch)
+
+        return send
 
     def send_mean(self, frame: Frame) -> None:
-        """Send it a bucket of the open step's mean."""
         self.session.send_frame(frame)
         self.last_mean = self.session.num_queued
 
@@ -224,42 +161,56 @@ class Members:
         self._batch_share = batch_share
         self._incarnation = incarnation
         self._members: dict[int, StepMember] = {}
-        self._push_outcomes: dict[str, tuple[LeaseKey, int]] = {}
+        self._last_pushes: dict[str, PartAssignment] = {}
+        """By instance, what its worker last pushed."""
         self._weights: tuple[int, dict[int, Frame]] = (-1, {})
 
     @property
     def joining(self) -> list[StepMember]:
-        """Those that are being sent the state."""
         members = self._members.values()
-        return [each for each in members if each.stream is not None and not each.joined]
+        return [each for each in members if not each.is_parked and not each.joined]
 
     @property
     def free(self) -> list[StepMember]:
-        """Those that may get a part of the next step."""
         return [member for member in self._members.values() if member.idle]
 
     def get(self, session_id: int) -> StepMember | None:
-        """The member of this session id, if it is still there."""
         return self._members.get(session_id)
 
     def send_mean(self, bucket: int, frame: Frame) -> None:
-        """Send the mean of a bucket to all who have that bucket of the weights."""
         for member in self._members.values():
             if member.covers(bucket):
                 member.send_mean(frame)
 
     def welcome(self, worker: Worker, ready: Ready) -> None:
         """Let a worker catch up; tell it first what counted of a push that it is unsure of."""
-        stream = StateStream(self._stores, self._incarnation)
-        member = StepMember(worker, Pace(ready.samples_per_s), stream)
+        member = StepMember(worker, Pace(ready.samples_per_s), len(self._stores.buckets))
         self._members[worker.member.session_id] = member
         if ready.unacknowledged is not None:
-            lease, num_buckets = self._push_outcomes.get(worker.member.instance, (None, 0))
-            counted = num_buckets if lease == ready.unacknowledged else 0
+            last = self._last_pushes.get(worker.member.instance)
+            counted = last.num_settled if last and last.key == ready.unacknowledged else 0
             member.session.send(Cancel(lease=ready.unacknowledged, num_buckets=counted))
 
+    def catch_up(
+        self, member: StepMember, version: int, reduced: set[int], reduction: Reduction
+    ) -> None:
+        """Send a joiner more of the state, bucket by bucket, of whatever version it then is.
+
+        Between two buckets a step may be committed: the joiner takes it for what it has, like everybody else.
+        So a bucket is sent as of the last commit, followed by what the open step has `reduced` of it.
+        """
+        session = member.session
+        at_once = not self._stores.can_be_cut  # then nothing may be committed in between
+        while (number := member.num_sent) is not None and not member.joined:
+            if session.backlog >= FRAMES_AHEAD and not at_once:
+                return
+            member.num_sent = number + 1
+            for content in self._stores.contents(number):
+                session.send_frame(self._copied(version, number, content))
+            if number in reduced:
+                member.send_mean(reduction.frame(version + 1, number))
+
     def forget(self, worker: Worker) -> StepMember | None:
-        """Forget a worker that has gone."""
         return self._members.pop(worker.member.session_id, None)
 
     def sizes(self, members: Sequence[StepMember], num_samples: int) -> tuple[list[int], float]:
@@ -281,7 +232,6 @@ class Members:
 
     @property
     def any_measured(self) -> bool:
-        """Whether any of them has answered for a part."""
         return any(member.pace.is_measured for member in self._members.values())
 
     def cost_of(self, member: StepMember) -> Cost:
@@ -353,15 +303,12 @@ class Members:
         return assignment
 
     def remember(self, assignment: PartAssignment) -> None:
-        """Note how much of a push counted, should its worker lose its connection and ask.
+        """Keep a push, should its worker lose its connection and ask how much of it counted.
 
         One of which nothing counted is left out: its worker may yet ask about the one before.
         """
         if assignment.num_counted and not assignment.backup:
-            self._push_outcomes[assignment.holder.member.instance] = (
-                assignment.key,
-                assignment.num_counted,
-            )
+            self._last_pushes[assignment.holder.member.instance] = assignment
 
     def settle(self, step: Step) -> None:
         """Tell those whose parts others have finished that nothing more of them is wanted."""
@@ -375,21 +322,21 @@ class Members:
         member = self._members.get(assignment.session_id)
         if member is not None and not assignment.is_cancelled:
             assignment.is_cancelled = True
-            counted = 0 if assignment.backup else assignment.num_counted
-            member.session.send_urgent(Cancel(lease=assignment.key, num_buckets=counted))
+            num_buckets = assignment.num_settled
+            member.session.send_urgent(Cancel(lease=assignment.key, num_buckets=num_buckets))
 
     def cancel_others(self, winner: PartAssignment) -> None:
-        """A part is finished: tell who else holds it."""
         for assignment in list(winner.part.assignments):
             if assignment is not winner:
                 self.cancel(assignment)
 
-    def broadcast(self, frame: Frame) -> None:
-        """Send a commit to all, also to joiners."""
+    def broadcast(self, *frames: Frame) -> None:
+        """Send a commit, and the buffers before it, to all, also to joiners."""
         for member in self._members.values():
-            if member.stream is None:
+            if member.is_parked:
                 continue
-            member.session.send_frame(frame)
+            for frame in frames:
+                member.session.send_frame(frame)
             member.commit_marks.append(member.last_mean)
             if len(member.commit_marks) > self._num_buffers:
                 member.commit_marks.popleft()
@@ -401,8 +348,21 @@ class Members:
         return [member for member in self._members.values() if member.lags(self._num_buffers)]
 
     def park(self, member: StepMember, now: float) -> None:
-        """Send a member no more steps; it is told what counted of its last push."""
-        member.park(self._push_outcomes.get(member.worker.member.instance, (None, 0)), now)
+        """Send it no more steps: take back what is queued, and say what counted of its last push.
+
+        What it holds is called off.
+        """
+        last = self._last_pushes.get(member.worker.member.instance)
+        lease, num_buckets = (last.key, last.num_settled) if last else (None, 0)
+        member.session.drop_queued()
+        member.session.send(Park(lease=lease, num_buckets=num_buckets))
+        for assignment in member.unanswered.values():
+            assignment.is_cancelled = True
+        member.num_sent, member.has_buffers, member.has_asked = None, False, False
+        member.commit_marks.clear()
+        has_settled = now - member.resumed_at > SETTLED * member.pause_s
+        member.pause_s = FIRST_PAUSE_S if has_settled else min(2 * member.pause_s, MOST_PAUSE_S)
+        member.resumed_at = now + member.pause_s
 
     def resume(self, now: float, *, at_once: bool) -> None:
         """Begin to send the newest state to parked members whose links have drained and whose time has come.
@@ -410,10 +370,9 @@ class Members:
         `at_once`: somebody is needed, so that nobody's time has to come.
         """
         for member in self._members.values():
-            is_ready = member.stream is None and member.has_asked and member.session.backlog == 0
+            is_ready = member.is_parked and member.has_asked and member.session.backlog == 0
             if is_ready and (at_once or now >= member.resumed_at):
-                member.stream = StateStream(self._stores, self._incarnation)
-                member.resumed_at = now
+                member.num_sent, member.resumed_at = 0, now
 
     def send_weights(
         self, session_id: int, version: int, buckets: Sequence[int]
@@ -436,5 +395,17 @@ class Members:
             self._weights = (version, {})
         frames = self._weights[1]
         if number not in frames:
-            frames[number] = copied_frame(self._stores, self._incarnation, version, number, WEIGHTS)
+            frames[number] = self._copied(version, number, WEIGHTS)
         return frames[number]
+
+    def _copied(self, version: int, number: int, content: str) -> Frame:
+        """A copy of one of a bucket's `Store.contents`."""
+        return state_frame(
+            self._stores.contents(number)[content].to("cpu", copy=True),
+            number,
+            len(self._stores.buckets),
+            incarnation=self._incarnation,
+            version=version,
+            content=content,
+            num_skipped=self._stores.num_skipped,
+        )

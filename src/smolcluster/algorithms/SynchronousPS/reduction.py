@@ -15,18 +15,29 @@ from torch import Tensor
 
 from smolcluster.algorithms.SynchronousPS.rule import ExpectedTerms
 from smolcluster.algorithms.SynchronousPS.step import Step
-from smolcluster.codec.base import NonFiniteValue, absmax
+from smolcluster.codec.base import NonFiniteValue, absmax, bytes_of
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import CheckpointError, NonFiniteLoss, ProtocolError
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
-from smolcluster.ps.push import PushOrder, bucket_length, bucket_spec, bytes_of, digests_spec
+from smolcluster.ps.buffers import BufferCollector
+from smolcluster.ps.push import PushOrder, bucket_length, bucket_spec, digests_spec
+from smolcluster.training.buffers import BufferValues
 from smolcluster.training.checkpoint import Progress
 from smolcluster.training.optimizer import bucket_norms
 from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Commit, Message, Push, Reduced, Skip, frame_of
+from smolcluster.transport.messages import (
+    Buffers,
+    Commit,
+    LeaseKey,
+    Message,
+    Push,
+    Reduced,
+    Skip,
+    frame_of,
+)
 
 RESIDUAL = "residual"
 SPARE_BYTES = 16 * 1024 * 1024
@@ -129,20 +140,23 @@ class Reduction:
 
     def close(self) -> None:
         """The open step is over; its mean stays for `num_buffers` steps."""
-        if self._feedback is not None and self._step is not None:
+        if self._feedback is None or self._step is None:
+            pass
+        elif self._step.overflow is not None:
+            self._feedback.rollback()
+        else:
             self._feedback.commit()
             self._residual_terms = self._num_terms[-1] or self._residual_terms
         self._step = None
 
-    def add(self, session_id: int, push: Push, gradient: Tensor) -> bool:
+    def add(self, session_id: int, push: Push, gradient: Tensor, largest: float) -> bool:
         """Add a bucket (n,) of a part's mean gradient, if it counts; returns whether that completes it.
 
-        Any thread.
+        Any thread. No magnitude in the bucket exceeds `largest`; of infinity or NaN it holds some itself.
 
         Raises:
             ProtocolError: it holds NaN or infinity; nothing of it counts.
         """
-        largest = absmax(gradient)
         if not math.isfinite(largest):
             raise ProtocolError(f"bucket {push.bucket} of its push holds NaN or infinity")
         step = self._step
@@ -174,6 +188,11 @@ class Reduction:
             self._num_added[number] += 1
         return complete
 
+    def note_buffers(self, session_id: int, lease: LeaseKey | None, added: BufferValues) -> None:
+        step = self._step
+        if step is not None and lease is not None:
+            step.note_buffers(session_id, lease, added)
+
     def frame(self, version: int, number: int) -> Frame:
         """The frame of a bucket's mean, to be shared by all sessions.
 
@@ -203,11 +222,9 @@ class Reduction:
         return frame
 
     def norm(self) -> float:
-        """L2 norm of the whole mean gradient, as it was sent."""
         return math.hypot(*self._norms)
 
     def mean(self, version: int) -> Tensor:
-        """The mean gradient (num_params,) as it was sent."""
         return self._sums[version % len(self._sums)]
 
     def _finish(self, step: Step, number: int, total: Tensor) -> None:
@@ -243,46 +260,60 @@ class PartReceiver(Receiver):
     """Takes one worker's messages, in its reader's thread, and adds what it pushes to the sum."""
 
     def __init__(
-        self, session_id: int, reduction: Reduction, codec_name: str, buckets: Sequence[slice]
+        self,
+        session_id: int,
+        reduction: Reduction,
+        codec_name: str,
+        buckets: Sequence[slice],
+        collector: BufferCollector | None = None,
+        *,
+        has_loss_scale: bool = False,
     ) -> None:
+        """`collector`: takes the buffers that the model changes; None: it has none."""
+        self._collector = collector
         self._session_id = session_id
         self._reduction = reduction
         self._codec = get_codec(codec_name)
         self._lossless = get_codec(lossless_for(self._codec.dtype))
-        self._order = PushOrder(buckets, codec_name, partial=True)
+        self._order = PushOrder(buckets, codec_name, partial=True, has_loss_scale=has_loss_scale)
         self._scratch = torch.empty(bucket_length(buckets[0]), dtype=self._codec.dtype)
 
     @property
     def in_progress(self) -> bool:
-        """Whether a push has begun and not ended."""
         return self._order.in_progress
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         """Take a message; of a push, tell only when it completes a bucket or ends."""
+        if isinstance(message, Buffers) and self._collector is not None:
+            if (added := self._collector.take(message, payload)) is not None:
+                self._reduction.note_buffers(self._session_id, message.lease, added)
+            return None
         if not isinstance(message, Push):
             if isinstance(message, Skip):
                 self._order.give_up(message.lease)
             return MessageReceived(self._session_id, message)
         whole = self._order.take(message)
-        reduced = self._reduction.add(self._session_id, message, self._decoded(message, payload))
+        reduced = self._reduction.add(self._session_id, message, *self._decoded(message, payload))
         if not (whole or reduced):
             return None
         return PartArrived(self._session_id, message, reduced=reduced, whole=whole)
 
-    def _decoded(self, push: Push, payload: memoryview) -> Tensor:
+    def _decoded(self, push: Push, payload: memoryview) -> tuple[Tensor, float]:
+        """The bucket's values (n,), and what no magnitude of theirs exceeds."""
         if push.tensor.codec == self._lossless.name:
-            return torch.frombuffer(payload, dtype=self._lossless.dtype)
+            values = torch.frombuffer(payload, dtype=self._lossless.dtype)
+            return values, absmax(values)
         values = self._scratch[: push.tensor.shape[0]]
-        self._codec.decode(torch.frombuffer(payload, dtype=torch.uint8), values)
-        return values
+        return values, self._codec.decode(torch.frombuffer(payload, dtype=torch.uint8), values)
 
 
 def commit_frame(step: Step, clip: float, rate: float, digests: Sequence[bytes]) -> Frame:
-    """The frame that ends a step, with digests of the weights before it or without any."""
+    """The frame that ends a step, taken or skipped, with digests of the weights before it or without any."""
     commit = Commit(
         version=step.version,
         num_samples=step.batch.num_samples,
         clip=clip,
+        is_skipped=step.overflow is not None,
         learning_rate=rate,
         tensor=digests_spec(len(digests)) if digests else None,
     )

@@ -20,7 +20,9 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.SynchronousPS import rule
@@ -32,7 +34,7 @@ from smolcluster.algorithms.SynchronousPS.reduction import (
     Reduction,
     commit_frame,
 )
-from smolcluster.algorithms.SynchronousPS.sharing import patience_s, rest_after
+from smolcluster.algorithms.SynchronousPS.sharing import patience_s, rest_after, sizes_by_share
 from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import CheckpointSource
@@ -41,9 +43,12 @@ from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import EpochOrders, Range
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import HEARTBEATS_PER_TIMEOUT
+from smolcluster.ps.assignment import ServedBatch
+from smolcluster.ps.buffers import BufferCollector, buffer_frames
 from smolcluster.runs.summary import Summary
 from smolcluster.training.optimizer import clip_factor
 from smolcluster.training.schedule import learning_rate
+from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import Pull, Push, Ready, Skip
 from smolcluster.utils.cadence import is_power_of_two
 from smolcluster.utils.units import format_bytes, format_duration
@@ -56,10 +61,11 @@ class Server:
 
     def __init__(self, context: ServerContext) -> None:
         self.context = context
-        self.cluster, self.train = context.settings.cluster, context.run.train
+        self.cluster = context.settings.cluster
+        self.train = context.training.recipe.applied_to(context.run.train)
         self.replica = context.training.replica
         num_samples = context.training.num_samples
-        self.orders = EpochOrders(context.run.seed, num_samples)
+        self.orders = EpochOrders(context.training.order)
         self.total_samples = self.train.num_epochs * num_samples
         self.config = context.run.of(SyncPSConfig)
         self.num_grants = 0
@@ -73,7 +79,9 @@ class Server:
         self.opened_at = 0.0
         self.parked: set[int] = set()
         """Ids of the workers that were parked before."""
+        self.has_told_of_buffers = False
         self.reduction = Reduction(self.replica, context.codec)
+        self.feed = context.open_feed()
         self.pool = context.open_pool(self.receiver_for)
         self.report = self.pool.report
         self.evaluator = context.new_evaluator()
@@ -89,21 +97,18 @@ class Server:
             context.incarnation,
             self.reduction.num_buffers,
         )
-        self.batches = rule.global_batches(
-            num_samples,
-            self.train.num_epochs,
-            self.train.samples_per_step,
-            first=self.samples_applied,
-        )
         self.saver = context.new_saver(source, self.report)
 
     def receiver_for(self, session_id: int) -> PartReceiver:
-        """What takes the messages of a new session."""
-        return PartReceiver(session_id, self.reduction, self.context.codec, self.replica.buckets)
+        replica = self.replica
+        collector = BufferCollector(replica.buffers, replica.bucket_bytes)
+        return PartReceiver(
+            *(session_id, self.reduction, self.context.codec, replica.buckets, collector),
+            has_loss_scale=replica.scaler is not None,
+        )
 
     def run(self) -> Summary:
-        """Serve until every sample of every epoch has been applied."""
-        with self.pool, self.evaluator, self.saver:
+        with closing(self.feed), self.pool, self.evaluator, self.saver:
             while not self.report.is_over:
                 for event in self.pool.next_events(TICK_S):
                     self.handle(event)
@@ -113,7 +118,6 @@ class Server:
             return self.report.summary()
 
     def handle(self, event: Event) -> None:
-        """Do what an event asks for."""
         match event:
             case PartArrived(session_id=session_id, push=push):
                 if event.whole:
@@ -148,7 +152,17 @@ class Server:
                 self.assign(part, taker, now)
         self.members.resume(now, at_once=is_stuck)
         for joiner in self.members.joining:
-            joiner.catch_up(self.version, self.reduced, self.reduction)
+            if not joiner.has_buffers:
+                self.send_buffers(joiner)
+            self.members.catch_up(joiner, self.version, self.reduced, self.reduction)
+
+    def send_buffers(self, joiner: StepMember) -> None:
+        """Send a joiner the buffers that have changed, before its first bucket; commits bring newer ones."""
+        joiner.has_buffers = True
+        replica = self.replica
+        values = replica.buffers.values()
+        for frame in buffer_frames(values, replica.bucket_bytes, version=self.version):
+            joiner.session.send_frame(frame)
 
     def open_step(self, now: float) -> None:
         """Cut the next global batch into a part for each member that is free, and hand them out."""
@@ -157,10 +171,12 @@ class Server:
         for laggard in self.members.laggards:
             self.park(laggard, now)
         free = self.members.awake(self.version)
-        batch = next(self.batches, None) if free else None
+        batch = self.next_batch(len(free)) if free else None
         if batch is None:
             return
         sizes, expected_s = self.members.sizes(free, batch.num_samples)
+        if self.context.counts_samples:
+            sizes = sizes_by_share([1 / len(free)] * len(free), batch.num_samples)
         taking = [(member, size) for member, size in zip(free, sizes, strict=True) if size]
         self.step = Step(
             self.version + 1,
@@ -174,6 +190,14 @@ class Server:
         self.first_part_at, self.opened_at = None, now
         for part, (member, _) in zip(self.step.parts, taking, strict=True):
             self.assign(part, member, now)
+
+    def next_batch(self, num_members: int) -> Range | None:
+        """The samples of the next step; where they are only counted, a batch of each member's own."""
+        each = self.train.samples_per_push
+        size = each * num_members if self.context.counts_samples else self.train.samples_per_step
+        num_samples, num_epochs = self.context.training.num_samples, self.train.num_epochs
+        batches = rule.global_batches(num_samples, num_epochs, size, first=self.samples_applied)
+        return next(batches, None)
 
     def assign(self, part: Part, member: StepMember | None, now: float) -> None:
         """Give a part to a member; without one it stays where it is."""
@@ -189,9 +213,12 @@ class Server:
             self.step.give_up(assignment)
             return
         indices = self.orders[self.step.batch.epoch][part.start : part.stop]
-        rows = self.context.rows_of(indices)
-        member.give(assignment, self.version, self.learning_rate(), indices, rows)
-        self.set_deadline(self.step, assignment, member)
+        scale = self.replica.run_scale
+        send = member.give(
+            assignment, self.version, self.learning_rate(), indices, loss_scale=scale
+        )
+        deliver = partial(self.send_part, self.step, assignment, member, send)
+        self.feed.deliver(Range.of(assignment.key), indices, deliver)
         if assignment.backup:
             self.context.log.info(
                 "%s takes over %d samples of step %d%s",
@@ -202,8 +229,28 @@ class Server:
             samples = Range.of(assignment.key)
             self.report.lease_returned(late, samples, f"it is late: {member.name} has it too")
 
+    def send_part(
+        self,
+        step: Step,
+        assignment: PartAssignment,
+        member: StepMember,
+        send: Callable[[ServedBatch | None], None],
+        batch: ServedBatch | None,
+    ) -> None:
+        """Send a part with its batch, if the server loads that; only now its time begins."""
+        if batch is not None:
+            assignment.granted_at = time.monotonic()
+        assignment.is_sent = True
+        self.set_deadline(step, assignment, member)
+        send(batch)
+
     def set_deadline(self, step: Step, assignment: PartAssignment, member: StepMember) -> None:
-        """When a part is overdue: what is expected of its holder counts up to twice the step's own time."""
+        """When a part is overdue: what is expected of its holder counts up to twice the step's own time.
+
+        While its batch is being loaded, it is not.
+        """
+        if not assignment.is_sent:
+            return
         heartbeat_timeout_s = self.context.run.heartbeat_timeout_s
         least_s = self.config.timeout or heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         if not self.members.any_measured:
@@ -214,7 +261,6 @@ class Server:
         assignment.say_at = assignment.due_at
 
     def is_late(self, now: float) -> bool:
-        """Whether the members that are not done with their parts have been waited for long enough."""
         patience_s = self.config.timeout
         if patience_s is None or self.first_part_at is None:
             return False
@@ -264,14 +310,13 @@ class Server:
         member = self.members.get(session_id)
         if member is None:
             return
-        if member.stream is not None:
+        if not member.is_parked:
             self.park(member, time.monotonic())
         else:
             member.has_asked = True
             member.unanswered.clear()
 
     def on_join(self, worker: Worker, ready: Ready) -> None:
-        """Let a worker catch up; `advance` sends it the state."""
         self.members.welcome(worker, ready)
         shares = self.config.batch_share
         if shares is not None and worker.member.node not in shares:
@@ -280,7 +325,6 @@ class Server:
             )
 
     def on_answer(self, session_id: int, answer: Push | Skip) -> None:
-        """A member has done with a part: it pushed the whole of it, or will not."""
         now = time.monotonic()
         assignment = self.members.take_back(session_id, answer, now)
         if assignment is None:
@@ -325,25 +369,45 @@ class Server:
     def commit(self, step: Step) -> None:
         """Everybody takes the step; then the next one begins, while the server takes it itself."""
         self.saver.wait_for_copy()
-        norm, rate = self.reduction.norm(), self.learning_rate()
+        norm = self.reduction.norm()
+        rate = self.learning_rate() if step.learning_rate is None else step.learning_rate
         clip = clip_factor(norm, self.train.gradient_clipping)
         compare = step.version % self.cluster.worker_update_interval == 0
         digests = self.stores.digests() if compare else []
         self.members.settle(step)
-        self.members.broadcast(commit_frame(step, clip, rate, digests))
+        for part in step.parts:
+            self.feed.applied(Range(step.batch.epoch, part.start, part.stop))
+        self.members.broadcast(*self.commit_buffers(step), commit_frame(step, clip, rate, digests))
         self.reduction.close()
+        self.replica.note_step(overflow=step.overflow)
         self.version, self.step, self.reduced = step.version, None, set()
         self.step_s = time.monotonic() - self.opened_at
         self.samples_applied += step.batch.num_samples
         self.open_step(time.monotonic())
         mean = self.reduction.mean(step.version)
         layer_norms = self.report.layer_norms(mean)
-        self.stores.take(mean, owned=not self.reduction.is_lossless)
-        self.stores.step(clip, rate)
+        if step.overflow is None:
+            self.stores.take(mean, owned=not self.reduction.is_lossless)
+            self.stores.step(clip, rate, self.train.gradient_clipping.bound)
+            self.replica.update_average()
         self.tell(step, norm, rate, layer_norms)
 
+    def commit_buffers(self, step: Step) -> list[Frame]:
+        """Take the mean of the parts' buffers; returns frames of these for everybody."""
+        replica, added = self.replica, step.buffers
+        if not added:
+            return []
+        replica.buffers.add(added)
+        if len(step.parts) > 1 and not self.has_told_of_buffers:
+            self.has_told_of_buffers = True
+            self.context.log.info(
+                "the model changes buffers as it computes (%s): each worker changes its own, and each step "
+                "takes their mean; so this is not equal to training in one process",
+                ", ".join(replica.buffers.names[number] for number in added),
+            )
+        return buffer_frames(replica.buffers.values(), replica.bucket_bytes, version=step.version)
+
     def on_drift(self, session_id: int, buckets: Sequence[int]) -> None:
-        """Send a member the weights in which it differs; it blends them with its own."""
         member = self.members.send_weights(session_id, self.version, buckets)
         if member is not None and is_power_of_two(member.num_drifts):
             self.context.log.warning(
@@ -383,16 +447,16 @@ class Server:
                 grad_norm=norm,
                 layer_norms=layer_norms,
                 num_terms=step.loss.num_terms,
+                is_skipped=step.overflow is not None,
             )
         )
         is_evaluated = self.evaluator.after_step(step.version, step.batch.epoch)
         self.saver.after_step(is_evaluated=is_evaluated)
 
     def learning_rate(self) -> float:
-        """The schedule's value for the samples applied so far."""
-        return learning_rate(self.train, self.samples_applied, self.total_samples)
+        schedule = self.context.training.recipe.schedule
+        return learning_rate(self.train, self.samples_applied, self.total_samples, schedule)
 
 
 def serve(context: ServerContext) -> Summary:
-    """Run SyncPS's server to its end."""
     return Server(context).run()

@@ -35,7 +35,6 @@ class Cost:
     per_sample_s: float
 
     def seconds(self, num_samples: int) -> float:
-        """Time for a part of so many samples."""
         return self.fixed_s + self.per_sample_s * num_samples
 
 
@@ -152,12 +151,10 @@ def rest_after(num_overdue: int) -> int:
 
 
 def _moved(estimate: float, measured: float) -> float:
-    """The estimate after one more measurement."""
     return MEMORY * estimate + (1 - MEMORY) * min(
         measured, MOST_GROWTH * max(estimate, LEAST_BELIEVED_S)
     )
 
 
 def _within(cost: Cost, seconds: float) -> int:
-    """The largest part that a member can do within so many seconds."""
     return max(0, int((seconds - cost.fixed_s) / cost.per_sample_s))

@@ -13,9 +13,11 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from smolcluster.algorithms.SynchronousPS import rule
 from smolcluster.cluster.worker import Worker
 from smolcluster.data.permutation import Range
 from smolcluster.errors import ProtocolError
+from smolcluster.training.buffers import BufferValues
 from smolcluster.training.compute import BatchLoss
 from smolcluster.transport.messages import LeaseKey, Push
 
@@ -28,12 +30,15 @@ MAX_HOLDERS = 2
 class PartAssignment:
     """A part in a member's hands. A `backup` copies somebody else's, from `first_bucket` on."""
 
+    step: "Step"
     part: "Part"
     key: LeaseKey
     holder: Worker
     first_bucket: int
     backup: bool
     granted_at: float
+    """Or when its batch was sent, if the server had to load that."""
+    is_sent: bool = False
     expected_s: float = 0.0
     due_at: float = math.inf
     """From when on it does not count among those who work on the part."""
@@ -46,8 +51,13 @@ class PartAssignment:
 
     @property
     def session_id(self) -> int:
-        """Its holder's session."""
         return self.holder.member.session_id
+
+    @property
+    def num_settled(self) -> int:
+        """Buckets whose residual its worker keeps: none of a backup, nor in a step that is skipped."""
+        is_skipped = self.step.overflow is not None
+        return 0 if self.backup or is_skipped else self.num_counted
 
     @property
     def won(self) -> bool:
@@ -63,13 +73,14 @@ class Part:
     stop: int
     num_counted: int = 0
     loss: BatchLoss = NO_LOSS
+    buffers: BufferValues = field(default_factory=dict)
+    """What computing it has added to the model's buffers, whoever has said it first."""
     was_granted: bool = False
     finished_by: PartAssignment | None = None
     assignments: list[PartAssignment] = field(default_factory=list)
 
     @property
     def num_samples(self) -> int:
-        """n_i."""
         return self.stop - self.start
 
     @property
@@ -113,8 +124,22 @@ class Step:
         return BatchLoss(total / max(1, num_terms), num_terms)
 
     @property
+    def buffers(self) -> BufferValues:
+        """What the step adds to the model's buffers: the mean over its samples."""
+        return rule.mean_buffers([(part.num_samples, part.buffers) for part in self.parts])
+
+    @property
+    def overflow(self) -> float | None:
+        """The loss scale with which the gradient of a part has overflowed; None: none has."""
+        return next((each.loss.overflow for each in self.parts if each.loss.overflow), None)
+
+    @property
+    def learning_rate(self) -> float | None:
+        """What the workers' own schedules have come to, as the first part says; None: they have none."""
+        return self.parts[0].loss.learning_rate
+
+    @property
     def assignments(self) -> list[PartAssignment]:
-        """All that was granted and not dropped."""
         with self._lock:
             return list(self._grants.values())
 
@@ -128,7 +153,9 @@ class Step:
                 stop=part.stop,
                 grant=number,
             )
-            assignment = PartAssignment(part, key, holder, part.num_counted, part.was_granted, now)
+            assignment = PartAssignment(
+                self, part, key, holder, part.num_counted, part.was_granted, now
+            )
             part.was_granted = True
             part.assignments.append(assignment)
             self._grants[number] = assignment
@@ -157,10 +184,19 @@ class Step:
                 return None
             part.num_counted += 1
             assignment.num_counted += 1
-            part.loss = BatchLoss(push.loss, push.num_terms)
+            overflow = part.loss.overflow if push.overflow is None else push.overflow
+            part.loss = BatchLoss(push.mean_loss, push.num_terms, push.learning_rate, overflow)
             if part.num_counted == self.num_buckets:
                 part.finished_by = assignment
             return assignment
+
+    def note_buffers(self, session_id: int, lease: LeaseKey, added: BufferValues) -> None:
+        """What computing a part has added to the buffers of the step's beginning."""
+        with self._lock:
+            assignment = self._grants.get(lease.grant)
+            if assignment is None or (assignment.session_id, assignment.key) != (session_id, lease):
+                return
+            assignment.part.buffers = assignment.part.buffers or added
 
     def drop(self, session_id: int) -> list[PartAssignment]:
         """Take everything out of the hands of a member that has gone; returns what it was."""
@@ -181,7 +217,6 @@ class Step:
                 self._remove(assignment)
 
     def orphans(self) -> list[Part]:
-        """Unfinished parts that nobody works on."""
         return [part for part in self._unfinished() if part.num_hopeful == 0]
 
     def late(self, now: float, *, is_late: bool) -> list[Part]:

@@ -4,29 +4,36 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from smolcluster.codec.base import bytes_of
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import PeerLost, ProtocolError
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
-from smolcluster.ps.assignment import Assigned
-from smolcluster.ps.push import DIGEST_NBYTES, bucket_spec, bytes_of, digests_spec
+from smolcluster.ps.assignment import AssignmentReceiver
+from smolcluster.ps.buffers import BufferCollector
+from smolcluster.ps.push import DIGEST_NBYTES, bucket_spec, digests_spec
+from smolcluster.training.buffers import BufferValues
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
     WEIGHTS,
     Assignment,
+    Buffers,
     Commit,
     LeaseKey,
     Message,
     Park,
     Push,
     Reduced,
+    Served,
     Skip,
     State,
+    TensorSpec,
     frame_of,
 )
 
@@ -35,11 +42,17 @@ PACE = 3
 
 
 class StateArrived(Event):
-    """A bucket of the server's state: `values` (n,) of what `state.content` names."""
+    """A bucket of the server's state: `values` (n,) of what `state.content` names.
 
-    def __init__(self, state: State, values: Tensor) -> None:
+    `buffers`: those that came before it.
+    """
+
+    def __init__(
+        self, state: State, values: Tensor, buffers: BufferValues = MappingProxyType({})
+    ) -> None:
         self.state = state
         self.values = values
+        self.buffers = buffers
 
 
 class Committed(Event):
@@ -47,11 +60,18 @@ class Committed(Event):
 
     `gradient` is the flat mean (num_params,), of which the first `num_reduced` buckets were sent to us; None
     without any. `digests` are those of the server's weights before it, one a bucket, or none at all.
+    `buffers`: the model's, if the step has changed any.
     """
 
     def __init__(
-        self, commit: Commit, gradient: Tensor | None, num_reduced: int, digests: Sequence[bytes]
+        self,
+        commit: Commit,
+        gradient: Tensor | None,
+        num_reduced: int,
+        digests: Sequence[bytes],
+        buffers: BufferValues = MappingProxyType({}),
     ) -> None:
+        self.buffers = buffers
         self.commit = commit
         self.gradient = gradient
         self.num_reduced = num_reduced
@@ -83,10 +103,14 @@ class StepReceiver(Receiver):
         self._patience_s = patience_s
         self._longest_wait_s = longest_wait_s
         self.has_fallen_behind = self._is_told = False
+        self._collector = BufferCollector(replica.buffers, replica.bucket_bytes)
+        self._buffers: BufferValues = {}
+        """What has come of the server's buffers since the last state or commit."""
+        self._assignments = AssignmentReceiver()
         self._buckets = replica.buckets
         self._codec = get_codec(codec_name)
         self._lossless = get_codec(lossless_for(replica.params.dtype))
-        self._contents = frozenset((WEIGHTS, *replica.optimizer.moments))
+        self._optimizer = replica.optimizer
         shape = (replica.num_params,)
         self._free = [torch.empty(shape, dtype=self._codec.dtype) for _ in range(2)]
         self._changed = threading.Condition()
@@ -97,13 +121,7 @@ class StepReceiver(Receiver):
         """Buckets of the gradient that have arrived."""
         self._version = 0
 
-    @property
-    def in_progress(self) -> bool:
-        """Whether a step's gradient has begun to arrive and was not committed."""
-        return self._gradient is not None
-
     def give_back(self, gradient: Tensor) -> None:
-        """The worker has done with a gradient."""
         with self._changed:
             self._free.append(gradient)
             self._changed.notify_all()
@@ -139,6 +157,8 @@ class StepReceiver(Receiver):
 
     def place_for(self, message: Message) -> memoryview | None:
         """A lossless mean goes straight to its place in the gradient, which is nobody's until its commit."""
+        if isinstance(message, Served):
+            return self._assignments.place_for(message)
         if not isinstance(message, Reduced) or self.has_fallen_behind:
             return None
         self._check(message)
@@ -147,38 +167,54 @@ class StepReceiver(Receiver):
         return bytes_of(self._bucket_of(message))
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
-        """Take a message in the reader's thread."""
+        return None if isinstance(message, Served) else self._take(message, payload)
+
+    def _take(self, message: Message, payload: memoryview) -> Event | None:
         match message:
-            case Reduced() | Commit() if self.has_fallen_behind:
+            case Reduced() | Commit() | Buffers() if self.has_fallen_behind:
                 is_news, self._is_told = not self._is_told, True
                 return FellBehind() if is_news else None
             case Park():
+                self._collector.forget()
+                self._buffers = {}
                 with self._changed:
                     self.has_fallen_behind = self._is_told = False
                     if self._gradient is not None:
                         self._free.append(self._gradient)
                     self._gradient, self._reduced = None, set()
                     self._changed.notify_all()
-            case Reduced():
-                if not self._codec.lossless:
-                    encoded = torch.frombuffer(payload, dtype=torch.uint8)
-                    self._codec.decode(encoded, self._bucket_of(message))
-                with self._changed:
-                    self._reduced.add(message.bucket)
-                    self._changed.notify_all()
+            case Reduced() | Buffers():
+                self._collect(message, payload)
                 return None
             case Commit():
                 digests = self._digests(message, payload)
-                committed = Committed(message, self._gradient, len(self._reduced), digests)
+                what = self._gradient, len(self._reduced), digests, self._take_buffers()
+                committed = Committed(message, *what)
                 with self._changed:
                     self._gradient, self._reduced = None, set()
                     self._changed.notify_all()
                 return committed
             case State():
-                return StateArrived(message, self._state(message, payload))
+                values = self._state(message, payload)
+                return StateArrived(message, values, self._take_buffers())
             case Assignment():
-                return Assigned(message, payload)
+                return self._assignments.assigned(message, payload)
         return MessageReceived(0, message)
+
+    def _collect(self, message: Reduced | Buffers, payload: memoryview) -> None:
+        if isinstance(message, Buffers):
+            self._buffers = self._collector.take(message, payload) or self._buffers
+            return
+        if not self._codec.lossless:
+            encoded = torch.frombuffer(payload, dtype=torch.uint8)
+            self._codec.decode(encoded, self._bucket_of(message))
+        with self._changed:
+            self._reduced.add(message.bucket)
+            self._changed.notify_all()
+
+    def _take_buffers(self) -> BufferValues:
+        buffers, self._buffers = self._buffers, {}
+        return buffers
 
     def _check(self, reduced: Reduced) -> None:
         known = reduced.bucket < len(self._buckets) == reduced.num_buckets
@@ -222,16 +258,23 @@ class StepReceiver(Receiver):
 
     def _state(self, state: State, payload: memoryview) -> Tensor:
         known = state.bucket < len(self._buckets) == state.num_buckets
-        if (
-            not known
-            or state.content not in self._contents
-            or state.tensor != bucket_spec(self._lossless, self._buckets[state.bucket])
-        ):
+        if not known or state.tensor != self._state_spec(state):
             raise ProtocolError(
                 f"bucket {state.bucket} of {state.num_buckets} of the server's {state.content!r} is not "
                 "of the agreed shape"
             )
         return torch.frombuffer(bytearray(payload), dtype=self._lossless.dtype)
+
+    def _state_spec(self, state: State) -> TensorSpec | None:
+        """What a bucket of the server's weights or optimizer has to be; None: there is no such thing."""
+        bucket = self._buckets[state.bucket]
+        if state.content == WEIGHTS:
+            return bucket_spec(self._lossless, bucket)
+        whole = self._optimizer.moments.get(state.content)
+        if whole is None:
+            return None
+        length = len(range(whole.numel())[bucket])  # a slice of it would be the device's work
+        return bucket_spec(self._lossless, slice(0, length)) if length else None
 
 
 class Outgoing:

@@ -32,17 +32,21 @@ from smolcluster.algorithms.SynchronousPS.step_receiver import (
     StepReceiver,
 )
 from smolcluster.cluster.link import Link
+from smolcluster.data.permutation import EpochOrders
 from smolcluster.errors import NonFiniteLoss, PeerLost
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import HEARTBEATS_PER_TIMEOUT
 from smolcluster.ps.assignment import Assigned
+from smolcluster.ps.buffers import buffer_frames
 from smolcluster.ps.push import GradientSender
 from smolcluster.ps.store import Stores
+from smolcluster.training.buffers import BufferValues
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.optimizer import STEP_COUNT
 from smolcluster.transport.messages import (
     MAX_PULLED_BUCKETS,
+    WEIGHTS,
     Cancel,
     LeaseKey,
     Park,
@@ -66,6 +70,9 @@ class Worker:
         self.patience_s = config.timeout or math.inf
         self.longest_wait_s = welcome.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         self.training = training
+        self.bound = training.recipe.applied_to(welcome.run.train).gradient_clipping.bound
+        self.train = welcome.run.train
+        self.orders = EpochOrders(training.order)
         self.replica = training.replica
         self.stores = Stores(training.replica)
         """The same as the server's, and they take the same steps."""
@@ -73,6 +80,8 @@ class Worker:
         self.version = 0
         self.num_joined = 0
         """Buckets of the server's state that have arrived in this session."""
+        self.has_buffers = False
+        """Whether a commit has brought the model's buffers before the first bucket came."""
         self.fell_behind = False
         """Whether steps were left out; the server has been told, and will begin anew."""
         self.tasks: deque[Assigned] = deque()
@@ -93,13 +102,13 @@ class Worker:
         return self.num_joined == len(self.replica.buckets) and not self.fell_behind
 
     def new_receiver(self) -> StepReceiver:
-        """What takes the messages of a new session."""
         self.receiver = StepReceiver(self.replica, self.codec, self.patience_s, self.longest_wait_s)
         return self.receiver
 
     def take_part(self, link: Link) -> None:
         """Train until the link raises. The server sends its state first."""
-        self.link, self.num_joined, self.fell_behind = link, 0, False
+        self.link, self.num_joined = link, 0
+        self.has_buffers = self.fell_behind = False
         self.tasks.clear()
         self.cancelled.clear()
         self.outgoing = None
@@ -120,18 +129,37 @@ class Worker:
         if self.is_wanted(task):
             self.await_sent()
         if self.is_wanted(task):
+            self.want_next(task)
             started = time.perf_counter()
             try:
+                self.replica.buffers.restore()  # each part begins as the step does
+                self.replica.loss_scale = task.assignment.loss_scale
                 loss = task.compute(self.training)
+                buffers = self.replica.buffers.difference()
             except NonFiniteLoss as error:
                 raise NonFiniteLoss(f"step {self.version + 1}: {error}") from error
             compute_s = time.perf_counter() - started
             self.num_computed += task.num_samples
             self.hear()
         if self.is_wanted(task):
+            nbytes, key = self.replica.bucket_bytes, task.lease
+            for frame in buffer_frames(buffers, nbytes, version=self.version, lease=key):
+                self.link.send_frame(frame)
             self.push(task, loss, compute_s)
         else:
             self.link.send(Skip(lease=task.lease, compute_s=compute_s))
+
+    def want_next(self, task: Assigned) -> None:
+        """Begin to load the same part of the next batch: most likely the next one to be computed here."""
+        if task.assignment.batch_nbytes is not None or self.training.prefetch is None:
+            return
+        batch_size, lease = self.train.samples_per_step, task.lease
+        epoch, start = lease.epoch, lease.start + batch_size
+        if start >= self.training.num_samples:
+            epoch, start = epoch + 1, lease.start % batch_size
+        if epoch < self.train.num_epochs:
+            indices = self.orders[epoch][start : start + task.num_samples]
+            self.training.want(indices, epoch, start)
 
     def await_sent(self) -> None:
         """Wait for the last push, which is the replica's own memory, unless it is called off meanwhile."""
@@ -143,7 +171,6 @@ class Worker:
             self.hear()
 
     def hear(self) -> None:
-        """Take in all that has arrived."""
         while (event := self.link.next_event(0.0)) is not None:
             self.handle(event)
 
@@ -156,7 +183,7 @@ class Worker:
         """Send the gradient; as a backup for somebody else, only what is missing, and lossless."""
         what = task.lease, self.version, loss, compute_s
         if task.assignment.backup:
-            pushes = self.sender.backup_pushes(*what, task.assignment.first_bucket)
+            pushes = self.sender.pushes(*what, backup_from=task.assignment.first_bucket)
             outgoing = Outgoing(task.lease, compute_s, None)
         else:
             pushes = self.sender.pushes(*what)
@@ -169,17 +196,19 @@ class Worker:
         self.link.send_later(outgoing.ending)
 
     def handle(self, event: Event) -> None:
-        """Take in one event."""
         match event:
             case Assigned():
                 self.receiver.pace(paced=False)  # what waits may be what the mean waits for
                 self.newest_grant = event.lease.grant
+                event.begin_to_load(self.training)
                 self.tasks.append(event)
             case Committed():
                 self.take_step(event)
             case StateArrived() if self.joined:
                 self.blend(event.state.bucket, event.values)
             case StateArrived() if not self.fell_behind:
+                if (event.state.bucket, event.state.content) == (0, WEIGHTS):
+                    self.begin_with(event.buffers)
                 self.join(event.state, event.values)
             case MessageReceived(message=Cancel() as cancel):
                 self.on_cancel(cancel)
@@ -201,28 +230,35 @@ class Worker:
             raise PeerLost(f"step {commit.version} does not follow on step {self.version} here")
         if self.joined and committed.digests:
             self.compare(committed.digests)
-        if gradient is not None:
+        if gradient is not None and not commit.is_skipped:
             here = gradient[: self.replica.buckets[self.num_joined - 1].stop]
             self.stores.take(here, owned=True)  # the replica's `grads` may still be on their way
-            self.stores.step(commit.clip, commit.learning_rate)
+            self.stores.step(commit.clip, commit.learning_rate, self.bound)
+        if gradient is not None:
             self.receiver.give_back(gradient)
+        if committed.buffers:
+            self.replica.buffers.load(committed.buffers)
+            self.has_buffers = True
         self.version = commit.version
         self.cancelled = {lease for lease in self.cancelled if lease.grant > self.newest_grant}
-        self.settle(None)
+        self.settle(0 if commit.is_skipped else None)
         self.replica.meter.step_done(self.num_computed)
         self.num_computed = 0
 
     def compare(self, digests: Sequence[bytes]) -> None:
-        """Ask for the buckets of the weights that differ from the server's."""
         pairs = zip(self.stores.digests(), digests, strict=True)
         drifted = tuple(number for number, (own, theirs) in enumerate(pairs) if own != theirs)
         if drifted:
             self.link.send(Pull(buckets=drifted[:MAX_PULLED_BUCKETS]))
 
     def blend(self, bucket: int, weights: Tensor) -> None:
-        """Draw a bucket of the weights towards the server's."""
         own = self.replica.params[self.replica.buckets[bucket]]
         rule.blend(own, weights.to(own.device), self.polyak_alpha)
+
+    def begin_with(self, buffers: BufferValues) -> None:
+        """Take the buffers that came before the first bucket; none: a commit's, or the model's first."""
+        if buffers or not self.has_buffers:
+            self.replica.buffers.load(buffers)
 
     def join(self, state: State, values: Tensor) -> None:
         """Take a bucket of the server's state; with the last one this worker is a member."""
@@ -230,8 +266,9 @@ class Worker:
         contents[state.content].copy_(values)
         self.version = state.version
         if STEP_COUNT in self.replica.optimizer.state:
-            self.replica.optimizer.state[STEP_COUNT].fill_(state.version)
-        self.num_joined = state.bucket + (state.content == list(contents)[-1])
+            self.replica.optimizer.state[STEP_COUNT].fill_(state.version - state.num_skipped)
+        is_whole = state.content == list(contents)[-1]
+        self.num_joined = state.bucket + 1 if is_whole else state.bucket
 
     def on_cancel(self, cancel: Cancel) -> None:
         """Drop a part, or what has not been sent of its push; learn how much of that has counted."""
@@ -257,7 +294,7 @@ class Worker:
         self.settle(park.num_buckets if park.lease == self.unacknowledged else 0)
         self.tasks.clear()
         self.cancelled.clear()
-        self.num_joined, self.fell_behind = 0, False
+        self.num_joined, self.has_buffers, self.fell_behind = 0, False, False
         self.link.send(Pull())
 
     def settle(self, num_buckets: int | None) -> None:

@@ -37,51 +37,33 @@ def join_command(cluster: ClusterConfig, node: str, project: str) -> list[str]:
 
 
 def systemd_job(node: str, command: list[str], project: str) -> str:
-    unit = "\n".join(
-        [
-            "[Unit]",
-            "Description=smolcluster: joins the run that lives when this machine starts",
-            "[Service]",
-            f"WorkingDirectory={project.replace('%', '%%')}",
-            f"ExecStart={' '.join(map(_systemd_word, command))}",
-            "[Install]",
-            "WantedBy=default.target",
-        ]
-    )
-    file = f"~/.config/systemd/user/{NAME}.service"
-    return "\n".join(
-        [
-            f"# {node} (Linux), once, on the machine:",
-            f"mkdir -p ~/.config/systemd/user && cat > {file} <<'END'",
-            unit,
-            "END",
-            f"loginctl enable-linger && systemctl --user enable {NAME}",
-        ]
-    )
+    return f"""# {node} (Linux), once, on the machine:
+mkdir -p ~/.config/systemd/user && cat > ~/.config/systemd/user/{NAME}.service <<'END'
+[Unit]
+Description=smolcluster: joins the run that lives when this machine starts
+[Service]
+WorkingDirectory={project.replace("%", "%%")}
+ExecStart={" ".join(map(_systemd_word, command))}
+[Install]
+WantedBy=default.target
+END
+loginctl enable-linger && systemctl --user enable {NAME}"""
 
 
 def launchd_job(node: str, command: list[str], project: str, user: str) -> str:
-    label = f"local.{NAME}"
-    plist = plistlib.dumps(
-        {
-            "Label": label,
-            "UserName": user,
-            "WorkingDirectory": project,
-            "ProgramArguments": command,
-            "RunAtLoad": True,
-        },
-        sort_keys=False,
-    ).decode()
-    file = f"/Library/LaunchDaemons/{label}.plist"
-    return "\n".join(
-        [
-            f"# {node} (macOS), once, on the machine:",
-            f"sudo tee {file} >/dev/null <<'END'",
-            plist.rstrip(),
-            "END",
-            f"sudo chown root:wheel {file} && sudo chmod 644 {file}",
-        ]
-    )
+    job = {
+        "Label": f"local.{NAME}",
+        "UserName": user,
+        "WorkingDirectory": project,
+        "ProgramArguments": command,
+        "RunAtLoad": True,
+    }
+    file = f"/Library/LaunchDaemons/local.{NAME}.plist"
+    return f"""# {node} (macOS), once, on the machine:
+sudo tee {file} >/dev/null <<'END'
+{plistlib.dumps(job, sort_keys=False).decode().rstrip()}
+END
+sudo chown root:wheel {file} && sudo chmod 644 {file}"""
 
 
 def _systemd_word(word: str) -> str:

@@ -3,113 +3,85 @@
 import json
 import re
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from smolcluster.launch.doctor.findings import Context, Finding, State
+from smolcluster.launch.doctor.findings import Finding, NodeChecks, State
 from smolcluster.observability.terminal import displayable, steady
 from smolcluster.utils.units import format_count
 
 MAX_CELL = 18
 """Columns of a cell."""
+FRAME = 3
+"""Columns around a cell."""
 STYLES: Mapping[State, str] = {
     "ok": "green",
     "warn": "yellow",
     "fail": "bold red",
     "skipped": "dim",
 }
-FRAME = 3
-"""Columns around a cell."""
-
-
-@dataclass(frozen=True)
-class CheckReport:
-    """What was found of each node, by the names of checks; the server is first."""
-
-    nodes: Mapping[str, tuple[Context, Mapping[str, Finding]]]
-
-    @property
-    def exit_code(self) -> int:
-        return int(any(finding.state == "fail" for _, _, finding in self))
-
-    @property
-    def checks(self) -> list[str]:
-        made = {name for _, name, _ in self}
-        return [name for name in ORDER if name in made]
-
-    def __iter__(self) -> Iterator[tuple[str, str, Finding]]:
-        for node, (_, findings) in self.nodes.items():
-            for name in sorted(findings, key=ORDER.index):
-                yield node, name, findings[name]
-
-    def count(self, state: State) -> int:
-        return sum(finding.state == state for _, _, finding in self)
-
-
 ORDER = (
     *("SSH", "host key", "system", "identity", "clock", "Python", "uv", "tmux", "rsync"),
-    *(
-        "disk",
-        "memory",
-        "sleep",
-        "secret",
-        "code",
-        "environment",
-        "torch",
-        "port",
-        "server",
-        "link",
-    ),
+    *("disk", "memory", "sleep", "secret", "code", "environment", "torch", "workload"),
+    *("port", "server", "link"),
 )
 
 
-def as_json_text(check_report: CheckReport) -> str:
-    nodes = {
-        node: {
-            "ssh": context.destination,
-            "role": "server" if context.is_server else "worker",
-            "checks": {name: asdict(findings[name]) for name in ORDER if name in findings},
+def count(nodes: Sequence[NodeChecks], state: State) -> int:
+    return sum(found.state == state for node in nodes for found in node.findings.values())
+
+
+def exit_code(nodes: Sequence[NodeChecks]) -> int:
+    return int(count(nodes, "fail") > 0)
+
+
+def as_json_text(nodes: Sequence[NodeChecks]) -> str:
+    told = {
+        node.name: {
+            "ssh": node.host.destination,
+            "role": "server" if node.is_server else "worker",
+            "checks": {name: asdict(found) for name, found in _in_order(node)},
         }
-        for node, (context, findings) in check_report.nodes.items()
+        for node in nodes
     }
     states: tuple[State, ...] = ("ok", "warn", "fail", "skipped")
-    counts = {state: check_report.count(state) for state in states}
-    return json.dumps(
-        {"ok": check_report.exit_code == 0, "counts": counts, "nodes": nodes}, indent=2
-    )
+    counts = {state: count(nodes, state) for state in states}
+    return json.dumps({"ok": not exit_code(nodes), "counts": counts, "nodes": told}, indent=2)
 
 
-def show(check_report: CheckReport, console: Console) -> None:
+def _in_order(node: NodeChecks) -> Iterator[tuple[str, Finding]]:
+    return ((name, node.findings[name]) for name in ORDER if name in node.findings)
+
+
+def show(nodes: Sequence[NodeChecks], console: Console) -> None:
+    names = [name for name in ORDER if any(name in node.findings for node in nodes)]
     with steady(console):
-        for nodes in columns(check_report, console.width):
-            console.print(_table(check_report, nodes, console))
-        console.print(Group(*_remedies(check_report, console)), soft_wrap=True)
+        for beside in columns(nodes, console.width - FRAME - 1 - max(map(len, names))):
+            table = Table("", *(node.name for node in beside))
+            for name in names:
+                found = (node.findings.get(name) for node in beside)
+                table.add_row(name, *(_styled(each, console) for each in found))
+            console.print(table)
+        console.print(Group(*_remedies(nodes, console)), soft_wrap=True)
 
 
-def columns(check_report: CheckReport, width: int) -> Iterator[list[str]]:
-    free = width - FRAME - 1 - max(map(len, check_report.checks))
-    nodes: list[str] = []
-    left = free
-    for node, (_, findings) in check_report.nodes.items():
-        needed = FRAME + max(map(len, (node, *map(_cell, findings.values()))))
-        if nodes and needed > left:
-            yield nodes
-            nodes, left = [], free
-        nodes.append(node)
+def columns(nodes: Sequence[NodeChecks], width: int) -> Iterator[list[NodeChecks]]:
+    """The nodes that stand side by side in a width, table by table."""
+    beside: list[NodeChecks] = []
+    left = width
+    for node in nodes:
+        needed = FRAME + max(map(len, (node.name, *map(_cell, node.findings.values()))))
+        if beside and needed > left:
+            yield beside
+            beside, left = [], width
+        beside.append(node)
         left -= needed
-    yield nodes
-
-
-def _table(check_report: CheckReport, nodes: Sequence[str], console: Console) -> Table:
-    table = Table("", *nodes)
-    for name in check_report.checks:
-        found = (check_report.nodes[node][1].get(name) for node in nodes)
-        table.add_row(name, *(_styled(finding, console) for finding in found))
-    return table
+    yield beside
 
 
 def _styled(finding: Finding | None, console: Console) -> Text:
@@ -119,33 +91,34 @@ def _styled(finding: Finding | None, console: Console) -> Text:
 
 
 def _cell(finding: Finding) -> str:
-    match finding.state:
-        case "ok":
-            text = finding.what
-        case "skipped":
-            text = f"- {finding.what}"
-        case "warn":
-            text = "warning"
-        case "fail":
-            text = "FAILS"
+    texts: Mapping[State, str] = {
+        "ok": finding.what,
+        "skipped": f"- {finding.what}",
+        "warn": "warning",
+        "fail": "FAILS",
+    }
+    text = texts[finding.state]
     return text if len(text) <= MAX_CELL else f"{text[: MAX_CELL - 1]}…"
 
 
-def _remedies(check_report: CheckReport, console: Console) -> Iterator[RenderableType]:
+def _remedies(nodes: Sequence[NodeChecks], console: Console) -> Iterator[Text]:
+    """What is wrong, with what mends it; what is the same on several nodes is said once."""
+    alike: dict[tuple[str, Finding], list[str]] = defaultdict(list)
+    for node in nodes:
+        for found in _in_order(node):
+            alike[found].append(node.name)
     for state, word in (("warn", "warning"), ("fail", "FAILS")):
-        for (name, finding), nodes in _alike(check_report).items():
+        for (name, finding), names in alike.items():
             if finding.state == state:
-                line = _wrapped(f"{word} {', '.join(nodes)}: {name}: {finding.what}", console)
-                yield Text.assemble((word, STYLES[state]), line.removeprefix(word))
+                line = _wrapped(f"{word} {', '.join(names)}: {name}: {finding.what}", console)
+                yield Text.assemble((word, STYLES[finding.state]), line.removeprefix(word))
                 yield Text(_wrapped(f"  -> {finding.fix}", console))
-    failures, warnings = check_report.count("fail"), check_report.count("warn")
-    if not failures:
-        extra = f" ({format_count(warnings, 'warning')})" if warnings else ""
-        yield Text(f"the cluster is ready{extra}", "green")
+    warnings = format_count(count(nodes, "warn"), "warning")
+    if failures := count(nodes, "fail"):
+        yield Text(f"{format_count(failures, 'failure')}, {warnings}", "bold red")
     else:
-        yield Text(
-            f"{format_count(failures, 'failure')}, {format_count(warnings, 'warning')}", "bold red"
-        )
+        extra = f" ({warnings})" if count(nodes, "warn") else ""
+        yield Text(f"the cluster is ready{extra}", "green")
 
 
 def _wrapped(text: str, console: Console) -> str:
@@ -158,12 +131,4 @@ def _wrapped(text: str, console: Console) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-    shown = (displayable(console, line.replace("\0", " ")) for line in lines)
-    return "\n".join(shown)
-
-
-def _alike(check_report: CheckReport) -> dict[tuple[str, Finding], list[str]]:
-    alike: dict[tuple[str, Finding], list[str]] = {}
-    for node, name, finding in check_report:
-        alike.setdefault((name, finding), []).append(node)
-    return alike
+    return "\n".join(displayable(console, line.replace("\0", " ")) for line in lines)

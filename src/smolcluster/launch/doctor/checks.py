@@ -4,17 +4,18 @@
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence
+from functools import partial
 
-from smolcluster.configs.schema import ClusterConfig
 from smolcluster.launch.doctor.findings import (
     Answer,
     Check,
-    Context,
     Finding,
     MachineFacts,
+    NodeChecks,
     fail,
     fields,
+    not_here,
     ok,
     warn,
 )
@@ -27,33 +28,39 @@ MIN_DISK, MIN_DISK_TO_INSTALL, LOW_DISK = 2e9, 8e9, 10e9
 """Bytes: to run at all, to install PyTorch, to keep checkpoints of some runs."""
 LOW_MEMORY = 1e9
 LARGE_SKEW_S, SKEW_S = 30.0, 2.0
+LOOPBACK = re.compile(r"127\.|::1$|localhost$")
 
 CONTACT_SCRIPT = """
 echo "system $(uname -s)"; echo "machine $(uname -m)"
 echo "apple_silicon $(sysctl -n hw.optional.arm64 2>/dev/null)"
 for tool in brew apt-get dnf pacman zypper apk; do
   if command -v $tool >/dev/null; then echo "packages $tool"; break; fi
-done"""
+done
+echo "id $({ cat /etc/machine-id || ioreg -rd1 -c IOPlatformExpertDevice |
+  awk -F'"' '/IOPlatformUUID/ {print $4}'; } 2>/dev/null)"
+echo "name $(hostname 2>/dev/null)" """
 
 
 def read_facts(answer: Answer) -> MachineFacts:
     told = fields(answer.stdout)
+    identity = (told.get("id"), told.get("name"))
     return MachineFacts(
         told.get("system", ""),
         told.get("machine", ""),
         told.get("system") == "Darwin" and told.get("apple_silicon") == "1",
         told.get("packages", ""),
+        " ".join(map(str, identity)) if all(identity) else "",
     )
 
 
-def judge_system(answer: Answer, context: Context) -> Finding:
+def judge_system(answer: Answer, node: NodeChecks) -> Finding:
     facts = read_facts(answer)
     shown = f"{facts.system} {facts.machine}"
     if facts.system not in ("Linux", "Darwin") or not answer.ok:
         said = facts.system or answer.stderr_tail
         return fail(
             f"it has no POSIX shell of Linux or macOS ({said})",
-            f"on Windows install WSL 2 with an SSH server in it, and set nodes.{context.node}.ssh to that",
+            f"on Windows install WSL 2 with an SSH server in it, and set nodes.{node.name}.ssh to that",
         )
     if facts.is_mac and not facts.is_apple_silicon:
         return fail(f"{shown}: PyTorch is not built for Macs with Intel", "take it out of workers")
@@ -65,45 +72,56 @@ def judge_system(answer: Answer, context: Context) -> Finding:
     return ok(shown)
 
 
-def installing(facts: MachineFacts, package: str) -> str:
-    match facts.packages:
-        case "":
-            if facts.is_mac:
-                return f"install Homebrew (https://brew.sh), then `brew install {package}`"
-            return f"install {package} with its package manager"
-        case "brew":
-            return f"`brew install {package}`"
-        case "pacman":
-            return f"`sudo pacman -S {package}`"
-        case "apk":
-            return f"`sudo apk add {package}`"
-        case tool:
-            return f"`sudo {tool} install -y {package}`"
+def find_twins(nodes: Sequence[NodeChecks]) -> dict[str, Finding]:
+    """The nodes that are one machine with a node before them.
+
+    On one machine with itself (every address the loopback's) that is meant.
+    """
+    twins: dict[str, Finding] = {}
+    first: dict[str, str] = {}
+    for node in nodes:
+        if LOOPBACK.match(node.address):
+            continue
+        keys = [f"ssh {node.host.destination}", *filter(None, [node.facts.identity])]
+        if other := next((first[key] for key in keys if key in first), None):
+            twins[node.name] = fail(
+                f"{node.name} and {other} are one machine",
+                f"take one of them out of workers, or mend nodes.{node.name}.ssh",
+            )
+        first = dict.fromkeys(keys, node.name) | first
+    return twins
 
 
-def judge_program(answer: Answer, context: Context, package: str) -> Finding:
+def judge_program(package: str, answer: Answer, node: NodeChecks) -> Finding:
     """A program that is called as its package: there, with its version, or not."""
     if not answer.ok:
-        return fail(f"{package} is not there", f"there: {installing(context.facts, package)}")
+        fix = f"`{TOOLS['uv']}`" if package == "uv" else installing(node.facts, package)
+        return fail(f"{package} is not there", f"there: {fix}")
     found = re.search(r"\d+(\.\d+)+\w?", answer.stdout)
     return ok(found[0] if found else "there")
 
 
-def judge_tmux(answer: Answer, context: Context) -> Finding:
-    return judge_program(answer, context, "tmux")
+def installing(facts: MachineFacts, package: str) -> str:
+    if not facts.packages:
+        if facts.is_mac:
+            return f"install Homebrew (https://brew.sh), then `brew install {package}`"
+        return f"install {package} with its package manager"
+    commands = {"brew": "brew install", "pacman": "sudo pacman -S", "apk": "sudo apk add"}
+    return f"`{commands.get(facts.packages, f'sudo {facts.packages} install -y')} {package}`"
 
 
-def judge_rsync(answer: Answer, context: Context) -> Finding:
-    return judge_program(answer, context, "rsync")
+def python_script(node: NodeChecks) -> str:
+    own = shell_path(node.python)
+    wanted = ".".join(map(str, MIN_PYTHON))
+    return f"""
+if [ -x {own} ]; then exec {own} --version; fi
+found=$(uv python find --no-project --no-python-downloads '>={wanted}' 2>/dev/null)
+if [ -n "$found" ]; then exec "$found" --version; fi
+if {HAS_PYTHON3}; then exec python3 --version; fi
+echo none"""
 
 
-def judge_uv(answer: Answer, context: Context) -> Finding:
-    if answer.ok:
-        return judge_program(answer, context, "uv")
-    return fail("uv is not there", f"there: `{TOOLS['uv']}`")
-
-
-def judge_python(answer: Answer, _context: Context) -> Finding:
+def judge_python(answer: Answer, _node: NodeChecks) -> Finding:
     found = re.search(r"Python (\d+)\.(\d+)\S*", answer.stdout)
     wanted = ".".join(map(str, MIN_PYTHON))
     if found and (int(found[1]), int(found[2])) >= MIN_PYTHON:
@@ -114,39 +132,27 @@ def judge_python(answer: Answer, _context: Context) -> Finding:
     )
 
 
-def python_script(context: Context) -> str:
-    own = shell_path(context.python)
-    wanted = ".".join(map(str, MIN_PYTHON))
+def disk_script(node: NodeChecks) -> str:
     return f"""
-if [ -x {own} ]; then exec {own} --version; fi
-found=$(uv python find --no-project --no-python-downloads '>={wanted}' 2>/dev/null)
-if [ -n "$found" ]; then exec "$found" --version; fi
-if {HAS_PYTHON3}; then exec python3 --version; fi
-echo none"""
-
-
-def disk_script(context: Context) -> str:
-    return f"""
-folder={shell_path(context.folder)}
+folder={shell_path(node.folder)}
 [ -e "$folder"/.venv/bin/python ] && echo "environment there"
 while [ ! -e "$folder" ]; do folder=$(dirname "$folder"); done
 df -Pk "$folder" """
 
 
-def judge_disk(answer: Answer, context: Context) -> Finding:
-    last = answer.stdout.splitlines()[-1]
-    free = int(re.split(r"\s+", last)[3]) * 1024
-    has_environment = context.is_here or "environment there" in answer.stdout
-    needed = MIN_DISK if has_environment else MIN_DISK_TO_INSTALL
-    shown = f"{format_bytes(free)} free"
-    fix = f"free some, or set nodes.{context.node}.project_dir to another disk"
-    if free < needed:
-        why = "" if has_environment else ", and PyTorch is still to be installed"
-        return fail(f"only {shown} for {context.folder}{why}", fix)
-    return warn(f"only {shown} for {context.folder}", fix) if free < LOW_DISK else ok(shown)
+def judge_disk(answer: Answer, node: NodeChecks) -> Finding:
+    free = int(answer.stdout.splitlines()[-1].split()[3]) * 1024
+    has_environment = node.is_here or "environment there" in answer.stdout
+    what = f"only {format_bytes(free)} free for {node.folder}"
+    fix = f"free some, or set nodes.{node.name}.project_dir to another disk"
+    if free < MIN_DISK_TO_INSTALL and not has_environment:
+        return fail(f"{what}, and PyTorch is still to be installed", fix)
+    if free < MIN_DISK:
+        return fail(what, fix)
+    return warn(what, fix) if free < LOW_DISK else ok(f"{format_bytes(free)} free")
 
 
-def judge_memory(answer: Answer, _context: Context) -> Finding:
+def judge_memory(answer: Answer, _node: NodeChecks) -> Finding:
     available = available_memory(answer.stdout)
     shown = f"{format_bytes(available)} free"
     if available < LOW_MEMORY:
@@ -154,38 +160,36 @@ def judge_memory(answer: Answer, _context: Context) -> Finding:
     return ok(shown)
 
 
-def available_memory(text: str) -> float:
+def available_memory(text: str) -> int:
     """Bytes, from Linux's /proc/meminfo or macOS's vm_stat."""
-    linux = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
-    if linux:
+    if linux := re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE):
         return int(linux[1]) * 1024
     page = re.search(r"page size of (\d+) bytes", text)
     if page is None:
         raise ValueError(text)
-    kinds = re.findall(
-        r"^Pages (?:free|inactive|speculative|purgeable):\s+(\d+)", text, re.MULTILINE
-    )
-    return int(page[1]) * sum(map(int, kinds))
+    kinds = r"^Pages (?:free|inactive|speculative|purgeable):\s+(\d+)"
+    return int(page[1]) * sum(map(int, re.findall(kinds, text, re.MULTILINE)))
 
 
-def judge_clock(answer: Answer, context: Context) -> Finding:
+def judge_clock(answer: Answer, node: NodeChecks) -> Finding:
     """The difference between the clocks there and here, less what the round trip may explain."""
     there = int(answer.stdout) + 0.5  # `date` cuts off
     difference = there - (answer.begun + answer.took_s / 2)
     skew = max(0.0, abs(difference) - 0.5 - answer.took_s / 2)
     if skew <= SKEW_S:
         return ok("agrees")
-    way = "ahead" if difference > 0 else "behind"
-    sync = (
-        "sudo sntp -sS time.apple.com" if context.facts.is_mac else "sudo timedatectl set-ntp true"
-    )
-    what = f"its clock is {format_duration(skew)} {way} of this machine's".replace(
-        "behind of", "behind"
-    )
+    mac = node.facts.is_mac
+    sync = "sudo sntp -sS time.apple.com" if mac else "sudo timedatectl set-ntp true"
+    way = "ahead of" if difference > 0 else "behind"
+    what = f"its clock is {format_duration(skew)} {way} this machine's"
     return (fail if skew > LARGE_SKEW_S else warn)(what, f"there: `{sync}`")
 
 
-def judge_sleep(answer: Answer, _context: Context) -> Finding:
+def only_macs(node: NodeChecks) -> str | None:
+    return None if node.facts.is_mac else "only Macs"
+
+
+def judge_sleep(answer: Answer, _node: NodeChecks) -> Finding:
     found = re.search(r"^\s*sleep\s+(\d+)", answer.stdout, re.MULTILINE)
     if found is None or found[1] == "0":
         return ok("never sleeps")
@@ -195,7 +199,12 @@ def judge_sleep(answer: Answer, _context: Context) -> Finding:
     )
 
 
-def judge_secret(answer: Answer, _context: Context) -> Finding:
+def secret_script(node: NodeChecks) -> str:
+    file = DEFAULT_SECRET if node.secret_file is None else shell_path(node.secret_file)
+    return f'file={file}\n[ -e "$file" ] || exit 0\nls -ld "$file"'
+
+
+def judge_secret(answer: Answer, _node: NodeChecks) -> Finding:
     listed = answer.stdout.strip()
     if not listed:
         return ok("launch brings it")
@@ -205,79 +214,14 @@ def judge_secret(answer: Answer, _context: Context) -> Finding:
     return fail(f"the secret {path} is open to others ({mode[:10]})", f"there: `chmod 600 {path}`")
 
 
-def secret_script(context: Context) -> str:
-    file = DEFAULT_SECRET if context.secret_file is None else shell_path(context.secret_file)
-    return f'file={file}\n[ -e "$file" ] || exit 0\nls -ld "$file"'
-
-
-IDENTITY_SCRIPT = """
-{ cat /etc/machine-id || ioreg -rd1 -c IOPlatformExpertDevice |
-  awk -F'"' '/IOPlatformUUID/ {print $4}'; } 2>/dev/null
-hostname"""
-
-
-def judge_identity(answer: Answer, _context: Context) -> Finding:
-    """Who the machine is; whether it has two names is seen when all have answered."""
-    identity(answer)
-    return ok("one name")
-
-
-def identity(answer: Answer) -> str:
-    """What no two machines have in common: the system's id and its name."""
-    words = answer.stdout.split()
-    if len(words) < 2:
-        raise ValueError(answer.stdout)
-    return " ".join(words)
-
-
-LOOPBACK = re.compile(r"127\.|::1$|localhost$")
-
-
-def find_twins(
-    identities: Mapping[str, str], destinations: Mapping[str, str | None], cluster: ClusterConfig
-) -> dict[str, Finding]:
-    """The nodes that are one machine with a node before them.
-
-    On one machine with itself (every address the loopback's) that is meant.
-    """
-    twins: dict[str, Finding] = {}
-    first: dict[str, str] = {}
-    for node, destination in destinations.items():
-        if LOOPBACK.match(cluster.host_ip[node]):
-            continue
-        keys = [f"ssh {destination}"] + ([identities[node]] if node in identities else [])
-        other = next((first[key] for key in keys if key in first), None)
-        for key in keys:
-            first.setdefault(key, node)
-        if other is not None:
-            twins[node] = fail(
-                f"{node} and {other} are one machine",
-                f"take one of them out of workers, or mend nodes.{node}.ssh",
-            )
-    return twins
-
-
-def _not_here(context: Context) -> str | None:
-    return "not needed here" if context.is_here else None
-
-
-def _only_macs(context: Context) -> str | None:
-    return None if context.facts.is_mac else "only Macs"
-
-
-def _always(script: str) -> Callable[[Context], str]:
-    return lambda _context: script
-
-
-MACHINE_CHECKS: Iterable[Check] = (
-    Check("clock", _always("date +%s"), judge_clock),
+MACHINE_CHECKS = (
+    Check("clock", "date +%s", judge_clock),
     Check("Python", python_script, judge_python),
-    Check("uv", _always("uv --version"), judge_uv, why_not=_not_here),
-    Check("tmux", _always("tmux -V"), judge_tmux),
-    Check("rsync", _always("rsync --version"), judge_rsync, why_not=_not_here),
+    Check("uv", "uv --version", partial(judge_program, "uv"), why_not=not_here),
+    Check("tmux", "tmux -V", partial(judge_program, "tmux")),
+    Check("rsync", "rsync --version", partial(judge_program, "rsync"), why_not=not_here),
     Check("disk", disk_script, judge_disk),
-    Check("memory", _always("cat /proc/meminfo 2>/dev/null || vm_stat"), judge_memory),
-    Check("sleep", _always("pmset -g"), judge_sleep, why_not=_only_macs),
+    Check("memory", "cat /proc/meminfo 2>/dev/null || vm_stat", judge_memory),
+    Check("sleep", "pmset -g", judge_sleep, why_not=only_macs),
     Check("secret", secret_script, judge_secret),
-    Check("identity", _always(IDENTITY_SCRIPT), judge_identity),
 )

@@ -10,14 +10,13 @@ where that runs: a run's sessions will be there too.
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.launch.doctor.findings import (
     Answer,
     Check,
-    Context,
     Finding,
+    NodeChecks,
     fail,
     fields,
     ok,
@@ -68,78 +67,71 @@ def link_limit_s(cluster: ClusterConfig) -> float:
     return REACH_S + TURN_S * cluster.num_workers
 
 
-def listen_script(context: Context) -> str:
-    cluster = context.cluster
-    words = (cluster.port, context.token, listen_seconds(cluster), *listening_addresses(cluster))
-    return probe_script(context.python, "listen", *words)
+def listen_script(node: NodeChecks) -> str:
+    cluster = node.cluster
+    words = (cluster.port, node.token, listen_seconds(cluster), *listening_addresses(cluster))
+    return probe_script(node.python, "listen", *words)
 
 
-def judge_port(answer: Answer, context: Context) -> Finding:
-    listener, cluster = read_listener(answer), context.cluster
+def judge_port(answer: Answer, node: NodeChecks) -> Finding:
+    listener, port = read_listener(answer), node.cluster.port
     if listener is None:
         return fail(
             f"the test listener does not start ({answer.stderr_tail})",
             "there: `uv python install` brings a Python that can",
         )
-    told = json.loads(answer.stdout)
-    if "busy" in listener.states.values():
-        by = f" by {told['holder']}" if told["holder"] else ""
-        other = f"--override port={told['free']}" if told["free"] else "another port"
+    came = {place.state: place for place in listener.places.values()}
+    if "busy" in came:
+        by = f" by {listener.holder}" if listener.holder else ""
+        other = f"--override port={listener.free}" if listener.free else "another port"
         return fail(
-            f"port {cluster.port} is in use{by}",
+            f"port {port} is in use{by}",
             f"{as_command('runs')} shows whether a run has it; end that, or take {other}",
         )
-    if "refused" in listener.states.values():
-        why = next(place["why"] for place in told["places"].values() if place["state"] == "refused")
-        return fail(f"port {cluster.port} may not be used ({why})", "take a port above 1023")
-    if "listening" not in listener.states.values():
-        return fail(_foreign(listener, context), _own_fix(listener, context, "host_ip"))
-    return ok(f"{cluster.port} free")
+    if "refused" in came:
+        why = came["refused"].why
+        return fail(f"port {port} may not be used ({why})", "take a port above 1023")
+    if "listening" not in came:
+        return _foreign(f"{', '.join(listener.places)}: no address of", "host_ip", listener, node)
+    return ok(f"{port} free")
 
 
-def _foreign(listener: Listener, context: Context) -> str:
-    stated = ", ".join(listener.states)
-    return f"{stated}: no address of {context.cluster.server}, which has {_own(listener)}"
-
-
-def _own(listener: Listener) -> str:
-    return ", ".join(listener.own) or "none"
-
-
-def _own_fix(listener: Listener, context: Context, key: str) -> str:
-    return f"set {key} to an address of {context.cluster.server}: {_own(listener)}"
+def _foreign(what: str, key: str, listener: Listener, node: NodeChecks) -> Finding:
+    server, own = node.cluster.server, ", ".join(listener.own) or "none"
+    return fail(f"{what} {server}, which has {own}", f"set {key} to an address of {server}: {own}")
 
 
 # --- the way there
 
 
-def needs_server(context: Context) -> str | None:
-    return None if context.listener else "needs the server"
+def needs_server(node: NodeChecks) -> str | None:
+    return None if node.listener else "needs the server"
 
 
-def is_foreign(context: Context) -> bool:
-    listener = context.listener
-    return listener is not None and listener.states.get(context.address) == "foreign"
+def is_foreign(node: NodeChecks) -> bool:
+    """Whether the server is said to be at an address that is none of its own."""
+    place = node.listener and node.listener.places.get(node.address)
+    return bool(place and place.state == "foreign")
 
 
-def needs_address(context: Context) -> str | None:
-    return "needs the server" if is_foreign(context) else needs_server(context)
+def needs_address(node: NodeChecks) -> str | None:
+    return "needs the server" if is_foreign(node) else needs_server(node)
 
 
-def _target(context: Context) -> tuple[str, int, str]:
+def _target(node: NodeChecks) -> tuple[str, int, str]:
     """The address, port and token of the listener for this worker."""
-    ports = context.listener.ports if context.listener else {}
-    port = ports.get(context.address) or next(iter(ports.values()), context.cluster.port)
-    return context.address, port, context.token
+    ports = node.listener.ports if node.listener else {}
+    port = ports.get(node.address) or next(iter(ports.values()), node.cluster.port)
+    return node.address, port, node.token
 
 
-def reach_script(context: Context) -> str:
+def reach_script(node: NodeChecks) -> str:
     """Connect from here, and from inside a tmux session.
 
     The session is of the user's tmux server if that runs, else of one of its own, as a launch would start it.
     It is ended in any case.
     """
-    if is_foreign(context):
+    if is_foreign(node):
         return "true"
     return f"""
 dir=$(mktemp -d) || exit 9
@@ -153,8 +145,8 @@ mv "$1/part" "$1/inside"
 END
 cat > "$dir/knock.sh" <<'END'
 PATH=$(cat "$1/path"); export PATH
-{python_lines(context.python)}
-python "$1/probe.py" knock {shlex.join(map(str, _target(context)))}
+{python_lines(node.python)}
+python "$1/probe.py" knock {shlex.join(map(str, _target(node)))}
 END
 echo "outside $(sh "$dir/knock.sh" "$dir" 2>&1 | tail -n 1)"
 command -v tmux >/dev/null || exit 0
@@ -177,36 +169,27 @@ while [ ! -e "$dir/inside" ] && [ "$(date +%s)" -le $end ]; do sleep 0.1; done
 echo "inside $(tail -n 1 "$dir/inside" 2>/dev/null)" """
 
 
-def judge_reach(answer: Answer, context: Context) -> Finding:
-    listener, cluster = context.listener, context.cluster
-    if listener and is_foreign(context):
-        return fail(
-            f"{context.address} is no address of {cluster.server}, which has {_own(listener)}",
-            _own_fix(listener, context, f"host_ip.{context.node}"),
-        )
+def judge_reach(answer: Answer, node: NodeChecks) -> Finding:
+    if node.listener and is_foreign(node):
+        what, key = f"{node.address} is no address of", f"host_ip.{node.name}"
+        return _foreign(what, key, node.listener, node)
     told = fields(answer.stdout)
-    outside = json.loads(told["outside"])
-    inside = json.loads(told["inside"]) if told.get("inside") else None
-    if outside["error"]:
-        return _unreached(outside, context)
-    if inside is None:
-        return (
-            skipped("needs tmux")
-            if "inside" not in told
-            else _cut_off_in_tmux("ETIMEDOUT", context, is_old="tmux" in told)
-        )
-    if inside["error"]:
-        return _cut_off_in_tmux(inside["error"], context, is_old="tmux" in told)
-    return ok("from tmux too")
+    outside = json.loads(told["outside"])["error"]
+    if outside:
+        return _unreached(outside, node)
+    if "inside" not in told:
+        return skipped("needs tmux")
+    inside = json.loads(told["inside"])["error"] if told["inside"] else "ETIMEDOUT"
+    return _cut_off_in_tmux(inside, node, is_old="tmux" in told) if inside else ok("from tmux too")
 
 
-def _cut_off_in_tmux(error: str, context: Context, *, is_old: bool) -> Finding:
+def _cut_off_in_tmux(error: str, node: NodeChecks, *, is_old: bool) -> Finding:
     """What keeps tmux from the server; `is_old`: it is a tmux server that ran before."""
     if error == TMUX_FAILS:
         return fail(error, "there: `tmux new-session -d` says why")
-    address, port = context.address, context.cluster.port
+    address, port = node.address, node.cluster.port
     what = f"{format_address(address, port)} is reached, but not from inside tmux ({error})"
-    if error == "EHOSTUNREACH" and context.facts.is_mac:
+    if error == "EHOSTUNREACH" and node.facts.is_mac:
         fix = LOCAL_NETWORK_FIX.format(address=address, port=port)
         return fail(what, f"{fix}; then {NEW_TMUX_FIX}" if is_old else fix)
     if is_old:
@@ -214,56 +197,51 @@ def _cut_off_in_tmux(error: str, context: Context, *, is_old: bool) -> Finding:
     return fail(what, f"there: `tmux new-session 'nc -vz {address} {port}'` shows it")
 
 
-def _unreached(told: dict[str, Any], context: Context) -> Finding:
-    place = format_address(context.address, context.cluster.port)
-    server, key = context.cluster.server, f"host_ip.{context.node}"
-    match told["error"]:
+def _unreached(error: str, node: NodeChecks) -> Finding:
+    port, server, key = node.cluster.port, node.cluster.server, f"host_ip.{node.name}"
+    place, mend = format_address(node.address, port), f"set {key} to an address of {server}"
+    match error:
         case "name":
-            return fail(
-                f"{context.address} has no address there", f"set {key} to an address of {server}"
-            )
+            return fail(f"{node.address} has no address there", mend)
         case "EHOSTUNREACH" | "ENETUNREACH" | "EHOSTDOWN":
             return fail(
-                f"there is no way to {place} ({told['error']})",
-                f"connect both to one network, or set {key} to an address of {server} in "
-                f"{context.node}'s network",
+                f"there is no way to {place} ({error})",
+                f"connect both to one network, or {mend} in {node.name}'s network",
             )
         case "stranger":
             return fail(
                 f"at {place} somebody else than {server} answers",
-                f"set {key} to an address of {server}; two machines may have the same address",
+                f"{mend}; two machines may have the same address",
             )
-        case error:
-            port = context.cluster.port
-            return fail(
-                f"{place} does not answer ({error})",
-                f"open port {port} on {server} (Linux: `sudo ufw allow {port}/tcp`; macOS: System Settings > "
-                f"Network > Firewall), and check the cable and {key}",
-            )
+    return fail(
+        f"{place} does not answer ({error})",
+        f"open port {port} on {server} (Linux: `sudo ufw allow {port}/tcp`; macOS: System Settings > "
+        f"Network > Firewall), and check the cable and {key}",
+    )
 
 
 # --- its speed
 
 
-def link_script(context: Context, verb: str = "measure") -> str:
+def link_script(node: NodeChecks, verb: str = "measure") -> str:
     """Measure round trips and bandwidth, or with `large` only see that large packets pass."""
-    return probe_script(context.python, verb, *_target(context))
+    return probe_script(node.python, verb, *_target(node))
 
 
-def lost_packets(told: Mapping[str, str], context: Context) -> tuple[str, str]:
-    way = f"{told['way']} {context.cluster.server}"
-    ping = "ping -D -s 1472" if context.facts.is_mac else "ping -M do -s 1472"
+def lost_packets(told: Mapping[str, str], node: NodeChecks) -> tuple[str, str]:
+    way = f"{told['way']} {node.cluster.server}"
+    ping = "ping -D -s 1472" if node.facts.is_mac else "ping -M do -s 1472"
     return (
-        f"small packets pass, but large ones {way} ({context.address}) are lost",
+        f"small packets pass, but large ones {way} ({node.address}) are lost",
         "give both ends and what is between them the same MTU, such as 1500 "
-        f"({context.there(f'{ping} {context.address}')} shows what passes)",
+        f"({node.there(f'{ping} {node.address}')} shows what passes)",
     )
 
 
-def judge_link(answer: Answer, context: Context) -> Finding:
+def judge_link(answer: Answer, node: NodeChecks) -> Finding:
     told = json.loads(answer.stdout)
     if told["error"] == "large":
-        return fail(*lost_packets(told, context))
+        return fail(*lost_packets(told, node))
     if told["error"] == "broke":
         return fail(f"the connection broke while it was measured ({told['why']})", "look again")
     if told["error"]:
@@ -281,15 +259,18 @@ def judge_link(answer: Answer, context: Context) -> Finding:
     return ok(shown)
 
 
-def port_check() -> Check:
-    """What is looked at on the server's machine, and leaves the listener there."""
-    return Check("port", listen_script, judge_port, LISTEN_S, stdin=lambda _: probe_source())
+def probe_stdin(_node: NodeChecks) -> bytes:
+    return probe_source()
+
+
+PORT_CHECK = Check("port", listen_script, judge_port, LISTEN_S, stdin=probe_stdin)
+"""What is looked at on the server's machine, and leaves the listener there."""
 
 
 def link_checks(cluster: ClusterConfig) -> Sequence[Check]:
     """What is looked at from every worker, while the listener waits."""
-    source, limit_s = probe_source(), link_limit_s(cluster)
+    limit_s = link_limit_s(cluster)
     return (
-        Check("server", reach_script, judge_reach, REACH_S, needs_server, lambda _: source),
-        Check("link", link_script, judge_link, limit_s, needs_address, lambda _: source),
+        Check("server", reach_script, judge_reach, REACH_S, needs_server, probe_stdin),
+        Check("link", link_script, judge_link, limit_s, needs_address, probe_stdin),
     )

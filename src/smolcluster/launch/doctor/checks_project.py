@@ -2,22 +2,23 @@
 
 import json
 import shlex
-from collections.abc import Iterable
+from importlib.metadata import packages_distributions
 from typing import Any
 
 from smolcluster.launch.doctor.findings import (
     Answer,
     Check,
-    Context,
     Finding,
+    NodeChecks,
     fail,
     fields,
+    not_here,
     ok,
     skipped,
     warn,
 )
 from smolcluster.launch.host import shell_path
-from smolcluster.launch.manifest import as_names, compare, read_folder, refusal
+from smolcluster.launch.manifest import compare, read_folder, refusal, with_nuls
 from smolcluster.launch.sync import ENVIRONMENT_MARKER, NOT_WRITABLE, look_script, not_writable
 from smolcluster.utils.words import as_command
 
@@ -39,24 +40,24 @@ print("torch " + json.dumps({
 """
 
 
-def judge_folder(answer: Answer, context: Context) -> Finding:
-    if answer.code == NOT_WRITABLE:
-        return fail(*not_writable(context.node, context.folder, answer))
-    return judge_code(answer, context)
+LOOK_FOR_PACKAGES = """
+import importlib.util, json, sys
+wanted = json.loads(sys.argv[1])
+print("missing " + json.dumps([each for each in wanted if importlib.util.find_spec(each) is None]))
+"""
 
 
-def judge_code(answer: Answer, context: Context) -> Finding:
+def judge_code(answer: Answer, node: NodeChecks) -> Finding:
     """The code there: this version, another one, somebody's own, half of one, or none."""
-    folder, tree = context.folder, context.tree or {}
+    folder = node.folder
+    if answer.code == NOT_WRITABLE:
+        return fail(*not_writable(node.name, folder, answer))
     found = read_folder(answer)
-    difference = compare(tree, found)
+    difference = compare(node.tree, found)
+    if refused := refusal(found, node.name, folder, difference.edited):
+        return fail(*refused)
     if found.state == "absent":
         return warn(f"{folder} is not there yet", f"{as_command('launch')} brings it")
-    if found.state == "foreign":
-        what = f"{folder} holds something else than this project"
-        return fail(what, f"set nodes.{context.node}.project_dir to another folder")
-    if difference.edited:
-        return fail(*refusal(found, folder, difference.edited))
     if found.is_half_sent:
         return fail(f"{folder} is half-sent", "launch again without --no-sync")
     if difference.is_none:
@@ -64,20 +65,20 @@ def judge_code(answer: Answer, context: Context) -> Finding:
     return warn(f"{folder} is of another version", "launch without --no-sync brings this one")
 
 
-def exports(context: Context) -> str:
-    env = context.settings.env
+def exports(node: NodeChecks) -> str:
+    env = node.settings.env
     return "".join(f"\nexport {name}={shlex.quote(value)}" for name, value in env.items())
 
 
-def environment_script(context: Context) -> str:
-    return f"""{exports(context)}
-cd {shell_path(context.folder)} 2>/dev/null || {{ echo "folder absent"; exit 0; }}
+def environment_script(node: NodeChecks) -> str:
+    return f"""{exports(node)}
+cd {shell_path(node.folder)} 2>/dev/null || {{ echo "folder absent"; exit 0; }}
 [ -e .venv ] || exit 0
 echo "mark $(cat {ENVIRONMENT_MARKER} 2>/dev/null)"
-echo "python $({shell_path(context.python)} -c 'print("runs")' 2>&1 | tail -n 1)" """
+echo "python $({shell_path(node.python)} -c 'print("runs")' 2>&1 | tail -n 1)" """
 
 
-def judge_environment(answer: Answer, context: Context) -> Finding:
+def judge_environment(answer: Answer, node: NodeChecks) -> Finding:
     told = fields(answer.stdout)
     if told.get("folder") == "absent":
         return skipped("needs the code")
@@ -86,41 +87,41 @@ def judge_environment(answer: Answer, context: Context) -> Finding:
     if told.get("python") != "runs":
         return fail(
             f"the environment's Python does not run ({told.get('python') or 'it is not there'})",
-            _anew(context),
+            _anew(node),
         )
     if not told["mark"]:
         return warn("the environment is half-made", "launch again without --no-sync")
-    if told["mark"] != context.environment:
+    if told["mark"] != node.environment:
         return warn("the environment is of other requirements", "launch without --no-sync mends it")
     return ok("whole")
 
 
-def torch_script(context: Context) -> str:
-    python = shell_path(context.python)
-    return f"""{exports(context)}
+def torch_script(node: NodeChecks) -> str:
+    python = shell_path(node.python)
+    return f"""{exports(node)}
 [ -e {python} ] || {{ echo "absent"; exit 0; }}
 nvidia-smi -L 2>/dev/null | sed -n '1s/^/gpu /p'
 exec {python} -"""
 
 
-def judge_torch(answer: Answer, context: Context) -> Finding:
+def judge_torch(answer: Answer, node: NodeChecks) -> Finding:
     """PyTorch: that it is there, of the right build, and sees the device that is asked for."""
     told = fields(answer.stdout)
     if "absent" in told:
         return skipped("no environment")
     if "torch" not in told:
-        return fail(f"PyTorch cannot be imported ({answer.stderr_tail})", _anew(context))
+        return fail(f"PyTorch cannot be imported ({answer.stderr_tail})", _anew(node))
     torch = json.loads(told["torch"])
-    return _wrong_build(torch, told.get("gpu", ""), context) or _with_device(torch, context)
+    return _wrong_build(torch, told.get("gpu", ""), node) or _with_device(torch, node)
 
 
-def _wrong_build(torch: dict[str, Any], gpu: str, context: Context) -> Finding | None:
+def _wrong_build(torch: dict[str, Any], gpu: str, node: NodeChecks) -> Finding | None:
     """Why this build of PyTorch is the wrong one there; None: it is right."""
-    version, settings = torch["version"], context.settings
-    if context.facts.is_apple_silicon and torch["machine"] != "arm64":
+    version, settings = torch["version"], node.settings
+    if node.facts.is_apple_silicon and torch["machine"] != "arm64":
         return fail(
             f"PyTorch {version} is built for {torch['machine']} and runs under Rosetta",
-            f"install uv anew in a terminal without Rosetta; {_anew(context)}",
+            f"install uv anew in a terminal without Rosetta; {_anew(node)}",
         )
     wants_cpu = settings.device == "cpu" or settings.torch == "cpu"
     if not gpu or wants_cpu or torch["num_gpus"]:
@@ -129,55 +130,82 @@ def _wrong_build(torch: dict[str, Any], gpu: str, context: Context) -> Finding |
     if torch["cuda"] is None and torch["hip"] is None:
         return fail(
             f"PyTorch {version} is a build for the CPU, but there is an {name}",
-            f"set nodes.{context.node}.torch to auto; {_anew(context)}",
+            f"set nodes.{node.name}.torch to auto; {_anew(node)}",
         )
     return fail(
         f"PyTorch {version} (CUDA {torch['cuda']}) cannot use the {name}",
-        f"install a newer NVIDIA driver there; or set nodes.{context.node}.torch to a build that it knows, "
+        f"install a newer NVIDIA driver there; or set nodes.{node.name}.torch to a build that it knows, "
         "such as cu126, and launch again",
     )
 
 
-def _with_device(torch: dict[str, Any], context: Context) -> Finding:
+def _with_device(torch: dict[str, Any], node: NodeChecks) -> Finding:
     kinds = ["cuda"] if torch["num_gpus"] else ["mps"] if torch["mps"] else []
     devices = [*kinds, "cpu"]
-    wanted = context.settings.device or devices[0]
+    wanted = node.settings.device or devices[0]
     kind, _, index = wanted.partition(":")
     if kind not in devices or (kind == "cuda" and int(index or 0) >= torch["num_gpus"]):
         count = torch["num_gpus"]
         seen = ", ".join(f"{count} x cuda" if device == "cuda" else device for device in devices)
         return fail(
-            f"nodes.{context.node}.device is {wanted}, but PyTorch {torch['version']} sees {seen}",
-            f"set nodes.{context.node}.device to null (the best there is) or {devices[0]}",
+            f"nodes.{node.name}.device is {wanted}, but PyTorch {torch['version']} sees {seen}",
+            f"set nodes.{node.name}.device to null (the best there is) or {devices[0]}",
         )
     return ok(f"{torch['version']} {wanted}")
 
 
-def _anew(context: Context) -> str:
-    if context.is_here:
-        return f"`rm -rf {context.folder}/.venv && uv sync`"
-    return f"there: `rm -rf {context.folder}/.venv`, then launch again"
+def _anew(node: NodeChecks) -> str:
+    if node.is_here:
+        return f"`rm -rf {node.folder}/.venv && uv sync`"
+    return f"there: `rm -rf {node.folder}/.venv`, then launch again"
 
 
-def _not_brought(context: Context) -> str | None:
-    return "not needed here" if context.is_here else None
+def packages_script(node: NodeChecks) -> str:
+    python, wanted = shell_path(node.python), shlex.quote(json.dumps(node.packages))
+    return f"""{exports(node)}
+[ -e {python} ] || {{ echo "absent"; exit 0; }}
+exec {python} - {wanted}"""
 
 
-def _no_checkout(context: Context) -> str | None:
-    return _not_brought(context) or (None if context.tree else "no checkout")
+def judge_packages(answer: Answer, node: NodeChecks) -> Finding:
+    """Whether the environment has what a workload imports.
+
+    Which package a module comes from is what this machine's own environment says.
+    """
+    told = fields(answer.stdout)
+    if "absent" in told:
+        return skipped("no environment")
+    missing = json.loads(told["missing"])
+    if not missing:
+        return ok("its imports are there")
+    known = packages_distributions()
+    names = {each: known[each][0] for each in missing if len(set(known.get(each, ()))) == 1}
+    unknown = [each for each in missing if each not in names]
+    remedies = []
+    if names:
+        packages = " ".join(shlex.quote(name) for name in sorted(set(names.values())))
+        remedies.append(node.there(f"uv pip install --python {node.python} {packages}"))
+    if unknown:
+        remedies.append(f"install what provides {', '.join(unknown)} on {node.name}")
+    return fail(
+        f"the workload imports {', '.join(missing)}, which the environment has not",
+        "; ".join(remedies),
+    )
 
 
-PROJECT_CHECKS: Iterable[Check] = (
+PROJECT_CHECKS = (
     Check(
-        "code",
-        lambda context: look_script(context.folder),
-        judge_folder,
-        LOOK_S,
-        _no_checkout,
-        lambda context: as_names(context.tree or {}),
+        *("code", lambda node: look_script(node.folder), judge_code, LOOK_S, not_here),
+        stdin=lambda node: with_nuls(node.tree),
     ),
-    Check("environment", environment_script, judge_environment, why_not=_no_checkout),
+    Check("environment", environment_script, judge_environment, why_not=not_here),
     Check(
         "torch", torch_script, judge_torch, IMPORT_TORCH_S, stdin=lambda _: LOOK_AT_TORCH.encode()
+    ),
+)
+WORKLOAD_CHECKS = (
+    Check(
+        *("workload", packages_script, judge_packages, LOOK_S),
+        stdin=lambda _: LOOK_FOR_PACKAGES.encode(),
     ),
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
-from smolcluster.launch.host import Done
+from smolcluster.launch.host import Done, Host
 from smolcluster.launch.manifest import Tree
 from smolcluster.launch.probing import Listener
 
@@ -66,65 +66,74 @@ class MachineFacts:
         machine: as `uname -m` says.
         is_apple_silicon: also where a shell under Rosetta says x86_64.
         packages: the program that installs packages; empty: none that we know.
+        identity: what no two machines have in common: the system's id and its name; empty: unknown.
     """
 
     system: str = ""
     machine: str = ""
     is_apple_silicon: bool = False
     packages: str = ""
+    identity: str = ""
 
     @property
     def is_mac(self) -> bool:
         return self.system == "Darwin"
 
 
-@dataclass(frozen=True)
-class Context:
-    """What is known of a node when it is looked at.
+@dataclass
+class NodeChecks:
+    """A node that is looked at: what is known of it, and what was found.
 
     Attributes:
-        destination: as Host: what `ssh` is told; None: it is this machine.
         folder: the project's folder there.
         python: the interpreter of the project's environment there.
         secret_file: where the secret belongs; None: the default place.
-        tree: what of this checkout belongs there; None: this is no checkout.
+        tree: what of this project belongs there.
         environment: digest of what the node's environment is made of.
+        packages: what a workload imports besides Python's own and the user's.
         token: what the test listener wants to hear.
+        listener: the test listener on the server's machine; None: there is none.
+        findings: by the names of checks.
     """
 
-    node: str
+    host: Host
     cluster: ClusterConfig
-    destination: str | None = None
     folder: str = "~/smolcluster"
     python: str = "~/smolcluster/.venv/bin/python"
     secret_file: str | None = None
-    tree: Tree | None = None
+    tree: Tree = field(default_factory=dict)
     environment: str = ""
+    packages: tuple[str, ...] = ()
     token: str = ""
-    facts: MachineFacts = field(default_factory=MachineFacts)
+    facts: MachineFacts = MachineFacts()
     listener: Listener | None = None
+    findings: dict[str, Finding] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.host.node
 
     @property
     def settings(self) -> NodeConfig:
-        return self.cluster.nodes.get(self.node, NodeConfig())
+        return self.cluster.nodes.get(self.name, NodeConfig())
 
     @property
     def is_here(self) -> bool:
         """Whether it is the machine that launches: nothing is brought there."""
-        return self.destination is None
+        return self.host.destination is None
 
     @property
     def address(self) -> str:
         """Where the node reaches the server."""
-        return self.cluster.host_ip[self.node]
+        return self.cluster.host_ip[self.name]
 
     @property
     def is_server(self) -> bool:
-        return self.node == self.cluster.server
+        return self.name == self.cluster.server
 
     def there(self, command: str) -> str:
         """A command as a person has it run on the node."""
-        return f"`{command}`" if self.destination is None else f"`ssh {self.destination} {command}`"
+        return f"`{command}`" if self.is_here else f"`ssh {self.host.destination} {command}`"
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,7 @@ class Check:
 
     Attributes:
         name: heads its line in the table.
-        script: for the machine's POSIX shell.
+        script: for the machine's POSIX shell; what makes it of what is known of the node.
         judge: what to think of the answer; ValueError and LookupError mean that it makes no sense.
         limit_s: seconds that the script may take.
         why_not: why it is not looked at there; None: it is.
@@ -141,14 +150,18 @@ class Check:
     """
 
     name: str
-    script: Callable[[Context], str]
-    judge: Callable[[Answer, Context], Finding]
+    script: str | Callable[[NodeChecks], str]
+    judge: Callable[[Answer, NodeChecks], Finding]
     limit_s: float = QUICK_S
-    why_not: Callable[[Context], str | None] = lambda _: None
-    stdin: Callable[[Context], bytes] = lambda _: b""
+    why_not: Callable[[NodeChecks], str | None] = lambda _: None
+    stdin: Callable[[NodeChecks], bytes] = lambda _: b""
 
 
 def fields(text: str) -> dict[str, str]:
     """Lines of a name, a blank and a value."""
-    pairs = (line.split(" ", 1) for line in text.splitlines() if line.strip())
-    return {pair[0]: pair[1].strip() if len(pair) > 1 else "" for pair in pairs}
+    pairs = (line.partition(" ") for line in text.splitlines() if line.strip())
+    return {name: value.strip() for name, _, value in pairs}
+
+
+def not_here(node: NodeChecks) -> str | None:
+    return "not needed here" if node.is_here else None

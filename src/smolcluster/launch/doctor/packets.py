@@ -6,7 +6,6 @@ arrive: a run would begin, and train nothing.
 
 import secrets
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import LaunchError
@@ -17,7 +16,7 @@ from smolcluster.launch.doctor.checks_links import (
     listen_script,
     lost_packets,
 )
-from smolcluster.launch.doctor.findings import Context
+from smolcluster.launch.doctor.findings import NodeChecks
 from smolcluster.launch.host import Host
 from smolcluster.launch.plan import PathsByNode
 from smolcluster.launch.prepare import run_on_all
@@ -32,27 +31,28 @@ def check_packets(cluster: ClusterConfig, places: PathsByNode) -> None:
     """
     token = secrets.token_hex(8)
 
-    def way(node: str) -> Context:
-        place = places[node]
+    def node_at(host: Host) -> NodeChecks:
+        place = places[host.node]
         of_node = place.python.startswith("/")
         python = place.python if of_node else f"{place.project_dir}/{place.python}"
-        return Context(node, cluster, place.ssh, python=python, token=token)
+        return NodeChecks(host, cluster, python=python, token=token, listener=listener)
 
     def look(host: Host) -> None:
-        there, told = replace(way(host.node), listener=listener), {}
+        node, told = node_at(host), {}
         with suppress(LaunchError):
-            told = ask(host, link_script(there, "large"), REACH_S)
+            told = ask(host, link_script(node, "large"), REACH_S)
         if told.get("error") == "large":
-            what, fix = lost_packets(told, there)
+            what, fix = lost_packets(told, node)
             raise LaunchError(f"{host.node}: {what}: {fix}")
 
     server, *others = (
         Host(node, places[node].ssh) for node in dict.fromkeys((cluster.server, *cluster.workers))
     )
+    listener = None
     with ExitStack() as stack:
         try:
-            script = listen_script(way(server.node))
-            listener = stack.enter_context(listening(server, script, LISTEN_S))
+            listen = listening(server, listen_script(node_at(server)), LISTEN_S)
+            listener = stack.enter_context(listen)
         except LaunchError:
             return
         run_on_all(others, look)

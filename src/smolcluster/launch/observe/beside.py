@@ -10,6 +10,7 @@ from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import LaunchError, SmolclusterError, TryAgain
 from smolcluster.launch.observe.stack import (
     GRAFANA,
+    Service,
     answers,
     begin_up,
     bridge_address,
@@ -46,47 +47,39 @@ def stack_for(asked: bool | None, cluster: ClusterConfig, say: Say) -> Path | No
     """
     if asked is False:
         return None
-    return bring_up(say) if asked or cluster.observe else running(say)
-
-
-def running(say: Say) -> Path | None:
-    """The folder of a stack that runs already; else None, and one line that says how to start it."""
-    stack = own_stack()
-    grafana = services()[0]
-    if stack is not None and answers(grafana, SERVICE_S) and runs(stack, grafana):
+    is_wanted = asked or cluster.observe
+    stack, grafana = own_stack(), services()[0]
+    if stack is None:
+        if is_wanted:
+            say("no Grafana beside the run: its files are in a checkout of the project: clone it")
+        return None
+    if answers(grafana, SERVICE_S) and runs(stack, grafana):
         say(f"Grafana shows the run: {GRAFANA}")
         return stack
-    if stack is not None:
-        say("`--observe` starts Grafana, with metrics and logs of the run")
+    if is_wanted:
+        return stack if _begins(stack, grafana, say) else None
+    say("`--observe` starts Grafana, with metrics and logs of the run")
     return None
 
 
-def bring_up(say: Say) -> Path | None:
-    """See that Grafana is there or the stack on its way, and say so in one line.
+def _begins(stack: Path, grafana: Service, say: Say) -> bool:
+    """Start the stack without waiting for it, and say in one line whether it will come.
 
-    Returns its folder; None: it will not come, because there is no Docker, or another program has its port.
+    It will not where there is no Docker, or another program has its port.
     """
-    stack = own_stack()
-    if stack is None:
-        say("no Grafana beside the run: its files are in a checkout of the project: clone it")
-        return None
     try:
         check_docker(DOCKER_S)
-        grafana = services()[0]
         if listens(urlsplit(grafana.url).netloc) and not runs(stack, grafana):
             say(
                 "no Grafana beside the run: port 3000 is used by another program; nothing was started"
             )
-            return None
-        if answers(grafana, SERVICE_S):  # the others are left as their user has set them
-            say(f"Grafana shows the run: {GRAFANA}")
-        else:
-            begin_up(stack)
-            say(f"Grafana is starting: {GRAFANA}; {as_command('observe', 'status')} tells how far")
+            return False
+        begin_up(stack)
     except (LaunchError, TryAgain) as error:
         say(f"no Grafana beside the run: {error}")
-        return None
-    return stack
+        return False
+    say(f"Grafana is starting: {GRAFANA}; {as_command('observe', 'status')} tells how far")
+    return True
 
 
 def announce(

@@ -8,7 +8,7 @@ import re
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -46,17 +46,14 @@ def targets_of(
 
     `address_of` says where a node is.
     """
-
-    def entries() -> Iterator[Json]:
-        for process in processes:
-            worker_id = None if process.rank is None else process.rank + 1
-            served = metrics_address(cluster, worker_id)
-            if served is not None:
-                labels = {"run": run_id, "role": process.role, "node": process.node}
-                where = format_address(address_of(process.node), served[1])
-                yield {"targets": [where], "labels": labels}
-
-    return list(entries())
+    targets = []
+    for process in processes:
+        served = metrics_address(cluster, None if process.rank is None else process.rank + 1)
+        if served is not None:
+            labels = {"run": run_id, "role": process.role, "node": process.node}
+            where = format_address(address_of(process.node), served[1])
+            targets.append({"targets": [where], "labels": labels})
+    return targets
 
 
 def local_address(cluster: ClusterConfig) -> str:
@@ -72,10 +69,8 @@ def ssh_address(destination: str) -> str:
     machine can tell.
     """
     name = _hostname(destination)
-    for family in (
-        socket.AF_INET,
-        socket.AF_UNSPEC,
-    ):  # /metrics listens on IPv4 unless told otherwise
+    # /metrics listens on IPv4 unless told otherwise.
+    for family in (socket.AF_INET, socket.AF_UNSPEC):
         with suppress(OSError, UnicodeError):
             return str(socket.getaddrinfo(name, None, family, socket.SOCK_STREAM)[0][4][0])
     return name
@@ -107,9 +102,11 @@ def remove_stale(stack: Path, *, now: Callable[[], float] = time.time) -> None:
         if not _IS_OURS.fullmatch(path.stem):
             continue
         with suppress(OSError, ValueError, TypeError, KeyError):
-            old = now() - path.stat().st_mtime > STALE_AFTER_S
-            if old and not _any_listens(json.loads(path.read_bytes())):
-                path.unlink(missing_ok=True)
+            if now() - path.stat().st_mtime > STALE_AFTER_S:
+                entries = json.loads(path.read_bytes())
+                addresses = [address for entry in entries for address in entry["targets"]]
+                if not any(at_once(listens, addresses, most=16)):
+                    path.unlink(missing_ok=True)
 
 
 def _file(stack: Path, run_id: str) -> Path:
@@ -125,11 +122,6 @@ def _hostname(destination: str) -> str:
             if word == "hostname":
                 return name.strip()
     return destination.rpartition("@")[2]
-
-
-def _any_listens(targets: list[Json]) -> bool:
-    addresses = [address for entry in targets for address in entry["targets"]]
-    return any(at_once(listens, addresses, most=16))
 
 
 def listens(address: str) -> bool:

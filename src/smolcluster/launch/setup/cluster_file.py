@@ -1,7 +1,7 @@
 """A cluster file as text, with the comments that the shipped ones have."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 
@@ -38,66 +38,56 @@ class ClusterFile:
             ConfigError: it would not be a right cluster file.
         """
         title, shared = _shipped(self.algorithm)
-        text = "\n".join(
-            [
-                title,
-                f"# Written by `smolcluster init` on {today.isoformat()}; to check changes by hand:",
-                f"# smolcluster config check --config {name}",
-                f"# Any key can also be set for one run: --override port=6000 host_ip.{self.workers[0]}=…",
-                "# or by the environment: SMOLCLUSTER_PORT=6000",
-                "",
-                "# The address at which each machine reaches the server (the server's own entry included).",
-                "# Behind it what was measured from there, and what the server's other addresses would give.",
-                "host_ip:",
-                *self._addresses(),
-                "",
-                f"port: {self.port}",
-                _commented(
-                    f"num_workers: {len(self.workers)}", "Must equal the number of names in workers"
-                ),
-                _commented(
-                    f"workers: [{', '.join(map(_word, self.workers))}]", "Names from host_ip"
-                ),
-                _commented(f"server: {_word(self.server)}", "Name from host_ip"),
-                *shared,
-                *self._nodes(),
-                "",
-            ]
-        )
+        workers = f"workers: [{', '.join(map(_word, self.workers))}]"
+        text = f"""{title}
+# Written by `smolcluster init` on {today.isoformat()}; to check changes by hand:
+# smolcluster config check --config {name}
+# Any key can also be set for one run: --override port=6000 host_ip.{self.workers[0]}=…
+# or by the environment: SMOLCLUSTER_PORT=6000
+
+# The address at which each machine reaches the server (the server's own entry included).
+# Behind it what was measured from there, and what the server's other addresses would give.
+host_ip:
+{self._addresses()}
+port: {self.port}
+{_commented(f"num_workers: {len(self.workers)}", "Must equal the number of names in workers")}
+{_commented(workers, "Names from host_ip")}
+{_commented(f"server: {_word(self.server)}", "Name from host_ip")}
+{shared}{self._nodes()}"""
         Draft(cluster_section(), name, parse_yaml(text)).check()
         return text
 
-    def _addresses(self) -> Iterator[str]:
-        for node, address in self.host_ip.items():
-            line = f"  {_word(node)}: {_quoted(address)}"
-            yield _commented(line, self.remarks[node]) if node in self.remarks else line
-
-    def _nodes(self) -> Iterator[str]:
-        if not self.nodes:
-            return
-        yield from (
-            "",
-            "# What belongs to single machines; also device, threads, microbatch, dataset, env and more:",
-            "# smolcluster config schema cluster",
-            "nodes:",
+    def _addresses(self) -> str:
+        return "".join(
+            f"{_commented(f'  {_word(node)}: {_quoted(address)}', self.remarks.get(node, ''))}\n"
+            for node, address in self.host_ip.items()
         )
+
+    def _nodes(self) -> str:
+        if not self.nodes:
+            return ""
+        text = """
+# What belongs to single machines; also device, threads, microbatch, dataset, env and more:
+# smolcluster config schema cluster
+nodes:
+"""
         for node, settings in self.nodes.items():
-            yield f"  {_word(node)}:"
+            text += f"  {_word(node)}:\n"
             for key, value in settings.items():
                 remark = "Where `ssh` finds it" if key == "ssh" and value != "local" else ""
-                line = f"    {key}: {_quoted(value)}"
-                yield _commented(line, remark) if remark else line
+                text += f"{_commented(f'    {key}: {_quoted(value)}', remark)}\n"
+        return text
 
 
-def _shipped(algorithm: str) -> tuple[str, list[str]]:
+def _shipped(algorithm: str) -> tuple[str, str]:
     """The title of the algorithm's shipped cluster file, and what follows the machines in it."""
-    lines = find_config(algorithm, "cluster").read_text(encoding="utf-8").splitlines()
-    after = next(place for place, line in enumerate(lines) if line.startswith("server:")) + 1
-    return lines[0], lines[after:]
+    text = find_config(algorithm, "cluster").read_text(encoding="utf-8")
+    _, _, after = text.partition("\nserver:")
+    return text.partition("\n")[0], after.partition("\n")[2]
 
 
 def _commented(line: str, remark: str) -> str:
-    return f"{line:<{_COMMENT_COLUMN}}  # {remark}"
+    return f"{line:<{_COMMENT_COLUMN}}  # {remark}" if remark else line
 
 
 def _word(name: str) -> str:

@@ -2,8 +2,9 @@
 
 import json
 import os
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from smolcluster.configs.json_schema import json_schema
 from smolcluster.configs.load import NODE_SECTION, SECTIONS, Kind
@@ -79,7 +80,10 @@ def commented(settings: Settings, node: str) -> str:
         SECTIONS["training"]: "What is trained",
         NODE_SECTION: f"What belongs to the machine {node}",
     }
-    return "".join(_with_comments(settings.to_yaml(env_names=True), comments))
+    text = settings.to_yaml(env_names=True)
+    for section, comment in comments.items():
+        text = re.sub(rf"^(?={section}:)", f"# {comment}\n", text, flags=re.MULTILINE)
+    return text
 
 
 def summary(settings: Settings) -> str:
@@ -99,17 +103,12 @@ def summary(settings: Settings) -> str:
         raise ConfigError("; ".join(f"{name}: {said}" for name, said in refusals.items()))
     fitting = " and ".join(name for name in algorithms() if name not in refusals)
     workers = format_count(cluster.num_workers, "worker")
+    what = train.workload or f"{train.model.type} on {train.dataset.name}"
     return (
         f"server {cluster.server}, {workers} ({', '.join(cluster.workers)}), port {cluster.port}; "
-        f"{train.model.type} on {train.dataset.name}, {train.num_epochs} epochs of batches of "
+        f"{what}, {train.num_epochs} epochs of batches of "
         f"{train.samples_per_push}; for {fitting}"
     )
-
-
-def _with_comments(yaml: str, comments: Mapping[str, str]) -> Iterator[str]:
-    for line in yaml.splitlines(keepends=True):
-        comment = comments.get(line.rstrip().removesuffix(":"))
-        yield f"# {comment}\n{line}" if comment else line
 
 
 def _write(text: str) -> None:

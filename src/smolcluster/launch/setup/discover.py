@@ -8,13 +8,14 @@ import re
 import socket
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from smolcluster.errors import LaunchError
 
 if TYPE_CHECKING:
-    from zeroconf import ServiceInfo, Zeroconf
+    from zeroconf import ServiceInfo
 
 SERVICES = ("_ssh._tcp.local.", "_sftp-ssh._tcp.local.", "_workstation._tcp.local.")
 SECONDS = 3.0
@@ -46,7 +47,7 @@ def discover(seconds: float = SECONDS, interfaces: Sequence[str] | None = None) 
         LaunchError: this machine cannot listen to such announcements.
     """
     # Imported here because it takes 0.1 s, and hardly anybody needs it.
-    from zeroconf import InterfaceChoice, ServiceBrowser, Zeroconf  # noqa: PLC0415
+    from zeroconf import Error, InterfaceChoice, ServiceBrowser, Zeroconf  # noqa: PLC0415
 
     seen: dict[tuple[str, str], None] = {}
 
@@ -61,10 +62,14 @@ def discover(seconds: float = SECONDS, interfaces: Sequence[str] | None = None) 
         raise LaunchError(
             f"this machine cannot listen for mDNS ({why}): leave --discover out and name the machines"
         ) from error
+    announced = []
     with zeroconf:
         ServiceBrowser(zeroconf, list(SERVICES), handlers=[note])
         time.sleep(seconds)
-        return machines(filter(None, (_info(zeroconf, *each) for each in list(seen))))
+        for each in list(seen):
+            with suppress(Error):  # a name that breaks the rules
+                announced.append(zeroconf.get_service_info(*each, timeout=ANSWER_MS))
+    return machines(filter(None, announced))
 
 
 def machines(announced: "Iterable[ServiceInfo]") -> list[Neighbour]:
@@ -76,15 +81,6 @@ def machines(announced: "Iterable[ServiceInfo]") -> list[Neighbour]:
         if usable and _HOST_NAME.fullmatch(name):
             found.setdefault(name.lower(), Neighbour(name, usable[0]))
     return [found[name] for name in sorted(found)]
-
-
-def _info(zeroconf: "Zeroconf", service_type: str, name: str) -> "ServiceInfo | None":
-    from zeroconf import Error  # noqa: PLC0415
-
-    try:
-        return zeroconf.get_service_info(service_type, name, timeout=ANSWER_MS)
-    except Error:
-        return None  # a name that breaks the rules
 
 
 def _has_address(name: str) -> bool:

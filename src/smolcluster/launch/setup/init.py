@@ -8,23 +8,19 @@ import secrets
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import typer
 from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from smolcluster.configs.keys import A_NAME, A_REMOTE_PATH
-from smolcluster.configs.schema import (
-    NodeConfig,
-    NodeName,
-    RemotePath,
-    SshDestination,
-)
+from smolcluster.configs.schema import NodeConfig, NodeName, RemotePath, SshDestination
 from smolcluster.configs.spec import default_algorithm, get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.host import HERE, Host
@@ -33,14 +29,13 @@ from smolcluster.launch.probing import listening, probe_script
 from smolcluster.launch.setup.cluster_file import ClusterFile
 from smolcluster.launch.setup.discover import Neighbour, discover
 from smolcluster.launch.setup.links import (
+    MEASURE_S,
     START_S,
-    BestAddress,
     Interface,
     MeasuredLink,
     choose,
     interfaces_of,
     measure,
-    measuring_s,
 )
 from smolcluster.observability.terminal import SteadyConsole, print_line
 from smolcluster.utils.replacing import replacing
@@ -86,93 +81,77 @@ class InitOptions:
     discover: bool = False
 
 
-class Asker(Protocol):
-    """Somebody who answers questions."""
-
-    def text(self, question: str, default: str) -> str:
-        """Some text; empty only where `default` is."""
-
-    def confirm(self, question: str) -> bool:
-        """Yes or no."""
+@contextmanager
+def _ctrl_c_stops() -> Iterator[None]:
+    try:
+        yield
+    except typer.Abort:
+        raise KeyboardInterrupt from None
 
 
 class Terminal:
-    """The user at the terminal."""
+    """The user at the terminal, whose Ctrl-C is a KeyboardInterrupt."""
 
+    @_ctrl_c_stops()
     def text(self, question: str, default: str) -> str:
-        """A line of text.
-
-        Raises:
-            KeyboardInterrupt: the user wants to stop.
-        """
-        try:
-            answer = typer.prompt(question, default=default, show_default=bool(default))
-        except typer.Abort:
-            raise KeyboardInterrupt from None
+        """A line of text; empty only where `default` is."""
+        answer = typer.prompt(question, default=default, show_default=bool(default))
         return str(answer).strip()
 
+    @_ctrl_c_stops()
     def confirm(self, question: str) -> bool:
-        """Yes or no.
-
-        Raises:
-            KeyboardInterrupt: the user wants to stop.
-        """
-        try:
-            return typer.confirm(question, default=True)
-        except typer.Abort:
-            raise KeyboardInterrupt from None
+        return typer.confirm(question, default=True)
 
 
 def init(
-    options: InitOptions, asker: Asker | None = None, *, console: Console | None = None
+    options: InitOptions, user: Terminal | None = None, *, console: Console | None = None
 ) -> int:
     """Write a cluster file for the user's machines; returns the exit code.
 
-    `asker` answers what the flags leave open; None: the user, if there is a terminal.
+    `user` answers what the flags leave open; None: who is at the terminal, if there is one.
 
     Raises:
         ConfigError: a flag is wrong or missing, or the file is there already.
         LaunchError: a machine cannot be reached, or a worker has no way to the server.
     """
-    if asker is None and sys.stdin.isatty() and sys.stdout.isatty():
-        asker = Terminal()
+    if user is None and sys.stdin.isatty() and sys.stdout.isatty():
+        user = Terminal()
     console = console or SteadyConsole()
     algorithm = (
         get_algorithm(options.algorithm) if options.algorithm else default_algorithm()
     ).name
-    check_flags(options)
+    server, workers = check_flags(options)
     target = options.to or Path(f"cluster_config_{algorithm}.yaml")
-    if not may_write(target, options, asker):
+    if not may_write(target, options, user):
         return 1
     found = neighbours(console) if options.discover else []
-    server, workers = machines(options, asker, found, console)
+    server, workers = machines(server, workers, user, found, console)
     file = draft(options, algorithm, server, workers, console)
     text = file.text(one_line(shlex.quote(str(target))), datetime.now().astimezone().date())
-    if asker and not options.yes and not asker.confirm(f"Write {target}?"):
+    if user and not options.yes and not user.confirm(f"Write {target}?"):
         return 1
     write(target, text)
-    print_line(
-        console,
-        f"wrote {target}; {as_command('launch', algorithm, '--config', str(target))} starts it",
-    )
+    starts = as_command("launch", algorithm, "--config", str(target))
+    print_line(console, f"wrote {target}; {starts} starts it")
     return 0
 
 
-def check_flags(options: InitOptions) -> None:
-    """Refuse flags that are wrong, before anything is done.
+def check_flags(options: InitOptions) -> tuple[Host | None, list[Host]]:
+    """The server and the workers that the flags name.
 
     Raises:
-        ConfigError: one line about the first of them.
+        ConfigError: one line about the first flag that is wrong.
     """
     if not 1 <= options.port <= 65535:
         raise ConfigError(f"--port is {options.port}, must be a whole number from 1 to 65535")
     if options.project_dir is not None and not _is_a(RemotePath, options.project_dir):
-        raise ConfigError(
-            one_line(f"--project-dir is {options.project_dir!r}, must be {A_REMOTE_PATH}")
-        )
-    if options.server is not None:
-        parse_machine(options.server, "--server")
-    check_workers([parse_machine(text, "--worker") for text in options.workers])
+        raise _wrong(f"--project-dir is {options.project_dir!r}, must be {A_REMOTE_PATH}")
+    server = None if options.server is None else parse_machine(options.server, "--server")
+    workers = [parse_machine(text, "--worker") for text in options.workers]
+    for node, times in Counter(worker.node for worker in workers).items():
+        if times > 1:
+            raise ConfigError(f"--worker names {node!r} twice, must name each node once")
+    return server, workers
 
 
 def parse_machine(text: str, flag: str) -> Host:
@@ -183,46 +162,29 @@ def parse_machine(text: str, flag: str) -> Host:
     """
     node, stated, destination = text.partition("=")
     if not _is_a(NodeName, node):
-        raise ConfigError(one_line(f"{flag}: {node!r} is no name of a node, must be {A_NAME}"))
+        raise _wrong(f"{flag}: {node!r} is no name of a node, must be {A_NAME}")
     if not stated:
         return Host(node, node)
     if not _is_a(SshDestination, destination):
-        raise ConfigError(
-            one_line(f"{flag}: {destination!r} is nowhere for ssh to go, must be {A_DESTINATION}")
-        )
+        raise _wrong(f"{flag}: {destination!r} is nowhere for ssh to go, must be {A_DESTINATION}")
     return Host(node, None if destination == HERE else destination)
 
 
-def check_workers(workers: Sequence[Host]) -> None:
-    """Refuse a worker that is named twice.
-
-    Raises:
-        ConfigError: one is.
-    """
-    node, times = (
-        Counter(worker.node for worker in workers).most_common(1)[0] if workers else ("", 0)
-    )
-    if times > 1:
-        raise ConfigError(f"--worker names {node!r} twice, must name each node once")
-
-
-def may_write(target: Path, options: InitOptions, asker: Asker | None) -> bool:
+def may_write(target: Path, options: InitOptions, user: Terminal | None) -> bool:
     """Whether the file may be written; asked before all else, so that no work is in vain.
 
     Raises:
         ConfigError: its folder is not there, or it is there and nobody can be asked.
     """
     if not target.parent.is_dir():
-        raise ConfigError(one_line(f"--to {target}: there is no folder {target.parent}"))
+        raise _wrong(f"--to {target}: there is no folder {target.parent}")
     if target.is_dir():
-        raise ConfigError(one_line(f"--to {target}: is a folder, must be a file"))
+        raise _wrong(f"--to {target}: is a folder, must be a file")
     if options.force or not target.exists():
         return True
-    if asker is None or options.yes:
-        raise ConfigError(
-            one_line(f"{target} is there already: --force writes over it, --to FILE names another")
-        )
-    return asker.confirm(f"{target} is there already; write over it?")
+    if user is None or options.yes:
+        raise _wrong(f"{target} is there already: --force writes over it, --to FILE names another")
+    return user.confirm(f"{target} is there already; write over it?")
 
 
 def neighbours(console: Console) -> list[Neighbour]:
@@ -238,106 +200,84 @@ def neighbours(console: Console) -> list[Neighbour]:
 
 
 def machines(
-    options: InitOptions, asker: Asker | None, found: Sequence[Neighbour], console: Console
+    server: Host | None,
+    workers: list[Host],
+    user: Terminal | None,
+    found: Sequence[Neighbour],
+    console: Console,
 ) -> tuple[Host, list[Host]]:
-    """The server and the workers, all of which let us in.
+    """The server and the workers, all of which let us in; who is missing is asked for.
 
     Raises:
-        ConfigError: nobody can be asked for what is missing.
+        ConfigError: nobody can be asked.
         LaunchError: a machine that a flag names cannot be reached.
     """
-    server = parse_machine(options.server, "--server") if options.server else None
-    workers = [parse_machine(text, "--worker") for text in options.workers]
-    if asker is None and not (server and workers):
+    if user is None and not (server and workers):
         raise ConfigError(NEEDED)
-    named = {host.node: host for host in (*workers, *([server] if server else []))}
-    if named:
-        print_line(console, f"logging in to {', '.join(named)} …")
-        run_on_all(list(named.values()), log_in)
-    if asker and not (server and workers):
-        server, asked = ask_machines(asker, server, found, console, workers=not workers)
+    given = [server] if server else []
+    if stated := {host.node: host for host in (*workers, *given)}:
+        print_line(console, f"logging in to {', '.join(stated)} …")
+        run_on_all(list(stated.values()), log_in)
+    if user and not (server and workers):
+        server, *asked = ask_machines(user, given, found, console, most=1 if workers else None)
         workers = workers or asked
     assert server is not None  # noqa: S101 - for mypy: NEEDED was raised else
     return server, [server if worker.node == server.node else worker for worker in workers]
 
 
-class Back(Exception):
-    """The user wants to answer the question before once more."""
-
-
 def ask_machines(
-    asker: Asker,
-    server: Host | None,
+    user: Terminal,
+    given: Sequence[Host],
     found: Sequence[Neighbour],
     console: Console,
     *,
-    workers: bool,
-) -> tuple[Host, list[Host]]:
-    """The server, where it is not given, and the `workers`, at least one; until the user names no more."""
+    most: int | None,
+) -> list[Host]:
+    """The server, if it is not `given`, and workers, at least one, until there are `most` or no more."""
     print_line(console, INTRODUCTION)
-    given = server
-    named: dict[str, Host] = {}
-    while True:
-        try:
-            if server is None:
-                server = ask_machine(asker, "Server", found, console, workers={})
-            if server is None or not workers:
-                if server is not None:
-                    return server, []
-                continue
-            end = ", empty: no more" if named else ""
-            what = f"Worker {len(named) + 1}"
-            worker = ask_machine(asker, what, found, console, workers=named, server=server, end=end)
-            if worker is not None:
-                named[worker.node] = worker
-            elif named:
-                return server, list(named.values())
-        except Back:
+    named = list(given)
+    while len(named) != most:
+        answer = ask_machine(user, named, found, console)
+        if isinstance(answer, Host):
+            named.append(answer)
+        elif answer == BACK and len(named) > len(given):
+            last = named.pop()
             if named:
-                print_line(console, f"{named.popitem()[0]} is left out again")
-            elif server is not given:
-                server = None
+                print_line(console, f"{last.node} is left out again")
+        elif not answer and named[1:]:
+            break
+    return named
 
 
 def ask_machine(
-    asker: Asker,
-    what: str,
-    found: Sequence[Neighbour],
-    console: Console,
-    *,
-    workers: Mapping[str, Host],
-    server: Host | None = None,
-    end: str = "",
-) -> Host | None:
-    """A machine that lets us in, or None when the user names none.
-
-    Raises:
-        Back: the user wants to go back.
-    """
-    listed = ", or its number" if found else ""
-    while answer := asker.text(f"{what}: its name{listed}{end}", ""):
-        if answer == BACK:
-            raise Back
+    user: Terminal, named: Sequence[Host], found: Sequence[Neighbour], console: Console
+) -> Host | str:
+    """The machine that comes after those that are `named`, and lets us in; else empty, or BACK."""
+    what = f"Worker {len(named)}" if named else "Server"
+    question = f"{what}: its name{', or its number' * bool(found)}"
+    if named[1:]:
+        question += ", empty: no more"
+    while (answer := user.text(question, "")) not in ("", BACK):
         node, destination = picked(answer, found)
         if not _is_a(NodeName, node):
             print_line(
                 console, one_line(f"{what}: {node!r} is no name of a node, must be {A_NAME}")
             )
-        elif node in workers:
+        elif node in [worker.node for worker in named[1:]]:
             print_line(console, f"{node} is a worker already")
-        elif server is not None and node == server.node:
-            return server
-        elif host := ask_destination(asker, node, destination, what, console):
+        elif named and node == named[0].node:
+            return named[0]
+        elif host := ask_destination(user, node, destination, what, console):
             return host
-    return None
+    return answer
 
 
 def ask_destination(
-    asker: Asker, node: str, destination: str, what: str, console: Console
+    user: Terminal, node: str, destination: str, what: str, console: Console
 ) -> Host | None:
     """The machine of that name, which lets us in; None: the user wants to say another name."""
     while True:
-        destination = asker.text(f"Where ssh finds {node} (local: this machine)", destination)
+        destination = user.text(f"Where ssh finds {node} (local: this machine)", destination)
         if destination == BACK:
             return None
         try:
@@ -385,20 +325,18 @@ def draft(
     others = [worker for worker in workers if worker.node != server.node]
     interfaces = interfaces_of(server)
     links = measured(server, others, interfaces, options.port, console)
-    choices = chosen(server, links, options.port)
-    for node, choice in choices.items():
-        print_line(console, f"{node} reaches {server.node} best at {choice.ip}: {choice.reason}")
-    own = most_used(choices, interfaces)
+    best = chosen(server, links, options.port)
+    for node, (address, reason) in best.items():
+        print_line(console, f"{node} reaches {server.node} best at {address}: {reason}")
+    addresses = {node: address for node, (address, _) in best.items()}
+    own = most_used(list(addresses.values()) or [interfaces[0].ip])
     return ClusterFile(
         algorithm=algorithm,
         server=server.node,
         workers=[worker.node for worker in workers],
         port=options.port,
-        host_ip={server.node: own, **{node: choice.ip for node, choice in choices.items()}},
-        remarks={
-            server.node: "Server",
-            **{node: choice.reason for node, choice in choices.items()},
-        },
+        host_ip={server.node: own} | addresses,
+        remarks={server.node: "Server"} | {node: reason for node, (_, reason) in best.items()},
         nodes=settings_of([server, *others], options.project_dir),
     )
 
@@ -418,22 +356,21 @@ def measured(
     if not workers:
         return {}
     links = {}
-    seconds = measuring_s(len(workers), interfaces)
-    token = secrets.token_hex(16)
+    token, seconds = secrets.token_hex(16), int(len(workers) * len(interfaces) * MEASURE_S)
     addresses = (interface.ip for interface in interfaces)
     listen = probe_script("", "listen", port, token, seconds, *addresses)
     with listening(server, listen, START_S) as listener:
         for worker in workers:
             ways = format_count(len(interfaces), "way")
             print_line(console, f"measuring {ways} from {worker.node} to {server.node} …")
-            links[worker.node] = measure(worker, interfaces, listener, token)
+            links[worker.node] = [measure(worker, each, listener, token) for each in interfaces]
     return links
 
 
 def chosen(
     server: Host, links: Mapping[str, Sequence[MeasuredLink]], port: int
-) -> dict[str, BestAddress]:
-    """Each worker's best address of the server.
+) -> dict[str, tuple[str, str]]:
+    """Each worker's best address of the server, and why.
 
     Raises:
         LaunchError: a worker has none.
@@ -449,10 +386,9 @@ def chosen(
     return {node: choice for node, choice in choices.items() if choice}
 
 
-def most_used(choices: Mapping[str, BestAddress], interfaces: Sequence[Interface]) -> str:
+def most_used(addresses: Sequence[str]) -> str:
     """The server's own entry: the address that most workers use."""
-    used = Counter(choice.ip for choice in choices.values())
-    return used.most_common(1)[0][0] if used else interfaces[0].ip
+    return Counter(addresses).most_common(1)[0][0]
 
 
 def settings_of(hosts: Sequence[Host], project_dir: str | None) -> dict[str, dict[str, str]]:
@@ -478,9 +414,12 @@ def write(target: Path, text: str) -> None:
         with replacing(target, durable=False) as path:
             path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise LaunchError(
-            one_line(f"{target}: cannot be written ({error.strerror or error})")
-        ) from error
+        why = error.strerror or error
+        raise LaunchError(one_line(f"{target}: cannot be written ({why})")) from error
+
+
+def _wrong(text: str) -> ConfigError:
+    return ConfigError(one_line(text))
 
 
 def _is_a(kind: Any, text: str) -> bool:

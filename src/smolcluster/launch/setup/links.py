@@ -96,18 +96,11 @@ class MeasuredLink:
         return self.failure or f"{format_rate(1e6 * self.mb_s)}, {trip}"
 
 
-@dataclass(frozen=True)
-class BestAddress:
-    """The address at which a worker reaches the server best, and why."""
+def choose(links: Sequence[MeasuredLink]) -> tuple[str, str] | None:
+    """The server's address at the way with the highest bandwidth, and why it is that one.
 
-    ip: str
-    reason: str
-
-
-def choose(links: Sequence[MeasuredLink]) -> BestAddress | None:
-    """The way with the highest bandwidth; of equal ones that with the shortest round trip.
-
-    None when no way leads there. Of ways that look the same the first one is taken.
+    Of equal ones that with the shortest round trip, of ways that look the same the first; None when no way
+    leads there.
     """
     open_ways = [link for link in links if not link.failure]
     if not open_ways:
@@ -117,7 +110,7 @@ def choose(links: Sequence[MeasuredLink]) -> BestAddress | None:
     best = min(equal, key=lambda link: round(link.ms, 1))
     others = sorted((link for link in links if link is not best), key=lambda link: -link.mb_s)
     told = [best.shown, *(f"{link.interface.shown}: {link.shown}" for link in others)]
-    return BestAddress(best.interface.ip, "; ".join(told))
+    return best.interface.ip, "; ".join(told)
 
 
 def interfaces_of(host: Host) -> list[Interface]:
@@ -165,27 +158,17 @@ def _addresses(text: str) -> Iterator[tuple[str, str, str]]:
             yield interface, match["ip"], match["rest"]
 
 
-def measure(
-    host: Host, interfaces: Sequence[Interface], listener: Listener, token: str
-) -> list[MeasuredLink]:
-    """What the ways from a machine to each address of the one that listens are like.
+def measure(host: Host, interface: Interface, listener: Listener, token: str) -> MeasuredLink:
+    """What the way from a machine to an address of the one that listens is like.
 
     Raises:
         LaunchError: it cannot be reached, or has no Python.
     """
-    links = []
-    for interface in interfaces:
-        if port := listener.ports.get(interface.ip):
-            found = ask(host, probe_script("", "measure", interface.ip, port, token), MEASURE_S)
-            links.append(read_link(interface, found))
-        else:
-            links.append(MeasuredLink(interface, failure="nobody may listen there"))
-    return links
-
-
-def measuring_s(num_workers: int, interfaces: Sequence[Interface]) -> int:
-    """The longest time that workers take to measure, one after the other."""
-    return int(num_workers * len(interfaces) * MEASURE_S)
+    port = listener.ports.get(interface.ip)
+    if port is None:
+        return MeasuredLink(interface, failure="nobody may listen there")
+    script = probe_script("", "measure", interface.ip, port, token)
+    return read_link(interface, ask(host, script, MEASURE_S))
 
 
 def read_link(interface: Interface, found: Mapping[str, Any]) -> MeasuredLink:

@@ -9,9 +9,7 @@ one that starts ssh.
 import shlex
 import shutil
 import stat
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,13 +17,21 @@ from pathlib import Path
 
 from smolcluster.errors import LaunchError, SmolclusterError
 from smolcluster.launch.find import find
-from smolcluster.launch.host import PREAMBLE, SSH_FAILED, Host, shell_path, ssh_options
+from smolcluster.launch.host import (
+    PREAMBLE,
+    SSH_FAILED,
+    Host,
+    run_here,
+    shell_path,
+    ssh_options,
+)
+from smolcluster.launch.sessions import host_of
 from smolcluster.observability.report.page import write_report
 from smolcluster.observability.view.snapshot import read_snapshot
-from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched
+from smolcluster.runs.launched import Launched, LaunchedProcess, launched_of
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.units import format_bytes
-from smolcluster.utils.words import as_command, condensed, one_line
+from smolcluster.utils.words import as_command, condensed, one_line, say
 
 NOT_FETCHED = (
     *("/.lock", "/pids", "/exits", "/asked", "/launch", "/launch.json"),
@@ -47,14 +53,7 @@ MISSING = "sudo apt install rsync, or brew install rsync"
 
 @dataclass(frozen=True)
 class RemoteFiles:
-    """Files that one process has left on its machine.
-
-    Attributes:
-        host: the machine.
-        folder: where they are there, absolute or from `~/`.
-        to: where they come to.
-        left_out: patterns in rsync's words.
-    """
+    """Files in a folder of a machine, absolute or from `~/`; `left_out` are patterns in rsync's words."""
 
     host: Host
     folder: str
@@ -65,22 +64,18 @@ class RemoteFiles:
 def fetch(run: str, *, checkpoints: bool = True) -> int:
     """Bring the files of a launched run here; returns 1 when those of a machine did not come.
 
-    Args:
-        run: its name, latest, or its folder.
-        checkpoints: also those, which may be large.
-
     Raises:
         ConfigError: there is no such run.
         DataError: its list of processes is damaged.
         LaunchError: rsync is not installed here.
     """
     paths = find(run)
-    if not paths.launched.is_file():
-        _say(f"run {paths.run_id} ran on this machine: its files are in {paths.root}")
+    launched = launched_of(paths)
+    parts = list(parts_of(launched, paths, checkpoints=checkpoints)) if launched else []
+    if not parts:
+        say(f"run {paths.run_id} ran on this machine: its files are in {paths.root}")
         return 0
-    parts = list(parts_of(read_launched(paths.launched), paths, checkpoints=checkpoints))
-    if parts:
-        _check_rsync()
+    _check_rsync()
     failures = 0
     for part in parts:
         before = files_in(paths.root)
@@ -88,14 +83,14 @@ def fetch(run: str, *, checkpoints: bool = True) -> int:
             _bring(part)
         except LaunchError as error:
             failures += 1
-            _say(f"error: {error}")
+            say(f"error: {error}")
         came = changed(before, files_in(paths.root))
-        _say(f"{part.host.node}: {_count(came)}, {format_bytes(sum(came.values()))}")
+        say(f"{part.host.node}: {_count(came)}, {format_bytes(sum(came.values()))}")
     try:
         write_report(paths)  # with the logs of all machines
     except SmolclusterError as error:
-        _say(f"no report: {error}")
-    _say(f"files of the run: {paths.root}")
+        say(f"no report: {error}")
+    say(f"files of the run: {paths.root}")
     return int(failures > 0)
 
 
@@ -110,9 +105,8 @@ def brought(run: str, *, checkpoints: bool) -> RunPaths:
         LaunchError: nothing of it is here, and it cannot be brought.
     """
     paths = find(run)
-    if not paths.launched.is_file() or is_here(
-        (launched := read_launched(paths.launched)).server, paths
-    ):
+    launched = launched_of(paths)
+    if launched is None or is_here(launched.server, paths):
         return paths
     status = read_snapshot(paths).status
     if not checkpoints and status is not None and status.is_over and paths.metrics.is_file():
@@ -141,12 +135,12 @@ def parts_of(launched: Launched, paths: RunPaths, *, checkpoints: bool) -> Itera
     server, *workers = launched.processes
     left_out = NOT_FETCHED if checkpoints else (*NOT_FETCHED, "/checkpoints")
     if not is_here(server, paths):
-        yield RemoteFiles(Host(server.node, server.ssh), server.run_dir, paths.root, left_out)
+        yield RemoteFiles(host_of(server), server.run_dir, paths.root, left_out)
     done = {(server.ssh, server.run_dir)}
     for worker in workers:
         if (worker.ssh, worker.run_dir) not in done and not is_here(worker, paths):
-            host = Host(worker.node, worker.ssh)
-            yield RemoteFiles(host, f"{worker.run_dir}/logs", paths.logs, (".shipped.*", ".*.tmp"))
+            logs = f"{worker.run_dir}/logs"
+            yield RemoteFiles(host_of(worker), logs, paths.logs, NOT_FETCHED[-2:])
         done.add((worker.ssh, worker.run_dir))
 
 
@@ -184,27 +178,16 @@ def rsync_command(part: RemoteFiles) -> list[str]:
 def _bring(part: RemoteFiles) -> None:
     """Bring a part.
 
-    Errors go to a file, for the reason that `run_here` has.
-
     Raises:
         LaunchError: not all of it came.
     """
     part.to.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile() as errors:
-        try:
-            ended = subprocess.run(  # noqa: S603 - an argument list
-                rsync_command(part),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                check=False,
-            )
-        except OSError as error:
-            raise LaunchError(f"rsync cannot be run: {error.strerror or error}") from error
-        errors.seek(0)
-        said = errors.read().decode("utf-8", "replace").strip()
-    if ended.returncode not in (0, VANISHED):
-        raise failure(part.host, ended.returncode, said)
+    try:
+        done = run_here(rsync_command(part), timeout_s=None)
+    except OSError as error:
+        raise LaunchError(f"rsync cannot be run: {error.strerror or error}") from error
+    if done.code not in (0, VANISHED):
+        raise failure(part.host, done.code, done.stderr.strip())
 
 
 def failure(host: Host, code: int, said: str) -> LaunchError:
@@ -252,8 +235,3 @@ def _count(files: Mapping[str, int]) -> str:
         return "nothing new"
     shown = ", ".join(sorted({name.split("/")[0] for name in files}))
     return f"{len(files)} file{'s'[: len(files) != 1]} ({shown})"
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{one_line(line)}\n")
-    sys.stdout.flush()

@@ -9,32 +9,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
-from smolcluster.errors import DataError, SmolclusterError
+from smolcluster.errors import SmolclusterError
 from smolcluster.launch.find import all_runs
 from smolcluster.launch.tmux import TMUX_TIMEOUT_S
-from smolcluster.launch.watch.probe import Ask, ProbeResult, alive_of, look
-from smolcluster.launch.watch.report import state_of
+from smolcluster.launch.watch.probe import Ask, command_lines, look
+from smolcluster.launch.watch.report import ProbeResult
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
+from smolcluster.observability.view.listing import ListedRun, line_of, remembered
 from smolcluster.observability.view.snapshot import RunSnapshot, read_snapshot
 from smolcluster.runs.files import write_whole
-from smolcluster.runs.launched import Launched
 from smolcluster.runs.lock import is_held
-from smolcluster.runs.paths import RunPaths, latest_of
-from smolcluster.runs.processes import read_processes
-from smolcluster.runs.status import Instant, RunStatus, instant
-from smolcluster.runs.summary import Summary
+from smolcluster.runs.paths import RunPaths, latest_of, runs_in
+from smolcluster.utils.at_once import at_once
 from smolcluster.utils.units import format_duration
 
 NEWS_S = 5.0
@@ -49,29 +45,6 @@ LEAST_WHERE = 6
 
 Sessions = Callable[[], Collection[str]]
 """What says the names of this machine's tmux sessions."""
-
-
-class ListedRun(BaseModel):
-    """A run in a line; null is what is not known. `runs --json` prints a list of these, the newest last."""
-
-    model_config = ConfigDict(frozen=True)
-
-    run_id: str
-    algorithm: str | None
-    state: str = Field(
-        description="starting, waiting, training, ended, stopped, failed, broken off, or unknown."
-    )
-    is_alive: bool | None = Field(
-        description="Whether a process of it lives; null: its machines cannot be asked."
-    )
-    steps: int | None
-    loss: float | None
-    wall_s: float | None
-    nodes: tuple[str, ...] = Field(description="Empty: it was started on this machine alone.")
-    began_at: Instant
-    as_of: Instant | None = Field(
-        None, description="When its machines last answered; null: what is told is of now."
-    )
 
 
 def runs(*, as_json: bool = False, ask: Ask | None = None) -> int:
@@ -90,14 +63,7 @@ def runs(*, as_json: bool = False, ask: Ask | None = None) -> int:
 
 def listed(root: Path, ask: Ask | None = None) -> list[ListedRun]:
     """The runs in a folder, in the order in which they began."""
-    return _listed(folders(root), ask)
-
-
-def folders(root: Path) -> list[RunPaths]:
-    """The runs in a folder, in no order."""
-    with suppress(OSError):
-        return [RunPaths(path) for path in root.iterdir() if _is_run(path)]
-    return []
+    return _listed(runs_in(root), ask)
 
 
 def living(root: Path, ask: Ask | None = None) -> list[RunPaths]:
@@ -107,7 +73,7 @@ def living(root: Path, ask: Ask | None = None) -> list[RunPaths]:
     nobody is asked.
     """
     sessions = cache(_sessions)
-    possible = [paths for paths in folders(root) if _may_live(paths, sessions)]
+    possible = [paths for paths in runs_in(root) if _may_live(paths, sessions)]
     newest = latest_of(root)
     if [paths.run_id for paths in possible] == [newest]:
         return possible
@@ -118,39 +84,31 @@ def living(root: Path, ask: Ask | None = None) -> list[RunPaths]:
     ]
 
 
-def _is_run(path: Path) -> bool:
-    return not path.name.startswith(".") and not path.is_symlink() and path.is_dir()
-
-
 def _listed(runs: Sequence[RunPaths], ask: Ask | None) -> list[ListedRun]:
     sessions = cache(_sessions)
-    with ThreadPoolExecutor(MAX_ASKED) as pool:
-        found = [_begun_to_list(paths, ask, sessions, pool) for paths in runs]
-        return sorted((tell() for tell in found), key=lambda run: run.began_at)
+    reads = [read_snapshot(paths) for paths in runs]
+    lives = {read.paths.run_id: _lives_here(read, sessions) for read in reads}
 
+    def line(read: RunSnapshot) -> ListedRun:
+        is_alive = lives[read.paths.run_id]
+        if read.is_elsewhere and not is_alive and not read.is_over:
+            return _elsewhere(read, ask)
+        state = read.state_here(lives=is_alive)
+        return line_of(read, state, read.status, read.summary, is_alive=is_alive)
 
-def _begun_to_list(
-    paths: RunPaths, ask: Ask | None, sessions: Sessions, pool: ThreadPoolExecutor
-) -> Callable[[], ListedRun]:
-    """What tells how a run stands; its machines are asked meanwhile, if they must be."""
-    read = read_snapshot(paths)
-    lives = _lives_here(read, sessions)
-    if read.is_elsewhere and not lives and not read.is_over:
-        return pool.submit(_elsewhere, read, ask).result
-    run = _line(read, read.state_here(lives=lives), read.status, read.summary, is_alive=lives)
-    return lambda: run
+    return sorted(at_once(line, reads, MAX_ASKED), key=lambda run: run.began_at)
 
 
 def _lives_here(read: RunSnapshot, sessions: Sessions) -> bool:
-    """Whether a process of this machine is of the run."""
     if is_held(read.paths.lock):
         return True
-    if read.launched is not None and not read.is_over:
-        own = {each.session for each in read.launched.processes if each.ssh is None}
+    if read.launched is None or read.is_over:
+        return False
+    own = {each.session for each in read.launched.processes if each.ssh is None}
+    if read.launched.has_sessions:
         return bool(own & set(sessions()))
-    with suppress(DataError):
-        return bool(alive_of(read_processes(read.paths.processes)))
-    return False
+    pids = [each.pid for each in read.launched.processes if each.pid is not None]
+    return any(read.paths.run_id in line for line in command_lines(pids).values())
 
 
 def _may_live(paths: RunPaths, sessions: Sessions) -> bool:
@@ -159,36 +117,8 @@ def _may_live(paths: RunPaths, sessions: Sessions) -> bool:
         return True
     if not read.is_elsewhere or read.is_over:
         return False
-    known = _remembered(paths)
+    known = remembered(paths)
     return known is None or known.is_alive is not False
-
-
-def _line(
-    read: RunSnapshot,
-    state: str,
-    status: RunStatus | None,
-    summary: Summary | None,
-    *,
-    is_alive: bool | None,
-    as_of: float | None = None,
-) -> ListedRun:
-    steps, loss, wall_s = None, None, None
-    if summary is not None and (status is None or status.is_over):
-        steps, loss, wall_s = summary.steps, summary.final.train_loss, summary.wall_s
-    elif status is not None:
-        steps, loss, wall_s = status.step, status.loss, status.wall_s
-    return ListedRun(
-        run_id=read.paths.run_id,
-        algorithm=(status or summary or read).algorithm,
-        state=state,
-        is_alive=is_alive,
-        steps=steps,
-        loss=loss,
-        wall_s=wall_s,
-        nodes=_nodes(read.launched),
-        began_at=instant(read.began),
-        as_of=None if as_of is None else instant(as_of),
-    )
 
 
 # --- on other machines
@@ -196,42 +126,30 @@ def _line(
 
 def _elsewhere(read: RunSnapshot, ask: Ask | None) -> ListedRun:
     """What the machines of a run say, else what they said last."""
-    known = _remembered(read.paths)
+    known = remembered(read.paths)
     if known is not None and known.is_alive is False:
         return known
     try:
         probed = look(read.paths, ask)
     except SmolclusterError:
-        return _line(read, "unknown", None, None, is_alive=None)
-    if probed.processes[0].liveness == "unreachable":
+        return line_of(read, "unknown", None, None, is_alive=None)
+    if probed.processes[0].process == "unreachable":
         if known is None:
-            return _line(read, "unknown", None, None, is_alive=None)
+            return line_of(read, "unknown", None, None, is_alive=None)
         return known.model_copy(update={"is_alive": None})
-    run = _line(
-        read,
-        state_of(probed),
-        probed.status,
-        probed.summary,
-        is_alive=_is_alive(probed),
-        as_of=time.time(),
-    )
+    told, is_alive = (probed.state, probed.status, probed.summary), _is_alive(probed)
+    run = line_of(read, *told, is_alive=is_alive, as_of=time.time())
     with suppress(SmolclusterError):
         write_whole(read.paths.standing, run.model_dump_json() + "\n", durable=False)
     return run
 
 
 def _is_alive(probed: ProbeResult) -> bool | None:
-    seen = {each.liveness for each in probed.processes}
+    seen = {each.process for each in probed.processes}
     if "running" in seen:
         return True
     is_over = probed.status is not None and probed.status.is_over
     return None if "unreachable" in seen and not is_over else False
-
-
-def _remembered(paths: RunPaths) -> ListedRun | None:
-    with suppress(OSError, ValueError):
-        return ListedRun.model_validate_json(paths.standing.read_bytes())
-    return None
 
 
 # --- on this machine
@@ -246,12 +164,6 @@ def _sessions() -> Collection[str]:
     except (OSError, subprocess.TimeoutExpired):
         return ()
     return said.stdout.split()
-
-
-def _nodes(launched: Launched | None) -> tuple[str, ...]:
-    if launched is None:
-        return ()
-    return tuple(dict.fromkeys(each.node for each in launched.processes))
 
 
 def _table(console: Console, found: list[ListedRun]) -> Table:

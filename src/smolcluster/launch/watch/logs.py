@@ -10,34 +10,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime, timedelta
-from pathlib import Path
-from typing import Literal
 
-from rich.console import Console
 from rich.text import Text
 
-from smolcluster.errors import ConfigError, DataError, LaunchError, SmolclusterError
+from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
 from smolcluster.launch.find import find
 from smolcluster.launch.host import CONNECT_TIMEOUT_S, Host, shell_path
+from smolcluster.launch.sessions import host_of
 from smolcluster.launch.watch.probe import look
-from smolcluster.launch.watch.tail import END_S, RemoteTail
+from smolcluster.launch.watch.tail import Followed, RemoteTail, Told
 from smolcluster.observability.logs import log_line
-from smolcluster.observability.parsing import parse_log_line
-from smolcluster.observability.terminal import (
-    COLOURS,
-    SteadyConsole,
-    displayable,
-    print_line,
-)
+from smolcluster.observability.parsing import LogLine, parse_log_line
+from smolcluster.observability.terminal import COLOURS, SteadyConsole, displayable, print_line
+from smolcluster.observability.view.lines import level_number
 from smolcluster.runs.files import utc_timestamp
-from smolcluster.runs.launched import LaunchedProcess, read_launched
-from smolcluster.runs.paths import RunPaths, log_stem, parse_log_stem, process_title
-from smolcluster.runs.processes import read_processes
-from smolcluster.utils.words import nearest, one_line
+from smolcluster.runs.launched import LaunchedProcess, launched_of
+from smolcluster.runs.paths import RunPaths, parse_log_stem
+from smolcluster.utils.at_once import at_once
+from smolcluster.utils.words import hint_at, one_line
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 MAX_SHOWN = 4000
@@ -51,38 +43,8 @@ TOGETHER_S = 0.3
 _SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
-@dataclass(frozen=True)
-class LogFile:
-    """The log file of one process.
-
-    Attributes:
-        host: the machine that has it.
-        file: its path there, a word of a shell.
-        copy: where it is here when it was fetched.
-    """
-
-    node: str
-    role: str
-    rank: int | None
-    host: Host
-    file: str
-    copy: Path
-
-    @property
-    def title(self) -> str:
-        """The process in messages: `server mini1`, `worker 1 (pi5)`."""
-        return process_title(self.role, self.node, self.rank)
-
-
-@dataclass(frozen=True)
-class LogLine:
-    """One line: when it was written, in seconds since 1970, and by which process."""
-
-    seconds: float
-    source: int
-    level: str
-    message: str
-    exception: str = ""
+Entry = tuple[int, LogLine]
+"""A line, and which of the sources has it."""
 
 
 def logs(
@@ -112,9 +74,9 @@ def logs(
         DataError: its list of processes is damaged.
     """
     paths = find(run)
-    lowest, start = level_number(level), since_when(since, datetime.now().astimezone())
+    lowest, start = parse_level(level), since_when(since, datetime.now().astimezone())
     sources = chosen(sources_of(paths), node, rank)
-    view = LogView(SteadyConsole(), sources, lowest, start, as_json=as_json)
+    view = LogView(paths, sources, lowest, start, as_json=as_json)
     return _follow(view, lambda: is_over(paths)) if follow else _print(view)
 
 
@@ -124,12 +86,12 @@ def is_over(paths: RunPaths) -> bool:
         probed = look(paths)
     except SmolclusterError:
         return False
-    alive = {each.liveness for each in probed.processes} - {"ended", "gone"}
+    alive = {each.process for each in probed.processes} - {"ended", "gone"}
     has_begun = probed.status is not None or probed.summary is not None
     return has_begun and not alive
 
 
-def level_number(level: str) -> int:
+def parse_level(level: str) -> int:
     """A level's number, whatever its case.
 
     Raises:
@@ -137,8 +99,7 @@ def level_number(level: str) -> int:
     """
     if level.upper() in LEVELS:
         return logging.getLevelNamesMapping()[level.upper()]
-    meant = nearest(level, LEVELS)
-    hint = f"; did you mean {meant}?" if meant else ""
+    hint = hint_at(level, LEVELS)
     raise ConfigError(f"--level {one_line(level)}: there are {', '.join(LEVELS)}{hint}")
 
 
@@ -163,47 +124,31 @@ def since_when(text: str | None, now: datetime) -> float:
         ) from error
 
 
-def sources_of(paths: RunPaths) -> list[LogFile]:
-    """The log files of a run: on their machines if it was launched there, else those that are here.
+def sources_of(paths: RunPaths) -> Sequence[LaunchedProcess]:
+    """Whose logs a run has: on their machines if it was launched there, else those that are here.
 
     Raises:
         DataError: its list of processes is damaged.
     """
-    if paths.launched.is_file():
-        return [_launched(each, paths) for each in read_launched(paths.launched).processes]
-    return _sources_here(paths)
+    launched = launched_of(paths)
+    found = {} if launched is None else {each.stem: each for each in launched.processes}
+    if launched is None or not launched.has_sessions:
+        for file in sorted(paths.logs.glob("*.log")):
+            if process := parse_log_stem(file.stem):
+                role, node, rank = process
+                here = LaunchedProcess(role=role, node=node, rank=rank, run_dir=str(paths.root))
+                found.setdefault(file.stem, here)
+    return list(found.values())
 
 
-def _launched(process: LaunchedProcess, paths: RunPaths) -> LogFile:
-    return LogFile(
-        process.node,
-        process.role,
-        process.rank,
-        Host(process.node, process.ssh),
-        f"{shell_path(process.run_dir)}/logs/{shlex.quote(process.stem)}.log",
-        paths.logs / f"{process.stem}.log",
-    )
+def log_of(process: LaunchedProcess) -> str:
+    """A process's log file on its machine, a word of a shell."""
+    return f"{shell_path(process.run_dir)}/logs/{process.stem}.log"
 
 
-def _sources_here(paths: RunPaths) -> list[LogFile]:
-    here = Host("this machine")
-    stems: dict[str, tuple[str, str, int | None]] = {}
-    if paths.processes.is_file():
-        with suppress(DataError):
-            for each in read_processes(paths.processes):
-                stem = log_stem(each.role, each.node, each.rank)
-                stems[stem] = (each.role, each.node, each.rank)
-    for file in sorted(paths.logs.glob("*.log")):
-        if process := parse_log_stem(file.stem):
-            stems.setdefault(file.stem, process)
-    files = {stem: paths.logs / f"{stem}.log" for stem in stems}
-    return [
-        LogFile(node, role, rank, here, shlex.quote(str(files[stem])), files[stem])
-        for stem, (role, node, rank) in stems.items()
-    ]
-
-
-def chosen(sources: Sequence[LogFile], node: str | None, rank: int | None) -> list[LogFile]:
+def chosen(
+    sources: Sequence[LaunchedProcess], node: str | None, rank: int | None
+) -> list[LaunchedProcess]:
     """The sources of that machine and rank.
 
     Raises:
@@ -223,81 +168,63 @@ def chosen(sources: Sequence[LogFile], node: str | None, rank: int | None) -> li
     return of_rank
 
 
-def entry_of(line: bytes, source: int, before: float) -> LogLine | None:
-    """What a line of a file says; what is no JSON object is shown as it is. None: it is empty.
-
-    `before` is the time of the line before it, for a line that has none.
-    """
-    said = parse_log_line(line, before)
-    if said is None:
-        return None
-    return LogLine(said.seconds, source, said.level, said.message, said.exception)
-
-
 class LogView:
-    """Prints entries; leaves out those that are not wanted."""
+    """Prints lines; leaves out those that are not wanted."""
 
     def __init__(
         self,
-        console: Console,
-        sources: Sequence[LogFile],
+        paths: RunPaths,
+        sources: Sequence[LaunchedProcess],
         lowest: int,
         start: float,
         *,
         as_json: bool = False,
     ) -> None:
-        self._as_json = as_json
-        self.console = console
-        self.problems = SteadyConsole(stderr=True)
+        self.paths = paths
         self.sources = sources
+        self.console = SteadyConsole()
+        self.problems = SteadyConsole(stderr=True)
+        self._as_json = as_json
         self._lowest = lowest
         self._start = start
         self._before = [0.0] * len(sources)
         width = max((len(source.title) for source in sources), default=0)
         self._prefixes = [
-            Text(displayable(console, f"{source.title:<{width}}"), style=colour)
+            Text(displayable(self.console, f"{source.title:<{width}}"), style=colour)
             for source, colour in zip(sources, itertools.cycle(COLOURS), strict=False)
         ]
 
-    def entries(self, source: int, lines: Iterable[bytes]) -> list[LogLine]:
+    def entries(self, source: int, lines: Iterable[bytes]) -> list[Entry]:
         """What the next lines of a source say that is wanted."""
         wanted = []
         for line in lines:
-            entry = entry_of(line, source, self._before[source])
-            if entry is not None:
-                self._before[source] = entry.seconds
-                if self._wants(entry):
-                    wanted.append(entry)
+            said = parse_log_line(line, self._before[source])
+            if said is not None:
+                self._before[source] = said.seconds
+                if said.seconds >= self._start and level_number(said.level) >= self._lowest:
+                    wanted.append((source, said))
         return wanted
 
-    def _wants(self, entry: LogLine) -> bool:
-        number = logging.getLevelNamesMapping().get(entry.level, logging.INFO)
-        return entry.seconds >= self._start and number >= self._lowest
-
-    def show(self, entries: Iterable[LogLine]) -> None:
+    def show(self, entries: Iterable[Entry]) -> None:
         """Print them in the order of their times."""
-        for entry in sorted(entries, key=lambda each: each.seconds):
+        for source, line in sorted(entries, key=lambda entry: entry[1].seconds):
             if self._as_json:
-                self._print_json(entry)
+                self._print_json(self.sources[source], line)
                 continue
-            moment = time.strftime("%m-%d %H:%M:%S", time.localtime(entry.seconds))
-            self._print(entry, log_line(moment, entry.level, self._displayable(entry.message)))
-            for line in entry.exception[: 10 * MAX_SHOWN].splitlines():
-                self._print(entry, Text(f"    {self._displayable(line)}", style="dim"))
+            moment = time.strftime("%m-%d %H:%M:%S", time.localtime(line.seconds))
+            self._print(source, log_line(moment, line.level, self._displayable(line.message)))
+            for more in line.exception[: 10 * MAX_SHOWN].splitlines():
+                self._print(source, Text(f"    {self._displayable(more)}", style="dim"))
 
-    def _print(self, entry: LogLine, text: Text) -> None:
-        print_line(self.console, Text.assemble(self._prefixes[entry.source], " | ", text))
+    def _print(self, source: int, text: Text) -> None:
+        print_line(self.console, Text.assemble(self._prefixes[source], " | ", text))
 
-    def _print_json(self, entry: LogLine) -> None:
-        source = self.sources[entry.source]
+    @staticmethod
+    def _print_json(source: LaunchedProcess, line: LogLine) -> None:
         values = {
-            "ts": utc_timestamp(entry.seconds),
-            "node": source.node,
-            "role": source.role,
-            "rank": source.rank,
-            "level": entry.level,
-            "message": entry.message,
-            "exception": entry.exception or None,
+            "ts": utc_timestamp(line.seconds),
+            **{"node": source.node, "role": source.role, "rank": source.rank},
+            **{"level": line.level, "message": line.message, "exception": line.exception or None},
         }
         sys.stdout.write(json.dumps(values) + "\n")  # in ASCII, which any terminal can show
         sys.stdout.flush()
@@ -313,8 +240,7 @@ class LogView:
 
 def _print(view: LogView) -> int:
     """Print what is there now; 1 when a machine's lines are missing."""
-    with ThreadPoolExecutor(max(1, len(view.sources))) as pool:
-        fetched = list(pool.map(lambda index: _fetched(view, index), range(len(view.sources))))
+    fetched = at_once(lambda index: _fetched(view, index), range(len(view.sources)))
     view.show(itertools.chain.from_iterable(entries for entries, _ in fetched))
     problems = dict.fromkeys(problem for _, problem in fetched if problem)
     for problem in problems:
@@ -322,22 +248,22 @@ def _print(view: LogView) -> int:
     return int(bool(problems))
 
 
-def _fetched(view: LogView, index: int) -> tuple[list[LogLine], str]:
+def _fetched(view: LogView, index: int) -> tuple[list[Entry], str]:
     """The lines that a file has now, or its copy here has when the machine cannot be reached, and why not."""
-    source, entries = view.sources[index], list[LogLine]()
+    source, entries = view.sources[index], list[Entry]()
 
     def take(lines: list[bytes]) -> None:
         entries.extend(view.entries(index, lines))
 
     try:
-        RemoteTail(source.host, source.file, on_lines=take).read()
+        RemoteTail(host_of(source), log_of(source), on_lines=take).read()
     except LaunchError as error:
-        if not source.copy.is_file():
+        copy = view.paths.logs / f"{source.stem}.log"
+        if not copy.is_file():
             return [], str(error)
         entries.clear()
         with suppress(LaunchError):
-            here = Host(source.host.node)
-            RemoteTail(here, shlex.quote(str(source.copy)), on_lines=take).read()
+            RemoteTail(Host(source.node), shlex.quote(str(copy)), on_lines=take).read()
         return entries, f"{error}; its lines are those that were fetched before"
     return entries, ""
 
@@ -345,41 +271,23 @@ def _fetched(view: LogView, index: int) -> tuple[list[LogLine], str]:
 # --- what comes
 
 
-@dataclass(frozen=True)
-class _News:
-    """Something of a source: lines, that all that was there has come, or a word of what became of it."""
-
-    source: int
-    kind: Literal["lines", "whole", "word"]
-    lines: tuple[bytes, ...] = ()
-    word: str = ""
+News = queue.Queue[tuple[int, list[bytes] | None, str]]
+"""Of a source: lines; None: all that was there has come, or cannot, of which there may be a word to say."""
 
 
 def _follow(view: LogView, is_over: Callable[[], bool]) -> int:
     """Print what is there and what comes, until the run is over or Ctrl-C."""
-    news: queue.Queue[_News] = queue.Queue()
-    over = threading.Event()
+    news, over = News(), threading.Event()
     threading.Thread(target=_wait_for_end, args=(is_over, over), daemon=True).start()
-    tails = [_tail(view, index, news) for index in range(len(view.sources))]
-    threads = [threading.Thread(target=run, daemon=True) for _, run in tails]
+    followed = Followed([_tail(view, index, news) for index in range(len(view.sources))])
     try:
-        for thread in threads:
-            thread.start()
         _show_first(view, news)
         while not view.console.quiet and not (over.is_set() and news.empty()):
             _show_next(view, news)
     except KeyboardInterrupt:
         return 0
     finally:
-        for tail, _ in tails:
-            tail.stop()
-        end = time.monotonic() + END_S
-        for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
-        for tail, _ in tails:
-            tail.kill()
-        for thread in threads:
-            thread.join(END_S)
+        followed.close()
         over.set()
     return 0  # the run is over, or nobody reads it any more
 
@@ -393,53 +301,49 @@ def _wait_for_end(is_over: Callable[[], bool], over: threading.Event) -> None:
     over.set()
 
 
-def _tail(
-    view: LogView, index: int, news: "queue.Queue[_News]"
-) -> tuple[RemoteTail, Callable[[], None]]:
+def _tail(view: LogView, index: int, news: News) -> tuple[RemoteTail, Told, Callable[[], None]]:
+    """What reads a source, and what is done when its machine is lost and when it is found again."""
     source = view.sources[index]
-    is_first = all(each.host != source.host for each in view.sources[:index])
-
-    def say(sentence: str) -> None:
-        news.put(_News(index, "word", word=sentence if is_first else ""))
-
+    host, is_first = host_of(source), all(each.ssh != source.ssh for each in view.sources[:index])
     tail = RemoteTail(
-        source.host,
-        source.file,
-        on_lines=lambda lines: news.put(_News(index, "lines", tuple(lines))),
-        on_whole=lambda: news.put(_News(index, "whole")),
+        host,
+        log_of(source),
+        on_lines=lambda lines: news.put((index, lines, "")),
+        on_whole=lambda: news.put((index, None, "")),
     )
-    return tail, lambda: tail.follow(
-        lambda problem: say(f"{problem}; trying again"),
-        lambda: say(f"{source.host.node}: connected again"),
+    return (
+        tail,
+        lambda problem: news.put((index, None, f"{problem}; trying again" * is_first)),
+        lambda: news.put((index, None, f"{host.node}: connected again" * is_first)),
     )
 
 
-def _show_first(view: LogView, news: "queue.Queue[_News]") -> None:
+def _show_first(view: LogView, news: News) -> None:
     """Print what is there, as soon as each source has said all or that it cannot."""
-    entries: list[LogLine] = []
+    entries: list[Entry] = []
     missing = set(range(len(view.sources)))
     end = time.monotonic() + PATIENCE_S
     while missing and (left := end - time.monotonic()) > 0:
         with suppress(queue.Empty):
-            each = news.get(timeout=left)
-            entries += _taken(view, each)
-            if each.kind != "lines":
-                missing.discard(each.source)
+            source, lines, word = news.get(timeout=left)
+            entries += _taken(view, source, lines, word)
+            if lines is None:
+                missing.discard(source)
     view.show(entries)
 
 
-def _show_next(view: LogView, news: "queue.Queue[_News]") -> None:
+def _show_next(view: LogView, news: News) -> None:
     """Wait for something new, and print it with what comes soon after it."""
-    entries: list[LogLine] = []
+    entries: list[Entry] = []
     with suppress(queue.Empty):
-        entries += _taken(view, news.get(timeout=1.0))
+        entries += _taken(view, *news.get(timeout=1.0))
         end = time.monotonic() + TOGETHER_S
         while (left := end - time.monotonic()) > 0:
-            entries += _taken(view, news.get(timeout=left))
+            entries += _taken(view, *news.get(timeout=left))
     view.show(entries)
 
 
-def _taken(view: LogView, news: _News) -> list[LogLine]:
-    if news.word:
-        print_line(view.problems, news.word)
-    return view.entries(news.source, news.lines)
+def _taken(view: LogView, source: int, lines: list[bytes] | None, word: str) -> list[Entry]:
+    if word:
+        print_line(view.problems, word)
+    return view.entries(source, lines or ())

@@ -7,27 +7,27 @@ Of the server's machine these are small files, asked for again and again (`statu
 import shutil
 import tempfile
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from smolcluster.errors import SmolclusterError
-from smolcluster.launch.host import Host, shell_path
+from smolcluster.launch.host import shell_path
+from smolcluster.launch.sessions import host_of
 from smolcluster.launch.watch.fetch import is_here
-from smolcluster.launch.watch.probe import Ask, AskMore, ProbeResult, look, series_script
-from smolcluster.launch.watch.tail import RemoteTail
+from smolcluster.launch.watch.logs import log_of
+from smolcluster.launch.watch.probe import Ask, AskMore, look
+from smolcluster.launch.watch.report import ProbeResult
+from smolcluster.launch.watch.tail import Followed, RemoteTail, Told
 from smolcluster.observability.view.run import Files
 from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.runs.files import write_whole
-from smolcluster.runs.launched import Launched
+from smolcluster.runs.launched import Launched, LaunchedProcess
 from smolcluster.runs.paths import RunPaths
-from smolcluster.runs.series import EVERY_S as SERIES_EVERY_S
 from smolcluster.runs.status import write_status
 from smolcluster.runs.summary import write_summary
 
 LOOK_EVERY_S = 2.0
-END_S = 2.0
 NUM_EVENTS = 5000
 
 
@@ -61,22 +61,15 @@ class Mirror:
         self._copy.logs.mkdir(parents=True, exist_ok=True)
         self._launched = launched
         self._is_here = is_here(launched.server, paths)
-        self._ask = AskMore(ask, self._script)
-        self._series_due_at = 0.0
+        self._ask = AskMore(ask, launched.server, lambda _: "")
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._problems: dict[str, str] = {}
-        self._tails = self._made_tails()
-        self._threads = [
-            threading.Thread(target=self._follow, args=(tail,), daemon=True) for tail in self._tails
-        ]
+        self._followed = Followed(list(self._tails()))
         if not self._is_here:
-            self._threads.append(threading.Thread(target=self._look, daemon=True))
-        for thread in self._threads:
-            thread.start()
+            threading.Thread(target=self._look, daemon=True).start()
 
     def files(self) -> Files:
-        """Where the run is read now."""
         return Files(
             own=self._paths,
             served=self._paths if self._is_here else self._copy,
@@ -87,58 +80,38 @@ class Mirror:
         )
 
     def problems(self) -> Sequence[str]:
-        """What cannot be read now, and what to do about it."""
         with self._lock:
             return list(self._problems.values())
 
     def close(self) -> None:
-        """Stop copying and remove the copies."""
         self._stopped.set()
-        for tail in self._tails:
-            tail.stop()
-        end = time.monotonic() + END_S
-        for thread in self._threads[: len(self._tails)]:
-            thread.join(max(0.0, end - time.monotonic()))
-        for tail in self._tails:
-            tail.kill()
+        self._followed.close()
         shutil.rmtree(self._copy.root, ignore_errors=True)
 
-    def _made_tails(self) -> list[RemoteTail]:
+    def _tails(self) -> Iterator[tuple[RemoteTail, Told, Callable[[], None]]]:
         """The files that grow and are not in the run's folder here: the logs, and the server's events."""
-        tails = []
         for process in self._launched.processes:
             if is_here(process, self._paths):
                 continue
-            host, there = Host(process.node, process.ssh), shell_path(process.run_dir)
-            log = f"{process.stem}.log"
-            tails.append(self._tail(host, f"{there}/logs/{log}", self._copy.logs / log))
+            yield self._tail(process, log_of(process), self._copy.logs / f"{process.stem}.log")
             if process == self._launched.server:
-                events = f"{there}/{self._copy.events.name}"
-                tails.append(self._tail(host, events, self._copy.events, NUM_EVENTS))
-        return tails
+                events = f"{shell_path(process.run_dir)}/{self._copy.events.name}"
+                yield self._tail(process, events, self._copy.events, NUM_EVENTS)
 
-    def _tail(self, host: Host, there: str, here: Path, newest: int | None = None) -> RemoteTail:
+    def _tail(
+        self, process: LaunchedProcess, there: str, here: Path, newest: int | None = None
+    ) -> tuple[RemoteTail, Told, Callable[[], None]]:
         def take(lines: list[bytes]) -> None:
             if not self._stopped.is_set():
                 with suppress(OSError), here.open("ab") as copy:
                     copy.write(b"\n".join(lines) + b"\n")
 
-        return RemoteTail(host, there, on_lines=take, newest=newest)
-
-    def _follow(self, tail: RemoteTail) -> None:
-        node = tail.host.node
-        tail.follow(
+        node = process.node
+        return (
+            RemoteTail(host_of(process), there, on_lines=take, newest=newest),
             lambda problem: self._say(node, f"{problem}; trying again"),
             lambda: self._say(node, None),
         )
-
-    def _script(self, host: Host) -> str:
-        """What is asked of a machine besides its processes: of the server's the curves, now and then."""
-        server = self._launched.server
-        if host != Host(server.node, server.ssh) or time.monotonic() < self._series_due_at:
-            return ""
-        self._series_due_at = time.monotonic() + SERIES_EVERY_S
-        return series_script(shell_path(server.run_dir))
 
     def _look(self) -> None:
         while not self._stopped.is_set():
@@ -151,11 +124,9 @@ class Mirror:
     def _take(self, probed: ProbeResult) -> None:
         """Copy what the server has written."""
         self._say("", None)
-        server = Host(self._launched.server.node, self._launched.server.ssh)
-        series = self._ask.said.get(server, {}).get("series", "")
         with suppress(SmolclusterError, OSError):
-            if series:
-                write_whole(self._copy.series, series, durable=False)
+            if self._ask.series:
+                write_whole(self._copy.series, self._ask.series, durable=False)
             if probed.status is not None:
                 write_status(self._copy.status, probed.status)
             if probed.summary is not None:

@@ -1,6 +1,5 @@
 """`smolcluster dashboard`: a run on a web page, wherever its files are."""
 
-import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -11,8 +10,9 @@ from smolcluster.launch.watch.mirror import Mirror, is_wholly_here
 from smolcluster.observability.dashboard.app import Views
 from smolcluster.observability.dashboard.serve import serve
 from smolcluster.observability.view.run import Files, files_here
-from smolcluster.runs.launched import read_launched
+from smolcluster.runs.launched import launched_of
 from smolcluster.runs.paths import RunPaths
+from smolcluster.utils.words import say
 
 
 def dashboard(run: str, *, host: str, port: int | None, opens: bool) -> int:
@@ -33,19 +33,14 @@ def dashboard(run: str, *, host: str, port: int | None, opens: bool) -> int:
     with tempfile.TemporaryDirectory(prefix="smolcluster-") as folder:
         views = Views(paths.root.parent, lambda chosen: open_files(chosen, Path(folder)))
         opens_by = (paths.root, Path.home()) if opens else ()
-        serve(views, paths.run_id, host=host, port=port, say=_say, opens_by=opens_by)
+        serve(views, paths.run_id, host=host, port=port, say=say, opens_by=opens_by)
     return 0
 
 
 def open_files(paths: RunPaths, folder: Path) -> Files:
     """Where a run is read: its own folder, or copies under `folder` that grow with the originals."""
     with suppress(DataError):
-        launched = read_launched(paths.launched)
-        if not is_wholly_here(launched, paths):
+        launched = launched_of(paths)
+        if launched is not None and not is_wholly_here(launched, paths):
             return Mirror(paths, launched, folder / paths.run_id).files()
     return files_here(paths)
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()

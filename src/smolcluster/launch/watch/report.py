@@ -1,32 +1,32 @@
 """How a run stands, as one value: what was seen of its processes, with what its server wrote."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from smolcluster.launch.watch.probe import Liveness, ProbeResult, Seen
-from smolcluster.observability.view import snapshot
-from smolcluster.observability.view.snapshot import State
-from smolcluster.runs.paths import process_title
-from smolcluster.runs.status import Presence, WorkerStatus
+from smolcluster.observability.view.snapshot import State, state_of, summed_up
+from smolcluster.runs.evaluated import PREFIX
+from smolcluster.runs.launched import Process
+from smolcluster.runs.model_file import WithMetrics
+from smolcluster.runs.status import Presence, RunStatus, WorkerStatus
+from smolcluster.runs.summary import Summary
+from smolcluster.utils.meter import PEAK
 
 KILLED = 137
 """The exit code of a process that SIGKILL has ended."""
 
-
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True)
+Liveness = Literal["running", "ended", "gone", "unreachable", "unknown"]
 
 
-class ProcessReport(_Part):
+class ProcessReport(Process):
     """How one process stands. Null is what is not known, or does not apply."""
 
-    node: str
-    role: str
-    rank: int | None = Field(description="A worker's, from 0.")
     process: Liveness = Field(
-        description="gone: not there any more, and nobody knows how it ended; unreachable: its machine "
-        "cannot be asked; unknown: this launcher did not start it."
+        description="ended: of itself or when asked to; gone: not there any more, and nobody knows how it "
+        "ended; unreachable: its machine cannot be asked; unknown: this launcher did not start it."
     )
     exit_code: int | None = None
     why: str | None = Field(None, description="Why its machine cannot be asked.")
@@ -45,14 +45,33 @@ class ProcessReport(_Part):
         description="What its GPU does, as far as it tells: utilization (of 1), memory_bytes, "
         "memory_size_bytes, temperature_c, power_w.",
     )
+    peak_bytes: dict[str, float] = Field(
+        {}, description="Most memory by phase, where memory_profiling is on."
+    )
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What was found of a run: its processes, the server first, and what the server wrote.
+
+    `now` is by the server's clock; `stderr_tail` is the server's, where it has ended and left some.
+    """
+
+    processes: tuple[ProcessReport, ...]
+    status: RunStatus | None
+    summary: Summary | None
+    now: datetime
+    stderr_tail: str | None = None
 
     @property
-    def title(self) -> str:
-        """The process for people: `worker 2 (pi5)`."""
-        return process_title(self.role, self.node, self.rank)
+    def state(self) -> State:
+        """How the run stands: what the server wrote, unless its process says otherwise."""
+        server = self.processes[0].process if self.processes else "unknown"
+        is_alive = None if server in ("unreachable", "unknown") else server == "running"
+        return state_of(self.status, self.summary, is_alive)
 
 
-class RunReport(_Part):
+class RunReport(WithMetrics):
     """How a run stands. Epochs and ranks count from 0; null is what is not known."""
 
     run_id: str
@@ -76,129 +95,102 @@ class RunReport(_Part):
 
 
 def report_of(run_id: str, algorithm: str | None, probed: ProbeResult) -> RunReport:
-    """What was found of a run, as one value."""
-    processes = _processes(probed)
-    status, summary, state = probed.status, probed.summary, state_of(probed)
+    status, summary, state = probed.status, probed.summary, probed.state
+    values: dict[str, object] = {"algorithm": algorithm}
     if status is not None:
-        shared = set(RunReport.model_fields) & set(type(status).model_fields)
-        values = {name: getattr(status, name) for name in shared}
-        age = None if status.is_over else status.age_s(probed.now)
-        values |= {"run_id": run_id, "state": state, "processes": processes, "age_s": age}
-        if state in ("starting", "broken off"):
-            values |= {"reason": _why(probed), "samples_per_s": None}
-        return RunReport.model_validate(values)
-    if summary is not None:
-        return RunReport(
-            run_id=run_id,
-            algorithm=summary.algorithm,
-            state=state,
-            step=summary.steps,
-            epoch=max(0, summary.epochs - 1),
-            loss=summary.final.train_loss,
-            val_loss=summary.final.val_loss,
-            val_accuracy=summary.final.val_accuracy,
-            val_perplexity=summary.final.val_perplexity,
-            processes=processes,
-        )
-    return RunReport(
-        run_id=run_id,
-        algorithm=algorithm,
-        state=state,
-        reason=_why(probed) if state == "broken off" else None,
-        processes=processes,
-    )
+        values |= dict(status) | {"age_s": None if status.is_over else status.age_s(probed.now)}
+    elif summary is not None:
+        values |= summed_up(summary) | {"algorithm": summary.algorithm, "samples_per_s": None}
+    if state in ("starting", "broken off"):
+        values |= {"reason": _why(probed), "samples_per_s": None}
+    values |= {"run_id": run_id, "state": state, "processes": _processes(probed)}
+    shared = {
+        name: value
+        for name, value in values.items()
+        if name in RunReport.model_fields or name.startswith(PREFIX)
+    }
+    return RunReport.model_validate(shared)
 
 
 def _why(probed: ProbeResult) -> str | None:
     """Why a run has broken off, as far as its server's end tells."""
     server = probed.processes[0] if probed.processes else None
-    if server is None or server.liveness == "running":
+    if server is None or server.process == "running":
         return None
     words = probed.stderr_tail
-    if server.code in (None, 0):
+    if server.exit_code in (None, 0):
         return words
-    who = process_title(server.role, server.node)
-    if server.code == KILLED:  # it could not say anything: what is on its screen is older
+    if server.exit_code == KILLED:  # it could not say anything: what is on its screen is older
         words = "it was killed, perhaps for want of memory"
-    return f"{who} ended with exit code {server.code}" + (f": {words}" if words else "")
-
-
-def state_of(probed: ProbeResult) -> State:
-    """How the run stands: what the server wrote, unless its process says otherwise."""
-    server = probed.processes[0].liveness if probed.processes else "unknown"
-    is_alive = None if server in ("unreachable", "unknown") else server == "running"
-    return snapshot.state_of(probed.status, probed.summary, is_alive)
+    said = f": {words}" if words else ""
+    return f"{server.title} ended with exit code {server.exit_code}{said}"
 
 
 def _processes(probed: ProbeResult) -> tuple[ProcessReport, ...]:
     """A report for each process that was launched, then for each worker that came by itself."""
-    known = {} if probed.status is None else {w.rank: w for w in probed.status.workers}
-    launched = {seen.rank for seen in probed.processes}
+    if probed.status is None:
+        return probed.processes
+    known = {worker.rank: worker for worker in probed.status.workers}
+    launched = {process.rank for process in probed.processes}
     strangers = [
-        Seen(worker.node, "worker", rank, "unknown")
+        ProcessReport(node=worker.node, role="worker", rank=rank, process="unknown")
         for rank, worker in known.items()
         if rank not in launched
     ]
+    status, now = probed.status, probed.now
     return tuple(
-        _owner(seen, probed) if seen.rank is None else _worker(seen, known.get(seen.rank), probed)
-        for seen in (*probed.processes, *strangers)
+        _owner(each, status, now)
+        if each.rank is None
+        else _worker(each, known.get(each.rank), now, is_over=status.is_over)
+        for each in (*probed.processes, *strangers)
     )
 
 
-def _owner(seen: Seen, probed: ProbeResult) -> ProcessReport:
-    status = probed.status
-    report = _bare(seen)
-    if status is None:
-        return report
-    goes_on = not status.is_over and seen.liveness in ("running", "unreachable")
-    values: dict[str, object] = {"step": status.step, "loss": status.loss}
-    if goes_on:
+def _owner(process: ProcessReport, status: RunStatus, now: datetime) -> ProcessReport:
+    values: dict[str, object] = {
+        "step": status.step,
+        "loss": status.loss,
+        "peak_bytes": peaks_in(status.process_stats),
+    }
+    if not status.is_over and process.process in ("running", "unreachable"):
         values |= {
             "samples_per_s": status.samples_per_s,
-            "heartbeat_age_s": status.age_s(probed.now),
+            "heartbeat_age_s": status.age_s(now),
             "gpu": _gpu(status.process_stats),
         }
-    return report.model_copy(update=values)
+    return process.model_copy(update=values)
 
 
-def _worker(seen: Seen, worker: WorkerStatus | None, probed: ProbeResult) -> ProcessReport:
-    report = _bare(seen)
-    if worker is None or probed.status is None:
-        return report
-    was_lost = worker.state == "lost" and (seen.liveness, seen.code) == ("ended", None)
+def _worker(
+    process: ProcessReport, worker: WorkerStatus | None, now: datetime, *, is_over: bool
+) -> ProcessReport:
+    if worker is None:
+        return process
+    was_lost = worker.state == "lost" and (process.process, process.exit_code) == ("ended", None)
     values: dict[str, object] = {
-        "process": "gone" if was_lost else seen.liveness,
+        "process": "gone" if was_lost else process.process,
         "presence": worker.state,
         "device": worker.device,
         "step": worker.step,
         "loss": worker.loss,
         "samples": worker.samples,
+        "peak_bytes": peaks_in(worker.process_stats),
     }
-    if not probed.status.is_over:
+    if not is_over:
         values |= {
             "samples_per_s": worker.samples_per_s,
-            "heartbeat_age_s": worker.silent_s(probed.now),
+            "heartbeat_age_s": worker.silent_s(now),
             "gpu": _gpu(worker.process_stats),
         }
-    return report.model_copy(update=values)
+    return process.model_copy(update=values)
+
+
+def peaks_in(process_stats: Mapping[str, float]) -> dict[str, float]:
+    """The most memory by phase, bytes, of what a process reported of itself."""
+    found = process_stats.items()
+    return {name.removeprefix(PEAK): peak for name, peak in found if name.startswith(PEAK)}
 
 
 def _gpu(process_stats: Mapping[str, float]) -> dict[str, float]:
-    found = (
-        (name.removeprefix("gpu/"), value)
-        for name, value in process_stats.items()
-        if "gpu/" in name
-    )
-    return dict(found)
-
-
-def _bare(seen: Seen) -> ProcessReport:
-    return ProcessReport(
-        node=seen.node,
-        role=seen.role,
-        rank=seen.rank,
-        process=seen.liveness,
-        exit_code=seen.code,
-        why=seen.why,
-        fix=seen.fix,
-    )
+    found = process_stats.items()
+    return {name.removeprefix("gpu/"): value for name, value in found if "gpu/" in name}

@@ -1,12 +1,6 @@
 """`smolcluster status`: how a run and each of its processes stand.
 
-Machines that cannot be reached are a row that says so. `--json` prints one document, a `RunReport`, whose
-fields are described there:
-
-    {run_id, algorithm, state, reason, step, total_steps, epoch, num_epochs, loss, val_loss, val_accuracy,
-     val_perplexity, samples_per_s, age_s,
-     processes: [{node, role, rank, process, exit_code, why, fix, presence, device, step, loss, samples,
-                  samples_per_s, heartbeat_age_s, gpu: {utilization, memory_bytes, …}}]}
+Machines that cannot be reached are a row that says so. `--json` prints one document, a `RunReport`.
 """
 
 import sys
@@ -24,7 +18,8 @@ from smolcluster.launch.find import find
 from smolcluster.launch.watch.probe import Ask, look
 from smolcluster.launch.watch.report import ProcessReport, RunReport, report_of
 from smolcluster.observability.terminal import SteadyConsole, displayable, steady
-from smolcluster.runs.launched import read_launched
+from smolcluster.runs.evaluated import metrics_in, told
+from smolcluster.runs.launched import launched_of
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import OLD_S
 from smolcluster.utils.units import format_bytes, format_duration
@@ -40,11 +35,7 @@ STYLES = {
 def status(run: str, *, as_json: bool, watch: bool, ask: Ask | None = None) -> int:
     """Print how a run stands; with `watch` again and again, until Ctrl-C.
 
-    Args:
-        run: its name, latest, or its folder.
-        as_json: print a `RunReport` as JSON.
-        watch: draw it anew every two seconds.
-        ask: runs a script on a machine; only tests say another one.
+    `ask` runs a script on a machine; only tests say another one.
 
     Raises:
         ConfigError: there is no such run, or both are asked for.
@@ -71,8 +62,8 @@ def look_at(paths: RunPaths, ask: Ask | None = None) -> RunReport:
     Raises:
         DataError: its list of processes is damaged.
     """
-    launched = read_launched(paths.launched) if paths.launched.is_file() else None
-    algorithm = None if launched is None else launched.algorithm
+    launched = launched_of(paths)
+    algorithm = launched.algorithm or None if launched else None
     return report_of(paths.run_id, algorithm, look(paths, ask))
 
 
@@ -99,9 +90,12 @@ def shown(console: Console, report: RunReport) -> RenderableType:
         texts = [Text(displayable(console, cell)) for cell in cells]
         texts[1].stylize(style)
         table.add_row(*texts)
+    peaks = [Text(displayable(console, line)) for line in peak_lines(report)]
     fixes = [Text(displayable(console, each.fix)) for each in report.processes if each.fix]
     lines = [Text(displayable(console, line)) for line in notes(report)]
-    return Group(_head(console, report), *lines, *([table] if report.processes else []), *fixes)
+    return Group(
+        _head(console, report), *lines, *([table] if report.processes else []), *peaks, *fixes
+    )
 
 
 def _head(console: Console, report: RunReport) -> Text:
@@ -116,12 +110,10 @@ def head(report: RunReport) -> list[str]:
 
 
 def title(report: RunReport) -> list[str]:
-    """Id, algorithm, state."""
     return [report.run_id, *([report.algorithm] if report.algorithm else []), report.state]
 
 
 def progress(report: RunReport) -> list[str]:
-    """Step and epoch."""
     parts = []
     if report.step is not None:
         parts.append(f"step {_of(report.step, report.total_steps)}")
@@ -132,23 +124,18 @@ def progress(report: RunReport) -> list[str]:
 
 
 def measured(report: RunReport) -> list[str]:
-    """Losses, and how fast it goes."""
     parts = []
     if report.loss is not None:
         parts.append(f"loss {report.loss:.4g}")
     if report.val_loss is not None:
         parts.append(f"val {report.val_loss:.4g}")
-    if report.val_perplexity is not None:
-        parts.append(f"perplexity {report.val_perplexity:.4g}")
-    elif report.val_accuracy is not None:
-        parts.append(f"acc {report.val_accuracy:.3f}")
+    parts += told(metrics_in(dict(report)))
     if report.samples_per_s and report.state == "training":
         parts.append(f"{report.samples_per_s:,.0f} samples/s")
     return parts
 
 
 def notes(report: RunReport) -> list[str]:
-    """What else there is to say of the run."""
     lines = [report.reason] if report.reason else []
     if report.state == "broken off" and report.reason is None:
         lines.append(f"the server's process is no more, and has not said why: {as_command('logs')}")
@@ -176,6 +163,20 @@ def row(process: ProcessReport) -> list[str]:
         "" if process.samples_per_s is None else f"{process.samples_per_s:,.0f}",
         "" if age is None else f"{format_duration(age)} ago",
     ]
+
+
+def peak_lines(report: RunReport) -> list[str]:
+    """The most memory of each process by phase, where that is measured."""
+    return [
+        f"peak memory of {each.title}: {told_peaks(each.peak_bytes)}"
+        for each in report.processes
+        if each.peak_bytes
+    ]
+
+
+def told_peaks(peak_bytes: Mapping[str, float]) -> str:
+    """`forward 1.2 GB, backward 2.4 GB`."""
+    return ", ".join(f"{phase} {format_bytes(peak)}" for phase, peak in peak_bytes.items())
 
 
 def gpu_cell(gpu: Mapping[str, float]) -> str:

@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from tempfile import TemporaryFile
 from typing import IO
@@ -46,6 +47,9 @@ def tail_script(file: str, newest: int | None, *, follow: bool) -> str:
         f"{start}; echo ::whole\n"
         f"tail -n +$((num + 1)) -F {file} 2>/dev/null & tail=$!; cat > /dev/null; kill $tail\n"
     )
+
+
+Told = Callable[[str], None]
 
 
 class RemoteTail:
@@ -87,7 +91,7 @@ class RemoteTail:
         if not self._once(follow=False, on_whole=self._on_whole):
             raise LaunchError(f"{self.host.node}: the connection broke while its logs came")
 
-    def follow(self, on_lost: Callable[[str], None], on_found: Callable[[], None]) -> None:
+    def follow(self, on_lost: Told, on_found: Callable[[], None]) -> None:
         """Read for ever, from where it ended when the connection breaks; returns after `stop`.
 
         `on_lost` hears once a break, in a sentence; `on_found` when it is mended.
@@ -113,7 +117,6 @@ class RemoteTail:
             self._stopped.wait(RETRY_S)
 
     def stop(self) -> None:
-        """Ask it to end, from another thread."""
         self._stopped.set()
         if (process := self._process) is not None:
             _close_input(process)
@@ -181,6 +184,31 @@ class RemoteTail:
         if self._stopped.is_set():
             _close_input(process)
         return process
+
+
+class Followed:
+    """Files that are followed, each in a thread of its own, with what hears of breaks, until `close`."""
+
+    def __init__(self, tails: Sequence[tuple[RemoteTail, Told, Callable[[], None]]]) -> None:
+        self._tails = [tail for tail, _, _ in tails]
+        self._threads = [
+            threading.Thread(target=tail.follow, args=(on_lost, on_found), daemon=True)
+            for tail, on_lost, on_found in tails
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Ask all to end; who does not soon is killed."""
+        for tail in self._tails:
+            tail.stop()
+        end = time.monotonic() + END_S
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        for tail in self._tails:
+            tail.kill()
+        for thread in self._threads:
+            thread.join(END_S)
 
 
 def _after_ready(output: IO[bytes]) -> Iterator[list[bytes]]:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-from anyio import CancelScope, CapacityLimiter, from_thread, to_thread
+from anyio import CancelScope, CapacityLimiter, WouldBlock, from_thread, to_thread
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
@@ -34,27 +34,22 @@ MAX_SEARCHES = 32
 """That wait: one at a time searches, so that training keeps its cores."""
 
 
-class Places:
-    """So many at a time; for the event loop's thread."""
+@contextmanager
+def _place(limiter: CapacityLimiter, what: str) -> Iterator[None]:
+    """Take a place of so many.
 
-    def __init__(self, num: int, what: str) -> None:
-        self.num_left = num
-        self._what = what
-
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Take a place.
-
-        Raises:
-            HTTPException: there is none.
-        """
-        if not self.num_left:
-            raise HTTPException(503, f"too many {self._what} at a time", {"Retry-After": "2"})
-        self.num_left -= 1
-        try:
-            yield
-        finally:
-            self.num_left += 1
+    Raises:
+        HTTPException: there is none.
+    """
+    taker = object()
+    try:
+        limiter.acquire_on_behalf_of_nowait(taker)
+    except WouldBlock as error:
+        raise HTTPException(503, f"too many {what} at a time", {"Retry-After": "2"}) from error
+    try:
+        yield
+    finally:
+        limiter.release_on_behalf_of(taker)
 
 
 class Views:
@@ -132,8 +127,8 @@ def make_app(views: Views, chosen: str = "latest") -> FastAPI:
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.state.views, app.state.chosen = views, chosen
-    app.state.streams = Places(MAX_STREAMS, "pages are open")
-    app.state.searches = Places(MAX_SEARCHES, "searches")
+    app.state.streams = CapacityLimiter(MAX_STREAMS)
+    app.state.searches = CapacityLimiter(MAX_SEARCHES)
     app.state.searching = CapacityLimiter(1)
     app.include_router(router)
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
@@ -154,7 +149,7 @@ def _view_of(request: Request, run: str) -> RunView:
 async def _streamed_view(request: Request, run: str) -> AsyncIterator[RunView]:
     """The same for a stream. FastAPI would end each in a thread of its own if it were not asynchronous."""
     views: Views = request.app.state.views
-    with request.app.state.streams.taken():
+    with _place(request.app.state.streams, "pages are open"):
         streamed = views.streamed(run)
         with _in_words(views, run):
             view = await run_in_threadpool(streamed.__enter__)
@@ -221,7 +216,7 @@ async def _logs(
     def search() -> lines.Found:
         return view.search(wanted, MAX_LINES, lambda: not from_thread.run(request.is_disconnected))
 
-    with request.app.state.searches.taken():
+    with _place(request.app.state.searches, "searches"):
         found = await to_thread.run_sync(search, limiter=request.app.state.searching)
     return _json({"entries": found.entries, "is_all": found.is_all})
 

@@ -68,11 +68,14 @@ class Access:
             return "stranger"
         if path == "/" and (given := parse_qs(query).get("token")):
             return "new" if self._is_token(given[0]) else "unknown"
-        return "welcome" if self._is_token(_cookie(headers, self.cookie)) else "unknown"
+        # Read as leniently as browsers send: cookies of other ports' pages come with it.
+        cookies = cookie_parser(headers.get("cookie", ""))
+        return "welcome" if self._is_token(cookies.get(self.cookie, "")) else "unknown"
 
     def _is_own_address(self, headers: Mapping[str, str]) -> bool:
         host = headers.get("host", "")
-        if not self._is_known(_name_of(host)):
+        name = _name_of(host)
+        if name not in self.names and not (self.takes_addresses and _is_address(name)):
             return False
         origin = headers.get("origin")
         from_where = headers.get("sec-fetch-site", "none")
@@ -80,9 +83,6 @@ class Access:
         return origin in (None, f"http://{host}") and (
             is_shown or from_where in ("same-origin", "none")
         )
-
-    def _is_known(self, name: str) -> bool:
-        return name in self.names or (self.takes_addresses and _is_address(name))
 
     def _is_token(self, given: str) -> bool:
         return secrets.compare_digest(given.encode(), self.token.encode())
@@ -165,8 +165,3 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _cookie(headers: Mapping[str, str], name: str) -> str:
-    """A cookie's value; read as leniently as browsers send: those of other ports' pages come with it."""
-    return cookie_parser(headers.get("cookie", "")).get(name, "")

@@ -1,30 +1,23 @@
 """`report.html`: a run on one page, which needs neither network nor scripts to be read.
 
-`page_of` says what is on it, as texts and charts; the template says how it looks.
+The template takes from `ReportData` what is there as it is; here are the texts and tables made of it.
 """
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-from markupsafe import Markup
+from typing import Any, NamedTuple
 
 import smolcluster
 from smolcluster.configs.spec import STALENESS, shows
-from smolcluster.errors import SmolclusterError
-from smolcluster.observability.curves import svg_of
-from smolcluster.observability.report.render import write_page
+from smolcluster.observability.report.outcome import outcome_of, state_of
+from smolcluster.observability.report.render import UNKNOWN, drawn, loss, or_unknown, write_page
 from smolcluster.observability.report.settings import changed_settings
-from smolcluster.observability.view import snapshot as view
-from smolcluster.observability.view.curves import Curves
 from smolcluster.observability.view.facts import ReportData, Worker, read_facts, workers_of
-from smolcluster.observability.view.first_error import FirstError, LogLine
 from smolcluster.observability.view.process_stats import SHARES, shares_of, step_s_of, title_of
 from smolcluster.observability.view.story import Happening, told
+from smolcluster.runs.evaluated import cell, metrics_in
 from smolcluster.runs.events import (
     CheckpointSaved,
     EpochFinished,
@@ -40,16 +33,12 @@ from smolcluster.runs.files import seconds_of
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.series import ProcessSeries, Total
 from smolcluster.runs.status import STALENESS_EDGES
-from smolcluster.runs.summary import SMALL
-from smolcluster.utils.units import format_bytes, format_duration, format_megabytes
+from smolcluster.utils.meter import PEAK, PHASES
+from smolcluster.utils.units import format_bytes, format_count, format_duration, format_megabytes
 from smolcluster.utils.words import as_command
 
-MAX_ROWS = 200
-"""Of a table: the first and the last ones are shown of more."""
 SKEW_S = 0.05
 """A clock that is off by less is right."""
-UNKNOWN = "–"
-LARGE = 1e4
 TAUS = (
     "0",
     *(str(b) if b == a + 1 else f"{a + 1}–{b}" for a, b in pairwise(STALENESS_EDGES)),
@@ -58,106 +47,12 @@ TAUS = (
 """What the numbers of `WorkerStatus.staleness` count."""
 
 
-@dataclass(frozen=True)
-class State:
-    """How a run stands: a word, why, and the look of the word."""
-
-    word: str
-    reason: str
-    look: str
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A number that matters."""
-
-    name: str
-    value: str
-    more: str = ""
-
-
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """Texts in rows; `numeric` are the columns of numbers, from 0."""
 
-    head: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
-    numeric: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class MessageReceived:
-    """A line of a log."""
-
-    when: str
-    source: str
-    message: str
-    exception: str
-    look: str
-
-
-@dataclass(frozen=True)
-class Told:
-    """An event: when since the run began, and when in UTC."""
-
-    when: str
-    at: str
-    text: str
-    look: str
-
-
-@dataclass(frozen=True)
-class PhaseShare:
-    """A phase's part of a process's time."""
-
-    phase: str
-    percent: float
-    text: str
-
-
-@dataclass(frozen=True)
-class Split:
-    """Where one process's time went."""
-
-    title: str
-    parts: Sequence[PhaseShare]
-
-
-@dataclass(frozen=True)
-class FirstTrouble:
-    """What went wrong first, and what was said around it."""
-
-    what: str
-    lines: Sequence[MessageReceived]
-
-
-@dataclass(frozen=True)
-class Page:
-    """What is on the page."""
-
-    run_id: str
-    subtitle: str
-    state: State
-    tiles: Sequence[Tile]
-    trouble: FirstTrouble | None
-    no_trouble: str
-    log_notes: Sequence[str]
-    curves: Markup
-    workers: Table
-    staleness: Table
-    phases: Sequence[str]
-    splits: Sequence[Split]
-    links: Table
-    events: Sequence[Told]
-    routine: str
-    changed: Table
-    config: str
-    machines: Table
-    problems: Sequence[str]
-    folder: str
-    began: str
-    written: str
-    version: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numeric: range = range(0)
 
 
 def write_report(paths: RunPaths, ended_by: BaseException | None = None) -> Path:
@@ -170,51 +65,36 @@ def write_report(paths: RunPaths, ended_by: BaseException | None = None) -> Path
     Raises:
         SmolclusterError: the run cannot be read or the page written; an older page is still there.
     """
-    page = page_of(read_facts(paths, ended_by), time.time())
-    write_page(paths.report, "report.html.jinja", page=page)
-    return paths.report
-
-
-def page_of(facts: ReportData, now: float) -> Page:
-    """What is on the page that is written `now`, in seconds since 1970."""
-    began = _began(facts)
+    facts = read_facts(paths, ended_by)
     workers = workers_of(facts)
-    curves, problems = drawn([facts.curves])
+    curves, undrawn = drawn([facts.curves])
+    began = _began(facts)
     splits = list(_splits(facts))
-    shown = {part.phase for split in splits for part in split.parts}
-    return Page(
-        run_id=facts.paths.run_id,
+    write_page(
+        paths.report,
+        "report.html.jinja",
+        facts=facts,
         subtitle=_subtitle(facts),
         state=state_of(facts),
-        tiles=list(_tiles(facts)),
-        trouble=_trouble(facts.logs.trouble),
-        no_trouble=_no_trouble(facts),
-        log_notes=list(_log_notes(facts)),
+        tiles=_tiles(facts),
+        log_notes=_log_notes(facts),
         curves=curves,
         workers=_workers(facts, workers),
         staleness=_staleness(workers),
-        phases=[phase for phase in (*SHARES, "other") if phase in shown],
+        phases=[each for each in (*SHARES, "other") if any(each in parts for _, parts in splits)],
         splits=splits,
+        peaks=_peaks(facts),
         links=_links(facts, workers),
-        events=_events(facts, began),
+        events=[_event(each, began) for each in facts.story.happenings],
         routine=_routine(facts),
         changed=_changed(facts),
-        config=facts.config,
         machines=_machines(facts),
-        problems=[*facts.problems, *problems],
-        folder=str(facts.paths.root),
-        began=moment_of(began) if began else "",
-        written=moment_of(now),
+        problems=[*facts.problems, *undrawn],
+        began=began,
+        now=time.time(),
         version=smolcluster.__version__,
     )
-
-
-def drawn(runs: Sequence[Curves]) -> tuple[Markup, list[str]]:
-    """The curves of runs on the same axes, and why there are none."""
-    try:
-        return Markup(svg_of(runs)), []  # noqa: S704 - matplotlib escapes what is in it
-    except SmolclusterError as error:
-        return Markup(), [str(error)]
+    return paths.report
 
 
 def _began(facts: ReportData) -> float:
@@ -222,11 +102,6 @@ def _began(facts: ReportData) -> float:
     if facts.story.events:
         return seconds_of(facts.story.events[0].ts, 0.0)
     return facts.status.started_at.timestamp() if facts.status else 0.0
-
-
-def moment_of(seconds: float) -> str:
-    """Seconds since 1970 as a date and a time, UTC."""
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}"
 
 
 def _subtitle(facts: ReportData) -> str:
@@ -240,107 +115,40 @@ def _subtitle(facts: ReportData) -> str:
     return " · ".join([*parts, f"codec {started.codec}", f"{started.num_epochs} epochs"])
 
 
-def state_of(facts: ReportData) -> State:
-    """How the run stands, and why."""
-    status = facts.status
-    ends = [record.event for record in facts.story.of(RunEnded)]
-    if status is None and not facts.is_alive and ends and isinstance(end := ends[-1], RunEnded):
-        return _ended("ended" if end.ok else "failed", end.reason)
-    word = view.state_of(status, facts.summary, facts.is_alive)
-    if word in ("ended", "stopped", "failed"):
-        return _ended(word, status.reason or "" if status else "")
-    if facts.is_alive:
-        return State(word, "it goes on; this is how it stood", "live")
-    if status is None:
-        return State("unknown", "its owner has written nothing here", "bad")
-    at = f"{status.updated_at:%Y-%m-%d %H:%M:%S}"
-    reason = f"nothing has been heard of its owner since {at}, when it was {status.state}"
-    return State(word, reason, "bad")
-
-
-def _ended(word: str, reason: str) -> State:
-    if word == "stopped":
-        return State("stopped", "", "live")
-    return State(word, reason, "bad" if word == "failed" else "good")
-
-
-def _tiles(facts: ReportData) -> Iterator[Tile]:
-    summary, status = facts.summary, facts.status
-    if summary is not None:
-        final = summary.final
-        train, val = final.train_loss, final.val_loss
-        accuracy, perplexity = final.val_accuracy, final.val_perplexity
-        steps, samples, wall_s = summary.steps, summary.samples_applied, summary.wall_s
-    elif status is not None:
-        train, val = status.loss, status.val_loss
-        accuracy, perplexity = status.val_accuracy, status.val_perplexity
-        steps, samples, wall_s = status.step, status.samples_applied, status.wall_s
-    else:
+def _tiles(facts: ReportData) -> Iterator[tuple[str, str, str]]:
+    """The numbers that matter: a name, a value, and what is said beside it."""
+    summary, status, outcome = facts.summary, facts.status, outcome_of(facts)
+    if summary is None and status is None:
         return
-    yield Tile("Training loss", number(train), "mean of the last epoch" if summary else "last step")
-    lowest = summary.lowest_val_loss if summary is not None else None
-    differs = lowest is not None and number(lowest) != number(val)
-    yield Tile("Validation loss", number(val), f"lowest {number(lowest)}" if differs else "")
-    if perplexity is not None:
-        yield Tile("Perplexity", f"{perplexity:.4g}", "validation")
-    elif accuracy is not None:
-        yield Tile("Accuracy", f"{accuracy:.1%}", "validation")
+    train, val = loss(outcome.train_loss), loss(outcome.val_loss)
+    yield "Training loss", train, "last step" if outcome.is_last_step else "mean of the last epoch"
+    lowest = loss(summary.lowest_val_loss) if summary else UNKNOWN
+    yield "Validation loss", val, "" if lowest in (UNKNOWN, val) else f"lowest {lowest}"
+    for name, value in metrics_in(outcome.model_dump()).items():
+        yield name[:1].upper() + name[1:], cell(name, value), "validation"
+    steps = outcome.steps or 0
     of_steps = f"of {status.total_steps:,}" if status and status.total_steps > steps else ""
-    yield Tile("Steps", f"{steps:,}", of_steps)
-    yield Tile("Samples", f"{samples:,}", _epochs(facts))
-    yield Tile("Time", format_duration(wall_s), _rate(facts, samples, wall_s))
+    yield "Steps", f"{steps:,}", of_steps
+    yield "Samples", f"{outcome.samples:,}", _epochs(facts)
+    tokens = summary.tokens_per_sample if summary else None
+    rate = (outcome.samples_per_s or 0.0) * (tokens or 1)
+    speed = f"{rate:,.0f} {'tokens' if tokens else 'samples'}/s" if outcome.wall_s else ""
+    yield "Time", format_duration(outcome.wall_s or 0.0), speed
     if summary is not None and summary.workers:
         sent = f"and {format_bytes(summary.bytes.sent)} sent by it"
-        yield Tile("Received by the server", format_bytes(summary.bytes.received), sent)
+        yield "Received by the server", format_bytes(summary.bytes.received), sent
     pushes = summary.pushes.model_dump() if summary else status.pushes if status else {}
     dropped = {name: count for name, count in pushes.items() if name != "applied" and count}
     if pushes.get("applied") or dropped:
         more = ", ".join(f"{count:,} {name.replace('_', '-')}" for name, count in dropped.items())
-        yield Tile("Pushes", f"{pushes.get('applied', 0):,}", more or "all applied")
-
-
-def number(value: float | None) -> str:
-    """A loss."""
-    if value is None:
-        return UNKNOWN
-    is_plain = value == 0 or SMALL <= abs(value) < LARGE
-    return f"{value:.4f}" if is_plain else f"{value:.4g}"
+        yield "Pushes", f"{pushes.get('applied', 0):,}", more or "all applied"
 
 
 def _epochs(facts: ReportData) -> str:
     epochs = facts.summary.epochs if facts.summary else None
     if epochs is None and facts.status is not None:
         return f"epoch {facts.status.epoch + 1} of {facts.status.num_epochs}"
-    return f"{epochs} epoch{'s'[: epochs != 1]}" if epochs is not None else ""
-
-
-def _rate(facts: ReportData, samples: int, wall_s: float) -> str:
-    if not wall_s:
-        return ""
-    tokens = facts.summary.tokens_per_sample if facts.summary else None
-    rate = samples * (tokens or 1) / wall_s
-    return f"{rate:,.0f} {'tokens' if tokens else 'samples'}/s"
-
-
-def _trouble(trouble: FirstError | None) -> FirstTrouble | None:
-    if trouble is None:
-        return None
-    at = f"{datetime.fromtimestamp(trouble.seconds, UTC):%H:%M:%S}"
-    return FirstTrouble(f"{at} · {trouble.what}", [_said(line) for line in trouble.lines])
-
-
-def _said(line: LogLine) -> MessageReceived:
-    when = f"{datetime.fromtimestamp(line.seconds, UTC):%H:%M:%S.%f}"[:-3] if line.seconds else ""
-    looks = [line.level.lower() if line.level.isalpha() else "", "it" if line.is_it else ""]
-    return MessageReceived(
-        when, line.source, line.message, line.exception, " ".join(filter(None, looks))
-    )
-
-
-def _no_trouble(facts: ReportData) -> str:
-    if not facts.logs.read:
-        return "No logs are here, and no worker was lost."
-    return "Nothing: no worker was lost, and no log that is here has an error or a warning."
+    return "" if epochs is None else format_count(epochs, "epoch")
 
 
 def _log_notes(facts: ReportData) -> Iterator[str]:
@@ -365,9 +173,8 @@ def _log_notes(facts: ReportData) -> Iterator[str]:
 
 
 def _process_of(facts: ReportData, worker: Worker) -> ProcessSeries | None:
-    by_rank = (each for each in facts.processes if each.rank == worker.rank)
-    own = (each for each in facts.processes if (each.rank, each.node) == (worker.rank, worker.node))
-    return next(own, None) or next(by_rank, None)
+    of_rank = [each for each in facts.processes if each.rank == worker.rank]
+    return next((each for each in of_rank if each.node == worker.node), next(iter(of_rank), None))
 
 
 def _workers(facts: ReportData, workers: Sequence[Worker]) -> Table:
@@ -376,21 +183,18 @@ def _workers(facts: ReportData, workers: Sequence[Worker]) -> Table:
     numbers = ["samples", "share", *stale, "mean step", "joined", "lost"]
     head = ["worker", "at the end", *numbers, "device", "address"]
     rows = [_worker_row(facts, worker, is_stale=is_stale) for worker in workers]
-    return Table(head, cut(rows), frozenset(range(2, 2 + len(numbers))))
+    return Table(head, rows, range(2, 2 + len(numbers)))
 
 
 def _worker_row(facts: ReportData, worker: Worker, *, is_stale: bool) -> list[str]:
     process = _process_of(facts, worker)
-    step_s = step_s_of(process) if process else None
-    tau = worker.mean_staleness
-    stale = [UNKNOWN if tau is None else f"{tau:.2f}"] if is_stale else []
     return [
         worker.name,
         worker.state or UNKNOWN,
-        UNKNOWN if worker.samples is None else f"{worker.samples:,}",
-        UNKNOWN if worker.share is None else f"{worker.share:.1%}",
-        *stale,
-        UNKNOWN if step_s is None else _short_time(step_s),
+        or_unknown("{:,}".format, worker.samples),
+        or_unknown("{:.1%}".format, worker.share),
+        *([or_unknown("{:.2f}".format, worker.mean_staleness)] if is_stale else []),
+        or_unknown(_short_time, step_s_of(process) if process else None),
         f"{worker.num_joins}×",
         f"{worker.num_losses}×" if worker.num_losses else UNKNOWN,
         worker.device or UNKNOWN,
@@ -400,14 +204,13 @@ def _worker_row(facts: ReportData, worker: Worker, *, is_stale: bool) -> list[st
 
 def _staleness(workers: Sequence[Worker]) -> Table:
     """How stale each worker's pushes were; none where nothing is stale."""
+    is_stale = any(sum(worker.staleness[1:]) for worker in workers)
     rows = [
         [worker.name, *(_part(count, total) for count in counts)]
         for worker in workers
-        if (total := sum(counts := list(worker.staleness)[: len(TAUS)]))
+        if is_stale and (total := sum(counts := list(worker.staleness)[: len(TAUS)]))
     ]
-    is_stale = any(sum(worker.staleness[1:]) for worker in workers)
-    head = ["worker", *TAUS]
-    return Table(head, cut(rows) if is_stale else [], frozenset(range(1, len(head))))
+    return Table(["worker", *TAUS], rows, range(1, 1 + len(TAUS)))
 
 
 def _part(count: int, total: int) -> str:
@@ -420,25 +223,26 @@ def _short_time(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if 0.0995 <= seconds < 0.9995 else format_duration(seconds)
 
 
-def cut(rows: list[Any], at_most: int = MAX_ROWS) -> list[Any]:
-    """The first and the last rows of a table, and in place of the others how many they are."""
-    left_out = len(rows) - at_most
-    if left_out <= 0:
-        return rows
-    between = ["…", f"{left_out:,} more"]
-    row = between + [""] * (len(rows[0]) - len(between))
-    return [*rows[: at_most // 2], row, *rows[-(at_most // 2) :]]
-
-
-def _splits(facts: ReportData) -> Iterator[Split]:
+def _splits(facts: ReportData) -> Iterator[tuple[str, dict[str, float]]]:
+    """Where each process's time went: its parts by phase, 0 to 1."""
     for process in facts.processes:
-        parts = [
-            PhaseShare(phase, 100 * share, f"{share:.0%}")
-            for phase, share in shares_of(process).items()
-            if share >= 0.0005
-        ]
-        if parts:
-            yield Split(title_of(process), parts)
+        if parts := {name: part for name, part in shares_of(process).items() if part >= 0.0005}:
+            yield title_of(process), parts
+
+
+def _peaks(facts: ReportData) -> Table:
+    """The most memory of each process by phase; none where it was not measured."""
+    measured = {
+        title_of(process): {phase: process.totals.get(f"{PEAK}{phase}") for phase in PHASES}
+        for process in facts.processes
+    }
+    phases = [phase for phase in PHASES if any(peaks[phase] for peaks in measured.values())]
+    rows = [
+        [title, *(or_unknown(lambda total: format_bytes(total.most), peaks[p]) for p in phases)]
+        for title, peaks in measured.items()
+        if any(peaks.values())
+    ]
+    return Table(["process", *phases], rows, range(1, 1 + len(phases)))
 
 
 def _links(facts: ReportData, workers: Sequence[Worker]) -> Table:
@@ -447,7 +251,7 @@ def _links(facts: ReportData, workers: Sequence[Worker]) -> Table:
         *("round trip", "waiting frames", "codec ratio"),
     ]
     rows = [row for worker in workers if (row := _link_row(facts, worker))]
-    return Table(head, cut(rows), frozenset(range(1, len(head))))
+    return Table(head, rows, range(1, len(head)))
 
 
 def _link_row(facts: ReportData, worker: Worker) -> list[str] | None:
@@ -456,16 +260,15 @@ def _link_row(facts: ReportData, worker: Worker) -> list[str] | None:
     values = process.totals if process else {}
     if not (worker.sent_bytes or worker.received_bytes or "sent_bytes_per_s" in values):
         return None
-    queue = values.get("queue")
     return [
         worker.name,
         format_bytes(worker.sent_bytes) if worker.sent_bytes else UNKNOWN,
         *_megabytes(values.get("sent_bytes_per_s")),
         format_bytes(worker.received_bytes) if worker.received_bytes else UNKNOWN,
         *_megabytes(values.get("received_bytes_per_s")),
-        format_duration(values["rtt_s"].mean) if "rtt_s" in values else UNKNOWN,
-        UNKNOWN if queue is None else f"{queue.mean:.1f} (most {queue.most:.0f})",
-        f"{values['codec_ratio'].mean:.2f}×" if "codec_ratio" in values else UNKNOWN,
+        or_unknown(lambda total: format_duration(total.mean), values.get("rtt_s")),
+        or_unknown("{0.mean:.1f} (most {0.most:.0f})".format, values.get("queue")),
+        or_unknown("{0.mean:.2f}×".format, values.get("codec_ratio")),
     ]
 
 
@@ -475,18 +278,8 @@ def _megabytes(rate: Total | None) -> list[str]:
     return [format_megabytes(rate.mean), format_megabytes(rate.most)]
 
 
-def _events(facts: ReportData, began: float) -> list[Told]:
-    happenings = facts.story.happenings
-    left_out = len(happenings) - MAX_ROWS
-    if left_out <= 0:
-        return [_told(each, began) for each in happenings]
-    half = MAX_ROWS // 2
-    gap = Told("", "", f"… {left_out:,} more …", "muted")
-    first, last = happenings[:half], happenings[-half:]
-    return [*(_told(e, began) for e in first), gap, *(_told(e, began) for e in last)]
-
-
-def _told(happening: Happening, began: float) -> Told:
+def _event(happening: Happening, began: float) -> tuple[str, str, str, str]:
+    """When since the run began, what, when in UTC, and the look of the text."""
     moment = seconds_of(happening.first.ts, began)
     event, text = happening.first.event, told(happening.first.event)
     if happening.count > 1:
@@ -503,7 +296,7 @@ def _told(happening: Happening, began: float) -> Told:
         case _:
             look = ""
     when = f"+{format_duration(max(0.0, moment - began))}"
-    return Told(when, happening.first.ts, text, look)
+    return when, text, happening.first.ts, look
 
 
 def _routine(facts: ReportData) -> str:
@@ -518,15 +311,16 @@ def _routine(facts: ReportData) -> str:
 
 
 def _changed(facts: ReportData) -> Table:
-    changed = changed_settings(facts.settings) if facts.settings else []
-    rows = [[each.key, each.value, each.default] for each in changed]
-    return Table(["setting", "value", "default"], cut(rows))
+    return Table(
+        ["setting", "value", "default"],
+        changed_settings(facts.settings) if facts.settings else [],
+    )
 
 
 def _machines(facts: ReportData) -> Table:
     head = ["process", "system", "processor", "cores", "memory", "Python", "PyTorch", "smolcluster"]
     rows = [_machine_row(title, said) for title, said in sorted(facts.logs.machines.items())]
-    return Table(head, cut(rows), frozenset({3, 4}))
+    return Table(head, rows, range(3, 5))
 
 
 def _machine_row(title: str, said: Any) -> list[str]:

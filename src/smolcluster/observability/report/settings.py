@@ -1,8 +1,8 @@
 """Settings of a run: which of them are not the defaults, and which differ between runs."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import BaseModel
 
@@ -10,9 +10,8 @@ from smolcluster.configs.keys import show
 from smolcluster.configs.resolve import Settings
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A setting that is not its default; `default` is empty where there is none."""
+class Setting(NamedTuple):
+    """A setting as it is, and as it would be without a word from the user; empty where it must be said."""
 
     key: str
     value: str
@@ -22,29 +21,42 @@ class Setting:
 def changed_settings(settings: Settings) -> list[Setting]:
     """What is not as it would be without a word from the user."""
     sections = (settings.train, settings.cluster, settings.node)
-    return [setting for section in sections for setting in _changed(section, None, "")]
+    every = (setting for section in sections for setting in _settings(section, None, ""))
+    return [each for each in every if each.value != each.default]
 
 
-def _changed(section: BaseModel, default: BaseModel | None, above: str) -> Iterator[Setting]:
-    """Compare with `default`; where there is none of this kind, with the fields' own defaults."""
+def differing(settings: Sequence[Settings | None]) -> dict[str, list[str]]:
+    """The settings that are not the same in all runs, by key; empty where one does not apply.
+
+    Those of single machines are left out.
+    """
+    known = [{} if each is None else _of_all_machines(each) for each in settings]
+    keys = dict.fromkeys(key for each in known for key in each)
+    rows = {key: [each.get(key, "") for each in known] for key in keys}
+    have = [place for place, each in enumerate(settings) if each is not None]
+    return {key: row for key, row in rows.items() if len({row[place] for place in have}) > 1}
+
+
+def _of_all_machines(settings: Settings) -> dict[str, str]:
+    sections = (settings.train, settings.cluster)
+    every = (setting for section in sections for setting in _settings(section, None, ""))
+    return {each.key: each.value for each in every if each.key != "nodes"}
+
+
+def _settings(section: BaseModel, default: object, above: str) -> Iterator[Setting]:
+    """All that a section says, beside `default`; where that is of another kind, its fields' own defaults."""
+    is_alike = type(default) is type(section)
     for name, field in type(section).model_fields.items():
         key, value = f"{above}{name}", getattr(section, name)
-        if default is not None:
+        if is_alike or (name == "type" and isinstance(default, BaseModel)):
             usual = getattr(default, name)
         else:
             usual = None if field.is_required() else field.get_default(call_default_factory=True)
         if isinstance(value, BaseModel):
-            is_alike = type(value) is type(usual)
-            if not is_alike and "type" in type(value).model_fields:
-                yield Setting(f"{key}.type", _type_of(value), _type_of(usual))
-            yield from _changed(value, usual if is_alike else None, f"{key}.")
-        elif value != usual:
-            is_free = default is None and field.is_required()
+            yield from _settings(value, usual, f"{key}.")
+        else:
+            is_free = not is_alike and field.is_required()
             yield Setting(key, _shown(value), "" if is_free else _shown(usual))
-
-
-def _type_of(section: object) -> str:
-    return str(getattr(section, "type", ""))
 
 
 def _shown(value: object) -> str:
@@ -58,31 +70,3 @@ def _shown(value: object) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_shown, value)) or "none"
     return show(value)
-
-
-def all_settings(settings: Settings) -> dict[str, str]:
-    """Every setting by its key, but for those of single machines."""
-    return {
-        key: value
-        for section in (settings.train, settings.cluster)
-        for key, value in _leaves(section, "")
-        if key != "nodes"
-    }
-
-
-def _leaves(section: BaseModel, above: str) -> Iterator[tuple[str, str]]:
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, BaseModel):
-            yield from _leaves(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", _shown(value)
-
-
-def differing(settings: Sequence[Settings | None]) -> dict[str, list[str]]:
-    """The settings that are not the same in all runs, by key; empty where one does not apply."""
-    known = [{} if each is None else all_settings(each) for each in settings]
-    keys = dict.fromkeys(key for each in known for key in each)
-    rows = {key: [each.get(key, "") for each in known] for key in keys}
-    have = [place for place, each in enumerate(settings) if each is not None]
-    return {key: row for key, row in rows.items() if len({row[place] for place in have}) > 1}

@@ -5,15 +5,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from smolcluster.errors import ConfigError, RunBusy, SmolclusterError, TryAgain
 from smolcluster.observability.shipping.loki import LokiClient
 from smolcluster.observability.shipping.shipper import Shipper
 from smolcluster.observability.shipping.spool import Spool
-from smolcluster.utils.locks import release, take
+from smolcluster.utils.locks import held
 from smolcluster.utils.units import format_bytes
 from smolcluster.utils.words import as_command
 
@@ -44,9 +44,9 @@ def ship(
         TryAgain: with `once`: not all of it could be pushed.
         SmolclusterError: with `once`: Loki has refused some of it.
     """
-    loki, lock = LokiClient(base), _lock(logs / LOCK)
-    shipper = Shipper(Spool(logs, only), loki.push, _warn)
-    try:
+    loki = LokiClient(base)
+    with _alone(logs / LOCK):
+        shipper = Shipper(Spool(logs, only), loki.push, _warn)
         if once:
             arrived = shipper.flush(ONCE_S, patient=True)
             loki.close()
@@ -56,8 +56,6 @@ def ship(
                 raise TryAgain(f"{_left(shipper, logs, base)}: is Loki up?")
         elif not _until_told(shipper, stop_on_stdin_eof=stop_on_stdin_eof):
             _warn(f"{_left(shipper, logs, base)}; {as_command('ship', '--once')} does it later")
-    finally:
-        release(lock)
     return 0
 
 
@@ -67,14 +65,13 @@ def _left(shipper: Shipper, logs: Path, base: str) -> str:
     return f"{format_bytes(shipper.left_nbytes())} of logs have not been pushed to {base}"
 
 
-def _lock(file: Path) -> int:
-    def busy(holder: str) -> None:
+@contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    def refuse(holder: str) -> None:
         raise RunBusy(f"{holder} ships the logs in {file.parent} already")
 
-    try:
-        return take(file, busy)
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be made: {error.strerror or error}") from error
+    with held(file, refuse, lambda reason: ConfigError(f"{file} cannot be made: {reason}")):
+        yield
 
 
 def _until_told(shipper: Shipper, *, stop_on_stdin_eof: bool) -> bool:

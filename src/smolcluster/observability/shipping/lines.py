@@ -1,12 +1,11 @@
 """A line of a log file as Loki gets it: labels, a time, a text."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from smolcluster.runs.files import json_line
+from smolcluster.runs.files import json_line, json_objects
 from smolcluster.runs.paths import parse_log_stem
 
 MAX_LINE_NBYTES = 256_000
@@ -50,7 +49,7 @@ def entry_of(line: bytes, labels: Mapping[str, str], now_ns: int) -> LokiLine | 
     text = line.decode("utf-8", "replace").strip()
     if not text:
         return None
-    fields = _fields(text)
+    fields = next(json_objects([text.encode()]), {})
     ns = _ns(fields.get("ts"))
     level = fields.get("level")
     known = {"level": level} if isinstance(level, str) and level in LEVELS else {}
@@ -59,14 +58,6 @@ def entry_of(line: bytes, labels: Mapping[str, str], now_ns: int) -> LokiLine | 
         ns=ns if ns is not None and 0 < ns <= now_ns + MAX_AHEAD_NS else now_ns,
         text=_cut(text, fields),
     )
-
-
-def _fields(text: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
 
 
 def _ns(ts: object) -> int | None:

@@ -140,7 +140,10 @@ class Spool:
             for number, log in enumerate(logs, start=1):
                 share = number / len(logs)
                 limits = round(self._max_lines * share), round(self._max_nbytes * share)
-                self._take(files[log], labels_of(log.stem, self._run_id), batch, limits)
+                labels = labels_of(log.stem, self._run_id)
+                for file in reversed(files[log]):
+                    if not self._take(file, labels, batch, limits):
+                        break
         return batch
 
     def commit(self, batch: Batch, *, arrived: bool = True) -> None:
@@ -170,18 +173,13 @@ class Spool:
             return sum(file.size - _offset(file, shipped) for file in files)
         return 0
 
-    def _left(self, inode: str, size: int) -> int:
-        place = self._taken.places.get(inode)
-        return max(0, size - place.offset) if place else size
-
     def _look(self, files: Iterable[_Open]) -> None:
         """Note which files there are, and what has gone with those that are there no more."""
         present = {file.inode: file for file in files}
-        self.lost_nbytes += sum(
-            self._left(inode, end.offset)
-            for inode, end in self._seen.items()
-            if inode not in present or not present[inode].begins(end.head)
-        )
+        for inode, end in self._seen.items():
+            if inode not in present or not present[inode].begins(end.head):
+                taken = self._taken.places.get(inode)
+                self.lost_nbytes += max(0, end.offset - (taken.offset if taken else 0))
         self._seen = {
             inode: FilePosition(offset=file.size, head=file.head(file.size))
             for inode, file in present.items()
@@ -196,14 +194,6 @@ class Spool:
         ]
 
     def _take(
-        self, files: list[_Open], labels: Mapping[str, str], batch: Batch, limits: tuple[int, int]
-    ) -> None:
-        """Add lines of one log, the oldest first, until the batch reaches its limits."""
-        for file in reversed(files):
-            if not self._take_file(file, labels, batch, limits):
-                return
-
-    def _take_file(
         self, file: _Open, labels: Mapping[str, str], batch: Batch, limits: tuple[int, int]
     ) -> bool:
         """Add lines of one file; whether all of it has been taken."""

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.terminal import HANGING, displayable, print_line, steady
+from smolcluster.runs.evaluated import metrics_in, told
 from smolcluster.utils.units import format_rate
 
 BAR_WIDTH = 16
@@ -18,7 +19,7 @@ CLOSE_TIMEOUT_S = 2.0
 
 
 class ProgressView:
-    """A sink that shows how far a run is: epoch, step, loss, accuracy, samples/s, staleness, MB/s.
+    """A sink that shows how far a run is: epoch, step, loss, metrics, samples/s, staleness, MB/s.
 
     Any thread may `log`; the view changes in `tick` and `close` only, which one thread calls at a time. Lines
     that others print to the same console, from any thread, appear above the bar.
@@ -139,10 +140,7 @@ class ShownBeside:
 
 def measured(evaluation: MetricRecord) -> str:
     """What an evaluation says of the model besides its loss."""
-    values = evaluation.values
-    if "val_perplexity" in values:
-        return f"perplexity {values['val_perplexity']:.4g}"
-    return f"acc {values['val_accuracy']:.3f}" if "val_accuracy" in values else ""
+    return " · ".join(told(metrics_in(evaluation.values)))
 
 
 def share_done(step: MetricRecord) -> list[str]:

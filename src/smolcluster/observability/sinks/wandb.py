@@ -83,40 +83,20 @@ def wandb_for(
     warn: Callable[[str], None],
     environ: Mapping[str, str] = os.environ,
 ) -> "WandbSink":
-    """The sink of one process of a run; `algorithm` is its title, `rank` a worker's."""
-    name = run_name(
-        algorithm=algorithm,
-        role=role,
-        hostname=node,
-        rank=rank,
-        learning_rate=run.train.learning_rate,
-        batch_size=run.train.samples_per_step,
-    )
-    return WandbSink(
-        paths.root,
-        project=run.train.logging.project_name,
-        run_id=run.run_id,
-        name=name,
-        role=role,
-        config=run.model_dump(mode="json") | {"role": role, "node": node, "rank": rank},
-        warn=warn,
-        environ=environ,
-    )
+    """The sink of one process of a run; `algorithm` is its title, `rank` a worker's.
 
-
-def run_name(
-    *,
-    algorithm: str,
-    role: str,
-    hostname: str,
-    rank: int | None,
-    learning_rate: float,
-    batch_size: int,
-) -> str:
-    """The run's name in W&B: `EDP-worker-mini2_rank0_lr0.001_bs32`; a server has no rank part."""
-    who = f"{algorithm}-{role}-{hostname}"
+    Its name in W&B is `EDP-worker-mini2_rank0_lr0.001_bs32`; a server's has no rank part.
+    """
     place = "" if rank is None else f"_rank{rank}"
-    return f"{who}{place}_lr{learning_rate:g}_bs{batch_size}"
+    rates = f"lr{run.train.learning_rate:g}_bs{run.train.samples_per_step}"
+    start = {
+        "project": run.train.logging.project_name,
+        "group": run.run_id,
+        "name": f"{algorithm}-{role}-{node}{place}_{rates}",
+        "job_type": role,
+        "config": run.model_dump(mode="json") | {"role": role, "node": node, "rank": rank},
+    }
+    return WandbSink(paths.root, start, warn=warn, environ=environ)
 
 
 def wandb_mode(environ: Mapping[str, str]) -> Mode:
@@ -147,30 +127,29 @@ def _has_login(environ: Mapping[str, str]) -> bool:
 class WandbSink:
     """Reports records to W&B; `log` keeps them for its thread and returns at once.
 
-    `folder` is the run's folder, where all that wandb writes goes; `run_id` becomes the group and `role`
-    the job type. `warn` is called with one sentence, once for each thing that can go wrong. `close` takes
-    at most about `finish_timeout_s` seconds; what was not uploaded by then stays in the folder for
-    `wandb sync`.
+    `folder` is the run's folder, where all that wandb writes goes; `start` are the words of `wandb.init`.
+    `warn` is called with one sentence, once for each thing that can go wrong. `close` takes at most about
+    `finish_timeout_s` seconds; what was not uploaded by then stays in the folder for `wandb sync`.
     """
 
     def __init__(
         self,
         folder: Path,
+        start: Mapping[str, Any],
         *,
-        project: str,
-        run_id: str,
-        name: str,
-        role: str,
-        config: Mapping[str, Any],
         warn: Callable[[str], None],
         environ: Mapping[str, str] = os.environ,
         finish_timeout_s: float = 5.0,
     ) -> None:
         mode = wandb_mode(environ)
         self._folder = folder / "wandb"
-        self._environ = _child_environment(environ, self._folder)
-        self._output = self._folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)}.log"
-        self._role = role
+        caches = {
+            f"WANDB_{name.upper()}_DIR": f"{self._folder / name}" for name in ("cache", "data")
+        }
+        self._environ = caches | dict(environ)
+        """With wandb's caches in the run's folder unless the user chose."""
+        self._output = self._folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', start['name'])}.log"
+        self._role = start["job_type"]
         self._warn = warn
         self._timeout_s = finish_timeout_s
         self._cadence = Cadence(NUM_STEPS_FIRST, STEP_EVERY_S)
@@ -185,9 +164,8 @@ class WandbSink:
         self._off = mode == "disabled"
         self._late = False
         self._slow = False
-        start: dict[str, Any] = {"mode": mode, "project": project, "group": run_id, "name": name}
-        start |= {"job_type": role, "dir": str(folder), "config": dict(config)}
-        self._first_line = json_line(start | {"finish_timeout_s": finish_timeout_s})
+        own = {"mode": mode, "dir": str(folder), "finish_timeout_s": finish_timeout_s}
+        self._first_line = json_line({**start, **own})
         self._thread = threading.Thread(target=self._feed, name="wandb", daemon=True)
         if not self._off:
             self._thread.start()
@@ -226,7 +204,8 @@ class WandbSink:
                 f"upload what is left with: wandb sync {self._folder}"
             )
             if self._child is not None:
-                _end_group(self._child)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._child.pid, signal.SIGKILL)
             self._thread.join(1.0)
 
     def _feed(self) -> None:
@@ -305,17 +284,6 @@ def _write(pipe: IO[bytes], lines: bytes) -> None:
 def _is_rare(record: MetricRecord) -> bool:
     """Whether it is more than a plain step."""
     return record.kind != "step" or any(name.startswith(LAYERS) for name in record.values)
-
-
-def _child_environment(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """The environment, with wandb's caches in the run's folder unless the user chose."""
-    places = {"WANDB_CACHE_DIR": str(folder / "cache"), "WANDB_DATA_DIR": str(folder / "data")}
-    return places | dict(environ)
-
-
-def _end_group(child: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)
 
 
 def _last_line(path: Path) -> str:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from smolcluster.runs.evaluated import PREFIX
 from smolcluster.runs.events import (
     CheckpointSaved,
     Event,
@@ -68,16 +69,20 @@ class Curves:
     def panels(self) -> tuple[list[str], list[str]]:
         """The metrics that have a panel, of the left and of the right column, from the top."""
         left, right = ([name for name in column if name in self.series] for column in (LEFT, RIGHT))
-        return left, right
+        return left + own_metrics([self]), right
+
+
+def own_metrics(runs: Sequence[Curves]) -> list[str]:
+    """The metrics of workloads of a user's own that the runs have."""
+    names = dict.fromkeys(name for run in runs for name in run.series)
+    return [name for name in names if name.startswith(PREFIX) and name not in EVAL_VALUES]
 
 
 def read_curves(paths: RunPaths) -> Curves:
-    """The curves of a run as far as it has gone."""
     return curves_of(paths.run_id, read_series(paths), read_events(paths.events))
 
 
 def read_series(paths: RunPaths) -> Series:
-    """What a run has measured so far."""
     return SeriesReader(paths).poll_all()
 
 
@@ -93,7 +98,7 @@ def curves_of(run_id: str, series: Series, events: Sequence[EventRecord]) -> Cur
     places = [each.samples for each in series.steps.buckets]
     found = {name: _points(series.steps.buckets, places, name) for name in ("loss", *RIGHT)}
     places = [samples_at(each.step) for each in evaluations]
-    found |= {name: _points(evaluations, places, name) for name in EVAL_VALUES}
+    found |= {name: _points(evaluations, places, name) for name in series.evaluations.names}
     return Curves(
         title=_title(run_id, events),
         series={name: points for name, points in found.items() if points.x},

@@ -1,31 +1,41 @@
 """All that is known of a run, read from its folder in bounded memory. What is missing is None or empty."""
 
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
 
 from smolcluster.configs.resolve import Settings, load_resolved
 from smolcluster.errors import ConfigError, DataError, SmolclusterError
+from smolcluster.observability.logs import traceback_of
+from smolcluster.observability.parsing import LogLine
 from smolcluster.observability.view.curves import Curves, curves_of, read_series
-from smolcluster.observability.view.first_error import LogLine, Logs, Process, read_logs
+from smolcluster.observability.view.first_error import Logs, read_logs
+from smolcluster.observability.view.snapshot import RunSnapshot, read_snapshot
 from smolcluster.observability.view.story import Story, read_story
-from smolcluster.runs.events import RunStarted, WorkerJoined, WorkerLeft, WorkerLost
-from smolcluster.runs.launched import read_launched
+from smolcluster.runs.events import (
+    RunStarted,
+    WorkerEvent,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerLost,
+)
+from smolcluster.runs.launched import Process
 from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths, process_title
-from smolcluster.runs.processes import read_processes
 from smolcluster.runs.series import ProcessSeries
-from smolcluster.runs.status import RunStatus, read_status
-from smolcluster.runs.summary import Summary, read_summary
+from smolcluster.runs.status import RunStatus, WorkerStatus
+from smolcluster.runs.summary import Summary, WorkerShare
 
-File = TypeVar("File")
+OF_STATUS = (
+    *("state", "device", "address", "samples", "mean_staleness", "staleness"),
+    *("sent_bytes", "received_bytes"),
+)
+"""What a worker's newest status tells of it."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Worker:
     """What is known of one worker, over the whole run.
 
@@ -53,7 +63,6 @@ class Worker:
 
     @property
     def name(self) -> str:
-        """As all views call it: `worker 2 (pi5)`."""
         return process_title("worker", self.node, self.rank)
 
 
@@ -87,12 +96,6 @@ class ReportData:
         return told.algorithm if told else ""
 
 
-class _Known(NamedTuple):
-    settings: Settings | None
-    status: RunStatus | None
-    story: Story
-
-
 def read_run(paths: RunPaths) -> ReportData:
     """Its numbers and curves, without the logs and the reports of its processes.
 
@@ -112,11 +115,8 @@ def read_facts(paths: RunPaths, ended_by: BaseException | None = None) -> Report
 
 
 def _read(paths: RunPaths, *, with_logs: bool, ended_by: BaseException | None) -> ReportData:
-    problems: list[str] = []
-    settings = _or_none(load_resolved, paths.config, problems)
-    status = _or_none(read_status, paths.status, problems)
-    summary = _or_none(read_summary, paths.summary, problems)
-    logs = Logs()
+    read, problems = read_snapshot(paths), list[str]()
+    settings, logs = _settings(paths.config, problems), Logs()
     try:
         story = read_story(paths.events)
         series = read_series(paths)
@@ -125,7 +125,7 @@ def _read(paths: RunPaths, *, with_logs: bool, ended_by: BaseException | None) -
             key=lambda each: (-1 if each.rank is None else each.rank, each.node),
         )
         if with_logs:
-            expected = _expected(paths, _Known(settings, status, story))
+            expected = _expected(read, story, settings)
             words = _stderr_tail(ended_by, expected)
             logs = read_logs(paths.logs, expected, story.events, _offsets(processes), words)
     except OSError as error:
@@ -136,26 +136,15 @@ def _read(paths: RunPaths, *, with_logs: bool, ended_by: BaseException | None) -
         is_alive=bool(is_held(paths.lock)),
         settings=settings,
         config=_text(paths.config),
-        started=_started(story),
-        status=status,
-        summary=summary,
+        started=read.started,
+        status=read.status,
+        summary=read.summary,
         story=story,
         curves=curves_of(paths.run_id, series, story.events),
         processes=processes,
         logs=logs,
-        problems=problems,
+        problems=[*problems, *read.problems],
     )
-
-
-def _or_none(read: Callable[[Path], File], path: Path, problems: list[str]) -> File | None:
-    """The content of a file; one that does not exist is no problem."""
-    if not path.is_file():
-        return None
-    try:
-        return read(path)
-    except (ConfigError, DataError) as error:
-        problems.append(str(error))
-        return None
 
 
 def _text(path: Path) -> str:
@@ -164,38 +153,42 @@ def _text(path: Path) -> str:
     return ""
 
 
-def _started(story: Story) -> RunStarted | None:
-    events = (record.event for record in story.of(RunStarted))
-    return next((event for event in events if isinstance(event, RunStarted)), None)
+def _settings(path: Path, problems: list[str]) -> Settings | None:
+    """A run's settings; one that has none is no problem."""
+    try:
+        return load_resolved(path) if path.is_file() else None
+    except (ConfigError, DataError) as error:
+        problems.append(str(error))
+        return None
 
 
-def _offsets(processes: Sequence[ProcessSeries]) -> dict[Process, float]:
-    """How far a worker's clock was ahead of the server's when it last reported, seconds."""
+def _offsets(processes: Sequence[ProcessSeries]) -> dict[str, float]:
+    """How far a worker's clock was ahead of the server's when it last reported, seconds, by its title."""
     return {
-        Process("worker", each.node, each.rank): each.totals["clock_offset_s"].newest
+        process_title("worker", each.node, each.rank): each.totals["clock_offset_s"].newest
         for each in processes
         if "clock_offset_s" in each.totals
     }
 
 
-def _expected(paths: RunPaths, known: _Known) -> list[Process]:
+def _expected(read: RunSnapshot, story: Story, settings: Settings | None) -> list[Process]:
     """The processes that have or had a log, the owner's first."""
-    found: list[Process] = []
-    with suppress(DataError):
-        found += [Process(p.role, p.node, p.rank) for p in read_launched(paths.launched).processes]
-    with suppress(DataError):
-        found += [Process(p.role, p.node, p.rank) for p in read_processes(paths.processes)]
-    for record in known.story.events:
+    found = list(read.processes)
+    for record in story.events:
         match record.event:
             case RunStarted(algorithm=algorithm, node=node):
-                found.append(Process("trainer" if algorithm == "single" else "server", node))
+                role = "trainer" if algorithm == "single" else "server"
+                found.append(Process(role=role, node=node))
             case WorkerJoined(rank=rank, node=node):
-                found.append(Process("worker", node, rank))
-    workers = [*(known.status.workers if known.status else ())]
-    found += [Process("worker", worker.node, worker.rank) for worker in workers]
-    if not found and known.settings is not None:
-        found.append(Process("server", known.settings.cluster.server))
-    return sorted(set(found), key=lambda each: (each.rank is not None, each.rank or 0, each.node))
+                found.append(Process(role="worker", node=node, rank=rank))
+    workers = read.status.workers if read.status else []
+    found += [Process(role="worker", node=each.node, rank=each.rank) for each in workers]
+    if not found and settings is not None:
+        found.append(Process(role="server", node=settings.cluster.server))
+    by_title = {each.title: each for each in found}
+    return sorted(
+        by_title.values(), key=lambda each: (each.rank is not None, each.rank or 0, each.node)
+    )
 
 
 def _stderr_tail(error: BaseException | None, expected: Sequence[Process]) -> LogLine | None:
@@ -203,46 +196,41 @@ def _stderr_tail(error: BaseException | None, expected: Sequence[Process]) -> Lo
     if error is None or not isinstance(error, Exception):
         return None
     owner = next((each.title for each in expected if each.rank is None), "server")
-    text = "".join(traceback.format_exception(error))
-    return LogLine(time.time(), owner, "ERROR", str(error) or type(error).__name__, text)
+    text = traceback_of(error)
+    return LogLine(time.time(), "ERROR", str(error) or type(error).__name__, text, source=owner)
 
 
 def workers_of(facts: ReportData) -> list[Worker]:
     """Everyone who took part, by rank; two if one machine had the place of another."""
-    rows = _coming_and_going(facts.story)
-    if facts.status is not None:
-        named = ("state", "device", "address", "samples", "mean_staleness", "staleness")
-        names = (*named, "sent_bytes", "received_bytes")
-        for each in facts.status.workers:
-            row = rows.setdefault((each.rank, each.node), {})
-            row |= {name: getattr(each, name) for name in names if getattr(each, name)}
-    if facts.summary is not None:
-        for share in facts.summary.workers:
-            row = rows.setdefault((share.rank, share.node), {})
-            row |= {"samples": share.samples, "mean_staleness": share.mean_staleness}
-    total = sum(_count(row, "samples") for row in rows.values())
-    for row in rows.values():
-        if total and "samples" in row:
-            row["share"] = _count(row, "samples") / total
-    return [Worker(rank, node, **row) for (rank, node), row in sorted(rows.items())]
+    found: dict[tuple[int, str], Worker] = {}
+
+    def worker(of: WorkerEvent | WorkerStatus | WorkerShare) -> Worker:
+        return found.setdefault((of.rank, of.node), Worker(of.rank, of.node))
+
+    for record in facts.story.events:
+        if isinstance(record.event, WorkerJoined | WorkerLost | WorkerLeft):
+            _note(worker(record.event), record.event)
+    for each in facts.status.workers if facts.status else ():
+        for name in OF_STATUS:
+            if value := getattr(each, name):
+                setattr(worker(each), name, value)
+    for share in facts.summary.workers if facts.summary else ():
+        own = worker(share)
+        own.samples, own.mean_staleness = share.samples, share.mean_staleness
+    if total := sum(own.samples or 0 for own in found.values()):
+        for own in found.values():
+            own.share = None if own.samples is None else own.samples / total
+    return [found[key] for key in sorted(found)]
 
 
-def _coming_and_going(story: Story) -> dict[tuple[int, str], dict[str, Any]]:
-    """What events tell of each worker, as fields of a `Worker`."""
-    rows: dict[tuple[int, str], dict[str, Any]] = {}
-    for record in story.events:
-        match record.event:
-            case WorkerJoined(rank=rank, node=node, device=device):
-                row = rows.setdefault((rank, node), {})
-                row |= {"device": device, "state": "joined"}
-                row["num_joins"] = _count(row, "num_joins") + 1
-            case WorkerLost(rank=rank, node=node):
-                row = rows.setdefault((rank, node), {})
-                row |= {"state": "lost", "num_losses": _count(row, "num_losses") + 1}
-            case WorkerLeft(rank=rank, node=node):
-                rows.setdefault((rank, node), {})["state"] = "left"
-    return rows
-
-
-def _count(row: Mapping[str, Any], name: str) -> int:
-    return int(row.get(name, 0))
+def _note(worker: Worker, event: WorkerJoined | WorkerLost | WorkerLeft) -> None:
+    """What an event tells of a worker."""
+    match event:
+        case WorkerJoined():
+            worker.device, worker.state = event.device, "joined"
+            worker.num_joins += 1
+        case WorkerLost():
+            worker.state = "lost"
+            worker.num_losses += 1
+        case WorkerLeft():
+            worker.state = "left"

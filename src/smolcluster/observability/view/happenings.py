@@ -4,19 +4,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from smolcluster.observability.view.story import records_of, told
-from smolcluster.runs.events import (
-    EventRecord,
-    RunStarted,
-    kind_of,
-)
+from smolcluster.observability.view.story import told
+from smolcluster.runs.events import EventRecord, RunStarted, kind_of, records_of
 from smolcluster.runs.files import seconds_of
-from smolcluster.runs.tail import Line, Tail
+from smolcluster.runs.tail import Tail
 
 MAX_OF_A_KIND = 500
 MAX_TEXT = 500
-Numbered = tuple[int, EventRecord]
-"""An event, and its place in the file."""
 
 
 class Happenings:
@@ -33,7 +27,8 @@ class Happenings:
         self.started: RunStarted | None = None
         self.counts: Counter[str] = Counter()
         self._tail = Tail(path)
-        self._kept: dict[str, list[Numbered]] = {}
+        self._kept: dict[str, list[tuple[int, EventRecord]]] = {}
+        """By kind; each with its place in the file."""
 
     def poll(self) -> bool:
         """Take what is new, a piece of the file at most; whether there was something."""
@@ -43,22 +38,17 @@ class Happenings:
             self.version += 1
             self._kept.clear()
             self.counts.clear()
-        for line in lines:
-            self._take(line)
+        for record in records_of(line.data for line in lines):
+            self._add(record)
         return bool(lines)
 
-    def records(self) -> list[EventRecord]:
-        """The events that are kept, in the order of the file: a later start may have an earlier clock."""
-        merged = [each for own in self._kept.values() for each in own]
-        return [record for _, record in sorted(merged, key=_number)]
-
     def shown(self) -> list[dict[str, Any]]:
-        """The events for a time line: `t`, `kind`, `text`, and `rank`, `node` and `step` where they apply."""
-        return [shown(record) for record in self.records()]
+        """The events for a time line, in the order of the file: a later start may have an earlier clock.
 
-    def _take(self, line: Line) -> None:
-        for record in records_of([line.data]):
-            self._add(record)
+        Each has `t`, `kind`, `text`, and `rank`, `node` and `step` where they apply.
+        """
+        merged = [each for own in self._kept.values() for each in own]
+        return [_shown(record) for _, record in sorted(merged, key=lambda each: each[0])]
 
     def _add(self, record: EventRecord) -> None:
         kind = kind_of(type(record.event))
@@ -72,18 +62,8 @@ class Happenings:
             del kept[1:-1:2]
 
 
-def shown(record: EventRecord) -> dict[str, Any]:
-    """An event for a time line."""
-    event = record.event.model_dump()
+def _shown(record: EventRecord) -> dict[str, Any]:
+    event, kind = record.event.model_dump(), kind_of(type(record.event))
     where = {name: event[name] for name in ("rank", "node", "step") if event.get(name) is not None}
-    kind = kind_of(type(record.event))
-    return {
-        "t": seconds_of(record.ts, 0.0),
-        "kind": kind,
-        "text": told(record.event)[:MAX_TEXT],
-        **where,
-    }
-
-
-def _number(numbered: Numbered) -> int:
-    return numbered[0]
+    seconds, text = seconds_of(record.ts, 0.0), told(record.event)[:MAX_TEXT]
+    return {"t": seconds, "kind": kind, "text": text, **where}

@@ -36,7 +36,6 @@ class Wanted:
     text: str = ""
 
     def accepts(self, entry: dict[str, Any]) -> bool:
-        """Whether an entry is wanted."""
         return (
             self.node in (None, entry["node"])
             and self.rank in (None, entry["rank"])
@@ -212,7 +211,6 @@ def _cut(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole_nbytes(path: Path) -> int:
-    """Where the last whole line of a file ends."""
     last = next(_backwards(path), None)
     return last.offset + len(last.data) + 1 if last else 0
 

@@ -1,29 +1,86 @@
-"""The runs of a folder, as a choice: only small files are read, a few a run."""
+"""The runs of a folder, each in a line: only small files are read, a few a run."""
 
-import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from smolcluster.errors import ConfigError
+from pydantic import BaseModel, ConfigDict, Field
+
 from smolcluster.observability.view.snapshot import RunSnapshot, read_snapshot
 from smolcluster.runs.lock import is_held
-from smolcluster.runs.paths import LATEST, RunPaths, check_run_id
+from smolcluster.runs.paths import LATEST, RunPaths, check_run_id, is_run_folder, latest_of, runs_in
+from smolcluster.runs.status import Instant, RunStatus, instant
+from smolcluster.runs.summary import Summary
 
 MAX_LISTED = 200
 
 
-def listed(root: Path) -> list[dict[str, Any]]:
+class ListedRun(BaseModel):
+    """A run in a line; null is what is not known. `runs --json` prints a list of these, the newest last."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run_id: str
+    algorithm: str | None
+    state: str = Field(
+        description="starting, waiting, training, ended, stopped, failed, broken off, or unknown."
+    )
+    is_alive: bool | None = Field(
+        description="Whether a process of it lives; null: its machines cannot be asked."
+    )
+    steps: int | None
+    loss: float | None
+    wall_s: float | None
+    nodes: tuple[str, ...] = Field(description="Empty: it was started on this machine alone.")
+    began_at: Instant
+    as_of: Instant | None = Field(
+        None, description="When its machines last answered; null: what is told is of now."
+    )
+
+
+def line_of(
+    read: RunSnapshot,
+    state: str,
+    status: RunStatus | None,
+    summary: Summary | None,
+    *,
+    is_alive: bool | None,
+    as_of: float | None = None,
+) -> ListedRun:
+    """A run in a line; `as_of`: when its machines told this, seconds since 1970."""
+    steps, loss, wall_s = None, None, None
+    if summary is not None and (status is None or status.is_over):
+        steps, loss, wall_s = summary.steps, summary.final.train_loss, summary.wall_s
+    elif status is not None:
+        steps, loss, wall_s = status.step, status.loss, status.wall_s
+    launched = () if read.launched is None or read.launched.is_local else read.launched.processes
+    return ListedRun(
+        run_id=read.paths.run_id,
+        algorithm=(status or summary or read).algorithm,
+        state=state,
+        is_alive=is_alive,
+        steps=steps,
+        loss=loss,
+        wall_s=wall_s,
+        nodes=tuple(dict.fromkeys(each.node for each in launched)),
+        began_at=instant(read.began),
+        as_of=None if as_of is None else instant(as_of),
+    )
+
+
+def remembered(paths: RunPaths) -> ListedRun | None:
+    """What the machines of a run said when they were asked last."""
+    with suppress(OSError, ValueError):
+        return ListedRun.model_validate_json(paths.standing.read_bytes())
+    return None
+
+
+def listed(root: Path) -> list[dict[str, str | None]]:
     """The newest runs of a folder, the newest first: `run_id`, `state` and `algorithm`, or null."""
-    newest = sorted(snapshots(root), key=lambda read: read.began, reverse=True)
-    return [_described(read) for read in newest[:MAX_LISTED]]
-
-
-def snapshots(root: Path) -> list[RunSnapshot]:
-    """The runs of a folder, in no order."""
-    with suppress(OSError):
-        return [read_snapshot(RunPaths(path)) for path in root.iterdir() if _is_run(path)]
-    return []
+    found = sorted(map(read_snapshot, runs_in(root)), key=lambda read: read.began, reverse=True)
+    return [
+        {"run_id": read.paths.run_id, "state": _state(read), "algorithm": read.algorithm}
+        for read in found[:MAX_LISTED]
+    ]
 
 
 def run_of(root: Path, name: str) -> RunPaths | None:
@@ -32,37 +89,18 @@ def run_of(root: Path, name: str) -> RunPaths | None:
     Raises:
         ConfigError: the name cannot be a run's.
     """
-    if name == LATEST:
-        return _latest(root)
-    folder = root / check_run_id(name)
-    return RunPaths(folder) if _is_run(folder) else None
+    if name != LATEST:
+        folder = root / check_run_id(name)
+        return RunPaths(folder) if is_run_folder(folder) else None
+    latest = latest_of(root)
+    if latest is not None and is_run_folder(root / latest):
+        return RunPaths(root / latest)
+    return max(runs_in(root), key=lambda paths: read_snapshot(paths).began, default=None)
 
 
-def _latest(root: Path) -> RunPaths | None:
-    with suppress(OSError, ConfigError):
-        folder = root / check_run_id((root / LATEST).readlink().name)
-        if _is_run(folder):
-            return RunPaths(folder)
-    known = listed(root)
-    return RunPaths(root / known[0]["run_id"]) if known else None
-
-
-def _is_run(path: Path) -> bool:
-    with suppress(ConfigError):
-        return check_run_id(path.name) == path.name and not path.is_symlink() and path.is_dir()
-    return False
-
-
-def _described(read: RunSnapshot) -> dict[str, Any]:
-    state: str | None = read.state_here()
-    if read.is_elsewhere and not read.is_over and not is_held(read.paths.lock):
-        state = _last_heard(read.paths)
-    return {"run_id": read.paths.run_id, "state": state, "algorithm": read.algorithm}
-
-
-def _last_heard(paths: RunPaths) -> str | None:
-    """What `smolcluster runs` heard of a run of other machines, once it was over; None: it may live."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        heard = json.loads(paths.standing.read_bytes())
-        return str(heard["state"]) if heard["is_alive"] is False else None
-    return None
+def _state(read: RunSnapshot) -> str | None:
+    """How a run stands; None: only other machines know, and have not said that it is over."""
+    if not read.is_elsewhere or read.is_over or is_held(read.paths.lock):
+        return read.state_here()
+    heard = remembered(read.paths)
+    return heard.state if heard is not None and heard.is_alive is False else None

@@ -22,7 +22,6 @@ class Measured:
 
     @property
     def version(self) -> int:
-        """Grows whenever there is something new."""
         return self._reader.version
 
     def newest_reports(self) -> dict[int | None, dict[str, float]]:
@@ -33,7 +32,7 @@ class Measured:
 
     def staleness_values(self) -> list[float]:
         """The staleness of the steps that are known, steps."""
-        values = (bucket.mean("staleness") for bucket in self._buckets)
+        values = (bucket.mean("staleness") for bucket in self.steps)
         return [value for value in values if value is not None]
 
     def series(self) -> dict[str, Any]:
@@ -60,7 +59,7 @@ class Measured:
         }
 
     @property
-    def _buckets(self) -> Sequence[Bucket]:
+    def steps(self) -> Sequence[Bucket]:
         return self._reader.series.steps.buckets
 
 

@@ -11,7 +11,6 @@ SHARES = ("data", "forward", "backward", "encode", "send", "wait", "apply")
 
 
 def title_of(process: ProcessSeries) -> str:
-    """The process for people."""
     role = "server" if process.rank is None else "worker"
     return process_title(role, process.node, process.rank).strip()
 

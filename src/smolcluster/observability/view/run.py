@@ -3,27 +3,23 @@
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from smolcluster.errors import DataError
 from smolcluster.observability.view import lines
 from smolcluster.observability.view.happenings import Happenings
 from smolcluster.observability.view.measured import Measured
-from smolcluster.observability.view.standing import Known, standing
-from smolcluster.runs.launched import Launched, read_launched
+from smolcluster.observability.view.snapshot import RunSnapshot, read_snapshot
+from smolcluster.observability.view.standing import staleness_counts, standing
 from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths
-from smolcluster.runs.processes import read_processes
-from smolcluster.runs.status import RunStatus, instant, read_status
-from smolcluster.runs.summary import read_summary
+from smolcluster.runs.status import instant
 
 EVERY_S = 0.5
 """The files are not read more often than this, however many ask."""
 MAX_PIECES = 16
 """Pieces of a file that are read at a time."""
-File = TypeVar("File")
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,6 @@ class Files:
 
 
 def files_here(paths: RunPaths) -> Files:
-    """The files of a run that are all in its folder."""
     return Files(paths, paths, (paths.logs,))
 
 
@@ -67,12 +62,10 @@ class RunView:
         self._clock = clock
         self._lock = threading.Lock()
         self._polled_at: float | None = None
-        self._status: RunStatus | None = None
+        self._snapshot = RunSnapshot(files.own, None, None, None)
         self._changed_at: float | None = None
         self._measured = Measured(files.served)
         self._happenings = Happenings(files.served.events)
-        self._launched: Launched | None = None
-        self._damaged: list[str] = []
         self._shown: tuple[dict[str, int], dict[str, Any]] | None = None
 
     @property
@@ -84,21 +77,16 @@ class RunView:
         """How the run stands, see `standing`; reads what is new."""
         with self._lock:
             self._poll()
-            problems = [*self.files.problems(), *self._damaged]
-            known = Known(
-                run_id=self.files.own.run_id,
-                launched=self._launched,
-                places=_places(self.files.own, self._launched),
-                started=self._happenings.started,
-                status=self._status,
-                summary=_read(read_summary, self.files.served.summary, problems),
-                age_s=self._age_s(),
-                is_held=is_held(self.files.served.lock) if self.files.is_here else None,
-                reports=self._measured.newest_reports(),
-                staleness=self._measured.staleness_values(),
-                problems=problems,
-            )
-            return standing(known) | {"versions": self.versions}
+            held = is_held(self.files.served.lock) if self.files.is_here else None
+            started, reports = self._happenings.started, self._measured.newest_reports()
+            return {
+                **standing(self._snapshot, started, reports, age_s=self._age_s(), is_held=held),
+                "staleness": staleness_counts(
+                    self._snapshot.status, self._measured.staleness_values()
+                ),
+                "problems": [*self.files.problems(), *self._snapshot.problems],
+                "versions": self.versions,
+            }
 
     def series(self) -> dict[str, Any]:
         """Points for curves: see `Measured`."""
@@ -110,7 +98,6 @@ class RunView:
             return self._shown[1]
 
     def events(self) -> dict[str, Any]:
-        """What has happened, and how many there were of each kind."""
         with self._lock:
             self._poll()
             return {
@@ -120,7 +107,6 @@ class RunView:
             }
 
     def log_files(self) -> dict[str, Path]:
-        """The log files that are there, by their stems."""
         return lines.log_files(self.files.logs)
 
     def search(
@@ -133,7 +119,6 @@ class RunView:
         return lines.search(self.log_files(), wanted, at_most, goes_on)
 
     def close(self) -> None:
-        """Stop whatever copies its files."""
         self.files.close()
 
     def _poll(self) -> None:
@@ -145,35 +130,18 @@ class RunView:
             for _ in range(MAX_PIECES):
                 if not source.poll():
                     break
-        self._damaged = []
-        own, served = self.files.own, self.files.served
-        self._launched = _read(read_launched, own.launched, self._damaged) or self._launched
-        status = _read(read_status, served.status, self._damaged)
-        if status is not None and status != self._status:
-            self._changed_at = None if self._status is None else now
-            self._status = status
+        before, read = self._snapshot, read_snapshot(self.files.own, self.files.served)
+        if read.status is not None and read.status != before.status:
+            self._changed_at = None if before.status is None else now
+        self._snapshot = replace(
+            read, launched=read.launched or before.launched, status=read.status or before.status
+        )
 
     def _age_s(self) -> float | None:
         """Seconds since its server wrote; once it was seen to write, by this machine's clock alone."""
-        if self._status is None or self._status.is_over:
+        status = self._snapshot.status
+        if status is None or status.is_over:
             return None
         if self._changed_at is None:
-            return self._status.age_s(instant(self._now()))
+            return status.age_s(instant(self._now()))
         return max(0.0, self._clock() - self._changed_at)
-
-
-def _places(paths: RunPaths, launched: Launched | None) -> list[tuple[str, int | None, str]]:
-    if launched is not None:
-        return [(each.role, each.rank, each.node) for each in launched.processes]
-    entries = _read(read_processes, paths.processes, []) or []
-    return [(each.role, each.rank, each.node) for each in entries]
-
-
-def _read(read: Callable[[Path], File], path: Path, problems: list[str]) -> File | None:
-    """What a file says; None where there is none, or, which is a problem, it is damaged."""
-    try:
-        return read(path)
-    except DataError as error:
-        if path.exists():
-            problems.append(str(error))
-        return None

@@ -1,15 +1,19 @@
 """What the small files of a run's folder say of it, read once; and how it stands, in a word."""
 
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
-from smolcluster.observability.sinks.jsonl import follow_metrics
-from smolcluster.runs.events import RunStarted, first_start, follow_events
-from smolcluster.runs.files import or_none
-from smolcluster.runs.launched import Launched, read_launched
+from smolcluster.errors import DataError
+from smolcluster.observability.sinks.jsonl import MetricLine, follow_metrics
+from smolcluster.runs.evaluated import PREFIX
+from smolcluster.runs.events import RunStarted, first_start
+from smolcluster.runs.files import Follower
+from smolcluster.runs.launched import Launched, Process, launched_of
 from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import RunStatus, read_status
@@ -21,16 +25,18 @@ STARTING_S = 60.0
 State = Literal[
     "starting", "waiting", "training", "ended", "stopped", "failed", "broken off", "unknown"
 ]
+File = TypeVar("File")
 
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A run as its folder tells; None is what is missing or damaged."""
+    """A run as its folder tells; None is what is missing, or damaged, of which `problems` tells."""
 
     paths: RunPaths
     launched: Launched | None
     status: RunStatus | None
     summary: Summary | None
+    problems: Sequence[str] = ()
 
     @cached_property
     def started(self) -> RunStarted | None:
@@ -38,14 +44,17 @@ class RunSnapshot:
         return first_start(self.paths.events)
 
     @property
+    def processes(self) -> Sequence[Process]:
+        """What was started for it, here or elsewhere."""
+        return () if self.launched is None else self.launched.processes
+
+    @property
     def algorithm(self) -> str | None:
-        """What trains it."""
         told = self.status or self.summary or self.launched
         return None if told is None else told.algorithm
 
     @property
     def is_over(self) -> bool:
-        """Whether its files say so."""
         return self.status.is_over if self.status is not None else self.summary is not None
 
     @property
@@ -56,8 +65,8 @@ class RunSnapshot:
 
     @property
     def began(self) -> float:
-        """When it began, as well as its files tell, which are written in this order; seconds since 1970."""
-        for path in (self.paths.launched, self.paths.config, self.paths.processes):
+        """When it began, as well as its files tell; seconds since 1970. Who joins changes `launch.json`."""
+        for path in (self.paths.config, self.paths.launched, self.paths.processes):
             with suppress(OSError):
                 return path.stat().st_mtime
         if self.status is not None:
@@ -72,26 +81,30 @@ class RunSnapshot:
         return state_of(self.status, self.summary, bool(is_held(self.paths.lock)) or is_new)
 
 
-class Feed:
-    """What a run's owner measures and tells, as it comes."""
-
-    def __init__(self, paths: RunPaths) -> None:
-        self.metrics = follow_metrics(paths.metrics)
-        self.events = follow_events(paths.events)
-
-    def skip(self) -> None:
-        """Leave out what is there."""
-        self.metrics.poll()
-        self.events.poll()
+def measured(paths: RunPaths) -> Follower[MetricLine]:
+    """What a run's owner measures, as it comes."""
+    return follow_metrics(paths.metrics)
 
 
-def read_snapshot(paths: RunPaths) -> RunSnapshot:
-    """What the small files of a run say now."""
+def read_snapshot(paths: RunPaths, served: RunPaths | None = None) -> RunSnapshot:
+    """What the small files of a run say now; `served`: where a copy is of what its server wrote."""
+    problems: list[str] = []
+
+    def read(reader: Callable[[Path], File], path: Path) -> File | None:
+        try:
+            return reader(path)
+        except DataError as error:
+            if path.exists():
+                problems.append(str(error))
+            return None
+
+    own = served or paths
     return RunSnapshot(
         paths,
-        or_none(read_launched, paths.launched),
-        or_none(read_status, paths.status),
-        or_none(read_summary, paths.summary),
+        read(lambda root: launched_of(RunPaths(root)), paths.root),
+        read(read_status, own.status),
+        read(read_summary, own.summary),
+        problems,
     )
 
 
@@ -106,3 +119,22 @@ def state_of(status: RunStatus | None, summary: Summary | None, is_alive: bool |
     if not is_alive:
         return "broken off"
     return "starting" if status is None else status.state
+
+
+def summed_up(summary: Summary) -> dict[str, Any]:
+    """What a status would say of a run that has left its summary alone."""
+    final = summary.final
+    return {
+        "step": summary.steps,
+        "total_steps": summary.steps,
+        "epoch": max(0, summary.epochs - 1),
+        "num_epochs": summary.epochs,
+        "samples_applied": summary.samples_applied,
+        "total_samples": summary.samples_applied,
+        "loss": final.train_loss,
+        **{name: value for name, value in final if name.startswith(PREFIX)},
+        "samples_per_s": summary.samples_applied / summary.wall_s if summary.wall_s else None,
+        "wall_s": summary.wall_s,
+        "pushes": summary.pushes.model_dump(),
+        "leases_returned": summary.leases_returned,
+    }

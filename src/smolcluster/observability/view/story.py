@@ -18,15 +18,15 @@ from smolcluster.runs.events import (
     RunResumed,
     RunStarted,
     StepOverdue,
+    WorkerEvent,
     WorkerJoined,
     WorkerLeft,
     WorkerLost,
     WorkerParked,
     WorkerRejected,
     WorkerStalled,
-    parse_event,
+    records_of,
 )
-from smolcluster.runs.files import json_objects
 from smolcluster.runs.paths import process_title
 from smolcluster.utils.units import format_duration
 
@@ -35,27 +35,10 @@ ROUTINE = (EpochFinished, Evaluated, CheckpointSaved)
 FREQUENT = (LeaseReturned, PushDropped, StepOverdue, WorkerParked, WorkerRejected)
 """Of these there may be as many as there are steps."""
 
-OfWorker = (
-    WorkerJoined
-    | WorkerLeft
-    | WorkerLost
-    | WorkerStalled
-    | LeaseReturned
-    | PushDropped
-    | StepOverdue
-    | WorkerParked
-)
-
 
 @dataclass
 class Happening:
-    """An event, and how often it came again before one that is not in `FREQUENT` did.
-
-    Attributes:
-        first: the event.
-        count: how often it happened.
-        last_ts: when it happened last.
-    """
+    """An event, how often it came again before one that is not in `FREQUENT` did, and when last."""
 
     first: EventRecord
     count: int
@@ -90,12 +73,6 @@ def read_story(path: Path) -> Story:
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         return story_of(records_of(file))
     return Story()
-
-
-def records_of(lines: Iterable[bytes]) -> Iterator[EventRecord]:
-    """The events among the lines of `events.jsonl`; those of unknown kinds are left out."""
-    parsed = (parse_event(entry) for entry in json_objects(lines))
-    return (record for record in parsed if record is not None)
 
 
 def story_of(records: Iterable[EventRecord]) -> Story:
@@ -133,7 +110,7 @@ def _key(event: Event) -> Hashable:
     return None
 
 
-def _who(event: OfWorker) -> str:
+def _who(event: WorkerEvent) -> str:
     return process_title("worker", event.node, event.rank)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import stages
 from harness import free_port, local_settings
 from peers import (
     DEADLINE_S,
@@ -26,16 +27,20 @@ from smolcluster.ps.weights import StateReceiver, WeightsArrived
 from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLost, WorkerStalled
 from smolcluster.training.compute import BatchLoss
 from smolcluster.transport.frames import Frame, build_frame, check_head
-from smolcluster.transport.messages import Ack, Assignment, Fault, LeaseKey, Pull, Skip, State
-from stages import EDPStage
+from smolcluster.transport.messages import Ack, Assignment, LeaseKey, Pull, Skip, State
 
 INSTANCE = "0123456789abcdef"
 pytestmark = pytest.mark.usefixtures("short_farewell")
 BUCKET_BYTES = 16 * 1024
 
 
-class Stage(EDPStage):
+class Stage(stages.Stage[Server]):
     """A server, and workers spoken by hand."""
+
+    def hand_out(self) -> None:
+        """What the loop does between two events."""
+        list(self.server.pool.next_events(0.0))
+        self.server.hand_out()
 
     def worker(
         self,
@@ -72,14 +77,26 @@ class Puppet:
     def lease(self) -> LeaseKey:
         return self.assignment().lease
 
-    def frames(self, lease: LeaseKey, base_version: int = 0, seed: int = 0) -> list[Frame]:
+    def frames(
+        self,
+        lease: LeaseKey,
+        base_version: int = 0,
+        seed: int = 0,
+        weights: Tensor | None = None,
+    ) -> list[Frame]:
         set_gradient(self.replica, seed)
-        return list(self._sender.frames(lease, base_version, BatchLoss(0.5, 8), 0.25))
+        return list(self._sender.frames(lease, base_version, BatchLoss(0.5, 8), 0.25, weights))
 
-    def push(self, lease: LeaseKey, base_version: int = 0, seed: int = 0) -> Ack:
-        """Push some gradient, and hear what became of it."""
+    def push(
+        self,
+        lease: LeaseKey,
+        base_version: int = 0,
+        seed: int = 0,
+        weights: Tensor | None = None,
+    ) -> Ack:
+        """Push some gradient, or weights, and hear what became of it."""
         seen = self._stage.count(Pushed)
-        for frame in self.frames(lease, base_version, seed):
+        for frame in self.frames(lease, base_version, seed, weights):
             self.hand.connection.send_frame(frame)
         self._stage.house.until(lambda: self._stage.count(Pushed) > seen)
         return self.hand.hear_a(Ack)
@@ -152,14 +169,6 @@ def test_the_norms_of_a_push_are_told_layer_by_layer_when_asked_for(stage: Stage
         assert values[f"grad_norm/{name}"] == pytest.approx(norm, rel=1e-5), "as it was pushed"
 
 
-@pytest.mark.parametrize("stage", [("track_gradients=false",)], indirect=True)
-def test_layers_are_not_told_apart_when_nobody_asks(stage: Stage) -> None:
-    puppet, lease = working(stage)
-    puppet.push(lease)
-    values = stage.parts.metrics.steps[0].values
-    assert not [name for name in values if name.startswith("grad_norm/")]
-
-
 def test_a_push_that_comes_twice_is_applied_once(stage: Stage) -> None:
     puppet, lease = working(stage)
     puppet.push(lease)
@@ -210,6 +219,18 @@ def test_who_hangs_is_named_once_and_when_it_answers_again(stage: Stage) -> None
     assert len(stage.parts.happened(WorkerStalled)) == 2
 
 
+def test_the_time_of_a_lease_begins_when_its_batch_has_been_loaded(stage: Stage) -> None:
+    feed = stage.server.feed = stages.SlowFeed()
+    puppet = stage.worker()
+    puppet.weights()
+    stage.hand_out()
+    stage.server.take_back_expired(1e12)
+    assert stage.parts.happened(WorkerStalled) == []
+    feed.arrived()
+    stage.server.take_back_expired(1e12)
+    assert len(stage.parts.happened(WorkerStalled)) == 1
+
+
 def test_samples_that_are_skipped_go_back_and_end_the_run_only_when_they_fail_again_and_again(
     stage: Stage,
 ) -> None:
@@ -227,14 +248,6 @@ def test_samples_that_are_skipped_go_back_and_end_the_run_only_when_they_fail_ag
     (dropped, *_) = stage.parts.happened(PushDropped)
     assert isinstance(dropped, PushDropped)
     assert (dropped.outcome, dropped.reason) == ("non_finite", "loss is nan at layer fc1")
-
-
-def test_another_workers_lease_cannot_be_pushed(stage: Stage) -> None:
-    _, lease = working(stage, 1)
-    thief, _ = working(stage, 2)
-    before = stage.weights
-    assert thief.push(lease).outcome == "late"
-    assert torch.equal(stage.weights, before)
 
 
 def test_only_the_pushes_of_others_make_a_worker_stale(stage: Stage) -> None:
@@ -296,15 +309,6 @@ def test_a_push_with_nan_costs_its_connection_and_nothing_else(stage: Stage) -> 
     assert len(stage.parts.happened(LeaseReturned)) == 2
     assert stage.server.report.tally.pushes["lost"] == 1
     assert honest.push(honest_lease).outcome == "applied"
-
-
-def test_buckets_in_the_wrong_order_cost_the_connection(stage: Stage) -> None:
-    puppet, lease = working(stage)
-    puppet.hand.connection.send_frame(puppet.frames(lease)[1])
-    stage.house.until(lambda: stage.count(Departed) == 1)
-    (lost,) = stage.parts.happened(WorkerLost)
-    assert isinstance(lost, WorkerLost)
-    assert "expected 0 of" in lost.reason
 
 
 def test_weights_that_do_not_exist_yet_cost_the_connection(stage: Stage) -> None:
@@ -408,8 +412,32 @@ def test_what_waits_in_a_queue_does_not_change_when_the_weights_do(stage: Stage)
     assert torch.equal(torch.frombuffer(frame.payload, dtype=torch.float32), first)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_worker(stage: Stage) -> None:
-    puppet, _ = working(stage)
-    puppet.hand.say(Fault(code="non-finite", sentence="step 3: loss is nan at layer fc1"))
-    with pytest.raises(NonFiniteLoss, match=r"worker 1 \(macbook\): step 3: loss is nan"):
-        stage.house.until(lambda: False)
+MIXING = ("update_rule=mixing", "track_gradients=true")
+
+
+@pytest.mark.parametrize(
+    ("stage", "rate"), [(MIXING, 0.6), ((*MIXING, "mixing_rate=0.25"), 0.25)], indirect=["stage"]
+)
+def test_mixing_moves_towards_a_workers_weights_and_less_far_if_others_have_pushed(
+    stage: Stage, rate: float
+) -> None:
+    busy, lease = working(stage, 1)
+    slow, old_lease = working(stage, 2)
+    for seed in (1, 2):
+        before, theirs = stage.weights, set_gradient(busy.replica, seed)
+        assert busy.push(lease, weights=theirs).outcome == "applied"
+        torch.testing.assert_close(stage.weights, (1 - rate) * before + rate * theirs)
+        stage.hand_out()
+        lease = busy.lease()
+    before, theirs = stage.weights, set_gradient(slow.replica, 9)
+    assert slow.push(old_lease, weights=theirs).version == 3
+    alpha = rate / 3**0.5
+    torch.testing.assert_close(stage.weights, (1 - alpha) * before + alpha * theirs)
+    values = stage.parts.metrics.steps[2].values
+    assert values["staleness"] == 2
+    assert values["lr"] == stage.parts.context.run.train.learning_rate, "the schedule's"
+    way = theirs - before
+    assert values["grad_norm"] == pytest.approx(way.norm().item(), rel=1e-5)
+    for name, place in stage.server.replica.layers:
+        assert values[f"grad_norm/{name}"] == pytest.approx(way[place].norm().item(), rel=1e-5)
+    assert stage.server.dispatcher.samples_applied == 96

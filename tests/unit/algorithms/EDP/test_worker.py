@@ -6,24 +6,26 @@ from typing import cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from harness import local_settings
+from peers import opened
 from smolcluster.algorithms.EDP.worker import Worker
 from smolcluster.cluster.link import Link
 from smolcluster.errors import NonFiniteLoss, PeerLost
 from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.ps.assignment import Assigned, work_payload
+from smolcluster.ps.assignment import Assigned, assignment_of
 from smolcluster.ps.weights import WeightsArrived
-from smolcluster.training.build import build
+from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.compute import BatchLoss
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
     Ack,
-    Assignment,
     LeaseKey,
     Message,
     Outcome,
     Pull,
+    Push,
     Skip,
     Welcome,
 )
@@ -36,17 +38,26 @@ class Wire:
 
     def __init__(self) -> None:
         self.events: deque[Event] = deque()
+        self.pulled: deque[Event] = deque()
+        """What comes when it pulls."""
         self.said: list[Message] = []
-        self.pushes: list[bytes] = []
+        self.frames: list[Frame] = []
+
+    @property
+    def pushes(self) -> list[bytes]:
+        """What has been queued, as it is now."""
+        return [bytes(frame.payload) for frame in self.frames]
 
     def flush(self) -> None:
         """All has been sent."""
 
     def send(self, message: Message) -> None:
         self.said.append(message)
+        if isinstance(message, Pull) and self.pulled:
+            self.events.append(self.pulled.popleft())
 
     def send_frame(self, frame: Frame) -> None:
-        self.pushes.append(bytes(frame.payload))
+        self.frames.append(frame)
 
     def next_event(self, timeout_s: float) -> Event | None:
         if not self.events and timeout_s > 0:
@@ -58,10 +69,8 @@ class Desk:
     """A worker, and what lies before it."""
 
     def __init__(self, *overrides: str, codec: str = "fp32") -> None:
-        settings = local_settings("optimizer=sgd", *overrides)
-        self.training = build(
-            settings.train, settings.cluster.seed, settings.node.dataset, torch.device("cpu")
-        )
+        self.settings = settings = local_settings("optimizer=sgd", *overrides)
+        self.training = self.build()
         welcome = Welcome(
             run_id="test-run",
             incarnation="here",
@@ -76,15 +85,17 @@ class Desk:
         self.worker.link = cast(Link, self.wire)
         self.worker.pulling = False
 
+    def build(self) -> TrainingContext:
+        train, cluster = self.settings.train, self.settings.cluster
+        return build(train, cluster.seed, self.settings.node.dataset, torch.device("cpu"))
+
     def assigned(self, number: int, learning_rate: float = RATE) -> Assigned:
         """The samples 32 at a time, as they lie in the dataset."""
         indices = torch.arange(32 * number, 32 * number + 32, dtype=torch.int32)
-        spec, _, payload = work_payload(indices)
         key = LeaseKey(
             incarnation="here", epoch=0, start=32 * number, stop=32 * number + 32, grant=number
         )
-        message = Assignment(lease=key, version=0, learning_rate=learning_rate, tensor=spec)
-        return Assigned(message, payload)
+        return Assigned(*assignment_of(key, indices, version=0, learning_rate=learning_rate))
 
     def answer(self, task: Assigned, outcome: Outcome) -> None:
         self.wire.events.append(
@@ -116,6 +127,29 @@ def third_push(second_outcome: Outcome | None) -> bytes:
 @pytest.mark.parametrize("outcome", ["stale", "late", "duplicate"])
 def test_a_push_that_was_not_applied_leaves_no_trace_in_the_next_one(outcome: Outcome) -> None:
     assert third_push(outcome) == third_push(None)
+
+
+def test_a_push_that_overflowed_leaves_no_trace_in_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk = Desk("staleness.bound=1", codec="int8")
+    start = desk.training.replica.snapshot()
+    for number in range(2):
+        task = desk.assigned(number)
+        with monkeypatch.context() as patch:
+            if number == 1:
+                patch.setattr(desk.worker, "compute", lambda _: overflow(desk))
+            desk.worker.step(task)
+        desk.answer(task, "applied")
+        desk.wire.events.append(WeightsArrived(0, [start]))
+        desk.worker.wait_until(lambda: not desk.wire.events)
+    desk.worker.step(desk.assigned(2))
+    assert desk.wire.pushes[-1] == third_push(None)
+
+
+def overflow(desk: Desk) -> BatchLoss:
+    desk.training.replica.grads.zero_()
+    return BatchLoss(0.5, 32, overflow=2.0)
 
 
 def test_what_an_applied_push_lost_is_in_the_next_one() -> None:
@@ -213,3 +247,86 @@ def test_with_an_interval_of_1_it_waits_for_each_pull_and_does_not_step() -> Non
         desk.worker.step(desk.assigned(0))
     assert desk.wire.said == [Pull()]
     assert torch.equal(desk.training.replica.params, before)
+
+
+# With update_rule mixing it pushes where its own step has brought it.
+
+
+class Mixing(Desk):
+    """A worker that pushes weights, and a twin of its copy that is trained plainly."""
+
+    def __init__(self, *overrides: str) -> None:
+        super().__init__("update_rule=mixing", *overrides)
+        self.replica, self.twin = self.training.replica, self.build()
+
+    def stepped(self, task: Assigned) -> Tensor:
+        """Where one step of plain training brings the twin."""
+        self.twin.compute(task.indices)
+        self.twin.replica.clip(self.settings.train.gradient_clipping)
+        self.twin.replica.step(RATE)
+        return self.twin.replica.snapshot()
+
+    def pushed(self) -> tuple[Push, Tensor]:
+        """The last push, which is one bucket."""
+        push, payload = opened(self.wire.frames[-1])
+        assert isinstance(push, Push)
+        assert push.num_buckets == 1
+        return push, torch.frombuffer(payload, dtype=torch.float32)
+
+
+def other_weights(desk: Mixing) -> Tensor:
+    return torch.randn(desk.replica.num_params, generator=torch.Generator().manual_seed(1))
+
+
+def test_a_mixing_worker_pushes_where_its_own_step_has_brought_it() -> None:
+    desk = Mixing()
+    for number in range(3):
+        task = desk.assigned(number)
+        desk.worker.step(task)
+        push, weights = desk.pushed()
+        assert push.lease == task.lease
+        assert torch.equal(weights, desk.stepped(task))
+        assert torch.equal(desk.replica.params, weights), "one step a lease"
+        desk.answer(task, "applied")
+
+
+def test_what_is_on_the_wire_stays_while_a_mixing_worker_trains_on() -> None:
+    desk = Mixing()
+    desk.worker.step(desk.assigned(0))
+    stepped = desk.replica.snapshot()
+    with pytest.raises(PeerLost):
+        desk.worker.step(desk.assigned(1))  # it steps, and then waits for the first push's fate
+    assert not torch.equal(desk.replica.params, stepped)
+    assert torch.equal(desk.pushed()[1], stepped)
+
+
+def test_weights_that_arrive_before_a_push_do_not_change_what_it_brings() -> None:
+    """Else the work on its lease would be lost, though the lease counts."""
+    desk = Mixing("worker_update_interval=1000")
+    first, second = desk.assigned(0), desk.assigned(1)
+    desk.worker.step(first)
+    desk.stepped(first)
+    desk.worker.pulling, pulled = True, other_weights(desk)
+    desk.wire.events.append(WeightsArrived(5, [pulled]))
+    desk.answer(first, "applied")
+    desk.worker.step(second)
+    push, weights = desk.pushed()
+    assert torch.equal(weights, desk.stepped(second))
+    assert push.base_version == 0, "they came from weights that are older than those"
+    assert torch.equal(desk.replica.params, pulled)
+    assert desk.worker.base_version == 5
+
+
+def test_with_an_interval_of_1_every_lease_begins_at_the_servers_weights() -> None:
+    desk = Mixing("worker_update_interval=1")
+    first, second, pulled = desk.assigned(0), desk.assigned(1), other_weights(desk)
+    desk.wire.pulled.extend(WeightsArrived(version, [pulled]) for version in (1, 2))
+    desk.worker.step(first)
+    assert desk.wire.said == [Pull()]
+    assert torch.equal(desk.replica.params, pulled)
+    desk.answer(first, "applied")
+    desk.worker.step(second)
+    desk.twin.replica.load(pulled)
+    push, weights = desk.pushed()
+    assert torch.equal(weights, desk.stepped(second))
+    assert push.base_version == 1

@@ -6,17 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from peers import opened
-from smolcluster.algorithms.SynchronousPS.members import copied_frame
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.step import PartAssignment, Step
 from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, StepReceiver
 from smolcluster.cluster.worker import Worker
+from smolcluster.codec.base import absmax
 from smolcluster.codec.registry import CODECS, get_codec, lossless_for
 from smolcluster.data.permutation import Range
 from smolcluster.net import membership
 from smolcluster.net.inbox import Event
 from smolcluster.net.session import Receiver, Session
-from smolcluster.ps.store import Stores
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
@@ -100,11 +99,6 @@ def small_replica(optimizer: str = "sgd", dtype: torch.dtype = torch.float32) ->
     return replica
 
 
-def weights_frame(replica: Replica, version: int, number: int) -> Frame:
-    """A bucket of the server's weights."""
-    return copied_frame(Stores(replica), "here", version, number, "weights")
-
-
 def push_of(key: LeaseKey, bucket: int, num_buckets: int = 3, loss: float = 0.5) -> Push:
     """The message of one bucket of a push; what it says of its payload is of no matter here."""
     return Push(
@@ -149,7 +143,10 @@ def add_part(
 ) -> list[bool]:
     """Bring every bucket of a part; returns which of them were complete then."""
     return [
-        reduction.add(assignment.session_id, push_of(assignment.key, number), gradient[bucket])
+        reduction.add(
+            *(assignment.session_id, push_of(assignment.key, number)),
+            *(gradient[bucket], absmax(gradient[bucket])),
+        )
         for number, bucket in enumerate(replica.buckets)
     ]
 

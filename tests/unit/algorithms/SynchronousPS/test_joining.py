@@ -19,11 +19,13 @@ from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.cluster.worker_pool import Joined
 from smolcluster.configs.schema import DatasetPlace
+from smolcluster.ps.buffers import VALUE_NBYTES
 from smolcluster.ps.push import GradientSender
+from smolcluster.training.buffers import ModelBuffers
 from smolcluster.training.build import build
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
-from smolcluster.transport.messages import Assignment, Ready, Welcome
+from smolcluster.transport.messages import Assignment, Buffers, Ready, Welcome
 from unit.algorithms.SynchronousPS.actors import (
     deliver,
     post_of,
@@ -59,6 +61,8 @@ class Joiner:
             workload=server.context.training.workload,
         )
         self.replica = training.replica
+        if server.replica.buffers.names:
+            register_queue(self.replica)
         # It has no link: with digests that differ it would fail as it asks for weights.
         self._worker = Worker(welcome(server), training)
         self._receiver = self._worker.new_receiver()
@@ -68,8 +72,19 @@ class Joiner:
         for due in self.places:
             if due == place:
                 self._post.num_sent = self._post.num_queued - FRAMES_AHEAD + 1
-                self.member.catch_up(server.version, server.reduced, server.reduction)
+                what = server.version, server.reduced, server.reduction
+                server.members.catch_up(self.member, *what)
                 self.follow()
+
+    def drain(self) -> None:
+        """Take what has been sent; nothing waits in the session then."""
+        self.follow()
+        self._post.num_sent = self._post.num_queued
+
+    @property
+    def num_buffer_frames(self) -> int:
+        """Of what has been sent and not been taken."""
+        return sum(isinstance(message, Buffers) for message in self._post.said)
 
     def follow(self) -> None:
         """Take what has been sent, as it is now."""
@@ -87,6 +102,13 @@ class Joiner:
     @property
     def version(self) -> int:
         return self._worker.version
+
+
+def register_queue(replica: Replica) -> None:
+    """Give the model a buffer that takes more frames than may wait for a joiner."""
+    length = (FRAMES_AHEAD + 1) * BUCKET_BYTES // VALUE_NBYTES
+    replica.model.register_buffer("queue", torch.zeros(length))
+    replica.buffers = ModelBuffers(replica.model)
 
 
 def everything(replica: Replica) -> dict[str, torch.Tensor]:
@@ -161,12 +183,22 @@ def run_of(tmp_path: Path, *overrides: str) -> Iterator[Run]:
 ALL_PLACES = list(combinations_with_replacement(range(NUM_PLACES), NUM_BUCKETS))
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
+@pytest.mark.parametrize(
+    ("codec", "optimizer"),
+    [
+        ("fp32", "adam"),
+        ("int8", "adam"),
+        ("fp32", "sgd"),
+        ("int8", "sgd"),
+        ("fp32", "sgd optimizer_args.momentum=0.9"),
+        ("fp32", "NAdam"),
+        ("fp32", "Adafactor"),
+    ],
+)
 def test_a_joiner_is_the_servers_equal_wherever_its_buckets_come(
     tmp_path: Path, codec: str, optimizer: str
 ) -> None:
-    with run_of(tmp_path, f"optimizer={optimizer}", f"codec={codec}") as run:
+    with run_of(tmp_path, *f"optimizer={optimizer}".split(), f"codec={codec}") as run:
         server = run.server
         joiners = [
             Joiner(server, 10 + session_id, places) for session_id, places in enumerate(ALL_PLACES)
@@ -185,3 +217,26 @@ def test_a_joiner_is_the_servers_equal_wherever_its_buckets_come(
         for joiner in joiners:
             assert joiner.member.joined
             assert (joiner.version, joiner.differs_in(server)) == (5, []), joiner.places
+
+
+def test_buffers_that_fill_the_session_are_sent_to_a_joiner_once_and_outlast_a_commit(
+    tmp_path: Path,
+) -> None:
+    with run_of(tmp_path) as run:
+        server = run.server
+        register_queue(server.replica)
+        numel = server.replica.buffers.numel(0)
+        server.replica.buffers.put({0: torch.arange(numel, dtype=torch.float64)})
+        joiner = Joiner(server, 10, ())
+        for _ in range(3):
+            server.advance(0.0)
+        assert joiner.num_buffer_frames == FRAMES_AHEAD + 1
+        assert joiner.member.num_sent == 0
+        list(run.take_step(ORDERS[0]))
+        while not joiner.member.joined:
+            joiner.drain()
+            server.advance(0.0)
+        joiner.drain()
+        assert joiner.differs_in(server) == []
+        queue = joiner.replica.model.get_buffer("queue")
+        assert torch.equal(queue, server.replica.model.get_buffer("queue"))

@@ -28,18 +28,14 @@ from smolcluster.transport.messages import (
     Message,
     Park,
     Ready,
-    Reduced,
     Skip,
     State,
     frame_of,
 )
 from unit.algorithms.SynchronousPS.actors import (
-    add_part,
     commit_of,
-    opened_step,
     post_of,
     push_of,
-    random_gradient,
     small_replica,
     worker_at,
 )
@@ -88,24 +84,26 @@ class House:
     ) -> StepMember:
         """A member that has the whole state, and whose session is empty."""
         member = self.newcomer(session_id, samples_per_s, node)
-        self.catch_up(member)
+        while not member.joined:
+            self.send_state(member)
+            clear(member)
         return member
 
-    def catch_up(
-        self, member: StepMember, version: int = 0, reduced: frozenset[int] = frozenset()
-    ) -> None:
-        while not member.joined:
-            member.catch_up(version, set(reduced), self.reduction)
-            clear(member)
+    def send_state(self, member: StepMember) -> None:
+        self.members.catch_up(member, 0, set(), self.reduction)
 
     def give(self, member: StepMember, part: Part, now: float = 0.0) -> PartAssignment:
         assignment = self.step.grant(part, member.worker, next(self.grants), now)
-        member.give(assignment, 0, 0.1, torch.arange(part.start, part.stop, dtype=torch.int32))
+        indices = torch.arange(part.start, part.stop, dtype=torch.int32)
+        member.give(assignment, 0, 0.1, indices)(None)
         return assignment
 
-    def claim(self, assignment: PartAssignment, *buckets: int) -> None:
+    def claim(
+        self, assignment: PartAssignment, *buckets: int, overflow: float | None = None
+    ) -> None:
         for bucket in buckets:
-            self.step.claim(assignment.session_id, push_of(assignment.key, bucket))
+            push = push_of(assignment.key, bucket).model_copy(update={"overflow": overflow})
+            self.step.claim(assignment.session_id, push)
 
 
 def clear(member: StepMember) -> None:
@@ -128,50 +126,28 @@ def house(replica: Replica) -> House:
     return House(replica)
 
 
-def test_a_newcomer_takes_part_once_it_has_been_sent_the_whole_state(house: House) -> None:
-    member = house.newcomer(1)
-    assert house.members.joining == [member]
-    assert house.members.free == []
-    house.catch_up(member)
-    assert house.members.joining == []
-    assert house.members.free == [member]
-
-
 def test_the_state_waits_for_the_session(house: House) -> None:
     """A slow joiner must not pile up copies of the state."""
     member = house.newcomer(1)
     for _ in range(3):
-        member.catch_up(0, set(), house.reduction)
+        house.send_state(member)
     states = [each for each in said(member) if isinstance(each, State)]
     assert [each.bucket for each in states] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     post = post_of(member.worker)
     slow = house.newcomer(2)
     post = post_of(slow.worker)
     post.num_queued = FRAMES_AHEAD
-    slow.catch_up(0, set(), house.reduction)
+    house.send_state(slow)
     assert post.frames == []
     post.num_sent = 1
-    slow.catch_up(0, set(), house.reduction)
+    house.send_state(slow)
     assert [opened(frame)[0] for frame in post.frames] == states[:3], "one bucket, then it is full"
-
-
-def test_what_the_open_step_has_reduced_follows_its_bucket(house: House) -> None:
-    step = opened_step(4, [8])
-    house.reduction.open(step)
-    add_part(house.reduction, house.replica, step.assignments[0], random_gradient(610, 1))
-    member = house.newcomer(1)
-    member.catch_up(3, {0, 2}, house.reduction)
-    kinds = [(type(each), getattr(each, "bucket", None)) for each in said(member)]
-    states = [[(State, bucket)] * 3 for bucket in range(3)]
-    assert kinds == [*states[0], (Reduced, 0), *states[1], *states[2], (Reduced, 2)]
-    versions = {type(each): getattr(each, "version", None) for each in said(member)}
-    assert versions == {State: 3, Reduced: 4}
 
 
 def test_a_joiner_gets_the_steps_of_the_buckets_that_it_has(house: House) -> None:
     whole, joiner = house.member(1), house.newcomer(2)
     post_of(joiner.worker).num_queued = FRAMES_AHEAD - 1
-    joiner.catch_up(0, set(), house.reduction)
+    house.send_state(joiner)
     sent = len(said(whole)), len(said(joiner))
     for bucket in (0, 1):
         house.members.send_mean(bucket, frame_of_commit(1))
@@ -278,19 +254,6 @@ def back(house: House, session_id: int, unacknowledged: LeaseKey, instance: int 
     return member
 
 
-@pytest.mark.parametrize("num_counted", [0, 1, 3])
-def test_who_returns_in_mid_step_is_told_how_much_of_its_push_counted(
-    house: House, num_counted: int
-) -> None:
-    member = house.member(1)
-    assignment = house.give(member, house.step.parts[0])
-    house.claim(assignment, *range(num_counted))
-    for dropped in house.step.drop(1):
-        house.members.remember(dropped)
-    assert house.members.forget(member.worker) is member
-    assert cancels(back(house, 5, assignment.key)) == [(assignment.key, num_counted)]
-
-
 def test_who_returns_steps_later_is_told_how_much_of_its_push_counted(house: House) -> None:
     member, helper = house.member(1), house.member(2)
     assignment = house.give(member, house.step.parts[0])
@@ -300,13 +263,6 @@ def test_who_returns_steps_later_is_told_how_much_of_its_push_counted(house: Hou
     house.members.settle(house.step)
     house.members.forget(member.worker)
     assert cancels(back(house, 5, assignment.key)) == [(assignment.key, 1)]
-
-
-def test_who_returns_after_an_answered_push_is_told_that_all_of_it_counted(house: House) -> None:
-    assignment = house.give(house.member(1), house.step.parts[0])
-    house.claim(assignment, 0, 1, 2)
-    house.members.take_back(1, push_of(assignment.key, 2), 1.0)
-    assert cancels(back(house, 5, assignment.key)) == [(assignment.key, 3)]
 
 
 def test_what_is_told_is_of_that_push_and_that_process(house: House) -> None:
@@ -337,6 +293,7 @@ def test_a_backup_does_not_hide_what_became_of_the_push_before_it(house: House) 
     house.members.take_back(1, push_of(own.key, 2), 1.0)
     house.give(house.member(2), house.step.parts[1])
     backup = house.give(member, house.step.parts[1])
+    house.claim(backup, 0, 1, 2)
     house.members.take_back(1, push_of(backup.key, 2), 1.0)
     assert cancels(back(house, 5, own.key)) == [(own.key, 3)]
 
@@ -380,6 +337,25 @@ def test_a_backup_that_was_not_needed_is_called_off_and_owes_nothing(house: Hous
     house.members.settle(house.step)
     assert cancels(first) == [(superseded.key, 0)]
     assert cancels(second) == cancels(skipped) == []
+
+
+def test_nothing_has_counted_of_the_pushes_of_a_step_that_is_skipped(house: House) -> None:
+    """Its residuals are of a gradient that nobody takes; also if the overflow came last."""
+    slow, fast, other = (house.member(session_id) for session_id in (1, 2, 3))
+    superseded = house.give(slow, house.step.parts[0])
+    house.claim(superseded, 0)
+    backup = house.give(fast, house.step.parts[0])
+    house.claim(backup, 1, 2)
+    whole = house.give(other, house.step.parts[1])
+    house.claim(whole, 0, 1, 2)
+    house.members.take_back(3, push_of(whole.key, 2), 1.0)
+    house.claim(house.give(fast, house.step.parts[2]), 0, 1, 2, overflow=1024.0)
+    house.members.settle(house.step)
+    assert cancels(slow) == [(superseded.key, 0)]
+    house.members.park(other, 0.0)
+    assert said(other)[-1] == Park(lease=whole.key, num_buckets=0)
+    assert cancels(back(house, 3, whole.key)) == [(whole.key, 0)]
+    assert cancels(back(house, 1, superseded.key)) == [(superseded.key, 0)]
 
 
 def test_what_is_expected_of_a_member_is_of_all_that_it_holds(house: House) -> None:
@@ -575,11 +551,3 @@ def test_weights_are_for_members_and_of_buckets_that_exist(house: House) -> None
     assert house.members.send_weights(1, 0, (0, 3)) is None
     assert said(member) == []
     assert "does not exist" in post_of(member.worker).cut_because
-
-
-def test_who_has_gone_is_forgotten(house: House) -> None:
-    member = house.member(1)
-    assert house.members.forget(member.worker) is member
-    assert house.members.get(1) is None
-    assert house.members.free == []
-    assert house.members.forget(member.worker) is None

@@ -4,30 +4,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from smolcluster.algorithms.SynchronousPS.rule import ExpectedTerms, blend, global_batches
-from smolcluster.configs.schema import GradientClipping
-from smolcluster.training.optimizer import clip_factor
-from smolcluster.training.replica import Replica
-from unit.algorithms.SynchronousPS.actors import random_gradient, small_replica
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    num_samples=st.integers(1, 200), num_epochs=st.integers(1, 4), batch_size=st.integers(1, 250)
-)
-def test_every_position_of_every_epoch_is_in_one_batch(
-    num_samples: int, num_epochs: int, batch_size: int
-) -> None:
-    batches = list(global_batches(num_samples, num_epochs, batch_size))
-    positions = [
-        (batch.epoch, position) for batch in batches for position in range(batch.start, batch.stop)
-    ]
-    expected = [(epoch, position) for epoch in range(num_epochs) for position in range(num_samples)]
-    assert positions == expected, "each once, and in order"
-    assert all(0 < batch.num_samples <= batch_size for batch in batches)
+from unit.algorithms.SynchronousPS.actors import random_gradient
 
 
 def test_only_the_last_batch_of_an_epoch_is_smaller() -> None:
@@ -44,24 +23,6 @@ def test_the_mean_does_not_depend_on_the_parts(sizes: list[int]) -> None:
     assert sum(weights) == pytest.approx(1.0)
     mean = sum(share * float(part) for share, part in zip(weights, means, strict=True))
     assert mean == pytest.approx(float(samples.mean()), rel=1e-12)
-
-
-@pytest.fixture
-def replica() -> Replica:
-    return small_replica()
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("scale", [0.0, 1e-4, 0.03, 1.0, 1e20])
-def test_clipping_is_that_of_a_single_process(
-    replica: Replica, scale: float, enabled: bool
-) -> None:
-    clipping = GradientClipping(enabled=enabled, max_norm=1.0)
-    gradient = scale * random_gradient(replica.num_params, 1)
-    replica.grads.copy_(gradient)
-    norm = replica.clip(clipping)
-    assert torch.equal(gradient * clip_factor(norm, clipping), replica.grads)
-    assert (clip_factor(norm, clipping) < 1) == (enabled and scale >= 1)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.25, 0.5, 1.0])

@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from itertools import starmap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,7 +44,6 @@ from smolcluster.transport.messages import (
     Reduced,
     Skip,
     State,
-    frame_of,
 )
 from unit.algorithms.SynchronousPS.actors import deliver, random_gradient
 
@@ -121,7 +119,7 @@ class Puppet:
         server = self._stage.server
 
         def caught_up() -> bool:
-            self.member.catch_up(server.version, server.reduced, server.reduction)
+            server.members.catch_up(self.member, server.version, server.reduced, server.reduction)
             return self.member.joined
 
         self._stage.house.until(caught_up)
@@ -151,10 +149,9 @@ class Puppet:
         """A push of some gradient, or what a backup sends of it."""
         self.replica.grads.copy_(self.gradient(seed))
         batch = BatchLoss(loss, part.lease.stop - part.lease.start)
-        if part.backup:
-            backup = self._sender.backup_pushes(part.lease, 0, batch, 0.25, part.first_bucket)
-            return list(starmap(frame_of, backup))
-        return list(self._sender.frames(part.lease, part.version, batch, 0.25))
+        backup_from = part.first_bucket if part.backup else None
+        what = part.lease, part.version, batch, 0.25
+        return list(self._sender.frames(*what, backup_from=backup_from))
 
     def send(self, frames: Sequence[Frame]) -> None:
         for frame in frames:
@@ -281,27 +278,18 @@ def test_a_step_is_the_optimizers_step_with_the_weighted_mean(stage: Stage) -> N
     assert [range_of(each.part()) for each in (one, other)] == [(64, 112), (112, 128)]
 
 
-def test_the_server_itself_is_nobody_to_wait_for_or_to_count(stage: Stage) -> None:
-    """Half of the parts is not enough, however many buckets have come."""
+def test_half_of_the_parts_is_not_enough_and_a_complete_bucket_goes_back_at_once(
+    stage: Stage,
+) -> None:
+    """However many buckets have come: the server itself is nobody to wait for or to count."""
     one, its_part, other, other_part = two(stage)
     one.push(its_part)
     stage.advance(LONGER)
-    assert stage.server.version == 0
-    assert stage.server.reduced == set()
+    assert (stage.server.version, stage.server.reduced) == (0, set())
     left = other.begin(other_part, count=2)
     stage.house.until(lambda: stage.server.reduced == {0, 1})
+    assert [other.hand.hear_a(Reduced).bucket for _ in range(2)] == [0, 1]
     assert stage.server.version == 0
-    other.send(left)
-    stage.house.until(lambda: stage.server.version == 1)
-
-
-def test_a_bucket_goes_back_as_soon_as_it_is_complete(stage: Stage) -> None:
-    one, its_part, other, other_part = two(stage)
-    one.push(its_part)
-    left = other.begin(other_part)
-    stage.house.until(lambda: stage.server.reduced == {0})
-    for puppet in (one, other):
-        assert puppet.hand.hear_a(Reduced).bucket == 0
     other.send(left)
     stage.house.until(lambda: stage.server.version == 1)
 
@@ -323,14 +311,6 @@ def test_a_push_that_comes_twice_counts_once(stage: Stage) -> None:
     assert stage.pushes["applied"] == 2
     one.push(one.part())
     assert stage.step.parts[0].finished_by is not None, "it may go on"
-
-
-def test_a_part_that_was_given_to_another_cannot_be_pushed(stage: Stage) -> None:
-    one, its_part, _, other_part = two(stage)
-    one.push(other_part)
-    assert [part.num_counted for part in stage.step.parts] == [0, 0]
-    one.push(its_part)
-    assert [part.num_counted for part in stage.step.parts] == [NUM_BUCKETS, 0]
 
 
 def test_without_a_timeout_a_part_may_take_a_quarter_of_the_heartbeats_and_what_it_usually_takes(
@@ -391,24 +371,6 @@ def test_a_hung_worker_with_the_only_part_is_not_waited_for_for_ever(stage: Stag
     assert line.startswith("WARNING step 1 waits for worker 1 (pi5): it has had 64 samples for")
 
 
-@ONLY_PART
-def test_two_hung_holders_of_a_part_do_not_stop_a_third_member(stage: Stage) -> None:
-    one, other, third = (stage.member(number) for number in (1, 2, 3))
-    stage.advance()
-    one.part()
-    stage.advance(OVERDUE_S)
-    first, second = stage.step.parts[0].assignments
-    hung, healthy = (other, third) if second.session_id == other.session_id else (third, other)
-    hung.part()
-    stage.advance(3 * OVERDUE_S)
-    healthy.push(healthy.part())
-    assert stage.server.version == 1
-    assert first.num_counted == second.num_counted == 0
-    assert len(stage.parts.happened(StepOverdue)) == 3, (
-        "the first one is told of again at twice the time"
-    )
-
-
 @with_overrides("timeout=null")
 def test_a_step_that_nobody_can_take_over_is_told_at_once_and_at_twice_the_time(
     stage: Stage,
@@ -421,6 +383,20 @@ def test_a_step_that_nobody_can_take_over_is_told_at_once_and_at_twice_the_time(
     assert len(lines) == 2
     assert all("nobody is free to take them over" in line for line in lines)
     assert len(stage.parts.happened(StepOverdue)) == 2
+
+
+def test_the_time_of_a_part_begins_when_its_batch_has_been_loaded(stage: Stage) -> None:
+    feed = stage.server.feed = stages.SlowFeed()
+    stage.member(1)
+    stage.advance()
+    stage.advance(10 * OVERDUE_S)
+    assert stage.parts.happened(StepOverdue) == []
+    (assignment,) = stage.step.parts[0].assignments
+    granted_at = assignment.granted_at
+    feed.arrived()
+    assert assignment.granted_at > granted_at
+    stage.advance(10 * OVERDUE_S)
+    assert len(stage.parts.happened(StepOverdue)) == 1
 
 
 STEP_S = 10.0
@@ -519,7 +495,7 @@ class Laggard:
 
         self.slow.member.session.send_later(stuck)
         stage.advance()
-        while self.slow.member.stream is not None:
+        while not self.slow.member.is_parked:
             self.train()
 
     def train(self) -> None:
@@ -590,7 +566,7 @@ def test_a_member_that_says_it_has_fallen_behind_is_parked_and_its_part_goes_to_
     one, its_part, other, other_part = two(stage)
     other.begin(other_part, seed=2)
     other.hand.say(Pull())
-    stage.house.until(lambda: other.member.stream is None)
+    stage.house.until(lambda: other.member.is_parked)
     park = other.hand.hear_a(Park)
     assert (park.lease, park.num_buckets) == (other_part.lease, 1)
     stage.advance()
@@ -734,17 +710,6 @@ def test_who_skips_a_part_that_is_wanted_is_cut(stage: Stage) -> None:
     assert stage.server.version == 1
 
 
-def test_a_joiner_is_sent_no_mean_of_a_step_that_is_not_open(stage: Stage) -> None:
-    puppet = stage.member(1)
-    stage.advance()
-    part = puppet.part()
-    stage.server.open_step = lambda now: None  # type: ignore[method-assign]  # noqa: ARG005
-    puppet.push(part)
-    assert (stage.server.version, stage.server.step, stage.server.reduced) == (1, None, set())
-    joiner = stage.newcomer(2)
-    assert not any(isinstance(message, Reduced) for message in joiner.take_state())
-
-
 def test_what_is_missing_of_a_lost_workers_part_goes_to_another(stage: Stage) -> None:
     one, its_part, other, other_part = two(stage)
     one.begin(its_part, seed=1)
@@ -813,13 +778,6 @@ def test_who_returns_is_told_how_much_of_its_push_counted(stage: Stage, num_coun
     assert (cancel.lease, cancel.num_buckets) == (its_part.lease, num_counted)
 
 
-def test_another_process_cannot_claim_a_push_that_was_not_its_own(stage: Stage) -> None:
-    one, its_part, _, _ = two(stage)
-    one.push(its_part)
-    stranger = stage.newcomer(3, unacknowledged=its_part.lease)
-    assert stranger.hand.hear_a(Cancel).num_buckets == 0
-
-
 def test_what_a_fenced_session_still_pushes_does_not_count(stage: Stage) -> None:
     """Its reader may be in the middle of it when the new session takes its place."""
     one, its_part, _, _ = two(stage)
@@ -834,30 +792,6 @@ def test_what_a_fenced_session_still_pushes_does_not_count(stage: Stage) -> None
         stage.server.handle(event)
     assert stage.step.parts[0].finished_by is None
     assert stage.step.orphans() == [stage.step.parts[0]]
-
-
-def test_a_worker_that_joins_in_mid_step_takes_part_in_the_next_one(stage: Stage) -> None:
-    one = stage.member(1)
-    stage.advance()
-    part = one.part()
-    left = one.begin(part, seed=1)
-    stage.house.until(lambda: stage.server.reduced == {0})
-    other = stage.newcomer(2)
-
-    def caught_up() -> bool:
-        stage.advance()
-        return other.member.joined
-
-    stage.house.until(caught_up)
-    came = other.take_state()
-    assert [(type(each), each.bucket) for each in came] == [
-        *((State, 0), (Reduced, 0), (State, 1), (State, 2))
-    ]
-    one.send(left)
-    stage.house.until(lambda: stage.server.version == 1)
-    assert [other.hand.hear_a(Reduced).bucket for _ in range(2)] == [1, 2]
-    assert other.hand.hear_a(Commit).version == 1
-    assert range_of(other.part()) == (BATCH + 48, 2 * BATCH)
 
 
 @with_overrides("worker_update_interval=2")
@@ -888,70 +822,6 @@ def test_buckets_that_drifted_are_sent_and_that_is_logged(stage: Stage) -> None:
     (line,) = [line for line in stage.parts.log_lines if "differ" in line]
     assert line.startswith("WARNING worker 1 (pi5): 2 of 3 buckets")
     assert "polyak_alpha = 0.5" in line
-
-
-def test_drift_that_does_not_end_is_logged_ever_more_rarely(stage: Stage) -> None:
-    puppet = stage.member(1)
-    for _ in range(9):
-        puppet.hand.say(Pull(buckets=(1,)))
-        assert puppet_hears(stage, puppet) == 1
-    lines = [line for line in stage.parts.log_lines if "differ" in line]
-    assert [
-        f"(time {number} that" in line for number, line in zip((1, 2, 4, 8), lines, strict=True)
-    ]
-
-
-def puppet_hears(stage: Stage, puppet: Puppet) -> int:
-    """The bucket that the server sends next."""
-    post = puppet.member.session
-    queued = post.num_queued
-    stage.house.until(lambda: post.num_queued > queued)
-    return puppet.hand.hear_a(State).bucket
-
-
-def test_a_bucket_that_does_not_exist_costs_the_connection(stage: Stage) -> None:
-    puppet = stage.member(1)
-    puppet.hand.say(Pull(buckets=(NUM_BUCKETS,)))
-    stage.house.until(lambda: stage.count(Departed) == 1)
-    puppet.hand.hear_the_end()
-    (lost,) = stage.parts.happened(WorkerLost)
-    assert isinstance(lost, WorkerLost)
-    assert "bucket that does not exist" in lost.reason
-
-
-def test_buckets_in_the_wrong_order_cost_the_connection_and_not_the_step(stage: Stage) -> None:
-    one, its_part, other, other_part = two(stage)
-    frames = one.frames(its_part)
-    one.send([frames[0], frames[2]])
-    stage.house.until(lambda: stage.count(Departed) == 1)
-    (lost,) = stage.parts.happened(WorkerLost)
-    assert isinstance(lost, WorkerLost)
-    assert "bucket 2 of 3, expected 1 of 3" in lost.reason
-    stage.advance()
-    again = other.part()
-    assert again.first_bucket == 1, "what came in order is good"
-    other.push(other_part)
-    other.push(again)
-    assert stage.server.version == 1
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_worker_that_pushes_what_is_not_finite_is_cut_and_nothing_of_it_counts(
-    stage: Stage, value: float
-) -> None:
-    puppet = stage.member(1)
-    stage.advance()
-    frames = puppet.frames(puppet.part())
-    puppet.replica.grads[5] = value  # of a worker that does not look
-    spoiled = [
-        *GradientSender("fp32", puppet.replica, in_place=True).frames(
-            stage.step.assignments[0].key, 0, BatchLoss(0.5, 8), 0.25
-        )
-    ]
-    del frames
-    puppet.send(spoiled[:1])
-    stage.house.until(lambda: any("NaN or infinity" in line for line in stage.parts.log_lines))
-    assert stage.step.parts[0].num_counted == 0
 
 
 def test_the_run_ends_with_the_last_batch(stage: Stage) -> None:

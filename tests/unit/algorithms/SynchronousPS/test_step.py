@@ -17,7 +17,7 @@ from smolcluster.transport.messages import LeaseKey
 from unit.algorithms.SynchronousPS.actors import push_of, worker_at
 
 ONE, OTHER = worker_at(1), worker_at(2)
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def step_of(*sizes: int, num_buckets: int = 3) -> Step:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -18,17 +19,17 @@ from smolcluster.codec.registry import get_codec
 from smolcluster.errors import NonFiniteLoss, PeerLost
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Later
-from smolcluster.ps.assignment import Assigned, work_payload
+from smolcluster.ps.assignment import Assigned, assignment_of
 from smolcluster.ps.push import GradientSender, bucket_spec
 from smolcluster.ps.store import Stores
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
+from smolcluster.training.recipe import Training
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import Workload
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
     MAX_PULLED_BUCKETS,
-    Assignment,
     Cancel,
     LeaseKey,
     Message,
@@ -38,7 +39,6 @@ from smolcluster.transport.messages import (
     Skip,
     State,
     Welcome,
-    frame_of,
 )
 from unit.algorithms.SynchronousPS.actors import (
     commit_of,
@@ -61,9 +61,6 @@ class Wire(Link):
         self.unsent: list[bool] = []
         """Whether something is still being sent at the next flushes."""
         self._diary = diary
-
-    def send(self, message: Message) -> None:
-        self.send_frame(frame_of(message))
 
     def send_frame(self, frame: Frame) -> None:
         self.frames.append(frame)
@@ -120,7 +117,8 @@ class Shop:
     ) -> None:
         self.diary: list[str] = []
         self.replica = replica or small_replica(optimizer)
-        self.training = Bench(cast(Workload, None), self.replica, 0, diary=self.diary)
+        workload = cast(Workload, SimpleNamespace(training=Training()))
+        self.training = Bench(workload, self.replica, 0, diary=self.diary)
         run = local_settings(*overrides, algorithm="syncps").run_config("run", "syncps")
         welcome = Welcome(
             run_id="run",
@@ -178,16 +176,16 @@ def task(
 ) -> Assigned:
     """Four samples, which differ from grant to grant."""
     indices = torch.arange(4 * grant, 4 * grant + 4, dtype=torch.int32)
-    spec, _, payload = work_payload(indices)
-    assignment = Assignment(
-        lease=lease(grant),
-        version=version,
-        learning_rate=0.1,
-        first_bucket=first_bucket,
-        backup=backup,
-        tensor=spec,
+    return Assigned(
+        *assignment_of(
+            lease(grant),
+            indices,
+            version=version,
+            learning_rate=0.1,
+            first_bucket=first_bucket,
+            backup=backup,
+        )
     )
-    return Assigned(assignment, payload)
 
 
 def cancel(grant: int = 1, num_buckets: int = 0) -> MessageReceived:

@@ -36,7 +36,7 @@ from smolcluster.observability.view.run import Files, files_here
 from smolcluster.runs.paths import RunPaths
 
 TOKEN = "a-secret-that-nobody-knows"
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 
 
 def client_of(root: Path) -> TestClient:
@@ -307,7 +307,7 @@ def test_a_search_ends_when_its_browser_has_gone(served: str, tmp_path: Path) ->
             httpx.get(f"{logs}none{number}", timeout=0.02)
     start = time.monotonic()
     assert httpx.get(f"{logs}y", timeout=DEADLINE_S).json()["entries"]
-    assert time.monotonic() - start < 5 * one_s
+    assert time.monotonic() - start < 12 * one_s
 
 
 def test_more_pages_than_there_may_be_are_refused_and_leave_no_threads(

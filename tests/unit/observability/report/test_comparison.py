@@ -29,7 +29,7 @@ def two(folder: Path) -> tuple[RunPaths, RunPaths]:
 
 def rows_of(*runs: RunPaths) -> dict[str, list[str]]:
     compared = comparison_of([read_run(run) for run in runs])
-    return {row.name: list(row.values) for row in (*compared.outcomes, *compared.settings)}
+    return compared.outcomes | compared.settings
 
 
 def test_what_came_of_runs_and_the_settings_that_differ_are_side_by_side(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 from made_runs import MadeRun, killed_run, worker_status
 from smolcluster.errors import SmolclusterError
 from smolcluster.observability.metrics import MetricRecord
-from smolcluster.observability.report.page import MAX_ROWS, cut, write_report
+from smolcluster.observability.report.page import write_report
+from smolcluster.observability.report.render import MAX_ROWS, cut
 from smolcluster.runs.events import (
     CheckpointSaved,
     PushDropped,
@@ -16,7 +17,7 @@ from smolcluster.runs.events import (
     RunStarted,
     WorkerJoined,
 )
-from smolcluster.runs.lock import RunLock
+from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import read_status, write_status
 
@@ -224,7 +225,7 @@ def test_a_run_that_broke_off_and_one_that_goes_on_say_so(tmp_path: Path) -> Non
     run.steps(1, 5)
     run.status("training", None, worker_status(0))
     assert "broken off" in report_of(run).words("head")
-    with RunLock(run.paths.lock):
+    with run_lock(run.paths.lock):
         page = report_of(run)
     assert "training · it goes on" in page.words("head")
 
@@ -380,7 +381,7 @@ def test_long_lists_are_cut_and_say_so(tmp_path: Path) -> None:
         run.joined(number, "pi5")
     page = report_of(run)
     assert len(page.rows["events"]) == MAX_ROWS + 1
-    assert "… 201 more …" in page.words("events")
+    assert ["…", "201 more"] in page.rows["events"]
     assert len(page.rows["workers"]) == MAX_ROWS + 2  # and the head
     assert cut([["a", "b"]] * 5, 4)[2] == ["…", "1 more"]
 

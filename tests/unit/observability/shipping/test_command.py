@@ -15,7 +15,7 @@ from smolcluster.cli import main
 from smolcluster.observability.shipping import command
 from smolcluster.observability.shipping.spool import STATE
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 90.0
 Start = Callable[..., "subprocess.Popen[str]"]
 
 

@@ -1,25 +1,21 @@
 """A run's curves over the samples applied."""
 
-import math
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import pytest
 
-from made_runs import MadeRun
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.view.curves import (
     Curves,
     Points,
     curves_of,
-    read_curves,
     smooth,
     thin,
     window_means,
 )
 from smolcluster.runs.events import Event, EventRecord, RunStarted, WorkerJoined, WorkerLost
 from smolcluster.runs.files import utc_timestamp
-from smolcluster.runs.series import MAX_STEPS, Series, SeriesFile
+from smolcluster.runs.series import MAX_STEPS, Series
 
 BATCH = 32
 STARTED = RunStarted(
@@ -96,12 +92,6 @@ def test_values_lie_over_the_samples_applied() -> None:
     assert series["val_loss"] == Points([0.0, 64.0, 96.0], [9.0, 0.5, 0.25])
 
 
-def test_values_that_are_not_finite_are_left_out() -> None:
-    series = curves_from(step(1, lr=math.nan), step(2, loss=math.inf), step(3)).series
-    assert series["loss"].x == [32.0, 96.0]
-    assert series["lr"].x == [64.0, 96.0]
-
-
 def test_of_a_long_run_a_point_has_its_lowest_and_its_highest_step() -> None:
     records = [step(number, loss=7.0 if number == 99 else 1.0) for number in range(1, 5000)]
     curves = curves_from(*records)
@@ -135,22 +125,6 @@ def test_workers_that_come_and_go_during_the_run_are_marked() -> None:
     ]
     curves = curves_from(*map(step, range(1, 11)), events=events)
     assert curves.marks == {"worker lost or left": [3.0 * BATCH], "worker joined": [6.0 * BATCH]}
-
-
-def test_the_small_file_tells_the_same_as_the_metrics(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path)
-    run.started()
-    run.steps(1, 3 * MAX_STEPS)
-    exact = {BATCH * number: 2.0 / number for number in range(1, 3 * MAX_STEPS + 1)}
-    SeriesFile(run.paths, warn=pytest.fail).close()
-    run.paths.metrics.unlink()
-    points = read_curves(run.paths).series["loss"]
-    before = 0.0
-    for x, y in zip(*points, strict=True):
-        own = [loss for samples, loss in exact.items() if before < samples <= x]
-        assert min(own) * 0.9999 <= y <= max(own) * 1.0001
-        before = x
-    assert before == 3 * MAX_STEPS * BATCH
 
 
 def test_thinning_keeps_first_and_last() -> None:

@@ -3,24 +3,27 @@ from pathlib import Path
 import pytest
 
 from made_runs import BEGAN, MadeRun
+from smolcluster.observability.parsing import LogLine
 from smolcluster.observability.view.first_error import (
     LINES_AFTER,
     LINES_BEFORE,
     MAX_LINE_NBYTES,
     MAX_MESSAGE,
-    LogLine,
     Logs,
-    Process,
     read_logs,
 )
-from smolcluster.runs.events import EventRecord, RunEnded, WorkerLost
+from smolcluster.runs.events import Event, EventRecord, RunEnded, WorkerLost
 from smolcluster.runs.files import utc_timestamp
+from smolcluster.runs.launched import Process
 
 SERVER, PI, WIN = (
-    Process("server", "mini1"),
-    Process("worker", "pi5", 0),
-    Process("worker", "win", 1),
+    Process(role="server", node="mini1"),
+    Process(role="worker", node="pi5", rank=0),
+    Process(role="worker", node="win", rank=1),
 )
+LOST = WorkerLost(rank=1, node="win", reason="silent")
+Said = tuple[float, Process, str, str]
+"""When a process has said something by its own clock, at which level, and what."""
 
 
 @pytest.fixture
@@ -28,134 +31,126 @@ def run(tmp_path: Path) -> MadeRun:
     return MadeRun(tmp_path)
 
 
+def say(run: MadeRun, *lines: Said) -> None:
+    for at_s, who, level, message in lines:
+        run.now = at_s
+        run.says(who.role, who.node, who.rank, (level, message))
+
+
+def event(at_s: float, what: Event) -> EventRecord:
+    return EventRecord(utc_timestamp(BEGAN + at_s), "a1", what)
+
+
+def ended(reason: str) -> RunEnded:
+    return RunEnded(ok=False, reason=reason, wall_s=1.0, steps=1, samples_applied=1)
+
+
 def logs_of(
     run: MadeRun,
     *events: EventRecord,
-    expected: tuple[Process, ...] = (SERVER, PI, WIN),
-    **more: object,
+    offsets: dict[str, float] | None = None,
+    stderr_tail: LogLine | None = None,
 ) -> Logs:
-    values: dict[str, object] = {"offsets": {}} | more
-    return read_logs(run.paths.logs, expected, events, **values)  # type: ignore[arg-type]
+    return read_logs(run.paths.logs, (SERVER, PI, WIN), events, offsets or {}, stderr_tail)
 
 
-def lost(at_s: float) -> EventRecord:
-    event = WorkerLost(rank=1, node="win", reason="silent")
-    return EventRecord(utc_timestamp(BEGAN + at_s), "a1", event)
-
-
-def said(logs: Logs) -> list[tuple[str, str]]:
+def context(logs: Logs) -> list[tuple[str, str]]:
     assert logs.trouble is not None
     return [(line.source, line.message) for line in logs.trouble.lines]
 
 
 def the_one(logs: Logs) -> LogLine:
     assert logs.trouble is not None
-    [line] = [line for line in logs.trouble.lines if line.is_it]
-    return line
+    assert logs.trouble.place is not None
+    return logs.trouble.lines[logs.trouble.place]
 
 
-def test_the_first_error_by_time_is_found_whichever_node_has_it(run: MadeRun) -> None:
-    run.now = 5
-    run.says("server", "mini1", None, ("ERROR", "the second"))
-    run.now = 3
-    run.says("worker", "win", 1, ("INFO", "before"), ("CRITICAL", "the first"))
-    run.now = 4
-    run.says("worker", "pi5", 0, ("INFO", "between"))
+SECOND: Said = (5, SERVER, "ERROR", "the second")
+
+
+@pytest.mark.parametrize(
+    ("lines", "events", "offsets", "expected"),
+    [
+        ([SECOND, (3, WIN, "CRITICAL", "the first")], [], {}, "the first"),
+        # the Pi's clock is 10 s ahead: its error came first, although its file says otherwise
+        ([(13, PI, "ERROR", "the first"), SECOND], [], {PI.title: 10.0}, "the first"),
+        ([(13, PI, "ERROR", "the first"), SECOND], [], {}, "the second"),
+        # a machine that had the Pi's rank before it: its clock moves nobody else's lines
+        ([(6, PI, "ERROR", "later"), SECOND], [], {"worker 1 (nas)": 10.0}, "the second"),
+        ([(5, SERVER, "WARNING", "later"), (3, WIN, "WARNING", "no space")], [], {}, "no space"),
+        ([(3, WIN, "WARNING", "no space"), SECOND], [], {}, "the second"),
+        ([(3, SERVER, "WARNING", "is lost"), SECOND], [event(3.002, LOST)], {}, "is lost"),
+        (
+            [*[(100.0, SERVER, "INFO", f"{i}") for i in range(20)], (3, SERVER, "ERROR", "no")],
+            *([], {}, "no"),
+        ),
+    ],
+)
+def test_the_line_that_tells_what_went_wrong_first(
+    run: MadeRun,
+    lines: list[Said],
+    events: list[EventRecord],
+    offsets: dict[str, float],
+    expected: str,
+) -> None:
+    say(run, (1, SERVER, "INFO", "before"), *lines)
+    assert the_one(logs_of(run, *events, offsets=offsets)).message == expected
+
+
+@pytest.mark.parametrize(
+    ("lines", "events", "what"),
+    [
+        ([(3, WIN, "ERROR", "no"), SECOND], [], "worker 2 (win): no"),
+        (
+            [(3, WIN, "WARNING", "no space")],
+            [],
+            "no error and no lost worker; the first warning is worker 2 (win): no space",
+        ),
+        ([SECOND], [event(3, LOST)], "worker 2 (win) is lost: silent"),
+        ([], [event(3, LOST)], "worker 2 (win) is lost: silent"),
+        ([], [event(3, ended("the run failed: no"))], "the run failed: no"),
+        ([], [event(3, ended("it was stopped"))], None),
+        ([(1, PI, "INFO", 'said "level": "ERROR", and all was well')], [], None),
+    ],
+)
+def test_what_went_wrong_is_a_sentence(
+    run: MadeRun, lines: list[Said], events: list[EventRecord], what: str | None
+) -> None:
+    say(run, *lines)
+    trouble = logs_of(run, *events).trouble
+    assert (trouble and trouble.what) == what
+
+
+def test_the_lines_around_it_are_of_all_nodes_by_time_and_serious_ones_are_counted(
+    run: MadeRun,
+) -> None:
+    first, between = (3, WIN, "CRITICAL", "the first"), (4, PI, "INFO", "between")
+    say(run, SECOND, (3, WIN, "INFO", "before"), first, between, (9, WIN, "WARNING", "later"))
     logs = logs_of(run)
-    assert logs.trouble is not None
-    assert logs.trouble.what == "worker 2 (win): the first"
-    assert said(logs) == [
+    assert context(logs) == [
         ("worker 2 (win)", "before"),
         ("worker 2 (win)", "the first"),
         ("worker 1 (pi5)", "between"),
         ("server mini1", "the second"),
+        ("worker 2 (win)", "later"),
     ]
-    assert the_one(logs).message == "the first"
     assert logs.num_errors == {"server mini1": 1, "worker 2 (win)": 1}
-
-
-def test_a_clock_that_is_ahead_does_not_put_the_blame_on_others(run: MadeRun) -> None:
-    """The Pi's clock is 10 s ahead: its error came first, although its file says otherwise."""
-    run.now = 3
-    run.says("worker", "pi5", 0, ("ERROR", "the first"), off_s=10)
-    run.now = 5
-    run.says("server", "mini1", None, ("ERROR", "the second"))
-    assert the_one(logs_of(run, offsets={PI: 10.0})).message == "the first"
-    assert the_one(logs_of(run)).message == "the second"
-
-
-def test_the_clock_of_one_machine_does_not_move_what_another_of_its_rank_has_said(
-    run: MadeRun,
-) -> None:
-    """The worker of rank 0 moved from the Pi to a machine whose clock is 10 s ahead."""
-    run.now = 3
-    run.says("server", "mini1", None, ("ERROR", "the first"))
-    run.now = 5
-    run.says("worker", "pi5", 0, ("ERROR", "the second"))
-    offsets = {Process("worker", "nas", 0): 10.0}
-    assert the_one(logs_of(run, offsets=offsets)).message == "the first"
-
-
-def test_where_nothing_failed_the_first_warning_is_named(run: MadeRun) -> None:
-    run.now = 5
-    run.says("server", "mini1", None, ("WARNING", "the second"))
-    run.now = 3
-    run.says("worker", "win", 1, ("INFO", "before"), ("WARNING", "no space"))
-    logs = logs_of(run)
-    assert logs.trouble is not None
-    assert logs.trouble.what.endswith("the first warning is worker 2 (win): no space")
-    assert the_one(logs).message == "no space"
-    assert logs.num_warnings == {"server mini1": 1, "worker 2 (win)": 1}
-    run.now = 9
-    run.says("server", "mini1", None, ("ERROR", "an error"))
-    assert the_one(logs_of(run)).message == "an error"
-
-
-def test_a_lost_worker_is_trouble_and_the_warning_of_it_is_pointed_at(run: MadeRun) -> None:
-    run.now = 3
-    run.says("server", "mini1", None, ("INFO", "before"), ("WARNING", "worker 2 (win) is lost"))
-    run.now = 4
-    run.says("server", "mini1", None, ("ERROR", "later"))
-    logs = logs_of(run, lost(3.002))
-    assert logs.trouble is not None
-    assert logs.trouble.what == "worker 2 (win) is lost: silent"
-    assert the_one(logs).message == "worker 2 (win) is lost"
-
-
-def test_a_lost_worker_of_which_no_log_tells_is_trouble_too(run: MadeRun) -> None:
-    logs = logs_of(run, lost(3.0), expected=(SERVER,))
-    assert logs.trouble is not None
-    assert logs.trouble.what == "worker 2 (win) is lost: silent"
-    assert said(logs) == []
-    assert (logs.read, logs.missing) == ([], ["server mini1"])
-
-
-@pytest.mark.parametrize(
-    ("reason", "is_trouble"), [("the run failed: no", True), ("it was stopped", False)]
-)
-def test_a_failure_that_no_line_tells_of_is_told_by_its_event(
-    run: MadeRun, reason: str, is_trouble: bool
-) -> None:
-    ended = RunEnded(ok=False, reason=reason, wall_s=1.0, steps=1, samples_applied=1)
-    logs = logs_of(run, EventRecord(utc_timestamp(BEGAN), "a1", ended))
-    assert (logs.trouble is not None) is is_trouble
+    assert logs.num_warnings == {"worker 2 (win)": 1}
 
 
 def test_last_words_count_as_a_line(run: MadeRun) -> None:
-    run.says("server", "mini1", None, ("INFO", "before"))
-    words = LogLine(BEGAN + 9, "server mini1", "ERROR", "no space left", "Traceback")
+    say(run, (0, SERVER, "INFO", "before"))
+    words = LogLine(BEGAN + 9, "ERROR", "no space left", "Traceback", source="server mini1")
     logs = logs_of(run, stderr_tail=words)
-    assert said(logs) == [("server mini1", "before"), ("server mini1", "no space left")]
+    assert context(logs) == [("server mini1", "before"), ("server mini1", "no space left")]
     assert the_one(logs).exception == "Traceback"
 
 
 def test_context_is_bounded_and_all_nodes_have_a_part_in_it(run: MadeRun) -> None:
     for number in range(200):
-        run.now = number / 10
-        node, rank = ("pi5", 0) if number % 2 else ("win", 1)
         level = "ERROR" if number == 100 else "INFO"
-        run.says("worker", node, rank, (level, f"line {number}"))
-    lines = said(logs_of(run))
+        say(run, (number / 10, PI if number % 2 else WIN, level, f"line {number}"))
+    lines = context(logs_of(run))
     numbers = [int(message.split()[1]) for _, message in lines]
     assert numbers == list(range(100 - LINES_BEFORE, 100 + LINES_AFTER + 1))
     assert {source for source, _ in lines} == {"worker 1 (pi5)", "worker 2 (win)"}
@@ -165,37 +160,22 @@ def test_the_trouble_is_shown_among_however_many_lines_of_its_moment(run: MadeRu
     many = [("INFO", f"after {number}") for number in range(3 * LINES_BEFORE)]
     run.says("server", "mini1", None, ("INFO", "before"), ("ERROR", "no"), *many)
     run.says("worker", "pi5", 0, *many)
-    lines = said(logs_of(run))
+    lines = context(logs_of(run))
     assert lines[:3] == [("server mini1", each) for each in ("before", "no", "after 0")]
 
 
-def test_the_trouble_is_shown_when_the_clock_was_set_back_before_it(run: MadeRun) -> None:
-    run.now = 100
-    run.says("server", "mini1", None, *[("INFO", f"line {i}") for i in range(2 * LINES_AFTER)])
-    run.now = 3
-    run.says("server", "mini1", None, ("ERROR", "no"))
-    assert the_one(logs_of(run)).message == "no"
-
-
-def test_nodes_whose_logs_are_not_here_are_named(run: MadeRun) -> None:
-    run.says("server", "mini1", None, ("INFO", "fine"))
-    logs = logs_of(run)
-    assert logs.read == ["server mini1"]
-    assert logs.missing == ["worker 1 (pi5)", "worker 2 (win)"]
-    assert logs.trouble is None
-
-
-def test_rotated_files_are_read_and_in_order(run: MadeRun) -> None:
+def test_rotated_files_are_read_in_order_and_logs_that_are_not_here_are_named(
+    run: MadeRun,
+) -> None:
     file = run.paths.log_file("server", "mini1")
     for number, suffix in ((1, ".2"), (2, ".1"), (3, "")):
-        run.now = number
-        run.says("server", "mini1", None, ("ERROR", f"error {number}"))
+        say(run, (number, SERVER, "ERROR", f"error {number}"))
         file.replace(f"{file}{suffix}")
-    logs = logs_of(run, expected=(SERVER,))
-    assert [message for _, message in said(logs)] == ["error 1", "error 2", "error 3"]
+    logs = logs_of(run)
+    assert [message for _, message in context(logs)] == ["error 1", "error 2", "error 3"]
     assert the_one(logs).message == "error 1"
     assert logs.num_errors == {"server mini1": 3}
-    assert logs.missing == []
+    assert (logs.read, logs.missing) == (["server mini1"] * 3, [PI.title, WIN.title])
 
 
 def test_lines_that_are_no_json_or_too_long_do_no_harm(run: MadeRun) -> None:
@@ -203,18 +183,12 @@ def test_lines_that_are_no_json_or_too_long_do_no_harm(run: MadeRun) -> None:
     file.write_bytes(
         b'{"level": "ERROR", "message": "' + b"x" * 3 * MAX_LINE_NBYTES + b'"}\n\x00\xff\n'
     )
-    run.now = 1
-    run.says("server", "mini1", None, ("ERROR", "y" * 5 * MAX_MESSAGE))
+    say(run, (1, SERVER, "ERROR", "y" * 5 * MAX_MESSAGE))
     logs = logs_of(run)
     line = the_one(logs)
     assert line.message.startswith("y" * MAX_MESSAGE + " … (")
     assert line.message.endswith("characters more)")
     assert logs.num_errors == {"server mini1": 1}
-
-
-def test_a_message_that_looks_like_a_level_is_none(run: MadeRun) -> None:
-    run.says("worker", "pi5", 0, ("INFO", 'said "level": "ERROR", and all was well'))
-    assert logs_of(run).trouble is None
 
 
 def test_what_a_process_says_of_its_machine_is_kept(run: MadeRun) -> None:

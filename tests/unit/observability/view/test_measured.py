@@ -13,7 +13,6 @@ from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.view.curves import Points, smooth
 from smolcluster.observability.view.measured import Measured
 from smolcluster.observability.view.run import RunView, files_here
-from smolcluster.runs.events import RunResumed
 from smolcluster.runs.paths import RunPaths
 
 
@@ -60,19 +59,6 @@ def test_points_are_put_together_once_for_all_who_ask(tmp_path: Path) -> None:
     assert view.series()["steps"]["step"] == [1, 2, 3]
     run.paths.metrics.write_bytes(b"")
     assert view.series()["steps"]["step"] == []
-
-
-def test_an_abandoned_time_line_is_left_out(tmp_path: Path) -> None:
-    before = MadeRun(tmp_path)
-    before.started()
-    before.steps(1, 9)
-    after = MadeRun(tmp_path, incarnation="b2")
-    after.now = before.now
-    after.event(RunResumed(step=5, samples_applied=160))
-    after.steps(6, 7, loss=7.0)
-    found = series(Measured(before.paths))
-    assert found["steps"]["step"] == [1, 2, 3, 4, 5, 6, 7]
-    assert found["steps"]["loss"][5:] == [7.0, 7.0]
 
 
 def test_a_long_runs_loss_is_as_high_as_it_was(tmp_path: Path) -> None:

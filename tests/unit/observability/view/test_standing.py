@@ -2,87 +2,88 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from made_runs import BEGAN, MadeRun, killed_run, worker_status
-from reading import launched_run, server, worker
-from smolcluster.observability.view.listing import listed, run_of
+from reading import children_of, launched_run, server, worker
+from smolcluster.observability.view.listing import line_of, listed, run_of
 from smolcluster.observability.view.run import RunView, files_here
-from smolcluster.runs.lock import RunLock
-from smolcluster.runs.processes import ProcessEntry, write_processes
+from smolcluster.observability.view.snapshot import read_snapshot
+from smolcluster.runs.lock import run_lock
 from smolcluster.runs.status import STOPPED
-from smolcluster.utils import locks
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> MadeRun:
+    return MadeRun(tmp_path)
 
 
 def state_of(run: MadeRun, now: float = BEGAN + 20) -> dict[str, Any]:
     return RunView(files_here(run.paths), now=lambda: now).state()
 
 
-def test_a_run_that_is_over(tmp_path: Path) -> None:
-    state = state_of(killed_run(tmp_path))
-    assert (state["state"], state["is_over"], state["is_old"]) == ("ended", True, False)
-    assert (state["step"], state["total_steps"], state["wall_s"]) == (120, 400, 60.0)
-    assert state["eta_s"] is None
-    assert [worker["node"] for worker in state["workers"]] == ["pi5", "win", "macbook"]
-    assert state["model"] == "SimpleNN"
+def states(root: Path) -> list[str | None]:
+    return [each["state"] for each in listed(root)]
 
 
-def test_a_run_that_was_stopped_is_over(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path)
+def summary_alone(run: MadeRun) -> None:
+    killed_run(run.paths.root.parent)
+    run.paths.status.unlink()
+
+
+def stopped(run: MadeRun) -> None:
     run.started()
     run.status("ended", STOPPED, worker_status(0))
+
+
+def broken_off(run: MadeRun) -> None:
+    run.status("training")
+    run.paths.lock.touch()
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (
+            lambda run: killed_run(run.paths.root.parent),
+            {
+                **{"state": "ended", "is_over": True, "is_old": False, "model": "SimpleNN"},
+                **{"step": 120, "total_steps": 400, "wall_s": 60.0, "eta_s": None},
+            },
+        ),
+        (summary_alone, {"state": "ended", "step": 100, "loss": 0.0213, "is_over": True}),
+        (stopped, {"state": "stopped", "is_over": True}),
+        (broken_off, {"state": "broken off", "is_over": True, "eta_s": None}),
+        (lambda _: None, {"state": "starting", "workers": [], "algorithm": None, "problems": []}),
+    ],
+    ids=["complete", "of before", "stopped", "broken off", "nothing"],
+)
+def test_a_run_is_told_by_what_is_there(
+    run: MadeRun, make: Callable[[MadeRun], object], expected: dict[str, object]
+) -> None:
+    make(run)
     state = state_of(run)
-    assert (state["state"], state["is_over"]) == ("stopped", True)
-    assert [each["state"] for each in listed(tmp_path)] == ["stopped"]
+    assert {name: state[name] for name in expected} == expected
+    assert states(run.paths.root.parent) == [expected["state"]]
 
 
-def test_a_run_without_a_status_is_told_by_its_summary(tmp_path: Path) -> None:
-    run = killed_run(tmp_path)
-    run.paths.status.unlink()
-    state = state_of(run)
-    assert (state["state"], state["step"], state["loss"]) == ("ended", 100, 0.0213)
-    assert [worker["share"] for worker in state["workers"]] == [0.5, 0.1, 0.4]
-
-
-def test_a_run_that_goes_on_says_what_is_left_and_how_old_its_news_is(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path)
+def test_a_run_that_goes_on_says_what_is_left_and_how_old_its_news_is(run: MadeRun) -> None:
     run.started()
     run.status("training", None, worker_status(0))
-    descriptor = locks.take(run.paths.lock, lambda _: None)
-    try:
+    with run_lock(run.paths.lock):
         state = state_of(run, BEGAN + 2)
         assert (state["state"], state["eta_s"], state["age_s"]) == ("training", 4.375, 2.0)
         assert not state["is_old"]
         assert state_of(run, BEGAN + 60)["is_old"]
-    finally:
-        locks.release(descriptor)
+        [line] = listed(run.paths.root.parent)
+        assert line == {"run_id": "edp-1", "state": "training", "algorithm": "edp"}
 
 
-def test_a_run_that_nobody_holds_any_more_has_broken_off(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path)
-    run.status("training")
-    run.paths.lock.touch()
-    state = state_of(run)
-    assert (state["state"], state["is_over"], state["eta_s"]) == ("broken off", True, None)
-
-
-def test_runs_are_listed_as_they_stand(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path)
-    run.status("training")
-    with RunLock(run.paths.lock):
-        assert listed(tmp_path) == [{"run_id": "edp-1", "state": "training", "algorithm": "edp"}]
-    assert [each["state"] for each in listed(tmp_path)] == ["broken off"]
-    run.paths.status.unlink()
-    run.summary()
-    assert [each["state"] for each in listed(tmp_path)] == ["ended"]
-
-
-def test_a_file_that_is_damaged_is_a_problem_and_one_that_is_missing_is_none(
-    tmp_path: Path,
-) -> None:
-    run = MadeRun(tmp_path)
-    assert state_of(run)["problems"] == []
+def test_a_file_that_is_damaged_is_a_problem(run: MadeRun) -> None:
     run.paths.status.write_text("{")
     run.paths.summary.write_text("{}")
     first, second = state_of(run)["problems"]
@@ -90,19 +91,8 @@ def test_a_file_that_is_damaged_is_a_problem_and_one_that_is_missing_is_none(
     assert str(run.paths.summary) in second
 
 
-def test_workers_that_a_resume_has_added_are_rows(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path)
-    ticks = iter(range(100))
-    view = RunView(files_here(run.paths), clock=lambda: next(ticks))
-    assert view.state()["workers"] == []
-    launched = launched_run(tmp_path, server(), worker(0, "pi5", "pi@pi5"))
-    launched.launched.rename(run.paths.launched)
-    assert [each["node"] for each in view.state()["workers"]] == ["pi5"]
-
-
-def test_age_is_by_this_machines_clock_once_the_server_was_seen_to_write(tmp_path: Path) -> None:
+def test_age_is_by_this_machines_clock_once_the_server_was_seen_to_write(run: MadeRun) -> None:
     """The clock of the server's machine may be an hour off."""
-    run = MadeRun(tmp_path)
     run.status("training")
     ticks = [100.0]
     view = RunView(files_here(run.paths), now=lambda: BEGAN - 3600, clock=lambda: ticks[0])
@@ -115,80 +105,72 @@ def test_age_is_by_this_machines_clock_once_the_server_was_seen_to_write(tmp_pat
     assert view.state()["age_s"] == 4.0
 
 
-def test_workers_that_have_not_come_yet_are_rows_too(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path)
+def test_workers_of_a_summary_have_their_shares(run: MadeRun) -> None:
+    summary_alone(run)
+    shares = [(worker["node"], worker["share"]) for worker in state_of(run)["workers"]]
+    assert shares == [("pi5", 0.5), ("win", 0.1), ("macbook", 0.4)]
+
+
+def test_workers_that_have_not_come_yet_and_those_that_a_resume_has_added_are_rows(
+    run: MadeRun,
+) -> None:
+    ticks = iter(range(100))
+    view = RunView(files_here(run.paths), clock=lambda: next(ticks))
+
+    def workers() -> list[tuple[int, str, str]]:
+        return [(each["rank"], each["node"], each["state"]) for each in view.state()["workers"]]
+
+    assert workers() == []
     run.status("waiting", None, worker_status(0))
-    entries = [
-        ProcessEntry(node="mini1", role="server", pid=os.getpid()),
-        *(
-            ProcessEntry(node=node, role="worker", rank=rank, pid=1)
-            for rank, node in enumerate("ab")
-        ),
-    ]
-    write_processes(run.paths.processes, entries)
-    workers = state_of(run)["workers"]
-    assert [(worker["rank"], worker["state"]) for worker in workers] == [
-        *((0, "joined"), (1, "starting"))
-    ]
+    children_of(run.paths, os.getpid(), 1, 1)
+    assert workers() == [(0, "pi5", "joined"), (1, "pi2", "starting")]
+    launched = launched_run(run.paths.root.parent, server(), worker(7, "nas", "nas"))
+    launched.launched.rename(run.paths.launched)
+    assert workers() == [(0, "pi5", "joined"), (7, "nas", "starting")]
 
 
 def test_what_a_worker_that_has_gone_reported_is_not_shown_as_if_it_were_news(
-    tmp_path: Path,
+    run: MadeRun,
 ) -> None:
-    run = MadeRun(tmp_path)
     process_stats = {"cpu": 1.5}
     lost = worker_status(1, state="lost", process_stats=process_stats)
     run.status("training", None, worker_status(0, process_stats=process_stats), lost)
     assert [worker["process_stats"] for worker in state_of(run)["workers"]] == [process_stats, {}]
 
 
-def test_staleness_is_what_was_counted_else_what_was_sampled(tmp_path: Path) -> None:
-    run = MadeRun(tmp_path)
+def test_staleness_is_what_was_counted_else_what_was_sampled(run: MadeRun) -> None:
     run.steps(1, 6)
     run.status("training", None, worker_status(0))
-    sampled = state_of(run)["staleness"]
-    assert sampled == {"counts": [2, 2, 2, 0, 0, 0, 0, 0], "is_sampled": True}
+    sampled = {"counts": [2, 2, 2, 0, 0, 0, 0, 0], "is_sampled": True}
+    assert state_of(run)["staleness"] == sampled
     counted = [5, 0, 0, 1, 0, 0, 0, 0]
-    run.status(
-        *("training", None),
-        *(worker_status(rank, staleness=counted) for rank in (0, 1)),
-    )
-    assert state_of(run)["staleness"] == {
-        "counts": [10, 0, 0, 2, 0, 0, 0, 0],
-        "is_sampled": False,
-    }
+    run.status("training", None, *(worker_status(rank, staleness=counted) for rank in (0, 1)))
+    twice = {"counts": [10, 0, 0, 2, 0, 0, 0, 0], "is_sampled": False}
+    assert state_of(run)["staleness"] == twice
 
 
 def test_of_a_run_of_other_machines_no_state_is_made_up(tmp_path: Path) -> None:
     paths = launched_run(tmp_path, server("mini@mini1"), worker(0, "pi5", "pi@pi5"))
-
-    def states() -> list[str | None]:
-        return [each["state"] for each in listed(paths.root.parent)]
-
-    assert states() == [None]
-    paths.standing.write_text('{"state": "stopped", "is_alive": false}')
-    assert states() == ["stopped"]
-    paths.standing.write_text('{"state": "training", "is_alive": true}')
-    assert states() == [None]
-
-
-def test_an_empty_folder_is_a_run_of_which_nothing_is_known(tmp_path: Path) -> None:
-    state = state_of(MadeRun(tmp_path))
-    assert (state["state"], state["workers"], state["algorithm"]) == ("starting", [], None)
+    assert states(tmp_path) == [None]
+    for state, is_alive, expected in (("stopped", False, "stopped"), ("training", True, None)):
+        heard = line_of(read_snapshot(paths), state, None, None, is_alive=is_alive)
+        paths.standing.write_text(heard.model_dump_json())
+        assert states(tmp_path) == [expected]
 
 
 def test_runs_are_listed_the_newest_first_and_found_by_name(tmp_path: Path) -> None:
     for age, name in enumerate(("edp-new", "edp-old")):
         run = MadeRun(tmp_path, name)
         run.config()
-        run.status("training")
         moment = time.time() - age
         os.utime(run.paths.config, (moment, moment))
-    (tmp_path / "latest").symlink_to("edp-old")
     (tmp_path / ".hidden").mkdir()
-    assert [run["run_id"] for run in listed(tmp_path)] == ["edp-new", "edp-old"]
-    latest, named = run_of(tmp_path, "latest"), run_of(tmp_path, "edp-new")
-    assert latest is not None
-    assert named is not None
-    assert (latest.run_id, named.run_id) == ("edp-old", "edp-new")
-    assert run_of(tmp_path, "edp-none") is None
+    assert [each["run_id"] for each in listed(tmp_path)] == ["edp-new", "edp-old"]
+
+    def found(name: str) -> str | None:
+        paths = run_of(tmp_path, name)
+        return None if paths is None else paths.run_id
+
+    assert (found("edp-old"), found("edp-none"), found("latest")) == ("edp-old", None, "edp-new")
+    (tmp_path / "latest").symlink_to("edp-old")
+    assert found("latest") == "edp-old"

@@ -28,12 +28,9 @@ PAGE = 1000
 
 
 def top(run: str, *, once: bool, ask: Ask | None = None) -> int:
-    """Show how a run goes, until it is over, Ctrl-C or q.
+    """Show how a run goes, until it is over, Ctrl-C or q; `once`, or without a terminal, print one frame.
 
-    Args:
-        run: its name, latest, or its folder.
-        once: print one frame; so it is where the output is no terminal.
-        ask: runs a script on a machine; only tests say another one.
+    `ask` runs a script on a machine; only tests say another one.
 
     Raises:
         ConfigError: there is no such run.
@@ -66,7 +63,6 @@ class Poller(threading.Thread):
         self._stopped = threading.Event()
 
     def run(self) -> None:
-        """Look until it is told to stop."""
         while not self._stopped.is_set():
             began = time.monotonic()
             try:
@@ -90,14 +86,13 @@ class Poller(threading.Thread):
         return snapshot.later(time.monotonic() - taken_at)
 
     def stop(self) -> None:
-        """Look no more."""
         self._stopped.set()
 
 
 def _watch(lookout: Poller, console: Console, first_words: str) -> None:
     """Draw until the run is over, whose end then stays on the screen, or q is pressed."""
     with (
-        keys() as is_q,
+        keyboard() as descriptor,
         Live(
             Text(displayable(console, first_words)),
             console=console,
@@ -112,13 +107,12 @@ def _watch(lookout: Poller, console: Console, first_words: str) -> None:
                 live.update(drawn(snapshot, console, console.height), refresh=True)
                 if snapshot.is_over:
                     break
-            if is_q(0.1 if snapshot is None else DRAW_EVERY_S) or console.quiet:
+            if is_q(descriptor, 0.1 if snapshot is None else DRAW_EVERY_S) or console.quiet:
                 return
     console.print(drawn(snapshot, console, console.height - 1), no_wrap=True, crop=False)
 
 
 def drawn(snapshot: Snapshot, console: Console, height: int) -> RenderableType:
-    """The picture for this console."""
     is_plain = not console.encoding.lower().startswith("utf")
 
     def show(text: str) -> str:
@@ -135,36 +129,29 @@ def drawn(snapshot: Snapshot, console: Console, height: int) -> RenderableType:
 
 
 @contextmanager
-def keys() -> Iterator["Waits"]:
-    """Hear single keys while the block lasts, if there is a keyboard."""
+def keyboard() -> Iterator[int | None]:
+    """Hear single keys while the block lasts; None: there is no keyboard."""
     if not sys.stdin.isatty():
-        yield Waits(None)
+        yield None
         return
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     try:
         tty.setcbreak(descriptor)
-        yield Waits(descriptor)
+        yield descriptor
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
-class Waits:
-    """Waits for a key."""
-
-    def __init__(self, descriptor: int | None) -> None:
-        self._descriptor = descriptor
-
-    def __call__(self, seconds: float) -> bool:
-        """Wait so long; whether q was pressed, which ends the wait."""
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            if self._descriptor is None:
-                time.sleep(left)
-            elif select.select([self._descriptor], [], [], left)[0]:
-                pressed = os.read(self._descriptor, 64)
-                if not pressed:
-                    self._descriptor = None
-                if b"q" in pressed.lower():
-                    return True
-        return False
+def is_q(descriptor: int | None, seconds: float) -> bool:
+    """Wait so long; whether q was pressed, which ends the wait."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if descriptor is None:
+            time.sleep(left)
+        elif select.select([descriptor], [], [], left)[0]:
+            pressed = os.read(descriptor, 64)
+            if b"q" in pressed.lower():
+                return True
+            descriptor = descriptor if pressed else None
+    return False

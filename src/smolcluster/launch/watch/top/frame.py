@@ -81,7 +81,6 @@ class Column:
 
 
 def frame(snapshot: Snapshot, canvas: Canvas) -> list[Text]:
-    """The lines that show a picture."""
     head = _head(snapshot, canvas)
     rows = _rows(snapshot)
     table = _table(rows, canvas)
@@ -237,7 +236,6 @@ def _age(row: Row) -> str:
 
 
 def state_of(row: Row) -> str:
-    """A process's state in a word or two."""
     process = row.process
     match process.process:
         case "unreachable":

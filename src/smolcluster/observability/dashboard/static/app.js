@@ -126,6 +126,13 @@ function drawHead() {
   say(byId("about"), [facts.join(" · "), state.is_over && state.reason ? state.reason : ""].filter(Boolean).join(" — "));
 }
 
+/** A workload's metrics by name, of the newest evaluation. */
+function metrics(values) {
+  return Object.entries(values)
+    .filter(([key, value]) => key.startsWith("val_") && key !== "val_loss" && typeof value === "number")
+    .map(([key, value]) => [key.slice(4), value]);
+}
+
 function drawFigures() {
   const done = state.total_samples ? state.samples_applied / state.total_samples : null;
   const figures = [
@@ -134,8 +141,7 @@ function drawFigures() {
     ["epoch", state.num_epochs ? count(Math.min(state.epoch + 1, state.num_epochs)) : NONE, state.num_epochs ? `of ${count(state.num_epochs)}` : ""],
     ["loss", number(state.loss), state.learning_rate > 0 ? `lr ${number(state.learning_rate, 3)}` : ""],
     ["validation loss", number(state.val_loss), ""],
-    ...(state.val_accuracy !== null && state.val_accuracy !== undefined ? [["accuracy", percent(state.val_accuracy, 1), "validation"]] : []),
-    ...(state.val_perplexity !== null && state.val_perplexity !== undefined ? [["perplexity", number(state.val_perplexity), "validation"]] : []),
+    ...metrics(state).map(([name, value]) => [name, name === "accuracy" ? percent(value, 1) : number(value), "validation"]),
     ["samples/s", number(state.samples_per_s, 3), ""],
     state.is_over ? ["took", duration(state.wall_s), ""] : ["left", state.eta_s === null || state.eta_s === undefined ? NONE : duration(state.eta_s), `${duration(state.wall_s)} so far`],
   ];

@@ -39,6 +39,15 @@ const PANELS = [
   { title: "Round trip", curves: [perProcess("rtt_s", false)], format: duration, fromZero: true },
 ];
 
+const KNOWN = new Set(["t", "step", "val_loss", "val_accuracy", "val_perplexity"]);
+
+/** All panels; those of a workload's own metrics stand behind the other validations. */
+function panels() {
+  const own = Object.keys(data.evaluations).filter((name) => !KNOWN.has(name)).map((name) => name.slice(4))
+    .map((name) => ({ title: `Validation ${name}`, curves: [evaluated(name, `val_${name}`, "second")] }));
+  return [...PANELS.slice(0, 3), ...own, ...PANELS.slice(3)];
+}
+
 const drawn = new Map();
 let data = null, over = "step", isLogLoss = false, zoom = null;
 
@@ -121,7 +130,7 @@ function zoomTo(range) {
 export function drawCharts(next) {
   data = next;
   const box = byId("curves");
-  for (const panel of PANELS) drawPanel(panel, box);
+  for (const panel of panels()) drawPanel(panel, box);
   byId("curves-title").closest("section").classList.toggle("empty", drawn.size === 0);
 }
 
@@ -143,7 +152,8 @@ function drawPanel(panel, box) {
 
 /** The figure of the next panel that is drawn. */
 function after(panel, box) {
-  const later = PANELS.slice(PANELS.indexOf(panel) + 1).find((each) => drawn.has(each.title));
+  const all = panels(), place = all.findIndex((each) => each.title === panel.title);
+  const later = all.slice(place + 1).find((each) => drawn.has(each.title));
   return later && drawn.get(later.title).figure.parentNode === box ? drawn.get(later.title).figure : null;
 }
 

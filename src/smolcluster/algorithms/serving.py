@@ -1,0 +1,112 @@
+"""`smolcluster serve`: the server of processes that attach, which learns from the first what is trained."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from smolcluster.algorithms.owner import Owner, own_run
+from smolcluster.algorithms.process import process_log
+from smolcluster.cluster.listening import check_port
+from smolcluster.configs.resolve import Settings, check_algorithm, load_settings
+from smolcluster.configs.spec import AlgorithmSpec, default_algorithm, get_algorithm
+from smolcluster.errors import ConfigError
+from smolcluster.observability.terminal import SteadyConsole
+from smolcluster.ps.offering import Offer, optimizer_fields, wait_for_offer
+from smolcluster.transport.security import default_secret_path, ensure_secret
+
+ATTACHED = Path(__file__).parent / "attached.yaml"
+"""The training file of runs of attached processes."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What `smolcluster serve` is asked for."""
+
+    config: str
+    algorithm: str | None = None
+    overrides: tuple[str, ...] = ()
+    run_id: str | None = None
+    resume: str | None = None
+    is_local: bool = False
+    num_workers: int | None = None
+    has_progress: bool = True
+    is_named: bool = True
+    """Whether console lines say whose they are."""
+
+
+def settings_for(settings: Settings, algorithm: AlgorithmSpec, offer: Offer) -> Settings:
+    """The server's settings with what an offer says.
+
+    Where workers do not wait for each other, the server applies the difference that a loop has made.
+
+    Raises:
+        ConfigError: what it says cannot be trained with.
+    """
+    told = optimizer_fields(offer.model_dump())
+    if not algorithm.is_synchronous:
+        told |= {
+            "optimizer": "sgd",
+            "optimizer_args": {},
+            "learning_rate": 1.0,
+            "weight_decay": 0.0,
+            "lr_schedule": None,
+        }
+    try:
+        train = type(settings.train).model_validate(dict(settings.train) | told)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            f"the process that attached: {key or 'settings'}: {first['msg']}"
+        ) from None
+    return replace(settings, train=train)
+
+
+def serve_attached(serving: Serving) -> None:
+    """Wait for the first process that attaches, then serve the run until it is over.
+
+    Raises:
+        ConfigError: the cluster file or an override is wrong.
+    """
+    settings = load_settings(
+        serving.config,
+        ATTACHED,
+        None,
+        list(serving.overrides),
+        local=serving.is_local,
+        local_workers=serving.num_workers,
+    )
+    stated = serving.algorithm or settings.cluster.algorithm
+    spec = get_algorithm(stated) if stated else default_algorithm()
+    check_algorithm(settings, spec.name)
+    console = SteadyConsole(stderr=True)
+    node = settings.cluster.server
+    with process_log("server", node, console=console, named=serving.is_named) as log:
+        secret = ensure_secret(settings.node.secret_file or default_secret_path())
+        check_port(settings.cluster)
+        offered = wait_for_offer(
+            settings.cluster,
+            secret,
+            log=log.logger,
+            needs_optimizer=spec.is_synchronous,
+            check=partial(settings_for, settings, spec),
+        )
+        own_run(
+            Owner(
+                spec.name,
+                "server",
+                node,
+                settings_for(settings, spec, offered.offer),
+                secret,
+                offered.workload,
+            ),
+            log,
+            import_module(f"{spec.package}.server").serve,
+            run_id=serving.run_id,
+            resume=serving.resume,
+            progress=console if serving.has_progress else None,
+            output=console if serving.has_progress else None,
+        )

@@ -1,0 +1,1 @@
+"""What `import smolcluster` gives: see `smolcluster.__all__`."""

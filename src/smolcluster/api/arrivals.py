@@ -1,0 +1,121 @@
+"""Workers that come before the run begins: each proves itself, and is asked to come again in a moment."""
+
+import logging
+import threading
+import time
+from typing import Self
+
+from smolcluster.cluster.listening import listening_addresses
+from smolcluster.configs.resolve import Settings
+from smolcluster.errors import ClusterEmpty
+from smolcluster.net.acceptor import Acceptor
+from smolcluster.net.inbox import Event, Inbox, SessionClosed
+from smolcluster.net.membership import Refused
+from smolcluster.net.session import Receiver
+from smolcluster.transport.connection import listen
+from smolcluster.transport.handshake import Door
+from smolcluster.transport.messages import Hello, sets_of
+from smolcluster.transport.security import Secret
+from smolcluster.transport.tls import new_identity
+from smolcluster.utils.retry import Deadline
+from smolcluster.utils.units import format_duration
+
+COME_AGAIN_S = 0.5
+GONE_S = 10.0
+"""A worker that has not come again for so long waits no more."""
+POLL_S = 0.05
+
+
+class Arrivals:
+    """Listens where the run will, until closed; counts the workers that wait."""
+
+    def __init__(
+        self, settings: Settings, algorithm: str, secret: Secret, log: logging.Logger
+    ) -> None:
+        """Listen.
+
+        Raises:
+            PortBusy: another process listens there.
+            ConfigError: an address to listen on is not this machine's.
+        """
+        self._log = log
+        self._lock = threading.Lock()
+        self._seen: dict[str, tuple[str, float]] = {}
+        """The process that has a name, and when it came last; in order of arrival."""
+        self._limit_s = settings.cluster.start_timeout_s
+        addresses = listening_addresses(settings.cluster)
+        inbox = _Forgetting()
+        self._acceptor = inbox.acceptor = Acceptor(
+            listen(addresses, settings.cluster.port),
+            door=Door(secret, new_identity(), settings.cluster.encryption, sets_of(algorithm)),
+            inbox=inbox,
+            admit=self._answer,
+            receiver_for=_nobody,
+            max_queued=0,
+            log=log,
+        )
+        log.info("listening on %s, port %d", ", ".join(addresses), settings.cluster.port)
+        self._acceptor.open()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._acceptor.close()
+
+    @property
+    def names(self) -> list[str]:
+        """Of the workers that wait, in order of arrival."""
+        earliest = time.monotonic() - GONE_S
+        with self._lock:
+            return [name for name, (_, seen_at) in self._seen.items() if seen_at >= earliest]
+
+    def wait_for(self, num_workers: int, timeout_s: float) -> int:
+        """Wait until so many workers are there; returns how many.
+
+        Raises:
+            ClusterEmpty: too few came in time.
+        """
+        deadline = Deadline(timeout_s)
+        while (count := len(self.names)) < num_workers:
+            if deadline.expired:
+                here = f" ({', '.join(self.names)})" if count else ""
+                raise ClusterEmpty(
+                    f"{count} of {num_workers} workers came within {format_duration(timeout_s)}{here}: start "
+                    "the others, with this address, port and secret, or lower num_workers"
+                )
+            time.sleep(min(POLL_S, deadline.remaining()))
+        return count
+
+    def _answer(self, _session_id: int, hello: Hello) -> Refused:
+        name, now = hello.node, time.monotonic()
+        with self._lock:
+            instance, seen_at = self._seen.get(name, ("", -GONE_S))
+            is_new = instance != hello.instance
+            if is_new and now - seen_at < GONE_S:
+                return Refused(
+                    "busy",
+                    f"the name {name} is taken by another worker that waits; choose another name or gpu_id",
+                    retry_after_s=COME_AGAIN_S,
+                )
+            self._seen[name] = (hello.instance, now)
+        if is_new:
+            self._log.info("worker %s is here", name)
+        return Refused("busy", "the run has not begun yet", retry_after_s=COME_AGAIN_S)
+
+
+class _Forgetting(Inbox):
+    """Lets the acceptor forget every connection that has ended."""
+
+    acceptor: Acceptor
+
+    def put(self, event: Event) -> None:
+        if isinstance(event, SessionClosed):
+            self.acceptor.forget(event.session_id)
+
+
+def _nobody(session_id: int) -> Receiver:
+    raise RuntimeError(f"session {session_id} was let in before the run began")

@@ -1,0 +1,721 @@
+"""A training loop of one's own in a cluster: `with smolcluster.attach(model, optimizer, "cluster.yaml"):`.
+
+Inside the block `optimizer.step()` is a step of the cluster. The algorithm's worker, the same as in any other
+process, runs in a greenlet of the loop's own thread, so that nothing touches the model beside the loop:
+
+    loop:    next batch        forward, backward, optimizer.step()           next batch
+    worker:  waits in compute ────────────────────────────────────> pushes, hears of steps, waits in compute
+
+EDP: the optimizer steps, and the difference that it has made to the weights is pushed. The server applies it
+as a gradient with a learning rate of 1, weighed by its staleness, or with `update_rule: mixing` averages the
+weights in; so any optimizer and schedule will do.
+SyncPS: the gradients are pushed, and server and workers alike take the optimizer's step with their mean. The
+server has an optimizer of the same kind, so it takes adam, adamw and sgd, without amsgrad; the
+learning rate is the one that the loop's schedule has come to.
+"""
+
+import json
+import logging
+import math
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sized
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import MethodType, TracebackType
+from typing import Any, Self
+
+import torch
+from greenlet import GreenletExit, greenlet
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.utils.data import Sampler
+
+from smolcluster.algorithms.observed import WorkerRun, metrics_served
+from smolcluster.algorithms.serving import ATTACHED
+from smolcluster.api.synchronous_optimizer import check_rule, describe_optimizer
+from smolcluster.cluster.joining import ask
+from smolcluster.cluster.link import Participant, WorkerSetup, follow
+from smolcluster.configs.layers import ATTACH_VARIABLE, NAME_VARIABLE
+from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.configs.schema import RunConfig
+from smolcluster.configs.spec import default_algorithm, get_algorithm
+from smolcluster.errors import ConfigError, NonFiniteLoss, Rejected
+from smolcluster.net.dialling import Address
+from smolcluster.observability.exporter import ProcessLabels
+from smolcluster.observability.logs import NodeLog
+from smolcluster.ps.offering import (
+    NO_MODEL,
+    Offer,
+    Plan,
+    PlannedWorkload,
+    make_offer,
+    values_of,
+)
+from smolcluster.runs.paths import create_run, runs_root
+from smolcluster.training.buffers import plain_name
+from smolcluster.training.build import TrainingContext
+from smolcluster.training.compute import BatchLoss, lone_sample
+from smolcluster.training.optimizer import STEP_COUNT
+from smolcluster.training.recipe import Training
+from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica
+from smolcluster.transport.handshake import introduce
+from smolcluster.transport.messages import Logged, Welcome, sets_of
+from smolcluster.transport.security import Secret, default_secret_path, ensure_secret, load_secret
+from smolcluster.utils.device import use_threads
+from smolcluster.utils.meter import Meter
+
+_MARK = "_smolcluster_step"
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    cluster: str | Path = "cluster.yaml",
+    *,
+    name: str | None = None,
+    num_samples: int | None = None,
+    batch_size: int | None = None,
+    num_epochs: int | None = None,
+    secret: Secret | None = None,
+    overrides: tuple[str, ...] = (),
+) -> "Cluster":
+    """Make a training loop a worker of the server that `smolcluster serve` runs, for a `with` block.
+
+    Args:
+        model: what is trained, on the device where it is computed.
+        optimizer: the one whose `step` is a step of the cluster.
+        cluster: the cluster file, a path or a shipped name.
+        name: this process's, a key of `host_ip`; None: --name of the command line, SMOLCLUSTER_NAME, or the
+            host's name. What `smolcluster launch` calls a process stands above all of these.
+        num_samples: samples of an epoch, where the loop draws them itself and the run counts how many; None:
+            they come from `Cluster.sampler`.
+        batch_size: samples of a step, `num_epochs`: passes; None: as the server is configured. Those of the
+            process that comes first hold.
+        secret: the cluster's; None: that of the configuration.
+        overrides: `key=value`, what belongs to this machine.
+
+    Raises:
+        ConfigError: the optimizer is attached already, or a file or name is wrong.
+    """
+    told = _told_by_launcher()
+    settings = load_settings(
+        told.config or cluster,
+        ATTACHED,
+        _own_name(name),
+        [*told.overrides, *overrides],
+        local=told.is_local,
+        local_workers=told.num_workers,
+    )
+    wanted = _Wanted(num_samples, num_samples is not None, batch_size, num_epochs)
+    own = _own_name(name)
+    return Cluster(model, optimizer, settings, name=own, told=told, wanted=wanted, secret=secret)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a launcher tells the processes of a script, in an environment variable."""
+
+    config: str | None = None
+    overrides: tuple[str, ...] = ()
+    worker_id: int | None = None
+    run_id: str | None = None
+    is_local: bool = False
+    num_workers: int | None = None
+    is_named: bool = True
+    """Whether lines on the console say whose they are."""
+
+
+def _told_by_launcher() -> Told:
+    text = os.environ.get(ATTACH_VARIABLE)
+    if text is None:
+        return Told()
+    values = json.loads(text)
+    return Told(**(values | {"overrides": tuple(values.get("overrides", ()))}))
+
+
+def _own_name(stated: str | None) -> str:
+    arguments = iter(sys.argv[1:])
+    flagged = (
+        next(arguments, "") if argument == "--name" else argument.removeprefix("--name=")
+        for argument in arguments
+        if argument == "--name" or argument.startswith("--name=")
+    )
+    host = socket.gethostname().partition(".")[0]
+    launched = os.environ.get(NAME_VARIABLE) if ATTACH_VARIABLE in os.environ else None
+    return launched or stated or next(flagged, "") or os.environ.get(NAME_VARIABLE) or host
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """How long is trained, as far as a loop has said it."""
+
+    num_samples: int | None
+    is_counted: bool
+    batch_size: int | None
+    num_epochs: int | None
+
+
+@dataclass(eq=False)
+class _Lease:
+    """Samples that the worker waits for."""
+
+    indices: Tensor
+    epoch: int
+    num_undrawn: int
+
+
+class Cluster:
+    """A loop's place in a run; made by `attach`.
+
+    Attributes:
+        running: whether the run goes on. After its end `optimizer.step()` changes nothing any more.
+        run_id: the run's name; empty before it is known.
+        rank: this process's, from 0; those of a run differ.
+        epoch: from 0, of the samples of now.
+        loss: the mean loss of the batch, a number or tensor, to be told before each `optimizer.step()`; None:
+            not told, and shown nowhere.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        settings: Settings,
+        *,
+        name: str,
+        told: Told,
+        wanted: "_Wanted",
+        secret: Secret | None,
+    ) -> None:
+        self._model = model
+        self._optimizer = _innermost(optimizer)
+        self._settings, self._name, self._told, self._wanted = settings, name, told, wanted
+        self._secret = secret
+        self.running = False
+        self.run_id = ""
+        self.rank = (told.worker_id or 1) - 1
+        self.epoch = 0
+        self.loss: Tensor | float | None = None
+        self._num_terms: int | None = None
+        self._lease: _Lease | None = None
+        self._participant: Participant | None = None
+        self._training: AttachedContext | None = None
+        self._places: list[tuple[nn.Parameter, slice]] = []
+        """Of each trained parameter, where it is in the replica's flat tensors."""
+        self._sampler: LeaseSampler | None = None
+        self._has_said_end = self._has_said_dropped = False
+        self._before: Tensor | None = None
+        """The weights before a step, (num_params,)."""
+        self._meter = Meter()
+        self._exit = ExitStack()
+        self._log: logging.Logger = logging.getLogger("smolcluster")
+
+    def __enter__(self) -> Self:
+        """Join the run, or offer the server this model.
+
+        Raises:
+            ConnectTimeout: there is no server.
+            ConfigError: the optimizer is attached already, or the model differs from the run's.
+            Rejected, AuthError: the server refuses this process.
+        """
+        _check_optimizer(self._model, self._optimizer)
+        use_threads(self._settings.node.threads)
+        with ExitStack() as exits:
+            self._node_log = NodeLog(
+                "worker",
+                self._name,
+                self.rank if self._told.worker_id else None,
+                named=self._told.is_named,
+            )
+            exits.callback(self._node_log.close)
+            self._log = self._node_log.logger
+            self._own = exits.enter_context(closing(WorkerRun(self._name, self.rank, self._log)))
+            labels = ProcessLabels("worker", self._name, self.rank)
+            exits.enter_context(
+                metrics_served(
+                    self._settings, labels, self._meter, self._log, run_id=lambda: self.run_id
+                )
+            )
+            self._original_step: Callable[..., Any] = self._optimizer.step
+            setattr(self._optimizer, _MARK, self._original_step)
+            self._optimizer.step = MethodType(_step_of_cluster, self)  # type: ignore[method-assign]
+            exits.callback(self._restore)
+            self.running = True
+            self._greenlet = greenlet(self._live)
+            exits.callback(self._leave)
+            self._switch()
+            self._exit = exits.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the run; what others have not been given goes back to them."""
+        self._exit.__exit__(kind, error, trace)
+
+    # What the loop calls.
+
+    def sampler(self, dataset: Sized, batch_size: int | None = None) -> "LeaseSampler":
+        """A `batch_sampler` for a `DataLoader` of `dataset`: its batches are what this process is to compute.
+
+        Every sample of every epoch counts exactly once in the run, whoever computes it; the loop ends when
+        the run does. With `batch_size` a batch has at most so many samples, and `optimizer.step()` follows on
+        as many batches as make up what the run wants at a time (`is_step_due`). The loader must not read
+        ahead: num_workers=0.
+
+        Raises:
+            ConfigError: `attach` was given `num_samples`, or the dataset is not as long as the run's.
+        """
+        if self._wanted.is_counted:
+            raise ConfigError(
+                "attach was given num_samples, so the loop draws its samples itself; leave num_samples out "
+                "to have cluster.sampler hand them out"
+            )
+        if not len(dataset):
+            raise ConfigError("cluster.sampler: the dataset has 0 samples, must have at least 1")
+        known = self._wanted.num_samples
+        if known is not None and known != len(dataset):
+            raise ConfigError(
+                f"cluster.sampler: the dataset has {len(dataset)} samples, the run {known}; give it the same"
+            )
+        self._sampler = LeaseSampler(self, batch_size)
+        if known is None:
+            wanted = self._wanted
+            self._wanted = _Wanted(len(dataset), False, wanted.batch_size, wanted.num_epochs)
+            self._log.info("samples are handed out by the server: each counts exactly once")
+            self._switch()
+        return self._sampler
+
+    @property
+    def is_step_due(self) -> bool:
+        """Whether all samples that the run wants at a time have been drawn from `sampler`."""
+        return self._lease is not None and self._lease.num_undrawn == 0
+
+    def log(
+        self, loss: Tensor | float | None = None, *, num_terms: int | None = None, **values: float
+    ) -> None:
+        """Tell the mean loss of the batch, over `num_terms` terms, or other values by name.
+
+        With `val_loss` among them they are an evaluation of the run: best checkpoint and patience follow it.
+        Of several processes that evaluate it is the first one's. What is told after the run is not kept.
+
+        Raises:
+            ConfigError: a value is NaN or infinite, a name has spaces, or there are more than 64.
+        """
+        if loss is not None:
+            self.loss, self._num_terms = loss, num_terms
+        if not values:
+            return
+        message = _logged({name: float(value) for name, value in values.items()})
+        link = getattr(self._participant, "link", None)
+        if self.running and link is not None:
+            link.send(message)
+        elif not self._has_said_dropped:
+            self._has_said_dropped = True
+            when = (
+                "before the first optimizer.step()" if self.running else "after the end of the run"
+            )
+            self._log.warning(
+                "cluster.log: %s is not kept, because it came %s", ", ".join(values), when
+            )
+
+    # What takes the place of `optimizer.step`.
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        """One step of the cluster, with the gradients of now.
+
+        Raises:
+            ConfigError: nobody has said what the run's samples are, or a gradient is sparse.
+            RunFailed, PeerLost, ConnectTimeout: the run is over, or cannot be reached any more.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+            if self.loss is None and isinstance(result, (Tensor, float)):
+                self.loss = result
+        setattr(self._optimizer, "_opt_called", True)  # noqa: B010 - schedulers ask it
+        if self.running:
+            self._check_step()
+            self._switch()
+        elif not self._has_said_end:
+            self._has_said_end = True
+            self._log.info("the run is over: optimizer.step() changes nothing any more")
+        self.loss = self._num_terms = None
+        return result
+
+    def _check_step(self) -> None:
+        if self._lease is None:
+            raise ConfigError(
+                "attach does not know the run's samples: draw them from cluster.sampler(dataset), or give "
+                "attach num_samples, the length of an epoch"
+            )
+        if self._sampler is not None and self._lease.num_undrawn:
+            raise ConfigError(
+                f"optimizer.step() came when {self._lease.num_undrawn} of {len(self._lease.indices)} samples "
+                "that the run wants at a time had not been drawn; call it when cluster.is_step_due"
+            )
+
+    def _switch(self) -> None:
+        """Let the worker go on until it waits for the loop, or the run is over."""
+        self._greenlet.parent = greenlet.getcurrent()
+        self._lease = None
+        try:
+            self._greenlet.switch()
+        finally:
+            self.running = not self._greenlet.dead
+
+    # The worker's life, in a greenlet of its own.
+
+    def _live(self) -> None:
+        """Take part in the run until it is over; raises what `follow` does."""
+        node, cluster = self._settings.node, self._settings.cluster
+        is_server_here = self._told.is_local
+        load = ensure_secret if is_server_here else load_secret
+        secret = self._secret or load(node.secret_file or default_secret_path())
+        address = Address(cluster.host_ip[self._name], cluster.port)
+        worker_id = self._told.worker_id
+        while True:
+            try:
+                if worker_id is None:
+                    found = ask(
+                        address,
+                        self._name,
+                        secret,
+                        timeout_s=cluster.start_timeout_s,
+                        log=self._log,
+                        encryption=cluster.encryption,
+                    )
+                    worker_id = found.worker_id or 1
+                self._follow(worker_id, address, secret)
+            except Rejected as error:
+                if error.code != NO_MODEL:
+                    raise
+                self._offer(address, secret)
+            else:
+                return
+
+    def _follow(self, worker_id: int, address: Address, secret: Secret) -> None:
+        cluster = self._settings.cluster
+        algorithm = cluster.algorithm or default_algorithm().name  # both speak the same
+        place = WorkerSetup(
+            node=self._settings.node,
+            hello=introduce(self._name, worker_id, sets_of(algorithm)),
+            address=address,
+            secret=secret,
+            start_timeout_s=cluster.start_timeout_s,
+            encryption=cluster.encryption,
+            log=self._log,
+            meter=self._meter,
+            build=self._build,
+            on_run_known=partial(self._begin, worker_id - 1),
+            on_stats=self._own.take,
+        )
+        follow(place, self._make_participant)
+
+    def _begin(self, rank: int, run: RunConfig) -> None:
+        self.run_id, self.rank = run.run_id, rank
+        paths = create_run(runs_root(self._settings.node.runs_dir), run.run_id, newest=False)
+        self._node_log.file_logs_to(paths.log_file("worker", self._name, rank), run.run_id)
+        self._own.begin(run, paths)
+
+    def _make_participant(self, welcome: Welcome, training: TrainingContext) -> Participant:
+        package = get_algorithm(welcome.run.algorithm).package
+        make = import_module(f"{package}.worker").Worker
+        participant: Participant = make(welcome, training)
+        self._participant = participant
+        return participant
+
+    def _known_samples(self) -> int:
+        """Samples of an epoch; waits for the loop to say it."""
+        while self._wanted.num_samples is None:
+            self._pause()
+        return self._wanted.num_samples
+
+    def _pause(self) -> None:
+        parent = self._greenlet.parent
+        assert parent is not None  # noqa: S101 - set by `_switch`
+        parent.switch()
+
+    def _plan(self) -> Plan:
+        return Plan.of(self._model, self._known_samples(), is_counted=self._wanted.is_counted)
+
+    def _offer(self, address: Address, secret: Secret) -> None:
+        plan, wanted, cluster = self._plan(), self._wanted, self._settings.cluster
+        try:
+            rule = describe_optimizer(self._model, self._optimizer)
+        except ConfigError as error:  # only SyncPS minds
+            rule = {"obstacle": str(error)}
+        make_offer(
+            address,
+            self._name,
+            secret,
+            Offer(
+                plan=plan.text,
+                batch_size=wanted.batch_size,
+                num_epochs=wanted.num_epochs,
+                **rule,
+            ),
+            values_of(self._model, plan),
+            timeout_s=cluster.start_timeout_s,
+            log=self._log,
+            encryption=cluster.encryption,
+        )
+
+    def _build(self, welcome: Welcome) -> "AttachedContext":
+        """Lay the model out as the run has it.
+
+        Raises:
+            ConfigError: this is no run of attached processes, or its model is another one.
+        """
+        if welcome.plan is None:
+            raise ConfigError(
+                f"run {welcome.run_id} trains a model of its own: attach to a server that was started by "
+                "`smolcluster serve`"
+            )
+        plan, theirs = self._plan(), Plan.parse(welcome.plan)
+        if difference := plan.difference(theirs):
+            raise ConfigError(f"{difference}; give all processes of a run the same model and data")
+        run = welcome.run
+        is_synchronous = get_algorithm(run.algorithm).is_synchronous
+        if is_synchronous:
+            check_rule(describe_optimizer(self._model, self._optimizer), run)
+        self._detach()
+        modes = {module: module.training for module in self._model.modules()}
+        replica = Replica(
+            self._model,
+            Training().optimizer_for(run.train),
+            weight_decay=run.train.weight_decay,
+            device=next(self._model.parameters()).device,
+            bucket_bytes=welcome.bucket_bytes,
+            meter=self._meter,
+        )
+        for module, is_training in modes.items():
+            module.training = is_training
+        named = {plain_name(name): param for name, param in self._model.named_parameters()}
+        self._places = [(named[plain_name(name)], place) for name, place in replica.layers]
+        for parameter, _ in self._places:
+            parameter.grad = None  # `grads` is what is pushed
+        replica.fingerprint = welcome.model_fingerprint  # the plans have been compared
+        workload = PlannedWorkload(plan, lambda: self._model)
+        self._training = AttachedContext(workload, replica, run.seed)
+        take = self._gradient if is_synchronous else self._difference
+        self._training.begin(partial(self._lend, take, run.train.batch_size), run)
+        if self._wanted.is_counted:
+            self._log.info(
+                "samples are drawn by this loop: %d are counted for each optimizer.step(); "
+                "cluster.sampler(dataset) would make each count exactly once",
+                run.train.samples_per_push,
+            )
+        return self._training
+
+    def _lend(
+        self, take: Callable[[Replica], float | None], num_counted: int, indices: Tensor, epoch: int
+    ) -> BatchLoss:
+        """Let the loop compute these samples, and take over what came of its `optimizer.step()`.
+
+        Raises:
+            NonFiniteLoss: loss or gradient is NaN or infinite; the optimizer has not stepped.
+        """
+        training = self._training
+        assert training is not None  # noqa: S101 - it calls this
+        self.epoch = epoch
+        self._lease = _Lease(indices, epoch, len(indices))
+        with lone_sample(self._model) if len(indices) == 1 else nullcontext():
+            self._pause()
+        told = self.loss.detach() if isinstance(self.loss, Tensor) else self.loss
+        loss = math.nan if told is None else float(told)
+        if self.loss is not None and not math.isfinite(loss):
+            raise NonFiniteLoss(f"loss is {loss}; {DIVERGENCE_REMEDY}")
+        self._check_gradients(training.replica)
+        rate = take(training.replica)
+        terms = self._num_terms
+        if terms is None:
+            terms = num_counted if self._wanted.is_counted else len(indices)
+        return BatchLoss(loss, terms, rate)
+
+    def _check_gradients(self, replica: Replica) -> None:
+        """Refuse gradients that cannot be used.
+
+        Raises:
+            ConfigError: one is sparse.
+            NonFiniteLoss: one is NaN or infinite.
+        """
+        gradients = []
+        for (parameter, _), (name, _) in zip(self._places, replica.layers, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
+                raise ConfigError(
+                    f"model: the gradient of parameter {name} is sparse; make its embedding with sparse=False"
+                )
+            gradients.append(gradient)
+        if not gradients:
+            return
+        norms = torch.stack(torch._foreach_norm(gradients))
+        if not bool(torch.isfinite(norms).all()):
+            raise NonFiniteLoss(f"the gradient is NaN or infinite; {DIVERGENCE_REMEDY}")
+
+    @torch.no_grad()
+    def _difference(self, replica: Replica) -> None:
+        """EDP: let the optimizer step, put what it has taken from the weights into `grads`, and undo it.
+
+        The worker then steps by that difference, as does the server.
+        """
+        if self._before is None or self._before.shape != replica.params.shape:
+            self._before = torch.empty_like(replica.params)
+        self._before.copy_(replica.params)
+        self._original_step()
+        torch.sub(self._before, replica.params, out=replica.grads)
+        replica.params.copy_(self._before)
+
+    @torch.no_grad()
+    def _gradient(self, replica: Replica) -> float:
+        """SyncPS: put the gradients into `grads`; returns the optimizer's learning rate."""
+        for parameter, place in self._places:
+            if parameter.grad is None:
+                replica.grads[place].zero_()
+            else:
+                replica.grads[place].copy_(parameter.grad.reshape(-1))
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    # The end.
+
+    def _leave(self) -> None:
+        if not self._greenlet.dead:
+            self._greenlet.parent = greenlet.getcurrent()
+            self._greenlet.throw(GreenletExit)
+        self.running = False
+        if self._training is not None and self._training.is_synchronous:
+            self._hand_state_back(self._training.replica)
+        self._detach()
+
+    def _detach(self) -> None:
+        """Give every parameter memory of its own again."""
+        for parameter, _ in self._places:
+            parameter.data = parameter.data.clone()
+        self._places = []
+
+    def _hand_state_back(self, replica: Replica) -> None:
+        """Give the optimizer the state that the cluster has kept for it."""
+        state = replica.optimizer.state
+        for parameter, place in self._places if state else ():
+            moments = {
+                key: flat[place].view(parameter.shape).clone()
+                for key, flat in replica.optimizer.moments.items()
+            }
+            if not isinstance(self._optimizer, torch.optim.SGD):
+                moments[STEP_COUNT] = state[STEP_COUNT].clone().cpu()
+            self._optimizer.state[parameter] = moments
+
+    def _restore(self) -> None:
+        del self._optimizer.step
+        if self._original_step != self._optimizer.step:  # somebody else had wrapped it as well
+            self._optimizer.step = self._original_step  # type: ignore[method-assign]
+        delattr(self._optimizer, _MARK)
+
+
+def _logged(values: dict[str, float]) -> Logged:
+    try:
+        return Logged(values=values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = first["loc"][1] if len(first["loc"]) > 1 else None
+        if name is None:
+            raise ConfigError(f"cluster.log: {len(values)} values, must be 1 to 64") from None
+        raise ConfigError(
+            f"cluster.log: {name!r} is {values.get(str(name))}, must be a finite number, under a name of at "
+            "most 128 letters without spaces"
+        ) from None
+
+
+def _step_of_cluster(
+    cluster: Cluster, closure: Callable[[], Any] | None = None, *_: Any, **__: Any
+) -> Any:
+    return cluster._step(closure)
+
+
+setattr(_step_of_cluster, "_wrapped_by_lr_sched", True)  # noqa: B010 - schedulers leave it alone
+
+
+class AttachedContext(TrainingContext):
+    """What an attached process trains with: its loop computes."""
+
+    _lend: Callable[[Tensor, int], BatchLoss]
+    is_synchronous: bool
+
+    def begin(self, lend: Callable[[Tensor, int], BatchLoss], run: RunConfig) -> None:
+        object.__setattr__(self, "_lend", lend)
+        object.__setattr__(self, "is_synchronous", get_algorithm(run.algorithm).is_synchronous)
+
+    def compute(self, indices: Tensor, epoch: int = 0, start: int = 0) -> BatchLoss:  # noqa: ARG002
+        return self._lend(indices, epoch)
+
+    def rehearse(self, num_samples: int) -> bool:  # noqa: ARG002
+        """Nothing: only the loop knows how to compute."""
+        return False
+
+
+class LeaseSampler(Sampler[list[int]]):
+    """What this process is to compute, a list of indices at a time, until the run is over."""
+
+    def __init__(self, cluster: Cluster, batch_size: int | None) -> None:
+        self._cluster = cluster
+        self._batch_size = batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        cluster = self._cluster
+        while cluster.running:
+            lease = cluster._lease
+            if lease is None or not lease.num_undrawn:
+                raise ConfigError(
+                    "cluster.sampler was asked for more before optimizer.step(): pass it to the DataLoader "
+                    "as batch_sampler, with num_workers=0, and step once for what it gives; no step may be "
+                    "skipped, as GradScaler does: use bfloat16, or give attach num_samples"
+                )
+            for piece in torch.split(lease.indices, self._batch_size or len(lease.indices)):
+                if cluster._lease is not lease:
+                    break
+                lease.num_undrawn -= len(piece)
+                yield piece.tolist()
+
+
+def _check_optimizer(model: nn.Module, optimizer: object) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"attach: the optimizer is a {type(optimizer).__name__}, must be one torch.optim.Optimizer; for "
+            "several models give it all their parameters"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError("attach: LBFGS computes several gradients a step; use another optimizer")
+    if hasattr(optimizer, _MARK):
+        raise ConfigError("attach: this optimizer is attached already; leave that block first")
+    known = {id(param) for param in model.parameters()}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if id(param) not in known:
+                raise ConfigError(
+                    f"attach: the optimizer has a parameter of shape {tuple(param.shape)} that is not the "
+                    "model's; put all that is trained into one module, such as nn.ModuleDict"
+                )
+    if not list(_trainable(model)):
+        raise ConfigError("model: no parameter is trainable; set requires_grad on at least one")
+
+
+def _trainable(model: nn.Module) -> Iterator[nn.Parameter]:
+    return (param for param in model.parameters() if param.requires_grad)
+
+
+def _innermost(optimizer: Any) -> torch.optim.Optimizer:
+    """What a wrapper such as accelerate's steps in the end."""
+    inner = getattr(optimizer, "optimizer", None)
+    return _innermost(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer

@@ -1,0 +1,175 @@
+"""`attach` for loops that belong to a library: callbacks for transformers.Trainer and for Lightning.
+
+Both draw their samples themselves, a batch ahead, so the run counts how many: those of `optimizer.step()` are
+its batch, an epoch has as many as the training data. Each process shuffles in an order of its own.
+"""
+
+import logging
+import math
+from importlib import import_module, util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smolcluster.api.attach import Cluster, attach
+from smolcluster.errors import ConfigError
+from smolcluster.transport.security import Secret
+from smolcluster.utils.seed import derive_seed
+
+
+class _Attached:
+    """What the callbacks share: the block that begins with training and ends with it."""
+
+    def __init__(
+        self,
+        cluster: str | Path = "cluster.yaml",
+        *,
+        name: str | None = None,
+        secret: Secret | None = None,
+        overrides: tuple[str, ...] = (),
+    ) -> None:
+        """Take what `attach` takes."""
+        super().__init__()
+        self._file = cluster
+        self._how: dict[str, Any] = {"name": name, "secret": secret, "overrides": overrides}
+        self.cluster: Cluster | None = None
+        self._hook: Any = None
+
+    def _begin(self, model: Any, optimizer: Any, loader: Any, batch_size: int, epochs: int) -> None:
+        self._end()  # of a training that was cut short
+        self.cluster = attach(
+            model,
+            optimizer,
+            self._file,
+            num_samples=len(loader.dataset),
+            batch_size=batch_size,
+            num_epochs=epochs,
+            **self._how,
+        ).__enter__()
+        _shuffle_apart(loader, self.cluster.rank)
+
+    @property
+    def _is_over(self) -> bool:
+        return self.cluster is not None and not self.cluster.running
+
+    def _measured(self, values: dict[str, Any], prefix: str) -> None:
+        """Tell the server what an evaluation has found, under names that begin with `val_`."""
+        numbers: dict[str, Any] = {
+            f"val_{name.removeprefix(prefix)}": float(value)
+            for name, value in values.items()
+            if name.startswith(prefix)
+            and isinstance(value, (int, float, torch.Tensor))
+            and math.isfinite(value)
+        }
+        if numbers and self.cluster is not None:
+            self.cluster.log(**numbers)
+
+    def _end(self) -> None:
+        cluster, self.cluster = self.cluster, None
+        if cluster is not None:
+            cluster.__exit__(None, None, None)
+
+
+def _shuffle_apart(loader: Any, rank: int) -> None:
+    """Let the loader's own shuffling, if it has any, draw another order than that of other processes."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+        generator.manual_seed(derive_seed(generator.initial_seed(), "attached", rank))
+    if isinstance(seed := getattr(sampler, "initial_seed", None), int):
+        sampler.initial_seed = derive_seed(seed, "attached", rank)  # type: ignore[union-attr]
+
+
+def _say_if_short(max_steps: int, num_samples: int, batch_size: int) -> None:
+    num_steps = math.ceil(num_samples / batch_size)
+    if 0 < max_steps < num_steps:
+        logging.getLogger("smolcluster").warning(
+            "max_steps of this Trainer is %d, the run has %d steps: it stops before the run's end",
+            *(max_steps, num_steps),
+        )
+
+
+def trainer_callback(cluster: str | Path = "cluster.yaml", **how: Any) -> Any:
+    """A callback for `transformers.Trainer(callbacks=[…])`; arguments as those of `attach`.
+
+    The optimizer and schedule are the Trainer's, whose `per_device_train_batch_size` and
+    `gradient_accumulation_steps` make up a step, and whose `num_train_epochs` the run has. It stops
+    when the run is over. Its evaluations are the run's.
+    """
+    base = import_module("transformers").TrainerCallback
+
+    class TrainerCallback(_Attached, base):  # type: ignore[misc, valid-type]
+        def on_train_begin(self, args: Any, _state: Any, _control: Any, **its: Any) -> None:
+            batch_size = args.train_batch_size * args.gradient_accumulation_steps
+            loader, epochs = its["train_dataloader"], max(1, int(args.num_train_epochs))
+            self._remove_hook()
+            self._begin(its["model"], its["optimizer"], loader, batch_size, epochs)
+            _say_if_short(args.max_steps, len(loader.dataset) * epochs, batch_size)
+            if args.gradient_accumulation_steps == 1:  # else a step has several losses
+                self._hook = its["model"].register_forward_hook(self._hear_loss)
+
+        def _hear_loss(self, model: Any, _inputs: Any, output: Any) -> None:
+            loss = getattr(output, "loss", None)
+            if model.training and self.cluster is not None and loss is not None:
+                self.cluster.loss = loss.detach()
+
+        def on_step_end(self, _args: Any, _state: Any, control: Any, **_: Any) -> Any:
+            control.should_training_stop |= self._is_over
+            return control
+
+        def on_evaluate(
+            self, _args: Any, _state: Any, _control: Any, metrics: Any = None, **_: Any
+        ) -> None:
+            self._measured(dict(metrics or {}), "eval_")
+
+        def on_train_end(self, _args: Any, _state: Any, _control: Any, **_: Any) -> None:
+            self._remove_hook()
+            self._end()
+
+        def _remove_hook(self) -> None:
+            if self._hook is not None:
+                self._hook.remove()
+                self._hook = None
+
+    return TrainerCallback(cluster, **how)
+
+
+def lightning_callback(cluster: str | Path = "cluster.yaml", **how: Any) -> Any:
+    """A callback for Lightning's `Trainer(callbacks=[…])`; arguments as those of `attach`.
+
+    For modules with one optimizer. What they log as `val_…` is an evaluation of the run.
+
+    Raises:
+        ConfigError: Lightning is not installed, or there are several optimizers.
+    """
+    names = [name for name in ("lightning", "pytorch_lightning") if util.find_spec(name)]
+    if not names:
+        raise ConfigError("lightning_callback needs Lightning: install lightning")
+    base = import_module(f"{names[0]}.pytorch" if names[0] == "lightning" else names[0]).Callback
+
+    class LightningCallback(_Attached, base):  # type: ignore[misc, valid-type]
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            if len(trainer.optimizers) != 1:
+                raise ConfigError(
+                    f"attach: the module has {len(trainer.optimizers)} optimizers, must have 1"
+                )
+            loader = trainer.train_dataloader
+            batch_size = (loader.batch_size or 1) * trainer.accumulate_grad_batches
+            self._begin(
+                module, trainer.optimizers[0], loader, batch_size, max(1, trainer.max_epochs or 1)
+            )
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if self._is_over:
+                trainer.should_stop = True
+
+        def on_validation_end(self, trainer: Any, _module: Any) -> None:
+            self._measured(dict(trainer.callback_metrics), "val_")
+
+        def on_train_end(self, _trainer: Any, _module: Any) -> None:
+            self._end()
+
+        def on_exception(self, _trainer: Any, _module: Any, _error: BaseException) -> None:
+            self._end()
+
+    return LightningCallback(cluster, **how)

@@ -1,0 +1,307 @@
+"""`NetworkWorker`: a process that computes for an `Orchestrator`; it has a model's code, and no data.
+
+NetworkWorker(gpu_id=0, config=config, model_ctor=make_model, master_ip="10.0.0.1").connect_and_train()
+"""
+
+import logging
+import multiprocessing
+import os
+import pickle
+import platform
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from torch import nn
+
+from smolcluster.algorithms.entry import guarded, module_of
+from smolcluster.algorithms.observed import WorkerRun
+from smolcluster.algorithms.supervision import decide
+from smolcluster.api.config import DistributedConfig
+from smolcluster.api.losses import LOSS, OutputLoss, code_digest, loss_of, named_loss
+from smolcluster.api.settings import is_loopback_name, library_log, secret_of, worker_settings
+from smolcluster.cluster.joining import RunOver, ask
+from smolcluster.cluster.link import Participant, WorkerSetup, follow
+from smolcluster.configs.schema import RunConfig
+from smolcluster.configs.spec import get_algorithm
+from smolcluster.data.dataset import Elsewhere
+from smolcluster.errors import ConfigError
+from smolcluster.net.dialling import Address
+from smolcluster.observability.logs import console_logger
+from smolcluster.runs.paths import create_run, runs_root
+from smolcluster.training.build import TrainingContext
+from smolcluster.training.recipe import Training
+from smolcluster.training.user_code import user_code
+from smolcluster.training.workload import LossFunction, Workload
+from smolcluster.transport.handshake import introduce
+from smolcluster.transport.messages import Welcome, sets_of
+from smolcluster.utils.device import use_threads
+from smolcluster.utils.units import format_duration
+
+ModelCtor = Callable[[], nn.Module]
+NO_CUDA = "no CUDA on this machine: each GPU id is a process on what there is, such as the CPU"
+POLL_S = 0.1
+RESTARTS = 3
+"""How often in a row a process that was killed or met an internal error is started again."""
+
+
+class NetworkWorker:
+    """One worker, on one GPU."""
+
+    def __init__(
+        self,
+        gpu_id: int = 0,
+        config: DistributedConfig | None = None,
+        model_ctor: ModelCtor | None = None,
+        master_ip: str | None = None,
+        master_port: int | None = None,
+        *,
+        loss_fn: OutputLoss | None = None,
+        loss: LossFunction | None = None,
+        training: Training = Training(),  # noqa: B008 - it is frozen
+        name: str | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """Describe the worker; nothing is connected yet.
+
+        Args:
+            gpu_id: the CUDA device; without CUDA the worker computes on what there is.
+            config: what the orchestrator says of the run wins; None: all defaults.
+            model_ctor: makes the orchestrator's model, whose weights the worker takes.
+            master_ip, master_port: where the orchestrator is; None: as in `config`.
+            loss_fn, loss, training: as given to `Orchestrator.register_model`; PyTorch's losses need not be.
+            name: in the run, of this worker alone; None: the host's and the GPU's.
+            threads: compute threads; None: PyTorch's choice.
+
+        Raises:
+            ConfigError: there is no such GPU or no model, or a name or number cannot be one.
+        """
+        if model_ctor is None:
+            raise ConfigError("a NetworkWorker needs model_ctor, a function that makes the model")
+        self.config = (config or DistributedConfig()).model_copy()
+        if master_ip is not None:
+            self.config.master_ip = master_ip
+        if master_port is not None:
+            self.config.master_port = master_port
+        self.name = name or self.config.worker_name or _name_of(gpu_id)
+        self._model_ctor = model_ctor
+        self._training = training
+        self._loss = None if loss_fn is None and loss is None else loss_of(loss_fn, loss)
+        node: dict[str, Any] = {"device": device_of(gpu_id)}
+        if threads is not None:
+            node["threads"] = threads
+        self.settings = worker_settings(self.config, self.name, node)
+
+    def connect_and_train(self) -> None:
+        """Join the orchestrator's run, and compute until it is over; come back after a lost connection.
+
+        Raises:
+            ConnectTimeout: there was no orchestrator within `config.start_timeout` seconds.
+            RunFailed: the run ended badly.
+            AuthError: the secret is missing, or is not the orchestrator's.
+            SmolclusterError: what else ended it, in one line.
+        """
+        log = console_logger()
+        if self.settings.node.device is None and multiprocessing.parent_process() is None:
+            log.info(NO_CUDA)
+        address = Address(self.config.master_ip, self.config.master_port)
+        secret = secret_of(self.settings, makes=is_loopback_name(self.config.master_ip))
+        timeout_s = self.config.start_timeout
+        encryption = self.settings.cluster.encryption
+        use_threads(self.settings.node.threads)
+        try:
+            welcome = ask(
+                address, self.name, secret, timeout_s=timeout_s, log=log, encryption=encryption
+            )
+        except RunOver as news:
+            log.info("the run is over: %s", news)
+            return
+        assert welcome.worker_id is not None  # noqa: S101 - we have asked for it
+        rank = welcome.worker_id - 1
+        spec = get_algorithm(welcome.run.algorithm)
+        make_participant: Callable[[Welcome, TrainingContext], Participant]
+        make_participant = module_of(spec, "worker").Worker
+        root = runs_root(self.settings.node.runs_dir)
+        with (
+            library_log("worker", self.name, rank) as node_log,
+            closing(WorkerRun(self.name, rank, node_log.logger)) as own,
+        ):
+
+            def begin(run: RunConfig) -> None:
+                paths = create_run(root, run.run_id, newest=False)
+                node_log.file_logs_to(paths.log_file("worker", self.name, rank), run.run_id)
+                own.begin(run, paths)
+
+            follow(
+                WorkerSetup(
+                    node=self.settings.node,
+                    hello=introduce(self.name, rank + 1, sets_of(spec.name)),
+                    address=address,
+                    secret=secret,
+                    start_timeout_s=timeout_s,
+                    encryption=encryption,
+                    log=node_log.logger,
+                    workload=self._workload(welcome.run),
+                    on_run_known=begin,
+                    on_stats=own.take,
+                ),
+                make_participant,
+            )
+
+    def _workload(self, run: RunConfig) -> Workload:
+        """What is trained; its data are the orchestrator's."""
+
+        loss = self._loss or named_loss(run.train.workload_args.get(LOSS))
+        with user_code("model_ctor"):
+            built = [self._model_ctor()]
+        digest = code_digest(built[0], loss)
+
+        def new_model() -> nn.Module:
+            return built.pop() if built else self._model_ctor()
+
+        workload = Workload(new_model, loss, Elsewhere(0), training=self._training)
+        workload.source = digest
+        return workload
+
+
+def device_of(gpu_id: int) -> str | None:
+    """The device that a GPU's number means; None: this machine has no CUDA, and computes on what it has.
+
+    Raises:
+        ConfigError: there is CUDA, and no such device.
+    """
+    count = torch.cuda.device_count()
+    if gpu_id < 0 or 0 < count <= gpu_id:
+        most = f"0 to {count - 1}" if count else "0 or more"
+        raise ConfigError(f"gpu_id is {gpu_id}, must be {most} on this machine")
+    return f"cuda:{gpu_id}" if count else None
+
+
+def run_workers(
+    gpu_ids: Sequence[int],
+    config: DistributedConfig,
+    model_ctor: ModelCtor,
+    *,
+    restarts: int = RESTARTS,
+    **options: Any,
+) -> int:
+    """A process for each GPU, so that one's error ends no other; returns 0, or the first bad exit code.
+
+    A process that was killed, or met an internal error, is started again, `restarts` times in a row.
+    `options`: of `NetworkWorker`, each of which can be pickled, as `model_ctor` can: functions of a module.
+
+    Raises:
+        ConfigError: there is no such GPU, or a number is there twice.
+    """
+    if not gpu_ids or len(set(gpu_ids)) < len(gpu_ids):
+        raise ConfigError(f"gpu_ids is {list(gpu_ids)}, must be different numbers, at least one")
+    log = console_logger()
+    if None in [device_of(gpu_id) for gpu_id in gpu_ids]:
+        options.setdefault("threads", max(1, (os.cpu_count() or 1) // len(gpu_ids)))
+        log.info(NO_CUDA)
+    lives: list[Life] = []
+    try:
+        for gpu_id in gpu_ids:
+            body = partial(_work, gpu_id, config, model_ctor, options)
+            lives.append(Life(f"the worker of GPU {gpu_id}", partial(_start, body), restarts, log))
+        while sum(life.goes_on(time.monotonic()) for life in lives):  # every one is looked after
+            time.sleep(POLL_S)
+    finally:
+        for life in lives:
+            life.end()
+    return next((life.code for life in lives if life.code), 0)
+
+
+def _start(body: Callable[[], None]) -> BaseProcess:
+    """Start a process of its own for `body`.
+
+    Raises:
+        ConfigError: it holds what no other process can be given.
+    """
+    process = multiprocessing.get_context("spawn").Process(target=body)
+    try:
+        process.start()
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"model_ctor and the loss must be functions of a module, for each GPU has a process: {error}"
+        ) from None
+    return process
+
+
+class Life:
+    """A worker's processes, one after the other; `start` starts one."""
+
+    def __init__(
+        self, name: str, start: Callable[[], BaseProcess], allowed: int, log: logging.Logger
+    ) -> None:
+        self.code = 0
+        """The exit code of the last process, if that did not end well."""
+        self._name = name
+        self._start = start
+        self._allowed = allowed
+        self._log = log
+        self._num_restarts = 0
+        self._is_over = False
+        self._process = start()
+        self._began_at = time.monotonic()
+        self._starts_at: float | None = None
+        """When the next one is started; None: the last one has not been judged."""
+
+    def goes_on(self, now: float) -> bool:
+        """Whether there is a process, or will be one again; `now`: seconds of `time.monotonic`."""
+        code = self._process.exitcode
+        if self._is_over or code is None:
+            return not self._is_over
+        if self._starts_at is None:
+            self._judge(code, now)
+        elif now >= self._starts_at:
+            self._process, self._began_at, self._starts_at = self._start(), now, None
+        return not self._is_over
+
+    def _judge(self, code: int, now: float) -> None:
+        decision = decide(code, now - self._began_at, self._num_restarts, self._allowed)
+        self._num_restarts = decision.num_restarts
+        if decision.delay_s is not None:
+            delay = format_duration(decision.delay_s)
+            self._log.warning(
+                "%s %s; it is started again in %s", self._name, decision.reason, delay
+            )
+            self._starts_at = now + decision.delay_s
+            return
+        self._is_over, self.code = True, code if code >= 0 else 128 - code
+        if decision.reason:
+            self._log.error("%s %s, and is not started again", self._name, decision.reason)
+
+    def end(self) -> None:
+        if self._process.exitcode is None:
+            self._process.terminate()
+        self._process.join()
+
+
+def _work(
+    gpu_id: int, config: DistributedConfig, model_ctor: ModelCtor, options: dict[str, Any]
+) -> None:
+    """Be the process of one GPU; it ends when its parent does."""
+    threading.Thread(target=_follow_parent, name="parent", daemon=True).start()
+    worker = partial(NetworkWorker, gpu_id, config, model_ctor, **options)
+    raise SystemExit(guarded(lambda: worker().connect_and_train()))
+
+
+def _follow_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _name_of(gpu_id: int) -> str:
+    """The host's name and the GPU's."""
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", platform.node().partition(".")[0]).strip("-._")
+    return f"{host[:40] or 'worker'}-gpu{gpu_id}"

@@ -1,0 +1,297 @@
+"""`Orchestrator`: the process that owns a model and its data, and trains it on workers that have neither.
+
+config = DistributedConfig(master_ip="0.0.0.0", num_workers=2)
+orchestrator = Orchestrator(config)
+orchestrator.register_model(model, loss_fn=nn.CrossEntropyLoss())
+orchestrator.wait_for_workers(timeout=60)
+orchestrator.start_training(train_loader=train_loader, num_epochs=3)
+orchestrator.save_checkpoint("model.safetensors")
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import nn
+
+from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.entry import SWITCH_INTERVAL_S, module_of
+from smolcluster.algorithms.owner import Owner, own_run
+from smolcluster.api.arrivals import Arrivals
+from smolcluster.api.config import DistributedConfig
+from smolcluster.api.losses import LOSS, OutputLoss, code_digest, loss_name, loss_of
+from smolcluster.api.settings import (
+    SERVER,
+    is_loopback_name,
+    library_log,
+    secret_of,
+    server_settings,
+)
+from smolcluster.configs.resolve import Settings
+from smolcluster.configs.spec import get_algorithm
+from smolcluster.errors import CheckpointError, ConfigError
+from smolcluster.observability.logs import console_logger
+from smolcluster.observability.terminal import SteadyConsole
+from smolcluster.runs.summary import Summary
+from smolcluster.training.buffers import plain_name
+from smolcluster.training.hooks import StepDone
+from smolcluster.training.recipe import Training
+from smolcluster.training.workload import LossFunction, Metric, Workload
+
+SUFFIX = ".safetensors"
+
+
+class Orchestrator:
+    """Owns a run: its model, its data, and how far it is. Workers compute; see `NetworkWorker`."""
+
+    def __init__(self, config: DistributedConfig | None = None) -> None:
+        self.config = config or DistributedConfig()
+        self.log = console_logger()
+        self._model: nn.Module | None = None
+        self._loss: LossFunction
+        self._loss_name: str | None
+        self._metrics: Mapping[str, Metric]
+        self._training: Training
+        self._profiles_memory = False
+        self._arrivals: Arrivals | None = None
+
+    def __enter__(self) -> "Orchestrator":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for workers no more; `start_training` does that itself."""
+        if self._arrivals is not None:
+            self._arrivals.close()
+            self._arrivals = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The registered model, with the trained weights after `start_training`.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self._model is None:
+            raise ConfigError("no model is registered: call register_model(model) first")
+        return self._model
+
+    def register_model(
+        self,
+        model: nn.Module,
+        loss_fn: OutputLoss | None = None,
+        *,
+        loss: LossFunction | None = None,
+        metrics: Mapping[str, Metric] = MappingProxyType({}),
+        training: Training = Training(),  # noqa: B008 - it is frozen
+    ) -> None:
+        """Say what is trained; workers build the same with `model_ctor` and take these weights.
+
+        Args:
+            model: begins with its weights of now, and has the trained ones at the end.
+            loss_fn: `(output, target)` to the mean loss, as PyTorch's losses; a batch is inputs and targets.
+                None: cross-entropy of logits (…, classes) with class indices (…).
+            loss: instead, `(model, batch)` to the sum of the batch's loss terms and their number, or a mean.
+            metrics, training: as of a `Workload`; what `training` says wins over the configuration.
+
+        Raises:
+            ConfigError: both kinds of loss are given.
+        """
+        self._loss, self._loss_name = loss_of(loss_fn, loss), loss_name(loss_fn, loss)
+        self._model, self._metrics, self._training = model, metrics, training
+
+    def enable_memory_profiling(self) -> None:
+        """Measure the most memory of each phase on each worker, for status, metrics and report."""
+        self._profiles_memory = True
+
+    def wait_for_workers(self, timeout: float = 600.0) -> int:
+        """Wait for `config.num_workers` workers, `timeout` seconds at most; returns how many are there.
+
+        They stay until `start_training`, which others may join later, too.
+
+        Raises:
+            ClusterEmpty: too few came in time.
+            PortBusy, ConfigError: nothing can be received at `config.master_ip` and its port.
+            AuthError: the cluster's secret cannot be read or made.
+        """
+        return self._listening().wait_for(self.config.num_workers, timeout)
+
+    def _listening(self) -> Arrivals:
+        if self._arrivals is None:
+            settings = self._settings([], {})
+            secret = secret_of(settings, makes=True)
+            for note in self.config.notes():
+                self.log.info("%s", note)
+            if not all(map(is_loopback_name, settings.cluster.bind or ())):
+                self.log.info(
+                    "workers need the secret %s, mode 0600: copy it to the same place on their machines, "
+                    "such as by scp",
+                    secret.path,
+                )
+            self._arrivals = Arrivals(settings, self.config.algorithm, secret, self.log)
+        return self._arrivals
+
+    def start_training(
+        self,
+        train_loader: Any,
+        val_loader: Any = None,
+        num_epochs: int = 1,
+        val_interval: int = 200,
+        *,
+        resume: str | None = None,
+    ) -> Summary:
+        """Train until every sample of every epoch has counted, once; returns what came of it.
+
+        A step is of `batch_size * num_workers` samples where workers share it (syncps), and of `batch_size`
+        elsewhere; `batch_size` is the loader's.
+
+        Args:
+            train_loader: a DataLoader or a dataset; its samples go to the workers.
+            val_loader: the same, of what is held out; None: nothing is evaluated.
+            num_epochs: passes over the training samples.
+            val_interval: steps between two evaluations; 0: only one at the end.
+            resume: the run that goes on from its newest checkpoint: its name, `latest` or `auto`, as
+                `--resume` of a server; None: a new one.
+
+        Raises:
+            SmolclusterError: what ended the run, in one line.
+        """
+        names = self._names()
+        workload = self._workload(train_loader, val_loader)
+        settings = self._settings(
+            names,
+            {
+                "num_epochs": num_epochs,
+                "eval_steps": val_interval or sys.maxsize,
+                "memory_profiling": self._profiles_memory,
+                "workload_args": {LOSS: self._loss_name},
+            },
+        )
+        owner = Owner(
+            self.config.algorithm,
+            "server",
+            SERVER,
+            settings,
+            secret_of(settings, makes=True),
+            workload,
+        )
+        serve = module_of(get_algorithm(self.config.algorithm), "server").serve
+        summaries = []
+
+        def body(context: ServerContext) -> Summary:
+            summary: Summary = serve(context)
+            self._take(context)
+            summaries.append(summary)
+            return summary
+
+        console = None if self.config.compact_log else SteadyConsole(stderr=True)
+        with library_log("server", SERVER) as log, _switching_often():
+            self.close()
+            own_run(
+                owner,
+                log,
+                body,
+                run_id=self.config.run_id,
+                resume=resume,
+                progress=console,
+                output=console,
+            )
+        return summaries[0]
+
+    def save_checkpoint(self, path: str | Path) -> Path:
+        """Write the model's weights and buffers as safetensors; returns where they are.
+
+        `.safetensors` is added to a name that ends otherwise. All of the run, its checkpoints included, is in
+        the run's own folder.
+
+        Raises:
+            ConfigError: no model is registered.
+            CheckpointError: it cannot be written.
+        """
+        stated = Path(path)
+        target = stated if stated.suffix == SUFFIX else stated.with_name(stated.name + SUFFIX)
+        if target != stated:
+            self.log.info("%s is written as %s, in the safetensors format", stated, target)
+        model = self.model
+        persistent = model.state_dict()
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}  # tied ones once
+        tensors = {
+            plain_name(name): tensor.detach().cpu().contiguous()
+            for name, tensor in named.items()
+            if name in persistent
+        }
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, target)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{target} cannot be written: {error}") from error
+        return target
+
+    def _names(self) -> list[str]:
+        """A name for each worker that training begins with: of those that wait, then invented ones."""
+        if self._arrivals is None:
+            self.wait_for_workers()
+        waiting = sorted(set(self._listening().names))
+        invented = (f"worker{number}" for number in range(1, self.config.num_workers + 1))
+        names = [*waiting, *(name for name in invented if name not in waiting)]
+        return names[: max(self.config.num_workers, len(waiting))]
+
+    def _settings(self, workers: list[str], train: Mapping[str, Any]) -> Settings:
+        names = workers or [f"worker{number + 1}" for number in range(self.config.num_workers)]
+        return server_settings(self.config, names, train)
+
+    def _workload(self, train: Any, validation: Any) -> Workload:
+        model = self.model
+        workload = Workload(
+            model,
+            self._loss,
+            train,
+            validation,
+            metrics=self._metrics,
+            name=type(model).__name__,
+            training=self._with_lines(self._training),
+        )
+        workload.source = code_digest(model, self._loss)
+        return workload
+
+    def _with_lines(self, training: Training) -> Training:
+        """The same that also logs a line every `log_step_every` steps."""
+        every = self.config.log_step_every
+        if not every:
+            return training
+        hooks = training.hooks
+
+        def on_step(done: StepDone) -> None:
+            if done.step % every == 0:
+                self.log.info(
+                    "step %d, epoch %d, %s samples: loss %.4f, learning rate %.3g",
+                    *(done.step, done.epoch + 1, f"{done.samples_applied:,}"),
+                    *(done.loss, done.learning_rate),
+                )
+            if hooks.on_step is not None:
+                hooks.on_step(done)
+
+        return replace(training, hooks=replace(hooks, on_step=on_step))
+
+    def _take(self, context: ServerContext) -> None:
+        """Give the registered model the trained weights."""
+        self.model.load_state_dict(context.training.replica.model.state_dict())
+
+
+@contextmanager
+def _switching_often() -> Iterator[None]:
+    """Let the threads that send not wait long for the one that computes, as in a server's process."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

@@ -1,0 +1,133 @@
+"""From a `DistributedConfig` to the settings that processes of a cluster have."""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from smolcluster.api.config import DistributedConfig
+from smolcluster.configs.resolve import Settings, check_algorithm, node_overrides, resolve
+from smolcluster.observability.logs import NodeLog
+from smolcluster.transport.security import Secret, default_secret_path, ensure_secret, load_secret
+from smolcluster.transport.tls import is_loopback
+
+SOURCE = "DistributedConfig"
+SERVER = "orchestrator"
+"""The name of the orchestrator's node."""
+DATASET = "workload"
+"""What a dataset is called that was handed over in Python."""
+
+
+def server_settings(
+    config: DistributedConfig, workers: Sequence[str], train: Mapping[str, Any]
+) -> Settings:
+    """What the orchestrator has been told; `train`: keys of a training file besides.
+
+    Raises:
+        ConfigError: a value, an override or a variable of the environment is wrong.
+    """
+    own = {
+        "heartbeat_timeout_s": config.ack_timeout,
+        "reconnect_timeout_s": config.reconnect_timeout,
+        "timeout": config.activation_timeout if config.is_shared else None,
+    }
+    settings = resolve(
+        cluster=_cluster(config, workers, SERVER)
+        | {key: value for key, value in own.items() if value is not None},
+        train={
+            "batch_size": config.batch_size,
+            "gradient_accumulation": config.gradient_accumulation,
+            "learning_rate": config.learning_rate,
+            "optimizer": config.optimizer,
+            "weight_decay": config.weight_decay,
+            "gradient_clipping": _clipping(config.max_grad_norm),
+            "precision": "bf16" if config.use_amp else "fp32",
+            "dataset": {"name": DATASET, "source": "server"},
+            **train,
+        },
+        node_name=SERVER,
+        overrides=config.overrides,
+        environ=os.environ,
+        cluster_file=SOURCE,
+        train_file=SOURCE,
+    )
+    check_algorithm(settings, config.algorithm)
+    return settings
+
+
+def worker_settings(config: DistributedConfig, name: str, node: Mapping[str, Any]) -> Settings:
+    """What a worker of this name has been told; `node`: keys of its machine besides.
+
+    Raises:
+        ConfigError: a value, an override or a variable of the environment is wrong.
+    """
+    return resolve(
+        cluster=_cluster(config, [name], name, node),
+        train={"dataset": {"name": DATASET, "source": "server"}},
+        node_name=name,
+        overrides=node_overrides(config.overrides),
+        environ=os.environ,
+        cluster_file=SOURCE,
+        train_file=SOURCE,
+    )
+
+
+def _cluster(
+    config: DistributedConfig,
+    workers: Sequence[str],
+    here: str,
+    node: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    own = dict(node or {})
+    if config.secret_file is not None:
+        own["secret_file"] = str(config.secret_file)
+    return {
+        "host_ip": dict.fromkeys((SERVER, *workers), config.master_ip),
+        "bind": [config.master_ip],
+        "port": config.master_port,
+        "server": SERVER,
+        "workers": list(workers),
+        "num_workers": len(workers),
+        "min_workers": min(config.num_workers, len(workers)),
+        "seed": config.seed,
+        "start_timeout_s": config.start_timeout,
+        "metrics_port": None,
+        "nodes": {here: own},
+    }
+
+
+def _clipping(most: float | None) -> dict[str, Any]:
+    return {"enabled": False} if most is None else {"enabled": True, "max_norm": most}
+
+
+def secret_of(settings: Settings, *, makes: bool) -> Secret:
+    """The cluster's secret, which the orchestrator `makes` where there is none.
+
+    Raises:
+        AuthError: it is missing, cannot be read, or is open to others.
+    """
+    return (ensure_secret if makes else load_secret)(
+        settings.node.secret_file or default_secret_path()
+    )
+
+
+def is_loopback_name(address: str) -> bool:
+    """Whether an address or name means this machine to itself, and nothing to others."""
+    try:
+        return is_loopback(address)
+    except ValueError:
+        return address == "localhost"
+
+
+@contextmanager
+def library_log(component: str, node: str, rank: int | None = None) -> Iterator[NodeLog]:
+    """The log of a process that is the user's: its file has the traceback of what ended it."""
+    log = NodeLog(component, node, rank)
+    try:
+        yield log
+    except BaseException as error:
+        log.logger.log(logging.DEBUG, "%s", error, exc_info=error)
+        raise
+    finally:
+        log.close()

@@ -1,0 +1,110 @@
+"""An attached loop's optimizer as the server of a synchronous run makes one of the same kind."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from smolcluster.configs.schema import RunConfig
+from smolcluster.errors import ConfigError
+from smolcluster.ps.offering import OptimizerName
+from smolcluster.training.buffers import plain_name
+
+_TAKEN: Mapping[str, tuple[str, ...]] = {
+    "sgd": ("momentum", "dampening", "nesterov"),
+    "adam": ("betas", "eps"),
+    "adamw": ("betas", "eps"),
+}
+"""Settings that the server's optimizer has as well, the same in all groups."""
+_NAMES: Mapping[type, OptimizerName] = {
+    torch.optim.SGD: "sgd",
+    torch.optim.Adam: "adam",
+    torch.optim.AdamW: "adamw",
+}
+
+
+def describe_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer as SyncPS's server makes one: its name, learning rate and weight decay.
+
+    Of a schedule the learning rate is the one that it began with, because a warm-up may stand at 0.
+
+    Raises:
+        ConfigError: it is of another kind, has settings that the server's has not, or lacks a trainable
+            parameter.
+    """
+    name = _NAMES.get(type(optimizer))
+    remedy = "use algorithm: edp, which takes any optimizer"
+    if name is None:
+        raise ConfigError(
+            f"optimizer is {type(optimizer).__name__}, SyncPS takes {', '.join(_NAMES.values())}; {remedy}"
+        )
+    groups = optimizer.param_groups
+    if any(group.get(key) for key in ("amsgrad", "maximize") for group in groups):
+        raise ConfigError(f"optimizer: SyncPS takes no amsgrad and no maximize; {remedy}")
+    for key in _TAKEN[name]:
+        if any(group[key] != groups[0][key] for group in groups):
+            raise ConfigError(f"optimizer: its groups differ in {key}; {remedy}")
+    if len({group["lr"] for group in groups}) > 1:
+        raise ConfigError(f"optimizer: its groups have several learning rates; {remedy}")
+    rate = float(groups[0].get("initial_lr", groups[0]["lr"]))
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"optimizer: lr is {rate:g}, must be above 0 with SyncPS; {remedy}")
+    decay = _decay(groups, remedy)
+    if name == "adam" and decay and groups[0].get("decoupled_weight_decay"):
+        raise ConfigError("optimizer: Adam with decoupled_weight_decay is AdamW; use that")
+    _check_all_held(model, optimizer)
+    return {
+        "optimizer": name,
+        "optimizer_args": {key: groups[0][key] for key in _TAKEN[name]},
+        "learning_rate": rate,
+        "weight_decay": decay,
+    }
+
+
+def _decay(groups: list[dict[str, Any]], remedy: str) -> float:
+    """The weight decay of all matrices.
+
+    Raises:
+        ConfigError: they have several, or what is no matrix decays.
+    """
+    of_matrices: set[float] = set()
+    of_others: set[float] = set()
+    for group in groups:
+        for param in group["params"]:
+            if param.requires_grad:
+                decays = of_matrices if param.ndim > 1 else of_others
+                decays.add(float(group["weight_decay"]))
+    if of_others - {0.0}:
+        raise ConfigError(
+            "optimizer: weight_decay is for matrices only with SyncPS; put biases and norms into a group "
+            f"with weight_decay 0, or {remedy}"
+        )
+    if len(of_matrices) > 1:
+        several = ", ".join(f"{decay:g}" for decay in sorted(of_matrices))
+        raise ConfigError(
+            f"optimizer: its matrices have weight_decay {several}; give them one, or {remedy}"
+        )
+    return next(iter(of_matrices), 0.0)
+
+
+def _check_all_held(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a parameter that would be trained though the loop's optimizer does not have it."""
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    for name, param in model.named_parameters():
+        if param.requires_grad and id(param) not in held:
+            raise ConfigError(
+                f"optimizer: it has not the trainable parameter {plain_name(name)}; give it to the "
+                "optimizer, or call requires_grad_(False) on it"
+            )
+
+
+def check_rule(rule: Mapping[str, Any], run: RunConfig) -> None:
+    """Refuse an optimizer that differs from the run's; its learning rate may."""
+    for key in ("optimizer", "weight_decay", "optimizer_args"):
+        if rule[key] != getattr(run.train, key):
+            raise ConfigError(
+                f"optimizer: {key} is {rule[key]}, in the run {getattr(run.train, key)}; give all processes "
+                "the same"
+            )

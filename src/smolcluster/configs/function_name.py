@@ -1,0 +1,140 @@
+"""The name of a user's function: `my_project/train.py:workload`, or `package.module:workload`."""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from smolcluster.errors import ConfigError
+from smolcluster.utils.words import hint_at, one_line
+
+FORM = "FILE.py:FUNCTION or package.module:function"
+ARGS = "workload_args"
+"""The key of its keyword arguments."""
+MAX_LABEL_CHARS = 200
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+@dataclass(frozen=True)
+class FunctionName:
+    """A function of a file, or of a module that is looked for in `folder` first.
+
+    Attributes:
+        file: None: it is of a module.
+        folder: where the module's first package is; None: it is installed.
+        module: with dots; of a file, its name without the ending.
+    """
+
+    file: Path | None
+    folder: Path | None
+    module: str
+    function: str
+
+    @classmethod
+    def parse(cls, text: str) -> "FunctionName":
+        """Read a name; a module's folder may stand before it: `my_project/package.module:function`.
+
+        Raises:
+            ValueError: it is no such name.
+        """
+        place, _, function = text.rpartition(":")
+        if not function.isidentifier() or not place:
+            raise ValueError(f"must be {FORM}")
+        if place.endswith(".py"):
+            file = Path(place)
+            if "." in file.stem:
+                raise ValueError(
+                    f"must be {FORM}, and Python imports no file with another dot in its name: rename it"
+                )
+            return cls(file, None, file.stem, function)
+        folder, slash, module = place.rpartition("/")
+        if not _DOTTED.fullmatch(module):
+            raise ValueError(f"must be {FORM}")
+        return cls(None, Path(folder or slash) if slash else None, module, function)
+
+    @property
+    def label(self) -> str:
+        """What it is called where no code may be named: letters, digits, dots and underscores."""
+        name = f"{self.module}.{self.function}"[-MAX_LABEL_CHARS:]
+        return "".join(c if c.isalpha() or c.isdecimal() or c in "._" else "_" for c in name)
+
+    @property
+    def text(self) -> str:
+        """As it is written."""
+        place = self.module if self.folder is None else f"{self.folder}/{self.module}"
+        return f"{self.file or place}:{self.function}"
+
+    def source_file(self) -> Path | None:
+        """The file that it is in, as it is found without importing anything; None: it is not here."""
+        if self.file is not None:
+            file = self.file.expanduser()
+            return file if file.is_file() else None
+        base = (self.folder or Path()).expanduser().joinpath(*self.module.split("."))
+        candidates = (base.with_name(f"{base.name}.py"), base / "__init__.py")
+        return next((path for path in candidates if path.is_file()), None)
+
+    def absolute(self) -> "FunctionName":
+        """The same for any current folder, if it is found from this one; else as it is."""
+        try:
+            if self.source_file() is None:
+                return self
+            if self.file is not None:
+                return replace(self, file=self.file.expanduser().absolute())
+            return replace(self, folder=(self.folder or Path()).expanduser().absolute())
+        except (OSError, RuntimeError):
+            return self
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it is looked for where Python keeps its packages."""
+        return self.file is None and self.folder is None
+
+    def below(self, folder: str) -> "FunctionName":
+        """The same name, seen from outside a folder; an installed one is the same everywhere."""
+        if self.file is not None:
+            return replace(self, file=Path(folder, self.file))
+        return self if self.folder is None else replace(self, folder=Path(folder, self.folder))
+
+
+def known_here(text: str) -> FunctionName:
+    """The name for any current folder.
+
+    Raises:
+        ConfigError: it is none, or its file is not here.
+    """
+    try:
+        name = FunctionName.parse(text)
+    except ValueError as error:
+        raise ConfigError(one_line(f"--workload is {text!r}, {error}")) from None
+    if name.source_file() is None and not name.is_installed:
+        raise ConfigError(one_line(f"--workload is {text!r}: there is no such file"))
+    return name.absolute()
+
+
+def check_workload_args(
+    given: Collection[str], known: Mapping[str, bool], said: str, *, takes_any: bool
+) -> None:
+    """Compare `workload_args` with what a function takes.
+
+    Args:
+        given: the names of the arguments.
+        known: those that the function has, and whether it needs them.
+        said: what the function is called.
+        takes_any: whether it takes others too.
+
+    Raises:
+        ConfigError: it takes no such argument, or needs another one.
+    """
+    for key in given:
+        if key not in known and not takes_any:
+            instead = hint_at(key, known) or f"; it takes {', '.join(known) or 'none'}"
+            raise ConfigError(one_line(f"{ARGS}.{key} is no argument of {said}{instead}"))
+    for key, is_needed in known.items():
+        if is_needed and key not in given:
+            raise ConfigError(f"{said} needs an argument: set {ARGS}.{key}")
+
+
+def check_name(text: str) -> str:
+    """Raise ValueError unless it is a function's name."""
+    FunctionName.parse(text)
+    return text

@@ -1,0 +1,403 @@
+"""Batches as bytes: a JSON skeleton, and the raw memory of the tensors that it names.
+
+    skeleton_nbytes u32 | skeleton (JSON) | padding | tensor | padding | tensor | ...
+
+A batch is a tree of dicts, lists and tuples over tensors, NumPy arrays and plain values: None, bool, int,
+float and str. In the skeleton a plain value stands for itself, and everything else is an object with one
+field that says what it is. Tensors and arrays are little-endian, row by row, each at a multiple of
+`ALIGNMENT` bytes; whole numbers of 64 bits travel as the smallest type that holds them.
+
+Nothing that is received can name code: unknown types, sizes that do not add up, and trees deeper than
+`MAX_DEPTH` are refused. Tensors cost no more memory than they have bytes, but 64-bit whole numbers, at most
+eight times as much. Skeletons cost more than their bytes as objects of Python, and are bounded for that by
+`MAX_SKELETON_NBYTES` and `MAX_NODES`.
+"""
+
+import math
+import struct
+from collections import namedtuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from smolcluster.data.dataset import Batch
+from smolcluster.errors import DataError, ProtocolError
+
+ALIGNMENT = 64
+MAX_DEPTH = 32
+MAX_DIMS = 16
+MAX_NUMEL = 2**53
+MAX_FIELDS = 256
+MAX_SKELETON_NBYTES = 16 * 1024 * 1024
+MAX_NODES = 1 << 20
+"""Values, lists and objects in a skeleton."""
+MAX_NAMED_TUPLES = 256
+"""Classes of named tuples that are kept, so that those of one batch are those of the next."""
+DTYPES = MappingProxyType(
+    {
+        str(dtype).removeprefix("torch."): dtype
+        for dtype in (
+            *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+            *(torch.uint16, torch.uint32, torch.uint64, torch.float16, torch.bfloat16),
+            *(torch.float32, torch.float64, torch.complex64, torch.complex128),
+        )
+    }
+)
+NARROW = (torch.uint8, torch.int16, torch.int32)
+"""What 64-bit whole numbers are tried to be sent as."""
+_HEAD = struct.Struct("!I")
+_PLAIN = (str, bool, int)
+
+
+@dataclass
+class Encoded:
+    """A batch as pieces of memory, in order, which refer to its tensors; `nbytes` in all."""
+
+    pieces: list[memoryview] = field(default_factory=list)
+    nbytes: int = 0
+
+    def add(self, piece: memoryview) -> None:
+        """Append a piece, and what brings the next one to a multiple of `ALIGNMENT`."""
+        padding = -piece.nbytes % ALIGNMENT
+        self.pieces += [each for each in (piece, memoryview(bytes(padding))) if each.nbytes]
+        self.nbytes += piece.nbytes + padding
+
+    def cut(self, nbytes: int) -> Iterator[memoryview]:
+        """The same bytes in pieces of `nbytes`, but for the last one; each in memory of its own."""
+        rest = bytearray()
+        for piece in self.pieces:
+            start = 0
+            while start < piece.nbytes:
+                taken = piece[start : start + nbytes - len(rest)]
+                rest += taken
+                start += taken.nbytes
+                if len(rest) == nbytes:
+                    yield memoryview(rest)
+                    rest = bytearray()
+        if rest:
+            yield memoryview(rest)
+
+
+def encode(batch: Batch) -> Encoded:
+    """Lay out a batch.
+
+    Raises:
+        DataError: something in it cannot travel; the message says what, and where in the batch.
+    """
+    tensors: list[Tensor] = []
+    tree = _skeleton(batch, "batch", 0, tensors)
+    skeleton, num_nodes = orjson.dumps(tree), _num_nodes(tree)
+    if num_nodes > MAX_NODES:
+        raise DataError(
+            f"a batch has {num_nodes:,} values in lists and dicts, at most {MAX_NODES:,} can be sent; make "
+            "tensors of them in collate"
+        )
+    if len(skeleton) > MAX_SKELETON_NBYTES:
+        raise DataError(
+            f"the plain values of a batch take {len(skeleton):,} bytes, at most {MAX_SKELETON_NBYTES:,} "
+            "can be sent; make tensors of them in collate"
+        )
+    encoded = Encoded()
+    encoded.add(memoryview(_HEAD.pack(len(skeleton)) + skeleton))
+    for tensor in tensors:
+        encoded.add(memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data))
+    return encoded
+
+
+def _num_nodes(skeleton: Any) -> int:
+    match skeleton:
+        case dict():
+            return 1 + sum(map(_num_nodes, skeleton.values()))
+        case list():
+            return 1 + sum(map(_num_nodes, skeleton))
+    return 1
+
+
+def _skeleton(node: Any, path: str, depth: int, tensors: list[Tensor]) -> Any:
+    if depth > MAX_DEPTH:
+        raise DataError(
+            f"{path} lies deeper than {MAX_DEPTH} levels, and cannot be sent to workers"
+        )
+    match node:
+        case Tensor():
+            return {"tensor": _tensor(node, path, tensors)}
+        case np.ndarray() | np.generic() if node.dtype.kind in "biufc":
+            native = np.array(node, node.dtype.newbyteorder("="), order="C")
+            return {"array": _tensor(torch.from_numpy(native), path, tensors)}
+        case Mapping():
+            return {"dict": [_item(*item, path, depth, tensors) for item in node.items()]}
+        case list() | tuple():
+            return _sequence(node, path, depth, tensors)
+    return _plain(node, path)
+
+
+def _sequence(
+    node: list[Any] | tuple[Any, ...], path: str, depth: int, tensors: list[Tensor]
+) -> Any:
+    items = [
+        _skeleton(each, f"{path}[{place}]", depth + 1, tensors) for place, each in enumerate(node)
+    ]
+    if isinstance(node, list):
+        return items
+    fields = getattr(node, "_fields", None)
+    return {"tuple": items} if fields is None else {"named": [list(fields), items]}
+
+
+def _plain(node: Any, path: str) -> Any:
+    match node:
+        case None | bool():
+            return node
+        case int() if -(2**63) <= node < 2**63:
+            return int(node)
+        case float():
+            return float(node) if math.isfinite(node) else {"float": str(float(node))}
+        case str() if node.isascii() or _is_text(node):
+            return str(node)
+    raise _cannot_travel(node, path)
+
+
+def _item(key: Any, value: Any, path: str, depth: int, tensors: list[Tensor]) -> list[Any]:
+    if not isinstance(key, _PLAIN):
+        raise DataError(f"{path} has the key {key!r}; only text and numbers can be sent as keys")
+    return [key, _skeleton(value, f"{path}[{key!r}]".replace("'", '"'), depth + 1, tensors)]
+
+
+def _tensor(tensor: Tensor, path: str, tensors: list[Tensor]) -> list[Any]:
+    """Type, type on the wire, and shape of a tensor, whose values are added to `tensors`."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout is not torch.strided or tensor.is_quantized or name not in DTYPES:
+        raise DataError(
+            f"{path} is a tensor of {tensor.dtype} with layout {tensor.layout}, which cannot be sent to "
+            "workers; make it dense in collate"
+        )
+    if tensor.is_meta or tensor.dim() > MAX_DIMS:
+        raise DataError(f"{path} is a tensor without values or of too many dimensions")
+    plain = tensor.detach().resolve_conj().resolve_neg().to("cpu")
+    narrow = _narrow(plain)
+    tensors.append(narrow.contiguous())
+    return [name, str(narrow.dtype).removeprefix("torch."), list(tensor.shape)]
+
+
+def _narrow(tensor: Tensor) -> Tensor:
+    if tensor.dtype is not torch.int64 or not tensor.numel():
+        return tensor
+    low, high = (int(bound) for bound in torch.aminmax(tensor))
+    for dtype in NARROW:
+        info = torch.iinfo(dtype)
+        if info.min <= low and high <= info.max:
+            return tensor.to(dtype)
+    return tensor
+
+
+def _is_text(text: str) -> bool:
+    """Whether it is Unicode that can be written: half a surrogate pair cannot."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _cannot_travel(node: Any, path: str) -> DataError:
+    what = repr(node) if isinstance(node, (int, str)) else f"a {type(node).__qualname__}"
+    return DataError(
+        f"{path} is {what[:60]}, which cannot be sent to workers: only tensors, arrays, numbers, text and "
+        "dicts, lists and tuples of them can; leave it out in the dataset or in collate"
+    )
+
+
+def decode(data: memoryview) -> Batch:
+    """The batch that somebody has sent; its tensors refer to `data`, which may be written to.
+
+    Raises:
+        ProtocolError: it is not exactly one batch.
+    """
+    try:
+        return _Decoder(data).batch()
+    except (orjson.JSONDecodeError, struct.error, RecursionError) as error:
+        raise ProtocolError(f"a batch's skeleton cannot be read: {error}") from None
+
+
+class _Decoder:
+    def __init__(self, data: memoryview) -> None:
+        (nbytes,) = _HEAD.unpack(data[: _HEAD.size])
+        self._end = _HEAD.size + nbytes
+        if nbytes > MAX_SKELETON_NBYTES or self._end > data.nbytes:
+            raise ProtocolError(f"a batch's skeleton of {nbytes} bytes is longer than the batch")
+        self._data = data
+
+    def batch(self) -> Batch:
+        skeleton = orjson.loads(self._data[_HEAD.size : self._end])
+        if (num_nodes := _num_nodes(skeleton)) > MAX_NODES:
+            raise ProtocolError(f"a batch's skeleton has {num_nodes} nodes, at most {MAX_NODES}")
+        self._end += -self._end % ALIGNMENT
+        batch = self._node(skeleton, 0)
+        if self._end != self._data.nbytes:
+            raise ProtocolError(
+                f"a batch has {self._data.nbytes} bytes, its tensors end at {self._end}"
+            )
+        return batch
+
+    def _node(self, node: Any, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise ProtocolError(f"a batch is deeper than {MAX_DEPTH} levels")
+        match node:
+            case None | bool() | int() | float() | str():
+                return node
+            case list():
+                return [self._node(each, depth + 1) for each in node]
+            case dict() if len(node) == 1:
+                [(kind, content)] = node.items()
+                return self._object(kind, content, depth)
+        raise ProtocolError("a batch's skeleton holds what is no part of a batch")
+
+    def _object(self, kind: str, content: Any, depth: int) -> Any:
+        match kind, content:
+            case "tensor", _:
+                return self._tensor(content)
+            case "array", _:
+                return self._array(content)
+            case "float", "nan" | "inf" | "-inf":
+                return float(content)
+            case "dict", list():
+                return self._dict(content, depth)
+            case "tuple", list():
+                return tuple(self._node(each, depth + 1) for each in content)
+            case "named", [list() as fields, list() as items]:
+                return _named(fields, [self._node(each, depth + 1) for each in items])
+        raise ProtocolError("a batch's skeleton holds what is no part of a batch")
+
+    def _array(self, spec: Any) -> NDArray[Any]:
+        try:
+            return self._tensor(spec).numpy()
+        except TypeError:
+            raise ProtocolError("a batch's array is of a type that NumPy has not") from None
+
+    def _dict(self, items: list[Any], depth: int) -> dict[Any, Any]:
+        batch = {}
+        for item in items:
+            match item:
+                case [str() | bool() | int() as key, value] if key not in batch:
+                    batch[key] = self._node(value, depth + 1)
+                case _:
+                    raise ProtocolError("a dict of a batch has an item that is none")
+        return batch
+
+    def _tensor(self, spec: Any) -> Tensor:
+        match spec:
+            case [str() as name, str() as sent, list() as shape] if _is_shape(shape):
+                dtype, sent_as = DTYPES.get(name), DTYPES.get(sent)
+            case _:
+                raise ProtocolError("a batch's tensor is not described by type and shape")
+        is_narrow = dtype is torch.int64 and sent_as in NARROW
+        if dtype is None or sent_as is None or not (dtype is sent_as or is_narrow):
+            raise ProtocolError(f"a batch's tensor is {sent!a} and to be {name!a}"[:200])
+        start, numel = self._end, math.prod(shape)
+        nbytes = numel * sent_as.itemsize
+        self._end += nbytes + -nbytes % ALIGNMENT
+        if self._end > self._data.nbytes:
+            raise ProtocolError(f"a batch's tensor ends at byte {self._end} of {self._data.nbytes}")
+        if not numel:
+            return torch.empty(shape, dtype=dtype)
+        values = torch.frombuffer(self._data, dtype=sent_as, count=numel, offset=start)
+        if sent_as is torch.bool and int(values.view(torch.uint8).max()) > 1:
+            raise ProtocolError("a batch's truth values are not 0 or 1")
+        return values.to(dtype).view(shape)
+
+
+def _is_shape(shape: list[Any]) -> bool:
+    """Whether it is a tensor's: bounded also where a 0 makes it empty."""
+    known = all(type(size) is int and size >= 0 for size in shape)
+    return (
+        known
+        and len(shape) <= MAX_DIMS
+        and math.prod(map(max, shape, [1] * len(shape))) <= MAX_NUMEL
+    )
+
+
+def _named(fields: list[Any], values: list[Any]) -> Any:
+    """A named tuple: attributes of these names, and nothing else of the sender's class."""
+    known = all(isinstance(name, str) for name in fields) and len(fields) <= MAX_FIELDS
+    if not known or len(fields) != len(values):
+        raise ProtocolError("a batch's named tuple has other names than values")
+    try:
+        kind = _named_tuple(tuple(fields))
+    except ValueError:
+        raise ProtocolError("a batch's named tuple has names that are none") from None
+    return kind(*values)
+
+
+@lru_cache(maxsize=MAX_NAMED_TUPLES)
+def _named_tuple(fields: tuple[str, ...]) -> Callable[..., Any]:
+    return namedtuple("NamedTuple", fields)
+
+
+def sliced(batch: Batch, num_samples: int, size: int) -> list[Batch]:
+    """A batch of so many samples as batches of `size`, but for the last one.
+
+    Tensors and arrays are cut by their first dimension, lists and tuples of plain values where they are as
+    long as there are samples; all else is in every piece. It is one piece where a tensor has another number
+    of rows, and where a list holds as many alike trees as there are samples: it may be one a sample.
+    """
+    is_cut = _has_rows(batch, num_samples) and _is_by_rows(batch, num_samples)
+    if size >= num_samples or not is_cut:
+        return [batch]
+    starts = range(0, num_samples, size)
+    return [_rows(batch, num_samples, slice(start, start + size)) for start in starts]
+
+
+def _has_rows(node: Any, num_samples: int) -> bool:
+    match node:
+        case Tensor() | np.ndarray():
+            return node.ndim > 0 and len(node) == num_samples
+        case Mapping():
+            return any(_has_rows(each, num_samples) for each in node.values())
+        case list() | tuple():
+            return any(_has_rows(each, num_samples) for each in node)
+    return False
+
+
+def _is_by_rows(node: Any, num_samples: int) -> bool:
+    """Whether every tensor and array in it has, beyond doubt, one row a sample."""
+    match node:
+        case Tensor() | np.ndarray():
+            return node.ndim == 0 or len(node) == num_samples
+        case Mapping():
+            return all(_is_by_rows(each, num_samples) for each in node.values())
+        case list() | tuple():
+            may_be_samples = (
+                len(node) == num_samples
+                and not hasattr(node, "_fields")
+                and any(map(_is_tree, node))
+                and len(set(map(_kind, node))) == 1
+            )
+            return not may_be_samples and all(_is_by_rows(each, num_samples) for each in node)
+    return True
+
+
+def _kind(node: Any) -> tuple[Any, ...]:
+    """What the same field has in all samples."""
+    return (node.dtype, node.ndim) if isinstance(node, (Tensor, np.ndarray)) else (type(node),)
+
+
+def _rows(node: Any, num_samples: int, wanted: slice) -> Any:
+    match node:
+        case Tensor() | np.ndarray():
+            return node[wanted] if _has_rows(node, num_samples) else node
+        case Mapping():
+            return {key: _rows(each, num_samples, wanted) for key, each in node.items()}
+        case list() | tuple() if len(node) == num_samples and not any(map(_is_tree, node)):
+            return type(node)(node[wanted])
+        case tuple() if hasattr(node, "_fields"):
+            return type(node)(*(_rows(each, num_samples, wanted) for each in node))
+        case list() | tuple():
+            return type(node)(_rows(each, num_samples, wanted) for each in node)
+    return node
+
+
+def _is_tree(node: Any) -> bool:
+    return isinstance(node, (Tensor, np.ndarray, Mapping, list, tuple))

@@ -1,0 +1,139 @@
+"""Launching on this machine alone: from what the user asked for to a run that is followed or left."""
+
+import shlex
+import sys
+from dataclasses import replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from smolcluster.cluster.listening import check_port
+from smolcluster.configs.load import Kind, find_config, shipped_names
+from smolcluster.configs.resolve import Settings, check_algorithm
+from smolcluster.launch.host import Host
+from smolcluster.launch.observe.beside import announce, beside_others, stack_for, within_reach
+from smolcluster.launch.plan import Request, plan_local
+from smolcluster.launch.prepare import Machine
+from smolcluster.launch.remote import LaunchOptions, go_on, inherited, launch_remote, wants_window
+from smolcluster.launch.requests import naming_workload, settings_of, written_here
+from smolcluster.launch.run import Run
+from smolcluster.launch.shipping import loki_of
+from smolcluster.observability.terminal import SteadyConsole, print_line
+from smolcluster.runs.launched import Launched
+from smolcluster.runs.paths import create_run, new_run_id, runs_root
+from smolcluster.transport.security import default_secret_path, ensure_secret
+
+
+def launch(request: Request, how: LaunchOptions, *, local: bool) -> int:
+    """Launch a cluster, or only print its plan; returns the exit code.
+
+    Raises:
+        SmolclusterError: what prevents it, in one line.
+    """
+    if not local:
+        return launch_remote(for_any_folder(request), how)
+    run_id = new_run_id(request.algorithm.name, datetime.now().astimezone())
+    return launch_local(request, run_id, how)
+
+
+def launch_local(request: Request, run_id: str, how: LaunchOptions, *, resume: bool = False) -> int:
+    """Run a whole cluster on this machine, or only print its plan; returns the exit code.
+
+    On a terminal with tmux it gets a window; elsewhere its processes are this one's children. With `resume`
+    the run goes on from its newest good checkpoint.
+
+    Raises:
+        SmolclusterError: what prevents it, in one line.
+    """
+    request = for_any_folder(request)
+    settings = settings_of(request, local=True)
+    request = naming_workload(request, settings)
+    check_algorithm(settings, request.algorithm.name)
+    root = runs_root(settings.node.runs_dir)
+    if how.dry_run:
+        for process in _plan(request, settings, root / run_id, resume=resume).processes:
+            sys.stdout.write(f"{process.title}:\n  {shlex.join(process.argv)}\n")
+        return 0
+    check_port(settings.cluster)  # or our workers would find somebody else's server
+    ensure_secret(settings.node.secret_file or default_secret_path())
+    paths = create_run(root, run_id, newest=False)
+    console = SteadyConsole()
+    say = partial(print_line, console)
+    stack = stack_for(how.observe, settings.cluster, say)
+    if stack is not None:
+        request = within_reach(request, settings.cluster)
+        settings = settings_of(request, local=True)
+    request = beside_others(request, settings.cluster, say)
+    settings = settings_of(request, local=True)
+    in_sessions = wants_window(how)
+    plan = _plan(request, settings, paths.root, resume=resume, in_sessions=in_sessions)
+    env = inherited()
+    machines = {
+        each.node: Machine(Host(each.node), each.project_dir, "pypi", env)
+        for each in plan.processes
+    }
+    run = Run(
+        plan,
+        paths,
+        console,
+        machines,
+        num_epochs=None if request.script else settings.train.num_epochs,
+    )
+    run.keep_what_waits()
+    if stack is not None:
+        announce(stack, run_id, plan.processes, settings.cluster, ssh=lambda _: None, say=say)
+    run.start(loki_of(settings.cluster, stack))
+    return go_on(run, plan, how)
+
+
+def _plan(
+    request: Request,
+    settings: Settings,
+    run_dir: Path,
+    *,
+    resume: bool,
+    in_sessions: bool = False,
+) -> Launched:
+    return plan_local(
+        request,
+        settings.cluster,
+        run_dir=run_dir,
+        python=sys.executable,
+        with_threads=_nodes_with_threads(request, settings),
+        place=place_overrides(settings),
+        resume=resume,
+        in_sessions=in_sessions,
+    )
+
+
+def for_any_folder(request: Request) -> Request:
+    """The same request with absolute paths, so that its commands also work in another folder."""
+
+    def absolute(source: str | None, kind: Kind) -> str | None:
+        if source is None or source in shipped_names(kind):
+            return source
+        return str(find_config(source, kind).absolute())
+
+    return replace(
+        request,
+        config=absolute(request.config or written_here(request.algorithm.name), "cluster"),
+        train_config=absolute(request.train_config, "training"),
+    )
+
+
+def place_overrides(settings: Settings) -> list[str]:
+    """Where the data are on this machine, for workers, which do not read the training file."""
+    place = settings.node.dataset
+    root = [] if place.root is None else [f"dataset.root={place.root}"]
+    cache = [] if place.cache is None else [f"dataset.cache={place.cache}"]
+    tokenizer = settings.train.dataset.at(place)
+    files = (
+        [f"dataset.tokenizer_path={tokenizer.tokenizer}"] if tokenizer.has_tokenizer_path else []
+    )
+    return [*root, *cache, *files, f"dataset.download={str(place.download).lower()}"]
+
+
+def _nodes_with_threads(request: Request, settings: Settings) -> list[str]:
+    """The nodes whose number of compute threads comes from the user, wherever it is said."""
+    names = dict.fromkeys((settings.cluster.server, *settings.cluster.workers))
+    return [name for name in names if settings_of(request, True, name).node.threads is not None]

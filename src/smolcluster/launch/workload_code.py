@@ -1,0 +1,292 @@
+"""A user's code, of a workload or a script: looked at before anything starts, and sent to a run's machines.
+
+Nothing of it is imported here: that is for the processes that train.
+"""
+
+import ast
+import gzip
+import io
+import os
+import shlex
+import subprocess
+import sys
+import tarfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from smolcluster.configs.function_name import FunctionName, check_workload_args
+from smolcluster.errors import ConfigError, LaunchError
+from smolcluster.launch.host import Host, run_here, shell_path
+from smolcluster.utils.units import format_bytes
+from smolcluster.utils.words import hint_at, one_line
+
+WORKLOAD_FOLDER, WORKLOAD_NAME = "launch/workload", "launch/workload.name"
+"""In a run's folder on every machine: the code, and the function as it is seen from there."""
+WORKLOAD_FILE = "launch/workload.tgz"
+"""On the machine that launched: the same code, for who joins later."""
+MOST_NBYTES = 64 * 1000**2
+"""Of code, as it lies on the disk."""
+NO_CODE = ("__pycache__", "node_modules", "runs", "wandb")
+"""Folders that are not sent, nor hidden ones and virtual environments, where no git says what belongs."""
+SEND_TIMEOUT_S = 600.0
+GIT_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class WorkloadCode:
+    """What is sent of a user's code.
+
+    Attributes:
+        name: the function, as it is seen from the folder of the code; or the script there, and its arguments.
+        packed: the files, as a compressed tar archive; the same bytes for the same files.
+        num_files: how many there are.
+    """
+
+    name: str
+    packed: bytes
+    num_files: int
+
+
+def code_of(workload: str) -> WorkloadCode | None:
+    """The code that a function is in: its folder, of which git's files if it is in a repository.
+
+    A file that is in a package comes with all that lies beside that package. None: it is installed.
+
+    Raises:
+        ConfigError: it cannot be read, or is more than code.
+    """
+    name = FunctionName.parse(workload)
+    root, seen = _root_of(name)
+    if root is None:
+        return None
+    return _packed(root, name.source_file(), seen.text)
+
+
+def code_of_script(script: str) -> WorkloadCode:
+    """The folder of a script that attaches, which is given with its arguments.
+
+    Raises:
+        ConfigError: it cannot be read, or is more than code.
+    """
+    file, *arguments = shlex.split(script)
+    path = Path(file)
+    return _packed(path.parent, path, shlex.join([path.name, *arguments]))
+
+
+def _packed(root: Path, own: Path | None, name: str) -> WorkloadCode:
+    files = dict(_files(root, own))
+    archive = io.BytesIO()
+    with gzip.GzipFile(fileobj=archive, mode="wb", mtime=0) as packed:
+        _pack(files, packed)
+    return WorkloadCode(name, archive.getvalue(), len(files))
+
+
+def _root_of(name: FunctionName) -> tuple[Path | None, FunctionName]:
+    """The folder that is sent, and the name as it is seen from there."""
+    if name.file is None:
+        seen = name if name.folder is None else replace(name, folder=Path())
+        return name.folder, seen
+    root = name.file.parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    return root, replace(name, file=name.file.relative_to(root))
+
+
+def _files(root: Path, own: Path | None) -> Iterator[tuple[str, Path]]:
+    """The files of a folder that are code, or lie beside it, by what they are called from there.
+
+    Where git ignores `own`, the function's file, it does not say what belongs to it.
+
+    Raises:
+        ConfigError: they are too large, or git does not answer.
+    """
+    total = 0
+    tracked = _of_git(root)
+    if tracked is not None and own is not None and str(own.relative_to(root)) not in tracked:
+        tracked = None
+    for relative in sorted(_of_folder(root) if tracked is None else tracked):
+        path = root / relative
+        if not path.is_file():
+            continue  # git knows it still
+        total += path.stat().st_size
+        if total > MOST_NBYTES:
+            raise ConfigError(
+                f"workload: {root} holds more than {format_bytes(MOST_NBYTES)}, which would be sent to "
+                "every machine: put the code in a folder of its own, or in a git repository, whose files "
+                "alone are sent"
+            )
+        yield relative, path
+
+
+def _of_git(root: Path) -> set[str] | None:
+    """What git tracks below a folder, and Python files that it does not ignore; None: it is no repository."""
+    found: set[str] = set()
+    for choice in (("--cached",), ("--others", "--exclude-standard", "--", "*.py")):
+        try:
+            done = run_here(
+                ["git", "-C", str(root), "ls-files", "-z", *choice], timeout_s=GIT_TIMEOUT_S
+            )
+        except OSError:
+            return None
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"workload: git has not listed the files of {root} within {GIT_TIMEOUT_S:.0f} s: put the "
+                "code in a folder outside that repository"
+            ) from None
+        if not done.ok:
+            return None
+        found.update(filter(None, done.stdout.split("\0")))
+    return found
+
+
+def _of_folder(root: Path) -> Iterator[str]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = [
+            name
+            for name in folders
+            if not (name[0] == "." or name in NO_CODE or Path(folder, name, "pyvenv.cfg").is_file())
+        ]
+        for name in files:
+            if not name.endswith((".pyc", ".pyo")) and name[0] != ".":
+                yield os.path.relpath(Path(folder, name), root)
+
+
+def _pack(files: Mapping[str, Path], target: gzip.GzipFile) -> None:
+    with tarfile.open(fileobj=target, mode="w") as tar:
+        for relative, path in files.items():
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                raise ConfigError(
+                    one_line(f"workload: {path} cannot be read: {error.strerror or error}")
+                ) from None
+            member = tarfile.TarInfo(Path(relative).as_posix())
+            member.size, member.mode = len(content), 0o644
+            tar.addfile(member, io.BytesIO(content))
+
+
+def put_code(host: Host, run_dir: str, packed: bytes, name: str) -> None:
+    """Make a run's folder on a machine hold this code and no other, and the name of its function.
+
+    Raises:
+        LaunchError: it cannot be written.
+    """
+    there, named = (shell_path(f"{run_dir}/{each}") for each in (WORKLOAD_FOLDER, WORKLOAD_NAME))
+    script = (
+        f"umask 077; rm -rf {there} && mkdir -p {there} && tar -xzf - -C {there} && "
+        f"printf %s {shlex.quote(name)} > {named}"
+    )
+    done = host.run(script, stdin=packed, timeout_s=SEND_TIMEOUT_S)
+    if not done.ok:
+        raise LaunchError(f"{host.node}: the workload's code cannot be written: {done.stderr_tail}")
+
+
+def sent_workload(run_dir: Path) -> str | None:
+    """The function whose code was brought into a run's folder on this machine; None: none was.
+
+    A name that leads out of that folder is none.
+    """
+    try:
+        name = FunctionName.parse((run_dir / WORKLOAD_NAME).read_text())
+    except (OSError, ValueError):
+        return None
+    place = name.file or name.folder or Path()
+    if place.is_absolute() or ".." in place.parts:
+        return None
+    return name.below(str(run_dir / WORKLOAD_FOLDER)).text
+
+
+def check_source(name: FunctionName, args: Collection[str]) -> None:
+    """Look, without running it, whether a file has this function, and whether it takes these arguments.
+
+    Raises:
+        ConfigError: it has not, it does not, or it is no Python.
+    """
+    file = name.source_file()
+    if file is None:
+        return  # it is installed, perhaps elsewhere
+    tree = _parsed(file, name.text)
+    functions = {each.name: each for each in tree.body if isinstance(each, ast.FunctionDef)}
+    found = functions.get(name.function)
+    if found is None and not {name.function, "*"}.intersection(_bound(tree)):
+        hint = hint_at(name.function, functions)
+        raise ConfigError(f"workload {name.text}: {file.name} has no {name.function}{hint}")
+    if found is not None and not found.decorator_list:
+        takes = found.args
+        first_default = len(takes.args) - len(takes.defaults)
+        known = {each.arg: place < first_default for place, each in enumerate(takes.args)}
+        known |= {
+            each.arg: default is None
+            for each, default in zip(takes.kwonlyargs, takes.kw_defaults, strict=True)
+        }
+        check_workload_args(args, known, name.text, takes_any=takes.kwarg is not None)
+
+
+def _parsed(file: Path, said: str) -> ast.Module:
+    try:
+        return ast.parse(file.read_bytes(), str(file))
+    except SyntaxError as error:
+        raise ConfigError(
+            one_line(f"workload {said}: {file}, line {error.lineno}: {error.msg}")
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(one_line(f"workload {said}: {file} cannot be read: {error}")) from None
+
+
+def packages_of(name: FunctionName) -> list[str]:
+    """The packages that a workload's file, and what it imports of its folder, cannot do without.
+
+    Those are what the files import where nothing is tried, and neither Python's nor the user's own.
+
+    Raises:
+        ConfigError: one of the files is no Python.
+    """
+    file, (root, _) = name.source_file(), _root_of(name)
+    if file is None or root is None:
+        return []
+    packages, seen, todo = set[str](), {file}, [file]
+    while todo:
+        current = todo.pop()
+        for module, folders in _imported(_parsed(current, name.text), current, (file.parent, root)):
+            first = module.partition(".")[0]
+            own = [_source_of(module, folder) for folder in folders]
+            todo += [path for path in own if path is not None and path not in seen]
+            seen.update(filter(None, own))
+            if not any(
+                (folder / first).is_dir() or _source_of(first, folder) for folder in folders
+            ):
+                packages.add(first)
+    return sorted(packages - sys.stdlib_module_names - {"smolcluster"})
+
+
+def _imported(
+    tree: ast.Module, file: Path, folders: Sequence[Path]
+) -> Iterator[tuple[str, Sequence[Path]]]:
+    """What a file imports, modules or names in them, each with the folders in which it may be."""
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, folders) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            within = [file.parents[node.level - 1]] if node.level else folders
+            yield node.module, within
+            yield from ((f"{node.module}.{alias.name}", within) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):  # of a relative's name it is not known what it is
+            within = [file.parents[node.level - 1]]
+            found = [alias.name for alias in node.names if _source_of(alias.name, within[0])]
+            yield from ((each, within) for each in found)
+
+
+def _source_of(module: str, folder: Path) -> Path | None:
+    return FunctionName(None, folder, module, "").source_file()
+
+
+def _bound(tree: ast.Module) -> Iterator[str]:
+    """Names that a file may give a meaning; `*` for those of `from … import *`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name.partition(".")[0]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name

@@ -1,0 +1,546 @@
+"""How a server learns what is trained from the first process that attaches, before the run begins.
+
+    attached process -> Offer, OfferedWeights …  -> server waits for them -> OfferTaken -> the run begins
+
+The server needs no code of the model: parameters of these names and shapes, with nothing to compute, are its
+model. Whoever else wants to join meanwhile is refused with the code `NO_MODEL`.
+"""
+
+import base64
+import hashlib
+import json
+import logging
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from smolcluster.cluster.listening import listening_addresses
+from smolcluster.codec.base import bytes_of
+from smolcluster.codec.registry import get_codec, lossless_for
+from smolcluster.configs.schema import ClusterConfig, Encryption, OptimizerArgs
+from smolcluster.data.dataset import Batch, Elsewhere, Place
+from smolcluster.errors import (
+    ClusterEmpty,
+    ConfigError,
+    DataError,
+    PeerLost,
+    ProtocolError,
+    Rejected,
+    VersionDiffers,
+)
+from smolcluster.net.acceptor import Acceptor, SessionOpened
+from smolcluster.net.dialling import Address, dial
+from smolcluster.net.inbox import Event, Inbox, SessionClosed
+from smolcluster.net.membership import Refused
+from smolcluster.net.session import Receiver, Session
+from smolcluster.ps.push import bucket_spec
+from smolcluster.training.buffers import plain_name
+from smolcluster.training.fingerprint import frozen_digest
+from smolcluster.training.replica import DEFAULT_BUCKET_BYTES
+from smolcluster.training.workload import Workload
+from smolcluster.transport.connection import listen
+from smolcluster.transport.handshake import VERSION, Door, introduce
+from smolcluster.transport.messages import (
+    SESSION,
+    Accepted,
+    Count,
+    Hello,
+    Message,
+    MessageSet,
+    Positive,
+    Reject,
+    Sentence,
+    TensorSpec,
+    frame_of,
+)
+from smolcluster.transport.security import Secret
+from smolcluster.transport.tls import new_identity
+from smolcluster.utils.retry import Deadline
+from smolcluster.utils.units import format_duration
+
+NO_MODEL = "no-model"
+"""A Reject's code: the server waits for an offer."""
+NO_OPTIMIZER = "optimizer"
+"""A Reject's code: the server has no such optimizer."""
+BAD_OFFER = "offer"
+"""A Reject's code: the server cannot train as it is offered."""
+MAX_LAYOUT_NBYTES = 16 * 1024 * 1024
+MAX_VALUES = 2**37
+"""How many numbers may be offered."""
+MAX_SCRATCH_NBYTES = 2**33
+"""How much memory buffers may take whose values are not offered."""
+TICK_S = 0.2
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+OptimizerName = Literal["adam", "adamw", "sgd"]
+
+
+class Offer(Message):
+    """Client: what is trained (`plan`), and how; null: as the server is configured."""
+
+    KIND = 28
+    plan: str
+    batch_size: Positive | None = None
+    num_epochs: Positive | None = None
+    optimizer: OptimizerName | None = None
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    weight_decay: float | None = None
+    optimizer_args: OptimizerArgs | None = None
+    obstacle: Sentence = ""
+    """Why there is no optimizer here, where the server needs one of its own."""
+
+
+class OfferedWeights(Message):
+    """Client: the weights that the run begins with, a bucket a message, in the plan's order."""
+
+    KIND = 29
+    bucket: Count
+    num_buckets: Positive
+    tensor: TensorSpec
+
+
+class OfferTaken(Message):
+    """Server: the run begins with these weights; join it."""
+
+    KIND = 30
+
+
+OFFER = MessageSet(
+    "offer",
+    from_dialler=frozenset({Offer, OfferedWeights}),
+    from_listener=frozenset({OfferTaken}),
+)
+
+
+class Layer(NamedTuple):
+    """A trainable parameter, or a buffer: of the model's state, or scratch, whose values are not offered."""
+
+    kind: Literal["parameter", "buffer", "scratch"]
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.shape} {self.dtype}"
+
+    @property
+    def numel(self) -> int:
+        return 0 if self.kind == "scratch" else math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return math.prod(self.shape) * dtype.itemsize
+
+
+def state_of(model: nn.Module) -> Iterator[tuple[Layer, Tensor]]:
+    """A model's trainable parameters and its buffers, module by module."""
+    known = set()
+    for prefix, module in model.named_modules():
+        scratch = module._non_persistent_buffers_set
+        own = [
+            *(("parameter", *each) for each in module.named_parameters(recurse=False)),
+            *(
+                ("scratch" if name in scratch or tensor.is_complex() else "buffer", name, tensor)
+                for name, tensor in module.named_buffers(recurse=False)
+            ),
+        ]
+        for kind, name, tensor in own:
+            if id(tensor) in known or (kind == "parameter" and not tensor.requires_grad):
+                continue
+            known.add(id(tensor))
+            full = plain_name(f"{prefix}.{name}" if prefix else name)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            yield Layer(kind, full, tuple(tensor.shape), dtype), tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained in a run of attached processes.
+
+    Attributes:
+        layers: the trainable parameters and the buffers, module by module.
+        num_samples: samples of an epoch.
+        is_counted: whether each process draws its samples itself, and the run counts how many.
+        frozen: SHA-256 over the frozen parameters, which every process has of its own; empty: none.
+    """
+
+    layers: tuple[Layer, ...]
+    num_samples: int
+    is_counted: bool
+    frozen: str = ""
+
+    @classmethod
+    def of(cls, model: nn.Module, num_samples: int, *, is_counted: bool) -> Self:
+        layers = tuple(layer for layer, _ in state_of(model))
+        return cls(layers, num_samples, is_counted, frozen_digest(model))
+
+    @property
+    def text(self) -> str:
+        """The plan as it travels: compressed, because a header has little room."""
+        return base64.b64encode(zlib.compress(self._content)).decode()
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(self._content).hexdigest()
+
+    @property
+    def _content(self) -> bytes:
+        content = [self.layers, self.num_samples, self.is_counted, self.frozen]
+        return json.dumps(content).encode()
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read what `text` gives.
+
+        Raises:
+            ProtocolError: it is no plan.
+        """
+        try:
+            inflate = zlib.decompressobj()
+            content = inflate.decompress(base64.b64decode(text, validate=True), MAX_LAYOUT_NBYTES)
+            layers, num_samples, is_counted, frozen = json.loads(content)
+            parsed = tuple(_layer(*layer) for layer in layers)
+        except (ValueError, TypeError, zlib.error, RecursionError) as error:
+            raise ProtocolError(f"the plan of what is trained cannot be read: {error}") from None
+        is_trained = any(layer.kind == "parameter" and layer.numel for layer in parsed)
+        if not (is_trained and isinstance(num_samples, int) and 0 < num_samples < 2**31):
+            raise ProtocolError("the plan of what is trained has no parameters or no samples")
+        plan = cls(parsed, num_samples, bool(is_counted), str(frozen))
+        scratch_nbytes = sum(layer.nbytes for layer in parsed if layer.kind == "scratch")
+        if plan.num_values > MAX_VALUES or scratch_nbytes > MAX_SCRATCH_NBYTES:
+            raise ProtocolError(
+                f"the plan of what is trained has {plan.num_values} values (at most {MAX_VALUES}) and "
+                f"{scratch_nbytes} bytes of non-persistent buffers (at most {MAX_SCRATCH_NBYTES})"
+            )
+        return plan
+
+    @property
+    def num_values(self) -> int:
+        """How many numbers are offered."""
+        return sum(layer.numel for layer in self.layers)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' type, in which all is offered.
+
+        Raises:
+            ConfigError: they have several, or one that is not trained.
+        """
+        names = {layer.dtype for layer in self.layers if layer.kind == "parameter"}
+        if len(names) > 1 or not names <= DTYPES.keys():
+            raise ConfigError(
+                f"model: its parameters are {', '.join(sorted(names))}, must all be one of "
+                f"{', '.join(DTYPES)}"
+            )
+        return DTYPES[names.pop()]
+
+    def difference(self, other: "Plan") -> str | None:
+        """The first difference to the run's plan, `other`, in words; None: there is none."""
+        for own, theirs in zip(self.layers, other.layers, strict=False):
+            if own != theirs:
+                return f"model: {own.kind} {own} is {theirs} in the run"
+        if len(self.layers) != len(other.layers):
+            longer, here = max((self.layers, True), (other.layers, False), key=lambda e: len(e[0]))
+            extra = longer[min(len(self.layers), len(other.layers))]
+            return f"model: {extra.kind} {extra} is only {'here' if here else 'in the run'}"
+        if self.frozen != other.frozen:
+            return (
+                "model: its frozen weights are not those of the run; load them from the same file"
+            )
+        if self.is_counted != other.is_counted:
+            how = "are counted (num_samples)" if other.is_counted else "come from cluster.sampler"
+            return f"samples: in the run they {how}; do the same in all of its processes"
+        if self.num_samples != other.num_samples:
+            return f"samples: an epoch has {self.num_samples}, in the run {other.num_samples}"
+        return None
+
+
+def _layer(kind: Any, name: str, shape: list[int], dtype: str) -> Layer:
+    sizes = tuple(shape)
+    is_known = kind in ("parameter", "buffer", "scratch") and isinstance(
+        getattr(torch, dtype, None), torch.dtype
+    )
+    is_named = isinstance(name, str) and all(name.split("."))
+    is_sized = all(isinstance(size, int) and 0 <= size < 2**40 for size in sizes)
+    if not (is_known and is_named and is_sized):
+        raise ValueError(f"{kind!r} {name!r} of {shape!r} is no part of a model")
+    return Layer(kind, name, sizes, dtype)
+
+
+@dataclass(frozen=True)
+class Drawn(Elsewhere):
+    """Training samples that the server has not: attached processes draw them."""
+
+    def batch(self, indices: Tensor, place: Place | None = None) -> Batch:  # noqa: ARG002
+        raise DataError(f"the {len(indices)} samples are only where the model is computed")
+
+
+class PlannedWorkload(Workload):
+    """What a run of attached processes trains: parameters that the server keeps, and cannot compute with."""
+
+    def __init__(self, plan: Plan, model: Callable[[], nn.Module]) -> None:
+        super().__init__(
+            model,
+            _computed_elsewhere,
+            Drawn(plan.num_samples),
+            name="attached",
+            fingerprint=plan.fingerprint,
+        )
+        self.plan = plan
+
+
+def _computed_elsewhere(_model: nn.Module, _batch: Batch) -> Tensor:
+    raise DataError("a server of attached processes computes no loss")
+
+
+def values_of(model: nn.Module, plan: Plan) -> Tensor:
+    """What is offered of a model, flat (num_values,), on the CPU."""
+    state = [tensor for layer, tensor in state_of(model) if layer.kind != "scratch"]
+    return torch.cat([tensor.detach().reshape(-1).to("cpu", plan.dtype) for tensor in state])
+
+
+def module_of(plan: Plan, values: Tensor) -> nn.Module:
+    """A module of the plan's parameters and buffers, with these `values` (num_values,): it cannot compute.
+
+    Raises:
+        ProtocolError: two of the names cannot be in one module.
+    """
+    root, start = nn.Module(), 0
+    for layer in plan.layers:
+        *above, last = layer.name.split(".")
+        place, stop = root, start + layer.numel
+        try:
+            for part in above:
+                if part not in dict(place.named_children()):
+                    place.add_module(part, nn.Module())
+                place = place.get_submodule(part)
+            _register(place, last, layer, values[start:stop])
+        except (KeyError, AttributeError, TypeError) as error:
+            raise ProtocolError(f"the plan of what is trained: {layer.name}: {error}") from None
+        start = stop
+    return root
+
+
+def _register(module: nn.Module, name: str, layer: Layer, values: Tensor) -> None:
+    dtype = getattr(torch, layer.dtype)
+    if layer.kind == "scratch":
+        module.register_buffer(name, torch.zeros(layer.shape, dtype=dtype), persistent=False)
+        return
+    tensor = values.to(dtype, copy=True).view(layer.shape)
+    if layer.kind == "buffer":
+        module.register_buffer(name, tensor)
+    else:
+        module.register_parameter(name, nn.Parameter(tensor))
+
+
+@dataclass(frozen=True)
+class Offered(Event):
+    """A whole offer: the plan, the values (num_values,) in its order, and the rest."""
+
+    session_id: int
+    offer: Offer
+    plan: Plan
+    weights: Tensor
+
+    @property
+    def workload(self) -> PlannedWorkload:
+        return PlannedWorkload(self.plan, lambda: module_of(self.plan, self.weights))
+
+
+@dataclass(frozen=True)
+class OfferArriving(Event):
+    """A bucket of an offer is here, and more of them are to come."""
+
+
+def _cut(num_params: int, dtype: torch.dtype, bucket_bytes: int) -> list[slice]:
+    length = max(1, bucket_bytes // dtype.itemsize)
+    return [slice(at, min(at + length, num_params)) for at in range(0, num_params, length)]
+
+
+class _OfferReceiver(Receiver):
+    """Puts an offer together."""
+
+    def __init__(self, session_id: int) -> None:
+        self._session_id = session_id
+        self._offer: tuple[Offer, Plan, list[slice]] | None = None
+        self._buckets: list[Tensor] = []
+
+    def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        match message:
+            case Offer():
+                plan = Plan.parse(message.plan)
+                slices = _cut(plan.num_values, plan.dtype, DEFAULT_BUCKET_BYTES)
+                self._offer, self._buckets = (message, plan, slices), []
+            case OfferedWeights() if self._offer is not None:
+                return self._take(message, payload, *self._offer)
+        return None
+
+    def _take(
+        self,
+        message: OfferedWeights,
+        payload: memoryview,
+        offer: Offer,
+        plan: Plan,
+        buckets: list[slice],
+    ) -> Offered | OfferArriving:
+        codec = get_codec(lossless_for(plan.dtype))
+        number = len(self._buckets)
+        is_next = (message.bucket, message.num_buckets) == (number, len(buckets))
+        if (
+            number == len(buckets)
+            or not is_next
+            or (message.tensor != bucket_spec(codec, buckets[number]))
+        ):
+            raise ProtocolError(f"bucket {message.bucket} of the offered weights is out of place")
+        self._buckets.append(torch.frombuffer(bytearray(payload), dtype=plan.dtype))
+        if len(self._buckets) < len(buckets):
+            return OfferArriving()
+        return Offered(self._session_id, offer, plan, torch.cat(self._buckets))
+
+
+def wait_for_offer(
+    cluster: ClusterConfig,
+    secret: Secret,
+    *,
+    log: logging.Logger,
+    needs_optimizer: bool = False,
+    check: Callable[[Offer], object] = lambda _: None,
+    check_stop: Callable[[], None] = lambda: None,
+) -> Offered:
+    """Listen on the server's port until a process has offered what it trains; then the port is free.
+
+    With `needs_optimizer` an offer without one is refused, as is one for which `check` raises ConfigError.
+
+    Raises:
+        ClusterEmpty: nothing of an offer has come for `start_timeout_s`.
+        PortBusy, ConfigError: it cannot listen.
+    """
+
+    def admit(_session_id: int, hello: Hello) -> Accepted | Refused:
+        if OFFER.name not in hello.sets:
+            return Refused(
+                "no-model", "the server waits for a process that attaches and offers it a model"
+            )
+        return Accepted(
+            bucket_bytes=DEFAULT_BUCKET_BYTES, heartbeat_timeout_s=cluster.heartbeat_timeout_s
+        )
+
+    inbox = Inbox()
+    addresses = listening_addresses(cluster)
+    acceptor = Acceptor(
+        listen(addresses, cluster.port),
+        door=Door(secret, new_identity(), cluster.encryption, (SESSION, OFFER)),
+        inbox=inbox,
+        admit=admit,
+        receiver_for=_OfferReceiver,
+        max_queued=64,
+        log=log,
+    )
+    acceptor.open()
+    log.info(
+        "listening on %s, port %d, for the first process that attaches",
+        *(", ".join(addresses), cluster.port),
+    )
+    sessions: dict[int, Session] = {}
+    deadline = Deadline(cluster.start_timeout_s)
+    try:
+        while not deadline.expired:
+            check_stop()
+            match inbox.get(TICK_S):
+                case SessionOpened() as opened:
+                    sessions[opened.session_id] = opened.session
+                case SessionClosed(session_id):
+                    sessions.pop(session_id, None)
+                    acceptor.forget(session_id)
+                case OfferArriving():
+                    deadline = Deadline(cluster.start_timeout_s)
+                case Offered() as offered:
+                    session = sessions[offered.session_id]
+                    if refusal := _refusal(offered.offer, needs_optimizer, check):
+                        session.end_with(refusal)
+                        log.warning("an offer is refused: %s", refusal.sentence)
+                        continue
+                    session.send(OfferTaken())
+                    session.finish()
+                    session.join(cluster.heartbeat_timeout_s)
+                    return offered
+    finally:
+        acceptor.close()
+    raise ClusterEmpty(
+        f"no process has attached within {format_duration(cluster.start_timeout_s)} (start_timeout_s); "
+        "start a script that does, then the server again"
+    )
+
+
+def _refusal(
+    offer: Offer, needs_optimizer: bool, check: Callable[[Offer], object]
+) -> Reject | None:
+    if needs_optimizer and offer.optimizer is None:
+        return Reject(code=NO_OPTIMIZER, sentence=offer.obstacle)
+    try:
+        check(offer)
+    except ConfigError as error:
+        return Reject(code=BAD_OFFER, sentence=str(error))
+    return None
+
+
+def make_offer(
+    address: Address,
+    node: str,
+    secret: Secret,
+    offer: Offer,
+    weights: Tensor,
+    *,
+    timeout_s: float,
+    log: logging.Logger,
+    encryption: Encryption = "auto",
+) -> None:
+    """Offer a server what it shall train; `weights` (num_values,) in the plan's order, on the CPU.
+
+    Whether this offer or another one's was taken is unknown: join in either case.
+
+    Raises:
+        Rejected: the server cannot take it.
+        ConnectTimeout, AuthError: see `dial`.
+    """
+    hello = introduce(node, sets=(SESSION, OFFER))
+    try:
+        connection, _ = dial(
+            address, hello, secret, Accepted, timeout_s=timeout_s, log=log, encryption=encryption
+        )
+    except (Rejected, VersionDiffers) as error:
+        if isinstance(error, Rejected) and error.code != VERSION:
+            raise
+        return  # it has a model already
+    codec = get_codec(lossless_for(weights.dtype))
+    buckets = _cut(weights.numel(), weights.dtype, DEFAULT_BUCKET_BYTES)
+    try:
+        connection.send_frame(frame_of(offer))
+        for number, bucket in enumerate(buckets):
+            header = OfferedWeights(
+                bucket=number, num_buckets=len(buckets), tensor=bucket_spec(codec, bucket)
+            )
+            connection.send_frame(frame_of(header, bytes_of(weights[bucket])))
+        kinds = SESSION.from_listener | OFFER.from_listener
+        while not isinstance(answer := connection.receive(kinds)[0], OfferTaken):
+            if isinstance(answer, Reject):
+                raise Rejected(answer.sentence, answer.code)
+    except PeerLost as error:
+        log.debug("an offer was not taken: %s", error)
+    finally:
+        connection.close()
+
+
+def optimizer_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """Those of an offer's fields that are the training configuration's and stated."""
+    return {
+        name: value
+        for name, value in values.items()
+        if value is not None and name not in ("plan", "obstacle")
+    }

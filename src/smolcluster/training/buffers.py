@@ -1,0 +1,247 @@
+"""Buffers that a model changes as it computes, such as the running statistics of batch norm.
+
+They belong to the model's state and travel with its weights; what never changes never travels. Which ones
+change is found out after the first batch by comparing all, and later from PyTorch's version counters, which
+cost no pass. Batch norm's kernels do not count there, but its number of batches does: when one buffer of a
+module begins to change, all others of that module are compared.
+
+Values are carried as float64: floating-point buffers and integers up to 2^53 are exact in it, and so is
+a + (b - a) = b, whoever adds the difference.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from smolcluster.errors import ConfigError, NonFiniteLoss
+
+BufferValues = Mapping[int, Tensor]
+"""Values of buffers, or differences of these, each flat (n,) float64 on the CPU, by the buffer's number."""
+
+COMPILED = "_orig_mod."
+"""What `torch.compile` puts into the names of a module's parameters and buffers."""
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter or buffer, whether its module was compiled or not."""
+    return name.replace(COMPILED, "")
+
+
+@dataclass
+class _Slot:
+    """Where a buffer is found: a module may put another tensor into its place."""
+
+    name: str
+    module: nn.Module
+    key: str
+    initial: Tensor
+    """On the CPU, because most buffers never change."""
+    seen: tuple[Tensor | None, int]
+    """The tensor that was last looked at, and its version counter."""
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """None: the module has removed it."""
+        tensor: Tensor | None = getattr(self.module, self.key, None)
+        return tensor
+
+    @property
+    def shared(self) -> Tensor | None:
+        """The tensor; None: it is a cache of this machine, which has another shape or is not there.
+
+        Raises:
+            ConfigError: a buffer of the model's state has changed its shape.
+        """
+        tensor = self.tensor
+        if tensor is None or tensor.shape == self.initial.shape:
+            return tensor
+        if self.is_persistent:
+            raise ConfigError(
+                f"model: buffer {self.name} has changed its shape from {tuple(self.initial.shape)} to "
+                f"{tuple(tensor.shape)}; keep the shape, or register it with persistent=False"
+            )
+        return None
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether another tensor is there than was seen, or its version counter says that it was written."""
+        tensor, (seen, version) = self.tensor, self.seen
+        return tensor is not seen or (tensor is not None and tensor._version != version)
+
+    @property
+    def is_persistent(self) -> bool:
+        return self.key not in self.module._non_persistent_buffers_set
+
+
+class ModelBuffers:
+    """The buffers of a model, numbered in the order of `named_buffers`, the same on all machines.
+
+    Attributes:
+        names: of all, without what `torch.compile` adds.
+        changing: numbers of those that have changed, in order.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._slots = []
+        for name, buffer in model.named_buffers():
+            owner, _, key = name.rpartition(".")
+            initial, seen = buffer.detach().to("cpu", copy=True), (buffer, buffer._version)
+            slot = _Slot(plain_name(name), model.get_submodule(owner), key, initial, seen)
+            self._slots.append(slot)
+        self.names = [slot.name for slot in self._slots]
+        self.changing: list[int] = []
+        self._base: dict[int, Tensor] = {}
+        self._has_looked = False
+
+    def numel(self, number: int) -> int:
+        """How many values a buffer has; a complex number is two.
+
+        Raises:
+            IndexError: there is no such buffer.
+        """
+        return _real(self._slots[number].initial).numel()
+
+    def find(self) -> None:
+        """Find out which buffers have changed since the last call.
+
+        Raises:
+            ConfigError: a buffer of the model's state has changed its shape.
+        """
+        if not self._has_looked:
+            self._has_looked = True
+            self.look()
+            return
+        quiet = sorted(set(range(len(self._slots))).difference(self.changing))
+        moved = {
+            id(self._slots[number].module) for number in quiet if self._slots[number].has_moved
+        }
+        for number in quiet:
+            if id(self._slots[number].module) in moved:
+                self._look_at(number)
+
+    def look(self) -> None:
+        """Compare all buffers with what they were when the model was made."""
+        for number in range(len(self._slots)):
+            if number not in self.changing:
+                self._look_at(number)
+
+    def _look_at(self, number: int) -> None:
+        slot = self._slots[number]
+        tensor = slot.tensor
+        slot.seen = tensor, 0 if tensor is None else tensor._version
+        now = slot.shared
+        if now is None:
+            return
+        then = slot.initial.to(now.device)
+        if not bool(((now == then) | (now.isnan() & then.isnan())).all()):
+            self._note(number)
+
+    def _note(self, number: int) -> None:
+        if number not in self.changing:
+            self.changing = sorted([*self.changing, number])
+
+    def values(self) -> dict[int, Tensor]:
+        """Copies of the buffers that have changed."""
+        shared = {number: self._slots[number].shared for number in self.changing}
+        found = {number: each for number, each in shared.items() if each is not None}
+        tensors = [_real(each.detach()) for each in found.values()]
+        if not tensors:
+            return {}
+        if tensors[0].device.type == "mps":  # it has no float64
+            tensors = [tensor.cpu() for tensor in tensors]
+        flat = torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in tensors]).cpu()
+        pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
+        return dict(zip(found, pieces, strict=True))
+
+    def mark(self) -> None:
+        """`difference` and `restore` mean the values of now."""
+        self._base = self.values()
+
+    def restore(self) -> None:
+        """Bring all that has changed since `mark` or `load` back."""
+        self.put({number: self._base_of(number) for number in self.changing})
+
+    def difference(self) -> dict[int, Tensor]:
+        """What has been added to each buffer since `mark` or `load`.
+
+        Raises:
+            NonFiniteLoss: the difference is NaN or infinite; the buffer is named.
+            ConfigError: so it is because the buffer began as NaN or infinite.
+        """
+        self.find()
+        moved = {}
+        for number, now in self.values().items():
+            moved[number] = now - self._base_of(number)
+            if not bool(torch.isfinite(moved[number]).all()):
+                raise self._not_finite(number)
+        return moved
+
+    def _not_finite(self, number: int) -> NonFiniteLoss | ConfigError:
+        initial = self._slots[number].initial
+        bad = initial[~torch.isfinite(initial)]
+        if not bad.numel():
+            return NonFiniteLoss(f"buffer {self.names[number]} has become NaN or infinite")
+        return ConfigError(
+            f"model: buffer {self.names[number]} begins as {bad[0].item()} and changes as the model "
+            "computes, and a difference from that cannot be sent; begin it with finite values"
+        )
+
+    def load(self, values: BufferValues) -> None:
+        """Give the buffers these values, as `put`; `difference` and `restore` mean them from now on."""
+        self.put(values)
+        self._base = dict(values)
+
+    def put(self, values: BufferValues) -> None:
+        """Give the buffers these values; those that are left out have the ones that they began with."""
+        for number in self.changing:
+            if number not in values:
+                self._store(number, _wide(self._slots[number].initial))
+        for number, flat in values.items():
+            self._note(number)
+            self._store(number, flat)
+
+    def add(self, difference: BufferValues, num_workers: int = 1) -> None:
+        """Add a difference to integers, which are rounded, and its `num_workers`-th part to all others."""
+        for number, flat in difference.items():
+            self._note(number)
+            tensor = self._slots[number].shared
+            if tensor is None:
+                continue
+            is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+            self._store(number, _wide(tensor) + (flat if is_integer else flat / num_workers))
+
+    def to_save(self) -> dict[str, Tensor]:
+        """The buffers of the model's state, by name: those that are persistent, or have changed."""
+        return {
+            slot.name: tensor
+            for number, slot in enumerate(self._slots)
+            if (slot.is_persistent or number in self.changing)
+            and (tensor := slot.tensor) is not None
+        }
+
+    def by_name(self) -> dict[str, Tensor]:
+        return {slot.name: each for slot in self._slots if (each := slot.tensor) is not None}
+
+    def _base_of(self, number: int) -> Tensor:
+        base = self._base.get(number)
+        return _wide(self._slots[number].initial) if base is None else base
+
+    def _store(self, number: int, flat: Tensor) -> None:
+        target = self._slots[number].shared
+        if target is None:
+            return
+        real = _real(target.detach())
+        if not real.is_floating_point():
+            flat = flat.round()
+        narrow = flat.to(real.dtype) if real.device.type == "mps" else flat
+        real.copy_(narrow.view(real.shape))
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return _real(tensor.detach()).cpu().reshape(-1).to(torch.float64)

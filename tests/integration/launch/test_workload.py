@@ -1,0 +1,92 @@
+"""A workload of a user's own, in a run on three hosts: its code goes along."""
+
+import json
+import shlex
+
+import pytest
+
+from launching import ENDLESS, LAUNCH_TIMEOUT_S, STORIES_TIMEOUT_S, Launching, wait_until
+
+pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
+TRAIN = """
+import torch
+from torch import nn
+from smolcluster.training.workload import Workload
+from sizes import NUM_SAMPLES
+
+def loss(model, batch):
+    return (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+def workload(width: int = 4):
+    rows = torch.randn(NUM_SAMPLES, 4).unbind()
+    return Workload(nn.Linear(4, width), loss, rows, rows[:32], name="sums")
+"""
+FOLDER = "my project"
+
+
+@pytest.mark.slow
+def test_the_code_of_a_workload_goes_along_and_stays_with_its_run(launching: Launching) -> None:
+    controller, run = launching.controller, launching.run
+    controller.write(f"{FOLDER}/train.py", TRAIN)
+    controller.write(f"{FOLDER}/sizes.py", "NUM_SAMPLES = 320\n")
+    words = (
+        "launch",
+        "edp",
+        "--config",
+        "~/cluster.yaml",
+        "--workload",
+        f"{FOLDER}/train.py:workload",
+    )
+    overrides = (*ENDLESS, "workload_args.width=3", "heartbeat_timeout_s=3")
+
+    plan = run(launching.command(*words, "--dry-run", "--override", *overrides))
+    assert plan.returncode == 0, plan.stderr
+    assert "2 files" in plan.stdout
+    assert plan.stdout.count("launch/workload/train.py:workload") == 3
+    wrong = run(launching.command(*words, "--override", "workload_args.widht=3"))
+    assert wrong.returncode == 2
+    assert "did you mean width?" in wrong.stderr
+
+    launched = run(
+        launching.command(*words, "--detach", "--override", *overrides), timeout_s=LAUNCH_TIMEOUT_S
+    )
+    assert launched.returncode == 0, launched.stderr
+    run_id = launching.run_id
+    for node in launching.projects:
+        sent = launching.folder(node, run_id) / "launch/workload"
+        assert (sent / "train.py").read_text() == TRAIN, node
+    launching.goes_on()
+    events = (launching.folder("mini1") / "events.jsonl").read_text().splitlines()
+    [started] = [each for each in map(json.loads, events) if each["kind"] == "run_started"]
+    assert started["num_params"] == 5 * 3
+
+    # A machine that is started again joins with the code of the run, whatever has become of the user's.
+    controller.write(f"{FOLDER}/sizes.py", "NUM_SAMPLES = 640\n")
+    launching.lab["pi5"].end_processes()
+    wait_until(lambda: launching.presence(1) != "joined", lambda: str(launching.status()))
+    back = run(launching.command("join", "--name", "pi5"), timeout_s=LAUNCH_TIMEOUT_S)
+    assert back.returncode == 0, back.stderr
+    assert launching.presence(1) == "joined"
+
+    # On the machine itself, which knows the code that was brought there.
+    server, pi5 = launching.lab["mini1"], launching.lab["pi5"]
+    pi5.end_processes()
+    wait_until(lambda: launching.presence(1) != "joined", lambda: str(launching.status()))
+    project = shlex.quote(launching.projects["pi5"])
+    program = f"cd ~/{project} && .venv/bin/python -m smolcluster.cli"
+    itself = pi5.run(f"{program} join {server.address}:6000 --name pi5 --detach", timeout_s=120)
+    assert itself.returncode == 0, itself.stderr
+    wait_until(lambda: launching.presence(1) == "joined", lambda: str(launching.status()))
+    pi5.end_processes()
+    stopped = run(launching.command("stop", run_id))
+    assert stopped.returncode == 0, stopped.stdout
+
+    # A run goes on with the user's file as it is now.
+    controller.write(f"{FOLDER}/sizes.py", "NUM_SAMPLES = 320\n# a comment more\n")
+    went_on = run(launching.command("resume", run_id, "--detach"), timeout_s=LAUNCH_TIMEOUT_S)
+    assert went_on.returncode == 0, went_on.stderr
+    now = launching.folder("pi5", run_id) / "launch/workload/sizes.py"
+    assert now.read_text().endswith("# a comment more\n")
+    launching.goes_on()
+    assert run(launching.command("stop", run_id)).returncode == 0
+    launching.wait_until_clean()

@@ -1,0 +1,483 @@
+"""A loop of one's own in a cluster: attached processes as threads, with the real server beside them."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+from harness import SECRET, Cluster, Outcome, free_port
+from peers import logger
+from smolcluster.algorithms.serving import ATTACHED, settings_for
+from smolcluster.api import attach as attaching
+from smolcluster.configs.resolve import load_settings
+from smolcluster.configs.spec import get_algorithm
+from smolcluster.errors import ClusterEmpty, ConfigError, ConnectTimeout, Rejected
+from smolcluster.ps import offering
+from smolcluster.ps.offering import BAD_OFFER, wait_for_offer
+from smolcluster.runs.summary import Summary
+from smolcluster.transport.security import Secret
+from smolcluster.utils.retry import Deadline
+
+NUM_SAMPLES, BATCH = 90, 20
+DATA = TensorDataset(
+    torch.randn(NUM_SAMPLES, 6, generator=torch.Generator().manual_seed(1)),
+    torch.randn(NUM_SAMPLES, 2, generator=torch.Generator().manual_seed(2)),
+)
+LOG = logging.Logger("test")
+ALGORITHMS = ("edp", "syncps")
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def backward(loss: Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+class Served:
+    """A server of attached loops in a thread, and its cluster file."""
+
+    def __init__(
+        self, folder: Path, algorithm: str, *overrides: str, secret: Secret = SECRET
+    ) -> None:
+        self.file = folder / "cluster.yaml"
+        self.file.write_text(
+            "host_ip: {home: 127.0.0.1, ann: 127.0.0.1, bob: 127.0.0.1}\n"
+            "server: home\nworkers: [ann, bob]\nnum_workers: 2\n"
+            f"algorithm: {algorithm}\nport: {free_port()}\nmetrics_port: null\n"
+            "heartbeat_timeout_s: 5\nstart_timeout_s: 20\nempty_cluster_timeout_s: 20\n"
+        )
+        self.folder = folder
+        settings = load_settings(
+            self.file, ATTACHED, None, [f"batch_size={BATCH}", "num_epochs=2", *overrides]
+        )
+        self.cluster: Cluster
+        self.is_up = threading.Event()
+
+        def serve() -> Summary | None:
+            is_synchronous = algorithm == "syncps"
+            spec = get_algorithm(algorithm)
+            offered = wait_for_offer(
+                settings.cluster,
+                secret,
+                log=LOG,
+                needs_optimizer=is_synchronous,
+                check=lambda offer: settings_for(settings, spec, offer),
+            )
+            told = settings_for(settings, spec, offered.offer)
+            self.cluster = Cluster(
+                told, folder, None, secret, algorithm=algorithm, workload=offered.workload
+            )
+            self.is_up.set()
+            self.cluster.server.join()
+            return self.cluster.server.summary
+
+        self.server = Outcome("serving", serve)
+
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        name: str = "ann",
+        num_samples: int | None = None,
+    ) -> attaching.Cluster:
+        return attaching.attach(
+            model,
+            optimizer,
+            self.file,
+            name=name,
+            num_samples=num_samples,
+            secret=SECRET,
+            overrides=(f"runs_dir={self.folder / 'runs'}",),
+        )
+
+    def finish(self) -> Summary:
+        self.server.finish()
+        summary = self.cluster.finish()
+        assert summary.samples_applied == 2 * NUM_SAMPLES
+        return summary
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return self.cluster.training.replica.model.state_dict()
+
+
+def train_alone(batches: list[list[int]], make: MakeOptimizer) -> nn.Module:
+    model = net()
+    optimizer = make(model)
+    for batch in batches:
+        optimizer.zero_grad()
+        inputs, targets = DATA[batch]
+        backward(functional.mse_loss(model(inputs), targets))
+        optimizer.step()
+    return model
+
+
+def train(
+    served: Served, name: str, make: MakeOptimizer = adam
+) -> tuple[nn.Module, list[list[int]]]:
+    """A user's loop, and the samples of each of its steps."""
+    model = net()
+    batches: list[list[int]] = []
+    optimizer = make(model)
+    with served.attach(model, optimizer, name) as cluster:
+        sampler = Noted(cluster.sampler(DATA), batches)
+        for inputs, targets in DataLoader(DATA, batch_sampler=sampler):
+            optimizer.zero_grad(set_to_none=True)
+            loss = functional.mse_loss(model(inputs), targets)
+            backward(loss)
+            cluster.loss = loss
+            optimizer.step()
+    return model, batches
+
+
+class Noted(Sampler[list[int]]):
+    """Keeps what a sampler gives."""
+
+    def __init__(self, sampler: Sampler[list[int]], batches: list[list[int]]) -> None:
+        self.sampler, self.batches = sampler, batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.sampler:
+            self.batches.append(batch)
+            yield batch
+
+
+def assert_close(weights: dict[str, Tensor], model: nn.Module, atol: float = 1e-5) -> None:
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_one_attached_loop_equals_the_plain_one(tmp_path: Path, algorithm: str) -> None:
+    served = Served(tmp_path, algorithm, "worker_update_interval=1")
+    _, batches = train(served, "ann")
+    summary = served.finish()
+    assert sorted(index for batch in batches for index in batch) == sorted(
+        [*range(NUM_SAMPLES)] * 2
+    )
+    plain = train_alone(batches, adam)
+    assert_close(served.weights, plain)
+    assert summary.final.train_loss is not None
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_two_loops_share_the_samples_and_each_counts_once(tmp_path: Path, algorithm: str) -> None:
+    served = Served(tmp_path, algorithm, "min_workers=2", "batch_size=10")
+    results: dict[str, tuple[nn.Module, list[list[int]]]] = {}
+
+    def loop(name: str) -> Callable[[], None]:
+        def body() -> None:
+            results[name] = train(served, name)
+
+        return body
+
+    workers = [Outcome(name, loop(name)) for name in ("ann", "bob")]
+    for worker in workers:
+        worker.finish()
+    served.finish()
+    seen = [index for _, batches in results.values() for batch in batches for index in batch]
+    assert set(seen) == set(range(NUM_SAMPLES))
+    if algorithm == "syncps":
+        for model, _ in results.values():
+            assert_close(served.weights, model)
+        assert served.cluster.training.replica.optimizer.state, (
+            "the server has the loops' optimizer"
+        )
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_loop_with_its_own_sampler_and_schedule_is_counted(
+    tmp_path: Path, algorithm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = Served(tmp_path, algorithm, "worker_update_interval=1")
+    model = net()
+    optimizer = adam(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
+    loader = DataLoader(DATA, batch_size=BATCH)
+    plain, steps = net(), 0
+    with served.attach(model, optimizer, num_samples=NUM_SAMPLES) as cluster:
+        while cluster.running:
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                for half in range(2):
+                    part = slice(half, None, 2)
+                    backward(functional.mse_loss(model(inputs[part]), targets[part]) / 2)
+                optimizer.step()
+                schedule.step()
+                steps += cluster.running
+    summary = served.finish()
+    assert summary.final.train_loss is None, "nobody told a loss"
+    assert "loss" not in served.cluster.metrics.steps[-1].values
+    assert served.cluster.metrics.steps
+    theirs = adam(plain)
+    again = torch.optim.lr_scheduler.LambdaLR(theirs, lambda step: 0.8**step)
+    batches = [batch for _ in range(2) for batch in loader]
+    for inputs, targets in batches:
+        theirs.zero_grad()
+        backward(functional.mse_loss(plain(inputs), targets))
+        theirs.step()
+        again.step()
+    assert summary.steps == len(batches)
+    assert_close(served.weights, plain)
+
+
+def test_without_a_server_there_is_one_clear_line(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "host_ip: {home: 127.0.0.1, ann: 127.0.0.1}\nserver: home\nworkers: [ann]\nnum_workers: 1\n"
+        f"port: {free_port()}\nmetrics_port: null\nstart_timeout_s: 0.2\n"
+    )
+    model = net()
+    optimizer = adam(model)
+    before = optimizer.step
+    with (
+        pytest.raises(ConnectTimeout, match=r"the server at 127\.0\.0\.1:\d+ did not let this"),
+        attaching.attach(model, optimizer, file, name="ann", secret=SECRET),
+    ):
+        pass
+    assert optimizer.step == before
+
+
+def begin(served: Served) -> Outcome:
+    """Another loop that has begun the run, and trains to its end."""
+    worker = Outcome("ann", lambda: train(served, "ann") and None)
+    assert served.is_up.wait(30)
+    return worker
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (
+            nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)),
+            "parameter 2.weight (3, 16)",
+        ),
+        (
+            nn.Sequential(nn.Linear(6, 16), nn.Tanh()),
+            "parameter 2.weight (2, 16) float32 is only in",
+        ),
+    ],
+)
+def test_another_model_is_refused_and_the_first_difference_named(
+    tmp_path: Path, model: nn.Module, sentence: str
+) -> None:
+    served = Served(tmp_path, "edp", "min_workers=2")
+    worker = Outcome("ann", lambda: train(served, "ann") and None)
+    assert served.is_up.wait(30)
+    with (
+        pytest.raises(ConfigError) as caught,
+        served.attach(model, adam(model), "bob", num_samples=None) as cluster,
+    ):
+        cluster.sampler(DATA)
+    assert sentence in str(caught.value)
+    train(served, "bob")
+    worker.finish()
+    served.finish()
+
+
+def test_samples_must_be_drawn_alike_in_all_processes(tmp_path: Path) -> None:
+    served = Served(tmp_path, "edp", "min_workers=2")
+    worker = Outcome("ann", lambda: train(served, "ann") and None)
+    assert served.is_up.wait(30)
+    model = net()
+    with (
+        pytest.raises(ConfigError, match=r"come from cluster\.sampler"),
+        served.attach(model, adam(model), "bob", num_samples=NUM_SAMPLES),
+    ):
+        pass
+    with (
+        pytest.raises(ConfigError, match="an epoch has 30, in the run 90"),
+        served.attach(model, adam(model), "bob") as cluster,
+    ):
+        cluster.sampler(DATA.tensors[0][:30])
+    train(served, "bob")
+    worker.finish()
+    served.finish()
+
+
+def test_syncps_refuses_an_optimizer_that_its_server_cannot_make(tmp_path: Path) -> None:
+    served = Served(tmp_path, "syncps")
+    model = net()
+    wrong = torch.optim.RMSprop(model.parameters())
+    with (
+        pytest.raises(
+            Rejected, match=r"RMSprop, SyncPS takes sgd, adam, adamw; use algorithm: edp"
+        ),
+        served.attach(model, wrong) as cluster,
+    ):
+        cluster.sampler(DATA)
+    train(served, "ann")
+    served.finish()
+
+
+def test_an_offer_that_cannot_be_trained_with_is_refused_and_the_server_waits_on(
+    tmp_path: Path,
+) -> None:
+    served = Served(tmp_path, "syncps", "learning_rate=0.01", "lr_schedule.min_lr=0.005")
+    model = net()
+    wrong = torch.optim.SGD(model.parameters(), lr=0.001)
+    with (
+        pytest.raises(Rejected, match="min_lr") as caught,
+        served.attach(model, wrong) as cluster,
+    ):
+        cluster.sampler(DATA)
+    assert caught.value.code == BAD_OFFER
+    train(served, "ann")
+    served.finish()
+
+
+def test_a_server_waits_for_an_offer_from_the_last_bucket_that_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[float] = []
+
+    class NotedDeadline(Deadline):
+        def __init__(self, seconds: float) -> None:
+            made.append(seconds)
+            super().__init__(seconds)
+
+    monkeypatch.setattr(offering, "Deadline", NotedDeadline)
+    served = Served(tmp_path, "edp", "num_epochs=1")
+    model = nn.Linear(6, 100_000)  # 700,000 values are 3 buckets
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with served.attach(model, optimizer) as cluster:
+        cluster.sampler(DATA)
+        assert served.is_up.wait(30)
+        for _ in DataLoader(DATA, batch_sampler=cluster.sampler(DATA)):
+            optimizer.step()
+    served.server.finish()
+    served.cluster.finish()
+    assert made == [20.0] * 3
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    matrices = [param for param in model.parameters() if param.ndim > 1]
+    others = [param for param in model.parameters() if param.ndim == 1]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": others},
+    ]
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
+
+
+def test_syncps_s_server_makes_the_loop_s_optimizer(tmp_path: Path) -> None:
+    served = Served(tmp_path, "syncps")
+    model, batches = train(served, "ann", momentum)
+    served.finish()
+    plain = train_alone(batches, momentum)
+    assert_close(served.weights, plain)
+    assert_close(served.weights, model)
+
+
+def test_edp_takes_any_optimizer(tmp_path: Path) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        groups = [{"params": [p], "lr": 0.01 / (i + 1)} for i, p in enumerate(model.parameters())]
+        return torch.optim.SGD(groups, momentum=0.9, nesterov=True, weight_decay=0.1)
+
+    served = Served(tmp_path, "edp")
+    _, batches = train(served, "ann", make)
+    served.finish()
+    assert_close(served.weights, train_alone(batches, make))
+
+
+def test_wrong_uses_are_told(tmp_path: Path) -> None:
+    served = Served(tmp_path, "edp")
+    model = net()
+    optimizer = adam(model)
+    with served.attach(model, optimizer) as cluster:
+        with pytest.raises(ConfigError, match="attached already"), served.attach(model, optimizer):
+            pass
+        with pytest.raises(
+            ConfigError, match=r"cluster\.sampler\(dataset\), or give attach num_samp"
+        ):
+            optimizer.step()
+        loader = DataLoader(DATA, batch_size=BATCH, sampler=cluster.sampler(DATA))
+        with pytest.raises(ConfigError, match="pass it to the DataLoader as batch_sampler"):
+            next(iter(loader))
+    with pytest.raises(ConfigError, match="not the model's"), served.attach(net(), optimizer):
+        pass
+    train(served, "ann")
+    served.finish()
+
+
+def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
+    served = Served(tmp_path, "edp", "empty_cluster_timeout_s=0.1")
+    model = nn.Linear(6, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.raises(ConfigError, match="weight is sparse; make its embedding with sparse=False"),
+        served.attach(model, optimizer, num_samples=9),
+    ):
+        backward(functional.embedding(torch.arange(5), model.weight, sparse=True).sum())
+        optimizer.step()
+    assert served.is_up.wait(30)
+    assert isinstance(served.cluster.server.failure(), ClusterEmpty)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_what_batch_norm_has_seen_reaches_the_server(tmp_path: Path, algorithm: str) -> None:
+    served = Served(tmp_path, algorithm, "worker_update_interval=1")
+    model = nn.Sequential(
+        nn.BatchNorm1d(6, affine=False), nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+    )
+    optimizer = adam(model)
+    with served.attach(model, optimizer) as cluster:
+        for inputs, targets in DataLoader(DATA, batch_sampler=cluster.sampler(DATA)):
+            optimizer.zero_grad()
+            backward(functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+    summary = served.finish()
+    assert_close(served.weights, model)
+    assert served.weights["2.num_batches_tracked"] == summary.steps
+
+
+def test_a_batch_of_one_sample_does_not_stop_batch_norm(tmp_path: Path) -> None:
+    served = Served(tmp_path, "edp", "worker_update_interval=1", "batch_size=89")
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2))
+    optimizer, sizes = adam(model), []
+    with served.attach(model, optimizer) as cluster:
+        for inputs, targets in DataLoader(DATA, batch_sampler=cluster.sampler(DATA)):
+            sizes.append(len(inputs))
+            optimizer.zero_grad()
+            backward(functional.mse_loss(model.train()(inputs), targets))
+            optimizer.step()
+            assert model[0].training
+    served.finish()
+    assert 1 in sizes
+    assert_close(served.weights, model)
+
+
+def test_evaluations_of_a_loop_are_the_run_s(tmp_path: Path) -> None:
+    served = Served(tmp_path, "edp")
+    model = net()
+    optimizer = adam(model)
+    with served.attach(model, optimizer) as cluster:
+        for number, _ in enumerate(cluster.sampler(DATA)):
+            backward(model(DATA.tensors[0]).square().mean())
+            cluster.log(0.5)
+            cluster.log(val_loss=2.0 - number / 10, val_accuracy=0.25)
+            optimizer.step()
+        lines: list[str] = []
+        cluster._log = logger(lines)
+        cluster.log(val_loss=9.0)
+        cluster.log(val_loss=9.0)
+        assert len(lines) == 1, "what comes too late is said once"
+    summary = served.finish()
+    assert summary.final.val_loss == pytest.approx(2.0 - number / 10)
+    assert summary.final.model_dump()["val_accuracy"] == 0.25
+    assert summary.final.train_loss == 0.5

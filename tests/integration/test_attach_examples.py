@@ -1,0 +1,98 @@
+"""The examples of `attach`, and the libraries whose loops it knows, with a real server beside them."""
+
+import importlib.util
+import warnings
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+import smolcluster
+from integration.test_attach import DATA, NUM_SAMPLES, Served
+from smolcluster.transport.security import ensure_secret
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "attach"
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
+    """A server of EDP, and what a process of the first worker finds in its environment."""
+    secret = tmp_path / "secret"
+    for name, value in {
+        "NAME": "ann",
+        "RUNS_DIR": str(tmp_path / "runs"),
+        "SECRET_FILE": str(secret),
+    }.items():
+        monkeypatch.setenv(f"SMOLCLUSTER_{name}", value)
+    return Served(tmp_path, "edp", secret=ensure_secret(secret))
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with warnings.catch_warnings():  # what the libraries say of themselves
+        warnings.simplefilter("ignore")
+        spec.loader.exec_module(module)
+    return module
+
+
+def losses_of(served: Served) -> list[float]:
+    return [record.values["loss"] for record in served.cluster.metrics.steps]
+
+
+def test_a_gan_trains_two_networks(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    example("gan").main(str(served.file))
+    served.server.finish()
+    served.cluster.finish()
+    assert len(losses_of(served)) == 2 * 100
+    assert "mean radius" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_trainer_is_unchanged_but_for_the_callback(
+    served: Served, tmp_path: Path
+) -> None:
+    losses = example("trainer").main(str(served.file), str(tmp_path / "trained"))
+    served.server.finish()
+    summary = served.cluster.finish()
+    assert summary.samples_applied == 4 * 256
+    assert summary.steps == 4 * 16
+    assert losses[-1] < losses[0] / 2
+    assert losses_of(served)[-1] < losses[0] / 2, "the run has the Trainer's losses"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_has_a_callback(served: Served, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    example("lightning_loop").main(str(served.file), str(tmp_path / "trained"))
+    served.server.finish()
+    summary = served.cluster.finish()
+    assert summary.samples_applied == 4 * 320
+    steps = losses_of(served)
+    assert steps[-1] < steps[0] / 4
+    assert summary.final.val_loss is not None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_accelerate_needs_no_more_than_attach(served: Served) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model: nn.Module = nn.Linear(6, 2)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(DATA, batch_size=20)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with smolcluster.attach(model, optimizer, served.file, num_samples=NUM_SAMPLES) as cluster:
+        while cluster.running:
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                loss = functional.mse_loss(model(inputs), targets)
+                accelerator.backward(loss)
+                cluster.loss = loss
+                optimizer.step()
+    served.finish()

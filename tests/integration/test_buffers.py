@@ -1,0 +1,293 @@
+"""Models whose buffers change as they compute, in one process and by both algorithms."""
+
+import itertools
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from harness import Cluster
+from own_workloads import ALGORITHMS, CPU, NODES, Rows, alone, losses_of, run, settings_for
+from smolcluster.algorithms.EDP import server as edp
+from smolcluster.algorithms.SynchronousPS.sharing import sizes_by_share
+from smolcluster.algorithms.SynchronousPS.worker import Worker as SyncPSWorker
+from smolcluster.cluster.evaluator import EvaluationFinished, Evaluator
+from smolcluster.configs.resolve import Settings
+from smolcluster.configs.schema import AlgorithmName
+from smolcluster.data.dataset import Batch
+from smolcluster.data.permutation import epoch_permutation
+from smolcluster.errors import Rejected
+from smolcluster.net.inbox import Inbox
+from smolcluster.ps.assignment import Assigned
+from smolcluster.ps.push import Pushed
+from smolcluster.training.build import build
+from smolcluster.training.compute import BatchLoss, placed
+from smolcluster.training.loop import training_steps
+from smolcluster.training.schedule import learning_rate
+from smolcluster.training.workload import Terms, Workload
+
+NUM_SAMPLES = 160
+
+
+class Normed(nn.Module):
+    """Two batch norms, one of which averages over all batches; a counter; and a table that never changes."""
+
+    num_rows: Tensor
+    largest: Tensor
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 12, bias=False)
+        self.norm = nn.BatchNorm1d(12)
+        self.cumulative = nn.BatchNorm1d(12, momentum=None)
+        self.outer = nn.Linear(12, 4)
+        self.register_buffer("num_rows", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("largest", torch.zeros(8), persistent=False)
+        self.register_buffer("table", torch.linspace(0, 1, 12))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (batch, 8) to logits (batch, 4)."""
+        if self.training:
+            self.num_rows += len(inputs)
+            self.largest = torch.maximum(self.largest, inputs.detach().abs().amax(dim=0))
+        hidden = self.norm(self.inner(inputs / (1 + self.largest))).relu() + self.table
+        logits: Tensor = self.outer(self.cumulative(hidden))
+        return logits
+
+
+def loss(model: nn.Module, batch: Batch) -> Terms:
+    logits = model(batch["input"])
+    return functional.cross_entropy(logits, batch["target"], reduction="sum"), len(logits)
+
+
+def double_normed() -> nn.Module:
+    return Normed().double()
+
+
+def normed(
+    *, held_out: bool = False, double: bool = False, num_samples: int = NUM_SAMPLES
+) -> Workload:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(num_samples, 8, generator=generator)
+    rows = Rows(inputs, torch.randint(0, 4, (num_samples,), generator=generator))
+    model = double_normed if double else Normed
+    return Workload(model, loss, rows, rows if held_out else None, name="normed")
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(found[name], values), name
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_one_worker_s_buffers_and_losses_are_those_of_one_process_bit_for_bit(
+    tmp_path: Path, algorithm: AlgorithmName
+) -> None:
+    settings = settings_for(algorithm, 1)
+    cluster = run(settings, tmp_path, algorithm, normed())
+    expected, training = alone(settings, normed())
+    assert losses_of(cluster) == expected
+    theirs, own = cluster.training.replica, training.replica
+    assert torch.equal(theirs.params, own.params)
+    assert_same(buffers_of(theirs.model), buffers_of(own.model))
+    changed = [theirs.buffers.names[number] for number in theirs.buffers.changing]
+    assert "table" not in changed
+    assert {"num_rows", "largest", "cumulative.num_batches_tracked"} <= set(changed)
+    assert own.model.get_buffer("num_rows") == 2 * NUM_SAMPLES
+
+
+def test_syncps_takes_the_mean_of_its_parts_buffers_weighted_by_samples(tmp_path: Path) -> None:
+    settings = settings_for("syncps", 3)
+    cluster = run(settings, tmp_path, "syncps", normed(double=True))
+    sizes = sizes_by_share([1 / 3] * 3, 32)
+    assert len(set(sizes)) == 2, "not all parts weigh the same"
+    expected = by_hand(settings, sizes)
+    assert losses_of(cluster) == pytest.approx([each for each, _ in expected], rel=1e-9)
+    found, (_, wanted) = buffers_of(cluster.training.replica.model), expected[-1]
+    for name, values in wanted.items():
+        torch.testing.assert_close(found[name], values, rtol=1e-8, atol=1e-10)
+    assert found["cumulative.num_batches_tracked"] == 10
+    [said] = [line for line in cluster.log_lines if "not equal to training in one process" in line]
+    assert "norm.running_mean" in said
+
+
+@pytest.mark.parametrize("rule", ["gradient", "mixing"])
+def test_edp_moves_statistics_by_each_worker_s_share_and_adds_up_counts(
+    tmp_path: Path, rule: str
+) -> None:
+    settings = settings_for("edp", 3, f"update_rule={rule}", "worker_update_interval=2")
+    begun = buffers_of(Normed())
+    applied: list[tuple[int, Mapping[int, Tensor]]] = []
+    cluster = Cluster(settings, tmp_path, workload=normed())
+    core = cluster.core
+    assert isinstance(core, edp.Server)
+    apply = core.apply
+
+    def watched(peer: edp.Peer, pushed: Pushed, tau: int) -> None:
+        apply(peer, pushed, tau)
+        applied.append((len(core.peers), pushed.buffers))
+
+    core.apply = watched  # type: ignore[method-assign]
+    cluster.finish(*(cluster.worker(i + 1, node=NODES[i]) for i in range(3)))
+    names = cluster.training.replica.buffers.names
+    expected = {name: each.double() for name, each in begun.items()}
+    for num_workers, added in applied:
+        for number, values in added.items():
+            name = names[number]
+            share = num_workers if begun[name].is_floating_point() else 1
+            expected[name] += values.view(expected[name].shape) / share
+    assert 3 in {num_workers for num_workers, _ in applied}
+    found = buffers_of(cluster.training.replica.model)
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name].double(), values, rtol=1e-5, atol=1e-6)
+    assert len(applied) == 10
+    assert found["cumulative.num_batches_tracked"] == 10
+    assert found["num_rows"] == 2 * NUM_SAMPLES
+
+
+def test_the_buffers_that_are_evaluated_are_those_of_the_step() -> None:
+    settings = settings_for("syncps", 1)
+    train, seed = settings.run_config("alone", "syncps").train, settings.cluster.seed
+    training = build(train, seed, settings.node.dataset, CPU, workload=normed(held_out=True))
+    inbox = Inbox()
+    with Evaluator(training, inbox, every=1, log=logging.getLogger("test")) as evaluator:
+        for _ in itertools.islice(training_steps(training, train), 3):
+            pass
+        evaluation = training.evaluate()
+        assert evaluator.after_step(3, 0)
+        training.compute(torch.arange(32))  # while it evaluates
+        done = inbox.get(60.0)
+    assert isinstance(done, EvaluationFinished)
+    assert done.evaluation == evaluation
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_buffers_that_are_saved_are_those_of_the_step(
+    tmp_path: Path, algorithm: AlgorithmName
+) -> None:
+    settings = settings_for(algorithm, 1, "checkpoint_steps=5", "num_epochs=1")
+    cluster = run(settings, tmp_path, algorithm, normed())
+    saved = cluster.store.newest_good()
+    assert saved is not None
+    found = buffers_of(cluster.training.replica.model)
+    assert_same({name: saved.model[name] for name in found}, found)
+
+
+def test_in_one_process_a_checkpoint_is_copied_before_the_next_batch_changes_buffers() -> None:
+    settings = settings_for("syncps", 1)
+    train, seed = settings.run_config("alone", "syncps").train, settings.cluster.seed
+    training = build(train, seed, settings.node.dataset, CPU, workload=normed())
+    seen: list[int] = []
+
+    def copied() -> None:
+        seen.append(int(training.replica.model.get_buffer("num_rows")))
+
+    for step, _ in enumerate(training_steps(training, train, before_step=copied)):
+        if step > 0:
+            assert seen[0] == 32 * step
+        seen.clear()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_run_that_goes_on_ends_with_the_buffers_of_one_that_was_never_stopped(
+    tmp_path: Path, algorithm: AlgorithmName
+) -> None:
+    half = settings_for(algorithm, 1, "num_epochs=1", "checkpoint_steps=5")
+    run(half, tmp_path, algorithm, normed())
+    whole = settings_for(algorithm, 1, "checkpoint_steps=5")
+    cluster = Cluster(whole, tmp_path, algorithm=algorithm, workload=normed(), resume=True)
+    worker = cluster.worker(1, node=NODES[0])
+    cluster.server.finish()
+    worker.finish()
+    expected, training = alone(whole, normed())
+    assert losses_of(cluster) == expected[5:]
+    assert_same(buffers_of(cluster.training.replica.model), buffers_of(training.replica.model))
+
+
+class Dies(SyncPSWorker):
+    """Is gone for ever as soon as it has computed a part."""
+
+    def push(self, task: Assigned, loss: BatchLoss, compute_s: float) -> None:  # noqa: ARG002
+        raise Rejected("the test ends it", "test")
+
+
+def test_a_part_that_another_worker_computes_again_changes_no_buffer_twice(tmp_path: Path) -> None:
+    settings = settings_for("syncps", 2)
+    cluster = Cluster(settings, tmp_path, algorithm="syncps", workload=normed(double=True))
+    worker, gone = cluster.worker(1, node=NODES[0]), cluster.worker(2, node=NODES[1], make=Dies)
+    gone.failure()
+    cluster.finish(worker)
+    expected = by_hand(settings, [16, 16], [32])
+    assert losses_of(cluster) == pytest.approx([each for each, _ in expected], rel=1e-9)
+    found, (_, wanted) = buffers_of(cluster.training.replica.model), expected[-1]
+    for name, values in wanted.items():
+        torch.testing.assert_close(found[name], values, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_one_sample_alone_is_normalised_by_the_running_statistics(
+    tmp_path: Path, algorithm: AlgorithmName
+) -> None:
+    workload = normed(num_samples=33)
+    settings = settings_for(algorithm, 1)
+    cluster = run(settings, tmp_path, algorithm, workload)
+    expected, training = alone(settings, workload)
+    assert len(expected) == 4
+    assert losses_of(cluster) == expected
+    model = training.replica.model
+    assert_same(buffers_of(cluster.training.replica.model), buffers_of(model))
+    assert model.get_buffer("norm.num_batches_tracked") == 2, "those of 32 samples"
+    assert model.get_buffer("num_rows") == 66
+    assert all(module.training for module in model.modules())
+
+
+def by_hand(
+    settings: Settings, sizes: list[int], *others: list[int]
+) -> list[tuple[float, dict[str, Tensor]]]:
+    """The loss and the buffers of every step whose batch is cut into parts of these sizes.
+
+    `others`: sizes of the steps after the first ones, of which the last ones stay.
+    """
+    train, seed = settings.run_config("alone", "syncps").train, settings.cluster.seed
+    training = build(train, seed, settings.node.dataset, CPU, workload=normed(double=True))
+    replica, rows = training.replica, training.workload.train
+    model = replica.model
+    steps: list[tuple[float, dict[str, Tensor]]] = []
+    applied = 0
+    cuts = [sizes, *others]
+    for epoch in range(train.num_epochs):
+        order = epoch_permutation(seed, epoch, NUM_SAMPLES)
+        for batch in torch.split(order, sum(sizes)):
+            sizes = cuts[min(len(steps), len(cuts) - 1)]
+            before, total = buffers_of(model), 0.0
+            sums = {
+                name: torch.zeros_like(each, dtype=torch.float64) for name, each in before.items()
+            }
+            replica.grads.zero_()
+            for part in torch.split(batch, sizes):
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(before[name])
+                samples = placed(rows.batch(part), CPU, torch.float64)
+                value = loss(model, samples)[0] / len(batch)
+                value.backward()  # type: ignore[no-untyped-call]
+                total += value.item()
+                for name, buffer in model.named_buffers():
+                    sums[name] += buffer.double() * len(part) / len(batch)
+            for name, buffer in model.named_buffers():
+                mean = sums[name]
+                buffer.copy_(mean if buffer.is_floating_point() else mean.round())
+            replica.clip(train.gradient_clipping)
+            replica.step(learning_rate(train, applied, train.num_epochs * NUM_SAMPLES))
+            applied += len(batch)
+            steps.append((total, buffers_of(model)))
+    return steps

@@ -1,0 +1,243 @@
+"""An orchestrator and its workers, said in Python."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import smolcluster
+from harness import SECRET, Outcome, free_port
+from processes import Processes
+from smolcluster.api.arrivals import Arrivals
+from smolcluster.api.settings import server_settings
+from smolcluster.errors import AuthError, ClusterEmpty, ConfigError, PortBusy, Rejected
+from smolcluster.runs.events import Evaluated, read_events
+from smolcluster.runs.summary import read_summary
+from smolcluster.training.hooks import Hooks, StepDone
+from smolcluster.training.recipe import Training
+from smolcluster.transport.handshake import introduce
+from smolcluster.transport.messages import sets_of
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "orchestrator"
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, width), nn.Linear(width, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.last(self.first(inputs).tanh())
+        return outputs
+
+
+def samples(count: int, seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 4, generator=generator)
+    return TensorDataset(inputs, inputs[:, :3].argmax(dim=1))
+
+
+def loader(count: int = 96, seed: int = 1) -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(samples(count, seed), batch_size=8, shuffle=True)
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> smolcluster.DistributedConfig:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    return smolcluster.DistributedConfig(
+        master_port=free_port(), num_workers=2, learning_rate=0.02, start_timeout=30.0
+    )
+
+
+def worker(config: smolcluster.DistributedConfig, number: int, **options: Any) -> Outcome:
+    given: dict[str, Any] = {"model_ctor": Net, "name": f"w{number}", "threads": 1} | options
+    made = smolcluster.NetworkWorker(0, config, **given)
+    return Outcome(f"worker {number}", made.connect_and_train)
+
+
+@pytest.mark.parametrize("algorithm", ["syncps", "edp"])
+def test_workers_without_data_train_the_orchestrator_s_model(
+    config: smolcluster.DistributedConfig, tmp_path: Path, algorithm: str
+) -> None:
+    config.algorithm = algorithm
+    model = Net()
+    validation = samples(64, 2).tensors
+    before = functional.cross_entropy(model(validation[0]), validation[1]).item()
+    steps: list[StepDone] = []
+    orchestrator = smolcluster.Orchestrator(config)
+    orchestrator.register_model(
+        model,
+        loss_fn=functional.cross_entropy,
+        training=Training(hooks=Hooks(on_step=steps.append)),
+    )
+    workers = [worker(config, 1), worker(config, 2)]
+    assert orchestrator.wait_for_workers(timeout=60) == 2
+    summary = orchestrator.start_training(
+        train_loader=loader(),
+        val_loader=DataLoader(samples(64, 2), batch_size=16),
+        num_epochs=4,
+        val_interval=5,
+    )
+    for each in workers:
+        each.finish()
+    assert summary.samples_applied == 4 * 96
+    assert {share.node for share in summary.workers} == {"w1", "w2"}
+    assert {share.rank for share in summary.workers} == {0, 1}
+    num_samples = 16 if algorithm == "syncps" else 8
+    assert {step.num_samples for step in steps} == {num_samples}
+    after = functional.cross_entropy(model(validation[0]), validation[1]).item()
+    assert summary.final.val_loss is not None
+    assert after == pytest.approx(summary.final.val_loss, rel=1e-5)
+    assert after < before
+    path = orchestrator.save_checkpoint(tmp_path / "made" / "final.pt")
+    assert path == tmp_path / "made" / "final.pt.safetensors"
+    saved = load_file(path)
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
+
+
+def test_a_run_goes_on_with_more_epochs(config: smolcluster.DistributedConfig) -> None:
+    config.num_workers, config.run_id = 1, "goes-on"
+    applied = []
+    for num_epochs, resume in ((1, None), (3, "goes-on")):
+        orchestrator = smolcluster.Orchestrator(config)
+        orchestrator.register_model(Net())
+        one = worker(config, 1)
+        summary = orchestrator.start_training(loader(), num_epochs=num_epochs, resume=resume)
+        one.finish()
+        applied.append(summary.samples_applied)
+    assert applied == [96, 3 * 96]
+    assert orchestrator.config.run_id == "goes-on"
+
+
+def own_loss(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target) * 2
+
+
+@pytest.mark.parametrize(
+    ("registered", "options", "reason"),
+    [
+        ({}, {"model_ctor": lambda: Net(width=9)}, "model"),
+        ({"loss_fn": own_loss}, {"loss_fn": nn.CrossEntropyLoss()}, "code"),
+    ],
+)
+def test_another_model_or_loss_is_refused(
+    config: smolcluster.DistributedConfig,
+    registered: dict[str, Any],
+    options: dict[str, Any],
+    reason: str,
+) -> None:
+    config.num_workers = 1
+    orchestrator = smolcluster.Orchestrator(config)
+    orchestrator.register_model(Net(), **registered)
+    wrong = worker(config, 1, **options)
+    assert orchestrator.wait_for_workers(timeout=60) == 1
+    training = Outcome("orchestrator", lambda: orchestrator.start_training(loader(), num_epochs=1))
+    refused = wrong.failure()
+    assert isinstance(refused, Rejected)
+    assert reason in str(refused)
+    worker(config, 1, loss_fn=registered.get("loss_fn")).finish()  # a right one
+    training.finish()
+
+
+def test_a_loss_of_one_s_own_must_be_given_to_the_worker(
+    config: smolcluster.DistributedConfig,
+) -> None:
+    config.num_workers = 1
+    orchestrator = smolcluster.Orchestrator(config)
+    orchestrator.register_model(Net(), loss_fn=own_loss)
+    without = worker(config, 1)
+    orchestrator.wait_for_workers(timeout=60)
+    training = Outcome("orchestrator", lambda: orchestrator.start_training(loader(), num_epochs=1))
+    error = without.failure()
+    assert isinstance(error, ConfigError)
+    assert "loss_fn" in str(error)
+    worker(config, 1, loss_fn=own_loss).finish()
+    training.finish()
+
+
+def test_too_few_workers_in_time_is_an_error(config: smolcluster.DistributedConfig) -> None:
+    with smolcluster.Orchestrator(config) as orchestrator:
+        orchestrator.register_model(Net())
+        one = worker(config, 1)
+        config.num_workers = 1
+        assert orchestrator.wait_for_workers(timeout=60) == 1
+        config.num_workers = 2
+        with pytest.raises(ClusterEmpty, match=r"1 of 2 workers came within .* \(w1\)"):
+            orchestrator.wait_for_workers(timeout=0.2)
+        with pytest.raises(PortBusy):
+            smolcluster.Orchestrator(config).wait_for_workers(timeout=0.1)
+        config.num_workers = 1
+        orchestrator.start_training(loader(), num_epochs=1)
+        one.finish()
+
+
+def test_two_workers_of_one_name_are_one(config: smolcluster.DistributedConfig) -> None:
+    settings = server_settings(config, ["w1", "w2"], {})
+    with Arrivals(settings, "syncps", SECRET, logging.Logger("test")) as arrivals:
+        for number, name in enumerate(("w1", "w1", "w2")):
+            refused = arrivals._answer(number, introduce(name, 0, sets_of("syncps")))
+            assert ("taken" in refused.sentence) == (number == 1)
+        assert arrivals.names == ["w1", "w2"]
+
+
+def test_a_compiled_model_is_saved_under_its_plain_names(
+    config: smolcluster.DistributedConfig, tmp_path: Path
+) -> None:
+    orchestrator, model = smolcluster.Orchestrator(config), Net()
+    orchestrator.register_model(torch.compile(model))  # type: ignore[arg-type]
+    saved = load_file(orchestrator.save_checkpoint(tmp_path / "model"))
+    assert saved.keys() == model.state_dict().keys()
+
+
+def test_what_is_missing_is_said(config: smolcluster.DistributedConfig) -> None:
+    with pytest.raises(ConfigError, match="register_model"):
+        smolcluster.Orchestrator(config).save_checkpoint("model.pt")
+    with pytest.raises(ConfigError, match="model_ctor"):
+        smolcluster.NetworkWorker(0, config)
+    with pytest.raises(ConfigError, match="gpu_id is -1"):
+        smolcluster.NetworkWorker(-1, config, Net)
+    config.master_ip = "192.0.2.1"
+    with pytest.raises(AuthError, match="secret"):
+        smolcluster.NetworkWorker(0, config, Net).connect_and_train()
+
+
+def test_the_seed_s_two_commands_train_on_two_processes(processes: Processes) -> None:
+    """Those of seed 000, with addresses of this machine."""
+    port = str(free_port())
+    environ = processes.environ | {"LOG_STEP_EVERY": "20", "COMPACT_LOG": "1"}
+    processes.environ = environ
+    orchestrator = processes.start(
+        *(sys.executable, str(EXAMPLES / "orchestrator_train.py"), "--master-ip", "127.0.0.1"),
+        *("--master-port", port, "--gpus", "2", "--train-batches", "100", "--val-interval", "20"),
+        *("--checkpoint-dir", str(processes.folder / "checkpoints")),
+        forked=False,
+    )
+    workers = processes.start(
+        *(sys.executable, str(EXAMPLES / "guava_worker.py"), "--gpu-ids", "0,1"),
+        *("--master-ip", "127.0.0.1", "--master-port", port, "--world-size", "2"),
+        forked=False,
+    )
+    assert orchestrator.wait() == 0, orchestrator.output
+    assert workers.wait() == 0, workers.output
+    assert "2 workers are here" in orchestrator.output
+    assert "step 40, epoch 1, 640 samples" in orchestrator.output
+    if not torch.cuda.is_available():
+        assert workers.output.count("no CUDA") == 1
+    saved = processes.folder / "checkpoints" / "orchestrator_final.pt.safetensors"
+    assert f"saved {saved}" in orchestrator.output
+    assert "tokens.weight" in load_file(saved)
+    [folder] = processes.runs.glob("syncps-*")
+    summary = read_summary(folder / "summary.json")
+    assert (summary.samples_applied, summary.steps, len(summary.workers)) == (800, 50, 2)
+    evaluated = [r.event for r in read_events(folder / "events.jsonl")]
+    assert sum(isinstance(event, Evaluated) for event in evaluated) >= 3

@@ -1,0 +1,501 @@
+"""A user's own data: which samples make an epoch, in which order, and what chance does to them."""
+
+import random
+import socket
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets  # type: ignore[import-untyped]
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from torchvision import transforms
+from torchvision.datasets import ImageFolder
+
+from smolcluster.data.dataset import Place
+from smolcluster.data.loading import MapSamples, StreamSamples, every_index, samples_of
+from smolcluster.data.permutation import epoch_permutation
+from smolcluster.data.prefetch import Prefetch
+from smolcluster.errors import ConfigError, DataError, UserCodeError
+from smolcluster.training.user_code import user_code
+
+SEED = 7
+
+
+class Numbers:
+    """The numbers from 0, each with one drawn at random."""
+
+    def __init__(self, length: int = 10) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, torch.rand(2) + torch.empty(2).uniform_() + torch.randn_like(torch.empty(2))
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, length: int = 10) -> None:
+        self.length = length
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.length):
+            yield number, torch.rand(2)
+
+
+class EveryOther(Sampler[int]):
+    """Begins with the epoch's number."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.epoch % 2, 10, 2))
+
+
+class Guessing(Sampler[int]):
+    """Draws from everything that there is."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (
+            random.choice(range(10)),  # noqa: S311
+            int(np.random.randint(10)),
+            int(torch.randint(10, ())),
+        )
+
+    def __len__(self) -> int:
+        return 3
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Numbers(), batch_size=3, **options)  # type: ignore[arg-type]
+
+
+def orders(data: Any, seed: int = SEED) -> list[list[int]]:
+    samples = samples_of(data)
+    return [samples.order(epoch, seed).tolist() for epoch in range(3)]
+
+
+def permutations() -> list[list[int]]:
+    return [epoch_permutation(SEED, epoch, 10).tolist() for epoch in range(3)]
+
+
+def test_our_permutation_shuffles_what_has_no_order_of_its_own() -> None:
+    assert orders(Numbers()) == orders(loader(shuffle=True)) == permutations()
+
+
+def test_a_loader_that_does_not_shuffle_keeps_the_datasets_order() -> None:
+    assert orders(loader()) == [list(range(10))] * 3
+    assert orders(loader(sampler=SequentialSampler(range(10)))) == [list(range(10))] * 3
+
+
+def test_drop_last_leaves_out_what_fills_no_batch() -> None:
+    assert orders(loader(drop_last=True)) == [list(range(9))] * 3
+    assert orders(loader(drop_last=True, shuffle=True)) == [each[:9] for each in permutations()]
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: WeightedRandomSampler([1.0] * 9 + [50.0], 8),
+        lambda: SubsetRandomSampler(range(2, 8)),
+        lambda: RandomSampler(range(10), replacement=True, num_samples=6),
+        Guessing,
+    ],
+)
+def test_a_sampler_draws_under_a_seed_of_run_and_epoch(sampler: Any) -> None:
+    torch.manual_seed(1)
+    first, expected = orders(loader(sampler=sampler())), torch.rand(3)
+    torch.manual_seed(1)
+    assert orders(loader(sampler=sampler())) == first
+    assert torch.equal(torch.rand(3), expected), "the process's generator is left alone"
+    assert len({tuple(each) for each in first}) > 1, "every epoch has an order of its own"
+    assert orders(loader(sampler=sampler()), seed=8) != first
+
+
+def test_a_sampler_is_told_the_epoch() -> None:
+    data = loader(sampler=EveryOther())
+    assert samples_of(data).num_samples == 5
+    assert orders(data) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9], [0, 2, 4, 6, 8]]
+
+
+def test_a_batch_sampler_gives_order_and_size() -> None:
+    batches = BatchSampler(EveryOther(), batch_size=2, drop_last=False)
+    samples = samples_of(DataLoader(Numbers(), batch_sampler=batches))  # type: ignore[arg-type]
+    assert samples.order(0, SEED).tolist() == [0, 2, 4, 6, 8]
+    assert isinstance(samples, MapSamples)
+    assert samples.batch_size == 2
+
+
+def test_an_epoch_of_another_length_is_refused() -> None:
+    class Growing(EveryOther):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3 + self.epoch))
+
+    samples = samples_of(loader(sampler=Growing()))
+    with pytest.raises(DataError, match="epoch 2 of the DataLoader's sampler has 4 samples"):
+        samples.order(1, SEED)
+
+
+def test_what_is_drawn_for_a_sample_depends_on_its_place_alone() -> None:
+    samples = MapSamples(Numbers())
+    _, drawn = samples.batch(torch.tensor([4, 2, 9]), Place(SEED, 1, 5))
+    torch.manual_seed(3)
+    _, again = samples.batch(torch.tensor([2, 9]), Place(SEED, 1, 6))
+    assert torch.equal(drawn[1:], again)
+    assert not torch.equal(drawn, samples.batch(torch.tensor([4, 2, 9]), Place(SEED, 2, 5))[1])
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    samples.batch(torch.tensor([4, 2, 9]), Place(SEED, 1, 5))
+    assert torch.equal(torch.rand(1), expected), "the process's generator is left alone"
+
+
+def test_a_loaders_collate_makes_the_batch() -> None:
+    data = loader(collate_fn=partial(sorted, key=lambda sample: sample[0]))
+    batch = samples_of(data).batch(torch.tensor([4, 2]))
+    assert [number for number, _ in batch] == [2, 4]
+
+
+def test_samples_that_cannot_be_stacked_are_refused() -> None:
+    ragged = [torch.zeros(2), torch.zeros(3)]
+    with pytest.raises(DataError, match="cannot be made a batch of: stack expects"):
+        samples_of(ragged).batch(torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("data", [5, None, "numbers.txt", {"a": 1}])
+def test_what_is_no_data_is_refused(data: Any) -> None:
+    with pytest.raises(ConfigError, match=f"a {type(data).__name__}"):
+        samples_of(data)
+
+
+def test_a_loader_without_batches_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no batch_size"):
+        samples_of(DataLoader(Numbers(), batch_size=None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("data", [[], DataLoader(Numbers(0)), Stream(0)])  # type: ignore[arg-type]
+def test_no_samples_are_refused(data: Any) -> None:
+    with pytest.raises(DataError, match="no samples"):
+        _ = samples_of(data).num_samples
+
+
+@pytest.mark.parametrize(
+    ("data", "indices"),
+    [
+        (Numbers(3), [0, 1, 2]),
+        (loader(shuffle=True), list(range(10))),
+        (loader(sampler=EveryOther()), [0, 2, 4, 6, 8]),
+        (Stream(3), [0, 1, 2]),
+    ],
+)
+def test_what_is_evaluated_is_what_the_sampler_names(data: Any, indices: list[int]) -> None:
+    assert every_index(samples_of(data)).tolist() == indices
+
+
+# Streams
+
+
+def read(samples: StreamSamples, epoch: int, *places: int) -> list[int]:
+    return [int(number) for number, _ in samples.load(torch.tensor(places), Place(SEED, epoch, 0))]
+
+
+def test_a_stream_is_counted_once_where_nobody_says_its_length() -> None:
+    stream = Stream()
+    samples = samples_of(stream)
+    assert (samples.num_samples, samples.num_samples, len(stream.epochs)) == (10, 10, 1)
+    assert samples_of(Stream(), samples_per_epoch=4).num_samples == 4
+    assert orders(Stream(3)) == [[0, 1, 2]] * 3
+
+
+def test_a_stream_is_read_in_order_and_begun_again_each_epoch() -> None:
+    stream = Stream()
+    samples = StreamSamples(stream, samples_per_epoch=6)
+    assert read(samples, 0, 0, 1, 2) == [0, 1, 2]
+    assert read(samples, 0, 4, 5) == [4, 5], "what is not wanted is passed over"
+    assert read(samples, 1, 0) == [0]
+    assert read(samples, 0, 1) == [1], "what lies behind is read again"
+    assert stream.epochs == [0, 1, 0]
+
+
+def test_a_stream_draws_under_a_seed_of_run_and_epoch() -> None:
+    def drawn(epoch: int) -> Tensor:
+        batch = StreamSamples(Stream()).batch(torch.arange(4), Place(SEED, epoch, 0))
+        return batch[1]  # type: ignore[no-any-return]
+
+    torch.manual_seed(1)
+    first = drawn(0)
+    assert torch.equal(first, drawn(0))
+    assert not torch.equal(first, drawn(1))
+
+
+def test_a_stream_that_ends_too_soon_says_so() -> None:
+    samples = StreamSamples(Stream(4), samples_per_epoch=6)
+    with pytest.raises(DataError, match="ended after 4 samples of epoch 1, an epoch has 6"):
+        read(samples, 0, 3, 4)
+
+
+def test_what_can_be_gone_through_only_once_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a generator, which can be gone through only once"):
+        samples_of((number for number in range(5)), samples_per_epoch=5)
+
+
+# What people have
+
+
+def test_a_hugging_face_dataset_is_a_map_style_one() -> None:
+    rows = datasets.Dataset.from_dict({"x": [[1.0, 2.0], [3.0, 4.0]], "label": [0, 1]})
+    batch = samples_of(rows.with_format("torch")).batch(torch.tensor([1, 0]))
+    assert batch["x"].tolist() == [[3.0, 4.0], [1.0, 2.0]]
+    assert batch["label"].tolist() == [1, 0]
+
+
+def test_a_hugging_face_stream_is_read_in_its_order() -> None:
+    rows = datasets.Dataset.from_dict({"x": [5, 6, 7]}).to_iterable_dataset()
+    samples = samples_of(rows)
+    assert isinstance(samples, StreamSamples)
+    assert samples.num_samples == 3
+    assert samples.batch(torch.tensor([1, 2]), Place(SEED, 0, 1))["x"].tolist() == [6, 7]
+
+
+def test_a_folder_of_images(tmp_path: Path) -> None:
+    for number in range(4):
+        folder = tmp_path / f"class{number % 2}"
+        folder.mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8), (40 * number, 0, 0)).save(folder / f"{number}.png")
+    augment = transforms.Compose([transforms.RandomCrop(4), transforms.ToTensor()])
+    samples = samples_of(ImageFolder(str(tmp_path), augment))
+    images, labels = samples.batch(torch.arange(4), Place(SEED, 0, 0))
+    assert (images.shape, labels.tolist()) == ((4, 3, 4, 4), [0, 0, 1, 1])
+
+
+# Ahead
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_is_loaded_ahead_is_what_is_loaded_at_once(num_workers: int) -> None:
+    samples = samples_of(loader(num_workers=num_workers))
+    assert isinstance(samples, MapSamples)
+    prefetch = Prefetch(samples)
+    indices, place = torch.tensor([4, 2, 9, 0, 1]), Place(SEED, 1, 5)
+    prefetch.want(indices[1:4], place._replace(start=6))
+    ahead = prefetch.batch(indices, place)
+    prefetch.close()
+    at_once = samples.batch(indices, place)
+    assert [each.tolist() for each in ahead] == [each.tolist() for each in at_once]
+
+
+def test_the_generator_of_who_computes_is_left_alone_while_samples_are_loaded() -> None:
+    prefetch = Prefetch(MapSamples(Numbers(1000)))
+    torch.manual_seed(3)
+    expected = torch.rand(100)
+    torch.manual_seed(3)
+    prefetch.want(torch.arange(1000), Place(SEED, 0, 0))
+    drawn = [torch.rand(1) for _ in range(100)]
+    prefetch.load(torch.arange(1000), Place(SEED, 0, 0))
+    prefetch.close()
+    assert torch.equal(torch.cat(drawn), expected)
+
+
+def test_what_was_wanted_in_vain_is_forgotten() -> None:
+    prefetch = Prefetch(MapSamples(Numbers(100)))
+    prefetch.want(torch.arange(40), Place(SEED, 0, 0))
+    samples = prefetch.load(torch.arange(30, 50), Place(SEED, 0, 30))
+    prefetch.close()
+    assert [number for number, _ in samples] == list(range(30, 50))
+    assert not prefetch._loading
+
+
+class Dying(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        import os
+
+        os._exit(9)
+
+
+def test_a_process_that_has_died_is_told_to_who_takes_the_samples() -> None:
+    samples = samples_of(DataLoader(Dying(), batch_size=2, num_workers=2))  # type: ignore[arg-type]
+    assert isinstance(samples, MapSamples)
+    prefetch = Prefetch(samples)
+    for start in (0, 4):
+        prefetch.want(torch.arange(4), Place(SEED, 0, start))
+        with pytest.raises(DataError, match="one of the DataLoader's 2 processes has died"):
+            prefetch.load(torch.arange(4), Place(SEED, 0, start))
+    prefetch.close()
+
+
+def test_processes_that_cannot_be_started_are_told_to_who_takes_the_samples() -> None:
+    data: DataLoader[Any] = DataLoader(
+        [lambda: None] * 8,  # type: ignore[arg-type]
+        batch_size=2,
+        num_workers=1,
+        multiprocessing_context="spawn",
+    )
+    samples = samples_of(data)
+    assert isinstance(samples, MapSamples)
+    prefetch = Prefetch(samples)
+    prefetch.want(torch.arange(4), Place(SEED, 0, 0))
+    with pytest.raises(DataError, match=r"processes cannot be started: .*pickle"):
+        prefetch.load(torch.arange(4), Place(SEED, 0, 0))
+    prefetch.close()
+
+
+def test_a_process_of_a_fork_server_loads() -> None:
+    rows = TensorDataset(torch.arange(100))
+    samples = samples_of(
+        DataLoader(rows, batch_size=2, num_workers=1, multiprocessing_context="forkserver")
+    )
+    assert isinstance(samples, MapSamples)
+    prefetch = Prefetch(samples)
+    for start in range(0, 100, 50):
+        (numbers,) = prefetch.batch(torch.arange(start, start + 50), Place(SEED, 0, start))
+        assert numbers.tolist() == list(range(start, start + 50))
+    prefetch.close()
+
+
+class Stuck(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(600)
+
+
+def test_processes_end_when_they_are_closed_whatever_they_do() -> None:
+    samples = samples_of(DataLoader(Stuck(), batch_size=2, num_workers=1))  # type: ignore[arg-type]
+    assert isinstance(samples, MapSamples)
+    prefetch = Prefetch(samples)
+    prefetch.want(torch.arange(4), Place(SEED, 0, 0))
+    assert prefetch._processes is not None
+    processes = list(prefetch._processes._processes.values())
+    assert processes
+    prefetch.close()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode is not None
+
+
+class Drawing(Numbers):
+    """Draws from every generator that there is."""
+
+    def __getitem__(self, index: int) -> Any:
+        return random.random(), float(np.random.random())  # noqa: S311
+
+
+def test_what_is_drawn_in_a_process_depends_on_the_samples_place_alone() -> None:
+    def drawn(num_workers: int, start: int) -> list[Any]:
+        samples = samples_of(DataLoader(Drawing(), batch_size=2, num_workers=num_workers))  # type: ignore[arg-type]
+        assert isinstance(samples, MapSamples)
+        prefetch = Prefetch(samples)
+        loaded = prefetch.load(torch.arange(start, 8), Place(SEED, 0, start))
+        prefetch.close()
+        return loaded
+
+    first = drawn(2, 0)
+    assert len(set(first)) == 8
+    assert drawn(1, 3) == first[3:]
+
+
+class OfItsProcess(Numbers):
+    """Says which process loads, and what that drew as it began."""
+
+    drawn: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return info.id, info.num_workers, OfItsProcess.drawn
+
+
+def draw_at_the_beginning(number: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    assert info.id == number
+    OfItsProcess.drawn = (random.random(), float(np.random.random()), float(torch.rand(())))  # noqa: S311
+
+
+def test_every_process_knows_its_number_and_draws_what_is_its_own() -> None:
+    data: DataLoader[Any] = DataLoader(
+        OfItsProcess(1000),  # type: ignore[arg-type]
+        batch_size=2,
+        num_workers=2,
+        worker_init_fn=draw_at_the_beginning,
+    )
+    samples = samples_of(data)
+    assert isinstance(samples, MapSamples)
+    prefetch = Prefetch(samples)
+    found = set(prefetch.load(torch.arange(1000), Place(SEED, 0, 0)))
+    prefetch.close()
+    assert {each[:2] for each in found} <= {(0, 2), (1, 2)}
+    for drawn in zip(*(each[2] for each in found), strict=True):
+        assert len(set(drawn)) == len(found)
+
+
+def refuse_to_begin(number: int) -> None:
+    raise ValueError(f"process {number} cannot begin")
+
+
+def test_a_worker_init_that_fails_is_told() -> None:
+    data: DataLoader[Any] = DataLoader(
+        Numbers(),  # type: ignore[arg-type]
+        batch_size=2,
+        num_workers=1,
+        worker_init_fn=refuse_to_begin,
+    )
+    samples = samples_of(data)
+    assert isinstance(samples, MapSamples)
+    prefetch = Prefetch(samples, user_code)
+    with pytest.raises(UserCodeError, match=r"worker_init_fn.*process 0 cannot begin"):
+        prefetch.load(torch.arange(4), Place(SEED, 0, 0))
+    prefetch.close()
+
+
+class Shared(IterableDataset[Any]):
+    """A stream whose processes share its samples."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None, "it is read in processes"
+        return iter(range(info.id, 8, info.num_workers))
+
+
+def test_a_stream_is_read_by_the_loaders_processes() -> None:
+    samples = samples_of(DataLoader(Shared(), batch_size=4, num_workers=2))
+    assert samples.num_samples == 8
+    assert samples.batch(torch.arange(8), Place(SEED, 0, 0)).tolist() == list(range(8))
+
+
+def test_a_process_that_loads_holds_no_connection_open() -> None:
+    samples = samples_of(loader(num_workers=1))
+    assert isinstance(samples, MapSamples)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+        with theirs:
+            prefetch = Prefetch(samples)
+            prefetch.load(torch.arange(3), Place(SEED, 0, 0))
+            ours.close()
+            theirs.settimeout(30)
+            assert theirs.recv(1) == b"", "the end is seen while the process lives"
+            prefetch.close()

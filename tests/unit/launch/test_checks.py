@@ -1,0 +1,347 @@
+"""What is thought of a machine, the project on it and the server's port.
+
+Some of it by what programs said there, the rest by faults that are planted in a home on this machine, into
+which the doctor's own scripts look.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doctoring import LINUX, MAC, TREE, cluster, code, node_checks
+from harness import free_port
+from reading import fake_ssh
+from smolcluster.launch.doctor.checks import (
+    CONTACT_SCRIPT,
+    MACHINE_CHECKS,
+    MIN_PYTHON,
+    installing,
+    judge_system,
+    read_facts,
+)
+from smolcluster.launch.doctor.checks_links import PORT_CHECK, link_checks
+from smolcluster.launch.doctor.checks_project import (
+    PROJECT_CHECKS,
+    WORKLOAD_CHECKS,
+    environment_script,
+    torch_script,
+)
+from smolcluster.launch.doctor.examine import look_at
+from smolcluster.launch.doctor.findings import Answer, Check, Finding, MachineFacts, NodeChecks, ok
+from smolcluster.launch.host import Host
+from smolcluster.launch.manifest import SENDING, SENT
+from smolcluster.launch.probing import read_listener
+from smolcluster.launch.sync import ENVIRONMENT_MARKER, NOT_WRITABLE
+
+CHECKS = {
+    check.name: check
+    for check in (
+        Check("system", CONTACT_SCRIPT, judge_system),
+        *(*MACHINE_CHECKS, *PROJECT_CHECKS, PORT_CHECK, *link_checks(cluster())),
+    )
+}
+DF = "Filesystem 1024-blocks Used Available Capacity Mounted on\n/dev/disk 99 9 {kb} 99% /\n"
+THERE = "environment there\n"
+VM_STAT = """\
+Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                               {free}.
+Pages active:                            412345.
+Pages inactive:                           10000.
+Pages speculative:                         1000.
+Pages throttled:                              0.
+Pages wired down:                        154321.
+Pages purgeable:                           2000.
+"""
+NO_SHELL = "'sh' is not recognized as an internal or external command,\r\noperable program."
+RSYNC_OF_MACOS = "openrsync: protocol version 29\nrsync version 2.6.9 compatible\n"
+SECRET = "/home/pi/.config/smolcluster/secret"
+LISTED = f"{{}} 1 pi  staff  65 Nov 22 03:00 {SECRET}\n"
+READ_ONLY = "touch: cannot touch '/x/.smolcluster-812': Read-only file system"
+NEVER_SENT = code(TREE | {"src/a.py": "file 9"}, {}, owner="a git clone with uncommitted changes")
+REFUSED = {"state": "refused", "port": 40000, "why": "Permission denied"}
+LISTENED = {"places": {"10.10.0.1": REFUSED}, "own": ["10.10.0.1"], "pid": 4711}
+SLOW = '{"error": null, "ms": 3.0, "mb_per_s": 0.4}'
+LATE = '{"error": null, "ms": 48.0, "mb_per_s": 12.0}'
+FAST = '{"error": null, "ms": 0.31, "mb_per_s": 941.2}'
+Answered = tuple[Answer, NodeChecks]
+
+
+def answer(stdout: str, code: int = 0, stderr: str = "", **times: float) -> Answer:
+    return Answer(code, stdout, stderr, **times)
+
+
+def check_found(found: Finding, state: str, words: tuple[str, ...]) -> None:
+    assert found.state == state
+    assert bool(found.fix) == (state in ("warn", "fail"))
+    for word in words:
+        assert word in f"{found.what} -> {found.fix}"
+
+
+def case(name: str, state: str, said: str | Answer, *words: str, **stated: Any) -> Any:
+    """What is said to a check, its finding's state, and keys and values that it names."""
+    answered = answer(said) if isinstance(said, str) else said
+    return pytest.param(
+        name, answered, node_checks(**stated), state, words, id=f"{name} {state} {words}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "answered", "node", "state", "words"),
+    [
+        case("system", "ok", "system Darwin\nmachine arm64\napple_silicon 1\n", "Darwin arm64"),
+        case("system", "fail", "system Darwin\nmachine x86_64\n", "Intel", "out of workers"),
+        case("system", "ok", "system Darwin\nmachine x86_64\napple_silicon 1\n"),
+        case("system", "fail", answer("", 1, NO_SHELL), "WSL 2", "nodes.pi5.ssh"),
+        case("rsync", "fail", answer("", 127), "`brew install rsync`", facts=MAC),
+        case("tmux", "ok", "tmux 3.3a\n", "3.3a"),
+        case("tmux", "ok", "tmux next-3.6\n", "3.6"),
+        case("rsync", "ok", RSYNC_OF_MACOS, "2.6.9"),
+        case("uv", "ok", "uv 0.9.2 (141369ce7 2025-10-10)\n", "0.9.2"),
+        case("Python", "warn", "Python 3.9.6\n", "3.9.6", "3.11"),
+        case("Python", "warn", "none\n", "`uv python install 3.11`"),
+        case("Python", "ok", "Python 3.13.0rc1\n", "3.13.0rc1"),
+        case("disk", "fail", DF.format(kb=6543210), "PyTorch", facts=MAC),
+        case("disk", "warn", THERE + DF.format(kb=6543210), "6.7 GB"),
+        case("disk", "ok", DF.format(kb=47398644), "48.5 GB free"),
+        case("memory", "warn", VM_STAT.format(free=5000), "294.9 MB", facts=MAC),
+        case("memory", "ok", VM_STAT.format(free=500000), facts=MAC),
+        case("clock", "warn", answer("1000\n", begun=1010.0), "9 s behind this", "sntp", facts=MAC),
+        case("clock", "ok", answer("1000\n", begun=992.0, took_s=8.0)),
+        case("clock", "ok", answer("1000\n", begun=1000.9, took_s=0.1)),
+        case("secret", "fail", LISTED.format("-rw-r--r--"), f"`chmod 600 {SECRET}`"),
+        case("secret", "ok", LISTED.format("-rw-------@")),
+        case("secret", "ok", LISTED.format("-rw-------+")),
+        case("secret", "ok", LISTED.format("-r--------.")),
+        case("code", "ok", code()),
+        case("code", "fail", NEVER_SENT, "clone with unc", "1 file", ": src/a.py", "--overwrite"),
+        case(
+            *("code", "fail", answer("", NOT_WRITABLE, READ_ONLY)),
+            *("~/smolcluster", "Read-only file system", "nodes.pi5.project_dir"),
+        ),
+        case("port", "fail", json.dumps(LISTENED), "Permission denied", "1023"),
+        case("port", "fail", answer("", 127, "sh: uv: not found"), "uv: not found"),
+        *(case("port", "fail", said) for said in ("[]", '{"places": 3}', "null")),
+        case("link", "warn", SLOW, "0.4 MB/s"),
+        case("link", "warn", LATE, "48 ms"),
+        case("link", "ok", FAST, "941 MB/s 0.31 ms"),
+        case(
+            *("link", "fail", '{"error": "large", "way": "from"}', "from mini1", "MTU"),
+            "`ssh pi5 ping -M do -s 1472 192.168.50.1`",
+        ),
+        case("link", "fail", '{"error": "large", "way": "to"}', "to mini1 (192.168.50.1)"),
+        case("link", "fail", '{"error": "broke", "why": "reset by peer"}', "reset by peer"),
+    ],
+)
+def test_what_is_said_is_judged(
+    name: str, answered: Answer, node: NodeChecks, state: str, words: tuple[str, ...]
+) -> None:
+    check_found(CHECKS[name].judge(answered, node), state, words)
+
+
+# Planted
+
+
+PYPROJECT = 'name = "smolcluster"\n'
+OURS = {"pyproject.toml": f"file {hashlib.sha256(PYPROJECT.encode()).hexdigest()}"}
+MANIFEST = "".join(f"{name}\0{what}\0" for name, what in OURS.items())
+CODE = {"smolcluster/pyproject.toml": PYPROJECT}
+PYTHON = "smolcluster/.venv/bin/python"
+MARKER = f"smolcluster/{ENVIRONMENT_MARKER}"
+WHOLE = {PYTHON: 'exec python3 "$@"', MARKER: "e1"}
+NVIDIA_SMI = ".local/bin/nvidia-smi"
+H200 = {NVIDIA_SMI: "echo 'GPU 0: NVIDIA H200 (UUID: GPU-1f2e)'"}
+
+
+def program(name: str, text: str) -> dict[str, str]:
+    """A program that is found first."""
+    return {f".local/bin/{name}": text}
+
+
+def torch(machine: str = "x86_64", **build: Any) -> dict[str, str]:
+    cpu = {"version": "2.11.0", "cuda": None, "hip": None, "num_gpus": 0, "mps": False}
+    return {PYTHON: f"echo 'torch {json.dumps({**cpu, 'machine': machine, **build})}'"}
+
+
+GPU_BUILD, TWO_GPUS = (torch(cuda="12.8", num_gpus=count) for count in (1, 2))
+Fault = tuple[str, str, dict[str, str], tuple[str, ...], dict[str, Any]]
+FAULTS: list[Fault] = [
+    # a check, its state, files there (programs where they may be executed), words, what is stated
+    (
+        "system",
+        "fail",
+        program("uname", '[ "$1" = -m ] && echo armv7l || echo Linux'),
+        ("64-bit",),
+        {},
+    ),
+    ("system", "fail", program("uname", "echo MINGW64_NT-10.0"), ("MINGW64", "WSL 2"), {}),
+    ("uv", "fail", program("uv", "exit 127"), ("`curl -LsSf https://astral.sh/uv/install",), {}),
+    ("tmux", "fail", program("tmux", "exit 127"), ("`sudo apt-get install -y tmux`",), {}),
+    ("rsync", "fail", program("rsync", "exit 127"), ("rsync is not there",), {}),
+    (
+        *("disk", "fail", program("df", f"echo '{DF.format(kb=1111111).strip()}'") | torch()),
+        *(("only 1.1 GB free for ~/smolcluster", "nodes.pi5.project_dir"), {}),
+    ),
+    ("memory", "warn", program("cat", "echo MemAvailable: 412345 kB"), ("422.2 MB", "batch"), {}),
+    ("clock", "fail", program("date", "echo $(($(/bin/date +%s) + 330))"), ("5 min", "ahead"), {}),
+    (
+        "sleep",
+        "warn",
+        program("pmset", "echo ' sleep   15 (by powerd)'"),
+        ("15 min",),
+        {"facts": MAC},
+    ),
+    ("sleep", "ok", program("pmset", "echo ' sleep   0'"), (), {"facts": MAC}),
+    ("secret", "ok", {}, ("launch brings it",), {}),
+    ("secret", "fail", {".config/smolcluster/secret": "x"}, ("open to others (-rw-r--r--)",), {}),
+    ("secret", "fail", {"my own": "x"}, ("/my own is open",), {"secret_file": "~/my own"}),
+    ("code", "warn", {}, ("~/smolcluster is not", "`uv run smolcluster launch`"), {}),
+    ("code", "ok", CODE, ("this version",), {}),
+    ("code", "fail", CODE | {f"smolcluster/{SENDING}": MANIFEST}, ("half-sent",), {}),
+    (
+        "code",
+        "warn",
+        CODE | {f"smolcluster/{SENT}": MANIFEST},
+        ("of another version",),
+        {"tree": TREE},
+    ),
+    ("code", "fail", {"smolcluster/pyproject.toml": f"{PYPROJECT}1"}, ("has 1 file", "--over"), {}),
+    ("code", "fail", {"smolcluster/thesis.tex": ""}, ("nodes.pi5.project_dir",), {}),
+    ("environment", "skipped", {}, ("needs the code",), {}),
+    ("environment", "warn", CODE, ("`uv run smolcluster launch`",), {}),
+    ("environment", "fail", {MARKER: "e1"}, ("not found", "rm -rf ~/smolcluster/.venv"), {}),
+    ("environment", "warn", WHOLE | {MARKER: ""}, ("half-made", "without --no-sync"), {}),
+    ("environment", "warn", WHOLE | {MARKER: "e0"}, ("other requirements", "--no-sync"), {}),
+    ("environment", "ok", WHOLE, ("whole",), {}),
+    ("torch", "skipped", {}, ("no environment",), {}),
+    (
+        *("torch", "fail", {PYTHON: "echo \"No module named 'torch'\" >&2; false"}),
+        *(("No module named 'torch'", "`rm -rf ~/smolcluster/.venv`, then launch again"), {}),
+    ),
+    ("torch", "fail", torch() | H200, ("NVIDIA H200", "nodes.pi5.torch to auto", "`rm -rf"), {}),
+    ("torch", "ok", torch() | H200, (), {"torch": "cpu"}),
+    ("torch", "ok", torch() | H200, (), {"device": "cpu"}),
+    ("torch", "fail", torch(cuda="12.8") | H200, ("CUDA 12.8", "NVIDIA H200", "cu126"), {}),
+    ("torch", "ok", torch(cuda="12.8"), ("2.11.0 cpu",), {}),
+    ("torch", "ok", GPU_BUILD | H200, ("2.11.0 cuda",), {}),
+    ("torch", "fail", torch(mps=True), ("Rosetta", "install uv anew"), {"facts": MAC}),
+    ("torch", "ok", torch("arm64", mps=True), ("2.11.0 mps",), {"facts": MAC}),
+    ("torch", "fail", torch(), ("nodes.pi5.device is cuda", "or cpu"), {"device": "cuda"}),
+    ("torch", "fail", GPU_BUILD | H200, ("sees 1 x cuda, cpu",), {"device": "cuda:1"}),
+    ("torch", "ok", TWO_GPUS, (), {"device": "cuda:1"}),
+]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    return fake_ssh(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]} {fault[1]} {fault[3]}")
+def test_a_planted_fault_is_found_with_its_fix(home: Path, fault: Fault) -> None:
+    name, state, files, words, stated = fault
+    for path, text in files.items():
+        is_program = "/bin/" in path
+        (home / path).parent.mkdir(parents=True, exist_ok=True)
+        (home / path).write_text(f"#!/bin/sh\n{text}\n" if is_program else text)
+        (home / path).chmod(0o755 if is_program else 0o644)
+    node = node_checks(**{"tree": OURS, **stated})
+    node.findings["system"] = ok("reached")
+    found, _ = look_at(node, CHECKS[name])
+    check_found(found, state, words)
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port of this machine in which somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.usefixtures("home")
+def test_the_listener_tells_how_the_servers_port_is(taken: int) -> None:
+    in_use = (f"port {taken} is in use by", "--override port=")
+    foreign = ("192.0.2.77: no address of mini1, which has", "set host_ip to an address of mini1")
+    for address, port, state, words in (
+        ("127.0.0.1", free_port(), "ok", ("free",)),
+        ("127.0.0.1", taken, "fail", in_use if shutil.which("ss") else in_use[1:]),
+        ("192.0.2.77", taken, "fail", foreign),
+    ):
+        node = node_checks()
+        host_ip = dict.fromkeys(node.cluster.host_ip, address)
+        node.cluster = cluster(host_ip=host_ip, port=port)
+        node.findings["system"] = ok("reached")
+        found, said = look_at(node, PORT_CHECK)
+        listener = said and read_listener(said)
+        assert listener
+        listener.end(Host("here"))
+        check_found(found, state, words)
+
+
+def test_facts_are_read_of_a_mac_and_of_this_machine(home: Path) -> None:
+    said = "system Darwin\nmachine arm64\napple_silicon 1\npackages brew\nid \nname mini\n"
+    assert read_facts(answer(said)) == MAC, "without an id it has no identity"
+    done = subprocess.run(
+        ["sh", "-c", CONTACT_SCRIPT], capture_output=True, text=True, check=True, timeout=60
+    )
+    facts = read_facts(answer(done.stdout))
+    assert facts.system == os.uname().sysname
+    assert facts.machine == os.uname().machine
+    assert facts.identity.endswith(f" {socket.gethostname()}")
+
+
+@pytest.mark.parametrize(
+    ("facts", "command"),
+    [
+        (LINUX, "`sudo apt-get install -y tmux`"),
+        (MAC, "`brew install tmux`"),
+        (MachineFacts("Linux", "x86_64", packages="pacman"), "`sudo pacman -S tmux`"),
+        (MachineFacts("Linux", "x86_64", packages="apk"), "`sudo apk add tmux`"),
+        (MachineFacts("Linux", "x86_64"), "install tmux with its package manager"),
+        (MachineFacts("Darwin", "arm64", True), "(https://brew.sh), then `brew install tmux`"),
+    ],
+)
+def test_installing_is_each_systems_own(facts: MachineFacts, command: str) -> None:
+    assert installing(facts, "tmux").endswith(command)
+
+
+def test_the_oldest_python_is_the_projects() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    assert project["project"]["requires-python"] == f">={MIN_PYTHON[0]}.{MIN_PYTHON[1]}"
+
+
+def test_pytorch_gets_the_environment_of_the_nodes_processes() -> None:
+    node = node_checks(env={"LD_LIBRARY_PATH": "/opt/my cuda"})
+    for script in (torch_script(node), environment_script(node)):
+        assert "export LD_LIBRARY_PATH='/opt/my cuda'" in script
+
+
+def test_packages_that_a_workload_imports_are_looked_for_in_the_environment() -> None:
+    node = node_checks(python=sys.executable, packages=("json", "not_a_package_of_anybody"))
+    [check] = WORKLOAD_CHECKS
+    script = check.script
+    assert callable(script)
+    done = Host(node.name).run(script(node), stdin=check.stdin(node))
+    finding = check.judge(Answer(done.code, done.stdout, done.stderr), node)
+    assert finding.state == "fail"
+    assert "imports not_a_package_of_anybody, which" in finding.what
+    assert "uv pip" not in finding.fix
+    assert finding.fix == f"install what provides not_a_package_of_anybody on {node.name}"
+
+
+def test_a_missing_module_is_installed_by_its_package_s_name() -> None:
+    node = node_checks(python="/there/python")
+    [check] = WORKLOAD_CHECKS
+    finding = check.judge(Answer(0, 'missing ["yaml", "not_a_package_of_anybody"]', ""), node)
+    assert "uv pip install --python /there/python PyYAML" in finding.fix
+    assert "install what provides not_a_package_of_anybody" in finding.fix

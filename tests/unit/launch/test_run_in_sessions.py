@@ -1,0 +1,247 @@
+"""What a launcher makes of Ctrl-C and of a terminal that goes, and what it notes of a run."""
+
+import io
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import chain, repeat
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from reading import server, worker, write
+from smolcluster.errors import LaunchError, RunBusy
+from smolcluster.launch import remote
+from smolcluster.launch import run as running
+from smolcluster.launch.host import Host
+from smolcluster.launch.interrupts import Interrupts
+from smolcluster.launch.plan import Request
+from smolcluster.launch.prepare import Machine
+from smolcluster.launch.remote import TOLD_FILE, LaunchOptions, StoredOptions, keep
+from smolcluster.launch.run import OnInterrupt, Run
+from smolcluster.launch.stop import StopResult
+from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
+from smolcluster.runs.paths import RunPaths, create_run, latest_of, point_latest
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return create_run(tmp_path, "r1")
+
+
+@pytest.fixture
+def run(paths: RunPaths, console: Console) -> Run:
+    processes = (server(None, str(paths.root)),)
+    return Run(Launched(run_id="r1", algorithm="edp", processes=processes), paths, console)
+
+
+class Terminal(io.StringIO):
+    """Standard input on which lines have been typed."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+INT, HUP = signal.SIGINT, signal.SIGHUP
+
+
+@pytest.mark.parametrize(
+    ("typed", "received", "choice"),
+    [
+        ("l\n", [INT], OnInterrupt.LEAVE),
+        ("what?\n\ns\n", [INT], OnInterrupt.STOP),
+        ("", [INT], OnInterrupt.LEAVE),  # its end
+        ("s\n", [INT, INT], OnInterrupt.STOP),
+        ("", [INT, HUP], OnInterrupt.LEAVE),
+        ("", [HUP], OnInterrupt.LEAVE),
+        ("", [HUP, HUP], OnInterrupt.LEAVE),
+        (None, [INT], OnInterrupt.STOP),
+        (None, [INT, HUP], OnInterrupt.LEAVE),
+    ],
+)
+def test_what_ctrl_c_means(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    typed: str | None,
+    received: list[int],
+    choice: OnInterrupt,
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO() if typed is None else Terminal(typed))
+    monkeypatch.setattr(select, "select", lambda files, *_: (files, [], []))
+    assert run._ask(Interrupts(received)) is choice
+
+
+def test_a_terminal_that_goes_while_it_is_asked_leaves_the_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Interrupts([INT])
+
+    def nothing_typed(*_: object) -> tuple[list[object], list[object], list[object]]:
+        asked.received.append(HUP)
+        return [], [], []
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr(select, "select", nothing_typed)
+    assert run._ask(asked) is OnInterrupt.LEAVE
+
+
+Alive = Callable[[LaunchedProcess], "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def alive(paths: RunPaths) -> Iterator[Alive]:
+    """Let a process live as if its script had started it, without tmux."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(process: LaunchedProcess) -> "subprocess.Popen[bytes]":
+        script = f"{paths.root}/launch/{process.stem}.sh"
+        argv = [sys.executable, "-c", "import time; time.sleep(600)", script]
+        child = subprocess.Popen(argv, start_new_session=True)
+        threading.Thread(target=child.wait, daemon=True).start()
+        started.append(child)
+        write(paths.root / "pids" / process.stem, f"{child.pid}\n")
+        return child
+
+    yield start
+    for child in started:
+        child.kill()
+        child.wait()
+
+
+def resumed(paths: RunPaths, console: Console, *changes: str) -> Run:
+    """A run of two workers that was launched before, and goes on with these arguments for worker 1."""
+    folder = str(paths.root)
+    own = server(None, folder)
+    workers = [worker(rank, "pi5", None, folder) for rank in (0, 1)]
+    before = Launched(run_id="r1", algorithm="edp", version="v1", processes=(own, *workers))
+    write_launched(paths.launched, before)
+    now = (own, workers[0].with_arguments(*changes), workers[1])
+    return Run(before.model_copy(update={"processes": now}), paths, console)
+
+
+def test_workers_that_look_for_their_server_are_kept_when_it_is_started_again(
+    paths: RunPaths, console: Console, alive: Alive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = resumed(paths, console)
+    child = alive(run._launched.workers[0])
+    run.keep_what_waits("v1")
+    begun: list[int | None] = []
+    monkeypatch.setattr(run, "_begin", lambda each: begun.append(each.rank))
+    monkeypatch.setattr(run, "_wait_for", lambda *_: [])
+    monkeypatch.setattr(run, "_machines", {"pi5": Machine(Host("pi5"), "~", "pypi", {})})
+    run._start_workers(Interrupts([]))
+    assert begun == [1]
+    assert child.poll() is None
+    child.kill()  # it has given up before it was let in
+    child.wait()
+    run._check_alive(run._launched.workers[:1], Interrupts([]))
+    assert begun == [1, 0]
+
+
+@pytest.mark.parametrize("now", [("v1", "--override", "a=b"), ("v2",)])
+def test_a_worker_of_another_command_or_code_is_started_anew(
+    paths: RunPaths,
+    console: Console,
+    alive: Alive,
+    monkeypatch: pytest.MonkeyPatch,
+    now: tuple[str, ...],
+) -> None:
+    version, *changes = now
+    run = resumed(paths, console, *changes)
+    child = alive(run._launched.workers[0])
+    run.keep_what_waits(version)
+    assert child.poll() is None, "the launch may still be refused"
+    monkeypatch.setattr(Run, "_start_server", lambda *_: None)
+    monkeypatch.setattr(Run, "_start_workers", lambda *_: None)
+    monkeypatch.setattr(running, "close_window", lambda _: None)
+    run.start()
+    assert child.wait(30) == -signal.SIGKILL
+    assert run._kept == set()
+
+
+def test_a_run_whose_server_lives_is_not_started_again(
+    paths: RunPaths, console: Console, alive: Alive
+) -> None:
+    run = resumed(paths, console)
+    child = alive(run._launched.server)
+    with pytest.raises(RunBusy, match="server mini1"):
+        run.keep_what_waits()
+    assert child.poll() is None
+
+
+def test_a_run_that_goes_on_is_told_what_its_launch_was_told(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = StoredOptions(
+        environ={"SMOLCLUSTER_PORT": "6000", "SMOLCLUSTER_SEED": "7"}, overrides=("a=1",)
+    )
+    keep(paths, b"", b"", told)
+    assert (paths.root / TOLD_FILE).stat().st_mode & 0o077 == 0
+    requests: list[Request] = []
+
+    def launch(request: Request, _how: LaunchOptions, **_: object) -> int:
+        requests.append(request)
+        return 0
+
+    monkeypatch.setattr(remote, "launch_remote", launch)
+    monkeypatch.setattr(os, "environ", {"SMOLCLUSTER_SEED": "8"})
+    launched = Launched(run_id="r1", algorithm="edp", processes=(server(),), overrides=("b=1",))
+    remote.resume_remote(paths, launched, ["c=1"], LaunchOptions())
+    assert requests[0].overrides == ("a=1", "c=1")
+    assert os.environ == {"SMOLCLUSTER_PORT": "6000", "SMOLCLUSTER_SEED": "8"}
+    (paths.root / TOLD_FILE).unlink()  # a launch of before
+    remote.resume_remote(paths, launched, ["c=1"], LaunchOptions())
+    assert requests[1].overrides == ("b=1", "c=1")
+
+
+@pytest.mark.parametrize(("code", "passed_on"), [(75, 75), (77, 77), (78, 78), (1, 1), (137, 1)])
+def test_the_code_of_a_process_that_says_what_to_do_is_passed_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch, code: int, passed_on: int
+) -> None:
+    monkeypatch.setattr(running, "exit_code", lambda _: code)
+    monkeypatch.setattr(running, "stderr_tail", lambda _: "port 6000 is in use")
+    with pytest.raises(LaunchError, match=f"exit code {code}: port") as caught:
+        run._check_alive(run._launched.processes, Interrupts([]))
+    assert caught.value.exit_code == passed_on
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_newest_run_is_one_whose_start_has_not_failed(
+    run: Run, paths: RunPaths, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    create_run(paths.root.parent, "before")
+
+    def start_server(*_: object) -> None:  # it listens here, and a worker ends badly
+        point_latest(paths.root.parent, "r1")
+        if fails:
+            raise LaunchError("worker 1 pi5 ended with exit code 1")
+
+    monkeypatch.setattr(Run, "_start_server", start_server)
+    monkeypatch.setattr(Run, "_start_workers", lambda *_: None)
+    monkeypatch.setattr(Run, "_end", lambda _: StopResult([], was_over=False))
+    monkeypatch.setattr(running, "close_window", lambda _: None)
+    with pytest.raises(LaunchError) if fails else nullcontext():
+        run.start()
+    assert latest_of(paths.root.parent) == ("before" if fails else "r1")
+
+
+def test_a_server_that_neither_listens_nor_logs_is_given_up(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = chain(["reading 1", "reading 2"], repeat("tokens"))
+    said: list[str] = []
+    for name, value in {"TOLD_EVERY_S": 0.0, "SERVER_SILENT_S": 0.2, "POLL_S": 0.02}.items():
+        monkeypatch.setattr(running, name, value)
+    monkeypatch.setattr(running, "newest_line", lambda _: next(lines))
+    monkeypatch.setattr(Run, "_begin", lambda *_: None)
+    monkeypatch.setattr(Run, "_check_alive", lambda *_: None)
+    monkeypatch.setattr(Run, "say", lambda _, text, *__: said.append(text))
+    with pytest.raises(LaunchError, match="Its last line: tokens"):
+        run._start_server(Interrupts([]))
+    assert said[1:3] == [f"waiting for server mini1: reading {each}" for each in (1, 2)]

@@ -1,0 +1,141 @@
+"""What `attach` finds out of an optimizer for SyncPS, and what two attached processes compare."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from smolcluster.api import attach as attaching
+from smolcluster.api import callbacks
+from smolcluster.api.synchronous_optimizer import describe_optimizer
+from smolcluster.configs.layers import ATTACH_VARIABLE, NAME_VARIABLE
+from smolcluster.errors import ConfigError, ProtocolError
+from smolcluster.ps.offering import Layer, Plan
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+def test_a_trainable_parameter_that_the_optimizer_lacks_is_named() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"0\.weight.*requires_grad_\(False\)"):
+        describe_optimizer(model, optimizer)
+    model[0].requires_grad_(False)
+    assert describe_optimizer(model, optimizer)["optimizer"] == "sgd"
+
+
+@pytest.mark.parametrize("decays", [(0.1, 0.0), (0.0, 0.1), (0.1, 0.2)])
+def test_matrices_have_one_weight_decay(decays: tuple[float, float]) -> None:
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 2, bias=False))
+    groups: list[dict[str, Any]] = [
+        {"params": layer.parameters(), "weight_decay": decay}
+        for layer, decay in zip(model, decays, strict=True)
+    ]
+    with pytest.raises(ConfigError, match="matrices have weight_decay"):
+        describe_optimizer(model, torch.optim.AdamW(groups))
+
+
+def test_adam_with_decoupled_weight_decay_is_not_taken_for_adam() -> None:
+    model = nn.Linear(3, 4, bias=False)
+    optimizer = torch.optim.Adam(model.parameters(), weight_decay=0.1, decoupled_weight_decay=True)
+    with pytest.raises(ConfigError, match="AdamW"):
+        describe_optimizer(model, optimizer)
+
+
+def test_the_learning_rate_is_that_of_the_schedule_s_peak_while_it_warms_up() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    assert describe_optimizer(model, optimizer)["learning_rate"] == 0.1
+    with pytest.raises(ConfigError, match="lr is 0"):
+        describe_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.0))
+
+
+def test_frozen_weights_are_compared() -> None:
+    ours, theirs = net(), net()
+    ours[0].requires_grad_(False)
+    theirs[0].requires_grad_(False)
+    here = Plan.parse(Plan.of(ours, 9, is_counted=False).text)
+    assert here.difference(Plan.of(theirs, 9, is_counted=False)) is None
+    with torch.no_grad():
+        next(theirs.parameters())[0, 0] += 1
+    difference = here.difference(Plan.of(theirs, 9, is_counted=False))
+    assert difference is not None
+    assert "frozen" in difference
+
+
+def test_what_a_launcher_calls_a_process_stands_above_its_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--name", "experiment-3"])
+    monkeypatch.setenv(NAME_VARIABLE, "pi5")
+    assert attaching._own_name(None) == "experiment-3"
+    monkeypatch.setenv(ATTACH_VARIABLE, "{}")
+    assert attaching._own_name(None) == "pi5"
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"val_loss": float("nan")}, "'val_loss' is nan"),
+        ({"top 5": 1.0}, "'top 5' is 1"),
+        ({f"v{number}": 1.0 for number in range(65)}, "65 values"),
+    ],
+)
+def test_values_that_cannot_be_told_are_named(values: dict[str, float], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        attaching._logged(values)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [Layer("buffer", "mean", (3,), "float32")],
+        [Layer("parameter", "weight", (0,), "float32")],
+        [Layer("parameter", "weight", (2**30, 2**30), "float32")],
+        [Layer("parameter", "w", (3,), "float32"), Layer("scratch", "s", (2**31,), "float64")],
+    ],
+)
+def test_a_plan_that_cannot_be_held_is_refused_before_memory_is_taken(layers: list[Layer]) -> None:
+    with pytest.raises(ProtocolError, match="the plan"):
+        Plan.parse(Plan(tuple(layers), 9, is_counted=False).text)
+
+
+class Attached:
+    rank, running = 0, True
+
+    def __enter__(self) -> "Attached":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.running = False
+
+
+def test_a_callback_leaves_a_training_that_was_cut_short_before_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(callbacks, "attach", lambda *_, **__: Attached())
+    callback, loader = callbacks._Attached(), SimpleNamespace(dataset=[0])
+    callback._begin(None, None, loader, 1, 1)
+    first = callback.cluster
+    assert first is not None
+    callback._begin(None, None, loader, 1, 1)
+    assert not first.running
+    assert callback.cluster is not None
+    assert callback.cluster.running
+
+
+@pytest.mark.parametrize(("max_steps", "is_said"), [(-1, False), (4, True), (5, False)])
+def test_a_trainer_that_stops_before_the_run_says_so(
+    max_steps: int, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "smolcluster"):
+        callbacks._say_if_short(max_steps, 9, 2)
+    assert bool(caplog.records) == is_said

@@ -1,0 +1,79 @@
+"""The settings of an orchestrator and its workers."""
+
+import pytest
+
+from smolcluster.api.config import VARIABLES, DistributedConfig
+from smolcluster.errors import ConfigError
+
+
+def test_an_unknown_attribute_is_refused_with_the_nearest_one() -> None:
+    config = DistributedConfig()
+    with pytest.raises(ConfigError, match="'max_gradnorm'; did you mean max_grad_norm"):
+        config.max_gradnorm = 1.0
+    with pytest.raises(ConfigError, match="did you mean num_workers"):
+        DistributedConfig(num_worker=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_workers", 0), ("use_amp", "yes"), ("learning_rate", float("nan")), ("master_port", 0)],
+)
+def test_a_wrong_value_is_refused_where_it_is_assigned(name: str, value: object) -> None:
+    config = DistributedConfig()
+    before = getattr(config, name)
+    with pytest.raises(ConfigError, match=f"^DistributedConfig.{name} is ") as raised:
+        setattr(config, name, value)
+    assert "\n" not in str(raised.value)
+    assert getattr(config, name) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("model_parallel", "PipelineParallel"),
+        ("pipeline_parallel", "PipelineParallel"),
+        ("tensor_parallel", "Mesh"),
+    ],
+)
+def test_a_mode_that_is_not_there_is_refused_and_says_what_will_do_it(name: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is True: .*{what}"):
+        DistributedConfig(**{name: True})
+
+
+def test_the_seed_s_environment_is_understood() -> None:
+    """The block of exports of seed 000, as it stands there."""
+    exported = {
+        **{"DATA_PARALLEL": "1", "MODEL_PARALLEL": "0", "PIPELINE_PARALLEL": "0"},
+        **{"TENSOR_PARALLEL": "0", "MICRO_BATCHES": "4", "TENSOR_PARALLEL_SIZE": "2"},
+        **{"ACT_TIMEOUT_SEC": "60", "ACK_TIMEOUT_SEC": "30", "RESENDS_MAX": "3"},
+        **{"RESEND_PROBE_SEC": "5", "ALLOW_ACT_REUSE": "0", "ACT_CACHE_STEPS": "256"},
+        **{"COMPACT_LOG": "1", "LOG_STEP_EVERY": "100", "LOG_ACT": "0"},
+    }
+    assert set(exported) == set(VARIABLES)
+    config = DistributedConfig.from_env(exported, num_workers=3)
+    assert (config.activation_timeout, config.ack_timeout) == (60.0, 30.0)
+    assert config.reconnect_timeout == 15.0
+    assert (config.compact_log, config.log_step_every, config.num_workers) == (True, 100, 3)
+    assert list(config.notes()) == [
+        "activation_timeout: a worker whose part of a step is 60 s later than the first one gets help from "
+        "another (timeout)",
+        "ack_timeout: who is silent for 30 s is lost (heartbeat_timeout_s)",
+        "max_resends x resend_probe_interval: a worker that lost its connection tries to get back for 15 s "
+        "(reconnect_timeout_s)",
+        "no effect without pipeline_parallel: micro_batches, act_cache_steps",
+        "no effect without tensor_parallel: tensor_parallel_size",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("PIPELINE_PARALLEL", "1"), ("DATA_PARALLEL", "maybe"), ("RESENDS_MAX", "three")],
+)
+def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{variable}={value}: "):
+        DistributedConfig.from_env({variable: value})
+
+
+def test_what_is_not_stated_has_no_note() -> None:
+    assert list(DistributedConfig().notes()) == []
+    assert DistributedConfig().reconnect_timeout is None

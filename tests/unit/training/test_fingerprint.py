@@ -1,0 +1,63 @@
+"""What two machines compare before they train together, and what is said of an adapter's base."""
+
+import copy
+from typing import cast
+
+import pytest
+import torch
+from torch import nn
+
+from smolcluster.training.fingerprint import base_of, described_base, fingerprint
+
+
+class Adapted(nn.Module):
+    """Looks like what `peft` makes: a frozen base, a trained adapter, and `peft_config`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(requires_grad=False)
+        self.adapter = nn.Linear(4, 2)
+        self.peft_config: dict[str, object] = {}
+
+
+def frozen_first() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
+    model[0].requires_grad_(requires_grad=False)
+    return model
+
+
+def test_the_content_of_frozen_weights_counts_and_that_of_trained_ones_does_not() -> None:
+    model = frozen_first()
+    before = fingerprint(model)
+    with torch.no_grad():
+        model.get_parameter("2.weight")[0, 0] += 1
+    assert fingerprint(model) == before
+    with torch.no_grad():
+        model.get_parameter("0.weight")[0, 0] += 1e-3
+    assert fingerprint(model) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_frozen_weights_of_any_type_are_compared(dtype: torch.dtype) -> None:
+    model = frozen_first()
+    model[0].to(dtype)
+    assert fingerprint(model) == fingerprint(copy.deepcopy(model))
+
+
+def test_a_compiled_model_is_the_same_model() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.GELU())
+    compiled = cast("nn.Module", torch.compile(model, backend="eager"))
+    assert fingerprint(compiled) == fingerprint(model)
+
+
+def test_the_base_of_adapters_is_what_is_frozen_below_them() -> None:
+    whole = nn.Sequential(frozen_first(), Adapted())
+    assert list(base_of(whole)) == ["1.base.weight", "1.base.bias"]
+    assert base_of(frozen_first()) == {}
+    assert described_base(frozen_first()) is None
+    other = copy.deepcopy(whole)
+    assert described_base(other) == described_base(whole)
+    with torch.no_grad():
+        other.get_parameter("1.base.bias")[0] += 1
+    assert described_base(other) != described_base(whole)

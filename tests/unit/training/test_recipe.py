@@ -1,0 +1,149 @@
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from harness import digits_config
+from smolcluster.configs.schema import DatasetPlace, GradientClipping
+from smolcluster.data.digits import load_digits
+from smolcluster.errors import UserCodeError
+from smolcluster.ps.store import Stores
+from smolcluster.training.build import TrainingContext, build
+from smolcluster.training.builtin import builtin_workload
+from smolcluster.training.checkpoint import (
+    CheckpointStore,
+    Snapshot,
+    TrainingState,
+    export,
+    restore,
+)
+from smolcluster.training.loop import training_steps
+from smolcluster.training.recipe import Training
+from smolcluster.training.schedule import learning_rate
+
+CPU = torch.device("cpu")
+
+
+def built(training: Training, **changes: object) -> TrainingContext:
+    train = digits_config(**changes)
+    workload = builtin_workload(train, load_digits(42))
+    workload.training = training
+    return build(train, 42, DatasetPlace(), CPU, workload=workload)
+
+
+def test_what_a_workload_says_stands_in_place_of_the_configuration() -> None:
+    training = built(
+        Training(learning_rate=0.5, schedule=lambda applied, total: 1 - applied / total)
+    )
+    steps = training_steps(training, digits_config(learning_rate=0.001))
+    rates = [next(steps).learning_rate for _ in range(2)]
+    assert rates == [0.5, 0.5 * (1 - 100 / (2 * training.num_samples))]
+
+
+@pytest.mark.parametrize("factor", [-1.0, float("nan"), float("inf"), None, "1"])
+def test_a_factor_that_is_none_is_refused(factor: object) -> None:
+    with pytest.raises(
+        UserCodeError, match=r"training\.schedule .*, not .* after 100 of 200 samples"
+    ):
+        learning_rate(digits_config(), 100, 200, lambda *_: factor)  # type: ignore[arg-type]
+
+
+# Clipping by value
+
+
+@pytest.mark.parametrize(
+    ("clipping", "told"),
+    [
+        ({"max_norm": 1.0, "max_value": 0.5}, r"max_norm \(1\) and max_value \(0\.5\)"),
+        ({"max_norm": None}, "must have max_norm or max_value"),
+    ],
+)
+def test_a_gradient_is_clipped_in_one_way(clipping: dict[str, float | None], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        GradientClipping.model_validate(clipping)
+
+
+def test_each_value_is_clipped_as_by_pytorch() -> None:
+    clipping = GradientClipping(max_value=0.5)
+    replica = built(Training(gradient_clipping=clipping, optimizer="sgd")).replica
+    gradient = torch.randn(replica.num_params)
+    expected = [gradient.clone().requires_grad_()]
+    expected[0].grad = gradient.clone()
+    torch.nn.utils.clip_grad_value_(expected, 0.5)
+    replica.grads.copy_(gradient)
+    assert replica.clip(clipping) == pytest.approx(gradient.norm().item())
+    assert torch.equal(replica.grads, expected[0].grad)
+    stores, before = Stores(replica), replica.params.clone()
+    kept = gradient.clone()
+    stores.take(gradient)
+    stores.step(1.0, 0.25, clipping.bound)
+    torch.testing.assert_close(before - replica.params, 0.25 * expected[0].grad)
+    assert torch.equal(gradient, kept), "it may be on its way to others"
+
+
+# The average of the weights
+
+
+def test_the_average_is_pytorch_s_and_is_what_is_evaluated(tmp_path: Path) -> None:
+    training = built(Training(ema_decay=0.9, learning_rate=0.05))
+    replica = training.replica
+    mean: Any = get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]
+    averaged_model = AveragedModel(replica.model, multi_avg_fn=mean)
+    steps = training_steps(training, digits_config())
+    for _ in range(10):
+        next(steps)
+        averaged_model.update_parameters(replica.model)
+    assert replica.average is not None
+    expected = torch.cat(
+        [
+            dict(averaged_model.module.named_parameters())[name].flatten()
+            for name, _ in replica.layers
+        ]
+    )
+    torch.testing.assert_close(replica.average, expected.detach())
+    of_average = training.evaluate()
+    replica.params.copy_(replica.average)
+    replica.average = None
+    assert training.evaluate() == of_average
+
+
+def state_of(step: int) -> TrainingState:
+    return TrainingState(
+        run_id="run",
+        algorithm="single",
+        incarnation="a",
+        step=step,
+        samples_applied=100 * step,
+        epoch=0,
+        dataset_fingerprint="d",
+        seed=42,
+        codec="none",
+    )
+
+
+def test_a_checkpoint_holds_the_average_and_export_writes_it(tmp_path: Path) -> None:
+    training = built(Training(ema_decay=0.9))
+    steps = training_steps(training, digits_config())
+    for _ in range(3):
+        next(steps)
+    replica = training.replica
+    store = CheckpointStore(tmp_path / "checkpoints", 1, logging.getLogger("test"))
+    store.save(Snapshot.of(replica, state_of(3)))
+    found = store.newest_good()
+    assert found is not None
+    export(found, tmp_path / "to")
+    again = built(Training(ema_decay=0.9)).replica
+    restore(again, found)
+    assert again.average is not None
+    assert replica.average is not None
+    assert torch.equal(again.average, replica.average)
+    exported = load_file(tmp_path / "to" / "ema.safetensors")
+    for name, place in replica.layers:
+        assert torch.equal(exported[name].flatten(), replica.average[place])
+    assert not torch.equal(replica.average, replica.params)
+    assert exported.keys() == load_file(tmp_path / "to" / "model.safetensors").keys()

@@ -1,0 +1,22 @@
+"""Time in tests: a clock that the test moves, and waiting for what is bound to come."""
+
+import time
+from collections.abc import Callable
+
+
+class Clock:
+    """A clock that stands still until `now` is set."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def eventually(condition: Callable[[], object], within_s: float = 90.0) -> None:
+    """Wait until it is so."""
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.02)
