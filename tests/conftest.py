@@ -86,6 +86,12 @@ def closed_doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def same_weights_each_time() -> None:
+    """Models that a test makes without a seed are the same in every run of the tests."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def one_compute_thread() -> Iterator[None]:
     """Small models are slower on several threads, and far slower where other work shares the cores."""
     before = torch.get_num_threads()

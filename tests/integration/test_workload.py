@@ -85,14 +85,12 @@ def test_ragged_targets_train_as_in_one_process_whoever_computes_them(
 
 def test_a_mean_of_means_would_be_another_loss() -> None:
     training = alone(settings_for("syncps", 2), ragged())[1]
-    whole, halves = (
-        [training.compute(part) for part in torch.split(torch.arange(30), size)]
-        for size in (30, 15)
-    )
-    assert sum(half.num_terms for half in halves) == whole[0].num_terms
-    by_terms = sum(half.mean * half.num_terms for half in halves) / whole[0].num_terms
-    assert by_terms == pytest.approx(whole[0].mean, rel=1e-6)
-    assert sum(half.mean for half in halves) / 2 != pytest.approx(whole[0].mean, rel=1e-3)
+    whole = training.compute(torch.tensor([0, 3]))
+    five, one = (training.compute(torch.tensor([index])) for index in (0, 3))
+    assert (five.num_terms, one.num_terms, whole.num_terms) == (5, 1, 6)
+    assert five.mean != pytest.approx(one.mean, rel=0.02), "or all means would be the same"
+    assert (5 * five.mean + one.mean) / 6 == pytest.approx(whole.mean, rel=1e-6)
+    assert (five.mean + one.mean) / 2 != pytest.approx(whole.mean, rel=1e-3)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
