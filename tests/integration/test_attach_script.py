@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from harness import free_port
 from smolcluster.runs.summary import read_summary
 
@@ -36,30 +38,15 @@ print("the script ends in", cluster.run_id, "as", os.environ["SMOLCLUSTER_NAME"]
 """
 
 
-def test_a_killed_script_is_started_again_and_every_sample_counts_once(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    marker = tmp_path / "killed"
+def smolcluster(folder: Path, *words: str) -> str:
+    """A command to its end; what it printed."""
     ended = subprocess.run(
-        [
-            *(
-                sys.executable,
-                "-m",
-                "smolcluster.cli",
-                "launch",
-                "edp",
-                "--local",
-                "--workers",
-                "1",
-            ),
-            *("--no-tmux", "--script", f"{script} {marker}", "--override", f"port={free_port()}"),
-            *("batch_size=10", "num_epochs=2", "metrics_port=null"),
-        ],
-        cwd=tmp_path,
+        [sys.executable, "-m", "smolcluster.cli", *words],
+        cwd=folder,
         env=os.environ
         | {
-            "SMOLCLUSTER_RUNS_DIR": str(tmp_path / "runs"),
-            "SMOLCLUSTER_SECRET_FILE": str(tmp_path / "secret"),
+            "SMOLCLUSTER_RUNS_DIR": str(folder / "runs"),
+            "SMOLCLUSTER_SECRET_FILE": str(folder / "secret"),
             "WANDB_MODE": "disabled",
         },
         capture_output=True,
@@ -69,9 +56,32 @@ def test_a_killed_script_is_started_again_and_every_sample_counts_once(tmp_path:
     )
     said = ended.stdout + ended.stderr
     assert ended.returncode == 0, said
+    return said
+
+
+@pytest.mark.parametrize("algorithm", ["edp", pytest.param("syncps", marks=pytest.mark.slow)])
+def test_a_killed_script_is_started_again_and_a_resumed_run_goes_on(
+    tmp_path: Path, algorithm: str
+) -> None:
+    """Every sample counts once, before and after."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    marker = tmp_path / "killed"
+    overrides = (f"port={free_port()}", "batch_size=10", "num_epochs=2", "metrics_port=null")
+    said = smolcluster(
+        tmp_path,
+        *("launch", algorithm, "--local", "--workers", "1", "--no-tmux"),
+        *("--script", f"train.py {marker}", "--override", *overrides),
+    )
     assert marker.exists()
     assert "it is started again" in said
-    [summary_file] = (tmp_path / "runs").glob("edp-*/summary.json")
+    [summary_file] = (tmp_path / "runs").glob(f"{algorithm}-*/summary.json")
     summary = read_summary(summary_file)
     assert (summary.samples_applied, summary.steps) == (120, 12)
-    assert "the script ends in edp-" in said
+    assert f"the script ends in {algorithm}-" in said
+
+    said = smolcluster(tmp_path, "resume", "latest", "--override", "num_epochs=3")
+    assert "at step 12, after 120 samples" in said
+    assert f"the script ends in {summary.run_id}" in said
+    summary = read_summary(summary_file)
+    assert (summary.samples_applied, summary.steps) == (180, 18)

@@ -156,9 +156,10 @@ class Seen:
 
     def __init__(self) -> None:
         self.numbers: dict[tuple[int, int, int], set[tuple[int, ...]]] = {}
+        self.one_died = threading.Event()
 
-    def of(self, make: MakeParticipant, num_leases: int | None = None) -> MakeParticipant:
-        """The same worker, watched; it dies with the next lease after so many."""
+    def of(self, make: MakeParticipant, *, mortal: bool) -> MakeParticipant:
+        """The same worker, watched. A mortal one dies in its second lease, in which others wait for that."""
 
         def watched(welcome: Welcome, training: TrainingContext) -> Participant:
             compute_batch, num_computed = training.compute_batch, 0
@@ -167,9 +168,12 @@ class Seen:
                 nonlocal num_computed
                 numbers = tuple(batch["number"].tolist())
                 self.numbers.setdefault((epoch, start, start + num), set()).add(numbers)
-                if num_computed == num_leases:
-                    raise Died
                 num_computed += 1
+                if num_computed == 2:
+                    if mortal:
+                        self.one_died.set()
+                        raise Died
+                    assert self.one_died.wait(60)
                 return compute_batch(batch, num, epoch, start)
 
             object.__setattr__(training, "compute_batch", compute)
@@ -241,8 +245,8 @@ def test_a_lost_worker_s_samples_of_a_stream_go_to_another_one(
     stream = Numbered()
     own = Workload(lambda: nn.Linear(3, 1), squares, stream, samples_per_epoch=NUM_SAMPLES)
     cluster, seen = Cluster(settings, tmp_path, algorithm=algorithm, workload=own), Seen()
-    mortal = cluster.worker(1, make=seen.of(WORKERS[algorithm], 1))
-    other = cluster.worker(2, node="win", make=seen.of(WORKERS[algorithm]))
+    mortal = cluster.worker(1, make=seen.of(WORKERS[algorithm], mortal=True))
+    other = cluster.worker(2, node="win", make=seen.of(WORKERS[algorithm], mortal=False))
     assert isinstance(mortal.failure(), Died)
     cluster.finish(other)
     for (epoch, start, stop), batches in seen.numbers.items():

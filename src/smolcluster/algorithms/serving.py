@@ -28,6 +28,8 @@ class Serving:
     config: str
     algorithm: str | None = None
     overrides: tuple[str, ...] = ()
+    train_config: str | None = None
+    """The training file with what no process tells; None: ATTACHED."""
     run_id: str | None = None
     resume: str | None = None
     is_local: bool = False
@@ -73,7 +75,7 @@ def serve_attached(serving: Serving) -> None:
     """
     settings = load_settings(
         serving.config,
-        ATTACHED,
+        serving.train_config or ATTACHED,
         None,
         list(serving.overrides),
         local=serving.is_local,

@@ -175,6 +175,12 @@ def _serve(
         str | None,
         typer.Option("--resume", metavar="RUN", help="Go on with a run: its name, latest or auto."),
     ] = None,
+    train_config: Annotated[
+        str | None,
+        typer.Option(
+            "--train-config", metavar="FILE", help="Settings that no process tells.  [default: few]"
+        ),
+    ] = None,
     no_progress: Annotated[bool, typer.Option("--no-progress", hidden=True)] = False,
     stop_on_stdin_eof: Annotated[bool, typer.Option("--stop-on-stdin-eof", hidden=True)] = False,
     override: Overrides = None,
@@ -193,6 +199,7 @@ def _serve(
                 config,
                 algorithm,
                 tuple(override or ()),
+                train_config=train_config,
                 run_id=run_id,
                 resume=resume,
                 is_local=local,

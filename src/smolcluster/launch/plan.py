@@ -27,6 +27,8 @@ NO_PROGRESS = "--no-progress"
 PACKAGE = Path(smolcluster.__file__).resolve().parent
 SCRIPT = PACKAGE / "api" / "script.py"
 """What runs a script as a worker."""
+ATTACHED = PACKAGE / "algorithms" / "attached.yaml"
+"""The training file with which `serve` begins."""
 CLUSTER_FILE, TRAIN_FILE = "launch/cluster.yaml", "launch/train.yaml"
 """The configuration's copies in a run's folder on a node."""
 
@@ -121,7 +123,7 @@ def plan_local(
         *(() if in_sessions else (NO_PROGRESS,)),
         *_option("--resume", "auto" if resume else None),
         *(config if request.script is None else ()),
-        *_option("--train-config", request.train_config if request.script is None else None),
+        *_option("--train-config", _train_config(request)),
         *_option("--workload", request.workload),
         overrides=without_workload(request.overrides),
     )
@@ -159,6 +161,11 @@ def _server_code(request: Request) -> tuple[str, ...]:
         return (str(request.algorithm.server),)
     name = request.algorithm.name
     return ("-m", "smolcluster.cli", "serve", request.config or name, "--algorithm", name)
+
+
+def _train_config(request: Request) -> str | None:
+    is_default = request.script is not None and request.train_config == str(ATTACHED)
+    return None if is_default else request.train_config
 
 
 def _worker_code(request: Request) -> tuple[str, ...]:

@@ -14,13 +14,11 @@ from smolcluster.configs.resolve import (
 )
 from smolcluster.configs.spec import AlgorithmSpec, LaunchCommand, default_algorithm
 from smolcluster.errors import ConfigError
-from smolcluster.launch.plan import PACKAGE, Request
+from smolcluster.launch.plan import ATTACHED, Request
 from smolcluster.launch.workload_code import check_source
 
 DEFAULT_TRAINING = "digits"
 """What a launch trains that names nothing: it needs no download."""
-ATTACHED = PACKAGE / "algorithms" / "attached.yaml"
-"""The training file of runs of attached processes."""
 SMALL_GPT = "stdlib"
 """A GPT that needs no download."""
 
@@ -81,7 +79,14 @@ def request_of(
     script: str | None = None,
 ) -> Request:
     if script is not None:
-        return _of_script(script, spec, num_workers=num_workers, config=config, overrides=overrides)
+        return Request(
+            algorithm=spec,
+            config=config,
+            train_config=str(ATTACHED),
+            overrides=tuple(overrides),
+            num_workers=num_workers,
+            script=known_script(script),
+        )
     filled_in: tuple[str, ...] = ()
     if local:
         filled_in = command.local_overrides
@@ -101,27 +106,16 @@ def request_of(
     )
 
 
-def _of_script(
-    script: str,
-    spec: AlgorithmSpec,
-    *,
-    num_workers: int | None,
-    config: str | None,
-    overrides: Sequence[str],
-) -> Request:
-    """A script that attaches: what it trains is its own matter.
+def known_script(script: str) -> str:
+    """A script that attaches, by its absolute path, and its arguments.
 
     Raises:
         ConfigError: there is no such file.
     """
-    file, *arguments = shlex.split(script)
+    try:
+        file, *arguments = shlex.split(script) or [""]
+    except ValueError as error:
+        raise ConfigError(f"--script is {script!r}: {error}") from None
     if not Path(file).is_file():
         raise ConfigError(f"--script is {file}: there is no such file")
-    return Request(
-        algorithm=spec,
-        config=config,
-        train_config=str(ATTACHED),
-        overrides=tuple(overrides),
-        num_workers=num_workers,
-        script=shlex.join([str(Path(file).absolute()), *arguments]),
-    )
+    return shlex.join([str(Path(file).absolute()), *arguments])

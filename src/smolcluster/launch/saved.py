@@ -21,14 +21,16 @@ from smolcluster.launch.find import find, in_folder
 from smolcluster.launch.local import launch_local
 from smolcluster.launch.plan import Request
 from smolcluster.launch.remote import LaunchOptions, resume_remote
-from smolcluster.launch.requests import settings_of
+from smolcluster.launch.requests import known_script, settings_of
 from smolcluster.launch.single import train
+from smolcluster.launch.take_in import script_of
 from smolcluster.launch.watch.fetch import brought
 from smolcluster.models.gpt import GPT
 from smolcluster.models.gpt2_weights import write_gpt2
 from smolcluster.observability.logs import console_logger
 from smolcluster.observability.terminal import SteadyConsole, steady
 from smolcluster.observability.view.snapshot import read_snapshot
+from smolcluster.ps.offering import ATTACHED_DATA
 from smolcluster.runs.launched import launched_of
 from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import LATEST as LATEST_RUN
@@ -177,12 +179,19 @@ def resume(run: str, num_workers: int | None, overrides: Sequence[str], how: Lau
             f"run {paths.run_id} was not a local one: start its server with --resume {paths.run_id}, and its "
             "workers as before"
         )
+    script = None if launched is None else script_of(launched.workers[0])
+    if script is None and settings.train.dataset.name == ATTACHED_DATA:
+        raise ConfigError(
+            f"run {paths.run_id} was not launched: go on with `smolcluster serve CLUSTER --algorithm "
+            f"{algorithm.name} --resume {paths.run_id}`, and start its processes as before"
+        )
     request = Request(
         algorithm=algorithm,
         config=str(paths.config),
         train_config=str(paths.config),
         overrides=(*_kept(settings, paths, algorithm.name), *overrides),
         num_workers=num_workers,
+        script=script and known_script(script),
     )
     check_unfinished(paths, settings_of(request, local=True).train)
     return launch_local(request, paths.run_id, how, resume=True)

@@ -64,6 +64,8 @@ from smolcluster.transport.tls import new_identity
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_duration
 
+ATTACHED_DATA = "attached"
+"""What a run of attached processes calls its workload and its dataset."""
 NO_MODEL = "no-model"
 """A Reject's code: the server waits for an offer."""
 NO_OPTIMIZER = "optimizer"
@@ -289,7 +291,7 @@ class PlannedWorkload(Workload):
             model,
             _computed_elsewhere,
             Drawn(plan.num_samples),
-            name="attached",
+            name=ATTACHED_DATA,
             fingerprint=plan.fingerprint,
         )
         self.plan = plan

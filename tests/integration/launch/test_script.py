@@ -59,3 +59,13 @@ def test_a_script_is_the_workers_of_a_cluster(launching: Launching) -> None:
     assert launching.presence(1) == "joined"
     assert run(launching.command("stop", run_id)).returncode == 0
     launching.wait_until_clean()
+
+    # The run goes on, with the script as it is now.
+    applied = launching.status()["samples_applied"]
+    controller.write(f"{FOLDER}/train.py", SCRIPT + "# a comment more\n")
+    again = run(launching.command("resume", run_id, "--detach"), timeout_s=LAUNCH_TIMEOUT_S)
+    assert again.returncode == 0, again.stderr
+    launching.goes_on()
+    assert launching.status()["samples_applied"] > applied > 0
+    assert run(launching.command("stop", run_id)).returncode == 0
+    launching.wait_until_clean()

@@ -1,6 +1,7 @@
 """Saved runs: listed, exported, resumed."""
 
 import json
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -15,6 +16,7 @@ from smolcluster.configs.resolve import save_resolved
 from smolcluster.errors import CheckpointError, ConfigError, RunBusy
 from smolcluster.launch.remote import LaunchOptions
 from smolcluster.launch.saved import export_model, resume, show_checkpoints, store_of
+from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
 from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.summary import write_summary
@@ -136,6 +138,37 @@ def test_a_resumed_run_keeps_its_batch_whatever_the_number_of_workers(
         f'runs_dir="{run.root.parent}"',
     ):
         assert part in server
+
+
+def test_a_script_s_run_goes_on_with_the_script(
+    run: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train it.py"
+    worker = ("python", "script.py", "1", "pi5", "--script", f"'{script}' --depth 3")
+    processes = (
+        LaunchedProcess(node="mini1", role="server"),
+        LaunchedProcess(node="pi5", role="worker", rank=0, argv=worker),
+    )
+    launched = Launched(run_id="syncps-1", algorithm="syncps", processes=processes)
+    write_launched(run.launched, launched)
+    with pytest.raises(ConfigError, match=r"--script is .*train it\.py: there is no such file"):
+        resume(str(run.root), None, [], LaunchOptions(dry_run=True))
+    script.touch()
+    assert resume(str(run.root), None, [], LaunchOptions(dry_run=True)) == 0
+    server, worker_s = capsys.readouterr().out.splitlines()[1:4:2]
+    assert f"serve {run.config} --algorithm syncps" in server
+    assert f"--train-config {run.config}" in server
+    assert "--resume auto" in server
+    words = shlex.split(worker_s)
+    assert shlex.split(words[words.index("--script") + 1]) == [str(script), "--depth", "3"]
+
+
+def test_a_run_of_attached_processes_that_nobody_launched_is_to_be_served_again(
+    run: RunPaths,
+) -> None:
+    run.config.write_text(run.config.read_text().replace("name: digits", "name: attached"))
+    with pytest.raises(ConfigError, match="smolcluster serve CLUSTER --algorithm syncps --resume"):
+        resume(str(run.root), None, [], LaunchOptions(dry_run=True))
 
 
 def test_what_cannot_be_resumed_is_one_line(run: RunPaths, tmp_path: Path) -> None:
