@@ -1,0 +1,81 @@
+"""Cuts a model's flat parameters into fragments that are exchanged one by one.
+
+Streaming DiLoCo (Douillard et al., 2501.18512) exchanges a part of the model at a time, behind computation.
+The parts should take equally long on the wire, so whole tensors are packed into bins of about equal size: the
+largest first, each into the lightest bin. No bin is then larger than 4/3 of the best packing's largest
+(Graham 1969). Departure: the paper's fragments are transformer blocks of equal depth, here any tensors.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from smolcluster.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Some tensors of a model, as places in its flat parameters; here they lie one after the other."""
+
+    places: tuple[slice, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(place.stop - place.start for place in self.places)
+
+    def gather(self, flat: Tensor, out: Tensor) -> Tensor:
+        """Copy the fragment's values of `flat` (num_params,) into `out` (numel,), and return that."""
+        for place, part in self._parts(out):
+            part.copy_(flat[place])
+        return out
+
+    def scatter(self, values: Tensor, flat: Tensor) -> None:
+        """Copy `values` (numel,) to the fragment's places in `flat` (num_params,)."""
+        for place, part in self._parts(values):
+            flat[place] = part
+
+    def _parts(self, values: Tensor) -> list[tuple[slice, Tensor]]:
+        if values.shape != (self.numel,):
+            raise ValueError(f"a fragment of {self.numel} values and a tensor of {values.shape}")
+        stops = itertools.accumulate(place.stop - place.start for place in self.places)
+        return [
+            (place, values[stop - (place.stop - place.start) : stop])
+            for place, stop in zip(self.places, stops, strict=True)
+        ]
+
+
+def cut(layers: Sequence[tuple[str, slice]], num_fragments: int) -> list[Fragment]:
+    """Pack the tensors `layers` (name and place, in order) into fragments of about equal size.
+
+    Places in a fragment, and fragments by their first place, keep the order of `layers`; neighbours are one
+    place. The result is the same on every machine.
+
+    Raises:
+        ConfigError: there are fewer tensors than fragments.
+    """
+    if num_fragments > len(layers):
+        raise ConfigError(
+            f"fragments is {num_fragments}, but the model has {len(layers)} trainable tensors, which stay "
+            f"whole; set fragments to {len(layers)} or less"
+        )
+    bins: list[list[slice]] = [[] for _ in range(num_fragments)]
+    sizes = [0] * num_fragments
+    by_size = sorted((place for _, place in layers), key=lambda place: place.start - place.stop)
+    for place in by_size:
+        lightest = min(range(num_fragments), key=lambda number: (sizes[number], len(bins[number])))
+        bins[lightest].append(place)
+        sizes[lightest] += place.stop - place.start
+    fragments = [Fragment(_joined(places)) for places in bins]
+    return sorted(fragments, key=lambda fragment: fragment.places[0].start)
+
+
+def _joined(places: Sequence[slice]) -> tuple[slice, ...]:
+    joined: list[slice] = []
+    for place in sorted(places, key=lambda place: place.start):
+        if joined and joined[-1].stop == place.start:
+            joined[-1] = slice(joined[-1].start, place.stop)
+        else:
+            joined.append(place)
+    return tuple(joined)

@@ -1,0 +1,129 @@
+"""How many local steps a round has, and whose they are: pure functions of measured times.
+
+A round of DiLoCo (Douillard et al., 2311.08105) is H local steps on every worker and one exchange.
+Departures: H is the mean over the workers, each of which takes as many steps as lets all arrive together,
+and the first rounds are short.
+"""
+
+import heapq
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+WorkerId = TypeVar("WorkerId", bound=Hashable)
+
+COMPUTING = 0.95
+"""The least share of a round that workers should compute, where exchanging is not behind computation."""
+LEAST_ROUNDS = 100
+"""So many outer steps a run should take at least: momentum needs tens of rounds to come to its speed."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a worker is, as measured.
+
+    Attributes:
+        step_s: seconds a local step takes, above 0; infinity: it takes none.
+        upload_s: seconds from its last step until all that it changed has arrived.
+        busy_until: when it is done with the batches that it holds, in seconds of any one clock.
+    """
+
+    step_s: float
+    upload_s: float = 0.0
+    busy_until: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.step_s > 0 and self.upload_s >= 0 and math.isfinite(self.busy_until)):
+            raise ValueError(f"no pace can be {self}")
+
+    def arrival(self, num_steps: float) -> float:
+        """When its change has arrived if it takes so many more steps."""
+        return self.busy_until + self.upload_s + num_steps * self.step_s
+
+    def steps_until(self, arrival: float) -> int:
+        """How many more steps it can take to have arrived by then."""
+        if not math.isfinite(self.step_s + self.upload_s):
+            return 0
+        return max(0, math.floor((arrival - self.arrival(0)) / self.step_s))
+
+
+def warmed_up(round_index: int, local_steps: int) -> int:
+    """H of a round: 1, 2, 4, … up to `local_steps`.
+
+    Early on the workers' ways part fastest, and the rate of learning is at its highest.
+    """
+    return min(local_steps, 1 << min(round_index, local_steps.bit_length()))
+
+
+def choose_local_steps(
+    step_s: float,
+    exchange_s: float,
+    total_batches: int,
+    num_workers: int,
+    *,
+    computing: float = COMPUTING,
+    least_rounds: int = LEAST_ROUNDS,
+) -> int:
+    """The smallest mean H with which workers compute `computing` of the time, within what the run allows.
+
+    Args:
+        step_s: seconds of a local step; of unlike workers the harmonic mean.
+        exchange_s: seconds of a round in which a worker waits: upload, outer step, download.
+        total_batches: of the whole run; it has at least `least_rounds` rounds, of at least one step each.
+        num_workers: that share a round.
+        computing: in 0..1, the share of the time.
+        least_rounds: goes before `computing`.
+
+    Raises:
+        ValueError: `step_s` is not above 0.
+    """
+    if not step_s > 0:
+        raise ValueError(f"a step of {step_s} s")
+    most = max(1, total_batches // (least_rounds * max(1, num_workers)))
+    wanted = exchange_s * computing / (1 - computing) / step_s
+    return most if wanted >= most else max(1, math.ceil(wanted))
+
+
+def plan_round(budget: int, workers: Mapping[WorkerId, Pace]) -> dict[WorkerId, int]:
+    """Share out `budget` more steps so that the last worker arrives as early as it can.
+
+    Water-filling: all workers are filled up to a common time of arrival, what remains goes to who arrives
+    first with one step more. Who would arrive later without a step of its own gets none. It can be asked
+    anew at any time in a round: what workers hold then is in their `busy_until`.
+
+    Returns:
+        Steps for each worker, Σ = budget; all 0 if nobody can take any.
+    """
+    able = {worker: pace for worker, pace in workers.items() if math.isfinite(pace.arrival(1))}
+    plan = dict.fromkeys(workers, 0)
+    if not able or budget <= 0:
+        return plan
+    level = _water_level(budget, list(able.values()))
+    plan |= {worker: pace.steps_until(level) for worker, pace in able.items()}
+    order = {worker: number for number, worker in enumerate(able)}
+    queue = [
+        (pace.arrival(plan[worker] + 1), order[worker], worker) for worker, pace in able.items()
+    ]
+    heapq.heapify(queue)
+    for _ in range(budget - sum(plan.values())):
+        _, number, worker = queue[0]
+        plan[worker] += 1
+        heapq.heapreplace(queue, (able[worker].arrival(plan[worker] + 1), number, worker))
+    return plan
+
+
+def _water_level(budget: int, paces: list[Pace]) -> float:
+    """The arrival by which steps, if they could be broken, come to `budget`; a hair less, for rounding.
+
+    That of the workers which begin before it: n(T) = Σ (T - arrival_i(0)) / step_i = budget.
+    """
+    speed = started = level = 0.0
+    by_start = sorted(paces, key=lambda pace: pace.arrival(0))
+    for number, pace in enumerate(by_start):
+        speed += 1 / pace.step_s
+        started += pace.arrival(0) / pace.step_s
+        level = (budget + started) / speed
+        if number + 1 < len(by_start) and level <= by_start[number + 1].arrival(0):
+            break
+    return level - 1e-9 * max(1.0, abs(level))

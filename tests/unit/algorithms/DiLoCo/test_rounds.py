@@ -1,0 +1,151 @@
+"""Rounds are planned from measured times alone; plans are compared with all there are."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smolcluster.algorithms.DiLoCo.rounds import (
+    Pace,
+    choose_local_steps,
+    plan_round,
+    warmed_up,
+)
+
+REPEATABLE = settings(derandomize=True, deadline=None, database=None)
+PACES = st.builds(
+    Pace,
+    step_s=st.floats(0.01, 10),
+    upload_s=st.floats(0, 20),
+    busy_until=st.floats(-5, 20),
+)
+
+
+def last_arrival(plan: dict[int, int], paces: dict[int, Pace]) -> float:
+    return max(paces[worker].arrival(steps) for worker, steps in plan.items() if steps)
+
+
+@REPEATABLE
+@given(st.integers(1, 6), st.lists(PACES, min_size=1, max_size=4))
+def test_no_other_plan_lets_the_last_arrive_earlier(budget: int, paces: list[Pace]) -> None:
+    workers = dict(enumerate(paces))
+    plan = plan_round(budget, workers)
+    others = (
+        dict(enumerate(steps))
+        for steps in itertools.product(range(budget + 1), repeat=len(paces))
+        if sum(steps) == budget
+    )
+    best = min(last_arrival(other, workers) for other in others)
+    assert sum(plan.values()) == budget
+    assert last_arrival(plan, workers) == pytest.approx(best, rel=1e-6, abs=1e-6)
+
+
+@REPEATABLE
+@given(st.integers(0, 10_000), st.dictionaries(st.integers(), PACES, min_size=1, max_size=30))
+def test_all_arrive_within_a_step_of_each_other(budget: int, workers: dict[int, Pace]) -> None:
+    plan = plan_round(budget, workers)
+    assert sum(plan.values()) == budget
+    assert plan.keys() == workers.keys()
+    if budget:
+        last = last_arrival(plan, workers)
+        for worker, pace in workers.items():
+            assert pace.arrival(plan[worker] + 1) >= last - 1e-5
+
+
+def test_steps_go_by_speed() -> None:
+    assert plan_round(100, {"fast": Pace(0.35), "slow": Pace(0.9)}) == {"fast": 72, "slow": 28}
+
+
+def test_a_slow_uplink_is_made_up_for_by_fewer_steps() -> None:
+    plan = plan_round(100, {"near": Pace(1.0), "far": Pace(1.0, upload_s=20)})
+    assert plan == {"near": 60, "far": 40}
+
+
+def test_who_is_too_far_takes_none() -> None:
+    assert plan_round(10, {1: Pace(1.0), 2: Pace(1.0, upload_s=50)}) == {1: 10, 2: 0}
+    assert plan_round(10, {1: Pace(1.0), 2: Pace(1.0, busy_until=11)}) == {1: 10, 2: 0}
+
+
+def test_a_worker_ten_times_slower_in_mid_round_keeps_what_it_can_finish() -> None:
+    """Of 100 steps 40 are done when it slows down; it holds two."""
+    before = plan_round(100, {1: Pace(1.0), 2: Pace(1.0)})
+    assert before == {1: 50, 2: 50}
+    rest = plan_round(56, {1: Pace(1.0, busy_until=22), 2: Pace(10.0, busy_until=40)})
+    assert rest == {1: 53, 2: 3}
+
+
+def test_a_worker_ten_times_faster_takes_what_the_others_would_be_late_with() -> None:
+    assert plan_round(44, {1: Pace(1.0), 2: Pace(0.1)}) == {1: 4, 2: 40}
+
+
+def test_when_the_others_are_gone_one_does_it_all() -> None:
+    assert plan_round(7, {3: Pace(2.0)}) == {3: 7}
+
+
+def test_a_link_at_a_tenth_costs_its_worker_steps_and_nobody_else_time() -> None:
+    before = plan_round(100, {1: Pace(0.5, 2), 2: Pace(0.5, 2)})
+    after = plan_round(100, {1: Pace(0.5, 2), 2: Pace(0.5, 20)})
+    assert before == {1: 50, 2: 50}
+    assert after == {1: 68, 2: 32}
+
+
+@pytest.mark.parametrize("steps", [0, -3])
+def test_nothing_to_hand_out(steps: int) -> None:
+    assert plan_round(steps, {1: Pace(1.0)}) == {1: 0}
+
+
+def test_nobody_who_could_take_any() -> None:
+    assert plan_round(5, {}) == {}
+    assert plan_round(5, {1: Pace(math.inf), 2: Pace(1.0, math.inf)}) == {1: 0, 2: 0}
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan])
+def test_no_step_takes_no_time(bad: float) -> None:
+    with pytest.raises(ValueError, match="no pace"):
+        Pace(bad)
+
+
+def test_steps_until_is_the_inverse_of_arrival() -> None:
+    pace = Pace(0.5, upload_s=1, busy_until=3)
+    assert pace.arrival(4) == 6
+    assert [pace.steps_until(each) for each in (2, 4, 4.4, 6)] == [0, 0, 0, 4]
+
+
+@REPEATABLE
+@given(st.integers(0, 40), st.integers(1, 2000))
+def test_rounds_grow_from_one_step_to_all(round_index: int, local_steps: int) -> None:
+    assert warmed_up(0, local_steps) == 1
+    assert warmed_up(round_index, local_steps) == min(2**round_index, local_steps)
+
+
+@REPEATABLE
+@given(
+    st.floats(0.001, 10),
+    st.floats(0, 100),
+    st.integers(1, 1_000_000),
+    st.integers(1, 64),
+)
+def test_the_smallest_h_that_computes_enough(
+    step_s: float, exchange_s: float, total_batches: int, num_workers: int
+) -> None:
+    chosen = choose_local_steps(step_s, exchange_s, total_batches, num_workers)
+
+    def computing(local_steps: int) -> float:
+        return local_steps * step_s / (local_steps * step_s + exchange_s)
+
+    most = max(1, total_batches // (100 * num_workers))
+    assert 1 <= chosen <= most
+    assert chosen == most or computing(chosen) >= 0.95 - 1e-9
+    assert chosen == 1 or computing(chosen - 1) < 0.95 + 1e-9
+
+
+def test_chosen_steps_in_figures() -> None:
+    """A step of 0.35 s, 1.9 MB in int8 over 50 Mbit/s there and back."""
+    assert choose_local_steps(0.35, 0.6, 1_000_000, 4) == 33
+    assert choose_local_steps(0.35, 0.6, 4_000, 4) == 10
+    assert choose_local_steps(0.35, math.inf, 4_000, 4) == 10
+    assert choose_local_steps(0.35, 0.6, 0, 4) == 1
+    with pytest.raises(ValueError, match="a step of 0"):
+        choose_local_steps(0, 0.6, 4_000, 4)
