@@ -14,5 +14,4 @@ SPEC = AlgorithmSpec(
             local_overrides=("optimizer=sgd", "learning_rate=0.1"),
         ),
     ),
-    step_nbytes=lambda model, encoded, _interval: (encoded, model),
 )

@@ -6,7 +6,7 @@ Neither this module nor an algorithm's `spec` imports pydantic or torch: the com
 """
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -47,8 +47,8 @@ class AlgorithmSpec:
     Attributes:
         name: what users type; of its cluster file `cluster_config_<name>.yaml` and of its runs, too.
         title: what people read.
-        step_nbytes: (bytes of the model, of an encoded gradient, worker_update_interval) to the bytes of a
-            worker's step to the server and from it.
+        costs: the module that predicts what a run will cost, a `CostModel` of `algorithms/planning`; None:
+            nobody does.
         config: `module:Class` of what it alone understands, an `AlgorithmConfig` of `configs/schema.py`.
         roles: the file in the folder that is the process of each role.
         messages: the names of the sets of messages that its processes speak besides every session's.
@@ -62,7 +62,7 @@ class AlgorithmSpec:
     package: str
     folder: Path
     commands: tuple[LaunchCommand, ...]
-    step_nbytes: Callable[[int, int, int], tuple[int, int]]
+    costs: str | None = None
     config: str = "smolcluster.configs.schema:AlgorithmConfig"
     roles: Mapping[str, str] = field(
         default_factory=lambda: {"server": "server.py", "worker": "worker.py"}

@@ -6,13 +6,11 @@ on top.
 
 from dataclasses import dataclass
 
+from smolcluster.algorithms.planning.costs import FLOAT_NBYTES, Job, costs_of
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GPTConfig, SimpleNNConfig
 from smolcluster.configs.spec import get_algorithm
 
-FLOAT_NBYTES = 4
-SHARES = {"fp32": 1, "bf16": 1 / 2, "fp16": 1 / 2, "int8": (1 + 4 / 256) / 4}
-"""Bytes of an encoded gradient beside those of its float32 form; int8 has a scale of four bytes for 256."""
 NUM_MOMENTS = {"sgd": 0, "Adafactor": 0} | dict.fromkeys(
     ("ASGD", "Adagrad", "Muon", "RMSprop", "SGD"), 1
 )
@@ -39,20 +37,19 @@ class StepCost:
 
 
 def cost_of(settings: Settings, algorithm: str) -> StepCost | None:
-    """What a run of these settings costs; None where only its data tell how large the model is."""
-    num_params = params_of(settings)
-    if num_params is None:
+    """What a run of these settings costs; None where only its data tell how large the model is.
+
+    None also of an algorithm that predicts nothing.
+    """
+    num_params, costs = params_of(settings), costs_of(get_algorithm(algorithm))
+    if num_params is None or costs is None:
         return None
     cluster = settings.cluster
     copy = num_params * FLOAT_NBYTES
     moments = NUM_MOMENTS.get(settings.train.optimizer, 2)
     if settings.train.optimizer == "sgd" and settings.train.optimizer_args.get("momentum"):
         moments = 1
-    encoded = round(
-        copy * SHARES[cluster.codec or ("int8" if cluster.use_quantization else "fp32")]
-    )
-    step_nbytes = get_algorithm(algorithm).step_nbytes
-    sent, received = step_nbytes(copy, encoded, cluster.worker_update_interval)
+    sent, received = costs.step_nbytes(Job(num_params), settings)
     own = (2 + moments) * copy
     return StepCost(
         num_params=num_params,

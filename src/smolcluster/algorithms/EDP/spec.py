@@ -26,7 +26,7 @@ SPEC = AlgorithmSpec(
             cluster_overrides=("dataset.source=server",),  # each Python has another library
         ),
     ),
-    step_nbytes=lambda model, encoded, interval: (encoded, model // interval),
+    costs=f"{__package__}.costs",
     columns=frozenset({STALENESS}),
     is_default=True,
 )

@@ -1,0 +1,1 @@
+"""What a run will cost before it runs: pure functions of measured machines and links."""

@@ -1,0 +1,82 @@
+"""How flows share what they share, and what is known of sizes."""
+
+import pytest
+
+from smolcluster.algorithms.planning.costs import (
+    VALUE_NBYTES,
+    Interface,
+    Job,
+    Site,
+    Worker,
+    costs_of,
+    lost_share,
+    seconds_of,
+    up_rates,
+)
+from smolcluster.codec.registry import get_codec
+from smolcluster.configs.spec import algorithms
+
+
+def site(*up: float, limit: float = 100.0) -> Site:
+    workers = tuple(
+        Worker(f"w{place}", 1.0, up_bytes_s=each, down_bytes_s=each, via="eth0")
+        for place, each in enumerate(up)
+    )
+    return Site(workers, {"eth0": Interface(limit, limit)})
+
+
+def always(_place: int, rate: float) -> float:
+    return rate
+
+
+def test_flows_that_fit_have_what_their_own_links_give() -> None:
+    assert up_rates(site(30, 40), always) == [30, 40]
+
+
+def test_flows_that_do_not_fit_share_evenly_and_slow_links_leave_the_rest() -> None:
+    assert up_rates(site(10, 80, 90), always) == pytest.approx([10, 45, 45])
+
+
+def test_who_is_mostly_silent_leaves_the_link_to_others() -> None:
+    rates = up_rates(site(100, 100), lambda place, rate: rate * (0.2, 1.0)[place])
+    assert rates == pytest.approx([100 / 1.2, 100 / 1.2])
+
+
+def test_workers_of_different_interfaces_do_not_share() -> None:
+    both = Site(
+        (
+            Worker("a", 1.0, up_bytes_s=80, via="eth0"),
+            Worker("b", 1.0, up_bytes_s=80, via="wlan0"),
+        ),
+        {"eth0": Interface(50, 50), "wlan0": Interface(20, 20)},
+    )
+    assert up_rates(both, always) == pytest.approx([50, 20])
+
+
+def test_the_servers_own_machine_shares_no_link() -> None:
+    beside = Site((Worker("a", 1.0), *site(80, 80).workers), {"eth0": Interface(100, 100)})
+    assert up_rates(beside, always)[1:] == pytest.approx([50, 50])
+
+
+def test_nothing_passes_a_link_that_is_down() -> None:
+    assert seconds_of(1, 0) == float("inf")
+    assert seconds_of(0, 0) == 0
+
+
+def test_what_is_lost_is_a_share() -> None:
+    assert lost_share(5, [4, 6]) == pytest.approx(0.5)
+    assert lost_share(11, [4, 6]) == 0
+
+
+@pytest.mark.parametrize("name", VALUE_NBYTES)
+def test_an_encoded_value_takes_what_its_codec_makes(name: str) -> None:
+    numel = 101_770
+    made = get_codec(name).encoded_nbytes(numel)
+    assert Job(numel).encoded_nbytes(name) == pytest.approx(made, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in algorithms() if name != "dummy"])
+def test_every_algorithm_of_the_house_predicts(name: str) -> None:
+    model = costs_of(algorithms()[name])
+    assert model is not None
+    assert all(callable(each) for each in (model.step_nbytes, model.predict, model.candidates))
