@@ -59,7 +59,10 @@ def test_one_worker_with_interval_1_is_sequential_training(
 
 @pytest.mark.parametrize(
     ("override", "codec"),
-    [("codec=null", "fp32"), ("use_quantization=true", "int8"), (MIXING, "fp32")],
+    [
+        *(("codec=null", "fp32"), ("use_quantization=true", "int8"), ("codec=int4", "int4")),
+        (MIXING, "fp32"),
+    ],
 )
 def test_three_workers_learn_and_apply_every_sample_once(
     tmp_path: Path, override: str, codec: str

@@ -468,9 +468,15 @@ def test_an_exploding_loss_stops_the_run_and_names_step_worker_and_layer(tmp_pat
 
 
 @pytest.mark.usefixtures("small_buckets")
-@pytest.mark.parametrize("codec", ["use_quantization=true", "codec=bf16", "codec=fp16"])
+@pytest.mark.parametrize(
+    ("codec", "most"),
+    [
+        *(("use_quantization=true", 0.02), ("codec=bf16", 0.02), ("codec=fp16", 0.02)),
+        ("codec=int4", 0.1),
+    ],
+)
 def test_with_a_lossy_codec_it_learns_as_well_and_all_replicas_agree(
-    tmp_path: Path, codec: str
+    tmp_path: Path, codec: str, most: float
 ) -> None:
     scene = Scene(settings_for(codec, "num_epochs=6", *shares(0.5, 0.5), workers=2), tmp_path)
     for number in (1, 2):
@@ -481,7 +487,7 @@ def test_with_a_lossy_codec_it_learns_as_well_and_all_replicas_agree(
     expected, weights = alone(scene.cluster.settings)
     assert len(scene.losses) == len(expected)
     difference = torch.tensor(scene.losses) - torch.tensor(expected)
-    assert 0 < float(difference.abs().max()) < 0.02, "lossy, but little is lost"
+    assert 0 < float(difference.abs().max()) < most, "lossy, but little is lost"
     training = scene.cluster.training
     training.replica.load(weights)
     best = training.evaluate()

@@ -7,11 +7,19 @@ import torch
 
 from smolcluster.codec.base import Codec
 from smolcluster.codec.floats import Bf16Codec, Fp16Codec, Fp32Codec, Fp64Codec
+from smolcluster.codec.int4 import Int4BlockCodec
 from smolcluster.codec.int8 import Int8BlockCodec
+from smolcluster.codec.topk import TopKCodec
 from smolcluster.errors import ConfigError, ProtocolError
 
 CODECS: Mapping[str, type[Codec]] = MappingProxyType(
-    {codec.name: codec for codec in (Fp32Codec, Fp64Codec, Bf16Codec, Fp16Codec, Int8BlockCodec)}
+    {
+        codec.name: codec
+        for codec in (
+            *(Fp32Codec, Fp64Codec, Bf16Codec, Fp16Codec),
+            *(Int8BlockCodec, Int4BlockCodec, TopKCodec),
+        )
+    }
 )
 
 

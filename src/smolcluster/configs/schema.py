@@ -95,7 +95,7 @@ FunctionNamed = Annotated[str, AfterValidator(check_name)]
 Activation = Literal["relu", "gelu", "silu", "tanh"]
 AlgorithmName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,31}$")]
 """One of those that are installed, or `single`; part of the names of runs."""
-CodecName = Literal["fp32", "bf16", "fp16", "int8"]
+CodecName = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 Encryption = Literal["auto", "on", "off"]
 Precision = Literal["fp32", "bf16", "fp16"]
 OptimizerName = Annotated[

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor
 
+from smolcluster.codec import int4, topk
 from smolcluster.codec.base import Codec, NonFiniteValue, absmax
 from smolcluster.codec.int8 import BLOCK
 from smolcluster.codec.registry import CODECS, get_codec, lossless_for
@@ -71,11 +72,31 @@ def bound(name: str, values: Tensor) -> Tensor:
     if name == "fp16":
         return torch.maximum(magnitudes * 2**-11, magnitudes.max() * 2**-39)
     if name == "int8":
-        absmax = torch.cat(
-            [part.max().expand(len(part)) for part in torch.split(magnitudes, BLOCK)]
-        )
-        return absmax / 254 * (1 + 2**-14) + 2.0**-127
+        return largest_of(magnitudes, BLOCK) / 254 * (1 + 2**-14) + 2.0**-127
+    if name == "int4":
+        return int4_bound(largest_of(magnitudes, int4.BLOCK))
+    if name == "topk":
+        kept = int4_bound(largest_of(magnitudes, topk.CHUNK))
+        kth = least_kept(magnitudes)
+        return torch.where(magnitudes > kth, kept, kth)
     return torch.zeros_like(magnitudes)
+
+
+def largest_of(magnitudes: Tensor, block: int) -> Tensor:
+    """For each value, the largest of its block, (n,)."""
+    return torch.cat([part.max().expand(len(part)) for part in torch.split(magnitudes, block)])
+
+
+def int4_bound(block_maxima: Tensor) -> Tensor:
+    least = max(float(block_maxima.max()) * 2.0**-31, 2.0**-127)
+    return (block_maxima / 14 * (1 + 2**-10)).clamp(min=least)
+
+
+def least_kept(magnitudes: Tensor) -> Tensor:
+    """For each value, the smallest magnitude that `topk` keeps of its chunk, (n,)."""
+    chunks = torch.split(magnitudes, topk.CHUNK)
+    kth = [chunk.sort(descending=True).values[-(-len(chunk) // 64) - 1] for chunk in chunks]
+    return torch.cat([one.expand(len(chunk)) for one, chunk in zip(kth, chunks, strict=True)])
 
 
 def assert_within_bound(codec: Codec, values: Tensor) -> None:
@@ -104,7 +125,7 @@ def test_any_finite_tensor_is_within_the_bound(name: str, array: np.ndarray) -> 
 @settings(derandomize=True, deadline=None, database=None, max_examples=400)
 @given(
     name=NAMES,
-    numel=st.integers(1, 3 * BLOCK),
+    numel=st.integers(1, 3 * BLOCK) | st.integers(topk.CHUNK - 130, topk.CHUNK + 130),
     seed=st.integers(0, 2**32 - 1),
     exponent=st.integers(-149, 125),
 )
@@ -142,9 +163,11 @@ def test_a_constant_and_an_outlier_are_within_the_bound(
     assert_within_bound(codec, values)
 
 
+@pytest.mark.parametrize("codec", [name for name in CODECS if name != "topk"], indirect=True)
 def test_a_tensor_far_from_zero_keeps_its_values(codec: Codec) -> None:
     values = torch.linspace(0.9, 1.1, 1000, dtype=codec.dtype)
-    assert float((roundtrip(codec, values) - values).abs().max()) < 0.005
+    most = 1.1 / 14 if codec.name == "int4" else 0.005
+    assert float((roundtrip(codec, values) - values).abs().max()) < most
 
 
 def test_zeros_stay_exactly_zero_and_signs_are_symmetric(codec: Codec) -> None:
@@ -227,6 +250,93 @@ def test_int8_scales_come_first_and_codes_use_the_whole_range() -> None:
 def test_an_int8_payload_is_at_least_3_9_times_smaller_than_float32() -> None:
     for numel in (9_610, 101_770, 262_144, 17_500_000):
         assert 4 * numel / get_codec("int8").encoded_nbytes(numel) >= 3.9
+
+
+def test_int4_has_a_base_then_ratios_then_two_codes_a_byte() -> None:
+    codec, numel = get_codec("int4"), 2 * 128 + 64 + 10
+    values = torch.linspace(-0.7, 0.7, numel)
+    encoded = encode(codec, values)
+    assert encoded.numel() == 4 + 2 * 6 + 2 * 64 + 64
+    base, ratios = encoded[:4].view(torch.float32), encoded[4:16].view(torch.float16)
+    assert 2**14 <= 0.1 / float(base) < 2**15
+    scales = ratios.float() * base
+    assert scales.tolist() == pytest.approx(
+        [float(part.abs().max()) / 7 for part in torch.split(values, 64)], rel=2**-11
+    )
+    codes = torch.zeros(numel, dtype=torch.int64)
+    low, high = two_codes(encoded[16:144])
+    codes[:128], codes[128:256] = low, high
+    low, high = two_codes(encoded[144:])
+    codes[256:320], codes[320:] = low, high[:10]
+    assert not high[10:].any()
+    assert torch.equal(codes * scales.repeat_interleave(64)[:numel], roundtrip(codec, values))
+    assert (int(codes.min()), int(codes.max())) == (-7, 7)
+
+
+def two_codes(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes of bytes that are low + 16 · high, each from -8 to 7."""
+    signed = packed.view(torch.int8).to(torch.int64)
+    low = (signed + 8) % 16 - 8
+    return low, (signed - low) // 16
+
+
+@pytest.mark.parametrize(
+    ("numel", "nbytes"),
+    [(0, 4), (1, 7), (64, 70), (65, 72), (128, 72), (129, 75), (262_144, 139_268)],
+)
+def test_an_int4_payload_has_four_and_a_quarter_bits_a_value(numel: int, nbytes: int) -> None:
+    assert get_codec("int4").encoded_nbytes(numel) == nbytes
+
+
+@pytest.mark.parametrize("largest", [1e-45, 1e-38, 1e-30, 1e-9, 65504.0, 1e30, FLT_MAX])
+def test_int4_scales_neither_overflow_nor_underflow_in_float16(largest: float) -> None:
+    values = noise(640, 1).clamp_(-4, 4) / 4 * largest
+    assert_within_bound(get_codec("int4"), values)
+    ratios = encode(get_codec("int4"), values)[4:24].view(torch.float16)
+    assert float(ratios.min()) >= 2**-14
+    assert float(ratios.max()) <= 2**15
+
+
+def test_a_block_far_below_the_largest_is_zero_in_int4_and_kept_as_error() -> None:
+    codec, values = get_codec("int4"), torch.cat([torch.ones(64), torch.full((64,), 2.0**-33)])
+    decoded = roundtrip(codec, values)
+    assert decoded[:64].tolist() == pytest.approx([1.0] * 64, rel=2**-11)
+    assert not decoded[64:].any()
+    error = values.clone()
+    codec.encode_keeping_error(error, encoded_buffer(codec, 128))
+    assert torch.equal(error[64:], values[64:])
+    values[64:] = 2.0**-28
+    assert torch.allclose(roundtrip(codec, values)[64:], values[64:], rtol=0.1, atol=0)
+
+
+def test_topk_keeps_the_largest_of_each_chunk_and_nothing_else() -> None:
+    codec, values = get_codec("topk"), noise(2 * topk.CHUNK + 100, 4)
+    decoded = roundtrip(codec, values)
+    for chunk, kept in zip(
+        torch.split(values, topk.CHUNK), torch.split(decoded, topk.CHUNK), strict=True
+    ):
+        largest = chunk.abs().topk(-(-len(chunk) // 64)).indices.sort().values
+        assert torch.equal(kept.nonzero().view(-1), largest)
+        assert torch.allclose(kept[largest], chunk[largest], atol=float(chunk.abs().max()) / 13)
+
+
+def test_topk_indices_have_12_bits_after_the_values() -> None:
+    codec, values = get_codec("topk"), torch.zeros(topk.CHUNK + 70)
+    places = [*range(5, 4096, 65), topk.CHUNK + 3, topk.CHUNK + 69]
+    values[places] = torch.linspace(1, 2, 66)[: len(places)]
+    encoded = encode(codec, values)
+    num_kept = 64 + 2
+    at = get_codec("int4").encoded_nbytes(num_kept)
+    assert encoded.numel() == at + num_kept + num_kept // 2
+    low, high = encoded[at : at + num_kept].tolist(), encoded[at + num_kept :].tolist()
+    highs = [byte & 15 for byte in high] + [byte >> 4 for byte in high]
+    indices = [256 * upper + lower for upper, lower in zip(highs, low, strict=True)]
+    assert indices[64:] == [3, 69]
+    assert set(places[:-2]) <= set(indices[:64])
+
+
+def test_a_topk_payload_is_a_quarter_of_a_bit_a_value() -> None:
+    assert get_codec("topk").encoded_nbytes(262_144) == 4 + 64 * (2 + 32 + 96)
 
 
 # What is refused here.
@@ -332,6 +442,49 @@ def test_a_scale_that_no_encoder_writes_is_a_protocol_error(
         decode(codec, received, numel)
 
 
+@pytest.mark.parametrize("base", [math.nan, math.inf, -1.0, 0.0, 3.0, 2.0**-113, 2.0**112])
+@pytest.mark.parametrize("name", ["int4", "topk"])
+def test_a_base_that_no_encoder_writes_is_a_protocol_error(name: str, base: float) -> None:
+    codec = get_codec(name)
+    received = encode(codec, torch.ones(300))
+    received[:4].view(torch.float32).fill_(base)
+    with pytest.raises(ProtocolError, match=r"int4 scale with base .* arrived"):
+        decode(codec, received, 300)
+
+
+@pytest.mark.parametrize("ratio", [math.nan, math.inf, -math.inf, -1.0, 0.0, 2.0**-15])
+@pytest.mark.parametrize("block", [0, 4])
+def test_a_ratio_that_no_encoder_writes_is_a_protocol_error(block: int, ratio: float) -> None:
+    codec = get_codec("int4")
+    received = encode(codec, torch.ones(300))
+    received[4 + 2 * block : 6 + 2 * block].view(torch.float16).fill_(ratio)
+    with pytest.raises(ProtocolError, match=r"int4 scales from .* arrived"):
+        decode(codec, received, 300)
+
+
+def test_received_int4_values_that_would_overflow_are_a_protocol_error() -> None:
+    codec = get_codec("int4")
+    received = encode(codec, torch.full((64,), FLT_MAX))
+    received[4:6].view(torch.float16).fill_(FP16_MAX)
+    with pytest.raises(ProtocolError, match="decode to infinity"):
+        decode(codec, received, 64)
+    received[6:] = 0
+    assert not decode(codec, received, 64).any(), "where all codes are 0 it is allowed"
+
+
+@pytest.mark.parametrize("indices", [(5, 5), (6, 5), (127, 128), (0, 4095)])
+def test_topk_indices_out_of_order_or_range_are_a_protocol_error(indices: tuple[int, int]) -> None:
+    codec, numel = get_codec("topk"), topk.CHUNK + 128
+    received = encode(codec, torch.cat([torch.zeros(topk.CHUNK), torch.ones(128)]))
+    at = get_codec("int4").encoded_nbytes(66)
+    for number, index in enumerate(indices, start=64):
+        received[at + number] = index & 255
+        upper = at + 66 + number - 33
+        received[upper] = (int(received[upper]) & 15) | (index >> 8) << 4
+    with pytest.raises(ProtocolError, match="topk indices arrived"):
+        decode(codec, received, numel)
+
+
 @pytest.mark.parametrize("name", ["fp16", "int8"])
 def test_received_values_that_would_overflow_are_a_protocol_error(name: str) -> None:
     codec = get_codec(name)
@@ -355,12 +508,12 @@ def test_the_largest_scale_and_a_scale_of_zero() -> None:
 
 
 def test_a_codec_is_found_by_its_name_and_shares_no_scratch() -> None:
-    assert set(CODECS) == {"fp32", "fp64", "bf16", "fp16", "int8"}
+    assert list(CODECS) == ["fp32", "fp64", "bf16", "fp16", "int8", "int4", "topk"]
     for name in CODECS:
         assert get_codec(name).name == name
         assert get_codec(name) is not get_codec(name)
         assert get_codec(name).dtype_name == ("float64" if name == "fp64" else "float32")
-    known = "known: fp32, fp64, bf16, fp16, int8"
+    known = "known: fp32, fp64, bf16, fp16, int8, int4, topk"
     with pytest.raises(ProtocolError, match=rf"'int3' is not known here \({known}\)"):
         get_codec("int3")
 

@@ -22,8 +22,10 @@ PUSHES = st.lists(
     max_size=12,
 )
 LOSSY = pytest.mark.parametrize("name", [name for name in NAMES if not CODECS[name].lossless])
-LOSSES = {"bf16": 2**-8, "fp16": 2**-11, "int8": 1 / 254}
-"""The most that one push may lose of a value, as a part of the largest value."""
+LOSSES = {"bf16": 2**-8, "fp16": 2**-11, "int8": 1 / 254, "int4": 1 / 13, "topk": 2.0}
+"""The most that may be lost of a value, as a part of the largest value: by one push, or by as many as
+leave it out, which with `topk` are about 64."""
+DENSE = pytest.mark.parametrize("name", [name for name in LOSSES if name != "topk"])
 
 
 class Sender:
@@ -116,18 +118,24 @@ def test_what_is_owed_does_not_grow_over_many_pushes_and_starts(name: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "outlier", "first"),
-    [("int8", 1e-3, 1.0, 0.0), ("fp16", 1e-3, 2e9, 0.0), ("bf16", 1.001, 1.0, 1.0)],
+    ("name", "value", "outlier", "first", "atol"),
+    [
+        ("int8", 1e-3, 1.0, 0.0, 2e-5),
+        ("fp16", 1e-3, 2e9, 0.0, 2e-5),
+        ("bf16", 1.001, 1.0, 1.0, 2e-5),
+        ("int4", 1e-3, 1.0, 0.0, 2e-4),
+        ("topk", 1e-3, 1.0, 0.0, 4e-4),
+    ],
 )
 def test_what_one_push_cannot_say_arrives_over_many(
-    name: str, value: float, outlier: float, first: float
+    name: str, value: float, outlier: float, first: float, atol: float
 ) -> None:
     gradient = torch.full((NUMEL,), value)
     gradient[[0, 300, 600, 950]] = outlier
     sender = Sender(name)
     assert float(sender.apply(gradient, 1)[5]) == first
     applied = sum((sender.apply(gradient, 1) for _ in range(400)), torch.zeros(NUMEL))
-    assert torch.allclose(applied / 400, gradient, atol=2e-5)
+    assert torch.allclose(applied / 400, gradient, atol=atol)
 
 
 @LOSSY
@@ -146,13 +154,13 @@ def test_a_rolled_back_push_leaves_no_trace(name: str) -> None:
         assert torch.equal(owes(steady), owes(unlucky))
 
 
-@LOSSY
+@DENSE
 def test_what_is_owed_shrinks_in_a_push_of_more_samples(name: str) -> None:
     sender = Sender(name)
     sender.apply(sender.gradient(3), 10)
     owed = owes(sender)
     received = sender.push(torch.zeros(NUMEL), 1000)
-    assert float((received * 1000 - owed).abs().max()) <= float(owed.abs().max()) / 250
+    assert float((received * 1000 - owed).abs().max()) <= float(owed.abs().max()) * LOSSES[name]
     sender.feedback.rollback()
     assert torch.equal(owes(sender), owed)
 

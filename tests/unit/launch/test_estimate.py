@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from smolcluster.algorithms.planning.costs import VALUE_NBYTES
 from smolcluster.codec.registry import get_codec
 from smolcluster.configs.load import shipped_names
 from smolcluster.configs.resolve import Settings, load_settings
-from smolcluster.configs.schema import GPTConfig, SimpleNNConfig
+from smolcluster.configs.schema import CodecName, GPTConfig, SimpleNNConfig
 from smolcluster.launch.estimate import FEATURES, VOCABULARIES, cost_of, params_of
 from smolcluster.models.registry import build_model
 from smolcluster.training.build import build
@@ -66,15 +67,15 @@ def test_where_only_the_data_tell_nothing_is_said(tmp_path: Path) -> None:
 # Bytes
 
 
-@pytest.mark.parametrize("name", VALUE_NBYTES)
+@pytest.mark.parametrize("name", get_args(CodecName))
 def test_a_gradient_takes_the_bytes_that_its_codec_makes(name: str) -> None:
     numel = 101_770
     codec = get_codec(name)
     made = codec.encoded_nbytes(numel)
-    assert made == pytest.approx(numel * VALUE_NBYTES[name], rel=1e-4)
+    assert made == pytest.approx(numel * VALUE_NBYTES[name], rel=1e-3)
     cost = cost_of(settings_of("nn", f"codec={name}"), "edp")
     assert cost
-    assert cost.sent_nbytes == pytest.approx(made, rel=1e-4)
+    assert cost.sent_nbytes == pytest.approx(made, rel=1e-3)
 
 
 def test_use_quantization_means_8_bits() -> None:

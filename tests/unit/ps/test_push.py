@@ -195,7 +195,7 @@ def test_a_push_that_did_not_count_leaves_no_trace(codec: str) -> None:
     assert payloads(push_with(tried)) == payloads(push_with(untouched))
 
 
-@pytest.mark.parametrize("codec", LOSSY)
+@pytest.mark.parametrize("codec", [name for name in LOSSY if name != "topk"])
 def test_what_counted_and_what_is_owed_add_up_bucket_by_bucket(codec: str) -> None:
     """Pushes of unequal size of which some count in part: what counts tracks what it stands for."""
     replica, decoder = small_replica(), get_codec(codec)

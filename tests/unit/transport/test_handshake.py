@@ -5,13 +5,15 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 import smolcluster
 from connection_pairs import BUCKET_BYTES, RUN, connection_pair, push, raw_and_connection
-from smolcluster.configs.schema import Encryption
+from smolcluster.configs.schema import Encryption, RunConfig
 from smolcluster.errors import (
     AuthError,
     PeerLost,
@@ -35,6 +37,7 @@ from smolcluster.transport.handshake import (
     server_authenticate,
 )
 from smolcluster.transport.messages import (
+    PS,
     SESSION,
     SETS,
     Accepted,
@@ -367,6 +370,27 @@ def test_another_version_is_named_on_both_sides(
         error = error_of(served)
         assert isinstance(error, VersionDiffers)
         assert "0.9" in str(error)
+
+
+def test_a_peer_that_does_not_know_a_codec_is_refused_in_one_line(pool: ThreadPoolExecutor) -> None:
+    """Which codecs a run may name is part of what two versions agree on."""
+
+    class OlderConfig(RunConfig):
+        codec: Literal["fp32", "int8"] | None = None
+
+    class OlderWelcome(Welcome):
+        run: OlderConfig
+
+    OlderWelcome.__name__ = "Welcome"
+    older = replace(PS, in_handshake=frozenset({OlderWelcome}))
+    with connection_pair(proved=False) as (client, server):
+        served = pool.submit(serve, server)
+        hello = introduce("mini1", 1, (SESSION, older))
+        with pytest.raises(Rejected, match="install the same on both") as caught:
+            client_handshake(client, hello, SECRET, Deadline(5.0), answer=Accepted)
+        assert caught.value.code == "version"
+        assert "\n" not in str(caught.value)
+        assert isinstance(error_of(served), VersionDiffers)
 
 
 def test_another_protocol_is_named_on_both_sides(pool: ThreadPoolExecutor) -> None:

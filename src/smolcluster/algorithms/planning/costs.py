@@ -14,8 +14,11 @@ from smolcluster.configs.resolve import Settings
 from smolcluster.configs.spec import AlgorithmSpec
 
 FLOAT_NBYTES = 4
-VALUE_NBYTES: Mapping[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1 + 4 / 256}
-"""Bytes of an encoded value; int8 has a scale of four bytes for 256."""
+VALUE_NBYTES: Mapping[str, float] = {
+    **{"fp32": 4, "bf16": 2, "fp16": 2},
+    **{"int8": 1 + 4 / 256, "int4": 1 / 2 + 2 / 64, "topk": (1 / 2 + 2 / 64 + 12 / 8) / 64},
+}
+"""Bytes of an encoded value; scales take 4 bytes for 256 or 2 for 64, the indices of `topk` 12 bits each."""
 HANDLING_S = 1e-3
 """Of an exchange besides its bytes: messages written, read and decided on at both ends."""
 BISECTIONS = 50

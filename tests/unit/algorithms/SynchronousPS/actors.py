@@ -28,6 +28,8 @@ from smolcluster.transport.messages import (
 )
 
 LOSSY = [name for name, codec in CODECS.items() if not codec.lossless]
+DENSE = {"bf16": 2**-8, "fp16": 2**-11, "int8": 1 / 254, "int4": 1 / 14}
+"""Lossy codecs that send every value at once, and the most that they lose of the largest one."""
 DTYPES = {name: codec.dtype for name, codec in CODECS.items()}
 
 
