@@ -76,7 +76,8 @@ BATCH_SIZE = 32
 NUM_CLASSES = 10
 PATIENCE_S = 300.0
 CLONE_NEWNET = 0x40000000
-SHAPER = "tbf rate 100mbit burst 64kb latency 50ms"
+MBIT = 100.0
+SHAPER = "tbf rate {mbit:g}mbit burst 64kb latency 50ms"
 WIRE_PORT = 7000
 WIRE_TARGET = 1.1
 COPIES_TARGET = 2
@@ -470,7 +471,8 @@ def hosts_of(network: str, num_workers: int) -> Iterator[tuple[Host, ...]]:
         return
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         raise SystemExit("--network namespaces needs Linux, root, and ip and tc (package iproute2)")
-    bridge, *spaces = [f"exchange-{os.getpid()}-{place}" for place in range(num_workers + 2)]
+    bridge = bridge_name()
+    spaces = [f"exchange-{os.getpid()}-{place}" for place in range(1, num_workers + 2)]
     try:
         for space in (bridge, *spaces):
             run(f"ip netns add {space}")
@@ -491,15 +493,29 @@ def attach(space: str, place: int, bridge: str) -> Host:
     run(f"ip -n {space} link set eth0 up")
     route = f"10.99.0.0/24 dev eth0 proto kernel scope link src {address} congctl cubic"
     run(f"ip -n {space} route replace {route}")
-    run(f"tc -n {bridge} qdisc add dev {port} root {SHAPER}")
-    run(f"tc -n {space} qdisc add dev eth0 root {SHAPER}")
-    return Host(address, "eth0", space)
+    host = Host(address, "eth0", space)
+    shape(host, place, MBIT)
+    return host
 
 
-def run(command: str) -> None:
+def shape(host: Host, place: int, mbit: float) -> None:
+    """Give host number `place`, counted from 1, a link of so many Mbit/s in both directions."""
+    shaper = SHAPER.format(mbit=mbit)
+    run(f"tc -n {bridge_name()} qdisc replace dev port{place} root {shaper}")
+    run(f"tc -n {host.namespace} qdisc replace dev eth0 root {shaper}")
+
+
+def bridge_name() -> str:
+    """The namespace of the bridge that this process's hosts are plugged into."""
+    return f"exchange-{os.getpid()}-0"
+
+
+def run(command: str) -> str:
+    """Run a command and return what it printed."""
     done = subprocess.run(command.split(), check=False, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{command}: {done.stderr.strip()}")
+    return done.stdout
 
 
 def wire_speed(hosts: Sequence[Host], nbytes: int) -> float:

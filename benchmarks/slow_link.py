@@ -11,7 +11,6 @@ of `--mbit` Mbit/s in both directions, the last one a tenth of that; the server'
 """
 
 import argparse
-import os
 import secrets
 import statistics
 import time
@@ -37,7 +36,6 @@ from smolcluster.runs.events import kind_of, read_events
 from smolcluster.training.compute import BatchLoss
 from smolcluster.transport.security import Secret
 
-SHAPER = "tbf rate {mbit:g}mbit burst 64kb latency 50ms"
 COUNTED = ("worker_joined", "worker_lost", "worker_parked", "step_overdue")
 
 
@@ -107,10 +105,7 @@ def shape(case: Slowed, mbit: float) -> None:
     """Give each host the link that it shall have."""
     rates = [case.num_workers * mbit, *[mbit] * (case.num_workers - 1), mbit / 10]
     for place, (host, rate) in enumerate(zip(case.hosts, rates, strict=True), 1):
-        bridge = f"exchange-{os.getpid()}-0"
-        shaper = SHAPER.format(mbit=rate)
-        exchange.run(f"tc -n {bridge} qdisc replace dev port{place} root {shaper}")
-        exchange.run(f"tc -n {host.namespace} qdisc replace dev eth0 root {shaper}")
+        exchange.shape(host, place, rate)
 
 
 def parse_arguments() -> argparse.Namespace:

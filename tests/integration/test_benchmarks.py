@@ -1,9 +1,13 @@
 """The benchmarks run; what they measure is nobody's to pass or fail."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from shutil import which
+
+import pytest
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -28,3 +32,30 @@ def test_honest_work_is_measured_under_attack() -> None:
     (case,) = json.loads(done.stdout)["cases"]
     assert (case["algorithm"], case["case"]) == ("edp", "hung")
     assert case["samples_per_s"] >= 0
+
+
+@pytest.mark.slow
+def test_time_to_loss_is_measured_beside_one_machine(tmp_path: Path) -> None:
+    if reason := no_namespaces():
+        pytest.skip(reason)
+    file = tmp_path / "results.json"
+    command = [sys.executable, str(PROJECT / "benchmarks" / "time_to_loss.py"), f"--out={file}"]
+    options = ["--seeds=1", "--seconds=10", "--limit=1", "--lr=1e-3", "--scale=4", "--mbit=2000"]
+    arms = ["--arms", "one", "edp-int8"]
+    subprocess.run([*command, *options, *arms], check=True, capture_output=True, timeout=300)
+    alone, edp = json.loads(file.read_text())["runs"]
+    assert alone["reached"]["loss"] == alone["points"][-1]["loss"]
+    assert set(edp["computing"]) == {"fast1", "fast2", "fast3", "slow"}
+    assert not edp["failure"]
+    assert "one fast machine alone" in file.with_suffix(".md").read_text()
+
+
+def no_namespaces() -> str:
+    """Why no network namespace can be had here; "" where one can."""
+    if sys.platform != "linux" or os.geteuid() != 0 or not (which("ip") and which("tc")):
+        return "network namespaces need Linux, root, and ip and tc"
+    name = f"test-{os.getpid()}"
+    if subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True).returncode:
+        return "no network namespace can be made here"
+    subprocess.run(["ip", "netns", "del", name], check=True)
+    return ""
