@@ -246,12 +246,14 @@ class OnDemand(Server):
             self.stamps = []
 
 
-def context_of(case: Case, training: TrainingContext) -> ServerContext:
-    """What the server works with."""
+def context_of(
+    case: Case, training: TrainingContext, algorithm: str = "syncps", num_stores: int = 1
+) -> ServerContext:
+    """What an algorithm's server works with."""
     log = logging.getLogger()
     return ServerContext(
         settings=case.settings,
-        run=case.settings.run_config("exchange", "syncps"),
+        run=case.settings.run_config("exchange", algorithm),
         training=training,
         node=case.settings.cluster.server,
         secret=case.secret,
@@ -259,6 +261,7 @@ def context_of(case: Case, training: TrainingContext) -> ServerContext:
         events=EventLog(case.folder / "events.jsonl", "benchmark", warn=log.warning),
         log=log,
         incarnation=secrets.token_hex(4),
+        num_stores=num_stores,
     )
 
 

@@ -577,14 +577,14 @@ def document(runs: Sequence[Run], asked: Conditions) -> str:
     loads = f"{min(run.load for run in runs):g} to {max(run.load for run in runs):g}"
     return f"""# Time to loss
 
-Made by `benchmarks/time_to_loss.py`, which says what is measured and how: `--seconds {asked.seconds:g}
---limit {asked.limit:g} --mbit {asked.mbit:g}`, on {asked.text}, with `--scale` {scales}, on {os.cpu_count()} cores;
-load average at the ends of the runs {loads}.
+Made by `benchmarks/time_to_loss.py`, which says what is measured and how:
+`--seconds {asked.seconds:g} --limit {asked.limit:g} --mbit {asked.mbit:g}`, on {asked.text}, with
+`--scale` {scales}, on {os.cpu_count()} cores; load average at the ends of the runs {loads}.
 
 {chr(10).join(table)}
 
-A row marked with * was measured on a machine that was too busy for it: more than {MOST_BROKEN:.0%} of its batches
-took longer than the pace of their machine. Its losses by tokens and bytes hold, its times are too long.
+A row marked with * was measured on a machine that was too busy for it: more than {MOST_BROKEN:.0%}
+of its batches took longer than the pace of their machine. Its times are too long then.
 
 ![validation loss against time, tokens and bytes](time_to_loss.svg)
 """
