@@ -556,7 +556,7 @@ def row(arm: Arm, runs: Sequence[Run], alone: Mapping[int, float], asked: Condit
         str(len(runs)),
         f"{statistics.median(run.tokens_per_s for run in runs):.0f}",
         shown(statistics.median(times), "{:.0f} s", never),
-        f"{shown(min(times), '{:.0f}', never)}-{shown(max(times), '{:.0f}', never)}",
+        f"{min(times):.0f}-{shown(max(times), '{:.0f}', never)}" if min(times) < math.inf else "",
         f"{statistics.median(ratios):.2f}" if max(times) < math.inf else "",
         shown(statistics.median(sent) / 1e6, "{:.0f}", ""),
         f"{statistics.median(losses):.3f}" if losses else "",
