@@ -5,6 +5,7 @@
 
 import functools
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,8 @@ from smolcluster.transport.messages import (
 )
 
 DIGEST_NBYTES = 8
+MOST_IDLE = 4
+"""Buffers for pushes that are kept while nobody pushes."""
 
 
 def bucket_length(bucket: slice) -> int:
@@ -281,8 +284,29 @@ class Pushed(Event):
     buffers: BufferValues
 
 
+class GradientBuffers:
+    """Memory for pushes, shared by all workers: as much as there are pushes at one time. Any thread."""
+
+    def __init__(self) -> None:
+        self._idle: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer (numel,) with anything in it; it is the caller's until it is given back."""
+        with self._lock:
+            buffer = self._idle.pop() if self._idle else None
+        if buffer is None or buffer.numel() != numel or buffer.dtype != dtype:
+            return torch.empty(numel, dtype=dtype)
+        return buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        with self._lock:
+            if len(self._idle) < MOST_IDLE:
+                self._idle.append(buffer)
+
+
 class GradientReceiver(Receiver):
-    """Decodes one worker's pushes into a buffer of its own; hands it over with the last bucket."""
+    """Decodes one worker's pushes, each into a buffer that it hands over with the last bucket."""
 
     def __init__(
         self,
@@ -290,16 +314,23 @@ class GradientReceiver(Receiver):
         codec_name: str,
         buckets: Sequence[slice],
         collector: BufferCollector | None = None,
+        memory: GradientBuffers | None = None,
         *,
         has_loss_scale: bool = False,
     ) -> None:
-        """`collector`: takes the buffers that the model changes; None: it has none."""
+        """Receive for one worker.
+
+        Args:
+            collector: takes the buffers that the model changes; None: it has none.
+            memory: where the buffers for its pushes come from; None: from memory of its own.
+        """
         self.session_id = session_id
         self._codec = get_codec(codec_name)
         self._buckets = buckets
         self._order = PushOrder(buckets, codec_name, has_loss_scale=has_loss_scale)
         self._collector = collector
         self._buffers: tuple[LeaseKey | None, BufferValues] = (None, {})
+        self._memory = memory or GradientBuffers()
         self._gradient: Tensor | None = None
         self._taken = False
 
@@ -308,7 +339,18 @@ class GradientReceiver(Receiver):
         return self._order.in_progress
 
     def free(self) -> None:
+        """The push that was handed over is needed no more."""
+        self._give_back()
         self._taken = False
+
+    def close(self) -> None:
+        if not self._taken:  # else whoever has the push frees it
+            self._give_back()
+
+    def _give_back(self) -> None:
+        gradient, self._gradient = self._gradient, None
+        if gradient is not None:
+            self._memory.give_back(gradient)
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         """Take a message in the reader's thread; a push is passed on when it is whole."""
@@ -324,7 +366,7 @@ class GradientReceiver(Receiver):
             raise ProtocolError("it pushed again before its last push was acknowledged")
         whole = self._order.take(message)
         if self._gradient is None:
-            self._gradient = torch.empty(self._buckets[-1].stop, dtype=self._codec.dtype)
+            self._gradient = self._memory.take(self._buckets[-1].stop, self._codec.dtype)
         encoded = torch.frombuffer(payload, dtype=torch.uint8)
         self._codec.decode(encoded, self._gradient[self._buckets[message.bucket]])
         if not whole:

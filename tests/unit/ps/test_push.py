@@ -11,7 +11,14 @@ from peers import opened, set_gradient, small_replica
 from smolcluster.codec.registry import CODECS, get_codec
 from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.ps.push import GradientReceiver, GradientSender, Pushed, PushOrder
+from smolcluster.ps.push import (
+    MOST_IDLE,
+    GradientBuffers,
+    GradientReceiver,
+    GradientSender,
+    Pushed,
+    PushOrder,
+)
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
 from smolcluster.training.scaler import LEAST_SCALE
@@ -408,7 +415,61 @@ def test_the_gradient_is_the_servers_until_it_says_otherwise(replica: Replica) -
     event.receiver.free()
     (again,) = deliver(frames, receiver)
     assert isinstance(again, Pushed)
-    assert again.gradient.data_ptr() == event.gradient.data_ptr(), "one buffer a worker"
+    assert again.gradient.data_ptr() == event.gradient.data_ptr(), "its memory is used again"
+
+
+def test_workers_push_into_the_same_memory_one_after_another(replica: Replica) -> None:
+    memory = GradientBuffers()
+    one, other = (GradientReceiver(each, "fp32", replica.buckets, memory=memory) for each in (1, 2))
+    gradient = set_gradient(replica, 1)
+    frames = push_with(GradientSender("fp32", replica))
+    (first,) = deliver(frames, one)
+    (second,) = deliver(frames, other)
+    assert isinstance(first, Pushed)
+    assert isinstance(second, Pushed)
+    assert first.gradient.data_ptr() != second.gradient.data_ptr(), "both are under way"
+    first.receiver.free()
+    assert torch.equal(second.gradient, gradient)
+    second.receiver.free()
+    (third,) = deliver(frames, one)
+    assert isinstance(third, Pushed)
+    assert third.gradient.data_ptr() in {first.gradient.data_ptr(), second.gradient.data_ptr()}
+
+
+def test_memory_of_a_push_that_breaks_off_is_given_back(replica: Replica) -> None:
+    memory = GradientBuffers()
+    receiver = GradientReceiver(SESSION, "fp32", replica.buckets, memory=memory)
+    set_gradient(replica, 1)
+    deliver(push_with(GradientSender("fp32", replica))[:2], receiver)
+    receiver.close()
+    kept = memory.take(replica.num_params, torch.float32)
+    assert kept[0] == replica.grads[0], "what had come of it"
+    receiver.close()
+    assert memory.take(replica.num_params, torch.float32).data_ptr() != kept.data_ptr()
+
+
+def test_memory_of_a_whole_push_outlives_its_session(replica: Replica) -> None:
+    memory = GradientBuffers()
+    receiver = GradientReceiver(SESSION, "fp32", replica.buckets, memory=memory)
+    gradient = set_gradient(replica, 1)
+    (event,) = deliver(push_with(GradientSender("fp32", replica)), receiver)
+    assert isinstance(event, Pushed)
+    receiver.close()
+    memory.take(replica.num_params, torch.float32).zero_()
+    assert torch.equal(event.gradient, gradient)
+    event.receiver.free()
+    again = memory.take(replica.num_params, torch.float32)
+    assert again.data_ptr() == event.gradient.data_ptr()
+
+
+def test_memory_of_many_pushes_at_one_time_is_not_kept() -> None:
+    memory = GradientBuffers()
+    taken = [memory.take(8, torch.float32) for _ in range(MOST_IDLE + 2)]
+    for buffer in taken:
+        memory.give_back(buffer)
+    known = {buffer.data_ptr() for buffer in taken}
+    again = [memory.take(8, torch.float32) for _ in taken]
+    assert sum(buffer.data_ptr() in known for buffer in again) == MOST_IDLE
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -39,7 +39,7 @@ from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.ps.buffers import BufferCollector, buffer_frames
 from smolcluster.ps.leases import Dispatcher, DispatcherState, Lease
-from smolcluster.ps.push import GradientReceiver, Pushed
+from smolcluster.ps.push import GradientBuffers, GradientReceiver, Pushed
 from smolcluster.ps.weights import state_frames
 from smolcluster.runs.summary import Summary
 from smolcluster.training.checkpoint import Progress, parse_progress
@@ -89,6 +89,7 @@ class Server:
             permutation=context.training.order,
         )
         self.feed = context.open_feed()
+        self.push_memory = GradientBuffers()
         self.pool = context.open_pool(self.receiver_for)
         self.report = self.pool.report
         self.evaluator = context.new_evaluator()
@@ -113,7 +114,7 @@ class Server:
         replica = self.replica
         collector = BufferCollector(replica.buffers, replica.bucket_bytes)
         return GradientReceiver(
-            *(session_id, self.context.codec, replica.buckets, collector),
+            *(session_id, self.context.codec, replica.buckets, collector, self.push_memory),
             has_loss_scale=replica.scaler is not None,
         )
 
@@ -190,11 +191,13 @@ class Server:
         peer = self.peers.get(pushed.session_id)
         if peer is None:
             self.report.lost_push(f"session {pushed.session_id}", "its worker has gone")
+            pushed.receiver.free()
             return
         push, session_id = pushed.push, pushed.session_id
         self.heard(peer)
         if push.base_version > self.version:
             self.report.lost_push(peer.worker.name, "it was computed on weights of the future")
+            pushed.receiver.free()
             peer.worker.live_session.cut(
                 f"it claims weights of version {push.base_version}, the newest is {self.version}"
             )
