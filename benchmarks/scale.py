@@ -236,7 +236,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--stores", type=int, nargs="+", default=[1, 4], metavar="N")
     parser.add_argument("--megabytes", type=float, default=40.0, help="size of the model in fp32")
     parser.add_argument("--codec", choices=("fp32", "int8"), default="int8")
-    parser.add_argument("--rate", type=float, default=4.0, help="pushes a second, of all together")
+    parser.add_argument("--rate", type=float, default=8.0, help="pushes a second, of all together")
     parser.add_argument("--seconds", type=float, default=30.0, help="that are counted")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
     return parser.parse_args()
