@@ -14,7 +14,7 @@ import smolcluster
 WIDTH = 64
 
 
-def main(cluster_file: str | None) -> None:
+def main(cluster_file: str) -> None:
     torch.manual_seed(0)  # the frozen weights are the same on all machines
     data, model = samples(), Reader(WIDTH)
     train, held_out = data[:1500], torch.utils.data.default_collate(data[1500:])
@@ -30,4 +30,4 @@ def main(cluster_file: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None)
+    main(sys.argv[1] if len(sys.argv) > 1 else "cluster.yaml")

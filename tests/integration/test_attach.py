@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +236,60 @@ def test_a_loop_with_its_own_sampler_and_schedule_is_counted(
     assert_close(served.weights, plain)
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_gradient_scaler_s_overflows_are_skipped_and_counted(
+    tmp_path: Path, algorithm: str, unscales: bool
+) -> None:
+    """As it does alone, but for the samples: those of a step that is skipped count as seen."""
+    served = Served(tmp_path, algorithm, "worker_update_interval=1")
+    batches: list[list[int]] = []
+
+    def loop(
+        model: nn.Module, optimizer: torch.optim.Optimizer, sampler: Iterable[list[int]]
+    ) -> list[float]:
+        scaler, scales = torch.amp.GradScaler("cpu", init_scale=2.0**16), []
+        for batch in sampler:
+            batches.append(batch)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = functional.mse_loss(model(DATA[batch][0]).float(), DATA[batch][1]) * 100
+            backward(scaler.scale(loss))
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return scales
+
+    model = net()
+    optimizer = adam(model)
+    with served.attach(model, optimizer) as cluster:
+        scales = loop(model, optimizer, cluster.sampler(DATA))
+    summary = served.finish()
+    plain = net()
+    assert loop(plain, adam(plain), list(batches)) == scales
+    num_skipped = sum(2.0**16 / scale > 1 for scale in sorted(set(scales)))
+    assert num_skipped > 0
+    assert served.cluster.core.report.status("ended").overflows == num_skipped
+    assert served.cluster.metrics.steps[-1].values["overflows"] == num_skipped
+    assert "loss_scale" not in served.cluster.metrics.steps[-1].values
+    assert summary.steps == len(scales)
+    assert_close(served.weights, plain)
+    assert not hasattr(optimizer, "_step_supports_amp_scaling")
+
+
+def test_a_wrapper_that_would_step_past_the_cluster_is_refused(tmp_path: Path) -> None:
+    class Scaling(torch.optim.SGD):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            super().__init__(net().parameters())
+            self.optimizer, self.scaler = optimizer, object()
+
+    model = net()
+    with pytest.raises(ConfigError, match="use bf16 instead of fp16"):
+        attaching.attach(model, Scaling(adam(model)), "edp", name="pi5")
+
+
 def test_without_a_server_there_is_one_clear_line(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(
@@ -411,6 +465,25 @@ def test_wrong_uses_are_told(tmp_path: Path) -> None:
             next(iter(loader))
     with pytest.raises(ConfigError, match="not the model's"), served.attach(net(), optimizer):
         pass
+    train(served, "ann")
+    served.finish()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_loader_that_reads_ahead_is_refused_and_its_samples_count_once_elsewhere(
+    tmp_path: Path, algorithm: str
+) -> None:
+    served = Served(tmp_path, algorithm)
+    model = net()
+    optimizer = adam(model)
+    with (
+        pytest.raises(ConfigError, match=r"cluster\.sampler was asked for more .*num_workers=0"),
+        served.attach(model, optimizer, "bob") as cluster,
+    ):
+        loader = DataLoader(DATA, batch_sampler=cluster.sampler(DATA), num_workers=1)
+        for inputs, targets in loader:
+            backward(functional.mse_loss(model(inputs), targets))
+            optimizer.step()
     train(served, "ann")
     served.finish()
 

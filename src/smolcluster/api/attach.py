@@ -63,6 +63,7 @@ from smolcluster.training.compute import BatchLoss, lone_sample
 from smolcluster.training.optimizer import STEP_COUNT
 from smolcluster.training.recipe import Training
 from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica
+from smolcluster.training.scaler import LEAST_SCALE
 from smolcluster.transport.handshake import introduce
 from smolcluster.transport.messages import Logged, Welcome, sets_of
 from smolcluster.transport.security import Secret, default_secret_path, ensure_secret, load_secret
@@ -70,6 +71,8 @@ from smolcluster.utils.device import use_threads
 from smolcluster.utils.meter import Meter
 
 _MARK = "_smolcluster_step"
+_KNOWS_SCALES = "_step_supports_amp_scaling"
+"""What an optimizer has for which `torch.amp.GradScaler` skips no step, but tells it of the scale."""
 
 
 def attach(
@@ -202,6 +205,8 @@ class Cluster:
         self.epoch = 0
         self.loss: Tensor | float | None = None
         self._num_terms: int | None = None
+        self._overflow: float | None = None
+        """The loss scale with which a gradient of this step has overflowed; 1: it is not known."""
         self._lease: _Lease | None = None
         self._participant: Participant | None = None
         self._training: AttachedContext | None = None
@@ -243,6 +248,8 @@ class Cluster:
             )
             self._original_step: Callable[..., Any] = self._optimizer.step
             setattr(self._optimizer, _MARK, self._original_step)
+            self._knew_scales = self._optimizer.__dict__.get(_KNOWS_SCALES)
+            setattr(self._optimizer, _KNOWS_SCALES, True)
             self._optimizer.step = MethodType(_step_of_cluster, self)  # type: ignore[method-assign]
             exits.callback(self._restore)
             self.running = True
@@ -345,6 +352,7 @@ class Cluster:
         setattr(self._optimizer, "_opt_called", True)  # noqa: B010 - schedulers ask it
         if self.running:
             self._check_step()
+            self._overflow = _unscale(self._optimizer)
             self._switch()
         elif not self._has_said_end:
             self._has_said_end = True
@@ -535,12 +543,15 @@ class Cluster:
         loss = math.nan if told is None else float(told)
         if self.loss is not None and not math.isfinite(loss):
             raise NonFiniteLoss(f"loss is {loss}; {DIVERGENCE_REMEDY}")
-        self._check_gradients(training.replica)
+        if self._overflow is None:
+            self._check_gradients(training.replica)
+        elif self._overflow <= LEAST_SCALE:
+            raise NonFiniteLoss(f"the gradient is NaN or infinite; {DIVERGENCE_REMEDY}")
         rate = take(training.replica)
         terms = self._num_terms
         if terms is None:
             terms = num_counted if self._wanted.is_counted else len(indices)
-        return BatchLoss(loss, terms, rate)
+        return BatchLoss(loss, terms, rate, self._overflow)
 
     def _check_gradients(self, replica: Replica) -> None:
         """Refuse gradients that cannot be used.
@@ -569,8 +580,11 @@ class Cluster:
     def _difference(self, replica: Replica) -> None:
         """EDP: let the optimizer step, put what it has taken from the weights into `grads`, and undo it.
 
-        The worker then steps by that difference, as does the server.
+        The worker then steps by that difference, as does the server. It is 0 where a gradient has overflowed.
         """
+        if self._overflow is not None:
+            replica.grads.zero_()
+            return
         if self._before is None or self._before.shape != replica.params.shape:
             self._before = torch.empty_like(replica.params)
         self._before.copy_(replica.params)
@@ -582,7 +596,7 @@ class Cluster:
     def _gradient(self, replica: Replica) -> float:
         """SyncPS: put the gradients into `grads`; returns the optimizer's learning rate."""
         for parameter, place in self._places:
-            if parameter.grad is None:
+            if parameter.grad is None or self._overflow is not None:
                 replica.grads[place].zero_()
             else:
                 replica.grads[place].copy_(parameter.grad.reshape(-1))
@@ -622,6 +636,28 @@ class Cluster:
         if self._original_step != self._optimizer.step:  # somebody else had wrapped it as well
             self._optimizer.step = self._original_step  # type: ignore[method-assign]
         delattr(self._optimizer, _MARK)
+        delattr(self._optimizer, _KNOWS_SCALES)
+        if self._knew_scales is not None:
+            setattr(self._optimizer, _KNOWS_SCALES, self._knew_scales)
+
+
+def _unscale(optimizer: torch.optim.Optimizer) -> float | None:
+    """Divide the gradients by the loss scale of a `torch.amp.GradScaler`, where one steps this optimizer.
+
+    Returns the scale if a gradient has overflowed, 1 if it is not known any more; None: none has.
+    """
+    found, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
+    if found is None:
+        return None
+    optimizer.found_inf = optimizer.grad_scale = None  # type: ignore[attr-defined] # it is done with here
+    factor = 1.0 if scale is None else float(scale)
+    if float(found):
+        return factor
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.div_(factor)
+    return None
 
 
 def _logged(values: dict[str, float]) -> Logged:
@@ -679,8 +715,8 @@ class LeaseSampler(Sampler[list[int]]):
             if lease is None or not lease.num_undrawn:
                 raise ConfigError(
                     "cluster.sampler was asked for more before optimizer.step(): pass it to the DataLoader "
-                    "as batch_sampler, with num_workers=0, and step once for what it gives; no step may be "
-                    "skipped, as GradScaler does: use bfloat16, or give attach num_samples"
+                    "as batch_sampler, with num_workers=0, and step once for what it gives, without skipping "
+                    "a step; or give attach num_samples"
                 )
             for piece in torch.split(lease.indices, self._batch_size or len(lease.indices)):
                 if cluster._lease is not lease:
@@ -716,6 +752,17 @@ def _trainable(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """What a wrapper such as accelerate's steps in the end."""
+    """What a wrapper such as accelerate's steps in the end.
+
+    Raises:
+        ConfigError: it scales losses, for which it keeps the `step` that the optimizer had before.
+    """
     inner = getattr(optimizer, "optimizer", None)
-    return _innermost(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+    if not isinstance(inner, torch.optim.Optimizer):
+        return optimizer
+    if getattr(optimizer, "scaler", None) is not None:
+        raise ConfigError(
+            f"attach: the optimizer is a {type(optimizer).__name__} with a gradient scaler of its own, which "
+            "steps past the cluster: use bf16 instead of fp16, or torch.amp.GradScaler in a loop of your own"
+        )
+    return _innermost(inner)

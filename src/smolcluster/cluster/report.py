@@ -216,10 +216,10 @@ class Report:
             self._events.write(
                 EpochFinished(epoch=epoch, step=step.version, samples_applied=self.samples_applied)
             )
-        if step.is_skipped and (scaler := self._training.replica.scaler):
+        if step.is_skipped:
+            now = "" if self._scale is None else f"; the loss scale is {self._scale:g} now"
             self._log.info(
-                "step %d is skipped: a gradient overflowed in float16; the loss scale is %g now",
-                *(step.version, scaler.scale),
+                "step %d is skipped: a gradient overflowed in float16%s", step.version, now
             )
         self.meter.step_done(num_samples)
         self._hooks.step(
@@ -389,6 +389,20 @@ class Report:
         patience = self._run.train.patience
         return patience is not None and self.tally.num_worse >= patience and not self.is_complete
 
+    @property
+    def _num_overflows(self) -> int | None:
+        """Steps that were skipped because a gradient overflowed; None: none could."""
+        scaler = self._training.replica.scaler
+        if scaler is None or (self._scale is None and not scaler.num_overflows):
+            return None
+        return scaler.num_overflows
+
+    @property
+    def _scale(self) -> float | None:
+        """The run's loss scale; None: it has none."""
+        replica = self._training.replica
+        return replica.run_scale if replica.precision == "fp16" else None
+
     def status(self, state: RunState, reason: str | None = None) -> RunStatus:
         """How the run stands, for whoever looks; `reason`: why it is over."""
         values = self._evaluation.values if self._evaluation else {}
@@ -415,7 +429,7 @@ class Report:
             loss=newest.loss if newest and not math.isnan(newest.loss) else None,
             learning_rate=newest.learning_rate if newest else None,
             grad_norm=newest.grad_norm if newest else None,
-            overflows=scaler.num_overflows if (scaler := self._training.replica.scaler) else None,
+            overflows=self._num_overflows,
             pushes=dict(self.tally.pushes),
             leases_returned=self.tally.leases_returned,
             process_stats=self._gauge.values,
@@ -613,8 +627,10 @@ class Report:
         }
         if tokens := self._training.workload.tokens_per_sample:
             values["tokens_per_s"] = values["samples_per_s"] * tokens
-        if scaler := self._training.replica.scaler:
-            values |= {"loss_scale": scaler.scale, "overflows": scaler.num_overflows}
+        if (num_overflows := self._num_overflows) is not None:
+            values["overflows"] = num_overflows
+        if self._scale is not None:
+            values["loss_scale"] = self._scale
         if step.staleness is not None:
             values["staleness"] = step.staleness
         if step.layer_norms and self._layers.take():

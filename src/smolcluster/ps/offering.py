@@ -295,6 +295,7 @@ class PlannedWorkload(Workload):
             fingerprint=plan.fingerprint,
         )
         self.plan = plan
+        self.is_scaled_elsewhere = True
 
 
 def _computed_elsewhere(_model: nn.Module, _batch: Batch) -> Tensor:

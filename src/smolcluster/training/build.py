@@ -232,6 +232,7 @@ def build(
         device=device,
         bucket_bytes=bucket_bytes,
         precision=train.precision,
+        is_scaled_elsewhere=workload.is_scaled_elsewhere,
         ema_decay=train.ema_decay,
         meter=meter,
     )

@@ -57,6 +57,7 @@ class Replica:
         device: torch.device | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         precision: Precision = "fp32",
+        is_scaled_elsewhere: bool = False,
         ema_decay: float | None = None,
         meter: Meter | None = None,
     ) -> None:
@@ -68,6 +69,7 @@ class Replica:
             device: None means the CPU.
             bucket_bytes: largest size of a bucket, in bytes of the parameters' type.
             precision: bf16 and fp16 compute under autocast; weights and gradient keep their type.
+            is_scaled_elsewhere: who computes scales the loss, and says when a gradient has overflowed.
             ema_decay: how much of the average each step keeps; None: there is no average.
             meter: the process's; None: one of its own.
 
@@ -93,7 +95,7 @@ class Replica:
         flat = Flat(trainable, [place for _, place in self.layers], self.params, self.grads)
         self.optimizer = new_optimizer(spec, self.model, flat, weight_decay)
         self.precision = precision
-        self.scaler = LossScaler() if precision == "fp16" else None
+        self.scaler = LossScaler() if precision == "fp16" or is_scaled_elsewhere else None
         self.loss_scale = 1.0
         """What the loss of the next batch is multiplied by; its gradient is divided by it."""
         self.ema_decay = ema_decay
@@ -152,7 +154,9 @@ class Replica:
     @property
     def run_scale(self) -> float:
         """The run's loss scale of now, as far as this process knows; 1 where losses are not scaled."""
-        return 1.0 if self.scaler is None else self.scaler.scale
+        if self.scaler is None or self.precision != "fp16":
+            return 1.0
+        return self.scaler.scale
 
     @property
     def may_overflow(self) -> bool:

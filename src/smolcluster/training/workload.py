@@ -102,6 +102,8 @@ class Workload:
         self.training = training
         self.source: str | None = None
         """SHA-256 of the code that made it, in hex, where a function was named; the same on all machines."""
+        self.is_scaled_elsewhere = False
+        """Whether who computes scales the loss himself, so that a gradient may overflow in any precision."""
 
     @property
     def fingerprint(self) -> str:
