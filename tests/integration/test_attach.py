@@ -59,7 +59,7 @@ class Served:
             "host_ip: {home: 127.0.0.1, ann: 127.0.0.1, bob: 127.0.0.1}\n"
             "server: home\nworkers: [ann, bob]\nnum_workers: 2\n"
             f"algorithm: {algorithm}\nport: {free_port()}\nmetrics_port: null\n"
-            "heartbeat_timeout_s: 5\nstart_timeout_s: 20\nempty_cluster_timeout_s: 20\n"
+            "heartbeat_timeout_s: 5\nstart_timeout_s: 120\nempty_cluster_timeout_s: 20\n"
         )
         self.folder = folder
         settings = load_settings(
@@ -416,7 +416,7 @@ def test_a_server_waits_for_an_offer_from_the_last_bucket_that_came(
             optimizer.step()
     served.server.finish()
     served.cluster.finish()
-    assert made == [20.0] * 3
+    assert made == [120.0] * 3
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:

@@ -751,7 +751,7 @@ def _trainable(model: nn.Module) -> Iterator[nn.Parameter]:
     return (param for param in model.parameters() if param.requires_grad)
 
 
-def _innermost(optimizer: Any) -> torch.optim.Optimizer:
+def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """What a wrapper such as accelerate's steps in the end.
 
     Raises:
