@@ -52,3 +52,6 @@ if __name__ == "__main__":
     except SmolclusterError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)

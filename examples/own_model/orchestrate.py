@@ -5,12 +5,14 @@ python orchestrate.py worker          # as often as there are workers, here or w
 """
 
 import argparse
+import sys
 
 import torch
 from torch.utils.data import DataLoader
 from train import Reader, accuracy, loss, samples
 
 from smolcluster import DistributedConfig, NetworkWorker, Orchestrator
+from smolcluster.errors import SmolclusterError
 
 WIDTH = 64
 
@@ -52,4 +54,11 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SmolclusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)

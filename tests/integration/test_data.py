@@ -27,6 +27,7 @@ from smolcluster.training.compute import BatchLoss
 from smolcluster.training.loop import training_steps
 from smolcluster.training.workload import Terms, Workload
 from smolcluster.transport.messages import Welcome
+from smolcluster.utils.retry import Deadline
 from smolcluster.utils.stopping import Interrupted
 
 ALGORITHMS: list[AlgorithmName] = ["edp", "syncps"]
@@ -375,13 +376,24 @@ def test_a_worker_loads_no_more_when_its_run_is_over(
 def test_data_that_take_long_are_named(
     tmp_path: Path, algorithm: AlgorithmName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """While they do: the first samples come when the line has."""
     monkeypatch.setattr(feed, "SLOW_S", 0.0)
+    monkeypatch.setattr(feed, "LOOK_S", 0.001)
+    slow: list[str] = []
+
+    class Slow(Noisy):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            deadline = Deadline(60)
+            while not slow and not deadline.expired:
+                slow.extend(
+                    line for line in cluster.log_lines if "the data of own are slow" in line
+                )
+            return super().__getitem__(index)
+
     settings = settings_for(algorithm, 1, "num_epochs=1")
-    own = workload(TensorDataset(*tensors()))
-    cluster = Cluster(settings, tmp_path, algorithm=algorithm, workload=own)
+    cluster = Cluster(settings, tmp_path, algorithm=algorithm, workload=workload(Slow()))
     cluster.finish(cluster.worker(1))
-    slow = [line for line in cluster.log_lines if "the data of own are slow" in line]
-    assert 0 < len(slow) < len(cluster.metrics.steps)
+    assert "has been loading" in slow[0]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -231,7 +231,7 @@ def _build(owner: Owner, log: logging.Logger, *, begins: bool) -> TrainingContex
     settings = owner.settings
     use_threads(settings.node.threads)
     device = pick_device(settings.node.device)
-    return build(
+    training = build(
         settings.train if begins else settings.train.without_weights(),
         settings.cluster.seed,
         settings.node.dataset,
@@ -240,3 +240,10 @@ def _build(owner: Owner, log: logging.Logger, *, begins: bool) -> TrainingContex
         workload=owner.workload,
         log=log,
     )
+    if num_workers := training.workload.num_idle_processes:
+        log.info(
+            "num_workers=%d of the validation DataLoader starts nothing: its samples are loaded as they are "
+            "evaluated",
+            num_workers,
+        )
+    return training

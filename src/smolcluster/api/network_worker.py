@@ -48,6 +48,8 @@ from smolcluster.utils.units import format_duration
 ModelCtor = Callable[[], nn.Module]
 NO_CUDA = "no CUDA on this machine: each GPU id is a process on what there is, such as the CPU"
 POLL_S = 0.1
+END_S = 15.0
+"""How long a process may take to end by itself."""
 RESTARTS = 3
 """How often in a row a process that was killed or met an internal error is started again."""
 
@@ -282,7 +284,10 @@ class Life:
     def end(self) -> None:
         if self._process.exitcode is None:
             self._process.terminate()
-        self._process.join()
+        self._process.join(END_S)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
 
 
 def _work(

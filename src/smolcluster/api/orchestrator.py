@@ -60,6 +60,7 @@ class Orchestrator:
         self._training: Training
         self._profiles_memory = False
         self._arrivals: Arrivals | None = None
+        self._has_trained = False
 
     def __enter__(self) -> "Orchestrator":
         return self
@@ -195,6 +196,7 @@ class Orchestrator:
         console = None if self.config.compact_log else SteadyConsole(stderr=True)
         with library_log("server", SERVER) as log, _switching_often():
             self.close()
+            self._has_trained = True
             own_run(
                 owner,
                 log,
@@ -238,6 +240,12 @@ class Orchestrator:
     def _names(self) -> list[str]:
         """A name for each worker that training begins with: of those that wait, then invented ones."""
         if self._arrivals is None:
+            if self._has_trained:
+                self.log.warning(
+                    "the workers of the training before have ended with it: start %d again, which are waited "
+                    "for now",
+                    self.config.num_workers,
+                )
             self.wait_for_workers()
         waiting = sorted(set(self._listening().names))
         invented = (f"worker{number}" for number in range(1, self.config.num_workers + 1))

@@ -29,8 +29,11 @@ def installed_project() -> Path:
             shutil.copytree(PACKAGE, draft / "src" / NAME, ignore=left_out)
             (draft / "pyproject.toml").write_text(pyproject(), encoding="utf-8")
             place = cache / f"project-{version_of(draft)[:16]}"
-            if not place.exists():
+            try:
                 draft.rename(place)
+            except OSError:  # an earlier launch, or one beside this one, has made it
+                if not place.is_dir():
+                    raise
     except OSError as error:
         raise LaunchError(
             f"{cache} cannot be written ({error.strerror or error}), where what is sent to other machines is "

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from smolcluster.errors import ConfigError, NonFiniteLoss
 
@@ -40,6 +41,10 @@ class _Slot:
     """On the CPU, because most buffers never change."""
     seen: tuple[Tensor | None, int]
     """The tensor that was last looked at, and its version counter."""
+
+    @property
+    def is_variance(self) -> bool:
+        return isinstance(self.module, _BatchNorm) and self.key == "running_var"
 
     @property
     def tensor(self) -> Tensor | None:
@@ -203,14 +208,18 @@ class ModelBuffers:
             self._store(number, flat)
 
     def add(self, difference: BufferValues, num_workers: int = 1) -> None:
-        """Add a difference to integers, which are rounded, and its `num_workers`-th part to all others."""
+        """Add a difference to integers, which are rounded, and its `num_workers`-th part to all others.
+
+        A variance that a slow worker's difference, taken from older values, would bring below 0 is 0.
+        """
         for number, flat in difference.items():
             self._note(number)
             tensor = self._slots[number].shared
             if tensor is None:
                 continue
             is_integer = not (tensor.is_floating_point() or tensor.is_complex())
-            self._store(number, _wide(tensor) + (flat if is_integer else flat / num_workers))
+            sums = _wide(tensor) + (flat if is_integer else flat / num_workers)
+            self._store(number, sums.clamp(min=0.0) if self._slots[number].is_variance else sums)
 
     def to_save(self) -> dict[str, Tensor]:
         """The buffers of the model's state, by name: those that are persistent, or have changed."""

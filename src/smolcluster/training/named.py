@@ -21,7 +21,7 @@ from smolcluster.configs.function_name import ARGS, FunctionName, check_workload
 from smolcluster.configs.keys import show
 from smolcluster.errors import ConfigError
 from smolcluster.training.user_code import user_code
-from smolcluster.training.workload import Workload
+from smolcluster.training.workload import UNNAMED, Workload
 from smolcluster.utils.seed import derive_seed
 from smolcluster.utils.words import hint_at, one_line
 
@@ -50,6 +50,9 @@ def load_named(name: str, args: Mapping[str, Any], seed: int) -> Workload:
     if not isinstance(workload, Workload):
         kind = type(workload).__name__
         raise ConfigError(f"workload {name}: {parsed.function} returns {kind}, must be a Workload")
+    if not workload.is_named:
+        is_usual = parsed.function == UNNAMED
+        workload.name = parsed.module.rpartition(".")[2] if is_usual else parsed.function
     workload.source = source_hash(parsed.module, folders)
     return workload
 

@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from smolcluster.training.replica import Replica
+from smolcluster.utils.words import a_few
 
 NUM_BATCHES = 5
 """After so many batches, of which some may leave out a branch, a parameter is called unused."""
-MAX_NAMES = 8
 
 
 class UnusedParameters:
@@ -41,10 +41,8 @@ class UnusedParameters:
             hook.remove()
         names = list(self._without)
         if names and self._log is not None:
-            more = len(names) - MAX_NAMES
             self._log.warning(
-                "%d batches gave no gradient to %s%s: the loss does not depend on them, and they are trained "
+                "%d batches gave no gradient to %s: the loss does not depend on them, and they are trained "
                 "with a gradient of zero; leave them out of the model, or set requires_grad=False",
-                *(NUM_BATCHES, ", ".join(names[:MAX_NAMES])),
-                f" and {more} more" if more > 0 else "",
+                *(NUM_BATCHES, a_few(names)),
             )

@@ -18,6 +18,8 @@ from smolcluster.training.recipe import Training
 from smolcluster.training.user_code import user_code, wrong_result
 from smolcluster.transport.messages import DataSizes, ServedData
 
+UNNAMED = "workload"
+"""What a workload without a name is called, and the usual name of the function that makes one."""
 Terms = tuple[Tensor, int | Tensor]
 """A sum over a batch, (), and over how many terms it is."""
 LossFunction = Callable[[nn.Module, Batch], Terms | Tensor]
@@ -44,7 +46,7 @@ class Workload:
         validation: Data | None = None,
         *,
         metrics: Mapping[str, Metric] = MappingProxyType({}),
-        name: str = "workload",
+        name: str | None = None,
         collate: Collate | None = None,
         fingerprint: str | None = None,
         tokens_per_sample: int | None = None,
@@ -68,7 +70,7 @@ class Workload:
             validation: the same, of what is held out; None: nothing is evaluated.
             metrics: what is said of the model besides its validation loss, by name: a sum and a number of
                 terms as `loss` gives them, or an `OfLoss`.
-            name: what the run calls it.
+            name: what the run calls it; None: as the function that makes it, or that one's file.
             collate: makes a batch, which is a tensor or a dict, list or tuple of batches, from a list of
                 samples; None: PyTorch's `default_collate`.
             fingerprint: of the data's content, to compare two machines by; None: of names and sizes alone.
@@ -92,7 +94,8 @@ class Workload:
         self.train = samples_of(train, collate, samples_per_epoch)
         self.validation = None if validation is None else samples_of(validation, collate)
         self.metrics = metrics
-        self.name = name
+        self.name = name or UNNAMED
+        self.is_named = name is not None
         self._fingerprint = fingerprint
         self.tokens_per_sample = tokens_per_sample
         self.vocab_size = vocab_size
@@ -116,6 +119,12 @@ class Workload:
     def batch_size(self) -> int | None:
         """Samples a batch, where the training data are a DataLoader that says so."""
         return getattr(self.train, "batch_size", None)
+
+    @property
+    def num_idle_processes(self) -> int:
+        """Processes that a DataLoader of the validation data asks for, which nobody starts."""
+        loader = getattr(self.validation, "loader", None)
+        return getattr(loader, "num_workers", 0)
 
     @property
     def is_stream(self) -> bool:

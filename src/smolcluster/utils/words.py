@@ -3,7 +3,7 @@
 import difflib
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from smolcluster.utils.folders import checkout
 
@@ -42,6 +42,12 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     by_lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[close[0]] if close else None
+
+
+def a_few(names: Sequence[str], most: int = 8) -> str:
+    """The first of these names, `most` at most, and how many more there are."""
+    num_more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {num_more} more" if num_more > 0 else "")
 
 
 def hint_at(word: str, known: Iterable[str]) -> str:

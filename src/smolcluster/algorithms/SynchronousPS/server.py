@@ -52,6 +52,7 @@ from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import Pull, Push, Ready, Skip
 from smolcluster.utils.cadence import is_power_of_two
 from smolcluster.utils.units import format_bytes, format_duration
+from smolcluster.utils.words import a_few
 
 TICK_S = 0.02
 
@@ -403,7 +404,7 @@ class Server:
             self.context.log.info(
                 "the model changes buffers as it computes (%s): each worker changes its own, and each step "
                 "takes their mean; so this is not equal to training in one process",
-                ", ".join(replica.buffers.names[number] for number in added),
+                a_few([replica.buffers.names[number] for number in added]),
             )
         return buffer_frames(replica.buffers.values(), replica.bucket_bytes, version=step.version)
 
