@@ -17,7 +17,12 @@ from smolcluster.errors import SmolclusterError
 WIDTH = 64
 
 
-def main() -> None:
+def make_model() -> Reader:
+    torch.manual_seed(0)  # the frozen weights are the same on all machines
+    return Reader(WIDTH)
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "role", choices=("orchestrator", "worker"), nargs="?", default="orchestrator"
@@ -29,8 +34,7 @@ def main() -> None:
         "--gpu-id", type=int, default=0, help="another one for each worker of a host"
     )
     parser.add_argument("--epochs", type=int, default=3)
-    args = parser.parse_args()
-    torch.manual_seed(0)  # the frozen weights are the same on all machines
+    args = parser.parse_args(arguments)
     config = DistributedConfig(
         master_ip=args.master_ip, master_port=args.master_port, num_workers=args.workers
     )
@@ -38,14 +42,14 @@ def main() -> None:
         NetworkWorker(
             gpu_id=args.gpu_id,
             config=config,
-            model_ctor=lambda: Reader(WIDTH),
+            model_ctor=make_model,
             loss=loss,
             threads=1,
         ).connect_and_train()
         return
     data = samples()
     orchestrator = Orchestrator(config)
-    orchestrator.register_model(Reader(WIDTH), loss=loss, metrics={"accuracy": accuracy})
+    orchestrator.register_model(make_model(), loss=loss, metrics={"accuracy": accuracy})
     orchestrator.start_training(
         train_loader=DataLoader(data[:1500], batch_size=32, shuffle=True),  # type: ignore[arg-type]
         val_loader=DataLoader(data[1500:], batch_size=64),  # type: ignore[arg-type]

@@ -1,7 +1,9 @@
 """The examples of `attach`, and the libraries whose loops it knows, with a real server beside them."""
 
 import importlib.util
+import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -12,10 +14,12 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import smolcluster
+from harness import Outcome, free_port
 from integration.test_attach import DATA, NUM_SAMPLES, Served
+from smolcluster.runs.summary import read_summary
 from smolcluster.transport.security import ensure_secret
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "attach"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.fixture
@@ -31,8 +35,9 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
     return Served(tmp_path, "edp", secret=ensure_secret(secret))
 
 
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+def example(name: str, folder: str = "attach") -> ModuleType:
+    file = EXAMPLES / folder / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"example_{name}", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -52,6 +57,42 @@ def test_a_gan_trains_two_networks(served: Served, capsys: pytest.CaptureFixture
     served.cluster.finish()
     assert len(losses_of(served)) == 2 * 100
     assert "mean radius" in capsys.readouterr().out
+
+
+@pytest.fixture
+def own_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The scripts of `own_model` import their neighbour, `train`."""
+    monkeypatch.syspath_prepend(str(EXAMPLES / "own_model"))
+    sys.modules.pop("train", None)
+    yield
+    sys.modules.pop("train", None)
+
+
+@pytest.mark.usefixtures("own_model")
+def test_a_model_of_one_s_own_in_a_loop(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    example("loop", "own_model").main(str(served.file))
+    served.server.finish()
+    assert served.cluster.finish().samples_applied == 2 * 1500
+    [said] = [line for line in capsys.readouterr().out.splitlines() if "accuracy" in line]
+    assert float(said.split()[1]) > 0.5
+
+
+@pytest.mark.usefixtures("own_model")
+def test_a_model_of_one_s_own_said_in_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    main, port = example("orchestrate", "own_model").main, ("--master-port", str(free_port()))
+    owner = Outcome("owner", lambda: main([*port, "--workers", "1", "--epochs", "2"]))
+    worker = Outcome("worker", lambda: main(["worker", *port]))
+    owner.finish()
+    worker.finish()
+    [summary_file] = (tmp_path / "runs").glob("syncps-*/summary.json")
+    summary = read_summary(summary_file)
+    assert summary.samples_applied == 2 * 1500
+    assert summary.final.model_dump()["val_accuracy"] > 0.5
 
 
 @pytest.mark.filterwarnings("ignore")

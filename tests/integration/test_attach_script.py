@@ -38,6 +38,66 @@ print("the script ends in", cluster.run_id, "as", os.environ["SMOLCLUSTER_NAME"]
 """
 
 
+TRAINER = """
+import os
+import pathlib
+import signal
+import sys
+import time
+
+sys.path.insert(0, sys.argv[1])
+import trainer
+
+folder = pathlib.Path(sys.argv[2])
+killed, back = folder / "killed", folder / "back"
+
+
+class Mortal(trainer.LlamaForCausalLM):
+    num_calls = 0
+
+    def forward(self, *args, **named):
+        Mortal.num_calls += 1
+        if os.environ["SMOLCLUSTER_NAME"] == "pi5":
+            if killed.exists():
+                back.touch()
+            elif Mortal.num_calls == 4:
+                killed.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif Mortal.num_calls == 4:
+            until = time.monotonic() + 200
+            while not back.exists() and time.monotonic() < until:
+                time.sleep(0.05)
+        return super().forward(*args, **named)
+
+
+trainer.LlamaForCausalLM = Mortal
+losses = trainer.main("the launcher says which", str(folder / "trained"))
+"""
+
+
+@pytest.mark.slow
+def test_a_trainer_on_two_workers_of_which_one_is_killed_counts_every_sample(
+    tmp_path: Path,
+) -> None:
+    """The other one waits in its fourth step until the killed one is back."""
+    (tmp_path / "train.py").write_text(TRAINER)
+    examples = Path(__file__).resolve().parents[2] / "examples" / "attach"
+    said = smolcluster(
+        tmp_path,
+        *("launch", "edp", "--local", "--workers", "2", "--no-tmux"),
+        *("--script", f"train.py {examples} {tmp_path}"),
+        *("--override", f"port={free_port()}", "min_workers=2", "metrics_port=null"),
+    )
+    assert (tmp_path / "back").exists()
+    assert "it is started again" in said
+    [summary_file] = (tmp_path / "runs").glob("edp-*/summary.json")
+    summary = read_summary(summary_file)
+    assert (summary.samples_applied, summary.steps) == (4 * 256, 4 * 16)
+    assert {share.node for share in summary.workers} == {"pi5", "win"}
+    assert summary.final.train_loss is not None
+    assert summary.final.train_loss < 2.0, "it began with that of guessing one of 16, 2.8"
+
+
 def smolcluster(folder: Path, *words: str) -> str:
     """A command to its end; what it printed."""
     ended = subprocess.run(
