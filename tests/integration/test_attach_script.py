@@ -52,25 +52,31 @@ folder = pathlib.Path(sys.argv[2])
 killed, back = folder / "killed", folder / "back"
 
 
-class Mortal(trainer.LlamaForCausalLM):
-    num_calls = 0
-
-    def forward(self, *args, **named):
-        Mortal.num_calls += 1
-        if os.environ["SMOLCLUSTER_NAME"] == "pi5":
-            if killed.exists():
-                back.touch()
-            elif Mortal.num_calls == 4:
-                killed.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-        elif Mortal.num_calls == 4:
-            until = time.monotonic() + 200
-            while not back.exists() and time.monotonic() < until:
-                time.sleep(0.05)
-        return super().forward(*args, **named)
+calls = iter(range(10_000))
+llama = trainer.LlamaForCausalLM
 
 
-trainer.LlamaForCausalLM = Mortal
+def before_forward(model, inputs):
+    is_fourth = next(calls) == 3
+    if os.environ["SMOLCLUSTER_NAME"] == "pi5":
+        if killed.exists():
+            back.touch()
+        elif is_fourth:
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    elif is_fourth:
+        until = time.monotonic() + 200
+        while not back.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+
+
+def mortal(config):
+    model = llama(config)
+    model.register_forward_pre_hook(before_forward)
+    return model
+
+
+trainer.LlamaForCausalLM = mortal
 losses = trainer.main("the launcher says which", str(folder / "trained"))
 """
 
