@@ -322,7 +322,7 @@ class Run:
             LaunchError: one of those that must be `alive` has ended, or the user no longer wants it.
         """
         told = Deadline(TOLD_EVERY_S)
-        while missing := _missing(workers, status := self.status(), before):
+        while missing := _missing(workers, status := self._new_status(), before):
             if status is not None and status.is_over:
                 break
             self._check_alive(alive, asked)
@@ -412,7 +412,7 @@ class Run:
     def is_over(self) -> bool:
         """Whether nothing will be added to it; a machine out of reach does not say so."""
         with suppress(LaunchError):
-            status = self.status()
+            status = self._new_status()
             return status is not None and status.is_over
         return False
 
