@@ -32,13 +32,26 @@ if TYPE_CHECKING:
 app = typer.Typer(rich_markup_mode=None)
 
 
+AUTO = "--auto"
+
+
 class _Algorithms(TyperGroup):
-    """A command for each that the installed algorithms name; looked up when `launch` is used."""
+    """A command for each that the installed algorithms name; looked up when `launch` is used.
+
+    `--auto` stands for one that chooses the algorithm.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if AUTO in args:
+            args = [AUTO.lstrip("-"), *(each for each in args if each != AUTO)]
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - click's
-        return list(_launch_commands())
+        return [*_launch_commands(), AUTO.lstrip("-")]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002 - click's
+        if cmd_name == AUTO.lstrip("-"):
+            return _auto_command()
         found = _launch_commands().get(cmd_name)
         return None if found is None else _launch_command(*found)
 
@@ -107,6 +120,52 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
             f"smolcluster launch {name} --local --workload my_project/train.py:workload",
             f"smolcluster launch {name} --config my.yaml --dry-run",
             f"smolcluster launch {name} --config my.yaml --detach --override num_epochs=5",
+        ),
+    )(command)
+    return typer.main.get_command(alone)
+
+
+def _auto_command() -> Any:
+    """`launch --auto`, as typer has it."""
+
+    def command(
+        *,
+        local: Local = False,
+        workers: Workers = None,
+        dry_run: DryRun = False,
+        detach: Detach = False,
+        no_sync: NoSync = False,
+        overwrite: Overwrite = False,
+        no_tmux: NoTmux = False,
+        observe: Observe = None,
+        config: ClusterFile = None,
+        train_config: TrainFile = None,
+        workload: Workload = None,
+        override: Overrides = None,
+    ) -> int:
+        from smolcluster.launch.advise.run import launch_advised  # noqa: PLC0415 - see above
+        from smolcluster.launch.remote import LaunchOptions  # noqa: PLC0415
+        from smolcluster.launch.requests import plain_request  # noqa: PLC0415
+
+        request = plain_request(
+            local=local,
+            num_workers=workers,
+            config=config,
+            train_config=train_config,
+            overrides=override or [],
+            workload=workload,
+        )
+        how = LaunchOptions(dry_run, not no_sync, overwrite, not no_tmux, detach, observe)
+        return launch_advised(request, how, local=local)
+
+    alone = typer.Typer(rich_markup_mode=None, add_completion=False)
+    alone.command(
+        AUTO.lstrip("-"),
+        help="Measure machines and links, then launch what `smolcluster advise` says; also `launch --auto`. "
+        "Starts nothing, and exits with 4, where one machine alone is about as fast.",
+        epilog=below_training(
+            "smolcluster launch --auto --config my.yaml --train-config gpt",
+            "smolcluster launch --auto --local --workers 2",
         ),
     )(command)
     return typer.main.get_command(alone)

@@ -1,11 +1,25 @@
-"""Commands about machines and what runs beside a run: doctor, init, config, observe, ship."""
+"""Commands about machines and what runs beside a run: doctor, advise, init, config, observe, ship."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from smolcluster.cli.options import ClusterFile, Json, Local, Overrides, Run, TrainFile, Yes, below
+from smolcluster.cli.options import (
+    ClusterFile,
+    Json,
+    Local,
+    NoSync,
+    Overrides,
+    Overwrite,
+    Run,
+    TrainFile,
+    Workers,
+    Workload,
+    Yes,
+    below,
+    below_training,
+)
 
 app = typer.Typer(rich_markup_mode=None)
 config_app = typer.Typer(
@@ -111,6 +125,47 @@ def _init(
             discover=discover,
         )
     )
+
+
+@app.command(
+    "advise",
+    epilog=below_training(
+        "smolcluster advise --config my.yaml --train-config gpt",
+        "smolcluster advise --local --json | jq .advice",
+        "smolcluster advise --config my.yaml --workload my_project/train.py:workload",
+    ),
+)
+def _advise(
+    *,
+    config: ClusterFile = None,
+    train_config: TrainFile = None,
+    workload: Workload = None,
+    local: Local = False,
+    workers: Workers = None,
+    no_sync: NoSync = False,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+    override: Overrides = None,
+) -> int:
+    """Measure machines and links, and say whether and how to distribute a training.
+
+    Trains for some seconds on each machine and sends for some more, then prints what each algorithm would
+    reach beside the fastest machine alone, and what to launch. Keys set by --override are kept as they are.
+    Exits with 0 if it is worth distributing, with 4 if it is not.
+    """
+    from smolcluster.launch.advise.run import advise_command  # noqa: PLC0415 - takes time
+    from smolcluster.launch.requests import plain_request  # noqa: PLC0415
+
+    request = plain_request(
+        local=local,
+        num_workers=workers,
+        config=config,
+        train_config=train_config,
+        overrides=override or [],
+        workload=workload,
+    )
+    how = {"sync": not no_sync, "overwrite": overwrite}
+    return advise_command(request, local=local, in_json=as_json, **how)
 
 
 @config_app.command(

@@ -12,6 +12,7 @@ EXIT_CODES = """Exit codes:
   1    the run failed; the message says why
   2    a flag, a file, a key or a value is wrong
   3    your own code (model, loss, data, hook) failed; the message names file and line
+  4    advise, launch --auto: do not distribute this, one machine alone is about as fast
   70   an internal error; the message names the traceback
   71   the device's driver failed (CUDA error)
   75   try again: no server answered, the port or the run is in use, or no worker is there

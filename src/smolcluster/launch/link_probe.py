@@ -4,6 +4,8 @@
     knock ADDRESS PORT TOKEN             on a worker: whether the listener answers
     large ADDRESS PORT TOKEN             on a worker: whether packets of full size pass, both ways
     measure ADDRESS PORT TOKEN           on a worker: the same, then round trips and bandwidth in its turn
+    both ADDRESS PORT TOKEN              on a worker: the same, then bandwidth from the server in its turn
+    crowd ADDRESS PORT TOKEN NUMBER      on so many workers: bandwidth both ways while all of them send
 
 Each prints one JSON object. Python 3.9 and its standard library are enough. The listener gives turns, so that
 workers who share a link do not measure each other, and ends by itself.
@@ -36,6 +38,13 @@ LARGE_NBYTES = 36_000
 """Several packets of any size that is in use: an MTU of 9000 is the largest on ordinary cables."""
 LARGE_TIMEOUT_S = 6.0
 CHUNK = bytes(65_536)
+CROWD_S = 2.0
+"""How long all send; long enough for flows that share a link to find their shares."""
+MEETING_TIMEOUT_S = 30.0
+"""The longest time from the first of a crowd to the last."""
+MOST_CROWD = 200
+PARTS = {"both": ("measure", "down"), "crowd": ("crowd-up", "crowd-down")}
+"""What takes a connection for each direction."""
 
 
 # --- on the server's machine
@@ -62,12 +71,12 @@ def listen(port: int, token: str, seconds: int, addresses: list[str]) -> None:
         return
     _leave_the_terminal()
     signal.alarm(seconds)
-    turn = threading.Lock()
+    gates = _Gates()
     while True:
         ready, _, _ = select.select(listeners, [], [])
         for listener in ready:
             sock, _ = listener.accept()
-            threading.Thread(target=_serve, args=(sock, token, turn), daemon=True).start()
+            threading.Thread(target=_serve, args=(sock, token, gates), daemon=True).start()
 
 
 def _place(address: str, port: int) -> tuple[socket.socket | None, dict[str, object]]:
@@ -156,8 +165,23 @@ def _leave_the_terminal() -> None:
         os.dup2(null, stream)
 
 
-def _serve(sock: socket.socket, token: str, turn: threading.Lock) -> None:
-    """Greet who knows the token; answer its large packets, and in its turn its pings and its burst."""
+class _Gates:
+    """Where workers wait: for their turn, or for each other."""
+
+    def __init__(self) -> None:
+        self.turn = threading.Lock()
+        self._opening = threading.Lock()
+        self._crowds: dict[int, threading.Barrier] = {}
+
+    def crowd(self, number: int) -> threading.Barrier:
+        with self._opening:
+            return self._crowds.setdefault(
+                number, threading.Barrier(number, None, MEETING_TIMEOUT_S)
+            )
+
+
+def _serve(sock: socket.socket, token: str, gates: _Gates) -> None:
+    """Greet who knows the token; answer its large packets, and in its turn its pings and its bursts."""
     with sock:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -169,17 +193,39 @@ def _serve(sock: socket.socket, token: str, turn: threading.Lock) -> None:
             if request == b"l":
                 _answer_large(sock)
                 request = sock.recv(1)
-            if request != b"m":
-                return
-            with turn:
-                sock.sendall(b"g")
-                for _ in range(NUM_PINGS):
-                    sock.sendall(sock.recv(1))
-                sock.sendall(json.dumps(_count(sock)).encode() + b"\n")
-                while sock.recv(65_536):  # until the worker has cut the connection
-                    pass
-        except OSError:
+            if request in (b"m", b"d"):
+                with gates.turn:
+                    sock.sendall(b"g")
+                    if request == b"m":
+                        for _ in range(NUM_PINGS):
+                            sock.sendall(sock.recv(1))
+                        _tell_count(sock, BURST_S, BURST_NBYTES)
+                    else:
+                        _pour(sock, BURST_S + STALL_TIMEOUT_S)
+            elif request in (b"u", b"w"):
+                number = int(_line(sock))
+                if 0 < number <= MOST_CROWD:
+                    gates.crowd(number).wait()
+                    sock.sendall(b"g")
+                    if request == b"u":
+                        _tell_count(sock, CROWD_S, sys.maxsize)
+                    else:
+                        _pour(sock, CROWD_S + STALL_TIMEOUT_S)
+        except (OSError, ValueError, threading.BrokenBarrierError):
             return
+
+
+def _tell_count(sock: socket.socket, seconds: float, most: int) -> None:
+    sock.sendall(json.dumps(_count(sock, seconds, most)).encode() + b"\n")
+    while sock.recv(65_536):  # until the worker has cut the connection
+        pass
+
+
+def _pour(sock: socket.socket, seconds: float) -> None:
+    """Send until the worker has cut the connection."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sock.sendall(CHUNK)
 
 
 def _answer_large(sock: socket.socket) -> None:
@@ -198,13 +244,15 @@ def _arrives(sock: socket.socket, nbytes: int) -> bool:
     return True
 
 
-def _count(sock: socket.socket) -> dict[str, float]:
+def _count(
+    sock: socket.socket, seconds: float = BURST_S, most: int = BURST_NBYTES
+) -> dict[str, float]:
     """Bytes that arrive within the time of a burst, and the seconds from its first to its last."""
     buffer = bytearray(1 << 20)
     count = sock.recv_into(buffer)
     begin = last = time.perf_counter()
     first = count
-    while count < BURST_NBYTES and last - begin < BURST_S:
+    while count < most and last - begin < seconds:
         got = sock.recv_into(buffer)
         if not got:
             break
@@ -225,15 +273,24 @@ def _line(sock: socket.socket) -> bytes:
 # --- on a worker's machine
 
 
-def ask(verb: str, address: str, port: int, token: str) -> dict[str, object]:
+def ask(verb: str, address: str, port: int, token: str, number: int = 0) -> dict[str, object]:
     """What came of it; `error`: an errno's name, name, stranger, large (which has a `way`) or broke."""
+    found: dict[str, object] = {}
+    for part in PARTS.get(verb, (verb,)):
+        found |= _ask(part, address, port, token, number)
+        if found["error"]:
+            break
+    return found
+
+
+def _ask(verb: str, address: str, port: int, token: str, number: int) -> dict[str, object]:
     try:
         with socket.create_connection((address, port), timeout=CONNECT_TIMEOUT_S) as sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not _is_greeted(sock, token):
                 return {"error": "stranger"}
             try:
-                return {"error": None, **_found(verb, sock)}
+                return {"error": None, **_found(verb, sock, number)}
             except (OSError, ValueError) as error:
                 return {"error": "broke", "why": str(error)}
     except socket.gaierror as error:
@@ -244,7 +301,14 @@ def ask(verb: str, address: str, port: int, token: str) -> dict[str, object]:
         return {"error": errno.errorcode.get(error.errno or 0, "?"), "why": _why(error)}
 
 
-def _found(verb: str, sock: socket.socket) -> dict[str, object]:
+def _found(verb: str, sock: socket.socket, number: int) -> dict[str, object]:
+    if verb == "down":
+        return _received(sock, b"d", BURST_S, BURST_NBYTES)
+    if verb == "crowd-up":
+        _wait_for(sock, b"u%d\n" % number, MEETING_TIMEOUT_S)
+        return {"mb_per_s": _sent(sock, CROWD_S)}
+    if verb == "crowd-down":
+        return _received(sock, b"w%d\n" % number, CROWD_S, sys.maxsize)
     lost = {} if verb == "knock" else _exchange_large(sock)
     return _measure(sock) if verb == "measure" and not lost else lost
 
@@ -274,28 +338,53 @@ def _exchange_large(sock: socket.socket) -> dict[str, object]:
 
 
 def _measure(sock: socket.socket) -> dict[str, object]:
-    sock.sendall(b"m")
-    sock.settimeout(TURN_TIMEOUT_S)
-    if sock.recv(1) != b"g":
-        raise _of(errno.ECONNRESET)
-    sock.settimeout(STALL_TIMEOUT_S)
+    _wait_for(sock, b"m", TURN_TIMEOUT_S)
     pings = []
     for _ in range(NUM_PINGS):
         begin = time.perf_counter()
         sock.sendall(b"p")
         sock.recv(1)
         pings.append(time.perf_counter() - begin)
-    counted = json.loads(_burst(sock))
-    # What is still on its way must not go on filling the link in the next one's turn.
+    return {"ms": statistics.median(pings) * 1e3, "mb_per_s": _sent(sock, BURST_S)}
+
+
+def _wait_for(sock: socket.socket, request: bytes, seconds: float) -> None:
+    """Ask for a turn, or for the others, and wait."""
+    sock.sendall(request)
+    sock.settimeout(seconds)
+    if sock.recv(1) != b"g":
+        raise _of(errno.ECONNRESET)
+    sock.settimeout(STALL_TIMEOUT_S)
+
+
+def _received(sock: socket.socket, request: bytes, seconds: float, most: int) -> dict[str, object]:
+    """Megabytes a second that the listener sends."""
+    _wait_for(sock, request, TURN_TIMEOUT_S)
+    counted = _count(sock, seconds, most)
+    _cut(sock)
+    return {"down_mb_per_s": _mb_per_s(counted)}
+
+
+def _sent(sock: socket.socket, seconds: float) -> float:
+    """Megabytes a second that arrive of what is sent for some seconds."""
+    counted = json.loads(_burst(sock, seconds))
+    _cut(sock)
+    return _mb_per_s(counted)
+
+
+def _cut(sock: socket.socket) -> None:
+    """Close it so that what is still on its way does not fill the link in the next one's turn."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    speed = counted["bytes"] / counted["seconds"] / 1e6 if counted["seconds"] else 0.0
-    return {"ms": statistics.median(pings) * 1e3, "mb_per_s": speed}
 
 
-def _burst(sock: socket.socket) -> bytes:
+def _mb_per_s(counted: dict[str, float]) -> float:
+    return counted["bytes"] / counted["seconds"] / 1e6 if counted["seconds"] else 0.0
+
+
+def _burst(sock: socket.socket, seconds: float) -> bytes:
     """Send until the listener says what it has counted."""
     sock.setblocking(False)
-    end = time.monotonic() + BURST_S + STALL_TIMEOUT_S
+    end = time.monotonic() + seconds + STALL_TIMEOUT_S
     while time.monotonic() < end:
         readable, writable, _ = select.select([sock], [sock], [], STALL_TIMEOUT_S)
         if readable:
@@ -324,7 +413,7 @@ def main(argv: list[str]) -> None:
     if verb == "listen":
         listen(int(rest[0]), rest[1], int(rest[2]), rest[3:])
     else:
-        _say(ask(verb, rest[0], int(rest[1]), rest[2]))
+        _say(ask(verb, rest[0], int(rest[1]), rest[2], int(rest[3]) if rest[3:] else 0))
 
 
 if __name__ == "__main__":

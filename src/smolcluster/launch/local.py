@@ -19,6 +19,7 @@ from smolcluster.launch.requests import naming_workload, settings_of, written_he
 from smolcluster.launch.run import Run
 from smolcluster.launch.shipping import loki_of
 from smolcluster.observability.terminal import SteadyConsole, print_line
+from smolcluster.runs.advice import ADVICE
 from smolcluster.runs.launched import Launched
 from smolcluster.runs.paths import create_run, new_run_id, runs_root
 from smolcluster.transport.security import default_secret_path, ensure_secret
@@ -57,6 +58,8 @@ def launch_local(request: Request, run_id: str, how: LaunchOptions, *, resume: b
     check_port(settings.cluster)  # or our workers would find somebody else's server
     ensure_secret(settings.node.secret_file or default_secret_path())
     paths = create_run(root, run_id, newest=False)
+    if how.prediction is not None:
+        ADVICE.write(paths.advice, how.prediction)
     console = SteadyConsole()
     say = partial(print_line, console)
     stack = stack_for(how.observe, settings.cluster, say)

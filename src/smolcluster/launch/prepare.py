@@ -89,16 +89,27 @@ def bring(
         LaunchError: it cannot be done; the message says what to do.
     """
     if root is not None:
-        tree = read_tree(root)
-        others = [machine for machine in machines if not machine.is_here]
-
-        def find(machine: Machine) -> Difference:
-            ours = without(tree, machine.kept)
-            return look(machine.host, machine.project_dir, ours, overwrite=overwrite)
-
-        found = _on_all(others, find)
-        _on_all(others, lambda each: _send(each, root, found[each.host.node], say))
+        send_project(machines, say, root=root, overwrite=overwrite)
     _on_all(machines, lambda each: _give_secret(each, secret, say))
+
+
+def send_project(
+    machines: Collection[Machine], say: Callable[..., None], *, root: Path, overwrite: bool
+) -> None:
+    """Bring code and environment to those that are not this machine; see `bring`.
+
+    Raises:
+        LaunchError: it cannot be done; the message says what to do.
+    """
+    tree = read_tree(root)
+    others = [machine for machine in machines if not machine.is_here]
+
+    def find(machine: Machine) -> Difference:
+        ours = without(tree, machine.kept)
+        return look(machine.host, machine.project_dir, ours, overwrite=overwrite)
+
+    found = _on_all(others, find)
+    _on_all(others, lambda each: _send(each, root, found[each.host.node], say))
 
 
 def _send(machine: Machine, root: Path, difference: Difference, say: Callable[..., None]) -> None:

@@ -51,10 +51,18 @@ from smolcluster.launch.workload_code import (
     put_code,
 )
 from smolcluster.observability.terminal import SteadyConsole
+from smolcluster.runs.advice import ADVICE, Prediction
 from smolcluster.runs.files import or_none
 from smolcluster.runs.launched import Launched, launched_of
 from smolcluster.runs.model_file import ModelFile
-from smolcluster.runs.paths import RunPaths, check_run_id, create_run, new_run_id, runs_root
+from smolcluster.runs.paths import (
+    ADVICE_FILE,
+    RunPaths,
+    check_run_id,
+    create_run,
+    new_run_id,
+    runs_root,
+)
 from smolcluster.transport.security import default_secret_path, ensure_secret
 from smolcluster.utils.folders import checkout
 from smolcluster.utils.words import as_command
@@ -81,6 +89,7 @@ class LaunchOptions:
         detach: leave the run alone when all workers have joined.
         observe: start Grafana, Loki and Prometheus where they can be; None: as the cluster file says, and
             otherwise use those that run; False: leave them alone.
+        prediction: what was predicted of the run; None: nothing.
     """
 
     dry_run: bool = False
@@ -89,6 +98,7 @@ class LaunchOptions:
     tmux: bool = True
     detach: bool = False
     observe: bool | None = None
+    prediction: Prediction | None = None
 
 
 def launch_remote(
@@ -126,6 +136,9 @@ def launch_remote(
     root_sent = root if how.sync else None
     bring(machines.values(), secret, run.say, root=root_sent, overwrite=how.overwrite)
     put_configuration(launched, without_env(cluster_file), train_file.read_bytes(), code)
+    if how.prediction is not None:  # for the report, which the server makes
+        server = launched.server
+        put(host_of(server), f"{server.run_dir}/{ADVICE_FILE}", ADVICE.text(how.prediction))
     check_packets(settings.cluster, places)
     overrides = (*request.overrides, *workload_overrides(named.workload))
     environ = settings_in(os.environ)

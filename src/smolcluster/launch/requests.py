@@ -66,6 +66,29 @@ def naming_workload(request: Request, settings: Settings) -> Request:
     )
 
 
+def plain_request(
+    *,
+    local: bool,
+    num_workers: int | None,
+    config: str | None,
+    train_config: str | None,
+    overrides: Sequence[str],
+    workload: str | None = None,
+) -> Request:
+    """A request that leaves the algorithm open: it names the default one, whose cluster file is meant."""
+    spec = default_algorithm()
+    return request_of(
+        spec,
+        LaunchCommand("", ""),
+        local=local,
+        num_workers=num_workers,
+        config=config,
+        train_config=train_config,
+        overrides=overrides,
+        workload=workload,
+    )
+
+
 def request_of(
     spec: AlgorithmSpec,
     command: LaunchCommand,

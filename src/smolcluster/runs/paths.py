@@ -17,6 +17,7 @@ from smolcluster.errors import ConfigError
 from smolcluster.utils.folders import checkout
 
 LATEST = "latest"
+ADVICE_FILE = "advice.json"
 NUM_SHOWN = 5
 """Of the runs that there are, where one is not."""
 
@@ -63,6 +64,8 @@ class RunPaths:
     """The launcher's children, in runs of earlier versions."""
     launched = _In("launch.json")
     """Its processes, and where they are; on the machine that launched them."""
+    advice = _In(ADVICE_FILE)
+    """What was predicted of it; of a launch with --auto."""
     standing = _In(".standing.json")
     """How a run on other machines stood when these were asked last; on the machine that launched it."""
     logs = _In("logs")

@@ -7,8 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -80,6 +82,38 @@ def test_two_workers_take_turns(port: int, listener: dict[str, Any]) -> None:
             first.close()
             second.settimeout(10)
             assert second.recv(1) == b"g"
+
+
+def test_bandwidth_is_measured_both_ways(port: int, listener: dict[str, Any]) -> None:
+    told = probe("both", LOOPBACK, port, TOKEN)
+    assert told["error"] is None
+    assert told["mb_per_s"] > 1
+    assert told["down_mb_per_s"] > 1
+    assert told["ms"] > 0
+
+
+def test_a_crowd_sends_at_the_same_time(port: int, listener: dict[str, Any]) -> None:
+    alone = threading.Thread(target=probe, args=("both", LOOPBACK, port, TOKEN))
+    with ThreadPoolExecutor(2) as pool:
+        crowd = [pool.submit(probe, "crowd", LOOPBACK, port, TOKEN, 2) for _ in range(2)]
+        alone.start()  # who is measured in its turn needs not wait for them
+        told = [each.result(timeout=60) for each in crowd]
+    alone.join()
+    for each in told:
+        assert each["error"] is None
+        assert each["mb_per_s"] > 0
+        assert each["down_mb_per_s"] > 0
+
+
+@pytest.mark.parametrize("number", ["0", "1000000", "many"])
+def test_no_crowd_of_that_size_is_waited_for(
+    port: int, listener: dict[str, Any], number: str
+) -> None:
+    with socket.create_connection((LOOPBACK, port), timeout=20) as sock:
+        sock.sendall(b"t0\n")
+        assert sock.recv(100) == link_probe.GREETING
+        sock.sendall(b"u" + number.encode() + b"\n")
+        assert sock.recv(1) == b""
 
 
 @pytest.mark.parametrize("way", ["to", "from"])

@@ -267,3 +267,35 @@ def test_why_nothing_can_be_measured_is_told(host: Host, why: str) -> None:
 def test_a_machine_without_addresses_is_refused() -> None:
     with pytest.raises(LaunchError, match=r"^mini1 \(m\) has no address in any network: check its"):
         interfaces_of(ALONE)
+
+
+@pytest.mark.parametrize(
+    ("names", "best"),
+    [
+        (("Wi-Fi", "Ethernet", "Thunderbolt Bridge"), "Thunderbolt Bridge"),
+        (("wlan0", "eth0"), "eth0"),
+        (("Wi-Fi", "en5"), "en5"),
+    ],
+)
+def test_of_equal_ways_a_cable_comes_before_wi_fi(names: tuple[str, ...], best: str) -> None:
+    links = [
+        MeasuredLink(Interface(f"10.0.0.{number}", name), ms=number + 1.0, mb_s=100.0)
+        for number, name in enumerate(names)
+    ]
+    choice = choose(links)
+    assert choice is not None
+    assert choice[0] == f"10.0.0.{names.index(best)}"
+
+
+def test_wi_fi_that_carries_far_more_is_taken_all_the_same() -> None:
+    slow = MeasuredLink(Interface("10.0.0.1", "Ethernet"), ms=1.0, mb_s=11.0)
+    fast = MeasuredLink(Interface("10.0.0.2", "Wi-Fi"), ms=3.0, mb_s=60.0)
+    choice = choose([slow, fast])
+    assert choice is not None
+    assert choice[0] == "10.0.0.2"
+
+
+def test_the_way_back_is_read_too() -> None:
+    told = {"error": None, "ms": 1.0, "mb_per_s": 5.0, "down_mb_per_s": 7.0}
+    assert read_link(IPV4, told).down_mb_s == 7.0
+    assert read_link(IPV4, told | {"down_mb_per_s": "inf"}).failure

@@ -14,6 +14,7 @@ from smolcluster.algorithms.planning.costs import (
     Forecast,
     Job,
     Site,
+    codec_choices,
     codec_of,
     lost_share,
     samples_alone,
@@ -110,6 +111,5 @@ def _after(first: Done, flow: Flow) -> Process:
 
 def candidates(_site: Site, _job: Job, settings: Settings) -> Iterator[dict[str, Any]]:
     """Codecs; weights that are mixed must travel whole."""
-    yield {"codec": "fp32", "use_quantization": False}
-    if settings.of(EDPConfig).update_rule != "mixing":
-        yield {"codec": "int8"}
+    is_mixing = settings.of(EDPConfig).update_rule == "mixing"
+    return codec_choices(settings, "fp32", *(() if is_mixing else ("int8",)))

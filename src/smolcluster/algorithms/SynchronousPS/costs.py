@@ -13,6 +13,7 @@ from smolcluster.algorithms.planning.costs import (
     Forecast,
     Job,
     Site,
+    codec_choices,
     codec_of,
     down_rates,
     lost_share,
@@ -96,7 +97,6 @@ def _computing(site: Site, settings: Settings, place: int) -> Cost:
     )
 
 
-def candidates(_site: Site, _job: Job, _settings: Settings) -> Iterator[dict[str, Any]]:
+def candidates(_site: Site, _job: Job, settings: Settings) -> Iterator[dict[str, Any]]:
     """Codecs."""
-    yield {"codec": "fp32", "use_quantization": False}
-    yield {"codec": "int8"}
+    return codec_choices(settings, "fp32", "int8")

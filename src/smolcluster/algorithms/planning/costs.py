@@ -139,6 +139,13 @@ def codec_of(settings: Settings) -> str:
     return cluster.codec or ("int8" if cluster.use_quantization else "fp32")
 
 
+def codec_choices(settings: Settings, *names: str) -> Iterator[dict[str, Any]]:
+    """What the cluster file would say for each codec; the two keys that name one must agree."""
+    for name in names:
+        is_refused = settings.cluster.use_quantization and name != "int8"
+        yield {"codec": name} | ({"use_quantization": False} if is_refused else {})
+
+
 def samples_alone(site: Site, settings: Settings) -> list[float]:
     """Samples a second that each worker computes if it never waits."""
     return [settings.train.samples_per_push / worker.step_s for worker in site.workers]

@@ -61,6 +61,8 @@ _OF_CONTAINERS = re.compile(
 class Interface:
     """An address of a machine.
 
+    Of ways that are as fast a cable's is taken: what Wi-Fi carries changes with the weather.
+
     Attributes:
         ip: the address.
         name: what it belongs to, such as Wi-Fi, Thunderbolt Bridge or eth0.
@@ -73,6 +75,13 @@ class Interface:
     def shown(self) -> str:
         return f"{self.ip} ({self.name})"
 
+    @property
+    def rank(self) -> int:
+        """0: Thunderbolt, 1: another cable, 2: Wi-Fi."""
+        if self.name == WI_FI or self.name.startswith(("wl", "wifi")):
+            return 2
+        return 0 if self.name.lower().startswith("thunderbolt") else 1
+
 
 @dataclass(frozen=True)
 class MeasuredLink:
@@ -82,6 +91,7 @@ class MeasuredLink:
         interface: the server's end of it.
         ms: median round trip in milliseconds.
         mb_s: megabytes a second, from the worker to the server.
+        down_mb_s: from the server to the worker; None: not measured.
         failure: why there is nothing to measure; empty: there is.
     """
 
@@ -89,6 +99,7 @@ class MeasuredLink:
     ms: float = math.inf
     mb_s: float = 0.0
     failure: str = ""
+    down_mb_s: float | None = None
 
     @property
     def shown(self) -> str:
@@ -99,15 +110,15 @@ class MeasuredLink:
 def choose(links: Sequence[MeasuredLink]) -> tuple[str, str] | None:
     """The server's address at the way with the highest bandwidth, and why it is that one.
 
-    Of equal ones that with the shortest round trip, of ways that look the same the first; None when no way
-    leads there.
+    Of equal ones Thunderbolt and cable come before Wi-Fi, then the shortest round trip; of ways that look the
+    same the first is taken; None when no way leads there.
     """
     open_ways = [link for link in links if not link.failure]
     if not open_ways:
         return None
     highest = max(link.mb_s for link in open_ways)
     equal = [link for link in open_ways if link.mb_s >= EQUAL * highest]
-    best = min(equal, key=lambda link: round(link.ms, 1))
+    best = min(equal, key=lambda link: (link.interface.rank, round(link.ms, 1)))
     others = sorted((link for link in links if link is not best), key=lambda link: -link.mb_s)
     told = [best.shown, *(f"{link.interface.shown}: {link.shown}" for link in others)]
     return best.interface.ip, "; ".join(told)
@@ -158,8 +169,12 @@ def _addresses(text: str) -> Iterator[tuple[str, str, str]]:
             yield interface, match["ip"], match["rest"]
 
 
-def measure(host: Host, interface: Interface, listener: Listener, token: str) -> MeasuredLink:
+def measure(
+    host: Host, interface: Interface, listener: Listener, token: str, verb: str = "measure"
+) -> MeasuredLink:
     """What the way from a machine to an address of the one that listens is like.
+
+    `verb`: `both` measures the way back, too.
 
     Raises:
         LaunchError: it cannot be reached, or has no Python.
@@ -167,7 +182,7 @@ def measure(host: Host, interface: Interface, listener: Listener, token: str) ->
     port = listener.ports.get(interface.ip)
     if port is None:
         return MeasuredLink(interface, failure="nobody may listen there")
-    script = probe_script("", "measure", interface.ip, port, token)
+    script = probe_script("", verb, interface.ip, port, token)
     return read_link(interface, ask(host, script, MEASURE_S))
 
 
@@ -176,7 +191,8 @@ def read_link(interface: Interface, found: Mapping[str, Any]) -> MeasuredLink:
     if found.get("error"):
         return MeasuredLink(interface, failure=_FAILURES.get(str(found["error"]), "broke off"))
     with suppress(KeyError, TypeError, ValueError):
-        link = MeasuredLink(interface, float(found["ms"]), float(found["mb_per_s"]))
-        if math.isfinite(link.ms) and math.isfinite(link.mb_s):
+        down = float(found["down_mb_per_s"]) if "down_mb_per_s" in found else None
+        link = MeasuredLink(interface, float(found["ms"]), float(found["mb_per_s"]), down_mb_s=down)
+        if all(map(math.isfinite, (link.ms, link.mb_s, link.down_mb_s or 0.0))):
             return link
     return MeasuredLink(interface, failure="not measured")

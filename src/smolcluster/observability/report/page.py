@@ -17,6 +17,7 @@ from smolcluster.observability.report.settings import changed_settings
 from smolcluster.observability.view.facts import ReportData, Worker, read_facts, workers_of
 from smolcluster.observability.view.process_stats import SHARES, shares_of, step_s_of, title_of
 from smolcluster.observability.view.story import Happening, told
+from smolcluster.runs.advice import Prediction
 from smolcluster.runs.evaluated import cell, metrics_in
 from smolcluster.runs.events import (
     CheckpointSaved,
@@ -134,6 +135,8 @@ def _tiles(facts: ReportData) -> Iterator[tuple[str, str, str]]:
     rate = (outcome.samples_per_s or 0.0) * (tokens or 1)
     speed = f"{rate:,.0f} {'tokens' if tokens else 'samples'}/s" if outcome.wall_s else ""
     yield "Time", format_duration(outcome.wall_s or 0.0), speed
+    if facts.prediction is not None and outcome.samples_per_s:
+        yield _predicted(facts.prediction, outcome.samples_per_s, tokens)
     if summary is not None and summary.workers:
         sent = f"and {format_bytes(summary.bytes.sent)} sent by it"
         yield "Received by the server", format_bytes(summary.bytes.received), sent
@@ -142,6 +145,17 @@ def _tiles(facts: ReportData) -> Iterator[tuple[str, str, str]]:
     if pushes.get("applied") or dropped:
         more = ", ".join(f"{count:,} {name.replace('_', '-')}" for name, count in dropped.items())
         yield "Pushes", f"{pushes.get('applied', 0):,}", more or "all applied"
+
+
+def _predicted(
+    prediction: Prediction, samples_per_s: float, tokens: int | None
+) -> tuple[str, str, str]:
+    """What was predicted, and how far off what was measured is."""
+    unit, each = ("tokens", tokens) if tokens else ("samples", 1)
+    off = samples_per_s / prediction.samples_per_s - 1
+    alone = f"{prediction.alone_samples_per_s * each:,.0f} {unit}/s on {prediction.alone} alone"
+    told = f"measured {samples_per_s * each:,.0f}, {abs(off):.0%} {'more' if off > 0 else 'less'}; {alone}"
+    return "Predicted", f"{prediction.samples_per_s * each:,.0f} {unit}/s", told
 
 
 def _epochs(facts: ReportData) -> str:

@@ -14,6 +14,7 @@ from smolcluster.observability.view.curves import Curves, curves_of, read_series
 from smolcluster.observability.view.first_error import Logs, read_logs
 from smolcluster.observability.view.snapshot import RunSnapshot, read_snapshot
 from smolcluster.observability.view.story import Story, read_story
+from smolcluster.runs.advice import ADVICE, Prediction
 from smolcluster.runs.events import (
     RunStarted,
     WorkerEvent,
@@ -21,6 +22,7 @@ from smolcluster.runs.events import (
     WorkerLeft,
     WorkerLost,
 )
+from smolcluster.runs.files import or_none
 from smolcluster.runs.launched import Process
 from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import RunPaths, process_title
@@ -73,6 +75,7 @@ class ReportData:
     Attributes:
         is_alive: whether a process of this machine writes it now.
         config: the text of its configuration file.
+        prediction: what was predicted of it.
         problems: what could not be read, a sentence each.
     """
 
@@ -87,6 +90,7 @@ class ReportData:
     curves: Curves
     processes: Sequence[ProcessSeries]
     logs: Logs
+    prediction: Prediction | None
     problems: Sequence[str]
 
     @property
@@ -143,6 +147,7 @@ def _read(paths: RunPaths, *, with_logs: bool, ended_by: BaseException | None) -
         curves=curves_of(paths.run_id, series, story.events),
         processes=processes,
         logs=logs,
+        prediction=or_none(ADVICE.read, paths.advice),
         problems=[*problems, *read.problems],
     )
 

@@ -1,0 +1,1 @@
+"""`smolcluster advise`: what is worth distributing, and how, from measured machines and links."""

@@ -1,0 +1,340 @@
+"""`smolcluster advise`: measure, predict, recommend.
+
+machines prepared -> real steps on each -> ways to the server -> what each algorithm predicts -> advice
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from smolcluster.algorithms.planning.advice import Advice, Option, advise, best_settings
+from smolcluster.algorithms.planning.costs import Interface, Job, Site, Worker, costs_of
+from smolcluster.configs.load import find_config
+from smolcluster.configs.resolve import Settings, check_algorithm, without_workload
+from smolcluster.configs.spec import AlgorithmSpec, algorithms, get_algorithm
+from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
+from smolcluster.launch.advise.measuring import (
+    Computer,
+    Files,
+    Way,
+    measure_all,
+    measure_ways,
+    this_machine,
+)
+from smolcluster.launch.advise.speed import Asked, Speed
+from smolcluster.launch.host import host_of
+from smolcluster.launch.plan import Request
+from smolcluster.launch.prepare import Machine, forwarded, send_project, settings_in
+from smolcluster.launch.remote import machines_of, places_of, project_root, without_env
+from smolcluster.launch.requests import (
+    DEFAULT_TRAINING,
+    cluster_source,
+    naming_workload,
+    settings_of,
+)
+from smolcluster.launch.workload_code import code_of
+from smolcluster.runs.advice import Prediction
+from smolcluster.runs.paths import runs_root
+from smolcluster.utils.at_once import at_once
+
+Say = Callable[[str], None]
+ALONE = "this machine"
+"""Where all of a cluster is on it."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was measured, and what follows from it.
+
+    Attributes:
+        speeds: by node; of `--local` those of workers side by side.
+        ways: from nodes to the server, but for those on the server's machine.
+        stated: where the cluster file says that each node reaches the server.
+        tokens_per_sample: 0 where samples are no text.
+        request: what is launched if the advice is followed; None: nothing.
+    """
+
+    speeds: Mapping[str, Speed]
+    ways: Mapping[str, Way]
+    stated: Mapping[str, str]
+    site: Site
+    advice: Advice
+    tokens_per_sample: int
+    request: Request | None
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """What is kept with a run that follows the advice."""
+        chosen, (alone, alone_samples_per_s) = self.advice.chosen, self.advice.alone
+        if chosen is None:
+            return None
+        forecast = chosen.forecast
+        return Prediction(
+            algorithm=chosen.algorithm,
+            settings=dict(chosen.settings),
+            samples_per_s=forecast.samples_per_s,
+            lost=forecast.lost,
+            received_bytes_s=forecast.received_bytes_s,
+            sent_bytes_s=forecast.sent_bytes_s,
+            alone=alone,
+            alone_samples_per_s=alone_samples_per_s,
+        )
+
+
+def find_advice(
+    request: Request, say: Say, *, local: bool, sync: bool = True, overwrite: bool = False
+) -> Found:
+    """Measure the machines and links of a cluster and say what to do with them.
+
+    `request` names the files; which algorithm it names does not matter. Machines that do not answer are left
+    out, with one line each.
+
+    Raises:
+        ConfigError: a file or an override is wrong.
+        LaunchError: the server's machine, or every worker, is out of reach.
+    """
+    settings = settings_of(request, local=local)
+    named = naming_workload(request, settings)
+    if local:
+        speeds, alone = _measured_here(named, settings, say)
+        ways: dict[str, Way] = {}
+    else:
+        speeds, ways = _measured_there(named, settings, say, sync=sync, overwrite=overwrite)
+        alone = {node: _samples_per_s(speed) for node, speed in speeds.items()}
+    site = site_of(settings, speeds, ways)
+    if not site.workers:
+        raise LaunchError("no worker's machine could be measured: see the lines above")
+    measured = speeds[site.workers[0].name]
+    job = Job(measured.num_params, measured.num_samples)
+    advice = advise(options_of(request, site, job, measured.batch_size, say, local=local), alone)
+    return Found(
+        speeds=speeds,
+        ways=ways,
+        stated=settings.cluster.host_ip,
+        site=site,
+        advice=advice,
+        tokens_per_sample=measured.tokens_per_sample,
+        request=None if advice.chosen is None else _following(request, advice.chosen),
+    )
+
+
+# --- measured
+
+
+def _measured_here(
+    named: Request, settings: Settings, say: Say
+) -> tuple[dict[str, Speed], dict[str, float]]:
+    """Workers side by side, then this machine alone."""
+    cluster, folder = settings.cluster, str(Path.cwd())
+    files, asked = _files(named), _asked(named, is_local=True, num_workers=cluster.num_workers)
+    with tempfile.TemporaryDirectory() as meeting:
+        crowd = {
+            node: asked.model_copy(
+                update={
+                    "node": node,
+                    "meeting": meeting,
+                    "crowd": cluster.num_workers,
+                    "overrides": (*_one_thread(named, node), *asked.overrides),
+                }
+            )
+            for node in cluster.workers
+        }
+        speeds = measure_all([this_machine(node, folder) for node in crowd], files, crowd, say)
+    alone = measure_all([this_machine(ALONE, folder)], files, {ALONE: asked}, say)
+    if not alone:
+        raise LaunchError("this machine cannot be measured: see the line above")
+    return speeds, {ALONE: _samples_per_s(alone[ALONE])}
+
+
+def _one_thread(named: Request, node: str) -> tuple[str, ...]:
+    """As a launch with --local has it: side by side more threads get into each other's way."""
+    return () if settings_of(named, True, node).node.threads is not None else ("threads=1",)
+
+
+def _measured_there(
+    named: Request, settings: Settings, say: Say, *, sync: bool, overwrite: bool
+) -> tuple[dict[str, Speed], dict[str, Way]]:
+    """The machines of a cluster file, each for itself, then their ways to the server."""
+    cluster = settings.cluster
+    cluster_file, train_file = _config_files(named)
+    stated = os.environ.get("SMOLCLUSTER_RUNS_DIR")
+    here = runs_root(Path(stated) if stated else None)
+    places = places_of(named, cluster, cluster_file, train_file, here)
+    machines = machines_of(cluster, places, cluster_file)
+    names = ", ".join(machines)
+    say(f"looking at {names}")
+
+    def ready(machine: Machine) -> bool:
+        try:
+            machine.host.run("true")
+            if sync:
+                send_project([machine], say, root=project_root(), overwrite=overwrite)
+        except SmolclusterError as error:
+            say(f"{error}; it is left out")
+            return False
+        return True
+
+    present = [
+        machine
+        for machine, is_ready in zip(
+            machines.values(), at_once(ready, list(machines.values())), strict=True
+        )
+        if is_ready
+    ]
+    if cluster.server not in [machine.host.node for machine in present]:
+        raise LaunchError(f"nothing can be said without {cluster.server}, the server's machine")
+    computers = [
+        Computer(each.host, places[each.host.node].python, each.project_dir) for each in present
+    ]
+    asked = {
+        each.host.node: _asked(
+            named,
+            node=each.host.node,
+            environ={**settings_in(os.environ), **each.env}
+            if each.is_here
+            else {**forwarded(os.environ), **each.env},
+        )
+        for each in present
+    }
+    speeds = measure_all(computers, _files(named), asked, say)
+    server = host_of(cluster, cluster.server)
+    workers = [host_of(cluster, node) for node in cluster.workers if node in speeds]
+    apart = [each for each in workers if each.destination != server.destination]
+    ways = measure_ways(server, apart, cluster.host_ip, cluster.port, say)
+    lost = {each.node for each in apart} - set(ways)
+    return {node: speed for node, speed in speeds.items() if node not in lost}, ways
+
+
+def _config_files(named: Request) -> tuple[Path, Path]:
+    return (
+        find_config(cluster_source(named.config, named.algorithm.name), "cluster"),
+        find_config(named.train_config or DEFAULT_TRAINING, "training"),
+    )
+
+
+def _files(named: Request) -> Files:
+    cluster_file, train_file = _config_files(named)
+    code = None if named.workload is None else code_of(named.workload)
+    return Files(without_env(cluster_file), train_file.read_bytes(), code)
+
+
+def _asked(named: Request, **more: Any) -> Asked:
+    code = None if named.workload is None else code_of(named.workload)
+    return Asked(
+        overrides=tuple(without_workload(named.overrides)),
+        workload=named.workload if code is None else code.name,
+        has_code=code is not None,
+        **more,
+    )
+
+
+def _samples_per_s(speed: Speed) -> float:
+    return speed.batch_size / (median(speed.compute_s) + speed.update_s)
+
+
+# --- predicted
+
+
+def site_of(settings: Settings, speeds: Mapping[str, Speed], ways: Mapping[str, Way]) -> Site:
+    """The machines that answered, and what connects them."""
+    cluster = settings.cluster
+    workers = []
+    for node in cluster.workers:
+        if node not in speeds:
+            continue
+        worker = Worker(node, median(speeds[node].compute_s), speeds[node].update_s)
+        way = ways.get(node)
+        if way is not None:
+            worker = replace(
+                worker,
+                up_bytes_s=1e6 * way.up_mb_s,
+                down_bytes_s=1e6 * way.down_mb_s,
+                latency_s=way.latency_s,
+                via=way.address,
+            )
+        workers.append(worker)
+    addresses = dict.fromkeys(way.address for way in ways.values())
+    by_address = {ip: [way for way in ways.values() if way.address == ip] for ip in addresses}
+    interfaces = {ip: _interface(each) for ip, each in by_address.items() if each[1:]}
+    own = speeds.get(cluster.server)
+    updates = [own.update_s] if own else [speed.update_s for speed in speeds.values()]
+    return Site(tuple(workers), interfaces, apply_s=max(updates, default=0.0))
+
+
+def _interface(ways: Sequence[Way]) -> Interface:
+    """What the server's end carries: what arrived while all sent, and no less than one alone brought."""
+
+    def limit(crowd: Sequence[float | None], alone: Sequence[float]) -> float:
+        known = [each for each in crowd if each is not None]
+        if len(known) < len(ways):
+            return 1e6 * max(alone)
+        return 1e6 * max(sum(known), *alone)
+
+    return Interface(
+        limit([way.crowd_up_mb_s for way in ways], [way.up_mb_s for way in ways]),
+        limit([way.crowd_down_mb_s for way in ways], [way.down_mb_s for way in ways]),
+    )
+
+
+def options_of(
+    request: Request, site: Site, job: Job, batch_size: int, say: Say, *, local: bool
+) -> Iterator[Option]:
+    """The best settings of each algorithm that predicts, and can follow what the files say."""
+    for spec in algorithms().values():
+        model = costs_of(spec)
+        if model is None:
+            continue
+        of_it = replace(request, algorithm=spec, config=_one_config(request))
+        options = []
+        try:
+            settings = _settings(of_it, spec, batch_size, local=local)
+            for candidate in model.candidates(site, job, settings):
+                keys = {
+                    name: value for name, value in candidate.items() if name not in stated(request)
+                }
+                asked = replace(of_it, overrides=(*of_it.overrides, *as_overrides(keys)))
+                told = _settings(asked, spec, batch_size, local=local)
+                options.append(Option(spec.name, keys, model.predict(site, job, told)))
+        except ConfigError as error:
+            say(f"{spec.title} is left out: {error}")
+            continue
+        yield best_settings(options)
+
+
+def _one_config(request: Request) -> str:
+    """The cluster file of all predictions: the machines are in it."""
+    return cluster_source(request.config, request.algorithm.name)
+
+
+def _settings(request: Request, spec: AlgorithmSpec, batch_size: int, *, local: bool) -> Settings:
+    settings = settings_of(request, local=local)
+    check_algorithm(settings, spec.name)
+    return settings.with_batch_size(batch_size // settings.train.gradient_accumulation)
+
+
+def stated(request: Request) -> set[str]:
+    """The keys that the user has set by hand, and are not chosen anew."""
+    return {text.partition("=")[0] for text in request.overrides}
+
+
+def as_overrides(keys: Mapping[str, Any]) -> tuple[str, ...]:
+    """Keys as `--override` takes them."""
+    return tuple(
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in keys.items()
+    )
+
+
+def _following(request: Request, chosen: Option) -> Request:
+    """What is launched if the advice is followed."""
+    return replace(
+        request,
+        algorithm=get_algorithm(chosen.algorithm),
+        config=_one_config(request),
+        overrides=(*request.overrides, *as_overrides(chosen.settings)),
+    )

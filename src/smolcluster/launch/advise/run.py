@@ -1,0 +1,53 @@
+"""The command `advise`, and `launch --auto`, which does what it says."""
+
+import sys
+from dataclasses import replace
+from functools import partial
+
+from smolcluster.launch.advise.command import Found, find_advice
+from smolcluster.launch.advise.show import advice_line, as_json, show
+from smolcluster.launch.local import launch
+from smolcluster.launch.plan import Request
+from smolcluster.launch.remote import LaunchOptions
+from smolcluster.observability.terminal import SteadyConsole, print_line
+
+DO_NOT_DISTRIBUTE = 4
+"""Exit code: one machine alone is about as fast, or faster."""
+
+
+def advise_command(
+    request: Request, *, local: bool, sync: bool, overwrite: bool, in_json: bool
+) -> int:
+    """Measure, and print what to do; returns the exit code.
+
+    Raises:
+        SmolclusterError: nothing can be said.
+    """
+    say = partial(print_line, SteadyConsole(stderr=True))
+    found = find_advice(request, say, local=local, sync=sync, overwrite=overwrite)
+    if in_json:
+        sys.stdout.write(f"{as_json(found)}\n")
+    else:
+        show(found, SteadyConsole())
+    return _code(found)
+
+
+def launch_advised(request: Request, how: LaunchOptions, *, local: bool) -> int:
+    """Measure, say in one line what is done, and do it; returns the exit code.
+
+    Nothing is launched where one machine alone is about as fast.
+
+    Raises:
+        SmolclusterError: nothing can be said, or the launch is prevented.
+    """
+    console = SteadyConsole()
+    say = partial(print_line, console)
+    found = find_advice(request, say, local=local, sync=how.sync, overwrite=how.overwrite)
+    say(advice_line(found))
+    if found.request is None:
+        return _code(found)
+    return launch(found.request, replace(how, prediction=found.prediction), local=local)
+
+
+def _code(found: Found) -> int:
+    return DO_NOT_DISTRIBUTE if found.advice.chosen is None else 0

@@ -1,0 +1,233 @@
+"""From what machines and links say to advice, without any machine."""
+
+import io
+import json
+import tarfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from smolcluster.algorithms.planning.costs import Job
+from smolcluster.configs.resolve import load_settings
+from smolcluster.launch.advise import command
+from smolcluster.launch.advise.command import Found, as_overrides, find_advice, options_of, site_of
+from smolcluster.launch.advise.measuring import Computer, Files, Way, busy, measure_all
+from smolcluster.launch.advise.show import advice_line, as_json, lines, show
+from smolcluster.launch.advise.speed import ASKED_FILE, Asked, Speed, meet
+from smolcluster.launch.host import Done, Host
+from smolcluster.launch.plan import Request
+from smolcluster.launch.requests import plain_request
+from smolcluster.observability.terminal import SteadyConsole
+
+CLUSTER = """
+host_ip: {mini1: 10.0.0.1, pi5: 10.0.0.1, win: 192.168.1.4}
+server: mini1
+workers: [mini1, pi5, win]
+num_workers: 3
+port: 65432
+nodes: {mini1: {ssh: local}}
+"""
+
+
+def speed(seconds: float, *, tokens: int = 64) -> Speed:
+    return Speed(
+        compute_s=(seconds, seconds, seconds),
+        update_s=0.0,
+        batch_size=4,
+        num_params=1_830_000,
+        num_samples=1000,
+        tokens_per_sample=tokens,
+    )
+
+
+def way(mb_s: float, crowd: float | None = None, address: str = "10.0.0.1") -> Way:
+    return Way(address, "eth0", 1e-3, mb_s, mb_s, "fast", crowd, crowd)
+
+
+@pytest.fixture
+def request_of(tmp_path: Path) -> Callable[..., Request]:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(CLUSTER)
+
+    def make(*overrides: str) -> Request:
+        return plain_request(
+            local=False,
+            num_workers=None,
+            config=str(file),
+            train_config="stdlib",
+            overrides=("batch_size=4", *overrides),
+        )
+
+    return make
+
+
+@pytest.fixture
+def found(
+    request_of: Callable[..., Request], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Found]:
+    """What is found where machines and links say this."""
+
+    def make(speeds: Mapping[str, Speed], ways: Mapping[str, Way], *overrides: str) -> Found:
+        monkeypatch.setattr(command, "_measured_there", lambda *_, **__: (speeds, ways))
+        return find_advice(request_of(*overrides), said.append, local=False)
+
+    said: list[str] = []
+    return make
+
+
+FAST = {"mini1": speed(0.35), "pi5": speed(0.9), "win": speed(0.35)}
+
+
+def test_fast_links_are_worth_it_and_the_exact_algorithm_is_taken(
+    found: Callable[..., Found],
+) -> None:
+    advice = found(FAST, {"pi5": way(1000, 900), "win": way(1000, 900)}).advice
+    assert advice.chosen is not None
+    assert advice.chosen.forecast.is_exact
+    assert advice.chosen.settings["codec"] == "fp32"
+    assert advice.alone[0] == "mini1"
+    assert advice.alone[1] == pytest.approx(4 / 0.35)
+    assert 2 < advice.gain < 2.5
+
+
+def test_links_that_carry_next_to_nothing_are_not(found: Callable[..., Found]) -> None:
+    slow = found(
+        {"mini1": speed(0.01), "pi5": speed(0.35), "win": speed(0.35)},
+        {"pi5": way(0.01, 0.01), "win": way(0.01, 0.01)},
+    )
+    assert slow.advice.chosen is None
+    assert slow.request is None
+    assert slow.prediction is None
+    assert advice_line(slow).startswith(
+        "do not distribute this: mini1 alone trains 25,600 tokens/s"
+    )
+
+
+def test_a_key_that_the_user_has_set_is_kept(found: Callable[..., Found]) -> None:
+    ways = {"pi5": way(5, 3), "win": way(5, 3)}
+    assert all(
+        "codec" not in each.settings for each in found(FAST, ways, "codec=fp16").advice.options
+    )
+
+
+def test_what_is_launched_has_the_algorithm_and_its_settings(found: Callable[..., Found]) -> None:
+    result = found(FAST, {"pi5": way(1000, 900), "win": way(1000, 900)})
+    assert result.request is not None
+    assert result.advice.chosen is not None
+    assert result.request.algorithm.name == result.advice.chosen.algorithm
+    assert result.request.overrides == ("batch_size=4", "codec=fp32")
+    assert result.prediction is not None
+    assert result.prediction.samples_per_s == result.advice.chosen.forecast.samples_per_s
+
+
+def test_a_better_address_is_named(found: Callable[..., Found]) -> None:
+    ways = {"pi5": way(100), "win": way(100, address="10.0.0.9")}
+    told = list(lines(found(FAST, ways)))
+    assert told[0] == "host_ip.win: 10.0.0.9 is better than 192.168.1.4 (fast)"
+    assert "host_ip.pi5" not in "".join(told)
+
+
+def test_the_document_has_all_of_it(found: Callable[..., Found]) -> None:
+    document = json.loads(as_json(found(FAST, {"pi5": way(5, 3), "win": way(5, 3)})))
+    assert document["distribute"] is True
+    assert {each["algorithm"] for each in document["options"]} >= {document["advice"]["algorithm"]}
+    assert document["alone"]["machine"] == "mini1"
+    assert document["links"]["pi5"]["crowd_up_mb_s"] == 3
+    assert document["machines"]["pi5"]["num_params"] == 1_830_000
+
+
+def test_the_tables_fit_a_terminal(found: Callable[..., Found]) -> None:
+    printed = io.StringIO()
+    console = SteadyConsole(file=printed, width=100)
+    show(found(FAST, {"pi5": way(5, 3), "win": way(5, 3)}), console)
+    text = printed.getvalue()
+    assert "mini1 alone" in text
+    assert "launch --auto, does it" in text
+
+
+# What connects them
+
+
+def test_who_is_on_the_servers_machine_shares_no_link(request_of: Callable[..., Request]) -> None:
+    settings = load_settings(str(request_of().config), "stdlib", environ={})
+    site = site_of(settings, FAST, {"pi5": way(50, 20), "win": way(80, 30)})
+    assert [worker.via for worker in site.workers] == ["", "10.0.0.1", "10.0.0.1"]
+    assert site.interfaces["10.0.0.1"].in_bytes_s == 80e6, "one alone has brought more than both"
+    crowded = site_of(settings, FAST, {"pi5": way(80, 60), "win": way(80, 60)})
+    assert crowded.interfaces["10.0.0.1"].in_bytes_s == 120e6
+
+
+def test_who_did_not_answer_is_not_there(request_of: Callable[..., Request]) -> None:
+    settings = load_settings(str(request_of().config), "stdlib", environ={})
+    site = site_of(settings, {"win": speed(1)}, {"win": way(1)})
+    assert [worker.name for worker in site.workers] == ["win"]
+    assert site.interfaces == {}
+
+
+def test_an_algorithm_that_cannot_follow_the_files_is_left_out_with_a_line(
+    request_of: Callable[..., Request],
+) -> None:
+    asked, said = request_of("global_batch_size=12"), list[str]()
+    settings = load_settings(str(asked.config), "stdlib", None, asked.overrides, {})
+    site = site_of(settings, FAST, {"pi5": way(5), "win": way(5)})
+    options = list(options_of(asked, site, Job(1000), 4, said.append, local=False))
+    assert [each.algorithm for each in options] == ["syncps"]
+    assert said
+    assert all("global_batch_size is 12" in line for line in said)
+
+
+def test_overrides_are_as_they_are_typed() -> None:
+    assert as_overrides({"codec": "int8", "use_quantization": False, "local_steps": 8}) == (
+        "codec=int8",
+        "use_quantization=false",
+        "local_steps=8",
+    )
+
+
+# Machines
+
+
+def test_a_machine_whose_speed_jumps_is_busy() -> None:
+    jumping = speed(1).model_copy(update={"compute_s": (1.0, 1.7, 1.1)})
+    line = busy("pi5", jumping)
+    assert line is not None
+    assert line.startswith("pi5 is busy: the same batch took 1.7 times as long")
+    assert busy("pi5", speed(1)) is None
+
+
+def test_who_cannot_be_measured_is_left_out_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(host: Host, _script: str, **_: object) -> Done:
+        match host.node:
+            case "far":
+                raise host.unreachable("connect to host far port 22: No route to host")
+            case "bare":
+                return Done(9, "", "the project has no environment there")
+            case "odd":
+                return Done(0, "hello", "")
+        return Done(0, f"welcome\n{speed(0.5).model_dump_json()}\n", "")
+
+    monkeypatch.setattr(Host, "run", run)
+    computers = [Computer(Host(node, node), "python", "~") for node in ("far", "bare", "odd", "ok")]
+    said: list[str] = []
+    asked = {computer.host.node: Asked() for computer in computers}
+    speeds = measure_all(computers, Files(b"", b""), asked, said.append)
+    assert speeds == {"ok": speed(0.5)}
+    told = [line for line in said if line.endswith("it is left out")]
+    assert len(told) == 3
+    assert all("\n" not in line for line in told)
+
+
+def test_a_machine_is_sent_all_that_it_needs_to_know() -> None:
+    packed = Files(b"cluster", b"train").packed(Asked(node="pi5", overrides=("batch_size=2",)))
+    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+        assert {each.mode for each in tar} == {0o600}
+        asked = tar.extractfile(ASKED_FILE)
+        assert asked is not None
+        assert Asked.model_validate_json(asked.read()).overrides == ("batch_size=2",)
+
+
+def test_processes_meet(tmp_path: Path) -> None:
+    (tmp_path / "another").touch()
+    meet(tmp_path, 2)
+    assert len(list(tmp_path.iterdir())) == 2
