@@ -12,7 +12,7 @@ from launching import LAUNCH_TIMEOUT_S, STORIES_TIMEOUT_S, Launching
 FAST_MBIT, SLOW_MBIT = 80.0, 20.0
 SHAPES = {"mini1": FAST_MBIT, "mini2": FAST_MBIT, "pi5": SLOW_MBIT}
 
-pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(STORIES_TIMEOUT_S)]
 
 
 @pytest.fixture
