@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import smolcluster
 from harness import SECRET, Outcome, free_port
+from peers import logger
 from processes import Processes
 from smolcluster.api.arrivals import Arrivals
 from smolcluster.api.settings import server_settings
@@ -107,15 +108,19 @@ def test_workers_without_data_train_the_orchestrator_s_model(
 
 def test_a_run_goes_on_with_more_epochs(config: smolcluster.DistributedConfig) -> None:
     config.num_workers, config.run_id = 1, "goes-on"
-    applied = []
+    applied, lines = [], []
+    orchestrator = smolcluster.Orchestrator(config)
+    orchestrator.register_model(Net())
+    orchestrator.log = logger(lines)
     for num_epochs, resume in ((1, None), (3, "goes-on")):
-        orchestrator = smolcluster.Orchestrator(config)
-        orchestrator.register_model(Net())
         one = worker(config, 1)
         summary = orchestrator.start_training(loader(), num_epochs=num_epochs, resume=resume)
         one.finish()
         applied.append(summary.samples_applied)
     assert applied == [96, 3 * 96]
+    assert (
+        sum("the workers of the training before have ended with it" in line for line in lines) == 1
+    )
     assert orchestrator.config.run_id == "goes-on"
 
 

@@ -141,6 +141,25 @@ def test_a_process_that_died_is_started_again_twice_in_a_row(codes: list[int], r
     assert (life.code, len(started)) == (result, len(codes))
 
 
+def test_a_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_worker, "END_S", 0.01)
+    told: list[str] = []
+
+    class Deaf(Process):
+        def terminate(self) -> None:
+            told.append("terminate")
+
+        def kill(self) -> None:
+            told.append("kill")
+            self.code = -signal.SIGKILL
+
+        def join(self, timeout: float | None = None) -> None:
+            assert timeout is not None or self.code is not None, "it would wait for ever"
+
+    Life("worker", Deaf, 2, logging.Logger("test")).end()
+    assert told == ["terminate", "kill"]
+
+
 def test_the_same_gpu_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match="gpu_ids"):
         run_workers([0, 0], DistributedConfig(), Net)

@@ -1,6 +1,7 @@
 """The project as it is sent to other machines from where there is no checkout."""
 
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -40,6 +41,13 @@ def test_it_is_made_once() -> None:
     assert installed_project() == first
     assert marker.exists()
     assert [path.name for path in first.parent.iterdir()] == [first.name]
+
+
+def test_two_launches_at_once_make_it_together() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        folders = set(pool.map(lambda _: installed_project(), range(4)))
+    [folder] = folders
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
 def test_it_is_what_is_sent_where_there_is_no_checkout(monkeypatch: pytest.MonkeyPatch) -> None:

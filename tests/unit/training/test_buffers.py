@@ -148,6 +148,18 @@ def test_statistics_of_four_workers_with_ten_steps_between_pulls_come_to_those_o
     assert server.num_batches_tracked == 800
 
 
+def test_a_variance_does_not_pass_below_zero() -> None:
+    norm = nn.BatchNorm1d(2)
+    buffers = ModelBuffers(norm)
+    down = torch.tensor([-1.5, -0.25], dtype=torch.float64)
+    numbers = {name: number for number, name in enumerate(buffers.names)}
+    buffers.add({numbers["running_mean"]: down, numbers["running_var"]: down})
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    assert norm.running_mean.tolist() == [-1.5, -0.25]
+    assert norm.running_var.tolist() == [0.0, 0.75]
+
+
 def test_a_buffer_that_becomes_nan_is_named() -> None:
     model = nn.BatchNorm1d(2)
     buffers = ModelBuffers(model)

@@ -70,6 +70,16 @@ def test_a_file_that_imports_its_neighbours(tmp_path: Path) -> None:
     assert workload.train.num_samples == 20
 
 
+def test_a_workload_without_a_name_has_the_function_s_or_the_file_s(tmp_path: Path) -> None:
+    file = write(tmp_path / "our_train.py")
+    file.write_text(file.read_text() + "small = workload\n")
+    assert load(f"{file}:workload").name == "our_train"
+    assert load(f"{file}:small").name == "small"
+    file.write_text(file.read_text().replace(".unbind())", ".unbind(), name='points')"))
+    del sys.modules["our_train"]
+    assert load(f"{file}:workload").name == "points"
+
+
 def test_arguments_come_as_the_annotations_say(tmp_path: Path) -> None:
     parameters = (
         "width: int, *, rate: float = 0.1, kind: Literal['a', 'b'] = 'a', sizes: tuple[int, ...] = (), "

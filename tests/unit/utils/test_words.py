@@ -2,7 +2,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from smolcluster.utils.words import as_command, condensed, nearest, one_line
+from smolcluster.utils.words import a_few, as_command, condensed, nearest, one_line
 
 
 def test_what_would_break_a_line_or_a_terminal_is_escaped() -> None:
@@ -17,6 +17,11 @@ def test_of_a_long_text_the_beginning_and_the_cause_stay() -> None:
     assert text.endswith("cause: no route to host")
     assert len(text) < 620
     assert set(text.split()) == {*before.split(), "…"}, "no word is cut"
+
+
+def test_of_many_names_a_few_are_told() -> None:
+    assert a_few(["a", "b", "c"], 3) == "a, b, c"
+    assert a_few(["a", "b", "c", "d"], 2) == "a, b and 2 more"
 
 
 def test_the_nearest_word_is_found_whatever_its_case() -> None:
