@@ -108,7 +108,8 @@ def test_workers_without_data_train_the_orchestrator_s_model(
 
 def test_a_run_goes_on_with_more_epochs(config: smolcluster.DistributedConfig) -> None:
     config.num_workers, config.run_id = 1, "goes-on"
-    applied, lines = [], []
+    applied: list[int] = []
+    lines: list[str] = []
     orchestrator = smolcluster.Orchestrator(config)
     orchestrator.register_model(Net())
     orchestrator.log = logger(lines)

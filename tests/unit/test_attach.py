@@ -10,6 +10,7 @@ from torch import nn
 
 from smolcluster.api import attach as attaching
 from smolcluster.api import callbacks
+from smolcluster.api.attached_process import own_name
 from smolcluster.api.synchronous_optimizer import describe_optimizer
 from smolcluster.configs.layers import ATTACH_VARIABLE, NAME_VARIABLE
 from smolcluster.errors import ConfigError, ProtocolError
@@ -76,9 +77,9 @@ def test_what_a_launcher_calls_a_process_stands_above_its_arguments(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", "--name", "experiment-3"])
     monkeypatch.setenv(NAME_VARIABLE, "pi5")
-    assert attaching._own_name(None) == "experiment-3"
+    assert own_name(None) == "experiment-3"
     monkeypatch.setenv(ATTACH_VARIABLE, "{}")
-    assert attaching._own_name(None) == "pi5"
+    assert own_name(None) == "pi5"
 
 
 @pytest.mark.parametrize(

@@ -14,19 +14,15 @@ server has an optimizer of the same kind, so it takes adam, adamw and sgd, witho
 learning rate is the one that the loop's schedule has come to.
 """
 
-import json
 import logging
 import math
-import os
-import socket
-import sys
 from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import MethodType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -37,10 +33,11 @@ from torch.utils.data import Sampler
 
 from smolcluster.algorithms.observed import WorkerRun, metrics_served
 from smolcluster.algorithms.serving import ATTACHED
+from smolcluster.api.attached_optimizer import check_optimizer, innermost, stepping, unscale
+from smolcluster.api.attached_process import Told, own_name, told_by_launcher
 from smolcluster.api.synchronous_optimizer import check_rule, describe_optimizer
 from smolcluster.cluster.joining import ask
 from smolcluster.cluster.link import Participant, WorkerSetup, follow
-from smolcluster.configs.layers import ATTACH_VARIABLE, NAME_VARIABLE
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.configs.schema import RunConfig
 from smolcluster.configs.spec import default_algorithm, get_algorithm
@@ -69,10 +66,6 @@ from smolcluster.transport.messages import Logged, Welcome, sets_of
 from smolcluster.transport.security import Secret, default_secret_path, ensure_secret, load_secret
 from smolcluster.utils.device import use_threads
 from smolcluster.utils.meter import Meter
-
-_MARK = "_smolcluster_step"
-_KNOWS_SCALES = "_step_supports_amp_scaling"
-"""What an optimizer has for which `torch.amp.GradScaler` skips no step, but tells it of the scale."""
 
 
 def attach(
@@ -105,52 +98,18 @@ def attach(
     Raises:
         ConfigError: the optimizer is attached already, or a file or name is wrong.
     """
-    told = _told_by_launcher()
+    told = told_by_launcher()
     settings = load_settings(
         told.config or cluster,
         ATTACHED,
-        _own_name(name),
+        own_name(name),
         [*told.overrides, *overrides],
         local=told.is_local,
         local_workers=told.num_workers,
     )
     wanted = _Wanted(num_samples, num_samples is not None, batch_size, num_epochs)
-    own = _own_name(name)
+    own = own_name(name)
     return Cluster(model, optimizer, settings, name=own, told=told, wanted=wanted, secret=secret)
-
-
-@dataclass(frozen=True)
-class Told:
-    """What a launcher tells the processes of a script, in an environment variable."""
-
-    config: str | None = None
-    overrides: tuple[str, ...] = ()
-    worker_id: int | None = None
-    run_id: str | None = None
-    is_local: bool = False
-    num_workers: int | None = None
-    is_named: bool = True
-    """Whether lines on the console say whose they are."""
-
-
-def _told_by_launcher() -> Told:
-    text = os.environ.get(ATTACH_VARIABLE)
-    if text is None:
-        return Told()
-    values = json.loads(text)
-    return Told(**(values | {"overrides": tuple(values.get("overrides", ()))}))
-
-
-def _own_name(stated: str | None) -> str:
-    arguments = iter(sys.argv[1:])
-    flagged = (
-        next(arguments, "") if argument == "--name" else argument.removeprefix("--name=")
-        for argument in arguments
-        if argument == "--name" or argument.startswith("--name=")
-    )
-    host = socket.gethostname().partition(".")[0]
-    launched = os.environ.get(NAME_VARIABLE) if ATTACH_VARIABLE in os.environ else None
-    return launched or stated or next(flagged, "") or os.environ.get(NAME_VARIABLE) or host
 
 
 @dataclass(frozen=True)
@@ -196,7 +155,7 @@ class Cluster:
         secret: Secret | None,
     ) -> None:
         self._model = model
-        self._optimizer = _innermost(optimizer)
+        self._optimizer = innermost(optimizer)
         self._settings, self._name, self._told, self._wanted = settings, name, told, wanted
         self._secret = secret
         self.running = False
@@ -228,7 +187,7 @@ class Cluster:
             ConfigError: the optimizer is attached already, or the model differs from the run's.
             Rejected, AuthError: the server refuses this process.
         """
-        _check_optimizer(self._model, self._optimizer)
+        check_optimizer(self._model, self._optimizer)
         use_threads(self._settings.node.threads)
         with ExitStack() as exits:
             self._node_log = NodeLog(
@@ -246,12 +205,7 @@ class Cluster:
                     self._settings, labels, self._meter, self._log, run_id=lambda: self.run_id
                 )
             )
-            self._original_step: Callable[..., Any] = self._optimizer.step
-            setattr(self._optimizer, _MARK, self._original_step)
-            self._knew_scales = self._optimizer.__dict__.get(_KNOWS_SCALES)
-            setattr(self._optimizer, _KNOWS_SCALES, True)
-            self._optimizer.step = MethodType(_step_of_cluster, self)  # type: ignore[method-assign]
-            exits.callback(self._restore)
+            self._original_step = exits.enter_context(stepping(self._optimizer, self._step))
             self.running = True
             self._greenlet = greenlet(self._live)
             exits.callback(self._leave)
@@ -352,7 +306,7 @@ class Cluster:
         setattr(self._optimizer, "_opt_called", True)  # noqa: B010 - schedulers ask it
         if self.running:
             self._check_step()
-            self._overflow = _unscale(self._optimizer)
+            self._overflow = unscale(self._optimizer)
             self._switch()
         elif not self._has_said_end:
             self._has_said_end = True
@@ -631,34 +585,6 @@ class Cluster:
                 moments[STEP_COUNT] = state[STEP_COUNT].clone().cpu()
             self._optimizer.state[parameter] = moments
 
-    def _restore(self) -> None:
-        del self._optimizer.step
-        if self._original_step != self._optimizer.step:  # somebody else had wrapped it as well
-            self._optimizer.step = self._original_step  # type: ignore[method-assign]
-        delattr(self._optimizer, _MARK)
-        delattr(self._optimizer, _KNOWS_SCALES)
-        if self._knew_scales is not None:
-            setattr(self._optimizer, _KNOWS_SCALES, self._knew_scales)
-
-
-def _unscale(optimizer: torch.optim.Optimizer) -> float | None:
-    """Divide the gradients by the loss scale of a `torch.amp.GradScaler`, where one steps this optimizer.
-
-    Returns the scale if a gradient has overflowed, 1 if it is not known any more; None: none has.
-    """
-    found, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
-    if found is None:
-        return None
-    optimizer.found_inf = optimizer.grad_scale = None  # type: ignore[attr-defined] # it is done with here
-    factor = 1.0 if scale is None else float(scale)
-    if float(found):
-        return factor
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                parameter.grad.div_(factor)
-    return None
-
 
 def _logged(values: dict[str, float]) -> Logged:
     try:
@@ -672,15 +598,6 @@ def _logged(values: dict[str, float]) -> Logged:
             f"cluster.log: {name!r} is {values.get(str(name))}, must be a finite number, under a name of at "
             "most 128 letters without spaces"
         ) from None
-
-
-def _step_of_cluster(
-    cluster: Cluster, closure: Callable[[], Any] | None = None, *_: Any, **__: Any
-) -> Any:
-    return cluster._step(closure)
-
-
-setattr(_step_of_cluster, "_wrapped_by_lr_sched", True)  # noqa: B010 - schedulers leave it alone
 
 
 class AttachedContext(TrainingContext):
@@ -723,46 +640,3 @@ class LeaseSampler(Sampler[list[int]]):
                     break
                 lease.num_undrawn -= len(piece)
                 yield piece.tolist()
-
-
-def _check_optimizer(model: nn.Module, optimizer: object) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            f"attach: the optimizer is a {type(optimizer).__name__}, must be one torch.optim.Optimizer; for "
-            "several models give it all their parameters"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError("attach: LBFGS computes several gradients a step; use another optimizer")
-    if hasattr(optimizer, _MARK):
-        raise ConfigError("attach: this optimizer is attached already; leave that block first")
-    known = {id(param) for param in model.parameters()}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if id(param) not in known:
-                raise ConfigError(
-                    f"attach: the optimizer has a parameter of shape {tuple(param.shape)} that is not the "
-                    "model's; put all that is trained into one module, such as nn.ModuleDict"
-                )
-    if not list(_trainable(model)):
-        raise ConfigError("model: no parameter is trainable; set requires_grad on at least one")
-
-
-def _trainable(model: nn.Module) -> Iterator[nn.Parameter]:
-    return (param for param in model.parameters() if param.requires_grad)
-
-
-def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """What a wrapper such as accelerate's steps in the end.
-
-    Raises:
-        ConfigError: it scales losses, for which it keeps the `step` that the optimizer had before.
-    """
-    inner = getattr(optimizer, "optimizer", None)
-    if not isinstance(inner, torch.optim.Optimizer):
-        return optimizer
-    if getattr(optimizer, "scaler", None) is not None:
-        raise ConfigError(
-            f"attach: the optimizer is a {type(optimizer).__name__} with a gradient scaler of its own, which "
-            "steps past the cluster: use bf16 instead of fp16, or torch.amp.GradScaler in a loop of your own"
-        )
-    return _innermost(inner)

@@ -1,0 +1,106 @@
+"""The optimizer of an attached loop: what it may be, and how its `step` becomes the cluster's."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from smolcluster.errors import ConfigError
+
+MARK = "_smolcluster_step"
+KNOWS_SCALES = "_step_supports_amp_scaling"
+"""What an optimizer has for which `torch.amp.GradScaler` skips no step, but tells it of the scale."""
+Step = Callable[[Callable[[], Any] | None], Any]
+"""Takes a step with the gradients of now, after the closure if there is one; returns what that does."""
+
+
+@contextmanager
+def stepping(optimizer: torch.optim.Optimizer, step: Step) -> Iterator[Callable[..., Any]]:
+    """In the block `optimizer.step()` is `step`; gives the method that it was before."""
+    original: Callable[..., Any] = optimizer.step
+    knew_scales = optimizer.__dict__.get(KNOWS_SCALES)
+    setattr(optimizer, MARK, original)
+    setattr(optimizer, KNOWS_SCALES, True)
+    optimizer.step = MethodType(_step_of, step)  # type: ignore[method-assign]
+    try:
+        yield original
+    finally:
+        del optimizer.step
+        if original != optimizer.step:  # somebody else had wrapped it as well
+            optimizer.step = original  # type: ignore[method-assign]
+        delattr(optimizer, MARK)
+        delattr(optimizer, KNOWS_SCALES)
+        if knew_scales is not None:
+            setattr(optimizer, KNOWS_SCALES, knew_scales)
+
+
+def _step_of(step: Step, closure: Callable[[], Any] | None = None, *_: Any, **__: Any) -> Any:
+    return step(closure)
+
+
+setattr(_step_of, "_wrapped_by_lr_sched", True)  # noqa: B010 - schedulers leave it alone
+
+
+def unscale(optimizer: torch.optim.Optimizer) -> float | None:
+    """Divide the gradients by the loss scale of a `torch.amp.GradScaler`, where one steps this optimizer.
+
+    Returns the scale if a gradient has overflowed, 1 if it is not known any more; None: none has.
+    """
+    found, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
+    if found is None:
+        return None
+    optimizer.found_inf = optimizer.grad_scale = None  # type: ignore[attr-defined] # it is done with here
+    factor = 1.0 if scale is None else float(scale)
+    if float(found):
+        return factor
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.div_(factor)
+    return None
+
+
+def check_optimizer(model: nn.Module, optimizer: object) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"attach: the optimizer is a {type(optimizer).__name__}, must be one torch.optim.Optimizer; for "
+            "several models give it all their parameters"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError("attach: LBFGS computes several gradients a step; use another optimizer")
+    if hasattr(optimizer, MARK):
+        raise ConfigError("attach: this optimizer is attached already; leave that block first")
+    known = {id(param) for param in model.parameters()}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if id(param) not in known:
+                raise ConfigError(
+                    f"attach: the optimizer has a parameter of shape {tuple(param.shape)} that is not the "
+                    "model's; put all that is trained into one module, such as nn.ModuleDict"
+                )
+    if not list(_trainable(model)):
+        raise ConfigError("model: no parameter is trainable; set requires_grad on at least one")
+
+
+def _trainable(model: nn.Module) -> Iterator[nn.Parameter]:
+    return (param for param in model.parameters() if param.requires_grad)
+
+
+def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """What a wrapper such as accelerate's steps in the end.
+
+    Raises:
+        ConfigError: it scales losses, for which it keeps the `step` that the optimizer had before.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    if not isinstance(inner, torch.optim.Optimizer):
+        return optimizer
+    if getattr(optimizer, "scaler", None) is not None:
+        raise ConfigError(
+            f"attach: the optimizer is a {type(optimizer).__name__} with a gradient scaler of its own, which "
+            "steps past the cluster: use bf16 instead of fp16, or torch.amp.GradScaler in a loop of your own"
+        )
+    return innermost(inner)
