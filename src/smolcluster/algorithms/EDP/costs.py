@@ -112,4 +112,4 @@ def _after(first: Done, flow: Flow) -> Process:
 def candidates(_site: Site, _job: Job, settings: Settings) -> Iterator[dict[str, Any]]:
     """Codecs; weights that are mixed must travel whole."""
     is_mixing = settings.of(EDPConfig).update_rule == "mixing"
-    return codec_choices(settings, "fp32", *(() if is_mixing else ("int8",)))
+    return codec_choices(settings, "fp32", *(() if is_mixing else ("int8", "int4")))

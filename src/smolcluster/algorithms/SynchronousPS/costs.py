@@ -99,4 +99,4 @@ def _computing(site: Site, settings: Settings, place: int) -> Cost:
 
 def candidates(_site: Site, _job: Job, settings: Settings) -> Iterator[dict[str, Any]]:
     """Codecs."""
-    return codec_choices(settings, "fp32", "int8")
+    return codec_choices(settings, "fp32", "int8", "int4")
