@@ -105,6 +105,12 @@ def one_of_each() -> list[m.Message]:
             nbytes=64,
             tensor=m.TensorSpec(codec="raw", dtype="uint8", shape=(0,), nbytes=0),
         ),
+        m.Stepped(lease=LEASE, loss=0.5, num_terms=32, grad_norm=1.5, compute_s=0.25),
+        m.Collect(request=1, fragment=0, wait=True),
+        m.Delta(request=1, fragment=0, bucket=0, num_buckets=1, tensor=tensor(16)),
+        m.OuterStep(
+            fragment=0, base_version=3, version=4, bucket=0, num_buckets=1, tensor=tensor(16)
+        ),
     ]
 
 

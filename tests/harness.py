@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,9 @@ from types import MappingProxyType
 import torch
 
 from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.DiLoCo import server as diloco
+from smolcluster.algorithms.DiLoCo.ledger import Applied
+from smolcluster.algorithms.DiLoCo.worker import Worker as DiLoCoWorker
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
 from smolcluster.algorithms.SynchronousPS import server as syncps
@@ -43,11 +46,13 @@ SECRET = Secret(Path("the-test's-secret"), b"0123456789abcdef0123456789abcdef")
 DEADLINE_S = 180.0
 FIRST_PORT, NUM_PORTS = 12_000, 2000
 
-Server = edp.Server | syncps.Server
+Server = diloco.Server | edp.Server | syncps.Server
 MakeParticipant = Callable[[Welcome, TrainingContext], Participant]
-SERVERS: Mapping[str, type[Server]] = MappingProxyType({"edp": edp.Server, "syncps": syncps.Server})
+SERVERS: Mapping[str, type[Server]] = MappingProxyType(
+    {"diloco": diloco.Server, "edp": edp.Server, "syncps": syncps.Server}
+)
 WORKERS: Mapping[str, MakeParticipant] = MappingProxyType(
-    {"edp": EDPWorker, "syncps": SyncPSWorker}
+    {"diloco": DiLoCoWorker, "edp": EDPWorker, "syncps": SyncPSWorker}
 )
 
 
@@ -206,7 +211,9 @@ class Cluster:
         self.core = (server_class or SERVERS[algorithm])(context)
         self.applied: dict[int, Counter[int]] = defaultdict(Counter)
         """How often each sample was applied, by epoch, taken where gradients are applied."""
-        if isinstance(self.core, edp.Server):
+        if isinstance(self.core, diloco.Server):
+            self._watch_rounds(self.core)
+        elif isinstance(self.core, edp.Server):
             self._watch_pushes(self.core)
         else:
             self._watch_steps(self.core)
@@ -224,8 +231,10 @@ class Cluster:
         grant, apply = core.dispatcher.grant, core.apply
         carried: dict[LeaseKey, list[int]] = {}
 
-        def watched_grant(holder: int, now: float, *, is_sent: bool = True) -> Lease | None:
-            lease = grant(holder, now, is_sent=is_sent)
+        def watched_grant(
+            holder: int, now: float, *, is_sent: bool = True, may_copy: bool = True
+        ) -> Lease | None:
+            lease = grant(holder, now, is_sent=is_sent, may_copy=may_copy)
             if lease is not None:
                 carried[lease.key] = lease.indices.tolist()
             return lease
@@ -236,6 +245,27 @@ class Cluster:
 
         core.dispatcher.grant = watched_grant  # type: ignore[method-assign]
         core.apply = watched_apply  # type: ignore[method-assign]
+
+    def _watch_rounds(self, core: diloco.Server) -> None:
+        """Count the samples of batches that an outer step has applied."""
+        grant, count = core.dispatcher.grant, core.count
+        carried: dict[LeaseKey, list[int]] = {}
+
+        def watched_grant(
+            holder: int, now: float, *, is_sent: bool = True, may_copy: bool = True
+        ) -> Lease | None:
+            lease = grant(holder, now, is_sent=is_sent, may_copy=may_copy)
+            if lease is not None:
+                carried[lease.key] = lease.indices.tolist()
+            return lease
+
+        def watched_count(applied: Sequence[Applied]) -> None:
+            for each in applied:
+                self.applied[each.key.epoch].update(carried[each.key])
+            count(applied)
+
+        core.dispatcher.grant = watched_grant  # type: ignore[method-assign]
+        core.count = watched_count  # type: ignore[method-assign]
 
     def _watch_steps(self, core: syncps.Server) -> None:
         """Count the samples of a step's finished parts when it has been committed."""

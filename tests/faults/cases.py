@@ -327,6 +327,7 @@ def _watch(played: Played) -> None:
 
         core.apply = watched_apply  # type: ignore[method-assign]
         return
+    assert isinstance(core, syncps.Server)
     commit = core.commit
 
     def watched_commit(step: Step) -> None:

@@ -7,18 +7,30 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from harness import Cluster
-from own_workloads import ALGORITHMS, CPU, NODES, Rows, alone, losses_of, run, settings_for
+from own_workloads import (
+    ALGORITHMS,
+    CPU,
+    NODES,
+    NUM_SAMPLES,
+    Normed,
+    alone,
+    assert_same,
+    buffers_of,
+    loss,
+    losses_of,
+    normed,
+    run,
+    settings_for,
+)
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.SynchronousPS.sharing import sizes_by_share
 from smolcluster.algorithms.SynchronousPS.worker import Worker as SyncPSWorker
 from smolcluster.cluster.evaluator import EvaluationFinished, Evaluator
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import AlgorithmName
-from smolcluster.data.dataset import Batch
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.errors import Rejected
 from smolcluster.net.inbox import Inbox
@@ -28,65 +40,6 @@ from smolcluster.training.build import build
 from smolcluster.training.compute import BatchLoss, placed
 from smolcluster.training.loop import training_steps
 from smolcluster.training.schedule import learning_rate
-from smolcluster.training.workload import Terms, Workload
-
-NUM_SAMPLES = 160
-
-
-class Normed(nn.Module):
-    """Two batch norms, one of which averages over all batches; a counter; and a table that never changes."""
-
-    num_rows: Tensor
-    largest: Tensor
-    table: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 12, bias=False)
-        self.norm = nn.BatchNorm1d(12)
-        self.cumulative = nn.BatchNorm1d(12, momentum=None)
-        self.outer = nn.Linear(12, 4)
-        self.register_buffer("num_rows", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("largest", torch.zeros(8), persistent=False)
-        self.register_buffer("table", torch.linspace(0, 1, 12))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Map (batch, 8) to logits (batch, 4)."""
-        if self.training:
-            self.num_rows += len(inputs)
-            self.largest = torch.maximum(self.largest, inputs.detach().abs().amax(dim=0))
-        hidden = self.norm(self.inner(inputs / (1 + self.largest))).relu() + self.table
-        logits: Tensor = self.outer(self.cumulative(hidden))
-        return logits
-
-
-def loss(model: nn.Module, batch: Batch) -> Terms:
-    logits = model(batch["input"])
-    return functional.cross_entropy(logits, batch["target"], reduction="sum"), len(logits)
-
-
-def double_normed() -> nn.Module:
-    return Normed().double()
-
-
-def normed(
-    *, held_out: bool = False, double: bool = False, num_samples: int = NUM_SAMPLES
-) -> Workload:
-    generator = torch.Generator().manual_seed(3)
-    inputs = torch.randn(num_samples, 8, generator=generator)
-    rows = Rows(inputs, torch.randint(0, 4, (num_samples,), generator=generator))
-    model = double_normed if double else Normed
-    return Workload(model, loss, rows, rows if held_out else None, name="normed")
-
-
-def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer.clone() for name, buffer in model.named_buffers()}
-
-
-def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        assert torch.equal(found[name], values), name
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -114,8 +114,8 @@ def at_step(cluster: Cluster, step: int, act: Callable[[], None]) -> None:
     saver = cluster.core.saver
     after = saver.after_step
 
-    def watched(*, is_evaluated: bool) -> None:
-        after(is_evaluated=is_evaluated)
+    def watched(*, is_evaluated: bool, num_steps: int = 1) -> None:
+        after(is_evaluated=is_evaluated, num_steps=num_steps)
         if cluster.core.version == step:
             act()
 
@@ -301,7 +301,10 @@ def test_any_number_of_stores_ends_the_same_and_goes_on_with_any_other(
     whole, *others = (
         run(settings, tmp_path / str(number), algorithm, num_stores=number) for number in (1, 2, 3)
     )
-    assert [len(each.core.stores.stores) for each in others] == [2, 3]
+    cores = [each.core for each in others]
+    assert [
+        len(core.stores.stores) for core in cores if isinstance(core, edp.Server | syncps.Server)
+    ] == [2, 3]
     clipped = [record.values["grad_norm"] > 0.5 for record in whole.metrics.steps]
     assert any(clipped)
     assert not all(clipped)

@@ -16,7 +16,8 @@ from smolcluster.cluster.saver import CheckpointSource, Saver
 from smolcluster.cluster.worker_pool import WorkerPool
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.configs.resolve import Settings
-from smolcluster.configs.schema import RunConfig
+from smolcluster.configs.schema import RunConfig, config_of
+from smolcluster.configs.spec import algorithms
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.net.acceptor import Acceptor, ask_inbox
 from smolcluster.net.inbox import Inbox
@@ -269,12 +270,14 @@ def check_resumable(state: CheckpointState, run: RunConfig, training: TrainingCo
 
 
 def codec_for(run: RunConfig, dtype: torch.dtype) -> str:
-    """The codec of the gradients of a model whose parameters have this type.
+    """The codec of what workers send of a model whose parameters have this type.
 
     Raises:
         ConfigError: the codec that is asked for cannot hold them.
     """
-    name = run.codec or ("int8" if run.use_quantization else lossless_for(dtype))
+    spec = algorithms().get(run.algorithm)
+    name = run.of(config_of(spec)).uplink_codec if spec else None
+    name = name or run.codec or ("int8" if run.use_quantization else lossless_for(dtype))
     if get_codec(name).dtype != dtype:
         raise ConfigError(f"codec {name} works on float32, the model's parameters are {dtype}")
     return name

@@ -11,7 +11,12 @@ from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.algorithms.process import process_log
 from smolcluster.cluster.listening import check_port
 from smolcluster.configs.resolve import Settings, check_algorithm, load_settings
-from smolcluster.configs.spec import AlgorithmSpec, default_algorithm, get_algorithm
+from smolcluster.configs.spec import (
+    AlgorithmSpec,
+    algorithms,
+    default_algorithm,
+    get_algorithm,
+)
 from smolcluster.errors import ConfigError
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.ps.offering import Offer, optimizer_fields, wait_for_offer
@@ -71,7 +76,7 @@ def serve_attached(serving: Serving) -> None:
     """Wait for the first process that attaches, then serve the run until it is over.
 
     Raises:
-        ConfigError: the cluster file or an override is wrong.
+        ConfigError: the cluster file or an override is wrong, or the algorithm cannot do that.
     """
     settings = load_settings(
         serving.config,
@@ -84,6 +89,11 @@ def serve_attached(serving: Serving) -> None:
     stated = serving.algorithm or settings.cluster.algorithm
     spec = get_algorithm(stated) if stated else default_algorithm()
     check_algorithm(settings, spec.name)
+    if not spec.serves_loops:
+        able = ", ".join(name for name, each in algorithms().items() if each.serves_loops)
+        raise ConfigError(
+            f"algorithm is {spec.name}, which cannot serve processes that attach, allowed: {able}"
+        )
     console = SteadyConsole(stderr=True)
     node = settings.cluster.server
     with process_log("server", node, console=console, named=serving.is_named) as log:

@@ -90,9 +90,9 @@ class Saver:
             self.wait_for_copy()
             self._submit()
 
-    def after_step(self, *, is_evaluated: bool) -> None:
-        """The server has taken a step. `is_evaluated`: a validation loss of its weights is to come."""
-        if self._every is not None and self._report.version % self._every == 0:
+    def after_step(self, *, is_evaluated: bool, num_steps: int = 1) -> None:
+        """The server has taken steps. `is_evaluated`: a validation loss of its weights is to come."""
+        if self._every is not None and self._report.version % self._every < num_steps:
             self._take()
             self._is_evaluated = is_evaluated or self._report.is_over
 

@@ -274,6 +274,11 @@ class AlgorithmConfig(Section):
         """Fields of `RunStatus` that follow from it."""
         return {}
 
+    @property
+    def uplink_codec(self) -> str | None:
+        """The codec of what workers send; None: what `codec` and `use_quantization` say."""
+        return None
+
     def pinned(self, settings: "Settings") -> dict[str, Any]:  # noqa: ARG002 - for those below
         """Keys of the training file that stay as they are when the number of workers changes."""
         return {}

@@ -53,6 +53,7 @@ class AlgorithmSpec:
         roles: the file in the folder that is the process of each role.
         messages: the names of the sets of messages that its processes speak besides every session's.
         columns: what is worth a column of the tables of workers.
+        serves_loops: whether its workers may be loops of a user's own, which attach.
         is_synchronous: whether workers wait for each other, so that the slowest sets the pace.
         is_default: whether it is meant where no algorithm is named.
     """
@@ -69,6 +70,7 @@ class AlgorithmSpec:
     )
     messages: frozenset[str] = frozenset({"ps"})
     columns: frozenset[str] = frozenset()
+    serves_loops: bool = True
     is_synchronous: bool = False
     is_default: bool = False
 
@@ -90,8 +92,8 @@ def algorithms() -> Mapping[str, AlgorithmSpec]:
     """
     found: dict[str, AlgorithmSpec] = {}
     points = list(entry_points(group=GROUP))
-    if not any(point.value.startswith("smolcluster.") for point in points):
-        points += _of_checkout()
+    installed = {point.name for point in points}
+    points += [point for point in _of_checkout() if point.name not in installed]
     for point in points:
         try:
             spec = point.load()
@@ -109,7 +111,7 @@ def algorithms() -> Mapping[str, AlgorithmSpec]:
 
 
 def _of_checkout() -> list[EntryPoint]:
-    """The entry points of a checkout whose environment was made before it had them."""
+    """The entry points of a checkout, whose environment may be older than some of them."""
     file = Path(__file__).resolve().parents[3] / "pyproject.toml"
     if not file.is_file():
         return []

@@ -125,12 +125,15 @@ class Dispatcher:
         """Note how long `holder` says that it will need for a lease, in seconds."""
         self._claimed_s[holder] = lease_s
 
-    def grant(self, holder: int, now: float, *, is_sent: bool = True) -> Lease | None:
+    def grant(
+        self, holder: int, now: float, *, is_sent: bool = True, may_copy: bool = True
+    ) -> Lease | None:
         """Lease the next range to `holder`; None when there is nothing that it could help with.
 
-        With `is_sent` False its time begins with `sent`: its data have to be loaded first.
+        With `is_sent` False its time begins with `sent`: its data have to be loaded first. With `may_copy`
+        False it gets nothing that others hold.
         """
-        range_ = self._next_range(holder, now)
+        range_ = self._next_range(holder, now, may_copy=may_copy)
         if range_ is None:
             return None
         self._num_grants += 1
@@ -191,6 +194,12 @@ class Dispatcher:
             lambda lease: (lease.key.grant, lease.holder) == (key.grant, holder)
         )
 
+    @property
+    def has_more(self) -> bool:
+        """Whether there are samples that nobody holds."""
+        is_last = self._cursor == Range(self.num_epochs - 1, self._cursor.start, self.num_samples)
+        return bool(self._waiting) or not is_last
+
     def release_all(self, holder: int) -> list[Lease]:
         self._claimed_s.pop(holder, None)
         self._measured_s.pop(holder, None)
@@ -249,10 +258,10 @@ class Dispatcher:
         in_epoch = 0 <= range_.start <= range_.stop <= self.num_samples
         return in_epoch and 0 <= range_.epoch < self.num_epochs
 
-    def _next_range(self, holder: int, now: float) -> Range | None:
+    def _next_range(self, holder: int, now: float, *, may_copy: bool) -> Range | None:
         if self._waiting:
             return self._waiting.popleft()
-        return self._cut_next() or self._copy_for(holder, now)
+        return self._cut_next() or (self._copy_for(holder, now) if may_copy else None)
 
     def _cut_next(self) -> Range | None:
         epoch, start = self._cursor.epoch, self._cursor.stop

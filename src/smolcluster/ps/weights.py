@@ -102,5 +102,9 @@ class StateReceiver(Receiver):
         if len(self._weights) < len(self._buckets):
             return None
         weights, self._weights = self._weights, []
+        return WeightsArrived(state.version, weights, self.take_buffers())
+
+    def take_buffers(self) -> BufferValues:
+        """The buffers that have come since the last weights."""
         buffers, self._buffers = self._buffers, {}
-        return WeightsArrived(state.version, weights, buffers)
+        return buffers

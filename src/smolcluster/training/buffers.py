@@ -9,7 +9,7 @@ Values are carried as float64: floating-point buffers and integers up to 2^53 ar
 a + (b - a) = b, whoever adds the difference.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -246,6 +246,20 @@ class ModelBuffers:
             flat = flat.round()
         narrow = flat.to(real.dtype) if real.device.type == "mps" else flat
         real.copy_(narrow.view(real.shape))
+
+
+def mean_buffers(parts: Sequence[tuple[int, BufferValues]]) -> dict[int, Tensor]:
+    """b_i, what each part of n_i samples has added to the buffers, as the mean: Σ (n_i / Σ n) b_i.
+
+    All parts begin with the same buffers, so this is also the difference to the mean of where they ended.
+    """
+    num_samples = sum(size for size, _ in parts)
+    mean: dict[int, Tensor] = {}
+    for size, added in parts:
+        for number, values in added.items():
+            share = values * (size / num_samples)
+            mean[number] = mean[number] + share if number in mean else share
+    return mean
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -141,15 +141,15 @@ class Replica:
         else:
             self.scaler.overflowed(overflow)
 
-    def update_average(self) -> None:
-        """The weights have been changed by a step: let the average follow. The first one begins it."""
+    def update_average(self, num_steps: int = 1) -> None:
+        """The weights have been changed by steps: let the average follow. The first ones begin it."""
         if self.ema_decay is None:
             return
         with self.meter("apply"):
             if self.average is None:
                 self.average = self.params.clone()
             else:
-                self.average.lerp_(self.params, 1 - self.ema_decay)
+                self.average.lerp_(self.params, 1 - self.ema_decay**num_steps)
 
     @property
     def run_scale(self) -> float:

@@ -44,3 +44,22 @@ class LossScaler:
         self.state[0] = max(LEAST_SCALE, lower)
         self.state[1] = 0
         self.state[2] += 1
+
+
+class ScaleFollower:
+    """A worker's part: its samples were handed out before the owner heard of its last overflow."""
+
+    def __init__(self) -> None:
+        self._overflowed_at: float | None = None
+        """The loss scale of its last overflow, until the owner gives a lower one."""
+
+    def note(self, overflow: float | None) -> None:
+        """A gradient has overflowed with this scale; None: it has not."""
+        if overflow is not None:
+            self._overflowed_at = overflow
+
+    def after(self, scale: float) -> float:
+        """The scale for samples that were handed out with `scale`."""
+        if self._overflowed_at is not None and scale < self._overflowed_at:
+            self._overflowed_at = None
+        return scale if self._overflowed_at is None else BACKOFF * self._overflowed_at

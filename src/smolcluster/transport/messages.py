@@ -1,7 +1,8 @@
 """The messages of protocol version 2: one frozen model a kind, JSON in a frame's header.
 
-They come in sets, one a protocol: `SESSION`, which every two peers speak, and `PS`, what a worker and its
-server say. Two peers say to each other what is in the sets that their handshake agreed on, and nothing else.
+They come in sets, one a protocol: `SESSION`, which every two peers speak, `PS`, what a worker and its server
+say, and `ROUNDS`, what they say besides where workers take steps of their own. Two peers say to each other
+what is in the sets that their handshake agreed on, and nothing else.
 
 What arrives is validated strictly: unknown kinds and fields, wrong types, duplicate keys, NaN,
 infinities, numbers and texts out of bounds, and deeply nested JSON are refused. A message with a
@@ -464,6 +465,66 @@ class Logged(Message):
     ]
 
 
+class Stepped(Message):
+    """Client: has taken a local step with these samples, of mean `loss` over `num_terms` loss terms.
+
+    `loss` is null where nobody has told it; `learning_rate` is what the worker's own schedule has come to;
+    null: the run's. `overflow` is the loss scale with which the gradient overflowed; the step is skipped.
+    """
+
+    KIND: ClassVar[int] = 32
+    lease: LeaseKey
+    loss: Loss | None
+    num_terms: Count
+    grad_norm: Annotated[float, Field(ge=0)]
+    learning_rate: Annotated[float, Field(ge=0)] | None = None
+    overflow: Scale | None = None
+    compute_s: Seconds
+
+    @property
+    def mean_loss(self) -> float:
+        """`loss`; NaN where nobody has told it."""
+        return math.nan if self.loss is None else self.loss
+
+
+class Collect(Message):
+    """Server: send what a fragment has changed by since its last weights; `wait`: until the next ones come.
+
+    It is about all Assignments before it. `request` names it in the Delta.
+    """
+
+    KIND: ClassVar[int] = 33
+    request: Count
+    fragment: Count
+    wait: bool
+
+
+class Delta(Message):
+    """Client: one bucket of what a fragment has changed by: the weights it began with, less those of now."""
+
+    KIND: ClassVar[int] = 34
+    request: Count
+    fragment: Count
+    bucket: Count
+    num_buckets: Positive
+    tensor: TensorSpec
+
+
+class OuterStep(Message):
+    """Server: one bucket of a fragment's weights of `version`.
+
+    With `base_version` it is what is to be taken from those of that version; null: the weights themselves.
+    """
+
+    KIND: ClassVar[int] = 35
+    fragment: Count
+    base_version: Count | None
+    version: Count
+    bucket: Count
+    num_buckets: Positive
+    tensor: TensorSpec
+
+
 Kinds = frozenset[type[Message]]
 """Messages that a connection accepts at some moment; no two have the same number."""
 
@@ -472,7 +533,7 @@ Kinds = frozenset[type[Message]]
 class MessageSet:
     """A protocol: its name, and what may be said in and after a handshake that has agreed on it.
 
-    Two sets that are agreed on together must not share a number; `SESSION` and `PS` have those below 32.
+    Two sets that are agreed on together must not share a number; this project's have those below 64.
     """
 
     name: str
@@ -511,7 +572,13 @@ PS = MessageSet(
     in_handshake=frozenset({Welcome}),
 )
 """What a worker, which dials, and its server say to each other."""
-SETS = (SESSION, PS)
+ROUNDS = MessageSet(
+    "rounds",
+    from_dialler=frozenset({Stepped, Delta}),
+    from_listener=frozenset({Collect, OuterStep}),
+)
+"""What they say besides where a worker takes many steps of its own between two exchanges."""
+SETS = (SESSION, PS, ROUNDS)
 
 
 def sets_of(algorithm: str) -> tuple[MessageSet, ...]:
@@ -520,7 +587,7 @@ def sets_of(algorithm: str) -> tuple[MessageSet, ...]:
     return tuple(each for each in SETS if each is SESSION or each.name in named)
 
 
-ALL_KINDS: Kinds = SESSION.kinds | PS.kinds
+ALL_KINDS: Kinds = SESSION.kinds | PS.kinds | ROUNDS.kinds
 MESSAGES = MappingProxyType(dict(sorted((kind.KIND, kind) for kind in ALL_KINDS)))
 
 

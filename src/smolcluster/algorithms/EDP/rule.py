@@ -23,25 +23,15 @@ steps since then.
 """
 
 import math
-import statistics
-from collections import deque
 from collections.abc import Iterable
 
 from torch import Tensor
 
 from smolcluster.algorithms.EDP.config import StalenessConfig
 from smolcluster.configs.schema import GradientClipping
-from smolcluster.errors import NonFiniteLoss
+from smolcluster.ps.plausible import check_norm
 from smolcluster.ps.store import Stores
 from smolcluster.training.optimizer import clip_factor
-
-NUM_NORMS = 64
-OUT_OF_PROPORTION = 1e6
-"""So many times the largest of the newest norms, and 1, a push is refused."""
-SUSPICIOUS = 100.0
-"""So many times the median of the newest norms a push is named when the weights are ruined."""
-LARGEST_NORM = 1e18
-"""Squares of larger values overflow in float32, and Adam's moments with them."""
 
 
 def staleness(version: int, base_version: int, own_versions: Iterable[int]) -> int:
@@ -66,38 +56,6 @@ def too_stale(tau: int, config: StalenessConfig) -> bool:
 def mixing_weight(tau: int, mixing_rate: float, exponent: float) -> float:
     """α = mixing_rate · s(τ), the share of a worker's weights in the new ones."""
     return mixing_rate * scale(tau, exponent)
-
-
-class PushRefused(NonFiniteLoss):
-    """A push would ruin the server's weights: nothing of it has been applied."""
-
-
-class Norms:
-    """Norms of the newest pushes that were applied, and what is out of all proportion to them."""
-
-    def __init__(self) -> None:
-        self._newest: deque[tuple[float, str]] = deque(maxlen=NUM_NORMS)
-
-    def add(self, norm: float, whose: str) -> None:
-        """A push of this norm was applied; `whose` names it."""
-        self._newest.append((norm, whose))
-
-    @property
-    def limit(self) -> float:
-        """The largest norm that is plausible now; never above `LARGEST_NORM`."""
-        largest = max((norm for norm, _ in self._newest), default=LARGEST_NORM)
-        return min(LARGEST_NORM, OUT_OF_PROPORTION * max(1.0, largest))
-
-    @property
-    def suspect(self) -> str:
-        """Whose push stands out so much that it may have ruined the weights; empty if none does."""
-        if not self._newest:
-            return ""
-        norm, whose = max(self._newest)
-        if norm < SUSPICIOUS * statistics.median(norm for norm, _ in self._newest):
-            return ""
-        num_pushes = len(self._newest)
-        return f"; of the newest {num_pushes} pushes one stands out, of {whose}: its norm was {norm:.3g}"
 
 
 def mix(stores: Stores, weights: Tensor, alpha: float, limit: float = math.inf) -> float:
@@ -129,17 +87,4 @@ def apply_gradient(
     stores.take(gradient)
     norm = check_norm(stores.norm(), math.inf if clipping.enabled else limit)
     stores.step(clip_factor(norm, clipping), learning_rate, clipping.bound)
-    return norm
-
-
-def check_norm(norm: float, limit: float = LARGEST_NORM) -> float:
-    """Return the norm of a push, or of what was to be one.
-
-    Raises:
-        PushRefused: it is not finite, or above `limit`.
-    """
-    if not math.isfinite(norm):
-        raise PushRefused(f"its norm is {norm}")
-    if norm > limit:
-        raise PushRefused(f"its norm of {norm:.3g} is out of all proportion (above {limit:.3g})")
     return norm

@@ -20,7 +20,7 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -39,6 +39,7 @@ from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.ps.buffers import BufferCollector, buffer_frames
 from smolcluster.ps.leases import Dispatcher, DispatcherState, Lease
+from smolcluster.ps.plausible import Failures, Norms, PushRefused
 from smolcluster.ps.push import GradientBuffers, GradientReceiver, Pushed
 from smolcluster.ps.weights import state_frames
 from smolcluster.runs.summary import Summary
@@ -54,8 +55,6 @@ LEASES_PER_WORKER = 2
 TICK_S = 0.1
 LONGEST_EXPECTED_S = 600.0
 """However slow a worker says it is, its leases expire."""
-MAX_FAILURES = 3
-"""So often the same samples may lead to NaN or infinity before the run ends."""
 
 
 @dataclass
@@ -103,9 +102,7 @@ class Server:
         self.peers: dict[int, Peer] = {}
         self.last_applied: dict[str, LeaseKey] = {}
         self.snapshot: tuple[int, list[Frame]] | None = None
-        self.norms = rule.Norms()
-        self.failures: Counter[Range] = Counter()
-        """How often each of the samples that are not applied led to NaN or infinity."""
+        self.norms, self.failures = Norms(), Failures()
 
     def progress(self) -> Progress:
         return {DISPATCHER: self.dispatcher.state.model_dump(mode="json")}
@@ -228,7 +225,7 @@ class Server:
     def try_to_apply(self, peer: Peer, pushed: Pushed, tau: int) -> Outcome:
         try:
             self.apply(peer, pushed, tau)
-        except rule.PushRefused as error:
+        except PushRefused as error:
             self.failed(peer, pushed.push.lease, str(error), tau)
             return "non_finite"
         return "applied"
@@ -243,12 +240,8 @@ class Server:
         self.report.dropped(worker, lease, "non_finite", tau, reason)
         for returned in self.dispatcher.release(lease, worker.member.session_id):
             self.report.lease_returned(worker, returned.range, "its push was not finite")
-            self.failures[samples] += 1
-        if self.failures[samples] >= MAX_FAILURES:
-            raise NonFiniteLoss(
-                f"samples {samples.start} to {samples.stop} of epoch {samples.epoch + 1} have failed "
-                f"{MAX_FAILURES} times, at last on {worker.name}: {reason}"
-            )
+            self.failures.add(samples)
+        self.failures.check(samples, worker.name, reason)
 
     def heard(self, peer: Peer) -> None:
         peer.heard_at = time.monotonic()
@@ -292,7 +285,7 @@ class Server:
         if push.overflow is None:
             self.replica.update_average()
             self.norms.add(norm, f"{peer.worker.name} in step {self.version}")
-        self.failures.pop(Range.of(push.lease), None)
+        self.failures.applied(Range.of(push.lease))
         self.dispatcher.commit(push.lease, pushed.session_id, time.monotonic())
         self.feed.applied(Range.of(push.lease))
         self.last_applied[peer.worker.member.instance] = push.lease

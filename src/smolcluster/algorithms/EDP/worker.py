@@ -24,19 +24,19 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from smolcluster.algorithms.EDP import rule
 from smolcluster.algorithms.EDP.config import EDPConfig
 from smolcluster.cluster.link import Link
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import Assigned
 from smolcluster.ps.buffers import BufferCollector, buffer_frames
+from smolcluster.ps.plausible import check_norm
 from smolcluster.ps.push import GradientSender
 from smolcluster.ps.weights import StateReceiver, WeightsArrived
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import DIVERGENCE_REMEDY
-from smolcluster.training.scaler import BACKOFF
+from smolcluster.training.scaler import ScaleFollower
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
     Ack,
@@ -61,8 +61,7 @@ class Worker:
         self.sender = GradientSender(welcome.codec, training.replica)
         self.stepped: Tensor | None = None
         """With mixing, the weights (num_params,) to push: a pull may replace the copy before the push."""
-        self.overflowed_at: float | None = None
-        """The loss scale of its last overflow, until the server gives a lower one."""
+        self.scale = ScaleFollower()
         self.steps = 0
         self.base_version = 0
         self.unacknowledged: LeaseKey | None = None
@@ -106,9 +105,9 @@ class Worker:
         started = time.perf_counter()
         try:
             self.replica.buffers.mark()
-            self.replica.loss_scale = self.scale_for(lease)
+            self.replica.loss_scale = self.scale.after(lease.assignment.loss_scale)
             loss = self.compute(lease)
-            self.overflowed_at = self.overflowed_at if loss.overflow is None else loss.overflow
+            self.scale.note(loss.overflow)
             buffers = self.replica.buffers.difference()
             compute_s = time.perf_counter() - started
             if self.mixing:
@@ -178,13 +177,6 @@ class Worker:
         self.pulling = True
         self.link.send(Pull())
 
-    def scale_for(self, lease: Assigned) -> float:
-        """The loss scale for a lease, which was granted before the server heard of the last overflow."""
-        scale = lease.assignment.loss_scale
-        if self.overflowed_at is not None and scale < self.overflowed_at:
-            self.overflowed_at = None
-        return scale if self.overflowed_at is None else BACKOFF * self.overflowed_at
-
     def step_alone(self, learning_rate: float, loss: BatchLoss) -> None:
         """Apply the gradient to this worker's own copy as a server of gradients does to its.
 
@@ -195,7 +187,7 @@ class Worker:
             return
         norm = self.replica.clip(self.train.gradient_clipping)
         if not self.train.gradient_clipping.enabled:
-            rule.check_norm(norm)
+            check_norm(norm)
         self.replica.step(learning_rate)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:

@@ -14,13 +14,12 @@ with c g, where c clips the global norm. Replicas that drifted apart are drawn t
     w <- β w_server + (1 - β) w_worker        (Polyak averaging between replicas, β = polyak_alpha)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from smolcluster.data.permutation import Range
-from smolcluster.training.buffers import BufferValues
 
 
 def global_batches(
@@ -55,20 +54,6 @@ class ExpectedTerms:
     @property
     def _scaled(self) -> int:
         return max(1, self.part_terms) * self.batch_samples
-
-
-def mean_buffers(parts: Sequence[tuple[int, BufferValues]]) -> dict[int, Tensor]:
-    """b_i, what each part of n_i samples has added to the buffers, as the mean: Σ (n_i / Σ n) b_i.
-
-    All parts begin with the same buffers, so this is also the difference to the mean of where they ended.
-    """
-    num_samples = sum(size for size, _ in parts)
-    mean: dict[int, Tensor] = {}
-    for size, added in parts:
-        for number, values in added.items():
-            share = values * (size / num_samples)
-            mean[number] = mean[number] + share if number in mean else share
-    return mean
 
 
 def blend(own: Tensor, server: Tensor, beta: float) -> None:

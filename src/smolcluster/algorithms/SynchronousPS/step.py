@@ -13,11 +13,10 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from smolcluster.algorithms.SynchronousPS import rule
 from smolcluster.cluster.worker import Worker
 from smolcluster.data.permutation import Range
 from smolcluster.errors import ProtocolError
-from smolcluster.training.buffers import BufferValues
+from smolcluster.training.buffers import BufferValues, mean_buffers
 from smolcluster.training.compute import BatchLoss
 from smolcluster.transport.messages import LeaseKey, Push
 
@@ -126,7 +125,7 @@ class Step:
     @property
     def buffers(self) -> BufferValues:
         """What the step adds to the model's buffers: the mean over its samples."""
-        return rule.mean_buffers([(part.num_samples, part.buffers) for part in self.parts])
+        return mean_buffers([(part.num_samples, part.buffers) for part in self.parts])
 
     @property
     def overflow(self) -> float | None:

@@ -9,6 +9,7 @@ from harness import local_settings
 from smolcluster.algorithms.EDP import rule
 from smolcluster.algorithms.EDP.config import StalenessConfig
 from smolcluster.configs.schema import GradientClipping
+from smolcluster.ps.plausible import Norms, PushRefused
 from smolcluster.ps.store import Stores
 from smolcluster.training.build import build
 from smolcluster.training.replica import Replica
@@ -98,14 +99,14 @@ def test_a_long_gradient_is_clipped_and_its_length_before_is_told() -> None:
 
 @pytest.mark.parametrize("norm", [2e6, 1e30, math.nan])
 def test_a_push_out_of_all_proportion_is_refused_before_it_changes_anything(norm: float) -> None:
-    ours, norms = replica("adam"), rule.Norms()
+    ours, norms = replica("adam"), Norms()
     norms.add(2.0, "worker 1")
     rule.apply_gradient(Stores(ours), gradient_for(ours, 1.0), 0.1, UNCLIPPED, norms.limit)
     before = ours.snapshot(), {name: each.clone() for name, each in ours.optimizer.state.items()}
     gradient = gradient_for(ours, 1.01) * norm
-    with pytest.raises(rule.PushRefused):
+    with pytest.raises(PushRefused):
         rule.apply_gradient(Stores(ours), gradient, 0.1, UNCLIPPED, norms.limit)
-    with pytest.raises(rule.PushRefused):
+    with pytest.raises(PushRefused):
         rule.mix(Stores(ours), gradient, 0.5, norms.limit)
     assert torch.equal(ours.params, before[0])
     assert all(torch.equal(each, before[1][name]) for name, each in ours.optimizer.state.items())
@@ -119,7 +120,7 @@ def test_what_is_clipped_may_be_of_any_length() -> None:
 
 
 def test_what_is_plausible_follows_the_largest_of_the_newest_norms() -> None:
-    norms = rule.Norms()
+    norms = Norms()
     assert norms.limit == 1e18, "squares must not overflow"
     norms.add(1e-9, "a")
     assert norms.limit == 1e6, "a model that has converged may meet a sample that is new to it"
@@ -131,7 +132,7 @@ def test_what_is_plausible_follows_the_largest_of_the_newest_norms() -> None:
 
 
 def test_only_a_push_that_stands_out_is_suspected() -> None:
-    norms = rule.Norms()
+    norms = Norms()
     assert norms.suspect == ""
     for number in range(10):
         norms.add(1.0 + number, "worker 1")

@@ -19,9 +19,10 @@ from peers import (
     server_parts,
     set_gradient,
 )
-from smolcluster.algorithms.EDP.server import LEASES_PER_WORKER, MAX_FAILURES, Server
+from smolcluster.algorithms.EDP.server import LEASES_PER_WORKER, Server
 from smolcluster.cluster.worker_pool import Departed
 from smolcluster.errors import NonFiniteLoss
+from smolcluster.ps.plausible import MAX_FAILURES
 from smolcluster.ps.push import GradientSender, Pushed
 from smolcluster.ps.weights import StateReceiver, WeightsArrived
 from smolcluster.runs.events import LeaseReturned, PushDropped, WorkerLost, WorkerStalled

@@ -1,0 +1,467 @@
+"""The DiLoCo server: hands out samples, collects what workers have changed, and takes outer steps.
+
+    leases -> workers, many local steps each -> Δ_w = θ_start - θ_w -> Δ̄ = Σ n_w Δ_w / Σ n_w
+           -> m = β m + Δ̄;  θ = θ - γ (Δ̄ + β m) -> new weights for everybody -> the next round
+
+A round is `local_steps` batches a worker on average: who is faster gets more of them, so that all arrive
+together. What a lost worker has computed and not sent goes to others, so that every sample of every epoch is
+applied exactly once. One thread, `Server.run`, decides everything.
+
+Source: DiLoCo (Douillard et al., 2311.08105).
+By hand: `uv run server.py`.
+"""
+
+if __name__ == "__main__":  # before the imports that take seconds: see entry.py
+    from smolcluster.algorithms.entry import main
+
+    raise SystemExit(main("diloco", "server"))
+
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from statistics import harmonic_mean
+
+from pydantic import BaseModel, ConfigDict, NonNegativeInt
+
+from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig
+from smolcluster.algorithms.DiLoCo.exchange import DeltaArrived, DeltaReceiver, Layout
+from smolcluster.algorithms.DiLoCo.fragments import cut
+from smolcluster.algorithms.DiLoCo.ledger import Applied, Ledger, Request
+from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer, outer_defaults, weight
+from smolcluster.algorithms.DiLoCo.peers import Peer
+from smolcluster.algorithms.DiLoCo.rounds import (
+    LEAST_ROUNDS,
+    choose_local_steps,
+    plan_round,
+    warmed_up,
+)
+from smolcluster.algorithms.DiLoCo.store import Change, OuterStore
+from smolcluster.cluster.report import StepTaken
+from smolcluster.cluster.saver import CheckpointSource
+from smolcluster.cluster.worker import Worker
+from smolcluster.cluster.worker_pool import Departed, Joined
+from smolcluster.data.permutation import Range
+from smolcluster.errors import NonFiniteLoss
+from smolcluster.net.inbox import Event, MessageReceived
+from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
+from smolcluster.ps.buffers import BufferCollector
+from smolcluster.ps.leases import Dispatcher, DispatcherState, Lease
+from smolcluster.ps.plausible import Failures, Norms, PushRefused, check_norm
+from smolcluster.runs.summary import Summary
+from smolcluster.training.checkpoint import Progress, parse_progress
+from smolcluster.training.optimizer import bucket_norms
+from smolcluster.training.schedule import learning_rate
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.messages import Ack, Collect, LeaseKey, Skip, Stepped
+
+DISPATCHER, ROUNDS = "dispatcher", "rounds"
+"""Where a checkpoint's progress has their state."""
+WHOLE = 0
+"""The number of the only fragment."""
+TICK_S = 0.1
+LEAST_PATIENCE_S = 30.0
+"""So long at least a change may take, or a slow link be silent."""
+UNKNOWN_STEP_S = 1.0
+
+
+class RoundsState(BaseModel):
+    """Where a run stands between two rounds, for a checkpoint."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: NonNegativeInt
+    round: NonNegativeInt
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """A worker's change that waits for the others'."""
+
+    request: Request
+    change: Change
+    norm: float
+
+
+class Server:
+    """One run of DiLoCo."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self.context = context
+        self.train = context.training.recipe.applied_to(context.settings.train)
+        self.config = context.run.of(DiLoCoConfig)
+        self.replica = replica = context.training.replica
+        self.dispatcher = Dispatcher(
+            incarnation=context.incarnation,
+            num_samples=context.training.num_samples,
+            num_epochs=self.train.num_epochs,
+            batch_size=self.train.samples_per_push,
+            permutation=context.training.order,
+        )
+        epoch_batches = math.ceil(context.training.num_samples / self.train.samples_per_push)
+        self.total_batches = self.train.num_epochs * epoch_batches
+        self.layout = Layout.of(replica, cut(replica.layers, 1))
+        self.store = OuterStore(replica, self.layout, self.new_outer(), self.config.codec_down)
+        self.ledger = Ledger(len(self.layout.fragments))
+        self.feed = context.open_feed()
+        self.pool = context.open_pool(self.receiver_for)
+        self.report = self.pool.report
+        self.evaluator = context.new_evaluator()
+        self.version = self.round = 0
+        """Batches applied, and outer steps taken."""
+        source = CheckpointSource(replica, self.progress, lambda: self.store.tensors)
+        if state := context.resume(source, self.report):
+            self.version = state.step
+            stored = parse_progress(DispatcherState, state.progress.get(DISPATCHER), state.step)
+            self.dispatcher.resume(stored, state.samples_applied)
+            rounds = parse_progress(RoundsState, state.progress.get(ROUNDS), state.step)
+            self.round = rounds.round
+            self.store.resume(rounds.version)
+        self.saver = context.new_saver(source, self.report)
+        self.peers: dict[int, Peer] = {}
+        self.workers: dict[int, Worker] = {}
+        """All that have ever taken part, by session."""
+        self.local_steps = 1
+        """H of this round: how many batches it has for each worker."""
+        self.num_handed = 0
+        """Batches of this round that were handed out, and not taken back."""
+        self.plan: dict[int, int] = {}
+        """How many more batches each worker should get in this round."""
+        self.is_closing = False
+        """Whether nobody gets any more in this round."""
+        self.contributions: list[Contribution] = []
+        self.norms, self.failures = Norms(), Failures()
+
+    def new_outer(self) -> OuterOptimizer:
+        """The outer optimizer, with what the number of rounds suggests where nothing is said."""
+        num_workers, config = self.context.settings.cluster.num_workers, self.config
+        num_rounds = self.total_batches // num_workers // (config.local_steps or 1)
+        if config.local_steps is None:
+            num_rounds = min(LEAST_ROUNDS, num_rounds)
+        rate, momentum = outer_defaults(max(1, num_rounds))
+        return OuterOptimizer(
+            self.replica.num_params,
+            rate if config.outer_lr is None else config.outer_lr,
+            momentum if config.outer_momentum is None else config.outer_momentum,
+            device=self.replica.device,
+            dtype=self.replica.params.dtype,
+        )
+
+    def progress(self) -> Progress:
+        rounds = RoundsState(version=self.store.version, round=self.round)
+        return {
+            DISPATCHER: self.dispatcher.state.model_dump(mode="json"),
+            ROUNDS: rounds.model_dump(mode="json"),
+        }
+
+    def receiver_for(self, session_id: int) -> DeltaReceiver:
+        collector = BufferCollector(self.replica.buffers, self.replica.bucket_bytes)
+        return DeltaReceiver(session_id, self.context.codec, self.layout, collector)
+
+    def run(self) -> Summary:
+        """Serve until every sample of every epoch has been applied.
+
+        Raises:
+            NonFiniteLoss: the weights are ruined; the message names the change that may have done it.
+        """
+        with closing(self.feed), self.pool, self.evaluator, self.saver:
+            try:
+                return self.serve()
+            except NonFiniteLoss as error:
+                raise NonFiniteLoss(f"{error}{self.norms.suspect}") from error
+
+    def serve(self) -> Summary:
+        self.begin_round()
+        while not (self.dispatcher.done or self.report.is_over):
+            for event in self.pool.next_events(TICK_S):
+                self.handle(event)
+            now = time.monotonic()
+            self.leave_late(now)
+            self.hand_out(now)
+            self.collect(now)
+            self.end_round()
+            self.saver.tick()
+            self.report.tick()
+        self.replica.check_weights("at the end of the run")
+        return self.report.summary()
+
+    def begin_round(self) -> None:
+        """Choose how many batches a worker takes on average until the next outer step."""
+        self.local_steps = self.config.local_steps or warmed_up(self.round, self.measured_steps())
+        self.num_handed, self.is_closing = 0, False
+        for peer in self.active:
+            peer.begin()
+
+    def measured_steps(self) -> int:
+        """H by measured times: the least that keeps workers computing; at first the least of all."""
+        peers = self.active
+        waits = [peer.waited_s for peer in peers if peer.waited_s is not None]
+        if not waits:
+            return 1
+        step_s = harmonic_mean([peer.step_s for peer in peers])
+        return choose_local_steps(step_s, min(waits), self.total_batches, len(peers))
+
+    def hand_out(self, now: float) -> None:
+        """Give workers a few of the batches that they are to have in this round."""
+        takers = {peer.id: peer for peer in self.active if not peer.is_asked}
+        num_left = self.local_steps * len(self.active) - self.num_handed
+        if not self.pool.started or self.is_closing or not takers:
+            return
+        self.plan = plan_round(num_left, {id_: peer.pace(now) for id_, peer in takers.items()})
+        for id_, peer in takers.items():
+            for _ in range(min(self.plan[id_], peer.num_wanted)):
+                self.give(peer)
+
+    def give(self, peer: Peer) -> None:
+        lease = self.dispatcher.grant(peer.id, time.monotonic(), is_sent=False, may_copy=False)
+        if lease is None:
+            return
+        rate = self.learning_rate()
+        self.ledger.assign(lease.key, peer.id, rate)
+        peer.unanswered.add(lease.key)
+        self.num_handed += 1
+        self.plan[peer.id] -= 1
+        fill = peer.outbox.place()
+        self.feed.deliver(
+            lease.range,
+            lease.indices,
+            lambda batch: fill(partial(self.send_lease, peer, lease, rate, batch)),
+        )
+
+    def send_lease(self, peer: Peer, lease: Lease, rate: float, batch: ServedBatch | None) -> None:
+        assignment = assignment_of(
+            lease.key,
+            lease.indices,
+            batch,
+            version=self.store.version,
+            learning_rate=rate,
+            loss_scale=self.replica.run_scale,
+        )
+        send_assignment(peer.worker.live_session, *assignment, batch)
+
+    def collect(self, now: float) -> None:
+        """Ask those who get no more batches in this round for what they have changed."""
+        takers = [peer for peer in self.active if not peer.is_asked]
+        is_handed_out = self.num_handed >= self.local_steps * len(self.active)
+        has_any = self.ledger.num_open_samples > 0
+        self.is_closing |= has_any and (is_handed_out or not takers or not self.dispatcher.has_more)
+        for peer in takers:
+            gets_more = not self.is_closing and self.plan.get(peer.id, 1) > 0
+            if not gets_more and self.ledger.has_uncovered(peer.id, WHOLE):
+                request = self.ledger.request(peer.id, WHOLE).number
+                peer.ask(now, self.patience_s)
+                message = Collect(request=request, fragment=WHOLE, wait=True)
+                peer.outbox.put(partial(peer.worker.live_session.send, message))
+
+    def end_round(self) -> None:
+        """Take the outer step when all have brought what they have changed, and begin the next round."""
+        if not self.is_closing or self.ledger.is_waiting:
+            return
+        if self.contributions:
+            self.take_outer_step()
+        self.begin_round()
+
+    def take_outer_step(self) -> None:
+        self.saver.wait_for_copy()
+        contributions, self.contributions = self.contributions, []
+        self.store.step(WHOLE, [each.change for each in contributions])
+        self.round += 1
+        applied = self.ledger.apply(each.request for each in contributions)
+        self.replica.update_average(len(applied))
+        self.replica.check_weights(f"after outer step {self.store.version}")
+        for peer in self.active:
+            frames = self.store.fragment_frames(WHOLE, peer.versions[WHOLE])
+            peer.versions[WHOLE] = self.store.version
+            self.send(peer, frames)
+        for each in contributions:
+            name = self.workers[each.request.holder].name
+            self.norms.add(each.norm, f"{name} in round {self.round}")
+            if each.request.holder in self.peers:
+                self.receiver_of(self.peers[each.request.holder]).free(each.request.fragment)
+        self.count(applied)
+
+    def count(self, applied: Sequence[Applied]) -> None:
+        """These batches have been applied: each is a step of the run."""
+        epoch = self.dispatcher.epoch
+        for each in applied:
+            samples, worker, stepped = Range.of(each.key), self.workers[each.holder], each.stepped
+            self.dispatcher.commit(each.key, each.holder, time.monotonic())
+            self.feed.applied(samples)
+            self.failures.applied(samples)
+            self.version += 1
+            self.report.contributed(worker, samples.num_samples, stepped.mean_loss)
+            self.report.step_taken(
+                StepTaken(
+                    version=self.version,
+                    samples=samples,
+                    loss=stepped.mean_loss,
+                    learning_rate=each.learning_rate,
+                    grad_norm=stepped.grad_norm,
+                    layer_norms={},
+                    num_terms=stepped.num_terms,
+                    worker=worker,
+                    is_skipped=stepped.overflow is not None,
+                )
+            )
+        is_evaluated = self.evaluator.after_step(self.version, epoch, len(applied))
+        self.saver.after_step(is_evaluated=is_evaluated, num_steps=len(applied))
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case MessageReceived(session_id=id_, message=Stepped() as stepped) if id_ in self.peers:
+                self.on_stepped(self.peers[id_], stepped)
+            case DeltaArrived(session_id=id_) if id_ in self.peers:
+                self.on_change(self.peers[id_], event)
+            case MessageReceived(session_id=id_, message=Skip() as skip) if id_ in self.peers:
+                self.on_skip(self.peers[id_], skip)
+            case Joined(worker, ready):
+                self.on_join(worker, ready.samples_per_s)
+            case Departed(worker):
+                self.on_departure(worker)
+
+    def on_join(self, worker: Worker, samples_per_s: float) -> None:
+        step_s = self.train.samples_per_push / samples_per_s if samples_per_s else UNKNOWN_STEP_S
+        peer = self.peers[worker.member.session_id] = Peer(worker, step_s)
+        self.workers[peer.id] = worker
+        self.send_weights(peer)
+
+    def on_departure(self, worker: Worker) -> None:
+        peer = self.peers.pop(worker.member.session_id)
+        if self.receiver_of(peer).in_progress:
+            self.report.lost_push(worker.name, "its connection broke")
+        self.take_back(peer, "its worker has gone")
+
+    def on_stepped(self, peer: Peer, stepped: Stepped) -> None:
+        """A worker has taken a local step; it counts when the change that holds it has been applied."""
+        self.heard(peer)
+        peer.unanswered.discard(stepped.lease)
+        if self.ledger.stepped(peer.id, stepped):
+            peer.stepped(stepped, time.monotonic())
+            self.replica.note_step(overflow=stepped.overflow)
+
+    def on_change(self, peer: Peer, arrived: DeltaArrived) -> None:
+        """A worker's change has come: from now on its samples are safe, whatever befalls the worker."""
+        self.heard(peer)
+        request = self.ledger.asked(arrived.request, peer.id, arrived.fragment)
+        if request is None:
+            self.receiver_of(peer).free(arrived.fragment)
+            self.report.lost_push(peer.worker.name, "its samples had been taken back")
+            return
+        steps = self.ledger.steps_of(request)
+        if len(steps) < len(request.leases):
+            peer.worker.live_session.cut("it sent a change before it had taken its steps")
+            return
+        peer.answered(time.monotonic())
+        try:
+            norms = bucket_norms(arrived.values, self.layout.buckets(arrived.fragment))
+            norm = check_norm(math.hypot(*norms), self.norms.limit)
+        except PushRefused as error:
+            self.refuse(peer, request, str(error))
+            return
+        num_terms = sum(each.num_terms for each in steps)
+        num_steps = sum(each.overflow is None for each in steps)
+        change = Change(
+            weight("terms", num_terms, num_steps),
+            arrived.values,
+            sum(Range.of(each).num_samples for each in request.leases),
+            arrived.buffers,
+        )
+        self.ledger.arrived(request)
+        self.contributions.append(Contribution(request, change, norm))
+
+    def on_skip(self, peer: Peer, skip: Skip) -> None:
+        """A worker's copy has come to NaN or infinity: it begins again, and its samples go to others.
+
+        Raises:
+            NonFiniteLoss: these samples have led to that too often.
+        """
+        self.heard(peer)
+        if self.ledger.holds(peer.id, skip.lease):  # else it has been sent whole weights since
+            self.take_back(peer, "its worker's copy is not finite")
+            self.fail(peer, [skip.lease], skip.reason)
+            self.send_weights(peer)
+
+    def refuse(self, peer: Peer, request: Request, reason: str) -> None:
+        """Apply nothing of a change; its worker begins again from the server's weights.
+
+        Raises:
+            NonFiniteLoss: its samples have led to that too often.
+        """
+        self.receiver_of(peer).free(request.fragment)
+        self.take_back(peer, "its change was refused")
+        ack = Ack(lease=request.leases[-1], outcome="non_finite", version=self.store.version)
+        peer.worker.live_session.send(ack)
+        self.fail(peer, request.leases, reason)
+        self.send_weights(peer)
+
+    def fail(self, peer: Peer, leases: Sequence[LeaseKey], reason: str) -> None:
+        self.report.dropped(peer.worker, leases[-1], "non_finite", None, reason)
+        for lease in leases:
+            self.failures.add(Range.of(lease))
+            self.failures.check(Range.of(lease), peer.worker.name, reason)
+
+    def take_back(self, peer: Peer, reason: str) -> None:
+        """Give to others what a worker was given since its last change that has come."""
+        returned = self.ledger.take_back(peer.id)
+        for lease in returned:
+            self.dispatcher.release(lease, peer.id)
+            self.report.lease_returned(peer.worker, Range.of(lease), reason)
+        self.num_handed -= len(returned)
+        peer.outbox.clear()
+        peer.unanswered.clear()
+        peer.begin()
+
+    def heard(self, peer: Peer) -> None:
+        if peer.is_stalled:
+            peer.is_stalled = False
+            self.context.log.info("%s answers again", peer.worker.name)
+            self.send_weights(peer)
+
+    def leave_late(self, now: float) -> None:
+        """Go on without those whose change is late; they begin again when they are heard of."""
+        for peer in self.active:
+            if now >= max(peer.due_at, self.receiver_of(peer).heard_at + self.patience_s):
+                self.take_back(peer, "its time was over")
+                peer.is_stalled = True
+                reason = "its samples go to others, and it gets no more until it answers"
+                self.report.stalled(peer.worker, now - peer.stepped_at, reason)
+
+    @property
+    def patience_s(self) -> float:
+        return self.config.grace or LEAST_PATIENCE_S
+
+    @property
+    def active(self) -> list[Peer]:
+        return [peer for peer in self.peers.values() if not peer.is_stalled]
+
+    def receiver_of(self, peer: Peer) -> DeltaReceiver:
+        receiver = peer.worker.live_session.receiver
+        assert isinstance(receiver, DeltaReceiver)  # noqa: S101 - `receiver_for` has made it
+        return receiver
+
+    def send_weights(self, peer: Peer) -> None:
+        """Send the whole weights: what the worker was sent before, and has not answered, is void."""
+        self.replica.check_weights(f"after outer step {self.store.version}")
+        peer.versions = list(self.store.versions)
+        self.send(peer, self.store.whole_frames(self.context.incarnation))
+
+    def send(self, peer: Peer, frames: Sequence[Frame]) -> None:
+        def send() -> None:
+            for frame in frames:
+                peer.worker.live_session.send_frame(frame)
+
+        peer.outbox.put(send)
+
+    def learning_rate(self) -> float:
+        """That of the next batch to be handed out: where all before it have been applied."""
+        samples_before = self.dispatcher.samples_applied + self.ledger.num_open_samples
+        total, own = self.dispatcher.total_samples, self.context.training.recipe.schedule
+        return learning_rate(self.train, samples_before, total, own)
+
+
+def serve(context: ServerContext) -> Summary:
+    return Server(context).run()

@@ -1,0 +1,157 @@
+"""Where the run's weights θ lie: takes outer steps, and says what workers are sent of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from smolcluster.algorithms.DiLoCo.exchange import Encoder, Layout, outer_frames
+from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer
+from smolcluster.codec.registry import get_codec, lossless_for
+from smolcluster.ps.buffers import buffer_frames
+from smolcluster.ps.weights import state_frames
+from smolcluster.training.buffers import BufferValues, mean_buffers
+from smolcluster.training.replica import Replica
+from smolcluster.transport.frames import Frame
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a worker has changed a fragment by with `num_samples`: `values` (numel,), on the CPU.
+
+    They count `weight` times. `buffers`: what was added to the model's.
+    """
+
+    weight: float
+    values: Tensor
+    num_samples: int
+    buffers: BufferValues
+
+
+class OuterStore:
+    """θ, in the replica's own memory, with the outer optimizer's state; `version` counts the outer steps."""
+
+    def __init__(
+        self, replica: Replica, layout: Layout, outer: OuterOptimizer, codec_down: str | None
+    ) -> None:
+        """`codec_down`: of the outer steps that workers are sent; None: they are sent weights."""
+        self._replica = replica
+        self._layout = layout
+        self._outer = outer
+        self._whole = Encoder(lossless_for(replica.params.dtype), layout)
+        is_lossy = codec_down is not None and not get_codec(codec_down).lossless
+        self._steps = Encoder(codec_down, layout) if codec_down and is_lossy else None
+        self.version = 0
+        self.versions = [0] * len(layout.fragments)
+        """Of each fragment: that of the last outer step that has changed it."""
+        self._newest: list[Frame] = []
+        """The last outer step, encoded."""
+        self._base_version = 0
+        """What that is to be taken from."""
+        self._fragment: dict[int, tuple[int, list[Frame]]] = {}
+        """Fragments as they are, by number: their version, and frames that all share."""
+        self._snapshot: tuple[int, list[Frame]] | None = None
+        """The same of the whole."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What else a checkpoint holds: momentum, and what the codec owes to the next outer step."""
+        feedbacks = self._steps.feedbacks if self._steps else []
+        return {f"outer.{name}": each for name, each in self._outer.state.items()} | {
+            f"residual.{number}": feedback.committed for number, feedback in enumerate(feedbacks)
+        }
+
+    def resume(self, version: int) -> None:
+        """Go on from a checkpoint, which has filled the `tensors`."""
+        self.version = version
+        self.versions = [version] * len(self.versions)
+        for number, feedback in enumerate(self._steps.feedbacks if self._steps else []):
+            feedback.resume(self._layout.buckets(number), 1)
+
+    def step(self, number: int, changes: Sequence[Change]) -> None:
+        """Step a fragment's weights along the mean of what workers have changed: Σ n_i Δ_i / Σ n_i.
+
+        With a codec for the way back, θ takes the very step that workers decode.
+        """
+        replica, layout = self._replica, self._layout
+        with replica.meter("apply"):
+            theta = layout.gather(number, replica.params)
+            before = theta.clone()
+            self._outer.step(theta, mean_change(changes).to(theta.device), self._place(number))
+            self._base_version = self.versions[number]
+            self.version += 1
+            self.versions[number] = self.version
+            if self._steps is not None:
+                taken = self._encode(self._steps, number, (before - theta).cpu())
+                theta = before - taken.to(theta.device)
+            layout.fragments[number].scatter(theta, replica.params)
+            replica.buffers.add(
+                mean_buffers([(each.num_samples, each.buffers) for each in changes])
+            )
+
+    def fragment_frames(self, number: int, base_version: int) -> list[Frame]:
+        """A fragment as it is, for a worker that has `base_version` of it; with the first one the buffers."""
+        if self._steps is not None and self._newest_is(number, base_version):
+            frames = self._newest
+        else:
+            frames = self._whole_fragment(number)
+        return [*(self._buffer_frames() if number == 0 else []), *frames]
+
+    def whole_frames(self, incarnation: str) -> list[Frame]:
+        """All weights as they are, for a worker that has none."""
+        if self._snapshot is None or self._snapshot[0] != self.version:
+            replica = self._replica
+            with replica.meter("encode"):
+                weights = replica.snapshot()
+                frames = state_frames(incarnation, self.version, weights, replica.buckets)
+            self._snapshot = self.version, [*self._buffer_frames(), *frames]
+        return self._snapshot[1]
+
+    def _newest_is(self, number: int, base_version: int) -> bool:
+        """Whether the last outer step leads from that version of this fragment to what it is."""
+        return (self.versions[number], self._base_version) == (self.version, base_version)
+
+    def _whole_fragment(self, number: int) -> list[Frame]:
+        version = self.versions[number]
+        if self._fragment.get(number, (None,))[0] != version:
+            with self._replica.meter("encode"):
+                values = self._layout.gather(number, self._replica.params).cpu()
+                encoded = self._whole.encode(number, values, 1)
+                frames = self._frames(self._whole, number, encoded, None)
+            self._fragment[number] = version, frames
+        return self._fragment[number][1]
+
+    def _encode(self, encoder: Encoder, number: int, taken: Tensor) -> Tensor:
+        """Encode an outer step for those who have the weights before it; returns it as it is decoded."""
+        encoded = encoder.encode(number, taken, 1)
+        encoder.settle(number, is_applied=True)
+        for place, bucket in zip(self._layout.buckets(number), encoded, strict=True):
+            encoder.codec.decode(bucket, taken[place])
+        self._newest = self._frames(encoder, number, encoded, self._base_version)
+        return taken
+
+    def _frames(
+        self, encoder: Encoder, number: int, encoded: Sequence[Tensor], base_version: int | None
+    ) -> list[Frame]:
+        version, codec = self.versions[number], encoder.codec
+        return outer_frames(
+            self._layout, number, encoded, codec, base_version=base_version, version=version
+        )
+
+    def _buffer_frames(self) -> list[Frame]:
+        replica = self._replica
+        values = replica.buffers.values()
+        return buffer_frames(values, replica.bucket_bytes, version=self.version)
+
+    def _place(self, number: int) -> slice:
+        start = sum(fragment.numel for fragment in self._layout.fragments[:number])
+        return slice(start, start + self._layout.fragments[number].numel)
+
+
+def mean_change(changes: Sequence[Change]) -> Tensor:
+    """Δ̄ = Σ n_i Δ_i / Σ n_i, (numel,), in the memory of the first; 0 where nothing counts."""
+    total = sum(change.weight for change in changes) or 1.0
+    mean = changes[0].values.mul_(changes[0].weight / total)
+    for change in changes[1:]:
+        mean.add_(change.values, alpha=change.weight / total)
+    return mean

@@ -1,0 +1,273 @@
+"""A DiLoCo worker: takes many steps of its own between two exchanges with the server.
+
+    lease -> forward, backward -> a local step -> what it cost and taught, in a small message
+    ...
+    request -> Δ = θ_start - θ -> new weights θ' -> θ = θ' + what was learnt since Δ was sent
+
+It reads one ordered stream and does what comes next; how many steps lie between two requests is the
+server's to say. The local optimizer's moments stay through the run. Should its copy diverge, it says so and
+begins again from the server's weights, and only when it fails on these as well the run must end.
+
+Source: DiLoCo (Douillard et al., 2311.08105).
+By hand: `uv run worker.py 1 macbook`.
+"""
+
+if __name__ == "__main__":  # before the imports that take seconds: see entry.py
+    from smolcluster.algorithms.entry import main
+
+    raise SystemExit(main("diloco", "worker"))
+
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig
+from smolcluster.algorithms.DiLoCo.exchange import (
+    Encoder,
+    FragmentArrived,
+    FragmentReceiver,
+    Layout,
+    cannot_be_sent,
+    delta_frames,
+)
+from smolcluster.algorithms.DiLoCo.fragments import cut
+from smolcluster.cluster.link import Link
+from smolcluster.codec.base import NonFiniteValue
+from smolcluster.codec.registry import lossless_for
+from smolcluster.errors import NonFiniteLoss, ProtocolError
+from smolcluster.net.inbox import Event, MessageReceived
+from smolcluster.ps.assignment import Assigned
+from smolcluster.ps.buffers import buffer_frames
+from smolcluster.ps.plausible import check_norm
+from smolcluster.ps.weights import WeightsArrived
+from smolcluster.training.build import TrainingContext
+from smolcluster.training.compute import BatchLoss
+from smolcluster.training.replica import DIVERGENCE_REMEDY
+from smolcluster.training.scaler import ScaleFollower
+from smolcluster.transport.messages import Ack, Collect, LeaseKey, Skip, Stepped, Welcome
+
+WAIT_S = 1.0
+
+
+class Worker:
+    """A worker's part in a run, over all its sessions."""
+
+    unacknowledged: LeaseKey | None = None
+    """Samples of changes that were lost are handed out again."""
+
+    def __init__(self, welcome: Welcome, training: TrainingContext) -> None:
+        config = welcome.run.of(DiLoCoConfig)
+        self.training = training
+        self.train = training.recipe.applied_to(welcome.run.train)
+        self.replica = training.replica
+        self.layout = Layout.of(self.replica, cut(self.replica.layers, 1))
+        self.encoder = Encoder(welcome.codec, self.layout)
+        self.codec_down = config.codec_down or lossless_for(self.replica.params.dtype)
+        self.scale = ScaleFollower()
+        self.stream: deque[Assigned | Collect] = deque()
+        """What the server wants next, in order."""
+        self.anchor = self.replica.params.clone()
+        """The weights θ_start (num_params,) that changes are counted from."""
+        self.sent: dict[int, Tensor] = {}
+        """θ of a fragment when its change was sent, until its new weights come."""
+        self.versions = [0] * len(self.layout.fragments)
+        self.num_terms = [0] * len(self.layout.fragments)
+        """Loss terms of the steps since a fragment's change was sent last."""
+        self.is_void = True
+        """Whether it waits for whole weights, and all that comes before them is for nothing."""
+        self.is_fresh = False
+        """Whether its copy has failed, and nothing that it computed since has been applied."""
+        self.newest_lease: LeaseKey | None = None
+        self.link: Link
+
+    def new_receiver(self) -> FragmentReceiver:
+        return FragmentReceiver(self.codec_down, self.layout, self.training)
+
+    def take_part(self, link: Link) -> None:
+        """Train until the link raises. The server sends its weights first."""
+        self.link, self.is_void = link, True
+        while True:
+            self.wait_until(lambda: not self.is_void and bool(self.stream))
+            try:
+                match self.stream.popleft():
+                    case Assigned() as lease:
+                        self.step(lease)
+                    case Collect() as collect:
+                        self.send_change(collect)
+            except NonFiniteLoss as error:
+                self.give_up(error)
+
+    def step(self, lease: Assigned) -> None:
+        """Take one local step.
+
+        Raises:
+            NonFiniteLoss: it came to NaN or infinity.
+        """
+        self.newest_lease = lease.lease
+        started = time.perf_counter()
+        self.replica.loss_scale = self.scale.after(lease.assignment.loss_scale)
+        loss = self.compute(lease)
+        self.scale.note(loss.overflow)
+        self.replica.buffers.find()
+        grad_norm = self.replica.clip(self.train.gradient_clipping)
+        if not self.train.gradient_clipping.enabled:
+            check_norm(grad_norm)
+        if loss.overflow is None:
+            self.replica.step(lease.assignment.learning_rate)
+        self.num_terms = [count + loss.num_terms for count in self.num_terms]
+        self.link.send(
+            Stepped(
+                lease=lease.lease,
+                loss=None if math.isnan(loss.mean) else loss.mean,
+                num_terms=loss.num_terms,
+                grad_norm=grad_norm,
+                learning_rate=loss.learning_rate,
+                overflow=loss.overflow,
+                compute_s=time.perf_counter() - started,
+            )
+        )
+        self.replica.meter.step_done(lease.num_samples)
+
+    def compute(self, lease: Assigned) -> BatchLoss:
+        return lease.compute(self.training)
+
+    def send_change(self, collect: Collect) -> None:
+        """Send what a fragment has changed by, and if it is so wanted wait for its new weights.
+
+        Raises:
+            NonFiniteLoss: it holds NaN or infinity.
+        """
+        number, replica = collect.fragment, self.replica
+        if number >= len(self.layout.fragments) or number in self.sent:
+            raise ProtocolError(f"the server asks for fragment {number} out of turn")
+        now = self.layout.gather(number, replica.params)
+        delta = self.layout.gather(number, self.anchor).sub_(now).cpu()
+        with replica.meter("encode"):
+            try:
+                encoded = self.encoder.encode(number, delta, self.num_terms[number])
+            except NonFiniteValue as error:
+                self.encoder.settle(number, is_applied=False)
+                fragment = self.layout.fragments[number]
+                raise cannot_be_sent(error, fragment, replica) from error
+            buffers = replica.buffers.difference()
+        replica.buffers.mark()
+        self.sent[number], self.num_terms[number] = now, 0
+        frames = delta_frames(self.layout, collect, encoded, self.encoder.codec)
+        version = self.versions[number]
+        for frame in buffer_frames(buffers, replica.bucket_bytes, version=version) + frames:
+            self.link.send_frame(frame)
+        replica.meter.raw_bytes += delta.nbytes
+        replica.meter.encoded_bytes += sum(each.nbytes for each in encoded)
+        if collect.wait:
+            self.wait_until(lambda: self.is_void or number not in self.sent)
+
+    def give_up(self, error: NonFiniteLoss) -> None:
+        """Its own copy is not to be trusted any more: begin again from the server's weights.
+
+        Raises:
+            NonFiniteLoss: they are what it has failed on.
+        """
+        if self.is_fresh or self.newest_lease is None:
+            raise NonFiniteLoss(
+                f"{error} (again, now on the server's weights of version {max(self.versions)})"
+            ) from error
+        self.link.send(Skip(lease=self.newest_lease, compute_s=0.0, reason=str(error)))
+        self.replica.optimizer.reset()
+        self.is_void = self.is_fresh = True
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Take in all that has arrived, and go on until `condition` holds."""
+        while True:
+            with self.replica.meter("wait"):
+                event = self.link.next_event(0.0 if condition() else WAIT_S)
+            if event is not None:
+                self.handle(event)
+            elif condition():
+                return
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case Assigned() | MessageReceived(message=Collect()) if self.is_void:
+                pass  # what comes next is the whole weights, and other samples
+            case Assigned():
+                self.stream.append(event)
+            case MessageReceived(message=Collect() as collect):
+                self.stream.append(collect)
+            case FragmentArrived() if not self.is_void:
+                self.take_fragment(event)
+            case WeightsArrived():
+                self.begin_with(event)
+            case MessageReceived(message=Ack(outcome="non_finite")) if not self.is_void:
+                self.was_refused()
+
+    def begin_with(self, arrived: WeightsArrived) -> None:
+        """Take the server's whole weights for one's own: what was computed before them is void."""
+        self.replica.load(*arrived.weights)
+        self.replica.buffers.load(arrived.buffers)
+        self.anchor.copy_(self.replica.params)
+        for number in self.sent:
+            self.encoder.settle(number, is_applied=False)
+        self.sent.clear()
+        self.stream.clear()
+        self.versions = [arrived.version] * len(self.versions)
+        self.num_terms = [0] * len(self.num_terms)
+        self.is_void = False
+
+    def take_fragment(self, arrived: FragmentArrived) -> None:
+        """Take a fragment's new weights θ', and keep what was learnt since the change was sent.
+
+        θ = θ' + (θ_now - θ_at_send); without a change that was sent, since the fragment's last weights.
+
+        Raises:
+            ProtocolError: it does not follow on the weights that are here.
+        """
+        number, fragment = arrived.fragment, self.layout.fragments[arrived.fragment]
+        if arrived.base_version not in (None, self.versions[number]):
+            raise ProtocolError(
+                f"fragment {number} of version {arrived.version} does not follow on version "
+                f"{self.versions[number]} here"
+            )
+        base = self.layout.gather(number, self.anchor)
+        values = arrived.values.to(base.device)
+        new = values if arrived.base_version is None else base - values
+        was_sent = number in self.sent
+        learnt = self.layout.gather(number, self.replica.params)
+        learnt.sub_(self.sent.pop(number) if was_sent else base)
+        with self.replica.meter("apply"):
+            fragment.scatter(new, self.anchor)
+            fragment.scatter(learnt.add_(new), self.replica.params)
+        self.take_buffers(arrived)
+        if was_sent:
+            self.encoder.settle(number, is_applied=True)
+            self.is_fresh = False
+        self.versions[number] = arrived.version
+
+    def take_buffers(self, arrived: FragmentArrived) -> None:
+        """The model's buffers follow in the same way."""
+        if arrived.buffers:
+            since = self.replica.buffers.difference()
+            self.replica.buffers.load(arrived.buffers)
+            self.replica.buffers.put(
+                {
+                    number: values + since[number] if number in since else values
+                    for number, values in arrived.buffers.items()
+                }
+            )
+
+    def was_refused(self) -> None:
+        """The server has refused a change, and will send whole weights.
+
+        Raises:
+            NonFiniteLoss: it was computed on such weights already.
+        """
+        if self.is_fresh:
+            raise NonFiniteLoss(
+                f"the server has refused its change (again, now of its weights of version "
+                f"{max(self.versions)}); {DIVERGENCE_REMEDY}"
+            )
+        self.replica.optimizer.reset()
+        self.is_void = self.is_fresh = True

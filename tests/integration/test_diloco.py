@@ -1,0 +1,288 @@
+"""DiLoCo between real sessions over TCP, in one process: what is trained, and what goes wrong."""
+
+import signal
+import threading
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import own_workloads
+from harness import DEADLINE_S, Cluster, local_settings
+from own_workloads import assert_same, buffers_of, normed
+from smolcluster.algorithms.DiLoCo.server import Server
+from smolcluster.algorithms.DiLoCo.worker import Worker
+from smolcluster.configs.resolve import Settings
+from smolcluster.data.dataset import Batch
+from smolcluster.errors import NonFiniteLoss, PeerLost
+from smolcluster.ps.assignment import Assigned
+from smolcluster.runs.events import LeaseReturned, PushDropped, RunResumed
+from smolcluster.training.compute import BatchLoss
+from smolcluster.training.workload import Terms, Workload
+from smolcluster.transport.messages import Collect
+from smolcluster.utils.stopping import Interrupted
+
+PLAIN = "outer_lr=1", "outer_momentum=0", "codec_up=null", "codec_down=null"
+"""With one worker this is training in one process."""
+
+
+def settings_for(*overrides: str, workers: int = 1) -> Settings:
+    return local_settings(
+        *("num_epochs=2", f"min_workers={workers}", *overrides), workers=workers, algorithm="diloco"
+    )
+
+
+def cluster_for(
+    settings: Settings, folder: Path, workload: Workload | None = None, resume: bool = False
+) -> Cluster:
+    folder.mkdir(exist_ok=True)
+    return Cluster(settings, folder, algorithm="diloco", workload=workload, resume=resume)
+
+
+@pytest.mark.parametrize("local_steps", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("double", "rel", "overrides"),
+    [
+        (False, 1e-6, ()),
+        (True, 1e-9, ("dataset.source=server",)),
+        (False, 1e-6, ("optimizer=sgd", "learning_rate=0.1", "lr_schedule.warmup_iters=3")),
+    ],
+    ids=["adam", "float64, served", "sgd with a schedule"],
+)
+def test_one_worker_without_momentum_is_sequential_training(
+    tmp_path: Path, local_steps: int, double: bool, rel: float, overrides: tuple[str, ...]
+) -> None:
+    """Losses, weights and the statistics of batch norms are those of one process."""
+    own = "batch_size=16", "num_epochs=3", f"local_steps={local_steps}", *overrides
+    settings = settings_for(*PLAIN, *own)
+    cluster = cluster_for(settings, tmp_path, normed(double=double))
+    cluster.finish(cluster.worker(1))
+    expected, alone = own_workloads.alone(settings, normed(double=double))
+    assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=rel)
+    ours, theirs = cluster.training.replica, alone.replica
+    torch.testing.assert_close(ours.params, theirs.params, rtol=10 * rel, atol=rel)
+    for name, buffer in buffers_of(theirs.model).items():
+        torch.testing.assert_close(buffers_of(ours.model)[name], buffer, rtol=10 * rel, atol=rel)
+
+
+def steep() -> Workload:
+    """Its gradients overflow in float16 until the loss scale has been halved some times."""
+
+    def loss(model: nn.Module, batch: Batch) -> Terms:
+        total, count = own_workloads.loss(model, batch)
+        return total * 2000.0, count
+
+    workload = normed()
+    workload.loss = loss
+    return workload
+
+
+def test_one_worker_in_float16_trains_as_one_process_overflows_and_all(tmp_path: Path) -> None:
+    settings = settings_for(*PLAIN, "precision=fp16", "batch_size=16", "local_steps=4")
+    cluster = cluster_for(settings, tmp_path, steep())
+    cluster.finish(cluster.worker(1))
+    expected, alone = own_workloads.alone(settings, steep())
+    assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=1e-5)
+    assert alone.replica.scaler is not None
+    newest = cluster.metrics.steps[-1].values
+    assert newest["overflows"] == alone.replica.scaler.num_overflows > 0
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_three_workers_learn_and_apply_every_sample_once(tmp_path: Path, codec: str) -> None:
+    settings = settings_for(
+        *(f"codec_up={codec}", f"codec_down={codec}", "num_epochs=8", "local_steps=5"), workers=3
+    )
+    held: dict[int, list[torch.Tensor]] = defaultdict(list)
+    """The weights that each round's changes are counted from, by version."""
+
+    class Watched(Worker):
+        def send_change(self, collect: Collect) -> None:
+            held[self.versions[collect.fragment]].append(self.anchor.clone())
+            super().send_change(collect)
+
+    cluster = cluster_for(settings, tmp_path)
+    workers = [cluster.worker(rank + 1, make=Watched) for rank in range(3)]
+    summary = cluster.finish(*workers)
+    assert summary.samples_applied == 8 * summary.train_samples
+    assert summary.codec == codec
+    assert summary.steps == summary.pushes.applied == len(cluster.metrics.steps)
+    assert summary.final.val_accuracy is not None
+    assert summary.final.val_accuracy > 0.8
+    assert isinstance(cluster.core, Server)
+    assert cluster.core.round > 20
+    for weights in held.values():  # the same, bit for bit, also by steps in 8 bits
+        assert all(torch.equal(each, weights[0]) for each in weights)
+
+
+def test_local_steps_are_chosen_by_measured_times_and_at_first_few(tmp_path: Path) -> None:
+    chosen: list[int] = []
+
+    class Watched(Server):
+        def begin_round(self) -> None:
+            super().begin_round()
+            chosen.append(self.local_steps)
+
+        def measured_steps(self) -> int:
+            super().measured_steps()
+            return 6
+
+    settings = settings_for("num_epochs=4", workers=2)
+    cluster = Cluster(settings, tmp_path, Watched, algorithm="diloco")
+    cluster.finish(*(cluster.worker(rank + 1) for rank in range(2)))
+    assert chosen[:5] == [1, 2, 4, 6, 6]
+
+
+class Dying(Worker):
+    """Loses its connection in the middle of a round, once."""
+
+    has_died = False
+
+    def compute(self, lease: Assigned) -> BatchLoss:
+        if not self.has_died and self.versions[0] >= 2:
+            self.has_died = True
+            raise PeerLost("the test cuts it off")
+        return super().compute(lease)
+
+
+class Diverging(Worker):
+    """Its own copy comes to NaN now and then; the server's weights are well."""
+
+    num_computed = 0
+
+    def compute(self, lease: Assigned) -> BatchLoss:
+        self.num_computed += 1
+        if self.num_computed % 11 == 5 and not self.is_fresh:
+            raise NonFiniteLoss("loss is nan at layer fc1")
+        return super().compute(lease)
+
+
+class Huge(Worker):
+    """What it has changed is finite, and now and then out of all proportion."""
+
+    def send_change(self, collect: Collect) -> None:
+        if self.versions[0] % 4 == 3 and not self.is_fresh:
+            self.replica.params.mul_(1e25)
+        super().send_change(collect)
+
+
+@pytest.mark.parametrize("make", [Dying, Diverging, Huge])
+def test_a_worker_that_fails_costs_its_own_steps_and_nothing_else(
+    tmp_path: Path, make: type[Worker]
+) -> None:
+    settings = settings_for("local_steps=4", "num_epochs=4", "codec_up=int8", workers=2)
+    cluster = cluster_for(settings, tmp_path)
+    summary = cluster.finish(cluster.worker(1), cluster.worker(2, make=make))
+    events = [record.event for record in cluster.events()]
+    returned = [event for event in events if isinstance(event, LeaseReturned)]
+    assert summary.leases_returned == len(returned) > 0
+    assert {event.rank for event in returned} == {1}
+    dropped = [event.outcome for event in events if isinstance(event, PushDropped)]
+    assert summary.pushes.non_finite == dropped.count("non_finite")
+    assert (summary.pushes.non_finite > 0) == (make is not Dying)
+    assert torch.isfinite(cluster.training.replica.params).all()
+
+
+class Exploding(Worker):
+    """All its losses are NaN, whatever the weights."""
+
+    def compute(self, lease: Assigned) -> BatchLoss:  # noqa: ARG002
+        raise NonFiniteLoss("loss is nan at layer fc1")
+
+
+def test_a_worker_that_fails_also_from_fresh_weights_leaves_and_the_others_go_on(
+    tmp_path: Path,
+) -> None:
+    settings = settings_for("local_steps=4", workers=2)
+    cluster = cluster_for(settings, tmp_path)
+    innocent, broken = cluster.worker(1), cluster.worker(2, make=Exploding)
+    cluster.finish(innocent)
+    assert isinstance(broken.failure(), NonFiniteLoss)
+
+
+def test_a_run_on_which_every_worker_fails_has_failed(tmp_path: Path) -> None:
+    cluster = cluster_for(settings_for("local_steps=4"), tmp_path)
+    cluster.worker(1, make=Exploding)
+    assert "fc1" in str(cluster.server.failure())
+
+
+def test_who_is_late_loses_its_samples_and_begins_again(tmp_path: Path) -> None:
+    """A round does not wait longer than its grace; the laggard is heard of again and goes on."""
+    over = threading.Event()
+
+    class Late(Worker):
+        is_late = True
+
+        def send_change(self, collect: Collect) -> None:
+            if self.is_late and self.versions[0] >= 2:
+                self.is_late = False
+                assert over.wait(DEADLINE_S)
+            super().send_change(collect)
+
+    class Watched(Server):
+        def leave_late(self, now: float) -> None:
+            super().leave_late(now)
+            if len(self.active) < len(self.peers):
+                over.set()
+
+    settings = settings_for("local_steps=3", "num_epochs=6", "grace=0.5", workers=2)
+    cluster = Cluster(settings, tmp_path, Watched, algorithm="diloco")
+    summary = cluster.finish(cluster.worker(1), cluster.worker(2, make=Late))
+    assert summary.leases_returned > 0
+    assert any("answers again" in line for line in cluster.log_lines)
+
+
+def test_a_late_worker_joins_and_shares_the_work(tmp_path: Path) -> None:
+    early, shared = threading.Event(), threading.Event()
+
+    class Patient(Worker):
+        def compute(self, lease: Assigned) -> BatchLoss:
+            if self.versions[0] >= 3:
+                early.set()
+                assert shared.wait(DEADLINE_S)
+            return super().compute(lease)
+
+    class Second(Worker):
+        def compute(self, lease: Assigned) -> BatchLoss:
+            shared.set()
+            return super().compute(lease)
+
+    cluster = cluster_for(settings_for("local_steps=20", "num_epochs=4"), tmp_path)
+    first = cluster.worker(1, make=Patient)
+    assert early.wait(DEADLINE_S)
+    cluster.finish(first, cluster.worker(4, make=Second))
+    assert {record.rank for record in cluster.metrics.steps} == {0, 3}
+
+
+def test_a_server_goes_on_from_its_last_round(tmp_path: Path) -> None:
+    """Momentum, what the codec owes, rounds and samples are those of the checkpoint."""
+    own = "local_steps=5", "codec_up=int8", "codec_down=int8", "checkpoint_steps=1", "num_epochs=3"
+    settings = settings_for(*own, "reconnect_timeout_s=1")
+    cluster = cluster_for(settings, tmp_path)
+    stopped = cluster.core
+    assert isinstance(stopped, Server)
+    begin = stopped.begin_round
+
+    def watched() -> None:
+        begin()
+        if stopped.round == 10:
+            cluster.stop.note(signal.SIGTERM)
+
+    stopped.begin_round = watched  # type: ignore[method-assign]
+    cluster.worker(1)
+    assert isinstance(cluster.server.failure(), Interrupted)
+    before = {name: each.clone() for name, each in stopped.store.tensors.items()}
+    again = cluster_for(settings, tmp_path, resume=True)
+    core = again.core
+    assert isinstance(core, Server)
+    [resumed] = [r.event for r in again.events() if isinstance(r.event, RunResumed)]
+    assert resumed.step == stopped.version == 50
+    assert (core.round, core.store.version) == (10, 10)
+    assert_same(core.store.tensors, before)
+    worker = again.worker(1)
+    again.server.finish()
+    worker.finish()
+    assert again.server.summary is not None
+    assert again.server.summary.samples_applied == 3 * again.training.num_samples

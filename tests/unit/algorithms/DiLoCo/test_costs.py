@@ -1,0 +1,39 @@
+"""What DiLoCo predicts of itself, in closed form."""
+
+import pytest
+
+from smolcluster.algorithms.DiLoCo.costs import predict, step_nbytes
+from smolcluster.algorithms.planning.costs import Job, Site, Worker
+from smolcluster.configs.resolve import Settings, load_settings
+
+JOB = Job(1_000_000, num_samples=1_000_000)
+
+
+def settings_of(*overrides: str) -> Settings:
+    own = "batch_size=10", "codec_up=int8", "codec_down=int8", *overrides
+    return load_settings("diloco", "digits", None, own, {}, local=True, local_workers=2)
+
+
+def test_a_round_lasts_until_all_that_was_handed_out_has_arrived() -> None:
+    """20 batches: after 0.4 s away, one takes 0.1 s for one and the other 0.3 s."""
+    nbytes = JOB.encoded_nbytes("int8")
+    rate = nbytes / 0.2
+    site = Site(
+        tuple(Worker(name, step_s, 0.0, rate, rate) for name, step_s in (("a", 0.1), ("b", 0.3))),
+        {},
+    )
+    forecast = predict(site, JOB, settings_of("local_steps=10"))
+    round_s = 0.4 + 20 / (1 / 0.1 + 1 / 0.3)
+    assert forecast.samples_per_s == pytest.approx(200 / round_s, rel=1e-2)
+    assert forecast.received_bytes_s == pytest.approx(2 * nbytes / round_s, rel=1e-2)
+
+
+def test_chosen_steps_keep_workers_computing() -> None:
+    site = Site(tuple(Worker(name, 0.1, 0.0, 1e6, 1e6) for name in "ab"), {})
+    assert 0.03 < predict(site, JOB, settings_of()).lost < 0.06
+
+
+def test_a_step_s_bytes_are_its_part_of_the_round_s() -> None:
+    assert (
+        step_nbytes(JOB, settings_of("local_steps=10")) == (JOB.encoded_nbytes("int8") // 10,) * 2
+    )

@@ -1,0 +1,141 @@
+"""The books of leases and requests: nothing is counted twice, and nothing is forgotten."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from smolcluster.algorithms.DiLoCo.ledger import Ledger, Request
+from smolcluster.data.permutation import Range
+from smolcluster.transport.messages import LeaseKey, Stepped
+
+
+def key(start: int, grant: int) -> LeaseKey:
+    return LeaseKey(incarnation="a", epoch=0, start=start, stop=start + 10, grant=grant)
+
+
+def step(ledger: Ledger, lease: LeaseKey, holder: int) -> bool:
+    return ledger.stepped(
+        holder, Stepped(lease=lease, loss=1.0, num_terms=10, grad_norm=1.0, compute_s=0.1)
+    )
+
+
+def give(ledger: Ledger, lease: LeaseKey, holder: int) -> None:
+    ledger.assign(lease, holder, 0.1)
+    assert step(ledger, lease, holder)
+
+
+def test_a_request_covers_what_was_given_before_it_and_not_covered_yet() -> None:
+    ledger = Ledger(1)
+    first, second = key(0, 1), key(10, 2)
+    give(ledger, first, 7)
+    earlier = ledger.request(7, 0)
+    give(ledger, second, 7)
+    assert earlier.leases == (first,)
+    assert ledger.request(7, 0).leases == (second,)
+    assert not ledger.has_uncovered(7, 0)
+
+
+def test_samples_count_when_they_are_applied_in_every_fragment() -> None:
+    ledger, lease = Ledger(2), key(0, 1)
+    give(ledger, lease, 7)
+    requests = [ledger.request(7, fragment) for fragment in (0, 1)]
+    for request in requests:
+        ledger.arrived(request)
+    assert ledger.apply(requests[:1]) == []
+    assert ledger.num_open_samples == 10
+    [applied] = ledger.apply(requests[1:])
+    assert (applied.key, applied.holder, ledger.num_open_samples) == (lease, 7, 0)
+
+
+def test_a_lost_worker_s_samples_go_back_for_the_fragments_that_have_not_arrived() -> None:
+    ledger = Ledger(2)
+    give(ledger, key(0, 1), 7)
+    request = ledger.request(7, 0)
+    ledger.arrived(request)
+    give(ledger, key(10, 2), 7)
+    assert set(ledger.take_back(7)) == {key(0, 1), key(10, 2)}
+    assert ledger.num_open_samples == 0
+    assert ledger.assign(key(0, 3), 8, 0.1) == {1}
+    assert ledger.assign(key(10, 4), 8, 0.1) == {0, 1}
+    assert ledger.apply([request]) == []
+
+
+def test_what_has_arrived_whole_outlives_its_worker() -> None:
+    ledger = Ledger(1)
+    give(ledger, key(0, 1), 7)
+    request = ledger.request(7, 0)
+    ledger.arrived(request)
+    assert ledger.take_back(7) == []
+    assert [each.holder for each in ledger.apply([request])] == [7]
+
+
+def test_answers_to_nobody_s_request_are_known() -> None:
+    ledger = Ledger(1)
+    give(ledger, key(0, 1), 7)
+    request = ledger.request(7, 0)
+    assert ledger.asked(request.number, 7, 0) is request
+    assert ledger.asked(request.number, 8, 0) is None
+    ledger.take_back(7)
+    assert ledger.asked(request.number, 7, 0) is None
+    assert not step(ledger, key(0, 1), 7)
+    assert not ledger.is_waiting
+
+
+class Chance:
+    """Workers that get samples, are asked, answer, are applied and are lost in any order."""
+
+    def __init__(self, num_fragments: int, seed: int) -> None:
+        self.draw, self.ledger = random.Random(seed), Ledger(num_fragments)  # noqa: S311
+        self.num_fragments, self.num_grants = num_fragments, 0
+        self.waiting = [Range(0, 10 * place, 10 * place + 10) for place in range(40)]
+        self.asked: list[Request] = []
+        self.arrived: list[Request] = []
+        self.meant: dict[LeaseKey, frozenset[int]] = {}
+        self.counted: Counter[int] = Counter()
+        self.in_fragment: Counter[tuple[int, int]] = Counter()
+
+    def give(self, holder: int) -> None:
+        if self.waiting:
+            self.num_grants += 1
+            lease = key(self.waiting.pop().start, self.num_grants)
+            self.meant[lease] = self.ledger.assign(lease, holder, 0.1)
+            assert step(self.ledger, lease, holder)
+
+    def ask(self, holder: int) -> None:
+        fragment = self.draw.randrange(self.num_fragments)
+        if self.ledger.has_uncovered(holder, fragment):
+            self.asked.append(self.ledger.request(holder, fragment))
+
+    def answer(self, _holder: int) -> None:
+        if self.asked:
+            request = self.asked.pop(self.draw.randrange(len(self.asked)))
+            if self.ledger.asked(request.number, request.holder, request.fragment):
+                self.ledger.arrived(request)
+                self.arrived.append(request)
+
+    def apply(self, _holder: int) -> None:
+        for request in self.arrived:
+            for lease in request.leases:
+                assert request.fragment in self.meant[lease]
+                self.in_fragment[lease.start, request.fragment] += 1
+        self.counted.update(each.key.start for each in self.ledger.apply(self.arrived))
+        self.arrived = []
+
+    def lose(self, holder: int) -> None:
+        if self.draw.random() < 0.3:
+            self.waiting += [Range.of(each) for each in self.ledger.take_back(holder)]
+
+
+@pytest.mark.parametrize("num_fragments", [1, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_every_sample_counts_once_in_every_fragment_whoever_is_lost(
+    num_fragments: int, seed: int
+) -> None:
+    chance = Chance(num_fragments, seed)
+    acts = [chance.give, chance.give, chance.ask, chance.answer, chance.apply, chance.lose]
+    while sum(chance.counted.values()) < 40:
+        chance.draw.choice(acts)(chance.draw.randrange(3))
+    assert set(chance.counted.values()) == {1}
+    assert len(chance.in_fragment) == 40 * num_fragments
+    assert set(chance.in_fragment.values()) == {1}
