@@ -111,6 +111,36 @@ def one_of_each() -> list[m.Message]:
         m.OuterStep(
             fragment=0, base_version=3, version=4, bucket=0, num_buckets=1, tensor=tensor(16)
         ),
+        m.StoreList(
+            stores=(
+                m.StorePlace(
+                    node="win", places=(m.HostPort(host="10.0.0.2", port=6000),), first=1, stop=2
+                ),
+            )
+        ),
+        m.Slice(
+            run_id="run",
+            incarnation="ab12",
+            reconnect_timeout_s=60.0,
+            num_params=1000,
+            bucket_length=512,
+            first=1,
+            stop=2,
+            contents=("weights", "exp_avg", "exp_avg_sq"),
+            codec="int8",
+            has_loss_scale=False,
+            optimizer="adam",
+            optimizer_args={"betas": (0.9, 0.999), "eps": 1e-8},
+            weight_decay=0.1,
+            num_decayed=400,
+            num_steps=20,
+        ),
+        m.Listening(places=(m.HostPort(host="10.0.0.2", port=6000),)),
+        m.Arrived(lease=LEASE, tensor=tensor(8)),
+        m.Apply(lease=LEASE, clip=0.5, learning_rate=0.1, bound=1.0),
+        m.Discard(lease=LEASE),
+        m.SendWeights(instance="0123456789abcdef", version=3),
+        m.Gather(version=3),
     ]
 
 

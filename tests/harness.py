@@ -32,13 +32,14 @@ from smolcluster.net.dialling import Address
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.ps.leases import Lease
 from smolcluster.ps.push import Pushed
+from smolcluster.ps.store_host import StoreSetup, hold
 from smolcluster.runs.events import EventLog, EventRecord, read_events
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.checkpoint import CheckpointStore
 from smolcluster.training.workload import Workload
 from smolcluster.transport.handshake import introduce
-from smolcluster.transport.messages import LeaseKey, Welcome
+from smolcluster.transport.messages import SESSION, STORE, LeaseKey, Welcome
 from smolcluster.transport.security import Secret
 from smolcluster.utils.stopping import StopRequest
 
@@ -309,6 +310,19 @@ class Cluster:
             workload=workload or self.workload,
         )
         return Outcome(f"worker {worker_id}", lambda: follow(place, make_participant))
+
+    def start_store(self, node: str, *, secret: Secret | None = None) -> Outcome:
+        """Start a store, as on a machine of its own."""
+        cluster = self.settings.cluster
+        setup = StoreSetup(
+            hello=introduce(node, sets=(SESSION, STORE)),
+            address=Address("127.0.0.1", cluster.port),
+            secret=secret or self._secret,
+            start_timeout_s=10.0,
+            encryption=cluster.encryption,
+            log=self.log,
+        )
+        return Outcome(f"store {node}", lambda: hold(setup))
 
     def events(self) -> list[EventRecord]:
         self._events.flush()

@@ -127,3 +127,9 @@ class Processes:
         """Start EDP's worker file, as a person would."""
         file = get_algorithm("edp").worker
         return self.start(sys.executable, str(file), str(worker_id), node, *arguments)
+
+    def store(self, node: str, *arguments: str) -> Child:
+        """Start EDP's store file, as a person would."""
+        algorithm = get_algorithm("edp")
+        file = algorithm.folder / algorithm.roles["store"]
+        return self.start(sys.executable, str(file), node, *arguments)

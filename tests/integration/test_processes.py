@@ -12,6 +12,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
+import pytest
+
 from harness import free_port
 from processes import Processes
 from smolcluster.data.permutation import epoch_permutation
@@ -220,3 +222,28 @@ def test_logs_are_in_utc_whatever_the_zone_of_a_worker(processes: Processes) -> 
     console = datetime.fromtimestamp(start, ZoneInfo("Asia/Kolkata"))
     hours = {f"{console + timedelta(hours=later):%H:}" for later in (0, 1)}
     assert worker.output[:3] in hours, "the console has local time"
+
+
+@pytest.mark.slow
+def test_a_store_is_killed_another_is_started_and_every_sample_is_applied_once(
+    processes: Processes, eventually: Eventually
+) -> None:
+    port, epochs = f"port={free_port()}", 12
+    overrides = ("servers=[mini1, win]", f"num_epochs={epochs}", "model.hidden=4096", "threads=1")
+    server = processes.server("--local", "--override", port, *overrides)
+    by_hand = ("--local", "--override", port, "threads=1")
+    store = processes.store("win", *by_hand)
+    worker = processes.worker(1, "macbook", *by_hand)
+    status_file = processes.runs / "latest" / "status.json"
+    eventually(lambda: status_file.exists() and read_status(status_file).step > 20)
+    store.kill(signal.SIGKILL)
+    server.wait_for("the store win is lost")
+    again = processes.store("win", *by_hand)
+    for each in (server, worker, again):
+        assert each.wait() == 0, each.output
+    run = find_run(processes.runs)
+    summary = read_summary(run.summary)
+    assert applied(run.metrics, summary.train_samples) == {
+        epoch: Counter(range(summary.train_samples)) for epoch in range(epochs)
+    }
+    assert server.output.count("the store win holds buckets 2 to 2 of 2") == 2

@@ -21,6 +21,7 @@ from smolcluster.configs.spec import algorithms
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.net.acceptor import Acceptor, ask_inbox
 from smolcluster.net.inbox import Inbox
+from smolcluster.net.membership import Refused
 from smolcluster.net.session import Receiver
 from smolcluster.observability.metrics import Metrics
 from smolcluster.observability.spans import SpanLog
@@ -28,6 +29,7 @@ from smolcluster.ps.buffers import most_buffer_frames
 from smolcluster.ps.feed import Feed, NoFeed
 from smolcluster.ps.offering import PlannedWorkload
 from smolcluster.ps.store import Stores
+from smolcluster.ps.store_links import Patience, SpreadStores
 from smolcluster.runs.events import EventLog
 from smolcluster.runs.status import StatusFile
 from smolcluster.training.build import TrainingContext
@@ -41,7 +43,15 @@ from smolcluster.training.checkpoint import (
 from smolcluster.training.replica import Replica
 from smolcluster.transport.connection import listen
 from smolcluster.transport.handshake import Door
-from smolcluster.transport.messages import ServedData, Welcome, sets_of
+from smolcluster.transport.messages import (
+    PS,
+    STORE,
+    Accepted,
+    Hello,
+    ServedData,
+    Welcome,
+    sets_of,
+)
 from smolcluster.transport.security import Secret
 from smolcluster.transport.tls import new_identity
 
@@ -131,6 +141,35 @@ class ServerContext:
         """The stores of the server's weights; call it when a checkpoint has been restored."""
         return Stores(self.training.replica, self.num_stores)
 
+    def spread_stores(self) -> SpreadStores | None:
+        """The stores of weights that lie on several hosts; None: they are all in this process.
+
+        Raises:
+            ConfigError: this run needs them in one place.
+        """
+        nodes = self.settings.cluster.store_nodes
+        if len(nodes) < 2:
+            return None
+        if self.is_attached:
+            raise ConfigError(
+                "servers lists several, but loops of one's own push to one server only"
+            )
+        replica, cluster = self.training.replica, self.settings.cluster
+        if replica.ema_decay is not None:
+            raise ConfigError(
+                f"ema_decay is {replica.ema_decay} and servers lists several, but the weights are averaged "
+                "where all of them lie; set ema_decay or servers to null"
+            )
+        return SpreadStores(
+            replica,
+            nodes,
+            run=self.run,
+            codec=self.codec,
+            incarnation=self.incarnation,
+            patience=Patience(cluster.start_timeout_s, cluster.empty_cluster_timeout_s),
+            log=self.log,
+        )
+
     def new_evaluator(self) -> Evaluator:
         every = self.run.train.eval_steps
         return Evaluator(
@@ -180,8 +219,10 @@ class ServerContext:
         report.resume(state)
         return state
 
-    def open_pool(self, receiver_for: Callable[[int], Receiver]) -> WorkerPool:
-        """Listen from now on; workers are let in as soon as the pool is asked for events.
+    def open_pool(
+        self, receiver_for: Callable[[int], Receiver], spread: SpreadStores | None = None
+    ) -> WorkerPool:
+        """Listen from now on; workers are let in as soon as the pool is asked for events, and so are stores.
 
         Raises:
             PortBusy: another process listens there.
@@ -196,25 +237,38 @@ class ServerContext:
         cluster, replica = self.settings.cluster, self.training.replica
         workload = self.training.workload
         addresses = listening_addresses(cluster)
+        admit_worker = ask_inbox(
+            self.inbox,
+            Welcome(
+                run_id=self.run.run_id,
+                run=self.run,
+                incarnation=self.incarnation,
+                model_fingerprint=replica.fingerprint,
+                bucket_bytes=replica.bucket_bytes,
+                codec=self.codec,
+                heartbeat_timeout_s=self.run.heartbeat_timeout_s,
+                data=self.served_data,
+                plan=workload.plan.text if isinstance(workload, PlannedWorkload) else None,
+            ),
+        )
+
+        def admit(session_id: int, hello: Hello) -> Accepted | Refused:
+            if spread is not None and STORE.name in hello.sets and PS.name not in hello.sets:
+                return spread.admit(session_id, hello)
+            return admit_worker(session_id, hello)
+
+        def receiver(session_id: int) -> Receiver:
+            of_store = spread.receiver_for(session_id) if spread is not None else None
+            return of_store or receiver_for(session_id)
+
+        stores = () if spread is None else (STORE,)
+        sets = (*sets_of(self.run.algorithm), *stores)
         acceptor = Acceptor(
             listen(addresses, cluster.port),
-            door=Door(self.secret, new_identity(), cluster.encryption, sets_of(self.run.algorithm)),
+            door=Door(self.secret, new_identity(), cluster.encryption, sets),
             inbox=self.inbox,
-            admit=ask_inbox(
-                self.inbox,
-                Welcome(
-                    run_id=self.run.run_id,
-                    run=self.run,
-                    incarnation=self.incarnation,
-                    model_fingerprint=replica.fingerprint,
-                    bucket_bytes=replica.bucket_bytes,
-                    codec=self.codec,
-                    heartbeat_timeout_s=self.run.heartbeat_timeout_s,
-                    data=self.served_data,
-                    plan=workload.plan.text if isinstance(workload, PlannedWorkload) else None,
-                ),
-            ),
-            receiver_for=receiver_for,
+            admit=admit,
+            receiver_for=receiver,
             max_queued=_copies_queued(replica) * _num_frames(replica) + EXTRA_QUEUED,
             log=self.log,
         )

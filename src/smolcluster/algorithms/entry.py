@@ -10,11 +10,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Literal
 
 from smolcluster.configs.spec import AlgorithmSpec, get_algorithm
@@ -24,7 +24,7 @@ from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.bugs import describe_bug
 from smolcluster.utils.stopping import SIGNALS, Interrupted, heeded, interrupt, interrupt_once
 
-Role = Literal["server", "worker"]
+Role = Literal["server", "worker", "store"]
 
 SWITCH_INTERVAL_S = 0.0005
 """A busy interpreter otherwise keeps the threads that send waiting 5 ms at a time."""
@@ -40,15 +40,18 @@ class Ended(BaseException):
 
 def main(name: str, role: Role) -> int:
     algorithm = get_algorithm(name)
-    parser = server_parser(algorithm) if role == "server" else worker_parser(algorithm)
+    parser = PARSERS[role](algorithm)
     args = parser.parse_args()
-    supervised = role == "worker" and args.supervised is not None
-    if role == "worker" and args.restarts and not supervised:
-        return supervise_worker(args)
+    supervised = role != "server" and args.supervised is not None
+    if role != "server" and args.restarts and not supervised:
+        return supervise_process(role, args)
 
     def body() -> None:
         from smolcluster.algorithms import process  # noqa: PLC0415 - it imports torch
 
+        if role == "store":
+            process.hold_slice(name, args)
+            return
         module = module_of(algorithm, role)
         if role == "server":
             process.serve(name, args, module.serve)
@@ -65,13 +68,14 @@ def module_of(algorithm: AlgorithmSpec, role: Role) -> ModuleType:
     return import_module(f"{algorithm.package}.{Path(algorithm.roles[role]).stem}")
 
 
-def supervise_worker(args: argparse.Namespace) -> int:
+def supervise_process(role: Role, args: argparse.Namespace) -> int:
     from smolcluster.algorithms.supervision import supervise  # noqa: PLC0415 - only launched ones
 
     if args.stop_on_stdin_eof:
         _watch_stdin()
     named = not args.stop_on_stdin_eof
-    return supervise(args.node, args.worker_id - 1, args.restarts, named=named)
+    rank = args.worker_id - 1 if role == "worker" else None
+    return supervise(role, args.node, rank, args.restarts, named=named)
 
 
 def guarded(
@@ -131,6 +135,15 @@ def server_parser(algorithm: AlgorithmSpec) -> argparse.ArgumentParser:
 def worker_parser(algorithm: AlgorithmSpec) -> argparse.ArgumentParser:
     parser = _parser(f"A worker of {algorithm.title}.")
     parser.add_argument("worker_id", type=int, help="counts from 1; one live process each")
+    return _follows(parser)
+
+
+def store_parser(algorithm: AlgorithmSpec) -> argparse.ArgumentParser:
+    return _follows(_parser(f"A store of {algorithm.title}: it holds a slice of the weights."))
+
+
+def _follows(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """What a process is told that looks for a server."""
     parser.add_argument("node", help="this machine's name in host_ip")
     parser.add_argument(
         "--server", metavar="HOST:PORT", help="where the server is; default: host_ip[node]:port"
@@ -147,6 +160,11 @@ def worker_parser(algorithm: AlgorithmSpec) -> argparse.ArgumentParser:
         "--run-id", help="the run it is started for: then its log is there before it has joined"
     )
     return parser
+
+
+PARSERS: Mapping[Role, Callable[[AlgorithmSpec], argparse.ArgumentParser]] = MappingProxyType(
+    {"server": server_parser, "worker": worker_parser, "store": store_parser}
+)
 
 
 def _parser(description: str) -> argparse.ArgumentParser:

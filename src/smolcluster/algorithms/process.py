@@ -36,11 +36,12 @@ from smolcluster.net.dialling import Address
 from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.terminal import SteadyConsole
+from smolcluster.ps.store_host import StoreSetup, hold
 from smolcluster.runs.paths import RunPaths, create_run, log_stem, runs_root
 from smolcluster.runs.summary import Summary
 from smolcluster.training.build import TrainingContext
 from smolcluster.transport.handshake import introduce
-from smolcluster.transport.messages import Welcome, sets_of
+from smolcluster.transport.messages import SESSION, STORE, Welcome, sets_of
 from smolcluster.transport.security import (
     Secret,
     default_secret_path,
@@ -161,9 +162,7 @@ def work(
         def begin(run: RunConfig) -> None:
             paths = file_logs(run.run_id)
             own.begin(run, paths)
-            if args.supervised is not None:
-                with suppress(OSError):  # it has gone, and so shall we; or was told often enough
-                    os.write(args.supervised, os.fsencode(paths.root.absolute()) + b"\0")
+            _tell_supervisor(args, paths)
 
         if args.run_id is not None:
             file_logs(args.run_id)
@@ -183,8 +182,47 @@ def work(
         follow(place, make_participant)
 
 
+def hold_slice(algorithm: AlgorithmName, args: argparse.Namespace) -> None:
+    """Be a store: hold a slice of the weights of the server's run."""
+    settings = worker_settings(algorithm, args)
+    cluster, node = settings.cluster, settings.node
+    use_threads(node.threads)
+    root = runs_root(node.runs_dir)
+    otherwise = root / f"{log_stem('store', args.node)}.log"
+    with process_log(
+        "store", args.node, named=not args.stop_on_stdin_eof, otherwise=otherwise
+    ) as log:
+
+        def begin(run_id: str) -> None:
+            paths = create_run(root, run_id, newest=False)
+            log.file_logs_to(paths.log_file("store", args.node), run_id)
+            _tell_supervisor(args, paths)
+
+        if args.run_id is not None:
+            begin(args.run_id)
+        hold(
+            StoreSetup(
+                hello=introduce(args.node, sets=(SESSION, STORE)),
+                address=Address(cluster.host_ip[args.node], cluster.port),
+                secret=_secret(args.local, node.secret_file),
+                start_timeout_s=cluster.start_timeout_s,
+                encryption=cluster.encryption,
+                addresses=node.addresses,
+                log=log.logger,
+                on_run_known=begin,
+            )
+        )
+
+
+def _tell_supervisor(args: argparse.Namespace, paths: RunPaths) -> None:
+    """Let the supervisor, if there is one, know the run's folder."""
+    if args.supervised is not None:
+        with suppress(OSError):  # it has gone, and so shall we; or was told often enough
+            os.write(args.supervised, os.fsencode(paths.root.absolute()) + b"\0")
+
+
 def worker_settings(algorithm: AlgorithmName, args: argparse.Namespace) -> Settings:
-    """What a worker's command line, environment and cluster file say.
+    """What the command line, environment and cluster file of a worker, or a store, say.
 
     Raises:
         ConfigError: one line with what is wrong, such as an override that is the server's.

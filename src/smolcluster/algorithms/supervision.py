@@ -1,6 +1,6 @@
-"""The supervisor of a worker: it starts the worker's process, and starts it again when it died.
+"""The supervisor of a worker or a store: it starts the process, and starts it again when it died.
 
-A worker has died when it was killed (memory ran out, a driver crashed), when its device failed, or when it
+A process has died when it was killed (memory ran out, a driver crashed), when its device failed, or when it
 met an internal error. One that says itself why it ends is not started again: the run is over, the server
 refused it, the user's code raised an exception, the secret is wrong, the server stayed away for as long as
 the configuration lets it.
@@ -86,7 +86,7 @@ class Stopping:
                 self.process.terminate()
 
 
-def supervise(node: str, rank: int, allowed: int, *, named: bool = True) -> int:
+def supervise(role: str, node: str, rank: int | None, allowed: int, *, named: bool = True) -> int:
     """Be the supervisor of a process with this command line; returns the last one's exit code.
 
     It is started again `allowed` times in a row. `named`: whether lines on the console say whose they are.
@@ -97,8 +97,9 @@ def supervise(node: str, rank: int, allowed: int, *, named: bool = True) -> int:
     command = [sys.executable, *sys.argv]
 
     def say(level: str, line: str) -> None:
-        _say(level, line, node, rank, os.fsdecode(folder), named=named)
+        _say(level, line, (role, node, rank), os.fsdecode(folder), named=named)
 
+    brought_back = f"; {as_command('join')} brings it back" if role == "worker" else ""
     num_restarts = 0
     while True:
         began = time.monotonic()
@@ -111,13 +112,13 @@ def supervise(node: str, rank: int, allowed: int, *, named: bool = True) -> int:
         if decision.delay_s is None:
             say(
                 "error",
-                f"error: this worker {decision.reason}, and is not started again: that was done {allowed} "
-                f"times (restarts); {as_command('join')} brings it back",
+                f"error: this {role} {decision.reason}, and is not started again: that was done {allowed} "
+                f"times (restarts){brought_back}",
             )
             return code if code >= 0 else 128 - code
         say(
             "warning",
-            f"this worker {decision.reason}; it is started again in "
+            f"this {role} {decision.reason}; it is started again in "
             f"{format_duration(decision.delay_s)} ({num_restarts} of {allowed} times)",
         )
         if asked_by := _asked_within(decision.delay_s, stopping):
@@ -154,12 +155,17 @@ def _asked_within(delay_s: float, stopping: Stopping) -> int | None:
     return stopping.signum
 
 
-def _say(level: str, line: str, node: str, rank: int, folder: str, *, named: bool) -> None:
-    """Log a line, in the worker's file as well if there is one; it is closed again for its next process."""
-    log = NodeLog("worker", node, rank, named=named)
+def _say(
+    level: str, line: str, who: tuple[str, str, int | None], folder: str, *, named: bool
+) -> None:
+    """Log a line, in the process's file as well if there is one; it is closed again for its next process.
+
+    `who`: its role, node and rank.
+    """
+    log = NodeLog(*who, named=named)
     if folder:
         paths = RunPaths(Path(folder))
-        log.file_logs_to(paths.log_file("worker", node, rank), paths.run_id)
+        log.file_logs_to(paths.log_file(*who), paths.run_id)
     getattr(log.logger, level)(line)
     log.close()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from smolcluster.algorithms.entry import (
     guarded,
     server_overrides,
-    supervise_worker,
+    supervise_process,
     worker_parser,
 )
 from smolcluster.configs.layers import ATTACH_VARIABLE, NAME_VARIABLE
@@ -34,7 +34,7 @@ def main() -> int:
     args = worker_parser(get_algorithm(own.algorithm)).parse_args(rest)
     supervised = args.supervised is not None
     if args.restarts and not supervised:
-        return supervise_worker(args)
+        return supervise_process("worker", args)
     return guarded(
         lambda: run_script(own.script, own.algorithm, args),
         stop_on_stdin_eof=args.stop_on_stdin_eof or supervised,

@@ -76,12 +76,17 @@ class Evaluator:
             self._is_given_up.set()
         self._executor.shutdown()
 
+    def is_due(self, version: int, num_steps: int = 1) -> bool:
+        """Whether the last `num_steps` steps have come to one that is evaluated."""
+        is_time = version % self._every < num_steps
+        return is_time and self._training.workload.validation is not None
+
     def after_step(self, version: int, epoch: int, num_steps: int = 1) -> bool:
         """Evaluate the weights of now, if it is time and the last evaluation is over; returns whether.
 
         `num_steps`: so many steps were taken since it was asked last.
         """
-        if version % self._every >= num_steps or self._training.workload.validation is None:
+        if not self.is_due(version, num_steps):
             return False
         if self._running is not None and not self._running.done():
             self._log.info("step %d is not evaluated: the last one still is", version)

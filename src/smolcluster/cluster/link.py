@@ -7,7 +7,7 @@ as long as the run does; a `Link` is one session of it.
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,7 +24,7 @@ from smolcluster.errors import (
     SmolclusterError,
     UserCodeError,
 )
-from smolcluster.net.dialling import UNPROVED_PATIENCE_S, Address, Pauses
+from smolcluster.net.dialling import UNPROVED_PATIENCE_S, Address, Pauses, dial
 from smolcluster.net.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.net.session import Receiver, Session
 from smolcluster.training.build import TrainingContext, build
@@ -34,16 +34,20 @@ from smolcluster.training.workload import Workload
 from smolcluster.transport.connection import Connection
 from smolcluster.transport.messages import (
     FROM_SERVER,
+    SESSION,
+    Accepted,
     End,
     Fault,
     Goodbye,
     Hello,
     LeaseKey,
     Message,
+    MessageSet,
     Ready,
     Reject,
     Telemetry,
     Welcome,
+    from_listener,
 )
 from smolcluster.transport.security import Secret
 from smolcluster.utils.device import describe, pick_device
@@ -104,8 +108,12 @@ class Link(Session, Receiver):
         connection: Connection,
         heartbeat_timeout_s: float,
         report: Callable[[Session], Message | None] = lambda _: None,
+        place: WorkerSetup | None = None,
     ) -> None:
-        """`report`: what to tell the server of this worker with each heartbeat."""
+        """`report`: what to tell the server of this worker with each heartbeat. `place`: for `dial`."""
+        self._place = place
+        self._others: list[Session] = []
+        """Sessions with other peers, which last as long as this one."""
         self.heard = False
         """Whether the server has answered this worker's Ready."""
         self._inner: Receiver | None = None
@@ -138,6 +146,43 @@ class Link(Session, Receiver):
         self._inner = receiver
         self.send(ready)
 
+    def dial(
+        self, address: Address, sets: Sequence[MessageSet], receiver: Receiver, timeout_s: float
+    ) -> Session:
+        """A session with another process of the run, whose events come with the server's.
+
+        When it ends, so does this one.
+
+        Raises:
+            ConnectTimeout: nobody answered in time.
+            Rejected, VersionDiffers, AuthError: it does not let this worker in.
+        """
+        place = self._place
+        assert place is not None  # noqa: S101 - only a worker's process has peers
+        digests = {each.name: each.digest for each in (SESSION, *sets)}
+        connection, answer = dial(
+            address,
+            place.hello.model_copy(update={"sets": digests}),
+            place.secret,
+            Accepted,
+            timeout_s=timeout_s,
+            log=place.log,
+            encryption=place.encryption,
+            whom="the store",
+        )
+        session = Session(
+            connection,
+            session_id=1 + len(self._others),
+            receiver=receiver,
+            inbox=self._inbox,
+            heartbeat_timeout_s=answer.heartbeat_timeout_s,
+            max_queued=MAX_QUEUED,
+            kinds=from_listener((SESSION, *sets)),
+        )
+        self._others.append(session)
+        session.start()
+        return session
+
     def next_event(self, timeout_s: float) -> Event | None:
         """The next event, or None when there is none within `timeout_s` seconds.
 
@@ -154,8 +199,9 @@ class Link(Session, Receiver):
                 raise RunOver(end.sentence) if end.ok else RunFailed(end.sentence)
             case MessageReceived(message=Reject() as reject):
                 raise Rejected(reject.sentence, reject.code, reject.retry_after_s)
-            case SessionClosed(reason=reason):
-                raise PeerLost(f"the server is lost: {reason}")
+            case SessionClosed(session_id=session_id, reason=reason):
+                whom = "a store" if session_id else "the server"
+                raise PeerLost(f"{whom} is lost: {reason}")
         return event
 
     def leave(self, close_message: Message | None) -> None:
@@ -167,6 +213,9 @@ class Link(Session, Receiver):
         if not self.join(SHUTDOWN_TIMEOUT_S):
             self.cut("the server did not close the connection")
             self.join(None)
+        for other in self._others:
+            other.cut("the session with the server has ended")
+            other.join(None)
 
 
 def follow(
@@ -235,7 +284,7 @@ class _Life:
 
     def spend_session(self, connection: Connection, welcome: Welcome) -> None:
         """Take part over one connection; it ends with an exception, and is closed then."""
-        link = Link(connection, welcome.heartbeat_timeout_s, self._report)
+        link = Link(connection, welcome.heartbeat_timeout_s, self._report, self._place)
         self.made_progress = False
         close_message: Message | None = Goodbye(reason="it was stopped")
         try:

@@ -92,9 +92,19 @@ class Saver:
 
     def after_step(self, *, is_evaluated: bool, num_steps: int = 1) -> None:
         """The server has taken steps. `is_evaluated`: a validation loss of its weights is to come."""
-        if self._every is not None and self._report.version % self._every < num_steps:
+        if self.is_due(self._report.version, num_steps):
             self._take()
             self._is_evaluated = is_evaluated or self._report.is_over
+
+    def is_due(self, version: int, num_steps: int = 1) -> bool:
+        """Whether the last `num_steps` steps have come to one that is saved."""
+        if self._writer is None or self._every is None:
+            return False
+        return version % self._every < num_steps
+
+    def skip_end(self) -> None:
+        """What the replica holds now is nothing to go on from: do not save it at the end."""
+        self._newest_step = self._report.version
 
     def wait_for_copy(self) -> None:
         """Return when the weights may change."""

@@ -2,8 +2,8 @@
 
 An algorithm's loop asks `next_events` and hears of three things: a worker `Joined` (it is proved, admitted,
 and its data and model are the server's), a worker `Departed`, and whatever the algorithm's receiver made of
-the messages in between. Knocks, fingerprints, fencing and the quorum are settled here, by the caller's
-thread.
+the messages in between; and of all that concerns stores. Knocks, fingerprints, fencing and the quorum are
+settled here, by the caller's thread.
 """
 
 import logging
@@ -30,7 +30,16 @@ from smolcluster.net.membership import (
 )
 from smolcluster.runs.events import EventLog, WorkerJoined, WorkerLeft, WorkerLost, WorkerRejected
 from smolcluster.training.build import TrainingContext
-from smolcluster.transport.messages import End, Fault, Goodbye, Logged, Ready, Reject, Telemetry
+from smolcluster.transport.messages import (
+    PS,
+    End,
+    Fault,
+    Goodbye,
+    Logged,
+    Ready,
+    Reject,
+    Telemetry,
+)
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_duration
 
@@ -82,6 +91,8 @@ class WorkerPool:
         self._events = events
         self._log = log
         self._workers: dict[int, Worker] = {}
+        self._stores: set[int] = set()
+        """Sessions of stores."""
         self._missing: set[int] = set()
         self._known: set[str] = set()
         self._refused: set[str] = set()
@@ -124,9 +135,15 @@ class WorkerPool:
         with self.report.meter("wait"):
             event = self._inbox.get(timeout_s)
         self._check_quorum()
+        if event is not None:
+            yield from self._take(event)
+
+    def _take(self, event: Event) -> Iterator[Event]:
+        """Settle what is settled here; of all else the algorithm hears."""
+        if self._is_of_store(event):
+            yield event
+            return
         match event:
-            case None:
-                return
             case Call(run):
                 run()
             case JoinRequest():
@@ -146,6 +163,18 @@ class WorkerPool:
                 self._hear_fault(session_id, fault)
             case _:
                 yield event
+
+    def _is_of_store(self, event: Event) -> bool:
+        """Whether it is of a store's session, and so the algorithm's matter."""
+        match event:
+            case SessionOpened(session_id=session_id, client=client) if PS not in client.sets:
+                self._stores.add(session_id)
+            case SessionClosed(session_id=session_id) if session_id in self._stores:
+                self._acceptor.forget(session_id)
+                self._stores.remove(session_id)
+            case _:
+                return isinstance(event, MessageReceived) and event.session_id in self._stores
+        return True
 
     def drain(self, ok: bool, sentence: str) -> None:
         """Tell everybody that the run is over, and stay a moment for those who have not heard it.

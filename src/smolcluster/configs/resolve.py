@@ -281,6 +281,12 @@ def check_algorithm(settings: Settings, algorithm: AlgorithmName) -> None:
     if spec is None:
         return
     own = settings.of(config_of(spec))
+    if len(settings.cluster.store_nodes) > 1 and "store" not in spec.roles:
+        listed = ", ".join(settings.cluster.store_nodes)
+        raise ConfigError(
+            f"servers lists {listed}, but {spec.title} keeps its weights on one; set servers to null, or "
+            "launch edp"
+        )
     for other in algorithms().values():
         for key, reason in config_of(other).claims.items():
             if other is not spec and key not in own.claims:

@@ -238,6 +238,11 @@ class NodeConfig(Section):
     runs_dir: LocalPath | None = Field(
         None, description="Where runs are kept; null: runs/ at the project's root."
     )
+    addresses: Addresses | None = Field(
+        None,
+        description="Of a store: this machine's addresses at which workers reach it; null: the one from "
+        "which it reaches the server.",
+    )
     ssh: SshDestination | None = Field(
         None,
         description="For the launcher: where `ssh` finds the machine, such as pi@192.168.50.2; local: it is "
@@ -305,6 +310,11 @@ class ClusterConfig(Section):
     num_workers: PositiveInt = Field(description="Number of workers; equals len(workers).")
     workers: NodeNames = Field(description="Names of the worker nodes.")
     server: NodeName = Field(description="Name of the server's node.")
+    servers: NodeNames | None = Field(
+        None,
+        description="Nodes among which the weights and their optimizer are spread, the server first; each "
+        "worker sends them its gradients in pieces. null: the server alone.",
+    )
     algorithm: AlgorithmName | None = Field(
         None, description="What `smolcluster serve` serves; null: edp."
     )
@@ -392,6 +402,7 @@ class ClusterConfig(Section):
         if twice:
             raise ValueError(f"workers lists {twice!r} twice, must list each node once")
         self.check_known("server is", self.server)
+        self._check_servers()
         for name in self.workers:
             self.check_known("workers lists", name)
         for name in self.nodes:
@@ -402,6 +413,29 @@ class ClusterConfig(Section):
                 f"{self.num_workers}, unless elastic is true"
             )
         return self
+
+    def _check_servers(self) -> None:
+        if self.servers is None:
+            return
+        if not self.servers or self.servers[0] != self.server:
+            raise ValueError(
+                f"servers is [{', '.join(self.servers)}], must begin with server, {self.server!r}"
+            )
+        twice = next((name for name in self.servers if self.servers.count(name) > 1), None)
+        if twice:
+            raise ValueError(f"servers lists {twice!r} twice, must list each node once")
+        for name in self.servers:
+            self.check_known("servers lists", name)
+
+    @property
+    def store_nodes(self) -> tuple[str, ...]:
+        """The nodes that hold slices of the weights, the server first."""
+        return self.servers or (self.server,)
+
+    @property
+    def machines(self) -> tuple[str, ...]:
+        """All nodes that take part, each once, the server first."""
+        return tuple(dict.fromkeys((*self.store_nodes, *self.workers)))
 
     @model_validator(mode="after")
     def _one_codec_is_meant(self) -> Self:

@@ -138,5 +138,5 @@ def place_overrides(settings: Settings) -> list[str]:
 
 def _nodes_with_threads(request: Request, settings: Settings) -> list[str]:
     """The nodes whose number of compute threads comes from the user, wherever it is said."""
-    names = dict.fromkeys((settings.cluster.server, *settings.cluster.workers))
+    names = settings.cluster.machines
     return [name for name in names if settings_of(request, True, name).node.threads is not None]

@@ -104,14 +104,14 @@ def plan_local(
     def planned(
         node: str, rank: int | None, *argv: str, overrides: Sequence[str]
     ) -> LaunchedProcess:
-        role = "server" if rank is None else "worker"
+        role = _role(cluster, node, rank)
         texts = overrides if node in with_threads else (*overrides, "threads=1")
         return LaunchedProcess(
             node=node,
             role=role,
             rank=rank,
             run_dir=str(run_dir),
-            session=session_name(run_id, role, rank) if in_sessions else "",
+            session=_session(run_id, node, role, rank) if in_sessions else "",
             project_dir=str(run_dir.parent),
             argv=(*argv, *_overrides(texts)),
         )
@@ -126,6 +126,20 @@ def plan_local(
         *_option("--train-config", _train_config(request)),
         *_option("--workload", request.workload),
         overrides=without_workload(request.overrides),
+    )
+    stores = tuple(
+        planned(
+            node,
+            None,
+            *(python, str(_store_file(request)), node),
+            *local,
+            *("--server", format_address(cluster.host_ip[node], cluster.port)),
+            *("--run-id", run_id),
+            *restarts(cluster),
+            *config,
+            overrides=(PATIENCE, *node_overrides(request.overrides)),
+        )
+        for node in cluster.store_nodes[1:]
     )
     workers = tuple(
         planned(
@@ -152,8 +166,20 @@ def plan_local(
         run_id=run_id,
         algorithm=request.algorithm.name,
         port=cluster.port,
-        processes=(server, *workers),
+        processes=(server, *stores, *workers),
     )
+
+
+def _role(cluster: ClusterConfig, node: str, rank: int | None) -> str:
+    """What a process is: workers alone have ranks."""
+    if rank is not None:
+        return "worker"
+    return "server" if node == cluster.server else "store"
+
+
+def _session(run_id: str, node: str, role: str, rank: int | None) -> str:
+    """The name of a process's session: a run has one server, and at most one store a node."""
+    return session_name(run_id, f"{role}-{node}" if role == "store" else role, rank)
 
 
 def _server_code(request: Request) -> tuple[str, ...]:
@@ -176,6 +202,10 @@ def _worker_file(request: Request) -> Path:
     return request.algorithm.worker if request.script is None else SCRIPT
 
 
+def _store_file(request: Request) -> Path:
+    return request.algorithm.folder / request.algorithm.roles["store"]
+
+
 def _script(script: str | None, request: Request) -> tuple[str, ...]:
     if script is None:
         return ()
@@ -194,18 +224,22 @@ def plan_cluster(
         stated = cluster.nodes.get(node, NodeConfig())
         place = places[node]
         run_dir = f"{place.runs_dir}/{run_id}"
+        role = _role(cluster, node, rank)
         script = None if rank is None else _script_in_run(request.script, run_dir)
         return LaunchedProcess(
             node=node,
-            role="server" if rank is None else "worker",
+            role=role,
             rank=rank,
             ssh=place.ssh,
             run_dir=run_dir,
-            session=session_name(run_id, "server" if rank is None else "worker", rank),
+            session=_session(run_id, node, role, rank),
             project_dir=place.project_dir,
             argv=(
                 *(place.python, *argv, f"{run_dir}/{CLUSTER_FILE}", *_script(script, request)),
-                *_option("--workload", _in_run(request.workload, run_dir)),
+                *_option(
+                    "--workload",
+                    None if role == "store" else _in_run(request.workload, run_dir),
+                ),
             ),
             device=stated.device,
         )
@@ -236,12 +270,20 @@ def plan_cluster(
         )
         for rank, node in enumerate(cluster.workers)
     ]
+    stores = [
+        planned(
+            node,
+            None,
+            [_sent(_store_file(request)), node, "--run-id", run_id, "--config"],
+        ).with_arguments(*restarts(cluster), *overrides(node, node_overrides(public)))
+        for node in cluster.store_nodes[1:]
+    ]
     return Launched(
         run_id=run_id,
         algorithm=request.algorithm.name,
         port=cluster.port,
         overrides=public,
-        processes=(server, *workers),
+        processes=(server, *stores, *workers),
     )
 
 

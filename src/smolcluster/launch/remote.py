@@ -312,7 +312,7 @@ def places_of(
     raw = read_config(cluster_file, "cluster").get("nodes") or {}
     data = list(_data_overrides(train_file))
     places = {}
-    for node in dict.fromkeys((cluster.server, *cluster.workers)):
+    for node in cluster.machines:
         config = cluster.nodes.get(node, NodeConfig())
         if config.ssh == HERE:
             places[node] = NodePaths(

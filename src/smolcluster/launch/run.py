@@ -218,9 +218,11 @@ class Run:
                 raise LaunchError(f"{worker.title} of before does not end: its disk may hang")
 
     def _start_children(self) -> None:
+        stores = [format_count(len(self._launched.stores), "store")] * bool(self._launched.stores)
         workers = format_count(len(self._launched.workers), "worker")
+        others = " and ".join([*stores, workers])
         self.say(
-            f"run {self._launched.run_id}: starting a server and {workers}; Ctrl-C stops them. "
+            f"run {self._launched.run_id}: starting a server and {others}; Ctrl-C stops them. "
             "Loading PyTorch takes each of them some seconds"
         )
         self._before = self.status()
@@ -283,7 +285,8 @@ class Run:
     def _start_workers(self, asked: Interrupts) -> None:
         workers = self._launched.workers
         kept = [worker.title for worker in workers if worker.rank in self._kept]
-        begun = [worker for worker in workers if worker.rank not in self._kept]
+        new_workers = [worker for worker in workers if worker.rank not in self._kept]
+        begun = [*self._launched.stores, *new_workers]
         there = [f"{', '.join(kept)} still there"] * bool(kept)
         new = [f"starting {', '.join(worker.title for worker in begun)}"] * bool(begun)
         listens = ["it listens"] * (not self._launched.has_script)
@@ -297,7 +300,7 @@ class Run:
                 self._begin(worker)
 
         run_on_all([self._machines[node].host for node in by_node], begin_there)
-        elsewhere = {worker.node for worker in workers} - {self._launched.server.node}
+        elsewhere = {each.node for each in self._launched.others} - {self._launched.server.node}
         self._ship([each for each in self._launched.shippers if each.node in elsewhere])
         self._wait_for(workers, self._launched.processes, asked)
         self.say("all have joined")
@@ -489,12 +492,14 @@ class Run:
         """Show how far the run is, and whose workers have failed; the server's exit code."""
         code = self._children[self._launched.server.stem].exit_code
         self._show_progress()
+        for each in self._launched.others:
+            child = self._children[each.stem]
+            if child.exit_code not in (None, 0) and each.stem not in self._failed:
+                self._failed.add(each.stem)
+                self._warn(f"{each.title} {child.ending}")
         workers = {each: self._children[each.stem] for each in self._launched.workers}
-        for worker, child in workers.items():
-            if child.exit_code not in (None, 0) and worker.stem not in self._failed:
-                self._failed.add(worker.stem)
-                self._warn(f"{worker.title} {child.ending}")
-        if code is None and len(self._failed) == len(workers) and self._is_deserted():
+        have_failed = all(worker.stem in self._failed for worker in workers)
+        if code is None and have_failed and self._is_deserted():
             self._end()
             endings = "; ".join(f"{each.title} {child.ending}" for each, child in workers.items())
             raise LaunchError(
@@ -583,14 +588,14 @@ class Run:
         return 0
 
     def conclude(self, code: int, asked: Interrupts | None = None) -> int:
-        """Say what came of a run whose server has ended, and see that its workers end; returns `code`.
+        """Say what came of a run whose server has ended, and see that all others end; returns `code`.
 
         Who is `asked` to stop waits for no worker, and asked twice kills them.
         """
         server, is_stopped = self._launched.server, self._was_stopped()
         deadline = Deadline(SHUTDOWN_TIMEOUT_S if code == 0 else 0)
         with suppress(LaunchError):  # stopping says which machine it is
-            while not (deadline.expired or asked) and None in self._codes_of_workers():
+            while not (deadline.expired or asked) and None in self._codes_of_others():
                 time.sleep(self._poll_s)
         for left in self._end(in_a_hurry=bool(asked and asked.repeated)).left:
             self._warn(f"{left.process.title}: {left.reason}")
@@ -605,10 +610,10 @@ class Run:
         self._say_where(code)
         return code
 
-    def _codes_of_workers(self) -> list[int | None]:
+    def _codes_of_others(self) -> list[int | None]:
         if self._children:
-            return [self._children[each.stem].exit_code for each in self._launched.workers]
-        return [code for _, code in exit_codes(self._launched.workers)]
+            return [self._children[each.stem].exit_code for each in self._launched.others]
+        return [code for _, code in exit_codes(self._launched.others)]
 
     def _was_stopped(self) -> bool:
         """Whether its server was asked to end, by anybody; without a word from its machine it was not."""

@@ -1,4 +1,4 @@
-"""Ending a launched run: its server first, which saves a checkpoint while all take part; then the workers.
+"""Ending a launched run: its server first, which saves a checkpoint while all take part; then all others.
 
 These do not hear of it: to them a server that was stopped is one that may come back.
 """
@@ -63,9 +63,7 @@ def stop_processes(
     if server is Ending.ENDED:
         with suppress(LaunchError):
             _note_stopped(launched)
-    workers = at_once(
-        lambda worker: _end(worker, WORKER_GRACE_S, in_a_hurry, say), launched.workers
-    )
+    workers = at_once(lambda worker: _end(worker, WORKER_GRACE_S, in_a_hurry, say), launched.others)
     results = [server, *workers]
     shippers = _end_shippers(launched.shippers, in_a_hurry, say)
     return StopResult(

@@ -207,6 +207,7 @@ class PushOrder:
         *,
         partial: bool = False,
         has_loss_scale: bool = False,
+        span: range | None = None,
     ) -> None:
         """What may come.
 
@@ -215,7 +216,9 @@ class PushOrder:
             codec_name: the one agreed on.
             partial: a push may begin with any bucket, and may be lossless whatever the codec.
             has_loss_scale: a gradient may overflow with it.
+            span: the numbers of the buckets that come here, the others go elsewhere; None: all.
         """
+        self._span = range(len(buckets)) if span is None else span
         self._has_loss_scale = has_loss_scale
         self._buckets = buckets
         self._codec = get_codec(codec_name)
@@ -240,10 +243,10 @@ class PushOrder:
             ProtocolError: it is not what may come next.
         """
         if self._lease is None:
-            self._next = push.bucket if self._partial else 0
+            self._next = push.bucket if self._partial else self._span.start
         elif push.lease != self._lease:
             raise ProtocolError("it began another push in the middle of one")
-        known = push.bucket < len(self._buckets) == push.num_buckets
+        known = push.bucket in self._span and push.num_buckets == len(self._buckets)
         if not known or push.bucket != self._next:
             raise ProtocolError(
                 f"it sent bucket {push.bucket} of {push.num_buckets}, "
@@ -259,7 +262,7 @@ class PushOrder:
                 f"bucket {push.bucket} is not the {self._codec.name} tensor agreed on"
             )
         self._next += 1
-        last = self._next == len(self._buckets)
+        last = self._next == self._span.stop
         self._lease = None if last else push.lease
         return last
 
@@ -274,7 +277,8 @@ class PushOrder:
 class Pushed(Event):
     """A whole push has arrived: a `gradient` (num_params,), or with the update rule `mixing` weights.
 
-    `buffers`: what computing it has added to them. The tensor is the server's until `receiver.free()`.
+    Where its receiver takes only some buckets it is of these. `buffers`: what computing it has added to them.
+    The tensor is the server's until `receiver.free()`.
     """
 
     session_id: int
@@ -317,17 +321,25 @@ class GradientReceiver(Receiver):
         memory: GradientBuffers | None = None,
         *,
         has_loss_scale: bool = False,
+        span: range | None = None,
     ) -> None:
         """Receive for one worker.
 
         Args:
+            session_id: the worker's session.
+            codec_name: the one agreed on.
+            buckets: places in the flat gradient.
             collector: takes the buffers that the model changes; None: it has none.
             memory: where the buffers for its pushes come from; None: from memory of its own.
+            has_loss_scale: a gradient may overflow with it.
+            span: the numbers of the buckets that come here, the others go elsewhere; None: all.
         """
         self.session_id = session_id
         self._codec = get_codec(codec_name)
         self._buckets = buckets
-        self._order = PushOrder(buckets, codec_name, has_loss_scale=has_loss_scale)
+        self._order = PushOrder(buckets, codec_name, has_loss_scale=has_loss_scale, span=span)
+        held = buckets if span is None else buckets[span.start : span.stop]
+        self._start, self._stop = held[0].start, held[-1].stop
         self._collector = collector
         self._buffers: tuple[LeaseKey | None, BufferValues] = (None, {})
         self._memory = memory or GradientBuffers()
@@ -352,6 +364,15 @@ class GradientReceiver(Receiver):
         if gradient is not None:
             self._memory.give_back(gradient)
 
+    def begin(self) -> None:
+        """Its next push begins.
+
+        Raises:
+            ProtocolError: none may come yet.
+        """
+        if self._taken:
+            raise ProtocolError("it pushed again before its last push was acknowledged")
+
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         """Take a message in the reader's thread; a push is passed on when it is whole."""
         if isinstance(message, Buffers) and self._collector is not None:
@@ -362,17 +383,19 @@ class GradientReceiver(Receiver):
             return None
         if not isinstance(message, Push):
             return MessageReceived(self.session_id, message)
-        if self._taken:
-            raise ProtocolError("it pushed again before its last push was acknowledged")
+        if not self.in_progress:
+            self.begin()
         whole = self._order.take(message)
         if self._gradient is None:
-            self._gradient = self._memory.take(self._buckets[-1].stop, self._codec.dtype)
+            self._gradient = self._memory.take(self._stop - self._start, self._codec.dtype)
         encoded = torch.frombuffer(payload, dtype=torch.uint8)
-        self._codec.decode(encoded, self._gradient[self._buckets[message.bucket]])
+        place = self._buckets[message.bucket]
+        gradient = self._gradient
+        self._codec.decode(encoded, gradient[place.start - self._start : place.stop - self._start])
         if not whole:
             return None
         self._taken = True
         (lease, buffers), self._buffers = self._buffers, (None, {})
         if lease != message.lease:
             buffers = {}
-        return Pushed(self.session_id, message, self._gradient, self, buffers)
+        return Pushed(self.session_id, message, gradient, self, buffers)

@@ -12,6 +12,7 @@ same, bit for bit, for any number of stores.
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,16 @@ from smolcluster.training.optimizer import bucket_norms
 from smolcluster.training.replica import Replica
 from smolcluster.training.torch_optimizer import Optimizer
 from smolcluster.transport.messages import WEIGHTS
+
+
+class TakesSteps(Protocol):
+    """Weights, wherever they lie, that take one step with one gradient."""
+
+    def take(self, gradient: Tensor) -> None: ...
+
+    def norm(self) -> float: ...
+
+    def step(self, clip: float, learning_rate: float, bound: float | None = None) -> None: ...
 
 
 class Store:

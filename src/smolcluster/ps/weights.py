@@ -16,26 +16,51 @@ from smolcluster.ps.push import bucket_length, bucket_spec, state_frame
 from smolcluster.training.buffers import BufferValues
 from smolcluster.training.build import TrainingContext
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import WEIGHTS, Assignment, Buffers, Message, Served, State
+from smolcluster.transport.messages import (
+    WEIGHTS,
+    Assignment,
+    Buffers,
+    Message,
+    Served,
+    State,
+    StoreList,
+)
 
 
 def state_frames(
-    incarnation: str, version: int, weights: Tensor, buckets: Sequence[slice]
+    incarnation: str,
+    version: int,
+    weights: Tensor,
+    buckets: Sequence[slice],
+    span: range | None = None,
 ) -> list[Frame]:
-    """Frames of the weights (num_params,) at `version`, to be shared by all who ask for them."""
+    """Frames of the weights (num_params,) at `version`, to be shared by all who ask for them.
+
+    `span`: the numbers of the buckets that are sent; None: all.
+    """
     return [
-        state_frame(weights[bucket], number, len(buckets), incarnation=incarnation, version=version)
-        for number, bucket in enumerate(buckets)
+        state_frame(
+            weights[buckets[number]],
+            number,
+            len(buckets),
+            incarnation=incarnation,
+            version=version,
+        )
+        for number in (span or range(len(buckets)))
     ]
 
 
 @dataclass(frozen=True)
 class WeightsArrived(Event):
-    """The server's weights of `version`: its buckets, flat and in order, whole; and its `buffers`."""
+    """Weights of `version`: buckets, flat and in order, whole; and the server's `buffers`.
+
+    `first` is the number of the first bucket: what several stores hold comes in several of these.
+    """
 
     version: int
     weights: list[Tensor]
     buffers: BufferValues = field(default_factory=dict)
+    first: int = 0
 
 
 class StateReceiver(Receiver):
@@ -50,11 +75,13 @@ class StateReceiver(Receiver):
         dtype: torch.dtype,
         collector: BufferCollector | None = None,
         training: TrainingContext | None = None,
+        span: range | None = None,
     ) -> None:
         """Receive for a model.
 
         Args:
             buckets: of its weights, which are of type `dtype`.
+            span: the numbers of those that come from this sender; None: all, as long as it names no stores.
             collector: takes the buffers that the model changes; None: it has none.
             training: begins to load the samples of an assignment as soon as that comes; None: nobody does.
         """
@@ -62,6 +89,7 @@ class StateReceiver(Receiver):
         self._buffers: BufferValues = {}
         self._codec = get_codec(lossless_for(dtype))
         self._buckets = buckets
+        self._span = range(len(buckets)) if span is None else span
         self._weights: list[Tensor] = []
         self._version = 0
         self._assignments = AssignmentReceiver(training)
@@ -76,6 +104,8 @@ class StateReceiver(Receiver):
             return None
         if isinstance(message, State):
             return self._take(message, payload)
+        if isinstance(message, StoreList):
+            self._span = range(min(place.first for place in message.stores))
         if isinstance(message, Buffers) and self._collector is not None:
             if (values := self._collector.take(message, payload)) is not None:
                 self._buffers = values
@@ -83,9 +113,9 @@ class StateReceiver(Receiver):
         return MessageReceived(0, message)
 
     def _take(self, state: State, payload: memoryview) -> Event | None:
-        number, expected = state.bucket, len(self._weights)
+        number, expected = state.bucket, self._span.start + len(self._weights)
         in_order = (number, state.num_buckets) == (expected, len(self._buckets))
-        if not in_order or (expected and state.version != self._version):
+        if not in_order or (self._weights and state.version != self._version):
             raise ProtocolError(
                 f"the server sent bucket {number} of {state.num_buckets} of its weights, "
                 f"expected {expected} of {len(self._buckets)}"
@@ -99,10 +129,10 @@ class StateReceiver(Receiver):
         self._codec.decode(torch.frombuffer(payload, dtype=torch.uint8), values)
         self._weights.append(values)
         self._version = state.version
-        if len(self._weights) < len(self._buckets):
+        if len(self._weights) < len(self._span):
             return None
         weights, self._weights = self._weights, []
-        return WeightsArrived(state.version, weights, self.take_buffers())
+        return WeightsArrived(state.version, weights, self.take_buffers(), self._span.start)
 
     def take_buffers(self) -> BufferValues:
         """The buffers that have come since the last weights."""

@@ -74,7 +74,7 @@ class Launched(BaseModel):
     def resumed(self) -> "Launched":
         """The same run, which goes on from its newest good checkpoint."""
         server = self.server.with_arguments("--resume", "auto")
-        return self.model_copy(update={"processes": (server, *self.workers)})
+        return self.model_copy(update={"processes": (server, *self.others)})
 
     def with_worker(self, worker: LaunchedProcess) -> "Launched":
         """The same run with this worker, instead of the one of that machine or that number."""
@@ -117,8 +117,17 @@ class Launched(BaseModel):
         return self.processes[0]
 
     @property
-    def workers(self) -> tuple[LaunchedProcess, ...]:
+    def others(self) -> tuple[LaunchedProcess, ...]:
+        """All but the server."""
         return self.processes[1:]
+
+    @property
+    def stores(self) -> tuple[LaunchedProcess, ...]:
+        return tuple(process for process in self.others if process.role == "store")
+
+    @property
+    def workers(self) -> tuple[LaunchedProcess, ...]:
+        return tuple(process for process in self.others if process.role != "store")
 
     @property
     def has_sessions(self) -> bool:

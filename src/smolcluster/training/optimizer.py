@@ -9,6 +9,7 @@ Before a step the gradient is clipped by the norm of the whole (Pascanu et al., 
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -29,6 +30,16 @@ OF_SGD = MappingProxyType({"momentum": 0.0, "dampening": 0.0, "nesterov": False}
 """Arguments and their defaults."""
 CLASSES = MappingProxyType({"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"})
 """What PyTorch calls them."""
+
+
+@dataclass(frozen=True)
+class FlatRule:
+    """What makes a `FlatOptimizer` for weights that lie elsewhere: the arguments of its constructor."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    weight_decay: float
+    num_decayed: int
 
 
 class FlatOptimizer:
@@ -112,6 +123,10 @@ class FlatOptimizer:
             count = self.state[STEP_COUNT]
             part.state[STEP_COUNT] = count.clone() if place.start else count
         return part
+
+    @property
+    def rule(self) -> FlatRule:
+        return FlatRule(self._name, self._arguments, self._weight_decay, self._num_decayed)
 
     def step(self, learning_rate: float) -> None:
         self.step_with(self._grads, learning_rate)

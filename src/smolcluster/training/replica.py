@@ -90,7 +90,7 @@ class Replica:
         self.params = torch.empty(self.layers[-1][1].stop, dtype=dtype, device=self.device)
         self.grads = torch.zeros_like(self.params)
         self._move_into_flat(trainable)
-        self.buckets = _cut(self.num_params, max(1, bucket_bytes // dtype.itemsize))
+        self.buckets = cut(self.num_params, max(1, bucket_bytes // dtype.itemsize))
         spec = OptimizerSpec(optimizer) if isinstance(optimizer, str) else optimizer
         flat = Flat(trainable, [place for _, place in self.layers], self.params, self.grads)
         self.optimizer = new_optimizer(spec, self.model, flat, weight_decay)
@@ -293,7 +293,8 @@ def _layout(trainable: list[tuple[str, nn.Parameter]]) -> list[tuple[str, slice]
     return layers
 
 
-def _cut(numel: int, most: int) -> list[slice]:
+def cut(numel: int, most: int) -> list[slice]:
+    """The buckets of a flat tensor: slices of at most so many elements, in order."""
     return [slice(start, min(start + most, numel)) for start in range(0, numel, most)]
 
 

@@ -145,6 +145,14 @@ class Connection:
             self._channel.widen()
 
     @property
+    def own_address(self) -> str:
+        """This side's IP address; empty for a Unix socket, and when the connection is gone."""
+        try:
+            return str(self._socket.getsockname()[0]) if _is_internet(self._socket) else ""
+        except OSError:
+            return ""
+
+    @property
     def is_encrypted(self) -> bool:
         """Whether frames travel in TLS."""
         return self._channel is not self._socket

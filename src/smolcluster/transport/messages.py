@@ -1,8 +1,9 @@
 """The messages of protocol version 2: one frozen model a kind, JSON in a frame's header.
 
 They come in sets, one a protocol: `SESSION`, which every two peers speak, `PS`, what a worker and its server
-say, and `ROUNDS`, what they say besides where workers take steps of their own. Two peers say to each other
-what is in the sets that their handshake agreed on, and nothing else.
+say, `ROUNDS`, what they say besides where workers take steps of their own, and `STORE` and `SLICES`, what a
+store on another machine says to the server and to workers. Two peers say to each other what is in the sets
+that their handshake agreed on, and nothing else.
 
 What arrives is validated strictly: unknown kinds and fields, wrong types, duplicate keys, NaN,
 infinities, numbers and texts out of bounds, and deeply nested JSON are refused. A message with a
@@ -84,6 +85,9 @@ SpanEntry = Annotated[
     Strict(False),
 ]
 """A phase, its start and its length, in microseconds."""
+Host = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z.:%_-]{1,253}$")]
+MAX_STORES, MAX_ADDRESSES, MAX_CONTENTS = 256, 8, 16
+OptimizerArgument = bool | int | float | Annotated[tuple[float, ...], Strict(False)]
 WEIGHTS = "weights"
 """The content of a State that holds weights."""
 
@@ -525,6 +529,116 @@ class OuterStep(Message):
     tensor: TensorSpec
 
 
+class HostPort(HeaderModel):
+    """An address at which a process listens."""
+
+    host: Host
+    port: Annotated[int, Field(ge=1, le=65535)]
+
+
+HostPorts = Annotated[
+    tuple[HostPort, ...], Strict(False), Field(min_length=1, max_length=MAX_ADDRESSES)
+]
+
+
+class StorePlace(HeaderModel):
+    """Where a store lets workers in, and which buckets of the weights it holds: `first` to `stop` - 1."""
+
+    node: Name
+    places: HostPorts
+    first: Count
+    stop: Positive
+
+
+class StoreList(Message):
+    """Server: these stores hold the buckets that it does not hold itself.
+
+    Of a push each store gets its own buckets, and so does the server. A worker asks for weights when it has
+    reached all; from each comes its own slice, of one version. One who is told of them once more has to come
+    back: a store was lost, and with it what was on its way.
+    """
+
+    KIND: ClassVar[int] = 40
+    stores: Annotated[
+        tuple[StorePlace, ...], Strict(False), Field(min_length=1, max_length=MAX_STORES)
+    ]
+
+
+class Slice(Message):
+    """Server: what a store holds, and how it steps; followed by the State of its buckets.
+
+    The flat weights of `num_params` elements are cut into buckets of `bucket_length`, of which it holds
+    `first` to `stop` - 1, and of each of the `contents` as much. Of the slice the first `num_decayed`
+    elements decay; `num_steps` have been taken. Gradients come encoded with `codec`.
+    """
+
+    KIND: ClassVar[int] = 41
+    run_id: Identifier
+    incarnation: Identifier
+    reconnect_timeout_s: Seconds
+    num_params: Positive
+    bucket_length: Positive
+    first: Count
+    stop: Positive
+    contents: Annotated[
+        tuple[Identifier, ...], Strict(False), Field(min_length=1, max_length=MAX_CONTENTS)
+    ]
+    codec: Identifier
+    has_loss_scale: bool
+    optimizer: Identifier
+    optimizer_args: Annotated[dict[Identifier, OptimizerArgument], Field(max_length=MAX_CONTENTS)]
+    weight_decay: Annotated[float, Field(ge=0)]
+    num_decayed: Count
+    num_steps: Count
+
+
+class Listening(Message):
+    """Store: its slice is in its place, and workers are let in at each of these addresses."""
+
+    KIND: ClassVar[int] = 42
+    places: HostPorts
+
+
+class Arrived(Message):
+    """Store: its part of a push has arrived whole (payload: the L2 norm of each bucket)."""
+
+    KIND: ClassVar[int] = 43
+    lease: LeaseKey
+    tensor: TensorSpec
+
+
+class Apply(Message):
+    """Server: take one optimizer step with `clip` times a push, no element of which is above `bound`."""
+
+    KIND: ClassVar[int] = 44
+    lease: LeaseKey
+    clip: Annotated[float, Field(ge=0, le=1)]
+    learning_rate: Annotated[float, Field(ge=0)]
+    bound: Annotated[float, Field(gt=0)] | None = None
+
+
+class Discard(Message):
+    """Server: a push is not to be applied."""
+
+    KIND: ClassVar[int] = 45
+    lease: LeaseKey
+
+
+class SendWeights(Message):
+    """Server: send the weights of now, which are those of `version`, to the worker `instance`."""
+
+    KIND: ClassVar[int] = 46
+    instance: Instance
+    version: Count
+
+
+class Gather(Message):
+    """Server: send it everything of now, which is that of `version`."""
+
+    KIND: ClassVar[int] = 47
+    version: Count
+
+
 Kinds = frozenset[type[Message]]
 """Messages that a connection accepts at some moment; no two have the same number."""
 
@@ -567,7 +681,7 @@ PS = MessageSet(
     "ps",
     from_dialler=frozenset({Ready, Push, Buffers, Pull, Skip, Telemetry, Fault, Logged}),
     from_listener=frozenset(
-        {Assignment, Served, Ack, State, Buffers, Reduced, Commit, Cancel, Park, End}
+        {Assignment, Served, Ack, State, Buffers, Reduced, Commit, Cancel, Park, StoreList, End}
     ),
     in_handshake=frozenset({Welcome}),
 )
@@ -578,6 +692,14 @@ ROUNDS = MessageSet(
     from_listener=frozenset({Collect, OuterStep}),
 )
 """What they say besides where a worker takes many steps of its own between two exchanges."""
+STORE = MessageSet(
+    "store",
+    from_dialler=frozenset({Listening, Arrived, State}),
+    from_listener=frozenset({Slice, State, Apply, Discard, SendWeights, Gather, End}),
+)
+"""What a store on another machine, which dials, and the server say to each other."""
+SLICES = MessageSet("slices", from_dialler=frozenset({Push}), from_listener=frozenset({State}))
+"""What a worker, which dials, and such a store say to each other."""
 SETS = (SESSION, PS, ROUNDS)
 
 
@@ -587,7 +709,7 @@ def sets_of(algorithm: str) -> tuple[MessageSet, ...]:
     return tuple(each for each in SETS if each is SESSION or each.name in named)
 
 
-ALL_KINDS: Kinds = SESSION.kinds | PS.kinds | ROUNDS.kinds
+ALL_KINDS: Kinds = SESSION.kinds | PS.kinds | ROUNDS.kinds | STORE.kinds | SLICES.kinds
 MESSAGES = MappingProxyType(dict(sorted((kind.KIND, kind) for kind in ALL_KINDS)))
 
 

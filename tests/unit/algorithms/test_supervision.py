@@ -39,7 +39,7 @@ if supervision.SUPERVISED in sys.argv:
     raise SystemExit(guarded(body, stop_on_stdin_eof=True, supervised=True))
 supervision.FIRST_DELAY_S = float(sys.argv[3])
 supervision.FACTOR = 1
-raise SystemExit(supervision.supervise("pi5", 0, 3))
+raise SystemExit(supervision.supervise("worker", "pi5", 0, 3))
 """
 
 

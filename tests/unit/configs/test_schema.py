@@ -69,6 +69,9 @@ def test_a_folder_that_some_shell_might_misread_is_refused(path: str) -> None:
     [
         ({"workers": [], "num_workers": 2}, r"num_workers is 2, but workers lists 0 \(none\)"),
         ({"server": "mini2"}, r"server is 'mini2', must .* \(known: .*\); did you mean mini1\?"),
+        ({"servers": ["pi5"]}, r"servers is \[pi5\], must begin with server, 'mini1'"),
+        ({"servers": ["mini1", "mac"]}, r"servers lists 'mac', must be a node of host_ip"),
+        ({"servers": ["mini1", "pi5", "pi5"]}, r"servers lists 'pi5' twice"),
         ({"workers": ["pi5", "mac"]}, r"workers lists 'mac', must be a node of host_ip \(known: m"),
         ({"nodes": {"wim": {}}}, r"nodes has the key 'wim', must .*; did you mean win\?"),
         ({"min_workers": 3, "elastic": False}, "min_workers is 3, must be at most num_workers, 2"),

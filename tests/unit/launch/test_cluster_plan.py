@@ -373,3 +373,12 @@ def test_each_worker_is_told_the_script_in_its_own_folder_of_the_run() -> None:
         there = f"{worker.run_dir}/launch/workload/train it.py"
         assert shlex.split(argv[argv.index("--script") + 1]) == [there, "--name", "two words"]
         assert shlex.split(script_of(worker) or "") == shlex.split(script)
+
+
+def test_a_store_runs_on_its_machine_in_its_own_session() -> None:
+    cluster = CLUSTER.model_copy(update={"servers": ("mini1", "pi5")})
+    [store] = planned("num_epochs=5", cluster=cluster).stores
+    assert (store.node, store.ssh, store.session) == ("pi5", "pi@192.168.50.2", "edp-1-store-pi5")
+    assert store.argv[1:4] == ("src/smolcluster/algorithms/EDP/store.py", "pi5", "--run-id")
+    assert 'runs_dir="/mnt/my disk/runs"' in store.argv
+    assert "num_epochs=5" not in store.argv

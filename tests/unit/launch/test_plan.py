@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.algorithms.entry import server_parser, worker_parser
+from smolcluster.algorithms.entry import server_parser, store_parser, worker_parser
 from smolcluster.algorithms.process import serve, worker_settings
 from smolcluster.configs.resolve import localise
 from smolcluster.configs.schema import AlgorithmName, ClusterConfig
@@ -123,3 +123,16 @@ def test_an_ipv6_address_is_bracketed() -> None:
     cluster = localise(CLUSTER, 1).model_copy(update={"host_ip": {"mini1": "::1", "pi5": "::1"}})
     plan = plan_local(request(), cluster, run_dir=Path("/runs/edp-1"), python="python")
     assert "[::1]:6000" in plan.workers[0].argv
+
+
+def test_each_further_server_gets_a_store_which_is_told_what_belongs_to_its_machine() -> None:
+    cluster = CLUSTER.model_copy(update={"servers": ("mini1", "pi5")})
+    launched = local(request("num_epochs=5", "device=cpu", config="edp"), cluster)
+    assert [each.role for each in launched.processes] == ["server", "store", "worker", "worker"]
+    [store] = launched.stores
+    assert (store.title, store.stem) == ("store pi5", "store-pi5")
+    assert "num_epochs=5" not in store.argv
+    args = store_parser(get_algorithm("edp")).parse_args(store.argv[2:])
+    assert (args.node, args.server, args.run_id) == ("pi5", "127.0.0.1:6000", "edp-1")
+    assert worker_settings("edp", args).cluster.host_ip["pi5"] == "127.0.0.1"
+    assert store in launched.resumed().processes

@@ -54,8 +54,13 @@ class EDPConfig(AlgorithmConfig):
         return {"staleness_bound": self.staleness.bound}
 
     def check(self, settings: "Settings") -> None:
-        """Weights must travel whole."""
+        """Weights must travel whole, and be mixed where all of them lie."""
         cluster = settings.cluster
+        if self.update_rule == "mixing" and len(cluster.store_nodes) > 1:
+            raise ConfigError(
+                f"update_rule is mixing and servers lists {', '.join(cluster.store_nodes)}, but weights are "
+                "mixed on one host; set servers to null, or update_rule to gradient"
+            )
         is_lossy = cluster.use_quantization or cluster.codec not in (None, "fp32")
         if self.update_rule == "mixing" and is_lossy:
             stated = f"codec is {cluster.codec}" if cluster.codec else "use_quantization is true"

@@ -30,7 +30,7 @@ from torch import Tensor
 from smolcluster.algorithms.EDP.config import StalenessConfig
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.ps.plausible import check_norm
-from smolcluster.ps.store import Stores
+from smolcluster.ps.store import Stores, TakesSteps
 from smolcluster.training.optimizer import clip_factor
 
 
@@ -73,7 +73,7 @@ def mix(stores: Stores, weights: Tensor, alpha: float, limit: float = math.inf) 
 
 
 def apply_gradient(
-    stores: Stores,
+    stores: TakesSteps,
     gradient: Tensor,
     learning_rate: float,
     clipping: GradientClipping,

@@ -21,15 +21,15 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 import time
 from collections import deque
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.EDP import rule
 from smolcluster.algorithms.EDP.config import EDPConfig
-from smolcluster.cluster.report import StepTaken
+from smolcluster.cluster.report import StepTaken, why_ended
 from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
@@ -41,12 +41,14 @@ from smolcluster.ps.buffers import BufferCollector, buffer_frames
 from smolcluster.ps.leases import Dispatcher, DispatcherState, Lease
 from smolcluster.ps.plausible import Failures, Norms, PushRefused
 from smolcluster.ps.push import GradientBuffers, GradientReceiver, Pushed
+from smolcluster.ps.store_links import NormsArrived
 from smolcluster.ps.weights import state_frames
 from smolcluster.runs.summary import Summary
 from smolcluster.training.checkpoint import Progress, parse_progress
 from smolcluster.training.schedule import learning_rate
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Ack, LeaseKey, Outcome, Pull, Skip
+from smolcluster.transport.messages import Ack, End, LeaseKey, Outcome, Pull, Skip
+from smolcluster.utils.stopping import Interrupted
 
 DISPATCHER = "dispatcher"
 """Where a checkpoint's progress has its state."""
@@ -69,6 +71,8 @@ class Peer:
     """When it joined, or its last push came."""
     is_stalled: bool = False
     """Whether it let leases expire and has not pushed since."""
+    is_pulling: bool = False
+    """Whether it waits for weights with a push of its own, of which not all has arrived."""
 
 
 class Server:
@@ -89,7 +93,9 @@ class Server:
         )
         self.feed = context.open_feed()
         self.push_memory = GradientBuffers()
-        self.pool = context.open_pool(self.receiver_for)
+        self.spread = context.spread_stores()
+        """The stores on other hosts; None: all weights are in this process."""
+        self.pool = context.open_pool(self.receiver_for, self.spread)
         self.report = self.pool.report
         self.evaluator = context.new_evaluator()
         source = CheckpointSource(self.replica, self.progress, dict)
@@ -97,7 +103,10 @@ class Server:
             self.version = state.step
             stored = parse_progress(DispatcherState, state.progress.get(DISPATCHER), state.step)
             self.dispatcher.resume(stored, state.samples_applied)
-        self.stores = context.open_stores()
+        if self.spread is None:
+            self.stores = context.open_stores()
+        else:
+            self.spread.begin(self.version)
         self.saver = context.new_saver(source, self.report)
         self.peers: dict[int, Peer] = {}
         self.last_applied: dict[str, LeaseKey] = {}
@@ -113,6 +122,7 @@ class Server:
         return GradientReceiver(
             *(session_id, self.context.codec, replica.buckets, collector, self.push_memory),
             has_loss_scale=replica.scaler is not None,
+            span=None if self.spread is None else self.spread.own_span,
         )
 
     def run(self) -> Summary:
@@ -121,24 +131,64 @@ class Server:
         Raises:
             NonFiniteLoss: the weights are ruined; the message names the push that may have done it.
         """
-        with closing(self.feed), self.pool, self.evaluator, self.saver:
+        with closing(self.feed), self.pool, self.stores_told(), self.evaluator, self.saver:
             try:
                 return self.serve()
             except NonFiniteLoss as error:
                 raise NonFiniteLoss(f"{error}{self.norms.suspect}") from error
+            except BaseException as error:
+                if not isinstance(error, Interrupted) or error.is_orderly:
+                    self.gather_for_the_end()
+                raise
+
+    @contextmanager
+    def stores_told(self) -> Iterator[None]:
+        """Let stores on other hosts hear how the run has ended; not of a signal: it may go on."""
+        end: End | None = None
+        try:
+            yield
+            end = End(ok=True, sentence=self.report.ending)
+        except Exception as error:
+            end = End(ok=False, sentence=why_ended(error))
+            raise
+        finally:
+            if self.spread is not None:
+                self.spread.close(end)
 
     def serve(self) -> Summary:
         while not (self.dispatcher.done or self.report.is_over):
-            for event in self.pool.next_events(TICK_S):
-                self.handle(event)
-            self.take_back_expired(time.monotonic())
-            self.hand_out()
-            self.saver.tick()
-            self.report.tick()
+            self.serve_next()
+        while not self.gather():
+            self.serve_next()
         self.replica.check_weights("at the end of the run")
         if self.context.is_attached:
             self.give_result()
         return self.report.summary()
+
+    def serve_next(self) -> None:
+        for event in self.pool.next_events(TICK_S):
+            self.handle(event)
+        self.take_back_expired(time.monotonic())
+        self.hand_out()
+        self.saver.tick()
+        self.report.tick()
+        if self.spread is not None:
+            self.spread.check_patience()
+
+    def gather(self) -> bool:
+        """Bring the weights of all hosts together in the replica; False: a store is missing."""
+        if self.spread is None:
+            return True
+        self.saver.wait_for_copy()
+        return self.spread.gather(self.version, self.context.check_stop)
+
+    def gather_for_the_end(self) -> None:
+        """Let what is saved at the end be of one version, or let nothing be saved."""
+        if self.spread is None:
+            return
+        self.saver.wait_for_copy()
+        if not self.spread.gather(self.version):
+            self.saver.skip_end()
 
     def give_result(self) -> None:
         """Send the final weights to loops of a user's own, which go on with them."""
@@ -149,18 +199,23 @@ class Server:
 
     def handle(self, event: Event) -> None:
         match event:
-            case Pushed():
+            case Pushed() if self.spread is None:
                 self.on_push(event)
+            case Pushed() | NormsArrived():
+                self.on_part(event)
             case Joined(worker, ready):
                 self.on_join(worker, ready.unacknowledged, ready.samples_per_s)
             case Departed(worker):
                 self.on_departure(worker)
             case MessageReceived(session_id=session_id, message=Pull()) if session_id in self.peers:
-                self.send_weights(self.peers[session_id])
+                self.on_pull(self.peers[session_id])
             case MessageReceived(session_id=session_id, message=Skip() as skip) if (
                 session_id in self.peers
             ):
                 self.on_skip(self.peers[session_id], skip)
+            case _ if self.spread is not None and self.spread.handle(event):
+                for peer in self.peers.values():
+                    peer.worker.live_session.send(self.spread.list)
 
     def on_join(
         self, worker: Worker, unacknowledged: LeaseKey | None, samples_per_s: float
@@ -175,14 +230,41 @@ class Server:
             applied = self.last_applied.get(worker.member.instance) == unacknowledged
             outcome: Outcome = "applied" if applied else "late"
             session.send(Ack(lease=unacknowledged, outcome=outcome, version=self.version))
-        self.send_weights(peer)
+        if self.spread is None:
+            self.send_weights(peer)
+        elif self.spread.is_ready:
+            session.send(self.spread.list)
 
     def on_departure(self, worker: Worker) -> None:
         peer = self.peers.pop(worker.member.session_id)
+        if self.spread is not None:
+            for key in peer.unanswered:
+                if (own := self.spread.forget(key)) is not None:
+                    own.receiver.free()
         if peer.worker.live_session.receiver.in_progress:
             self.report.lost_push(worker.name, "its connection broke")
         for lease in self.dispatcher.release_all(worker.member.session_id):
             self.report.lease_returned(worker, lease.range, "its worker has gone")
+
+    def on_part(self, part: Pushed | NormsArrived) -> None:
+        """Some of a push is where it belongs; when all of it is, decide on it."""
+        assert self.spread is not None  # noqa: S101 - there are no parts without
+        lease = part.push.lease if isinstance(part, Pushed) else part.lease
+        is_awaited = any(lease in peer.unanswered for peer in self.peers.values())
+        pushed = self.spread.whole(part, is_awaited=is_awaited)
+        if pushed is not None:
+            self.on_push(pushed)
+            self.spread.forget(lease)
+            peer = self.peers.get(pushed.session_id)
+            if peer is not None and peer.is_pulling:
+                self.send_weights(peer)
+
+    def on_pull(self, peer: Peer) -> None:
+        """Send weights, with what the worker has pushed before it asked."""
+        if self.spread is not None and self.spread.is_partial(peer.worker.member.session_id):
+            peer.is_pulling = True
+        else:
+            self.send_weights(peer)
 
     def on_push(self, pushed: Pushed) -> None:
         peer = self.peers.get(pushed.session_id)
@@ -273,10 +355,10 @@ class Server:
         else:
             rate *= rule.scale(tau, config.staleness.exponent)
             clipping = self.train.gradient_clipping
-            norm = rule.apply_gradient(
-                self.stores, pushed.gradient, rate, clipping, self.norms.limit
-            )
-            layer_norms = self.report.layer_norms(pushed.gradient)
+            stores = self.stores if self.spread is None else self.spread.of(push.lease)
+            norm = rule.apply_gradient(stores, pushed.gradient, rate, clipping, self.norms.limit)
+            if self.spread is None:
+                layer_norms = self.report.layer_norms(pushed.gradient)
         # Each worker's own statistics move the whole way to its data between two pulls: all of theirs
         # together may move the server's as far, and no further.
         self.replica.buffers.add(pushed.buffers, num_workers=len(self.peers))
@@ -307,10 +389,14 @@ class Server:
                 is_skipped=push.overflow is not None,
             )
         )
+        is_due = self.evaluator.is_due(self.version) or self.saver.is_due(self.version)
+        if is_due and not self.gather():
+            self.context.log.warning("step %d is neither evaluated nor saved", self.version)
+            return
         self.saver.after_step(is_evaluated=self.evaluator.after_step(self.version, epoch))
 
     def hand_out(self) -> None:
-        if not self.pool.started:
+        if not self.pool.started or not (self.spread is None or self.spread.is_ready):
             return
         for session_id, peer in self.peers.items():
             while len(peer.unanswered) < LEASES_PER_WORKER:
@@ -342,6 +428,9 @@ class Server:
 
     def send_weights(self, peer: Peer) -> None:
         """Send the newest weights; whoever pulls the same version shares one copy."""
+        peer.is_pulling = False
+        if self.spread is not None:
+            self.spread.send_weights(peer.worker.member.instance, self.version)
         if self.snapshot is None or self.snapshot[0] != self.version:
             self.replica.check_weights(f"after step {self.version}")
             with self.replica.meter("encode"):
@@ -350,7 +439,11 @@ class Server:
                 frames = [
                     *buffer_frames(buffers, replica.bucket_bytes, version=version),
                     *state_frames(
-                        self.context.incarnation, version, replica.snapshot(), replica.buckets
+                        self.context.incarnation,
+                        version,
+                        replica.snapshot(),
+                        replica.buckets,
+                        None if self.spread is None else self.spread.own_span,
                     ),
                 ]
             self.snapshot = (self.version, frames)

@@ -27,6 +27,7 @@ SPEC = AlgorithmSpec(
         ),
     ),
     costs=f"{__package__}.costs",
+    roles={"server": "server.py", "worker": "worker.py", "store": "store.py"},
     columns=frozenset({STALENESS}),
     is_default=True,
 )

@@ -26,12 +26,13 @@ from torch import Tensor
 
 from smolcluster.algorithms.EDP.config import EDPConfig
 from smolcluster.cluster.link import Link
-from smolcluster.errors import NonFiniteLoss
+from smolcluster.errors import ConnectTimeout, NonFiniteLoss, PeerLost
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import Assigned
 from smolcluster.ps.buffers import BufferCollector, buffer_frames
 from smolcluster.ps.plausible import check_norm
 from smolcluster.ps.push import GradientSender
+from smolcluster.ps.store_client import StoreClient
 from smolcluster.ps.weights import StateReceiver, WeightsArrived
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
@@ -43,10 +44,13 @@ from smolcluster.transport.messages import (
     LeaseKey,
     Pull,
     Skip,
+    StoreList,
     Welcome,
 )
 
 WAIT_S = 1.0
+MAX_FAILED_DIALS = 6
+"""In so many sessions in a row a store may not answer before the worker gives up."""
 
 
 class Worker:
@@ -74,6 +78,10 @@ class Worker:
         """Whether the last push was computed on such weights."""
         self.leases: deque[Assigned] = deque()
         self.link: Link
+        self.stores: StoreClient
+        self.are_spread = False
+        """Whether it has been told of stores on other hosts in this session."""
+        self.failed_dials = 0
 
     def new_receiver(self) -> StateReceiver:
         replica = self.replica
@@ -83,6 +91,8 @@ class Worker:
     def take_part(self, link: Link) -> None:
         """Train until the link raises. The server sends its weights first."""
         self.link, self.pulling = link, True
+        self.stores = StoreClient(link, self.replica)
+        self.are_spread = False
         self.leases.clear()
         self.wait_until(lambda: not self.pulling)
         while True:
@@ -115,7 +125,7 @@ class Worker:
                 self.stepped = self.replica.snapshot(self.stepped)
             if self.unacknowledged is not None:
                 with self.replica.meter("send"):
-                    self.link.flush()
+                    self.stores.flush()
             self.wait_until(lambda: self.unacknowledged is None)
             frames = self.frames(lease.lease, base_version, loss, compute_s)
         except NonFiniteLoss as error:
@@ -127,8 +137,7 @@ class Worker:
             return
         self.unacknowledged, self.pushed_afresh = lease.lease, is_fresh
         nbytes, key = self.replica.bucket_bytes, lease.lease
-        for frame in buffer_frames(buffers, nbytes, version=base_version, lease=key) + frames:
-            self.link.send_frame(frame)
+        self.stores.push(buffer_frames(buffers, nbytes, version=base_version, lease=key), frames)
         if self.steps % self.interval == 0 and not self.pulling:
             self.pull()
         elif not self.mixing:
@@ -161,6 +170,25 @@ class Worker:
             self.ask_for_weights()
         self.wait_until(lambda: not self.pulling)
         self.must_restart, self.has_restarted = False, True
+
+    def reach(self, stores: StoreList) -> None:
+        """The weights lie on several hosts: push to them, and pull from all, from now on.
+
+        Raises:
+            PeerLost: it pushed to others until now, or cannot reach them; it has to begin a new session.
+            ConnectTimeout: it could not reach them in several sessions.
+        """
+        if self.are_spread:
+            raise PeerLost("a store was lost")
+        try:
+            self.stores = StoreClient(self.link, self.replica, stores)
+        except ConnectTimeout as error:
+            self.failed_dials += 1
+            if self.failed_dials == MAX_FAILED_DIALS:
+                raise
+            raise PeerLost(str(error)) from error
+        self.are_spread, self.failed_dials = True, 0
+        self.ask_for_weights()
 
     def failure(self, what: str) -> NonFiniteLoss:
         return NonFiniteLoss(
@@ -204,10 +232,13 @@ class Worker:
         match event:
             case Assigned():
                 self.leases.append(event)
-            case WeightsArrived(version, weights, buffers):
-                self.replica.load(*weights)
-                self.replica.buffers.load(buffers)
-                self.base_version, self.pulling = version, False
+            case WeightsArrived():
+                if parts := self.stores.weights(event):
+                    self.replica.load(*(bucket for part in parts for bucket in part.weights))
+                    self.replica.buffers.load(parts[0].buffers)
+                    self.base_version, self.pulling = parts[0].version, False
+            case MessageReceived(message=StoreList() as stores):
+                self.reach(stores)
             case MessageReceived(message=Ack() as ack) if ack.lease == self.unacknowledged:
                 self.sender.settle(None if ack.outcome == "applied" else 0)
                 self.unacknowledged = None

@@ -87,7 +87,7 @@ def nodes_of(cluster: ClusterConfig, raw: Mapping[str, Mapping[str, Any]]) -> li
     tree = read_tree(root)
     token = secrets.token_hex(8)
     nodes = []
-    for node in dict.fromkeys((cluster.server, *cluster.workers)):
+    for node in cluster.machines:
         settings, host = cluster.nodes.get(node, NodeConfig()), host_of(cluster, node)
         is_here = host.destination is None
         folder = str(root) if is_here else settings.project_dir
@@ -115,7 +115,8 @@ def examine(nodes: Sequence[NodeChecks]) -> None:
     for node, twin in find_twins(nodes).items():
         next(each for each in nodes if each.name == node).findings[IDENTITY] = twin
     server = next(node for node in nodes if node.is_server)
-    workers = [node for node in nodes if node.name in node.cluster.workers]
+    cluster = server.cluster
+    workers = [node for node in nodes if node.name in (*cluster.workers, *cluster.store_nodes[1:])]
     with listening(server) as listener:
         for worker in workers:
             worker.listener = listener

@@ -45,9 +45,7 @@ def check_packets(cluster: ClusterConfig, places: PathsByNode) -> None:
             what, fix = lost_packets(told, node)
             raise LaunchError(f"{host.node}: {what}: {fix}")
 
-    server, *others = (
-        Host(node, places[node].ssh) for node in dict.fromkeys((cluster.server, *cluster.workers))
-    )
+    server, *others = (Host(node, places[node].ssh) for node in cluster.machines)
     listener = None
     with ExitStack() as stack:
         try:

@@ -15,6 +15,7 @@ from smolcluster.cluster.link import Link
 from smolcluster.errors import NonFiniteLoss, PeerLost
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import Assigned, assignment_of
+from smolcluster.ps.store_client import StoreClient
 from smolcluster.ps.weights import WeightsArrived
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.compute import BatchLoss
@@ -83,6 +84,7 @@ class Desk:
         self.wire = Wire()
         self.worker = Worker(welcome, self.training)
         self.worker.link = cast(Link, self.wire)
+        self.worker.stores = StoreClient(self.worker.link, self.training.replica)
         self.worker.pulling = False
 
     def build(self) -> TrainingContext:

@@ -1,0 +1,480 @@
+"""A store on a machine of its own: a slice of the weights with its optimizer, in a process of its own.
+
+    coordinator -> Slice, State …                  the slice, its rule, and what it begins with
+    worker      -> Push, a frame for each bucket   decoded; Arrived with the norm of each bucket goes on
+    coordinator -> Apply | Discard                 one optimizer step, or none
+    coordinator -> SendWeights | Gather            the weights to a worker, everything to the coordinator
+
+It dials the coordinator, tells where it listens, and lets workers in with the same secret. It decides
+nothing: each step, and each moment at which weights are sent, comes from the coordinator in one order, so
+that the slices of all stores stand at one version whenever anybody sees them. It has no model, no data and no
+code of a user's. When it loses the coordinator it forgets its slice, and is given one when it comes back.
+Source: Li et al. 2014, "Scaling distributed machine learning with the parameter server".
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from smolcluster.cluster.joining import RunOver
+from smolcluster.codec.base import bytes_of
+from smolcluster.codec.registry import get_codec
+from smolcluster.configs.schema import Encryption
+from smolcluster.errors import PeerLost, ProtocolError, Rejected, RunFailed
+from smolcluster.net.acceptor import Acceptor, SessionOpened
+from smolcluster.net.dialling import Address, Pauses, dial
+from smolcluster.net.inbox import Event, Inbox, MessageReceived, SessionClosed
+from smolcluster.net.session import Receiver, Session
+from smolcluster.ps.push import GradientBuffers, GradientReceiver, Pushed
+from smolcluster.ps.slices import SliceCollector, norms_spec, slice_frames
+from smolcluster.ps.store import Store
+from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
+from smolcluster.training.replica import cut
+from smolcluster.transport.connection import Connection, listen
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.handshake import Door
+from smolcluster.transport.messages import (
+    SESSION,
+    SLICES,
+    STORE,
+    WEIGHTS,
+    Accepted,
+    Apply,
+    Arrived,
+    Discard,
+    End,
+    Gather,
+    Goodbye,
+    Hello,
+    HostPort,
+    LeaseKey,
+    Listening,
+    Message,
+    Reject,
+    SendWeights,
+    Slice,
+    State,
+    from_listener,
+)
+from smolcluster.transport.security import Secret
+from smolcluster.transport.tls import new_identity
+from smolcluster.utils.retry import Deadline
+from smolcluster.utils.units import format_duration
+
+COORDINATOR = 0
+"""Its session's number; those of workers count from 1."""
+PUSHES_HELD = 2
+"""Of a worker: one that is to be applied, and one that arrives meanwhile."""
+TICK_S = 0.5
+EXTRA_QUEUED = 64
+MAX_QUEUED = 100_000
+"""To the coordinator, which asks for all that is sent to it; this only bounds mistakes."""
+COPIES_QUEUED = 4
+SHUTDOWN_TIMEOUT_S = 3.0
+PRESENT_S = 5.0
+"""How long workers may take to hear that the run is over."""
+
+
+@dataclass(frozen=True)
+class StoreSetup:
+    """A store's process: who it is, and the way to the coordinator.
+
+    `addresses`: of this machine, at which workers are let in; None: the one from which it has reached the
+    coordinator.
+    """
+
+    hello: Hello
+    address: Address
+    secret: Secret
+    start_timeout_s: float
+    log: logging.Logger
+    encryption: Encryption = "auto"
+    addresses: tuple[str, ...] | None = None
+    on_run_known: Callable[[str], None] = lambda _: None
+
+
+def hold(setup: StoreSetup) -> None:
+    """Hold a slice of the coordinator's run, and come back after every lost connection, until it is over.
+
+    Raises:
+        ConnectTimeout: no coordinator in time, at the start or after a loss.
+        RunFailed: the run ended badly.
+        Rejected, AuthError, ConfigError: this store is not wanted, or cannot listen.
+    """
+    patience, pauses = Deadline(setup.start_timeout_s), Pauses()
+    try:
+        while True:
+            connection, answer = _join(setup, patience.remaining())
+            pauses.session_begins()
+            with StoreSession(setup, connection, answer) as session:
+                try:
+                    session.run()
+                except (PeerLost, ProtocolError) as error:
+                    if session.reconnect_timeout_s is not None:
+                        patience = Deadline(session.reconnect_timeout_s)
+                    elif patience.expired:
+                        raise
+                    left = format_duration(patience.remaining())
+                    setup.log.warning("%s; trying to reconnect for %s", error, left)
+            time.sleep(pauses.next_s())
+    except RunOver as news:
+        setup.log.info("the run is over: %s", news)
+
+
+def _join(setup: StoreSetup, timeout_s: float) -> tuple[Connection, Accepted]:
+    try:
+        return dial(
+            setup.address,
+            setup.hello,
+            setup.secret,
+            Accepted,
+            timeout_s=timeout_s,
+            log=setup.log,
+            encryption=setup.encryption,
+        )
+    except Rejected as error:
+        if error.is_proved and error.code == "over":
+            raise RunOver(str(error)) from None
+        if error.is_proved and error.code == "failed":
+            raise RunFailed(str(error)) from None
+        raise
+
+
+@dataclass(frozen=True)
+class SliceArrived(Event):
+    """The coordinator has given a slice: its weights and moments by name, each (n,)."""
+
+    slice: Slice
+    values: Mapping[str, Tensor]
+
+
+class StoreSession(Receiver):
+    """One session with the coordinator, those of the workers, and the slice in between."""
+
+    def __init__(self, setup: StoreSetup, connection: Connection, answer: Accepted) -> None:
+        self._setup = setup
+        self._answer = answer
+        self._addresses = setup.addresses or (connection.own_address,)
+        self._inbox = Inbox()
+        self._given: Slice | None = None
+        """What the reader has been told to collect, or has collected."""
+        self._collector: SliceCollector | None = None
+        self._held: _Held | None = None
+        self._coordinator = Session(
+            connection,
+            session_id=COORDINATOR,
+            receiver=self,
+            inbox=self._inbox,
+            heartbeat_timeout_s=answer.heartbeat_timeout_s,
+            max_queued=MAX_QUEUED,
+            kinds=from_listener((SESSION, STORE)),
+        )
+
+    @property
+    def reconnect_timeout_s(self) -> float | None:
+        """How long the coordinator is looked for when it is lost, in seconds; None: it has given no slice."""
+        return (
+            None if self._held is None or self._given is None else self._given.reconnect_timeout_s
+        )
+
+    def __enter__(self) -> "StoreSession":
+        self._coordinator.start()
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        self._coordinator.end_with(Goodbye(reason="it was stopped"))
+        if not self._coordinator.join(SHUTDOWN_TIMEOUT_S):
+            self._coordinator.cut("it did not close in time")
+            self._coordinator.join(None)
+        if self._held is not None:
+            is_over = isinstance(error, RunOver | RunFailed)
+            self._held.close(PRESENT_S if is_over else 0.0)
+
+    def run(self) -> None:
+        """Serve until the session with the coordinator ends, which is an exception.
+
+        Raises:
+            RunOver, RunFailed: the run has ended.
+            Rejected: the coordinator does not want this store.
+            PeerLost, ProtocolError: the coordinator is lost, or does not keep to the protocol.
+            ConfigError: this machine cannot listen where it should.
+        """
+        while True:
+            event = self._inbox.get(TICK_S)
+            if event is not None:
+                self._handle(event)
+
+    # the reader's thread
+
+    def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        """Take what the coordinator says; its slice is passed on when it is whole."""
+        if isinstance(message, Slice):
+            if self._given is not None:
+                raise ProtocolError("it gave a second slice")
+            self._given, buckets = message, buckets_of(message)
+            span = range(message.first, message.stop)
+            dtype = get_codec(message.codec).dtype
+            self._collector = SliceCollector(buckets, span, message.contents, dtype)
+            return None
+        if not isinstance(message, State):
+            return MessageReceived(COORDINATOR, message)
+        if self._given is None or self._collector is None:
+            raise ProtocolError("it sent weights before it said which")
+        is_whole = self._collector.take(message, payload)
+        return SliceArrived(self._given, self._collector.values) if is_whole else None
+
+    # the main thread
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case SliceArrived(given, values):
+                self._setup.on_run_known(given.run_id)
+                self._held = _Held(self._setup, self._answer, self._inbox, given, values)
+                listening = self._held.listen(self._addresses)
+                self._coordinator.send(Listening(places=listening))
+                told = given.run_id, *_told(given)
+                self._setup.log.info("run %s: holds buckets %d to %d of %d", *told)
+            case SessionClosed(session_id=session_id, reason=reason) if session_id == COORDINATOR:
+                raise PeerLost(f"the server is lost: {reason}")
+            case MessageReceived(message=End() as end):
+                raise RunOver(end.sentence) if end.ok else RunFailed(end.sentence)
+            case MessageReceived(message=Reject() as reject):
+                raise Rejected(reject.sentence, reject.code, reject.retry_after_s)
+            case MessageReceived(message=Goodbye() as goodbye):
+                raise PeerLost(f"the server has left: {goodbye.reason}")
+            case _ if self._held is not None:
+                self._held.handle(event, self._coordinator)
+            case MessageReceived(message=message):
+                raise ProtocolError(f"{type(message).__name__} came before a slice")
+
+
+def buckets_of(given: Slice) -> list[slice]:
+    """The buckets of all weights.
+
+    Raises:
+        ProtocolError: the slice is none of them.
+    """
+    num_buckets = -(-given.num_params // given.bucket_length)
+    if not given.first < given.stop <= num_buckets:
+        raise ProtocolError(
+            f"it gave buckets {given.first} to {given.stop - 1} of {num_buckets} as a slice"
+        )
+    return cut(given.num_params, given.bucket_length)
+
+
+def _told(given: Slice) -> tuple[int, int, int]:
+    """First and last bucket for people, who count from 1, and how many there are."""
+    return given.first + 1, given.stop, -(-given.num_params // given.bucket_length)
+
+
+class _Held:
+    """A slice and the workers' sessions: what a store is from the moment at which it has been given one."""
+
+    def __init__(
+        self,
+        setup: StoreSetup,
+        answer: Accepted,
+        inbox: Inbox,
+        given: Slice,
+        values: Mapping[str, Tensor],
+    ) -> None:
+        """`values` (n,) by name become the store's own memory."""
+        self._setup, self._answer, self._inbox, self._given = setup, answer, inbox, given
+        self._buckets = buckets_of(given)
+        self._span = range(given.first, given.stop)
+        weights = values[WEIGHTS]
+        buffer = torch.empty_like(weights)
+        optimizer = FlatOptimizer(
+            given.optimizer,
+            weights,
+            buffer,
+            given.weight_decay,
+            given.num_decayed,
+            arguments=given.optimizer_args,
+        )
+        if set(optimizer.moments) != set(given.contents) - {WEIGHTS}:
+            raise ProtocolError(f"{given.optimizer} has other moments than were sent")
+        for name in optimizer.moments:
+            optimizer.state[name] = values[name]
+        if STEP_COUNT in optimizer.state:
+            optimizer.state[STEP_COUNT].fill_(given.num_steps)
+        self._contents = {WEIGHTS: weights, **optimizer.moments}
+        self._store = Store(self._buckets[given.first : given.stop], weights, buffer, optimizer)
+        self._pushes: dict[LeaseKey, Pushed] = {}
+        self._workers: dict[str, Session] = {}
+        self._owed: dict[str, list[Frame]] = {}
+        """Weights for workers whose sessions this thread has not heard of yet."""
+        self._snapshot: list[Frame] | None = None
+        """Frames of the weights as long as they have not changed."""
+        self._acceptor: Acceptor | None = None
+        self._memory = GradientBuffers()
+        self._closed = threading.Event()
+
+    def listen(self, addresses: Sequence[str]) -> tuple[HostPort, ...]:
+        """Let workers in at these addresses; returns them with their ports."""
+        setup, addresses = self._setup, tuple(dict.fromkeys(addresses))
+        listeners = listen(addresses, 0)
+        self._acceptor = Acceptor(
+            listeners,
+            door=Door(setup.secret, new_identity(), setup.encryption, (SESSION, SLICES)),
+            inbox=self._inbox,
+            admit=lambda *_: Accepted(
+                bucket_bytes=self._answer.bucket_bytes,
+                heartbeat_timeout_s=self._answer.heartbeat_timeout_s,
+            ),
+            receiver_for=self._receiver_for,
+            max_queued=COPIES_QUEUED * len(self._span) + EXTRA_QUEUED,
+            log=setup.log,
+        )
+        self._acceptor.open()
+        ports = [listener.getsockname()[1] for listener in listeners]
+        return tuple(
+            HostPort(host=host, port=port) for host, port in zip(addresses, ports, strict=True)
+        )
+
+    def close(self, patience_s: float) -> None:
+        """Forget the slice, and cut the workers' sessions, if they do not close them in so many seconds.
+
+        When a run is over they do, as soon as they have heard of it from the server.
+        """
+        deadline = Deadline(patience_s)
+        for session in self._workers.values():
+            session.join(deadline.remaining())
+        self._closed.set()
+        if self._acceptor is not None:
+            self._acceptor.close()
+
+    def _receiver_for(self, session_id: int) -> GradientReceiver:
+        return PushReceiver(
+            *(session_id, self._given.codec, self._buckets),
+            has_loss_scale=self._given.has_loss_scale,
+            span=self._span,
+            memory=self._memory,
+            closed=self._closed,
+        )
+
+    def handle(self, event: Event, coordinator: Session) -> None:
+        match event:
+            case SessionOpened():
+                self._on_worker(event)
+            case SessionClosed(session_id=session_id):
+                self._forget(session_id)
+            case Pushed():
+                self._on_push(event, coordinator)
+            case MessageReceived(session_id, message) if session_id == COORDINATOR:
+                self._obey(message, coordinator)
+
+    def _on_worker(self, opened: SessionOpened) -> None:
+        instance = opened.client.hello.instance
+        if (old := self._workers.get(instance)) is not None:
+            old.cut("the same process has connected again")
+        self._workers[instance] = opened.session
+        for frame in self._owed.pop(instance, ()):
+            opened.session.send_frame(frame)
+
+    def _forget(self, session_id: int) -> None:
+        if self._acceptor is not None:
+            self._acceptor.forget(session_id)
+        for instance, session in list(self._workers.items()):
+            if session.session_id == session_id:
+                del self._workers[instance]
+
+    def _on_push(self, pushed: Pushed, coordinator: Session) -> None:
+        """Keep a push that is whole until the coordinator says what becomes of it."""
+        lease = pushed.push.lease
+        if lease in self._pushes:  # copies of one lease have different keys
+            _give_back(pushed)
+            return
+        self._pushes[lease] = pushed
+        self._store.take(pushed.gradient)
+        norms = torch.tensor(self._store.norms(), dtype=torch.float64)
+        arrived = Arrived(lease=lease, tensor=norms_spec(len(self._span)))
+        coordinator.send(arrived, bytes_of(norms))
+
+    def _obey(self, message: Message, coordinator: Session) -> None:
+        match message:
+            case Apply(lease=lease, clip=clip, learning_rate=rate, bound=bound):
+                pushed = self._taken(lease)
+                self._store.take(pushed.gradient)
+                self._store.step(clip, rate, bound)
+                self._snapshot = None
+                _give_back(pushed)
+            case Discard(lease=lease):
+                _give_back(self._taken(lease))
+            case SendWeights(instance=instance, version=version):
+                self._send_weights(instance, version)
+            case Gather(version=version):
+                for frame in self._frames(self._contents, version):
+                    coordinator.send_frame(frame)
+
+    def _taken(self, lease: LeaseKey) -> Pushed:
+        if (pushed := self._pushes.pop(lease, None)) is None:
+            raise ProtocolError("it decided on a push that has not arrived")
+        return pushed
+
+    def _send_weights(self, instance: str, version: int) -> None:
+        """Send what was asked for; whoever gets the same version shares one copy."""
+        if self._snapshot is None:
+            self._snapshot = self._frames({WEIGHTS: self._store.weights}, version)
+        session = self._workers.get(instance)
+        if session is None:
+            self._owed[instance] = self._snapshot
+            return
+        for frame in self._snapshot:
+            session.send_frame(frame)
+
+    def _frames(self, contents: Mapping[str, Tensor], version: int) -> list[Frame]:
+        return slice_frames(
+            contents,
+            self._buckets,
+            self._span,
+            incarnation=self._given.incarnation,
+            version=version,
+        )
+
+
+class PushReceiver(GradientReceiver):
+    """Takes a worker's pushes; one may arrive while another waits for the coordinator's word."""
+
+    def __init__(
+        self,
+        session_id: int,
+        codec_name: str,
+        buckets: Sequence[slice],
+        *,
+        has_loss_scale: bool,
+        span: range,
+        memory: GradientBuffers,
+        closed: threading.Event,
+    ) -> None:
+        """`closed` is set when the store is one no more: nobody may wait for it then."""
+        what = session_id, codec_name, buckets, None, memory
+        super().__init__(*what, has_loss_scale=has_loss_scale, span=span)
+        self._places = threading.Semaphore(PUSHES_HELD)
+        self._closed = closed
+
+    def begin(self) -> None:
+        """Its next push begins: the reader waits until the coordinator has decided on older ones."""
+        while not self._places.acquire(timeout=TICK_S):
+            if self._closed.is_set():
+                raise PeerLost("the store has lost its slice")
+
+    def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        event = super().__call__(message, payload)
+        if isinstance(event, Pushed):  # the next one has memory of its own
+            self._gradient, self._taken = None, False
+        return event
+
+    def give_back(self, gradient: Tensor) -> None:
+        self._memory.give_back(gradient)
+        self._places.release()
+
+
+def _give_back(pushed: Pushed) -> None:
+    if isinstance(pushed.receiver, PushReceiver):
+        pushed.receiver.give_back(pushed.gradient)

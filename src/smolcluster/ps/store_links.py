@@ -1,0 +1,490 @@
+"""The coordinator's side of stores on other machines: who they are, what they hold, and when they step.
+
+A run's weights are cut into as many slices as there are hosts. The first lies in the server's own process, as
+all of it does with one host; each other one in the process of a store (`store_host.py`), which has dialled
+this server. The server decides: when all stores have their part of a push it combines their norms, in the
+order of the buckets, and tells all to step or to forget it. What it says to a store is in one order, so all
+slices have the same version at any point of that order.
+
+The replica holds all weights and moments; what lies elsewhere is in it as it was when it was gathered last,
+for an evaluation or a checkpoint. From that copy a store that was lost gets its slice back, while the others
+keep theirs (partial recovery: Maeng et al., 2011.02999).
+"""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from smolcluster.configs.schema import RunConfig
+from smolcluster.errors import ClusterEmpty, ProtocolError
+from smolcluster.net.acceptor import SessionOpened
+from smolcluster.net.inbox import Event, MessageReceived, SessionClosed
+from smolcluster.net.membership import Refused
+from smolcluster.net.session import Receiver, Session
+from smolcluster.ps.push import Pushed
+from smolcluster.ps.slices import SliceCollector, norms_spec, place_of, slice_frames, spans
+from smolcluster.ps.store import Store
+from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
+from smolcluster.training.replica import Replica
+from smolcluster.transport.messages import (
+    WEIGHTS,
+    Accepted,
+    Apply,
+    Arrived,
+    Discard,
+    End,
+    Gather,
+    Goodbye,
+    Hello,
+    LeaseKey,
+    Listening,
+    Message,
+    Reject,
+    SendWeights,
+    Slice,
+    State,
+    StoreList,
+    StorePlace,
+)
+from smolcluster.utils.retry import Deadline
+from smolcluster.utils.units import format_duration
+
+BUSY_RETRY_AFTER_S = 2.0
+GATHER_TICK_S = 0.1
+CLOSING_TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True)
+class NormsArrived(Event):
+    """A store has its part of a push whole; `norms` are the L2 norms of its buckets."""
+
+    session_id: int
+    lease: LeaseKey
+    norms: tuple[float, ...]
+
+
+class StoreReceiver(Receiver):
+    """Takes what a store says, in its session's reader."""
+
+    def __init__(self, session_id: int, num_buckets: int) -> None:
+        self.session_id = session_id
+        self._num_buckets = num_buckets
+        self._collector: SliceCollector | None = None
+        self._whole = threading.Event()
+
+    def expect(self, collector: SliceCollector) -> threading.Event:
+        """The store is about to be asked for its slice; returns what is set when it is whole."""
+        self._collector, self._whole = collector, threading.Event()
+        return self._whole
+
+    def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        if isinstance(message, State):
+            if self._collector is None:
+                raise ProtocolError("it sent its slice unasked")
+            if self._collector.take(message, payload):
+                self._whole.set()
+            return None
+        if isinstance(message, Arrived):
+            if message.tensor != norms_spec(self._num_buckets):
+                raise ProtocolError("it did not send one norm a bucket")
+            norms = torch.frombuffer(bytearray(payload), dtype=torch.float64)
+            return NormsArrived(self.session_id, message.lease, tuple(norms.tolist()))
+        return MessageReceived(self.session_id, message)
+
+
+@dataclass
+class RemoteStore:
+    """A store on another machine: its name, its buckets, and the session with it if there is one."""
+
+    node: str
+    span: range
+    session: Session | None = None
+    instance: str = ""
+    listens: Listening | None = None
+    """Where workers are let in; None: it has not got its slice yet."""
+    lost_at: float = field(default_factory=time.monotonic)
+
+
+@dataclass
+class PendingPush:
+    """What has arrived of a push: the server's own part, and the norms of the others by node."""
+
+    own: Pushed | None = None
+    norms: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long stores are waited for, in seconds: at the start, and when one is lost."""
+
+    start_s: float
+    lost_s: float
+
+
+class SpreadStores:
+    """All stores of a run whose weights lie on several hosts. Only the deciding thread calls it."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        nodes: Sequence[str],
+        *,
+        run: RunConfig,
+        codec: str,
+        incarnation: str,
+        patience: Patience,
+        log: logging.Logger,
+    ) -> None:
+        """Cut the replica among `nodes`, of which the first is this process.
+
+        Raises:
+            ConfigError: the replica's optimizer, or its average, needs all weights in one place.
+        """
+        self._replica = replica
+        self._run, self._codec, self._incarnation = run, codec, incarnation
+        self._patience, self._log = patience, log
+        own, *others = spans(len(replica.buckets), len(nodes))
+        replica.optimizer.part(place_of(replica.buckets, own))  # refuses what works on whole models
+        self.own_span = own
+        self._stores = [
+            RemoteStore(node, span) for node, span in zip(nodes[1:], others, strict=False)
+        ]
+        for node in nodes[1 + len(others) :]:
+            log.warning("the model has %d buckets: %s holds none", len(replica.buckets), node)
+        self._receivers: dict[int, StoreReceiver] = {}
+        self._pushes: dict[LeaseKey, PendingPush] = {}
+        self._copied_steps = 0
+        """How many steps the optimizer had taken when the slices were gathered last."""
+        self._copied_version = 0
+        self._has_been_ready = False
+        self._own: Store
+
+    def begin(self, version: int) -> None:
+        """The replica is as the run begins, or goes on from a checkpoint of `version`."""
+        place = place_of(self._replica.buckets, self.own_span)
+        self._own = self._store_of(place, self.own_span)
+        self._remember_copy(version)
+
+    def _store_of(self, place: slice, span: range) -> Store:
+        replica = self._replica
+        buckets = replica.buckets[span.start : span.stop]
+        optimizer = replica.optimizer.part(place)
+        return Store(buckets, replica.params[place], replica.grads[place], optimizer)
+
+    def _remember_copy(self, version: int) -> None:
+        self._copied_version = version
+        self._copied_steps = num_steps(self._replica)
+
+    # who is there
+
+    def admit(self, session_id: int, hello: Hello) -> Accepted | Refused:
+        """Decide on a store that has proved itself. Any thread."""
+        known = {store.node: store for store in self._stores}
+        if hello.node not in known:
+            names = ", ".join(known) or "none"
+            return Refused(
+                "node",
+                f"{hello.node!r} is no store of this run (servers has {names}); mend servers in the server's "
+                "cluster file",
+            )
+        self._receivers[session_id] = StoreReceiver(session_id, len(known[hello.node].span))
+        return Accepted(
+            bucket_bytes=self._replica.bucket_bytes,
+            heartbeat_timeout_s=self._run.heartbeat_timeout_s,
+        )
+
+    def receiver_for(self, session_id: int) -> StoreReceiver | None:
+        """What takes the messages of a session, if it is a store's. Any thread."""
+        return self._receivers.get(session_id)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all stores have their slices."""
+        return all(store.listens for store in self._stores)
+
+    def check_patience(self) -> None:
+        """Give up when a store has been missing for too long.
+
+        Raises:
+            ClusterEmpty: it has.
+        """
+        key, limit_s = "start_timeout_s", self._patience.start_s
+        if self._has_been_ready:
+            key, limit_s = "empty_cluster_timeout_s", self._patience.lost_s
+        for store in self._stores:
+            if store.session is None and time.monotonic() - store.lost_at > limit_s:
+                raise ClusterEmpty(
+                    f"the store {store.node} did not come within {format_duration(limit_s)} ({key}); start "
+                    "it, then the server again"
+                )
+
+    @property
+    def list(self) -> StoreList:
+        """What workers are told of the stores, when all are ready."""
+        places = []
+        for store in self._stores:
+            assert store.listens is not None  # noqa: S101 - they are ready
+            places.append(
+                StorePlace(
+                    node=store.node,
+                    places=store.listens.places,
+                    first=store.span.start,
+                    stop=store.span.stop,
+                )
+            )
+        return StoreList(stores=tuple(places))
+
+    def handle(self, event: Event) -> bool:
+        """Take what concerns stores; returns whether they are ready now, and were not before."""
+        match event:
+            case SessionOpened():
+                self._opened(event)
+            case SessionClosed(session_id=session_id, reason=reason):
+                self._closed(session_id, reason)
+            case MessageReceived(session_id=session_id, message=Listening() as listens):
+                return self._listens(session_id, listens)
+            case MessageReceived(session_id=session_id, message=Goodbye() as goodbye):
+                self._closed(session_id, goodbye.reason)
+        return False
+
+    def session_of(self, node: str) -> Session | None:
+        return next((store.session for store in self._stores if store.node == node), None)
+
+    def _of_session(self, session_id: int) -> RemoteStore | None:
+        sessions = ((store, store.session) for store in self._stores)
+        return next((s for s, own in sessions if own and own.session_id == session_id), None)
+
+    def _opened(self, opened: SessionOpened) -> None:
+        """Give a store its slice, as it was gathered last."""
+        hello, session = opened.client.hello, opened.session
+        store = next(each for each in self._stores if each.node == hello.node)
+        if store.session is not None:
+            if store.instance != hello.instance:
+                sentence = f"the store {store.node} is another live process; stop that one"
+                reject = Reject(code="busy", sentence=sentence, retry_after_s=BUSY_RETRY_AFTER_S)
+                session.end_with(reject)
+                return
+            store.session.cut("the same process has connected again")
+            self._lost(store, "the same process has connected again")
+        store.session, store.instance = session, hello.instance
+        session.send(self._slice_of(store))
+        place = place_of(self._replica.buckets, store.span)
+        values = contents(self._replica, place)
+        what = (values, self._replica.buckets, store.span)
+        for frame in slice_frames(
+            *what, incarnation=self._incarnation, version=self._copied_version
+        ):
+            session.send_frame(frame)
+
+    def _slice_of(self, store: RemoteStore) -> Slice:
+        replica = self._replica
+        place = place_of(replica.buckets, store.span)
+        part = replica.optimizer.part(place)
+        assert isinstance(part, FlatOptimizer)  # noqa: S101 - others have no parts
+        rule = part.rule
+        return Slice(
+            run_id=self._run.run_id,
+            reconnect_timeout_s=self._run.reconnect_timeout_s,
+            incarnation=self._incarnation,
+            num_params=replica.num_params,
+            bucket_length=replica.buckets[0].stop,
+            first=store.span.start,
+            stop=store.span.stop,
+            contents=tuple(contents(replica, place)),
+            codec=self._codec,
+            has_loss_scale=replica.scaler is not None,
+            optimizer=rule.name,
+            optimizer_args=dict(rule.arguments),
+            weight_decay=rule.weight_decay,
+            num_decayed=rule.num_decayed,
+            num_steps=self._copied_steps,
+        )
+
+    def _listens(self, session_id: int, listens: Listening) -> bool:
+        store = self._of_session(session_id)
+        if store is None or store.listens is not None:
+            return False
+        store.listens = listens
+        first, stop, total = store.span.start + 1, store.span.stop, len(self._replica.buckets)
+        self._log.info(
+            "the store %s holds buckets %d to %d of %d, as they were at step %d",
+            *(store.node, first, stop, total, self._copied_version),
+        )
+        if self.is_ready:
+            self._has_been_ready = True
+        return self.is_ready
+
+    def _closed(self, session_id: int, reason: str) -> None:
+        self._receivers.pop(session_id, None)
+        if (store := self._of_session(session_id)) is not None:
+            self._lost(store, reason)
+
+    def _lost(self, store: RemoteStore, reason: str) -> None:
+        store.session, store.listens, store.lost_at = None, None, time.monotonic()
+        for pending in self._pushes.values():
+            pending.norms.pop(store.node, None)
+        self._log.warning(
+            "the store %s is lost: %s; training pauses, for up to %s, until it is back",
+            *(store.node, reason, format_duration(self._patience.lost_s)),
+        )
+
+    # pushes
+
+    def whole(self, event: Pushed | NormsArrived, *, is_awaited: bool) -> Pushed | None:
+        """Take a part of a push; returns the server's own part when all others have arrived as well.
+
+        `is_awaited`: whether its worker is still to be given an answer.
+        """
+        lease = event.push.lease if isinstance(event, Pushed) else event.lease
+        pending = self._pushes.setdefault(lease, PendingPush())
+        if isinstance(event, Pushed):
+            pending.own = event
+        elif (store := self._of_session(event.session_id)) is not None:
+            pending.norms[store.node] = event.norms
+        if not is_awaited and not isinstance(event, Pushed):
+            self.forget(lease)
+            return None
+        if is_awaited and len(pending.norms) < len(self._stores):
+            return None
+        return pending.own
+
+    def is_partial(self, session_id: int) -> bool:
+        """Whether of a push of this session its own part has arrived, and not all others."""
+        return any(
+            pending.own is not None and pending.own.session_id == session_id
+            for pending in self._pushes.values()
+        )
+
+    def forget(self, lease: LeaseKey) -> Pushed | None:
+        """A push that has not been applied is not wanted any more; returns the server's part of it."""
+        pending = self._pushes.pop(lease, PendingPush())
+        self._tell(pending.norms, Discard(lease=lease))
+        return pending.own
+
+    def of(self, lease: LeaseKey) -> "SpreadPush":
+        return SpreadPush(self, lease)
+
+    def norm_of(self, lease: LeaseKey) -> float:
+        """L2 norm of a push: those of its buckets, in their order."""
+        with self._replica.meter("apply"):
+            norms = self._pushes[lease].norms
+            others = (norm for store in self._stores for norm in norms[store.node])
+            return math.hypot(*self._own.norms(), *others)
+
+    def take(self, gradient: Tensor) -> None:
+        self._own.take(gradient)
+
+    def step(self, lease: LeaseKey, clip: float, learning_rate: float, bound: float | None) -> None:
+        """Take the step with this push here, and let all stores take it."""
+        pending = self._pushes.pop(lease)
+        step = Apply(lease=lease, clip=clip, learning_rate=learning_rate, bound=bound)
+        self._tell(pending.norms, step)
+        with self._replica.meter("apply"):
+            self._own.step(clip, learning_rate, bound)
+
+    def _tell(self, nodes: Collection[str], message: Message) -> None:
+        for store in self._stores:
+            if store.session is not None and store.node in nodes:
+                store.session.send(message)
+
+    # weights
+
+    def send_weights(self, instance: str, version: int) -> None:
+        """Let all stores send their weights of now to a worker."""
+        every = [store.node for store in self._stores]
+        self._tell(every, SendWeights(instance=instance, version=version))
+
+    def gather(self, version: int, check_stop: Callable[[], None] = lambda: None) -> bool:
+        """Bring all slices into the replica, as they are now; returns False if a store is missing.
+
+        Nothing else is decided meanwhile. A store that does not make it within the patience for a lost one
+        is cut. The weights must not be read by others until this returns. `check_stop` may raise.
+        """
+        if not self.is_ready:
+            return False
+        asked = [(store, *self._ask(store, version)) for store in self._stores]
+        for store, collector, whole in asked:
+            if not self._wait_for(store, collector, whole, check_stop):
+                return False
+        for store, collector, _ in asked:
+            place = place_of(self._replica.buckets, store.span)
+            for name, values in contents(self._replica, place).items():
+                values.copy_(collector.values[name])
+        self._remember_copy(version)
+        return True
+
+    def _ask(self, store: RemoteStore, version: int) -> tuple[SliceCollector, threading.Event]:
+        replica, session = self._replica, store.session
+        assert session is not None  # noqa: S101 - it is ready
+        place = place_of(replica.buckets, store.span)
+        names = tuple(contents(replica, place))
+        collector = SliceCollector(replica.buckets, store.span, names, replica.params.dtype)
+        whole = self._receivers[session.session_id].expect(collector)
+        session.send(Gather(version=version))
+        return collector, whole
+
+    def _wait_for(
+        self,
+        store: RemoteStore,
+        collector: SliceCollector,
+        whole: threading.Event,
+        check_stop: Callable[[], None],
+    ) -> bool:
+        session, progress = store.session, -1
+        assert session is not None  # noqa: S101 - it is ready
+        deadline = Deadline(self._patience.lost_s)
+        while not whole.wait(GATHER_TICK_S):
+            check_stop()
+            if collector.num_taken != progress:
+                progress, deadline = collector.num_taken, Deadline(self._patience.lost_s)
+            if deadline.expired:
+                session.cut("it does not send its slice")
+            if session.is_cut:
+                return False
+        return True
+
+    # the end
+
+    def close(self, end: End | None) -> None:
+        """Tell the stores that the run is over; None: nobody is told, for the server may be started again."""
+        sessions = [store.session for store in self._stores if store.session is not None]
+        for session in sessions:
+            if end is not None:
+                session.send_at_once(end)
+                session.finish()
+        deadline = Deadline(CLOSING_TIMEOUT_S if end is not None else 0.0)
+        for session in sessions:
+            if not session.join(deadline.remaining()):
+                session.cut("it did not close in time")
+
+
+class SpreadPush:
+    """One push, to be taken by all stores in one step: see `Stores`."""
+
+    def __init__(self, stores: SpreadStores, lease: LeaseKey) -> None:
+        self._stores, self._lease = stores, lease
+
+    def take(self, gradient: Tensor) -> None:
+        """Take the server's own part (n,); the others are where they have arrived."""
+        self._stores.take(gradient)
+
+    def norm(self) -> float:
+        return self._stores.norm_of(self._lease)
+
+    def step(self, clip: float, learning_rate: float, bound: float | None = None) -> None:
+        self._stores.step(self._lease, clip, learning_rate, bound)
+
+
+def contents(replica: Replica, place: slice) -> dict[str, Tensor]:
+    """Weights and moments of a slice, by name. Views."""
+    return {WEIGHTS: replica.params[place], **replica.optimizer.contents(place)}
+
+
+def num_steps(replica: Replica) -> int:
+    return int(replica.optimizer.state[STEP_COUNT]) if replica.optimizer.state else 0

@@ -1,0 +1,186 @@
+"""EDP with weights that lie on several hosts: the server, and stores that have dialled it."""
+
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import harness
+from harness import Cluster, Outcome, local_settings
+from smolcluster.algorithms.EDP.server import Peer, Server
+from smolcluster.algorithms.EDP.worker import Worker
+from smolcluster.configs.resolve import Settings, check_algorithm
+from smolcluster.errors import ClusterEmpty, ConfigError, Rejected, RunFailed
+from smolcluster.ps.assignment import Assigned
+from smolcluster.ps.push import Pushed
+from smolcluster.training.build import build
+from smolcluster.training.compute import BatchLoss
+from smolcluster.utils.stopping import Interrupted
+
+NODES = ("mini1", "win", "pi5", "macbook")
+
+
+@pytest.fixture(autouse=True)
+def _many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets of 2048 weights, so that a small model has several."""
+    monkeypatch.setattr(harness, "build", partial(build, bucket_bytes=8192))
+
+
+def settings_for(num_hosts: int, *overrides: str, workers: int = 1) -> Settings:
+    servers = f"servers=[{', '.join(NODES[:num_hosts])}]"
+    common = ("num_epochs=2", f"min_workers={workers}", "reconnect_timeout_s=20", *overrides)
+    return local_settings(servers, *common, workers=workers)
+
+
+def start(
+    settings: Settings, folder: Path, *, resume: bool = False, **options: object
+) -> tuple[Cluster, list[Outcome]]:
+    """A server and its stores."""
+    cluster = Cluster(settings, folder, resume=resume, **options)  # type: ignore[arg-type]
+    return cluster, [cluster.start_store(node) for node in settings.cluster.store_nodes[1:]]
+
+
+def run(settings: Settings, folder: Path, *, resume: bool = False) -> Cluster:
+    """A run that ends well, for its stores too."""
+    cluster, stores = start(settings, folder, resume=resume)
+    workers = [cluster.worker(number + 1) for number in range(settings.cluster.num_workers)]
+    cluster.server.finish()
+    for each in (*workers, *stores):
+        each.finish()
+    return cluster
+
+
+EXACT = ("worker_update_interval=1", "optimizer=adamw", "weight_decay=0.1", "eval_steps=20")
+
+
+def test_any_number_of_hosts_gives_the_same_bits(tmp_path: Path) -> None:
+    whole, *others = (
+        run(settings_for(hosts, *EXACT, "checkpoint_steps=30"), tmp_path / str(hosts))
+        for hosts in (1, 2, 3)
+    )
+    losses = [record.values["loss"] for record in whole.metrics.steps]
+    assert len(losses) == 90
+    for other in others:
+        other.assert_every_sample_applied_once()
+        assert [record.values["loss"] for record in other.metrics.steps] == losses
+        assert torch.equal(other.training.replica.params, whole.training.replica.params)
+        ours, theirs = (each.training.replica.optimizer.state for each in (other, whole))
+        for name, tensor in theirs.items():
+            assert torch.equal(ours[name], tensor)
+
+
+def after_step(cluster: Cluster, step: int, act: Callable[[], None]) -> None:
+    """Do something when the server has just taken that step."""
+    core = cluster.core
+    assert isinstance(core, Server)
+    apply = core.apply
+
+    def watched(peer: Peer, pushed: Pushed, tau: int) -> None:
+        apply(peer, pushed, tau)
+        if core.version == step:
+            act()
+
+    core.apply = watched  # type: ignore[method-assign]
+
+
+def test_a_lossy_codec_and_several_workers_apply_every_sample_once(tmp_path: Path) -> None:
+    settings = settings_for(3, "codec=int8", "num_epochs=6", workers=3)
+    cluster = run(settings, tmp_path)
+    cluster.assert_every_sample_applied_once()
+    assert cluster.server.summary is not None
+    assert (cluster.server.summary.final.val_accuracy or 0) > 0.7
+    assert all(record.values["staleness"] >= 0 for record in cluster.metrics.steps)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (3, 2)])
+def test_a_run_goes_on_with_more_hosts_or_fewer(tmp_path: Path, before: int, after: int) -> None:
+    whole = run(settings_for(1, *EXACT), tmp_path / "whole")
+    overrides = (*EXACT, "checkpoint_steps=30")
+    cluster, _ = start(settings_for(before, *overrides), tmp_path / "run")
+    after_step(cluster, 40, lambda: cluster.stop.note(signal.SIGTERM))
+    cluster.worker(1)
+    assert isinstance(cluster.server.failure(), Interrupted)
+    resumed = run(settings_for(after, *overrides), tmp_path / "run", resume=True)
+    assert len(resumed.metrics.steps) == 50
+    assert torch.equal(resumed.training.replica.params, whole.training.replica.params)
+
+
+class Unplugged(Worker):
+    """Loses its server, or a store, in the middle of a push, once each."""
+
+    def compute(self, lease: Assigned) -> BatchLoss:
+        loss = super().compute(lease)
+        if self.steps in (5, 12):
+            last = self.stores.session_of(len(self.replica.buckets) - 1)
+            assert last is not self.link
+            session = self.link if self.steps == 5 else last
+            [first, *_] = self.sender.frames(lease.lease, self.base_version, loss, 0.0)
+            self.sender.settle(0)
+            self.stores.session_of(0).send_frame(first)
+            session.cut("the cable was pulled")
+        return loss
+
+
+def test_a_worker_that_is_lost_in_the_middle_of_a_push_costs_no_sample(tmp_path: Path) -> None:
+    settings = settings_for(3, "num_epochs=3", workers=2)
+    cluster, stores = start(settings, tmp_path)
+    workers = cluster.worker(1), cluster.worker(2, make=Unplugged)
+    cluster.finish(*workers, *stores)
+
+
+def test_a_store_that_is_lost_gets_the_slice_back_as_it_was_gathered_last(
+    tmp_path: Path,
+) -> None:
+    settings = settings_for(3, "num_epochs=4", "eval_steps=20", workers=2)
+    cluster, stores = start(settings, tmp_path)
+
+    def cut() -> None:
+        assert isinstance(cluster.core, Server)
+        assert cluster.core.spread is not None
+        session = cluster.core.spread.session_of("win")
+        assert session is not None
+        session.cut("its power is gone")
+
+    after_step(cluster, 30, cut)
+    workers = cluster.worker(1), cluster.worker(2)
+    cluster.finish(*workers, *stores)
+    assert cluster.core.version == 180
+    told = [line for line in cluster.log_lines if "the store win" in line]
+    assert "as they were at step 0" in told[0]
+    assert "is lost: its power is gone; training pauses" in told[1]
+    assert "as they were at step 20" in told[2]
+
+
+def test_a_store_that_stays_away_ends_the_run(tmp_path: Path) -> None:
+    settings = settings_for(2, "start_timeout_s=1")
+    cluster = Cluster(settings, tmp_path)
+    worker = cluster.worker(1)
+    error = cluster.server.failure()
+    assert isinstance(error, ClusterEmpty)
+    assert "the store win did not come within 1 s (start_timeout_s)" in str(error)
+    assert isinstance(worker.failure(), RunFailed)
+
+
+def test_a_store_that_is_not_listed_is_refused(tmp_path: Path) -> None:
+    cluster, stores = start(settings_for(2), tmp_path)
+    error = cluster.start_store("pi5").failure()
+    assert isinstance(error, Rejected)
+    assert "servers has win" in str(error)
+    cluster.finish(cluster.worker(1), *stores)
+
+
+@pytest.mark.parametrize("override", ["update_rule=mixing", "ema_decay=0.9", "optimizer=Adagrad"])
+def test_what_needs_all_weights_in_one_place_is_refused(tmp_path: Path, override: str) -> None:
+    settings = settings_for(2, override)
+    with pytest.raises(ConfigError):
+        check_algorithm(settings, "edp")
+        Cluster(settings, tmp_path)
+
+
+def test_an_algorithm_without_stores_refuses_several_servers() -> None:
+    settings = local_settings("servers=[mini1, win]", algorithm="syncps")
+    with pytest.raises(ConfigError, match="servers lists mini1, win, but SyncPS keeps its weights"):
+        check_algorithm(settings, "syncps")

@@ -1,0 +1,75 @@
+"""Weights cut into slices, and a slice on the wire."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smolcluster.errors import ProtocolError
+from smolcluster.ps.slices import SliceCollector, place_of, slice_frames, spans
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.messages import ALL_KINDS, State, decode
+
+BUCKETS = [slice(0, 4), slice(4, 8), slice(8, 10)]
+NAMES = ("weights", "exp_avg")
+
+
+def parsed(frame: Frame) -> tuple[State, memoryview]:
+    message = decode(State.KIND, bytes(frame.head[20:-4]), ALL_KINDS)
+    assert isinstance(message, State)
+    return message, memoryview(bytearray(frame.payload))
+
+
+@given(st.integers(1, 60), st.integers(1, 9))
+def test_every_bucket_is_in_one_span_and_no_span_is_empty(buckets: int, hosts: int) -> None:
+    cut = spans(buckets, hosts)
+    assert [number for span in cut for number in span] == list(range(buckets))
+    assert len(cut) == min(buckets, hosts)
+    assert max(map(len, cut)) - min(map(len, cut)) <= 1
+
+
+def frames_of(version: int = 7) -> tuple[dict[str, torch.Tensor], list[tuple[State, memoryview]]]:
+    span = range(1, 3)
+    place = place_of(BUCKETS, span)
+    values = {name: torch.randn(place.stop - place.start) for name in NAMES}
+    frames = slice_frames(values, BUCKETS, span, incarnation="here", version=version)
+    return values, [parsed(frame) for frame in frames]
+
+
+def collector() -> SliceCollector:
+    return SliceCollector(BUCKETS, range(1, 3), NAMES, torch.float32)
+
+
+def test_a_slice_comes_through_whole() -> None:
+    values, frames = frames_of()
+    collected = collector()
+    assert [collected.take(*frame) for frame in frames] == [False, False, False, True]
+    assert collected.version == 7
+    for name in NAMES:
+        assert torch.equal(collected.values[name], values[name])
+
+
+def test_frames_keep_the_values_of_their_moment() -> None:
+    values = {"weights": torch.zeros(6)}
+    frames = slice_frames(values, BUCKETS, range(1, 3), incarnation="here", version=0)
+    values["weights"].fill_(1.0)
+    assert not torch.frombuffer(bytearray(frames[0].payload), dtype=torch.float32).any()
+
+
+@pytest.mark.parametrize("order", [[1], [0, 0], [0, 1, 3], [0, 1, 2, 3, 3]])
+def test_frames_out_of_order_are_refused(order: list[int]) -> None:
+    _, frames = frames_of()
+    collected = collector()
+    *fine, wrong = order
+    for number in fine:
+        collected.take(*frames[number])
+    with pytest.raises(ProtocolError):
+        collected.take(*frames[wrong])
+
+
+def test_two_versions_are_no_slice() -> None:
+    (_, old), (_, new) = frames_of(7), frames_of(8)
+    collected = collector()
+    collected.take(*old[0])
+    with pytest.raises(ProtocolError):
+        collected.take(*new[1])
