@@ -111,6 +111,8 @@ def one_of_each() -> list[m.Message]:
         m.OuterStep(
             fragment=0, base_version=3, version=4, bucket=0, num_buckets=1, tensor=tensor(16)
         ),
+        m.Saved(step=30, keep_last=3),
+        m.Resumed(step=30),
         m.StoreList(
             stores=(
                 m.StorePlace(

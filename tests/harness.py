@@ -180,6 +180,7 @@ class Cluster:
         self.settings = settings
         self.algorithm = algorithm
         self.metrics = Recorder()
+        self.folder = folder
         self.events_path = folder / "events.jsonl"
         self.log_lines: list[str] = []
         self.log = logging.Logger("test", logging.DEBUG)
@@ -307,6 +308,7 @@ class Cluster:
             start_timeout_s=start_timeout_s,
             encryption=cluster.encryption,
             log=self.log,
+            own_folder=lambda run_id: self.folder / run_id / f"worker-{worker_id}",
             workload=workload or self.workload,
         )
         return Outcome(f"worker {worker_id}", lambda: follow(place, make_participant))

@@ -114,10 +114,11 @@ def at_step(cluster: Cluster, step: int, act: Callable[[], None]) -> None:
     saver = cluster.core.saver
     after = saver.after_step
 
-    def watched(*, is_evaluated: bool, num_steps: int = 1) -> None:
-        after(is_evaluated=is_evaluated, num_steps=num_steps)
+    def watched(*, is_evaluated: bool, num_steps: int = 1) -> bool:
+        is_saved = after(is_evaluated=is_evaluated, num_steps=num_steps)
         if cluster.core.version == step:
             act()
+        return is_saved
 
     saver.after_step = watched  # type: ignore[method-assign]
 

@@ -176,6 +176,7 @@ def work(
             log=log.logger,
             workload=args.workload and known_here(args.workload).text,
             meter=meter,
+            own_folder=lambda run_id: RunPaths(root / run_id).own_folder("worker", args.node, rank),
             on_run_known=begin,
             on_stats=own.take,
         )

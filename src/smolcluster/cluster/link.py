@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from smolcluster.cluster.joining import RunOver, join
@@ -29,6 +30,7 @@ from smolcluster.net.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.net.session import Receiver, Session
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.builtin import served_workload
+from smolcluster.training.kept import KeptSteps
 from smolcluster.training.named import load_named
 from smolcluster.training.workload import Workload
 from smolcluster.transport.connection import Connection
@@ -78,6 +80,8 @@ class WorkerSetup:
     build: Callable[[Welcome], TrainingContext] | None = None
     """Makes what is trained instead of this module; None: a model and data of this process."""
     meter: Meter = field(default_factory=Meter)
+    own_folder: Callable[[str], Path] | None = None
+    """Where the worker keeps what is its own of the run of that id; None: nowhere."""
     on_run_known: Callable[[RunConfig], None] = lambda _: None
     on_stats: Callable[[Telemetry], None] = lambda _: None
     """Hears of every report that goes to the server, in the session's thread; must not block."""
@@ -109,8 +113,11 @@ class Link(Session, Receiver):
         heartbeat_timeout_s: float,
         report: Callable[[Session], Message | None] = lambda _: None,
         place: WorkerSetup | None = None,
+        kept: KeptSteps | None = None,
     ) -> None:
         """`report`: what to tell the server of this worker with each heartbeat. `place`: for `dial`."""
+        self.kept = kept
+        """Where the worker keeps what is its own of this run; None: nowhere."""
         self._place = place
         self._others: list[Session] = []
         """Sessions with other peers, which last as long as this one."""
@@ -284,7 +291,13 @@ class _Life:
 
     def spend_session(self, connection: Connection, welcome: Welcome) -> None:
         """Take part over one connection; it ends with an exception, and is closed then."""
-        link = Link(connection, welcome.heartbeat_timeout_s, self._report, self._place)
+        link = Link(
+            connection,
+            welcome.heartbeat_timeout_s,
+            self._report,
+            self._place,
+            self._kept(welcome.run_id),
+        )
         self.made_progress = False
         close_message: Message | None = Goodbye(reason="it was stopped")
         try:
@@ -316,6 +329,10 @@ class _Life:
         )
         self._place.on_stats(report)
         return report
+
+    def _kept(self, run_id: str) -> KeptSteps | None:
+        folder = self._place.own_folder
+        return KeptSteps(folder(run_id), self._place.log) if folder else None
 
     def _prepare(self, welcome: Welcome) -> None:
         """Build what is trained, unless it is there from the last session with this same server."""

@@ -90,11 +90,16 @@ class Saver:
             self.wait_for_copy()
             self._submit()
 
-    def after_step(self, *, is_evaluated: bool, num_steps: int = 1) -> None:
-        """The server has taken steps. `is_evaluated`: a validation loss of its weights is to come."""
-        if self.is_due(self._report.version, num_steps):
+    def after_step(self, *, is_evaluated: bool, num_steps: int = 1) -> bool:
+        """The server has taken steps; returns whether their end is saved.
+
+        `is_evaluated`: a validation loss of its weights is to come.
+        """
+        is_saved = self.is_due(self._report.version, num_steps)
+        if is_saved:
             self._take()
             self._is_evaluated = is_evaluated or self._report.is_over
+        return is_saved
 
     def is_due(self, version: int, num_steps: int = 1) -> bool:
         """Whether the last `num_steps` steps have come to one that is saved."""

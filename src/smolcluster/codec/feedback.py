@@ -88,6 +88,14 @@ class ErrorFeedback:
         """What applied pushes owe, (numel,): r / n, with n the terms of each bucket's last push."""
         return self._committed
 
+    @property
+    def owed(self) -> tuple[Tensor, int]:
+        """`committed`, and the loss terms of the last push that was applied, whole; 0: there was none."""
+        terms = {part.num_terms for part in self._committed_parts.values()}
+        if len(terms) > 1:
+            raise ValueError("of its last pushes only parts were applied")
+        return self._committed, next(iter(terms), 0)
+
     def resume(self, buckets: Sequence[slice], num_terms: int) -> None:
         """`committed` has been filled with what a push of so many loss terms in all `buckets` owed."""
         self._committed_parts = {bucket.start: _Part(bucket, num_terms) for bucket in buckets}

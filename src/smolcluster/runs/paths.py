@@ -2,7 +2,7 @@
 
 <runs>/<run id>/config.yaml  status.json  events.jsonl  metrics.jsonl  series.json  spans.jsonl
                 summary.json  curves.png  report.html  sample.txt  trace.json  launch.json
-                logs/  checkpoints/
+                logs/  checkpoints/  own/
 <runs>/latest -> the newest run that has begun: a server that listens, or a single process that trains
 """
 
@@ -76,6 +76,10 @@ class RunPaths:
     @property
     def run_id(self) -> str:
         return self.root.name
+
+    def own_folder(self, component: str, node: str, rank: int | None = None) -> Path:
+        """Where one process keeps what nobody else reads, such as `own/worker-rank0-mini2`."""
+        return self.root / "own" / log_stem(component, node, rank)
 
     def log_file(self, component: str, node: str, rank: int | None = None) -> Path:
         """The log file of one process, such as `logs/worker-rank0-mini2.log`."""

@@ -529,6 +529,21 @@ class OuterStep(Message):
     tensor: TensorSpec
 
 
+class Saved(Message):
+    """Server: saves the run as `step`; the worker shall keep its part of the last `keep_last` such steps."""
+
+    KIND: ClassVar[int] = 36
+    step: Count
+    keep_last: Positive
+
+
+class Resumed(Message):
+    """Server: the weights before it are those that were saved as `step`, from which the run goes on."""
+
+    KIND: ClassVar[int] = 37
+    step: Count
+
+
 class HostPort(HeaderModel):
     """An address at which a process listens."""
 
@@ -689,7 +704,7 @@ PS = MessageSet(
 ROUNDS = MessageSet(
     "rounds",
     from_dialler=frozenset({Stepped, Delta}),
-    from_listener=frozenset({Collect, OuterStep}),
+    from_listener=frozenset({Collect, OuterStep, Resumed, Saved}),
 )
 """What they say besides where a worker takes many steps of its own between two exchanges."""
 STORE = MessageSet(

@@ -7,7 +7,7 @@ same weights before has the same weights after it, bit for bit.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +89,21 @@ class Encoder:
                 raise
             encoded.append(out)
         return encoded
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What is owed to the next changes, with the loss terms of the last ones."""
+        owed = [feedback.owed for feedback in self.feedbacks]
+        return {f"owed.{number}": values for number, (values, _) in enumerate(owed)} | {
+            f"owed_terms.{number}": torch.tensor(terms) for number, (_, terms) in enumerate(owed)
+        }
+
+    def resume(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on with such `tensors`."""
+        for number, feedback in enumerate(self.feedbacks):
+            feedback.committed.copy_(tensors[f"owed.{number}"])
+            if terms := int(tensors[f"owed_terms.{number}"]):
+                feedback.resume(self._layout.buckets(number), terms)
 
     def settle(self, number: int, *, is_applied: bool) -> None:
         """The last values of a fragment have been applied, or came to nothing."""

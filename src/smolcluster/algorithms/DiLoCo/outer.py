@@ -9,12 +9,8 @@ With γ = 1 and β = 0 that is local SGD: θ becomes the workers' mean. Where wo
 momentum is delayed (Liu et al., 2401.09135): see `DelayedNesterov`.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
-
-Weighting = Literal["terms", "uniform", "terms_squared"]
 
 ALL = slice(None)
 
@@ -114,32 +110,12 @@ def default_momentum_delay(num_workers: int) -> int:
     return 2 * num_workers
 
 
-def weight(weighting: Weighting, num_terms: int, num_steps: int) -> float:
-    """How much a worker's change counts in the mean: Δ̄ = Σ n_i Δ_i / Σ n_i.
-
-    Args:
-        weighting: `terms`: by loss terms, as gradients are weighted everywhere here.
-            `uniform`: all alike. `terms_squared`: terms² / steps, for one who took large batches.
-        num_terms: loss terms that the change was computed from.
-        num_steps: local steps that it is the sum of.
-    """
-    if num_terms <= 0 or num_steps <= 0:
-        return 0.0
-    match weighting:
-        case "terms":
-            return float(num_terms)
-        case "uniform":
-            return 1.0
-        case "terms_squared":
-            return num_terms**2 / num_steps
-
-
 def outer_defaults(num_rounds: int) -> tuple[float, float]:
     """γ and β of a run of so many outer steps.
 
     Momentum of β takes some 1 / (1 - β) rounds to come to its speed and as many to forget, so the papers'
-    0.9 lags where rounds are few. Validation loss with γ = 0.7, four workers on the digits, for the best of four
-    inner learning rates, mean of three seeds, ± 0.01 (`benchmarks/diloco.py --part momentum --seeds 3`):
+    0.9 lags where rounds are few. Validation loss with γ = 0.7, four workers on the digits, for the best of
+    four inner learning rates, mean of three seeds, ± 0.01 (`benchmarks/diloco.py --part momentum --seeds 3`):
 
     | rounds | β = 0 | 0.3 | 0.5 | 0.7 | 0.8 | 0.9 |
     |---|---|---|---|---|---|---|

@@ -32,7 +32,7 @@ from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig
 from smolcluster.algorithms.DiLoCo.exchange import DeltaArrived, DeltaReceiver, Layout
 from smolcluster.algorithms.DiLoCo.fragments import cut
 from smolcluster.algorithms.DiLoCo.ledger import Applied, Ledger, Request
-from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer, outer_defaults, weight
+from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer, outer_defaults
 from smolcluster.algorithms.DiLoCo.peers import Peer
 from smolcluster.algorithms.DiLoCo.rounds import (
     LEAST_ROUNDS,
@@ -57,7 +57,16 @@ from smolcluster.training.checkpoint import Progress, parse_progress
 from smolcluster.training.optimizer import bucket_norms
 from smolcluster.training.schedule import learning_rate
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Ack, Collect, LeaseKey, Skip, Stepped
+from smolcluster.transport.messages import (
+    Ack,
+    Collect,
+    LeaseKey,
+    Message,
+    Resumed,
+    Saved,
+    Skip,
+    Stepped,
+)
 
 DISPATCHER, ROUNDS = "dispatcher", "rounds"
 """Where a checkpoint's progress has their state."""
@@ -114,7 +123,10 @@ class Server:
         self.version = self.round = 0
         """Batches applied, and outer steps taken."""
         source = CheckpointSource(replica, self.progress, lambda: self.store.tensors)
+        self.resumed_at: int | None = None
+        """The batches applied when the run went on from a checkpoint."""
         if state := context.resume(source, self.report):
+            self.resumed_at = state.step
             self.version = state.step
             stored = parse_progress(DispatcherState, state.progress.get(DISPATCHER), state.step)
             self.dispatcher.resume(stored, state.samples_applied)
@@ -255,7 +267,7 @@ class Server:
                 request = self.ledger.request(peer.id, WHOLE).number
                 peer.ask(now, self.patience_s)
                 message = Collect(request=request, fragment=WHOLE, wait=True)
-                peer.outbox.put(partial(peer.worker.live_session.send, message))
+                self.tell(peer, message)
 
     def end_round(self) -> None:
         """Take the outer step when all have brought what they have changed, and begin the next round."""
@@ -308,7 +320,10 @@ class Server:
                 )
             )
         is_evaluated = self.evaluator.after_step(self.version, epoch, len(applied))
-        self.saver.after_step(is_evaluated=is_evaluated, num_steps=len(applied))
+        if self.saver.after_step(is_evaluated=is_evaluated, num_steps=len(applied)):
+            saved = Saved(step=self.version, keep_last=self.context.settings.cluster.keep_last)
+            for peer in self.active:
+                self.tell(peer, saved)
 
     def handle(self, event: Event) -> None:
         match event:
@@ -328,6 +343,8 @@ class Server:
         peer = self.peers[worker.member.session_id] = Peer(worker, step_s)
         self.workers[peer.id] = worker
         self.send_weights(peer)
+        if self.resumed_at is not None:
+            self.tell(peer, Resumed(step=self.resumed_at))
 
     def on_departure(self, worker: Worker) -> None:
         peer = self.peers.pop(worker.member.session_id)
@@ -365,7 +382,7 @@ class Server:
         num_terms = sum(each.num_terms for each in steps)
         num_steps = sum(each.overflow is None for each in steps)
         change = Change(
-            weight("terms", num_terms, num_steps),
+            float(num_terms) if num_steps else 0.0,
             arrived.values,
             sum(Range.of(each).num_samples for each in request.leases),
             arrived.buffers,
@@ -455,6 +472,9 @@ class Server:
                 peer.worker.live_session.send_frame(frame)
 
         peer.outbox.put(send)
+
+    def tell(self, peer: Peer, message: Message) -> None:
+        peer.outbox.put(partial(peer.worker.live_session.send, message))
 
     def learning_rate(self) -> float:
         """That of the next batch to be handed out: where all before it have been applied."""

@@ -46,9 +46,19 @@ from smolcluster.ps.plausible import check_norm
 from smolcluster.ps.weights import WeightsArrived
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
+from smolcluster.training.kept import is_like
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.training.scaler import ScaleFollower
-from smolcluster.transport.messages import Ack, Collect, LeaseKey, Skip, Stepped, Welcome
+from smolcluster.transport.messages import (
+    Ack,
+    Collect,
+    LeaseKey,
+    Resumed,
+    Saved,
+    Skip,
+    Stepped,
+    Welcome,
+)
 
 WAIT_S = 1.0
 
@@ -68,7 +78,7 @@ class Worker:
         self.encoder = Encoder(welcome.codec, self.layout)
         self.codec_down = config.codec_down or lossless_for(self.replica.params.dtype)
         self.scale = ScaleFollower()
-        self.stream: deque[Assigned | Collect] = deque()
+        self.stream: deque[Assigned | Collect | Saved | Resumed] = deque()
         """What the server wants next, in order."""
         self.anchor = self.replica.params.clone()
         """The weights θ_start (num_params,) that changes are counted from."""
@@ -82,6 +92,8 @@ class Worker:
         self.is_fresh = False
         """Whether its copy has failed, and nothing that it computed since has been applied."""
         self.newest_lease: LeaseKey | None = None
+        self.newest_request: int | None = None
+        """Requests count up."""
         self.link: Link
 
     def new_receiver(self) -> FragmentReceiver:
@@ -91,15 +103,30 @@ class Worker:
         """Train until the link raises. The server sends its weights first."""
         self.link, self.is_void = link, True
         while True:
-            self.wait_until(lambda: not self.is_void and bool(self.stream))
             try:
-                match self.stream.popleft():
-                    case Assigned() as lease:
-                        self.step(lease)
-                    case Collect() as collect:
-                        self.send_change(collect)
+                self.wait_until(lambda: not self.is_void and bool(self.stream))
+                self.do(self.stream.popleft())
             except NonFiniteLoss as error:
                 self.give_up(error)
+            except ProtocolError as error:
+                link.cut(str(error))  # of which the next wait hears
+
+    def do(self, wanted: Assigned | Collect | Saved | Resumed) -> None:
+        """Do what the server wants next.
+
+        Raises:
+            NonFiniteLoss: it came to NaN or infinity.
+            ProtocolError: it could not be wanted.
+        """
+        match wanted:
+            case Assigned():
+                self.step(wanted)
+            case Collect():
+                self.send_change(wanted)
+            case Saved():
+                self.keep(wanted)
+            case Resumed():
+                self.take_up(wanted)
 
     def step(self, lease: Assigned) -> None:
         """Take one local step.
@@ -142,8 +169,10 @@ class Worker:
             NonFiniteLoss: it holds NaN or infinity.
         """
         number, replica = collect.fragment, self.replica
-        if number >= len(self.layout.fragments) or number in self.sent:
+        is_old = self.newest_request is not None and collect.request <= self.newest_request
+        if is_old or number >= len(self.layout.fragments) or number in self.sent:
             raise ProtocolError(f"the server asks for fragment {number} out of turn")
+        self.newest_request = collect.request
         now = self.layout.gather(number, replica.params)
         delta = self.layout.gather(number, self.anchor).sub_(now).cpu()
         with replica.meter("encode"):
@@ -179,6 +208,27 @@ class Worker:
         self.replica.optimizer.reset()
         self.is_void = self.is_fresh = True
 
+    def keep(self, saved: Saved) -> None:
+        """Save what nobody else has of this moment of the run: moments, and what the codec owes."""
+        if self.link.kept is not None:
+            tensors = self.replica.optimizer.state | self.encoder.tensors
+            self.link.kept.save(saved.step, tensors, saved.keep_last)
+
+    def take_up(self, resumed: Resumed) -> None:
+        """Go on with what was saved then; of an earlier moment only with the moments, which hardly differ."""
+        if self.link.kept is None or self.newest_lease is not None:
+            return  # else it has been in the run since
+        found = self.link.kept.load(resumed.step)
+        if found is None:
+            return
+        step, tensors = found
+        moments, owed = self.replica.optimizer.state, self.encoder.tensors
+        if step == resumed.step and is_like(owed, tensors):
+            self.encoder.resume(tensors)
+        if is_like(moments, tensors):
+            for name, tensor in moments.items():
+                tensor.copy_(tensors[name])
+
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Take in all that has arrived, and go on until `condition` holds."""
         while True:
@@ -191,12 +241,12 @@ class Worker:
 
     def handle(self, event: Event) -> None:
         match event:
-            case Assigned() | MessageReceived(message=Collect()) if self.is_void:
+            case Assigned() | MessageReceived(message=Collect() | Saved()) if self.is_void:
                 pass  # what comes next is the whole weights, and other samples
             case Assigned():
                 self.stream.append(event)
-            case MessageReceived(message=Collect() as collect):
-                self.stream.append(collect)
+            case MessageReceived(message=Collect() | Saved() | Resumed() as wanted):
+                self.stream.append(wanted)
             case FragmentArrived() if not self.is_void:
                 self.take_fragment(event)
             case WeightsArrived():

@@ -10,7 +10,6 @@ from smolcluster.algorithms.DiLoCo.outer import (
     OuterOptimizer,
     default_momentum_delay,
     outer_defaults,
-    weight,
 )
 
 REPEATABLE = settings(derandomize=True, deadline=None, database=None)
@@ -120,11 +119,3 @@ def test_few_rounds_have_less_momentum() -> None:
     assert [momentum for _, momentum in rates] == sorted(momentum for _, momentum in rates)
     assert rates[0] == (1.0, 0.0)
     assert rates[-1] == (0.7, 0.9)
-
-
-@pytest.mark.parametrize(
-    ("weighting", "expected"), [("terms", 64.0), ("uniform", 1.0), ("terms_squared", 512.0)]
-)
-def test_weights_in_figures(weighting: str, expected: float) -> None:
-    assert weight(weighting, 64, 8) == expected  # type: ignore[arg-type]
-    assert weight(weighting, 0, 8) == 0.0  # type: ignore[arg-type]

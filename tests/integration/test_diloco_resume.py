@@ -1,0 +1,85 @@
+"""DiLoCo goes on from a checkpoint with what workers have kept of it on their own machines.
+
+An undisturbed run leaves checkpoints on its way, which are what a server that is killed some rounds later
+finds: one is resumed from here, in a folder of its own.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness import Cluster, local_settings
+from smolcluster.configs.resolve import Settings
+from smolcluster.observability.metrics import MetricRecord
+
+STEP = 60
+KEPT = Path("test-run") / "worker-1"
+
+
+def settings_for(codec: str, workers: int = 1) -> Settings:
+    return local_settings(
+        *(f"codec_up={codec}", f"codec_down={codec}", "local_steps=5", "num_epochs=4"),
+        *("checkpoint_steps=30", "keep_last=100", f"min_workers={workers}"),
+        *("outer_lr=0.7", "outer_momentum=0.9", "eval_steps=1000"),
+        *("lr_schedule.warmup_iters=20", "lr_schedule.min_lr=0.0001"),
+        workers=workers,
+        algorithm="diloco",
+    )
+
+
+def run(settings: Settings, folder: Path, *, resume: bool = False, workers: int = 1) -> Cluster:
+    """A run that ends well."""
+    cluster = Cluster(settings, folder, algorithm="diloco", resume=resume)
+    outcomes = [cluster.worker(number + 1) for number in range(workers)]
+    cluster.server.finish()
+    for outcome in outcomes:
+        outcome.finish()
+    return cluster
+
+
+def killed_after(source: Path, folder: Path, step: int = STEP) -> Path:
+    """A run's folder as it is when everything is killed soon after that step was saved."""
+    place = Path("checkpoints") / f"step-{step:08d}"
+    shutil.copytree(source / place, folder / place)
+    (folder / "checkpoints" / "latest").symlink_to(place.name)
+    shutil.copytree(source / KEPT.parent, folder / KEPT.parent)
+    return folder
+
+
+def losses_after(records: list[MetricRecord], step: int = STEP) -> list[float]:
+    return [record.values["loss"] for record in records if record.step > step]
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_one_worker_goes_on_bit_for_bit(tmp_path: Path, codec: str) -> None:
+    settings = settings_for(codec)
+    whole = run(settings, tmp_path / "whole")
+    resumed = run(settings, killed_after(whole.folder, tmp_path / "resumed"), resume=True)
+    assert torch.equal(resumed.training.replica.params, whole.training.replica.params)
+    assert losses_after(resumed.metrics.steps) == losses_after(whole.metrics.steps)
+    assert losses_after(resumed.metrics.steps, step=0)[0] == losses_after(whole.metrics.steps)[0]
+
+
+def test_without_what_a_worker_kept_it_goes_on_with_cold_moments(tmp_path: Path) -> None:
+    settings = settings_for("fp32")
+    whole = run(settings, tmp_path / "whole")
+    folder = killed_after(whole.folder, tmp_path / "resumed")
+    shutil.rmtree(folder / KEPT)
+    resumed = run(settings, folder, resume=True)
+    assert not torch.equal(resumed.training.replica.params, whole.training.replica.params)
+    losses = losses_after(resumed.metrics.steps)
+    assert len(losses) == len(losses_after(whole.metrics.steps))
+    assert losses[-1] == pytest.approx(losses_after(whole.metrics.steps)[-1], abs=0.2)
+
+
+def test_more_workers_than_before_count_exactly(tmp_path: Path) -> None:
+    whole = run(settings_for("int8"), tmp_path / "whole")
+    folder = killed_after(whole.folder, tmp_path / "resumed")
+    resumed = run(settings_for("int8", workers=2), folder, resume=True, workers=2)
+    assert resumed.server.summary is not None
+    total = 4 * resumed.server.summary.train_samples
+    assert resumed.server.summary.samples_applied == total
+    assert resumed.server.summary.final.val_loss is not None
+    assert resumed.server.summary.final.val_loss < 1.5
