@@ -96,6 +96,8 @@ TICK_S = 0.05
 SAMPLE_EVERY_S = 1.0
 READ_EVERY_S = 0.5
 WARM_UP_S = 30.0
+STEPWISE = frozenset({"edp", "diloco"})
+"""Whose steps are of one batch, of one worker."""
 MIN_LIFE_S = 60.0
 """A life that is shorter after its warm-up says nothing about growth."""
 GROWTH = 0.1
@@ -240,12 +242,12 @@ def problems_of(summary: Summary, samples_per_step: int, num_epochs: int) -> lis
     by_worker = sum(worker.samples for worker in summary.workers)
     if by_worker != wanted:
         found.append(f"the workers' samples add up to {by_worker}, expected {wanted}")
-    is_edp = summary.algorithm == "edp"
+    is_stepwise = summary.algorithm in STEPWISE
     steps = num_epochs * math.ceil(summary.train_samples / samples_per_step)
-    if summary.steps < steps or (not is_edp and summary.steps > steps):
+    if summary.steps < steps or (summary.algorithm != "edp" and summary.steps > steps):
         found.append(f"{summary.steps} steps were taken, expected {steps}")
     pushes = summary.pushes.applied
-    if pushes < summary.steps or (is_edp and pushes > summary.steps):
+    if pushes < summary.steps or (is_stepwise and pushes > summary.steps):
         found.append(f"{pushes} pushes were applied in {summary.steps} steps")
     return found
 
@@ -480,7 +482,7 @@ class Soak:
         summary = None
         if codes and not codes.get("server", 1):
             summary = read_summary(self.paths.summary)
-            at_once = 1 if self.algorithm.name == "edp" else self.settings.num_workers
+            at_once = 1 if self.algorithm.name in STEPWISE else self.settings.num_workers
             for problem in problems_of(summary, at_once * BATCH_SIZE, self.num_epochs):
                 self._fail(problem)
         self._read_metrics()
@@ -627,6 +629,8 @@ class Soak:
         ]
         if self.algorithm.name == "syncps":
             overrides.append("timeout=0.5")
+        if self.algorithm.name == "diloco":
+            overrides += ["local_steps=8", f"grace={HEARTBEAT_TIMEOUT_S}"]
         if self.settings.mnist:
             overrides.append("dataset.name=MNIST")
         flags = ["--run-id", "soak", "--resume", "auto", "--no-progress"]
@@ -771,7 +775,7 @@ def working_folder(kept: Path | None) -> Iterator[Path]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Training under constant faults.")
-    names = ("edp", "syncps")
+    names = ("edp", "syncps", "diloco")
     parser.add_argument("--algorithm", nargs="+", choices=names, default=names)
     parser.add_argument("--minutes", type=float, default=20.0, help="of faults, each algorithm")
     parser.add_argument("--faults-per-minute", type=float, default=12.0)

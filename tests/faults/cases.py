@@ -7,7 +7,7 @@ the fault has struck and the struck worker is back, so that nothing depends on w
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -23,6 +23,9 @@ from torch import Tensor
 import harness
 from faults.proxy import HANDSHAKE, HARMLESS, POINTS, SILENT, Fault, FaultProxy
 from harness import Cluster, MakeParticipant, Outcome, Server, local_settings
+from smolcluster.algorithms.DiLoCo import server as diloco
+from smolcluster.algorithms.DiLoCo.ledger import Applied
+from smolcluster.algorithms.DiLoCo.rounds import Pace
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.step import Step
@@ -35,11 +38,15 @@ from smolcluster.runs.summary import Summary
 from smolcluster.training.build import build
 from smolcluster.utils.retry import Deadline
 
-Algorithm = Literal["edp", "syncps"]
-ALGORITHMS: tuple[Algorithm, ...] = ("edp", "syncps")
+Algorithm = Literal["edp", "syncps", "diloco"]
+ALGORITHMS: tuple[Algorithm, ...] = ("edp", "syncps", "diloco")
 EPOCHS = 2
-BATCH: Mapping[Algorithm, int] = MappingProxyType({"edp": 32, "syncps": 128})
-NUM_STEPS: Mapping[Algorithm, int] = MappingProxyType({"edp": EPOCHS * 45, "syncps": EPOCHS * 12})
+LOCAL_STEPS = 4
+"""DiLoCo: two rounds are over when the run is held."""
+BATCH: Mapping[Algorithm, int] = MappingProxyType({"edp": 32, "syncps": 128, "diloco": 32})
+NUM_STEPS: Mapping[Algorithm, int] = MappingProxyType(
+    {"edp": EPOCHS * 45, "syncps": EPOCHS * 12, "diloco": EPOCHS * 45}
+)
 SMALL_BUCKET = 8192
 """Bytes: five buckets."""
 HOLD_AT = 12
@@ -61,8 +68,8 @@ PATIENCE_S = 45.0
 LOSS_REL = 1e-6
 WEIGHTS_REL = 1e-5
 """Relative to the largest weight: Adam enlarges what float32 rounds off."""
-EDP_VAL_LOSS_ABS = 0.4
-"""The order of EDP's pushes is nobody's choice: runs without a fault end between 0.45 and 0.7, from 2.3."""
+VAL_LOSS_ABS = 0.4
+"""Who computes what is nobody's choice in EDP: runs without a fault end between 0.45 and 0.7, from 2.3."""
 
 
 class Ending(StrEnum):
@@ -104,6 +111,7 @@ class Case:
         points = {
             "edp": {"before_commit", "end"},
             "syncps": {"push_to_ack", "state_transfer", "end"},
+            "diloco": {"end"},
         }
         return self.fault == Fault.DUPLICATE and self.point in points[self.algorithm]
 
@@ -209,6 +217,9 @@ def settings_for(algorithm: Algorithm, fault: Fault | None) -> Settings:
     ]
     if algorithm == "edp":
         overrides.append("learning_rate=0.003")  # so that it learns in so short a run
+    elif algorithm == "diloco":
+        overrides += ["learning_rate=0.003", f"local_steps={LOCAL_STEPS}"]
+        overrides += ["codec_up=fp32", "codec_down=fp32", "outer_lr=1", "outer_momentum=0"]
     else:
         overrides += [f"batch_share.{node}=0.5" for node in NODES]
     return local_settings(*overrides, workers=len(NODES), algorithm=algorithm)
@@ -232,7 +243,13 @@ def gated(
             if is_open(self.version):
                 super().open_step(now)
 
-    return EDP if algorithm == "edp" else SyncPS
+    class DiLoCo(diloco.Server):
+        def hand_out(self, now: float) -> None:
+            if is_open(self.version):
+                super().hand_out(now)
+
+    servers: Mapping[Algorithm, type[Server]] = {"edp": EDP, "syncps": SyncPS, "diloco": DiLoCo}
+    return servers[algorithm]
 
 
 def play(
@@ -303,11 +320,17 @@ def play(
     return played
 
 
+def in_equal_parts(budget: int, workers: Mapping[int, Pace]) -> dict[int, int]:
+    """DiLoCo's plan of a round in which nobody is too slow to take part."""
+    return {id_: (budget + number) // len(workers) for number, id_ in enumerate(workers)}
+
+
 @contextmanager
 def _patches(case: Case | None) -> Iterator[None]:
     """Small buckets; and short handshakes where one falls silent."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "build", partial(build, bucket_bytes=SMALL_BUCKET))
+        patch.setattr(diloco, "plan_round", in_equal_parts)
         if case is not None and case.point in HANDSHAKE and case.fault in SILENT:
             patch.setattr(dialling, "HANDSHAKE_TIMEOUT_S", QUICK_S)
             patch.setattr(acceptor, "HANDSHAKE_TIMEOUT_S", QUICK_S)
@@ -327,7 +350,16 @@ def _watch(played: Played) -> None:
 
         core.apply = watched_apply  # type: ignore[method-assign]
         return
-    assert isinstance(core, syncps.Server)
+    if isinstance(core, diloco.Server):
+        played.expected_pushes = NUM_STEPS[played.algorithm]
+        count = core.count
+
+        def watched_count(applied: Sequence[Applied]) -> None:
+            count(applied)
+            played.ranges += [Range.of(each.key) for each in applied]
+
+        core.count = watched_count  # type: ignore[method-assign]
+        return
     commit = core.commit
 
     def watched_commit(step: Step) -> None:
@@ -370,7 +402,7 @@ def check_applied_once(played: Played) -> None:
 
 
 def check_same_result(played: Played, reference: Played) -> None:
-    """SyncPS: every loss is that of a run without a fault, and so are the weights. EDP: it learns as well."""
+    """SyncPS: losses and weights are those of a run without a fault. The others: it learns as well."""
     if played.algorithm == "syncps":
         assert played.losses == pytest.approx(reference.losses, rel=LOSS_REL)
         largest = float(reference.weights.abs().max())
@@ -378,7 +410,7 @@ def check_same_result(played: Played, reference: Played) -> None:
         return
     assert bool(torch.isfinite(played.weights).all())
     mine, theirs = played.summary.final.val_loss, reference.summary.final.val_loss
-    assert mine == pytest.approx(theirs, abs=EDP_VAL_LOSS_ABS)
+    assert mine == pytest.approx(theirs, abs=VAL_LOSS_ABS)
 
 
 def check_traces(case: Case, played: Played) -> None:
@@ -438,7 +470,7 @@ def reason_pattern(case: Case) -> str:
         Fault.RESET: ended,
         Fault.STALL: "silent for|has connected again",
         Fault.HALF_OPEN: "silent for|has connected again",
-        Fault.DUPLICATE: "it sent bucket|it pushed again",
+        Fault.DUPLICATE: "it sent bucket|it pushed again|is not what comes next|it sent fragment",
         Fault.CORRUPT: "checksum does not match",
     }
     return patterns[case.fault]

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from smolcluster.algorithms.DiLoCo.worker import Worker as DiLoCoWorker
 from smolcluster.algorithms.EDP.server import Server as EDPServer
 from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
 from smolcluster.algorithms.entry import main
@@ -147,6 +148,7 @@ POINTS: MappingProxyType[str, Arm] = MappingProxyType(
         "before an answer": partial(behind, EDPServer, "apply"),
         "after a commit": partial(behind, Members, "broadcast"),
         # a worker
+        "before a DiLoCo change": partial(before, DiLoCoWorker, "send_change"),
         "before an EDP push": partial(before, EDPWorker, "frames"),
         "before a SyncPS push": partial(before, SyncPSWorker, "push"),
         "in the middle of a push": partial(around_push, "half"),

@@ -22,10 +22,13 @@ from smolcluster.transport.frames import HEADER_SUM_NBYTES, PAYLOAD_SUM_NBYTES, 
 from smolcluster.transport.messages import (
     Ack,
     Challenge,
+    Collect,
     Commit,
+    Delta,
     End,
     Hello,
     Message,
+    OuterStep,
     Proof,
     Push,
     Reduced,
@@ -138,41 +141,49 @@ class Point:
     @property
     def upward(self) -> bool:
         """Whether it lies on the way to the server."""
-        return self.kind in (Hello, Proof, Push)
+        return self.kind in (Hello, Proof, Push, Delta)
 
 
 def _by_name(*points: Point) -> Mapping[str, Point]:
     return MappingProxyType({point.name: point for point in points})
 
 
-_COMMON = (
-    Point("before_hello", Hello, nothing),
-    Point("challenge", Challenge, mid_header),
-    Point("proof", Proof, mid_header),
-    Point("welcome", Welcome, mid_header),
-    Point("header", Push, mid_header, nth=2, matches=of_bucket(1)),
-    Point("payload", Push, mid_payload, nth=2, matches=of_bucket(2)),
-    Point("push_to_ack", Push, whole, nth=2, matches=of_bucket(-1), alone=True),
-    Point("state_transfer", State, mid_payload, matches=of_bucket(2)),
-)
-_END = Point("end", End, nothing)
+def _common(push: type[Message]) -> tuple[Point, ...]:
+    """Of all algorithms; `push` is how a worker sends what it has learnt."""
+    return (
+        Point("before_hello", Hello, nothing),
+        Point("challenge", Challenge, mid_header),
+        Point("proof", Proof, mid_header),
+        Point("welcome", Welcome, mid_header),
+        Point("header", push, mid_header, nth=2, matches=of_bucket(1)),
+        Point("payload", push, mid_payload, nth=2, matches=of_bucket(2)),
+        Point("push_to_ack", push, whole, nth=2, matches=of_bucket(-1), alone=True),
+        Point("state_transfer", State, mid_payload, matches=of_bucket(2)),
+        Point("end", End, nothing),
+    )
+
+
 POINTS: Mapping[str, Mapping[str, Point]] = MappingProxyType(
     {
         "edp": _by_name(
-            *_COMMON,
+            *_common(Push),
             Point("broadcast", State, mid_payload, nth=2, matches=of_bucket(2)),
             Point("before_commit", Ack, nothing, nth=2),
-            _END,
         ),
         "syncps": _by_name(
-            *_COMMON,
+            *_common(Push),
             Point("broadcast", Reduced, mid_payload, nth=3, matches=of_bucket(2)),
             Point("before_commit", Commit, nothing, nth=3),
-            _END,
+        ),
+        "diloco": _by_name(
+            *_common(Delta),
+            Point("broadcast", OuterStep, mid_payload, nth=2, matches=of_bucket(2)),
+            Point("before_commit", Collect, nothing, nth=2),
         ),
     }
 )
-"""By algorithm and name. EDP's `broadcast` is the answer to a worker's first pull."""
+"""By algorithm and name. EDP's `broadcast` is the answer to a worker's first pull; DiLoCo's
+`before_commit` is when a change is asked for."""
 HANDSHAKE = frozenset({"before_hello", "challenge", "proof", "welcome"})
 
 

@@ -31,6 +31,11 @@ ALWAYS = {
     Case("syncps", "broadcast", Fault.STALL),
     Case("syncps", "before_commit", Fault.DUPLICATE),
     Case("syncps", "end", Fault.DELAY),
+    Case("diloco", "payload", Fault.CORRUPT),
+    Case("diloco", "push_to_ack", Fault.TRUNCATE),
+    Case("diloco", "state_transfer", Fault.RESET),
+    Case("diloco", "broadcast", Fault.STALL),
+    Case("diloco", "before_commit", Fault.DUPLICATE),
 }
 
 

@@ -17,7 +17,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ import pytest
 import torch
 
 import smolcluster
+from faults.proxy import Fault, FaultProxy, Point, mid_payload
 from harness import Cluster, free_port, local_settings
 from processes import DEADLINE_S, Child, Processes, small_disk
 from smolcluster.algorithms import context
@@ -48,6 +49,7 @@ from smolcluster.training.checkpoint import (
     restore,
 )
 from smolcluster.training.replica import Replica
+from smolcluster.transport.messages import Delta
 
 DRIVER = Path(__file__).with_name("processes_under_fire.py")
 RUN_ID = "under-fire"
@@ -101,8 +103,12 @@ class Site:
         arguments = [*self.common, *self.training, "--run-id", RUN_ID, *extra]
         return self._start("server", fire, arguments)
 
-    def worker(self, number: int = 1, *, fire: Sequence[str] = ()) -> Child:
+    def worker(
+        self, number: int = 1, *, fire: Sequence[str] = (), port: int | None = None
+    ) -> Child:
+        """Start a worker, which finds the server at `port`."""
         arguments = [str(number), NODES[number - 1], *self.common]
+        arguments += ["--override", f"port={port}"] if port else []
         return self._start("worker", fire, arguments)
 
     def _start(self, role: str, fire: Sequence[str], arguments: list[str]) -> Child:
@@ -314,6 +320,36 @@ def test_four_workers_of_syncps_wait_for_a_killed_server(
     expected = {record.step: record.values["loss"] for record in cluster.metrics.steps}
     for step, loss in losses_by_step(site.steps).items():
         assert loss == pytest.approx(expected[step], rel=1e-6), step
+
+
+@pytest.mark.faults
+def test_diloco_through_a_kill_a_stop_a_late_joiner_and_a_cut_link(processes: Processes) -> None:
+    """The first two are gone before the third joins; its link is cut; the second wakes up meanwhile."""
+    epochs = 20
+    rounds = ("local_steps=6", f"num_epochs={epochs}", "heartbeat_timeout_s=2")
+    site = Site(processes, "diloco", *rounds, "outer_lr=0.7", "outer_momentum=0.5", workers=2)
+    server = site.server()
+    killed = site.worker(1, fire=("KILL", "before a DiLoCo change", "2"))
+    stopped = site.worker(2, fire=("STOP", "before a DiLoCo change", "3"))
+    assert_killed(killed)
+    server.wait_for("worker 2 (win) is lost")
+    cut = Point("cut", Delta, mid_payload, nth=3)
+    with closing(FaultProxy(site.port, cut, Fault.RESET)) as proxy:
+        joiner = site.worker(3, port=proxy.port)
+        assert proxy.struck.wait(DEADLINE_S)
+        stopped.kill(signal.SIGCONT)
+        assert_ends_well(server, joiner)
+    summary = site.summary
+    assert summary.samples_applied == epochs * NUM_SAMPLES
+    assert sum(worker.samples for worker in summary.workers) == epochs * NUM_SAMPLES
+    ranges = Counter(
+        (line.record.epoch, line.record.values["start"], line.record.values["stop"])
+        for line in site.steps
+    )
+    assert len(ranges) == ranges.total() == summary.steps == epochs * STEPS // EPOCHS
+    assert {event.rank for event in site.events(WorkerLost)} == {0, 1, 2}
+    assert summary.final.val_loss is not None
+    assert summary.final.val_loss < 0.5
 
 
 SAVING = {
