@@ -38,6 +38,18 @@ print("the script ends in", cluster.run_id, "as", os.environ["SMOLCLUSTER_NAME"]
 """
 
 
+def test_a_script_that_never_attaches_is_told_of_at_once(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('trained alone')")
+    with pytest.raises(
+        AssertionError, match=r"ended without smolcluster\.attach\(model, optimizer\)"
+    ):
+        smolcluster(
+            tmp_path,
+            *("launch", "edp", "--local", "--workers", "1", "--no-tmux", "--script", "train.py"),
+            *("--override", f"port={free_port()}", "metrics_port=null", "start_timeout_s=3600"),
+        )
+
+
 TRAINER = """
 import os
 import pathlib

@@ -16,7 +16,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from enum import Enum
@@ -498,6 +498,11 @@ class Run:
                 self._failed.add(each.stem)
                 self._warn(f"{each.title} {child.ending}")
         workers = {each: self._children[each.stem] for each in self._launched.workers}
+        if code is None and self._has_nobody_attached(workers.values()):
+            self._end()
+            raise LaunchError(
+                "the script has ended without smolcluster.attach(model, optimizer): nothing was trained"
+            )
         have_failed = all(worker.stem in self._failed for worker in workers)
         if code is None and have_failed and self._is_deserted():
             self._end()
@@ -506,6 +511,11 @@ class Run:
                 f"no worker is left ({endings}): the run was stopped; their logs are in {self._paths.logs}"
             )
         return code
+
+    def _has_nobody_attached(self, workers: Collection[Child]) -> bool:
+        """Whether the scripts have all ended well, and the server still waits for the first."""
+        have_ended = all(child.exit_code == 0 for child in workers)
+        return self._launched.has_script and have_ended and self._new_status() is None
 
     def _show_progress(self) -> None:
         for line in self._metrics.poll():
