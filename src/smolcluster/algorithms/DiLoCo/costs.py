@@ -66,13 +66,16 @@ def predict(site: Site, job: Job, settings: Settings) -> Forecast:
         received_bytes_s=len(steps_s) * up / round_s,
         sent_bytes_s=len(steps_s) * down / round_s,
         lost=lost_share(samples_per_s, samples_alone(site, settings)),
+        chosen=f"local_steps of about {local_steps}"
+        if settings.of(DiLoCoConfig).local_steps is None
+        else "",
     )
 
 
 def candidates(_site: Site, _job: Job, _settings: Settings) -> Iterator[dict[str, Any]]:
     """Codecs for both ways; how many steps a round has is best left to what is measured."""
-    yield {"codec_up": "fp32", "codec_down": "fp32", "local_steps": None}
-    yield {"codec_up": "int8", "codec_down": "int8", "local_steps": None}
+    for codec in ("fp32", "int8", "int4"):
+        yield {"codec_up": codec, "codec_down": codec, "local_steps": None}
 
 
 def _round_s(num_batches: int, steps_s: list[float], away_s: list[float]) -> float:

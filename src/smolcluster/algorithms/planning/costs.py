@@ -106,6 +106,7 @@ class Forecast:
         sent_bytes_s: by the server.
         lost: share of the time in which workers could compute and wait, weighted by their speeds, in 0..1.
         is_exact: whether the result is that of one process with the same samples a step.
+        chosen: what the run will choose by itself of what is left open, in words.
     """
 
     samples_per_s: float
@@ -113,6 +114,7 @@ class Forecast:
     sent_bytes_s: float
     lost: float
     is_exact: bool = False
+    chosen: str = ""
 
 
 class CostModel(Protocol):

@@ -92,7 +92,8 @@ def advice_line(found: Found) -> str:
 
 
 def settings_words(option: Option) -> str:
-    return ", ".join(as_overrides(option.settings))
+    words = [*as_overrides(option.settings), option.forecast.chosen]
+    return ", ".join(filter(None, words))
 
 
 def unit(found: Found) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from smolcluster.algorithms.DiLoCo.costs import predict, step_nbytes
+from smolcluster.algorithms.DiLoCo.costs import candidates, predict, step_nbytes
 from smolcluster.algorithms.planning.costs import Job, Site, Worker
 from smolcluster.configs.resolve import Settings, load_settings
 
@@ -37,3 +37,11 @@ def test_a_step_s_bytes_are_its_part_of_the_round_s() -> None:
     assert (
         step_nbytes(JOB, settings_of("local_steps=10")) == (JOB.encoded_nbytes("int8") // 10,) * 2
     )
+
+
+def test_local_steps_that_are_left_open_are_told() -> None:
+    site = Site(tuple(Worker(name, 0.1, 0.0, 1e6, 1e6) for name in "ab"), {})
+    assert predict(site, JOB, settings_of()).chosen.startswith("local_steps of about ")
+    assert not predict(site, JOB, settings_of("local_steps=10")).chosen
+    codecs = [each["codec_up"] for each in candidates(site, JOB, settings_of())]
+    assert codecs == ["fp32", "int8", "int4"], "what loses least comes first"

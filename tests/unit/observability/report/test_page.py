@@ -10,6 +10,7 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.report.page import write_report
 from smolcluster.observability.report.render import MAX_ROWS, cut
+from smolcluster.runs.advice import ADVICE, Prediction
 from smolcluster.runs.events import (
     CheckpointSaved,
     PushDropped,
@@ -20,6 +21,7 @@ from smolcluster.runs.events import (
 from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import read_status, write_status
+from smolcluster.runs.summary import read_summary
 
 VOID = {"meta", "br", "line", "path"}
 
@@ -228,6 +230,27 @@ def test_a_run_that_broke_off_and_one_that_goes_on_say_so(tmp_path: Path) -> Non
     with run_lock(run.paths.lock):
         page = report_of(run)
     assert "training · it goes on" in page.words("head")
+
+
+def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    run = killed_run(tmp_path)
+    assert "Predicted" not in report_of(run).words("head")
+    summary = read_summary(run.paths.summary)
+    measured = summary.samples_applied / summary.wall_s
+    prediction = Prediction(
+        algorithm="edp",
+        settings={"codec": "int8"},
+        samples_per_s=2 * measured,
+        lost=0.1,
+        received_bytes_s=1.0,
+        sent_bytes_s=1.0,
+        alone="mini1",
+        alone_samples_per_s=1.0,
+    )
+    ADVICE.write(run.paths.advice, prediction)
+    assert "50% less; 1 samples/s on mini1 alone" in report_of(run).words("head")
+    run.paths.advice.write_text("{}")
+    assert "Predicted" not in report_of(run).words("head")
 
 
 def test_the_speed_of_a_resumed_run_is_over_the_time_of_all_its_starts(tmp_path: Path) -> None:
