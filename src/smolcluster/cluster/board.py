@@ -63,6 +63,8 @@ class WorkerRow:
     step: int | None = None
     loss: float | None = None
     process_stats: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, float] = field(default_factory=dict)
+    """What the server has measured of it, by name."""
     last_seen: float = 0.0
     """Of a worker that has gone: when the last byte came from it, on the board's clock."""
     traffic: tuple[int, int] = (0, 0)
@@ -114,7 +116,7 @@ class StatusBoard:
     def departed(self, worker: Worker, state: Presence) -> None:
         entry = self._entries[worker.member.worker_id]
         entry.last_seen, entry.traffic = entry.seen_at, entry.moved
-        entry.state, entry.worker, entry.process_stats = state, None, {}
+        entry.state, entry.worker, entry.process_stats, entry.measured = state, None, {}, {}
 
     def is_present(self, worker_id: int) -> bool:
         entry = self._entries.get(worker_id)
@@ -133,6 +135,12 @@ class StatusBoard:
         if entry is not None:
             entry.step = step
             entry.loss = None if math.isnan(loss) else loss
+
+    def measured(self, worker: Worker, **values: float) -> None:
+        """What the server has measured of a worker last, beside what that reports of itself."""
+        entry = self._entries.get(worker.member.worker_id)
+        if entry is not None and entry.worker is worker:
+            entry.measured = values
 
     def workers(self) -> list[WorkerStatus]:
         return [
@@ -153,7 +161,7 @@ class StatusBoard:
             samples_per_s=entry.pace() if entry.state == "joined" else 0.0,
             mean_staleness=tally.mean_staleness,
             staleness=list(tally.staleness_counts),
-            process_stats=dict(entry.process_stats),
+            process_stats=entry.process_stats | entry.measured,
             address=entry.address,
             sent_bytes=sent_bytes,
             received_bytes=received_bytes,

@@ -77,6 +77,19 @@ def test_what_a_worker_did_is_told_of_it_alone(setting: Setting) -> None:
     assert (first.loss, second.loss) == (0.9, 0.8)
 
 
+def test_what_was_measured_of_a_worker_last_stands_beside_its_own_report(setting: Setting) -> None:
+    one, other = setting.join(1), setting.join(2, "win")
+    setting.board.measured(one, local_steps=4, drift=0.5)
+    setting.board.measured(one, local_steps=8, drift=0.25)
+    first, second = setting.board.workers()
+    assert first.process_stats == {"local_steps": 8, "drift": 0.25}
+    assert second.process_stats == {}
+    setting.board.departed(one, "left")
+    setting.board.measured(one, local_steps=9)
+    assert setting.board.workers()[0].process_stats == {}
+    assert other.rank == 1
+
+
 def test_a_worker_was_last_seen_when_the_last_byte_came_from_it(setting: Setting) -> None:
     worker = setting.join()
     setting.clock += 5.0

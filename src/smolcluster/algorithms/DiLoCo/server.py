@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import harmonic_mean
 
+import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 
 from smolcluster.algorithms.context import ServerContext
@@ -379,6 +380,8 @@ class Server:
         except PushRefused as error:
             self.refuse(peer, request, str(error))
             return
+        drift = norm / (float(torch.linalg.vector_norm(self.replica.params)) or 1.0)
+        self.report.board.measured(peer.worker, local_steps=len(steps), drift=drift)
         num_terms = sum(each.num_terms for each in steps)
         num_steps = sum(each.overflow is None for each in steps)
         change = Change(

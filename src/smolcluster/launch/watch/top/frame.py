@@ -258,6 +258,8 @@ COLUMNS = (
     SPLIT,
     Column("seen", 4, _age),
     Column("stale", 5, _staleness),
+    Column("local", 5, _vital("local_steps", lambda steps: f"{steps:.0f}")),
+    Column("drift", 6, _vital("drift", lambda share: f"{share:.2%}")),
     Column("cpu", 5, _vital("cpu", lambda cores: f"{100 * cores:.0f}%")),
     Column("gpu", 4, _vital("gpu/utilization", lambda share: f"{share:.0%}")),
     Column("gpu mem", 7, _vital("gpu/memory_bytes", bars.short_bytes)),

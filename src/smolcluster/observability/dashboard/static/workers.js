@@ -25,6 +25,8 @@ const COLUMNS = [
   ["samples", (worker) => count(worker.samples), (worker) => (worker.share > 0 ? percent(worker.share) : "")],
   ["samples/s", (worker, state) => (state.is_over ? "" : number(worker.samples_per_s, 3))],
   ["staleness", (worker) => number(worker.mean_staleness, 3)],
+  ["local steps", (worker) => optional(vital("local_steps")(worker), count)],
+  ["drift", (worker) => optional(vital("drift")(worker), percent)],
   ["time of a step", null],
   ["CPU cores", (worker) => optional(vital("cpu")(worker), (value) => number(value, 2))],
   ["memory", (worker) => optional(vital("memory_bytes")(worker), bytes)],
@@ -38,7 +40,7 @@ const COLUMNS = [
   ["queue", (worker) => optional(vital("queue")(worker), count)],
   ["last seen", (worker) => optional(worker.silent_s, (silent) => (silent < 1.5 ? "now" : `${duration(silent)} ago`))],
 ];
-const RIGHT = new Set(["step", "loss", "samples", "samples/s", "staleness", "CPU cores", "memory", "GPU", "GPU memory", "GPU °C", "GPU W", "up", "down", "round trip", "queue", "last seen"]);
+const RIGHT = new Set(["step", "loss", "samples", "samples/s", "staleness", "local steps", "drift", "CPU cores", "memory", "GPU", "GPU memory", "GPU °C", "GPU W", "up", "down", "round trip", "queue", "last seen"]);
 
 const optional = (value, format) => (value === undefined || value === null || value === 0 && format === bytes ? "" : format(value));
 
@@ -58,16 +60,17 @@ export function drawWorkers(state) {
     if (!rows.has(key)) rows.set(key, body.appendChild(newRow(worker)));
     fillRow(rows.get(key), worker, state);
   }
-  hideEmptyOfGpu(table);
+  hideEmpty(table);
   const empty = state.workers.length === 0;
   body.classList.toggle("empty", empty);
   byId("phases").hidden = !state.workers.some((worker) => parts(worker.process_stats).length);
   if (empty && !body.rows.length) rows.set("none", body.appendChild(el("tr", {}, el("td", { colspan: COLUMNS.length, class: "quiet" }, state.is_over ? "no workers took part" : "no workers yet"))));
 }
 
-function hideEmptyOfGpu(table) {
+/** Columns of what not every machine or algorithm has. */
+function hideEmpty(table) {
   COLUMNS.forEach(([name], index) => {
-    if (!name.startsWith("GPU")) return;
+    if (!name.startsWith("GPU") && name !== "local steps" && name !== "drift") return;
     const cells = [...table.rows].map((row) => row.cells[index]).filter(Boolean);
     const isEmpty = !cells.slice(1).some((cell) => cell.textContent !== "");
     for (const cell of cells) cell.hidden = isEmpty;

@@ -1,0 +1,65 @@
+"""DiLoCo with workers whose speed or number changes in mid-run: every sample counts once, whoever is slow."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from harness import Cluster, local_settings
+from smolcluster.algorithms.DiLoCo.worker import Worker as DiLoCoWorker
+from smolcluster.cluster.worker import Worker
+from smolcluster.ps.assignment import Assigned
+from smolcluster.training.compute import BatchLoss
+
+STEP_S = 0.002
+
+
+class Changing(DiLoCoWorker):
+    """Takes ten times as long for a step after the first fifteen, or a tenth."""
+
+    first_s, later_s = STEP_S, STEP_S
+    num_steps = 0
+
+    def compute(self, lease: Assigned) -> BatchLoss:
+        self.num_steps += 1
+        time.sleep(self.first_s if self.num_steps <= 15 else self.later_s)
+        return super().compute(lease)
+
+
+class Slower(Changing):
+    later_s = 10 * STEP_S
+
+
+class Faster(Changing):
+    first_s, later_s = 10 * STEP_S, STEP_S
+
+
+class Leaving(Changing):
+    """Its link breaks when it has taken so many steps, and again after as many."""
+
+    def compute(self, lease: Assigned) -> BatchLoss:
+        if self.num_steps in {10, 20}:
+            self.link.cut("the test has cut it")
+        return super().compute(lease)
+
+
+@pytest.mark.parametrize("other", [Slower, Faster, Leaving])
+def test_every_sample_counts_once(tmp_path: Path, other: type[Changing]) -> None:
+    settings = local_settings(
+        *("codec_up=int8", "codec_down=int8", "local_steps=8", "num_epochs=3", "min_workers=2"),
+        workers=2,
+        algorithm="diloco",
+    )
+    cluster = Cluster(settings, tmp_path, algorithm="diloco")
+    board, told = cluster.core.report.board, []
+    note = board.measured
+
+    def measured(worker: Worker, **values: float) -> None:
+        note(worker, **values)
+        [row] = [row for row in board.workers() if row.rank == worker.rank]
+        told.append(row.process_stats)
+
+    board.measured = measured  # type: ignore[method-assign]
+    cluster.finish(cluster.worker(1, make=Changing), cluster.worker(2, make=other))
+    assert all(0 < each["drift"] < 1 for each in told)
+    assert sum(each["local_steps"] for each in told) >= 3 * 45
