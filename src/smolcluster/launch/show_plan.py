@@ -44,8 +44,8 @@ def plan_table(launched: Launched, settings: Settings, cost: StepCost | None) ->
     """A row a process; it fits 80 columns, so folders are left to the commands."""
     table = Table("process", "node", "ssh", "server at", "memory", title=f"run {launched.run_id}")
     for process in launched.processes:
-        memory = "?"
-        if cost is not None:
+        memory = "?"  # of a store: a slice of the server's
+        if cost is not None and process.role != "store":
             memory = format_bytes(
                 cost.server_nbytes if process.rank is None else cost.worker_nbytes
             )
@@ -93,9 +93,9 @@ def mermaid(launched: Launched, settings: Settings) -> Iterator[str]:
     yield "graph LR"
     for number, process in enumerate(launched.processes):
         yield f'  p{number}["{_name(process)}<br/>{process.node}"]'
-    for number, worker in enumerate(launched.workers, 1):
-        yield f'  p{number} -- "{address_of(worker, settings)}" --> p0'
+    for number, other in enumerate(launched.others, 1):
+        yield f'  p{number} -- "{address_of(other, settings)}" --> p0'
 
 
 def _name(process: LaunchedProcess) -> str:
-    return "server" if process.rank is None else f"worker {process.rank + 1}"
+    return process.role if process.rank is None else f"worker {process.rank + 1}"

@@ -130,3 +130,16 @@ def test_all_of_it_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[begin + 1 : end] == list(mermaid(launched, settings))
     assert lines[end] == "```"
     assert shlex.join(launched.server.argv) in shown
+
+
+def test_a_store_has_a_row_and_a_link_of_its_own() -> None:
+    settings = settings_of("servers=[mini1, win]")
+    assert rows_of(settings)[1] == ["store", "win", "pi@win.local", "10.10.0.1:65432", "?"]
+    lines = list(mermaid(planned(settings), settings))
+    assert '  p1["store<br/>win"]' in lines
+    assert [line for line in lines if "-->" in line] == [
+        '  p1 -- "10.10.0.1:65432" --> p0',
+        '  p2 -- "192.168.50.1:65432" --> p0',
+        '  p3 -- "10.10.0.1:65432" --> p0',
+        '  p4 -- "10.10.0.1:65432" --> p0',
+    ]

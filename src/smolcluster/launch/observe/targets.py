@@ -48,6 +48,8 @@ def targets_of(
     """
     targets = []
     for process in processes:
+        if process.role == "store":  # it serves none
+            continue
         served = metrics_address(cluster, None if process.rank is None else process.rank + 1)
         if served is not None:
             labels = {"run": run_id, "role": process.role, "node": process.node}

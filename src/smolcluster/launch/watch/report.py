@@ -130,7 +130,9 @@ def _processes(probed: ProbeResult) -> tuple[ProcessReport, ...]:
     """A report for each process that was launched, then for each worker that came by itself."""
     if probed.status is None:
         return probed.processes
-    known = {worker.rank: worker for worker in probed.status.workers}
+    known: dict[int | None, WorkerStatus] = {
+        worker.rank: worker for worker in probed.status.workers
+    }
     launched = {process.rank for process in probed.processes}
     strangers = [
         ProcessReport(node=worker.node, role="worker", rank=rank, process="unknown")
@@ -139,11 +141,20 @@ def _processes(probed: ProbeResult) -> tuple[ProcessReport, ...]:
     ]
     status, now = probed.status, probed.now
     return tuple(
-        _owner(each, status, now)
-        if each.rank is None
-        else _worker(each, known.get(each.rank), now, is_over=status.is_over)
+        _of_status(each, status, known.get(each.rank), now)
         for each in (*probed.processes, *strangers)
     )
+
+
+def _of_status(
+    process: ProcessReport, status: RunStatus, worker: WorkerStatus | None, now: datetime
+) -> ProcessReport:
+    """The report with what the server says of the process; of a store it says nothing."""
+    if process.role == "store":
+        return process
+    if process.rank is None:
+        return _owner(process, status, now)
+    return _worker(process, worker, now, is_over=status.is_over)
 
 
 def _owner(process: ProcessReport, status: RunStatus, now: datetime) -> ProcessReport:
