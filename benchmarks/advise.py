@@ -87,6 +87,8 @@ class Result:
     predicted: float
     measured: float
     alone: float
+    broken: float
+    """Share of the batches that took longer than their machine's pace: these cores were too busy for it."""
 
     @property
     def off(self) -> float:
@@ -156,8 +158,8 @@ def measured_site(machines: Sequence[Machine], settings: Settings) -> Site:
 
 def train(
     machines: Sequence[Machine], algorithm: str, folder: Path, warm_up_s: float, seconds: float
-) -> float:
-    """Samples a second of a real run."""
+) -> tuple[float, float]:
+    """Samples a second of a real run, and the share of batches that took too long."""
     arguments, (server, *workers) = files(folder, machines), machines
     overrides = ["--override", "threads=1", f"secret_file={folder / 'secret'}"]
     with Children() as children:
@@ -170,7 +172,9 @@ def train(
         began_s, before = next_samples(folder)
         time.sleep(seconds)
         ended_s, after = next_samples(folder)
-        return (after - before) / (ended_s - began_s)
+        done = [each for worker in workers for each in paced.read_computed(folder, worker.name)[1:]]
+        broken = sum(each.real_s > each.due_s for each in done) / max(1, len(done))
+        return (after - before) / (ended_s - began_s), broken
 
 
 def samples(folder: Path) -> tuple[float, int]:
@@ -208,10 +212,12 @@ def measure(shape: Shape, arguments: argparse.Namespace) -> Iterator[Result]:
         for algorithm in arguments.algorithms:
             with TemporaryDirectory() as place:
                 folder = Path(place)
-                measured = train(machines, algorithm, folder, arguments.warm_up, arguments.seconds)
+                measured, broken = train(
+                    machines, algorithm, folder, arguments.warm_up, arguments.seconds
+                )
                 predicted = predict(site, algorithm, settings_in(folder))
             alone = max(BATCH_SIZE / worker.step_s for worker in site.workers)
-            result = Result(shape.name, algorithm, predicted.samples_per_s, measured, alone)
+            result = Result(shape.name, algorithm, predicted.samples_per_s, measured, alone, broken)
             say(
                 f"{shape.name} {algorithm}: {result.predicted:.2f} predicted, {measured:.2f} measured"
             )
@@ -230,14 +236,14 @@ def predict(site: Site, algorithm: str, settings: Settings) -> Forecast:
 
 
 def rows(results: Sequence[Result], titles: Mapping[str, str]) -> list[list[str]]:
-    head = ["cluster", "algorithm", "predicted", "measured", "off", "fastest alone"]
+    head = ["cluster", "algorithm", "predicted", "measured", "off", "fastest alone", "too slow"]
     return [
         head,
         *(
             [
                 *(titles[each.shape], each.algorithm),
                 *(f"{each.predicted:.1f}", f"{each.measured:.1f}", f"{each.off:+.0%}"),
-                f"{each.alone:.1f}",
+                *(f"{each.alone:.1f}", f"{each.broken:.0%}"),
             ]
             for each in results
         ),

@@ -146,6 +146,22 @@ def test_the_tables_fit_a_terminal(found: Callable[..., Found]) -> None:
     assert "launch --auto, does it" in text
 
 
+def test_a_machine_alone_is_no_slower_than_one_of_its_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Measured one after the other, on a machine that is busy only while it is measured alone."""
+
+    def fake(computers: list[Computer], *_: object) -> dict[str, Speed]:
+        seconds = 10.0 if computers[0].host.node == command.ALONE else 0.5
+        return {computer.host.node: speed(seconds) for computer in computers}
+
+    monkeypatch.setattr(command, "measure_all", fake)
+    request = plain_request(
+        local=True, num_workers=2, config=None, train_config="stdlib", overrides=["batch_size=4"]
+    )
+    assert find_advice(request, str, local=True).advice.alone == (command.ALONE, 8.0)
+
+
 # What connects them
 
 
