@@ -81,7 +81,8 @@ class Arm:
 
 
 def diloco(mode: str, codec: str) -> Arm:
-    overrides = (f"mode={mode}", f"codec_up={codec}", f"codec_down={codec}")
+    overrides = (f"codec_up={codec}", f"codec_down={codec}", "num_epochs=1")
+    overrides += () if mode == "sync" else (f"mode={mode}",)
     return Arm(f"diloco-{mode}-{codec}", f"DiLoCo {mode} {codec}", "diloco", overrides)
 
 
@@ -350,12 +351,9 @@ def go_cluster(bench: Bench, arm: Arm, children: Children, folder: Path, order: 
         own = [str(number), worker.name, *arguments[:2]]
         children.start(paced.work, worker, folder, algorithm, BATCH_SIZE, own)
     watch = Watch(bench, folder, [each.name for each in workers])
-    failure = ""
-    while (
-        watch.elapsed_s < order.seconds
-        and not reached(watch.points(), order.target)
-        and not failure
-    ):
+    failure, is_over = "", False
+    while not (failure or is_over or reached(watch.points(), order.target)):
+        is_over = watch.elapsed_s > order.seconds or children.processes[0].exitcode == 0
         time.sleep(LOOK_EVERY_S)
         watch.look()
         failure = failed(children, folder)
@@ -375,9 +373,9 @@ def go_cluster(bench: Bench, arm: Arm, children: Children, folder: Path, order: 
 
 
 def failed(children: Children, folder: Path) -> str:
-    """What a process said last that has ended before it should; "" while all live."""
+    """What a process said last that has ended before it should; "" while there is none."""
     for process in children.processes:
-        if process.exitcode is not None:
+        if process.exitcode:
             outputs = [file.read_text(errors="replace") for file in folder.glob("output-*.txt")]
             lines = [line for text in outputs for line in text.splitlines() if line.strip()]
             told = [line for line in lines if "ERROR" in line] or lines
