@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import secrets
+import signal
 import statistics
 import threading
 import time
@@ -234,15 +235,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--algorithm", nargs="+", choices=SERVED, default=SERVED)
     parser.add_argument("--workers", type=int, nargs="+", default=[8, 16, 32, 64], metavar="N")
     parser.add_argument("--stores", type=int, nargs="+", default=[1, 4], metavar="N")
-    parser.add_argument("--megabytes", type=float, default=40.0, help="size of the model in fp32")
+    parser.add_argument("--megabytes", type=float, default=20.0, help="size of the model in fp32")
     parser.add_argument("--codec", choices=("fp32", "int8"), default="int8")
-    parser.add_argument("--rate", type=float, default=8.0, help="pushes a second, of all together")
+    parser.add_argument("--rate", type=float, default=6.0, help="pushes a second, of all together")
     parser.add_argument("--seconds", type=float, default=30.0, help="that are counted")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
     return parser.parse_args()
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     arguments = parse_arguments()
     measured = []
     for algorithm, stores, workers in itertools.product(

@@ -29,6 +29,7 @@ import json
 import math
 import multiprocessing.forkserver
 import os
+import signal
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from itertools import pairwise
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -49,6 +50,7 @@ import paced
 from common import DEFAULT_DATA, NEVER, PROJECT, free_port, report, say, seconds_of, steps_of
 from exchange import Children, Host, bridge_name, hosts_of
 from paced import Machine, read_computed
+from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig
 from smolcluster.runs.paths import find_run
 from smolcluster.training.checkpoint import MODEL_FILE
 from smolcluster.training.evaluate import evaluate
@@ -80,10 +82,14 @@ class Arm:
     num_workers: int = NUM_WORKERS
 
 
-def diloco(mode: str, codec: str) -> Arm:
-    overrides = (f"codec_up={codec}", f"codec_down={codec}", "num_epochs=1")
-    overrides += () if mode == "sync" else (f"mode={mode}",)
-    return Arm(f"diloco-{mode}-{codec}", f"DiLoCo {mode} {codec}", "diloco", overrides)
+def diloco() -> Iterator[Arm]:
+    """Each of its modes; its rounds are planned for one epoch."""
+    mode = DiLoCoConfig.model_fields.get("mode")
+    for name in get_args(mode.annotation) if mode else ("sync",):
+        for codec in ("int8", "int4"):
+            stated = (f"mode={name}",) if mode else ()
+            overrides = (*stated, f"codec_up={codec}", f"codec_down={codec}", "num_epochs=1")
+            yield Arm(f"diloco-{name}-{codec}", f"DiLoCo {name} {codec}", "diloco", overrides)
 
 
 ARMS = (
@@ -95,7 +101,7 @@ ARMS = (
     Arm("ddp-localsgd", "DDP, post_localSGD every 16", hook="localsgd"),
     Arm("syncps-int8", "SyncPS int8", "syncps", ("codec=int8",)),
     Arm("edp-int8", "EDP int8", "edp", ("codec=int8",)),
-    *(diloco(mode, codec) for mode in ("sync", "streaming", "async") for codec in ("int8", "int4")),
+    *diloco(),
 )
 
 
@@ -641,6 +647,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     arguments = parse_arguments()
     text = arguments.text.resolve()
     conditions = Conditions(
