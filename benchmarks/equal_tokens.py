@@ -1,0 +1,298 @@
+"""The loss of DiLoCo beside that of synchronous training with the same total batch, at equal tokens.
+
+Four workers in one process, one after the other: a small GPT on the bytes of tiny Shakespeare, in windows of
+64, each handed out once an epoch, in one order for all arms. The pieces are those of a run: inner AdamW with
+clipping and a cosine, whose moments stay; codec and error feedback on the way up and down, where the store
+takes the decoded outer step as workers do; the outer optimizers with their defaults. What a network does is
+left out: nothing is late or lost, and in the asynchronous arm a clock says who is done when.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common import DEFAULT_DATA, report
+from smolcluster.algorithms.DiLoCo.outer import (
+    DelayedNesterov,
+    OuterOptimizer,
+    default_momentum_delay,
+    outer_defaults,
+)
+from smolcluster.algorithms.DiLoCo.rounds import Pace, plan_round, warmed_up
+from smolcluster.codec.feedback import ErrorFeedback
+from smolcluster.codec.registry import get_codec
+from smolcluster.configs.schema import GPTConfig
+from smolcluster.models.gpt import build_gpt
+
+NUM_WORKERS = 4
+BATCH = 8
+LENGTH = 64
+LOCAL_STEPS = 5
+STEPS = 500
+"""Of each worker; a synchronous one is a step of all of them."""
+INNER_RATE = 3e-3
+NUM_VALIDATED = 512
+"""Windows of the end of the text."""
+MODEL = {"model_dim": 64, "num_layers": 2, "num_heads": 4, "ff_dim": 256, "dropout": 0.0}
+WARM_UP = 0.05
+LEAST_RATE = 0.1
+"""Of the highest, at the end."""
+WEIGHT_DECAY = 0.01
+MAX_NORM = 1.0
+UNLIKE = (1.0, 1.0, 1.0, 2.6)
+"""Seconds of a step of each worker, where they do not wait for each other."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train: `mode` is `synchronous` (no local steps), `rounds` or `asynchronous`."""
+
+    name: str
+    mode: str = "rounds"
+    codec_up: str = "fp32"
+    codec_down: str = "fp32"
+    momentum: float | None = None
+    """β of the outer step, 0 with γ = 1; None: both by the number of rounds."""
+    wanted: float | None = None
+    """How many nats it may lose on the first arm."""
+
+
+ARMS = (
+    Arm("synchronous", "synchronous"),
+    Arm("DiLoCo fp32"),
+    Arm("DiLoCo int8 up and down", codec_up="int8", codec_down="int8", wanted=0.02),
+    Arm("DiLoCo int4 up, int8 down", codec_up="int4", codec_down="int8", wanted=0.03),
+    Arm("DiLoCo int4 up and down", codec_up="int4", codec_down="int4", wanted=0.03),
+    Arm("DiLoCo topk up, int8 down", codec_up="topk", codec_down="int8", momentum=0.0),
+    Arm("asynchronous int8", "asynchronous", codec_up="int8", codec_down="int8", wanted=0.05),
+)
+
+
+class Learner:
+    """A model whose parameters lie in one vector `flat`, with AdamW of its own."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        config = GPTConfig.model_validate(MODEL | {"max_seq_len": LENGTH})
+        self.model = build_gpt(config, vocab_size=256)
+        parameters = list(self.model.parameters())
+        self.flat = torch.cat([each.detach().flatten() for each in parameters])
+        self.flat.grad = self.grads = torch.zeros_like(self.flat)
+        sizes = [each.numel() for each in parameters]
+        for each, values, grads in zip(
+            parameters, self.flat.split(sizes), self.grads.split(sizes), strict=True
+        ):
+            each.data, each.grad = values.view_as(each), grads.view_as(each)
+        self.inner = torch.optim.AdamW([self.flat], weight_decay=WEIGHT_DECAY)
+
+    def gradient(self, windows: Tensor) -> None:
+        """Add the mean loss's gradient on int64 (batch, LENGTH + 1) to what is there."""
+        (self._summed(windows) / (len(windows) * LENGTH)).backward()
+
+    def step(self, learning_rate: float) -> None:
+        """Clip, take an inner step along the gradient, and forget it."""
+        torch.nn.utils.clip_grad_norm_([self.flat], MAX_NORM)
+        self.inner.param_groups[0]["lr"] = learning_rate
+        self.inner.step()
+        self.grads.zero_()
+
+    @torch.no_grad()
+    def loss(self, windows: Tensor) -> float:
+        """Mean over all targets, nats."""
+        parts = [self._summed(part) for part in windows.split(64)]
+        return float(torch.stack(parts).sum()) / (len(windows) * LENGTH)
+
+    def _summed(self, windows: Tensor) -> Tensor:
+        return self.model.loss(windows[:, :-1], windows[:, 1:])
+
+
+class Text:
+    """Windows of LENGTH + 1 bytes: those to train on, in one seeded order an epoch, and the validation's."""
+
+    def __init__(self, path: Path, seed: int) -> None:
+        data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
+        windows = data[: (len(data) - 1) // LENGTH * LENGTH + 1].unfold(0, LENGTH + 1, LENGTH)
+        self.validation, self.train = windows[-NUM_VALIDATED:], windows[:-NUM_VALIDATED]
+        self._seed = seed
+
+    def batches(self) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(self._seed)
+        while True:
+            order = torch.randperm(len(self.train), generator=generator)
+            for part in order[: len(order) // BATCH * BATCH].view(-1, BATCH):
+                yield self.train[part]
+
+
+class Link:
+    """One direction: what is sent is decoded at once, and what is lost is added to the next."""
+
+    def __init__(self, codec_name: str, numel: int) -> None:
+        self._codec = get_codec(codec_name)
+        self._feedback = ErrorFeedback(self._codec, numel)
+        self.nbytes = 0
+
+    def send(self, values: Tensor) -> Tensor:
+        out = torch.empty(self._codec.encoded_nbytes(len(values)), dtype=torch.uint8)
+        self._feedback.encode(slice(0, len(values)), values, 1, out)
+        self._feedback.commit()
+        self.nbytes += len(out)
+        received = torch.empty_like(values)
+        self._codec.decode(out, received)
+        return received
+
+
+class Run:
+    """One arm with one seed and inner rate: `num_batches` in all, handed out in order."""
+
+    def __init__(self, arm: Arm, text: Text, seed: int, rate: float, num_batches: int) -> None:
+        self._arm, self._text, self._rate, self._total = arm, text, rate, num_batches
+        self._batches = text.batches()
+        self._given = 0
+        self._learners = [
+            Learner(seed) for _ in range(1 if arm.mode == "synchronous" else NUM_WORKERS)
+        ]
+        self.theta = self._learners[0].flat.clone()
+        numel = len(self.theta)
+        self.up = [Link(arm.codec_up, numel) for _ in self._learners]
+        self.down = Link(arm.codec_down, numel)
+
+    def loss(self) -> float:
+        """Train; the validation loss of θ."""
+        {
+            "synchronous": self._synchronous,
+            "rounds": self._rounds,
+            "asynchronous": self._asynchronous,
+        }[self._arm.mode]()
+        self._learners[0].flat.copy_(self.theta)
+        return self._learners[0].loss(self._text.validation)
+
+    @property
+    def nbytes(self) -> int:
+        """Sent up by a worker, and down to one."""
+        return self.up[0].nbytes + self.down.nbytes
+
+    def _synchronous(self) -> None:
+        (learner,) = self._learners
+        while self._given < self._total:
+            rate = self._scheduled()
+            for _ in range(NUM_WORKERS):
+                learner.gradient(self._next())
+            learner.grads.div_(NUM_WORKERS)
+            learner.step(rate)
+        self.theta.copy_(learner.flat)
+
+    def _rounds(self) -> None:
+        rounds = list(_budgets(self._total))
+        outer = self._outer(len(rounds))
+        for budget in rounds:
+            plan = plan_round(budget, {worker: Pace(1.0) for worker in range(NUM_WORKERS)})
+            for step in range(max(plan.values())):
+                for worker, learner in enumerate(self._learners):
+                    if step < plan.get(worker, 0):
+                        self._local_step(learner)
+            mean = torch.zeros_like(self.theta)
+            for worker, learner in enumerate(self._learners):
+                share = plan.get(worker, 0) / budget
+                mean.add_(self.up[worker].send(self.theta - learner.flat), alpha=share)
+            stepped = self.theta.clone()
+            outer.step(stepped, mean)
+            self._take(stepped)
+            for learner in self._learners:
+                learner.flat.copy_(self.theta)
+
+    def _asynchronous(self) -> None:
+        """Each worker's change is applied when it is done, whatever the others have come to."""
+        speeds = [1 / each for each in UNLIKE]
+        local = [round(LOCAL_STEPS * NUM_WORKERS * each / sum(speeds)) for each in speeds]
+        num_pushes = self._total / sum(local) * NUM_WORKERS
+        gamma, beta = self._gamma_beta(int(num_pushes / NUM_WORKERS))
+        delay = default_momentum_delay(NUM_WORKERS)
+        outer = DelayedNesterov(len(self.theta), gamma, beta, delay)
+        generator = torch.Generator().manual_seed(0)
+        clock = [(float(torch.rand((), generator=generator)), w) for w in range(NUM_WORKERS)]
+        clock = [(at * local[w] * UNLIKE[w], w) for at, w in clock]
+        heapq.heapify(clock)
+        anchors = [self.theta.clone() for _ in self._learners]
+        while self._given < self._total:
+            now, worker = heapq.heappop(clock)
+            learner = self._learners[worker]
+            for _ in range(local[worker]):
+                self._local_step(learner)
+            stepped = self.theta.clone()
+            change = self.up[worker].send(anchors[worker] - learner.flat)
+            outer.apply(stepped, change, local[worker] / sum(local))
+            self._take(stepped)
+            learner.flat.copy_(self.theta)
+            anchors[worker].copy_(self.theta)
+            heapq.heappush(clock, (now + local[worker] * UNLIKE[worker], worker))
+
+    def _outer(self, num_rounds: int) -> OuterOptimizer:
+        return OuterOptimizer(len(self.theta), *self._gamma_beta(num_rounds))
+
+    def _gamma_beta(self, num_rounds: int) -> tuple[float, float]:
+        gamma, beta = outer_defaults(num_rounds)
+        return (1.0, 0.0) if self._arm.momentum == 0 else (gamma, beta)
+
+    def _take(self, stepped: Tensor) -> None:
+        """θ takes the outer step as it is decoded."""
+        self.theta.sub_(self.down.send(self.theta - stepped))
+
+    def _local_step(self, learner: Learner) -> None:
+        rate = self._scheduled()
+        learner.gradient(self._next())
+        learner.step(rate)
+
+    def _next(self) -> Tensor:
+        self._given += 1
+        return next(self._batches)
+
+    def _scheduled(self) -> float:
+        progress = self._given / self._total
+        height = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        warm = min(1.0, (progress + 1e-3) / WARM_UP)
+        return self._rate * warm * (LEAST_RATE + (1 - LEAST_RATE) * height)
+
+
+def _budgets(total: int) -> Iterator[int]:
+    """Batches of each round."""
+    given = index = 0
+    while given < total:
+        budget = min(NUM_WORKERS * warmed_up(index, LOCAL_STEPS), total - given)
+        yield budget
+        given, index = given + budget, index + 1
+
+
+def loss_of(arm: Arm, num_seeds: int) -> tuple[float, float, float | None]:
+    """Validation loss in nats a byte: mean over the seeds, half its spread; MB of one worker, both ways."""
+    losses, nbytes = [], 0
+    for seed in range(num_seeds):
+        text = Text(DEFAULT_DATA / "tinyshakespeare.txt", seed)
+        run = Run(arm, text, seed, INNER_RATE, NUM_WORKERS * STEPS)
+        losses.append(run.loss())
+        nbytes = run.nbytes
+    spread = (max(losses) - min(losses)) / 2
+    mb = None if arm.mode == "synchronous" else nbytes / 1e6
+    return sum(losses) / num_seeds, spread, mb
+
+
+def measure_loss(num_seeds: int) -> dict[str, object]:
+    """Print the table, and return its figures; the first arm is what the others are compared with."""
+    rows: list[tuple[str, ...]] = [("", "nats a byte", "±", "beyond", "wanted", "MB a worker")]
+    results: dict[str, object] = {}
+    reference = math.nan
+    for arm in ARMS:
+        loss, spread, mb = loss_of(arm, num_seeds)
+        reference = loss if math.isnan(reference) else reference
+        results[arm.name] = {"loss": round(loss, 4), "spread": round(spread, 4), "mb": mb}
+        wanted = "" if arm.wanted is None else f"<= {arm.wanted}"
+        shown = "" if mb is None else f"{mb:.1f}"
+        rows.append(
+            (arm.name, f"{loss:.4f}", f"{spread:.4f}", f"{loss - reference:+.4f}", wanted, shown)
+        )
+    report(f"Loss at equal tokens, {STEPS} steps a worker, H = {LOCAL_STEPS}", rows)
+    return results
