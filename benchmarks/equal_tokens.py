@@ -83,16 +83,16 @@ class Learner:
         parameters = list(self.model.parameters())
         self.flat = torch.cat([each.detach().flatten() for each in parameters])
         self.flat.grad = self.grads = torch.zeros_like(self.flat)
-        sizes = [each.numel() for each in parameters]
-        for each, values, grads in zip(
-            parameters, self.flat.split(sizes), self.grads.split(sizes), strict=True
-        ):
-            each.data, each.grad = values.view_as(each), grads.view_as(each)
+        start = 0
+        for each in parameters:
+            place = slice(start, start := start + each.numel())
+            each.data, each.grad = self.flat[place].view_as(each), self.grads[place].view_as(each)
         self.inner = torch.optim.AdamW([self.flat], weight_decay=WEIGHT_DECAY)
 
     def gradient(self, windows: Tensor) -> None:
         """Add the mean loss's gradient on int64 (batch, LENGTH + 1) to what is there."""
-        (self._summed(windows) / (len(windows) * LENGTH)).backward()
+        mean = self._summed(windows) / (len(windows) * LENGTH)
+        mean.backward()  # type: ignore[no-untyped-call]
 
     def step(self, learning_rate: float) -> None:
         """Clip, take an inner step along the gradient, and forget it."""
@@ -104,7 +104,7 @@ class Learner:
     @torch.no_grad()
     def loss(self, windows: Tensor) -> float:
         """Mean over all targets, nats."""
-        parts = [self._summed(part) for part in windows.split(64)]
+        parts = [self._summed(part) for part in torch.split(windows, 64)]
         return float(torch.stack(parts).sum()) / (len(windows) * LENGTH)
 
     def _summed(self, windows: Tensor) -> Tensor:

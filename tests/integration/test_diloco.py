@@ -90,10 +90,14 @@ def test_one_worker_in_float16_trains_as_one_process_overflows_and_all(tmp_path:
     assert newest["overflows"] == alone.replica.scaler.num_overflows > 0
 
 
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
-def test_three_workers_learn_and_apply_every_sample_once(tmp_path: Path, codec: str) -> None:
+@pytest.mark.parametrize(
+    ("codec", "down"), [("fp32", "fp32"), ("int8", "int8"), ("int4", "int4"), ("topk", "int8")]
+)
+def test_three_workers_learn_and_apply_every_sample_once(
+    tmp_path: Path, codec: str, down: str
+) -> None:
     settings = settings_for(
-        *(f"codec_up={codec}", f"codec_down={codec}", "num_epochs=8", "local_steps=5"), workers=3
+        *(f"codec_up={codec}", f"codec_down={down}", "num_epochs=8", "local_steps=5"), workers=3
     )
     held: dict[int, list[torch.Tensor]] = defaultdict(list)
     """The weights that each round's changes are counted from, by version."""
@@ -110,7 +114,7 @@ def test_three_workers_learn_and_apply_every_sample_once(tmp_path: Path, codec: 
     assert summary.codec == codec
     assert summary.steps == summary.pushes.applied == len(cluster.metrics.steps)
     assert summary.final.val_accuracy is not None
-    assert summary.final.val_accuracy > 0.8
+    assert summary.final.val_accuracy > (0.6 if codec == "topk" else 0.8), "few rounds for topk"
     assert isinstance(cluster.core, Server)
     assert cluster.core.round > 20
     for weights in held.values():  # the same, bit for bit, also by steps in 8 bits

@@ -155,7 +155,8 @@ class Server:
         num_rounds = self.total_batches // num_workers // (config.local_steps or 1)
         if config.local_steps is None:
             num_rounds = min(LEAST_ROUNDS, num_rounds)
-        rate, momentum = outer_defaults(max(1, num_rounds))
+        is_sparse = self.config.codec_up == "topk"
+        rate, momentum = (1.0, 0.0) if is_sparse else outer_defaults(max(1, num_rounds))
         return OuterOptimizer(
             self.replica.num_params,
             rate if config.outer_lr is None else config.outer_lr,

@@ -9,6 +9,7 @@ from smolcluster.algorithms.DiLoCo.exchange import Encoder, Layout, outer_frames
 from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.ps.buffers import buffer_frames
+from smolcluster.ps.history import Update, UpdateHistory
 from smolcluster.ps.weights import state_frames
 from smolcluster.training.buffers import BufferValues, mean_buffers
 from smolcluster.training.replica import Replica
@@ -44,10 +45,10 @@ class OuterStore:
         self.version = 0
         self.versions = [0] * len(layout.fragments)
         """Of each fragment: that of the last outer step that has changed it."""
-        self._newest: list[Frame] = []
-        """The last outer step, encoded."""
-        self._base_version = 0
-        """What that is to be taken from."""
+        self._history: list[UpdateHistory[list[Frame]]] = [
+            UpdateHistory(replica.params.itemsize * fragment.numel) for fragment in layout.fragments
+        ]
+        """Of each fragment: its last outer steps, encoded."""
         self._fragment: dict[int, tuple[int, list[Frame]]] = {}
         """Fragments as they are, by number: their version, and frames that all share."""
         self._snapshot: tuple[int, list[Frame]] | None = None
@@ -78,11 +79,11 @@ class OuterStore:
             theta = layout.gather(number, replica.params)
             before = theta.clone()
             self._outer.step(theta, mean_change(changes).to(theta.device), self._place(number))
-            self._base_version = self.versions[number]
+            base_version = self.versions[number]
             self.version += 1
             self.versions[number] = self.version
             if self._steps is not None:
-                taken = self._encode(self._steps, number, (before - theta).cpu())
+                taken = self._encode(self._steps, number, (before - theta).cpu(), base_version)
                 theta = before - taken.to(theta.device)
             layout.fragments[number].scatter(theta, replica.params)
             replica.buffers.add(
@@ -91,10 +92,11 @@ class OuterStore:
 
     def fragment_frames(self, number: int, base_version: int) -> list[Frame]:
         """A fragment as it is, for a worker that has `base_version` of it; with the first one the buffers."""
-        if self._steps is not None and self._newest_is(number, base_version):
-            frames = self._newest
-        else:
+        steps = self._history[number].since(base_version)
+        if steps is None:
             frames = self._whole_fragment(number)
+        else:
+            frames = [frame for step in steps for frame in step.encoded]
         return [*(self._buffer_frames() if number == 0 else []), *frames]
 
     def whole_frames(self, incarnation: str) -> list[Frame]:
@@ -107,10 +109,6 @@ class OuterStore:
             self._snapshot = self.version, [*self._buffer_frames(), *frames]
         return self._snapshot[1]
 
-    def _newest_is(self, number: int, base_version: int) -> bool:
-        """Whether the last outer step leads from that version of this fragment to what it is."""
-        return (self.versions[number], self._base_version) == (self.version, base_version)
-
     def _whole_fragment(self, number: int) -> list[Frame]:
         version = self.versions[number]
         if self._fragment.get(number, (None,))[0] != version:
@@ -121,13 +119,15 @@ class OuterStore:
             self._fragment[number] = version, frames
         return self._fragment[number][1]
 
-    def _encode(self, encoder: Encoder, number: int, taken: Tensor) -> Tensor:
+    def _encode(self, encoder: Encoder, number: int, taken: Tensor, base_version: int) -> Tensor:
         """Encode an outer step for those who have the weights before it; returns it as it is decoded."""
         encoded = encoder.encode(number, taken, 1)
         encoder.settle(number, is_applied=True)
         for place, bucket in zip(self._layout.buckets(number), encoded, strict=True):
             encoder.codec.decode(bucket, taken[place])
-        self._newest = self._frames(encoder, number, encoded, self._base_version)
+        frames = self._frames(encoder, number, encoded, base_version)
+        nbytes = sum(len(each) for each in encoded)
+        self._history[number].add(Update(base_version, self.versions[number], nbytes, frames))
         return taken
 
     def _frames(

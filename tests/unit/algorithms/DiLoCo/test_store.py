@@ -1,0 +1,83 @@
+"""The store's outer steps: who applies what it sends has its weights, bit for bit, however far behind."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from peers import opened
+from smolcluster.algorithms.DiLoCo.exchange import Assembly, Layout
+from smolcluster.algorithms.DiLoCo.fragments import cut
+from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer
+from smolcluster.algorithms.DiLoCo.store import Change, OuterStore
+from smolcluster.codec.registry import get_codec
+from smolcluster.training.replica import Replica
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.messages import OuterStep
+from unit.algorithms.SynchronousPS.actors import small_replica
+
+
+class Follower:
+    """A worker's copy of the weights, and the versions that it has of their fragments."""
+
+    def __init__(self, layout: Layout, weights: Tensor, codec_name: str) -> None:
+        self._layout, self._codec = layout, get_codec(codec_name)
+        self.weights = weights.clone()
+        self.versions = [0] * len(layout.fragments)
+        self.num_whole = 0
+
+    def take(self, frames: Sequence[Frame]) -> None:
+        assembly = Assembly(self._layout)
+        for frame in frames:
+            message, payload = opened(frame)
+            assert isinstance(message, OuterStep)
+            is_whole = message.base_version is None
+            codec = self._layout.lossless if is_whole else self._codec
+            values = assembly.take(message, payload, codec)
+            if values is None:
+                continue
+            number = message.fragment
+            assert message.base_version in (None, self.versions[number])
+            new = values if is_whole else self._layout.gather(number, self.weights) - values
+            self._layout.fragments[number].scatter(new, self.weights)
+            self.versions[number] = message.version
+            self.num_whole += is_whole
+
+
+def store_of(
+    replica: Replica, codec_down: str | None, num_fragments: int
+) -> tuple[OuterStore, Layout]:
+    layout = Layout.of(replica, cut(replica.layers, num_fragments))
+    outer = OuterOptimizer(replica.num_params, 0.7, 0.5)
+    return OuterStore(replica, layout, outer, codec_down), layout
+
+
+def step(store: OuterStore, layout: Layout, number: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(layout.fragments[number].numel, generator=generator) * 0.01
+    store.step(number, [Change(1.0, values, 8, {})])
+
+
+@pytest.mark.parametrize(
+    ("codec_down", "num_fragments", "behind", "is_whole"),
+    [
+        (None, 2, 1, True),
+        *(("int8", 2, 1, False), ("int8", 2, 3, False), ("int8", 1, 4, True)),
+        ("int4", 1, 6, False),
+    ],
+)
+def test_who_is_some_outer_steps_behind_comes_to_the_stores_weights(
+    codec_down: str | None, num_fragments: int, behind: int, is_whole: bool
+) -> None:
+    replica = small_replica("sgd", torch.float32)
+    store, layout = store_of(replica, codec_down, num_fragments)
+    follower = Follower(layout, replica.params, codec_down or "fp32")
+    for seed in range(2 * behind):
+        for number in range(num_fragments):
+            step(store, layout, number, seed)
+        if (seed + 1) % behind == 0:
+            for number in range(num_fragments):
+                follower.take(store.fragment_frames(number, follower.versions[number]))
+            assert torch.equal(follower.weights, replica.params)
+    assert follower.num_whole == (2 * num_fragments if is_whole else 0)
