@@ -7,7 +7,8 @@ the seeds, for the best of the inner learning rates. All is seeded: a second run
 
 `momentum`: β by the number of rounds, γ = 0.7. `weighting`: how the workers' changes are averaged when they
 took unlike numbers of steps. `joiner`: a worker that comes half-way, with cold moments; its first change at
-less than its weight.
+less than its weight. `loss`: a small GPT at equal tokens, with codecs, beside synchronous training: see
+`equal_tokens.py`.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from common import report
+from equal_tokens import measure_loss
 from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer
 from smolcluster.algorithms.DiLoCo.rounds import Pace, plan_round, warmed_up
 from smolcluster.data.dataset import Split
@@ -254,6 +256,7 @@ PARTS = {
     "momentum": measure_momentum,
     "weighting": measure_weighting,
     "joiner": measure_joiner,
+    "loss": measure_loss,
 }
 
 

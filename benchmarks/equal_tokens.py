@@ -32,10 +32,8 @@ from smolcluster.models.gpt import build_gpt
 NUM_WORKERS = 4
 BATCH = 8
 LENGTH = 64
-LOCAL_STEPS = 5
-STEPS = 500
+STEPS = 300
 """Of each worker; a synchronous one is a step of all of them."""
-INNER_RATE = 3e-3
 NUM_VALIDATED = 512
 """Windows of the end of the text."""
 MODEL = {"model_dim": 64, "num_layers": 2, "num_heads": 4, "ff_dim": 256, "dropout": 0.0}
@@ -56,20 +54,25 @@ class Arm:
     mode: str = "rounds"
     codec_up: str = "fp32"
     codec_down: str = "fp32"
-    momentum: float | None = None
+    momentum: float | None = 0.0
     """β of the outer step, 0 with γ = 1; None: both by the number of rounds."""
+    rate: float = 3e-3
+    """The highest inner learning rate."""
+    local_steps: int = 5
+    """Mean H."""
     wanted: float | None = None
     """How many nats it may lose on the first arm."""
 
 
 ARMS = (
     Arm("synchronous", "synchronous"),
-    Arm("DiLoCo fp32"),
-    Arm("DiLoCo int8 up and down", codec_up="int8", codec_down="int8", wanted=0.02),
-    Arm("DiLoCo int4 up, int8 down", codec_up="int4", codec_down="int8", wanted=0.03),
-    Arm("DiLoCo int4 up and down", codec_up="int4", codec_down="int4", wanted=0.03),
-    Arm("DiLoCo topk up, int8 down", codec_up="topk", codec_down="int8", momentum=0.0),
-    Arm("asynchronous int8", "asynchronous", codec_up="int8", codec_down="int8", wanted=0.05),
+    Arm("H = 1, fp32", local_steps=1),
+    Arm("fp32"),
+    Arm("fp32, outer momentum by default", momentum=None, rate=1.5e-3),
+    Arm("int8 up and down", codec_up="int8", codec_down="int8", wanted=0.02),
+    Arm("int4 up and down", codec_up="int4", codec_down="int4", wanted=0.03),
+    Arm("topk up, int8 down", codec_up="topk", codec_down="int8"),
+    Arm("asynchronous, int8", "asynchronous", codec_up="int8", codec_down="int8", wanted=0.05),
 )
 
 
@@ -147,10 +150,10 @@ class Link:
 
 
 class Run:
-    """One arm with one seed and inner rate: `num_batches` in all, handed out in order."""
+    """One arm with one seed: `num_batches` in all, handed out in order."""
 
-    def __init__(self, arm: Arm, text: Text, seed: int, rate: float, num_batches: int) -> None:
-        self._arm, self._text, self._rate, self._total = arm, text, rate, num_batches
+    def __init__(self, arm: Arm, text: Text, seed: int, num_batches: int) -> None:
+        self._arm, self._text, self._total = arm, text, num_batches
         self._batches = text.batches()
         self._given = 0
         self._learners = [
@@ -187,7 +190,7 @@ class Run:
         self.theta.copy_(learner.flat)
 
     def _rounds(self) -> None:
-        rounds = list(_budgets(self._total))
+        rounds = list(_budgets(self._total, self._arm.local_steps))
         outer = self._outer(len(rounds))
         for budget in rounds:
             plan = plan_round(budget, {worker: Pace(1.0) for worker in range(NUM_WORKERS)})
@@ -208,7 +211,7 @@ class Run:
     def _asynchronous(self) -> None:
         """Each worker's change is applied when it is done, whatever the others have come to."""
         speeds = [1 / each for each in UNLIKE]
-        local = [round(LOCAL_STEPS * NUM_WORKERS * each / sum(speeds)) for each in speeds]
+        local = [round(self._arm.local_steps * NUM_WORKERS * each / sum(speeds)) for each in speeds]
         num_pushes = self._total / sum(local) * NUM_WORKERS
         gamma, beta = self._gamma_beta(int(num_pushes / NUM_WORKERS))
         delay = default_momentum_delay(NUM_WORKERS)
@@ -255,14 +258,14 @@ class Run:
         progress = self._given / self._total
         height = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
         warm = min(1.0, (progress + 1e-3) / WARM_UP)
-        return self._rate * warm * (LEAST_RATE + (1 - LEAST_RATE) * height)
+        return self._arm.rate * warm * (LEAST_RATE + (1 - LEAST_RATE) * height)
 
 
-def _budgets(total: int) -> Iterator[int]:
+def _budgets(total: int, local_steps: int) -> Iterator[int]:
     """Batches of each round."""
     given = index = 0
     while given < total:
-        budget = min(NUM_WORKERS * warmed_up(index, LOCAL_STEPS), total - given)
+        budget = min(NUM_WORKERS * warmed_up(index, local_steps), total - given)
         yield budget
         given, index = given + budget, index + 1
 
@@ -272,7 +275,7 @@ def loss_of(arm: Arm, num_seeds: int) -> tuple[float, float, float | None]:
     losses, nbytes = [], 0
     for seed in range(num_seeds):
         text = Text(DEFAULT_DATA / "tinyshakespeare.txt", seed)
-        run = Run(arm, text, seed, INNER_RATE, NUM_WORKERS * STEPS)
+        run = Run(arm, text, seed, NUM_WORKERS * STEPS)
         losses.append(run.loss())
         nbytes = run.nbytes
     spread = (max(losses) - min(losses)) / 2
@@ -294,5 +297,5 @@ def measure_loss(num_seeds: int) -> dict[str, object]:
         rows.append(
             (arm.name, f"{loss:.4f}", f"{spread:.4f}", f"{loss - reference:+.4f}", wanted, shown)
         )
-    report(f"Loss at equal tokens, {STEPS} steps a worker, H = {LOCAL_STEPS}", rows)
+    report(f"Loss at equal tokens, {STEPS} steps of each of {NUM_WORKERS} workers", rows)
     return results
