@@ -3,11 +3,10 @@
 Four workers in one process, one after the other: a small GPT on the bytes of tiny Shakespeare, in windows of
 64, each handed out once an epoch, in one order for all arms. The pieces are those of a run: inner AdamW with
 clipping and a cosine, whose moments stay; codec and error feedback on the way up and down, where the store
-takes the decoded outer step as workers do; the outer optimizers with their defaults. What a network does is
-left out: nothing is late or lost, and in the asynchronous arm a clock says who is done when.
+takes the decoded outer step as workers do; the outer optimizer. What a network does is left out: all workers
+are equally fast, and nothing is late or lost.
 """
 
-import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,12 +16,7 @@ import torch
 from torch import Tensor
 
 from common import DEFAULT_DATA, report
-from smolcluster.algorithms.DiLoCo.outer import (
-    DelayedNesterov,
-    OuterOptimizer,
-    default_momentum_delay,
-    outer_defaults,
-)
+from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer, outer_defaults
 from smolcluster.algorithms.DiLoCo.rounds import Pace, plan_round, warmed_up
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec
@@ -42,16 +36,14 @@ LEAST_RATE = 0.1
 """Of the highest, at the end."""
 WEIGHT_DECAY = 0.01
 MAX_NORM = 1.0
-UNLIKE = (1.0, 1.0, 1.0, 2.6)
-"""Seconds of a step of each worker, where they do not wait for each other."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train: `mode` is `synchronous` (no local steps), `rounds` or `asynchronous`."""
+    """One way to train: in rounds of local steps, or all at once."""
 
     name: str
-    mode: str = "rounds"
+    is_synchronous: bool = False
     codec_up: str = "fp32"
     codec_down: str = "fp32"
     momentum: float | None = 0.0
@@ -65,14 +57,13 @@ class Arm:
 
 
 ARMS = (
-    Arm("synchronous", "synchronous"),
+    Arm("synchronous", is_synchronous=True),
     Arm("H = 1, fp32", local_steps=1),
     Arm("fp32"),
     Arm("fp32, outer momentum by default", momentum=None, rate=1.5e-3),
     Arm("int8 up and down", codec_up="int8", codec_down="int8", wanted=0.02),
     Arm("int4 up and down", codec_up="int4", codec_down="int4", wanted=0.03),
     Arm("topk up, int8 down", codec_up="topk", codec_down="int8"),
-    Arm("asynchronous, int8", "asynchronous", codec_up="int8", codec_down="int8", wanted=0.05),
 )
 
 
@@ -156,9 +147,7 @@ class Run:
         self._arm, self._text, self._total = arm, text, num_batches
         self._batches = text.batches()
         self._given = 0
-        self._learners = [
-            Learner(seed) for _ in range(1 if arm.mode == "synchronous" else NUM_WORKERS)
-        ]
+        self._learners = [Learner(seed) for _ in range(1 if arm.is_synchronous else NUM_WORKERS)]
         self.theta = self._learners[0].flat.clone()
         numel = len(self.theta)
         self.up = [Link(arm.codec_up, numel) for _ in self._learners]
@@ -166,11 +155,10 @@ class Run:
 
     def loss(self) -> float:
         """Train; the validation loss of θ."""
-        {
-            "synchronous": self._synchronous,
-            "rounds": self._rounds,
-            "asynchronous": self._asynchronous,
-        }[self._arm.mode]()
+        if self._arm.is_synchronous:
+            self._synchronous()
+        else:
+            self._rounds()
         self._learners[0].flat.copy_(self.theta)
         return self._learners[0].loss(self._text.validation)
 
@@ -207,32 +195,6 @@ class Run:
             self._take(stepped)
             for learner in self._learners:
                 learner.flat.copy_(self.theta)
-
-    def _asynchronous(self) -> None:
-        """Each worker's change is applied when it is done, whatever the others have come to."""
-        speeds = [1 / each for each in UNLIKE]
-        local = [round(self._arm.local_steps * NUM_WORKERS * each / sum(speeds)) for each in speeds]
-        num_pushes = self._total / sum(local) * NUM_WORKERS
-        gamma, beta = self._gamma_beta(int(num_pushes / NUM_WORKERS))
-        delay = default_momentum_delay(NUM_WORKERS)
-        outer = DelayedNesterov(len(self.theta), gamma, beta, delay)
-        generator = torch.Generator().manual_seed(0)
-        clock = [(float(torch.rand((), generator=generator)), w) for w in range(NUM_WORKERS)]
-        clock = [(at * local[w] * UNLIKE[w], w) for at, w in clock]
-        heapq.heapify(clock)
-        anchors = [self.theta.clone() for _ in self._learners]
-        while self._given < self._total:
-            now, worker = heapq.heappop(clock)
-            learner = self._learners[worker]
-            for _ in range(local[worker]):
-                self._local_step(learner)
-            stepped = self.theta.clone()
-            change = self.up[worker].send(anchors[worker] - learner.flat)
-            outer.apply(stepped, change, local[worker] / sum(local))
-            self._take(stepped)
-            learner.flat.copy_(self.theta)
-            anchors[worker].copy_(self.theta)
-            heapq.heappush(clock, (now + local[worker] * UNLIKE[worker], worker))
 
     def _outer(self, num_rounds: int) -> OuterOptimizer:
         return OuterOptimizer(len(self.theta), *self._gamma_beta(num_rounds))
@@ -279,7 +241,7 @@ def loss_of(arm: Arm, num_seeds: int) -> tuple[float, float, float | None]:
         losses.append(run.loss())
         nbytes = run.nbytes
     spread = (max(losses) - min(losses)) / 2
-    mb = None if arm.mode == "synchronous" else nbytes / 1e6
+    mb = None if arm.is_synchronous else nbytes / 1e6
     return sum(losses) / num_seeds, spread, mb
 
 
