@@ -5,14 +5,17 @@ finds: one is resumed from here, in a folder of its own.
 """
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from harness import Cluster, local_settings
+from harness import DEADLINE_S, Cluster, local_settings
+from smolcluster.algorithms.DiLoCo import server as diloco
 from smolcluster.configs.resolve import Settings
 from smolcluster.observability.metrics import MetricRecord
+from smolcluster.utils.retry import Deadline
 
 STEP = 60
 KEPT = Path("test-run") / "worker-1"
@@ -83,3 +86,29 @@ def test_more_workers_than_before_count_exactly(tmp_path: Path) -> None:
     assert resumed.server.summary.samples_applied == total
     assert resumed.server.summary.final.val_loss is not None
     assert resumed.server.summary.final.val_loss < 1.5
+
+
+class WaitsForTheSecond(diloco.Server):
+    """Hands out one round after the checkpoint, then nothing until a second worker is there."""
+
+    def hand_out(self, now: float) -> None:
+        if self.version == STEP or len(self.pool.workers) == 2:
+            super().hand_out(now)
+
+
+def test_who_joins_later_loses_nothing_that_it_kept(tmp_path: Path) -> None:
+    settings = settings_for("int8")
+    whole = run(settings, tmp_path / "whole")
+    folder = killed_after(whole.folder, tmp_path / "resumed")
+    newer = folder / "test-run" / "worker-2" / f"step-{STEP + 15:08d}.safetensors"
+    shutil.copytree(folder / KEPT, newer.parent)
+    shutil.copyfile(folder / KEPT / f"step-{STEP:08d}.safetensors", newer)
+    cluster = Cluster(settings, folder, WaitsForTheSecond, algorithm="diloco", resume=True)
+    first = cluster.worker(1)
+    deadline = Deadline(DEADLINE_S)
+    while cluster.core.version == STEP and not deadline.expired:
+        time.sleep(0.01)
+    second = cluster.worker(2)
+    for outcome in (cluster.server, first, second):
+        outcome.finish()
+    assert newer.exists()

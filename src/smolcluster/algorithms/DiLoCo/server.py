@@ -345,8 +345,8 @@ class Server:
         peer = self.peers[worker.member.session_id] = Peer(worker, step_s)
         self.workers[peer.id] = worker
         self.send_weights(peer)
-        if self.resumed_at is not None:
-            self.tell(peer, Resumed(step=self.resumed_at))
+        if self.version == self.resumed_at:  # else what it kept then is of long ago
+            self.tell(peer, Resumed(step=self.version))
 
     def on_departure(self, worker: Worker) -> None:
         peer = self.peers.pop(worker.member.session_id)

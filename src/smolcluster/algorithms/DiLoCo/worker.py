@@ -63,6 +63,10 @@ from smolcluster.transport.messages import (
 WAIT_S = 1.0
 
 
+class RefusedAgain(NonFiniteLoss):
+    """The server has refused a change that was computed on its own weights."""
+
+
 class Worker:
     """A worker's part in a run, over all its sessions."""
 
@@ -106,6 +110,8 @@ class Worker:
             try:
                 self.wait_until(lambda: not self.is_void and bool(self.stream))
                 self.do(self.stream.popleft())
+            except RefusedAgain:
+                raise
             except NonFiniteLoss as error:
                 self.give_up(error)
             except ProtocolError as error:
@@ -312,10 +318,10 @@ class Worker:
         """The server has refused a change, and will send whole weights.
 
         Raises:
-            NonFiniteLoss: it was computed on such weights already.
+            RefusedAgain: it was computed on such weights already.
         """
         if self.is_fresh:
-            raise NonFiniteLoss(
+            raise RefusedAgain(
                 f"the server has refused its change (again, now of its weights of version "
                 f"{max(self.versions)}); {DIVERGENCE_REMEDY}"
             )
