@@ -11,7 +11,14 @@ import pytest
 from smolcluster.algorithms.planning.costs import Job
 from smolcluster.configs.resolve import load_settings
 from smolcluster.launch.advise import command
-from smolcluster.launch.advise.command import Found, as_overrides, find_advice, options_of, site_of
+from smolcluster.launch.advise import speed as speeds
+from smolcluster.launch.advise.command import (
+    Found,
+    as_overrides,
+    find_advice,
+    options_of,
+    site_of,
+)
 from smolcluster.launch.advise.measuring import Computer, Files, Way, busy, measure_all
 from smolcluster.launch.advise.show import advice_line, as_json, lines, show
 from smolcluster.launch.advise.speed import ASKED_FILE, Asked, Speed, meet
@@ -85,7 +92,7 @@ def test_fast_links_are_worth_it_and_the_exact_algorithm_is_taken(
     advice = found(FAST, {"pi5": way(1000, 900), "win": way(1000, 900)}).advice
     assert advice.chosen is not None
     assert advice.chosen.forecast.is_exact
-    assert advice.chosen.settings["codec"] == "fp32"
+    assert not advice.chosen.settings, "as the file says: lossless"
     assert advice.alone[0] == "mini1"
     assert advice.alone[1] == pytest.approx(4 / 0.35)
     assert 2 < advice.gain < 2.5
@@ -112,11 +119,13 @@ def test_a_key_that_the_user_has_set_is_kept(found: Callable[..., Found]) -> Non
 
 
 def test_what_is_launched_has_the_algorithm_and_its_settings(found: Callable[..., Found]) -> None:
-    result = found(FAST, {"pi5": way(1000, 900), "win": way(1000, 900)})
+    result = found(FAST, {"pi5": way(3, 2), "win": way(3, 2)})
     assert result.request is not None
+    assert result.request.overrides[1:], "slow links want a codec"
     assert result.advice.chosen is not None
     assert result.request.algorithm.name == result.advice.chosen.algorithm
-    assert result.request.overrides == ("batch_size=4", "codec=fp32")
+    settings = as_overrides(result.advice.chosen.settings)
+    assert result.request.overrides == ("batch_size=4", *settings)
     assert result.prediction is not None
     assert result.prediction.samples_per_s == result.advice.chosen.forecast.samples_per_s
 
@@ -168,10 +177,16 @@ def test_a_machine_alone_is_no_slower_than_one_of_its_workers(
 def test_who_is_on_the_servers_machine_shares_no_link(request_of: Callable[..., Request]) -> None:
     settings = load_settings(str(request_of().config), "stdlib", environ={})
     site = site_of(settings, FAST, {"pi5": way(50, 20), "win": way(80, 30)})
-    assert [worker.via for worker in site.workers] == ["", "10.0.0.1", "10.0.0.1"]
-    assert site.interfaces["10.0.0.1"].in_bytes_s == 80e6, "one alone has brought more than both"
+    assert [worker.via for worker in site.workers] == ["", "eth0", "eth0"]
+    assert site.interfaces["eth0"].in_bytes_s == 80e6, "one alone has brought more than both"
     crowded = site_of(settings, FAST, {"pi5": way(80, 60), "win": way(80, 60)})
-    assert crowded.interfaces["10.0.0.1"].in_bytes_s == 120e6
+    assert crowded.interfaces["eth0"].in_bytes_s == 120e6
+
+
+def test_two_addresses_of_one_interface_share_it(request_of: Callable[..., Request]) -> None:
+    settings = load_settings(str(request_of().config), "stdlib", environ={})
+    ways = {"pi5": way(80, 40), "win": way(80, 40, address="fd00::1")}
+    assert site_of(settings, FAST, ways).interfaces["eth0"].in_bytes_s == 80e6
 
 
 def test_who_did_not_answer_is_not_there(request_of: Callable[..., Request]) -> None:
@@ -241,6 +256,17 @@ def test_a_machine_is_sent_all_that_it_needs_to_know() -> None:
         asked = tar.extractfile(ASKED_FILE)
         assert asked is not None
         assert Asked.model_validate_json(asked.read()).overrides == ("batch_size=2",)
+
+
+def test_a_batch_larger_than_an_epoch_is_measured_by_what_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(speeds, "ROUND_S", 0.0)
+    asked = ("batch_size=1000", "gradient_accumulation=3", "model.hidden=2", "threads=1")
+    found = speeds.measure(load_settings("edp", "digits", overrides=asked, environ={}))
+    assert found.batch_size == 3000
+    assert found.num_samples < 3000
+    assert all(seconds > 0 for seconds in found.compute_s)
 
 
 def test_processes_meet(tmp_path: Path) -> None:

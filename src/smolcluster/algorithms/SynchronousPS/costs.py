@@ -81,8 +81,8 @@ def shared_out(site: Site, sent: int, settings: Settings) -> tuple[list[int], li
         ]
         costs = []
         for place, upload_s in enumerate(uploads):
-            own = _computing(site, settings, place)
-            costs.append(Cost(own.fixed_s + min(upload_s, 1e9), own.per_sample_s))
+            own, latency_s = _computing(site, settings, place), site.workers[place].latency_s
+            costs.append(Cost(own.fixed_s + latency_s + min(upload_s, 1e9), own.per_sample_s))
         sizes = sizes_by_cost(costs, settings.global_batch_size)
         if list(map(bool, pushing)) == list(map(bool, sizes)):
             break
@@ -92,9 +92,7 @@ def shared_out(site: Site, sent: int, settings: Settings) -> tuple[list[int], li
 def _computing(site: Site, settings: Settings, place: int) -> Cost:
     """What a part costs a worker but for its way."""
     worker = site.workers[place]
-    return Cost(
-        worker.update_s + worker.latency_s, worker.compute_s / settings.train.samples_per_push
-    )
+    return Cost(worker.update_s, worker.compute_s / settings.train.samples_per_push)
 
 
 def candidates(_site: Site, _job: Job, settings: Settings) -> Iterator[dict[str, Any]]:

@@ -26,7 +26,7 @@ BISECTIONS = 50
 
 @dataclass(frozen=True)
 class Interface:
-    """What all workers that reach the server at one of its addresses share, bytes a second."""
+    """What all workers that reach the server by one of its interfaces share, bytes a second."""
 
     in_bytes_s: float = inf
     out_bytes_s: float = inf
@@ -42,7 +42,7 @@ class Worker:
         up_bytes_s: to the server while nobody else sends; infinity: it is the server's own machine.
         down_bytes_s: from the server.
         latency_s: round trip.
-        via: the server's address.
+        via: the server's interface; empty: it is the server's own machine.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Site:
 
     Attributes:
         workers: in the order of the cluster file, at least one.
-        interfaces: by the server's address; of those that are missing it is not known that they limit.
+        interfaces: of the server, by name; of those that are missing it is not known that they limit.
         apply_s: what a push costs the server's main thread: clipping and optimizer step.
     """
 

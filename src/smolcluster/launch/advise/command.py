@@ -6,7 +6,7 @@ machines prepared -> real steps on each -> ways to the server -> what each algor
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -257,12 +257,13 @@ def site_of(settings: Settings, speeds: Mapping[str, Speed], ways: Mapping[str, 
                 up_bytes_s=1e6 * way.up_mb_s,
                 down_bytes_s=1e6 * way.down_mb_s,
                 latency_s=way.latency_s,
-                via=way.address,
+                via=way.via,
             )
         workers.append(worker)
-    addresses = dict.fromkeys(way.address for way in ways.values())
-    by_address = {ip: [way for way in ways.values() if way.address == ip] for ip in addresses}
-    interfaces = {ip: _interface(each) for ip, each in by_address.items() if each[1:]}
+    sharing = {
+        way.via: [each for each in ways.values() if each.via == way.via] for way in ways.values()
+    }
+    interfaces = {via: _interface(each) for via, each in sharing.items() if each[1:]}
     own = speeds.get(cluster.server)
     updates = [own.update_s] if own else [speed.update_s for speed in speeds.values()]
     return Site(tuple(workers), interfaces, apply_s=max(updates, default=0.0))
@@ -285,27 +286,57 @@ def _interface(ways: Sequence[Way]) -> Interface:
 
 def options_of(
     request: Request, site: Site, job: Job, batch_size: int, say: Say, *, local: bool
-) -> Iterator[Option]:
-    """The best settings of each algorithm that predicts, and can follow what the files say."""
+) -> list[Option]:
+    """The best settings of each algorithm that predicts, and can follow what the files say.
+
+    Raises:
+        ConfigError: no algorithm can; the message says why not.
+    """
+    options, reasons = list[Option](), list[str]()
     for spec in algorithms().values():
-        model = costs_of(spec)
-        if model is None:
-            continue
-        of_it = replace(request, algorithm=spec, config=_one_config(request))
-        options = []
+        tried, refused = _tried(spec, request, site, job, batch_size, local=local)
+        if tried:
+            options.append(best_settings(tried))
+        elif refused:
+            reasons.append(f"{spec.title} is left out: {refused}")
+    if not options:
+        raise ConfigError("; ".join(reasons) or "no algorithm is installed that predicts anything")
+    for reason in reasons:
+        say(reason)
+    return options
+
+
+def _tried(
+    spec: AlgorithmSpec, request: Request, site: Site, job: Job, batch_size: int, *, local: bool
+) -> tuple[list[Option], str]:
+    """What an algorithm predicts: first as the files say, then with what else may be worth it.
+
+    Settings that contradict others are no option. Where there is none, also why.
+    """
+    model, refused = costs_of(spec), ""
+    if model is None:
+        return [], ""
+    of_it = replace(request, algorithm=spec, config=_one_config(request))
+    options: list[Option] = []
+    try:
+        own = _settings(of_it, spec, batch_size, local=local)
+    except ConfigError as error:
+        return [], str(error)
+    told, fixed = {**dict(own.train), **dict(own.cluster)}, stated(request, os.environ)
+    for candidate in ({}, *model.candidates(site, job, own)):
+        keys = {
+            name: value
+            for name, value in candidate.items()
+            if name not in fixed and value != told[name]
+        }
+        asked = replace(of_it, overrides=(*of_it.overrides, *as_overrides(keys)))
         try:
-            settings = _settings(of_it, spec, batch_size, local=local)
-            for candidate in model.candidates(site, job, settings):
-                keys = {
-                    name: value for name, value in candidate.items() if name not in stated(request)
-                }
-                asked = replace(of_it, overrides=(*of_it.overrides, *as_overrides(keys)))
-                told = _settings(asked, spec, batch_size, local=local)
-                options.append(Option(spec.name, keys, model.predict(site, job, told)))
+            settings = _settings(asked, spec, batch_size, local=local)
         except ConfigError as error:
-            say(f"{spec.title} is left out: {error}")
+            refused = refused or str(error)
             continue
-        yield best_settings(options)
+        options.append(Option(spec.name, keys, model.predict(site, job, settings)))
+    return options, refused
 
 
 def _one_config(request: Request) -> str:
@@ -319,9 +350,11 @@ def _settings(request: Request, spec: AlgorithmSpec, batch_size: int, *, local: 
     return settings.with_batch_size(batch_size // settings.train.gradient_accumulation)
 
 
-def stated(request: Request) -> set[str]:
-    """The keys that the user has set by hand, and are not chosen anew."""
-    return {text.partition("=")[0] for text in request.overrides}
+def stated(request: Request, environ: Mapping[str, str]) -> set[str]:
+    """The keys that the user has set by hand or in the environment: they are not chosen anew."""
+    by_hand = {text.partition("=")[0] for text in request.overrides}
+    names = (name.partition("_")[2].partition("__")[0].lower() for name in settings_in(environ))
+    return by_hand | set(names)
 
 
 def as_overrides(keys: Mapping[str, Any]) -> tuple[str, ...]:

@@ -39,6 +39,8 @@ SPEED_S = 300.0
 """Longest time in which a machine loads PyTorch and the data, and is measured; steps may be long."""
 UNSTEADY = 1.3
 """Rounds that differ by more are of a machine that has other things to do."""
+STATED = "host_ip"
+"""The name of an interface of which only the address is known, which the cluster file states."""
 
 Say = Callable[[str], None]
 
@@ -150,6 +152,11 @@ class Way:
     crowd_up_mb_s: float | None = None
     crowd_down_mb_s: float | None = None
 
+    @property
+    def via(self) -> str:
+        """What it shares with others: the server's interface, which may have several addresses."""
+        return self.address if self.interface == STATED else self.interface
+
 
 def measure_ways(
     server: Host, workers: Sequence[Host], stated: Mapping[str, str], port: int, say: Say
@@ -166,7 +173,7 @@ def measure_ways(
     interfaces = interfaces_of(server)
     known = {interface.ip for interface in interfaces}
     extra = [ip for ip in dict.fromkeys(stated[each.node] for each in workers) if ip not in known]
-    interfaces += [Interface(ip, "host_ip") for ip in extra]
+    interfaces += [Interface(ip, STATED) for ip in extra]
     token = secrets.token_hex(16)
     seconds = int((len(workers) * len(interfaces) + 2) * MEASURE_S)
     listen = probe_script(

@@ -58,9 +58,9 @@ class Speed(BaseModel):
     """How fast a machine trains.
 
     Attributes:
-        compute_s: seconds of forward and backward of a batch, the median of each round.
+        compute_s: seconds of forward and backward of so many samples, the median of each round.
         update_s: seconds of clipping and an optimizer step.
-        batch_size: samples of a batch.
+        batch_size: samples of a worker's step.
         num_params: weights that are trained.
         num_samples: of an epoch.
         tokens_per_sample: 0 where samples are no text.
@@ -123,8 +123,9 @@ def measure(settings: Settings, meeting: Path | None = None, crowd: int = 1) -> 
     )
     with closing(training):
         batch = training.workload.batch_size or train.batch_size
-        batch_size = min(batch * train.gradient_accumulation, training.num_samples)
+        batch_size = batch * train.gradient_accumulation
         indices = training.order(0)[:batch_size]
+        scale = batch_size / len(indices)  # an epoch may have fewer
         computed, updated = list[float](), list[float]()
 
         def step() -> None:
@@ -146,7 +147,7 @@ def measure(settings: Settings, meeting: Path | None = None, crowd: int = 1) -> 
             end = time.perf_counter() + ROUND_S
             while not computed or time.perf_counter() < end:
                 step()
-            rounds.append(median(computed))
+            rounds.append(scale * median(computed))
         return Speed(
             compute_s=tuple(rounds),
             update_s=median(updated),

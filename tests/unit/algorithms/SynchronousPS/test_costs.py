@@ -67,3 +67,11 @@ def test_a_slower_link_never_makes_it_faster() -> None:
         for mbit in (1, 2, 5, 20, 50, 100, 1000)
     ]
     assert rates == sorted(rates)
+
+
+def test_a_round_trip_counts_once() -> None:
+    far = Worker("far", 1.0, latency_s=0.5, via="eth0", up_bytes_s=1e12, down_bytes_s=1e12)
+    settings = settings_of("batch_size=4", num_workers=1)
+    assert 4 / predict(Site((far,), {}), JOB, settings).samples_per_s == pytest.approx(
+        1.5, rel=0.01
+    )
