@@ -3,6 +3,7 @@
 import signal
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,14 @@ from torch import nn
 import own_workloads
 from harness import DEADLINE_S, Cluster, local_settings
 from own_workloads import assert_same, buffers_of, normed
+from smolcluster.algorithms.DiLoCo.ledger import Applied
 from smolcluster.algorithms.DiLoCo.server import Server
 from smolcluster.algorithms.DiLoCo.worker import Worker
-from smolcluster.configs.resolve import Settings
+from smolcluster.configs.resolve import Settings, check_algorithm
 from smolcluster.data.dataset import Batch
-from smolcluster.errors import NonFiniteLoss, PeerLost
+from smolcluster.errors import ConfigError, ConnectTimeout, NonFiniteLoss, PeerLost
 from smolcluster.ps.assignment import Assigned
-from smolcluster.runs.events import LeaseReturned, PushDropped, RunResumed
+from smolcluster.runs.events import LeaseReturned, PushDropped
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.workload import Terms, Workload
 from smolcluster.transport.messages import Collect
@@ -26,6 +28,7 @@ from smolcluster.utils.stopping import Interrupted
 
 PLAIN = "outer_lr=1", "outer_momentum=0", "codec_up=null", "codec_down=null"
 """With one worker this is training in one process."""
+STREAMING = "mode=streaming", "fragments=3"
 
 
 def settings_for(*overrides: str, workers: int = 1) -> Settings:
@@ -41,22 +44,27 @@ def cluster_for(
     return Cluster(settings, folder, algorithm="diloco", workload=workload, resume=resume)
 
 
-@pytest.mark.parametrize("local_steps", [1, 7, 1000])
+@pytest.mark.parametrize("mode", [(), STREAMING], ids=["sync", "streaming"])
 @pytest.mark.parametrize(
-    ("double", "rel", "overrides"),
+    ("local_steps", "double", "overrides"),
     [
-        (False, 1e-6, ()),
-        (True, 1e-9, ("dataset.source=server",)),
-        (False, 1e-6, ("optimizer=sgd", "learning_rate=0.1", "lr_schedule.warmup_iters=3")),
+        (1, False, ()),
+        (7, False, ("optimizer=sgd", "learning_rate=0.1", "lr_schedule.warmup_iters=3")),
+        (7, True, ("dataset.source=server",)),
+        (1000, False, ()),
     ],
-    ids=["adam", "float64, served", "sgd with a schedule"],
+    ids=["1 step", "sgd with a schedule", "float64, served", "more than an epoch"],
 )
 def test_one_worker_without_momentum_is_sequential_training(
-    tmp_path: Path, local_steps: int, double: bool, rel: float, overrides: tuple[str, ...]
+    tmp_path: Path,
+    local_steps: int,
+    double: bool,
+    overrides: tuple[str, ...],
+    mode: tuple[str, ...],
 ) -> None:
     """Losses, weights and the statistics of batch norms are those of one process."""
-    own = "batch_size=16", "num_epochs=3", f"local_steps={local_steps}", *overrides
-    settings = settings_for(*PLAIN, *own)
+    own = "batch_size=16", "num_epochs=3", f"local_steps={local_steps}", *overrides, *mode
+    settings, rel = settings_for(*PLAIN, *own), 1e-9 if double else 1e-6
     cluster = cluster_for(settings, tmp_path, normed(double=double))
     cluster.finish(cluster.worker(1))
     expected, alone = own_workloads.alone(settings, normed(double=double))
@@ -91,20 +99,29 @@ def test_one_worker_in_float16_trains_as_one_process_overflows_and_all(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("codec", "down"), [("fp32", "fp32"), ("int8", "int8"), ("int4", "int4"), ("topk", "int8")]
+    ("codec", "down", "mode"),
+    [
+        ("fp32", "fp32", ()),
+        ("int8", "int8", ()),
+        ("int4", "int4", ()),
+        ("topk", "int8", ()),
+        ("int8", "int8", STREAMING),
+    ],
+    ids=["fp32", "int8", "int4", "topk", "int8, streaming"],
 )
 def test_three_workers_learn_and_apply_every_sample_once(
-    tmp_path: Path, codec: str, down: str
+    tmp_path: Path, codec: str, down: str, mode: tuple[str, ...]
 ) -> None:
-    settings = settings_for(
-        *(f"codec_up={codec}", f"codec_down={down}", "num_epochs=8", "local_steps=5"), workers=3
-    )
-    held: dict[int, list[torch.Tensor]] = defaultdict(list)
-    """The weights that each round's changes are counted from, by version."""
+    own = f"codec_up={codec}", f"codec_down={down}", "num_epochs=8", "local_steps=5", *mode
+    settings = settings_for(*own, workers=3)
+    held: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
+    """The weights that changes of a fragment are counted from, by version."""
 
     class Watched(Worker):
         def send_change(self, collect: Collect) -> None:
-            held[self.versions[collect.fragment]].append(self.anchor.clone())
+            number = collect.fragment
+            weights = self.layout.gather(number, self.anchor)
+            held[number, self.versions[number]].append(weights)
             super().send_change(collect)
 
     cluster = cluster_for(settings, tmp_path)
@@ -172,11 +189,12 @@ class Huge(Worker):
         super().send_change(collect)
 
 
+@pytest.mark.parametrize("mode", [(), STREAMING], ids=["sync", "streaming"])
 @pytest.mark.parametrize("make", [Dying, Diverging, Huge])
 def test_a_worker_that_fails_costs_its_own_steps_and_nothing_else(
-    tmp_path: Path, make: type[Worker]
+    tmp_path: Path, make: type[Worker], mode: tuple[str, ...]
 ) -> None:
-    settings = settings_for("local_steps=4", "num_epochs=4", "codec_up=int8", workers=2)
+    settings = settings_for("local_steps=4", "num_epochs=4", "codec_up=int8", *mode, workers=2)
     cluster = cluster_for(settings, tmp_path)
     summary = cluster.finish(cluster.worker(1), cluster.worker(2, make=make))
     events = [record.event for record in cluster.events()]
@@ -260,33 +278,60 @@ def test_a_late_worker_joins_and_shares_the_work(tmp_path: Path) -> None:
     assert {record.rank for record in cluster.metrics.steps} == {0, 3}
 
 
-def test_a_server_goes_on_from_its_last_round(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [(), STREAMING], ids=["sync", "streaming"])
+def test_a_server_goes_on_from_its_last_round(tmp_path: Path, mode: tuple[str, ...]) -> None:
     """Momentum, what the codec owes, rounds and samples are those of the checkpoint."""
     own = "local_steps=5", "codec_up=int8", "codec_down=int8", "checkpoint_steps=1", "num_epochs=3"
-    settings = settings_for(*own, "reconnect_timeout_s=1")
+    settings = settings_for(*own, *mode, "reconnect_timeout_s=1")
     cluster = cluster_for(settings, tmp_path)
     stopped = cluster.core
     assert isinstance(stopped, Server)
-    begin = stopped.begin_round
+    count = stopped.count
+    saved: list[tuple[int, int, object, dict[str, torch.Tensor]]] = []
 
-    def watched() -> None:
-        begin()
-        if stopped.round == 10:
+    def watched(applied: Sequence[Applied]) -> None:
+        count(applied)
+        partly, store = stopped.ledger.partly_applied, stopped.store
+        if not saved and applied and store.version >= 10 and bool(partly) == bool(mode):
+            tensors = {name: each.clone() for name, each in store.tensors.items()}
+            saved.append((stopped.version, store.version, partly, tensors))
             cluster.stop.note(signal.SIGTERM)
 
-    stopped.begin_round = watched  # type: ignore[method-assign]
-    cluster.worker(1)
+    stopped.count = watched  # type: ignore[method-assign]
+    worker = cluster.worker(1)
     assert isinstance(cluster.server.failure(), Interrupted)
-    before = {name: each.clone() for name, each in stopped.store.tensors.items()}
+    # else it goes on with the next server
+    assert isinstance(worker.failure(), PeerLost | ConnectTimeout)
+    [(version, outer_version, partly, before)] = saved
     again = cluster_for(settings, tmp_path, resume=True)
     core = again.core
     assert isinstance(core, Server)
-    [resumed] = [r.event for r in again.events() if isinstance(r.event, RunResumed)]
-    assert resumed.step == stopped.version == 50
-    assert (core.round, core.store.version) == (10, 10)
+    assert (core.version, core.store.version) == (version, outer_version)
+    assert core.ledger.partly_applied == partly
     assert_same(core.store.tensors, before)
     worker = again.worker(1)
     again.server.finish()
     worker.finish()
     assert again.server.summary is not None
     assert again.server.summary.samples_applied == 3 * again.training.num_samples
+
+
+def test_streaming_workers_compute_while_fragments_travel(tmp_path: Path) -> None:
+    """Between asking for a fragment and its new weights a worker takes steps, and loses none of them."""
+    steps_behind: list[int] = []
+
+    class Watched(Worker):
+        def compute(self, lease: Assigned) -> BatchLoss:
+            steps_behind.append(len(self.sent))
+            return super().compute(lease)
+
+    cluster = cluster_for(settings_for("local_steps=6", "num_epochs=4", *STREAMING), tmp_path)
+    cluster.finish(cluster.worker(1, make=Watched))
+    assert any(steps_behind)
+
+
+def test_more_fragments_than_tensors_and_fragments_of_the_whole_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="fragments is 3, but mode is sync"):
+        check_algorithm(settings_for("fragments=3"), "diloco")
+    with pytest.raises(ConfigError, match="fragments is 100, but the model has"):
+        cluster_for(settings_for("mode=streaming", "fragments=100"), tmp_path)

@@ -3,6 +3,7 @@
 Samples that the worker has not itself come first, as a batch in pieces no larger than a bucket.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -216,6 +217,7 @@ def assignment_of(
     loss_scale: float = 1.0,
     first_bucket: int = 0,
     backup: bool = False,
+    fragments: Sequence[int] | None = None,
 ) -> tuple[Assignment, memoryview]:
     """The message that hands samples out at `version` of the weights, and its payload.
 
@@ -230,6 +232,7 @@ def assignment_of(
         backup=backup,
         tensor=_indices_spec(indices.numel()),
         batch_nbytes=None if batch is None else batch.nbytes,
+        fragments=None if fragments is None else tuple(fragments),
     ), bytes_of(indices)
 
 

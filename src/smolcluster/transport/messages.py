@@ -66,6 +66,10 @@ MAX_PULLED_BUCKETS = 4096
 Buckets = Annotated[
     tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_PULLED_BUCKETS)
 ]
+MAX_FRAGMENTS = 4096
+Fragments = Annotated[
+    tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_FRAGMENTS)
+]
 MAX_CHANGING_BUFFERS = 8192
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Speed = Annotated[float, Field(ge=0, le=1e15)]
@@ -222,7 +226,7 @@ class Assignment(Message):
 
     With `batch_nbytes` the samples themselves came just before, in `Served` messages of so many bytes in all.
     `version` is the server's. SyncPS: only the buckets from `first_bucket` on are wanted; a `backup` of
-    somebody else's part is pushed lossless.
+    somebody else's part is pushed lossless. DiLoCo: only these `fragments` take a step; null: all.
     """
 
     KIND: ClassVar[int] = 7
@@ -234,6 +238,7 @@ class Assignment(Message):
     backup: bool = False
     tensor: TensorSpec
     batch_nbytes: Annotated[int, Field(ge=1, le=MAX_BATCH_NBYTES)] | None = None
+    fragments: Fragments | None = None
 
 
 class Served(Message):

@@ -1,10 +1,16 @@
 """What DiLoCo alone understands of a configuration."""
 
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from smolcluster.configs.schema import AlgorithmConfig, CodecName, Wait
+from smolcluster.errors import ConfigError
+
+if TYPE_CHECKING:
+    from smolcluster.configs.resolve import Settings
+
+DEFAULT_FRAGMENTS, MAX_FRAGMENTS = 4, 4096
 
 ChangeCodecName = Literal[CodecName, "topk"]
 """What a worker has gathered over many steps may be sent sparsely, too."""
@@ -13,6 +19,14 @@ ChangeCodecName = Literal[CodecName, "topk"]
 class DiLoCoConfig(AlgorithmConfig):
     """DiLoCo's own keys, all of the cluster file."""
 
+    mode: Literal["sync", "streaming"] = Field(
+        "sync",
+        description="DiLoCo: all exchange the whole at the end of a round, or a fragment at a time behind "
+        "computation (2501.18512).",
+    )
+    fragments: PositiveInt | None = Field(
+        None, description="DiLoCo: parts that streaming exchanges one by one; null: 4."
+    )
     local_steps: PositiveInt | None = Field(
         None,
         description="DiLoCo: mean number of batches that a worker computes between two exchanges; null: by "
@@ -47,6 +61,24 @@ class DiLoCoConfig(AlgorithmConfig):
                 "its own; set outer_momentum to 0 or null"
             )
         return self
+
+    def num_fragments(self, num_tensors: int) -> int:
+        """Into how many fragments a model of so many trainable tensors is cut."""
+        if self.mode == "sync":
+            return 1
+        return self.fragments or min(DEFAULT_FRAGMENTS, num_tensors)
+
+    def check(self, settings: "Settings") -> None:  # noqa: ARG002 - that of all algorithms
+        """Only streaming has fragments; there must not be more than can be named."""
+        if self.fragments is None:
+            return
+        if self.mode == "sync" and self.fragments > 1:
+            raise ConfigError(
+                f"fragments is {self.fragments}, but mode is sync, which exchanges the whole; set mode to "
+                "streaming, or fragments to null"
+            )
+        if self.fragments > MAX_FRAGMENTS:
+            raise ConfigError(f"fragments is {self.fragments}, must be at most {MAX_FRAGMENTS}")
 
     @property
     def uplink_codec(self) -> str | None:

@@ -12,7 +12,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from smolcluster.data.permutation import Range
+from smolcluster.errors import CheckpointError
 from smolcluster.transport.messages import LeaseKey, Stepped
+
+RESUMED = "resumed"
+"""In place of an incarnation: nobody holds these samples yet."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +92,13 @@ class Ledger:
         entry = self._entries.get(Range.of(key))
         return entry is not None and (entry.key, entry.holder) == (key, holder)
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether anything that was handed out has still to arrive."""
-        return bool(self._requests) or any(
-            leases for each in self._uncovered.values() for leases in each.values()
-        )
+    def is_waiting(self, fragment: int) -> bool:
+        """Whether a change of this fragment was asked for, and has still to arrive."""
+        return any(each.fragment == fragment for each in self._requests.values())
+
+    def has_asked(self, holder: int) -> bool:
+        """Whether a worker has still to bring what it was asked for."""
+        return any(each.holder == holder for each in self._requests.values())
 
     def has_uncovered(self, holder: int, fragment: int) -> bool:
         return bool(self._uncovered.get(holder, {}).get(fragment))
@@ -156,3 +161,28 @@ class Ledger:
                 raise ValueError(f"samples {samples} were applied before anybody computed them")
             applied.append(Applied(entry.key, entry.holder, entry.learning_rate, entry.stepped))
         return sorted(applied, key=lambda each: each.key.grant)
+
+    @property
+    def partly_applied(self) -> list[tuple[int, int, int, list[int]]]:
+        """Samples that have been applied in some fragments: epoch, start, stop, and these fragments."""
+        return [
+            (samples.epoch, samples.start, samples.stop, sorted(entry.applied))
+            for samples, entry in self._entries.items()
+            if entry.applied
+        ]
+
+    def resume(self, partly_applied: Iterable[tuple[int, int, int, list[int]]]) -> None:
+        """Go on from a checkpoint: these samples wait for the fragments that are missing.
+
+        Raises:
+            CheckpointError: there are no such fragments.
+        """
+        for epoch, start, stop, applied in partly_applied:
+            if not set(applied) < self._all:
+                raise CheckpointError(
+                    f"the checkpoint has applied samples in fragments {applied} of {len(self._all)}: resume "
+                    "with the run's own mode and fragments"
+                )
+            key = LeaseKey(incarnation=RESUMED, epoch=epoch, start=start, stop=stop, grant=0)
+            entry = Entry(key, None, 0.0, set(applied), set(applied))
+            self._entries[Range.of(key)] = entry

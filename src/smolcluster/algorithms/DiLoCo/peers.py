@@ -88,17 +88,18 @@ class Peer:
         self.step_s = max(LEAST_STEP_S, 0.7 * self.step_s + 0.3 * stepped.compute_s)
         self.stepped_at = now
 
-    def ask(self, now: float, least_patience_s: float) -> None:
-        """It is asked for its change now, and waits for new weights."""
-        self.is_asked = True
+    def ask(self, now: float, least_patience_s: float, *, waits: bool) -> None:
+        """It is asked for a change now; `waits`: and computes nothing before its new weights come."""
+        self.is_asked = waits
         expected_s = self.pace(now).arrival(0) - now
         self.due_at = now + max(least_patience_s, PATIENCE * expected_s)
 
-    def answered(self, now: float) -> None:
-        """Its change has come."""
-        self.due_at = math.inf
+    def answered(self, now: float, *, is_all: bool) -> None:
+        """A change has come; `is_all`: it was asked for no other."""
+        if is_all:
+            self.due_at = math.inf
         self.upload_s = 0.5 * self.upload_s + 0.5 * max(0.0, now - self.stepped_at)
 
     def begin(self) -> None:
         """A round begins with new weights, or it is to begin again."""
-        self.is_asked, self.due_at, self.waited_s = False, math.inf, None
+        self.is_asked, self.waited_s = False, None

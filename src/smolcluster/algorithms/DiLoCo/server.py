@@ -5,9 +5,10 @@
 
 A round is `local_steps` batches a worker on average: who is faster gets more of them, so that all arrive
 together. What a lost worker has computed and not sent goes to others, so that every sample of every epoch is
-applied exactly once. One thread, `Server.run`, decides everything.
+applied exactly once. Streaming does all that for a fragment of the weights at a time, while workers go on
+computing. One thread, `Server.run`, decides everything.
 
-Source: DiLoCo (Douillard et al., 2311.08105).
+Sources: DiLoCo (Douillard et al., 2311.08105); Streaming DiLoCo (Douillard et al., 2501.18512).
 By hand: `uv run server.py`.
 """
 
@@ -36,6 +37,7 @@ from smolcluster.algorithms.DiLoCo.ledger import Applied, Ledger, Request
 from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer, outer_defaults
 from smolcluster.algorithms.DiLoCo.peers import Peer
 from smolcluster.algorithms.DiLoCo.rounds import (
+    COMPUTING,
     LEAST_ROUNDS,
     choose_local_steps,
     plan_round,
@@ -71,8 +73,6 @@ from smolcluster.transport.messages import (
 
 DISPATCHER, ROUNDS = "dispatcher", "rounds"
 """Where a checkpoint's progress has their state."""
-WHOLE = 0
-"""The number of the only fragment."""
 TICK_S = 0.1
 LEAST_PATIENCE_S = 30.0
 """So long at least a change may take, or a slow link be silent."""
@@ -85,7 +85,8 @@ class RoundsState(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     version: NonNegativeInt
-    round: NonNegativeInt
+    partly_applied: list[tuple[int, int, int, list[int]]]
+    """Samples that have been applied in some fragments: epoch, start, stop, and these fragments."""
 
 
 @dataclass(frozen=True)
@@ -114,15 +115,19 @@ class Server:
         )
         epoch_batches = math.ceil(context.training.num_samples / self.train.samples_per_push)
         self.total_batches = self.train.num_epochs * epoch_batches
-        self.layout = Layout.of(replica, cut(replica.layers, 1))
+        self.is_streaming = self.config.mode == "streaming"
+        num_fragments = self.config.num_fragments(len(replica.layers))
+        self.layout = Layout.of(replica, cut(replica.layers, num_fragments))
+        self.numbers = range(num_fragments)
+        """Of the fragments."""
         self.store = OuterStore(replica, self.layout, self.new_outer(), self.config.codec_down)
         self.ledger = Ledger(len(self.layout.fragments))
         self.feed = context.open_feed()
         self.pool = context.open_pool(self.receiver_for)
         self.report = self.pool.report
         self.evaluator = context.new_evaluator()
-        self.version = self.round = 0
-        """Batches applied, and outer steps taken."""
+        self.version = 0
+        """Batches that have been applied."""
         source = CheckpointSource(replica, self.progress, lambda: self.store.tensors)
         self.resumed_at: int | None = None
         """The batches applied when the run went on from a checkpoint."""
@@ -132,8 +137,8 @@ class Server:
             stored = parse_progress(DispatcherState, state.progress.get(DISPATCHER), state.step)
             self.dispatcher.resume(stored, state.samples_applied)
             rounds = parse_progress(RoundsState, state.progress.get(ROUNDS), state.step)
-            self.round = rounds.round
             self.store.resume(rounds.version)
+            self.ledger.resume(rounds.partly_applied)
         self.saver = context.new_saver(source, self.report)
         self.peers: dict[int, Peer] = {}
         self.workers: dict[int, Worker] = {}
@@ -144,9 +149,13 @@ class Server:
         """Batches of this round that were handed out, and not taken back."""
         self.plan: dict[int, int] = {}
         """How many more batches each worker should get in this round."""
-        self.is_closing = False
-        """Whether nobody gets any more in this round."""
-        self.contributions: list[Contribution] = []
+        self.asked: set[int] = set()
+        """Fragments whose changes were asked for in this round."""
+        self.gathering: dict[int, float] = {}
+        """Since when those are awaited that have not all come."""
+        self.contributions: dict[int, list[Contribution]] = {each: [] for each in self.numbers}
+        self.exchange_s: dict[int, float] = {}
+        """By fragment: how long it took the last time from asking to the outer step."""
         self.norms, self.failures = Norms(), Failures()
 
     def new_outer(self) -> OuterOptimizer:
@@ -166,7 +175,8 @@ class Server:
         )
 
     def progress(self) -> Progress:
-        rounds = RoundsState(version=self.store.version, round=self.round)
+        partly_applied = self.ledger.partly_applied
+        rounds = RoundsState(version=self.store.version, partly_applied=partly_applied)
         return {
             DISPATCHER: self.dispatcher.state.model_dump(mode="json"),
             ROUNDS: rounds.model_dump(mode="json"),
@@ -195,9 +205,10 @@ class Server:
                 self.handle(event)
             now = time.monotonic()
             self.leave_late(now)
-            self.hand_out(now)
-            self.collect(now)
-            self.end_round()
+            for _ in self.numbers:
+                self.hand_out(now)
+                self.collect(now)
+            self.step(now)
             self.saver.tick()
             self.report.tick()
         self.replica.check_weights("at the end of the run")
@@ -206,26 +217,46 @@ class Server:
     def begin_round(self) -> None:
         """Choose how many batches a worker takes on average until the next outer step."""
         self.local_steps = self.config.local_steps or warmed_up(self.round, self.measured_steps())
-        self.num_handed, self.is_closing = 0, False
+        self.num_handed = 0
+        self.asked.clear()
         for peer in self.active:
             peer.begin()
 
     def measured_steps(self) -> int:
-        """H by measured times: the least that keeps workers computing; at first the least of all."""
+        """H by measured times: the least that keeps workers computing; at first the least of all.
+
+        Streaming exchanges behind computation: a round need only be as long as all its exchanges together.
+        """
         peers = self.active
         waits = [peer.waited_s for peer in peers if peer.waited_s is not None]
-        if not waits:
+        exchange_s = sum(self.exchange_s.values()) if self.is_streaming else min(waits, default=0.0)
+        if not peers or not (self.exchange_s if self.is_streaming else waits):
             return 1
-        step_s = harmonic_mean([peer.step_s for peer in peers])
-        return choose_local_steps(step_s, min(waits), self.total_batches, len(peers))
+        return choose_local_steps(
+            harmonic_mean([peer.step_s for peer in peers]),
+            exchange_s,
+            self.total_batches,
+            len(peers),
+            computing=0.5 if self.is_streaming else COMPUTING,
+        )
+
+    @property
+    def round(self) -> int:
+        """How many times every fragment has been exchanged."""
+        return self.store.version // len(self.numbers)
+
+    @property
+    def num_left(self) -> int:
+        """Batches of this round that are to be handed out."""
+        return self.local_steps * len(self.active) - self.num_handed
 
     def hand_out(self, now: float) -> None:
         """Give workers a few of the batches that they are to have in this round."""
         takers = {peer.id: peer for peer in self.active if not peer.is_asked}
-        num_left = self.local_steps * len(self.active) - self.num_handed
-        if not self.pool.started or self.is_closing or not takers:
+        if not self.pool.started or (self.asked and not self.is_streaming):
             return
-        self.plan = plan_round(num_left, {id_: peer.pace(now) for id_, peer in takers.items()})
+        paces = {id_: peer.pace(now) for id_, peer in takers.items()}
+        self.plan = plan_round(self.num_left - self.num_later(len(self.asked)), paces)
         for id_, peer in takers.items():
             for _ in range(min(self.plan[id_], peer.num_wanted)):
                 self.give(peer)
@@ -235,7 +266,7 @@ class Server:
         if lease is None:
             return
         rate = self.learning_rate()
-        self.ledger.assign(lease.key, peer.id, rate)
+        fragments = self.ledger.assign(lease.key, peer.id, rate)
         peer.unanswered.add(lease.key)
         self.num_handed += 1
         self.plan[peer.id] -= 1
@@ -243,10 +274,17 @@ class Server:
         self.feed.deliver(
             lease.range,
             lease.indices,
-            lambda batch: fill(partial(self.send_lease, peer, lease, rate, batch)),
+            lambda batch: fill(partial(self.send_lease, peer, lease, rate, fragments, batch)),
         )
 
-    def send_lease(self, peer: Peer, lease: Lease, rate: float, batch: ServedBatch | None) -> None:
+    def send_lease(
+        self,
+        peer: Peer,
+        lease: Lease,
+        rate: float,
+        fragments: frozenset[int],
+        batch: ServedBatch | None,
+    ) -> None:
         assignment = assignment_of(
             lease.key,
             lease.indices,
@@ -254,48 +292,74 @@ class Server:
             version=self.store.version,
             learning_rate=rate,
             loss_scale=self.replica.run_scale,
+            fragments=None if len(fragments) == len(self.numbers) else sorted(fragments),
         )
         send_assignment(peer.worker.live_session, *assignment, batch)
 
     def collect(self, now: float) -> None:
-        """Ask those who get no more batches in this round for what they have changed."""
-        takers = [peer for peer in self.active if not peer.is_asked]
-        is_handed_out = self.num_handed >= self.local_steps * len(self.active)
-        has_any = self.ledger.num_open_samples > 0
-        self.is_closing |= has_any and (is_handed_out or not takers or not self.dispatcher.has_more)
-        for peer in takers:
-            gets_more = not self.is_closing and self.plan.get(peer.id, 1) > 0
-            if not gets_more and self.ledger.has_uncovered(peer.id, WHOLE):
-                request = self.ledger.request(peer.id, WHOLE).number
-                peer.ask(now, self.patience_s)
-                message = Collect(request=request, fragment=WHOLE, wait=True)
-                self.tell(peer, message)
+        """Ask for what workers have changed in the fragments whose turn has come.
 
-    def end_round(self) -> None:
-        """Take the outer step when all have brought what they have changed, and begin the next round."""
-        if not self.is_closing or self.ledger.is_waiting:
+        At the end of a round that exchanges the whole, who gets no more batches is asked before the others.
+        """
+        for number in self.numbers:
+            if number not in self.asked and self.is_due(number):
+                self.asked.add(number)
+                self.gathering[number] = now
+                for peer in self.active:
+                    self.ask(peer, number, now)
+        if not self.is_streaming and not self.asked:
+            for peer in self.active:
+                if self.plan.get(peer.id, 1) <= 0:
+                    self.ask(peer, 0, now)
+
+    def is_due(self, number: int) -> bool:
+        """Whether all that belongs before a fragment's exchange has been handed out."""
+        if not self.dispatcher.has_more or not any(not peer.is_asked for peer in self.active):
+            return self.ledger.num_open_samples > 0 and number not in self.gathering
+        is_handed_out = self.num_handed > 0 and self.num_left <= self.num_later(number)
+        return is_handed_out and number not in self.gathering
+
+    def num_later(self, number: int) -> int:
+        """How many batches of a round are handed out after a fragment's exchange has begun."""
+        num_after = max(0, len(self.numbers) - 1 - number)
+        return self.local_steps * len(self.active) * num_after // len(self.numbers)
+
+    def ask(self, peer: Peer, number: int, now: float) -> None:
+        if not self.ledger.has_uncovered(peer.id, number):
             return
-        if self.contributions:
-            self.take_outer_step()
-        self.begin_round()
+        waits = not self.is_streaming
+        peer.ask(now, self.patience_s, waits=waits)
+        request = self.ledger.request(peer.id, number).number
+        message = Collect(request=request, fragment=number, wait=waits)
+        self.tell(peer, message)
 
-    def take_outer_step(self) -> None:
+    def step(self, now: float) -> None:
+        """Take the outer steps for which all have brought what they have changed; then a round may end."""
+        for number in [each for each in self.gathering if not self.ledger.is_waiting(each)]:
+            self.exchange_s[number] = now - self.gathering.pop(number)
+            if self.contributions[number]:
+                self.take_outer_step(number)
+        is_exchanged = self.is_streaming or not self.gathering
+        if len(self.asked) == len(self.numbers) and is_exchanged:
+            self.begin_round()
+
+    def take_outer_step(self, number: int) -> None:
+        """Step a fragment along the mean of what workers have changed, and send it to all."""
         self.saver.wait_for_copy()
-        contributions, self.contributions = self.contributions, []
-        self.store.step(WHOLE, [each.change for each in contributions])
-        self.round += 1
+        contributions, self.contributions[number] = self.contributions[number], []
+        self.store.step(number, [each.change for each in contributions])
         applied = self.ledger.apply(each.request for each in contributions)
         self.replica.update_average(len(applied))
         self.replica.check_weights(f"after outer step {self.store.version}")
         for peer in self.active:
-            frames = self.store.fragment_frames(WHOLE, peer.versions[WHOLE])
-            peer.versions[WHOLE] = self.store.version
+            frames = self.store.fragment_frames(number, peer.versions[number])
+            peer.versions[number] = self.store.version
             self.send(peer, frames)
         for each in contributions:
             name = self.workers[each.request.holder].name
-            self.norms.add(each.norm, f"{name} in round {self.round}")
+            self.norms.add(each.norm, f"{name} in outer step {self.store.version}")
             if each.request.holder in self.peers:
-                self.receiver_of(self.peers[each.request.holder]).free(each.request.fragment)
+                self.receiver_of(self.peers[each.request.holder]).free(number)
         self.count(applied)
 
     def count(self, applied: Sequence[Applied]) -> None:
@@ -321,6 +385,8 @@ class Server:
                     is_skipped=stepped.overflow is not None,
                 )
             )
+        if not applied:
+            return
         is_evaluated = self.evaluator.after_step(self.version, epoch, len(applied))
         if self.saver.after_step(is_evaluated=is_evaluated, num_steps=len(applied)):
             saved = Saved(step=self.version, keep_last=self.context.settings.cluster.keep_last)
@@ -374,7 +440,6 @@ class Server:
         if len(steps) < len(request.leases):
             peer.worker.live_session.cut("it sent a change before it had taken its steps")
             return
-        peer.answered(time.monotonic())
         try:
             norms = bucket_norms(arrived.values, self.layout.buckets(arrived.fragment))
             norm = check_norm(math.hypot(*norms), self.norms.limit)
@@ -392,7 +457,8 @@ class Server:
             arrived.buffers,
         )
         self.ledger.arrived(request)
-        self.contributions.append(Contribution(request, change, norm))
+        peer.answered(time.monotonic(), is_all=not self.ledger.has_asked(peer.id))
+        self.contributions[request.fragment].append(Contribution(request, change, norm))
 
     def on_skip(self, peer: Peer, skip: Skip) -> None:
         """A worker's copy has come to NaN or infinity: it begins again, and its samples go to others.
@@ -434,6 +500,7 @@ class Server:
         self.num_handed -= len(returned)
         peer.outbox.clear()
         peer.unanswered.clear()
+        peer.due_at = math.inf
         peer.begin()
 
     def heard(self, peer: Peer) -> None:

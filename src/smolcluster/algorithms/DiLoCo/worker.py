@@ -8,7 +8,7 @@ It reads one ordered stream and does what comes next; how many steps lie between
 server's to say. The local optimizer's moments stay through the run. Should its copy diverge, it says so and
 begins again from the server's weights, and only when it fails on these as well the run must end.
 
-Source: DiLoCo (Douillard et al., 2311.08105).
+Sources: DiLoCo (Douillard et al., 2311.08105); Streaming DiLoCo (Douillard et al., 2501.18512).
 By hand: `uv run worker.py 1 macbook`.
 """
 
@@ -21,7 +21,7 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -78,7 +78,8 @@ class Worker:
         self.training = training
         self.train = training.recipe.applied_to(welcome.run.train)
         self.replica = training.replica
-        self.layout = Layout.of(self.replica, cut(self.replica.layers, 1))
+        num_fragments = config.num_fragments(len(self.replica.layers))
+        self.layout = Layout.of(self.replica, cut(self.replica.layers, num_fragments))
         self.encoder = Encoder(welcome.codec, self.layout)
         self.codec_down = config.codec_down or lossless_for(self.replica.params.dtype)
         self.scale = ScaleFollower()
@@ -149,9 +150,11 @@ class Worker:
         grad_norm = self.replica.clip(self.train.gradient_clipping)
         if not self.train.gradient_clipping.enabled:
             check_norm(grad_norm)
+        fragments = lease.assignment.fragments or range(len(self.versions))
         if loss.overflow is None:
-            self.replica.step(lease.assignment.learning_rate)
-        self.num_terms = [count + loss.num_terms for count in self.num_terms]
+            self.step_in(fragments, lease)
+        for number in fragments:
+            self.num_terms[number] += loss.num_terms
         self.link.send(
             Stepped(
                 lease=lease.lease,
@@ -164,6 +167,14 @@ class Worker:
             )
         )
         self.replica.meter.step_done(lease.num_samples)
+
+    def step_in(self, fragments: Sequence[int], lease: Assigned) -> None:
+        """Step these fragments: in the others, what another worker has done with these samples is applied."""
+        others = set(range(len(self.versions))).difference(fragments)
+        kept = {number: self.layout.gather(number, self.replica.params) for number in others}
+        self.replica.step(lease.assignment.learning_rate)
+        for number, values in kept.items():
+            self.layout.fragments[number].scatter(values, self.replica.params)
 
     def compute(self, lease: Assigned) -> BatchLoss:
         return lease.compute(self.training)
@@ -188,8 +199,10 @@ class Worker:
                 self.encoder.settle(number, is_applied=False)
                 fragment = self.layout.fragments[number]
                 raise cannot_be_sent(error, fragment, replica) from error
-            buffers = replica.buffers.difference()
-        replica.buffers.mark()
+            # the model's buffers go with the first fragment
+            buffers = replica.buffers.difference() if number == 0 else {}
+        if number == 0:
+            replica.buffers.mark()
         self.sent[number], self.num_terms[number] = now, 0
         frames = delta_frames(self.layout, collect, encoded, self.encoder.codec)
         version = self.versions[number]
@@ -282,7 +295,9 @@ class Worker:
             ProtocolError: it does not follow on the weights that are here.
         """
         number, fragment = arrived.fragment, self.layout.fragments[arrived.fragment]
-        if arrived.base_version not in (None, self.versions[number]):
+        base_version = arrived.base_version
+        # of whole weights all fragments have the newest version
+        if base_version is not None and base_version > self.versions[number]:
             raise ProtocolError(
                 f"fragment {number} of version {arrived.version} does not follow on version "
                 f"{self.versions[number]} here"

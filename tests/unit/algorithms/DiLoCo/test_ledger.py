@@ -79,7 +79,7 @@ def test_answers_to_nobody_s_request_are_known() -> None:
     ledger.take_back(7)
     assert ledger.asked(request.number, 7, 0) is None
     assert not step(ledger, key(0, 1), 7)
-    assert not ledger.is_waiting
+    assert not ledger.is_waiting(0)
 
 
 class Chance:
