@@ -92,6 +92,8 @@ class Worker:
         self.versions = [0] * len(self.layout.fragments)
         self.num_terms = [0] * len(self.layout.fragments)
         """Loss terms of the steps since a fragment's change was sent last."""
+        self.has_stepped = [False] * len(self.layout.fragments)
+        """Whether any of these did not overflow: else the change weighs nothing, and pays no debts."""
         self.is_void = True
         """Whether it waits for whole weights, and all that comes before them is for nothing."""
         self.is_fresh = False
@@ -155,6 +157,7 @@ class Worker:
             self.step_in(fragments, lease)
         for number in fragments:
             self.num_terms[number] += loss.num_terms
+            self.has_stepped[number] |= loss.overflow is None
         self.link.send(
             Stepped(
                 lease=lease.lease,
@@ -194,7 +197,8 @@ class Worker:
         delta = self.layout.gather(number, self.anchor).sub_(now).cpu()
         with replica.meter("encode"):
             try:
-                encoded = self.encoder.encode(number, delta, self.num_terms[number])
+                weight = self.num_terms[number] if self.has_stepped[number] else 0
+                encoded = self.encoder.encode(number, delta, weight)
             except NonFiniteValue as error:
                 self.encoder.settle(number, is_applied=False)
                 fragment = self.layout.fragments[number]
@@ -204,6 +208,7 @@ class Worker:
         if number == 0:
             replica.buffers.mark()
         self.sent[number], self.num_terms[number] = now, 0
+        self.has_stepped[number] = False
         frames = delta_frames(self.layout, collect, encoded, self.encoder.codec)
         version = self.versions[number]
         for frame in buffer_frames(buffers, replica.bucket_bytes, version=version) + frames:
@@ -284,6 +289,7 @@ class Worker:
         self.stream.clear()
         self.versions = [arrived.version] * len(self.versions)
         self.num_terms = [0] * len(self.num_terms)
+        self.has_stepped = [False] * len(self.has_stepped)
         self.is_void = False
 
     def take_fragment(self, arrived: FragmentArrived) -> None:

@@ -68,11 +68,11 @@ def test_what_is_lost_is_a_share() -> None:
     assert lost_share(11, [4, 6]) == 0
 
 
+@pytest.mark.parametrize("numel", [300_000, 1_000_001, 50_000_000])
 @pytest.mark.parametrize("name", VALUE_NBYTES)
-def test_an_encoded_value_takes_what_its_codec_makes(name: str) -> None:
-    numel = 1_000_000
+def test_an_encoded_value_takes_what_its_codec_makes(name: str, numel: int) -> None:
     made = get_codec(name).encoded_nbytes(numel)
-    assert Job(numel).encoded_nbytes(name) == pytest.approx(made, rel=1e-3)
+    assert Job(numel).encoded_nbytes(name) == pytest.approx(made, rel=5e-3)
 
 
 @pytest.mark.parametrize("name", [name for name in algorithms() if name != "dummy"])
