@@ -10,6 +10,7 @@ import pytest
 
 from smolcluster.algorithms.planning.costs import Job
 from smolcluster.configs.resolve import load_settings
+from smolcluster.errors import ConfigError
 from smolcluster.launch.advise import command
 from smolcluster.launch.advise import speed as speeds
 from smolcluster.launch.advise.command import (
@@ -116,6 +117,42 @@ def test_a_key_that_the_user_has_set_is_kept(found: Callable[..., Found]) -> Non
     assert all(
         "codec" not in each.settings for each in found(FAST, ways, "codec=fp16").advice.options
     )
+
+
+def test_candidates_that_contradict_what_is_stated_are_no_option(
+    found: Callable[..., Found],
+) -> None:
+    """Only int8 agrees with use_quantization."""
+    advice = found(FAST, {"pi5": way(5, 3), "win": way(5, 3)}, "use_quantization=true").advice
+    assert {each.algorithm for each in advice.options} >= {"edp", "syncps"}
+
+
+def test_where_no_algorithm_can_follow_it_is_one_line(
+    found: Callable[..., Found], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ConfigError("timeout is 3, which is wrong")
+
+    monkeypatch.setattr(command, "check_algorithm", refuse)
+    with pytest.raises(ConfigError, match="EDP is left out: timeout is 3, which is wrong; "):
+        found(FAST, {"pi5": way(5, 3), "win": way(5, 3)})
+
+
+def test_what_the_file_says_is_kept_where_nothing_is_much_faster(
+    found: Callable[..., Found], tmp_path: Path
+) -> None:
+    (tmp_path / "cluster.yaml").write_text(f"{CLUSTER}codec: fp16\n")
+    fast = found(FAST, {"pi5": way(1000, 900), "win": way(1000, 900)})
+    assert fast.advice.chosen is not None
+    assert not fast.advice.chosen.settings
+
+
+def test_what_the_environment_says_is_kept() -> None:
+    asked = plain_request(
+        local=True, num_workers=1, config=None, train_config=None, overrides=["batch_size=4"]
+    )
+    environ = {"SMOLCLUSTER_CODEC": "int8", "SMOLCLUSTER_STALENESS__BOUND": "3", "HOME": "/"}
+    assert stated(asked, environ) == {"batch_size", "codec", "staleness"}
 
 
 def test_what_is_launched_has_the_algorithm_and_its_settings(found: Callable[..., Found]) -> None:
