@@ -19,6 +19,7 @@ from smolcluster.launch.advise.command import (
     find_advice,
     options_of,
     site_of,
+    stated,
 )
 from smolcluster.launch.advise.measuring import Computer, Files, Way, busy, measure_all
 from smolcluster.launch.advise.show import advice_line, as_json, lines, show
