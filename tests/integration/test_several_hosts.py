@@ -1,6 +1,7 @@
 """EDP with weights that lie on several hosts: the server, and stores that have dialled it."""
 
 import signal
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,13 @@ from smolcluster.algorithms.EDP.server import Peer, Server
 from smolcluster.algorithms.EDP.worker import Worker
 from smolcluster.configs.resolve import Settings, check_algorithm
 from smolcluster.errors import ClusterEmpty, ConfigError, Rejected, RunFailed
+from smolcluster.net.session import Session
+from smolcluster.ps import store_host
 from smolcluster.ps.assignment import Assigned
 from smolcluster.ps.push import Pushed
 from smolcluster.training.build import build
 from smolcluster.training.compute import BatchLoss
+from smolcluster.transport.messages import Message
 from smolcluster.utils.stopping import Interrupted
 
 NODES = ("mini1", "win", "pi5", "macbook")
@@ -162,6 +166,31 @@ def test_a_store_that_stays_away_ends_the_run(tmp_path: Path) -> None:
     assert isinstance(error, ClusterEmpty)
     assert "the store win did not come within 1 s (start_timeout_s)" in str(error)
     assert isinstance(worker.failure(), RunFailed)
+
+
+def test_a_store_that_lives_and_does_nothing_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over, obey, num_told = threading.Event(), store_host._Held._obey, 0
+
+    def freezing(held: store_host._Held, message: Message, coordinator: Session) -> None:
+        nonlocal num_told
+        num_told += 1
+        if num_told > 20:
+            is_over.wait()
+        obey(held, message, coordinator)
+
+    monkeypatch.setattr(store_host._Held, "_obey", freezing)
+    settings = settings_for(2, "empty_cluster_timeout_s=1", "reconnect_timeout_s=1")
+    cluster, [store] = start(settings, tmp_path)
+    worker = cluster.worker(1)
+    error = cluster.server.failure()
+    is_over.set()
+    assert isinstance(error, ClusterEmpty)
+    assert "the store win did not come within 1 s (empty_cluster_timeout_s)" in str(error)
+    assert any("it does not send its slice" in line for line in cluster.log_lines)
+    for each in (worker, store):
+        each.failure()
 
 
 def test_a_store_that_is_not_listed_is_refused(tmp_path: Path) -> None:

@@ -108,7 +108,12 @@ class RemoteStore:
     instance: str = ""
     listens: Listening | None = None
     """Where workers are let in; None: it has not got its slice yet."""
-    lost_at: float = field(default_factory=time.monotonic)
+    waiting_since: float = field(default_factory=time.monotonic)
+    """Of one without its slice: when it was lost, or when the last frame of the slice left for it."""
+    num_sent: int = 0
+    """The most frames that have left for it in one session since it was lost."""
+    heard_at: float = 0.0
+    """When it last said anything."""
 
 
 @dataclass
@@ -208,8 +213,8 @@ class SpreadStores:
         """Whether all stores have their slices."""
         return all(store.listens for store in self._stores)
 
-    def check_patience(self) -> None:
-        """Give up when a store has been missing for too long.
+    def check_patience(self, now: float) -> None:
+        """Give up when a store has been missing for too long, or has its slice sent and gets no further.
 
         Raises:
             ClusterEmpty: it has.
@@ -218,11 +223,30 @@ class SpreadStores:
         if self._has_been_ready:
             key, limit_s = "empty_cluster_timeout_s", self._patience.lost_s
         for store in self._stores:
-            if store.session is None and time.monotonic() - store.lost_at > limit_s:
+            if store.listens is not None:
+                continue
+            session = store.session
+            if session is not None and session.num_sent > store.num_sent:
+                store.num_sent, store.waiting_since = session.num_sent, now
+            if now - store.waiting_since > limit_s:
+                missing, remedy = "did not come within", "start it"
+                if session is not None:
+                    missing, remedy = (
+                        "has not got on with its slice for",
+                        "look at its log file, start it",
+                    )
                 raise ClusterEmpty(
-                    f"the store {store.node} did not come within {format_duration(limit_s)} ({key}); start "
-                    "it, then the server again"
+                    f"the store {store.node} {missing} {format_duration(limit_s)} ({key}); {remedy}, then "
+                    "the server again"
                 )
+
+    def are_silent(self, now: float) -> bool:
+        """Whether a store that has its slice has said nothing for as long as a lost one is waited for.
+
+        It may have nothing to say. Whoever wants to know gathers: that cuts a store that does not answer.
+        """
+        limit_s = self._patience.lost_s
+        return any(store.listens and now - store.heard_at > limit_s for store in self._stores)
 
     @property
     def list(self) -> StoreList:
@@ -310,7 +334,7 @@ class SpreadStores:
         store = self._of_session(session_id)
         if store is None or store.listens is not None:
             return False
-        store.listens = listens
+        store.listens, store.heard_at = listens, time.monotonic()
         first, stop, total = store.span.start + 1, store.span.stop, len(self._replica.buckets)
         self._log.info(
             "the store %s holds buckets %d to %d of %d, as they were at step %d",
@@ -326,7 +350,9 @@ class SpreadStores:
             self._lost(store, reason)
 
     def _lost(self, store: RemoteStore, reason: str) -> None:
-        store.session, store.listens, store.lost_at = None, None, time.monotonic()
+        if store.listens is not None:  # else it is waited for already
+            store.waiting_since, store.num_sent = time.monotonic(), 0
+        store.session, store.listens = None, None
         for pending in self._pushes.values():
             pending.norms.pop(store.node, None)
         self._log.warning(
@@ -347,6 +373,7 @@ class SpreadStores:
             pending.own = event
         elif (store := self._of_session(event.session_id)) is not None:
             pending.norms[store.node] = event.norms
+            store.heard_at = time.monotonic()
         if not is_awaited and not isinstance(event, Pushed):
             self.forget(lease)
             return None
@@ -447,6 +474,7 @@ class SpreadStores:
                 session.cut("it does not send its slice")
             if session.is_cut:
                 return False
+        store.heard_at = time.monotonic()
         return True
 
     # the end

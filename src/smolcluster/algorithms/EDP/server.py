@@ -173,7 +173,10 @@ class Server:
         self.saver.tick()
         self.report.tick()
         if self.spread is not None:
-            self.spread.check_patience()
+            now = time.monotonic()
+            self.spread.check_patience(now)
+            if self.peers and self.spread.are_silent(now):
+                self.gather()
 
     def gather(self) -> bool:
         """Bring the weights of all hosts together in the replica; False: a store is missing."""

@@ -1,0 +1,132 @@
+"""The coordinator's side of stores on other machines, with sessions that only remember what was sent."""
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+import torch
+from torch import nn
+
+from harness import local_settings
+from smolcluster.errors import ClusterEmpty
+from smolcluster.net.acceptor import SessionOpened
+from smolcluster.net.inbox import MessageReceived, SessionClosed
+from smolcluster.net.session import Session
+from smolcluster.ps.store_links import Patience, SpreadStores
+from smolcluster.training.replica import Replica
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.handshake import Authenticated, introduce
+from smolcluster.transport.messages import SESSION, STORE, HostPort, Listening, Message
+
+NODES = ("mini1", "win", "pi5")
+LISTENING = Listening(places=(HostPort(host="127.0.0.1", port=1),))
+
+
+@dataclass
+class FakeSession:
+    """What was sent, as messages and frames; `num_sent` is said by the test."""
+
+    session_id: int
+    num_sent: int = 0
+    reason: str = ""
+    sent: list[Message] = field(default_factory=list)
+    frames: list[Frame] = field(default_factory=list)
+
+    @property
+    def is_cut(self) -> bool:
+        return bool(self.reason)
+
+    def cut(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def send_frame(self, frame: Frame) -> None:
+        self.frames.append(frame)
+
+
+@dataclass
+class Client:
+    """Who has proved itself, as much of it as is asked for."""
+
+    hello: object
+
+
+def new_replica() -> Replica:
+    """610 weights in ten buckets."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2))
+    return Replica(model, "adamw", weight_decay=0.1, bucket_bytes=64 * 4)
+
+
+def spread(lost_s: float = 60.0) -> SpreadStores:
+    stores = SpreadStores(
+        new_replica(),
+        NODES,
+        run=local_settings().run_config("test-run", "edp"),
+        codec="fp32",
+        incarnation="here",
+        patience=Patience(start_s=10.0, lost_s=lost_s),
+        log=logging.getLogger("test"),
+    )
+    stores.begin(version=0)
+    return stores
+
+
+def open_session(stores: SpreadStores, node: str, session_id: int) -> FakeSession:
+    hello = introduce(node, sets=(SESSION, STORE))
+    stores.admit(session_id, hello)
+    session = FakeSession(session_id)
+    client = cast("Authenticated", Client(hello))
+    stores.handle(SessionOpened(cast("Session", session), client))
+    return session
+
+
+def ready(stores: SpreadStores) -> list[FakeSession]:
+    sessions = [open_session(stores, node, 1 + n) for n, node in enumerate(NODES[1:])]
+    told = [stores.handle(MessageReceived(each.session_id, LISTENING)) for each in sessions]
+    assert told == [False, True]
+    return sessions
+
+
+def test_a_store_that_gets_no_further_with_its_slice_ends_the_run() -> None:
+    stores, began = spread(), time.monotonic()
+    win = open_session(stores, "win", 1)
+    pi5 = open_session(stores, "pi5", 2)
+    stores.handle(MessageReceived(pi5.session_id, LISTENING))
+    win.num_sent = 3
+    stores.check_patience(began + 9)
+    win.num_sent = 4
+    stores.check_patience(began + 18)  # from the last frame on
+    stores.check_patience(began + 27)
+    with pytest.raises(ClusterEmpty, match="win has not got on with its slice for 10 s"):
+        stores.check_patience(began + 29)
+
+
+def test_a_store_that_comes_and_goes_without_taking_its_slice_ends_the_run() -> None:
+    stores, began = spread(), time.monotonic()
+    for session_id, after_s in enumerate((0, 6), 1):
+        win = open_session(stores, "win", session_id)
+        win.num_sent = 3
+        stores.check_patience(began + after_s)
+        stores.handle(SessionClosed(session_id, "it has crashed"))
+    with pytest.raises(ClusterEmpty, match="win did not come within 10 s"):
+        stores.check_patience(began + 11)
+
+
+def test_a_store_that_is_ready_and_says_nothing_is_silent_until_it_speaks() -> None:
+    stores = spread()
+    assert not stores.are_silent(time.monotonic() + 1000), "none has its slice yet"
+    ready(stores)
+    assert not stores.are_silent(time.monotonic() + 50)
+    assert stores.are_silent(time.monotonic() + 70)
+
+
+def test_a_store_that_does_not_send_its_slice_is_cut() -> None:
+    stores = spread(lost_s=0.0)
+    win, _ = ready(stores)
+    assert not stores.gather(version=0)
+    assert win.reason == "it does not send its slice"
