@@ -33,12 +33,14 @@ class DiLoCoConfig(AlgorithmConfig):
         "measured times, and at first fewer.",
     )
     outer_lr: PositiveFloat | None = Field(
-        None, description="DiLoCo: learning rate of the outer step; null: by the number of rounds."
+        None,
+        description="DiLoCo: learning rate of the outer step; null: by the number of rounds, which are "
+        "100 where local_steps is null.",
     )
     outer_momentum: NonNegativeFloat | None = Field(
         None,
         lt=1,
-        description="DiLoCo: Nesterov momentum of the outer step; null: by the number of rounds.",
+        description="DiLoCo: Nesterov momentum of the outer step; null: as for outer_lr.",
     )
     codec_up: ChangeCodecName | None = Field(
         None, description="DiLoCo: how workers send what they have changed; null: as codec says."
@@ -48,8 +50,8 @@ class DiLoCoConfig(AlgorithmConfig):
     )
     grace: Wait | None = Field(
         None,
-        description="DiLoCo: seconds that a round waits for a worker beyond what was expected of it; null: "
-        "by measured times.",
+        description="DiLoCo: seconds that a worker's step or change may take beyond what is expected; null: "
+        "four times that, at least 30.",
     )
 
     @model_validator(mode="after")

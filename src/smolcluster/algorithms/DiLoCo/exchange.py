@@ -105,6 +105,11 @@ class Encoder:
             if terms := int(tensors[f"owed_terms.{number}"]):
                 feedback.resume(self._layout.buckets(number), terms)
 
+    def forget(self, number: int) -> None:
+        """Whether the last values of a fragment have been applied is not known: nothing is owed twice."""
+        if self.feedbacks:
+            self.feedbacks[number] = ErrorFeedback(self.codec, self._layout.fragments[number].numel)
+
     def settle(self, number: int, *, is_applied: bool) -> None:
         """The last values of a fragment have been applied, or came to nothing."""
         if self.feedbacks:

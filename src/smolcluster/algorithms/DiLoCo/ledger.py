@@ -81,16 +81,20 @@ class Ledger:
         return missing
 
     def stepped(self, holder: int, stepped: Stepped) -> bool:
-        """`holder` has taken a step with samples; returns whether they are its."""
-        is_its = self.holds(holder, stepped.lease)
-        if is_its:
-            self._entries[Range.of(stepped.lease)].stepped = stepped
-        return is_its
+        """`holder` has taken a step with samples; returns whether they are its, and it says so first."""
+        if not self.holds(holder, stepped.lease):
+            return False
+        entry = self._entries[Range.of(stepped.lease)]
+        if entry.stepped is not None:
+            return False
+        entry.stepped = stepped
+        return True
 
     def holds(self, holder: int, key: LeaseKey) -> bool:
         """Whether samples are `holder`'s, and have not arrived whole."""
         entry = self._entries.get(Range.of(key))
-        return entry is not None and (entry.key, entry.holder) == (key, holder)
+        is_its = entry is not None and (entry.key, entry.holder) == (key, holder)
+        return is_its and entry is not None and entry.arrived != self._all
 
     def is_waiting(self, fragment: int) -> bool:
         """Whether a change of this fragment was asked for, and has still to arrive."""

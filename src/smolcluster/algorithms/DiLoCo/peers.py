@@ -13,9 +13,9 @@ from smolcluster.transport.messages import LeaseKey, Stepped
 
 AHEAD_S, LEAST_AHEAD, MOST_AHEAD = 0.25, 2, 16
 """A worker holds batches for so many seconds, and so many, so that it never waits for the next."""
-LEAST_STEP_S = 1e-6
-PATIENCE = 4.0
-"""So many times what was expected of it a worker may take."""
+LEAST_STEP_S, MOST_STEP_S = 1e-6, 1e6
+LEAST_PATIENCE_S, PATIENCE = 30.0, 4.0
+"""So long, and so many times what was expected, a worker may take for a step, or for its change."""
 
 
 class Outbox:
@@ -32,6 +32,11 @@ class Outbox:
 
     def put(self, send: Callable[[], None]) -> None:
         self.place()(send)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something has still to be loaded."""
+        return bool(self._slots)
 
     def clear(self) -> None:
         """Drop what waits; what fills a place later is dropped as well."""
@@ -57,8 +62,14 @@ class Peer:
     """Batches that it was given, and has not yet taken a step with."""
     is_asked: bool = False
     """Whether it was asked for its change, and gets nothing to compute before its new weights."""
-    due_at: float = math.inf
-    """When the change that it was asked for is late."""
+    progressed_at: float = field(default_factory=time.monotonic)
+    """When it was last seen to go on with what it is to do, or to be sent something, or had nothing to do."""
+    num_sent: int = 0
+    """How many frames it had been sent then."""
+    began_at: float = 0.0
+    """When it was given a batch after it had had none."""
+    is_computing: bool = False
+    """Whether it held more batches when it was heard to have taken its last step."""
     is_stalled: bool = False
     """Whether it was late, and has not been heard of since."""
     stepped_at: float = field(default_factory=time.monotonic)
@@ -79,26 +90,54 @@ class Peer:
         return max(LEAST_AHEAD, ahead) - len(self.unanswered)
 
     def pace(self, now: float) -> Pace:
-        return Pace(self.step_s, self.upload_s, now + len(self.unanswered) * self.step_s)
+        """How fast it is; who is silent with batches in hand is as slow as it has been silent."""
+        silent_s = now - max(self.stepped_at, self.began_at) if self.unanswered else 0.0
+        step_s = max(self.step_s, silent_s)
+        return Pace(step_s, self.upload_s, now + len(self.unanswered) * step_s)
+
+    def gets(self, lease: LeaseKey, now: float) -> None:
+        """It is given a batch."""
+        if not self.unanswered:
+            self.began_at = now
+        self.unanswered.add(lease)
 
     def stepped(self, stepped: Stepped, now: float) -> None:
-        """Learn from a step how fast it is."""
+        """Learn from a step how fast it is: as it says, or as its steps come, if that is slower."""
         if self.waited_s is None:
             self.waited_s = max(0.0, now - self.stepped_at - stepped.compute_s)
-        self.step_s = max(LEAST_STEP_S, 0.7 * self.step_s + 0.3 * stepped.compute_s)
-        self.stepped_at = now
+        took_s = max(stepped.compute_s, now - self.stepped_at if self.is_computing else 0.0)
+        self.step_s = min(MOST_STEP_S, max(LEAST_STEP_S, 0.7 * self.step_s + 0.3 * took_s))
+        self.stepped_at = self.progressed_at = now
+        self.is_computing = bool(self.unanswered)
 
-    def ask(self, now: float, least_patience_s: float, *, waits: bool) -> None:
-        """It is asked for a change now; `waits`: and computes nothing before its new weights come."""
-        self.is_asked = waits
-        expected_s = self.pace(now).arrival(0) - now
-        self.due_at = now + max(least_patience_s, PATIENCE * expected_s)
-
-    def answered(self, now: float, *, is_all: bool) -> None:
-        """A change has come; `is_all`: it was asked for no other."""
-        if is_all:
-            self.due_at = math.inf
+    def answered(self, now: float) -> None:
+        """A change has come."""
+        self.progressed_at = now
         self.upload_s = 0.5 * self.upload_s + 0.5 * max(0.0, now - self.stepped_at)
+
+    def is_late(
+        self, now: float, *, owes_change: bool, heard_at: float, grace: float | None
+    ) -> bool:
+        """Whether it has not gone on for too long with what it is to do.
+
+        What it has not been sent yet is not expected of it: a slow link is no slow worker.
+
+        Args:
+            now: on the same clock as all times.
+            owes_change: whether it was asked for a change that has not come.
+            heard_at: when a piece of one came last.
+            grace: seconds beyond what is expected; None: by what is expected.
+        """
+        num_sent = self.worker.live_session.num_sent
+        is_idle = not (self.unanswered or owes_change) or self.outbox.is_waiting
+        if is_idle or num_sent != self.num_sent:
+            self.progressed_at, self.num_sent = now, num_sent
+        self.progressed_at = max(self.progressed_at, heard_at)
+        expected_s = self.step_s if self.unanswered else self.upload_s
+        patience_s = max(LEAST_PATIENCE_S, PATIENCE * expected_s)
+        if grace is not None:
+            patience_s = expected_s + grace
+        return now - self.progressed_at >= patience_s
 
     def begin(self) -> None:
         """A round begins with new weights, or it is to begin again."""

@@ -27,7 +27,14 @@ from functools import partial
 from statistics import harmonic_mean
 
 import torch
-from pydantic import BaseModel, ConfigDict, NonNegativeInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig
@@ -35,7 +42,7 @@ from smolcluster.algorithms.DiLoCo.exchange import DeltaArrived, DeltaReceiver, 
 from smolcluster.algorithms.DiLoCo.fragments import cut
 from smolcluster.algorithms.DiLoCo.ledger import Applied, Ledger, Request
 from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer, outer_defaults
-from smolcluster.algorithms.DiLoCo.peers import Peer
+from smolcluster.algorithms.DiLoCo.peers import LEAST_STEP_S, MOST_STEP_S, Peer
 from smolcluster.algorithms.DiLoCo.rounds import (
     COMPUTING,
     LEAST_ROUNDS,
@@ -49,7 +56,7 @@ from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import Range
-from smolcluster.errors import NonFiniteLoss
+from smolcluster.errors import CheckpointError, NonFiniteLoss
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.ps.buffers import BufferCollector
@@ -74,8 +81,8 @@ from smolcluster.transport.messages import (
 DISPATCHER, ROUNDS = "dispatcher", "rounds"
 """Where a checkpoint's progress has their state."""
 TICK_S = 0.1
-LEAST_PATIENCE_S = 30.0
-"""So long at least a change may take, or a slow link be silent."""
+LONGEST_SILENCE_S = 120.0
+"""Who was left behind, and is silent for so long, is cut."""
 UNKNOWN_STEP_S = 1.0
 
 
@@ -85,6 +92,10 @@ class RoundsState(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     version: NonNegativeInt
+    """Outer steps."""
+    num_fragments: PositiveInt
+    outer_lr: PositiveFloat
+    outer_momentum: NonNegativeFloat
     partly_applied: list[tuple[int, int, int, list[int]]]
     """Samples that have been applied in some fragments: epoch, start, stop, and these fragments."""
 
@@ -120,7 +131,8 @@ class Server:
         self.layout = Layout.of(replica, cut(replica.layers, num_fragments))
         self.numbers = range(num_fragments)
         """Of the fragments."""
-        self.store = OuterStore(replica, self.layout, self.new_outer(), self.config.codec_down)
+        self.outer = self.new_outer()
+        self.store = OuterStore(replica, self.layout, self.outer, self.config.codec_down)
         self.ledger = Ledger(len(self.layout.fragments))
         self.feed = context.open_feed()
         self.pool = context.open_pool(self.receiver_for)
@@ -130,15 +142,14 @@ class Server:
         """Batches that have been applied."""
         source = CheckpointSource(replica, self.progress, lambda: self.store.tensors)
         self.resumed_at: int | None = None
-        """The batches applied when the run went on from a checkpoint."""
+        """The batches applied when the run went on from a checkpoint; with the next it is over."""
         if state := context.resume(source, self.report):
             self.resumed_at = state.step
             self.version = state.step
             stored = parse_progress(DispatcherState, state.progress.get(DISPATCHER), state.step)
             self.dispatcher.resume(stored, state.samples_applied)
             rounds = parse_progress(RoundsState, state.progress.get(ROUNDS), state.step)
-            self.store.resume(rounds.version)
-            self.ledger.resume(rounds.partly_applied)
+            self.go_on_from(rounds)
         self.saver = context.new_saver(source, self.report)
         self.peers: dict[int, Peer] = {}
         self.workers: dict[int, Worker] = {}
@@ -174,9 +185,32 @@ class Server:
             dtype=self.replica.params.dtype,
         )
 
+    def go_on_from(self, rounds: RoundsState) -> None:
+        """Take up a checkpoint's state, and what the run has begun with where nothing is said.
+
+        Raises:
+            CheckpointError: the weights were cut into other fragments.
+        """
+        if rounds.num_fragments != len(self.numbers):
+            raise CheckpointError(
+                f"the run has {rounds.num_fragments} fragments, {len(self.numbers)} are asked for now: "
+                "resume with its own mode and fragments"
+            )
+        self.store.resume(rounds.version)
+        self.ledger.resume(rounds.partly_applied)
+        if self.config.outer_lr is None:
+            self.outer.learning_rate = rounds.outer_lr
+        if self.config.outer_momentum is None:
+            self.outer.momentum = rounds.outer_momentum
+
     def progress(self) -> Progress:
-        partly_applied = self.ledger.partly_applied
-        rounds = RoundsState(version=self.store.version, partly_applied=partly_applied)
+        rounds = RoundsState(
+            version=self.store.version,
+            num_fragments=len(self.numbers),
+            outer_lr=self.outer.learning_rate,
+            outer_momentum=self.outer.momentum,
+            partly_applied=self.ledger.partly_applied,
+        )
         return {
             DISPATCHER: self.dispatcher.state.model_dump(mode="json"),
             ROUNDS: rounds.model_dump(mode="json"),
@@ -267,7 +301,7 @@ class Server:
             return
         rate = self.learning_rate()
         fragments = self.ledger.assign(lease.key, peer.id, rate)
-        peer.unanswered.add(lease.key)
+        peer.gets(lease.key, time.monotonic())
         self.num_handed += 1
         self.plan[peer.id] -= 1
         fill = peer.outbox.place()
@@ -306,11 +340,11 @@ class Server:
                 self.asked.add(number)
                 self.gathering[number] = now
                 for peer in self.active:
-                    self.ask(peer, number, now)
+                    self.ask(peer, number)
         if not self.is_streaming and not self.asked:
             for peer in self.active:
                 if self.plan.get(peer.id, 1) <= 0:
-                    self.ask(peer, 0, now)
+                    self.ask(peer, 0)
 
     def is_due(self, number: int) -> bool:
         """Whether all that belongs before a fragment's exchange has been handed out."""
@@ -324,11 +358,11 @@ class Server:
         num_after = max(0, len(self.numbers) - 1 - number)
         return self.local_steps * len(self.active) * num_after // len(self.numbers)
 
-    def ask(self, peer: Peer, number: int, now: float) -> None:
+    def ask(self, peer: Peer, number: int) -> None:
         if not self.ledger.has_uncovered(peer.id, number):
             return
         waits = not self.is_streaming
-        peer.ask(now, self.patience_s, waits=waits)
+        peer.is_asked = waits
         request = self.ledger.request(peer.id, number).number
         message = Collect(request=request, fragment=number, wait=waits)
         self.tell(peer, message)
@@ -371,6 +405,7 @@ class Server:
             self.feed.applied(samples)
             self.failures.applied(samples)
             self.version += 1
+            self.replica.note_step(overflow=stepped.overflow)
             self.report.contributed(worker, samples.num_samples, stepped.mean_loss)
             self.report.step_taken(
                 StepTaken(
@@ -408,6 +443,7 @@ class Server:
 
     def on_join(self, worker: Worker, samples_per_s: float) -> None:
         step_s = self.train.samples_per_push / samples_per_s if samples_per_s else UNKNOWN_STEP_S
+        step_s = min(MOST_STEP_S, max(LEAST_STEP_S, step_s))
         peer = self.peers[worker.member.session_id] = Peer(worker, step_s)
         self.workers[peer.id] = worker
         self.send_weights(peer)
@@ -426,7 +462,6 @@ class Server:
         peer.unanswered.discard(stepped.lease)
         if self.ledger.stepped(peer.id, stepped):
             peer.stepped(stepped, time.monotonic())
-            self.replica.note_step(overflow=stepped.overflow)
 
     def on_change(self, peer: Peer, arrived: DeltaArrived) -> None:
         """A worker's change has come: from now on its samples are safe, whatever befalls the worker."""
@@ -448,16 +483,14 @@ class Server:
             return
         drift = norm / (float(torch.linalg.vector_norm(self.replica.params)) or 1.0)
         self.report.board.measured(peer.worker, local_steps=len(steps), drift=drift)
-        num_terms = sum(each.num_terms for each in steps)
-        num_steps = sum(each.overflow is None for each in steps)
         change = Change(
-            float(num_terms) if num_steps else 0.0,
+            float(sum(each.num_terms for each in steps if each.overflow is None)),
             arrived.values,
             sum(Range.of(each).num_samples for each in request.leases),
             arrived.buffers,
         )
         self.ledger.arrived(request)
-        peer.answered(time.monotonic(), is_all=not self.ledger.has_asked(peer.id))
+        peer.answered(time.monotonic())
         self.contributions[request.fragment].append(Contribution(request, change, norm))
 
     def on_skip(self, peer: Peer, skip: Skip) -> None:
@@ -479,10 +512,10 @@ class Server:
             NonFiniteLoss: its samples have led to that too often.
         """
         self.receiver_of(peer).free(request.fragment)
-        self.take_back(peer, "its change was refused")
+        returned = set(self.take_back(peer, "its change was refused"))
         ack = Ack(lease=request.leases[-1], outcome="non_finite", version=self.store.version)
         peer.worker.live_session.send(ack)
-        self.fail(peer, request.leases, reason)
+        self.fail(peer, [each for each in request.leases if each in returned], reason)
         self.send_weights(peer)
 
     def fail(self, peer: Peer, leases: Sequence[LeaseKey], reason: str) -> None:
@@ -491,8 +524,8 @@ class Server:
             self.failures.add(Range.of(lease))
             self.failures.check(Range.of(lease), peer.worker.name, reason)
 
-    def take_back(self, peer: Peer, reason: str) -> None:
-        """Give to others what a worker was given since its last change that has come."""
+    def take_back(self, peer: Peer, reason: str) -> list[LeaseKey]:
+        """Give to others what a worker was given since its last change that has come; returns that."""
         returned = self.ledger.take_back(peer.id)
         for lease in returned:
             self.dispatcher.release(lease, peer.id)
@@ -500,27 +533,32 @@ class Server:
         self.num_handed -= len(returned)
         peer.outbox.clear()
         peer.unanswered.clear()
-        peer.due_at = math.inf
         peer.begin()
+        return returned
 
     def heard(self, peer: Peer) -> None:
         if peer.is_stalled:
-            peer.is_stalled = False
+            peer.is_stalled, peer.progressed_at = False, time.monotonic()
             self.context.log.info("%s answers again", peer.worker.name)
             self.send_weights(peer)
 
     def leave_late(self, now: float) -> None:
-        """Go on without those whose change is late; they begin again when they are heard of."""
-        for peer in self.active:
-            if now >= max(peer.due_at, self.receiver_of(peer).heard_at + self.patience_s):
+        """Go on without those who are late; they begin again when they are heard of, or have come back."""
+        for peer in self.peers.values():
+            if peer.is_stalled:
+                if now - peer.progressed_at >= LONGEST_SILENCE_S:
+                    peer.worker.live_session.cut("it has not answered for too long")
+            elif peer.is_late(
+                now,
+                owes_change=self.ledger.has_asked(peer.id),
+                heard_at=self.receiver_of(peer).heard_at,
+                grace=self.config.grace,
+            ):
+                silent_s = now - peer.progressed_at
                 self.take_back(peer, "its time was over")
                 peer.is_stalled = True
                 reason = "its samples go to others, and it gets no more until it answers"
-                self.report.stalled(peer.worker, now - peer.stepped_at, reason)
-
-    @property
-    def patience_s(self) -> float:
-        return self.config.grace or LEAST_PATIENCE_S
+                self.report.stalled(peer.worker, silent_s, reason)
 
     @property
     def active(self) -> list[Peer]:

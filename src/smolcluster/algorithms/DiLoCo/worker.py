@@ -109,6 +109,9 @@ class Worker:
     def take_part(self, link: Link) -> None:
         """Train until the link raises. The server sends its weights first."""
         self.link, self.is_void = link, True
+        for number in self.sent:  # over the session before
+            self.encoder.forget(number)
+        self.sent.clear()
         while True:
             try:
                 self.wait_until(lambda: not self.is_void and bool(self.stream))
@@ -155,9 +158,9 @@ class Worker:
         fragments = lease.assignment.fragments or range(len(self.versions))
         if loss.overflow is None:
             self.step_in(fragments, lease)
-        for number in fragments:
-            self.num_terms[number] += loss.num_terms
-            self.has_stepped[number] |= loss.overflow is None
+            for number in fragments:
+                self.num_terms[number] += loss.num_terms
+                self.has_stepped[number] = True
         self.link.send(
             Stepped(
                 lease=lease.lease,

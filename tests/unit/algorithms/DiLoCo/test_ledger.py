@@ -7,6 +7,7 @@ import pytest
 
 from smolcluster.algorithms.DiLoCo.ledger import Ledger, Request
 from smolcluster.data.permutation import Range
+from smolcluster.errors import CheckpointError
 from smolcluster.transport.messages import LeaseKey, Stepped
 
 
@@ -80,6 +81,27 @@ def test_answers_to_nobody_s_request_are_known() -> None:
     assert ledger.asked(request.number, 7, 0) is None
     assert not step(ledger, key(0, 1), 7)
     assert not ledger.is_waiting(0)
+
+
+def test_a_step_is_noted_once_and_none_of_what_has_arrived() -> None:
+    ledger, lease = Ledger(1), key(0, 1)
+    give(ledger, lease, 7)
+    assert not step(ledger, lease, 7)
+    assert ledger.holds(7, lease)
+    ledger.arrived(ledger.request(7, 0))
+    assert not ledger.holds(7, lease)
+
+
+def test_a_resumed_run_repeats_only_the_fragments_that_are_missing() -> None:
+    before, after = Ledger(3), Ledger(3)
+    give(before, key(0, 1), 7)
+    request = before.request(7, 1)
+    before.arrived(request)
+    assert before.apply([request]) == []
+    after.resume(before.partly_applied)
+    assert after.assign(key(0, 1), 8, 0.1) == {0, 2}
+    with pytest.raises(CheckpointError):
+        Ledger(1).resume(before.partly_applied)
 
 
 class Chance:

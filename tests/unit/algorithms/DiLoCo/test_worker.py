@@ -10,7 +10,7 @@ from smolcluster.errors import NonFiniteLoss
 
 def test_who_is_refused_twice_says_so_once() -> None:
     worker: Any = Worker.__new__(Worker)
-    worker.is_fresh, worker.versions = True, [7]
+    worker.is_fresh, worker.versions, worker.sent = True, [7], {}
     worker.wait_until = lambda _: worker.was_refused()
     with pytest.raises(NonFiniteLoss) as caught:
         worker.take_part(None)

@@ -1,0 +1,90 @@
+"""What the server makes of a worker's times: who is slow, who is late, and who is only far away."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from smolcluster.algorithms.DiLoCo.peers import LEAST_PATIENCE_S, MOST_STEP_S, Peer
+from smolcluster.algorithms.DiLoCo.rounds import plan_round
+from smolcluster.transport.messages import LeaseKey, Stepped
+
+STEP_S = 1.0
+
+
+def key(number: int) -> LeaseKey:
+    return LeaseKey(incarnation="a", epoch=0, start=number, stop=number + 1, grant=number)
+
+
+def step(number: int, compute_s: float = STEP_S) -> Stepped:
+    return Stepped(lease=key(number), loss=1.0, num_terms=1, grad_norm=1.0, compute_s=compute_s)
+
+
+def peer_with(num_batches: int) -> Peer:
+    """A worker that has joined at 0, and was given so many batches then."""
+    session = SimpleNamespace(num_sent=num_batches)
+    worker = SimpleNamespace(live_session=session)
+    peer = Peer(worker, STEP_S, stepped_at=0.0, progressed_at=0.0, num_sent=num_batches)  # type: ignore[arg-type]
+    for number in range(num_batches):
+        peer.gets(key(number), 0.0)
+    return peer
+
+
+def is_late(peer: Peer, now: float, *, owes_change: bool = False, heard_at: float = 0.0) -> bool:
+    return peer.is_late(now, owes_change=owes_change, heard_at=heard_at, grace=None)
+
+
+def test_who_freezes_with_batches_in_hand_is_late_whether_asked_or_not() -> None:
+    assert not is_late(peer_with(2), LEAST_PATIENCE_S - 1)
+    assert is_late(peer_with(2), LEAST_PATIENCE_S)
+    assert is_late(peer_with(0), LEAST_PATIENCE_S, owes_change=True)
+
+
+def test_who_has_nothing_to_do_is_never_late() -> None:
+    assert not is_late(peer_with(0), 1e6)
+
+
+def test_what_is_still_being_sent_or_loaded_is_not_expected_yet() -> None:
+    peer = peer_with(2)
+    for now in range(0, 1000, 20):
+        peer.worker.live_session.num_sent += 1
+        assert not is_late(peer, float(now))
+    peer.outbox.place()
+    assert not is_late(peer, 5000.0)
+    peer.outbox.clear()
+    assert is_late(peer, 5000.0 + LEAST_PATIENCE_S)
+
+
+def test_a_change_that_comes_slowly_is_not_late() -> None:
+    peer = peer_with(0)
+    assert not is_late(peer, 0.0)
+    for now in range(20, 1000, 20):
+        assert not is_late(peer, float(now), owes_change=True, heard_at=float(now))
+    assert is_late(peer, 980.0 + LEAST_PATIENCE_S, owes_change=True, heard_at=980.0)
+
+
+def test_grace_is_beyond_what_is_expected() -> None:
+    peer = peer_with(2)
+    what = {"owes_change": False, "heard_at": 0.0}
+    assert not peer.is_late(STEP_S + 4.9, **what, grace=5.0)  # type: ignore[arg-type]
+    assert peer.is_late(STEP_S + 5.0, **what, grace=5.0)  # type: ignore[arg-type]
+
+
+def test_who_is_silent_loses_its_share_of_the_round() -> None:
+    frozen, other = peer_with(2), peer_with(0)
+    at_once = plan_round(8, {0: frozen.pace(0.0), 1: other.pace(0.0)})
+    assert at_once[0] == 3
+    later = plan_round(8, {0: frozen.pace(20.0), 1: other.pace(20.0)})
+    assert later[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("claimed_s", "least", "most"), [(1e-6, 8.0, 10.1), (1e9, 1e5, MOST_STEP_S)]
+)
+def test_a_step_is_as_slow_as_it_says_or_as_it_is_seen_to_be(
+    claimed_s: float, least: float, most: float
+) -> None:
+    peer = peer_with(20)
+    for number in range(19):
+        peer.unanswered.discard(key(number))
+        peer.stepped(step(number, claimed_s), 10.0 * (number + 1))
+    assert least < peer.step_s <= most
