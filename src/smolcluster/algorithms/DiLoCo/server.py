@@ -139,7 +139,7 @@ class Server:
         self.report = self.pool.report
         self.evaluator = context.new_evaluator()
         self.version = 0
-        """Batches that have been applied."""
+        """Batches that have been applied: the run's steps. `store.version` counts outer steps."""
         source = CheckpointSource(replica, self.progress, lambda: self.store.tensors)
         self.resumed_at: int | None = None
         """The batches applied when the run went on from a checkpoint; with the next it is over."""

@@ -61,6 +61,8 @@ from smolcluster.transport.messages import (
 )
 
 WAIT_S = 1.0
+BUFFERS_WITH = 0
+"""The fragment whose change brings what was added to the model's buffers."""
 
 
 class RefusedAgain(NonFiniteLoss):
@@ -149,13 +151,17 @@ class Worker:
         self.newest_lease = lease.lease
         started = time.perf_counter()
         self.replica.loss_scale = self.scale.after(lease.assignment.loss_scale)
+        fragments = lease.assignment.fragments or range(len(self.versions))
+        is_repeat = BUFFERS_WITH not in fragments  # what the samples do to buffers has been applied
+        buffers = self.replica.buffers.values() if is_repeat else {}
         loss = self.compute(lease)
         self.scale.note(loss.overflow)
         self.replica.buffers.find()
+        if is_repeat:
+            self.replica.buffers.put(buffers)
         grad_norm = self.replica.clip(self.train.gradient_clipping)
         if not self.train.gradient_clipping.enabled:
             check_norm(grad_norm)
-        fragments = lease.assignment.fragments or range(len(self.versions))
         if loss.overflow is None:
             self.step_in(fragments, lease)
             for number in fragments:
@@ -206,9 +212,8 @@ class Worker:
                 self.encoder.settle(number, is_applied=False)
                 fragment = self.layout.fragments[number]
                 raise cannot_be_sent(error, fragment, replica) from error
-            # the model's buffers go with the first fragment
-            buffers = replica.buffers.difference() if number == 0 else {}
-        if number == 0:
+            buffers = replica.buffers.difference() if number == BUFFERS_WITH else {}
+        if number == BUFFERS_WITH:
             replica.buffers.mark()
         self.sent[number], self.num_terms[number] = now, 0
         self.has_stepped[number] = False
