@@ -138,9 +138,9 @@ def one_of_each() -> list[m.Message]:
             num_steps=20,
         ),
         m.Listening(places=(m.HostPort(host="10.0.0.2", port=6000),)),
-        m.Arrived(lease=LEASE, tensor=tensor(8)),
-        m.Apply(lease=LEASE, clip=0.5, learning_rate=0.1, bound=1.0),
-        m.Discard(lease=LEASE),
+        m.Arrived(instance="0123456789abcdef", lease=LEASE, tensor=tensor(8)),
+        m.Apply(instance="0123456789abcdef", lease=LEASE, clip=0.5, learning_rate=0.1, bound=1.0),
+        m.Discard(instance="0123456789abcdef", lease=LEASE),
         m.SendWeights(instance="0123456789abcdef", version=3),
         m.Gather(version=3),
     ]

@@ -3,6 +3,7 @@
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from smolcluster.ps.assignment import Assigned
 from smolcluster.ps.push import Pushed
 from smolcluster.training.build import build
 from smolcluster.training.compute import BatchLoss
-from smolcluster.transport.messages import Message
+from smolcluster.transport.messages import LeaseKey, Message
 from smolcluster.utils.stopping import Interrupted
 
 NODES = ("mini1", "win", "pi5", "macbook")
@@ -133,6 +134,40 @@ def test_a_worker_that_is_lost_in_the_middle_of_a_push_costs_no_sample(tmp_path:
     cluster, stores = start(settings, tmp_path)
     workers = cluster.worker(1), cluster.worker(2, make=Unplugged)
     cluster.finish(*workers, *stores)
+
+
+def test_a_worker_that_pushes_for_the_lease_of_another_is_answered_and_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    named, has_lied = Future[LeaseKey](), threading.Event()
+
+    class Victim(Worker):
+        """Tells of its first lease, and pushes when another has pushed for it."""
+
+        def compute(self, lease: Assigned) -> BatchLoss:
+            if not named.done():
+                named.set_result(lease.lease)
+                assert has_lied.wait(harness.DEADLINE_S)
+            return super().compute(lease)
+
+    class Liar(Worker):
+        """Sends all parts of a push for the other's lease, and waits for the answer."""
+
+        def compute(self, lease: Assigned) -> BatchLoss:
+            loss = super().compute(lease)
+            if not has_lied.is_set():
+                stolen = named.result(harness.DEADLINE_S)
+                frames = list(self.sender.frames(stolen, self.base_version, loss, 0.0))
+                self.sender.settle(0)
+                self.unacknowledged = stolen
+                self.stores.push([], frames)
+                self.wait_until(lambda: self.unacknowledged is None)
+                has_lied.set()
+            return loss
+
+    cluster, stores = start(settings_for(2, workers=2), tmp_path)
+    summary = cluster.finish(cluster.worker(1, make=Victim), cluster.worker(2, make=Liar), *stores)
+    assert summary.pushes.late == 1
 
 
 def test_a_store_that_is_lost_gets_the_slice_back_as_it_was_gathered_last(

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,9 +11,16 @@ from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import ProtocolError
 from smolcluster.ps.push import bucket_spec, state_frame
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import State, TensorSpec
+from smolcluster.transport.messages import LeaseKey, State, TensorSpec
 
 NORM_NBYTES = 8
+
+
+class PushKey(NamedTuple):
+    """Which push: of which worker's process, for which lease. Nobody can send a part in another's name."""
+
+    instance: str
+    lease: LeaseKey
 
 
 def spans(num_buckets: int, num_hosts: int) -> list[range]:

@@ -31,7 +31,7 @@ from smolcluster.net.dialling import Address, Pauses, dial
 from smolcluster.net.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.net.session import Receiver, Session
 from smolcluster.ps.push import GradientBuffers, GradientReceiver, Pushed
-from smolcluster.ps.slices import SliceCollector, norms_spec, slice_frames
+from smolcluster.ps.slices import PushKey, SliceCollector, norms_spec, slice_frames
 from smolcluster.ps.store import Store
 from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
 from smolcluster.training.replica import cut
@@ -52,7 +52,6 @@ from smolcluster.transport.messages import (
     Goodbye,
     Hello,
     HostPort,
-    LeaseKey,
     Listening,
     Message,
     Reject,
@@ -305,7 +304,7 @@ class _Held:
             optimizer.state[STEP_COUNT].fill_(given.num_steps)
         self._contents = {WEIGHTS: weights, **optimizer.moments}
         self._store = Store(self._buckets[given.first : given.stop], weights, buffer, optimizer)
-        self._pushes: dict[LeaseKey, Pushed] = {}
+        self._pushes: dict[PushKey, Pushed] = {}
         self._workers: dict[str, Session] = {}
         self._owed: dict[str, list[Frame]] = {}
         """Weights for workers whose sessions this thread has not heard of yet."""
@@ -386,34 +385,42 @@ class _Held:
 
     def _on_push(self, pushed: Pushed, coordinator: Session) -> None:
         """Keep a push that is whole until the coordinator says what becomes of it."""
-        lease = pushed.push.lease
-        if lease in self._pushes:  # copies of one lease have different keys
+        lease, instance = pushed.push.lease, self._instance_of(pushed.session_id)
+        if instance is None:  # the same process has connected again: this is void
             _give_back(pushed)
             return
-        self._pushes[lease] = pushed
+        key = PushKey(instance, lease)
+        if key in self._pushes:  # copies of one lease have different keys
+            _give_back(pushed)
+            return
+        self._pushes[key] = pushed
         self._store.take(pushed.gradient)
         norms = torch.tensor(self._store.norms(), dtype=torch.float64)
-        arrived = Arrived(lease=lease, tensor=norms_spec(len(self._span)))
+        arrived = Arrived(instance=instance, lease=lease, tensor=norms_spec(len(self._span)))
         coordinator.send(arrived, bytes_of(norms))
 
     def _obey(self, message: Message, coordinator: Session) -> None:
         match message:
-            case Apply(lease=lease, clip=clip, learning_rate=rate, bound=bound):
-                pushed = self._taken(lease)
+            case Apply(clip=clip, learning_rate=rate, bound=bound):
+                pushed = self._taken(PushKey(message.instance, message.lease))
                 self._store.take(pushed.gradient)
                 self._store.step(clip, rate, bound)
                 self._snapshot = None
                 _give_back(pushed)
-            case Discard(lease=lease):
-                _give_back(self._taken(lease))
+            case Discard(instance=instance, lease=lease):
+                _give_back(self._taken(PushKey(instance, lease)))
             case SendWeights(instance=instance, version=version):
                 self._send_weights(instance, version)
             case Gather(version=version):
                 for frame in self._frames(self._contents, version):
                     coordinator.send_frame(frame)
 
-    def _taken(self, lease: LeaseKey) -> Pushed:
-        if (pushed := self._pushes.pop(lease, None)) is None:
+    def _instance_of(self, session_id: int) -> str | None:
+        own = (name for name, each in self._workers.items() if each.session_id == session_id)
+        return next(own, None)
+
+    def _taken(self, key: PushKey) -> Pushed:
+        if (pushed := self._pushes.pop(key, None)) is None:
             raise ProtocolError("it decided on a push that has not arrived")
         return pushed
 

@@ -28,7 +28,7 @@ from smolcluster.net.inbox import Event, MessageReceived, SessionClosed
 from smolcluster.net.membership import Refused
 from smolcluster.net.session import Receiver, Session
 from smolcluster.ps.push import Pushed
-from smolcluster.ps.slices import SliceCollector, norms_spec, place_of, slice_frames, spans
+from smolcluster.ps.slices import PushKey, SliceCollector, norms_spec, place_of, slice_frames, spans
 from smolcluster.ps.store import Store
 from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
 from smolcluster.training.replica import Replica
@@ -42,7 +42,6 @@ from smolcluster.transport.messages import (
     Gather,
     Goodbye,
     Hello,
-    LeaseKey,
     Listening,
     Message,
     Reject,
@@ -65,7 +64,7 @@ class NormsArrived(Event):
     """A store has its part of a push whole; `norms` are the L2 norms of its buckets."""
 
     session_id: int
-    lease: LeaseKey
+    key: PushKey
     norms: tuple[float, ...]
 
 
@@ -94,7 +93,9 @@ class StoreReceiver(Receiver):
             if message.tensor != norms_spec(self._num_buckets):
                 raise ProtocolError("it did not send one norm a bucket")
             norms = torch.frombuffer(bytearray(payload), dtype=torch.float64)
-            return NormsArrived(self.session_id, message.lease, tuple(norms.tolist()))
+            return NormsArrived(
+                self.session_id, PushKey(message.instance, message.lease), tuple(norms.tolist())
+            )
         return MessageReceived(self.session_id, message)
 
 
@@ -163,7 +164,7 @@ class SpreadStores:
         for node in nodes[1 + len(others) :]:
             log.warning("the model has %d buckets: %s holds none", len(replica.buckets), node)
         self._receivers: dict[int, StoreReceiver] = {}
-        self._pushes: dict[LeaseKey, PendingPush] = {}
+        self._pushes: dict[PushKey, PendingPush] = {}
         self._copied_steps = 0
         """How many steps the optimizer had taken when the slices were gathered last."""
         self._copied_version = 0
@@ -362,20 +363,21 @@ class SpreadStores:
 
     # pushes
 
-    def whole(self, event: Pushed | NormsArrived, *, is_awaited: bool) -> Pushed | None:
-        """Take a part of a push; returns the server's own part when all others have arrived as well.
+    def whole(
+        self, key: PushKey, event: Pushed | NormsArrived, *, is_awaited: bool
+    ) -> Pushed | None:
+        """Take a part of the push `key`; returns the server's own part when all others have arrived as well.
 
         `is_awaited`: whether its worker is still to be given an answer.
         """
-        lease = event.push.lease if isinstance(event, Pushed) else event.lease
-        pending = self._pushes.setdefault(lease, PendingPush())
+        pending = self._pushes.setdefault(key, PendingPush())
         if isinstance(event, Pushed):
             pending.own = event
         elif (store := self._of_session(event.session_id)) is not None:
             pending.norms[store.node] = event.norms
             store.heard_at = time.monotonic()
         if not is_awaited and not isinstance(event, Pushed):
-            self.forget(lease)
+            self.forget(key)
             return None
         if is_awaited and len(pending.norms) < len(self._stores):
             return None
@@ -388,29 +390,35 @@ class SpreadStores:
             for pending in self._pushes.values()
         )
 
-    def forget(self, lease: LeaseKey) -> Pushed | None:
+    def forget(self, key: PushKey) -> Pushed | None:
         """A push that has not been applied is not wanted any more; returns the server's part of it."""
-        pending = self._pushes.pop(lease, PendingPush())
-        self._tell(pending.norms, Discard(lease=lease))
+        pending = self._pushes.pop(key, PendingPush())
+        self._tell(pending.norms, Discard(instance=key.instance, lease=key.lease))
         return pending.own
 
-    def of(self, lease: LeaseKey) -> "SpreadPush":
-        return SpreadPush(self, lease)
+    def of(self, key: PushKey) -> "SpreadPush":
+        return SpreadPush(self, key)
 
-    def norm_of(self, lease: LeaseKey) -> float:
+    def norm_of(self, key: PushKey) -> float:
         """L2 norm of a push: those of its buckets, in their order."""
         with self._replica.meter("apply"):
-            norms = self._pushes[lease].norms
+            norms = self._pushes[key].norms
             others = (norm for store in self._stores for norm in norms[store.node])
             return math.hypot(*self._own.norms(), *others)
 
     def take(self, gradient: Tensor) -> None:
         self._own.take(gradient)
 
-    def step(self, lease: LeaseKey, clip: float, learning_rate: float, bound: float | None) -> None:
+    def step(self, key: PushKey, clip: float, learning_rate: float, bound: float | None) -> None:
         """Take the step with this push here, and let all stores take it."""
-        pending = self._pushes.pop(lease)
-        step = Apply(lease=lease, clip=clip, learning_rate=learning_rate, bound=bound)
+        pending = self._pushes.pop(key)
+        step = Apply(
+            instance=key.instance,
+            lease=key.lease,
+            clip=clip,
+            learning_rate=learning_rate,
+            bound=bound,
+        )
         self._tell(pending.norms, step)
         with self._replica.meter("apply"):
             self._own.step(clip, learning_rate, bound)
@@ -495,18 +503,18 @@ class SpreadStores:
 class SpreadPush:
     """One push, to be taken by all stores in one step: see `Stores`."""
 
-    def __init__(self, stores: SpreadStores, lease: LeaseKey) -> None:
-        self._stores, self._lease = stores, lease
+    def __init__(self, stores: SpreadStores, key: PushKey) -> None:
+        self._stores, self._key = stores, key
 
     def take(self, gradient: Tensor) -> None:
         """Take the server's own part (n,); the others are where they have arrived."""
         self._stores.take(gradient)
 
     def norm(self) -> float:
-        return self._stores.norm_of(self._lease)
+        return self._stores.norm_of(self._key)
 
     def step(self, clip: float, learning_rate: float, bound: float | None = None) -> None:
-        self._stores.step(self._lease, clip, learning_rate, bound)
+        self._stores.step(self._key, clip, learning_rate, bound)
 
 
 def contents(replica: Replica, place: slice) -> dict[str, Tensor]:

@@ -620,17 +620,22 @@ class Listening(Message):
 
 
 class Arrived(Message):
-    """Store: its part of a push has arrived whole (payload: the L2 norm of each bucket)."""
+    """Store: its part of a push of the worker `instance` is whole (payload: the L2 norm of each bucket)."""
 
     KIND: ClassVar[int] = 43
+    instance: Instance
     lease: LeaseKey
     tensor: TensorSpec
 
 
 class Apply(Message):
-    """Server: take one optimizer step with `clip` times a push, no element of which is above `bound`."""
+    """Server: take one optimizer step with `clip` times a push of the worker `instance`.
+
+    No element of that may be above `bound`.
+    """
 
     KIND: ClassVar[int] = 44
+    instance: Instance
     lease: LeaseKey
     clip: Annotated[float, Field(ge=0, le=1)]
     learning_rate: Annotated[float, Field(ge=0)]
@@ -638,9 +643,10 @@ class Apply(Message):
 
 
 class Discard(Message):
-    """Server: a push is not to be applied."""
+    """Server: a push of the worker `instance` is not to be applied."""
 
     KIND: ClassVar[int] = 45
+    instance: Instance
     lease: LeaseKey
 
 

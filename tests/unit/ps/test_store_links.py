@@ -14,11 +14,21 @@ from smolcluster.errors import ClusterEmpty
 from smolcluster.net.acceptor import SessionOpened
 from smolcluster.net.inbox import MessageReceived, SessionClosed
 from smolcluster.net.session import Session
-from smolcluster.ps.store_links import Patience, SpreadStores
+from smolcluster.ps.push import Pushed
+from smolcluster.ps.slices import PushKey
+from smolcluster.ps.store_links import NormsArrived, Patience, SpreadStores
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.handshake import Authenticated, introduce
-from smolcluster.transport.messages import SESSION, STORE, HostPort, Listening, Message
+from smolcluster.transport.messages import (
+    SESSION,
+    STORE,
+    Discard,
+    HostPort,
+    LeaseKey,
+    Listening,
+    Message,
+)
 
 NODES = ("mini1", "win", "pi5")
 LISTENING = Listening(places=(HostPort(host="127.0.0.1", port=1),))
@@ -123,6 +133,20 @@ def test_a_store_that_is_ready_and_says_nothing_is_silent_until_it_speaks() -> N
     ready(stores)
     assert not stores.are_silent(time.monotonic() + 50)
     assert stores.are_silent(time.monotonic() + 70)
+
+
+def test_a_part_counts_only_in_the_name_of_who_sent_it() -> None:
+    stores = spread()
+    win, pi5 = ready(stores)
+    lease = LeaseKey(incarnation="here", epoch=0, start=0, stop=10, grant=1)
+    honest, liar = PushKey("a" * 8, lease), PushKey("b" * 8, lease)
+    own = object.__new__(Pushed)
+    assert stores.whole(honest, own, is_awaited=True) is None
+    lie = NormsArrived(win.session_id, liar, (9.0, 9.0, 9.0))
+    assert stores.whole(liar, lie, is_awaited=False) is None
+    assert win.sent[-1] == Discard(instance=liar.instance, lease=lease)
+    parts = [NormsArrived(each.session_id, honest, (1.0, 1.0, 1.0)) for each in (win, pi5)]
+    assert [stores.whole(honest, part, is_awaited=True) for part in parts] == [None, own]
 
 
 def test_a_store_that_does_not_send_its_slice_is_cut() -> None:

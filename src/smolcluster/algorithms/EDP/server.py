@@ -41,6 +41,7 @@ from smolcluster.ps.buffers import BufferCollector, buffer_frames
 from smolcluster.ps.leases import Dispatcher, DispatcherState, Lease
 from smolcluster.ps.plausible import Failures, Norms, PushRefused
 from smolcluster.ps.push import GradientBuffers, GradientReceiver, Pushed
+from smolcluster.ps.slices import PushKey
 from smolcluster.ps.store_links import NormsArrived
 from smolcluster.ps.weights import state_frames
 from smolcluster.runs.summary import Summary
@@ -240,10 +241,8 @@ class Server:
 
     def on_departure(self, worker: Worker) -> None:
         peer = self.peers.pop(worker.member.session_id)
-        if self.spread is not None:
-            for key in peer.unanswered:
-                if (own := self.spread.forget(key)) is not None:
-                    own.receiver.free()
+        for lease_key in peer.unanswered:
+            self.forget_parts(peer, lease_key)
         if peer.worker.live_session.receiver.in_progress:
             self.report.lost_push(worker.name, "its connection broke")
         for lease in self.dispatcher.release_all(worker.member.session_id):
@@ -252,15 +251,29 @@ class Server:
     def on_part(self, part: Pushed | NormsArrived) -> None:
         """Some of a push is where it belongs; when all of it is, decide on it."""
         assert self.spread is not None  # noqa: S101 - there are no parts without
-        lease = part.push.lease if isinstance(part, Pushed) else part.lease
-        is_awaited = any(lease in peer.unanswered for peer in self.peers.values())
-        pushed = self.spread.whole(part, is_awaited=is_awaited)
+        if isinstance(part, Pushed):
+            peer = self.peers.get(part.session_id)
+            key = PushKey("" if peer is None else peer.worker.member.instance, part.push.lease)
+        else:
+            key = part.key
+            of_instance = (
+                p for p in self.peers.values() if p.worker.member.instance == key.instance
+            )
+            peer = next(of_instance, None)
+        is_awaited = peer is not None and key.lease in peer.unanswered
+        pushed = self.spread.whole(key, part, is_awaited=is_awaited)
         if pushed is not None:
             self.on_push(pushed)
-            self.spread.forget(lease)
-            peer = self.peers.get(pushed.session_id)
+            self.spread.forget(key)
             if peer is not None and peer.is_pulling:
                 self.send_weights(peer)
+
+    def forget_parts(self, peer: Peer, lease: LeaseKey) -> None:
+        """What has arrived of a push is not wanted any more."""
+        if self.spread is not None:
+            own = self.spread.forget(PushKey(peer.worker.member.instance, lease))
+            if own is not None:
+                own.receiver.free()
 
     def on_pull(self, peer: Peer) -> None:
         """Send weights, with what the worker has pushed before it asked."""
@@ -305,6 +318,7 @@ class Server:
         self.heard(peer)
         if skip.lease in peer.unanswered:
             peer.unanswered.discard(skip.lease)
+            self.forget_parts(peer, skip.lease)
             self.failed(peer, skip.lease, skip.reason)
 
     def try_to_apply(self, peer: Peer, pushed: Pushed, tau: int) -> Outcome:
@@ -358,7 +372,11 @@ class Server:
         else:
             rate *= rule.scale(tau, config.staleness.exponent)
             clipping = self.train.gradient_clipping
-            stores = self.stores if self.spread is None else self.spread.of(push.lease)
+            stores = (
+                self.stores
+                if self.spread is None
+                else self.spread.of(PushKey(peer.worker.member.instance, push.lease))
+            )
             norm = rule.apply_gradient(stores, pushed.gradient, rate, clipping, self.norms.limit)
             if self.spread is None:
                 layer_norms = self.report.layer_norms(pushed.gradient)
