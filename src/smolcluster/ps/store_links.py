@@ -15,7 +15,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,6 +57,8 @@ from smolcluster.utils.units import format_duration
 
 BUSY_RETRY_AFTER_S = 2.0
 GATHER_TICK_S = 0.1
+GATHER_SLOWER = 20.0
+"""Times as slow as the way to a store may the way back be."""
 CLOSING_TIMEOUT_S = 3.0
 
 
@@ -74,20 +77,39 @@ class StoreReceiver(Receiver):
     def __init__(self, session_id: int, num_buckets: int) -> None:
         self.session_id = session_id
         self._num_buckets = num_buckets
-        self._collector: SliceCollector | None = None
-        self._whole = threading.Event()
+        self._lock = threading.Lock()
+        self._asked: deque[tuple[SliceCollector, threading.Event]] = deque()
+        """What was asked for and is not whole yet: the store sends one after the other."""
+        self.num_frames = 0
+        """Of slices, that have arrived."""
+
+    @property
+    def unwanted(self) -> Mapping[str, Tensor] | None:
+        """Memory of a slice that was asked for before and still arrives; the next one is written over it."""
+        with self._lock:
+            return self._asked[-1][0].values if self._asked else None
 
     def expect(self, collector: SliceCollector) -> threading.Event:
         """The store is about to be asked for its slice; returns what is set when it is whole."""
-        self._collector, self._whole = collector, threading.Event()
-        return self._whole
+        whole = threading.Event()
+        with self._lock:
+            self._asked.append((collector, whole))
+        return whole
+
+    def _take(self, state: State, payload: memoryview) -> None:
+        with self._lock:
+            if not self._asked:
+                raise ProtocolError("it sent its slice unasked")
+            collector, whole = self._asked[0]
+        self.num_frames += 1
+        if collector.take(state, payload):
+            with self._lock:
+                self._asked.popleft()
+            whole.set()
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         if isinstance(message, State):
-            if self._collector is None:
-                raise ProtocolError("it sent its slice unasked")
-            if self._collector.take(message, payload):
-                self._whole.set()
+            self._take(message, payload)
             return None
         if isinstance(message, Arrived):
             if message.tensor != norms_spec(self._num_buckets):
@@ -113,6 +135,10 @@ class RemoteStore:
     """Of one without its slice: when it was lost, or when the last frame of the slice left for it."""
     num_sent: int = 0
     """The most frames that have left for it in one session since it was lost."""
+    opened_at: float = 0.0
+    """When its session began."""
+    took_s: float = 0.0
+    """How long it took from then until it had its slice."""
     heard_at: float = 0.0
     """When it last said anything."""
 
@@ -298,6 +324,7 @@ class SpreadStores:
             store.session.cut("the same process has connected again")
             self._lost(store, "the same process has connected again")
         store.session, store.instance = session, hello.instance
+        store.opened_at = time.monotonic()
         session.send(self._slice_of(store))
         place = place_of(self._replica.buckets, store.span)
         values = contents(self._replica, place)
@@ -336,6 +363,7 @@ class SpreadStores:
         if store is None or store.listens is not None:
             return False
         store.listens, store.heard_at = listens, time.monotonic()
+        store.took_s = store.heard_at - store.opened_at
         first, stop, total = store.span.start + 1, store.span.stop, len(self._replica.buckets)
         self._log.info(
             "the store %s holds buckets %d to %d of %d, as they were at step %d",
@@ -438,14 +466,15 @@ class SpreadStores:
     def gather(self, version: int, check_stop: Callable[[], None] = lambda: None) -> bool:
         """Bring all slices into the replica, as they are now; returns False if a store is missing.
 
-        Nothing else is decided meanwhile. A store that does not make it within the patience for a lost one
-        is cut. The weights must not be read by others until this returns. `check_stop` may raise.
+        Nothing else is decided meanwhile. A store of which nothing comes for as long as a lost one is waited
+        for is cut, and so is one that takes `GATHER_SLOWER` times as long as for getting its slice, and so
+        long besides. The weights must not be read by others until this returns. `check_stop` may raise.
         """
         if not self.is_ready:
             return False
         asked = [(store, *self._ask(store, version)) for store in self._stores]
-        for store, collector, whole in asked:
-            if not self._wait_for(store, collector, whole, check_stop):
+        for store, _, whole in asked:
+            if not self._wait_for(store, whole, check_stop):
                 return False
         for store, collector, _ in asked:
             place = place_of(self._replica.buckets, store.span)
@@ -459,27 +488,35 @@ class SpreadStores:
         assert session is not None  # noqa: S101 - it is ready
         place = place_of(replica.buckets, store.span)
         names = tuple(contents(replica, place))
-        collector = SliceCollector(replica.buckets, store.span, names, replica.params.dtype)
-        whole = self._receivers[session.session_id].expect(collector)
+        receiver = self._receivers[session.session_id]
+        collector = SliceCollector(
+            replica.buckets, store.span, names, replica.params.dtype, receiver.unwanted
+        )
+        whole = receiver.expect(collector)
         session.send(Gather(version=version))
         return collector, whole
 
     def _wait_for(
         self,
         store: RemoteStore,
-        collector: SliceCollector,
         whole: threading.Event,
         check_stop: Callable[[], None],
     ) -> bool:
         session, progress = store.session, -1
         assert session is not None  # noqa: S101 - it is ready
-        deadline = Deadline(self._patience.lost_s)
+        receiver = self._receivers[session.session_id]
+        patience_s = self._patience.lost_s
+        deadline = Deadline(patience_s)
+        total_s = patience_s + GATHER_SLOWER * store.took_s
+        total = Deadline(total_s)
         while not whole.wait(GATHER_TICK_S):
             check_stop()
-            if collector.num_taken != progress:
-                progress, deadline = collector.num_taken, Deadline(self._patience.lost_s)
+            if receiver.num_frames != progress:
+                progress, deadline = receiver.num_frames, Deadline(patience_s)
             if deadline.expired:
                 session.cut("it does not send its slice")
+            if total.expired:
+                session.cut(f"it has not sent its slice within {format_duration(total_s)}")
             if session.is_cut:
                 return False
         store.heard_at = time.monotonic()

@@ -15,12 +15,19 @@ from smolcluster.net.acceptor import SessionOpened
 from smolcluster.net.inbox import MessageReceived, SessionClosed
 from smolcluster.net.session import Session
 from smolcluster.ps.push import Pushed
-from smolcluster.ps.slices import PushKey
-from smolcluster.ps.store_links import NormsArrived, Patience, SpreadStores
+from smolcluster.ps.slices import PushKey, place_of, slice_frames
+from smolcluster.ps.store_links import (
+    GATHER_SLOWER,
+    NormsArrived,
+    Patience,
+    SpreadStores,
+    contents,
+)
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.handshake import Authenticated, introduce
 from smolcluster.transport.messages import (
+    ALL_KINDS,
     SESSION,
     STORE,
     Discard,
@@ -28,6 +35,8 @@ from smolcluster.transport.messages import (
     LeaseKey,
     Listening,
     Message,
+    State,
+    decode,
 )
 
 NODES = ("mini1", "win", "pi5")
@@ -56,6 +65,12 @@ class FakeSession:
 
     def send_frame(self, frame: Frame) -> None:
         self.frames.append(frame)
+
+
+def parsed(frame: Frame) -> tuple[State, memoryview]:
+    message = decode(State.KIND, bytes(frame.head[20:-4]), ALL_KINDS)
+    assert isinstance(message, State)
+    return message, memoryview(bytearray(frame.payload))
 
 
 @dataclass
@@ -147,6 +162,54 @@ def test_a_part_counts_only_in_the_name_of_who_sent_it() -> None:
     assert win.sent[-1] == Discard(instance=liar.instance, lease=lease)
     parts = [NormsArrived(each.session_id, honest, (1.0, 1.0, 1.0)) for each in (win, pi5)]
     assert [stores.whole(honest, part, is_awaited=True) for part in parts] == [None, own]
+
+
+def slice_of(stores: SpreadStores, span: range, version: int) -> list[tuple[State, memoryview]]:
+    """The frames in which a store sends its slice, all of whose values are `version`."""
+    replica = stores._replica
+    values = contents(replica, place_of(replica.buckets, span))
+    values = {name: torch.full_like(each, version) for name, each in values.items()}
+    frames = slice_frames(values, replica.buckets, span, incarnation="here", version=version)
+    return [parsed(frame) for frame in frames]
+
+
+def test_what_an_aborted_gathering_has_asked_for_is_taken_before_what_the_next_one_asks() -> None:
+    stores = spread()
+    receivers = [stores._receivers[each.session_id] for each in ready(stores)]
+    spans = [store.span for store in stores._stores]
+
+    def send(version: int, frames: slice) -> None:
+        for receiver, span in zip(receivers, spans, strict=True):
+            for frame in slice_of(stores, span, version)[frames]:
+                receiver(*frame)
+
+    def send_some_and_stop() -> None:
+        send(1, slice(0, 5))
+        raise KeyboardInterrupt
+
+    def send_the_rest_and_all() -> None:
+        send(1, slice(5, None))
+        send(2, slice(None))
+
+    with pytest.raises(KeyboardInterrupt):
+        stores.gather(1, send_some_and_stop)
+    assert stores.gather(2, send_the_rest_and_all)
+    params = stores._replica.params
+    assert (params[place_of(stores._replica.buckets, range(spans[0].start, 10))] == 2.0).all()
+
+
+def test_a_store_that_trickles_is_cut() -> None:
+    stores = spread()
+    win, _ = ready(stores)
+    win_store = stores._stores[0]
+    win_store.took_s = -61.0 / GATHER_SLOWER  # its time is over from the beginning
+    receiver, frames = stores._receivers[win.session_id], iter(slice_of(stores, win_store.span, 0))
+
+    def trickle() -> None:
+        receiver(*next(frames))
+
+    assert not stores.gather(0, trickle)
+    assert "has not sent its slice within" in win.reason
 
 
 def test_a_store_that_does_not_send_its_slice_is_cut() -> None:
