@@ -16,13 +16,14 @@ from smolcluster.algorithms.EDP.server import Peer, Server
 from smolcluster.algorithms.EDP.worker import Worker
 from smolcluster.configs.resolve import Settings, check_algorithm
 from smolcluster.errors import ClusterEmpty, ConfigError, Rejected, RunFailed
+from smolcluster.net.acceptor import SessionOpened
 from smolcluster.net.session import Session
 from smolcluster.ps import store_host
 from smolcluster.ps.assignment import Assigned
 from smolcluster.ps.push import Pushed
 from smolcluster.training.build import build
 from smolcluster.training.compute import BatchLoss
-from smolcluster.transport.messages import LeaseKey, Message
+from smolcluster.transport.messages import LeaseKey, Message, Reject
 from smolcluster.utils.stopping import Interrupted
 
 NODES = ("mini1", "win", "pi5", "macbook")
@@ -168,6 +169,21 @@ def test_a_worker_that_pushes_for_the_lease_of_another_is_answered_and_changes_n
     cluster, stores = start(settings_for(2, workers=2), tmp_path)
     summary = cluster.finish(cluster.worker(1, make=Victim), cluster.worker(2, make=Liar), *stores)
     assert summary.pushes.late == 1
+
+
+def test_a_store_cannot_turn_a_worker_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, on_worker = [], store_host._Held._on_worker
+
+    def rejecting(held: store_host._Held, event: SessionOpened) -> None:
+        opened.append(event)
+        if len(opened) == 1:
+            event.session.send(Reject(code="over", sentence="the run is over"))
+        on_worker(held, event)
+
+    monkeypatch.setattr(store_host._Held, "_on_worker", rejecting)
+    cluster, stores = start(settings_for(2), tmp_path)
+    cluster.finish(cluster.worker(1), *stores)
+    assert len(opened) >= 2
 
 
 def test_a_store_that_is_lost_gets_the_slice_back_as_it_was_gathered_last(

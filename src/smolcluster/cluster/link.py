@@ -41,6 +41,7 @@ from smolcluster.transport.messages import (
     End,
     Fault,
     Goodbye,
+    Heartbeat,
     Hello,
     LeaseKey,
     Message,
@@ -158,7 +159,8 @@ class Link(Session, Receiver):
     ) -> Session:
         """A session with another process of the run, whose events come with the server's.
 
-        When it ends, so does this one.
+        When it ends, so does this one. Of this worker's place in the run only the server decides: what
+        ends or rejects is not understood there.
 
         Raises:
             ConnectTimeout: nobody answered in time.
@@ -184,7 +186,7 @@ class Link(Session, Receiver):
             inbox=self._inbox,
             heartbeat_timeout_s=answer.heartbeat_timeout_s,
             max_queued=MAX_QUEUED,
-            kinds=from_listener((SESSION, *sets)),
+            kinds=from_listener(sets) | {Heartbeat},
         )
         self._others.append(session)
         session.start()
