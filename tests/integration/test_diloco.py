@@ -67,6 +67,8 @@ def test_one_worker_without_momentum_is_sequential_training(
     settings, rel = settings_for(*PLAIN, *own), 1e-9 if double else 1e-6
     cluster = cluster_for(settings, tmp_path, normed(double=double))
     cluster.finish(cluster.worker(1))
+    told = [line for line in cluster.log_lines if "a round has 1000 batches, an epoch 10" in line]
+    assert len(told) == (local_steps == 1000)
     expected, alone = own_workloads.alone(settings, normed(double=double))
     assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=rel)
     ours, theirs = cluster.training.replica, alone.replica
@@ -254,6 +256,20 @@ def test_who_is_late_loses_its_samples_and_begins_again(tmp_path: Path) -> None:
     summary = cluster.finish(cluster.worker(1), cluster.worker(2, make=Late))
     assert summary.leases_returned > 0
     assert any("answers again" in line for line in cluster.log_lines)
+
+
+def test_who_freezes_before_it_is_asked_does_not_hold_the_round(tmp_path: Path) -> None:
+    """Its heartbeats come, and it never takes a step."""
+
+    class Hung(Worker):
+        def step(self, lease: Assigned) -> None:  # noqa: ARG002
+            while True:
+                self.link.next_event(1.0)
+
+    settings = settings_for("local_steps=4", "grace=0.5", workers=2)
+    cluster = cluster_for(settings, tmp_path)
+    summary = cluster.finish(cluster.worker(1), cluster.worker(2, make=Hung))
+    assert summary.leases_returned > 0
 
 
 def test_a_late_worker_joins_and_shares_the_work(tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ class Server:
         )
         epoch_batches = math.ceil(context.training.num_samples / self.train.samples_per_push)
         self.total_batches = self.train.num_epochs * epoch_batches
+        self.tell_of_long_rounds(epoch_batches)
         self.is_streaming = self.config.mode == "streaming"
         num_fragments = self.config.num_fragments(len(replica.layers))
         self.layout = Layout.of(replica, cut(replica.layers, num_fragments))
@@ -168,6 +169,14 @@ class Server:
         self.exchange_s: dict[int, float] = {}
         """By fragment: how long it took the last time from asking to the outer step."""
         self.norms, self.failures = Norms(), Failures()
+
+    def tell_of_long_rounds(self, epoch_batches: int) -> None:
+        round_batches = (self.config.local_steps or 1) * self.context.settings.cluster.num_workers
+        if round_batches > epoch_batches:
+            self.context.log.warning(
+                "local_steps is %d: a round has %d batches, an epoch %d; all learn more from more rounds",
+                *(self.config.local_steps, round_batches, epoch_batches),
+            )
 
     def new_outer(self) -> OuterOptimizer:
         """The outer optimizer, with what the number of rounds suggests where nothing is said."""
