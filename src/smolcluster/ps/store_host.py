@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -63,7 +64,7 @@ from smolcluster.transport.messages import (
 from smolcluster.transport.security import Secret
 from smolcluster.transport.tls import new_identity
 from smolcluster.utils.retry import Deadline
-from smolcluster.utils.units import format_duration
+from smolcluster.utils.units import format_bytes, format_duration
 
 COORDINATOR = 0
 """Its session's number; those of workers count from 1."""
@@ -74,6 +75,7 @@ EXTRA_QUEUED = 64
 MAX_QUEUED = 100_000
 """To the coordinator, which asks for all that is sent to it; this only bounds mistakes."""
 COPIES_QUEUED = 4
+MAX_BUCKETS = 2**20
 SHUTDOWN_TIMEOUT_S = 3.0
 PRESENT_S = 5.0
 """How long workers may take to hear that the run is over."""
@@ -215,7 +217,8 @@ class StoreSession(Receiver):
         if isinstance(message, Slice):
             if self._given is not None:
                 raise ProtocolError("it gave a second slice")
-            self._given, buckets = message, buckets_of(message)
+            self._given, buckets = message, buckets_of(message, self._answer.bucket_bytes)
+            check_fits(message, psutil.virtual_memory().available)
             span = range(message.first, message.stop)
             dtype = get_codec(message.codec).dtype
             self._collector = SliceCollector(buckets, span, message.contents, dtype)
@@ -252,18 +255,41 @@ class StoreSession(Receiver):
                 raise ProtocolError(f"{type(message).__name__} came before a slice")
 
 
-def buckets_of(given: Slice) -> list[slice]:
-    """The buckets of all weights.
+def buckets_of(given: Slice, bucket_bytes: int) -> list[slice]:
+    """The buckets of all weights, each of `bucket_bytes` but the last.
 
     Raises:
-        ProtocolError: the slice is none of them.
+        ProtocolError: they are not so large, there are too many, or the slice is none of them.
     """
+    agreed = bucket_bytes // get_codec(given.codec).dtype.itemsize
     num_buckets = -(-given.num_params // given.bucket_length)
+    if given.bucket_length != min(agreed, given.num_params):
+        raise ProtocolError(
+            f"it gave buckets of {given.bucket_length} weights, {agreed} were agreed on"
+        )
+    if num_buckets > MAX_BUCKETS:
+        raise ProtocolError(f"it has {num_buckets} buckets, at most {MAX_BUCKETS} may be")
     if not given.first < given.stop <= num_buckets:
         raise ProtocolError(
             f"it gave buckets {given.first} to {given.stop - 1} of {num_buckets} as a slice"
         )
     return cut(given.num_params, given.bucket_length)
+
+
+def check_fits(given: Slice, free_nbytes: int) -> None:
+    """Before any memory is taken: its contents, a gradient, and a push need as much each.
+
+    Raises:
+        ProtocolError: this machine has not so much.
+    """
+    itemsize = get_codec(given.codec).dtype.itemsize
+    numel = (given.stop - given.first) * given.bucket_length
+    nbytes = numel * itemsize * (len(given.contents) + 2)
+    if nbytes > free_nbytes:
+        raise ProtocolError(
+            f"the slice takes {format_bytes(nbytes)} of memory, and this machine has "
+            f"{format_bytes(free_nbytes)} free: give servers more hosts, or another one"
+        )
 
 
 def _told(given: Slice) -> tuple[int, int, int]:
@@ -284,7 +310,7 @@ class _Held:
     ) -> None:
         """`values` (n,) by name become the store's own memory."""
         self._setup, self._answer, self._inbox, self._given = setup, answer, inbox, given
-        self._buckets = buckets_of(given)
+        self._buckets = buckets_of(given, answer.bucket_bytes)
         self._span = range(given.first, given.stop)
         weights = values[WEIGHTS]
         buffer = torch.empty_like(weights)
