@@ -35,6 +35,7 @@ from smolcluster.runs.events import (
     RunResumed,
     RunStarted,
     StepOverdue,
+    StepsUndone,
     WorkerEvent,
     WorkerJoined,
     WorkerLeft,
@@ -335,6 +336,11 @@ class Report:
         )
         self._events.write(WorkerStalled(**worker.who, silent_s=silent_s, reason=reason))
 
+    def steps_undone(self, node: str, num_steps: int, share: float) -> None:
+        """The store on `node` is lost; its slice is `share` of the weights, 0 to 1."""
+        self.tally.steps_undone += num_steps * share
+        self._events.write(StepsUndone(node=node, num_steps=num_steps, share=share))
+
     def evaluated(self, version: int, epoch: int, evaluation: Evaluation) -> None:
         tally = self.tally
         if not self._has_given_up:
@@ -484,6 +490,7 @@ class Report:
             codec=self._codec,
             pushes=Pushes(**self.tally.pushes),
             leases_returned=self.tally.leases_returned,
+            steps_undone=self.tally.steps_undone,
             final=Final(train_loss=self._train_loss, **(final.values if final else {})),
             lowest_val_loss=self.tally.lowest_val_loss,
             bytes=Traffic(sent=sent, received=received),

@@ -47,6 +47,8 @@ class Tally(BaseModel):
     """By outcome: the names of `Pushes`."""
     leases_returned: int
     workers: dict[int, WorkerTally]
+    steps_undone: float = 0.0
+    """Of slices whose stores were lost, each step times the slice's share of the weights."""
     lowest_val_loss: float | None = None
     num_worse: int = 0
     """Evaluations in a row that did not lower it."""

@@ -57,9 +57,15 @@ from smolcluster.utils.units import format_duration
 
 BUSY_RETRY_AFTER_S = 2.0
 GATHER_TICK_S = 0.1
+COPY_EVERY_S, COPY_RATIO = 60.0, 50.0
+"""Slices are gathered every so many seconds, and not before so many times as long as it took last."""
 GATHER_SLOWER = 20.0
 """Times as slow as the way to a store may the way back be."""
 CLOSING_TIMEOUT_S = 3.0
+
+
+StepsUndone = Callable[[str, int, float], None]
+"""Called with a node, how many steps its store had taken, and the share of the weights in its slice."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,8 @@ class RemoteStore:
     """When its session began."""
     took_s: float = 0.0
     """How long it took from then until it had its slice."""
+    num_steps: int = 0
+    """Steps that it has taken since its slice was last gathered, or given to it."""
     heard_at: float = 0.0
     """When it last said anything."""
 
@@ -194,11 +202,18 @@ class SpreadStores:
         self._copied_steps = 0
         """How many steps the optimizer had taken when the slices were gathered last."""
         self._copied_version = 0
+        self._copied_at = time.monotonic()
+        self._copying_took_s = 0.0
         self._has_been_ready = False
         self._own: Store
+        self._on_undone: StepsUndone
 
-    def begin(self, version: int) -> None:
-        """The replica is as the run begins, or goes on from a checkpoint of `version`."""
+    def begin(self, version: int, on_undone: StepsUndone) -> None:
+        """The replica is as the run begins, or goes on from a checkpoint of `version`.
+
+        `on_undone` hears of steps that a lost store had taken and its slice has not.
+        """
+        self._on_undone = on_undone
         place = place_of(self._replica.buckets, self.own_span)
         self._own = self._store_of(place, self.own_span)
         self._remember_copy(version)
@@ -210,6 +225,9 @@ class SpreadStores:
         return Store(buckets, replica.params[place], replica.grads[place], optimizer)
 
     def _remember_copy(self, version: int) -> None:
+        self._copied_at = time.monotonic()
+        for store in self._stores:
+            store.num_steps = 0
         self._copied_version = version
         self._copied_steps = num_steps(self._replica)
 
@@ -274,6 +292,12 @@ class SpreadStores:
         """
         limit_s = self._patience.lost_s
         return any(store.listens and now - store.heard_at > limit_s for store in self._stores)
+
+    def is_copy_due(self, now: float) -> bool:
+        """Whether what would be lost with a store is older than gathering it costs."""
+        has_changed = any(store.num_steps for store in self._stores)
+        wait_s = max(COPY_EVERY_S, COPY_RATIO * self._copying_took_s)
+        return self.is_ready and has_changed and now - self._copied_at > wait_s
 
     @property
     def list(self) -> StoreList:
@@ -382,6 +406,11 @@ class SpreadStores:
         if store.listens is not None:  # else it is waited for already
             store.waiting_since, store.num_sent = time.monotonic(), 0
         store.session, store.listens = None, None
+        if store.num_steps:
+            place = place_of(self._replica.buckets, store.span)
+            share = (place.stop - place.start) / self._replica.num_params
+            self._on_undone(store.node, store.num_steps, share)
+            store.num_steps = 0
         for pending in self._pushes.values():
             pending.norms.pop(store.node, None)
         self._log.warning(
@@ -440,6 +469,8 @@ class SpreadStores:
     def step(self, key: PushKey, clip: float, learning_rate: float, bound: float | None) -> None:
         """Take the step with this push here, and let all stores take it."""
         pending = self._pushes.pop(key)
+        for store in self._stores:
+            store.num_steps += store.listens is not None
         step = Apply(
             instance=key.instance,
             lease=key.lease,
@@ -472,6 +503,7 @@ class SpreadStores:
         """
         if not self.is_ready:
             return False
+        began = time.monotonic()
         asked = [(store, *self._ask(store, version)) for store in self._stores]
         for store, _, whole in asked:
             if not self._wait_for(store, whole, check_stop):
@@ -481,6 +513,7 @@ class SpreadStores:
             for name, values in contents(self._replica, place).items():
                 values.copy_(collector.values[name])
         self._remember_copy(version)
+        self._copying_took_s = self._copied_at - began
         return True
 
     def _ask(self, store: RemoteStore, version: int) -> tuple[SliceCollector, threading.Event]:

@@ -111,6 +111,14 @@ class StepOverdue(WorkerEvent):
     reason: str
 
 
+class StepsUndone(_Event):
+    """EDP: a store on another host is lost; its slice, `share` of the weights, goes back by so many steps."""
+
+    node: str
+    num_steps: int
+    share: float
+
+
 class WorkerParked(WorkerEvent):
     """SyncPS: a worker does not keep up, and is sent no more steps until it can be sent the whole state."""
 
@@ -173,6 +181,7 @@ Event = (
     | LeaseReturned
     | PushDropped
     | StepOverdue
+    | StepsUndone
     | WorkerParked
     | EpochFinished
     | Evaluated

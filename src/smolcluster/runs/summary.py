@@ -61,8 +61,10 @@ class WorkerShare(Strict):
 class Summary(Strict):
     """The run in numbers; `train_samples` is an epoch's, all others are the whole run's.
 
-    `tokens_per_sample` is null where a sample is no text. `num_bad_evals`: of a run that `patience`
-    has ended, how many in a row had not lowered the validation loss.
+    `steps_undone`: steps that lost stores had taken on their slices, each times the slice's share of the
+    weights; their samples count as applied. `tokens_per_sample` is null where a sample is no text.
+    `num_bad_evals`: of a run that `patience` has ended, how many in a row had not lowered the validation
+    loss.
     """
 
     algorithm: str
@@ -79,6 +81,7 @@ class Summary(Strict):
     codec: str
     pushes: Pushes
     leases_returned: NonNegativeInt
+    steps_undone: NonNegativeFloat = 0.0
     final: Final
     lowest_val_loss: float | None = None
     bytes: Traffic
@@ -128,6 +131,10 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ("loss", _losses(final, summary.lowest_val_loss)),
         *_measured(final),
     ]
+    if summary.steps_undone:
+        own.append(
+            ("steps undone", f"{summary.steps_undone:,.1f}, in slices whose stores were lost")
+        )
     if not summary.workers:
         return own
     return [

@@ -21,6 +21,7 @@ from smolcluster.ps.store_links import (
     NormsArrived,
     Patience,
     SpreadStores,
+    StepsUndone,
     contents,
 )
 from smolcluster.training.replica import Replica
@@ -87,7 +88,11 @@ def new_replica() -> Replica:
     return Replica(model, "adamw", weight_decay=0.1, bucket_bytes=64 * 4)
 
 
-def spread(lost_s: float = 60.0) -> SpreadStores:
+def ignore(node: str, num_steps: int, share: float) -> None:
+    """Nobody wants to know."""
+
+
+def spread(lost_s: float = 60.0, on_undone: StepsUndone = ignore) -> SpreadStores:
     stores = SpreadStores(
         new_replica(),
         NODES,
@@ -97,7 +102,7 @@ def spread(lost_s: float = 60.0) -> SpreadStores:
         patience=Patience(start_s=10.0, lost_s=lost_s),
         log=logging.getLogger("test"),
     )
-    stores.begin(version=0)
+    stores.begin(0, on_undone)
     return stores
 
 
@@ -210,6 +215,42 @@ def test_a_store_that_trickles_is_cut() -> None:
 
     assert not stores.gather(0, trickle)
     assert "has not sent its slice within" in win.reason
+
+
+def step(stores: SpreadStores, sessions: list[FakeSession]) -> None:
+    key = PushKey("a" * 8, LeaseKey(incarnation="here", epoch=0, start=0, stop=10, grant=1))
+    for session in sessions:
+        arrived = NormsArrived(session.session_id, key, (0.0, 0.0, 0.0))
+        stores.whole(key, arrived, is_awaited=True)
+    stores.take(
+        torch.zeros_like(stores._replica.params[place_of(stores._replica.buckets, stores.own_span)])
+    )
+    stores.step(key, 1.0, 0.1, None)
+
+
+def test_the_steps_that_a_lost_store_had_taken_since_it_was_gathered_are_told_once() -> None:
+    told: list[tuple[str, int, float]] = []
+    stores = spread(on_undone=lambda *what: told.append(what))
+    sessions = ready(stores)
+    step(stores, sessions)
+    step(stores, sessions)
+    stores.handle(SessionClosed(1, "its power is gone"))
+    assert told == [("win", 2, 192 / 610)]
+    open_session(stores, "win", 3)
+    stores.handle(MessageReceived(3, LISTENING))
+    stores.handle(SessionClosed(3, "its power is gone"))
+    assert len(told) == 1, "it had taken none since"
+
+
+def test_slices_are_gathered_now_and_then_when_they_have_changed() -> None:
+    stores = spread()
+    sessions, later = ready(stores), time.monotonic() + 1000
+    assert not stores.is_copy_due(later)
+    step(stores, sessions)
+    assert stores.is_copy_due(later)
+    assert not stores.is_copy_due(time.monotonic())
+    stores._copying_took_s = 100.0
+    assert not stores.is_copy_due(later)
 
 
 def test_a_store_that_does_not_send_its_slice_is_cut() -> None:

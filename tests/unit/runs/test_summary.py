@@ -29,7 +29,7 @@ def test_the_file_has_the_documented_keys(tmp_path: Path) -> None:
     assert set(entry) == {
         *("algorithm", "run_id", "wall_s", "epochs", "steps", "train_samples", "samples_applied"),
         *("pushes", "leases_returned", "final", "lowest_val_loss", "bytes", "workers", "codec"),
-        *("tokens_per_sample", "num_bad_evals"),
+        *("tokens_per_sample", "num_bad_evals", "steps_undone"),
     }
     assert set(entry["pushes"]) == {"applied", "stale", "late", "duplicate", "non_finite", "lost"}
     assert set(entry["final"]) == {"train_loss", "val_loss", "val_accuracy", "val_perplexity"}

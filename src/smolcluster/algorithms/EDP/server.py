@@ -107,7 +107,7 @@ class Server:
         if self.spread is None:
             self.stores = context.open_stores()
         else:
-            self.spread.begin(self.version)
+            self.spread.begin(self.version, self.report.steps_undone)
         self.saver = context.new_saver(source, self.report)
         self.peers: dict[int, Peer] = {}
         self.last_applied: dict[str, LeaseKey] = {}
@@ -176,7 +176,7 @@ class Server:
         if self.spread is not None:
             now = time.monotonic()
             self.spread.check_patience(now)
-            if self.peers and self.spread.are_silent(now):
+            if self.spread.is_copy_due(now) or (self.peers and self.spread.are_silent(now)):
                 self.gather()
 
     def gather(self) -> bool:

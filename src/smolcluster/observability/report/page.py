@@ -25,6 +25,7 @@ from smolcluster.runs.events import (
     Evaluated,
     RunEnded,
     RunResumed,
+    StepsUndone,
     WorkerJoined,
     WorkerLost,
     WorkerRejected,
@@ -301,7 +302,7 @@ def _event(happening: Happening, began: float) -> tuple[str, str, str, str]:
         within = f" within {format_duration(took)}" if took >= 1 else ""
         text = f"{text} ({happening.count:,} times{within})"
     match event:
-        case WorkerLost() | WorkerStalled() | WorkerRejected() | RunEnded(ok=False):
+        case WorkerLost() | WorkerStalled() | WorkerRejected() | StepsUndone() | RunEnded(ok=False):
             look = "lost"
         case WorkerJoined():
             look = "joined"

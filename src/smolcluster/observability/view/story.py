@@ -18,6 +18,7 @@ from smolcluster.runs.events import (
     RunResumed,
     RunStarted,
     StepOverdue,
+    StepsUndone,
     WorkerEvent,
     WorkerJoined,
     WorkerLeft,
@@ -140,6 +141,9 @@ def told(event: Event) -> str:  # noqa: C901, PLR0911, PLR0912  (a table that re
             return f"a push of {_who(event)} was dropped as {outcome}: {event.reason}"
         case StepOverdue():
             return f"step {event.step:,} waited for {_who(event)}: {event.reason}"
+        case StepsUndone():
+            steps = f"{event.num_steps:,} steps of {event.share:.0%} of the weights"
+            return f"the store {event.node} is lost, with it {steps}"
         case WorkerParked():
             return f"{_who(event)} does not keep up, parked: {event.reason}"
         case EpochFinished():
