@@ -143,6 +143,7 @@ def one_of_each() -> list[m.Message]:
         m.Discard(instance="0123456789abcdef", lease=LEASE),
         m.SendWeights(instance="0123456789abcdef", version=3),
         m.Gather(version=3),
+        m.WorkerGone(instance="0123456789abcdef"),
     ]
 
 

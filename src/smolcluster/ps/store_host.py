@@ -59,6 +59,7 @@ from smolcluster.transport.messages import (
     SendWeights,
     Slice,
     State,
+    WorkerGone,
     from_listener,
 )
 from smolcluster.transport.security import Secret
@@ -437,6 +438,8 @@ class _Held:
                 _give_back(self._taken(PushKey(instance, lease)))
             case SendWeights(instance=instance, version=version):
                 self._send_weights(instance, version)
+            case WorkerGone(instance=instance):
+                self._owed.pop(instance, None)
             case Gather(version=version):
                 for frame in self._frames(self._contents, version):
                     coordinator.send_frame(frame)

@@ -51,6 +51,7 @@ from smolcluster.transport.messages import (
     State,
     StoreList,
     StorePlace,
+    WorkerGone,
 )
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_duration
@@ -493,6 +494,10 @@ class SpreadStores:
         """Let all stores send their weights of now to a worker."""
         every = [store.node for store in self._stores]
         self._tell(every, SendWeights(instance=instance, version=version))
+
+    def worker_gone(self, instance: str) -> None:
+        """Let no store keep anything for a worker that may not come."""
+        self._tell([store.node for store in self._stores], WorkerGone(instance=instance))
 
     def gather(self, version: int, check_stop: Callable[[], None] = lambda: None) -> bool:
         """Bring all slices into the replica, as they are now; returns False if a store is missing.

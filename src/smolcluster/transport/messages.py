@@ -658,6 +658,13 @@ class SendWeights(Message):
     version: Count
 
 
+class WorkerGone(Message):
+    """Server: the worker `instance` has gone; what it has not fetched is not wanted any more."""
+
+    KIND: ClassVar[int] = 48
+    instance: Instance
+
+
 class Gather(Message):
     """Server: send it everything of now, which is that of `version`."""
 
@@ -721,7 +728,7 @@ ROUNDS = MessageSet(
 STORE = MessageSet(
     "store",
     from_dialler=frozenset({Listening, Arrived, State}),
-    from_listener=frozenset({Slice, State, Apply, Discard, SendWeights, Gather, End}),
+    from_listener=frozenset({Slice, State, Apply, Discard, SendWeights, WorkerGone, Gather, End}),
 )
 """What a store on another machine, which dials, and the server say to each other."""
 SLICES = MessageSet("slices", from_dialler=frozenset({Push}), from_listener=frozenset({State}))

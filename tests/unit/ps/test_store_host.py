@@ -1,11 +1,27 @@
-"""What a store checks of a slice before it takes memory for it."""
+"""A store: what it checks of a slice before it takes memory for it, and what it keeps for whom."""
+
+import logging
+from typing import cast
 
 import pytest
+import torch
 
 from connection_pairs import one_of_each
+from harness import SECRET
 from smolcluster.errors import ProtocolError
-from smolcluster.ps.store_host import buckets_of, check_fits
-from smolcluster.transport.messages import Slice
+from smolcluster.net.dialling import Address
+from smolcluster.net.inbox import Inbox
+from smolcluster.net.session import Session
+from smolcluster.ps.store_host import StoreSetup, _Held, buckets_of, check_fits
+from smolcluster.transport.handshake import introduce
+from smolcluster.transport.messages import (
+    SESSION,
+    STORE,
+    Accepted,
+    SendWeights,
+    Slice,
+    WorkerGone,
+)
 
 BUCKET_BYTES = 512 * 4
 ADAM = next(each for each in one_of_each() if isinstance(each, Slice))
@@ -38,3 +54,16 @@ def test_a_slice_that_does_not_fit_is_refused() -> None:
     check_fits(ADAM, needed)
     with pytest.raises(ProtocolError, match="more hosts"):
         check_fits(ADAM, needed - 1)
+
+
+def test_nothing_is_kept_for_a_worker_that_has_gone() -> None:
+    hello = introduce("win", sets=(SESSION, STORE))
+    setup = StoreSetup(hello, Address("127.0.0.1", 1), SECRET, 1.0, logging.getLogger("test"))
+    answer = Accepted(bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
+    values = {name: torch.zeros(488) for name in ADAM.contents}
+    held = _Held(setup, answer, Inbox(), ADAM, values)
+    nobody = cast("Session", None)
+    for instance in ("a" * 8, "b" * 8):
+        held._obey(SendWeights(instance=instance, version=3), nobody)
+    held._obey(WorkerGone(instance="a" * 8), nobody)
+    assert list(held._owed) == ["b" * 8]

@@ -36,6 +36,7 @@ from smolcluster.transport.messages import (
     LeaseKey,
     Listening,
     Message,
+    Reject,
     State,
     decode,
 )
@@ -63,6 +64,9 @@ class FakeSession:
 
     def send(self, message: Message) -> None:
         self.sent.append(message)
+
+    def end_with(self, message: Message) -> None:
+        self.sent = [message]
 
     def send_frame(self, frame: Frame) -> None:
         self.frames.append(frame)
@@ -215,6 +219,16 @@ def test_a_store_that_trickles_is_cut() -> None:
 
     assert not stores.gather(0, trickle)
     assert "has not sent its slice within" in win.reason
+
+
+def test_a_second_process_of_one_store_is_told_that_it_is_busy() -> None:
+    stores = spread()
+    win, _ = ready(stores)
+    second = open_session(stores, "win", 9)
+    assert isinstance(second.sent[-1], Reject)
+    assert second.sent[-1].code == "busy"
+    assert stores.session_of("win") is cast("Session", win)
+    assert stores.is_ready
 
 
 def step(stores: SpreadStores, sessions: list[FakeSession]) -> None:

@@ -243,6 +243,8 @@ class Server:
         peer = self.peers.pop(worker.member.session_id)
         for lease_key in peer.unanswered:
             self.forget_parts(peer, lease_key)
+        if self.spread is not None:
+            self.spread.worker_gone(worker.member.instance)
         if peer.worker.live_session.receiver.in_progress:
             self.report.lost_push(worker.name, "its connection broke")
         for lease in self.dispatcher.release_all(worker.member.session_id):
