@@ -12,6 +12,7 @@ import torch
 
 import harness
 from harness import Cluster, Outcome, local_settings
+from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.EDP.server import Peer, Server
 from smolcluster.algorithms.EDP.worker import Worker
 from smolcluster.configs.resolve import Settings, check_algorithm
@@ -259,6 +260,14 @@ def test_what_needs_all_weights_in_one_place_is_refused(tmp_path: Path, override
     with pytest.raises(ConfigError):
         check_algorithm(settings, "edp")
         Cluster(settings, tmp_path)
+
+
+def test_loops_of_ones_own_with_several_servers_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ServerContext, "is_attached", True)
+    with pytest.raises(ConfigError, match="loops of one's own push to one server only"):
+        Cluster(settings_for(2), tmp_path)
 
 
 def test_an_algorithm_without_stores_refuses_several_servers() -> None:
