@@ -270,7 +270,7 @@ def test_only_the_expected_kinds_are_heard(kind: str) -> None:
     with connection_pair(kind) as (one, other):
         one.send(Reject(code="busy", sentence="no"))
         with pytest.raises(
-            ProtocolError, match="unexpected Reject, expected Buffers, Fault, Goodbye"
+            ProtocolError, match="unexpected Reject, expected Buffers, Delta, Fault, Goodbye"
         ):
             other.receive(FROM_WORKER)
 

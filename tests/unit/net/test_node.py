@@ -37,7 +37,7 @@ CHUNK_NUMEL = 1000
 class Chunk(Message):
     """A part of a tensor on its way around a ring."""
 
-    KIND: ClassVar[int] = 40
+    KIND: ClassVar[int] = 90
     number: Count
     tensor: TensorSpec
 
@@ -45,7 +45,7 @@ class Chunk(Message):
 class Token(Message):
     """A number that each node adds one to."""
 
-    KIND: ClassVar[int] = 41
+    KIND: ClassVar[int] = 91
     value: Count
 
 
@@ -159,7 +159,7 @@ def test_a_message_of_a_set_that_was_not_agreed_closes_the_session(node: MakeNod
     peer.session.send_frame(frame_of(Token(value=1)))
     lost = event(other, Disconnected)
     assert (lost.peer.name, lost.is_final) == ("ring", True)
-    assert "message kind 41" in lost.reason
+    assert "message kind 91" in lost.reason
 
 
 def test_two_versions_of_a_set_are_refused(node: MakeNode) -> None:

@@ -101,7 +101,7 @@ def summary(settings: Settings) -> str:
             refusals[name] = str(error)
     if len(refusals) == len(algorithms()):
         raise ConfigError("; ".join(f"{name}: {said}" for name, said in refusals.items()))
-    fitting = " and ".join(name for name in algorithms() if name not in refusals)
+    fitting = ", ".join(name for name in algorithms() if name not in refusals)
     workers = format_count(cluster.num_workers, "worker")
     what = train.workload or f"{train.model.type} on {train.dataset.name}"
     return (
