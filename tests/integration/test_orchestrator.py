@@ -55,7 +55,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> smolcluster.Distr
     monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setenv("WANDB_MODE", "disabled")
     return smolcluster.DistributedConfig(
-        master_port=free_port(), num_workers=2, learning_rate=0.02, start_timeout=30.0
+        master_port=free_port(), num_workers=2, learning_rate=0.02, start_timeout=100.0
     )
 
 
