@@ -31,8 +31,15 @@ if TYPE_CHECKING:
 
 app = typer.Typer(rich_markup_mode=None)
 
-
 AUTO = "--auto"
+AUTO_HELP = (
+    "Measure machines and links, then launch what `smolcluster advise` says; also `launch --auto`. "
+    "Starts nothing, and exits with 4, where one machine alone is about as fast."
+)
+AUTO_EXAMPLES = (
+    "smolcluster launch --auto --config my.yaml --train-config gpt",
+    "smolcluster launch --auto --local --workers 2",
+)
 
 
 class _Algorithms(TyperGroup):
@@ -47,11 +54,9 @@ class _Algorithms(TyperGroup):
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - click's
-        return [*_launch_commands(), AUTO.lstrip("-")]
+        return list(_launch_commands())
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002 - click's
-        if cmd_name == AUTO.lstrip("-"):
-            return _auto_command()
         found = _launch_commands().get(cmd_name)
         return None if found is None else _launch_command(*found)
 
@@ -66,15 +71,23 @@ def _launch() -> None:
 
 
 def _launch_commands() -> dict[str, tuple["AlgorithmSpec", "LaunchCommand"]]:
-    from smolcluster.configs.spec import algorithms  # noqa: PLC0415 - see above
+    from smolcluster.configs.spec import (  # noqa: PLC0415 - see above
+        LaunchCommand,
+        algorithms,
+        default_algorithm,
+    )
 
-    return {
+    found = {
         command.name: (spec, command) for spec in algorithms().values() for command in spec.commands
     }
+    auto = LaunchCommand(AUTO.lstrip("-"), AUTO_HELP)
+    return {**found, auto.name: (default_algorithm(), auto)}
 
 
 def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
-    """`launch NAME`, as typer has it."""
+    """`launch NAME`, as typer has it; `--auto` takes no script."""
+    name = launched.name
+    is_auto = name == AUTO.lstrip("-")
 
     def command(
         *,
@@ -92,8 +105,11 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
         script: Script = None,
         override: Overrides = None,
     ) -> int:
-        from smolcluster.launch.local import launch  # noqa: PLC0415
-        from smolcluster.launch.remote import LaunchOptions  # noqa: PLC0415 - see above
+        if is_auto:
+            from smolcluster.launch.advise.run import launch_advised as start  # noqa: PLC0415 - see above
+        else:
+            from smolcluster.launch.local import launch as start  # noqa: PLC0415
+        from smolcluster.launch.remote import LaunchOptions  # noqa: PLC0415
         from smolcluster.launch.requests import request_of  # noqa: PLC0415
 
         request = request_of(
@@ -108,67 +124,26 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
             script=script,
         )
         how = LaunchOptions(dry_run, not no_sync, overwrite, not no_tmux, detach, observe)
-        return launch(request, how, local=local)
+        return start(request, how, local=local)
 
-    name = launched.name
     alone = typer.Typer(rich_markup_mode=None, add_completion=False)
     alone.command(
         name,
         help=launched.help,
-        epilog=below_training(
-            f"smolcluster launch {name} --local              on this machine alone",
-            f"smolcluster launch {name} --local --workload my_project/train.py:workload",
-            f"smolcluster launch {name} --config my.yaml --dry-run",
-            f"smolcluster launch {name} --config my.yaml --detach --override num_epochs=5",
-        ),
+        epilog=below_training(*(AUTO_EXAMPLES if is_auto else _examples(name))),
     )(command)
-    return typer.main.get_command(alone)
+    found = typer.main.get_command(alone)
+    found.params = [each for each in found.params if not (is_auto and each.name == "script")]
+    return found
 
 
-def _auto_command() -> Any:
-    """`launch --auto`, as typer has it."""
-
-    def command(
-        *,
-        local: Local = False,
-        workers: Workers = None,
-        dry_run: DryRun = False,
-        detach: Detach = False,
-        no_sync: NoSync = False,
-        overwrite: Overwrite = False,
-        no_tmux: NoTmux = False,
-        observe: Observe = None,
-        config: ClusterFile = None,
-        train_config: TrainFile = None,
-        workload: Workload = None,
-        override: Overrides = None,
-    ) -> int:
-        from smolcluster.launch.advise.run import launch_advised  # noqa: PLC0415 - see above
-        from smolcluster.launch.remote import LaunchOptions  # noqa: PLC0415
-        from smolcluster.launch.requests import plain_request  # noqa: PLC0415
-
-        request = plain_request(
-            local=local,
-            num_workers=workers,
-            config=config,
-            train_config=train_config,
-            overrides=override or [],
-            workload=workload,
-        )
-        how = LaunchOptions(dry_run, not no_sync, overwrite, not no_tmux, detach, observe)
-        return launch_advised(request, how, local=local)
-
-    alone = typer.Typer(rich_markup_mode=None, add_completion=False)
-    alone.command(
-        AUTO.lstrip("-"),
-        help="Measure machines and links, then launch what `smolcluster advise` says; also `launch --auto`. "
-        "Starts nothing, and exits with 4, where one machine alone is about as fast.",
-        epilog=below_training(
-            "smolcluster launch --auto --config my.yaml --train-config gpt",
-            "smolcluster launch --auto --local --workers 2",
-        ),
-    )(command)
-    return typer.main.get_command(alone)
+def _examples(name: str) -> tuple[str, ...]:
+    return (
+        f"smolcluster launch {name} --local              on this machine alone",
+        f"smolcluster launch {name} --local --workload my_project/train.py:workload",
+        f"smolcluster launch {name} --config my.yaml --dry-run",
+        f"smolcluster launch {name} --config my.yaml --detach --override num_epochs=5",
+    )
 
 
 @app.command(

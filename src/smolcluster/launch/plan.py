@@ -98,11 +98,9 @@ def plan_local(
     newest good checkpoint.
     """
     run_id = run_dir.name
-    local = ("--local", *_option("--workers", request.num_workers))
-    config = _option("--config", request.config)
 
     def planned(
-        node: str, rank: int | None, *argv: str, overrides: Sequence[str]
+        node: str, rank: int | None, argv: Sequence[str], overrides: Sequence[str]
     ) -> LaunchedProcess:
         role = _role(cluster, node, rank)
         texts = overrides if node in with_threads else (*overrides, "threads=1")
@@ -113,52 +111,26 @@ def plan_local(
             run_dir=str(run_dir),
             session=_session(run_id, node, role, rank) if in_sessions else "",
             project_dir=str(run_dir.parent),
-            argv=(*argv, *_overrides(texts)),
+            argv=(python, *argv, *_overrides(texts)),
         )
 
     server = planned(
         cluster.server,
         None,
-        *(python, *_server_code(request), *local, "--run-id", run_id),
-        *(() if in_sessions else (NO_PROGRESS,)),
-        *_option("--resume", "auto" if resume else None),
-        *(config if request.script is None else ()),
-        *_option("--train-config", _train_config(request)),
-        *_option("--workload", request.workload),
-        overrides=without_workload(request.overrides),
+        _local_server(request, run_id, resume=resume, in_sessions=in_sessions),
+        without_workload(request.overrides),
     )
-    stores = tuple(
-        planned(
-            node,
-            None,
-            *(python, str(_store_file(request)), node),
-            *local,
-            *("--server", format_address(cluster.host_ip[node], cluster.port)),
-            *("--run-id", run_id),
-            *restarts(cluster),
-            *config,
-            overrides=(PATIENCE, *node_overrides(request.overrides)),
-        )
+    own = node_overrides(request.overrides)
+    stores = (
+        planned(node, None, _local_other(request, cluster, run_id, node, None), (PATIENCE, *own))
         for node in cluster.store_nodes[1:]
     )
-    workers = tuple(
+    workers = (
         planned(
             node,
             rank,
-            *(
-                python,
-                *_worker_code(request),
-                str(rank + 1),
-                node,
-                *_script(request.script, request),
-            ),
-            *local,
-            *("--server", format_address(cluster.host_ip[node], cluster.port)),
-            *("--run-id", run_id),
-            *restarts(cluster),
-            *config,
-            *_option("--workload", request.workload),
-            overrides=(PATIENCE, *place, *node_overrides(request.overrides)),
+            _local_other(request, cluster, run_id, node, rank),
+            (PATIENCE, *place, *own),
         )
         for rank, node in enumerate(cluster.workers)
     )
@@ -168,6 +140,46 @@ def plan_local(
         port=cluster.port,
         processes=(server, *stores, *workers),
     )
+
+
+def _local_server(
+    request: Request, run_id: str, *, resume: bool, in_sessions: bool
+) -> tuple[str, ...]:
+    """What the server is told on this machine, but for overrides."""
+    return (
+        *_server_code(request),
+        *_local(request),
+        *("--run-id", run_id),
+        *(() if in_sessions else (NO_PROGRESS,)),
+        *_option("--resume", "auto" if resume else None),
+        *_option("--config", request.config if request.script is None else None),
+        *_option("--train-config", _train_config(request)),
+        *_option("--workload", request.workload),
+    )
+
+
+def _local_other(
+    request: Request, cluster: ClusterConfig, run_id: str, node: str, rank: int | None
+) -> tuple[str, ...]:
+    """The same of a worker; without a rank of a store."""
+    if rank is None:
+        code: tuple[str, ...] = (str(_store_file(request)), node)
+    else:
+        script = _script(request.script, request)
+        code = (str(_worker_file(request)), str(rank + 1), node, *script)
+    return (
+        *code,
+        *_local(request),
+        *("--server", format_address(cluster.host_ip[node], cluster.port)),
+        *("--run-id", run_id),
+        *restarts(cluster),
+        *_option("--config", request.config),
+        *_option("--workload", None if rank is None else request.workload),
+    )
+
+
+def _local(request: Request) -> tuple[str, ...]:
+    return ("--local", *_option("--workers", request.num_workers))
 
 
 def _role(cluster: ClusterConfig, node: str, rank: int | None) -> str:
@@ -192,10 +204,6 @@ def _server_code(request: Request) -> tuple[str, ...]:
 def _train_config(request: Request) -> str | None:
     is_default = request.script is not None and request.train_config == str(ATTACHED)
     return None if is_default else request.train_config
-
-
-def _worker_code(request: Request) -> tuple[str, ...]:
-    return (str(_worker_file(request)),)
 
 
 def _worker_file(request: Request) -> Path:

@@ -18,7 +18,7 @@ from smolcluster.configs.resolve import check_algorithm, workload_overrides
 from smolcluster.configs.schema import HUB_NAME, ClusterConfig, DatasetPlace, NodeConfig
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.doctor.packets import check_packets
-from smolcluster.launch.find import find
+from smolcluster.launch.find import all_runs, find
 from smolcluster.launch.host import HERE, Host
 from smolcluster.launch.installed import installed_project
 from smolcluster.launch.manifest import version_of
@@ -61,7 +61,6 @@ from smolcluster.runs.paths import (
     check_run_id,
     create_run,
     new_run_id,
-    runs_root,
 )
 from smolcluster.transport.security import default_secret_path, ensure_secret
 from smolcluster.utils.folders import checkout
@@ -117,8 +116,7 @@ def launch_remote(
     run_id = run_id or new_run_id(request.algorithm.name, datetime.now().astimezone())
     cluster_file = find_config(cluster_source(request.config, request.algorithm.name), "cluster")
     train_file = find_config(named.train_config or DEFAULT_TRAINING, "training")
-    stated = os.environ.get("SMOLCLUSTER_RUNS_DIR")
-    here = runs_root(Path(stated) if stated else None)
+    here = all_runs()
     places = places_of(request, settings.cluster, cluster_file, train_file, here)
     code, seen = _code_of(named)
     launched = plan_cluster(seen, settings.cluster, places, run_id)

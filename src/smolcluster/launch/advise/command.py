@@ -6,7 +6,7 @@ machines prepared -> real steps on each -> ways to the server -> what each algor
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -21,15 +21,17 @@ from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
 from smolcluster.launch.advise.measuring import (
     Computer,
     Files,
+    Say,
     Way,
     measure_all,
     measure_ways,
     this_machine,
 )
 from smolcluster.launch.advise.speed import Asked, Speed
+from smolcluster.launch.find import all_runs
 from smolcluster.launch.host import host_of
 from smolcluster.launch.plan import Request
-from smolcluster.launch.prepare import Machine, forwarded, send_project, settings_in
+from smolcluster.launch.prepare import Machine, send_project, settings_in
 from smolcluster.launch.remote import machines_of, places_of, project_root, without_env
 from smolcluster.launch.requests import (
     DEFAULT_TRAINING,
@@ -39,10 +41,8 @@ from smolcluster.launch.requests import (
 )
 from smolcluster.launch.workload_code import code_of
 from smolcluster.runs.advice import Prediction
-from smolcluster.runs.paths import runs_root
 from smolcluster.utils.at_once import at_once
 
-Say = Callable[[str], None]
 ALONE = "this machine"
 """Where all of a cluster is on it."""
 
@@ -131,7 +131,8 @@ def _measured_here(
 ) -> tuple[dict[str, Speed], dict[str, float]]:
     """Workers side by side, then this machine alone."""
     cluster, folder = settings.cluster, str(Path.cwd())
-    files, asked = _files(named), _asked(named, is_local=True, num_workers=cluster.num_workers)
+    files = _files(named, *_config_files(named))
+    asked = _asked(named, files, is_local=True, num_workers=cluster.num_workers)
     with tempfile.TemporaryDirectory() as meeting:
         crowd = {
             node: asked.model_copy(
@@ -164,18 +165,16 @@ def _measured_there(
     """The machines of a cluster file, each for itself, then their ways to the server."""
     cluster = settings.cluster
     cluster_file, train_file = _config_files(named)
-    stated = os.environ.get("SMOLCLUSTER_RUNS_DIR")
-    here = runs_root(Path(stated) if stated else None)
-    places = places_of(named, cluster, cluster_file, train_file, here)
+    places = places_of(named, cluster, cluster_file, train_file, all_runs())
     machines = machines_of(cluster, places, cluster_file)
-    names = ", ".join(machines)
-    say(f"looking at {names}")
+    files, root = _files(named, cluster_file, train_file), project_root()
+    say(f"looking at {', '.join(machines)}")
 
     def ready(machine: Machine) -> bool:
         try:
             machine.host.run("true")
             if sync:
-                send_project([machine], say, root=project_root(), overwrite=overwrite)
+                send_project([machine], say, root=root, overwrite=overwrite)
         except SmolclusterError as error:
             say(f"{error}; it is left out")
             return False
@@ -194,16 +193,10 @@ def _measured_there(
         Computer(each.host, places[each.host.node].python, each.project_dir) for each in present
     ]
     asked = {
-        each.host.node: _asked(
-            named,
-            node=each.host.node,
-            environ={**settings_in(os.environ), **each.env}
-            if each.is_here
-            else {**forwarded(os.environ), **each.env},
-        )
+        each.host.node: _asked(named, files, node=each.host.node, environ=dict(each.env))
         for each in present
     }
-    speeds = measure_all(computers, _files(named), asked, say)
+    speeds = measure_all(computers, files, asked, say)
     server = host_of(cluster, cluster.server)
     workers = [host_of(cluster, node) for node in cluster.workers if node in speeds]
     apart = [each for each in workers if each.destination != server.destination]
@@ -219,14 +212,13 @@ def _config_files(named: Request) -> tuple[Path, Path]:
     )
 
 
-def _files(named: Request) -> Files:
-    cluster_file, train_file = _config_files(named)
+def _files(named: Request, cluster_file: Path, train_file: Path) -> Files:
     code = None if named.workload is None else code_of(named.workload)
     return Files(without_env(cluster_file), train_file.read_bytes(), code)
 
 
-def _asked(named: Request, **more: Any) -> Asked:
-    code = None if named.workload is None else code_of(named.workload)
+def _asked(named: Request, files: Files, **more: Any) -> Asked:
+    code = files.code
     return Asked(
         overrides=tuple(without_workload(named.overrides)),
         workload=named.workload if code is None else code.name,
