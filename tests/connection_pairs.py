@@ -46,6 +46,11 @@ def push(nbytes: int = 16, bucket: int = 0) -> m.Push:
 
 
 def one_of_each() -> list[m.Message]:
+    """By their numbers."""
+    return [*handshake_and_steps(), *rounds(), *stores()]
+
+
+def handshake_and_steps() -> list[m.Message]:
     mac, nonce = "ab" * 32, "cd" * 32
     return [
         m.Hello(
@@ -105,6 +110,11 @@ def one_of_each() -> list[m.Message]:
             nbytes=64,
             tensor=m.TensorSpec(codec="raw", dtype="uint8", shape=(0,), nbytes=0),
         ),
+    ]
+
+
+def rounds() -> list[m.Message]:
+    return [
         m.Stepped(lease=LEASE, loss=0.5, num_terms=32, grad_norm=1.5, compute_s=0.25),
         m.Collect(request=1, fragment=0, wait=True),
         m.Delta(request=1, fragment=0, bucket=0, num_buckets=1, tensor=tensor(16)),
@@ -113,6 +123,11 @@ def one_of_each() -> list[m.Message]:
         ),
         m.Saved(step=30, keep_last=3),
         m.Resumed(step=30),
+    ]
+
+
+def stores() -> list[m.Message]:
+    return [
         m.StoreList(
             stores=(
                 m.StorePlace(

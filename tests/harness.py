@@ -30,7 +30,7 @@ from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.configs.schema import AlgorithmName, DatasetConfig, SimpleNNConfig, TrainConfig
 from smolcluster.net.dialling import Address
 from smolcluster.observability.metrics import MetricRecord, Metrics
-from smolcluster.ps.leases import Lease
+from smolcluster.ps.leases import Dispatcher, Lease
 from smolcluster.ps.push import Pushed
 from smolcluster.ps.store_host import StoreSetup, hold
 from smolcluster.runs.events import EventLog, EventRecord, read_events
@@ -44,7 +44,7 @@ from smolcluster.transport.security import Secret
 from smolcluster.utils.stopping import StopRequest
 
 SECRET = Secret(Path("the-test's-secret"), b"0123456789abcdef0123456789abcdef")
-DEADLINE_S = 180.0
+DEADLINE_S, START_TIMEOUT_S = 180.0, 90.0
 FIRST_PORT, NUM_PORTS = 12_000, 2000
 
 Server = diloco.Server | edp.Server | syncps.Server
@@ -156,6 +156,23 @@ class Outcome(threading.Thread):
         return self.error
 
 
+def indices_by_lease(dispatcher: Dispatcher) -> Mapping[LeaseKey, Sequence[int]]:
+    """The indices of each lease that is granted from now on."""
+    grant = dispatcher.grant
+    carried: dict[LeaseKey, Sequence[int]] = {}
+
+    def watched(
+        holder: int, now: float, *, is_sent: bool = True, may_copy: bool = True
+    ) -> Lease | None:
+        lease = grant(holder, now, is_sent=is_sent, may_copy=may_copy)
+        if lease is not None:
+            carried[lease.key] = lease.indices.tolist()
+        return lease
+
+    dispatcher.grant = watched  # type: ignore[method-assign]
+    return carried
+
+
 class Cluster:
     """A server in a thread, and as many workers as the test starts."""
 
@@ -229,44 +246,24 @@ class Cluster:
         self.server = Outcome("server", serve)
 
     def _watch_pushes(self, core: edp.Server) -> None:
-        """Remember the indices that each lease carries, and count them when its gradient is applied."""
-        grant, apply = core.dispatcher.grant, core.apply
-        carried: dict[LeaseKey, list[int]] = {}
-
-        def watched_grant(
-            holder: int, now: float, *, is_sent: bool = True, may_copy: bool = True
-        ) -> Lease | None:
-            lease = grant(holder, now, is_sent=is_sent, may_copy=may_copy)
-            if lease is not None:
-                carried[lease.key] = lease.indices.tolist()
-            return lease
+        """Count the samples of a lease when its gradient is applied."""
+        carried, apply = indices_by_lease(core.dispatcher), core.apply
 
         def watched_apply(peer: edp.Peer, pushed: Pushed, tau: int) -> None:
             apply(peer, pushed, tau)
             self.applied[pushed.push.lease.epoch].update(carried[pushed.push.lease])
 
-        core.dispatcher.grant = watched_grant  # type: ignore[method-assign]
         core.apply = watched_apply  # type: ignore[method-assign]
 
     def _watch_rounds(self, core: diloco.Server) -> None:
         """Count the samples of batches that an outer step has applied."""
-        grant, count = core.dispatcher.grant, core.count
-        carried: dict[LeaseKey, list[int]] = {}
-
-        def watched_grant(
-            holder: int, now: float, *, is_sent: bool = True, may_copy: bool = True
-        ) -> Lease | None:
-            lease = grant(holder, now, is_sent=is_sent, may_copy=may_copy)
-            if lease is not None:
-                carried[lease.key] = lease.indices.tolist()
-            return lease
+        carried, count = indices_by_lease(core.dispatcher), core.count
 
         def watched_count(applied: Sequence[Applied]) -> None:
             for each in applied:
                 self.applied[each.key.epoch].update(carried[each.key])
             count(applied)
 
-        core.dispatcher.grant = watched_grant  # type: ignore[method-assign]
         core.count = watched_count  # type: ignore[method-assign]
 
     def _watch_steps(self, core: syncps.Server) -> None:
@@ -291,7 +288,7 @@ class Cluster:
         secret: Secret | None = None,
         make: MakeParticipant | None = None,
         settings: Settings | None = None,
-        start_timeout_s: float = 10.0,
+        start_timeout_s: float = START_TIMEOUT_S,
         workload: str | None = None,
     ) -> Outcome:
         """Start a worker of the server's algorithm, or the one that `make` makes.
@@ -320,7 +317,7 @@ class Cluster:
             hello=introduce(node, sets=(SESSION, STORE)),
             address=Address("127.0.0.1", cluster.port),
             secret=secret or self._secret,
-            start_timeout_s=10.0,
+            start_timeout_s=START_TIMEOUT_S,
             encryption=cluster.encryption,
             log=self.log,
         )

@@ -137,6 +137,22 @@ class Launching:
         found = [each["state"] for each in self.status()["workers"] if each["rank"] == rank]
         return str(found[0]) if found else "unknown"
 
+    def num_params(self) -> int:
+        """Of the newest run's model."""
+        events = (self.folder("mini1") / "events.jsonl").read_text().splitlines()
+        [started] = [each for each in map(json.loads, events) if each["kind"] == "run_started"]
+        return int(started["num_params"])
+
+    def end_worker(self, rank: int, node: str) -> None:
+        """End all processes of its machine; returns when the server has noticed."""
+        self.lab[node].end_processes()
+        wait_until(lambda: self.presence(rank) != "joined", lambda: str(self.status()))
+
+    def join_again(self, rank: int, node: str) -> None:
+        back = self.run(self.command("join", "--name", node))
+        assert back.returncode == 0, back.stderr
+        assert self.presence(rank) == "joined"
+
     # what is left
 
     def is_clean(self) -> bool:
@@ -150,9 +166,9 @@ class Launching:
         everything = [each for processes in self.left().values() for each in processes]
         return [each for each in everything if each.argv[0] != "tmux" and run_id in str(each.argv)]
 
-    def wait_until_clean(self, timeout_s: float = 20.0) -> None:
+    def wait_until_clean(self) -> None:
         """See that each host has its sshd alone."""
-        wait_until(self.is_clean, lambda: str(self.left()), timeout_s)
+        wait_until(self.is_clean, lambda: str(self.left()))
 
     def wait_for_ssh(self) -> None:
         """Until all hosts answer; after a cut the old connections are of no use."""

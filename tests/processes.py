@@ -14,8 +14,7 @@ import pytest
 
 import preloaded
 from smolcluster.configs.spec import get_algorithm
-
-DEADLINE_S = 240.0
+from waiting import DEADLINE_S
 
 
 class Child:

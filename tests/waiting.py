@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 
+DEADLINE_S = 240.0
+
 
 class Clock:
     """A clock that stands still until `now` is set."""
@@ -14,9 +16,9 @@ class Clock:
         return self.now
 
 
-def eventually(condition: Callable[[], object], within_s: float = 90.0) -> None:
+def eventually(condition: Callable[[], object]) -> None:
     """Wait until it is so."""
-    end = time.monotonic() + within_s
+    end = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < end, "it did not come"
-        time.sleep(0.02)
+        time.sleep(0.05)

@@ -30,7 +30,7 @@ import torch
 import smolcluster
 from faults.proxy import Fault, FaultProxy, Point, mid_payload
 from harness import Cluster, free_port, local_settings
-from processes import DEADLINE_S, Child, Processes, small_disk
+from processes import Child, Processes, small_disk
 from smolcluster.algorithms import context
 from smolcluster.configs.schema import AlgorithmName
 from smolcluster.configs.spec import get_algorithm
@@ -50,6 +50,7 @@ from smolcluster.training.checkpoint import (
 )
 from smolcluster.training.replica import Replica
 from smolcluster.transport.messages import Delta
+from waiting import DEADLINE_S
 
 DRIVER = Path(__file__).with_name("processes_under_fire.py")
 RUN_ID = "under-fire"

@@ -23,15 +23,15 @@ from selenium.webdriver.support.ui import WebDriverWait
 from exporting import GPU
 from harness import free_port
 from made_runs import MadeRun, killed_run, worker_status
-from processes import DEADLINE_S, Child, Processes
+from processes import Child, Processes
 from proxy import Proxy
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.events import CheckpointSaved
 from smolcluster.runs.paths import RunPaths, find_run
 from smolcluster.runs.status import read_status
+from waiting import DEADLINE_S, eventually
 
-Eventually = Callable[[Callable[[], bool]], None]
 EVIL = "<script>document.title='taken'</script><b id='evil'>bold</b>"
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = pytest.mark.skipif(
@@ -145,7 +145,7 @@ def complaints(browser: Chrome) -> list[str]:
     return [entry["message"] for entry in logged if entry["level"] == "SEVERE"]
 
 
-def started_run(processes: Processes, eventually: Eventually) -> RunPaths:
+def started_run(processes: Processes) -> RunPaths:
     """A run with two workers that goes on for long, at work."""
     port = f"port={free_port()}"
     processes.server("--local", "--workers", "2", "--override", port, "num_epochs=100000")
@@ -157,10 +157,8 @@ def started_run(processes: Processes, eventually: Eventually) -> RunPaths:
     return find_run(processes.runs)
 
 
-def test_a_run_that_goes_on_is_shown_as_it_is(
-    processes: Processes, eventually: Eventually, browser: Chrome
-) -> None:
-    paths = started_run(processes, eventually)
+def test_a_run_that_goes_on_is_shown_as_it_is(processes: Processes, browser: Chrome) -> None:
+    paths = started_run(processes)
     child, address = dashboard(processes)
     browser.get(address)
     eventually(lambda: text_of(browser, "#state") == "training")
@@ -228,7 +226,7 @@ def made_runs(processes: Processes) -> None:
     run.says("worker", "pi5", 0, ("ERROR", EVIL), ("INFO", "z" * 1_000_000))
 
 
-def open_made(processes: Processes, browser: Chrome, eventually: Eventually) -> None:
+def open_made(processes: Processes, browser: Chrome) -> None:
     made_runs(processes)
     _, address = dashboard(processes, "edp-second")
     browser.get(address)
@@ -237,9 +235,9 @@ def open_made(processes: Processes, browser: Chrome, eventually: Eventually) -> 
 
 
 def test_a_run_that_is_over_is_shown_with_its_curves_events_and_numbers(
-    processes: Processes, eventually: Eventually, browser: Chrome
+    processes: Processes, browser: Chrome
 ) -> None:
-    open_made(processes, browser, eventually)
+    open_made(processes, browser)
     status = read_status(processes.runs / "edp-second" / "status.json")
     assert step_on(browser) == status.step
     assert figure(browser, "loss") == f"{status.loss:g}"
@@ -263,9 +261,9 @@ def test_a_run_that_is_over_is_shown_with_its_curves_events_and_numbers(
 
 
 def test_gpus_have_columns_and_curves_where_a_worker_tells_of_one(
-    processes: Processes, eventually: Eventually, browser: Chrome
+    processes: Processes, browser: Chrome
 ) -> None:
-    open_made(processes, browser, eventually)
+    open_made(processes, browser)
     headings = (
         "return [...document.querySelectorAll('#workers thead th')].filter((each) => each.offsetParent)"
         ".map((each) => each.innerText.toLowerCase())"
@@ -287,9 +285,9 @@ def test_gpus_have_columns_and_curves_where_a_worker_tells_of_one(
 
 
 def test_logs_are_filtered_and_what_is_in_them_is_text(
-    processes: Processes, eventually: Eventually, browser: Chrome
+    processes: Processes, browser: Chrome
 ) -> None:
-    open_made(processes, browser, eventually)
+    open_made(processes, browser)
     assert EVIL in text_of(browser, "#log-lines")
     assert count(browser, "#evil, #log-lines script") == 0
     assert "taken" not in browser.title
@@ -313,7 +311,7 @@ def test_logs_are_filtered_and_what_is_in_them_is_text(
 
 
 def test_log_lines_are_shown_that_the_stream_did_not_bring(
-    processes: Processes, eventually: Eventually, browser: Chrome
+    processes: Processes, browser: Chrome
 ) -> None:
     run = killed_run(processes.runs, "edp-first")
     _, address = dashboard(processes, "edp-first")
@@ -332,9 +330,7 @@ def test_log_lines_are_shown_that_the_stream_did_not_bring(
     proxy.close()
 
 
-def test_frequent_events_are_thinned_to_what_fits(
-    processes: Processes, eventually: Eventually, browser: Chrome
-) -> None:
+def test_frequent_events_are_thinned_to_what_fits(processes: Processes, browser: Chrome) -> None:
     run = killed_run(processes.runs, "edp-first")
     for step in range(400):
         run.now += 0.02
@@ -353,9 +349,9 @@ def test_frequent_events_are_thinned_to_what_fits(
 
 
 def test_another_run_is_chosen_the_theme_is_changed_and_it_fits_a_telephone(
-    processes: Processes, eventually: Eventually, browser: Chrome
+    processes: Processes, browser: Chrome
 ) -> None:
-    open_made(processes, browser, eventually)
+    open_made(processes, browser)
     choose(browser, "#run", "edp-first")
     eventually(lambda: browser.title.startswith("edp-first"))
     eventually(lambda: text_of(browser, "#run option:checked") == "edp-first · ended")

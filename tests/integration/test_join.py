@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,16 @@ from smolcluster.launch.sessions import exit_code
 from smolcluster.runs.launched import read_launched
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import RunStatus, read_status
+from waiting import eventually
 
-Eventually = Callable[[Callable[[], bool]], None]
 COMMAND = (sys.executable, "-m", "smolcluster.cli")
 
 
 class Joined:
     """A run, and who has joined it."""
 
-    def __init__(self, processes: Processes, eventually: Eventually) -> None:
-        self._processes, self._eventually = processes, eventually
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
 
     @property
     def status(self) -> RunStatus | None:
@@ -36,19 +35,19 @@ class Joined:
             workers = [] if self.status is None else self.status.workers
             return {each.rank + 1 for each in workers if each.state == "joined"} == set(numbers)
 
-        self._eventually(are_there)
+        eventually(are_there)
 
     def join(self, *words: str) -> Child:
         return self._processes.start(*COMMAND, "join", *words)
 
 
 @pytest.fixture
-def run(processes: Processes, eventually: Eventually) -> Joined:
-    return Joined(processes, eventually)
+def run(processes: Processes) -> Joined:
+    return Joined(processes)
 
 
 def test_a_machine_joins_with_address_and_secret(
-    run: Joined, processes: Processes, eventually: Eventually, tmp_path: Path
+    run: Joined, processes: Processes, tmp_path: Path
 ) -> None:
     port = free_port()
     options = ("--local", "--override", f"port={port}", "threads=1", "metrics_port=null")

@@ -7,7 +7,6 @@ import signal
 import socket
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 from zoneinfo import ZoneInfo
@@ -22,8 +21,7 @@ from smolcluster.runs.events import WorkerJoined, WorkerLost, read_events
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import read_summary
-
-Eventually = Callable[[Callable[[], bool]], None]
+from waiting import eventually
 
 
 def applied(metrics: Path, num_samples: int, seed: int = 42) -> dict[int, Counter[int]]:
@@ -40,7 +38,7 @@ def applied(metrics: Path, num_samples: int, seed: int = 42) -> dict[int, Counte
 
 
 def test_a_worker_is_killed_another_comes_late_and_every_sample_is_applied_once(
-    processes: Processes, eventually: Eventually
+    processes: Processes,
 ) -> None:
     port = f"port={free_port()}"
     epochs = 120
@@ -162,9 +160,7 @@ def test_a_secret_that_others_can_read_is_one_line_and_77(processes: Processes) 
     assert "aaaa" not in server.output
 
 
-def test_a_killed_worker_with_a_supervisor_is_back(
-    processes: Processes, eventually: Eventually
-) -> None:
+def test_a_killed_worker_with_a_supervisor_is_back(processes: Processes) -> None:
     options = ("--local", "--override", f"port={free_port()}", "threads=1")
     server = processes.server(*options, "num_epochs=100000")
     worker = processes.worker(1, "pi5", "--restarts", "3", *options)
@@ -226,7 +222,7 @@ def test_logs_are_in_utc_whatever_the_zone_of_a_worker(processes: Processes) -> 
 
 @pytest.mark.slow
 def test_a_store_is_killed_another_is_started_and_every_sample_is_applied_once(
-    processes: Processes, eventually: Eventually
+    processes: Processes,
 ) -> None:
     port, epochs = f"port={free_port()}", 12
     overrides = ("servers=[mini1, win]", f"num_epochs={epochs}", "model.hidden=4096", "threads=1")

@@ -67,7 +67,7 @@ def promtool(*words: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -89,7 +89,7 @@ def test_debians_old_compose_understands_the_file() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert "GF_SECURITY_ADMIN_PASSWORD: other" in done.stdout

@@ -1,7 +1,6 @@
 """The report that a real run leaves: its numbers are those of the other files, whatever becomes of it."""
 
 import signal
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.runs.paths import RunPaths, find_run
 from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import read_summary
+from waiting import eventually
 
-Eventually = Callable[[Callable[[], bool]], None]
 NODES = ("pi5", "win", "macbook")
 
 
@@ -55,7 +54,7 @@ def begin(processes: Processes, *overrides: str) -> tuple[Child, list[Child]]:
 
 
 def test_a_run_whose_worker_was_killed_leaves_a_report_that_agrees_with_its_files(
-    processes: Processes, eventually: Eventually
+    processes: Processes,
 ) -> None:
     server, workers = begin(processes, "num_epochs=120", "eval_steps=500")
     metrics = processes.runs / "latest" / "metrics.jsonl"
@@ -110,7 +109,7 @@ def test_a_run_that_fails_leaves_a_report_with_the_first_error(processes: Proces
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_stopped_leaves_a_report(
-    processes: Processes, eventually: Eventually, signum: signal.Signals
+    processes: Processes, signum: signal.Signals
 ) -> None:
     server, _ = begin(processes, "num_epochs=5000")
     metrics = processes.runs / "latest" / "metrics.jsonl"
@@ -123,9 +122,7 @@ def test_a_run_that_is_stopped_leaves_a_report(
     assert "Curves" in page
 
 
-def test_a_run_that_is_killed_has_a_report_when_it_is_asked_for(
-    processes: Processes, eventually: Eventually
-) -> None:
+def test_a_run_that_is_killed_has_a_report_when_it_is_asked_for(processes: Processes) -> None:
     server, _ = begin(processes, "num_epochs=5000")
     folder = processes.runs / "latest"
     eventually(lambda: any(r.record.kind == "step" for r in read_metrics(folder / "metrics.jsonl")))

@@ -4,7 +4,6 @@ import re
 import signal
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,8 +19,7 @@ from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import read_summary
 from smolcluster.training.build import build
 from smolcluster.training.loop import training_steps
-
-Eventually = Callable[[Callable[[], bool]], None]
+from waiting import eventually
 
 NODES = ("pi5", "win", "macbook")
 NUM_SAMPLES = 1438
@@ -80,7 +78,7 @@ class Machines:
         assert applied == dict.fromkeys(range(EPOCHS), once)
 
 
-def test_a_killed_worker_makes_no_difference(processes: Processes, eventually: Eventually) -> None:
+def test_a_killed_worker_makes_no_difference(processes: Processes) -> None:
     machines = Machines(processes)
     eventually(lambda: machines.evaluated >= 10)
     victim = machines.workers[1]
@@ -101,9 +99,7 @@ def test_a_killed_worker_makes_no_difference(processes: Processes, eventually: E
     assert "Traceback" not in machines.server.output
 
 
-def test_a_stopped_worker_holds_nobody_up_and_works_again_afterwards(
-    processes: Processes, eventually: Eventually
-) -> None:
+def test_a_stopped_worker_holds_nobody_up_and_works_again_afterwards(processes: Processes) -> None:
     machines = Machines(processes, "timeout=0.1", "heartbeat_timeout_s=60")
     eventually(lambda: machines.evaluated >= 10)
     sleeper = machines.workers[2]

@@ -1,18 +1,14 @@
 """`smolcluster top` on a run that goes on, as a person types it."""
 
 import sys
-from collections.abc import Callable
 
 from harness import free_port
 from processes import Processes
 from smolcluster.runs.status import read_status
+from waiting import eventually
 
-Eventually = Callable[[Callable[[], bool]], None]
 
-
-def test_a_run_is_shown_while_it_goes_on_and_when_it_is_over(
-    processes: Processes, eventually: Eventually
-) -> None:
+def test_a_run_is_shown_while_it_goes_on_and_when_it_is_over(processes: Processes) -> None:
     port = f"port={free_port()}"
     overrides = (port, "num_epochs=100000", "checkpoint_steps=null")  # whose news would hide others
     processes.server("--local", "--workers", "2", "--override", *overrides)

@@ -46,7 +46,7 @@ def uv() -> str:
 
 def build(project: Path, folder: Path) -> Path:
     command = [uv(), "build", "--wheel", "--offline", "--out-dir", str(folder), str(project)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     if done.returncode and "hatchling" in done.stderr and "cache" in done.stderr:
         pytest.skip("uv's cache lacks the build backend, and nothing is downloaded here")
     assert done.returncode == 0, done.stderr
@@ -95,7 +95,7 @@ def install(wheel: Path, folder: Path) -> Path:
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
     command = [uv(), "pip", "install", "--offline", "--no-deps", "--python", str(python)]
-    subprocess.run([*command, str(wheel)], check=True, capture_output=True, timeout=120)
+    subprocess.run([*command, str(wheel)], check=True, capture_output=True, timeout=300)
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     packages = folder / "lib" / version / "site-packages"
     (packages / "needs.pth").write_text(sysconfig.get_path("purelib") + "\n")

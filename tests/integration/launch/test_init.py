@@ -2,12 +2,13 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from lab import Host, Lab, Process
 from smolcluster.configs.load import parse_yaml
+from waiting import eventually
 
 SECOND = 7
 """A network that only mini1 and pi5 are in."""
@@ -81,9 +82,7 @@ def test_ctrl_c_ends_it(lab: Lab) -> None:
     assert not lab.controller.path("never.yaml").exists()
 
 
-def test_ctrl_c_in_the_middle_leaves_nothing_behind(
-    lab: Lab, eventually: Callable[[Callable[[], bool]], None]
-) -> None:
+def test_ctrl_c_in_the_middle_leaves_nothing_behind(lab: Lab) -> None:
     command = [*INIT, "--server", "mini1", "--worker", "pi5", "--to", "never.yaml"]
     running = lab.controller.popen(shlex.join(command), tty=True)
     running.wait_for("measuring")

@@ -3,12 +3,12 @@
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lab import HOMES, Host, Lab, Running
+from waiting import eventually
 
 TWO_MEGABYTES = ["ssh", "mini2", "head -c 2000000 /dev/zero"]
 PING = ["ssh", "-o", "ConnectTimeout=2", "mini1", "hostname"]
@@ -56,9 +56,7 @@ def test_each_host_has_a_tmux_and_files_of_its_own(lab: Lab) -> None:
         host.end_processes()
 
 
-def test_what_runs_on_a_host_is_seen_there_only(
-    lab: Lab, eventually: Callable[[Callable[[], bool]], None]
-) -> None:
+def test_what_runs_on_a_host_is_seen_there_only(lab: Lab) -> None:
     for host in (lab.controller, *lab):
         host.end_processes()
     running = sleeper(lab["mini1"])
@@ -70,14 +68,12 @@ def test_what_runs_on_a_host_is_seen_there_only(
     eventually(lambda: lab["mini1"].processes() == [])
 
 
-def test_an_orphan_is_reaped(lab: Lab, eventually: Callable[[Callable[[], bool]], None]) -> None:
+def test_an_orphan_is_reaped(lab: Lab) -> None:
     lab["pi5"].output("(sleep 0.2 &) >/dev/null 2>&1")
     eventually(lambda: lab["pi5"].processes() == [])
 
 
-def test_a_command_past_its_deadline_is_killed_with_its_children(
-    lab: Lab, eventually: Callable[[Callable[[], bool]], None]
-) -> None:
+def test_a_command_past_its_deadline_is_killed_with_its_children(lab: Lab) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         lab["pi5"].run("sleep 1000 & sleep 1001; true", timeout_s=0.5)
     eventually(lambda: lab["pi5"].processes() == [])

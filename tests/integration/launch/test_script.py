@@ -1,10 +1,8 @@
 """A loop of a user's own that attaches, as the workers of a run on three hosts."""
 
-import json
-
 import pytest
 
-from launching import ENDLESS, LAUNCH_TIMEOUT_S, STORIES_TIMEOUT_S, Launching, wait_until
+from launching import ENDLESS, STORIES_TIMEOUT_S, Launching
 
 pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
 SCRIPT = """
@@ -40,30 +38,23 @@ def test_a_script_is_the_workers_of_a_cluster(launching: Launching) -> None:
     assert plan.returncode == 0, plan.stderr
     assert "2 files" in plan.stdout
 
-    launched = run(
-        launching.command(*words, "--detach", "--override", *overrides), timeout_s=LAUNCH_TIMEOUT_S
-    )
+    launched = run(launching.command(*words, "--detach", "--override", *overrides))
     assert launched.returncode == 0, launched.stderr
     run_id = launching.run_id
     launching.goes_on()
-    events = (launching.folder("mini1") / "events.jsonl").read_text().splitlines()
-    [started] = [each for each in map(json.loads, events) if each["kind"] == "run_started"]
-    assert started["num_params"] == 5 * 3
+    assert launching.num_params() == 5 * 3
 
     # A machine that is started again joins with the script that the run has.
     controller.write(f"{FOLDER}/train.py", "raise SystemExit(1)")
-    launching.lab["pi5"].end_processes()
-    wait_until(lambda: launching.presence(1) != "joined", lambda: str(launching.status()))
-    back = run(launching.command("join", "--name", "pi5"), timeout_s=LAUNCH_TIMEOUT_S)
-    assert back.returncode == 0, back.stderr
-    assert launching.presence(1) == "joined"
+    launching.end_worker(1, "pi5")
+    launching.join_again(1, "pi5")
     assert run(launching.command("stop", run_id)).returncode == 0
     launching.wait_until_clean()
 
     # The run goes on, with the script as it is now.
     applied = launching.status()["samples_applied"]
     controller.write(f"{FOLDER}/train.py", SCRIPT + "# a comment more\n")
-    again = run(launching.command("resume", run_id, "--detach"), timeout_s=LAUNCH_TIMEOUT_S)
+    again = run(launching.command("resume", run_id, "--detach"))
     assert again.returncode == 0, again.stderr
     launching.goes_on()
     assert launching.status()["samples_applied"] > applied > 0

@@ -87,7 +87,7 @@ def test_the_logs_of_every_node_arrive_and_nothing_is_left(
     """Of a run that is left alone, of one that is stopped, and with Promtail on a node."""
     left_alone = launching.run(launching.launch("--detach", "--override", *SHORT))
     assert left_alone.returncode == 0, left_alone.stderr
-    launching.wait_until_clean(60.0)
+    launching.wait_until_clean()
     assert launching.status()["state"] == "ended"
     assert loki.texts() == (logs := logs_of(launching, "mini1", "mini2", "pi5"))
     assert {host for _, host in logs} == {

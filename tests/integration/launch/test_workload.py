@@ -1,11 +1,10 @@
 """A workload of a user's own, in a run on three hosts: its code goes along."""
 
-import json
 import shlex
 
 import pytest
 
-from launching import ENDLESS, LAUNCH_TIMEOUT_S, STORIES_TIMEOUT_S, Launching, wait_until
+from launching import ENDLESS, STORIES_TIMEOUT_S, Launching, wait_until
 
 pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
 TRAIN = """
@@ -47,31 +46,23 @@ def test_the_code_of_a_workload_goes_along_and_stays_with_its_run(launching: Lau
     assert wrong.returncode == 2
     assert "did you mean width?" in wrong.stderr
 
-    launched = run(
-        launching.command(*words, "--detach", "--override", *overrides), timeout_s=LAUNCH_TIMEOUT_S
-    )
+    launched = run(launching.command(*words, "--detach", "--override", *overrides))
     assert launched.returncode == 0, launched.stderr
     run_id = launching.run_id
     for node in launching.projects:
         sent = launching.folder(node, run_id) / "launch/workload"
         assert (sent / "train.py").read_text() == TRAIN, node
     launching.goes_on()
-    events = (launching.folder("mini1") / "events.jsonl").read_text().splitlines()
-    [started] = [each for each in map(json.loads, events) if each["kind"] == "run_started"]
-    assert started["num_params"] == 5 * 3
+    assert launching.num_params() == 5 * 3
 
     # A machine that is started again joins with the code of the run, whatever has become of the user's.
     controller.write(f"{FOLDER}/sizes.py", "NUM_SAMPLES = 640\n")
-    launching.lab["pi5"].end_processes()
-    wait_until(lambda: launching.presence(1) != "joined", lambda: str(launching.status()))
-    back = run(launching.command("join", "--name", "pi5"), timeout_s=LAUNCH_TIMEOUT_S)
-    assert back.returncode == 0, back.stderr
-    assert launching.presence(1) == "joined"
+    launching.end_worker(1, "pi5")
+    launching.join_again(1, "pi5")
 
     # On the machine itself, which knows the code that was brought there.
     server, pi5 = launching.lab["mini1"], launching.lab["pi5"]
-    pi5.end_processes()
-    wait_until(lambda: launching.presence(1) != "joined", lambda: str(launching.status()))
+    launching.end_worker(1, "pi5")
     project = shlex.quote(launching.projects["pi5"])
     program = f"cd ~/{project} && .venv/bin/python -m smolcluster.cli"
     itself = pi5.run(f"{program} join {server.address}:6000 --name pi5 --detach", timeout_s=120)
@@ -83,7 +74,7 @@ def test_the_code_of_a_workload_goes_along_and_stays_with_its_run(launching: Lau
 
     # A run goes on with the user's file as it is now.
     controller.write(f"{FOLDER}/sizes.py", "NUM_SAMPLES = 320\n# a comment more\n")
-    went_on = run(launching.command("resume", run_id, "--detach"), timeout_s=LAUNCH_TIMEOUT_S)
+    went_on = run(launching.command("resume", run_id, "--detach"))
     assert went_on.returncode == 0, went_on.stderr
     now = launching.folder("pi5", run_id) / "launch/workload/sizes.py"
     assert now.read_text().endswith("# a comment more\n")

@@ -4,8 +4,7 @@ import io
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.events import EpochFinished, read_events
 from smolcluster.runs.files import LineWriter
 from smolcluster.runs.paths import RunPaths, create_run
+from waiting import eventually
 
 STEP = MetricRecord("step", 1, 0, {"loss": 0.5})
 EPOCH = EpochFinished(epoch=0, step=1, samples_applied=32)
@@ -46,13 +46,6 @@ def opened(
 ) -> AbstractContextManager[Records]:
     run = local_settings().run_config("r1", "edp")
     return open_records(paths, run, role="server", node="here", log=log, progress=progress)
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 30.0
-    while not condition():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.02)
 
 
 def tell(records: Records) -> None:

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from smolcluster.observability.view import lines
 from smolcluster.observability.view.lines import Found
 from smolcluster.observability.view.run import Files, files_here
 from smolcluster.runs.paths import RunPaths
+from waiting import eventually
 
 TOKEN = "a-secret-that-nobody-knows"
 DEADLINE_S = 90.0
@@ -332,13 +333,6 @@ def test_more_pages_than_there_may_be_are_refused_and_leave_no_threads(
 def has_place(client: httpx.Client, url: str) -> bool:
     with client.stream("GET", url) as answer:
         return answer.status_code == 200
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_searches_that_wait_hold_up_nobody_and_are_not_without_number(
