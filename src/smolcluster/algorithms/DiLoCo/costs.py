@@ -33,27 +33,21 @@ UNKNOWN_EPOCH = 100_000
 def step_nbytes(job: Job, settings: Settings) -> tuple[int, int]:
     """Bytes of a worker's step to the server and from it: a round's, spread over its steps."""
     local_steps = settings.of(DiLoCoConfig).local_steps or _most_steps(job, settings)
-    return tuple(nbytes // local_steps for nbytes in _round_nbytes(job, settings))  # type: ignore[return-value]
+    up, down = _round_nbytes(job, settings)
+    return up // local_steps, down // local_steps
 
 
 def predict(site: Site, job: Job, settings: Settings) -> Forecast:
     """What a run will be like once its rounds are as long as they get."""
     up, down = _round_nbytes(job, settings)
-    places = range(len(site.workers))
-    rates = list(
-        zip(
-            up_rates(site, lambda _, rate: rate),
-            down_rates(site, lambda _, rate: rate),
-            strict=True,
-        )
-    )
+    ups, downs = up_rates(site, lambda _, rate: rate), down_rates(site)
     away_s = [
-        seconds_of(up, rates[place][0])
-        + seconds_of(down, rates[place][1])
+        seconds_of(up, up_rate)
+        + seconds_of(down, down_rate)
         + site.apply_s
-        + site.workers[place].latency_s
+        + worker.latency_s
         + HANDLING_S
-        for place in places
+        for worker, up_rate, down_rate in zip(site.workers, ups, downs, strict=True)
     ]
     steps_s = [worker.step_s for worker in site.workers]
     local_steps = settings.of(DiLoCoConfig).local_steps or choose_local_steps(

@@ -93,14 +93,15 @@ class Ledger:
     def holds(self, holder: int, key: LeaseKey) -> bool:
         """Whether samples are `holder`'s, and have not arrived whole."""
         entry = self._entries.get(Range.of(key))
-        is_its = entry is not None and (entry.key, entry.holder) == (key, holder)
-        return is_its and entry is not None and entry.arrived != self._all
+        if entry is None or (entry.key, entry.holder) != (key, holder):
+            return False
+        return entry.arrived != self._all
 
     def is_waiting(self, fragment: int) -> bool:
         """Whether a change of this fragment was asked for, and has still to arrive."""
         return any(each.fragment == fragment for each in self._requests.values())
 
-    def has_asked(self, holder: int) -> bool:
+    def owes_change(self, holder: int) -> bool:
         """Whether a worker has still to bring what it was asked for."""
         return any(each.holder == holder for each in self._requests.values())
 

@@ -63,24 +63,22 @@ def choose_local_steps(
     num_workers: int,
     *,
     computing: float = COMPUTING,
-    least_rounds: int = LEAST_ROUNDS,
 ) -> int:
     """The smallest mean H with which workers compute `computing` of the time, within what the run allows.
 
     Args:
         step_s: seconds of a local step; of unlike workers the harmonic mean.
         exchange_s: seconds of a round in which a worker waits: upload, outer step, download.
-        total_batches: of the whole run; it has at least `least_rounds` rounds, of at least one step each.
+        total_batches: of the whole run; it has at least `LEAST_ROUNDS` rounds, of at least one step each.
         num_workers: that share a round.
-        computing: in 0..1, the share of the time.
-        least_rounds: goes before `computing`.
+        computing: in 0..1, the share of the time; the number of rounds goes before it.
 
     Raises:
         ValueError: `step_s` is not above 0.
     """
     if not step_s > 0:
         raise ValueError(f"a step of {step_s} s")
-    most = max(1, total_batches // (least_rounds * max(1, num_workers)))
+    most = max(1, total_batches // (LEAST_ROUNDS * max(1, num_workers)))
     wanted = exchange_s * computing / (1 - computing) / step_s
     return most if wanted >= most else max(1, math.ceil(wanted))
 

@@ -134,7 +134,7 @@ class Server:
         """Of the fragments."""
         self.outer = self.new_outer()
         self.store = OuterStore(replica, self.layout, self.outer, self.config.codec_down)
-        self.ledger = Ledger(len(self.layout.fragments))
+        self.ledger = Ledger(num_fragments)
         self.feed = context.open_feed()
         self.pool = context.open_pool(self.receiver_for)
         self.report = self.pool.report
@@ -184,7 +184,7 @@ class Server:
         num_rounds = self.total_batches // num_workers // (config.local_steps or 1)
         if config.local_steps is None:
             num_rounds = min(LEAST_ROUNDS, num_rounds)
-        is_sparse = self.config.codec_up == "topk"
+        is_sparse = config.codec_up == "topk"
         rate, momentum = (1.0, 0.0) if is_sparse else outer_defaults(max(1, num_rounds))
         return OuterOptimizer(
             self.replica.num_params,
@@ -295,9 +295,9 @@ class Server:
 
     def hand_out(self, now: float) -> None:
         """Give workers a few of the batches that they are to have in this round."""
-        takers = {peer.id: peer for peer in self.active if not peer.is_asked}
         if not self.pool.started or (self.asked and not self.is_streaming):
             return
+        takers = {peer.id: peer for peer in self.active if not peer.is_asked}
         paces = {id_: peer.pace(now) for id_, peer in takers.items()}
         self.plan = plan_round(self.num_left - self.num_later(len(self.asked)), paces)
         for id_, peer in takers.items():
@@ -357,10 +357,11 @@ class Server:
 
     def is_due(self, number: int) -> bool:
         """Whether all that belongs before a fragment's exchange has been handed out."""
-        if not self.dispatcher.has_more or not any(not peer.is_asked for peer in self.active):
-            return self.ledger.num_open_samples > 0 and number not in self.gathering
-        is_handed_out = self.num_handed > 0 and self.num_left <= self.num_later(number)
-        return is_handed_out and number not in self.gathering
+        if number in self.gathering:
+            return False
+        if not self.dispatcher.has_more or all(peer.is_asked for peer in self.active):
+            return self.ledger.num_open_samples > 0
+        return self.num_handed > 0 and self.num_left <= self.num_later(number)
 
     def num_later(self, number: int) -> int:
         """How many batches of a round are handed out after a fragment's exchange has begun."""
@@ -370,11 +371,9 @@ class Server:
     def ask(self, peer: Peer, number: int) -> None:
         if not self.ledger.has_uncovered(peer.id, number):
             return
-        waits = not self.is_streaming
-        peer.is_asked = waits
+        peer.is_asked = not self.is_streaming
         request = self.ledger.request(peer.id, number).number
-        message = Collect(request=request, fragment=number, wait=waits)
-        self.tell(peer, message)
+        self.tell(peer, Collect(request=request, fragment=number, wait=peer.is_asked))
 
     def step(self, now: float) -> None:
         """Take the outer steps for which all have brought what they have changed; then a round may end."""
@@ -559,7 +558,7 @@ class Server:
                     peer.worker.live_session.cut("it has not answered for too long")
             elif peer.is_late(
                 now,
-                owes_change=self.ledger.has_asked(peer.id),
+                owes_change=self.ledger.owes_change(peer.id),
                 heard_at=self.receiver_of(peer).heard_at,
                 grace=self.config.grace,
             ):

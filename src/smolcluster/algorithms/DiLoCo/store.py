@@ -7,7 +7,7 @@ from torch import Tensor
 
 from smolcluster.algorithms.DiLoCo.exchange import Encoder, Layout, outer_frames
 from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer
-from smolcluster.codec.registry import get_codec, lossless_for
+from smolcluster.codec.registry import lossless_for
 from smolcluster.ps.buffers import buffer_frames
 from smolcluster.ps.history import Update, UpdateHistory
 from smolcluster.ps.weights import state_frames
@@ -40,8 +40,8 @@ class OuterStore:
         self._layout = layout
         self._outer = outer
         self._whole = Encoder(lossless_for(replica.params.dtype), layout)
-        is_lossy = codec_down is not None and not get_codec(codec_down).lossless
-        self._steps = Encoder(codec_down, layout) if codec_down and is_lossy else None
+        steps = Encoder(codec_down, layout) if codec_down else None
+        self._steps = steps if steps and not steps.codec.lossless else None
         self.version = 0
         self.versions = [0] * len(layout.fragments)
         """Of each fragment: that of the last outer step that has changed it."""

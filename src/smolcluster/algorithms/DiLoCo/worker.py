@@ -93,9 +93,10 @@ class Worker:
         """θ of a fragment when its change was sent, until its new weights come."""
         self.versions = [0] * len(self.layout.fragments)
         self.num_terms = [0] * len(self.layout.fragments)
-        """Loss terms of the steps since a fragment's change was sent last."""
-        self.has_stepped = [False] * len(self.layout.fragments)
-        """Whether any of these did not overflow: else the change weighs nothing, and pays no debts."""
+        """Loss terms of the steps since a fragment's change was sent last, but for those that overflowed.
+
+        Without any the change weighs nothing, and pays no debts.
+        """
         self.is_void = True
         """Whether it waits for whole weights, and all that comes before them is for nothing."""
         self.is_fresh = False
@@ -166,7 +167,6 @@ class Worker:
             self.step_in(fragments, lease)
             for number in fragments:
                 self.num_terms[number] += loss.num_terms
-                self.has_stepped[number] = True
         self.link.send(
             Stepped(
                 lease=lease.lease,
@@ -206,8 +206,7 @@ class Worker:
         delta = self.layout.gather(number, self.anchor).sub_(now).cpu()
         with replica.meter("encode"):
             try:
-                weight = self.num_terms[number] if self.has_stepped[number] else 0
-                encoded = self.encoder.encode(number, delta, weight)
+                encoded = self.encoder.encode(number, delta, self.num_terms[number])
             except NonFiniteValue as error:
                 self.encoder.settle(number, is_applied=False)
                 fragment = self.layout.fragments[number]
@@ -216,7 +215,6 @@ class Worker:
         if number == BUFFERS_WITH:
             replica.buffers.mark()
         self.sent[number], self.num_terms[number] = now, 0
-        self.has_stepped[number] = False
         frames = delta_frames(self.layout, collect, encoded, self.encoder.codec)
         version = self.versions[number]
         for frame in buffer_frames(buffers, replica.bucket_bytes, version=version) + frames:
@@ -297,7 +295,6 @@ class Worker:
         self.stream.clear()
         self.versions = [arrived.version] * len(self.versions)
         self.num_terms = [0] * len(self.num_terms)
-        self.has_stepped = [False] * len(self.has_stepped)
         self.is_void = False
 
     def take_fragment(self, arrived: FragmentArrived) -> None:
@@ -318,7 +315,7 @@ class Worker:
             )
         base = self.layout.gather(number, self.anchor)
         values = arrived.values.to(base.device)
-        new = values if arrived.base_version is None else base - values
+        new = values if base_version is None else base - values
         was_sent = number in self.sent
         learnt = self.layout.gather(number, self.replica.params)
         learnt.sub_(self.sent.pop(number) if was_sent else base)

@@ -48,7 +48,7 @@ def predict(site: Site, job: Job, settings: Settings) -> Forecast:
     buckets = max(1, ceil(job.num_params / BUCKET_VALUES))
     brought_s = max(computed[place] + uploads[place] for place in members)
     first_s = max(computed[place] + uploads[place] / buckets for place in members)
-    down = down_rates(site, lambda _place, rate: rate)
+    down = down_rates(site)
     told_s = [seconds_of(received, down[place]) for place in members]
     step_s = max(
         max(brought_s + each / buckets, first_s + each) + site.workers[place].latency_s

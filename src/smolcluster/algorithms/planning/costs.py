@@ -164,10 +164,10 @@ def up_rates(site: Site, used: Callable[[int, float], float]) -> list[float]:
     return fair_rates(site, own, lambda each: each.in_bytes_s, used)
 
 
-def down_rates(site: Site, used: Callable[[int, float], float]) -> list[float]:
-    """The same of its way from the server."""
+def down_rates(site: Site) -> list[float]:
+    """Bytes a second of each worker's way from the server while all receive."""
     own = [worker.down_bytes_s for worker in site.workers]
-    return fair_rates(site, own, lambda each: each.out_bytes_s, used)
+    return fair_rates(site, own, lambda each: each.out_bytes_s, lambda _, rate: rate)
 
 
 def fair_rates(

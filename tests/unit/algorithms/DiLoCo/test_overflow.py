@@ -1,26 +1,13 @@
 """A worker's change: what its codec owes, where steps overflow."""
 
-from typing import cast
-
 import pytest
 import torch
 
-from harness import local_settings
 from smolcluster.algorithms.DiLoCo.worker import Worker
-from smolcluster.cluster.link import Link
 from smolcluster.ps.assignment import Assigned, assignment_of
-from smolcluster.training.build import build
 from smolcluster.training.compute import BatchLoss
-from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Collect, LeaseKey, Message, Welcome
-
-
-class Wire:
-    """In place of the session: takes all that is sent."""
-
-    def send(self, message: Message) -> None: ...
-
-    def send_frame(self, frame: Frame) -> None: ...
+from smolcluster.transport.messages import Collect, LeaseKey
+from unit.algorithms.DiLoCo.actors import worker_of
 
 
 class Overflowing(Worker):
@@ -36,24 +23,6 @@ class Overflowing(Worker):
         return BatchLoss(loss.mean, loss.num_terms, overflow=64.0)
 
 
-def worker() -> Overflowing:
-    settings = local_settings("optimizer=sgd", "local_steps=1", algorithm="diloco")
-    train, cluster = settings.train, settings.cluster
-    training = build(train, cluster.seed, settings.node.dataset, torch.device("cpu"))
-    welcome = Welcome(
-        run_id="test-run",
-        incarnation="here",
-        run=settings.run_config("test-run", "diloco"),
-        model_fingerprint="m",
-        bucket_bytes=training.replica.bucket_bytes,
-        codec="int4",
-        heartbeat_timeout_s=5.0,
-    )
-    made = Overflowing(welcome, training)
-    made.link, made.is_void = cast(Link, Wire()), False
-    return made
-
-
 def assigned(number: int) -> Assigned:
     indices = torch.arange(32 * number, 32 * number + 32, dtype=torch.int32)
     key = LeaseKey(
@@ -65,7 +34,7 @@ def assigned(number: int) -> Assigned:
 @pytest.mark.parametrize("overflows", [True, False])
 def test_a_change_without_a_step_pays_no_debts(overflows: bool) -> None:
     """The server weighs it by nothing: what it carried would be lost."""
-    one = worker()
+    one = worker_of(Overflowing, "optimizer=sgd", "local_steps=1", codec="int4")
     (feedback,) = one.encoder.feedbacks
     owed = []
     for number in range(2):

@@ -1,42 +1,12 @@
 """A batch that is computed again for some fragments changes nothing else."""
 
-from typing import cast
-
 import torch
 
-from harness import local_settings
 from own_workloads import buffers_of, normed
 from smolcluster.algorithms.DiLoCo.worker import Worker
-from smolcluster.cluster.link import Link
 from smolcluster.ps.assignment import Assigned, assignment_of
-from smolcluster.training.build import build
-from smolcluster.transport.messages import LeaseKey, Message, Welcome
-
-
-class Wire:
-    """In place of the session: takes all that is sent."""
-
-    def send(self, message: Message) -> None: ...
-
-
-def streaming_worker() -> Worker:
-    settings = local_settings("mode=streaming", "fragments=3", algorithm="diloco")
-    train, cluster = settings.train, settings.cluster
-    training = build(
-        train, cluster.seed, settings.node.dataset, torch.device("cpu"), workload=normed()
-    )
-    welcome = Welcome(
-        run_id="test-run",
-        incarnation="here",
-        run=settings.run_config("test-run", "diloco"),
-        model_fingerprint="m",
-        bucket_bytes=training.replica.bucket_bytes,
-        codec="fp32",
-        heartbeat_timeout_s=5.0,
-    )
-    worker = Worker(welcome, training)
-    worker.link, worker.is_void = cast(Link, Wire()), False
-    return worker
+from smolcluster.transport.messages import LeaseKey
+from unit.algorithms.DiLoCo.actors import worker_of
 
 
 def assigned(number: int, fragments: list[int] | None) -> Assigned:
@@ -50,7 +20,8 @@ def assigned(number: int, fragments: list[int] | None) -> Assigned:
 
 
 def test_other_fragments_and_the_buffers_stay_as_they_were() -> None:
-    worker = streaming_worker()
+    what = "mode=streaming", "fragments=3"
+    worker = worker_of(Worker, *what, codec="fp32", workload=normed())
     worker.step(assigned(0, None))
     model, params = worker.replica.model, worker.replica.params
     before = [worker.layout.gather(number, params) for number in range(3)]

@@ -1,0 +1,46 @@
+"""DiLoCo's worker without a server."""
+
+from typing import TypeVar, cast
+
+import torch
+
+from harness import local_settings
+from smolcluster.algorithms.DiLoCo.worker import Worker
+from smolcluster.cluster.link import Link
+from smolcluster.training.build import build
+from smolcluster.training.workload import Workload
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.messages import Message, Welcome
+
+AnyWorker = TypeVar("AnyWorker", bound=Worker)
+
+
+class Wire:
+    """In place of the session: takes all that is sent."""
+
+    def send(self, message: Message) -> None: ...
+
+    def send_frame(self, frame: Frame) -> None: ...
+
+
+def worker_of(
+    kind: type[AnyWorker], *overrides: str, codec: str, workload: Workload | None = None
+) -> AnyWorker:
+    """A worker of this kind that has the server's weights."""
+    settings = local_settings(*overrides, algorithm="diloco")
+    train, cluster = settings.train, settings.cluster
+    training = build(
+        train, cluster.seed, settings.node.dataset, torch.device("cpu"), workload=workload
+    )
+    welcome = Welcome(
+        run_id="test-run",
+        incarnation="here",
+        run=settings.run_config("test-run", "diloco"),
+        model_fingerprint="m",
+        bucket_bytes=training.replica.bucket_bytes,
+        codec=codec,
+        heartbeat_timeout_s=5.0,
+    )
+    worker = kind(welcome, training)
+    worker.link, worker.is_void = cast(Link, Wire()), False
+    return worker
