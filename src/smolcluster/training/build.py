@@ -82,8 +82,9 @@ class TrainingContext:
 
         def cut(at_once: int) -> list[Microbatch]:
             parts = []
-            for number, piece in enumerate(torch.split(indices, at_once)):
-                place = Place(self.seed, epoch, start + number * at_once)
+            for first in range(0, len(indices), at_once):
+                piece = indices[first : first + at_once]
+                place = Place(self.seed, epoch, start + first)
                 parts.append(Microbatch(len(piece), partial(self.gather, piece, place)))
             return parts
 

@@ -2,8 +2,8 @@
 
 import logging
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,6 @@ LARGEST_EXPONENT = 700.0
 """Of e, that still fits a float."""
 SAMPLE_TOKENS = 200
 TEMPERATURE, TOP_K = 0.8, 40
-
-
-@runtime_checkable
-class ComputesLoss(Protocol):
-    """A model that has a way of its own to its loss, such as one that never holds all logits at once."""
-
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy summed over all targets but those of `NO_TERM`, ()."""
 
 
 def load_workload(
@@ -114,13 +106,15 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Terms:
     """Cross-entropy over the targets but those of `NO_TERM`.
 
     Args:
-        model: maps inputs to logits (batch, classes) or (batch, seq, classes), or `ComputesLoss`.
+        model: maps inputs to logits (batch, classes) or (batch, seq, classes), or has a method `loss` that
+            maps inputs and targets to the sum, (), such as one that never holds all logits at once.
         batch: inputs (batch, …), and targets, class indices (batch,) or (batch, seq).
     """
     inputs, targets = batch
     num_terms = (targets != NO_TERM).sum()
-    if isinstance(model, ComputesLoss):
-        return model.loss(inputs, targets), num_terms
+    own_loss: Callable[[Tensor, Tensor], Tensor] | None = getattr(model, "loss", None)
+    if own_loss is not None:
+        return own_loss(inputs, targets), num_terms
     logits = model(inputs).flatten(0, -2)
     return functional.cross_entropy(logits, targets.flatten(), reduction="sum"), num_terms
 

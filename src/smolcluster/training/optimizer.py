@@ -131,7 +131,6 @@ class FlatOptimizer:
     def step(self, learning_rate: float) -> None:
         self.step_with(self._grads, learning_rate)
 
-    @torch.no_grad()
     def step_with(
         self,
         gradient: Tensor,

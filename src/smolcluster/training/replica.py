@@ -301,4 +301,4 @@ def cut(numel: int, most: int) -> list[slice]:
 def first_non_finite(tensor: Tensor) -> float | None:
     """The first value of `tensor` that is NaN or infinite, if there is one."""
     bad = tensor[~torch.isfinite(tensor)]
-    return bad.flatten()[0].item() if bad.numel() else None
+    return bad[0].item() if bad.numel() else None

@@ -75,10 +75,10 @@ class TorchOptimizer:
 
     def __init__(
         self,
-        spec: "OptimizerSpec",
+        spec: OptimizerSpec,
         factory: OptimizerFactory,
         groups: Sequence[Mapping[str, Any]],
-        pieces: Sequence["Piece"],
+        pieces: Sequence[Piece],
         flat: "Flat",
     ) -> None:
         """Set up the optimizer that changes `flat.params` in place by `flat.grads`.
