@@ -11,7 +11,6 @@ weights on the digits, in batches of 4.
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +33,6 @@ from smolcluster.launch.host import Host
 from smolcluster.runs.files import or_none
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import read_status
-from smolcluster.transport.security import ensure_secret
 
 BATCH_SIZE = 4
 NUM_PARAMS = 65 * 24_000 + 24_001 * 10
@@ -107,24 +105,7 @@ def machines_of(shape: Shape, hosts: Sequence[exchange.Host]) -> list[Machine]:
 
 def files(folder: Path, machines: Sequence[Machine]) -> list[str]:
     """Write the configuration of a run; returns the server's arguments, of which a worker takes two."""
-    server, *workers = machines
-    ensure_secret(folder / "secret")
-    node = {"threads": 1, "secret_file": str(folder / "secret")}
-    cluster = {
-        "host_ip": {each.name: server.host.address for each in machines},
-        "bind": [server.host.address],
-        "port": free_port(),
-        "server": server.name,
-        "workers": [each.name for each in workers],
-        "num_workers": len(workers),
-        "min_workers": len(workers),
-        "nodes": dict.fromkeys((each.name for each in workers), node),
-        "heartbeat_timeout_s": 30.0,
-        "checkpoint_steps": None,
-        "metrics_port": None,
-        "codec": "int8",
-        **OWN_KEYS,
-    }
+    cluster = {"checkpoint_steps": None, "codec": "int8", **OWN_KEYS}
     train = {
         "model": {"hidden": 24_000, "input_dim": 64},
         "dataset": {"name": "digits"},
@@ -133,10 +114,7 @@ def files(folder: Path, machines: Sequence[Machine]) -> list[str]:
         "eval_steps": NEVER,
         "track_gradients": False,
     }
-    for name, content in (("cluster", cluster), ("train", train)):
-        (folder / f"{name}.yaml").write_text(json.dumps(content))
-    named = ["--config", str(folder / "cluster.yaml")]
-    return [*named, "--train-config", str(folder / "train.yaml")]
+    return paced.write_files(folder, machines, cluster, train)
 
 
 def measured_site(machines: Sequence[Machine], settings: Settings) -> Site:
@@ -172,9 +150,7 @@ def train(
         began_s, before = next_samples(folder)
         time.sleep(seconds)
         ended_s, after = next_samples(folder)
-        done = [each for worker in workers for each in paced.read_computed(folder, worker.name)[1:]]
-        broken = sum(each.real_s > each.due_s for each in done) / max(1, len(done))
-        return (after - before) / (ended_s - began_s), broken
+        return (after - before) / (ended_s - began_s), paced.share_broken(folder, workers)
 
 
 def samples(folder: Path) -> tuple[float, int]:

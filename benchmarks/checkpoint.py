@@ -6,7 +6,7 @@ the digits with a global batch of 128.
 * `delay`: SyncPS. How much longer the step takes during which a checkpoint is copied, and what a checkpoint
   costs in all: the time by which the steps from one to the next exceed that of as many undisturbed ones, as a
   share of 100 steps. Undisturbed are those of the second half between two checkpoints.
-* `recovery`: both algorithms. Seconds from SIGKILL of a worker to the samples that it had being applied by
+* `recovery`: EDP and SyncPS. Seconds from SIGKILL of a worker to the samples that it had being applied by
   others, and from the start of a new server (SIGKILL of the old one, `--resume auto`) to the first step
   that it takes. The aims are 2 heartbeats and 3 s.
 """

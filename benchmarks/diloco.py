@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from common import report
-from equal_tokens import measure_loss
+from equal_tokens import measure_loss, schedule
 from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer
 from smolcluster.algorithms.DiLoCo.rounds import Pace, plan_round, warmed_up
 from smolcluster.data.dataset import Split
@@ -35,9 +35,6 @@ BATCH = 16
 LOCAL_STEPS = 10
 INNER_RATES = (0.001, 0.003, 0.01, 0.03)
 SIZES = ((64, 32), (1, 32), (32, 10), (1, 10))
-WARM_UP = 0.05
-LEAST_RATE = 0.1
-"""Of the highest, at the end."""
 PACES: Mapping[str, tuple[float, ...]] = {
     "1 : 1 : 1 : 1": (1, 1, 1, 1),
     "2.6 : 2.6 : 2.6 : 1": (0.35, 0.35, 0.35, 0.9),
@@ -106,7 +103,7 @@ class Simulation:
         for steps in rounds:
             for worker, count in enumerate(steps):
                 for step in range(count):
-                    self._step(worker, _schedule((done + step * len(steps)) / total))
+                    self._step(worker, schedule((done + step * len(steps)) / total))
             done += sum(steps)
             now = {number for number, count in enumerate(steps) if count}
             self._exchange(steps, joined=now - present)
@@ -170,11 +167,6 @@ def _forward(flat: Tensor, inputs: Tensor) -> Tensor:
     return torch.baddbmm(b2, torch.relu(torch.baddbmm(b1, inputs, w1)), w2)
 
 
-def _schedule(progress: float) -> float:
-    height = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return min(1.0, (progress + 0.001) / WARM_UP) * (LEAST_RATE + (1 - LEAST_RATE) * height)
-
-
 def planned(num_rounds: int, paces: Sequence[float], joins_at: int = 0) -> list[list[int]]:
     """Steps of each worker in each round; the last worker comes in round `joins_at`."""
     rounds = []
@@ -210,7 +202,8 @@ def measure_momentum(num_seeds: int) -> dict[str, object]:
         found = [round(losses[arm][0], 3) for arm in arms]
         results[f"{num_rounds} rounds"] = found
         rows.append((str(num_rounds), *(f"{each:.3f}" for each in found)))
-    show("Outer momentum, γ = 0.7", ("rounds", *(f"β = {beta}" for beta in momenta)), rows)
+    head = ("rounds", *(f"β = {beta}" for beta in momenta))
+    report("Outer momentum, γ = 0.7", [head, *rows])
     return results
 
 
@@ -222,7 +215,7 @@ def measure_weighting(num_seeds: int) -> dict[str, object]:
         losses = best_losses(arms, planned(100, paces), num_seeds)
         results[speeds] = [[round(each, 4) for each in losses[arm]] for arm in arms]
         rows.append((speeds, *(f"{losses[arm][0]:.4f} ± {losses[arm][1]:.4f}" for arm in arms)))
-    show("Weights of unlike workers, 100 rounds", ("speeds", *WEIGHTINGS), rows)
+    report("Weights of unlike workers, 100 rounds", [("speeds", *WEIGHTINGS), *rows])
     return results
 
 
@@ -244,12 +237,8 @@ def measure_joiner(num_seeds: int) -> dict[str, object]:
             results[f"{when}, after {name}"] = [round(each, 4) for each in means]
             rows.append((when, name, *(f"{each:.4f}" for each in means)))
     head = ("joins in", "loss after round", *(f"weight x {each:g}" for each in weights))
-    show("A joiner's first change", head, rows)
+    report("A joiner's first change", [head, *rows])
     return results
-
-
-def show(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    report(title, [head, *rows])
 
 
 PARTS = {

@@ -46,8 +46,8 @@ class Arm:
     is_synchronous: bool = False
     codec_up: str = "fp32"
     codec_down: str = "fp32"
-    momentum: float | None = 0.0
-    """β of the outer step, 0 with γ = 1; None: both by the number of rounds."""
+    has_momentum: bool = False
+    """Whether γ and β of the outer step go by the number of rounds; else they are 1 and 0."""
     rate: float = 3e-3
     """The highest inner learning rate."""
     local_steps: int = 5
@@ -60,7 +60,7 @@ ARMS = (
     Arm("synchronous", is_synchronous=True),
     Arm("H = 1, fp32", local_steps=1),
     Arm("fp32"),
-    Arm("fp32, outer momentum by default", momentum=None, rate=1.5e-3),
+    Arm("fp32, outer momentum by default", has_momentum=True, rate=1.5e-3),
     Arm("int8 up and down", codec_up="int8", codec_down="int8", wanted=0.02),
     Arm("int4 up and down", codec_up="int4", codec_down="int4", wanted=0.03),
     Arm("topk up, int8 down", codec_up="topk", codec_down="int8"),
@@ -179,7 +179,8 @@ class Run:
 
     def _rounds(self) -> None:
         rounds = list(_budgets(self._total, self._arm.local_steps))
-        outer = self._outer(len(rounds))
+        gamma_beta = outer_defaults(len(rounds)) if self._arm.has_momentum else (1.0, 0.0)
+        outer = OuterOptimizer(len(self.theta), *gamma_beta)
         for budget in rounds:
             plan = plan_round(budget, {worker: Pace(1.0) for worker in range(NUM_WORKERS)})
             for step in range(max(plan.values())):
@@ -192,20 +193,9 @@ class Run:
                 mean.add_(self.up[worker].send(self.theta - learner.flat), alpha=share)
             stepped = self.theta.clone()
             outer.step(stepped, mean)
-            self._take(stepped)
+            self.theta.sub_(self.down.send(self.theta - stepped))  # as workers decode it
             for learner in self._learners:
                 learner.flat.copy_(self.theta)
-
-    def _outer(self, num_rounds: int) -> OuterOptimizer:
-        return OuterOptimizer(len(self.theta), *self._gamma_beta(num_rounds))
-
-    def _gamma_beta(self, num_rounds: int) -> tuple[float, float]:
-        gamma, beta = outer_defaults(num_rounds)
-        return (1.0, 0.0) if self._arm.momentum == 0 else (gamma, beta)
-
-    def _take(self, stepped: Tensor) -> None:
-        """θ takes the outer step as it is decoded."""
-        self.theta.sub_(self.down.send(self.theta - stepped))
 
     def _local_step(self, learner: Learner) -> None:
         rate = self._scheduled()
@@ -217,10 +207,13 @@ class Run:
         return next(self._batches)
 
     def _scheduled(self) -> float:
-        progress = self._given / self._total
-        height = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        warm = min(1.0, (progress + 1e-3) / WARM_UP)
-        return self._arm.rate * warm * (LEAST_RATE + (1 - LEAST_RATE) * height)
+        return self._arm.rate * schedule(self._given / self._total)
+
+
+def schedule(progress: float) -> float:
+    """The inner learning rate's part of its highest: a linear warm-up, and a cosine."""
+    height = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return min(1.0, (progress + 1e-3) / WARM_UP) * (LEAST_RATE + (1 - LEAST_RATE) * height)
 
 
 def _budgets(total: int, local_steps: int) -> Iterator[int]:

@@ -36,14 +36,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing import connection
 from multiprocessing.connection import Connection as Pipe
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
-from unittest.mock import patch
 
 import psutil
 import torch
@@ -69,6 +68,7 @@ from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
 from smolcluster.training.workload import Workload
 from smolcluster.transport.handshake import introduce
+from smolcluster.transport.messages import Welcome
 from smolcluster.transport.security import Secret
 
 DIGESTS_EVERY = {"on": 4, "off": NEVER}
@@ -134,13 +134,18 @@ class Case:
     """What is exchanged, and between whom; the first host is the server's."""
 
     hosts: tuple[Host, ...]
-    port: int
-    secret: Secret
     folder: Path
     codec: str
-    digests: str
-    numel: int
-    warm_up: int
+    megabytes: float
+    digests: str = "off"
+    warm_up: int = 0
+    port: int = field(default_factory=free_port)
+    secret: Secret = field(default_factory=lambda: Secret(Path(), secrets.token_bytes(32)))
+
+    @property
+    def numel(self) -> int:
+        """Parameters, in fp32."""
+        return round(self.megabytes * 1e6 / 4)
 
     @property
     def num_workers(self) -> int:
@@ -278,12 +283,18 @@ def serve(pipe: Pipe, case: Case) -> None:
 
 def work(_pipe: Pipe, case: Case, worker_id: int) -> None:
     case.hosts[worker_id].enter()
+    setup = setup_of(
+        case, worker_id, lambda welcome: make_bench(case, worker_id, welcome.bucket_bytes)
+    )
+    follow(setup, Worker)
+
+
+def setup_of(
+    case: Case, worker_id: int, build: Callable[[Welcome], TrainingContext]
+) -> WorkerSetup:
+    """A worker that trains what `build` makes."""
     settings = case.settings
-
-    def build(*_arguments: object, bucket_bytes: int, **_options: object) -> TrainingContext:
-        return make_bench(case, worker_id, bucket_bytes)
-
-    place = WorkerSetup(
+    return WorkerSetup(
         node=settings.node,
         hello=introduce(f"worker{worker_id}", worker_id),
         address=Address(case.hosts[0].address, case.port),
@@ -291,9 +302,8 @@ def work(_pipe: Pipe, case: Case, worker_id: int) -> None:
         start_timeout_s=settings.cluster.start_timeout_s,
         encryption=settings.cluster.encryption,
         log=logging.getLogger(),
+        build=build,
     )
-    with patch("smolcluster.cluster.link.build", build):
-        follow(place, Worker)
 
 
 def reduce_with_gloo(pipe: Pipe, case: Case, rank: int) -> None:
@@ -574,12 +584,10 @@ def cases(arguments: argparse.Namespace, hosts: Sequence[Host]) -> Iterator[Case
         with TemporaryDirectory() as folder:
             yield Case(
                 hosts=tuple(hosts[: num_workers + 1]),
-                port=free_port(),
-                secret=Secret(Path(folder), secrets.token_bytes(32)),
                 folder=Path(folder),
                 codec=codec,
+                megabytes=arguments.megabytes,
                 digests=digests,
-                numel=round(arguments.megabytes * 1e6 / 4),
                 warm_up=arguments.warm_up,
             )
 

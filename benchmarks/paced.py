@@ -10,19 +10,22 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
+from types import MappingProxyType
 from unittest.mock import patch
 
+from common import free_port
 from exchange import Host
 from smolcluster.algorithms import process
 from smolcluster.algorithms.entry import guarded, module_of, server_parser, worker_parser
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.compute import BatchLoss, Microbatch
+from smolcluster.transport.security import ensure_secret
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,45 @@ def read_computed(folder: Path, machine: str) -> list[Computed]:
     file = computed_file(folder, machine)
     lines = file.read_text().splitlines() if file.exists() else []
     return [Computed(*json.loads(line)) for line in lines if line.endswith("]")]
+
+
+def share_broken(folder: Path, machines: Sequence[Machine]) -> float:
+    """The share of batches that took longer than their machine's pace, of all but each one's first."""
+    done = [each for machine in machines for each in read_computed(folder, machine.name)[1:]]
+    return sum(each.real_s > each.due_s for each in done) / max(1, len(done))
+
+
+def write_files(
+    folder: Path,
+    machines: Sequence[Machine],
+    cluster: Mapping[str, object],
+    train: Mapping[str, object],
+    node: Mapping[str, object] = MappingProxyType({}),
+) -> list[str]:
+    """Write the configuration of a run on these machines, the server first; `node` is each worker's.
+
+    Returns:
+        The server's arguments, of which a worker takes the first two.
+    """
+    server, *workers = machines
+    ensure_secret(folder / "secret")
+    own = {"threads": 1, "secret_file": str(folder / "secret"), **node}
+    shared = {
+        "host_ip": {each.name: server.host.address for each in machines},
+        "bind": [server.host.address],
+        "port": free_port(),
+        "server": server.name,
+        "workers": [each.name for each in workers],
+        "num_workers": len(workers),
+        "min_workers": len(workers),
+        "nodes": dict.fromkeys((each.name for each in workers), own),
+        "heartbeat_timeout_s": 30.0,
+        "metrics_port": None,
+    }
+    for name, content in (("cluster", {**shared, **cluster}), ("train", dict(train))):
+        (folder / f"{name}.yaml").write_text(json.dumps(content))
+    named = ["--config", str(folder / "cluster.yaml")]
+    return [*named, "--train-config", str(folder / "train.yaml")]
 
 
 @dataclass

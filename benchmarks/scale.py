@@ -14,10 +14,8 @@ workers there are. Nobody computes gradients and nobody pulls.
 import argparse
 import itertools
 import json
-import logging
 import math
 import os
-import secrets
 import signal
 import statistics
 import threading
@@ -31,21 +29,18 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
-from common import cpu_seconds, free_port, report, say
-from exchange import BATCH_SIZE, Case, Children, Host, context_of, make_bench
+from common import cpu_seconds, report, say
+from exchange import BATCH_SIZE, Case, Children, Host, context_of, make_bench, setup_of
 from smolcluster.algorithms.entry import module_of
-from smolcluster.cluster.link import Link, WorkerSetup, follow
+from smolcluster.cluster.link import Link, follow
 from smolcluster.configs.spec import get_algorithm
-from smolcluster.net.dialling import Address
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
 from smolcluster.ps.push import GradientSender
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.handshake import introduce
 from smolcluster.transport.messages import Ack, Assignment, LeaseKey, Message, Push, frame_of
-from smolcluster.transport.security import Secret
 
 PROCESSES = 4
 SETTLE_S = 3.0
@@ -155,17 +150,7 @@ def push(pipe: Pipe, case: Case, worker_ids: range, every_s: float) -> None:
 
 
 def join(case: Case, worker_id: int, bench: TrainingContext, pusher: Pusher) -> None:
-    settings = case.settings
-    place = WorkerSetup(
-        node=settings.node,
-        hello=introduce(f"worker{worker_id}", worker_id),
-        address=Address(case.hosts[0].address, case.port),
-        secret=case.secret,
-        start_timeout_s=settings.cluster.start_timeout_s,
-        log=logging.getLogger(),
-        build=lambda _: bench,
-    )
-    follow(place, lambda _welcome, _training: pusher)
+    follow(setup_of(case, worker_id, lambda _: bench), lambda _welcome, _training: pusher)
 
 
 def measure(case: Case, algorithm: str, num_stores: int, rate: float, seconds: float) -> Measured:
@@ -195,19 +180,6 @@ def measure(case: Case, algorithm: str, num_stores: int, rate: float, seconds: f
         resident_copies=resident / (4 * case.numel),
         p50_ms=1e3 * statistics.median(times),
         p99_ms=1e3 * times[math.ceil(0.99 * len(times)) - 1],
-    )
-
-
-def case_of(folder: Path, num_workers: int, megabytes: float, codec: str) -> Case:
-    return Case(
-        hosts=(Host("127.0.0.1", "lo"),) * (num_workers + 1),
-        port=free_port(),
-        secret=Secret(folder, secrets.token_bytes(32)),
-        folder=folder,
-        codec=codec,
-        digests="off",
-        numel=round(megabytes * 1e6 / 4),
-        warm_up=0,
     )
 
 
@@ -251,7 +223,8 @@ def main() -> None:
         arguments.algorithm, arguments.stores, arguments.workers
     ):
         with TemporaryDirectory() as folder:
-            case = case_of(Path(folder), workers, arguments.megabytes, arguments.codec)
+            hosts = (Host("127.0.0.1", "lo"),) * (workers + 1)
+            case = Case(hosts, Path(folder), arguments.codec, arguments.megabytes)
             measured.append(measure(case, algorithm, stores, arguments.rate, arguments.seconds))
             say(str(measured[-1]))
     title = f"{arguments.megabytes:g} MB, {arguments.codec}, {arguments.rate:g} pushes/s in all"

@@ -11,7 +11,6 @@ of `--mbit` Mbit/s in both directions, the last one a tenth of that; the server'
 """
 
 import argparse
-import secrets
 import statistics
 import time
 from collections import Counter
@@ -26,7 +25,7 @@ from unittest.mock import patch
 import torch
 
 import exchange
-from common import free_port, report
+from common import report
 from exchange import BATCH_SIZE, Case, Children, Prefilled, context_of, make_bench
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.SynchronousPS.server import Server
@@ -34,7 +33,6 @@ from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.configs.resolve import Settings
 from smolcluster.runs.events import kind_of, read_events
 from smolcluster.training.compute import BatchLoss
-from smolcluster.transport.security import Secret
 
 COUNTED = ("worker_joined", "worker_lost", "worker_parked", "step_overdue")
 
@@ -141,13 +139,9 @@ def main() -> None:
     with exchange.hosts_of("namespaces", arguments.workers) as hosts, TemporaryDirectory() as name:
         case = Slowed(
             hosts=hosts,
-            port=free_port(),
-            secret=Secret(Path(name), secrets.token_bytes(32)),
             folder=Path(name),
             codec="fp32",
-            digests="off",
-            numel=round(arguments.megabytes * 1e6 / 4),
-            warm_up=0,
+            megabytes=arguments.megabytes,
             compute_s=arguments.compute,
             timeout=arguments.timeout,
         )

@@ -47,15 +47,14 @@ from safetensors.torch import load_file
 import ddp
 import exchange
 import paced
-from common import DEFAULT_DATA, NEVER, PROJECT, free_port, report, say, seconds_of, steps_of
+from common import DEFAULT_DATA, NEVER, PROJECT, report, say, seconds_of, steps_of
 from exchange import Children, Host, bridge_name, hosts_of
-from paced import Machine, read_computed
+from paced import Machine, read_computed, share_broken
 from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig
 from smolcluster.runs.paths import find_run
 from smolcluster.training.checkpoint import MODEL_FILE
 from smolcluster.training.evaluate import evaluate
 from smolcluster.training.loop import training_steps
-from smolcluster.transport.security import ensure_secret
 
 FAST_S, SLOW_S = 0.35, 0.9
 NUM_WORKERS = 4
@@ -185,26 +184,10 @@ class Bench:
 
     def files(self, folder: Path, arm: Arm, order: Order) -> list[str]:
         """Write the configuration of a run; returns the server's arguments, of which a worker takes two."""
-        server, *workers = self.machines
-        ensure_secret(folder / "secret")
-        node: dict[str, Any] = {"threads": 1, "secret_file": str(folder / "secret")}
-        if self.text.is_file():
-            node["dataset"] = {"root": str(self.text)}
         cluster = {
-            "host_ip": {each.name: server.host.address for each in self.machines},
-            "bind": [server.host.address],
-            "port": free_port(),
-            "server": server.name,
-            "workers": [each.name for each in workers],
-            "num_workers": len(workers),
-            "min_workers": len(workers),
-            "nodes": dict.fromkeys((each.name for each in workers), node),
             "seed": order.seed,
-            "heartbeat_timeout_s": 30.0,
-            "checkpoint_steps": EVALUATE_EVERY
-            // (len(workers) if arm.algorithm == "syncps" else 1),
+            "checkpoint_steps": EVALUATE_EVERY // (NUM_WORKERS if arm.algorithm == "syncps" else 1),
             "keep_last": NEVER,
-            "metrics_port": None,
         }
         train = {
             "model": {
@@ -226,12 +209,11 @@ class Bench:
             "eval_steps": NEVER,
             "track_gradients": False,
         }
+        node = {}
         if self.text.is_file():
             train["dataset"] = {"name": "text", "root": str(self.text)}
-        for name, content in (("cluster", cluster), ("train", train)):
-            (folder / f"{name}.yaml").write_text(json.dumps(content))
-        files = ["--config", str(folder / "cluster.yaml")]
-        return [*files, "--train-config", str(folder / "train.yaml")]
+            node = {"dataset": {"root": str(self.text)}}
+        return paced.write_files(folder, self.machines, cluster, train, node)
 
     def training(self, folder: Path, arm: Arm, order: Order) -> ddp.Training:
         """The same for processes of this benchmark."""
@@ -451,12 +433,6 @@ class Watch:
             / lasted
             for worker in self._workers
         }
-
-
-def share_broken(folder: Path, machines: Sequence[Machine]) -> float:
-    """Of all batches but each machine's first."""
-    done = [each for machine in machines for each in read_computed(folder, machine.name)[1:]]
-    return sum(each.real_s > each.due_s for each in done) / max(1, len(done))
 
 
 def bytes_sent() -> float:

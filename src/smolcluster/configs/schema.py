@@ -398,13 +398,9 @@ class ClusterConfig(Section):
                 f"num_workers is {self.num_workers}, but workers lists {len(self.workers)} "
                 f"({', '.join(self.workers) or 'none'}); the two must agree"
             )
-        twice = next((name for name in self.workers if self.workers.count(name) > 1), None)
-        if twice:
-            raise ValueError(f"workers lists {twice!r} twice, must list each node once")
         self.check_known("server is", self.server)
         self._check_servers()
-        for name in self.workers:
-            self.check_known("workers lists", name)
+        self._check_listed("workers", self.workers)
         for name in self.nodes:
             self.check_known("nodes has the key", name)
         if self.min_workers > self.num_workers and not self.elastic:
@@ -421,11 +417,14 @@ class ClusterConfig(Section):
             raise ValueError(
                 f"servers is [{', '.join(self.servers)}], must begin with server, {self.server!r}"
             )
-        twice = next((name for name in self.servers if self.servers.count(name) > 1), None)
+        self._check_listed("servers", self.servers)
+
+    def _check_listed(self, key: str, names: tuple[str, ...]) -> None:
+        twice = next((name for name in names if names.count(name) > 1), None)
         if twice:
-            raise ValueError(f"servers lists {twice!r} twice, must list each node once")
-        for name in self.servers:
-            self.check_known("servers lists", name)
+            raise ValueError(f"{key} lists {twice!r} twice, must list each node once")
+        for name in names:
+            self.check_known(f"{key} lists", name)
 
     @property
     def store_nodes(self) -> tuple[str, ...]:
