@@ -67,7 +67,7 @@ def main() -> None:
         if args.val_interval
         else None,
         num_epochs=args.epochs,
-        val_interval=max(args.val_interval, 1),
+        val_interval=args.val_interval,
     )
     print(f"saved {orch.save_checkpoint(f'{cfg.checkpoint_dir}/orchestrator_final.pt')}")
 

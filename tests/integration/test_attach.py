@@ -279,7 +279,7 @@ def test_a_gradient_scaler_s_overflows_are_skipped_and_counted(
     assert not hasattr(optimizer, "_step_supports_amp_scaling")
 
 
-def test_a_wrapper_that_would_step_past_the_cluster_is_refused(tmp_path: Path) -> None:
+def test_a_wrapper_that_would_step_past_the_cluster_is_refused() -> None:
     class Scaling(torch.optim.SGD):
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
             super().__init__(net().parameters())
@@ -331,8 +331,7 @@ def test_another_model_is_refused_and_the_first_difference_named(
     tmp_path: Path, model: nn.Module, sentence: str
 ) -> None:
     served = Served(tmp_path, "edp", "min_workers=2")
-    worker = Outcome("ann", lambda: train(served, "ann") and None)
-    assert served.is_up.wait(30)
+    worker = begin(served)
     with (
         pytest.raises(ConfigError) as caught,
         served.attach(model, adam(model), "bob", num_samples=None) as cluster,
@@ -346,8 +345,7 @@ def test_another_model_is_refused_and_the_first_difference_named(
 
 def test_samples_must_be_drawn_alike_in_all_processes(tmp_path: Path) -> None:
     served = Served(tmp_path, "edp", "min_workers=2")
-    worker = Outcome("ann", lambda: train(served, "ann") and None)
-    assert served.is_up.wait(30)
+    worker = begin(served)
     model = net()
     with (
         pytest.raises(ConfigError, match=r"come from cluster\.sampler"),

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import smolcluster
 from harness import Outcome, free_port
-from integration.test_attach import DATA, NUM_SAMPLES, Served
+from integration.test_attach import DATA, NUM_SAMPLES, Served, assert_close
 from smolcluster.runs.summary import read_summary
 from smolcluster.transport.security import ensure_secret
 
@@ -136,4 +136,5 @@ def test_accelerate_needs_no_more_than_attach(served: Served) -> None:
                 accelerator.backward(loss)
                 cluster.loss = loss
                 optimizer.step()
-    served.finish()
+    assert served.finish().steps == 2 * len(loader)
+    assert_close(served.weights, accelerator.unwrap_model(model))

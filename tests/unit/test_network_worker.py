@@ -67,6 +67,7 @@ def test_a_gpu_that_is_not_there_is_refused(
         (nn.CrossEntropyLoss(weight=torch.ones(2)), None),
         (twice, None),
         (functional.relu, None),
+        (nn.AdaptiveLogSoftmaxWithLoss(8, 6, [3]), None),
     ],
 )
 def test_only_a_loss_of_pytorch_s_has_a_name(loss_fn: Any, name: str | None) -> None:
@@ -163,10 +164,6 @@ def test_a_process_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) 
 def test_the_same_gpu_twice_is_refused() -> None:
     with pytest.raises(ConfigError, match="gpu_ids"):
         run_workers([0, 0], DistributedConfig(), Net)
-
-
-def test_a_loss_with_weights_of_its_own_has_no_name() -> None:
-    assert loss_name(nn.AdaptiveLogSoftmaxWithLoss(8, 6, [3]), None) is None
 
 
 def test_a_worker_computes_with_its_threads_and_asks_as_it_encrypts(

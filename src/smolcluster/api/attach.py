@@ -18,9 +18,8 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,10 +30,12 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
+from smolcluster.algorithms.entry import module_of
 from smolcluster.algorithms.observed import WorkerRun, metrics_served
 from smolcluster.algorithms.serving import ATTACHED
 from smolcluster.api.attached_optimizer import check_optimizer, innermost, stepping, unscale
 from smolcluster.api.attached_process import Told, own_name, told_by_launcher
+from smolcluster.api.settings import secret_of
 from smolcluster.api.synchronous_optimizer import check_rule, describe_optimizer
 from smolcluster.cluster.joining import ask
 from smolcluster.cluster.link import Participant, WorkerSetup, follow
@@ -63,7 +64,7 @@ from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica
 from smolcluster.training.scaler import LEAST_SCALE
 from smolcluster.transport.handshake import introduce
 from smolcluster.transport.messages import Logged, Welcome, sets_of
-from smolcluster.transport.security import Secret, default_secret_path, ensure_secret, load_secret
+from smolcluster.transport.security import Secret
 from smolcluster.utils.device import use_threads
 from smolcluster.utils.meter import Meter
 
@@ -98,17 +99,16 @@ def attach(
     Raises:
         ConfigError: the optimizer is attached already, or a file or name is wrong.
     """
-    told = told_by_launcher()
+    told, own = told_by_launcher(), own_name(name)
     settings = load_settings(
         told.config or cluster,
         ATTACHED,
-        own_name(name),
+        own,
         [*told.overrides, *overrides],
         local=told.is_local,
         local_workers=told.num_workers,
     )
     wanted = _Wanted(num_samples, num_samples is not None, batch_size, num_epochs)
-    own = own_name(name)
     return Cluster(model, optimizer, settings, name=own, told=told, wanted=wanted, secret=secret)
 
 
@@ -127,7 +127,6 @@ class _Lease:
     """Samples that the worker waits for."""
 
     indices: Tensor
-    epoch: int
     num_undrawn: int
 
 
@@ -249,8 +248,7 @@ class Cluster:
             )
         self._sampler = LeaseSampler(self, batch_size)
         if known is None:
-            wanted = self._wanted
-            self._wanted = _Wanted(len(dataset), False, wanted.batch_size, wanted.num_epochs)
+            self._wanted = replace(self._wanted, num_samples=len(dataset))
             self._log.info("samples are handed out by the server: each counts exactly once")
             self._switch()
         return self._sampler
@@ -339,10 +337,8 @@ class Cluster:
 
     def _live(self) -> None:
         """Take part in the run until it is over; raises what `follow` does."""
-        node, cluster = self._settings.node, self._settings.cluster
-        is_server_here = self._told.is_local
-        load = ensure_secret if is_server_here else load_secret
-        secret = self._secret or load(node.secret_file or default_secret_path())
+        cluster = self._settings.cluster
+        secret = self._secret or secret_of(self._settings, makes=self._told.is_local)
         address = Address(cluster.host_ip[self._name], cluster.port)
         worker_id = self._told.worker_id
         while True:
@@ -390,8 +386,7 @@ class Cluster:
         self._own.begin(run, paths)
 
     def _make_participant(self, welcome: Welcome, training: TrainingContext) -> Participant:
-        package = get_algorithm(welcome.run.algorithm).package
-        make = import_module(f"{package}.worker").Worker
+        make = module_of(get_algorithm(welcome.run.algorithm), "worker").Worker
         participant: Participant = make(welcome, training)
         self._participant = participant
         return participant
@@ -468,9 +463,14 @@ class Cluster:
             parameter.grad = None  # `grads` is what is pushed
         replica.fingerprint = welcome.model_fingerprint  # the plans have been compared
         workload = PlannedWorkload(plan, lambda: self._model)
-        self._training = AttachedContext(workload, replica, run.seed)
         take = self._gradient if is_synchronous else self._difference
-        self._training.begin(partial(self._lend, take, run.train.batch_size), run)
+        self._training = AttachedContext(
+            workload,
+            replica,
+            run.seed,
+            lend=partial(self._lend, replica, take, run.train.batch_size),
+            is_synchronous=is_synchronous,
+        )
         if self._wanted.is_counted:
             self._log.info(
                 "samples are drawn by this loop: %d are counted for each optimizer.step(); "
@@ -480,17 +480,20 @@ class Cluster:
         return self._training
 
     def _lend(
-        self, take: Callable[[Replica], float | None], num_counted: int, indices: Tensor, epoch: int
+        self,
+        replica: Replica,
+        take: Callable[[Replica], float | None],
+        num_counted: int,
+        indices: Tensor,
+        epoch: int,
     ) -> BatchLoss:
         """Let the loop compute these samples, and take over what came of its `optimizer.step()`.
 
         Raises:
             NonFiniteLoss: loss or gradient is NaN or infinite; the optimizer has not stepped.
         """
-        training = self._training
-        assert training is not None  # noqa: S101 - it calls this
         self.epoch = epoch
-        self._lease = _Lease(indices, epoch, len(indices))
+        self._lease = _Lease(indices, len(indices))
         with lone_sample(self._model) if len(indices) == 1 else nullcontext():
             self._pause()
         told = self.loss.detach() if isinstance(self.loss, Tensor) else self.loss
@@ -498,10 +501,10 @@ class Cluster:
         if self.loss is not None and not math.isfinite(loss):
             raise NonFiniteLoss(f"loss is {loss}; {DIVERGENCE_REMEDY}")
         if self._overflow is None:
-            self._check_gradients(training.replica)
+            self._check_gradients(replica)
         elif self._overflow <= LEAST_SCALE:
             raise NonFiniteLoss(f"the gradient is NaN or infinite; {DIVERGENCE_REMEDY}")
-        rate = take(training.replica)
+        rate = take(replica)
         terms = self._num_terms
         if terms is None:
             terms = num_counted if self._wanted.is_counted else len(indices)
@@ -600,18 +603,15 @@ def _logged(values: dict[str, float]) -> Logged:
         ) from None
 
 
+@dataclass(frozen=True, kw_only=True)
 class AttachedContext(TrainingContext):
     """What an attached process trains with: its loop computes."""
 
-    _lend: Callable[[Tensor, int], BatchLoss]
+    lend: Callable[[Tensor, int], BatchLoss]
     is_synchronous: bool
 
-    def begin(self, lend: Callable[[Tensor, int], BatchLoss], run: RunConfig) -> None:
-        object.__setattr__(self, "_lend", lend)
-        object.__setattr__(self, "is_synchronous", get_algorithm(run.algorithm).is_synchronous)
-
     def compute(self, indices: Tensor, epoch: int = 0, start: int = 0) -> BatchLoss:  # noqa: ARG002
-        return self._lend(indices, epoch)
+        return self.lend(indices, epoch)
 
     def rehearse(self, num_samples: int) -> bool:  # noqa: ARG002
         """Nothing: only the loop knows how to compute."""

@@ -105,10 +105,8 @@ def code_digest(model: nn.Module, loss: object) -> str:
 
 def _source(thing: Any) -> str:
     if isinstance(thing, functools.partial):
-        given = {"args": thing.args, "keywords": thing.keywords}
-        return _source(thing.func) + "".join(
-            _source(each) for each in (*given["args"], *dict(given["keywords"]).values())
-        )
+        parts = (thing.func, *thing.args, *thing.keywords.values())
+        return "".join(map(_source, parts))
     if isinstance(thing, nn.Module):
         return f"{_source(type(thing))}{thing!r}"
     name = getattr(thing, "__qualname__", None)

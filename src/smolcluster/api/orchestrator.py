@@ -189,7 +189,7 @@ class Orchestrator:
 
         def body(context: ServerContext) -> Summary:
             summary: Summary = serve(context)
-            self._take(context)
+            self.model.load_state_dict(context.training.replica.model.state_dict())
             summaries.append(summary)
             return summary
 
@@ -241,13 +241,12 @@ class Orchestrator:
         """A name for each worker that training begins with: of those that wait, then invented ones."""
         if self._arrivals is None:
             if self._has_trained:
-                self.log.warning(
-                    "the workers of the training before have ended with it: start %d again, which are waited "
-                    "for now",
-                    self.config.num_workers,
+                raise ConfigError(
+                    "the workers of the training before have ended with it: start them again, and call "
+                    "wait_for_workers before start_training"
                 )
             self.wait_for_workers()
-        waiting = sorted(set(self._listening().names))
+        waiting = sorted(self._listening().names)
         invented = (f"worker{number}" for number in range(1, self.config.num_workers + 1))
         names = [*waiting, *(name for name in invented if name not in waiting)]
         return names[: max(self.config.num_workers, len(waiting))]
@@ -288,10 +287,6 @@ class Orchestrator:
                 hooks.on_step(done)
 
         return replace(training, hooks=replace(hooks, on_step=on_step))
-
-    def _take(self, context: ServerContext) -> None:
-        """Give the registered model the trained weights."""
-        self.model.load_state_dict(context.training.replica.model.state_dict())
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import runpy
 import shlex
 import sys
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 
 from smolcluster.algorithms.entry import (
@@ -19,6 +20,7 @@ from smolcluster.algorithms.entry import (
     supervise_process,
     worker_parser,
 )
+from smolcluster.api.attached_process import Told
 from smolcluster.configs.layers import ATTACH_VARIABLE, NAME_VARIABLE
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, SmolclusterError
@@ -44,16 +46,16 @@ def main() -> int:
 
 def environment_of(algorithm: str, args: argparse.Namespace) -> dict[str, str]:
     """What a script is told, by variable."""
-    told = {
-        "config": args.config or algorithm,
-        "overrides": [*args.override, *server_overrides(args.server, args.node)],
-        "worker_id": args.worker_id,
-        "run_id": args.run_id,
-        "is_local": args.local,
-        "num_workers": args.workers,
-        "is_named": not args.stop_on_stdin_eof,
-    }
-    return {NAME_VARIABLE: args.node, ATTACH_VARIABLE: json.dumps(told)}
+    told = Told(
+        config=args.config or algorithm,
+        overrides=(*args.override, *server_overrides(args.server, args.node)),
+        worker_id=args.worker_id,
+        run_id=args.run_id,
+        is_local=args.local,
+        num_workers=args.workers,
+        is_named=not args.stop_on_stdin_eof,
+    )
+    return {NAME_VARIABLE: args.node, ATTACH_VARIABLE: json.dumps(asdict(told))}
 
 
 def run_script(script: str, algorithm: str, args: argparse.Namespace) -> None:
