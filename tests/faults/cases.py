@@ -218,7 +218,7 @@ def settings_for(algorithm: Algorithm, fault: Fault | None) -> Settings:
     if algorithm == "edp":
         overrides.append("learning_rate=0.003")  # so that it learns in so short a run
     elif algorithm == "diloco":
-        overrides += ["learning_rate=0.003", f"local_steps={LOCAL_STEPS}"]
+        overrides += ["mode=sync", "learning_rate=0.003", f"local_steps={LOCAL_STEPS}"]
         overrides += ["codec_up=fp32", "codec_down=fp32", "outer_lr=1", "outer_momentum=0"]
     else:
         overrides += [f"batch_share.{node}=0.5" for node in NODES]

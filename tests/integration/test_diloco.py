@@ -33,7 +33,9 @@ STREAMING = "mode=streaming", "fragments=3"
 
 def settings_for(*overrides: str, workers: int = 1) -> Settings:
     return local_settings(
-        *("num_epochs=2", f"min_workers={workers}", *overrides), workers=workers, algorithm="diloco"
+        *("num_epochs=2", "mode=sync", f"min_workers={workers}", *overrides),
+        workers=workers,
+        algorithm="diloco",
     )
 
 

@@ -43,10 +43,13 @@ class Leaving(Changing):
         return super().compute(lease)
 
 
-@pytest.mark.parametrize("other", [Slower, Faster, Leaving])
-def test_every_sample_counts_once(tmp_path: Path, other: type[Changing]) -> None:
+@pytest.mark.parametrize(
+    ("other", "mode"), [(Slower, "sync"), (Faster, "streaming"), (Leaving, "streaming")]
+)
+def test_every_sample_counts_once(tmp_path: Path, other: type[Changing], mode: str) -> None:
     settings = local_settings(
         *("codec_up=int8", "codec_down=int8", "local_steps=8", "num_epochs=3", "min_workers=2"),
+        f"mode={mode}",
         workers=2,
         algorithm="diloco",
     )

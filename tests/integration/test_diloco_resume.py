@@ -23,7 +23,7 @@ KEPT = Path("test-run") / "worker-1"
 
 def settings_for(codec: str, workers: int = 1) -> Settings:
     return local_settings(
-        *(f"codec_up={codec}", f"codec_down={codec}", "local_steps=5", "num_epochs=4"),
+        *("mode=sync", f"codec_up={codec}", f"codec_down={codec}", "local_steps=5", "num_epochs=4"),
         *("checkpoint_steps=30", "keep_last=100", f"min_workers={workers}"),
         *("outer_lr=0.7", "outer_momentum=0.9", "eval_steps=1000"),
         *("lr_schedule.warmup_iters=20", "lr_schedule.min_lr=0.0001"),

@@ -20,7 +20,7 @@ class DiLoCoConfig(AlgorithmConfig):
     """DiLoCo's own keys, all of the cluster file."""
 
     mode: Literal["sync", "streaming"] = Field(
-        "sync",
+        "streaming",
         description="DiLoCo: all exchange the whole at the end of a round, or a fragment at a time behind "
         "computation (2501.18512).",
     )

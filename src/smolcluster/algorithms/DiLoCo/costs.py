@@ -1,8 +1,10 @@
 """What a run of DiLoCo will cost: rounds in which all arrive together.
 
-A round is `local_steps` batches a worker on average. Worker w computes n_w of them and is then away for e_w
-seconds, to send what it has changed and to get new weights: a round takes the T with Σ (T - e_w) / step_w
-batches in it.
+A round is `local_steps` batches a worker on average. Where the whole is exchanged at its end, worker w
+computes n_w of them and is then away for e_w seconds, to send what it has changed and to get new weights: a
+round takes the T with Σ (T - e_w) / step_w batches in it. Streaming exchanges behind computation: a round
+takes as long as computing, or as a link is busy in one direction, or as the exchange of a fragment, whichever
+is most.
 """
 
 import math
@@ -10,8 +12,13 @@ from collections.abc import Iterator
 from statistics import harmonic_mean
 from typing import Any
 
-from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig
-from smolcluster.algorithms.DiLoCo.rounds import choose_local_steps
+from smolcluster.algorithms.DiLoCo.config import DEFAULT_FRAGMENTS, DiLoCoConfig
+from smolcluster.algorithms.DiLoCo.peers import LEAST_AHEAD
+from smolcluster.algorithms.DiLoCo.rounds import (
+    choose_local_steps,
+    hiding_round_s,
+    waiting_round_s,
+)
 from smolcluster.algorithms.planning.costs import (
     HANDLING_S,
     Forecast,
@@ -40,20 +47,11 @@ def step_nbytes(job: Job, settings: Settings) -> tuple[int, int]:
 def predict(site: Site, job: Job, settings: Settings) -> Forecast:
     """What a run will be like once its rounds are as long as they get."""
     up, down = _round_nbytes(job, settings)
-    ups, downs = up_rates(site, lambda _, rate: rate), down_rates(site)
-    away_s = [
-        seconds_of(up, up_rate)
-        + seconds_of(down, down_rate)
-        + site.apply_s
-        + worker.latency_s
-        + HANDLING_S
-        for worker, up_rate, down_rate in zip(site.workers, ups, downs, strict=True)
-    ]
+    ups_s = [seconds_of(up, rate) for rate in up_rates(site, lambda _, rate: rate)]
+    downs_s = [seconds_of(down, rate) for rate in down_rates(site)]
     steps_s = [worker.step_s for worker in site.workers]
-    local_steps = settings.of(DiLoCoConfig).local_steps or choose_local_steps(
-        harmonic_mean(steps_s), min(away_s), _total_batches(job, settings), len(steps_s)
-    )
-    round_s = _round_s(local_steps * len(steps_s), steps_s, away_s)
+    find = _waiting if settings.of(DiLoCoConfig).mode == "sync" else _hiding
+    local_steps, round_s = find(site, job, settings, ups_s, downs_s)
     samples_per_s = settings.train.samples_per_push * local_steps * len(steps_s) / round_s
     return Forecast(
         samples_per_s=samples_per_s,
@@ -70,6 +68,49 @@ def candidates(_site: Site, _job: Job, _settings: Settings) -> Iterator[dict[str
     """Codecs for both ways; how many steps a round has is best left to what is measured."""
     for codec in ("fp32", "int8", "int4"):
         yield {"codec_up": codec, "codec_down": codec, "local_steps": None}
+
+
+def _waiting(
+    site: Site, job: Job, settings: Settings, ups_s: list[float], downs_s: list[float]
+) -> tuple[int, float]:
+    """H, and the seconds of a round at whose end workers wait for the exchange of the whole.
+
+    `ups_s`, `downs_s`: how long each worker's part of it takes.
+    """
+    steps_s = [worker.step_s for worker in site.workers]
+    away_s = [
+        up_s + down_s + site.apply_s + worker.latency_s + HANDLING_S
+        for worker, up_s, down_s in zip(site.workers, ups_s, downs_s, strict=True)
+    ]
+    local_steps = _local_steps(waiting_round_s(min(away_s)), steps_s, job, settings)
+    return local_steps, _round_s(local_steps * len(steps_s), steps_s, away_s)
+
+
+def _hiding(
+    site: Site, job: Job, settings: Settings, ups_s: list[float], downs_s: list[float]
+) -> tuple[int, float]:
+    """The same where fragments are exchanged behind computation.
+
+    A fragment's exchange begins with the batches that a worker holds, which are computed first.
+    """
+    steps_s = [worker.step_s for worker in site.workers]
+    num_fragments = settings.of(DiLoCoConfig).fragments or DEFAULT_FRAGMENTS
+    exchange_s = max(
+        LEAST_AHEAD * worker.step_s + up_s / num_fragments + worker.latency_s
+        for worker, up_s in zip(site.workers, ups_s, strict=True)
+    )
+    exchange_s += site.apply_s + HANDLING_S
+    uploads_s = [up_s / num_fragments for up_s in ups_s]
+    least_s = hiding_round_s([exchange_s] * num_fragments, uploads_s)
+    local_steps = _local_steps(least_s, steps_s, job, settings)
+    computing_s = local_steps * harmonic_mean(steps_s)
+    return local_steps, max(computing_s, exchange_s, *ups_s, *downs_s)
+
+
+def _local_steps(round_s: float, steps_s: list[float], job: Job, settings: Settings) -> int:
+    return settings.of(DiLoCoConfig).local_steps or choose_local_steps(
+        harmonic_mean(steps_s), round_s, _total_batches(job, settings), len(steps_s)
+    )
 
 
 def _round_s(num_batches: int, steps_s: list[float], away_s: list[float]) -> float:

@@ -13,6 +13,8 @@ from smolcluster.transport.messages import LeaseKey, Stepped
 
 AHEAD_S, LEAST_AHEAD, MOST_AHEAD = 0.25, 2, 16
 """A worker holds batches for so many seconds, and so many, so that it never waits for the next."""
+MOST_BEHIND = 256
+"""So many at most where messages wait behind a fragment on its link."""
 LEAST_STEP_S, MOST_STEP_S = 1e-6, 1e6
 LEAST_PATIENCE_S, PATIENCE = 30.0, 4.0
 """So long, and so many times what was expected, a worker may take for a step, or for its change."""
@@ -83,17 +85,21 @@ class Peer:
     def id(self) -> int:
         return self.worker.member.session_id
 
-    @property
-    def num_wanted(self) -> int:
-        """How many more batches it should hold."""
+    def num_wanted(self, busy_s: float) -> int:
+        """How many more batches it should hold, while its link may be busy with other things for so long."""
         ahead = min(MOST_AHEAD, math.ceil(AHEAD_S / self.step_s))
-        return max(LEAST_AHEAD, ahead) - len(self.unanswered)
+        behind = min(MOST_BEHIND, math.ceil(busy_s / self.step_s))
+        return max(LEAST_AHEAD, ahead, 1 + behind) - len(self.unanswered)
 
-    def pace(self, now: float) -> Pace:
-        """How fast it is; who is silent with batches in hand is as slow as it has been silent."""
+    def pace(self, now: float, *, is_streaming: bool) -> Pace:
+        """How fast it is; who is silent with batches in hand is as slow as it has been silent.
+
+        In streaming nobody waits for an upload.
+        """
         silent_s = now - max(self.stepped_at, self.began_at) if self.unanswered else 0.0
         step_s = max(self.step_s, silent_s)
-        return Pace(step_s, self.upload_s, now + len(self.unanswered) * step_s)
+        upload_s = 0.0 if is_streaming else self.upload_s
+        return Pace(step_s, upload_s, now + len(self.unanswered) * step_s)
 
     def gets(self, lease: LeaseKey, now: float) -> None:
         """It is given a batch."""

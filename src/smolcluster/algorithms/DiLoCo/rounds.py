@@ -7,7 +7,7 @@ and the first rounds are short.
 
 import heapq
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,6 +15,9 @@ WorkerId = TypeVar("WorkerId", bound=Hashable)
 
 COMPUTING = 0.95
 """The least share of a round that workers should compute, where exchanging is not behind computation."""
+HEADROOM = 1.5
+"""Where it is, a round lasts so many times as long as the exchanges that it hides: they do not always take
+the same time."""
 LEAST_ROUNDS = 100
 """So many outer steps a run should take at least: momentum needs tens of rounds to come to its speed."""
 
@@ -56,22 +59,33 @@ def warmed_up(round_index: int, local_steps: int) -> int:
     return min(local_steps, 1 << min(round_index, local_steps.bit_length()))
 
 
-def choose_local_steps(
-    step_s: float,
-    exchange_s: float,
-    total_batches: int,
-    num_workers: int,
-    *,
-    computing: float = COMPUTING,
-) -> int:
-    """The smallest mean H with which workers compute `computing` of the time, within what the run allows.
+def waiting_round_s(exchange_s: float) -> float:
+    """Seconds that workers should compute in a round that ends with waiting for so many."""
+    return exchange_s * COMPUTING / (1 - COMPUTING)
+
+
+def hiding_round_s(exchanges_s: Iterable[float], uploads_s: Iterable[float]) -> float:
+    """Seconds that workers should compute in a round to hide its exchanges.
+
+    Args:
+        exchanges_s: by fragment, from asking for it to the outer step: it must be over before the fragment's
+            next turn.
+        uploads_s: by worker, how long a fragment's change takes to arrive: its link must carry all of them.
+    """
+    by_fragment = list(exchanges_s)
+    longest_s = max(by_fragment, default=0.0)
+    link_s = len(by_fragment) * max(uploads_s, default=0.0)
+    return HEADROOM * max(longest_s, link_s)
+
+
+def choose_local_steps(step_s: float, round_s: float, total_batches: int, num_workers: int) -> int:
+    """The smallest mean H whose rounds are so long, within what the run allows.
 
     Args:
         step_s: seconds of a local step; of unlike workers the harmonic mean.
-        exchange_s: seconds of a round in which a worker waits: upload, outer step, download.
+        round_s: seconds that a worker should compute in a round; the number of rounds goes before it.
         total_batches: of the whole run; it has at least `LEAST_ROUNDS` rounds, of at least one step each.
         num_workers: that share a round.
-        computing: in 0..1, the share of the time; the number of rounds goes before it.
 
     Raises:
         ValueError: `step_s` is not above 0.
@@ -79,7 +93,7 @@ def choose_local_steps(
     if not step_s > 0:
         raise ValueError(f"a step of {step_s} s")
     most = max(1, total_batches // (LEAST_ROUNDS * max(1, num_workers)))
-    wanted = exchange_s * computing / (1 - computing) / step_s
+    wanted = round_s / step_s
     return most if wanted >= most else max(1, math.ceil(wanted))
 
 

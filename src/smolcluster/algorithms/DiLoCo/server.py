@@ -44,10 +44,11 @@ from smolcluster.algorithms.DiLoCo.ledger import Applied, Ledger, Request
 from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer, outer_defaults
 from smolcluster.algorithms.DiLoCo.peers import LEAST_STEP_S, MOST_STEP_S, Peer
 from smolcluster.algorithms.DiLoCo.rounds import (
-    COMPUTING,
     LEAST_ROUNDS,
     choose_local_steps,
+    hiding_round_s,
     plan_round,
+    waiting_round_s,
     warmed_up,
 )
 from smolcluster.algorithms.DiLoCo.store import Change, OuterStore
@@ -268,20 +269,18 @@ class Server:
     def measured_steps(self) -> int:
         """H by measured times: the least that keeps workers computing; at first the least of all.
 
-        Streaming exchanges behind computation: a round need only be as long as all its exchanges together.
+        Streaming exchanges behind computation: a round need only be as long as that takes.
         """
         peers = self.active
         waits = [peer.waited_s for peer in peers if peer.waited_s is not None]
-        exchange_s = sum(self.exchange_s.values()) if self.is_streaming else min(waits, default=0.0)
         if not peers or not (self.exchange_s if self.is_streaming else waits):
             return 1
-        return choose_local_steps(
-            harmonic_mean([peer.step_s for peer in peers]),
-            exchange_s,
-            self.total_batches,
-            len(peers),
-            computing=0.5 if self.is_streaming else COMPUTING,
-        )
+        if self.is_streaming:
+            round_s = hiding_round_s(self.exchange_s.values(), [peer.upload_s for peer in peers])
+        else:
+            round_s = waiting_round_s(min(waits))
+        step_s = harmonic_mean([peer.step_s for peer in peers])
+        return choose_local_steps(step_s, round_s, self.total_batches, len(peers))
 
     @property
     def round(self) -> int:
@@ -298,10 +297,14 @@ class Server:
         if not self.pool.started or (self.asked and not self.is_streaming):
             return
         takers = {peer.id: peer for peer in self.active if not peer.is_asked}
-        paces = {id_: peer.pace(now) for id_, peer in takers.items()}
+        streaming = self.is_streaming
+        paces = {id_: peer.pace(now, is_streaming=streaming) for id_, peer in takers.items()}
         self.plan = plan_round(self.num_left - self.num_later(len(self.asked)), paces)
         for id_, peer in takers.items():
-            for _ in range(min(self.plan[id_], peer.num_wanted)):
+            busy_s = (
+                2 * peer.upload_s if streaming else 0.0
+            )  # with its change, and with new weights
+            for _ in range(min(self.plan[id_], peer.num_wanted(busy_s))):
                 self.give(peer)
 
     def give(self, peer: Peer) -> None:

@@ -27,7 +27,7 @@ def worker_of(
     kind: type[AnyWorker], *overrides: str, codec: str, workload: Workload | None = None
 ) -> AnyWorker:
     """A worker of this kind that has the server's weights."""
-    settings = local_settings(*overrides, algorithm="diloco")
+    settings = local_settings("mode=sync", *overrides, algorithm="diloco")
     train, cluster = settings.train, settings.cluster
     training = build(
         train, cluster.seed, settings.node.dataset, torch.device("cpu"), workload=workload

@@ -10,7 +10,7 @@ JOB = Job(1_000_000, num_samples=1_000_000)
 
 
 def settings_of(*overrides: str) -> Settings:
-    own = "batch_size=10", "codec_up=int8", "codec_down=int8", *overrides
+    own = "mode=sync", "batch_size=10", "codec_up=int8", "codec_down=int8", *overrides
     return load_settings("diloco", "digits", None, own, {}, local=True, local_workers=2)
 
 
@@ -26,6 +26,18 @@ def test_a_round_lasts_until_all_that_was_handed_out_has_arrived() -> None:
     round_s = 0.4 + 20 / (1 / 0.1 + 1 / 0.3)
     assert forecast.samples_per_s == pytest.approx(200 / round_s, rel=1e-2)
     assert forecast.received_bytes_s == pytest.approx(2 * nbytes / round_s, rel=1e-2)
+
+
+@pytest.mark.parametrize(("local_steps", "round_s"), [(10, 10 * 2 / (1 / 0.1 + 1 / 0.3)), (2, 0.8)])
+def test_streaming_hides_what_the_links_carry(local_steps: int, round_s: float) -> None:
+    """0.8 s each way, at once: a round of 10 batches a worker takes longer to compute, one of 2 less long."""
+    rate = JOB.encoded_nbytes("int8") / 0.8
+    site = Site(
+        tuple(Worker(name, step_s, 0.0, rate, rate) for name, step_s in (("a", 0.1), ("b", 0.3))),
+        {},
+    )
+    forecast = predict(site, JOB, settings_of("mode=streaming", f"local_steps={local_steps}"))
+    assert forecast.samples_per_s == pytest.approx(10 * 2 * local_steps / round_s, rel=2e-2)
 
 
 def test_chosen_steps_keep_workers_computing() -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from smolcluster.algorithms.DiLoCo.peers import LEAST_PATIENCE_S, MOST_STEP_S, Peer
-from smolcluster.algorithms.DiLoCo.rounds import plan_round
+from smolcluster.algorithms.DiLoCo.rounds import Pace, plan_round
 from smolcluster.transport.messages import LeaseKey, Stepped
 
 STEP_S = 1.0
@@ -31,6 +31,10 @@ def peer_with(num_batches: int) -> Peer:
 
 def is_late(peer: Peer, now: float, *, owes_change: bool = False, heard_at: float = 0.0) -> bool:
     return peer.is_late(now, owes_change=owes_change, heard_at=heard_at, grace=None)
+
+
+def pace(peer: Peer, now: float) -> Pace:
+    return peer.pace(now, is_streaming=False)
 
 
 def test_who_freezes_with_batches_in_hand_is_late_whether_asked_or_not() -> None:
@@ -71,9 +75,9 @@ def test_grace_is_beyond_what_is_expected() -> None:
 
 def test_who_is_silent_loses_its_share_of_the_round() -> None:
     frozen, other = peer_with(2), peer_with(0)
-    at_once = plan_round(8, {0: frozen.pace(0.0), 1: other.pace(0.0)})
+    at_once = plan_round(8, {0: pace(frozen, 0.0), 1: pace(other, 0.0)})
     assert at_once[0] == 3
-    later = plan_round(8, {0: frozen.pace(20.0), 1: other.pace(20.0)})
+    later = plan_round(8, {0: pace(frozen, 20.0), 1: pace(other, 20.0)})
     assert later[0] == 0
 
 
@@ -88,3 +92,16 @@ def test_a_step_is_as_slow_as_it_says_or_as_it_is_seen_to_be(
         peer.unanswered.discard(key(number))
         peer.stepped(step(number, claimed_s), 10.0 * (number + 1))
     assert least < peer.step_s <= most
+
+
+def test_a_worker_holds_more_while_fragments_are_on_its_link() -> None:
+    """A message behind a fragment comes that much later: it has batches for as long."""
+    assert peer_with(1).num_wanted(busy_s=0.0) == 1
+    assert peer_with(1).num_wanted(busy_s=2.5) == 3
+
+
+def test_an_upload_that_is_hidden_gives_nobody_less_to_compute() -> None:
+    far = peer_with(0)
+    far.upload_s = 5.0
+    assert far.pace(0.0, is_streaming=False).arrival(0) == 5.0
+    assert far.pace(0.0, is_streaming=True).arrival(0) == 0.0

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from smolcluster.algorithms.DiLoCo.rounds import (
     Pace,
     choose_local_steps,
+    hiding_round_s,
     plan_round,
+    waiting_round_s,
     warmed_up,
 )
 
@@ -130,7 +132,8 @@ def test_rounds_grow_from_one_step_to_all(round_index: int, local_steps: int) ->
 def test_the_smallest_h_that_computes_enough(
     step_s: float, exchange_s: float, total_batches: int, num_workers: int
 ) -> None:
-    chosen = choose_local_steps(step_s, exchange_s, total_batches, num_workers)
+    round_s = waiting_round_s(exchange_s)
+    chosen = choose_local_steps(step_s, round_s, total_batches, num_workers)
 
     def computing(local_steps: int) -> float:
         return local_steps * step_s / (local_steps * step_s + exchange_s)
@@ -143,9 +146,16 @@ def test_the_smallest_h_that_computes_enough(
 
 def test_chosen_steps_in_figures() -> None:
     """A step of 0.35 s, 1.9 MB in int8 over 50 Mbit/s there and back."""
-    assert choose_local_steps(0.35, 0.6, 1_000_000, 4) == 33
-    assert choose_local_steps(0.35, 0.6, 4_000, 4) == 10
+    round_s = waiting_round_s(0.6)
+    assert choose_local_steps(0.35, round_s, 1_000_000, 4) == 33
+    assert choose_local_steps(0.35, round_s, 4_000, 4) == 10
     assert choose_local_steps(0.35, math.inf, 4_000, 4) == 10
-    assert choose_local_steps(0.35, 0.6, 0, 4) == 1
+    assert choose_local_steps(0.35, round_s, 0, 4) == 1
     with pytest.raises(ValueError, match="a step of 0"):
         choose_local_steps(0, 0.6, 4_000, 4)
+
+
+def test_a_round_hides_its_longest_exchange_and_all_that_a_link_carries() -> None:
+    """Four fragments: each is back before its next turn, and the slowest link carries all four."""
+    assert hiding_round_s([1.0, 2.6, 1.0, 1.0], [0.1, 0.2]) == pytest.approx(1.5 * 2.6)
+    assert hiding_round_s([1.0, 2.6, 1.0, 1.0], [0.1, 2.0]) == pytest.approx(1.5 * 8.0)
