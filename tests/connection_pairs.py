@@ -47,7 +47,7 @@ def push(nbytes: int = 16, bucket: int = 0) -> m.Push:
 
 def one_of_each() -> list[m.Message]:
     """By their numbers."""
-    return [*handshake_and_steps(), *rounds(), *stores()]
+    return [*handshake_and_steps(), *rounds(), *stores(), *links()]
 
 
 def handshake_and_steps() -> list[m.Message]:
@@ -159,6 +159,16 @@ def stores() -> list[m.Message]:
         m.SendWeights(instance="0123456789abcdef", version=3),
         m.Gather(version=3),
         m.WorkerGone(instance="0123456789abcdef"),
+    ]
+
+
+def links() -> list[m.Message]:
+    piece = m.TransferPiece(
+        attempt=1, step=3, direction="forward", stage=2, microbatch=0, offset=0, nbytes=64
+    )
+    return [
+        m.Transfer(piece=piece, tensor=tensor(16)),
+        m.Relayed(instance="0123456789abcdef", piece=piece, tensor=tensor(16)),
     ]
 
 

@@ -336,6 +336,20 @@ def _named_tuple(fields: tuple[str, ...]) -> Callable[..., Any]:
     return namedtuple("NamedTuple", fields)
 
 
+def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """The batch with what `change` makes of each of its tensors, which are taken in order."""
+    match batch:
+        case Tensor():
+            return change(batch)
+        case Mapping():
+            return {key: map_tensors(value, change) for key, value in batch.items()}
+        case tuple() if hasattr(batch, "_fields"):
+            return type(batch)(*(map_tensors(value, change) for value in batch))
+        case list() | tuple():
+            return type(batch)(map_tensors(value, change) for value in batch)
+    return batch
+
+
 def sliced(batch: Batch, num_samples: int, size: int) -> list[Batch]:
     """A batch of so many samples as batches of `size`, but for the last one.
 

@@ -38,7 +38,7 @@ class NumberAssigned:
 class Refused:
     """The worker may not come in: `sentence` says what differs and where to mend it."""
 
-    code: Literal["node", "worker-id", "busy", "over", "failed", "no-model"]
+    code: Literal["node", "worker-id", "busy", "over", "failed", "no-model", "neighbour"]
     sentence: str
     retry_after_s: float | None = None
 

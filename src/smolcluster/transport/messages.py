@@ -1,9 +1,9 @@
 """The messages of protocol version 2: one frozen model a kind, JSON in a frame's header.
 
 They come in sets, one a protocol: `SESSION`, which every two peers speak, `PS`, what a worker and its server
-say, `ROUNDS`, what they say besides where workers take steps of their own, and `STORE` and `SLICES`, what a
-store on another machine says to the server and to workers. Two peers say to each other what is in the sets
-that their handshake agreed on, and nothing else.
+say, `ROUNDS`, what they say besides where workers take steps of their own, `STORE` and `SLICES`, what a
+store on another machine says to the server and to workers, and `LINKS`, what neighbouring stages of a
+pipeline say. Two peers say to each other what is in the sets that their handshake agreed on, nothing else.
 
 What arrives is validated strictly: unknown kinds and fields, wrong types, duplicate keys, NaN,
 infinities, numbers and texts out of bounds, and deeply nested JSON are refused. A message with a
@@ -672,6 +672,43 @@ class Gather(Message):
     version: Count
 
 
+class TransferPiece(HeaderModel):
+    """Where a piece of tensors of a pipeline belongs: from byte `offset` on of `nbytes` in all.
+
+    `forward`: the input of virtual stage `stage`; `backward`: the gradient of its output; `exchange`: what
+    two ranks add up, `stage` is the receiver's rank and `microbatch` the sender's. An `attempt` is the time
+    from a plan, or from a step that is done again, until the next one.
+    """
+
+    attempt: Count
+    step: Count
+    direction: Literal["forward", "backward", "exchange"]
+    stage: Count
+    microbatch: Count
+    offset: Count
+    nbytes: Annotated[int, Field(ge=1, le=MAX_BATCH_NBYTES)]
+
+
+class Transfer(Message):
+    """Stage: a piece of what its neighbour computes with; the bytes are those of `data/pytree.py`."""
+
+    KIND: ClassVar[int] = 60
+    piece: TransferPiece
+    tensor: TensorSpec
+
+
+class Relayed(Message):
+    """Stage: a Transfer for the process `instance`, which it cannot reach. Server: one that this has sent.
+
+    Without a `piece`: from now on what the two say to each other goes through the server.
+    """
+
+    KIND: ClassVar[int] = 61
+    instance: Instance
+    piece: TransferPiece | None = None
+    tensor: TensorSpec | None = None
+
+
 Kinds = frozenset[type[Message]]
 """Messages that a connection accepts at some moment; no two have the same number."""
 
@@ -733,6 +770,8 @@ STORE = MessageSet(
 """What a store on another machine, which dials, and the server say to each other."""
 SLICES = MessageSet("slices", from_dialler=frozenset({Push}), from_listener=frozenset({State}))
 """What a worker, which dials, and such a store say to each other."""
+LINKS = MessageSet("links", from_dialler=frozenset({Transfer}), from_listener=frozenset({Transfer}))
+"""What neighbouring stages of a pipeline say to each other."""
 SETS = (SESSION, PS, ROUNDS)
 
 
@@ -742,7 +781,9 @@ def sets_of(algorithm: str) -> tuple[MessageSet, ...]:
     return tuple(each for each in SETS if each is SESSION or each.name in named)
 
 
-ALL_KINDS: Kinds = SESSION.kinds | PS.kinds | ROUNDS.kinds | STORE.kinds | SLICES.kinds
+ALL_KINDS: Kinds = frozenset({Relayed}).union(
+    *(each.kinds for each in (SESSION, PS, ROUNDS, STORE, SLICES, LINKS))
+)
 MESSAGES = MappingProxyType(dict(sorted((kind.KIND, kind) for kind in ALL_KINDS)))
 
 

@@ -1,0 +1,1 @@
+"""PipelineParallel: the layers of one model spread over unequal machines."""

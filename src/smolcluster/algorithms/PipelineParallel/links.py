@@ -1,0 +1,597 @@
+"""A stage's sessions with its neighbours: activations go up, their gradients down, without the server.
+
+    links = Links(hello, secret, log)
+    places = links.listen(addresses)              # told to the coordinator, which tells the neighbours
+    links.connect(route, server, timeout_s)       # after every plan
+    links.send_forward(step, microbatch, stage, tree)
+    tree = links.recv_forward(step, microbatch, stage, timeout_s)
+
+Of two neighbours the one of the higher rank dials; the handshake is that of all sessions, with the cluster's
+secret. Where it reaches the other at none of its addresses the server relays. What is sent is encoded and
+leaves in a session's writer, what comes is decoded in its reader, so both overlap computing. One thread
+computes: it alone connects, sends and receives, and copies between the accelerator and the CPU.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from typing import overload
+
+import psutil
+import torch
+from torch import Tensor
+
+from smolcluster.algorithms.PipelineParallel.mailbox import Key, Mailbox, Neighbour, key_of
+from smolcluster.algorithms.PipelineParallel.tensors import decode, encode, nbytes_of, on_cpu
+from smolcluster.codec.base import bytes_of
+from smolcluster.configs.schema import Encryption
+from smolcluster.data.dataset import Batch
+from smolcluster.data.pytree import Encoded, map_tensors
+from smolcluster.errors import (
+    AuthError,
+    ConnectTimeout,
+    DataError,
+    PeerLost,
+    ProtocolError,
+    Rejected,
+    SmolclusterError,
+)
+from smolcluster.net.acceptor import Acceptor, SessionOpened
+from smolcluster.net.dialling import Address, dial
+from smolcluster.net.inbox import Event, Inbox, SessionClosed
+from smolcluster.net.membership import Refused
+from smolcluster.net.session import Receiver, Session
+from smolcluster.transport.connection import listen
+from smolcluster.transport.frames import Frame
+from smolcluster.transport.handshake import Door
+from smolcluster.transport.messages import (
+    LINKS,
+    MAX_BATCH_NBYTES,
+    SESSION,
+    Accepted,
+    Hello,
+    HostPort,
+    Message,
+    Relayed,
+    TensorSpec,
+    Transfer,
+    TransferPiece,
+    frame_of,
+    from_listener,
+)
+from smolcluster.transport.security import Secret
+from smolcluster.transport.tls import new_identity
+from smolcluster.utils.retry import Deadline
+
+DIAL_TIMEOUT_S = 5.0
+"""How long each address of a neighbour is tried."""
+PLAN_RETRY_S = 0.1
+"""How soon a neighbour asks again that came before the plan which names it."""
+MAX_QUEUED_NBYTES = 64 * 1024 * 1024
+"""Tensors that wait for one neighbour; whoever computes waits before there are more."""
+MAX_QUEUED = 100_000
+"""Frames; this only bounds mistakes."""
+CLOSING_TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True)
+class Route:
+    """What a plan says of one stage's links.
+
+    Attributes:
+        rank: of this process.
+        attempt: larger than that of any route before.
+        step: the first one that is computed.
+        ranks: whose each virtual stage is.
+        neighbours: the processes that this one exchanges anything with.
+        codec: of activations and their gradients (`codec/rows.py`).
+    """
+
+    rank: int
+    attempt: int
+    step: int
+    ranks: tuple[int, ...]
+    neighbours: tuple[Neighbour, ...]
+    codec: str
+
+    def neighbour(self, rank: int) -> Neighbour:
+        return next(each for each in self.neighbours if each.rank == rank)
+
+
+class Links:
+    """The sessions of one stage's process, over all plans of a run."""
+
+    def __init__(
+        self,
+        hello: Hello,
+        secret: Secret,
+        log: logging.Logger,
+        *,
+        encryption: Encryption,
+        bucket_bytes: int,
+        heartbeat_timeout_s: float,
+    ) -> None:
+        """Connects to nobody yet.
+
+        Args:
+            hello: that of this process, by whose `instance` its neighbours know it.
+            secret: the cluster's.
+            log: told of refused clients, and of neighbours that are reached through the server.
+            encryption: who must encrypt, as in a cluster file.
+            bucket_bytes: largest payload of a frame.
+            heartbeat_timeout_s: silence after which a neighbour is lost, seconds.
+        """
+        digests = {each.name: each.digest for each in (SESSION, LINKS)}
+        self._hello = hello.model_copy(update={"sets": digests})
+        self._door = Door(secret, new_identity(), encryption, (SESSION, LINKS))
+        self._log = log
+        self._answer = Accepted(bucket_bytes=bucket_bytes, heartbeat_timeout_s=heartbeat_timeout_s)
+        self._mailbox = Mailbox(psutil.virtual_memory().available // 2)
+        self._events = _Handled(self._on_event)
+        self._ids = count(1)
+        self._lock = threading.Lock()
+        """Guards what follows, which belongs to the thread that computes and to those of sessions."""
+        self._instances: dict[int, str] = {}
+        """Who is behind each session, by its number."""
+        self._outboxes: dict[str, _Outbox] = {}
+        """Those of direct sessions, by instance."""
+        self._relayed: dict[str, _Assembler] = {}
+        """Of those that are reached through the server, by instance."""
+        self._relay_outboxes: dict[str, _Outbox] = {}
+        self._acceptor: Acceptor | None = None
+        self._server: Session | None = None
+        self._route = Route(0, 0, 0, (0,), (), "fp32")
+        self._stop = threading.Event()
+        """Set when nobody shall be dialled any more."""
+
+    def listen(self, addresses: Sequence[str]) -> tuple[HostPort, ...]:
+        """Let neighbours in at these addresses of this machine; returns them with their ports.
+
+        Raises:
+            ConfigError: an address is not this machine's.
+        """
+        addresses = tuple(dict.fromkeys(addresses))
+        listeners = listen(addresses, 0)
+        self._acceptor = Acceptor(
+            listeners,
+            door=self._door,
+            inbox=self._events,
+            admit=self._admit,
+            receiver_for=lambda each: _Assembler(self._instances[each], self._mailbox),
+            max_queued=MAX_QUEUED,
+            log=self._log,
+            session_ids=self._ids,
+        )
+        self._acceptor.open()
+        ports = [each.getsockname()[1] for each in listeners]
+        return tuple(HostPort(host=h, port=p) for h, p in zip(addresses, ports, strict=True))
+
+    def connect(self, route: Route, server: Session | None, timeout_s: float) -> None:
+        """Reach all neighbours, of which those with a session that still holds are not dialled again.
+
+        Args:
+            route: who they are.
+            server: who relays where a direct link is blocked; None: nobody does.
+            timeout_s: how long they may take to come, seconds.
+
+        Raises:
+            ConnectTimeout: one was not reached, and nobody relays.
+            PeerLost: one did not come in time, or is lost again.
+            AuthError, Rejected: one does not let this process in.
+            SmolclusterError: what `interrupt` was given.
+        """
+        self._stop.clear()
+        self._mailbox.begin(route.attempt, route.step)
+        if self._mailbox.is_interrupted():
+            self._stop.set()
+        self._server = server
+        self._adopt(route)
+        deadline = Deadline(timeout_s)
+        for neighbour in route.neighbours:
+            if neighbour.rank < route.rank and self._outbox(neighbour) is None:
+                self._reach(neighbour, deadline)
+        for neighbour in route.neighbours:
+            self._await(neighbour, deadline.remaining())
+
+    def interrupt(self, error: SmolclusterError, through: int) -> None:
+        """Have the thread that computes raise `error` in all attempts up to `through`. Any thread."""
+        self._mailbox.interrupt(error, through)
+        if self._mailbox.is_interrupted():
+            self._stop.set()
+
+    def begin_step(self, step: int) -> None:
+        """The steps before it are over: what still comes of them is dropped."""
+        self._mailbox.begin_step(step)
+
+    def send_forward(self, step: int, microbatch: int, stage: int, tree: Batch) -> None:
+        """Queue the output of virtual stage `stage` for the next one; its tensors must not change any more.
+
+        Waits where more than `MAX_QUEUED_NBYTES` would be queued.
+
+        Raises:
+            PeerLost: that stage is lost. What was queued for it before may not have arrived.
+            SmolclusterError: what `interrupt` was given.
+        """
+        key = Key(self._route.attempt, step, "forward", stage + 1, microbatch)
+        self._send(key, self._route.ranks[stage + 1], tree, self._route.codec)
+
+    def recv_forward(self, step: int, microbatch: int, stage: int, timeout_s: float) -> Batch:
+        """Wait for the input of virtual stage `stage`, which is on the CPU.
+
+        Raises:
+            PeerLost: its sender is lost, or has sent nothing for `timeout_s` seconds.
+            SmolclusterError: what `interrupt` was given.
+        """
+        key = Key(self._route.attempt, step, "forward", stage, microbatch)
+        return self._receive(key, self._route.ranks[stage - 1], timeout_s)
+
+    def send_backward(self, step: int, microbatch: int, stage: int, tree: Batch) -> None:
+        """Queue the gradient of the input of virtual stage `stage` for the one before: as `send_forward`."""
+        key = Key(self._route.attempt, step, "backward", stage - 1, microbatch)
+        self._send(key, self._route.ranks[stage - 1], tree, self._route.codec)
+
+    def recv_backward(self, step: int, microbatch: int, stage: int, timeout_s: float) -> Batch:
+        """Wait for the gradient of the output of virtual stage `stage`: as `recv_forward`."""
+        key = Key(self._route.attempt, step, "backward", stage, microbatch)
+        return self._receive(key, self._route.ranks[stage + 1], timeout_s)
+
+    def exchange(self, step: int, rank: int, tree: Batch, timeout_s: float) -> Batch:
+        """Send a tree to the stage of that rank, without loss, and wait for its tree of the same step.
+
+        Raises:
+            PeerLost, SmolclusterError: as `recv_forward`.
+        """
+        attempt, own = self._route.attempt, self._route.rank
+        self._send(Key(attempt, step, "exchange", rank, own), rank, tree, "fp32")
+        return self._receive(Key(attempt, step, "exchange", own, rank), rank, timeout_s)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until what was sent has left. Returns whether it has, or its sessions have ended."""
+        deadline = Deadline(timeout_s)
+        outboxes = [self._outbox(each) for each in self._route.neighbours]
+        return all(each.session.flush(deadline.remaining()) for each in outboxes if each)
+
+    def place_for(self, message: Relayed) -> memoryview | None:
+        """Where the payload of what the server relays shall be written; its session's reader asks."""
+        if message.piece is None or message.tensor is None:
+            return None
+        return self._assembler(message.instance).place(message.piece, message.tensor)
+
+    def take(self, message: Relayed) -> None:
+        """Take what the server relays, in its session's reader."""
+        assembler = self._assembler(message.instance)
+        if message.piece is not None and message.tensor is not None:
+            assembler.take(message.piece, message.tensor)
+
+    def close(self) -> None:
+        """End all sessions and free the port; idempotent."""
+        self._stop.set()
+        with self._lock:
+            sessions = [each.session for each in self._outboxes.values()]
+        for session in sessions:
+            session.finish()
+        deadline = Deadline(CLOSING_TIMEOUT_S)
+        for session in sessions:
+            if not session.join(deadline.remaining()):
+                session.cut("it did not close in time")
+                session.join(None)
+        if self._acceptor is not None:
+            self._acceptor.close()
+
+    # the thread that computes
+
+    def _adopt(self, route: Route) -> None:
+        """Expect a route's neighbours, and cut the sessions with others."""
+        wanted = {each.instance for each in route.neighbours}
+        with self._lock:
+            self._route = route
+            self._relay_outboxes.clear()  # the session with the server may be another one
+            gone = [self._outboxes.pop(each) for each in set(self._outboxes) - wanted]
+            for instance in set(self._relayed) - wanted:
+                del self._relayed[instance]
+        for outbox in gone:
+            outbox.session.cut("it is no neighbour any more")
+
+    def _outbox(self, neighbour: Neighbour) -> "_Outbox | None":
+        """The way to a neighbour; None: there is none now."""
+        instance = neighbour.instance
+        with self._lock:
+            if instance in self._outboxes or instance not in self._relayed or not self._server:
+                return self._outboxes.get(instance)
+            if instance not in self._relay_outboxes:
+                self._relay_outboxes[instance] = _Outbox(self._server, self._mailbox, instance)
+            return self._relay_outboxes[instance]
+
+    def _await(self, neighbour: Neighbour, timeout_s: float) -> None:
+        self._mailbox.wait_for(
+            lambda: self._outbox(neighbour),
+            peer=neighbour,
+            timeout_s=timeout_s,
+            progress=lambda: 0,
+            what="it did not connect to this stage",
+        )
+
+    def _reach(self, neighbour: Neighbour, deadline: Deadline) -> None:
+        """Dial a neighbour at each of its addresses, or ask the server to relay."""
+        try:
+            self._dial(neighbour, deadline)
+        except ConnectTimeout as error:
+            if self._server is None:
+                raise
+            self._log.warning(
+                "%s cannot be reached from here (%s): the server relays what the two say to each other; open "
+                "its ports to this machine to take that load off the server",
+                *(neighbour, error),
+            )
+            self._assembler(neighbour.instance)
+            self._server.send(Relayed(instance=neighbour.instance))
+        except AuthError as error:
+            raise AuthError(f"link to {neighbour}: {error}") from None
+        except PeerLost:
+            if not self._mailbox.is_interrupted():
+                raise
+
+    def _dial(self, neighbour: Neighbour, deadline: Deadline) -> None:
+        """Begin a session at the first address at which the neighbour answers.
+
+        Raises:
+            ConnectTimeout: it answers at none; Rejected, AuthError: it does not let this process in.
+            PeerLost: nobody shall be dialled any more.
+        """
+        while True:
+            refusal: Rejected | None = None
+            for place in neighbour.places:
+                try:
+                    return self._dial_at(Address(place.host, place.port), neighbour, deadline)
+                except ConnectTimeout as error:
+                    last = error
+                    refusal = error.__cause__ if isinstance(error.__cause__, Rejected) else refusal
+            if refusal is None or deadline.expired:  # else it answers, and has no plan yet
+                raise last
+
+    def _dial_at(self, address: Address, neighbour: Neighbour, deadline: Deadline) -> None:
+        connection, answer = dial(
+            address,
+            self._hello,
+            self._door.secret,
+            Accepted,
+            timeout_s=min(DIAL_TIMEOUT_S, deadline.remaining()),
+            log=self._log,
+            encryption=self._door.encryption,
+            whom=str(neighbour),
+            stop=self._stop,
+        )
+        session = Session(
+            connection,
+            session_id=next(self._ids),
+            receiver=_Assembler(neighbour.instance, self._mailbox),
+            inbox=self._events,
+            heartbeat_timeout_s=answer.heartbeat_timeout_s,
+            max_queued=MAX_QUEUED,
+            kinds=from_listener((SESSION, LINKS)),
+        )
+        self._register(session, neighbour.instance)
+        session.start()
+
+    def _send(self, key: Key, rank: int, tree: Batch, codec: str) -> None:
+        if rank == self._route.rank:
+            self._mailbox.put(key, map_tensors(tree, Tensor.detach), 0)
+            return
+        neighbour, tree = self._route.neighbour(rank), on_cpu(tree)
+        outbox, nbytes = self._outbox(neighbour), nbytes_of(tree)
+        self._mailbox.wait_for(
+            lambda: outbox is not None and outbox.has_room(nbytes),
+            peer=neighbour,
+            timeout_s=self._answer.heartbeat_timeout_s,
+            progress=lambda: outbox.session.connection.bytes_sent if outbox else 0,
+            what=f"{key} did not leave",
+        )
+        assert outbox is not None  # noqa: S101 - it has been waited for
+        outbox.queue(key, tree, nbytes, codec)
+
+    def _receive(self, key: Key, rank: int, timeout_s: float) -> Batch:
+        own = Neighbour(rank, self._hello.node, self._hello.instance, ())
+        source = own if rank == self._route.rank else self._route.neighbour(rank)
+        return self._mailbox.take(key, source, timeout_s)
+
+    # any thread
+
+    def _assembler(self, instance: str) -> "_Assembler":
+        """What puts together what the server relays of a neighbour."""
+        with self._lock:
+            assembler = self._relayed.setdefault(instance, _Assembler(instance, self._mailbox))
+        self._mailbox.notify()
+        return assembler
+
+    def _admit(self, session_id: int, hello: Hello) -> Accepted | Refused:
+        with self._lock:
+            if all(hello.instance != each.instance for each in self._route.neighbours):
+                sentence = (
+                    f"{self._hello.node} has no plan yet in which {hello.node} is its neighbour"
+                )
+                return Refused("neighbour", sentence, PLAN_RETRY_S)
+            self._instances[session_id] = hello.instance
+        return self._answer
+
+    def _register(self, session: Session, instance: str) -> None:
+        with self._lock:
+            old = self._outboxes.get(instance)
+            self._outboxes[instance] = _Outbox(session, self._mailbox)
+        self._mailbox.found(instance)
+        if old is not None:
+            old.session.cut("the same process has connected again")
+
+    def _on_event(self, event: Event) -> None:
+        """What an acceptor and the readers of sessions tell, in their threads."""
+        match event:
+            case SessionOpened(session=session, client=client):
+                self._register(session, client.hello.instance)
+            case SessionClosed(session_id=session_id, reason=reason):
+                if self._acceptor is not None:
+                    self._acceptor.forget(session_id)
+                with self._lock:
+                    lost = [
+                        instance
+                        for instance, outbox in self._outboxes.items()
+                        if outbox.session.session_id == session_id
+                    ]
+                    for instance in lost:
+                        del self._outboxes[instance]
+                for instance in lost:
+                    self._mailbox.lose(instance, reason)
+
+
+class _Handled(Inbox):
+    """Hands events to a function in the thread that tells them."""
+
+    def __init__(self, handle: Callable[[Event], None]) -> None:
+        super().__init__()
+        self._handle = handle
+
+    def put(self, event: Event) -> None:
+        self._handle(event)
+
+
+class _Outbox:
+    """What waits to be sent to one neighbour: directly, or through the server."""
+
+    def __init__(self, session: Session, mailbox: Mailbox, relayed: str | None = None) -> None:
+        """`relayed`: the neighbour's instance, where the session is the one with the server."""
+        self.session = session
+        self._mailbox = mailbox
+        self._relayed = relayed
+        self._queued_nbytes = 0
+        self._lock = threading.Lock()
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes may be queued now; anything may be where nothing else is."""
+        with self._lock:
+            queued = self._queued_nbytes
+        return queued == 0 or queued + nbytes <= MAX_QUEUED_NBYTES
+
+    def queue(self, key: Key, tree: Batch, nbytes: int, codec: str) -> None:
+        """Have the session's writer encode a tree on the CPU, of so many bytes, and send it."""
+        with self._lock:
+            self._queued_nbytes += nbytes
+        self.session.send_frames(_Outgoing(lambda: self._frames(key, tree, nbytes, codec)))
+
+    def _frames(self, key: Key, tree: Batch, nbytes: int, codec: str) -> list[Frame]:
+        """The frames of a tree, none larger than the session allows; in the writer's thread."""
+        try:
+            encoded = _encoded(tree, codec)
+        except DataError as error:
+            what = DataError(f"{key} cannot be sent to another stage: {error}")
+            self._mailbox.interrupt(what, through=key.attempt)
+            return []
+        finally:
+            with self._lock:
+                self._queued_nbytes -= nbytes
+            self._mailbox.notify()
+        frames, offset = [], 0
+        for part in encoded.cut(self.session.connection.max_payload):
+            piece = TransferPiece(**key._asdict(), offset=offset, nbytes=encoded.nbytes)
+            frames.append(frame_of(self._message(piece, _spec(part.nbytes)), part))
+            offset += part.nbytes
+        return frames
+
+    def _message(self, piece: TransferPiece, spec: TensorSpec) -> Message:
+        if self._relayed is None:
+            return Transfer(piece=piece, tensor=spec)
+        return Relayed(instance=self._relayed, piece=piece, tensor=spec)
+
+
+def _encoded(tree: Batch, codec: str) -> Encoded:
+    encoded = encode(tree, codec)
+    if encoded.nbytes > MAX_BATCH_NBYTES:
+        raise DataError(
+            f"it takes {encoded.nbytes:,} bytes, at most {MAX_BATCH_NBYTES:,} can be sent; raise "
+            "microbatches"
+        )
+    return encoded
+
+
+def _spec(nbytes: int) -> TensorSpec:
+    return TensorSpec(codec="raw", dtype="uint8", shape=(nbytes,), nbytes=nbytes)
+
+
+class _Outgoing(Sequence[Frame]):
+    """Frames that are made when the writer asks for the first one."""
+
+    def __init__(self, make: Callable[[], list[Frame]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _frames(self) -> list[Frame]:
+        return self._make()
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    @overload
+    def __getitem__(self, index: int) -> Frame: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Frame]: ...
+    def __getitem__(self, index: int | slice) -> Frame | list[Frame]:
+        return self._frames[index]
+
+
+class _Assembler(Receiver):
+    """Puts the pieces that one neighbour sends into the memory of what they are pieces of."""
+
+    def __init__(self, instance: str, mailbox: Mailbox) -> None:
+        self._instance, self._mailbox = instance, mailbox
+        self._memory: Tensor | None = None
+        """Of what is arriving."""
+        self._next: TransferPiece | None = None
+        """The piece that must come next, if the last one was not the end."""
+
+    @property
+    def in_progress(self) -> bool:
+        return self._next is not None
+
+    def place_for(self, message: Message) -> memoryview | None:
+        return self.place(message.piece, message.tensor) if isinstance(message, Transfer) else None
+
+    def __call__(self, message: Message, _payload: memoryview) -> None:
+        if isinstance(message, Transfer):
+            self.take(message.piece, message.tensor)
+
+    def place(self, piece: TransferPiece, spec: TensorSpec) -> memoryview | None:
+        """Where a piece belongs; None: it is too late to be of use.
+
+        Raises:
+            ProtocolError: it is not the piece that must come, or there is no memory for the whole.
+        """
+        end = piece.offset + spec.nbytes
+        if spec != _spec(spec.nbytes) or not 0 < spec.nbytes <= piece.nbytes - piece.offset:
+            raise ProtocolError("it sent a piece that is none of what it belongs to")
+        if piece != (self._next or piece.model_copy(update={"offset": 0})):
+            raise ProtocolError(f"it sent a piece of {key_of(piece)} out of its order")
+        if piece.offset == 0:
+            self._begin(piece)
+        self._next = None if end == piece.nbytes else piece.model_copy(update={"offset": end})
+        return None if self._memory is None else bytes_of(self._memory[piece.offset : end])
+
+    def _begin(self, piece: TransferPiece) -> None:
+        self._memory = None
+        if self._mailbox.is_wanted(piece):
+            self._mailbox.reserve(piece.nbytes)
+            self._memory = torch.empty(piece.nbytes, dtype=torch.uint8)
+
+    def take(self, piece: TransferPiece, spec: TensorSpec) -> None:
+        """A piece lies in its place; what it completes is decoded and left for the thread that computes."""
+        self._mailbox.count_piece(self._instance)
+        if self._memory is None or piece.offset + spec.nbytes < piece.nbytes:
+            return
+        tree = decode(bytes_of(self._memory))
+        self._memory = None
+        self._mailbox.put(key_of(piece), tree, piece.nbytes)
+
+    def close(self) -> None:
+        """Give back what was taken for something that did not come whole."""
+        if self._memory is not None:
+            self._mailbox.release(self._memory.numel())
+            self._memory = None

@@ -1,0 +1,319 @@
+"""Stages that are neighbours, over loopback: what arrives, what is dropped, who is lost, who is let in."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness import SECRET
+from peers import DEADLINE_S, logger
+from proxy import Proxy
+from smolcluster.algorithms.PipelineParallel import links as links_module
+from smolcluster.algorithms.PipelineParallel.links import Links, Route
+from smolcluster.algorithms.PipelineParallel.mailbox import Neighbour
+from smolcluster.errors import AuthError, ConnectTimeout, DataError, PeerLost, RunFailed
+from smolcluster.transport.handshake import introduce
+from smolcluster.transport.messages import HostPort
+from smolcluster.transport.security import Secret
+from waiting import eventually
+
+HOST = "127.0.0.1"
+BUCKET_BYTES = 4096
+
+
+class Stage:
+    """A stage's links, and what others are told of it."""
+
+    def __init__(self, rank: int, secret: Secret = SECRET, heartbeat_timeout_s: float = 60) -> None:
+        self.log: list[str] = []
+        self.rank, hello = rank, introduce(f"node{rank}")
+        self.links = Links(
+            hello,
+            secret,
+            logger(self.log),
+            encryption="auto",
+            bucket_bytes=BUCKET_BYTES,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+        )
+        places = self.links.listen([HOST])
+        self.known = Neighbour(rank, hello.node, hello.instance, places)
+
+    def route(self, neighbours: Sequence[Neighbour], ranks: Sequence[int], **changes: Any) -> Route:
+        given: dict[str, Any] = {"attempt": 1, "step": 0, "codec": "fp32"} | changes
+        return Route(rank=self.rank, ranks=tuple(ranks), neighbours=tuple(neighbours), **given)
+
+
+MakeStages = Callable[..., list[Stage]]
+
+
+@pytest.fixture
+def stages() -> Iterator[MakeStages]:
+    """Makes stages that are closed with the test."""
+    with ExitStack() as stack:
+
+        def make(num_stages: int, **options: Any) -> list[Stage]:
+            made = [Stage(rank, **options) for rank in range(num_stages)]
+            for each in made:
+                stack.callback(each.links.close)
+            return made
+
+        yield make
+
+
+def connect(stages: Sequence[Stage], ranks: Sequence[int] = (), **changes: Any) -> None:
+    """Let each reach those with which it exchanges anything, at the same time."""
+    ranks = ranks or range(len(stages))
+
+    def reach(stage: Stage) -> None:
+        others = [each.known for each in stages if each is not stage]
+        stage.links.connect(stage.route(others, ranks, **changes), None, DEADLINE_S)
+
+    with ThreadPoolExecutor(len(stages)) as pool:
+        list(pool.map(reach, stages))
+
+
+def values(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_activations_go_up_and_gradients_down_in_pieces(stages: MakeStages) -> None:
+    low, middle, high = made = stages(3)
+    connect(made)
+    sent = {"hidden": values(4, 33, 32), "mask": torch.ones(4, 33, dtype=torch.bool)}
+    assert sent["hidden"].nbytes > 3 * BUCKET_BYTES
+    low.links.send_forward(0, 0, 0, sent)
+    got = middle.links.recv_forward(0, 0, 1, DEADLINE_S)
+    assert torch.equal(got["hidden"], sent["hidden"])
+    assert torch.equal(got["mask"], sent["mask"])
+    middle.links.send_forward(0, 0, 1, values(2, 2))
+    high.links.send_backward(0, 0, 2, values(2, 2, seed=1))
+    assert torch.equal(high.links.recv_forward(0, 0, 2, DEADLINE_S), values(2, 2))
+    assert torch.equal(middle.links.recv_backward(0, 0, 1, DEADLINE_S), values(2, 2, seed=1))
+
+
+def test_what_is_waited_for_is_found_whatever_came_first(stages: MakeStages) -> None:
+    low, high = made = stages(2)
+    connect(made, ranks=(0, 1, 0, 1))
+    for stage, microbatch in ((0, 0), (0, 1), (2, 0)):
+        low.links.send_forward(0, microbatch, stage, torch.tensor([stage, microbatch]))
+    for stage, microbatch in ((2, 0), (0, 1), (0, 0)):
+        got = high.links.recv_forward(0, microbatch, stage + 1, DEADLINE_S)
+        assert got.tolist() == [stage, microbatch]
+
+
+def test_virtual_stages_of_one_rank_hand_over_without_a_session(stages: MakeStages) -> None:
+    [only] = stages(1)
+    only.links.connect(only.route((), (0, 0)), None, DEADLINE_S)
+    only.links.send_forward(0, 0, 0, values(2).requires_grad_())
+    got = only.links.recv_forward(0, 0, 1, DEADLINE_S)
+    assert torch.equal(got, values(2))
+    assert not got.requires_grad
+
+
+def test_int8_is_used_for_activations_and_not_for_what_is_exchanged(stages: MakeStages) -> None:
+    low, high = made = stages(2)
+    connect(made, codec="int8")
+    low.links.send_forward(0, 0, 0, values(8, 32))
+    got = high.links.recv_forward(0, 0, 1, DEADLINE_S)
+    assert not torch.equal(got, values(8, 32))
+    torch.testing.assert_close(got, values(8, 32), rtol=0, atol=0.02)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(low.links.exchange, 0, 1, {"wte": values(8, 32)}, DEADLINE_S)
+        got = high.links.exchange(0, 0, {"wte": values(8, 32, seed=1)}, DEADLINE_S)
+        assert torch.equal(other.result()["wte"], values(8, 32, seed=1))
+    assert torch.equal(got["wte"], values(8, 32))
+
+
+def test_what_is_of_an_older_step_or_attempt_is_dropped(stages: MakeStages) -> None:
+    low, high = made = stages(2)
+    connect(made)
+    low.links.send_forward(0, 0, 0, torch.tensor(0))
+    low.links.send_forward(1, 0, 0, torch.tensor(1))
+    high.links.begin_step(1)
+    assert high.links.recv_forward(1, 0, 1, DEADLINE_S) == 1
+    low.links.send_forward(1, 1, 0, torch.tensor(2))
+    connect(made, attempt=2, step=1)
+    low.links.send_forward(1, 1, 0, torch.tensor(3))
+    assert high.links.recv_forward(1, 1, 1, DEADLINE_S) == 3
+    assert high.links._mailbox._held_nbytes == 0
+
+
+def test_what_comes_early_of_the_next_attempt_is_kept(stages: MakeStages) -> None:
+    low, high = made = stages(2)
+    connect(made)
+    low.links.connect(low.route([high.known], (0, 1), attempt=2), None, DEADLINE_S)
+    low.links.send_forward(0, 0, 0, torch.tensor(7))
+    assert low.links.flush(DEADLINE_S)
+    high.links.connect(high.route([low.known], (0, 1), attempt=2), None, DEADLINE_S)
+    assert high.links.recv_forward(0, 0, 1, DEADLINE_S) == 7
+
+
+def test_a_neighbour_that_is_lost_is_named_and_can_come_back(stages: MakeStages) -> None:
+    low, high = made = stages(2)
+    connect(made)
+    low.links.send_forward(0, 0, 0, torch.tensor(1))
+    assert low.links.flush(DEADLINE_S)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(high.links.recv_forward, 0, 1, 1, DEADLINE_S)
+        low.links.close()
+        with pytest.raises(PeerLost, match=r"stage 0 \(node0\) is lost"):
+            waiting.result(DEADLINE_S)
+    assert high.links.recv_forward(0, 0, 1, DEADLINE_S) == 1, "it had come before"
+    with pytest.raises(PeerLost, match="stage 0"):
+        high.links.send_backward(0, 0, 1, torch.tensor(1))
+    [returned] = stages(1)
+    connect([returned, high], attempt=2)
+    returned.links.send_forward(0, 0, 0, torch.tensor(5))
+    assert high.links.recv_forward(0, 0, 1, DEADLINE_S) == 5
+
+
+def test_nothing_for_too_long_is_an_error_that_says_what_did_not_come(stages: MakeStages) -> None:
+    made = stages(2)
+    connect(made)
+    with pytest.raises(PeerLost, match="the input of microbatch 3, step 0 did not come within"):
+        made[1].links.recv_forward(0, 3, 1, 0.1)
+
+
+def test_the_coordinator_interrupts_whoever_waits_until_the_next_attempt(
+    stages: MakeStages,
+) -> None:
+    made = stages(2)
+    connect(made)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(made[1].links.recv_forward, 0, 0, 1, DEADLINE_S)
+        made[1].links.interrupt(RunFailed("stage 3 is lost"), through=1)
+        with pytest.raises(RunFailed, match="stage 3"):
+            waiting.result(DEADLINE_S)
+    with pytest.raises(RunFailed):
+        made[1].links.send_backward(0, 0, 1, torch.tensor(1))
+    connect(made, attempt=2)
+    made[0].links.send_forward(0, 0, 0, torch.tensor(2))
+    assert made[1].links.recv_forward(0, 0, 1, DEADLINE_S) == 2
+
+
+def test_a_wrong_secret_is_said_on_both_sides(
+    stages: MakeStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("smolcluster.net.dialling.UNPROVED_PATIENCE_S", 0.1)
+    [low] = stages(1)
+    stranger = Stage(1, secret=Secret(Path("theirs"), b"x" * 64))
+    try:
+        low.links._route = low.route([stranger.known], (0, 1))
+        with pytest.raises(AuthError, match=r"link to stage 0 \(node0\).*theirs"):
+            stranger.links.connect(stranger.route([low.known], (0, 1)), None, DEADLINE_S)
+        eventually(lambda: any("does not know the secret" in line for line in low.log))
+    finally:
+        stranger.links.close()
+
+
+def test_who_comes_before_the_plan_is_let_in_with_it(stages: MakeStages) -> None:
+    low, high = stages(2)
+    with ThreadPoolExecutor(1) as pool:
+        route = high.route([low.known], (0, 1))
+        reaching = pool.submit(high.links.connect, route, None, DEADLINE_S)
+        assert not reaching.done()
+        low.links.connect(low.route([high.known], (0, 1)), None, DEADLINE_S)
+        reaching.result(DEADLINE_S)
+
+
+def test_a_neighbour_that_cannot_be_reached_is_an_error_where_nobody_relays(
+    stages: MakeStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links_module, "DIAL_TIMEOUT_S", 0.1)
+    low, high = stages(2)
+    low.links.close()
+    with pytest.raises(ConnectTimeout, match=r"stage 0 \(node0\)"):
+        high.links.connect(high.route([low.known], (0, 1)), None, DEADLINE_S)
+
+
+def test_a_thing_that_cannot_travel_ends_the_attempt(stages: MakeStages) -> None:
+    made = stages(2)
+    connect(made)
+    made[0].links.send_forward(0, 0, 0, {"cache": object()})
+    with pytest.raises(DataError, match="the input of microbatch 0, step 0 cannot be sent"):
+        made[0].links.recv_backward(0, 0, 0, DEADLINE_S)
+
+
+def test_more_than_there_is_memory_for_is_refused_before_it_is_taken(stages: MakeStages) -> None:
+    low, high = made = stages(2)
+    connect(made)
+    high.links._mailbox._max_held_nbytes = 10_000
+    low.links.send_forward(0, 0, 0, values(1000))
+    low.links.send_forward(0, 1, 0, values(2000))
+    with pytest.raises(PeerLost, match="lower batch_size"):
+        high.links.recv_forward(0, 1, 1, DEADLINE_S)
+    assert torch.equal(high.links.recv_forward(0, 0, 1, DEADLINE_S), values(1000))
+
+
+def test_who_computes_waits_when_the_link_does_not_keep_up(
+    stages: MakeStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links_module, "MAX_QUEUED_NBYTES", 1000)
+    low, high = made = stages(2)
+    connect(made)
+    outbox = low.links._outbox(high.known)
+    assert outbox is not None
+    entered, may_go = threading.Event(), threading.Event()
+
+    def hold(_timeout_s: float) -> None:
+        entered.set()
+        may_go.wait(DEADLINE_S)
+
+    outbox.session.send_later(hold)
+    assert entered.wait(DEADLINE_S)
+    low.links.send_forward(0, 0, 0, values(200))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(low.links.send_forward, 0, 1, 0, values(200, seed=1))
+        assert not outbox.has_room(800)
+        assert not waiting.done()
+        may_go.set()
+        waiting.result(DEADLINE_S)
+    assert torch.equal(high.links.recv_forward(0, 1, 1, DEADLINE_S), values(200, seed=1))
+
+
+@pytest.fixture
+def proxied(stages: MakeStages) -> Iterator[tuple[Stage, Stage, Proxy]]:
+    """Two stages, of which the higher one reaches the lower one through a proxy."""
+    low, high = stages(2)
+    proxy = Proxy(low.known.places[0].port)
+    there = Neighbour(0, "node0", low.known.instance, (HostPort(host=HOST, port=proxy.port),))
+    with ThreadPoolExecutor(1) as pool:
+        route = low.route([high.known], (0, 1))
+        waiting = pool.submit(low.links.connect, route, None, DEADLINE_S)
+        high.links.connect(high.route([there], (0, 1)), None, DEADLINE_S)
+        waiting.result()
+    yield low, high, proxy
+    proxy.close()
+
+
+@pytest.mark.parametrize("fault", ["corrupt", "truncate", "reset"])
+def test_a_message_that_is_not_whole_is_never_computed_with(
+    proxied: tuple[Stage, Stage, Proxy], fault: str
+) -> None:
+    low, high, proxy = proxied
+    sent = values(64, 1024)
+    if fault == "corrupt":
+        proxy.corrupt(sent.nbytes, upward=False)  # in the last piece
+    else:
+        proxy.throttle(200_000)
+    low.links.send_forward(0, 0, 0, sent)
+    if fault != "corrupt":
+        eventually(lambda: high.links._mailbox._num_pieces[low.known.instance] > 2)
+        proxy.cut("close" if fault == "truncate" else "reset")
+    with pytest.raises(PeerLost, match="damaged" if fault == "corrupt" else "lost"):
+        high.links.recv_forward(0, 0, 1, DEADLINE_S)
+    eventually(lambda: high.links._mailbox._held_nbytes == 0)
+
+
+def test_a_slow_link_is_no_error_while_bytes_come(proxied: tuple[Stage, Stage, Proxy]) -> None:
+    low, high, proxy = proxied
+    sent = values(64, 256)
+    proxy.throttle(sent.nbytes)
+    low.links.send_forward(0, 0, 0, sent)
+    assert torch.equal(high.links.recv_forward(0, 0, 1, DEADLINE_S), sent)
