@@ -1,6 +1,6 @@
 """The same model in a loop of one's own, which `attach` makes one of a cluster's workers.
 
-smolcluster launch edp --local --script loop.py
+smolcluster launch edp --local --script loop.py       # or syncps, or diloco: the same loop
 """
 
 import sys

@@ -31,7 +31,13 @@ DATA = TensorDataset(
     torch.randn(NUM_SAMPLES, 2, generator=torch.Generator().manual_seed(2)),
 )
 LOG = logging.Logger("test")
-ALGORITHMS = ("edp", "syncps")
+ALGORITHMS = ("edp", "syncps", "diloco")
+EXACT = {
+    "edp": ("worker_update_interval=1",),
+    "syncps": (),
+    "diloco": ("outer_lr=1", "outer_momentum=0", "local_steps=3"),
+}
+"""With these one attached loop is the plain one."""
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
@@ -164,7 +170,7 @@ def assert_close(weights: dict[str, Tensor], model: nn.Module, atol: float = 1e-
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_one_attached_loop_equals_the_plain_one(tmp_path: Path, algorithm: str) -> None:
-    served = Served(tmp_path, algorithm, "worker_update_interval=1")
+    served = Served(tmp_path, algorithm, *EXACT[algorithm])
     _, batches = train(served, "ann")
     summary = served.finish()
     assert sorted(index for batch in batches for index in batch) == sorted(
@@ -202,9 +208,9 @@ def test_two_loops_share_the_samples_and_each_counts_once(tmp_path: Path, algori
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_loop_with_its_own_sampler_and_schedule_is_counted(
-    tmp_path: Path, algorithm: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, algorithm: str
 ) -> None:
-    served = Served(tmp_path, algorithm, "worker_update_interval=1")
+    served = Served(tmp_path, algorithm, *EXACT[algorithm])
     model = net()
     optimizer = adam(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
@@ -242,7 +248,7 @@ def test_a_gradient_scaler_s_overflows_are_skipped_and_counted(
     tmp_path: Path, algorithm: str, unscales: bool
 ) -> None:
     """As it does alone, but for the samples: those of a step that is skipped count as seen."""
-    served = Served(tmp_path, algorithm, "worker_update_interval=1")
+    served = Served(tmp_path, algorithm, *EXACT[algorithm])
     batches: list[list[int]] = []
 
     def loop(
@@ -502,7 +508,7 @@ def test_sparse_gradients_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_what_batch_norm_has_seen_reaches_the_server(tmp_path: Path, algorithm: str) -> None:
-    served = Served(tmp_path, algorithm, "worker_update_interval=1")
+    served = Served(tmp_path, algorithm, *EXACT[algorithm])
     model = nn.Sequential(
         nn.BatchNorm1d(6, affine=False), nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
     )

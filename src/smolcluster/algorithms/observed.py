@@ -17,9 +17,10 @@ from smolcluster.observability.exporter import (
     metrics_address,
     serve_metrics,
 )
+from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.wandb import WandbSink, wandb_for
-from smolcluster.runs.paths import RunPaths, runs_root
+from smolcluster.runs.paths import RunPaths, create_run, runs_root
 from smolcluster.runs.status import RunStatus
 from smolcluster.transport.messages import Telemetry
 from smolcluster.utils.meter import Meter
@@ -68,13 +69,15 @@ def existing(folder: Path) -> Path:
 
 
 class WorkerRun:
-    """A worker's own run in Weights & Biases, for each run of a cluster that it takes part in.
+    """What a worker writes of each run of a cluster that it takes part in, on its own machine.
 
-    It begins with the worker's first step, so that it does not slow down what comes before.
+    Its log, what it keeps for a resumed run, and its own run in Weights & Biases. That begins with the worker's
+    first step, so that it does not slow down what comes before.
     """
 
-    def __init__(self, node: str, rank: int, log: logging.Logger) -> None:
-        self._node, self._rank, self._log = node, rank, log
+    def __init__(self, node: str, rank: int, log: NodeLog, root: Path) -> None:
+        """`root`: the folder of all runs."""
+        self._node, self._rank, self._log, self._root = node, rank, log, root
         self._lock = threading.Lock()
         self._run: tuple[RunConfig, RunPaths] | None = None
         self._sink: WandbSink | None = None
@@ -85,10 +88,31 @@ class WorkerRun:
         run = self._run
         return "" if run is None else run[0].run_id
 
-    def begin(self, run: RunConfig, paths: RunPaths) -> None:
+    def file_logs(self, run_id: str) -> RunPaths:
+        """Make the run's folder, and write the log there from now on.
+
+        Raises:
+            ConfigError: the folder cannot be made.
+        """
+        paths = create_run(self._root, run_id, newest=False)
+        self._log.file_logs_to(paths.log_file("worker", self._node, self._rank), run_id)
+        return paths
+
+    def begin(self, run: RunConfig) -> RunPaths:
+        """Write of this run from now on.
+
+        Raises:
+            ConfigError: its folder cannot be made.
+        """
+        paths = self.file_logs(run.run_id)
         if self._run is None or self._run[0].run_id != run.run_id:
             self.close()
             self._run = run, paths
+        return paths
+
+    def own_folder(self, run_id: str) -> Path:
+        """Where the worker keeps what is its own of that run."""
+        return RunPaths(self._root / run_id).own_folder("worker", self._node, self._rank)
 
     def take(self, report: Telemetry) -> None:
         """Take what the worker tells the server of itself. Any thread; never blocks for long."""
@@ -113,7 +137,7 @@ class WorkerRun:
             node=self._node,
             rank=self._rank,
             paths=paths,
-            warn=self._log.warning,
+            warn=self._log.logger.warning,
         )
 
     def close(self) -> None:

@@ -150,22 +150,15 @@ def work(
         process_log(
             "worker", args.node, rank, named=not args.stop_on_stdin_eof, otherwise=otherwise
         ) as log,
-        closing(WorkerRun(args.node, rank, log.logger)) as own,
+        closing(WorkerRun(args.node, rank, log, root)) as own,
         metrics_served(settings, who, meter, log.logger, run_id=lambda: own.run_id),
     ):
 
-        def file_logs(run_id: str) -> RunPaths:
-            paths = create_run(root, run_id, newest=False)
-            log.file_logs_to(paths.log_file("worker", args.node, rank), run_id)
-            return paths
-
         def begin(run: RunConfig) -> None:
-            paths = file_logs(run.run_id)
-            own.begin(run, paths)
-            _tell_supervisor(args, paths)
+            _tell_supervisor(args, own.begin(run))
 
         if args.run_id is not None:
-            file_logs(args.run_id)
+            own.file_logs(args.run_id)
         place = WorkerSetup(
             node=node,
             hello=introduce(args.node, args.worker_id, sets_of(algorithm)),
@@ -176,7 +169,7 @@ def work(
             log=log.logger,
             workload=args.workload and known_here(args.workload).text,
             meter=meter,
-            own_folder=lambda run_id: RunPaths(root / run_id).own_folder("worker", args.node, rank),
+            own_folder=own.own_folder,
             on_run_known=begin,
             on_stats=own.take,
         )

@@ -12,6 +12,8 @@ weights in; so any optimizer and schedule will do.
 SyncPS: the gradients are pushed, and server and workers alike take the optimizer's step with their mean. The
 server has an optimizer of the same kind, so it takes adam, adamw and sgd, without amsgrad; the
 learning rate is the one that the loop's schedule has come to.
+DiLoCo: the optimizer steps this process's own copy of the weights, and the worker sends what that has changed
+by when the server asks for it, which is between two steps.
 """
 
 import logging
@@ -33,7 +35,13 @@ from torch.utils.data import Sampler
 from smolcluster.algorithms.entry import module_of
 from smolcluster.algorithms.observed import WorkerRun, metrics_served
 from smolcluster.algorithms.serving import ATTACHED
-from smolcluster.api.attached_optimizer import check_optimizer, innermost, stepping, unscale
+from smolcluster.api.attached_optimizer import (
+    LoopOptimizer,
+    check_optimizer,
+    innermost,
+    stepping,
+    unscale,
+)
 from smolcluster.api.attached_process import Told, own_name, told_by_launcher
 from smolcluster.api.settings import secret_of
 from smolcluster.api.synchronous_optimizer import check_rule, describe_optimizer
@@ -41,7 +49,7 @@ from smolcluster.cluster.joining import ask
 from smolcluster.cluster.link import Participant, WorkerSetup, follow
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.configs.schema import RunConfig
-from smolcluster.configs.spec import default_algorithm, get_algorithm
+from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, NonFiniteLoss, Rejected
 from smolcluster.net.dialling import Address
 from smolcluster.observability.exporter import ProcessLabels
@@ -54,16 +62,16 @@ from smolcluster.ps.offering import (
     make_offer,
     values_of,
 )
-from smolcluster.runs.paths import create_run, runs_root
+from smolcluster.runs.paths import runs_root
 from smolcluster.training.buffers import plain_name
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss, lone_sample
-from smolcluster.training.optimizer import STEP_COUNT
+from smolcluster.training.optimizer import STEP_COUNT, LocalOptimizer
 from smolcluster.training.recipe import Training
 from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica
 from smolcluster.training.scaler import LEAST_SCALE
 from smolcluster.transport.handshake import introduce
-from smolcluster.transport.messages import Logged, Welcome, sets_of
+from smolcluster.transport.messages import Logged, Welcome
 from smolcluster.transport.security import Secret
 from smolcluster.utils.device import use_threads
 from smolcluster.utils.meter import Meter
@@ -197,7 +205,6 @@ class Cluster:
             )
             exits.callback(self._node_log.close)
             self._log = self._node_log.logger
-            self._own = exits.enter_context(closing(WorkerRun(self._name, self.rank, self._log)))
             labels = ProcessLabels("worker", self._name, self.rank)
             exits.enter_context(
                 metrics_served(
@@ -362,28 +369,29 @@ class Cluster:
                 return
 
     def _follow(self, worker_id: int, address: Address, secret: Secret) -> None:
-        cluster = self._settings.cluster
-        algorithm = cluster.algorithm or default_algorithm().name  # both speak the same
-        place = WorkerSetup(
-            node=self._settings.node,
-            hello=introduce(self._name, worker_id, sets_of(algorithm)),
-            address=address,
-            secret=secret,
-            start_timeout_s=cluster.start_timeout_s,
-            encryption=cluster.encryption,
-            log=self._log,
-            meter=self._meter,
-            build=self._build,
-            on_run_known=partial(self._begin, worker_id - 1),
-            on_stats=self._own.take,
-        )
-        follow(place, self._make_participant)
+        cluster, rank = self._settings.cluster, worker_id - 1
+        root = runs_root(self._settings.node.runs_dir)
 
-    def _begin(self, rank: int, run: RunConfig) -> None:
-        self.run_id, self.rank = run.run_id, rank
-        paths = create_run(runs_root(self._settings.node.runs_dir), run.run_id, newest=False)
-        self._node_log.file_logs_to(paths.log_file("worker", self._name, rank), run.run_id)
-        self._own.begin(run, paths)
+        def begin(run: RunConfig) -> None:
+            self.run_id, self.rank = run.run_id, rank
+            own.begin(run)
+
+        with closing(WorkerRun(self._name, rank, self._node_log, root)) as own:
+            place = WorkerSetup(
+                node=self._settings.node,
+                hello=introduce(self._name, worker_id),
+                address=address,
+                secret=secret,
+                start_timeout_s=cluster.start_timeout_s,
+                encryption=cluster.encryption,
+                log=self._log,
+                meter=self._meter,
+                build=self._build,
+                own_folder=own.own_folder,
+                on_run_known=begin,
+                on_stats=own.take,
+            )
+            follow(place, self._make_participant)
 
     def _make_participant(self, welcome: Welcome, training: TrainingContext) -> Participant:
         make = module_of(get_algorithm(welcome.run.algorithm), "worker").Worker
@@ -442,8 +450,8 @@ class Cluster:
         if difference := plan.difference(theirs):
             raise ConfigError(f"{difference}; give all processes of a run the same model and data")
         run = welcome.run
-        is_synchronous = get_algorithm(run.algorithm).is_synchronous
-        if is_synchronous:
+        spec = get_algorithm(run.algorithm)
+        if spec.is_synchronous:
             check_rule(describe_optimizer(self._model, self._optimizer), run)
         self._detach()
         modes = {module: module.training for module in self._model.modules()}
@@ -463,13 +471,18 @@ class Cluster:
             parameter.grad = None  # `grads` is what is pushed
         replica.fingerprint = welcome.model_fingerprint  # the plans have been compared
         workload = PlannedWorkload(plan, lambda: self._model)
-        take = self._gradient if is_synchronous else self._difference
+        take: Callable[[Replica], float | None] = self._difference
+        if spec.is_synchronous:
+            take = self._gradient
+        elif spec.has_local_steps:
+            take = self._share_gradient
         self._training = AttachedContext(
             workload,
             replica,
             run.seed,
             lend=partial(self._lend, replica, take, run.train.batch_size),
-            is_synchronous=is_synchronous,
+            is_synchronous=spec.is_synchronous,
+            own_optimizer=self._own_optimizer(replica) if spec.has_local_steps else None,
         )
         if self._wanted.is_counted:
             self._log.info(
@@ -559,6 +572,22 @@ class Cluster:
                 replica.grads[place].copy_(parameter.grad.reshape(-1))
         return float(self._optimizer.param_groups[0]["lr"])
 
+    @torch.no_grad()
+    def _share_gradient(self, replica: Replica) -> float:
+        """DiLoCo: let the gradients lie in `grads`, where the worker clips them, if it is to."""
+        rate = self._gradient(replica)
+        for parameter, place in self._places:
+            if parameter.grad is not None:
+                parameter.grad = replica.grads[place].view(parameter.shape)
+        return rate
+
+    def _own_optimizer(self, replica: Replica) -> LoopOptimizer:
+        named = [
+            (name, parameter)
+            for (name, _), (parameter, _) in zip(replica.layers, self._places, strict=True)
+        ]
+        return LoopOptimizer(self._optimizer, self._original_step, named)
+
     # The end.
 
     def _leave(self) -> None:
@@ -609,6 +638,12 @@ class AttachedContext(TrainingContext):
 
     lend: Callable[[Tensor, int], BatchLoss]
     is_synchronous: bool
+    own_optimizer: LoopOptimizer | None
+    """The loop's, where it steps this process's copy of the weights."""
+
+    @property
+    def optimizer(self) -> LocalOptimizer:
+        return self.own_optimizer or self.replica.optimizer
 
     def compute(self, indices: Tensor, epoch: int = 0, start: int = 0) -> BatchLoss:  # noqa: ARG002
         return self.lend(indices, epoch)

@@ -1,18 +1,20 @@
 """The optimizer of an attached loop: what it may be, and how its `step` becomes the cluster's."""
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from smolcluster.errors import ConfigError
 
 MARK = "_smolcluster_step"
 KNOWS_SCALES = "_step_supports_amp_scaling"
 """What an optimizer has for which `torch.amp.GradScaler` skips no step, but tells it of the scale."""
+_NUMBERS: Mapping[str, Callable[[float], float]] = {"bool": bool, "int": int, "float": float}
 Step = Callable[[Callable[[], Any] | None], Any]
 """Takes a step with the gradients of now, after the closure if there is one; returns what that does."""
 
@@ -61,6 +63,62 @@ def unscale(optimizer: torch.optim.Optimizer) -> float | None:
             if parameter.grad is not None:
                 parameter.grad.div_(factor)
     return None
+
+
+class LoopOptimizer:
+    """A loop's optimizer, with which a worker steps its copy of the weights: at the loop's learning rate."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        step: Callable[[], Any],
+        named: Sequence[tuple[str, nn.Parameter]],
+    ) -> None:
+        """`step`: the optimizer's own; `named`: the trained parameters, by their names in the run."""
+        self._optimizer, self._step, self._named = optimizer, step, named
+        self._at_first = {each: _copied(optimizer.state.get(each, {})) for _, each in named}
+
+    def step(self, learning_rate: float) -> None:  # noqa: ARG002 - the loop's schedule has set it
+        self._step()
+
+    def reset(self) -> None:
+        for parameter, state in self._at_first.items():
+            self._optimizer.state.pop(parameter, None)
+            if state:
+                self._optimizer.state[parameter] = _copied(state)
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """All tensors and numbers of the state, by `CLASS/PARAMETER/KEY/TYPE`."""
+        kind = type(self._optimizer).__name__
+        return {
+            f"{kind}/{name}/{key}/{type(value).__name__}": torch.as_tensor(value)
+            for name, parameter in self._named
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+            if isinstance(value, (Tensor, float, int))
+        }
+
+    def resume(self, stored: Mapping[str, Tensor]) -> None:
+        saved = self._optimizer.state_dict()
+        order = [id(each) for group in self._optimizer.param_groups for each in group["params"]]
+        numbers = {name: order.index(id(each)) for name, each in self._named if id(each) in order}
+        found: dict[int, dict[str, Any]] = {}
+        for place, tensor in stored.items():
+            kind, *parts = place.split("/")
+            number = numbers.get("/".join(parts[:-2]))
+            if kind == type(self._optimizer).__name__ and number is not None:
+                to_number = _NUMBERS.get(parts[-1])
+                value = tensor if to_number is None else to_number(tensor.item())
+                found.setdefault(number, {})[parts[-2]] = value
+        if found:
+            self._optimizer.load_state_dict({**saved, "state": found})
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+        for key, value in state.items()
+    }
 
 
 def check_optimizer(model: nn.Module, optimizer: object) -> None:

@@ -35,7 +35,7 @@ from smolcluster.data.dataset import Elsewhere
 from smolcluster.errors import ConfigError
 from smolcluster.net.dialling import Address
 from smolcluster.observability.logs import console_logger
-from smolcluster.runs.paths import create_run, runs_root
+from smolcluster.runs.paths import runs_root
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.recipe import Training
 from smolcluster.training.user_code import user_code
@@ -133,14 +133,8 @@ class NetworkWorker:
         root = runs_root(self.settings.node.runs_dir)
         with (
             library_log("worker", self.name, rank) as node_log,
-            closing(WorkerRun(self.name, rank, node_log.logger)) as own,
+            closing(WorkerRun(self.name, rank, node_log, root)) as own,
         ):
-
-            def begin(run: RunConfig) -> None:
-                paths = create_run(root, run.run_id, newest=False)
-                node_log.file_logs_to(paths.log_file("worker", self.name, rank), run.run_id)
-                own.begin(run, paths)
-
             follow(
                 WorkerSetup(
                     node=self.settings.node,
@@ -151,7 +145,8 @@ class NetworkWorker:
                     encryption=encryption,
                     log=node_log.logger,
                     workload=self._workload(welcome.run),
-                    on_run_known=begin,
+                    own_folder=own.own_folder,
+                    on_run_known=own.begin,
                     on_stats=own.take,
                 ),
                 make_participant,

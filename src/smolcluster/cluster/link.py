@@ -83,7 +83,7 @@ class WorkerSetup:
     meter: Meter = field(default_factory=Meter)
     own_folder: Callable[[str], Path] | None = None
     """Where the worker keeps what is its own of the run of that id; None: nowhere."""
-    on_run_known: Callable[[RunConfig], None] = lambda _: None
+    on_run_known: Callable[[RunConfig], object] = lambda _: None
     on_stats: Callable[[Telemetry], None] = lambda _: None
     """Hears of every report that goes to the server, in the session's thread; must not block."""
 

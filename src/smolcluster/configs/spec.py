@@ -55,6 +55,8 @@ class AlgorithmSpec:
         columns: what is worth a column of the tables of workers.
         serves_loops: whether its workers may be loops of a user's own, which attach.
         is_synchronous: whether workers wait for each other, so that the slowest sets the pace.
+        has_local_steps: whether a worker's own optimizer steps its copy of the weights, and only what came of
+            several steps is sent.
         is_default: whether it is meant where no algorithm is named.
     """
 
@@ -72,6 +74,7 @@ class AlgorithmSpec:
     columns: frozenset[str] = frozenset()
     serves_loops: bool = True
     is_synchronous: bool = False
+    has_local_steps: bool = False
     is_default: bool = False
 
     @property

@@ -17,6 +17,7 @@ from smolcluster.training.builtin import load_workload
 from smolcluster.training.compute import BatchLoss, Microbatch, forward_backward
 from smolcluster.training.evaluate import DEFAULT_BATCH_SIZE, Evaluation, evaluate
 from smolcluster.training.microbatching import Microbatching
+from smolcluster.training.optimizer import LocalOptimizer
 from smolcluster.training.recipe import Training
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
 from smolcluster.training.unused import UnusedParameters
@@ -54,6 +55,11 @@ class TrainingContext:
     @property
     def recipe(self) -> Training:
         return self.workload.training
+
+    @property
+    def optimizer(self) -> LocalOptimizer:
+        """What steps this process's copy of the weights."""
+        return self.replica.optimizer
 
     def order(self, epoch: int) -> Tensor:
         """The training samples' indices in the order of an epoch, int32 (num_samples,)."""

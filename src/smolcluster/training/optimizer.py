@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.optim.sgd import sgd
 
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.errors import ConfigError
+from smolcluster.training.kept import is_like
 from smolcluster.utils.words import hint_at
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps"})
@@ -30,6 +31,22 @@ OF_SGD = MappingProxyType({"momentum": 0.0, "dampening": 0.0, "nesterov": False}
 """Arguments and their defaults."""
 CLASSES = MappingProxyType({"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"})
 """What PyTorch calls them."""
+
+
+class LocalOptimizer(Protocol):
+    """What a worker steps its own copy of the weights with."""
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """What it has learnt of the steps before, by name."""
+
+    def step(self, learning_rate: float) -> None: ...
+
+    def resume(self, stored: Mapping[str, Tensor]) -> None:
+        """Go on with such a state, which other tensors may stand beside; with its own if it is none."""
+
+    def reset(self) -> None:
+        """Forget what it has learnt."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +111,9 @@ class FlatOptimizer:
     def reset(self) -> None:
         for tensor in self.state.values():
             tensor.zero_()
+
+    def resume(self, stored: Mapping[str, Tensor]) -> None:
+        take_over(self.state, stored)
 
     @property
     def moments(self) -> dict[str, Tensor]:
@@ -193,6 +213,13 @@ class FlatOptimizer:
             nesterov=arguments["nesterov"],
             maximize=False,
         )
+
+
+def take_over(state: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
+    """Copy what was stored into the tensors of a `state`, if all of them are there."""
+    if is_like(state, stored):
+        for name, tensor in state.items():
+            tensor.copy_(stored[name])
 
 
 def _arguments(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:

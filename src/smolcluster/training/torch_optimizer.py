@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from smolcluster.errors import ConfigError
-from smolcluster.training.optimizer import CLASSES, STEP_COUNT, FlatOptimizer
+from smolcluster.training.optimizer import CLASSES, STEP_COUNT, FlatOptimizer, take_over
 from smolcluster.training.recipe import Groups, OptimizerFactory, OptimizerSpec, ParameterGroup
 from smolcluster.training.user_code import user_code, wrong_result
 from smolcluster.utils.words import hint_at
@@ -201,6 +201,9 @@ class TorchOptimizer:
     def reset(self) -> None:
         for tensor in self.state.values():
             tensor.zero_()
+
+    def resume(self, stored: Mapping[str, Tensor]) -> None:
+        take_over(self.state, stored)
 
     @property
     def moments(self) -> dict[str, Tensor]:

@@ -418,12 +418,13 @@ class Server:
             self.version += 1
             self.replica.note_step(overflow=stepped.overflow)
             self.report.contributed(worker, samples.num_samples, stepped.mean_loss)
+            rate = stepped.learning_rate
             self.report.step_taken(
                 StepTaken(
                     version=self.version,
                     samples=samples,
                     loss=stepped.mean_loss,
-                    learning_rate=each.learning_rate,
+                    learning_rate=each.learning_rate if rate is None else rate,
                     grad_norm=stepped.grad_norm,
                     layer_norms={},
                     num_terms=stepped.num_terms,

@@ -19,5 +19,5 @@ SPEC = AlgorithmSpec(
     ),
     costs=f"{__package__}.costs",
     messages=frozenset({"ps", "rounds"}),
-    serves_loops=False,
+    has_local_steps=True,
 )

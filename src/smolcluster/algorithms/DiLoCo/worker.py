@@ -184,7 +184,8 @@ class Worker:
         """Step these fragments: in the others, what another worker has done with these samples is applied."""
         others = set(range(len(self.versions))).difference(fragments)
         kept = {number: self.layout.gather(number, self.replica.params) for number in others}
-        self.replica.step(lease.assignment.learning_rate)
+        with self.replica.meter("apply"):
+            self.training.optimizer.step(lease.assignment.learning_rate)
         for number, values in kept.items():
             self.layout.fragments[number].scatter(values, self.replica.params)
 
@@ -235,13 +236,13 @@ class Worker:
                 f"{error} (again, now on the server's weights of version {max(self.versions)})"
             ) from error
         self.link.send(Skip(lease=self.newest_lease, compute_s=0.0, reason=str(error)))
-        self.replica.optimizer.reset()
+        self.training.optimizer.reset()
         self.is_void = self.is_fresh = True
 
     def keep(self, saved: Saved) -> None:
         """Save what nobody else has of this moment of the run: moments, and what the codec owes."""
         if self.link.kept is not None:
-            tensors = self.replica.optimizer.state | self.encoder.tensors
+            tensors = {**self.training.optimizer.state, **self.encoder.tensors}
             self.link.kept.save(saved.step, tensors, saved.keep_last)
 
     def take_up(self, resumed: Resumed) -> None:
@@ -252,12 +253,9 @@ class Worker:
         if found is None:
             return
         step, tensors = found
-        moments, owed = self.replica.optimizer.state, self.encoder.tensors
-        if step == resumed.step and is_like(owed, tensors):
+        if step == resumed.step and is_like(self.encoder.tensors, tensors):
             self.encoder.resume(tensors)
-        if is_like(moments, tensors):
-            for name, tensor in moments.items():
-                tensor.copy_(tensors[name])
+        self.training.optimizer.resume(tensors)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Take in all that has arrived, and go on until `condition` holds."""
@@ -351,5 +349,5 @@ class Worker:
                 f"the server has refused its change (again, now of its weights of version "
                 f"{max(self.versions)}); {DIVERGENCE_REMEDY}"
             )
-        self.replica.optimizer.reset()
+        self.training.optimizer.reset()
         self.is_void = self.is_fresh = True
