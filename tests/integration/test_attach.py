@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Sampler, TensorDataset
@@ -177,8 +178,43 @@ def test_one_attached_loop_equals_the_plain_one(tmp_path: Path, algorithm: str) 
         [*range(NUM_SAMPLES)] * 2
     )
     plain = train_alone(batches, adam)
-    assert_close(served.weights, plain)
+    assert_close(served.weights, plain, atol=1e-6)
     assert summary.final.train_loss is not None
+    assert served.cluster.metrics.steps[-1].values["lr"] == (1.0 if algorithm == "edp" else 0.01)
+
+
+@pytest.mark.parametrize("mode", ["sync", "streaming"])
+def test_a_loop_in_diloco_keeps_the_state_of_its_optimizer_and_clips_as_the_run_does(
+    tmp_path: Path, mode: str
+) -> None:
+    """It is saved beside the run's checkpoints, and is in the optimizer at the end."""
+    clipping = "gradient_clipping.enabled=true", "gradient_clipping.max_norm=0.1"
+    own = f"mode={mode}", "checkpoint_steps=3", "keep_last=100", *clipping
+    served = Served(tmp_path, "diloco", *EXACT["diloco"], *own)
+    used: list[torch.optim.Optimizer] = []
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        used.append(adam(model))
+        return used[-1]
+
+    _, batches = train(served, "ann", make)
+    served.finish()
+    plain = net()
+    optimizer = adam(plain)
+    for batch in batches:
+        optimizer.zero_grad()
+        inputs, targets = DATA[batch]
+        backward(functional.mse_loss(plain(inputs), targets))
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizer.step()
+    assert_close(served.weights, plain, atol=1e-6)
+    assert len(batches) == 10
+    states = [list(each.state.values()) for each in (used[0], optimizer)]
+    for ours, theirs in zip(*states, strict=True):
+        torch.testing.assert_close(ours["exp_avg_sq"], theirs["exp_avg_sq"])
+    kept = sorted(tmp_path.glob("runs/test-run/own/worker-rank0-ann/*.safetensors"))
+    assert kept
+    assert load_file(kept[-1])["Adam/0.weight/exp_avg/Tensor"].shape == (16, 6)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

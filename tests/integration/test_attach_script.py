@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from harness import free_port
 from smolcluster.runs.summary import read_summary
@@ -137,19 +138,33 @@ def smolcluster(folder: Path, *words: str) -> str:
     return said
 
 
-@pytest.mark.parametrize("algorithm", ["edp", pytest.param("syncps", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("algorithm", "num_workers"),
+    [
+        ("edp", 1),
+        pytest.param("syncps", 1, marks=pytest.mark.slow),
+        pytest.param("diloco", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_script_is_started_again_and_a_resumed_run_goes_on(
-    tmp_path: Path, algorithm: str
+    tmp_path: Path, algorithm: str, num_workers: int
 ) -> None:
     """Every sample counts once, before and after."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     marker = tmp_path / "killed"
-    overrides = (f"port={free_port()}", "batch_size=10", "num_epochs=2", "metrics_port=null")
+    overrides = (
+        f"port={free_port()}",
+        "batch_size=10",
+        "num_epochs=2",
+        "metrics_port=null",
+        "checkpoint_steps=4",
+    )
     said = smolcluster(
         tmp_path,
-        *("launch", algorithm, "--local", "--workers", "1", "--no-tmux"),
+        *("launch", algorithm, "--local", "--workers", str(num_workers), "--no-tmux"),
         *("--script", f"train.py {marker}", "--override", *overrides),
+        f"min_workers={num_workers}",
     )
     assert marker.exists()
     assert "it is started again" in said
@@ -163,3 +178,6 @@ def test_a_killed_script_is_started_again_and_a_resumed_run_goes_on(
     assert f"the script ends in {summary.run_id}" in said
     summary = read_summary(summary_file)
     assert (summary.samples_applied, summary.steps) == (180, 18)
+    kept = [*(tmp_path / "runs" / summary.run_id).glob("own/*/step-*.safetensors")]
+    assert bool(kept) == (algorithm == "diloco")
+    assert all("Adam/weight/exp_avg/Tensor" in load_file(file) for file in kept)

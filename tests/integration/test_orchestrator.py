@@ -64,11 +64,12 @@ def worker(config: smolcluster.DistributedConfig, number: int, **options: Any) -
     return Outcome(f"worker {number}", made.connect_and_train)
 
 
-@pytest.mark.parametrize("algorithm", ["syncps", "edp"])
+@pytest.mark.parametrize("algorithm", ["syncps", "edp", "diloco"])
 def test_workers_without_data_train_the_orchestrator_s_model(
     config: smolcluster.DistributedConfig, tmp_path: Path, algorithm: str
 ) -> None:
     config.algorithm = algorithm
+    config.overrides = ["checkpoint_steps=10"]
     model = Net()
     validation = samples(64, 2).tensors
     before = functional.cross_entropy(model(validation[0]), validation[1]).item()
@@ -98,6 +99,9 @@ def test_workers_without_data_train_the_orchestrator_s_model(
     assert summary.final.val_loss is not None
     assert after == pytest.approx(summary.final.val_loss, rel=1e-5)
     assert after < before
+    kept = {file.parts[-2] for file in tmp_path.glob("runs/*/own/*/step-*.safetensors")}
+    own = {f"worker-rank{share.rank}-{share.node}" for share in summary.workers}
+    assert kept == (own if algorithm == "diloco" else set())
     path = orchestrator.save_checkpoint(tmp_path / "made" / "final.pt")
     assert path == tmp_path / "made" / "final.pt.safetensors"
     saved = load_file(path)

@@ -10,6 +10,7 @@ from torch import nn
 
 from smolcluster.api import attach as attaching
 from smolcluster.api import callbacks
+from smolcluster.api.attached_optimizer import LoopOptimizer
 from smolcluster.api.attached_process import own_name
 from smolcluster.api.synchronous_optimizer import describe_optimizer
 from smolcluster.configs.layers import ATTACH_VARIABLE, NAME_VARIABLE
@@ -140,3 +141,68 @@ def test_a_trainer_that_stops_before_the_run_says_so(
     with caplog.at_level(logging.WARNING, "smolcluster"):
         callbacks._say_if_short(max_steps, 9, 2)
     assert bool(caplog.records) == is_said
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a number that is no tensor."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["num_steps"] = state.get("num_steps", 0) + 1
+            self.param_groups[0]["lr"] = 0.1 / state["num_steps"]
+        return super().step(closure)
+
+
+def stepped(optimizer: torch.optim.Optimizer, model: nn.Module, seeds: range) -> None:
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+
+OPTIMIZERS = {
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.1),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "a user's": lambda model: Counting(model.parameters(), lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_loop_s_optimizer_goes_on_with_a_state_that_was_kept_and_can_begin_anew(
+    name: str,
+) -> None:
+    whole, resumed = net(), net()
+    optimizers = [OPTIMIZERS[name](model) for model in (whole, resumed)]
+    ours, theirs = (
+        LoopOptimizer(each, each.step, list(model.named_parameters()))
+        for each, model in zip(optimizers, (whole, resumed), strict=True)
+    )
+    stepped(optimizers[0], whole, range(3))
+    resumed.load_state_dict(whole.state_dict())
+    other = LoopOptimizer(torch.optim.Adamax(net().parameters()), lambda: None, [])
+    kept = {key: tensor.clone() for key, tensor in ours.state.items()}
+    theirs.resume(kept | other.state | {"owed.0": torch.ones(3)})
+    assert theirs.state.keys() == ours.state.keys()
+    for each, model in zip(optimizers, (whole, resumed), strict=True):
+        stepped(each, model, range(3, 5))
+    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
+    fresh = net()
+    whole.load_state_dict(fresh.state_dict())
+    ours.reset()
+    for each, model in ((optimizers[0], whole), (OPTIMIZERS[name](fresh), fresh)):
+        stepped(each, model, range(2))
+    assert all(map(torch.equal, whole.parameters(), fresh.parameters()))
+
+
+def test_the_state_of_an_optimizer_of_another_class_is_left_aside() -> None:
+    model = net()
+    adam, plain = OPTIMIZERS["adam"](model), OPTIMIZERS["momentum"](model)
+    stepped(adam, model, range(1))
+    named = list(model.named_parameters())
+    theirs = LoopOptimizer(plain, plain.step, named)
+    theirs.resume(LoopOptimizer(adam, adam.step, named).state)
+    assert not theirs.state
+    stepped(plain, model, range(2))
