@@ -1,6 +1,7 @@
 """What `attach` finds out of an optimizer for SyncPS, and what two attached processes compare."""
 
 import logging
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,7 +163,7 @@ def stepped(optimizer: torch.optim.Optimizer, model: nn.Module, seeds: range) ->
         optimizer.step()
 
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.1),
     "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),

@@ -71,8 +71,8 @@ def existing(folder: Path) -> Path:
 class WorkerRun:
     """What a worker writes of each run of a cluster that it takes part in, on its own machine.
 
-    Its log, what it keeps for a resumed run, and its own run in Weights & Biases. That begins with the worker's
-    first step, so that it does not slow down what comes before.
+    Its log, what it keeps for a resumed run, and its own run in Weights & Biases, which begins with the
+    worker's first step, so that it does not slow down what comes before.
     """
 
     def __init__(self, node: str, rank: int, log: NodeLog, root: Path) -> None:
