@@ -203,6 +203,9 @@ def test_a_worker_that_fails_costs_its_own_steps_and_nothing_else(
     summary = cluster.finish(cluster.worker(1), cluster.worker(2, make=make))
     events = [record.event for record in cluster.events()]
     returned = [event for event in events if isinstance(event, LeaseReturned)]
+    assert isinstance(cluster.core, Server)
+    kept = [each for each in cluster.core.workers.values() if each.session is not None]
+    assert len(kept) <= 2, "a session that has ended is not kept with its worker's name"
     assert summary.leases_returned == len(returned) > 0
     assert {event.rank for event in returned} == {1}
     dropped = [event.outcome for event in events if isinstance(event, PushDropped)]

@@ -11,18 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from faults.cases import in_equal_parts
 from harness import DEADLINE_S, Cluster, local_settings
 from smolcluster.algorithms.DiLoCo import server as diloco
+from smolcluster.algorithms.DiLoCo.peers import Peer
 from smolcluster.configs.resolve import Settings
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.utils.retry import Deadline
+from waiting import eventually
 
 STEP = 60
 KEPT = Path("test-run") / "worker-1"
 
 
-def settings_for(codec: str, workers: int = 1) -> Settings:
+def settings_for(codec: str, workers: int = 1, mode: str = "sync") -> Settings:
     return local_settings(
+        f"mode={mode}",
         *("mode=sync", f"codec_up={codec}", f"codec_down={codec}", "local_steps=5", "num_epochs=4"),
         *("checkpoint_steps=30", "keep_last=100", f"min_workers={workers}"),
         *("outer_lr=0.7", "outer_momentum=0.9", "eval_steps=1000"),
@@ -75,6 +79,44 @@ def test_without_what_a_worker_kept_it_goes_on_with_cold_moments(tmp_path: Path)
     losses = losses_after(resumed.metrics.steps)
     assert len(losses) == len(losses_after(whole.metrics.steps))
     assert losses[-1] == pytest.approx(losses_after(whole.metrics.steps)[-1], abs=0.2)
+
+
+class AllAtOnce(diloco.Server):
+    """Gives both workers all of a round at once, in the order in which they joined, half of it each."""
+
+    def hand_out(self, now: float) -> None:
+        if len(self.active) == 2:
+            super().hand_out(now)
+
+
+@pytest.mark.parametrize("mode", ["sync", "streaming"])
+def test_two_workers_go_on_as_if_nothing_had_happened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Each with its own moments and what its codec owes, where times do not decide who computes what."""
+    monkeypatch.setattr(diloco, "plan_round", in_equal_parts)
+    monkeypatch.setattr(Peer, "num_wanted", lambda _peer, _busy_s: 1000)
+    settings = settings_for("int8", workers=2, mode=mode)
+
+    def run_both(folder: Path, *, resume: bool) -> Cluster:
+        cluster = Cluster(settings, folder, AllAtOnce, algorithm="diloco", resume=resume)
+        outcomes = [cluster.worker(1)]
+        eventually(lambda: len(cluster.core.pool.workers) == 1)
+        outcomes.append(cluster.worker(2))
+        for outcome in (cluster.server, *outcomes):
+            outcome.finish()
+        return cluster
+
+    whole = run_both(tmp_path / "whole", resume=False)
+    saved = sorted(int(path.name[5:]) for path in (tmp_path / "whole/checkpoints").glob("step-*"))
+    step = saved[len(saved) // 2]
+    killed_after(whole.folder, tmp_path / "resumed", step)
+    resumed = run_both(tmp_path / "resumed", resume=True)
+    losses = losses_after(whole.metrics.steps, step)
+    assert losses_after(resumed.metrics.steps, step) == pytest.approx(losses, rel=1e-6)
+    assert len(losses) >= 50
+    ours, theirs = resumed.training.replica.params, whole.training.replica.params
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 def test_more_workers_than_before_count_exactly(tmp_path: Path) -> None:

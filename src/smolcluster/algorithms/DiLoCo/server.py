@@ -467,6 +467,7 @@ class Server:
         if self.receiver_of(peer).in_progress:
             self.report.lost_push(worker.name, "its connection broke")
         self.take_back(peer, "its worker has gone")
+        worker.session = None  # its buffers go; who it was is needed when its changes are applied
 
     def on_stepped(self, peer: Peer, stepped: Stepped) -> None:
         """A worker has taken a local step; it counts when the change that holds it has been applied."""
