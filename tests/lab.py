@@ -512,7 +512,14 @@ class Host:
         return self.home / folder
 
     def prepare(self, folder: str = "smolcluster") -> Path:
-        """Give a checkout a ready `.venv`, compiled code included; returns its `bin`.
+        """Give a checkout a ready `.venv`, compiled code included; returns its `bin`."""
+        programs = self.link_environment(folder)
+        uv = self.home / ".local/bin/uv"
+        self.output([str(uv), "sync", "--quiet", "--project", str(self.home / folder)])
+        return programs
+
+    def link_environment(self, folder: str) -> Path:
+        """Give a checkout a `.venv` that `uv sync` makes its own in no time; returns its `bin`.
 
         Its files are links to those of this environment; uv replaces links and never writes through them.
         """
@@ -521,8 +528,6 @@ class Host:
         new = self.home / folder / ".venv"
         for program in (Path(sys.prefix) / "bin").iterdir():
             _move_program(program, there / "bin" / program.name, new)
-        uv = self.home / ".local/bin/uv"
-        self.output([str(uv), "sync", "--quiet", "--project", str(self.home / folder)])
         return new / "bin"
 
 

@@ -23,6 +23,21 @@ LAUNCH_TIMEOUT_S = 240.0
 POLL_S = 0.2
 TINY = ("num_epochs=1", "batch_size=32")
 ENDLESS = ("num_epochs=100000", "eval_steps=100000")
+PACED = ("workload=paced.py:workload", *ENDLESS)
+"""A run that is there while others look at it, and leaves them the machine's cores."""
+PACED_WORKLOAD = """
+import time
+import torch
+from torch import nn
+from smolcluster.training.workload import Workload
+
+def loss(model, batch):
+    time.sleep(0.02)
+    return (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+def workload():
+    return Workload(nn.Linear(4, 1), loss, torch.randn(320, 4).unbind())
+"""
 READY = """
 import sys
 from smolcluster.launch.host import Host
@@ -60,7 +75,11 @@ class Launching:
         self.root = self.controller.checkout(PROJECT)
         self.programs = self.controller.prepare(PROJECT)
         self.projects = {"mini1": PROJECT, "mini2": PROJECT, "pi5": ODD}
+        for node, folder in self.projects.items():  # else each makes and compiles an environment
+            lab[node].checkout(folder)
+            lab[node].link_environment(folder)
         self.write_config("cluster.yaml")
+        self.controller.write("paced.py", PACED_WORKLOAD)
 
     def write_config(self, path: str, nodes: Mapping[str, Mapping[str, str]] | None = None) -> None:
         """Make a cluster file; `nodes` are further settings."""

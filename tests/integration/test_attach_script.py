@@ -94,7 +94,7 @@ losses = trainer.main("the launcher says which", str(folder / "trained"))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.faults  # the parts: its callback in test_attach_examples, a kill and a restart below
 def test_a_trainer_on_two_workers_of_which_one_is_killed_counts_every_sample(
     tmp_path: Path,
 ) -> None:
@@ -138,13 +138,10 @@ def smolcluster(folder: Path, *words: str) -> str:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "num_workers"),
-    [
-        ("edp", 1),
-        pytest.param("syncps", 1, marks=pytest.mark.slow),
-        pytest.param("diloco", 2, marks=pytest.mark.slow),
-    ],
+    [("edp", 1), pytest.param("syncps", 1, marks=pytest.mark.faults), ("diloco", 2)],
 )
 def test_a_killed_script_is_started_again_and_a_resumed_run_goes_on(
     tmp_path: Path, algorithm: str, num_workers: int

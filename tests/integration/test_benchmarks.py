@@ -10,6 +10,7 @@ from shutil import which
 import pytest
 
 PROJECT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
 
 
 def test_the_exchange_is_measured_beside_gloo(tmp_path: Path) -> None:

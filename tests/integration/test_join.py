@@ -84,6 +84,7 @@ def test_a_machine_joins_with_address_and_secret(
     assert nobody.wait() == 75
 
 
+@pytest.mark.slow
 def test_a_run_of_this_machine_is_joined_here_and_stopped(
     run: Joined, processes: Processes
 ) -> None:

@@ -11,7 +11,7 @@ from processes import Child, Processes
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.summary import read_summary
 
-OFTEN = ("eval_steps=5", "track_gradients=true", "num_epochs=1", "threads=1")
+OFTEN = ("eval_steps=5", "track_gradients=true", "num_epochs=1", "batch_size=100", "threads=1")
 
 
 def threads(notes: Path) -> set[tuple[str, str]]:

@@ -9,18 +9,23 @@ from lab import Lab, obstacle
 from launching import Launching, Screen
 
 HERE = Path(__file__).parent
-
-
-LAUNCHES = ("test_launch.py", "test_window.py")
+NUM_LABS = 3
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have two processes run the tests of this folder, each with hosts of its own."""
-    for item in items:
-        if HERE in item.path.parents:
-            name = "launches" if item.path.name in LAUNCHES else "lab"
-            item.add_marker(pytest.mark.xdist_group(name))
+    """Have three processes run the tests of this folder, each with hosts of its own, and begin with them.
+
+    Whole stories are dealt out in turn; the other tests of a file stay together.
+    """
+    here = [item for item in items if HERE in item.path.parents]
+    here.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    dealt: dict[object, int] = {}
+    for item in here:
+        unit = item if item.get_closest_marker("slow") else item.path
+        number = dealt.setdefault(unit, len(dealt)) % NUM_LABS
+        item.add_marker(pytest.mark.xdist_group(f"lab-{number}"))
+    items[:] = [*here, *(item for item in items if HERE not in item.path.parents)]
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lab import Host
-from launching import ENDLESS, LAUNCH_TIMEOUT_S, PROJECT, STORIES_TIMEOUT_S, Launching, wait_until
+from launching import LAUNCH_TIMEOUT_S, PACED, PROJECT, STORIES_TIMEOUT_S, Launching, wait_until
 from smolcluster.runs.events import WorkerJoined, read_events
 
 pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
@@ -31,7 +31,7 @@ def without_pi5(launching: Launching) -> str:
 @pytest.mark.slow
 def test_workers_come_back_and_a_new_one_joins_and_is_stopped(launching: Launching) -> None:
     lab, run = launching.lab, launching.run
-    overrides = (*ENDLESS, "heartbeat_timeout_s=3", "reconnect_timeout_s=300")
+    overrides = (*PACED, "heartbeat_timeout_s=3", "reconnect_timeout_s=300")
     words = launching.launch("--detach", "--override", *overrides, config=without_pi5(launching))
     launched = run(words)
     assert launched.returncode == 0, launched.stderr

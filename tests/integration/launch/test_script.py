@@ -7,6 +7,7 @@ from launching import ENDLESS, STORIES_TIMEOUT_S, Launching
 pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
 SCRIPT = """
 import sys
+import time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
@@ -18,6 +19,7 @@ model = nn.Linear(4, int(sys.argv[1]))
 optimizer = torch.optim.Adam(model.parameters())
 with smolcluster.attach(model, optimizer) as cluster:
     for (rows,) in DataLoader(data, batch_sampler=cluster.sampler(data)):
+        time.sleep(0.02)  # others want the cores
         optimizer.zero_grad()
         loss = (model(rows) - rows.sum(1, keepdim=True)).square().mean()
         loss.backward()
@@ -48,15 +50,5 @@ def test_a_script_is_the_workers_of_a_cluster(launching: Launching) -> None:
     controller.write(f"{FOLDER}/train.py", "raise SystemExit(1)")
     launching.end_worker(1, "pi5")
     launching.join_again(1, "pi5")
-    assert run(launching.command("stop", run_id)).returncode == 0
-    launching.wait_until_clean()
-
-    # The run goes on, with the script as it is now.
-    applied = launching.status()["samples_applied"]
-    controller.write(f"{FOLDER}/train.py", SCRIPT + "# a comment more\n")
-    again = run(launching.command("resume", run_id, "--detach"))
-    assert again.returncode == 0, again.stderr
-    launching.goes_on()
-    assert launching.status()["samples_applied"] > applied > 0
     assert run(launching.command("stop", run_id)).returncode == 0
     launching.wait_until_clean()

@@ -6,17 +6,14 @@ from collections.abc import Callable
 import pytest
 
 from launching import (
-    ENDLESS,
     LAUNCH_TIMEOUT_S,
+    PACED,
     PROJECT,
     STORIES_TIMEOUT_S,
-    TINY,
     Launching,
     Screen,
     wait_until,
 )
-from smolcluster.runs.launched import read_launched
-from smolcluster.runs.paths import RunPaths
 
 pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
 MENU = "Ctrl-C: and the run?"
@@ -36,7 +33,7 @@ def left_the_window(terminal: Screen) -> None:
 def test_the_window_of_a_run_on_three_machines(
     launching: Launching, screen: Callable[[list[str]], Screen]
 ) -> None:
-    terminal = screen(launching.launch("--override", *ENDLESS))
+    terminal = screen(launching.launch("--override", *PACED))
     shown = terminal.wait_for(
         "server mini1",
         "worker 1 (mini2) cpu",
@@ -122,7 +119,7 @@ def test_a_window_that_stays_open_shows_the_end(
     launching: Launching, screen: Callable[[list[str]], Screen]
 ) -> None:
     """Here of a server that somebody has ended on its machine."""
-    terminal = screen(launching.launch("--override", *ENDLESS, "reconnect_timeout_s=2"))
+    terminal = screen(launching.launch("--override", *PACED, "reconnect_timeout_s=2"))
     terminal.wait_for("server mini1", "worker 2 (pi5) cpu", timeout_s=LAUNCH_TIMEOUT_S)
     launching.lab["mini1"].output("pkill -TERM -f '[s]erver.py --run-id'")
     dead = ["tmux", "list-panes", "-a", "-F", "#{pane_dead}"]
@@ -137,9 +134,8 @@ def test_a_window_that_stays_open_shows_the_end(
 def test_a_local_run_has_the_same_window(
     launching: Launching, screen: Callable[[list[str]], Screen]
 ) -> None:
-    """And without tmux, child processes as ever."""
     local = ["launch", "edp", "--local", "--workers", "2"]
-    terminal = screen(launching.command(*local, "--override", *ENDLESS, "port=6011"))
+    terminal = screen(launching.command(*local, "--override", *PACED, "port=6011"))
     shown = terminal.wait_for("server", "worker 1", "worker 2", "cpu", timeout_s=LAUNCH_TIMEOUT_S)
     assert re.search(r"worker 1 \(\S+\) cpu", shown)
     run_id = launching.run_id
@@ -150,8 +146,3 @@ def test_a_local_run_has_the_same_window(
     assert "nothing of it is left running" in stopped.stdout
     assert launching.controller.path(f"{PROJECT}/runs/{run_id}/checkpoints/latest").exists()
     assert not [each for each in launching.controller.processes() if run_id in str(each.argv)]
-
-    terminal = screen(launching.command(*local, "--no-tmux", "--override", *TINY, "port=6012"))
-    terminal.wait_for("files of the run", "code=0", timeout_s=LAUNCH_TIMEOUT_S)
-    paths = RunPaths(launching.controller.path(f"{PROJECT}/runs/latest"))
-    assert not read_launched(paths.launched).has_sessions
