@@ -9,7 +9,7 @@ import io
 import logging
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -74,6 +74,11 @@ MARK_STYLES: Mapping[Mark, tuple[str, str]] = MappingProxyType(
     }
 )
 
+UNSAID: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"svg": ("Date", "Creator", "Format", "Type"), "pdf": ("CreationDate",)}
+)
+"""What matplotlib would write into files beside the picture."""
+
 _DRAWING = threading.Lock()
 """matplotlib is not made for several threads: runs of one process are drawn one after another."""
 
@@ -107,7 +112,16 @@ def svg_of(runs: Sequence[Curves]) -> str:
 
 
 def _rendered(runs: Sequence[Curves], form: str) -> bytes:
-    """The picture of a run, or of several.
+    """The picture of a run, or of several."""
+
+    def make() -> "Figure":
+        return figure_of(runs[0]) if len(runs) == 1 else figure_of_runs(runs)
+
+    return rendered(make, form, f"the curves of {runs[0].title}")
+
+
+def rendered(make: Callable[[], "Figure"], form: str, what: str) -> bytes:
+    """A figure as svg, png or pdf, the same bytes each time; `what` it shows is said if it fails.
 
     Raises:
         SmolclusterError: matplotlib failed, in whatever way.
@@ -117,7 +131,7 @@ def _rendered(runs: Sequence[Curves], form: str) -> bytes:
             import matplotlib as mpl  # noqa: PLC0415 - it takes a second
 
             image = io.BytesIO()
-            figure = figure_of(runs[0]) if len(runs) == 1 else figure_of_runs(runs)
+            figure = make()
             # The box is the whole figure: a user's own settings may say "tight".
             with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "smolcluster"}):
                 figure.savefig(
@@ -126,14 +140,12 @@ def _rendered(runs: Sequence[Curves], form: str) -> bytes:
                     dpi=DPI,
                     facecolor="white",
                     bbox_inches=figure.bbox_inches,
-                    metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
-                    if form == "svg"
-                    else None,
+                    metadata=dict.fromkeys(UNSAID.get(form, ())),
                 )
             return image.getvalue()
     except Exception as error:
         reason = one_line(str(error) or type(error).__name__)
-        raise SmolclusterError(f"cannot draw the curves of {runs[0].title}: {reason}") from error
+        raise SmolclusterError(f"cannot draw {what}: {reason}") from error
 
 
 @contextlib.contextmanager

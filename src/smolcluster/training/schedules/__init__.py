@@ -1,0 +1,1 @@
+"""Pipeline schedules: instruction lists, their validation, and their simulation; pure."""

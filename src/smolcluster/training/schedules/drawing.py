@@ -1,0 +1,117 @@
+"""A pipeline's step as a table and as a picture; several steps, as measured and simulated, on one axis."""
+
+import csv
+import io
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from smolcluster.observability.curves import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PURPLE,
+    rendered,
+)
+from smolcluster.training.schedules.instructions import Op
+from smolcluster.training.schedules.simulation import Span, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLUMNS = ("lane", "op", "microbatch", "stage", "start_s", "end_s")
+COLORS: Mapping[Op, str] = {
+    Op.FORWARD: BLUE,
+    Op.BACKWARD: ORANGE,
+    Op.BACKWARD_INPUT: ORANGE,
+    Op.BACKWARD_WEIGHT: GREEN,
+}
+MEANINGS = {
+    "F forward": BLUE,
+    "B, I backward, input gradients": ORANGE,
+    "W weight gradients": GREEN,
+    "activations sent": PURPLE,
+    "gradients sent": GREY,
+}
+LANE_IN, MARGIN_IN, WIDTH_IN = 0.3, 1.1, 14.0
+MOST_LABELLED = 600
+"""Spans; with more of them their microbatches cannot be read anyway."""
+
+
+def csv_of(timeline: Timeline) -> str:
+    """A row for each span: `rank 0`, or `link 0>1` from sending to receiving rank."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(COLUMNS)
+    for lane, spans in _lanes(timeline):
+        for span in spans:
+            each = span.instruction
+            times = (f"{span.start_s:.9g}", f"{span.end_s:.9g}")
+            rows.writerow([lane, each.op.value, each.microbatch, each.stage, *times])
+    return text.getvalue()
+
+
+def picture_of(timelines: Mapping[str, Timeline], form: str = "svg") -> bytes:
+    """One panel a timeline, under its title, all on one axis of time; `form` is svg, png or pdf.
+
+    Raises:
+        SmolclusterError: matplotlib failed.
+    """
+    return rendered(lambda: _figure(timelines), form, "a pipeline's step")
+
+
+def _lanes(timeline: Timeline) -> Iterator[tuple[str, tuple[Span, ...]]]:
+    """Each rank, followed by the links on which it sends."""
+    for rank, spans in enumerate(timeline.ranks):
+        yield f"rank {rank}", spans
+        for (sender, receiver), sent in timeline.links.items():
+            if sender == rank:
+                yield f"link {sender}>{receiver}", sent
+
+
+def _figure(timelines: Mapping[str, Timeline]) -> "Figure":
+    from matplotlib.figure import Figure  # noqa: PLC0415 - it takes a second
+    from matplotlib.patches import Patch  # noqa: PLC0415
+
+    heights = [len(list(_lanes(timeline))) for timeline in timelines.values()]
+    size = (WIDTH_IN, sum(LANE_IN * each + MARGIN_IN for each in heights))
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    panels = figure.subplots(
+        len(heights), 1, squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights}
+    )[:, 0]
+    for axes, (title, timeline) in zip(panels, timelines.items(), strict=True):
+        _draw(axes, title, timeline)
+    panels[-1].set_xlabel("seconds", color=INK)
+    legend = [Patch(facecolor=color, label=text) for text, color in MEANINGS.items()]
+    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), frameon=False)
+    return figure
+
+
+def _draw(axes: "Axes", title: str, timeline: Timeline) -> None:
+    lanes = list(_lanes(timeline))
+    is_labelled = sum(len(spans) for _, spans in lanes) <= MOST_LABELLED
+    for row, (lane, spans) in enumerate(lanes):
+        is_link = lane.startswith("link")
+        for span in spans:
+            color = _link_color(span) if is_link else COLORS[span.instruction.op]
+            width, height = span.end_s - span.start_s, 0.5 if is_link else 0.9
+            axes.barh(row, width, height, span.start_s, color=color, edgecolor="white", lw=0.5)
+            if is_labelled and not is_link:
+                middle, text = span.start_s + width / 2, str(span.instruction.microbatch)
+                axes.text(middle, row, text, ha="center", va="center", fontsize=7, color="white")
+    axes.set_yticks(range(len(lanes)), [lane for lane, _ in lanes])
+    axes.invert_yaxis()
+    axes.set_title(
+        f"{title}: {1e3 * timeline.makespan_s:.4g} ms, bubble {timeline.bubble:.1%}",
+        color=INK,
+        loc="left",
+        parse_math=False,
+    )
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _link_color(span: Span) -> str:
+    return PURPLE if span.instruction.op is Op.FORWARD else GREY

@@ -1,0 +1,274 @@
+"""What each rank of a pipeline computes, in which order: one instruction list a rank, for one training step.
+
+A *rank* is a process, a *stage* a contiguous range of layers. With more than one stage a rank (interleaved,
+ZB-V) stages are "virtual": `chunk` counts the stages of a rank. Sends and receives are implied: FORWARD of
+stage s needs the output of stage s-1 for the same microbatch and sends its own when it is done; BACKWARD and
+BACKWARD_INPUT need the gradient from stage s+1 likewise, and BACKWARD_WEIGHT needs nothing from elsewhere.
+
+Sources: GPipe 1811.06965; 1F1B (PipeDream-Flush) 2006.09503; interleaved 1F1B 2104.04473; eager 1F1B
+2211.05322; ZB-H1 2401.10241; ZB-V 2405.15362.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from smolcluster.errors import ConfigError
+from smolcluster.utils.words import hint_at
+
+
+class Op(StrEnum):
+    """What is computed of a microbatch at a stage."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """Gradients of the input and of the weights at once."""
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One computation of one microbatch at one stage."""
+
+    op: Op
+    microbatch: int
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.op}{self.microbatch} of stage {self.stage}"
+
+
+Schedule = tuple[tuple[Instruction, ...], ...]
+"""The instruction list of each rank."""
+
+
+def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
+    """All forwards, then all backwards: every activation of the step is held."""
+    microbatches = range(num_microbatches)
+    return tuple(
+        (*_all(Op.FORWARD, microbatches, rank), *_all(Op.BACKWARD, microbatches, rank))
+        for rank in range(num_ranks)
+    )
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """After `num_ranks - rank - 1` forwards each forward is followed by a backward.
+
+    A rank holds at most `num_ranks - rank` microbatches.
+    """
+    return tuple(
+        _alternating(rank, num_microbatches, num_ranks - rank - 1) for rank in range(num_ranks)
+    )
+
+
+def eager_one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """1F1B with `2 (num_ranks - rank - 1)` forwards first, as if every link were a stage.
+
+    Links as slow as stages then keep nobody waiting; a rank holds nearly twice the microbatches.
+    """
+    return tuple(
+        _alternating(rank, num_microbatches, 2 * (num_ranks - rank - 1))
+        for rank in range(num_ranks)
+    )
+
+
+def _alternating(stage: int, num_microbatches: int, num_warm_up: int) -> tuple[Instruction, ...]:
+    """Forwards, then forward and backward in turn, then the backwards that are left."""
+    num_warm_up = min(num_warm_up, num_microbatches)
+    instructions = list(_all(Op.FORWARD, range(num_warm_up), stage))
+    for backward, forward in enumerate(range(num_warm_up, num_microbatches)):
+        instructions.append(Instruction(Op.FORWARD, forward, stage))
+        instructions.append(Instruction(Op.BACKWARD, backward, stage))
+    cool_down = range(num_microbatches - num_warm_up, num_microbatches)
+    return (*instructions, *_all(Op.BACKWARD, cool_down, stage))
+
+
+def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+    """1F1B over `num_chunks` stages a rank: stage `chunk * num_ranks + rank` is on `rank`.
+
+    The bubble is `num_chunks` times smaller than that of 1F1B, the bytes sent so many times more. The order
+    is made for a multiple of `num_ranks` microbatches; of fewer those that do not exist are left out.
+    """
+    padded = -(-num_microbatches // num_ranks) * num_ranks
+
+    def units(rank: int, chunks: range, op: Op) -> list[Instruction]:
+        return [
+            Instruction(op, microbatch, chunk * num_ranks + rank)
+            for first in range(0, padded, num_ranks)
+            for chunk in chunks
+            for microbatch in range(first, first + num_ranks)
+        ]
+
+    def instructions(rank: int) -> Iterator[Instruction]:
+        forwards = units(rank, range(num_chunks), Op.FORWARD)
+        backwards = units(rank, range(num_chunks - 1, -1, -1), Op.BACKWARD)
+        num_warm_up = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * num_ranks
+        num_warm_up = min(num_warm_up, len(forwards))
+        yield from forwards[:num_warm_up]
+        for backward, forward in enumerate(forwards[num_warm_up:]):
+            yield forward
+            yield backwards[backward]
+        yield from backwards[len(forwards) - num_warm_up :]
+
+    return _without_padding((instructions(rank) for rank in range(num_ranks)), num_microbatches)
+
+
+def zero_bubble(num_ranks: int, num_microbatches: int) -> Schedule:
+    """ZB-H1: 1F1B whose weight gradients are put off by `rank` microbatches, into what was the bubble.
+
+    The bubble is `(num_ranks - 1) (F + I - W)` instead of `(num_ranks - 1) (F + I + W)`; every rank holds at
+    most the `num_ranks` microbatches that 1F1B holds on rank 0.
+    """
+    return tuple(_zb_h1(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
+
+
+def _zb_h1(rank: int, num_ranks: int, num_microbatches: int) -> tuple[Instruction, ...]:
+    num_warm_up = min(num_ranks - rank - 1, num_microbatches)
+    instructions = list(_all(Op.FORWARD, range(num_warm_up), rank))
+    for microbatch in range(num_microbatches):
+        if num_warm_up + microbatch < num_microbatches:
+            instructions.append(Instruction(Op.FORWARD, num_warm_up + microbatch, rank))
+        instructions.append(Instruction(Op.BACKWARD_INPUT, microbatch, rank))
+        if microbatch >= rank:
+            instructions.append(Instruction(Op.BACKWARD_WEIGHT, microbatch - rank, rank))
+    put_off = range(max(0, num_microbatches - rank), num_microbatches)
+    return (*instructions, *_all(Op.BACKWARD_WEIGHT, put_off, rank))
+
+
+def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
+    """ZB-V: rank r holds stages r and `2 num_ranks - 1 - r`, so that a microbatch ends where it began.
+
+    With equal F, I and W no rank waits but for the first microbatch; a rank holds at most `2 num_ranks`
+    microbatches of half a rank's layers. First and last stage are on rank 0: tied embeddings need no
+    exchange. The order is made for `2 num_ranks - 1` microbatches at least; of fewer those that do not exist
+    are left out.
+    """
+    padded = max(num_microbatches, 2 * num_ranks - 1)
+    lists = (_zb_v_rank(rank, num_ranks, padded) for rank in range(num_ranks))
+    return _without_padding(lists, num_microbatches)
+
+
+class _TwoChunks:
+    """Appends instructions of two stages, each operation of each stage in the order of microbatches."""
+
+    def __init__(self, stages: tuple[int, int]) -> None:
+        self.instructions: list[Instruction] = []
+        self._stages = stages
+        self._next: dict[tuple[Op, int], int] = {}
+
+    def add(self, op: Op, chunk: int) -> None:
+        microbatch = self.count(op, chunk)
+        self._next[op, chunk] = microbatch + 1
+        self.instructions.append(Instruction(op, microbatch, self._stages[chunk]))
+
+    def add_backward(self, chunk: int) -> None:
+        self.add(Op.BACKWARD_INPUT, chunk)
+        self.add(Op.BACKWARD_WEIGHT, chunk)
+
+    def count(self, op: Op, chunk: int) -> int:
+        return self._next.get((op, chunk), 0)
+
+
+def _zb_v_rank(rank: int, num_ranks: int, num_microbatches: int) -> list[Instruction]:
+    rows = _TwoChunks((rank, 2 * num_ranks - 1 - rank))
+    for _ in range(2 * (num_ranks - rank) - 1):
+        rows.add(Op.FORWARD, 0)
+    for _ in range(rank):
+        rows.add(Op.FORWARD, 1)
+        rows.add(Op.FORWARD, 0)
+    for _ in range(num_ranks - rank):
+        rows.add(Op.FORWARD, 1)
+        rows.add_backward(1)
+    while rows.count(Op.FORWARD, 1) < num_microbatches:
+        if rows.count(Op.FORWARD, 0) < num_microbatches:
+            rows.add(Op.FORWARD, 0)
+        rows.add_backward(0)
+        rows.add(Op.FORWARD, 1)
+        rows.add_backward(1)
+    for _ in range(rank):
+        rows.add(Op.BACKWARD_INPUT, 0)
+        rows.add(Op.BACKWARD_INPUT, 1)
+    for _ in range(num_ranks - rank):
+        rows.add_backward(0)
+    for chunk in (1, 0):
+        while rows.count(Op.BACKWARD_WEIGHT, chunk) < num_microbatches:
+            rows.add(Op.BACKWARD_WEIGHT, chunk)
+    return rows.instructions
+
+
+def _all(op: Op, microbatches: range, stage: int) -> Iterator[Instruction]:
+    return (Instruction(op, microbatch, stage) for microbatch in microbatches)
+
+
+def _without_padding(
+    lists: Iterator[Iterator[Instruction] | list[Instruction]], num: int
+) -> Schedule:
+    """Without microbatches from `num` on: what depends on each other is of one microbatch, so order holds."""
+    return tuple(
+        tuple(each for each in instructions if each.microbatch < num) for instructions in lists
+    )
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A schedule that a configuration can name.
+
+    Attributes:
+        generate: `(num_ranks, num_microbatches, num_chunks) -> Schedule`.
+        chunks: how many stages a rank may have, the fewest first.
+        needs_full: whether fewer microbatches than ranks make it pointless, and are refused.
+    """
+
+    generate: Callable[[int, int, int], Schedule]
+    chunks: range = range(1, 2)
+    needs_full: bool = False
+
+
+SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
+    {
+        "gpipe": ScheduleKind(lambda ranks, num, _: gpipe(ranks, num)),
+        "1f1b": ScheduleKind(lambda ranks, num, _: one_f_one_b(ranks, num)),
+        "eager_1f1b": ScheduleKind(lambda ranks, num, _: eager_one_f_one_b(ranks, num)),
+        "interleaved": ScheduleKind(interleaved, range(2, 17), needs_full=True),
+        "zero_bubble": ScheduleKind(lambda ranks, num, _: zero_bubble(ranks, num)),
+        "zb_v": ScheduleKind(lambda ranks, num, _: zb_v(ranks, num), range(2, 3), needs_full=True),
+    }
+)
+
+
+def generate(
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None
+) -> Schedule:
+    """The schedule of that name; `num_chunks` stages a rank, by default the fewest that it takes.
+
+    Raises:
+        ConfigError: there is no such schedule, or it cannot be made of these numbers.
+    """
+    if name not in SCHEDULES:
+        raise ConfigError(
+            f"schedule {name!r} is none of {', '.join(SCHEDULES)}{hint_at(name, SCHEDULES)}"
+        )
+    kind = SCHEDULES[name]
+    chunks = kind.chunks[0] if num_chunks is None else num_chunks
+    if num_ranks < 1 or num_microbatches < 1:
+        raise ConfigError(
+            f"schedule {name} over {num_ranks} machines with {num_microbatches} microbatches: "
+            "both must be 1 or more"
+        )
+    if chunks not in kind.chunks:
+        allowed = " to ".join(map(str, sorted({kind.chunks[0], kind.chunks[-1]})))
+        raise ConfigError(f"schedule {name} takes {allowed} stages a machine, not {chunks}")
+    if kind.needs_full and num_microbatches < num_ranks:
+        raise ConfigError(
+            f"schedule {name} over {num_ranks} machines needs {num_ranks} microbatches or more, not "
+            f"{num_microbatches}: raise microbatches, or take schedule 1f1b"
+        )
+    return kind.generate(num_ranks, num_microbatches, chunks)
+
+
+def stage_ranks(schedule: Schedule) -> tuple[int, ...]:
+    """The rank of each stage, in the order of stages."""
+    ranks = {each.stage: rank for rank, one in enumerate(schedule) for each in one}
+    return tuple(ranks[stage] for stage in sorted(ranks))

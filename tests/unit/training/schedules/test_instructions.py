@@ -1,0 +1,106 @@
+"""The generated lists: executable, complete, within their memory, and as short as the papers say."""
+
+import pytest
+
+from smolcluster.errors import ConfigError
+from smolcluster.training.schedules.instructions import (
+    SCHEDULES,
+    Instruction,
+    Op,
+    Schedule,
+    generate,
+    interleaved,
+    one_f_one_b,
+    stage_ranks,
+    zb_v,
+)
+from smolcluster.training.schedules.simulation import Costs, simulate
+from smolcluster.training.schedules.validation import validate
+
+COSTS = Costs(1.0, 1.25, 0.5)
+
+
+def most_held(name: str, ranks: int, num: int, chunks: int) -> list[int]:
+    """Activations that the papers allow each rank to hold."""
+    match name:
+        case "gpipe":
+            most = [num] * ranks
+        case "1f1b":
+            most = [ranks - rank for rank in range(ranks)]
+        case "eager_1f1b":
+            most = [2 * (ranks - rank) - 1 for rank in range(ranks)]
+        case "zero_bubble":
+            most = [ranks] * ranks
+        case "zb_v":
+            most = [2 * ranks] * ranks
+        case _:
+            most = [2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1 for rank in range(ranks)]
+    return [min(each, num * chunks) for each in most]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_list_can_be_executed_within_its_memory(name: str) -> None:
+    kind = SCHEDULES[name]
+    for chunks in kind.chunks[:2]:
+        for ranks in range(1, 9):
+            for num in range(1, 33):
+                schedule = kind.generate(ranks, num, chunks)
+                assert len(schedule) == ranks
+                held = validate(schedule, num)
+                allowed = most_held(name, ranks, num, chunks)
+                assert all(a <= b for a, b in zip(held, allowed, strict=True)), (ranks, num, held)
+
+
+def makespan(schedule: Schedule, num_chunks: int = 1) -> float:
+    each = Costs(1.0 / num_chunks, 1.25 / num_chunks, 0.5 / num_chunks)
+    return simulate(schedule, [each] * (len(schedule) * num_chunks)).makespan_s
+
+
+@pytest.mark.parametrize(("ranks", "num"), [(1, 1), (2, 8), (4, 8), (3, 7), (8, 32)])
+def test_makespans_of_equal_stages_are_those_of_the_papers(ranks: int, num: int) -> None:
+    work = num * COSTS.total_s
+    for name in ("gpipe", "1f1b", "eager_1f1b"):
+        assert makespan(generate(name, ranks, num)) == pytest.approx(
+            work + (ranks - 1) * COSTS.total_s
+        )
+    equal = Costs(1.0, 1.0, 1.0)
+    zb_h1 = simulate(generate("zero_bubble", ranks, num), [equal] * ranks)
+    assert zb_h1.makespan_s == pytest.approx(num * 3 + ranks - 1)
+    assert zb_h1.bubble == pytest.approx((ranks - 1) / (3 * num + ranks - 1))
+
+
+@pytest.mark.parametrize(("ranks", "num", "chunks"), [(2, 8, 2), (4, 8, 2), (4, 16, 4), (8, 32, 3)])
+def test_chunks_divide_the_bubble_of_1f1b(ranks: int, num: int, chunks: int) -> None:
+    bubble = makespan(interleaved(ranks, num, chunks), chunks) - num * COSTS.total_s
+    assert bubble == pytest.approx((ranks - 1) * COSTS.total_s / chunks)
+
+
+@pytest.mark.parametrize(("ranks", "num"), [(2, 8), (4, 8), (8, 32)])
+def test_zb_v_waits_for_the_first_microbatch_alone(ranks: int, num: int) -> None:
+    timeline = simulate(zb_v(ranks, num), [Costs(0.5, 0.5, 0.5)] * (2 * ranks))
+    assert timeline.makespan_s == pytest.approx(3 * num + 0.5 * (ranks - 1))
+    assert stage_ranks(zb_v(ranks, num))[0] == stage_ranks(zb_v(ranks, num))[-1] == 0
+
+
+def test_1f1b_reads_as_in_the_paper() -> None:
+    first, last = one_f_one_b(2, 3)
+    assert " ".join(f"{each.op}{each.microbatch}" for each in first) == "F0 F1 B0 F2 B1 B2"
+    assert " ".join(f"{each.op}{each.microbatch}" for each in last) == "F0 B0 F1 B1 F2 B2"
+    assert last[1] == Instruction(Op.BACKWARD, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "num", "chunks", "said"),
+    [
+        ("1f2b", 2, 4, None, "1f1b"),
+        ("1f1b", 2, 0, None, "0 microbatches"),
+        ("1f1b", 2, 4, 2, "takes 1 stages"),
+        ("interleaved", 4, 3, None, "needs 4 microbatches"),
+        ("zb_v", 4, 8, 3, "not 3"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(
+    name: str, ranks: int, num: int, chunks: int | None, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        generate(name, ranks, num, chunks)
