@@ -22,7 +22,9 @@ MOST_EXACT = 9
 """Machines; each one more doubles time and memory."""
 TOLERANCE = 1e-7
 """Relative: cuts that are closer to the best than this are not looked for."""
-MOST_CHANGES = 150
+WORTH_A_LOOK = 0.01
+"""The same where not all orders of machines can be tried."""
+MOST_CHANGES = 60
 """Of an order of machines, where not all can be tried."""
 NARROW = 1e-3
 """An interval of paces, relative to its upper end, that is no longer halved."""
@@ -117,7 +119,8 @@ def best_cuts(
 ) -> list[Cut]:
     """Cuts by objective, the best first.
 
-    Only what is better than the objective `known` is looked for; no path is shorter than `least_path_s`.
+    Only what is better than the objective `known` is looked for, and by `WORTH_A_LOOK` if it is finite; no
+    path is shorter than `least_path_s`.
     """
     weight = num_microbatches - 1
     first = solve((known - least_path_s) / weight if weight else inf)
@@ -130,7 +133,7 @@ def best_cuts(
     open_ = [(first.path_s, next(tie), 0.0, first.path_s, first.pace_s)]
     while open_ and weight:
         bound, _, low, path, high = heapq.heappop(open_)
-        if bound >= best * (1 - TOLERANCE):
+        if bound >= best * (1 - (TOLERANCE if known == inf else WORTH_A_LOOK)):
             break
         high = min(high, (best - path) / weight)
         limit = high if high - low <= NARROW * high else (low + high) / 2

@@ -353,8 +353,8 @@ def _why_nothing_fits(problem: Problem) -> str:
         )
     biggest = max(each.fixed_bytes + each.activation_bytes for each in problem.layers)
     return (
-        f"no cut of {len(problem.layers)} layers fits: they need {gigabytes(needed)} or more, the machines have "
-        f"{gigabytes(total)} together, but in pieces that layers of up to {gigabytes(biggest)} do not fill: "
+        f"no cut of {len(problem.layers)} layers fits: they need {gigabytes(needed)} or more, the machines "
+        f"have {gigabytes(total)} together, but in pieces that layers of {gigabytes(biggest)} do not fill: "
         "raise microbatches, take schedule 1f1b, or add a machine"
     )
 
