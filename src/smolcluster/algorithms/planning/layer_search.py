@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.floating[Any]]
+Floats = NDArray[np.float64]
 
 MOST_EXACT = 9
 """Machines; each one more doubles time and memory."""
@@ -79,7 +79,7 @@ class Tables:
 
     @property
     def num_layers(self) -> int:
-        return self.stage_s.shape[1]
+        return int(self.stage_s.shape[1])
 
     def stages_below(self, limit_s: float, stages_from_end: int) -> Floats:
         """`stage_s` with infinity where a stage is too slow, or does not fit in its machine's memory."""

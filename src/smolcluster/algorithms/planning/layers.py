@@ -145,7 +145,7 @@ def plan_layers(problem: Problem) -> LayerPlan:
     if kind is not None and 1 not in kind.chunks:
         raise ConfigError(
             f"schedule {problem.schedule} has several stages a machine, which are not planned: "
-            "write shard_plan by hand, or take schedule zero_bubble"
+            "write shard_plan by hand, or take schedule zero-bubble"
         )
     cuts = [cut for tables in _tables(problem) for cut in search(tables, problem.num_microbatches)]
     if not cuts:

@@ -230,10 +230,10 @@ SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
     {
         "gpipe": ScheduleKind(lambda ranks, num, _: gpipe(ranks, num)),
         "1f1b": ScheduleKind(lambda ranks, num, _: one_f_one_b(ranks, num)),
-        "eager_1f1b": ScheduleKind(lambda ranks, num, _: eager_one_f_one_b(ranks, num)),
+        "eager-1f1b": ScheduleKind(lambda ranks, num, _: eager_one_f_one_b(ranks, num)),
         "interleaved": ScheduleKind(interleaved, range(2, 17), needs_full=True),
-        "zero_bubble": ScheduleKind(lambda ranks, num, _: zero_bubble(ranks, num)),
-        "zb_v": ScheduleKind(lambda ranks, num, _: zb_v(ranks, num), range(2, 3), needs_full=True),
+        "zero-bubble": ScheduleKind(lambda ranks, num, _: zero_bubble(ranks, num)),
+        "zb-v": ScheduleKind(lambda ranks, num, _: zb_v(ranks, num), range(2, 3), needs_full=True),
     }
 )
 

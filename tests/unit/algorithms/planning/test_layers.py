@@ -63,7 +63,7 @@ def random_problem(source: random.Random) -> Problem:
         pair: Link(source.choice([inf, source.uniform(5, 500)]), source.uniform(0, 1))
         for pair in itertools.permutations(names, 2)
     }
-    schedule = source.choice(["gpipe", "1f1b", "eager_1f1b", "zero_bubble"])
+    schedule = source.choice(["gpipe", "1f1b", "eager-1f1b", "zero-bubble"])
     return Problem(layers, machines, links, source.choice([1, 2, 4, 16]), schedule)
 
 

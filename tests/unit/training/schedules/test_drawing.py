@@ -10,7 +10,7 @@ from smolcluster.training.schedules.simulation import Boundary, Costs, Timeline,
 
 
 def timeline() -> Timeline:
-    return simulate(generate("zero_bubble", 2, 3), [Costs(1, 1, 1)] * 2, [Boundary(0.5, 0.25)])
+    return simulate(generate("zero-bubble", 2, 3), [Costs(1, 1, 1)] * 2, [Boundary(0.5, 0.25)])
 
 
 def test_a_row_for_each_span() -> None:

@@ -27,11 +27,11 @@ def most_held(name: str, ranks: int, num: int, chunks: int) -> list[int]:
             most = [num] * ranks
         case "1f1b":
             most = [ranks - rank for rank in range(ranks)]
-        case "eager_1f1b":
+        case "eager-1f1b":
             most = [2 * (ranks - rank) - 1 for rank in range(ranks)]
-        case "zero_bubble":
+        case "zero-bubble":
             most = [ranks] * ranks
-        case "zb_v":
+        case "zb-v":
             most = [2 * ranks] * ranks
         case _:
             most = [2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1 for rank in range(ranks)]
@@ -59,12 +59,12 @@ def makespan(schedule: Schedule, num_chunks: int = 1) -> float:
 @pytest.mark.parametrize(("ranks", "num"), [(1, 1), (2, 8), (4, 8), (3, 7), (8, 32)])
 def test_makespans_of_equal_stages_are_those_of_the_papers(ranks: int, num: int) -> None:
     work = num * COSTS.total_s
-    for name in ("gpipe", "1f1b", "eager_1f1b"):
+    for name in ("gpipe", "1f1b", "eager-1f1b"):
         assert makespan(generate(name, ranks, num)) == pytest.approx(
             work + (ranks - 1) * COSTS.total_s
         )
     equal = Costs(1.0, 1.0, 1.0)
-    zb_h1 = simulate(generate("zero_bubble", ranks, num), [equal] * ranks)
+    zb_h1 = simulate(generate("zero-bubble", ranks, num), [equal] * ranks)
     assert zb_h1.makespan_s == pytest.approx(num * 3 + ranks - 1)
     assert zb_h1.bubble == pytest.approx((ranks - 1) / (3 * num + ranks - 1))
 
@@ -96,7 +96,7 @@ def test_1f1b_reads_as_in_the_paper() -> None:
         ("1f1b", 2, 0, None, "0 microbatches"),
         ("1f1b", 2, 4, 2, "takes 1 stages"),
         ("interleaved", 4, 3, None, "needs 4 microbatches"),
-        ("zb_v", 4, 8, 3, "not 3"),
+        ("zb-v", 4, 8, 3, "not 3"),
     ],
 )
 def test_what_cannot_be_made_is_refused(

@@ -37,8 +37,8 @@ def test_latency_does_not_occupy_a_link() -> None:
 
 def test_sending_overlaps_computing() -> None:
     """As long as a transfer takes no longer than a computation only the first and the last one wait."""
-    slow = makespan("eager_1f1b", 4, 32, Boundary(0.9, 0.9))
-    assert slow == pytest.approx(makespan("eager_1f1b", 4, 32, Boundary()) + 3 * 2 * 0.9)
+    slow = makespan("eager-1f1b", 4, 32, Boundary(0.9, 0.9))
+    assert slow == pytest.approx(makespan("eager-1f1b", 4, 32, Boundary()) + 3 * 2 * 0.9)
     assert makespan("1f1b", 4, 32, Boundary(0.9, 0.9)) > 1.2 * slow
 
 
