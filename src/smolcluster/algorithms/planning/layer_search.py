@@ -180,7 +180,8 @@ def _after(reached: Floats, links: Floats, sets: NDArray[Any], machine: int, siz
         rest = np.full((len(sets), reached.shape[2]), inf)
         rest[:, -1] = 0.0
         return rest
-    return np.min(reached[sets] + links[machine], axis=1)
+    nearest: Floats = np.min(reached[sets] + links[machine], axis=1)
+    return nearest
 
 
 def _traced(

@@ -327,7 +327,8 @@ def _table(problem: Problem, held: tuple[int, ...], sizes: frozenset[int]) -> Ta
 def _of_ranges(values: Floats) -> Floats:
     """`(a, i)`: the sum of the values from a up to i."""
     sums = np.concatenate([[0.0], np.cumsum(values)])
-    return sums[None, :] - sums[:-1, None]
+    differences: Floats = sums[None, :] - sums[:-1, None]
+    return differences
 
 
 # --- refusals
