@@ -324,7 +324,7 @@ def test_four_workers_of_syncps_wait_for_a_killed_server(
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("mode", ["sync", "streaming"])
+@pytest.mark.parametrize("mode", ["sync", "streaming", "async"])
 def test_diloco_through_a_kill_a_stop_a_late_joiner_and_a_cut_link(
     processes: Processes, reference: Undisturbed, mode: str
 ) -> None:

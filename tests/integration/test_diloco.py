@@ -29,6 +29,7 @@ from smolcluster.utils.stopping import Interrupted
 PLAIN = "outer_lr=1", "outer_momentum=0", "codec_up=null", "codec_down=null"
 """With one worker this is training in one process."""
 STREAMING = "mode=streaming", "fragments=3"
+ASYNC = ("mode=async",)
 
 
 def settings_for(*overrides: str, workers: int = 1) -> Settings:
@@ -46,7 +47,7 @@ def cluster_for(
     return Cluster(settings, folder, algorithm="diloco", workload=workload, resume=resume)
 
 
-@pytest.mark.parametrize("mode", [(), STREAMING], ids=["sync", "streaming"])
+@pytest.mark.parametrize("mode", [(), STREAMING, ASYNC], ids=["sync", "streaming", "async"])
 @pytest.mark.parametrize(
     ("local_steps", "double", "overrides"),
     [
@@ -110,8 +111,9 @@ def test_one_worker_in_float16_trains_as_one_process_overflows_and_all(tmp_path:
         ("int4", "int4", ()),
         ("topk", "int8", ()),
         ("int8", "int8", STREAMING),
+        ("int8", "int8", ASYNC),
     ],
-    ids=["fp32", "int8", "int4", "topk", "int8, streaming"],
+    ids=["fp32", "int8", "int4", "topk", "int8, streaming", "int8, async"],
 )
 def test_three_workers_learn_and_apply_every_sample_once(
     tmp_path: Path, codec: str, down: str, mode: tuple[str, ...]
@@ -132,13 +134,15 @@ def test_three_workers_learn_and_apply_every_sample_once(
     workers = [cluster.worker(rank + 1, make=Watched) for rank in range(3)]
     summary = cluster.finish(*workers)
     assert summary.samples_applied == 8 * summary.train_samples
+    assert summary.leases_returned == 0, "nobody was cut off"
     assert summary.codec == codec
     assert summary.steps == summary.pushes.applied == len(cluster.metrics.steps)
     assert summary.final.val_accuracy is not None
-    assert summary.final.val_accuracy > (0.6 if codec == "topk" else 0.8), "few rounds for topk"
+    least = 0.6 if codec == "topk" or mode == ASYNC else 0.8
+    assert summary.final.val_accuracy > least, "few rounds for topk, and for delayed momentum"
     assert isinstance(cluster.core, Server)
-    assert cluster.core.round > 20
-    for weights in held.values():  # the same, bit for bit, also by steps in 8 bits
+    assert cluster.core.num_rounds > 20
+    for weights in held.values() if mode != ASYNC else []:  # bit for bit, also by steps in 8 bits
         assert all(torch.equal(each, weights[0]) for each in weights)
 
 
@@ -148,7 +152,7 @@ def test_local_steps_are_chosen_by_measured_times_and_at_first_few(tmp_path: Pat
     class Watched(Server):
         def begin_round(self) -> None:
             super().begin_round()
-            chosen.append(self.local_steps)
+            chosen.append(self.round.local_steps)
 
         def measured_steps(self) -> int:
             super().measured_steps()
@@ -187,13 +191,16 @@ class Diverging(Worker):
 class Huge(Worker):
     """What it has changed is finite, and now and then out of all proportion."""
 
+    num_changes = 0
+
     def send_change(self, collect: Collect) -> None:
-        if self.versions[0] % 4 == 3 and not self.is_fresh:
+        self.num_changes += 1
+        if self.num_changes % 4 == 3 and not self.is_fresh:
             self.replica.params.mul_(1e25)
         super().send_change(collect)
 
 
-@pytest.mark.parametrize("mode", [(), STREAMING], ids=["sync", "streaming"])
+@pytest.mark.parametrize("mode", [(), STREAMING, ASYNC], ids=["sync", "streaming", "async"])
 @pytest.mark.parametrize("make", [Dying, Diverging, Huge])
 def test_a_worker_that_fails_costs_its_own_steps_and_nothing_else(
     tmp_path: Path, make: type[Worker], mode: tuple[str, ...]
@@ -299,7 +306,7 @@ def test_a_late_worker_joins_and_shares_the_work(tmp_path: Path) -> None:
     assert {record.rank for record in cluster.metrics.steps} == {0, 3}
 
 
-@pytest.mark.parametrize("mode", [(), STREAMING], ids=["sync", "streaming"])
+@pytest.mark.parametrize("mode", [(), STREAMING, ASYNC], ids=["sync", "streaming", "async"])
 def test_a_server_goes_on_from_its_last_round(tmp_path: Path, mode: tuple[str, ...]) -> None:
     """Momentum, what the codec owes, rounds and samples are those of the checkpoint."""
     own = "local_steps=5", "codec_up=int8", "codec_down=int8", "checkpoint_steps=1", "num_epochs=3"
@@ -313,7 +320,7 @@ def test_a_server_goes_on_from_its_last_round(tmp_path: Path, mode: tuple[str, .
     def watched(applied: Sequence[Applied]) -> None:
         count(applied)
         partly, store = stopped.ledger.partly_applied, stopped.store
-        if not saved and applied and store.version >= 10 and bool(partly) == bool(mode):
+        if not saved and applied and store.version >= 10 and bool(partly) == (mode == STREAMING):
             tensors = {name: each.clone() for name, each in store.tensors.items()}
             saved.append((stopped.version, store.version, partly, tensors))
             cluster.stop.note(signal.SIGTERM)

@@ -19,10 +19,10 @@ ChangeCodecName = Literal[CodecName, "topk"]
 class DiLoCoConfig(AlgorithmConfig):
     """DiLoCo's own keys, all of the cluster file."""
 
-    mode: Literal["sync", "streaming"] = Field(
+    mode: Literal["sync", "streaming", "async"] = Field(
         "streaming",
         description="DiLoCo: all exchange the whole at the end of a round, or a fragment at a time behind "
-        "computation (2501.18512).",
+        "computation (2501.18512), or each worker the whole when it is ready (2401.09135).",
     )
     fragments: PositiveInt | None = Field(
         None, description="DiLoCo: parts that streaming exchanges one by one; null: 4."
@@ -35,12 +35,17 @@ class DiLoCoConfig(AlgorithmConfig):
     outer_lr: PositiveFloat | None = Field(
         None,
         description="DiLoCo: learning rate of the outer step; null: by the number of rounds, which are "
-        "100 where local_steps is null.",
+        "taken for 100 where local_steps is null.",
     )
     outer_momentum: NonNegativeFloat | None = Field(
         None,
         lt=1,
         description="DiLoCo: Nesterov momentum of the outer step; null: as for outer_lr.",
+    )
+    momentum_delay: PositiveInt | None = Field(
+        None,
+        description="DiLoCo: asynchronous: momentum acts after so many workers' changes; null: two of each "
+        "worker.",
     )
     codec_up: ChangeCodecName | None = Field(
         None, description="DiLoCo: how workers send what they have changed; null: as codec says."
@@ -66,18 +71,23 @@ class DiLoCoConfig(AlgorithmConfig):
 
     def num_fragments(self, num_tensors: int) -> int:
         """Into how many fragments a model of so many trainable tensors is cut."""
-        if self.mode == "sync":
+        if self.mode != "streaming":
             return 1
         return self.fragments or min(DEFAULT_FRAGMENTS, num_tensors)
 
     def check(self, settings: "Settings") -> None:  # noqa: ARG002 - that of all algorithms
-        """Only streaming has fragments; there must not be more than can be named."""
+        """Only streaming has fragments, which must not be more than can be named; only async a delay."""
+        if self.momentum_delay is not None and self.mode != "async":
+            raise ConfigError(
+                f"momentum_delay is {self.momentum_delay}, but mode is {self.mode}, whose momentum acts in "
+                "every outer step; set mode to async, or momentum_delay to null"
+            )
         if self.fragments is None:
             return
-        if self.mode == "sync" and self.fragments > 1:
+        if self.mode != "streaming" and self.fragments > 1:
             raise ConfigError(
-                f"fragments is {self.fragments}, but mode is sync, which exchanges the whole; set mode to "
-                "streaming, or fragments to null"
+                f"fragments is {self.fragments}, but mode is {self.mode}, which exchanges the whole; set "
+                "mode to streaming, or fragments to null"
             )
         if self.fragments > MAX_FRAGMENTS:
             raise ConfigError(f"fragments is {self.fragments}, must be at most {MAX_FRAGMENTS}")

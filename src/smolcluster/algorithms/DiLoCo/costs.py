@@ -94,7 +94,8 @@ def _hiding(
     A fragment's exchange begins with the batches that a worker holds, which are computed first.
     """
     steps_s = [worker.step_s for worker in site.workers]
-    num_fragments = settings.of(DiLoCoConfig).fragments or DEFAULT_FRAGMENTS
+    config = settings.of(DiLoCoConfig)
+    num_fragments = config.num_fragments(DEFAULT_FRAGMENTS)
     exchange_s = max(
         LEAST_AHEAD * worker.step_s + up_s / num_fragments + worker.latency_s
         for worker, up_s in zip(site.workers, ups_s, strict=True)
@@ -104,6 +105,8 @@ def _hiding(
     least_s = hiding_round_s([exchange_s] * num_fragments, uploads_s)
     local_steps = _local_steps(least_s, steps_s, job, settings)
     computing_s = local_steps * harmonic_mean(steps_s)
+    if config.mode == "async":  # a slow link holds up nobody else
+        return local_steps, computing_s
     return local_steps, max(computing_s, exchange_s, *ups_s, *downs_s)
 
 

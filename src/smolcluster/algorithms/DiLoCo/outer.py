@@ -5,7 +5,8 @@ mean Δ̄ for a gradient (DiLoCo, Douillard et al., 2311.08105), with Nesterov's
 
     m <- β m + Δ̄;    θ <- θ - γ (Δ̄ + β m)
 
-With γ = 1 and β = 0 that is local SGD: θ becomes the workers' mean.
+With γ = 1 and β = 0 that is local SGD: θ becomes the workers' mean. Where workers do not wait for each other,
+momentum is delayed (Liu et al., 2401.09135): see `DelayedNesterov`.
 """
 
 import torch
@@ -45,6 +46,61 @@ class OuterOptimizer:
         momentum.mul_(self.momentum).add_(delta)
         theta.sub_(delta, alpha=self.learning_rate)
         theta.sub_(momentum, alpha=self.learning_rate * self.momentum)
+
+
+class DelayedNesterov(OuterOptimizer):
+    """Delayed Nesterov of asynchronous local SGD (2401.09135, algorithm 3, with c = 0).
+
+    Each change Δ_i is applied when it comes, by its worker's share w_i (Σ w = 1 over the workers), without
+    momentum:
+
+        θ <- θ - γ w_i Δ_i
+
+    and after every `momentum_delay`-th one momentum moves by the mean of these, and the weights by momentum:
+
+        m <- β m + Σ w_i Δ_i / Σ w_i;    θ <- θ - γ β m
+
+    Departure: the paper divides a change by the delay too, for the two are one number there; here the delay
+    divides the momentum term alone, and a change counts by its worker's share. With N workers of equal
+    changes and a delay of N it is `OuterOptimizer`, whose synchronous `step` it has as well; a longer delay
+    is less momentum.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        learning_rate: float,
+        momentum: float,
+        momentum_delay: int,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`momentum_delay`: in changes applied."""
+        super().__init__(size, learning_rate, momentum, device=device, dtype=dtype)
+        self.momentum_delay = momentum_delay
+        self.state |= {
+            "delayed": torch.zeros(size, dtype=dtype, device=device),
+            "num_delayed": torch.zeros((), dtype=torch.int64),
+            "delayed_share": torch.zeros((), dtype=torch.float64),
+        }
+
+    def apply(self, theta: Tensor, delta: Tensor, share: float) -> None:
+        """Change the weights `theta` (size,) in place by one worker's `delta` (size,), of weight `share`."""
+        theta.sub_(delta, alpha=self.learning_rate * share)
+        self.state["delayed"].add_(delta, alpha=share)
+        self.state["num_delayed"] += 1
+        self.state["delayed_share"] += share
+        if self.state["num_delayed"] >= self.momentum_delay:
+            self._move_by_momentum(theta)
+
+    def _move_by_momentum(self, theta: Tensor) -> None:
+        momentum = self.state["momentum"].mul_(self.momentum)
+        if (share := float(self.state["delayed_share"])) > 0:
+            momentum.add_(self.state["delayed"], alpha=1 / share)
+        theta.sub_(momentum, alpha=self.learning_rate * self.momentum)
+        for name in ("delayed", "num_delayed", "delayed_share"):
+            self.state[name].zero_()
 
 
 def outer_defaults(num_rounds: int) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -78,6 +78,10 @@ class Peer:
     """When it joined, or was heard to have taken its last step."""
     upload_s: float = 0.0
     """How long after its last step its change is here."""
+    num_since_asked: int = 0
+    """Batches that it was given since it was asked for its change last."""
+    step_terms: float | None = None
+    """Loss terms of a local step, on average over its last change; None: it has sent none."""
     waited_s: float | None = None
     """How long it had nothing to compute before this round's first step; None: that is to come."""
 
@@ -106,6 +110,7 @@ class Peer:
         if not self.unanswered:
             self.began_at = now
         self.unanswered.add(lease)
+        self.num_since_asked += 1
 
     def stepped(self, stepped: Stepped, now: float) -> None:
         """Learn from a step how fast it is: as it says, or as its steps come, if that is slower."""
@@ -147,4 +152,18 @@ class Peer:
 
     def begin(self) -> None:
         """A round begins with new weights, or it is to begin again."""
-        self.is_asked, self.waited_s = False, None
+        self.is_asked, self.waited_s, self.num_since_asked = False, None, 0
+
+
+def share_of(peer: Peer, others: Iterable[Peer]) -> float:
+    """The part of all loss terms a second that a worker brings; `others` may have sent no change yet.
+
+    A worker whose link is slow brings a longer change more rarely, and counts for as much.
+    """
+    assert peer.step_terms is not None  # noqa: S101 - it is what its change has just said
+    own = peer.step_terms
+    theirs = sum(
+        (own if each.step_terms is None else each.step_terms) / each.step_s for each in others
+    )
+    rate = own / peer.step_s
+    return rate / (rate + theirs) if rate else 0.0

@@ -7,8 +7,9 @@ and the first rounds are short.
 
 import heapq
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from statistics import harmonic_mean
 from typing import TypeVar
 
 WorkerId = TypeVar("WorkerId", bound=Hashable)
@@ -18,8 +19,12 @@ COMPUTING = 0.95
 HEADROOM = 1.5
 """Where it is, a round lasts so many times as long as the exchanges that it hides: they do not always take
 the same time."""
-LEAST_ROUNDS = 100
-"""So many outer steps a run should take at least: momentum needs tens of rounds to come to its speed."""
+LEAST_ROUNDS = 25
+"""So many a run has at least: momentum takes some rounds to come to its speed.
+
+A GPT of 0.1 million parameters on four unlike workers, 340,000 bytes, streaming in one process: the
+validation loss after 33 rounds was 2.530, after 133 rounds 2.540 (one seed).
+"""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,12 @@ def hiding_round_s(exchanges_s: Iterable[float], uploads_s: Iterable[float]) -> 
     longest_s = max(by_fragment, default=0.0)
     link_s = len(by_fragment) * max(uploads_s, default=0.0)
     return HEADROOM * max(longest_s, link_s)
+
+
+def own_steps(local_steps: int, step_s: float, steps_s: Collection[float]) -> int:
+    """Local steps H_w of a worker of `step_s` in the time in which all, of `steps_s`, take `local_steps` each
+    on average."""
+    return max(1, round(local_steps * harmonic_mean(steps_s) / step_s))
 
 
 def choose_local_steps(step_s: float, round_s: float, total_batches: int, num_workers: int) -> int:

@@ -6,9 +6,11 @@
 A round is `local_steps` batches a worker on average: who is faster gets more of them, so that all arrive
 together. What a lost worker has computed and not sent goes to others, so that every sample of every epoch is
 applied exactly once. Streaming does all that for a fragment of the weights at a time, while workers go on
-computing. One thread, `Server.run`, decides everything.
+computing. Asynchronously each worker brings its change when it has taken its own steps, and the server
+applies it at once; the first rounds are synchronous. One thread, `Server.run`, decides everything.
 
-Sources: DiLoCo (Douillard et al., 2311.08105); Streaming DiLoCo (Douillard et al., 2501.18512).
+Sources: DiLoCo (Douillard et al., 2311.08105); Streaming DiLoCo (Douillard et al., 2501.18512); asynchronous
+local SGD (Liu et al., 2401.09135).
 By hand: `uv run server.py`.
 """
 
@@ -20,7 +22,7 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -41,17 +43,22 @@ from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig
 from smolcluster.algorithms.DiLoCo.exchange import DeltaArrived, DeltaReceiver, Layout
 from smolcluster.algorithms.DiLoCo.fragments import cut
 from smolcluster.algorithms.DiLoCo.ledger import Applied, Ledger, Request
-from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer, outer_defaults
-from smolcluster.algorithms.DiLoCo.peers import LEAST_STEP_S, MOST_STEP_S, Peer
+from smolcluster.algorithms.DiLoCo.outer import (
+    DelayedNesterov,
+    OuterOptimizer,
+    outer_defaults,
+)
+from smolcluster.algorithms.DiLoCo.peers import LEAST_STEP_S, MOST_STEP_S, Peer, share_of
+from smolcluster.algorithms.DiLoCo.round import Round
 from smolcluster.algorithms.DiLoCo.rounds import (
-    LEAST_ROUNDS,
     choose_local_steps,
     hiding_round_s,
+    own_steps,
     plan_round,
     waiting_round_s,
     warmed_up,
 )
-from smolcluster.algorithms.DiLoCo.store import Change, OuterStore
+from smolcluster.algorithms.DiLoCo.store import WHOLE, Change, OuterStore
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.cluster.worker import Worker
@@ -85,6 +92,13 @@ TICK_S = 0.1
 LONGEST_SILENCE_S = 120.0
 """Who was left behind, and is silent for so long, is cut."""
 UNKNOWN_STEP_S = 1.0
+SYNCHRONOUS_ROUNDS = 4
+"""With which an asynchronous run begins: early on the workers' ways part fastest, and their speeds are not
+known yet."""
+USUAL_ROUNDS = 100
+"""Of a run whose local steps are chosen by measured times."""
+CHANGES_PER_DELAY = 2
+"""Of each worker, after which momentum acts where workers do not wait for each other."""
 
 
 class RoundsState(BaseModel):
@@ -108,6 +122,8 @@ class Contribution:
     request: Request
     change: Change
     norm: float
+    share: float
+    """Its worker's part of what all workers bring, where it is applied by itself."""
 
 
 class Server:
@@ -129,6 +145,8 @@ class Server:
         self.total_batches = self.train.num_epochs * epoch_batches
         self.tell_of_long_rounds(epoch_batches)
         self.is_streaming = self.config.mode == "streaming"
+        self.is_async = False
+        """Whether workers no longer wait for each other, nor have rounds."""
         num_fragments = self.config.num_fragments(len(replica.layers))
         self.layout = Layout.of(replica, cut(replica.layers, num_fragments))
         self.numbers = range(num_fragments)
@@ -156,19 +174,10 @@ class Server:
         self.peers: dict[int, Peer] = {}
         self.workers: dict[int, Worker] = {}
         """All that have ever taken part, by session."""
-        self.local_steps = 1
-        """H of this round: how many batches it has for each worker."""
-        self.num_handed = 0
-        """Batches of this round that were handed out, and not taken back."""
+        self.round = Round(num_fragments)
         self.plan: dict[int, int] = {}
         """How many more batches each worker should get in this round."""
-        self.asked: set[int] = set()
-        """Fragments whose changes were asked for in this round."""
-        self.gathering: dict[int, float] = {}
-        """Since when those are awaited that have not all come."""
         self.contributions: dict[int, list[Contribution]] = {each: [] for each in self.numbers}
-        self.exchange_s: dict[int, float] = {}
-        """By fragment: how long it took the last time from asking to the outer step."""
         self.norms, self.failures = Norms(), Failures()
 
     def tell_of_long_rounds(self, epoch_batches: int) -> None:
@@ -184,10 +193,14 @@ class Server:
         num_workers, config = self.context.settings.cluster.num_workers, self.config
         num_rounds = self.total_batches // num_workers // (config.local_steps or 1)
         if config.local_steps is None:
-            num_rounds = min(LEAST_ROUNDS, num_rounds)
+            num_rounds = min(USUAL_ROUNDS, num_rounds)
         is_sparse = config.codec_up == "topk"
         rate, momentum = (1.0, 0.0) if is_sparse else outer_defaults(max(1, num_rounds))
-        return OuterOptimizer(
+        make: Callable[..., OuterOptimizer] = OuterOptimizer
+        if config.mode == "async":
+            delay = config.momentum_delay or CHANGES_PER_DELAY * num_workers
+            make = partial(DelayedNesterov, momentum_delay=delay)
+        return make(
             self.replica.num_params,
             rate if config.outer_lr is None else config.outer_lr,
             momentum if config.outer_momentum is None else config.outer_momentum,
@@ -249,10 +262,10 @@ class Server:
                 self.handle(event)
             now = time.monotonic()
             self.leave_late(now)
+            self.step(now)
             for _ in self.numbers:
                 self.hand_out(now)
                 self.collect(now)
-            self.step(now)
             self.saver.tick()
             self.report.tick()
         self.replica.check_weights("at the end of the run")
@@ -260,51 +273,60 @@ class Server:
 
     def begin_round(self) -> None:
         """Choose how many batches a worker takes on average until the next outer step."""
-        self.local_steps = self.config.local_steps or warmed_up(self.round, self.measured_steps())
-        self.num_handed = 0
-        self.asked.clear()
+        self.round.begin(
+            self.config.local_steps or warmed_up(self.num_rounds, self.measured_steps())
+        )
         for peer in self.active:
             peer.begin()
+        if self.config.mode == "async" and self.store.version >= SYNCHRONOUS_ROUNDS:
+            self.is_async = True
+            for peer in self.active:
+                self.store.follow(peer.id)
 
     def measured_steps(self) -> int:
         """H by measured times: the least that keeps workers computing; at first the least of all.
 
         Streaming exchanges behind computation: a round need only be as long as that takes.
         """
-        peers = self.active
+        peers, exchanges_s = self.active, self.round.exchange_s.values()
         waits = [peer.waited_s for peer in peers if peer.waited_s is not None]
-        if not peers or not (self.exchange_s if self.is_streaming else waits):
+        if not peers or not (exchanges_s if self.is_streaming else waits):
             return 1
         if self.is_streaming:
-            round_s = hiding_round_s(self.exchange_s.values(), [peer.upload_s for peer in peers])
+            round_s = hiding_round_s(exchanges_s, [peer.upload_s for peer in peers])
+        elif self.config.mode == "async":
+            round_s = hiding_round_s([2 * peer.upload_s + peer.step_s for peer in peers], [])
         else:
             round_s = waiting_round_s(min(waits))
         step_s = harmonic_mean([peer.step_s for peer in peers])
         return choose_local_steps(step_s, round_s, self.total_batches, len(peers))
 
     @property
-    def round(self) -> int:
+    def num_rounds(self) -> int:
         """How many times every fragment has been exchanged."""
         return self.store.version // len(self.numbers)
 
     @property
-    def num_left(self) -> int:
-        """Batches of this round that are to be handed out."""
-        return self.local_steps * len(self.active) - self.num_handed
+    def waits(self) -> bool:
+        """Whether a worker that was asked for its change waits for new weights."""
+        return not (self.is_streaming or self.is_async)
 
     def hand_out(self, now: float) -> None:
         """Give workers a few of the batches that they are to have in this round."""
-        if not self.pool.started or (self.asked and not self.is_streaming):
+        if not self.pool.started or (self.round.asked and self.waits):
             return
         takers = {peer.id: peer for peer in self.active if not peer.is_asked}
-        streaming = self.is_streaming
-        paces = {id_: peer.pace(now, is_streaming=streaming) for id_, peer in takers.items()}
-        self.plan = plan_round(self.num_left - self.num_later(len(self.asked)), paces)
+        # while its change is on its way, and new weights are
+        busy_s = {id_: 0.0 if self.waits else 2 * peer.upload_s for id_, peer in takers.items()}
+        wanted = {id_: peer.num_wanted(busy_s[id_]) for id_, peer in takers.items()}
+        if self.is_async:
+            self.plan = dict(wanted)
+        else:
+            streaming = self.is_streaming
+            paces = {id_: peer.pace(now, is_streaming=streaming) for id_, peer in takers.items()}
+            self.plan = plan_round(self.round.budget(len(self.active)), paces)
         for id_, peer in takers.items():
-            busy_s = (
-                2 * peer.upload_s if streaming else 0.0
-            )  # with its change, and with new weights
-            for _ in range(min(self.plan[id_], peer.num_wanted(busy_s))):
+            for _ in range(min(self.plan[id_], wanted[id_])):
                 self.give(peer)
 
     def give(self, peer: Peer) -> None:
@@ -314,7 +336,7 @@ class Server:
         rate = self.learning_rate()
         fragments = self.ledger.assign(lease.key, peer.id, rate)
         peer.gets(lease.key, time.monotonic())
-        self.num_handed += 1
+        self.round.num_handed += 1
         self.plan[peer.id] -= 1
         fill = peer.outbox.place()
         self.feed.deliver(
@@ -347,59 +369,83 @@ class Server:
 
         At the end of a round that exchanges the whole, who gets no more batches is asked before the others.
         """
-        for number in self.numbers:
-            if number not in self.asked and self.is_due(number):
-                self.asked.add(number)
-                self.gathering[number] = now
+        if self.is_async:
+            self.collect_by_worker()
+            return
+        for number in list(self.round.unasked):
+            if self.is_due(number):
+                self.round.ask(number, now)
                 for peer in self.active:
                     self.ask(peer, number)
-        if not self.is_streaming and not self.asked:
+        if self.waits and not self.round.asked:
             for peer in self.active:
                 if self.plan.get(peer.id, 1) <= 0:
-                    self.ask(peer, 0)
+                    self.ask(peer, WHOLE)
+
+    def collect_by_worker(self) -> None:
+        """Ask each worker that has its own number of batches, and whose last change has been applied."""
+        steps_s = [peer.step_s for peer in self.active]
+        for peer in self.active:
+            enough = own_steps(self.round.local_steps, peer.step_s, steps_s)
+            is_due = peer.num_since_asked >= enough or not self.dispatcher.has_more
+            if is_due and not self.ledger.owes_change(peer.id):
+                self.ask(peer, WHOLE)
 
     def is_due(self, number: int) -> bool:
-        """Whether all that belongs before a fragment's exchange has been handed out."""
-        if number in self.gathering:
-            return False
+        """Whether a fragment's turn has come: by what was handed out, or because there is no more."""
         if not self.dispatcher.has_more or all(peer.is_asked for peer in self.active):
             return self.ledger.num_open_samples > 0
-        return self.num_handed > 0 and self.num_left <= self.num_later(number)
-
-    def num_later(self, number: int) -> int:
-        """How many batches of a round are handed out after a fragment's exchange has begun."""
-        num_after = max(0, len(self.numbers) - 1 - number)
-        return self.local_steps * len(self.active) * num_after // len(self.numbers)
+        return self.round.is_due(number, len(self.active))
 
     def ask(self, peer: Peer, number: int) -> None:
         if not self.ledger.has_uncovered(peer.id, number):
             return
-        peer.is_asked = not self.is_streaming
+        peer.is_asked, peer.num_since_asked = self.waits, 0
         request = self.ledger.request(peer.id, number).number
         self.tell(peer, Collect(request=request, fragment=number, wait=peer.is_asked))
 
     def step(self, now: float) -> None:
         """Take the outer steps for which all have brought what they have changed; then a round may end."""
-        for number in [each for each in self.gathering if not self.ledger.is_waiting(each)]:
-            self.exchange_s[number] = now - self.gathering.pop(number)
+        if self.is_async:
+            changes, self.contributions[WHOLE] = self.contributions[WHOLE], []
+            for each in changes:
+                self.apply(each)
+            return
+        waiting = [each for each in self.round.gathering if self.ledger.is_waiting(each)]
+        for number in [each for each in self.round.gathering if each not in waiting]:
+            self.round.gathered(number, now)
             if self.contributions[number]:
                 self.take_outer_step(number)
-        is_exchanged = self.is_streaming or not self.gathering
-        if len(self.asked) == len(self.numbers) and is_exchanged:
+        if self.round.is_asked and (self.is_streaming or not self.round.gathering):
             self.begin_round()
+
+    def apply(self, contribution: Contribution) -> None:
+        """Apply one worker's change as it has come, and send it what the weights are now."""
+        self.saver.wait_for_copy()
+        self.store.apply(contribution.change, contribution.share)
+        self.replica.check_weights(f"after outer step {self.store.version}")
+        peer = self.peers.get(contribution.request.holder)
+        if peer is not None and not peer.is_stalled:
+            self.send(peer, self.store.own_frames(peer.id, peer.versions[WHOLE]))
+            peer.versions[WHOLE] = self.store.version
+        self.applied(WHOLE, [contribution])
 
     def take_outer_step(self, number: int) -> None:
         """Step a fragment along the mean of what workers have changed, and send it to all."""
         self.saver.wait_for_copy()
         contributions, self.contributions[number] = self.contributions[number], []
         self.store.step(number, [each.change for each in contributions])
-        applied = self.ledger.apply(each.request for each in contributions)
-        self.replica.update_average(len(applied))
         self.replica.check_weights(f"after outer step {self.store.version}")
         for peer in self.active:
             frames = self.store.fragment_frames(number, peer.versions[number])
             peer.versions[number] = self.store.version
             self.send(peer, frames)
+        self.applied(number, contributions)
+
+    def applied(self, number: int, contributions: Sequence[Contribution]) -> None:
+        """An outer step has applied these changes of a fragment: their samples may count now."""
+        applied = self.ledger.apply(each.request for each in contributions)
+        self.replica.update_average(len(applied))
         for each in contributions:
             name = self.workers[each.request.holder].name
             self.norms.add(each.norm, f"{name} in outer step {self.store.version}")
@@ -464,6 +510,7 @@ class Server:
 
     def on_departure(self, worker: Worker) -> None:
         peer = self.peers.pop(worker.member.session_id)
+        self.store.leave(peer.id)
         if self.receiver_of(peer).in_progress:
             self.report.lost_push(worker.name, "its connection broke")
         self.take_back(peer, "its worker has gone")
@@ -504,7 +551,10 @@ class Server:
         )
         self.ledger.arrived(request)
         peer.answered(time.monotonic())
-        self.contributions[request.fragment].append(Contribution(request, change, norm))
+        if steps:
+            peer.step_terms = change.weight / len(steps)
+        share = share_of(peer, [each for each in self.active if each is not peer])
+        self.contributions[request.fragment].append(Contribution(request, change, norm, share))
 
     def on_skip(self, peer: Peer, skip: Skip) -> None:
         """A worker's copy has come to NaN or infinity: it begins again, and its samples go to others.
@@ -543,7 +593,7 @@ class Server:
         for lease in returned:
             self.dispatcher.release(lease, peer.id)
             self.report.lease_returned(peer.worker, Range.of(lease), reason)
-        self.num_handed -= len(returned)
+        self.round.num_handed -= len(returned)
         peer.outbox.clear()
         peer.unanswered.clear()
         peer.begin()
@@ -586,6 +636,8 @@ class Server:
         """Send the whole weights: what the worker was sent before, and has not answered, is void."""
         self.replica.check_weights(f"after outer step {self.store.version}")
         peer.versions = list(self.store.versions)
+        if self.is_async:
+            self.store.follow(peer.id)
         self.send(peer, self.store.whole_frames(self.context.incarnation))
 
     def send(self, peer: Peer, frames: Sequence[Frame]) -> None:

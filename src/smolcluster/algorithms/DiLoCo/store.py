@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from smolcluster.algorithms.DiLoCo.exchange import Encoder, Layout, outer_frames
-from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer
+from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
 from smolcluster.codec.registry import lossless_for
 from smolcluster.ps.buffers import buffer_frames
 from smolcluster.ps.history import Update, UpdateHistory
@@ -14,6 +14,9 @@ from smolcluster.ps.weights import state_frames
 from smolcluster.training.buffers import BufferValues, mean_buffers
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
+
+WHOLE = 0
+"""The one fragment, where all weights are exchanged at once."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ class OuterStore:
         """Fragments as they are, by number: their version, and frames that all share."""
         self._snapshot: tuple[int, list[Frame]] | None = None
         """The same of the whole."""
+        self._theirs: dict[int, Tensor] = {}
+        """Of workers that are followed: the weights (num_params,) that they were sent, on the CPU."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -89,6 +94,48 @@ class OuterStore:
             replica.buffers.add(
                 mean_buffers([(each.num_samples, each.buffers) for each in changes])
             )
+
+    def apply(self, change: Change, share: float) -> None:
+        """Change all weights by one worker's change, of weight `share`, as soon as it has come.
+
+        Raises:
+            TypeError: the outer optimizer cannot.
+        """
+        replica = self._replica
+        if not isinstance(self._outer, DelayedNesterov):
+            raise TypeError(
+                f"{type(self._outer).__name__} takes the changes of all workers at once"
+            )
+        with replica.meter("apply"):
+            theta = self._layout.gather(WHOLE, replica.params)
+            self._outer.apply(theta, change.values.to(theta.device), share)
+            self._layout.fragments[WHOLE].scatter(theta, replica.params)
+            replica.buffers.add({each: added * share for each, added in change.buffers.items()})
+        self.version += 1
+        self.versions[WHOLE] = self.version
+
+    def follow(self, worker: int) -> None:
+        """`worker` has the weights as they are, and is sent by itself what becomes of them."""
+        if self._steps is not None:
+            self._theirs[worker] = self._layout.gather(WHOLE, self._replica.params).cpu()
+
+    def leave(self, worker: int) -> None:
+        self._theirs.pop(worker, None)
+
+    def own_frames(self, worker: int, base_version: int) -> list[Frame]:
+        """The way from what `worker` has, of `base_version`, to the weights as they are.
+
+        What the codec loses of it is a part of the next way, as it is that from what the worker has then.
+        """
+        if self._steps is None:
+            return [*self._buffer_frames(), *self._whole_fragment(WHOLE)]
+        theirs, encoder = self._theirs[worker], self._steps
+        way = theirs - self._layout.gather(WHOLE, self._replica.params).cpu()
+        encoded = encoder.encode(WHOLE, way, 0)
+        for place, bucket in zip(self._layout.buckets(WHOLE), encoded, strict=True):
+            encoder.codec.decode(bucket, way[place])
+        theirs.sub_(way)
+        return [*self._buffer_frames(), *self._frames(encoder, WHOLE, encoded, base_version)]
 
     def fragment_frames(self, number: int, base_version: int) -> list[Frame]:
         """A fragment as it is, for a worker that has `base_version` of it; with the first one the buffers."""

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smolcluster.algorithms.DiLoCo.outer import (
+    DelayedNesterov,
     OuterOptimizer,
     outer_defaults,
 )
@@ -57,3 +58,59 @@ def test_few_rounds_have_less_momentum() -> None:
     assert [momentum for _, momentum in rates] == sorted(momentum for _, momentum in rates)
     assert rates[0] == (1.0, 0.0)
     assert rates[-1] == (0.7, 0.9)
+
+
+@REPEATABLE
+@given(
+    st.lists(
+        st.tuples(NUMBERS, st.one_of(st.just(0.0), st.floats(0.01, 1))), min_size=1, max_size=20
+    ),
+    st.integers(1, 5),
+    st.sampled_from([0.0, 0.5, 0.9]),
+)
+def test_delayed_momentum_is_that_of_the_formulas(
+    pushes: list[tuple[float, float]], delay: int, beta: float
+) -> None:
+    gamma, theta, momentum = 0.7, 1.0, 0.0
+    buffered: list[tuple[float, float]] = []
+    values = torch.ones(1, dtype=torch.float64)
+    outer = DelayedNesterov(1, gamma, beta, delay, dtype=torch.float64)
+    for delta, share in pushes:
+        outer.apply(values, torch.tensor([delta], dtype=torch.float64), share)
+        theta -= gamma * share * delta
+        buffered.append((delta, share))
+        if len(buffered) == delay:
+            total = sum(share for _, share in buffered)
+            mean = sum(delta * share for delta, share in buffered) / total if total else 0.0
+            momentum = beta * momentum + mean
+            theta -= gamma * beta * momentum
+            buffered.clear()
+        assert values.item() == pytest.approx(theta, rel=1e-9, abs=1e-9)
+
+
+def test_equal_changes_of_n_workers_with_a_delay_of_n_are_synchronous_steps() -> None:
+    together, one_by_one = torch.zeros(3), torch.zeros(3)
+    synchronous = OuterOptimizer(3, 0.7, 0.9)
+    delayed = DelayedNesterov(3, 0.7, 0.9, momentum_delay=4)
+    for number in range(5):
+        delta = torch.arange(3.0) - number
+        synchronous.step(together, delta)
+        for _ in range(4):
+            delayed.apply(one_by_one, delta, 0.25)
+        torch.testing.assert_close(one_by_one, together)
+
+
+@pytest.mark.parametrize("num_before", [1, 2, 3])
+def test_it_goes_on_from_its_state(num_before: int) -> None:
+    deltas = torch.randn(8, 5, generator=torch.Generator().manual_seed(3))
+    theta = torch.zeros(5)
+    first, second = (DelayedNesterov(5, 0.7, 0.9, momentum_delay=3) for _ in range(2))
+    for delta in deltas[:num_before]:
+        first.apply(theta, delta, 0.5)
+    for name, values in first.state.items():
+        second.state[name].copy_(values)
+    copy = theta.clone()
+    for delta in deltas[num_before:]:
+        first.apply(theta, delta, 0.5)
+        second.apply(copy, delta, 0.5)
+    assert torch.equal(copy, theta)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from smolcluster.algorithms.DiLoCo.peers import LEAST_PATIENCE_S, MOST_STEP_S, Peer
+from smolcluster.algorithms.DiLoCo.peers import LEAST_PATIENCE_S, MOST_STEP_S, Peer, share_of
 from smolcluster.algorithms.DiLoCo.rounds import Pace, plan_round
 from smolcluster.transport.messages import LeaseKey, Stepped
 
@@ -105,3 +105,16 @@ def test_an_upload_that_is_hidden_gives_nobody_less_to_compute() -> None:
     far.upload_s = 5.0
     assert far.pace(0.0, is_streaming=False).arrival(0) == 5.0
     assert far.pace(0.0, is_streaming=True).arrival(0) == 0.0
+
+
+def test_shares_are_by_loss_terms_a_second_and_come_to_one() -> None:
+    fast, slow, new = peer_with(0), peer_with(0), peer_with(0)
+    fast.step_s, fast.step_terms, slow.step_terms = STEP_S / 4, 10.0, 20.0
+    assert share_of(fast, []) == 1.0
+    assert share_of(fast, [slow]) == pytest.approx(40 / 60)
+    assert share_of(slow, [fast]) == pytest.approx(20 / 60)
+    assert share_of(fast, [new]) == pytest.approx(40 / 50), (
+        "who has sent nothing has terms like others"
+    )
+    slow.step_terms = 0.0
+    assert share_of(slow, [fast]) == 0.0

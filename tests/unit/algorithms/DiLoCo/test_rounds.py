@@ -11,6 +11,7 @@ from smolcluster.algorithms.DiLoCo.rounds import (
     Pace,
     choose_local_steps,
     hiding_round_s,
+    own_steps,
     plan_round,
     waiting_round_s,
     warmed_up,
@@ -138,7 +139,7 @@ def test_the_smallest_h_that_computes_enough(
     def computing(local_steps: int) -> float:
         return local_steps * step_s / (local_steps * step_s + exchange_s)
 
-    most = max(1, total_batches // (100 * num_workers))
+    most = max(1, total_batches // (25 * num_workers))
     assert 1 <= chosen <= most
     assert chosen == most or computing(chosen) >= 0.95 - 1e-9
     assert chosen == 1 or computing(chosen - 1) < 0.95 + 1e-9
@@ -148,8 +149,8 @@ def test_chosen_steps_in_figures() -> None:
     """A step of 0.35 s, 1.9 MB in int8 over 50 Mbit/s there and back."""
     round_s = waiting_round_s(0.6)
     assert choose_local_steps(0.35, round_s, 1_000_000, 4) == 33
-    assert choose_local_steps(0.35, round_s, 4_000, 4) == 10
-    assert choose_local_steps(0.35, math.inf, 4_000, 4) == 10
+    assert choose_local_steps(0.35, round_s, 1_000, 4) == 10
+    assert choose_local_steps(0.35, math.inf, 1_000, 4) == 10
     assert choose_local_steps(0.35, round_s, 0, 4) == 1
     with pytest.raises(ValueError, match="a step of 0"):
         choose_local_steps(0, 0.6, 4_000, 4)
@@ -159,3 +160,10 @@ def test_a_round_hides_its_longest_exchange_and_all_that_a_link_carries() -> Non
     """Four fragments: each is back before its next turn, and the slowest link carries all four."""
     assert hiding_round_s([1.0, 2.6, 1.0, 1.0], [0.1, 0.2]) == pytest.approx(1.5 * 2.6)
     assert hiding_round_s([1.0, 2.6, 1.0, 1.0], [0.1, 2.0]) == pytest.approx(1.5 * 8.0)
+
+
+def test_unlike_workers_take_as_long_for_their_own_steps() -> None:
+    steps_s = [0.35, 0.35, 0.35, 0.9]
+    own = [own_steps(10, step_s, steps_s) for step_s in steps_s]
+    assert own == [12, 12, 12, 5]
+    assert own_steps(1, 100.0, [0.1, 100.0]) == 1

@@ -9,7 +9,7 @@ from torch import Tensor
 from peers import opened
 from smolcluster.algorithms.DiLoCo.exchange import Assembly, Layout
 from smolcluster.algorithms.DiLoCo.fragments import cut
-from smolcluster.algorithms.DiLoCo.outer import OuterOptimizer
+from smolcluster.algorithms.DiLoCo.outer import DelayedNesterov, OuterOptimizer
 from smolcluster.algorithms.DiLoCo.store import Change, OuterStore
 from smolcluster.codec.registry import get_codec
 from smolcluster.training.replica import Replica
@@ -81,3 +81,29 @@ def test_who_is_some_outer_steps_behind_comes_to_the_stores_weights(
                 follower.take(store.fragment_frames(number, follower.versions[number]))
             assert torch.equal(follower.weights, replica.params)
     assert follower.num_whole == (2 * num_fragments if is_whole else 0)
+
+
+@pytest.mark.parametrize("codec_down", [None, "int8", "int4"])
+def test_what_a_followed_worker_is_sent_leads_to_the_weights(codec_down: str | None) -> None:
+    """It is sent the way from what it has: what the codec loses of one way is in the next."""
+    replica = small_replica()
+    layout = Layout.of(replica, cut(replica.layers, 1))
+    outer = DelayedNesterov(replica.num_params, 0.7, 0.5, momentum_delay=2)
+    store = OuterStore(replica, layout, outer, codec_down)
+    follower = Follower(layout, replica.params, codec_down or "fp32")
+    store.follow(7)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):  # as often as others have brought changes meanwhile
+        values = torch.randn(replica.num_params, generator=generator) * 0.01
+        store.apply(Change(1.0, values, 8, {}), 0.25)
+    for _ in range(8):
+        follower.take(store.own_frames(7, follower.versions[0]))
+    assert follower.versions == [3]
+    torch.testing.assert_close(follower.weights, replica.params, rtol=0, atol=1e-6)
+    store.leave(7)
+
+
+def test_changes_one_by_one_need_delayed_momentum() -> None:
+    store, _ = store_of(replica := small_replica(), None, 1)
+    with pytest.raises(TypeError, match="OuterOptimizer takes the changes of all workers at once"):
+        store.apply(Change(1.0, torch.zeros(replica.num_params), 8, {}), 1.0)

@@ -1,0 +1,69 @@
+"""Where the present round stands: what was handed out of it, and which fragments are being exchanged."""
+
+from collections.abc import Iterator
+
+
+class Round:
+    """A round of a run, which begins anew with `begin`; `num_fragments` are exchanged in it, one by one.
+
+    A round has `local_steps` batches for each worker. Fragment i of F is asked for when all but
+    (F - 1 - i) / F of them have been handed out.
+    """
+
+    def __init__(self, num_fragments: int) -> None:
+        self._numbers = range(num_fragments)
+        self.local_steps = 1
+        """H: how many batches it has for each worker."""
+        self.num_handed = 0
+        """Batches that were handed out, and not taken back."""
+        self.asked: set[int] = set()
+        """Fragments whose changes were asked for."""
+        self.gathering: dict[int, float] = {}
+        """Since when those are awaited that have not all come, also of the round before."""
+        self.exchange_s: dict[int, float] = {}
+        """By fragment: how long it took the last time from asking to the outer step."""
+
+    def begin(self, local_steps: int) -> None:
+        self.local_steps = local_steps
+        self.num_handed = 0
+        self.asked.clear()
+
+    def num_left(self, num_workers: int) -> int:
+        """Batches that are to be handed out."""
+        return self.local_steps * num_workers - self.num_handed
+
+    def num_later(self, number: int, num_workers: int) -> int:
+        """How many batches are handed out after a fragment's exchange has begun."""
+        num_after = max(0, len(self._numbers) - 1 - number)
+        return self.local_steps * num_workers * num_after // len(self._numbers)
+
+    def budget(self, num_workers: int) -> int:
+        """Batches that may be handed out before the next fragment is asked for."""
+        return self.num_left(num_workers) - self.num_later(len(self.asked), num_workers)
+
+    def is_due(self, number: int, num_workers: int) -> bool:
+        """Whether all that belongs before a fragment's exchange has been handed out."""
+        return self.num_handed > 0 and self.num_left(num_workers) <= self.num_later(
+            number, num_workers
+        )
+
+    @property
+    def unasked(self) -> Iterator[int]:
+        """Fragments that may be asked for: none of their changes of the round before is awaited."""
+        for number in self._numbers:
+            if number not in self.asked and number not in self.gathering:
+                yield number
+
+    def ask(self, number: int, now: float) -> None:
+        """A fragment's changes are asked for; `now` is of any one clock, in seconds."""
+        self.asked.add(number)
+        self.gathering[number] = now
+
+    def gathered(self, number: int, now: float) -> None:
+        """All of a fragment's changes have come."""
+        self.exchange_s[number] = now - self.gathering.pop(number)
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether all fragments have been asked for."""
+        return len(self.asked) == len(self._numbers)
