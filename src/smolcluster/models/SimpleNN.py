@@ -24,3 +24,7 @@ class SimpleNN(nn.Module):
         """Map inputs (batch, input_dim) to logits (batch, out)."""
         logits: Tensor = self.fc2(self.activation(self.fc1(inputs)))
         return logits
+
+    def stages(self) -> list[nn.Module]:
+        """Two layers: up to the activation, and the logits."""
+        return [nn.Sequential(self.fc1, self.activation), self.fc2]

@@ -114,6 +114,42 @@ class Block(nn.Module):
         return outputs
 
 
+class Embedding(nn.Module):
+    """The sum of a token's embedding and that of its position."""
+
+    def __init__(self, wte: nn.Embedding, wpe: nn.Embedding, config: GPTConfig) -> None:
+        super().__init__()
+        self.wte, self.wpe, self.config = wte, wpe, config
+
+    def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
+        """Map tokens (B, T), int64, of which the first stands at `start`, to the stream (B, T, D).
+
+        Raises:
+            DataError: the last one stands beyond max_seq_len.
+        """
+        end = start + tokens.size(1)
+        if end > self.config.max_seq_len:
+            raise DataError(
+                f"a sequence has {end} tokens, the model takes {self.config.max_seq_len}: "
+                "shorten the sequences, or raise model.max_seq_len"
+            )
+        positions = torch.arange(start, end, device=tokens.device)
+        stream = self.wte(tokens) + self.wpe(positions)
+        return functional.dropout(stream, self.config.dropout, self.training)
+
+
+class OutputLayer(nn.Module):
+    """The logits of each word: how much the stream is like its embedding."""
+
+    def __init__(self, wte: nn.Embedding) -> None:
+        super().__init__()
+        self.wte = wte
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """Map (B, T, D) to (B, T, V)."""
+        return functional.linear(stream, self.wte.weight)
+
+
 class GPT(nn.Module):
     """A GPT-2 style language model: tokens to the logits of the token after each.
 
@@ -173,21 +209,24 @@ class GPT(nn.Module):
             DataError: the tokens are more than max_seq_len, those of the caches included.
         """
         start = caches[0].length if caches else 0
-        self._check_length(start + tokens.size(1))
-        positions = torch.arange(start, start + tokens.size(1), device=tokens.device)
-        stream = self.wte(tokens) + self.wpe(positions)
-        stream = functional.dropout(stream, self.config.dropout, self.training)
+        stream = self.embedding()(tokens, start)
         for layer, block in enumerate(self.h):
             stream = block(stream, caches[layer] if caches else None)
         outputs: Tensor = self.ln_f(stream)
         return outputs
 
-    def _check_length(self, length: int) -> None:
-        if length > self.config.max_seq_len:
-            raise DataError(
-                f"a sequence has {length} tokens, the model takes {self.config.max_seq_len}: "
-                "shorten the sequences, or raise model.max_seq_len"
-            )
+    def stages(self) -> list[nn.Module]:
+        """The blocks, of which the first has the embedding before it and the last one the logits behind it.
+
+        Each maps the stream (B, T, D), the first one tokens (B, T), and the last one to logits (B, T, V).
+        """
+        parts: list[nn.Module] = list(self.h)
+        parts[0] = nn.Sequential(self.embedding(), parts[0])
+        parts[-1] = nn.Sequential(parts[-1], self.ln_f, OutputLayer(self.wte))
+        return parts
+
+    def embedding(self) -> "Embedding":
+        return Embedding(self.wte, self.wpe, self.config).train(self.training)
 
     def _initialise(self) -> None:
         """GPT-2's initial weights: projections onto the residual stream are scaled by its depth."""

@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Self
@@ -23,6 +23,8 @@ UNNAMED = "workload"
 Terms = tuple[Tensor, int | Tensor]
 """A sum over a batch, (), and over how many terms it is."""
 LossFunction = Callable[[nn.Module, Batch], Terms | Tensor]
+OutputLoss = Callable[[Any, Batch], Terms | Tensor]
+"""(the model's output, batch) to what a loss returns."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class Workload:
         sample_text: Callable[[nn.Module, int], str] | None = None,
         training: Training = Training(),  # noqa: B008 - it is frozen
         samples_per_epoch: int | None = None,
+        stages: Callable[[nn.Module], Sequence[nn.Module]] | None = None,
+        output_loss: OutputLoss | None = None,
     ) -> None:
         """Describe what is trained.
 
@@ -81,6 +85,10 @@ class Workload:
             sample_text: text that a trained model writes for people to read, given the run's seed; None: it
                 writes none.
             training: how it is trained, where that is not for the configuration to say.
+            stages: the model to its layers in order, each of which maps what the one before returned; None:
+                its own `stages()`, or a Sequential's children. Pipelines cut between layers.
+            output_loss: `(output, batch)` as `loss`, for a pipeline's last stage; None: `loss`, whose model
+                then is one that returns the output.
 
         Raises:
             ConfigError: a metric has the loss's name.
@@ -103,6 +111,8 @@ class Workload:
         self.sizes = sizes
         self.sample_text = sample_text
         self.training = training
+        self.stages = stages
+        self.output_loss = output_loss
         self.source: str | None = None
         """SHA-256 of the code that made it, in hex, where a function was named; the same on all machines."""
         self.is_scaled_elsewhere = False

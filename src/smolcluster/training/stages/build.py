@@ -1,0 +1,136 @@
+"""What a process of a pipeline builds of a workload: its own layers, with their initial weights."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smolcluster.data.dataset import Batch
+from smolcluster.errors import ConfigError, SmolclusterError
+from smolcluster.training.stages.cut import Stage, layers_of
+from smolcluster.training.stages.recording import CannotRecord, Tape, recording
+from smolcluster.training.workload import Terms, Workload
+from smolcluster.utils.seed import derive_seed
+
+
+def num_layers(workload: Workload) -> int:
+    """How many layers the workload's model has.
+
+    Raises:
+        ConfigError: it cannot be cut.
+    """
+    model, _ = _recorded(workload)
+    return len(layers_of(model, workload.stages))
+
+
+def build_stage(
+    workload: Workload,
+    start: int,
+    end: int,
+    seed: int,
+    device: torch.device,
+    *,
+    log: logging.Logger | None = None,
+) -> Stage:
+    """Build layers [start, end) with the initial weights that the whole model would have under `seed`.
+
+    No other tensors are in memory but one at a time, unless the model's initial values cannot be recorded;
+    then it is built whole, which the log says, and what is not needed is given back.
+
+    Raises:
+        ConfigError: the model cannot be cut.
+        UserCodeError: the workload's functions raised an exception.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(derive_seed(seed, "weights"))
+        model, tape = _recorded(workload)
+        stage = Stage(model, layers_of(model, workload.stages), start, end)
+        if tape is not None:
+            try:
+                tape.fill([stage], device)
+            except CannotRecord as problem:
+                _say_whole(log, problem)
+            else:
+                return stage
+        torch.default_generator.manual_seed(derive_seed(seed, "weights"))
+        model = workload.new_model()
+    return Stage(model, layers_of(model, workload.stages), start, end).to(device)
+
+
+def _recorded(workload: Workload) -> tuple[nn.Module, Tape | None]:
+    """The model on `meta`, and what makes it real; None: it is real, because that could not be recorded."""
+    try:
+        with torch.random.fork_rng(devices=[]), recording() as tape:
+            return workload.new_model(), tape
+    except SmolclusterError:
+        return workload.new_model(), None
+
+
+def _say_whole(log: logging.Logger | None, problem: CannotRecord) -> None:
+    if log is not None:
+        log.warning(
+            "%s: the whole model is made in this process once, and then what it does not need is dropped",
+            problem,
+        )
+
+
+class _InputFound(BaseException):
+    """Carries what a loss gives its model out of the user's code."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+
+class _Probe(nn.Module):
+    """Stands for a model, to see what a loss gives it."""
+
+    def forward(self, *values: Any, **named: Any) -> Any:
+        if len(values) == 1 and not named:
+            raise _InputFound(values[0])
+        if named and not values:
+            raise _InputFound(named)
+        raise ConfigError(
+            f"the loss gives the model {len(values)} positional and {len(named)} named values; a pipeline "
+            "needs one value, or named ones alone"
+        )
+
+
+class _Answer(nn.Module):
+    """Stands for a model whose output is known."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._output = output
+
+    def forward(self, *_values: Any, **_named: Any) -> Any:
+        return self._output
+
+
+def model_input(workload: Workload, batch: Batch) -> Any:
+    """What the workload's loss gives the model for a batch: the input of the first stage.
+
+    Raises:
+        ConfigError: it does not call the model, or not so that stages can be called.
+    """
+    try:
+        workload.loss(_Probe(), batch)
+    except _InputFound as found:
+        return found.value
+    raise ConfigError(
+        "the loss never calls the model it is given, so that a pipeline cannot tell the model's input: write "
+        "it as loss(model, batch) that calls model(...) once"
+    )
+
+
+def output_loss(workload: Workload) -> Callable[[Any, Batch], Terms | Tensor]:
+    """(the last stage's output, batch) to what the workload's loss returns where its model gives that."""
+    if workload.output_loss is not None:
+        return workload.output_loss
+
+    def loss(output: Any, batch: Batch) -> Terms | Tensor:
+        return workload.loss(_Answer(output), batch)
+
+    return loss

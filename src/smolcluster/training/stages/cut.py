@@ -1,0 +1,147 @@
+"""A model cut into layers, and a contiguous range of them as a stage of a pipeline.
+
+A stage is a module of its own that holds the model's modules under the model's names, so that gradients,
+optimizer states and checkpoints of all stages have the names that they have in one process.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from smolcluster.errors import ConfigError
+from smolcluster.training.user_code import user_code, wrong_result
+
+_LAYERS = "_stage_layers"
+"""Where a stage keeps its layers; its own parameters were registered before, under the model's names."""
+CutModel = Callable[[nn.Module], Sequence[nn.Module]]
+"""A model to its layers in order: each maps what the one before returned, any tree of tensors."""
+
+
+class Stage(nn.Module):
+    """Layers [start, end) of a model, one after the other.
+
+    Attributes:
+        start, end, num_layers: which of how many layers.
+        tied: the names of parameters that an earlier or later stage has as well.
+        before_layer: called with a layer's number before it computes, such as to seed dropout.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[nn.Module], start: int, end: int) -> None:
+        """Take `layers[start:end]` of `model`, of which `layers` are all.
+
+        Raises:
+            ConfigError: they have parameters that the model has not, or share some but a tied embedding.
+        """
+        super().__init__()
+        self.start, self.end, self.num_layers = start, end, len(layers)
+        self.before_layer: Callable[[int], None] = _do_nothing
+        own = layers[start:end]
+        _register(self, model, own)
+        self.add_module(_LAYERS, nn.ModuleList(own))
+        self.tied = _shared(model, layers, start, end)
+
+    @property
+    def is_first(self) -> bool:
+        return self.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.num_layers
+
+    def forward(self, value: Any) -> Any:
+        """Map the model's input, or what layer `start - 1` returned, to what layer `end - 1` returns."""
+        for number, layer in enumerate(getattr(self, _LAYERS), self.start):
+            self.before_layer(number)
+            value = layer(value)
+        return value
+
+
+def layers_of(model: nn.Module, cut: CutModel | None) -> list[nn.Module]:
+    """The layers of a model: what `cut` says, or the model's own `stages()`, or a Sequential's children.
+
+    Raises:
+        ConfigError: nobody says, or a layer's buffers change as it computes.
+        UserCodeError: who says raised an exception, or returned no modules.
+    """
+    own: CutModel | None = cut or getattr(type(model), "stages", None)
+    if own is None and isinstance(model, nn.Sequential):
+        return _checked(list(model.children()))
+    if own is None:
+        raise ConfigError(
+            f"{type(model).__name__} does not say how it is cut into layers: give Workload(stages=...), a "
+            "function that returns a list of its modules, in order"
+        )
+    with user_code("stages"):
+        found: Any = own(model)
+    is_list = isinstance(found, Sequence) and bool(found)
+    if not is_list or not all(isinstance(each, nn.Module) for each in found):
+        raise wrong_result("stages", own, f"returned {found!r:.100}, must be a list of modules")
+    return _checked(list(found))
+
+
+def _checked(layers: list[nn.Module]) -> list[nn.Module]:
+    for layer in layers:
+        for module in layer.modules():
+            if isinstance(module, _BatchNorm) and module.track_running_stats:
+                raise ConfigError(
+                    f"a pipeline cannot train {type(module).__name__}, whose running statistics are of "
+                    "microbatches: use GroupNorm or LayerNorm"
+                )
+    return layers
+
+
+def _register(stage: nn.Module, model: nn.Module, own: Sequence[nn.Module]) -> None:
+    """Give `stage` the modules and parameters of its layers under their names in `model`."""
+    modules = {id(module): name for name, module in model.named_modules() if name}
+    tensors = {id(each): name for name, each in (*model.named_parameters(), *model.named_buffers())}
+    for module in _topmost(own, set(modules)):
+        _place(stage, modules[id(module)], module)
+    known = {id(each) for each in (*stage.parameters(), *stage.buffers())}
+    for layer in own:
+        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            if id(tensor) in known:
+                continue
+            if id(tensor) not in tensors:
+                raise ConfigError(
+                    f"stages: {name} of a layer is no parameter or buffer of the model"
+                )
+            _place(stage, tensors[id(tensor)], tensor)
+            known.add(id(tensor))
+
+
+def _topmost(layers: Sequence[nn.Module], known: set[int]) -> Iterator[nn.Module]:
+    """The modules in `known` that are in no other one of these layers."""
+    for layer in layers:
+        if id(layer) in known:
+            yield layer
+        else:
+            yield from _topmost(list(layer.children()), known)
+
+
+def _place(root: nn.Module, name: str, content: nn.Module | Tensor) -> None:
+    """Register a module, parameter or buffer under a dotted name, in empty modules where need be."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    if isinstance(content, nn.Module):
+        root.add_module(last, content)
+    elif isinstance(content, nn.Parameter):
+        root.register_parameter(last, content)
+    else:
+        root.register_buffer(last, content)
+
+
+def _shared(model: nn.Module, layers: Sequence[nn.Module], start: int, end: int) -> tuple[str, ...]:
+    """The names of the parameters of these layers that others have as well."""
+    own = {id(each) for layer in layers[start:end] for each in layer.parameters()}
+    others = [*layers[:start], *layers[end:]]
+    elsewhere = {id(each) for layer in others for each in layer.parameters()}
+    return tuple(name for name, each in model.named_parameters() if id(each) in own & elsewhere)
+
+
+def _do_nothing(_: int) -> None:
+    """Of layers without dropout."""

@@ -1,0 +1,172 @@
+"""A model in stages computes what it computes whole, and no stage has what is another one's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from smolcluster.configs.schema import GPTConfig
+from smolcluster.errors import ConfigError, UserCodeError
+from smolcluster.models.gpt import GPT
+from smolcluster.models.SimpleNN import SimpleNN
+from smolcluster.training.builtin import cross_entropy
+from smolcluster.training.stages.build import build_stage, model_input, num_layers, output_loss
+from smolcluster.training.stages.cut import Stage
+from smolcluster.training.workload import Workload
+from smolcluster.utils.seed import derive_seed
+
+CPU = torch.device("cpu")
+SEED = 7
+SIZES = GPTConfig(
+    type="GPT", model_dim=16, num_layers=4, num_heads=2, ff_dim=32, max_seq_len=8, dropout=0.0
+)
+TOKENS = (torch.arange(16).view(2, 8) % 11, (torch.arange(16).view(2, 8) + 1) % 11)
+FEATURES = (torch.linspace(-1, 1, 24).view(4, 6), torch.tensor([0, 1, 2, 0]))
+
+
+def workload(model: Callable[[], nn.Module], **said: Any) -> Workload:
+    return Workload(model, cross_entropy, [(torch.zeros(6), 0)], **said)
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+MODELS = {
+    "sequential": (sequential, FEATURES),
+    "SimpleNN": (lambda: SimpleNN(6, 8, 3), FEATURES),
+    "GPT": (lambda: GPT(SIZES, 11), TOKENS),
+}
+
+
+def whole(trained: Workload) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(SEED, "weights"))
+        return trained.new_model()
+
+
+def stages_of(trained: Workload, *cuts: int) -> list[Stage]:
+    ends = [*cuts, num_layers(trained)]
+    return [
+        build_stage(trained, start, end, SEED, CPU)
+        for start, end in zip([0, *cuts], ends, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("cuts", [(), (1,), "all"])
+def test_stages_give_the_loss_and_gradients_of_the_whole_model(name: str, cuts: Any) -> None:
+    make, batch = MODELS[name]
+    trained = workload(make)
+    cuts = range(1, num_layers(trained)) if cuts == "all" else cuts
+
+    stages = stages_of(trained, *cuts)
+    value = model_input(trained, batch)
+    for stage in stages:
+        value = stage(value)
+    total, count = output_loss(trained)(value, batch)
+    total.backward()
+
+    model = whole(trained)
+    expected, num_terms = trained.loss(model, batch)
+    expected.backward()
+    assert count == num_terms
+    torch.testing.assert_close(total, expected)
+    sums: dict[str, Tensor] = {}
+    for stage in stages:
+        for key, parameter in stage.named_parameters():
+            assert torch.equal(parameter, model.get_parameter(key))
+            assert parameter.grad is not None
+            sums[key] = sums.get(key, torch.zeros_like(parameter)) + parameter.grad
+    assert sums.keys() == dict(model.named_parameters()).keys()
+    for key, gradient in sums.items():
+        torch.testing.assert_close(gradient, model.get_parameter(key).grad)
+
+
+def test_a_tied_embedding_is_of_the_first_and_the_last_stage() -> None:
+    first, middle, last = stages_of(workload(MODELS["GPT"][0]), 1, 3)
+    assert first.tied == last.tied == ("wte.weight",)
+    assert middle.tied == ()
+    assert (first.is_first, middle.is_first, last.is_last) == (True, False, True)
+
+
+def test_a_layer_is_announced_by_its_number_before_it_computes() -> None:
+    stage = stages_of(workload(sequential), 2)[1]
+    numbers: list[int] = []
+    stage.before_layer = numbers.append
+    stage(torch.zeros(1, 8))
+    assert numbers == [2, 3, 4]
+
+
+def test_a_stage_in_evaluation_mode_drops_nothing_out() -> None:
+    sizes = SIZES.model_copy(update={"dropout": 0.5})
+    first = stages_of(workload(lambda: GPT(sizes, 11)), 1)[0].eval()
+    assert torch.equal(first(TOKENS[0]), first(TOKENS[0]))
+
+
+def test_a_workload_says_its_own_layers() -> None:
+    class Ring(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(6))
+            self.body = nn.Linear(6, 3)
+
+    class Scaled(nn.Module):
+        def __init__(self, ring: Ring) -> None:
+            super().__init__()
+            self.scale = ring.scale
+
+        def forward(self, value: Tensor) -> Tensor:
+            return value * self.scale
+
+    trained = workload(Ring, stages=lambda model: [Scaled(model), model.body])
+    first, last = stages_of(trained, 1)
+    assert [name for name, _ in first.named_parameters()] == ["scale"]
+    assert last(first(FEATURES[0])).shape == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "words"),
+    [
+        ({}, ConfigError, "Workload(stages="),
+        ({"stages": lambda _: []}, UserCodeError, "list of modules"),
+        ({"stages": lambda _: [nn.Linear(6, 3)]}, ConfigError, "no parameter"),
+        ({"stages": lambda _: 1 / 0}, UserCodeError, "ZeroDivisionError"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused(
+    said: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+    with pytest.raises(error, match=words.replace("(", r"\(")):
+        build_stage(workload(Plain, **said), 0, 1, SEED, CPU)
+
+
+def test_batch_norm_is_refused() -> None:
+    with pytest.raises(ConfigError, match="BatchNorm1d"):
+        num_layers(workload(lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))))
+
+
+def test_a_loss_that_calls_no_model_is_refused() -> None:
+    trained = Workload(sequential, lambda *_: torch.zeros(()), [(torch.zeros(6), 0)])
+    with pytest.raises(ConfigError, match="never calls the model"):
+        model_input(trained, FEATURES)
+
+
+def test_named_values_and_an_output_loss_of_ones_own() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return functional.mse_loss(model(left=batch, right=batch), batch)
+
+    trained = Workload(
+        sequential, loss, [torch.zeros(6)], output_loss=lambda output, _: (output.sum(), 5)
+    )
+    value = torch.ones(2, 6)
+    assert set(model_input(trained, value)) == {"left", "right"}
+    assert output_loss(trained)(value, value) == (12.0, 5)
