@@ -350,6 +350,18 @@ def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     return batch
 
 
+def tensors_in(batch: Batch) -> list[Tensor]:
+    """A batch's tensors, in order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(batch, note)
+    return found
+
+
 def sliced(batch: Batch, num_samples: int, size: int) -> list[Batch]:
     """A batch of so many samples as batches of `size`, but for the last one.
 

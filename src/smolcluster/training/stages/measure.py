@@ -1,0 +1,189 @@
+"""What each layer of a model costs on this machine: seconds a microbatch, and bytes.
+
+Layers that are alike, such as the blocks of a transformer, are measured once. A layer is fed what the one
+before it returns, so only those that are measured are ever in memory, one at a time.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from smolcluster.data.dataset import Batch
+from smolcluster.data.pytree import map_tensors, tensors_in
+from smolcluster.training.stages.deferred import backward_input
+from smolcluster.training.user_code import user_code
+
+LEAST_REPEATS, MOST_REPEATS, MEASURE_S = 3, 50, 0.3
+"""Of a layer, after one that is not counted: so often, or for so long."""
+
+Finish = Callable[[Any], Tensor]
+"""The last layer's output to the loss, ()."""
+
+
+class MeasuredLayer(BaseModel):
+    """One layer on one machine, for one microbatch; the first has the embedding, the last head and loss.
+
+    Attributes:
+        forward_s, input_s, weight_s: seconds of forward, and of the gradients of input and weights.
+        trained_bytes: weights that have gradients.
+        frozen_bytes: other weights, and buffers.
+        activation_bytes: held from forward to backward.
+        output_bytes: sent to the next layer; of the last one 0.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    trained_bytes: int
+    frozen_bytes: int
+    activation_bytes: int
+    output_bytes: int
+
+
+@dataclass(frozen=True)
+class LayerToMeasure:
+    """One layer of a model.
+
+    Attributes:
+        key: equal of layers that cost the same for the same input.
+        build: makes it on the device; called only where it is measured.
+    """
+
+    key: Hashable
+    build: Callable[[], nn.Module]
+
+
+def measure_layers(
+    layers: Iterable[LayerToMeasure], value: Batch, finish: Finish, device: torch.device
+) -> list[MeasuredLayer]:
+    """Measure all layers of a model, in order, on `value`, the model's input for a microbatch.
+
+    Raises:
+        UserCodeError: a layer or the loss raised an exception.
+    """
+    pending, found = list(layers), list[MeasuredLayer]()
+    known: dict[Hashable, tuple[MeasuredLayer, Batch]] = {}
+    for place, layer in enumerate(pending):
+        is_last = place + 1 == len(pending)
+        key = (layer.key, is_last, place == 0, _shape_of(value))
+        if key not in known:
+            known[key] = _measured(layer.build(), value, finish if is_last else None, device)
+        measured, value = known[key]
+        found.append(measured)
+    return found
+
+
+def _measured(
+    layer: nn.Module, value: Batch, finish: Finish | None, device: torch.device
+) -> tuple[MeasuredLayer, Batch]:
+    """What a layer costs, and its output, detached."""
+    trained: list[Tensor] = [each for each in layer.parameters() if each.requires_grad]
+    own = [*layer.parameters(), *layer.buffers()]
+    output, nbytes = _held(layer, value, own)
+    times: list[tuple[float, float, float]] = []
+    end = time.perf_counter()
+    while len(times) <= LEAST_REPEATS or (time.perf_counter() < end and len(times) <= MOST_REPEATS):
+        times.append(_timed(layer, value, trained, finish, device))
+        if len(times) == 1:
+            end = time.perf_counter() + MEASURE_S
+    forward, gradient, weight = (median(each) for each in zip(*times[1:], strict=True))
+    sizes = [each.nbytes for each in trained]
+    measured = MeasuredLayer(
+        forward_s=forward,
+        input_s=gradient,
+        weight_s=weight,
+        trained_bytes=sum(sizes),
+        frozen_bytes=sum(each.nbytes for each in own) - sum(sizes),
+        activation_bytes=nbytes,
+        output_bytes=0 if finish else sum(each.nbytes for each in tensors_in(output)),
+    )
+    return measured, output
+
+
+def _held(layer: nn.Module, value: Batch, own: list[Tensor]) -> tuple[Batch, int]:
+    """The output, detached, and how many bytes autograd and the stage keep for the backward."""
+    weights = {each.untyped_storage().data_ptr() for each in own}
+    held: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    given = _leaves(value)
+    for tensor in tensors_in(given):
+        note(tensor)
+    with saved_tensors_hooks(note, lambda tensor: tensor), user_code("model"):
+        output = layer(given)
+    return map_tensors(output, Tensor.detach), sum(held.values())
+
+
+def _timed(
+    layer: nn.Module,
+    value: Batch,
+    trained: list[Tensor],
+    finish: Finish | None,
+    device: torch.device,
+) -> tuple[float, float, float]:
+    """Seconds of forward, of the gradients of the input, and of those of the weights."""
+    value = _leaves(value)
+    inputs = [each for each in tensors_in(value) if each.requires_grad]
+    marks = [_now(device)]
+    with user_code("model"):
+        output = layer(value)
+    if finish is not None:
+        with user_code("loss"):
+            output = finish(output)
+    marks.append(_now(device))
+    entering = [(get_gradient_edge(each), torch.ones_like(each)) for each in _with_gradient(output)]
+    with user_code("backward of the model"):
+        _, deferred = backward_input(entering, inputs, trained)
+        marks.append(_now(device))
+        deferred.run()
+    marks.append(_now(device))
+    for parameter in trained:
+        parameter.grad = None
+    forward, gradient, weight = (b - a for a, b in pairwise(marks))
+    return forward, gradient, weight
+
+
+def _leaves(value: Batch) -> Batch:
+    """The same values; those of floating point collect gradients."""
+    return map_tensors(value, lambda each: each.detach().requires_grad_(each.is_floating_point()))
+
+
+def _with_gradient(output: Batch) -> Iterator[Tensor]:
+    return (each for each in tensors_in(output) if each.requires_grad)
+
+
+def _shape_of(value: Batch) -> Hashable:
+    return tuple((tuple(each.shape), each.dtype) for each in tensors_in(value))
+
+
+def _now(device: torch.device) -> float:
+    """The clock when the device has done all that it was asked."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+    return time.perf_counter()
+
+
+def key_of(layer: nn.Module) -> Hashable:
+    """Equal of layers of the same kind and shapes; they may be on `meta`."""
+    tensors = (*layer.named_parameters(), *layer.named_buffers())
+    shapes = tuple(
+        (name, tuple(each.shape), each.dtype, each.requires_grad) for name, each in tensors
+    )
+    return type(layer).__qualname__, repr(layer), shapes

@@ -1,0 +1,67 @@
+"""Layers of a model are measured: bytes exactly, seconds by their order."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from smolcluster.training.stages.measure import LayerToMeasure, key_of, measure_layers
+
+CPU = torch.device("cpu")
+
+
+class Slow(nn.Module):
+    """A block whose forward takes long enough to be told from others."""
+
+    def __init__(self, width: int, repeats: int) -> None:
+        super().__init__()
+        self.linear, self.repeats = nn.Linear(width, width, bias=False), repeats
+
+    def forward(self, value: Tensor) -> Tensor:
+        for _ in range(self.repeats):
+            value = self.linear(value).tanh()
+        return value
+
+
+def test_bytes_are_exact_and_blocks_are_measured_once() -> None:
+    built: list[int] = []
+    model = [nn.Embedding(10, 8), *(nn.Linear(8, 8) for _ in range(5)), nn.Linear(8, 10)]
+
+    def layers() -> Iterator[LayerToMeasure]:
+        for place, layer in enumerate(model):
+
+            def build(place: int = place, layer: nn.Module = layer) -> nn.Module:
+                built.append(place)
+                return layer
+
+            yield LayerToMeasure(key_of(layer), build)
+
+    tokens = torch.arange(6).reshape(2, 3)
+    found = measure_layers(layers(), tokens, lambda output: output.sum(), CPU)
+    assert built == [0, 1, 6]
+    assert len(found) == 7
+    assert found[1] == found[5]
+    assert [each.trained_bytes for each in found] == [4 * 80, *[4 * 72] * 5, 4 * 90]
+    assert [each.output_bytes for each in found] == [*[4 * 2 * 3 * 8] * 6, 0]
+    assert found[1].activation_bytes == 4 * 2 * 3 * 8, "a linear layer keeps its input alone"
+    assert found[0].activation_bytes == tokens.nbytes
+    assert all(min(each.forward_s, each.input_s, each.weight_s) >= 0 for each in found)
+
+
+def test_weights_without_gradients_are_frozen_and_cost_no_weight_gradients() -> None:
+    layer = nn.Linear(4, 4).requires_grad_(False)
+    lora = nn.Linear(4, 4, bias=False)
+    layers = [LayerToMeasure(key_of(each), lambda each=each: each) for each in (layer, lora)]  # type: ignore[misc]
+    frozen, trained = measure_layers(layers, torch.ones(2, 4), lambda output: output.sum(), CPU)
+    assert (frozen.trained_bytes, frozen.frozen_bytes) == (0, 4 * 20)
+    assert (trained.trained_bytes, trained.frozen_bytes) == (4 * 16, 0)
+    assert lora.weight.grad is None, "gradients are not left behind"
+
+
+def test_what_takes_longer_is_said_to() -> None:
+    quick, slow = Slow(64, 1), Slow(64, 40)
+    layers = [LayerToMeasure(key_of(each), lambda each=each: each) for each in (quick, slow)]  # type: ignore[misc]
+    one, other = measure_layers(layers, torch.ones(32, 64), lambda output: output.sum(), CPU)
+    assert other.forward_s > 3 * one.forward_s
+    assert other.input_s + other.weight_s > 3 * (one.input_s + one.weight_s)
+    assert other.activation_bytes > 20 * one.activation_bytes
