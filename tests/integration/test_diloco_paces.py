@@ -43,6 +43,29 @@ class Leaving(Changing):
         return super().compute(lease)
 
 
+class HeldUp(Changing):
+    """Is held up for some steps, then as fast as before; `after`: steps that it has taken since."""
+
+    after = 0
+
+    def compute(self, lease: Assigned) -> BatchLoss:
+        if 5 <= self.num_steps < 9:
+            time.sleep(150 * STEP_S)
+        type(self).after += self.num_steps > 9
+        return super().compute(lease)
+
+
+def test_who_was_held_up_takes_part_again_when_it_is_as_fast_as_before(tmp_path: Path) -> None:
+    settings = local_settings(
+        *("mode=sync", "local_steps=4", "num_epochs=8", "min_workers=2"),
+        workers=2,
+        algorithm="diloco",
+    )
+    cluster = Cluster(settings, tmp_path, algorithm="diloco")
+    cluster.finish(cluster.worker(1, make=Changing), cluster.worker(2, make=HeldUp))
+    assert HeldUp.after > 20
+
+
 @pytest.mark.parametrize(
     ("other", "mode"), [(Slower, "sync"), (Faster, "streaming"), (Leaving, "streaming")]
 )

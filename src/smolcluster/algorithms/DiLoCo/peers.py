@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 
-from smolcluster.algorithms.DiLoCo.rounds import Pace
+from smolcluster.algorithms.DiLoCo.rounds import Pace, is_retried
 from smolcluster.cluster.worker import Worker
 from smolcluster.transport.messages import LeaseKey, Stepped
 
@@ -16,6 +17,8 @@ AHEAD_S, LEAST_AHEAD, MOST_AHEAD = 0.25, 2, 16
 MOST_BEHIND = 256
 """So many at most where messages wait behind a fragment on its link."""
 LEAST_STEP_S, MOST_STEP_S = 1e-6, 1e6
+NUM_RECENT = 3
+"""A step counts as long as the median of so many: a machine may be held up once."""
 LEAST_PATIENCE_S, PATIENCE = 30.0, 4.0
 """So long, and so many times what was expected, a worker may take for a step, or for its change."""
 
@@ -57,6 +60,14 @@ class Peer:
     worker: Worker
     step_s: float
     """How long a batch takes it."""
+    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
+    """How long its newest steps took."""
+    num_idle_rounds: int = 0
+    """In so many rounds in a row it has been given nothing to compute."""
+    has_had: bool = False
+    """Whether it has been given something in this round."""
+    is_measured_anew: bool = False
+    """Whether its next step alone says how fast it is."""
     versions: list[int] = field(default_factory=list)
     """Of each fragment's weights that it has, when all that was sent has come."""
     outbox: Outbox = field(default_factory=Outbox)
@@ -111,13 +122,20 @@ class Peer:
             self.began_at = now
         self.unanswered.add(lease)
         self.num_since_asked += 1
+        self.is_measured_anew |= self.is_tried_again
+        self.has_had = True
 
     def stepped(self, stepped: Stepped, now: float) -> None:
         """Learn from a step how fast it is: as it says, or as its steps come, if that is slower."""
         if self.waited_s is None:
             self.waited_s = max(0.0, now - self.stepped_at - stepped.compute_s)
         took_s = max(stepped.compute_s, now - self.stepped_at if self.is_computing else 0.0)
-        self.step_s = min(MOST_STEP_S, max(LEAST_STEP_S, 0.7 * self.step_s + 0.3 * took_s))
+        if self.is_measured_anew:
+            self.is_measured_anew, self.step_s = False, took_s
+            self.recent_s.clear()
+        self.recent_s.append(took_s)
+        smoothed_s = 0.7 * self.step_s + 0.3 * median(self.recent_s)
+        self.step_s = min(MOST_STEP_S, max(LEAST_STEP_S, smoothed_s))
         self.stepped_at = self.progressed_at = now
         self.is_computing = bool(self.unanswered)
 
@@ -153,6 +171,13 @@ class Peer:
     def begin(self) -> None:
         """A round begins with new weights, or it is to begin again."""
         self.is_asked, self.waited_s, self.num_since_asked = False, None, 0
+        self.num_idle_rounds = 0 if self.has_had else self.num_idle_rounds + 1
+        self.has_had = False
+
+    @property
+    def is_tried_again(self) -> bool:
+        """Whether it should be given a batch because it was too slow for so long: it may not be any more."""
+        return not self.has_had and is_retried(self.num_idle_rounds)
 
 
 def share_of(peer: Peer, others: Iterable[Peer]) -> float:

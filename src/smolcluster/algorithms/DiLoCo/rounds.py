@@ -19,6 +19,8 @@ COMPUTING = 0.95
 HEADROOM = 1.5
 """Where it is, a round lasts so many times as long as the exchanges that it hides: they do not always take
 the same time."""
+FIRST_RETRY = 16
+"""After 16, 32, 64, … rounds without a batch a worker gets one: should it still be slow, all wait for it."""
 LEAST_ROUNDS = 25
 """So many a run has at least: momentum takes some rounds to come to its speed.
 
@@ -106,6 +108,11 @@ def choose_local_steps(step_s: float, round_s: float, total_batches: int, num_wo
     most = max(1, total_batches // (LEAST_ROUNDS * max(1, num_workers)))
     wanted = round_s / step_s
     return most if wanted >= most else max(1, math.ceil(wanted))
+
+
+def is_retried(num_idle_rounds: int) -> bool:
+    """Whether who had nothing to do in so many rounds is given a batch, which measures its speed anew."""
+    return num_idle_rounds >= FIRST_RETRY and num_idle_rounds.bit_count() == 1
 
 
 def plan_round(budget: int, workers: Mapping[WorkerId, Pace]) -> dict[WorkerId, int]:

@@ -325,6 +325,7 @@ class Server:
             streaming = self.is_streaming
             paces = {id_: peer.pace(now, is_streaming=streaming) for id_, peer in takers.items()}
             self.plan = plan_round(self.round.budget(len(self.active)), paces)
+            self.plan |= {id_: 1 for id_, peer in takers.items() if peer.is_tried_again}
         for id_, peer in takers.items():
             for _ in range(min(self.plan[id_], wanted[id_])):
                 self.give(peer)

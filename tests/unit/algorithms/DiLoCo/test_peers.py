@@ -94,6 +94,33 @@ def test_a_step_is_as_slow_as_it_says_or_as_it_is_seen_to_be(
     assert least < peer.step_s <= most
 
 
+def test_one_long_step_says_nothing_of_the_next_ones_and_several_do() -> None:
+    peer = peer_with(20)
+    for number, took_s in enumerate([1.0, 1.0, 60.0, 1.0, 1.0]):
+        peer.unanswered.discard(key(number))
+        peer.stepped(step(number, took_s), 0.0)
+    assert peer.step_s == pytest.approx(1.0)
+    for number in range(5, 15):
+        peer.stepped(step(number, 60.0), 0.0)
+    assert peer.step_s > 50.0
+
+
+def test_who_was_too_slow_is_tried_again_after_16_32_and_64_rounds() -> None:
+    peer, tried = peer_with(1), []
+    peer.begin()
+    for number in range(1, 129):
+        peer.begin()
+        if peer.is_tried_again:
+            tried.append(number)
+    assert tried == [16, 32, 64, 128]
+    peer.step_s = 1000.0
+    peer.recent_s.extend([1000.0] * 3)
+    peer.gets(key(1), 0.0)
+    assert not peer.is_tried_again
+    peer.stepped(step(1, 2.0), 2.0)
+    assert peer.step_s == pytest.approx(2.0)
+
+
 def test_a_worker_holds_more_while_fragments_are_on_its_link() -> None:
     """A message behind a fragment comes that much later: it has batches for as long."""
     assert peer_with(1).num_wanted(busy_s=0.0) == 1
