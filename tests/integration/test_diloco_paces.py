@@ -44,20 +44,20 @@ class Leaving(Changing):
 
 
 class HeldUp(Changing):
-    """Is held up for some steps, then as fast as before; `after`: steps that it has taken since."""
+    """Is held up for two steps, then as fast as before; `after`: steps that it has taken since."""
 
     after = 0
 
     def compute(self, lease: Assigned) -> BatchLoss:
-        if 5 <= self.num_steps < 9:
-            time.sleep(150 * STEP_S)
-        type(self).after += self.num_steps > 9
+        if self.num_steps in {5, 6}:
+            time.sleep(300 * STEP_S)
+        type(self).after += self.num_steps > 6
         return super().compute(lease)
 
 
 def test_who_was_held_up_takes_part_again_when_it_is_as_fast_as_before(tmp_path: Path) -> None:
     settings = local_settings(
-        *("mode=sync", "local_steps=4", "num_epochs=8", "min_workers=2"),
+        *("mode=sync", "local_steps=4", "num_epochs=12", "min_workers=2"),
         workers=2,
         algorithm="diloco",
     )
