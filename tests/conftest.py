@@ -26,7 +26,9 @@ for number in SIGNALS:  # nohup, for one, has its children ignore a hang-up, whi
 os.environ["DOCKER_HOST"] = "unix:///no-docker-for-tests"  # launches would start Grafana in it
 
 
-WITH_PROCESSES = [Path(__file__).parent / name for name in ("integration", "faults")]
+WITH_PROCESSES = tuple(
+    f"{Path(__file__).parent / name}{os.sep}" for name in ("integration", "faults")
+)
 """Folders of tests that depend on when the system lets processes, browsers and connections go on."""
 TIMEOUT = pytest.StashKey[object]()
 
@@ -34,7 +36,7 @@ TIMEOUT = pytest.StashKey[object]()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Have such tests run once more when they fail; the summary shows the first failure too."""
     for item in items:
-        if any(folder in item.path.parents for folder in WITH_PROCESSES):
+        if str(item.path).startswith(WITH_PROCESSES):
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 

@@ -24,6 +24,8 @@ from pathlib import Path
 
 PRELOADED = (
     "torch",
+    "smolcluster.api.network_worker",
+    "smolcluster.api.orchestrator",
     "smolcluster.algorithms.entry",
     "smolcluster.algorithms.process",
     "smolcluster.algorithms.EDP.server",

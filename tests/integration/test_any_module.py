@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torchvision.models import resnet18
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from harness import Cluster
 from own_workloads import ALGORITHMS, NODES, alone, losses_of, run, settings_for
@@ -97,6 +95,8 @@ def language_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def llama() -> nn.Module:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
@@ -133,6 +133,8 @@ def image_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def residual_network() -> Workload:
+    from torchvision.models import resnet18
+
     images, targets = load_digits(0).train.batch(torch.arange(48))
     pairs = zip(images, targets, strict=True)
     rows = [{"input": image, "target": target} for image, target in pairs]

@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,30 +33,47 @@ from waiting import DEADLINE_S, eventually
 
 EVIL = "<script>document.title='taken'</script><b id='evil'>bold</b>"
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None or DRIVER is None,
-    reason="needs Chromium and its driver: apt-get install chromium chromium-driver",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        CHROMIUM is None or DRIVER is None,
+        reason="needs Chromium and its driver: apt-get install chromium chromium-driver",
+    ),
+    pytest.mark.xdist_group("chromium"),
+]
 
 
-@pytest.fixture
-def browser(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Chrome]:
-    """A browser of its own, which asks nobody for anything."""
-    monkeypatch.setenv("SE_OFFLINE", "true")
-    monkeypatch.setenv("SE_AVOID_STATS", "true")
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
+    """A browser that asks nobody for anything."""
     options = ChromeOptions()
     options.binary_location = CHROMIUM or ""
     arguments = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
-    arguments += ["--window-size=1280,900", f"--user-data-dir={tmp_path / 'chromium'}"]
+    arguments += [
+        "--window-size=1280,900",
+        f"--user-data-dir={tmp_path_factory.mktemp('chromium')}",
+    ]
     arguments += ["--disable-background-networking", "--no-first-run"]
     for argument in [*arguments, *(["--no-sandbox"] if os.geteuid() == 0 else [])]:
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = Chrome(options=options, service=Service(DRIVER))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("SE_OFFLINE", "true")
+        monkeypatch.setenv("SE_AVOID_STATS", "true")
+        driver = Chrome(options=options, service=Service(DRIVER))
     driver.set_page_load_timeout(DEADLINE_S)
     driver.set_script_timeout(DEADLINE_S)
     yield driver
     driver.quit()
+
+
+@pytest.fixture
+def browser(chromium: Chrome) -> Iterator[Chrome]:
+    """The browser as if it were new: what it keeps belongs to an address with a port, but for cookies."""
+    yield chromium
+    chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    chromium.execute_cdp_cmd("Network.clearBrowserCookies", {})
+    chromium.get("about:blank")
+    complaints(chromium)
 
 
 def dashboard(processes: Processes, *arguments: str) -> tuple[Child, str]:

@@ -218,6 +218,7 @@ def test_what_is_missing_is_said(config: smolcluster.DistributedConfig) -> None:
         smolcluster.NetworkWorker(0, config, Net).connect_and_train()
 
 
+@pytest.mark.slow
 def test_the_seed_s_two_commands_train_on_two_processes(processes: Processes) -> None:
     """Those of seed 000, with addresses of this machine."""
     port = str(free_port())
@@ -227,12 +228,10 @@ def test_the_seed_s_two_commands_train_on_two_processes(processes: Processes) ->
         *(sys.executable, str(EXAMPLES / "orchestrator_train.py"), "--master-ip", "127.0.0.1"),
         *("--master-port", port, "--gpus", "2", "--train-batches", "100", "--val-interval", "20"),
         *("--checkpoint-dir", str(processes.folder / "checkpoints")),
-        forked=False,
     )
     workers = processes.start(
         *(sys.executable, str(EXAMPLES / "guava_worker.py"), "--gpu-ids", "0,1"),
         *("--master-ip", "127.0.0.1", "--master-port", port, "--world-size", "2"),
-        forked=False,
     )
     assert orchestrator.wait() == 0, orchestrator.output
     assert workers.wait() == 0, workers.output

@@ -9,6 +9,7 @@ from harness import Cluster, free_port, local_settings
 from processes import Processes
 from smolcluster.cli import main
 from smolcluster.configs.schema import AlgorithmName
+from smolcluster.configs.spec import get_algorithm
 from smolcluster.observability.sinks.jsonl import read_metrics
 from smolcluster.observability.spans import read_spans
 from smolcluster.runs.events import CheckpointSaved, read_events
@@ -44,10 +45,15 @@ def test_every_worker_tells_where_its_time_goes(tmp_path: Path, algorithm: Algor
 
 def finished(processes: Processes, algorithm: str, *overrides: str) -> RunPaths:
     """A run of real processes to its end."""
-    program = ("-m", "smolcluster.cli", "launch", algorithm, "--local", "--workers", "2")
-    flags = ("--no-tmux", "--override", "heartbeat_timeout_s=2", "metrics_port=null")
-    launch = processes.start(sys.executable, *program, *flags, *overrides)
-    assert launch.wait() == 0, launch.output
+    spec, port = get_algorithm(algorithm), f"port={free_port()}"
+    common = ("--local", "--workers", "2", "--override", port, "metrics_port=null", "threads=1")
+    training = ("heartbeat_timeout_s=2", "min_workers=2", *overrides)
+    started = [processes.start(sys.executable, str(spec.server), *common, *training)]
+    for number, node in enumerate(("pi5", "win"), start=1):
+        argv = (sys.executable, str(spec.worker), str(number), node)
+        started.append(processes.start(*argv, *common))
+    for each in started:
+        assert each.wait() == 0, each.output
     return find_run(processes.runs)
 
 
@@ -57,7 +63,7 @@ def test_a_run_leaves_process_stats_spans_and_checkpoints_behind(
     algorithm: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    paths = finished(processes, algorithm, "num_epochs=30", f"port={free_port()}")
+    paths = finished(processes, algorithm, "num_epochs=30")
     status, summary = read_status(paths.status), read_summary(paths.summary)
     assert status.pushes["applied"] == summary.pushes.applied
     for worker in status.workers:

@@ -41,8 +41,9 @@ def test_a_worker_is_killed_another_comes_late_and_every_sample_is_applied_once(
     processes: Processes,
 ) -> None:
     port = f"port={free_port()}"
-    epochs = 120
-    overrides = (port, f"num_epochs={epochs}", "threads=1", "heartbeat_timeout_s=100")
+    epochs = 60
+    learning = ("learning_rate=0.003", "min_workers=3", f"num_epochs={epochs}")
+    overrides = (port, *learning, "threads=1", "heartbeat_timeout_s=100")
     server = processes.server("--local", "--override", *overrides)
     workers = [
         processes.worker(rank + 1, node, "--local", "--override", port, "threads=1")

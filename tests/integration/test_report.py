@@ -56,7 +56,7 @@ def begin(processes: Processes, *overrides: str) -> tuple[Child, list[Child]]:
 def test_a_run_whose_worker_was_killed_leaves_a_report_that_agrees_with_its_files(
     processes: Processes,
 ) -> None:
-    server, workers = begin(processes, "num_epochs=120", "eval_steps=500")
+    server, workers = begin(processes, "num_epochs=60", "eval_steps=500", "min_workers=3")
     metrics = processes.runs / "latest" / "metrics.jsonl"
     eventually(lambda: {line.record.rank for line in read_metrics(metrics)} >= {0, 1, 2})
     workers[1].kill(signal.SIGKILL)

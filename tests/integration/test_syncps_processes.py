@@ -78,6 +78,7 @@ class Machines:
         assert applied == dict.fromkeys(range(EPOCHS), once)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_makes_no_difference(processes: Processes) -> None:
     machines = Machines(processes)
     eventually(lambda: machines.evaluated >= 10)

@@ -308,6 +308,7 @@ def test_gpt_on_one_machine_means_the_small_one(
     assert DOCUMENTED_GPT in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_cluster_of_processes_trains_a_language_model(
     processes: Processes, tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ def test_an_error_in_the_loss_ends_both_with_its_sentence(processes: Processes) 
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_worker_whose_device_fails_is_started_again_under_its_number(
     processes: Processes,

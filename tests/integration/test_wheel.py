@@ -102,6 +102,7 @@ def install(wheel: Path, folder: Path) -> Path:
     return python.with_name("smolcluster")
 
 
+@pytest.mark.slow
 def test_the_wheel_trains_in_an_empty_environment_from_any_folder(
     wheel: Path, tmp_path: Path, processes: Processes
 ) -> None:

@@ -18,14 +18,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Whole stories are dealt out in turn; the other tests of a file stay together.
     """
-    here = [item for item in items if HERE in item.path.parents]
+    here = [item for item in items if item.path.parent == HERE]
     here.sort(key=lambda item: item.get_closest_marker("slow") is None)
     dealt: dict[object, int] = {}
     for item in here:
         unit = item if item.get_closest_marker("slow") else item.path
         number = dealt.setdefault(unit, len(dealt)) % NUM_LABS
         item.add_marker(pytest.mark.xdist_group(f"lab-{number}"))
-    items[:] = [*here, *(item for item in items if HERE not in item.path.parents)]
+    items[:] = [*here, *(item for item in items if item.path.parent != HERE)]
 
 
 @pytest.fixture(scope="session")

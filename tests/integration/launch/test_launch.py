@@ -265,6 +265,7 @@ def test_a_start_that_fails_is_taken_back(launching: Launching, has_python: bool
     assert launching.is_clean(), launching.left()
 
 
+@pytest.mark.slow
 def test_names_are_never_executed(launching: Launching) -> None:
     odd = 'it\'s $(touch /tmp/pwned) "here"; touch pwned.yaml'
     launching.write_config(odd, {"mini2": {"project_dir": "~/$(touch /tmp/pwned)`touch pwned`"}})

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import torch
@@ -26,8 +25,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
-from torchvision import transforms
-from torchvision.datasets import ImageFolder
 
 from smolcluster.data.dataset import Place
 from smolcluster.data.loading import MapSamples, StreamSamples, every_index, samples_of
@@ -268,6 +265,7 @@ def test_what_can_be_gone_through_only_once_is_refused() -> None:
 
 
 def test_a_hugging_face_dataset_is_a_map_style_one() -> None:
+    datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"x": [[1.0, 2.0], [3.0, 4.0]], "label": [0, 1]})
     batch = samples_of(rows.with_format("torch")).batch(torch.tensor([1, 0]))
     assert batch["x"].tolist() == [[3.0, 4.0], [1.0, 2.0]]
@@ -275,6 +273,7 @@ def test_a_hugging_face_dataset_is_a_map_style_one() -> None:
 
 
 def test_a_hugging_face_stream_is_read_in_its_order() -> None:
+    datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"x": [5, 6, 7]}).to_iterable_dataset()
     samples = samples_of(rows)
     assert isinstance(samples, StreamSamples)
@@ -283,6 +282,9 @@ def test_a_hugging_face_stream_is_read_in_its_order() -> None:
 
 
 def test_a_folder_of_images(tmp_path: Path) -> None:
+    from torchvision import transforms
+    from torchvision.datasets import ImageFolder
+
     for number in range(4):
         folder = tmp_path / f"class{number % 2}"
         folder.mkdir(exist_ok=True)
