@@ -10,6 +10,12 @@ from torch import Tensor, nn
 from smolcluster.data.dataset import Batch
 from smolcluster.errors import ConfigError, SmolclusterError
 from smolcluster.training.stages.cut import Stage, layers_of
+from smolcluster.training.stages.huggingface import (
+    HuggingFaceStage,
+    Logits,
+    language_model,
+    num_blocks,
+)
 from smolcluster.training.stages.recording import CannotRecord, Tape, recording
 from smolcluster.training.workload import Terms, Workload
 from smolcluster.utils.seed import derive_seed
@@ -22,6 +28,8 @@ def num_layers(workload: Workload) -> int:
         ConfigError: it cannot be cut.
     """
     model, _ = _recorded(workload)
+    if _is_language_model(model, workload):
+        return num_blocks(model)
     return len(layers_of(model, workload.stages))
 
 
@@ -46,7 +54,7 @@ def build_stage(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive_seed(seed, "weights"))
         model, tape = _recorded(workload)
-        stage = Stage(model, layers_of(model, workload.stages), start, end)
+        stage = _cut(model, workload, start, end)
         if tape is not None:
             try:
                 tape.fill([stage], device)
@@ -56,7 +64,17 @@ def build_stage(
                 return stage
         torch.default_generator.manual_seed(derive_seed(seed, "weights"))
         model = workload.new_model()
-    return Stage(model, layers_of(model, workload.stages), start, end).to(device)
+    return _cut(model, workload, start, end).to(device)
+
+
+def _cut(model: nn.Module, workload: Workload, start: int, end: int) -> Stage:
+    if _is_language_model(model, workload):
+        return HuggingFaceStage(model, start, end)
+    return Stage(model, layers_of(model, workload.stages), start, end)
+
+
+def _is_language_model(model: nn.Module, workload: Workload) -> bool:
+    return workload.stages is None and language_model(model) is not None
 
 
 def _recorded(workload: Workload) -> tuple[nn.Module, Tape | None]:
@@ -105,7 +123,9 @@ class _Answer(nn.Module):
         super().__init__()
         self._output = output
 
-    def forward(self, *_values: Any, **_named: Any) -> Any:
+    def forward(self, *_values: Any, **named: Any) -> Any:
+        if isinstance(self._output, Logits):
+            return self._output.answer(named.get("labels"))
         return self._output
 
 

@@ -36,7 +36,7 @@ class Stage(nn.Module):
         """
         super().__init__()
         self.start, self.end, self.num_layers = start, end, len(layers)
-        self.before_layer: Callable[[int], None] = _do_nothing
+        self.before_layer: Callable[[int], None] = do_nothing
         own = layers[start:end]
         _register(self, model, own)
         self.add_module(_LAYERS, nn.ModuleList(own))
@@ -97,7 +97,7 @@ def _register(stage: nn.Module, model: nn.Module, own: Sequence[nn.Module]) -> N
     modules = {id(module): name for name, module in model.named_modules() if name}
     tensors = {id(each): name for name, each in (*model.named_parameters(), *model.named_buffers())}
     for module in _topmost(own, set(modules)):
-        _place(stage, modules[id(module)], module)
+        place_at(stage, modules[id(module)], module)
     known = {id(each) for each in (*stage.parameters(), *stage.buffers())}
     for layer in own:
         for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
@@ -107,7 +107,7 @@ def _register(stage: nn.Module, model: nn.Module, own: Sequence[nn.Module]) -> N
                 raise ConfigError(
                     f"stages: {name} of a layer is no parameter or buffer of the model"
                 )
-            _place(stage, tensors[id(tensor)], tensor)
+            place_at(stage, tensors[id(tensor)], tensor)
             known.add(id(tensor))
 
 
@@ -120,7 +120,7 @@ def _topmost(layers: Sequence[nn.Module], known: set[int]) -> Iterator[nn.Module
             yield from _topmost(list(layer.children()), known)
 
 
-def _place(root: nn.Module, name: str, content: nn.Module | Tensor) -> None:
+def place_at(root: nn.Module, name: str, content: nn.Module | Tensor) -> None:
     """Register a module, parameter or buffer under a dotted name, in empty modules where need be."""
     *path, last = name.split(".")
     for part in path:
@@ -143,5 +143,5 @@ def _shared(model: nn.Module, layers: Sequence[nn.Module], start: int, end: int)
     return tuple(name for name, each in model.named_parameters() if id(each) in own & elsewhere)
 
 
-def _do_nothing(_: int) -> None:
+def do_nothing(_: int) -> None:
     """Of layers without dropout."""

@@ -1,0 +1,121 @@
+"""Causal language models of transformers in stages: the same losses, gradients and initial weights."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from smolcluster.errors import ConfigError
+from smolcluster.training.stages import huggingface
+from smolcluster.training.stages.build import build_stage, model_input, num_layers, output_loss
+from smolcluster.training.stages.cut import Stage
+from smolcluster.training.workload import Workload
+from smolcluster.utils.seed import derive_seed
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+SEED = 5
+WIDTHS = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+SIZES = MappingProxyType({**WIDTHS, "num_hidden_layers": 3, "vocab_size": 20, "pad_token_id": 0})
+GROUPED = MappingProxyType({**SIZES, "num_key_value_heads": 1, "head_dim": 8})
+OLD = MappingProxyType({"n_embd": 16, "n_layer": 3, "n_head": 2, "vocab_size": 20})
+NO_DROPOUT = MappingProxyType({"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0})
+ARCHITECTURES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "bloom": {"hidden_size": 16, "n_layer": 3, "n_head": 2, "vocab_size": 20},
+        "cohere": {**GROUPED, "logit_scale": 0.5},
+        "falcon": {**SIZES, "alibi": True},
+        "gemma": GROUPED,
+        "gemma2": {**GROUPED, "final_logit_softcapping": 2.0},
+        "gpt2": {**OLD, **NO_DROPOUT},
+        "gpt_neox": SIZES,
+        "gptj": {**OLD, **NO_DROPOUT, "rotary_dim": 4},
+        "granite": {**GROUPED, "embedding_multiplier": 3.0},
+        "llama": GROUPED,
+        "mistral": GROUPED,
+        "mpt": {"d_model": 16, "n_layers": 3, "n_heads": 2, "vocab_size": 20},
+        "opt": {**SIZES, "ffn_dim": 24, "word_embed_proj_dim": 8, "dropout": 0.0},
+        "phi": SIZES,
+        "qwen2": GROUPED,
+        "qwen3": GROUPED,
+    }
+)
+
+
+def of(architecture: str) -> Workload:
+    config = transformers.AutoConfig.for_model(architecture, **ARCHITECTURES[architecture])
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        result: Tensor = model(**batch).loss
+        return result
+
+    return Workload(lambda: transformers.AutoModelForCausalLM.from_config(config), loss, [0])
+
+
+def batch() -> dict[str, Tensor]:
+    tokens = torch.arange(10).view(2, 5) % 17 + 1
+    mask = torch.ones_like(tokens)
+    mask[1, 3:] = 0
+    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+
+
+def whole(trained: Workload) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(SEED, "weights"))
+        return trained.new_model()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_three_stages_are_the_model(architecture: str) -> None:
+    trained = of(architecture)
+    assert num_layers(trained) == 3
+    cuts = ((0, 1), (1, 2), (2, 3))
+    stages = [build_stage(trained, *cut, SEED, torch.device("cpu")) for cut in cuts]
+    value = model_input(trained, batch())
+    for stage in stages:
+        value = stage(value)
+    found = output_loss(trained)(value, batch())
+    assert isinstance(found, Tensor)
+    found.backward()  # type: ignore[no-untyped-call]
+
+    model = whole(trained).train()
+    expected = trained.loss(model, batch())
+    assert isinstance(expected, Tensor)
+    expected.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(found, expected)
+    check_gradients(stages, model)
+
+
+def check_gradients(stages: list[Stage], model: nn.Module) -> None:
+    sums: dict[str, Tensor] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            assert torch.equal(parameter, model.get_parameter(name))
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            sums[name] = sums.get(name, torch.zeros_like(parameter)) + gradient
+    assert sums.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(sums[name], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_no_stage_has_what_another_one_has_but_a_tied_embedding() -> None:
+    first, middle, last = (
+        build_stage(of("gpt2"), *cut, SEED, torch.device("cpu")) for cut in ((0, 1), (1, 2), (2, 3))
+    )
+    names = [set(dict(stage.named_parameters())) for stage in (first, middle, last)]
+    assert names[0] & names[2] == {"transformer.wte.weight"}
+    assert first.tied == last.tied == ("transformer.wte.weight",)
+    assert middle.tied == ()
+    assert not names[1] & (names[0] | names[2])
+
+
+def test_an_architecture_that_scales_what_it_is_given_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(huggingface, "_SCALES", ())
+    with pytest.raises(ConfigError, match="GraniteForCausalLM cannot be cut"):
+        build_stage(of("granite"), 0, 1, SEED, torch.device("cpu"))
