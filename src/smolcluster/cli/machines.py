@@ -1,5 +1,6 @@
-"""Commands about machines and what runs beside a run: doctor, advise, init, config, observe, ship."""
+"""Commands about machines and what runs beside a run: doctor, init, advise, plan, config, observe, ship."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,16 @@ from smolcluster.cli.options import (
     below,
     below_training,
 )
+
+
+class Form(StrEnum):
+    """Files of a diagram."""
+
+    SVG = "svg"
+    PDF = "pdf"
+    PNG = "png"
+    MMD = "mmd"
+
 
 app = typer.Typer(rich_markup_mode=None)
 config_app = typer.Typer(
@@ -166,6 +177,93 @@ def _advise(
     )
     how = {"sync": not no_sync, "overwrite": overwrite}
     return advise_command(request, local=local, in_json=as_json, **how)
+
+
+@app.command(
+    "plan",
+    epilog=below_training(
+        "smolcluster plan --config my.yaml --train-config gpt",
+        "smolcluster plan --config my.yaml --workload my_project/train.py:workload --codec int8",
+        "smolcluster plan --local --workers 3 --json > plan.json",
+    ),
+)
+def _plan(
+    *,
+    config: ClusterFile = None,
+    train_config: TrainFile = None,
+    workload: Workload = None,
+    local: Local = False,
+    workers: Workers = None,
+    schedule: Annotated[
+        str, typer.Option("--schedule", help="gpipe, 1f1b, eager-1f1b or zero-bubble.")
+    ] = "1f1b",
+    microbatches: Annotated[
+        int | None,
+        typer.Option(
+            "--microbatches",
+            metavar="M",
+            help="Parts of a step's batch.  [default: up to 4 a machine, dividing the batch]",
+        ),
+    ] = None,
+    codec: Annotated[
+        str, typer.Option("--codec", help="How activations travel: fp32, bf16 or int8.")
+    ] = "fp32",
+    no_sync: NoSync = False,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+    override: Overrides = None,
+) -> int:
+    """Cut a model into the stages of a pipeline over the machines there are.
+
+    Measures each layer on each machine, their memory, and the links between them, then prints the order,
+    the cut, the step that it predicts, its bottleneck, each stage's memory, and what one more machine would
+    bring.
+    """
+    from smolcluster.launch.advise.layer_plan import Wanted  # noqa: PLC0415 - takes time
+    from smolcluster.launch.advise.show_layer_plan import plan_command  # noqa: PLC0415
+    from smolcluster.launch.requests import plain_request  # noqa: PLC0415
+
+    request = plain_request(
+        local=local,
+        num_workers=workers,
+        config=config,
+        train_config=train_config,
+        overrides=override or [],
+        workload=workload,
+    )
+    wanted = Wanted(schedule, microbatches, codec)
+    how = {"sync": not no_sync, "overwrite": overwrite}
+    return plan_command(request, wanted, local=local, in_json=as_json, **how)
+
+
+@app.command(
+    "diagram",
+    epilog=below(
+        "smolcluster diagram my_cluster.yaml --format svg --to cluster.svg",
+        "smolcluster diagram plan.json --format mmd",
+        "smolcluster diagram latest --format png --to architecture.png",
+    ),
+)
+def _diagram(
+    *,
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|PLAN|CONFIG",
+            help="A run, what plan --json printed (.json), or a cluster file (.yaml).",
+        ),
+    ],
+    form: Annotated[
+        Form, typer.Option("--format", help="svg, pdf and png need Graphviz; mmd is Mermaid.")
+    ] = Form.SVG,
+    to: Annotated[
+        Path | None, typer.Option("--to", help="The file.  [default: the terminal]")
+    ] = None,
+) -> int:
+    """Draw machines, layers, links and devices."""
+    from smolcluster.launch.diagram import diagram_command  # noqa: PLC0415 - takes time
+
+    return diagram_command(source, form.value, to)
 
 
 @config_app.command(

@@ -46,11 +46,8 @@ def cost_of(settings: Settings, algorithm: str) -> StepCost | None:
         return None
     cluster = settings.cluster
     copy = num_params * FLOAT_NBYTES
-    moments = NUM_MOMENTS.get(settings.train.optimizer, 2)
-    if settings.train.optimizer == "sgd" and settings.train.optimizer_args.get("momentum"):
-        moments = 1
     sent, received = costs.step_nbytes(Job(num_params), settings)
-    own = (2 + moments) * copy
+    own = (2 + num_moments(settings)) * copy
     return StepCost(
         num_params=num_params,
         server_nbytes=own + (cluster.num_workers + 1) * copy,
@@ -58,6 +55,14 @@ def cost_of(settings: Settings, algorithm: str) -> StepCost | None:
         sent_nbytes=sent,
         received_nbytes=received,
     )
+
+
+def num_moments(settings: Settings) -> int:
+    """Copies of the weights in the state of the optimizer that settings name."""
+    train = settings.train
+    if train.optimizer == "sgd" and train.optimizer_args.get("momentum"):
+        return 1
+    return NUM_MOMENTS.get(train.optimizer, 2)
 
 
 def params_of(settings: Settings) -> int | None:

@@ -131,8 +131,8 @@ def _measured_here(
 ) -> tuple[dict[str, Speed], dict[str, float]]:
     """Workers side by side, then this machine alone."""
     cluster, folder = settings.cluster, str(Path.cwd())
-    files = _files(named, *_config_files(named))
-    asked = _asked(named, files, is_local=True, num_workers=cluster.num_workers)
+    files = files_of(named)
+    asked = asked_of(named, files, is_local=True, num_workers=cluster.num_workers)
     with tempfile.TemporaryDirectory() as meeting:
         crowd = {
             node: asked.model_copy(
@@ -140,7 +140,7 @@ def _measured_here(
                     "node": node,
                     "meeting": meeting,
                     "crowd": cluster.num_workers,
-                    "overrides": (*_one_thread(named, node), *asked.overrides),
+                    "overrides": (*one_thread(named, node), *asked.overrides),
                 }
             )
             for node in cluster.workers
@@ -154,20 +154,32 @@ def _measured_here(
     return speeds, {ALONE: best}
 
 
-def _one_thread(named: Request, node: str) -> tuple[str, ...]:
+def one_thread(named: Request, node: str) -> tuple[str, ...]:
     """As a launch with --local has it: side by side more threads get into each other's way."""
     return () if settings_of(named, True, node).node.threads is not None else ("threads=1",)
 
 
-def _measured_there(
-    named: Request, settings: Settings, say: Say, *, sync: bool, overwrite: bool
-) -> tuple[dict[str, Speed], dict[str, Way]]:
-    """The machines of a cluster file, each for itself, then their ways to the server."""
+@dataclass(frozen=True)
+class Reached:
+    """The machines of a cluster file that answer, and what each of them is asked."""
+
+    computers: Sequence[Computer]
+    asked: Mapping[str, Asked]
+    files: Files
+
+
+def reach(
+    named: Request, settings: Settings, say: Say, *, sync: bool, overwrite: bool, **asked: Any
+) -> Reached:
+    """Log in to the machines of a cluster file, and send them the project; who does not answer is left out.
+
+    `asked`: fields of what all are asked.
+    """
     cluster = settings.cluster
-    cluster_file, train_file = _config_files(named)
+    cluster_file, train_file = config_files(named)
     places = places_of(named, cluster, cluster_file, train_file, all_runs())
     machines = machines_of(cluster, places, cluster_file)
-    files, root = _files(named, cluster_file, train_file), project_root()
+    files, root = files_of(named), project_root()
     say(f"looking at {', '.join(machines)}")
 
     def ready(machine: Machine) -> bool:
@@ -187,16 +199,25 @@ def _measured_there(
         )
         if is_ready
     ]
-    if cluster.server not in [machine.host.node for machine in present]:
-        raise LaunchError(f"nothing can be said without {cluster.server}, the server's machine")
     computers = [
         Computer(each.host, places[each.host.node].python, each.project_dir) for each in present
     ]
-    asked = {
-        each.host.node: _asked(named, files, node=each.host.node, environ=dict(each.env))
+    questions = {
+        each.host.node: asked_of(named, files, node=each.host.node, environ=dict(each.env), **asked)
         for each in present
     }
-    speeds = measure_all(computers, files, asked, say)
+    return Reached(computers, questions, files)
+
+
+def _measured_there(
+    named: Request, settings: Settings, say: Say, *, sync: bool, overwrite: bool
+) -> tuple[dict[str, Speed], dict[str, Way]]:
+    """The machines of a cluster file, each for itself, then their ways to the server."""
+    cluster = settings.cluster
+    reached = reach(named, settings, say, sync=sync, overwrite=overwrite)
+    if cluster.server not in reached.asked:
+        raise LaunchError(f"nothing can be said without {cluster.server}, the server's machine")
+    speeds = measure_all(reached.computers, reached.files, reached.asked, say)
     server = host_of(cluster, cluster.server)
     workers = [host_of(cluster, node) for node in cluster.workers if node in speeds]
     apart = [each for each in workers if each.destination != server.destination]
@@ -205,19 +226,20 @@ def _measured_there(
     return {node: speed for node, speed in speeds.items() if node not in lost}, ways
 
 
-def _config_files(named: Request) -> tuple[Path, Path]:
+def config_files(named: Request) -> tuple[Path, Path]:
     return (
         find_config(cluster_source(named.config, named.algorithm.name), "cluster"),
         find_config(named.train_config or DEFAULT_TRAINING, "training"),
     )
 
 
-def _files(named: Request, cluster_file: Path, train_file: Path) -> Files:
+def files_of(named: Request) -> Files:
+    cluster_file, train_file = config_files(named)
     code = None if named.workload is None else code_of(named.workload)
     return Files(without_env(cluster_file), train_file.read_bytes(), code)
 
 
-def _asked(named: Request, files: Files, **more: Any) -> Asked:
+def asked_of(named: Request, files: Files, **more: Any) -> Asked:
     code = files.code
     return Asked(
         overrides=tuple(without_workload(named.overrides)),

@@ -8,6 +8,7 @@ import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from smolcluster.errors import LaunchError, SmolclusterError
 from smolcluster.launch.advise.speed import (
@@ -32,6 +33,7 @@ from smolcluster.launch.setup.links import (
     measure,
 )
 from smolcluster.launch.workload_code import WorkloadCode
+from smolcluster.runs.model_file import ModelFile
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.words import one_line
 
@@ -43,6 +45,7 @@ STATED = "host_ip"
 """The name of an interface of which only the address is known, which the cluster file states."""
 
 Say = Callable[[str], None]
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,17 @@ def measure_speed(computer: Computer, files: Files, asked: Asked) -> Speed:
     Raises:
         LaunchError: it cannot be reached, has no environment, or cannot train this.
     """
+    return run_probe(computer, files, asked, "speed", SPEED)
+
+
+def run_probe(
+    computer: Computer, files: Files, asked: Asked, module: str, answer: ModelFile[R]
+) -> R:
+    """What a module of this package, run on a machine, prints there.
+
+    Raises:
+        LaunchError: it cannot be reached, has no environment, or cannot train this.
+    """
     host, python = computer.host, computer.python
     done = host.run(
         f"""
@@ -104,12 +118,12 @@ if [ -e "$dir/{CODE_FOLDER}.tgz" ]; then
 fi
 cd {shell_path(computer.folder)} || exit 9
 [ -x {shell_path(python)} ] || {{ echo 'the project has no environment there' >&2; exit 9; }}
-{shell_path(python)} -m smolcluster.launch.advise.speed "$dir" </dev/null""",
+{shell_path(python)} -m smolcluster.launch.advise.{module} "$dir" </dev/null""",
         stdin=files.packed(asked),
         timeout_s=SPEED_S,
     )
     with suppress(IndexError):
-        found = SPEED.parse(done.stdout.splitlines()[-1])
+        found = answer.parse(done.stdout.splitlines()[-1])
         if done.ok and found is not None:
             return found
     raise LaunchError(
@@ -163,7 +177,7 @@ def measure_ways(
 ) -> dict[str, Way]:
     """The best way from each worker to the server; who has none, or does not answer, is left out.
 
-    `stated`: the server's address that each of them was told, which is measured too.
+    `stated`: the server's address that each of them was told, if any, which is measured too.
 
     Raises:
         LaunchError: the server cannot be measured.
@@ -172,7 +186,11 @@ def measure_ways(
         return {}
     interfaces = interfaces_of(server)
     known = {interface.ip for interface in interfaces}
-    extra = [ip for ip in dict.fromkeys(stated[each.node] for each in workers) if ip not in known]
+    extra = [
+        ip
+        for ip in dict.fromkeys(stated[each.node] for each in workers if each.node in stated)
+        if ip not in known
+    ]
     interfaces += [Interface(ip, STATED) for ip in extra]
     token = secrets.token_hex(16)
     seconds = int((len(workers) * len(interfaces) + 2) * MEASURE_S)
@@ -238,22 +256,33 @@ def measure_all(
     computers: Sequence[Computer], files: Files, asked: Mapping[str, Asked], say: Say
 ) -> dict[str, Speed]:
     """How fast each machine trains, all at once; who cannot be measured is left out, with one line."""
+    speeds = probe_all(computers, files, asked, say, measure_speed)
+    for node, speed in speeds.items():
+        if (line := busy(node, speed)) is not None:
+            say(line)
+    return speeds
+
+
+def probe_all(
+    computers: Sequence[Computer],
+    files: Files,
+    asked: Mapping[str, Asked],
+    say: Say,
+    probe: Callable[[Computer, Files, Asked], R],
+) -> dict[str, R]:
+    """What `probe` finds on each machine, all at once; who cannot be measured is left out, with one line."""
     names = ", ".join(computer.host.node for computer in computers)
     say(f"measuring real steps on {names}; loading PyTorch takes some seconds …")
 
-    def one(computer: Computer) -> Speed | None:
+    def one(computer: Computer) -> R | None:
         try:
-            return measure_speed(computer, files, asked[computer.host.node])
+            return probe(computer, files, asked[computer.host.node])
         except SmolclusterError as error:
             say(f"{error}; it is left out")
             return None
 
     found = dict(zip((each.host.node for each in computers), at_once(one, computers), strict=True))
-    speeds = {node: speed for node, speed in found.items() if speed is not None}
-    for node, speed in speeds.items():
-        if (line := busy(node, speed)) is not None:
-            say(line)
-    return speeds
+    return {node: each for node, each in found.items() if each is not None}
 
 
 def this_machine(node: str, folder: str) -> Computer:

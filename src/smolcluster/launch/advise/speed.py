@@ -37,12 +37,14 @@ class Asked(BaseModel):
         environ: settings and keys of the environment.
         workload: the function, as it is seen from the folder of the code; None: what the training file names.
         has_code: whether the code lies in the folder; else it is installed.
+        num_microbatches: of a pipeline's step, where layers are measured.
         is_local: whether all of the cluster is on one machine, with `num_workers` workers.
         meeting: a folder in which as many processes as `crowd` meet before they measure; None: nobody waits.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    num_microbatches: int = 1
     node: str | None = None
     overrides: tuple[str, ...] = ()
     environ: dict[str, str] = {}
@@ -80,6 +82,13 @@ class Speed(BaseModel):
 
 ASKED = ModelFile[Asked](Asked, "is damaged")
 SPEED = ModelFile[Speed](Speed, "is damaged")
+
+
+def asked_in(folder: Path) -> Asked:
+    """What is asked of this process, whose environment is then as it says."""
+    asked = ASKED.read(folder / ASKED_FILE)
+    os.environ.update(asked.environ)
+    return asked
 
 
 def settings_in(folder: Path, asked: Asked) -> Settings:
@@ -179,8 +188,7 @@ def main(folder: Path) -> None:
     Raises:
         SmolclusterError: it cannot be measured.
     """
-    asked = ASKED.read(folder / ASKED_FILE)
-    os.environ.update(asked.environ)
+    asked = asked_in(folder)
     settings = settings_in(folder, asked)
     speed = measure(settings, Path(asked.meeting) if asked.meeting else None, asked.crowd)
     sys.stdout.write(f"{speed.model_dump_json()}\n")

@@ -1,0 +1,50 @@
+"""A pipeline's plan as a document: `smolcluster plan --json` prints it, a run keeps it as `plan.json`."""
+
+from pydantic import Field
+
+from smolcluster.runs.model_file import ModelFile, Strict
+
+PLAN_NAME = "plan.json"
+
+
+class PlanStage(Strict):
+    """The layers `[start, end)` of a machine.
+
+    Attributes:
+        device: in words; empty: not known.
+        seconds: of a microbatch, forward and backward.
+        memory_bytes: the most that is held at once.
+    """
+
+    machine: str
+    device: str = ""
+    start: int = Field(ge=0)
+    end: int = Field(ge=1)
+    seconds: float = 0.0
+    memory_bytes: int = 0
+
+
+class PlanLink(Strict):
+    """What a microbatch sends between a stage and the next one, and how long each way takes."""
+
+    nbytes: int = 0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    latency_s: float = 0.0
+
+
+class PlanFile(Strict):
+    """A cut, and what it was predicted to be like; links are between each stage and the next."""
+
+    schedule: str
+    num_microbatches: int
+    step_s: float
+    bubble: float
+    bottleneck: str
+    stages: tuple[PlanStage, ...]
+    links: tuple[PlanLink, ...]
+    one_more: str = ""
+    one_more_step_s: float = 0.0
+
+
+PLAN = ModelFile[PlanFile](PlanFile, "is no plan of a pipeline", unless="make one: plan --json")

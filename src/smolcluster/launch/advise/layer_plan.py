@@ -1,0 +1,245 @@
+"""`smolcluster plan`: measure a model's layers on each machine and the links between them, then cut it.
+
+machines prepared -> each layer on each -> links of all pairs -> order and cut -> what one more would bring
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+from smolcluster.algorithms.planning.costs import FLOAT_NBYTES, VALUE_NBYTES
+from smolcluster.algorithms.planning.layers import (
+    Layer,
+    LayerPlan,
+    Link,
+    Machine,
+    Problem,
+    one_more,
+    plan_layers,
+)
+from smolcluster.configs.resolve import Settings
+from smolcluster.errors import ConfigError, LaunchError
+from smolcluster.launch.advise.command import (
+    ALONE,
+    Reached,
+    asked_of,
+    files_of,
+    one_thread,
+    reach,
+)
+from smolcluster.launch.advise.layer_speed import LAYER_SPEEDS, LayerSpeeds
+from smolcluster.launch.advise.measuring import (
+    Computer,
+    Files,
+    Say,
+    measure_ways,
+    probe_all,
+    run_probe,
+    this_machine,
+)
+from smolcluster.launch.advise.speed import Asked
+from smolcluster.launch.estimate import num_moments
+from smolcluster.launch.host import Host
+from smolcluster.launch.plan import Request
+from smolcluster.launch.requests import naming_workload, settings_of
+from smolcluster.training.schedules.simulation import Costs
+
+MICROBATCHES_A_STAGE = 4
+NO_WAY = Link(bytes_s=1.0)
+"""Between machines that do not reach each other, not by way of a third one either."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the user says of the pipeline.
+
+    Attributes:
+        num_microbatches: None: as many as the batch can be divided into, up to 4 a machine.
+        codec: how activations travel.
+    """
+
+    schedule: str = "1f1b"
+    num_microbatches: int | None = None
+    codec: str = "fp32"
+
+
+@dataclass(frozen=True)
+class FoundPlan:
+    """What was measured, and what follows from it.
+
+    Attributes:
+        more: like which machine another one would help most, and the plan with it.
+    """
+
+    problem: Problem
+    plan: LayerPlan
+    more: tuple[str, LayerPlan]
+    devices: Mapping[str, str]
+
+
+def find_layer_plan(
+    request: Request,
+    wanted: Wanted,
+    say: Say,
+    *,
+    local: bool,
+    sync: bool = True,
+    overwrite: bool = False,
+) -> FoundPlan:
+    """Measure, and plan.
+
+    Raises:
+        ConfigError: a file, a key or the model is wrong, or nothing fits in memory.
+        LaunchError: no machine could be measured.
+    """
+    if wanted.codec not in VALUE_NBYTES:
+        raise ConfigError(f"--codec is {wanted.codec}, must be one of {', '.join(VALUE_NBYTES)}")
+    settings = settings_of(request, local=local)
+    named = naming_workload(request, settings)
+    num = num_microbatches(settings, wanted)
+    if local:
+        speeds, links = _measured_here(named, settings, num, say), dict[tuple[str, str], Link]()
+    else:
+        reached = reach(named, settings, say, sync=sync, overwrite=overwrite, num_microbatches=num)
+        speeds, links = _measured_there(reached, settings, say)
+    if not speeds:
+        raise LaunchError("no worker's machine could be measured: see the lines above")
+    problem = problem_of(speeds, links, settings, num, wanted)
+    plan = plan_layers(problem)
+    devices = {node: each.device for node, each in speeds.items()}
+    return FoundPlan(problem, plan, one_more(problem, plan), devices)
+
+
+def num_microbatches(settings: Settings, wanted: Wanted) -> int:
+    """As wanted, or the most that divide the batch, up to 4 a machine.
+
+    Raises:
+        ConfigError: they do not divide it.
+    """
+    size = settings.train.samples_per_push
+    if wanted.num_microbatches is None:
+        most = min(size, MICROBATCHES_A_STAGE * len(settings.cluster.workers))
+        return max(each for each in range(1, most + 1) if size % each == 0)
+    if wanted.num_microbatches < 1 or size % wanted.num_microbatches:
+        fit = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
+        raise ConfigError(
+            f"--microbatches is {wanted.num_microbatches}, must divide the step's {size} samples: "
+            f"choose one of {fit}, or another batch_size"
+        )
+    return wanted.num_microbatches
+
+
+# --- measured
+
+
+def _measured_here(
+    named: Request, settings: Settings, num: int, say: Say
+) -> dict[str, LayerSpeeds]:
+    """This machine, as each of `--workers` processes side by side that share its memory."""
+    nodes = settings.cluster.workers
+    files = files_of(named)
+    asked = asked_of(named, files, is_local=True, num_workers=len(nodes), num_microbatches=num)
+    alone = asked.model_copy(update={"overrides": (*one_thread(named, nodes[0]), *asked.overrides)})
+    computers = [this_machine(ALONE, str(Path.cwd()))]
+    found = probe_all(computers, files, {ALONE: alone}, say, _probe)
+    return {
+        node: each.model_copy(update={"memory_bytes": each.memory_bytes // len(nodes)})
+        for node in nodes
+        for each in found.values()
+    }
+
+
+def _measured_there(
+    reached: Reached, settings: Settings, say: Say
+) -> tuple[dict[str, LayerSpeeds], dict[tuple[str, str], Link]]:
+    """The workers' machines, each for itself, then the ways between all pairs of them."""
+    cluster = settings.cluster
+    computers = [each for each in reached.computers if each.host.node in cluster.workers]
+    speeds = probe_all(computers, reached.files, reached.asked, say, _probe)
+    hosts = [each.host for each in computers if each.host.node in speeds]
+    return speeds, measure_pairs(hosts, cluster.port, say)
+
+
+def _probe(computer: Computer, files: Files, asked: Asked) -> LayerSpeeds:
+    return run_probe(computer, files, asked, "layer_speed", LAYER_SPEEDS)
+
+
+def measure_pairs(hosts: Sequence[Host], port: int, say: Say) -> dict[tuple[str, str], Link]:
+    """The links between all machines, both ways; those of one machine are left out."""
+    links: dict[tuple[str, str], Link] = {}
+    for place, host in enumerate(hosts):
+        others = [each for each in hosts[place + 1 :] if each.destination != host.destination]
+        for node, way in measure_ways(host, others, {}, port, say).items():
+            links[node, host.node] = Link(1e6 * way.up_mb_s, way.latency_s / 2)
+            links[host.node, node] = Link(1e6 * way.down_mb_s, way.latency_s / 2)
+    apart = [
+        (one.node, other.node)
+        for one, other in combinations(hosts, 2)
+        if one.destination != other.destination
+    ]
+    return links | relayed(apart, links)
+
+
+def relayed(
+    pairs: Sequence[tuple[str, str]], links: Mapping[tuple[str, str], Link]
+) -> dict[tuple[str, str], Link]:
+    """The links of those pairs that do not reach each other, by way of the best machine between them."""
+    found: dict[tuple[str, str], Link] = {}
+    for one, other in (each for pair in pairs for each in (pair, pair[::-1])):
+        if (one, other) in links:
+            continue
+        ways = [
+            Link(min(first.bytes_s, last.bytes_s), first.latency_s + last.latency_s)
+            for (sender, middle), first in links.items()
+            if sender == one and (last := links.get((middle, other))) is not None
+        ]
+        found[one, other] = max(ways, key=lambda each: each.bytes_s, default=NO_WAY)
+    return found
+
+
+# --- planned
+
+
+def problem_of(
+    speeds: Mapping[str, LayerSpeeds],
+    links: Mapping[tuple[str, str], Link],
+    settings: Settings,
+    num: int,
+    wanted: Wanted,
+) -> Problem:
+    """Bytes are those of the first machine; seconds are each machine's own.
+
+    Raises:
+        LaunchError: machines have seen different models.
+    """
+    first = next(iter(speeds.values())).layers
+    copies = 2 + num_moments(settings)
+    encoded = VALUE_NBYTES[wanted.codec] / FLOAT_NBYTES
+    for node, each in speeds.items():
+        if len(each.layers) != len(first):
+            raise LaunchError(
+                f"{node} sees {len(each.layers)} layers and {next(iter(speeds))} {len(first)}: they have "
+                "different versions of the model; leave --no-sync out"
+            )
+    return Problem(
+        layers=tuple(
+            Layer(
+                each.frozen_bytes + copies * each.trained_bytes,
+                each.activation_bytes,
+                round(encoded * each.output_bytes),
+            )
+            for each in first
+        ),
+        machines=tuple(
+            Machine(
+                node,
+                tuple(Costs(x.forward_s, x.input_s, x.weight_s) for x in each.layers),
+                each.memory_bytes,
+            )
+            for node, each in speeds.items()
+        ),
+        links=links,
+        num_microbatches=num,
+        schedule=wanted.schedule,
+    )

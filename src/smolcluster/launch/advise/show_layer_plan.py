@@ -1,0 +1,120 @@
+"""What `smolcluster plan` prints: for people, and as JSON, which `smolcluster diagram` reads."""
+
+import json
+import sys
+from collections.abc import Iterator
+from functools import partial
+
+from rich.table import Table
+from rich.text import Text
+
+from smolcluster.algorithms.planning.layers import LayerPlan, gigabytes
+from smolcluster.algorithms.planning.plan_file import PLAN, PlanFile, PlanLink, PlanStage
+from smolcluster.launch.advise.layer_plan import FoundPlan, Wanted, find_layer_plan
+from smolcluster.launch.plan import Request
+from smolcluster.observability.terminal import SteadyConsole, print_line, steady
+
+
+def plan_command(
+    request: Request,
+    wanted: Wanted,
+    *,
+    local: bool,
+    sync: bool,
+    overwrite: bool,
+    in_json: bool,
+) -> int:
+    """Measure, plan, and print it; returns the exit code.
+
+    Raises:
+        SmolclusterError: nothing can be measured, or nothing fits.
+    """
+    say = partial(print_line, SteadyConsole(stderr=True))
+    found = find_layer_plan(request, wanted, say, local=local, sync=sync, overwrite=overwrite)
+    if in_json:
+        sys.stdout.write(f"{json.dumps(json.loads(PLAN.text(plan_file(found))), indent=2)}\n")
+        return 0
+    console = SteadyConsole()
+    with steady(console):
+        console.print(stages_table(found))
+    for line in lines(found):
+        console.print(Text(line), soft_wrap=True)
+    return 0
+
+
+def stages_table(found: FoundPlan) -> Table:
+    """A row a stage: its machine, layers, times and memory."""
+    table = Table("machine", "layers", "a microbatch", "busy", "memory", "of", "device")
+    plan = found.plan
+    for rank, stage in enumerate(plan.stages):
+        machine = found.problem.machine(stage.machine)
+        row = (
+            *(stage.machine, f"{stage.start} to {stage.end - 1}"),
+            *(milliseconds(stage.costs.total_s), f"{plan.timeline.busy_s(rank) / plan.step_s:.0%}"),
+            *(gigabytes(stage.memory_bytes), gigabytes(machine.memory_bytes)),
+            found.devices[stage.machine],
+        )
+        table.add_row(*map(Text, row))
+    return table
+
+
+def lines(found: FoundPlan) -> Iterator[str]:
+    """The plan in words, as a cluster file has it, and what one more machine would bring."""
+    plan, (like, more) = found.plan, found.more
+    used = {stage.machine for stage in plan.stages}
+    unused = [each.name for each in found.problem.machines if each.name not in used]
+    yield (
+        f"step {milliseconds(plan.step_s)} with {plan.num_microbatches} microbatches and schedule "
+        f"{plan.schedule}, bubble {plan.bubble:.0%}, bottleneck: {plan.bottleneck}"
+    )
+    if unused:
+        yield f"not used, because the step would be longer with it: {', '.join(unused)}"
+    yield f"shard_plan: {{{shard_plan(plan)}}}"
+    yield (
+        f"one more machine like {like}: step {milliseconds(more.step_s)}, "
+        f"{plan.step_s / more.step_s:.2f} times as fast"
+    )
+
+
+def shard_plan(plan: LayerPlan) -> str:
+    return ", ".join(f"{each.machine}: [{each.start}, {each.end}]" for each in plan.stages)
+
+
+def plan_file(found: FoundPlan) -> PlanFile:
+    """The plan as a document."""
+    plan, problem = found.plan, found.problem
+    like, more = found.more
+    pairs = zip(plan.stages[:-1], plan.stages[1:], plan.boundaries, strict=True)
+    return PlanFile(
+        schedule=plan.schedule,
+        num_microbatches=plan.num_microbatches,
+        step_s=plan.step_s,
+        bubble=plan.bubble,
+        bottleneck=plan.bottleneck,
+        one_more=like,
+        one_more_step_s=more.step_s,
+        stages=tuple(
+            PlanStage(
+                machine=each.machine,
+                device=found.devices[each.machine],
+                start=each.start,
+                end=each.end,
+                seconds=each.costs.total_s,
+                memory_bytes=int(each.memory_bytes),
+            )
+            for each in plan.stages
+        ),
+        links=tuple(
+            PlanLink(
+                nbytes=problem.layers[one.end - 1].output_bytes,
+                forward_s=way.forward_s,
+                backward_s=way.backward_s,
+                latency_s=way.latency_s,
+            )
+            for one, _, way in pairs
+        ),
+    )
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

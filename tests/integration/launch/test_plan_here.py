@@ -1,0 +1,26 @@
+"""`smolcluster plan --local`, and a diagram of what it says."""
+
+from pathlib import Path
+
+import pytest
+
+from smolcluster.algorithms.planning.plan_file import PLAN
+from smolcluster.cli import main
+
+
+def test_a_model_is_measured_and_cut_on_this_machine(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["--local", "--workers", "2", "--train-config", "gpt", "--override", "batch_size=8"]
+    assert main(["plan", *words, "--microbatches", "4", "--json"]) == 0
+    text = capsys.readouterr().out
+    plan = PLAN.parse(text)
+    assert plan is not None
+    assert plan.num_microbatches == 4
+    assert plan.stages[0].start == 0
+    assert all(a.end == b.start for a, b in zip(plan.stages[:-1], plan.stages[1:], strict=True))
+    assert plan.step_s > 0
+    file = tmp_path / "plan.json"
+    file.write_text(text)
+    assert main(["diagram", str(file), "--format", "mmd"]) == 0
+    assert plan.stages[-1].machine in capsys.readouterr().out

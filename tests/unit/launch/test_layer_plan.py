@@ -1,0 +1,106 @@
+"""From measured layers and links to the problem that is planned."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from smolcluster.algorithms.planning.layers import Link, one_more, plan_layers
+from smolcluster.configs.resolve import Settings, load_settings
+from smolcluster.errors import ConfigError, LaunchError
+from smolcluster.launch.advise import layer_plan as module
+from smolcluster.launch.advise.layer_plan import (
+    NO_WAY,
+    FoundPlan,
+    Wanted,
+    measure_pairs,
+    num_microbatches,
+    problem_of,
+    relayed,
+)
+from smolcluster.launch.advise.layer_speed import LayerSpeeds
+from smolcluster.launch.advise.measuring import Way
+from smolcluster.launch.advise.show_layer_plan import lines, plan_file
+from smolcluster.launch.host import Host
+from smolcluster.training.stages.measure import MeasuredLayer
+
+
+def settings(**train: Any) -> Settings:
+    found = load_settings("edp", "digits", local=True, local_workers=2)
+    return replace(found, train=found.train.model_copy(update=train))
+
+
+def speeds(seconds: Mapping[str, float], num_layers: int = 6) -> dict[str, LayerSpeeds]:
+    def layer(each: float) -> MeasuredLayer:
+        return MeasuredLayer(
+            forward_s=each,
+            input_s=each,
+            weight_s=each,
+            trained_bytes=1000,
+            frozen_bytes=10,
+            activation_bytes=500,
+            output_bytes=4096,
+        )
+
+    return {
+        node: LayerSpeeds(layers=(layer(each),) * num_layers, memory_bytes=10**6, device="cpu")
+        for node, each in seconds.items()
+    }
+
+
+def test_bytes_count_gradients_moments_and_the_codec() -> None:
+    adam, sgd = settings(optimizer="AdamW"), settings(optimizer="sgd")
+    [first, *_] = problem_of(speeds({"a": 1}), {}, adam, 4, Wanted(codec="int8")).layers
+    assert first.fixed_bytes == 10 + 4 * 1000
+    assert first.output_bytes == pytest.approx(4096 / 4, rel=0.02)
+    [first, *_] = problem_of(speeds({"a": 1}), {}, sgd, 4, Wanted()).layers
+    assert (first.fixed_bytes, first.output_bytes) == (10 + 2 * 1000, 4096)
+
+
+def test_machines_with_other_layers_are_refused() -> None:
+    both = speeds({"a": 1}) | speeds({"b": 1}, num_layers=5)
+    with pytest.raises(LaunchError, match="b sees 5 layers and a 6"):
+        problem_of(both, {}, settings(), 4, Wanted())
+
+
+def test_microbatches_divide_the_batch() -> None:
+    assert num_microbatches(settings(batch_size=30), Wanted()) == 6
+    assert num_microbatches(settings(batch_size=32), Wanted(num_microbatches=16)) == 16
+    with pytest.raises(ConfigError, match="choose one of 1, 2, 4, 8"):
+        num_microbatches(settings(batch_size=8), Wanted(num_microbatches=3))
+
+
+def test_machines_without_a_way_reach_each_other_by_a_third() -> None:
+    links = {
+        **{("a", "s"): Link(100, 1), ("s", "a"): Link(50, 2)},
+        **{("b", "s"): Link(10, 3), ("s", "b"): Link(80, 4)},
+    }
+    assert relayed([("a", "b")], links) == {("a", "b"): Link(80, 5), ("b", "a"): Link(10, 5)}
+    assert relayed([("a", "c")], links)["a", "c"] == NO_WAY
+
+
+def test_all_pairs_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def ways(server: Host, workers: list[Host], *_: object) -> dict[str, Way]:
+        asked.extend((server.node, each.node) for each in workers)
+        return {each.node: Way("ip", "eth0", 0.01, 12.0, 6.0, "") for each in workers}
+
+    monkeypatch.setattr(module, "measure_ways", ways)
+    hosts = [Host("a", "a.lan"), Host("b", "b.lan"), Host("c", "c.lan")]
+    links = measure_pairs(hosts, 1, print)
+    assert asked == [("a", "b"), ("a", "c"), ("b", "c")]
+    assert len(links) == 6
+    assert links["b", "a"] == Link(12e6, 0.005)
+    assert links["a", "b"] == Link(6e6, 0.005)
+
+
+def test_the_plan_is_said_as_the_cluster_file_has_it() -> None:
+    problem = problem_of(speeds({"a": 1e-3, "b": 2e-3}), {}, settings(), 8, Wanted())
+    plan = plan_layers(problem)
+    found = FoundPlan(problem, plan, one_more(problem, plan), {"a": "cpu", "b": "mps"})
+    told = list(lines(found))
+    assert told[-2] in ("shard_plan: {a: [0, 4], b: [4, 6]}", "shard_plan: {b: [0, 2], a: [2, 6]}")
+    assert told[-1].startswith("one more machine like a: step ")
+    assert {stage.machine: stage.device for stage in plan_file(found).stages} == found.devices
