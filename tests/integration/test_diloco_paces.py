@@ -89,3 +89,7 @@ def test_every_sample_counts_once(tmp_path: Path, other: type[Changing], mode: s
     cluster.finish(cluster.worker(1, make=Changing), cluster.worker(2, make=other))
     assert all(0 < each["drift"] < 1 for each in told)
     assert sum(each["local_steps"] for each in told) >= 3 * 45
+    taken = [record.values for record in cluster.metrics.steps]
+    outer = [values["outer_step"] for values in taken]
+    assert outer == sorted(outer)
+    assert any(0 < values.get("drift", 0) < 1 for values in taken)

@@ -62,6 +62,8 @@ from smolcluster.utils.units import format_duration
 MAX_QUEUED = 100_000
 """A worker waits for answers, so its queue is as long as its largest push; this only bounds mistakes."""
 SHUTDOWN_TIMEOUT_S = 5.0
+WAIT_S = 1.0
+"""How long a worker waits for the next event before it looks up."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,23 @@ class Link(Session, Receiver):
         for other in self._others:
             other.cut("the session with the server has ended")
             other.join(None)
+
+
+def wait_until(
+    link: Link, condition: Callable[[], bool], handle: Callable[[Event], None], meter: Meter
+) -> None:
+    """Have `handle` take all that has arrived, and wait until `condition` holds.
+
+    Raises:
+        SmolclusterError: as `next_event`.
+    """
+    while True:
+        with meter("wait"):
+            event = link.next_event(0.0 if condition() else WAIT_S)
+        if event is not None:
+            handle(event)
+        elif condition():
+            return
 
 
 def follow(

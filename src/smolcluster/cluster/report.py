@@ -95,6 +95,10 @@ class StepTaken:
     """Whose push it was; None: everybody's."""
     staleness: int | None = None
     """τ; None where nothing is stale."""
+    outer_step: int | None = None
+    """DiLoCo: the number of the outer step that has applied it."""
+    drift: float | None = None
+    """DiLoCo: how far the worker's change went that it came with, as a share of the weights' norm."""
     is_skipped: bool = False
     """Whether a gradient overflowed in float16: the samples count, the weights are as before."""
 
@@ -638,8 +642,8 @@ class Report:
             values["overflows"] = num_overflows
         if self._scale is not None:
             values["loss_scale"] = self._scale
-        if step.staleness is not None:
-            values["staleness"] = step.staleness
+        own = {"staleness": step.staleness, "outer_step": step.outer_step, "drift": step.drift}
+        values |= {name: value for name, value in own.items() if value is not None}
         if step.layer_norms and self._layers.take():
             values |= {f"grad_norm/{name}": norm for name, norm in step.layer_norms.items()}
         return values

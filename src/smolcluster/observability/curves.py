@@ -49,6 +49,7 @@ LABELS = MappingProxyType(
         "lr": "learning rate",
         "samples_per_s": "throughput (samples/s)",
         "staleness": "mean staleness (steps)",
+        "drift": "mean drift of a change (of the weights' norm)",
     }
 )
 SHOWN = ("loss", "val_loss", *LEFT[1:], *RIGHT[1:], RIGHT[0])
@@ -57,7 +58,7 @@ SHOWN = ("loss", "val_loss", *LEFT[1:], *RIGHT[1:], RIGHT[0])
 # Okabe and Ito's colours, which people of any colour vision tell apart; marks differ in dashes too.
 BLUE, ORANGE, GREEN, VERMILION, PURPLE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7"
 INK, FAINT, GREY = "#333333", "#DDDDDD", "#999999"
-COLORS = MappingProxyType({"lr": GREEN, "samples_per_s": INK, "staleness": PURPLE})
+COLORS = MappingProxyType({"lr": GREEN, "samples_per_s": INK, "staleness": PURPLE, "drift": PURPLE})
 RUN_COLORS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, INK, GREY)
 VARIABLES = MappingProxyType(
     {
@@ -290,7 +291,7 @@ def _plot(axes: "Axes", name: str, curves: Curves) -> None:
             if name == "val_perplexity" and is_over_a_decade(points.y):
                 _use_decades(axes)
         case _:
-            _plot_means(axes, points, COLORS[name], with_steps=name != "staleness")
+            _plot_means(axes, points, COLORS[name], with_steps=name in ("lr", "samples_per_s"))
 
 
 def _plot_loss(axes: "Axes", loss: Points, single: Points, val_loss: Points | None) -> None:

@@ -64,8 +64,10 @@ WORKER_STATS = {
     "rtt_s": ("link_round_trip_seconds", "To it and back."),
     "queue": ("link_queue_frames", "Waiting there to be sent."),
     "codec_ratio": ("codec_ratio", "fp32 bytes by sent bytes."),
+    "local_steps": ("worker_local_steps", "DiLoCo: of its newest change."),
+    "drift": ("worker_drift", "DiLoCo: of its newest change, as a share of the weights' norm."),
 }
-"""The same, of what workers report of themselves."""
+"""The same, of what workers report of themselves, and the server measures of them."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ MAX_METRICS = 16
 """Of a workload's own, of which there are curves: the first ones."""
 POINT_NBYTES = 110
 """About so long is a report."""
-STEP_VALUES = ("loss", "lr", "samples_per_s", "mb_per_s", "staleness", "grad_norm")
+STEP_VALUES = ("loss", "lr", "samples_per_s", "mb_per_s", "staleness", "drift", "grad_norm")
 EVAL_VALUES = ("val_loss", "val_perplexity", "val_accuracy")
 REPORT_VALUES = (
     *("samples_per_s", "cpu", "memory_bytes", "sent_bytes_per_s", "rtt_s"),

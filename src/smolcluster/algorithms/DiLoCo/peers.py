@@ -89,6 +89,8 @@ class Peer:
     """When it joined, or was heard to have taken its last step."""
     upload_s: float = 0.0
     """How long after its last step its change is here."""
+    drift: float | None = None
+    """The norm of its newest change, as a share of that of the weights; None: it has sent none."""
     num_since_asked: int = 0
     """Batches that it was given since it was asked for its change last."""
     step_terms: float | None = None

@@ -28,7 +28,6 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import harmonic_mean
 
-import torch
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -465,7 +464,7 @@ class Server:
             self.version += 1
             self.replica.note_step(overflow=stepped.overflow)
             self.report.contributed(worker, samples.num_samples, stepped.mean_loss)
-            rate = stepped.learning_rate
+            rate, peer = stepped.learning_rate, self.peers.get(each.holder)
             self.report.step_taken(
                 StepTaken(
                     version=self.version,
@@ -476,6 +475,8 @@ class Server:
                     layer_norms={},
                     num_terms=stepped.num_terms,
                     worker=worker,
+                    outer_step=self.store.version,
+                    drift=peer.drift if peer else None,
                     is_skipped=stepped.overflow is not None,
                 )
             )
@@ -542,8 +543,8 @@ class Server:
         except PushRefused as error:
             self.refuse(peer, request, str(error))
             return
-        drift = norm / (float(torch.linalg.vector_norm(self.replica.params)) or 1.0)
-        self.report.board.measured(peer.worker, local_steps=len(steps), drift=drift)
+        peer.drift = norm / (self.store.norm(request.fragment) or 1.0)
+        self.report.board.measured(peer.worker, local_steps=len(steps), drift=peer.drift)
         change = Change(
             float(sum(each.num_terms for each in steps if each.overflow is None)),
             arrived.values,

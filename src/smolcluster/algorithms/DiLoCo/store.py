@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from smolcluster.algorithms.DiLoCo.exchange import Encoder, Layout, outer_frames
@@ -56,6 +57,8 @@ class OuterStore:
         """Fragments as they are, by number: their version, and frames that all share."""
         self._snapshot: tuple[int, list[Frame]] | None = None
         """The same of the whole."""
+        self._norms: dict[int, tuple[int, float]] = {}
+        """Of fragments, by number: their version, and the L2 norm of its weights."""
         self._theirs: dict[int, Tensor] = {}
         """Of workers that are followed: the weights (num_params,) that they were sent, on the CPU."""
 
@@ -113,6 +116,16 @@ class OuterStore:
             replica.buffers.add({each: added * share for each, added in change.buffers.items()})
         self.version += 1
         self.versions[WHOLE] = self.version
+
+    def norm(self, number: int) -> float:
+        """L2 norm of a fragment's weights."""
+        version, norm = self._norms.get(number, (None, 0.0))
+        if version != self.versions[number]:
+            norm = float(
+                torch.linalg.vector_norm(self._layout.gather(number, self._replica.params))
+            )
+            self._norms[number] = self.versions[number], norm
+        return norm
 
     def follow(self, worker: int) -> None:
         """`worker` has the weights as they are, and is sent by itself what becomes of them."""

@@ -35,7 +35,7 @@ from smolcluster.algorithms.DiLoCo.exchange import (
     delta_frames,
 )
 from smolcluster.algorithms.DiLoCo.fragments import cut
-from smolcluster.cluster.link import Link
+from smolcluster.cluster.link import Link, wait_until
 from smolcluster.codec.base import NonFiniteValue
 from smolcluster.codec.registry import lossless_for
 from smolcluster.errors import NonFiniteLoss, ProtocolError
@@ -60,7 +60,6 @@ from smolcluster.transport.messages import (
     Welcome,
 )
 
-WAIT_S = 1.0
 BUFFERS_WITH = 0
 """The fragment whose change brings what was added to the model's buffers."""
 
@@ -259,13 +258,7 @@ class Worker:
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Take in all that has arrived, and go on until `condition` holds."""
-        while True:
-            with self.replica.meter("wait"):
-                event = self.link.next_event(0.0 if condition() else WAIT_S)
-            if event is not None:
-                self.handle(event)
-            elif condition():
-                return
+        wait_until(self.link, condition, self.handle, self.replica.meter)
 
     def handle(self, event: Event) -> None:
         match event:

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from smolcluster.algorithms.EDP.config import EDPConfig
-from smolcluster.cluster.link import Link
+from smolcluster.cluster.link import Link, wait_until
 from smolcluster.errors import ConnectTimeout, NonFiniteLoss, PeerLost
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import Assigned
@@ -48,7 +48,6 @@ from smolcluster.transport.messages import (
     Welcome,
 )
 
-WAIT_S = 1.0
 MAX_FAILED_DIALS = 6
 """In so many sessions in a row a store may not answer before the worker gives up."""
 
@@ -220,13 +219,7 @@ class Worker:
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Take in all that has arrived, and go on until `condition` holds."""
-        while True:
-            with self.replica.meter("wait"):
-                event = self.link.next_event(0.0 if condition() else WAIT_S)
-            if event is not None:
-                self.handle(event)
-            elif condition():
-                return
+        wait_until(self.link, condition, self.handle, self.replica.meter)
 
     def handle(self, event: Event) -> None:
         match event:

@@ -27,7 +27,7 @@ from smolcluster.utils.words import one_line
 SMOOTHED_OVER = 50
 """The moving average of the loss spans this part of the steps: one in 50; also on the page."""
 LEFT = ("loss", "val_perplexity", "val_accuracy")
-RIGHT = ("lr", "samples_per_s", "staleness")
+RIGHT = ("lr", "samples_per_s", "staleness", "drift")
 
 Mark = Literal["worker joined", "worker lost or left", "resumed"]
 MARKS: tuple[Mark, ...] = ("worker joined", "worker lost or left", "resumed")

@@ -70,6 +70,7 @@ def curves_from(*records: MetricRecord, events: Sequence[EventRecord] = ()) -> C
         ),
         ([step(1), evaluation(1, val_perplexity=90.0)], ["loss", "val_perplexity"], ["lr"]),
         ([step(1, samples_per_s=5.0)], ["loss"], ["lr", "samples_per_s"]),
+        ([step(1, drift=0.01)], ["loss"], ["lr", "drift"]),
         ([evaluation(1)], [], []),
     ],
 )

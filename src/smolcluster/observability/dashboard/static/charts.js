@@ -27,6 +27,7 @@ const PANELS = [
   { title: "Throughput", unit: "samples/s", curves: [raw("each step", "samples_per_s"), smoothed("smoothed", "samples_per_s", "accent")], fromZero: true },
   { title: "Learning rate", curves: [raw("each step", "lr"), smoothed("smoothed", "lr", "accent")], fromZero: true },
   { title: "Staleness", unit: "steps", curves: [raw("each step", "staleness"), smoothed("smoothed", "staleness", "accent")], fromZero: true },
+  { title: "Drift", unit: "of the weights' norm", curves: [raw("each change", "drift"), smoothed("smoothed", "drift", "accent")], format: percent, fromZero: true },
   { title: "Gradient norm", curves: [raw("each step", "grad_norm"), smoothed("smoothed", "grad_norm", "accent")], fromZero: true },
   { title: "Worker throughput", unit: "samples/s", curves: [perProcess("samples_per_s", false)], fromZero: true },
   { title: "CPU", unit: "cores", curves: [perProcess("cpu")], fromZero: true },
