@@ -46,6 +46,7 @@ def run(processes: Processes) -> Joined:
     return Joined(processes)
 
 
+@pytest.mark.slow
 def test_a_machine_joins_with_address_and_secret(
     run: Joined, processes: Processes, tmp_path: Path
 ) -> None:

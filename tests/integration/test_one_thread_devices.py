@@ -27,7 +27,10 @@ def end_well(*children: Child) -> None:
 
 @pytest.mark.parametrize(
     ("algorithm", "overrides"),
-    [("edp", ()), ("syncps", ("worker_update_interval=3", "use_quantization=true"))],
+    [
+        pytest.param("edp", (), marks=pytest.mark.slow),
+        ("syncps", ("worker_update_interval=3", "use_quantization=true")),
+    ],
 )
 def test_only_the_main_threads_of_server_and_worker_compute(
     processes: Processes, algorithm: str, overrides: tuple[str, ...]
