@@ -5,7 +5,6 @@ prints one JSON object, a `LayerSpeeds`. Nothing is written.
 """
 
 import sys
-from functools import partial
 from math import ceil
 from pathlib import Path
 
@@ -20,15 +19,13 @@ from smolcluster.launch.advise.speed import asked_in, settings_in
 from smolcluster.runs.model_file import ModelFile
 from smolcluster.training.builtin import load_workload
 from smolcluster.training.compute import placed
-from smolcluster.training.stages.build import build_stage, model_input, output_loss
-from smolcluster.training.stages.cut import layers_of
+from smolcluster.training.stages.build import model_input, output_loss
 from smolcluster.training.stages.measure import (
-    LayerToMeasure,
     MeasuredLayer,
-    key_of,
+    layers_of_workload,
     measure_layers,
 )
-from smolcluster.training.workload import Workload, count_terms
+from smolcluster.training.workload import count_terms
 from smolcluster.utils.device import describe, pick_device, use_threads
 
 
@@ -71,19 +68,9 @@ def measure(settings: Settings, num_microbatches: int) -> LayerSpeeds:
     def finish(output: object) -> torch.Tensor:
         return count_terms(loss(output, batch), len(indices), of=loss)[0]
 
-    layers = layers_to_measure(workload, seed, device)
+    layers = layers_of_workload(workload, seed, device)
     found = measure_layers(layers, model_input(workload, batch), finish, device)
     return LayerSpeeds(layers=tuple(found), memory_bytes=memory_bytes, device=describe(device))
-
-
-def layers_to_measure(workload: Workload, seed: int, device: torch.device) -> list[LayerToMeasure]:
-    """A model's layers, each of which is made only where it is measured."""
-    with torch.device("meta"):
-        outline = workload.new_model()
-    return [
-        LayerToMeasure(key_of(layer), partial(build_stage, workload, at, at + 1, seed, device))
-        for at, layer in enumerate(layers_of(outline, workload.stages))
-    ]
 
 
 def free_memory(device: torch.device) -> int:

@@ -13,6 +13,7 @@ from smolcluster.training.stages.cut import Stage, layers_of
 from smolcluster.training.stages.huggingface import (
     HuggingFaceStage,
     Logits,
+    blocks_of,
     language_model,
     num_blocks,
 )
@@ -31,6 +32,18 @@ def num_layers(workload: Workload) -> int:
     if _is_language_model(model, workload):
         return num_blocks(model)
     return len(layers_of(model, workload.stages))
+
+
+def outlines(workload: Workload) -> list[nn.Module]:
+    """The model's layers on `meta`; a Hugging Face model's blocks, without what stands before and behind.
+
+    Raises:
+        ConfigError: it cannot be cut.
+    """
+    model, _ = _recorded(workload)
+    if _is_language_model(model, workload):
+        return blocks_of(model)
+    return layers_of(model, workload.stages)
 
 
 def build_stage(

@@ -123,6 +123,15 @@ def language_model(model: nn.Module) -> Any:
     return base if is_one and hasattr(base, "base_model") else None
 
 
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a causal language model, in order.
+
+    Raises:
+        ConfigError: they are not found.
+    """
+    return list(_blocks(language_model(model))[1])
+
+
 def num_blocks(model: nn.Module) -> int:
     """How many blocks a causal language model has.
 

@@ -7,6 +7,7 @@ before it returns, so only those that are measured are ever in memory, one at a 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -18,8 +19,10 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from smolcluster.data.dataset import Batch
 from smolcluster.data.pytree import map_tensors, tensors_in
+from smolcluster.training.stages.build import build_stage, outlines
 from smolcluster.training.stages.deferred import backward_input
 from smolcluster.training.user_code import user_code
+from smolcluster.training.workload import Workload
 
 LEAST_REPEATS, MOST_REPEATS, MEASURE_S = 3, 50, 0.3
 """Of a layer, after one that is not counted: so often, or for so long."""
@@ -63,6 +66,18 @@ class LayerToMeasure:
     build: Callable[[], nn.Module]
 
 
+def layers_of_workload(workload: Workload, seed: int, device: torch.device) -> list[LayerToMeasure]:
+    """A model's layers, each of which is made only where it is measured.
+
+    Raises:
+        ConfigError: the model cannot be cut.
+    """
+    return [
+        LayerToMeasure(key_of(layer), partial(build_stage, workload, at, at + 1, seed, device))
+        for at, layer in enumerate(outlines(workload))
+    ]
+
+
 def measure_layers(
     layers: Iterable[LayerToMeasure], value: Batch, finish: Finish, device: torch.device
 ) -> list[MeasuredLayer]:
@@ -89,7 +104,7 @@ def _measured(
     """What a layer costs, and its output, detached."""
     trained: list[Tensor] = [each for each in layer.parameters() if each.requires_grad]
     own = [*layer.parameters(), *layer.buffers()]
-    output, nbytes = _held(layer, value, own)
+    output, nbytes = _held(layer, value, own, finish)
     times: list[tuple[float, float, float]] = []
     end = time.perf_counter()
     while len(times) <= LEAST_REPEATS or (time.perf_counter() < end and len(times) <= MOST_REPEATS):
@@ -110,7 +125,9 @@ def _measured(
     return measured, output
 
 
-def _held(layer: nn.Module, value: Batch, own: list[Tensor]) -> tuple[Batch, int]:
+def _held(
+    layer: nn.Module, value: Batch, own: list[Tensor], finish: Finish | None
+) -> tuple[Batch, int]:
     """The output, detached, and how many bytes autograd and the stage keep for the backward."""
     weights = {each.untyped_storage().data_ptr() for each in own}
     held: dict[int, int] = {}
@@ -126,6 +143,8 @@ def _held(layer: nn.Module, value: Batch, own: list[Tensor]) -> tuple[Batch, int
         note(tensor)
     with saved_tensors_hooks(note, lambda tensor: tensor), user_code("model"):
         output = layer(given)
+        if finish is not None:
+            finish(output)
     return map_tensors(output, Tensor.detach), sum(held.values())
 
 

@@ -2,10 +2,20 @@
 
 from collections.abc import Iterator
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from smolcluster.training.stages.measure import LayerToMeasure, key_of, measure_layers
+from smolcluster.training.stages.build import model_input, output_loss
+from smolcluster.training.stages.measure import (
+    LayerToMeasure,
+    key_of,
+    layers_of_workload,
+    measure_layers,
+)
+from smolcluster.training.workload import Workload, count_terms
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 CPU = torch.device("cpu")
 
@@ -65,3 +75,37 @@ def test_what_takes_longer_is_said_to() -> None:
     assert other.forward_s > 3 * one.forward_s
     assert other.input_s + other.weight_s > 3 * (one.input_s + one.weight_s)
     assert other.activation_bytes > 20 * one.activation_bytes
+
+
+def test_a_hugging_face_model_is_measured_block_by_block() -> None:
+    """The first block has the embedding with it, the last one the head; those between are alike."""
+    config = transformers.LlamaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        tie_word_embeddings=False,
+    )
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        found: Tensor = model(input_ids=batch, labels=batch).loss
+        return found
+
+    tokens = torch.randint(0, 50, (2, 8))
+    workload = Workload(
+        lambda: transformers.AutoModelForCausalLM.from_config(config), loss, [tokens[0]]
+    )
+    ending = output_loss(workload)
+
+    def finish(output: object) -> Tensor:
+        return count_terms(ending(output, tokens), 2, of=ending)[0]
+
+    layers = layers_of_workload(workload, 0, CPU)
+    found = measure_layers(layers, model_input(workload, tokens), finish, CPU)
+    block = found[1].trained_bytes
+    assert found[2] == found[1]
+    assert found[0].trained_bytes == block + 4 * 50 * 16
+    assert found[3].trained_bytes == block + 4 * 50 * 16 + 4 * 16
+    assert found[1].output_bytes == 4 * 2 * 8 * 16
+    assert found[3].activation_bytes > found[1].activation_bytes
