@@ -65,6 +65,7 @@ class Workload:
 
         Args:
             model: makes the model, on every process under the run's seed; or a module, which is copied.
+                Pipelines take none, because each of their processes makes only its own layers.
                 Parameters without `requires_grad` are neither trained nor sent.
             loss: `(model, batch)` to the sum of the batch's loss terms, (), and their number. A plain mean,
                 (), counts as one term a sample.
@@ -124,6 +125,11 @@ class Workload:
         if self._fingerprint is None:
             self._fingerprint = self._sizes()
         return self._fingerprint
+
+    @property
+    def is_built(self) -> bool:
+        """Whether the model is a module already, and not what makes one."""
+        return isinstance(self._model, nn.Module)
 
     @property
     def batch_size(self) -> int | None:

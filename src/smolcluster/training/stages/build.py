@@ -91,9 +91,18 @@ def _is_language_model(model: nn.Module, workload: Workload) -> bool:
 
 
 def _recorded(workload: Workload) -> tuple[nn.Module, Tape | None]:
-    """The model on `meta`, and what makes it real; None: it is real, because that could not be recorded."""
+    """The model on `meta`, and what makes it real; None: it is real, because that could not be recorded.
+
+    Raises:
+        ConfigError: the workload's model was made before.
+    """
+    if workload.is_built:
+        raise ConfigError(
+            "the workload's model is a module, which holds all weights: a pipeline needs a function that "
+            "makes it, such as Workload(lambda: Model(...), ...), so that each stage makes its own layers"
+        )
     try:
-        with torch.random.fork_rng(devices=[]), recording() as tape:
+        with recording() as tape:
             return workload.new_model(), tape
     except SmolclusterError:
         return workload.new_model(), None

@@ -6,8 +6,10 @@
 
 New tensors are on `meta`, and what is done to them is written down. Later all that the wanted tensors depend
 on is done again for real; of what others drew from PyTorch's generator only that is repeated, on memory that
-is given back at once, so that the generator is where it would have been. Code that makes a model is not to
-notice: tensors say that they are not on `meta`, because libraries leave out initial values there.
+is given back at once, so that the generator is where it would have been. Where the model's maker seeds a
+generator, or sets it back as `torch.random.fork_rng` does, that is done again as well. Code that makes a
+model is not to notice: tensors say that they are not on `meta`, because libraries leave out initial values
+there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,12 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 from smolcluster.errors import SmolclusterError
+from smolcluster.utils.seed import derive_seed
 
 _META = torch.device("meta")
+_START = -1
+"""Stands for the number of a call before all others."""
 
 
 class CannotRecord(SmolclusterError):
@@ -39,6 +44,46 @@ class _Call:
         is_composite = not isinstance(operation, torch._ops.OpOverload)
         self.draws = is_composite or torch.Tag.nondeterministic_seeded in operation.tags
         self.makes_values = is_composite or _makes_values(operation, made - given)
+        self.resumes: int | Tensor | None = None
+        """The generator's state before a call that draws, where the one before did not leave it so."""
+
+    @property
+    def generator(self) -> torch.Generator:
+        """What the call draws from."""
+        given = tree_flatten((self.args, dict(self.kwargs)))[0]
+        return next((each for each in given if isinstance(each, torch.Generator)), _default())
+
+
+class _States:
+    """Where generators stand while nothing is drawn from them, because tensors are on `meta`.
+
+    After each call that draws its generator is given a state of that call alone. So it is seen whether the
+    next call goes on from there, from where an earlier one had left it, or from a seed.
+    """
+
+    def __init__(self) -> None:
+        state = self._state_of(_default())
+        self._known = {state: _START}
+        self._left = {id(_default()): state}
+
+    def before(self, generator: torch.Generator) -> int | Tensor | None:
+        """Where a call begins: after another call, in a state; None: after the last one of `generator`."""
+        state = self._state_of(generator)
+        if state == self._left.get(id(generator)):
+            return None
+        if state in self._known:
+            return self._known[state]
+        return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+    def after(self, generator: torch.Generator, number: int) -> None:
+        """Call `number` has drawn from it."""
+        generator.manual_seed(derive_seed(number, "recording"))
+        state = self._left[id(generator)] = self._state_of(generator)
+        self._known[state] = number
+
+    @staticmethod
+    def _state_of(generator: torch.Generator) -> bytes:
+        return generator.get_state().numpy().tobytes()
 
 
 class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -47,6 +92,8 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[_Call] = []
+        self._states = _States()
+        self._end: int | Tensor | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -66,10 +113,18 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             CannotRecord: it takes from PyTorch's generator for tensors that are real already.
         """
         call = _Call(operation, args, kwargs, result)
+        if call.draws and not call.places:
+            raise CannotRecord(f"{operation} draws weights from values of this machine")
+        if call.draws:
+            with _disable_current_modes():
+                call.resumes = self._states.before(call.generator)
+                self._states.after(call.generator, len(self._calls))
         if call.places:
             self._calls.append(call)
-        elif call.draws:
-            raise CannotRecord(f"{operation} draws weights from values of this machine")
+
+    def end(self) -> None:
+        """Nothing more is written down."""
+        self._end = self._states.before(_default())
 
     def fill(self, modules: Sequence[nn.Module], device: torch.device | None = None) -> None:
         """Make the parameters and buffers of `modules` real, on `device` (None: the CPU).
@@ -87,15 +142,22 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         last_use = {
             place: number for number, call in enumerate(self._calls) for place in call.places
         }
+        resumed = {self._end, *(call.resumes for call in self._calls)}
+        states = {_START: _default().get_state()}
         with torch.no_grad():
             for number, call in enumerate(self._calls):
+                if call.draws:
+                    _resume(call.generator, call.resumes, states)
                 if number in needed:
                     _repeat(call, made)
                 elif call.draws:
                     _repeat(call, {})
+                if call.draws and number in resumed:
+                    states[number] = call.generator.get_state()
                 for place in call.places - wanted:
                     if last_use[place] == number:
                         made.pop(place, None)
+        _resume(_default(), self._end, states)
         real: dict[int, Tensor] = {}
         for table, name, tensor in slots:
             if _is_meta(tensor):
@@ -135,7 +197,11 @@ class _Unnoticed(TorchFunctionMode):
 
 @contextmanager
 def recording() -> Iterator[Tape]:
-    """Make new tensors on `meta` in this block, and write down what is done to them. One thread at a time."""
+    """Make new tensors on `meta` in this block, and write down what is done to them. One thread at a time.
+
+    PyTorch's generator is afterwards as it was before.
+    """
+    begin = _default().get_state()
     tape = Tape()
     truncated = nn.init._no_grad_trunc_normal_  # draws until all values are within bounds
 
@@ -147,7 +213,9 @@ def recording() -> Iterator[Tape]:
     try:
         with tape, _Unnoticed():
             yield tape
+        tape.end()
     finally:
+        _default().set_state(begin)
         nn.init._no_grad_trunc_normal_ = truncated
 
 
@@ -158,6 +226,18 @@ def _slots(modules: Sequence[nn.Module]) -> Iterator[tuple[dict[str, Any], str, 
             for name, tensor in table.items():
                 if tensor is not None:
                     yield table, name, tensor
+
+
+def _default() -> torch.Generator:
+    return torch.default_generator
+
+
+def _resume(
+    generator: torch.Generator, where: int | Tensor | None, states: Mapping[int, Tensor]
+) -> None:
+    """Let it stand there: after a call of `states`, or in that state."""
+    if where is not None:
+        generator.set_state(states[where] if isinstance(where, int) else where)
 
 
 def _repeat(call: _Call, made: dict[int, torch.UntypedStorage]) -> None:

@@ -36,7 +36,21 @@ def gpt() -> nn.Module:
     return GPT(GPTConfig(type="GPT", model_dim=16, num_layers=4, num_heads=2, max_seq_len=8), 11)
 
 
-@pytest.mark.parametrize("make", [many, initialised, derived, gpt])
+def seeded() -> nn.Module:
+    first = nn.Linear(8, 8)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        frozen = [nn.Linear(8, 8), nn.Linear(8, 8)]
+    behind = nn.Linear(8, 8)
+    own = torch.Generator().manual_seed(7)
+    nn.init.normal_(behind.weight, generator=own)
+    nn.init.trunc_normal_(behind.bias, generator=own)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Sequential(first, *frozen, behind, nn.Linear(8, 9))
+
+
+@pytest.mark.parametrize("make", [many, initialised, derived, gpt, seeded])
 def test_a_part_has_the_weights_of_the_whole(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(3)
     whole = make()

@@ -170,3 +170,9 @@ def test_named_values_and_an_output_loss_of_ones_own() -> None:
     value = torch.ones(2, 6)
     assert set(model_input(trained, value)) == {"left", "right"}
     assert output_loss(trained)(value, value) == (12.0, 5)
+
+
+def test_a_module_that_is_built_already_is_refused() -> None:
+    built = Workload(sequential(), cross_entropy, [(torch.zeros(6), 0)])
+    with pytest.raises(ConfigError, match="a function that makes it"):
+        build_stage(built, 0, 1, SEED, CPU)
