@@ -195,8 +195,7 @@ def test_a_store_that_is_lost_gets_the_slice_back_as_it_was_gathered_last(
 
     def cut() -> None:
         assert isinstance(cluster.core, Server)
-        assert cluster.core.spread is not None
-        session = cluster.core.spread.session_of("win")
+        session = cluster.core.stores.session_of("win")
         assert session is not None
         session.cut("its power is gone")
 

@@ -29,7 +29,7 @@ from smolcluster.ps.buffers import most_buffer_frames
 from smolcluster.ps.feed import Feed, NoFeed
 from smolcluster.ps.offering import PlannedWorkload
 from smolcluster.ps.store import Stores
-from smolcluster.ps.store_links import Patience, SpreadStores
+from smolcluster.ps.store_links import HostedStores, Patience
 from smolcluster.runs.events import EventLog
 from smolcluster.runs.status import StatusFile
 from smolcluster.training.build import TrainingContext
@@ -141,26 +141,25 @@ class ServerContext:
         """The stores of the server's weights; call it when a checkpoint has been restored."""
         return Stores(self.training.replica, self.num_stores)
 
-    def spread_stores(self) -> SpreadStores | None:
-        """The stores of weights that lie on several hosts; None: they are all in this process.
+    def hosted_stores(self) -> HostedStores:
+        """The stores of the server's weights, in this process and on other hosts.
 
         Raises:
-            ConfigError: this run needs them in one place.
+            ConfigError: there are several hosts, and this run needs all weights in one place.
         """
         nodes = self.settings.cluster.store_nodes
-        if len(nodes) < 2:
-            return None
-        if self.is_attached:
+        is_spread = len(nodes) > 1
+        if is_spread and self.is_attached:
             raise ConfigError(
                 "servers lists several, but loops of one's own push to one server only"
             )
         replica, cluster = self.training.replica, self.settings.cluster
-        if replica.ema_decay is not None:
+        if is_spread and replica.ema_decay is not None:
             raise ConfigError(
                 f"ema_decay is {replica.ema_decay} and servers lists several, but the weights are averaged "
                 "where all of them lie; set ema_decay or servers to null"
             )
-        return SpreadStores(
+        return HostedStores(
             replica,
             nodes,
             run=self.run,
@@ -168,6 +167,7 @@ class ServerContext:
             incarnation=self.incarnation,
             patience=Patience(cluster.start_timeout_s, cluster.empty_cluster_timeout_s),
             log=self.log,
+            num_own=self.num_stores,
         )
 
     def new_evaluator(self) -> Evaluator:
@@ -220,7 +220,7 @@ class ServerContext:
         return state
 
     def open_pool(
-        self, receiver_for: Callable[[int], Receiver], spread: SpreadStores | None = None
+        self, receiver_for: Callable[[int], Receiver], stores: HostedStores | None = None
     ) -> WorkerPool:
         """Listen from now on; workers are let in as soon as the pool is asked for events, and so are stores.
 
@@ -253,16 +253,17 @@ class ServerContext:
         )
 
         def admit(session_id: int, hello: Hello) -> Accepted | Refused:
-            if spread is not None and STORE.name in hello.sets and PS.name not in hello.sets:
-                return spread.admit(session_id, hello)
+            if stores is not None and STORE.name in hello.sets and PS.name not in hello.sets:
+                return stores.admit(session_id, hello)
             return admit_worker(session_id, hello)
 
         def receiver(session_id: int) -> Receiver:
-            of_store = spread.receiver_for(session_id) if spread is not None else None
+            of_store = stores.receiver_for(session_id) if stores is not None else None
             return of_store or receiver_for(session_id)
 
-        stores = () if spread is None else (STORE,)
-        sets = (*sets_of(self.run.algorithm), *stores)
+        sets = sets_of(self.run.algorithm)
+        if stores is not None:
+            sets = (*sets, STORE)
         acceptor = Acceptor(
             listen(addresses, cluster.port),
             door=Door(self.secret, new_identity(), cluster.encryption, sets),

@@ -245,10 +245,12 @@ class Report:
         )
 
     def layer_norms(self, gradient: Tensor | None = None) -> dict[str, float]:
-        """L2 norms of a gradient as `Replica` measures them; empty where untracked or not yet due."""
-        if not (self._run.train.track_gradients and self._layers.is_due):
+        """L2 norms of a gradient as `Replica` measures them; empty where untracked, or not due or whole."""
+        replica = self._training.replica
+        is_whole = gradient is None or gradient.numel() == replica.num_params
+        if not (self._run.train.track_gradients and self._layers.is_due and is_whole):
             return {}
-        return self._training.replica.layer_norms(gradient)
+        return replica.layer_norms(gradient)
 
     def heard(self, worker: Worker, telemetry: Telemetry) -> None:
         kept = self.board.heard(worker, telemetry)

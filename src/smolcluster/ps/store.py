@@ -9,7 +9,6 @@ bucket, and these are combined in the order of the buckets and in float64, so th
 same, bit for bit, for any number of stores.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Protocol
@@ -19,6 +18,7 @@ from torch import Tensor
 from xxhash import xxh3_64_digest
 
 from smolcluster.codec.base import bytes_of
+from smolcluster.ps.slices import place_of, spans
 from smolcluster.training.optimizer import bucket_norms
 from smolcluster.training.replica import Replica
 from smolcluster.training.torch_optimizer import Optimizer
@@ -29,6 +29,10 @@ class TakesSteps(Protocol):
     """Weights, wherever they lie, that take one step with one gradient."""
 
     def take(self, gradient: Tensor) -> None: ...
+
+    def take_difference(self, weights: Tensor) -> None: ...
+
+    def mix(self, share: float) -> None: ...
 
     def norm(self) -> float: ...
 
@@ -97,31 +101,34 @@ class Store:
 
 
 class Stores:
-    """All stores of a replica's weights, in this process: they work in the replica's own memory.
+    """The stores of a replica's weights that are in this process: they work in the replica's own memory.
 
     What reads or restores the replica as a whole (evaluation, checkpoints) need not know how many there are.
     They are made after a checkpoint has been restored, because each counts its own steps from there.
     """
 
-    def __init__(self, replica: Replica, num_stores: int = 1) -> None:
-        """Cut the replica into so many slices, at least a bucket each and of about as many."""
+    def __init__(self, replica: Replica, num_stores: int = 1, span: range | None = None) -> None:
+        """Cut the replica into so many slices, at least a bucket each and of about as many.
+
+        `span`: the numbers of the first buckets, which are cut; None: all.
+        """
         self._replica = replica
         self.buckets = replica.buckets
-        num_buckets = len(replica.buckets)
-        num_stores = min(num_stores, num_buckets)
-        cuts = [num * num_buckets // num_stores for num in range(num_stores + 1)]
         self.stores: list[Store] = []
         self._store_of: list[Store] = []
-        for first, last in itertools.pairwise(cuts):
-            buckets = replica.buckets[first:last]
-            place = slice(buckets[0].start, buckets[-1].stop)
-            optimizer = replica.optimizer.part(place)
-            store = Store(buckets, replica.params[place], replica.grads[place], optimizer)
+        for each in spans(len(replica.buckets if span is None else span), num_stores):
+            place = place_of(replica.buckets, each)
+            store = Store(
+                replica.buckets[each.start : each.stop],
+                replica.params[place],
+                replica.grads[place],
+                replica.optimizer.part(place),
+            )
             self.stores.append(store)
-            self._store_of += [store] * len(buckets)
+            self._store_of += [store] * len(each)
 
     def take(self, gradient: Tensor, *, owned: bool = False) -> None:
-        """Take the gradient of the next step, (num_params,), or only its first buckets. See `Store.take`."""
+        """Take the gradient of the next step, (n,) of all buckets or of the first ones. See `Store.take`."""
         for store in self.stores:
             store.take(gradient[store.place], owned=owned)
 
@@ -132,8 +139,12 @@ class Stores:
 
     def norm(self) -> float:
         """L2 norm of all that was taken: the stores tell each other theirs."""
+        return math.hypot(*self.norms())
+
+    def norms(self) -> list[float]:
+        """The L2 norm of each bucket of what was taken."""
         with self._replica.meter("apply"):
-            return math.hypot(*(norm for store in self.stores for norm in store.norms()))
+            return [norm for store in self.stores for norm in store.norms()]
 
     def step(self, clip: float, learning_rate: float, bound: float | None = None) -> None:
         with self._replica.meter("apply"):

@@ -1,10 +1,10 @@
 """The coordinator's side of stores on other machines: who they are, what they hold, and when they step.
 
-A run's weights are cut into as many slices as there are hosts. The first lies in the server's own process, as
-all of it does with one host; each other one in the process of a store (`store_host.py`), which has dialled
-this server. The server decides: when all stores have their part of a push it combines their norms, in the
-order of the buckets, and tells all to step or to forget it. What it says to a store is in one order, so all
-slices have the same version at any point of that order.
+A run's weights are cut into as many slices as there are hosts. The first lies in the server's own process
+(with one host that is all of them), each other one in the process of a store (`store_host.py`), which has
+dialled this server. The server decides: when all stores have their part of a push it combines their norms,
+in the order of the buckets, and tells all to step or to forget it. What it says to a store is in one order,
+so all slices have the same version at any point of that order.
 
 The replica holds all weights and moments; what lies elsewhere is in it as it was when it was gathered last,
 for an evaluation or a checkpoint. From that copy a store that was lost gets its slice back, while the others
@@ -30,7 +30,7 @@ from smolcluster.net.membership import Refused
 from smolcluster.net.session import Receiver, Session
 from smolcluster.ps.push import Pushed
 from smolcluster.ps.slices import PushKey, SliceCollector, norms_spec, place_of, slice_frames, spans
-from smolcluster.ps.store import Store
+from smolcluster.ps.store import Store, Stores
 from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
 from smolcluster.training.replica import Replica
 from smolcluster.transport.messages import (
@@ -168,8 +168,8 @@ class Patience:
     lost_s: float
 
 
-class SpreadStores:
-    """All stores of a run whose weights lie on several hosts. Only the deciding thread calls it."""
+class HostedStores:
+    """All stores of a run, on one host or several. Only the deciding thread calls it."""
 
     def __init__(
         self,
@@ -181,8 +181,9 @@ class SpreadStores:
         incarnation: str,
         patience: Patience,
         log: logging.Logger,
+        num_own: int = 1,
     ) -> None:
-        """Cut the replica among `nodes`, of which the first is this process.
+        """Cut the replica among `nodes`; the first is this process, where `num_own` stores hold its slice.
 
         Raises:
             ConfigError: the replica's optimizer, or its average, needs all weights in one place.
@@ -206,7 +207,8 @@ class SpreadStores:
         self._copied_at = time.monotonic()
         self._copying_took_s = 0.0
         self._has_been_ready = False
-        self._own: Store
+        self._num_own = num_own
+        self._own: Stores
         self._on_undone: StepsUndone
 
     def begin(self, version: int, on_undone: StepsUndone) -> None:
@@ -215,15 +217,8 @@ class SpreadStores:
         `on_undone` hears of steps that a lost store had taken and its slice has not.
         """
         self._on_undone = on_undone
-        place = place_of(self._replica.buckets, self.own_span)
-        self._own = self._store_of(place, self.own_span)
+        self._own = Stores(self._replica, self._num_own, self.own_span)
         self._remember_copy(version)
-
-    def _store_of(self, place: slice, span: range) -> Store:
-        replica = self._replica
-        buckets = replica.buckets[span.start : span.stop]
-        optimizer = replica.optimizer.part(place)
-        return Store(buckets, replica.params[place], replica.grads[place], optimizer)
 
     def _remember_copy(self, version: int) -> None:
         self._copied_at = time.monotonic()
@@ -231,6 +226,11 @@ class SpreadStores:
             store.num_steps = 0
         self._copied_version = version
         self._copied_steps = num_steps(self._replica)
+
+    @property
+    def stores(self) -> Sequence[Store]:
+        """Those in this process."""
+        return self._own.stores
 
     # who is there
 
@@ -315,6 +315,15 @@ class SpreadStores:
                 )
             )
         return StoreList(stores=tuple(places))
+
+    def introduce(self, session: Session) -> bool:
+        """Tell a worker of the stores on other hosts, when all are ready; returns whether there are none.
+
+        It asks for weights when it has reached them.
+        """
+        if self._stores and self.is_ready:
+            session.send(self.list)
+        return not self._stores
 
     def handle(self, event: Event) -> bool:
         """Take what concerns stores; returns whether they are ready now, and were not before."""
@@ -454,18 +463,14 @@ class SpreadStores:
         self._tell(pending.norms, Discard(instance=key.instance, lease=key.lease))
         return pending.own
 
-    def of(self, key: PushKey) -> "SpreadPush":
-        return SpreadPush(self, key)
+    def of(self, key: PushKey) -> "HostedPush":
+        return HostedPush(self, self._own, key)
 
     def norm_of(self, key: PushKey) -> float:
         """L2 norm of a push: those of its buckets, in their order."""
-        with self._replica.meter("apply"):
-            norms = self._pushes[key].norms
-            others = (norm for store in self._stores for norm in norms[store.node])
-            return math.hypot(*self._own.norms(), *others)
-
-    def take(self, gradient: Tensor) -> None:
-        self._own.take(gradient)
+        norms = self._pushes[key].norms
+        others = (norm for store in self._stores for norm in norms[store.node])
+        return math.hypot(*self._own.norms(), *others)
 
     def step(self, key: PushKey, clip: float, learning_rate: float, bound: float | None) -> None:
         """Take the step with this push here, and let all stores take it."""
@@ -480,8 +485,7 @@ class SpreadStores:
             bound=bound,
         )
         self._tell(pending.norms, step)
-        with self._replica.meter("apply"):
-            self._own.step(clip, learning_rate, bound)
+        self._own.step(clip, learning_rate, bound)
 
     def _tell(self, nodes: Collection[str], message: Message) -> None:
         for store in self._stores:
@@ -575,15 +579,22 @@ class SpreadStores:
                 session.cut("it did not close in time")
 
 
-class SpreadPush:
+class HostedPush:
     """One push, to be taken by all stores in one step: see `Stores`."""
 
-    def __init__(self, stores: SpreadStores, key: PushKey) -> None:
-        self._stores, self._key = stores, key
+    def __init__(self, stores: HostedStores, own: Stores, key: PushKey) -> None:
+        self._stores, self._own, self._key = stores, own, key
 
     def take(self, gradient: Tensor) -> None:
         """Take the server's own part (n,); the others are where they have arrived."""
-        self._stores.take(gradient)
+        self._own.take(gradient)
+
+    def take_difference(self, weights: Tensor) -> None:
+        """Take the way to a worker's weights (num_params,), all of which are here."""
+        self._own.take_difference(weights)
+
+    def mix(self, share: float) -> None:
+        self._own.mix(share)
 
     def norm(self) -> float:
         return self._stores.norm_of(self._key)

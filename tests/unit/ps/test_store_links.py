@@ -18,9 +18,9 @@ from smolcluster.ps.push import Pushed
 from smolcluster.ps.slices import PushKey, place_of, slice_frames
 from smolcluster.ps.store_links import (
     GATHER_SLOWER,
+    HostedStores,
     NormsArrived,
     Patience,
-    SpreadStores,
     StepsUndone,
     contents,
 )
@@ -96,8 +96,8 @@ def ignore(node: str, num_steps: int, share: float) -> None:
     """Nobody wants to know."""
 
 
-def spread(lost_s: float = 60.0, on_undone: StepsUndone = ignore) -> SpreadStores:
-    stores = SpreadStores(
+def spread(lost_s: float = 60.0, on_undone: StepsUndone = ignore) -> HostedStores:
+    stores = HostedStores(
         new_replica(),
         NODES,
         run=local_settings().run_config("test-run", "edp"),
@@ -110,7 +110,7 @@ def spread(lost_s: float = 60.0, on_undone: StepsUndone = ignore) -> SpreadStore
     return stores
 
 
-def open_session(stores: SpreadStores, node: str, session_id: int) -> FakeSession:
+def open_session(stores: HostedStores, node: str, session_id: int) -> FakeSession:
     hello = introduce(node, sets=(SESSION, STORE))
     stores.admit(session_id, hello)
     session = FakeSession(session_id)
@@ -119,7 +119,7 @@ def open_session(stores: SpreadStores, node: str, session_id: int) -> FakeSessio
     return session
 
 
-def ready(stores: SpreadStores) -> list[FakeSession]:
+def ready(stores: HostedStores) -> list[FakeSession]:
     sessions = [open_session(stores, node, 1 + n) for n, node in enumerate(NODES[1:])]
     told = [stores.handle(MessageReceived(each.session_id, LISTENING)) for each in sessions]
     assert told == [False, True]
@@ -173,7 +173,7 @@ def test_a_part_counts_only_in_the_name_of_who_sent_it() -> None:
     assert [stores.whole(honest, part, is_awaited=True) for part in parts] == [None, own]
 
 
-def slice_of(stores: SpreadStores, span: range, version: int) -> list[tuple[State, memoryview]]:
+def slice_of(stores: HostedStores, span: range, version: int) -> list[tuple[State, memoryview]]:
     """The frames in which a store sends its slice, all of whose values are `version`."""
     replica = stores._replica
     values = contents(replica, place_of(replica.buckets, span))
@@ -231,15 +231,15 @@ def test_a_second_process_of_one_store_is_told_that_it_is_busy() -> None:
     assert stores.is_ready
 
 
-def step(stores: SpreadStores, sessions: list[FakeSession]) -> None:
+def step(stores: HostedStores, sessions: list[FakeSession]) -> None:
     key = PushKey("a" * 8, LeaseKey(incarnation="here", epoch=0, start=0, stop=10, grant=1))
     for session in sessions:
         arrived = NormsArrived(session.session_id, key, (0.0, 0.0, 0.0))
         stores.whole(key, arrived, is_awaited=True)
-    stores.take(
-        torch.zeros_like(stores._replica.params[place_of(stores._replica.buckets, stores.own_span)])
-    )
-    stores.step(key, 1.0, 0.1, None)
+    place = place_of(stores._replica.buckets, stores.own_span)
+    push = stores.of(key)
+    push.take(torch.zeros_like(stores._replica.params[place]))
+    push.step(1.0, 0.1)
 
 
 def test_the_steps_that_a_lost_store_had_taken_since_it_was_gathered_are_told_once() -> None:

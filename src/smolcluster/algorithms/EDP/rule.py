@@ -30,7 +30,7 @@ from torch import Tensor
 from smolcluster.algorithms.EDP.config import StalenessConfig
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.ps.plausible import check_norm
-from smolcluster.ps.store import Stores, TakesSteps
+from smolcluster.ps.store import TakesSteps
 from smolcluster.training.optimizer import clip_factor
 
 
@@ -58,7 +58,7 @@ def mixing_weight(tau: int, mixing_rate: float, exponent: float) -> float:
     return mixing_rate * scale(tau, exponent)
 
 
-def mix(stores: Stores, weights: Tensor, alpha: float, limit: float = math.inf) -> float:
+def mix(stores: TakesSteps, weights: Tensor, alpha: float, limit: float = math.inf) -> float:
     """w <- (1 - α) w + α w_worker; return the L2 norm of w_worker - w.
 
     `weights` (num_params,) are the worker's.

@@ -94,9 +94,8 @@ class Server:
         )
         self.feed = context.open_feed()
         self.push_memory = GradientBuffers()
-        self.spread = context.spread_stores()
-        """The stores on other hosts; None: all weights are in this process."""
-        self.pool = context.open_pool(self.receiver_for, self.spread)
+        self.stores = context.hosted_stores()
+        self.pool = context.open_pool(self.receiver_for, self.stores)
         self.report = self.pool.report
         self.evaluator = context.new_evaluator()
         source = CheckpointSource(self.replica, self.progress, dict)
@@ -104,10 +103,7 @@ class Server:
             self.version = state.step
             stored = parse_progress(DispatcherState, state.progress.get(DISPATCHER), state.step)
             self.dispatcher.resume(stored, state.samples_applied)
-        if self.spread is None:
-            self.stores = context.open_stores()
-        else:
-            self.spread.begin(self.version, self.report.steps_undone)
+        self.stores.begin(self.version, self.report.steps_undone)
         self.saver = context.new_saver(source, self.report)
         self.peers: dict[int, Peer] = {}
         self.last_applied: dict[str, LeaseKey] = {}
@@ -123,7 +119,7 @@ class Server:
         return GradientReceiver(
             *(session_id, self.context.codec, replica.buckets, collector, self.push_memory),
             has_loss_scale=replica.scaler is not None,
-            span=None if self.spread is None else self.spread.own_span,
+            span=self.stores.own_span,
         )
 
     def run(self) -> Summary:
@@ -153,8 +149,7 @@ class Server:
             end = End(ok=False, sentence=why_ended(error))
             raise
         finally:
-            if self.spread is not None:
-                self.spread.close(end)
+            self.stores.close(end)
 
     def serve(self) -> Summary:
         while not (self.dispatcher.done or self.report.is_over):
@@ -173,25 +168,20 @@ class Server:
         self.hand_out()
         self.saver.tick()
         self.report.tick()
-        if self.spread is not None:
-            now = time.monotonic()
-            self.spread.check_patience(now)
-            if self.spread.is_copy_due(now) or (self.peers and self.spread.are_silent(now)):
-                self.gather()
+        now = time.monotonic()
+        self.stores.check_patience(now)
+        if self.stores.is_copy_due(now) or (self.peers and self.stores.are_silent(now)):
+            self.gather()
 
     def gather(self) -> bool:
         """Bring the weights of all hosts together in the replica; False: a store is missing."""
-        if self.spread is None:
-            return True
         self.saver.wait_for_copy()
-        return self.spread.gather(self.version, self.context.check_stop)
+        return self.stores.gather(self.version, self.context.check_stop)
 
     def gather_for_the_end(self) -> None:
         """Let what is saved at the end be of one version, or let nothing be saved."""
-        if self.spread is None:
-            return
         self.saver.wait_for_copy()
-        if not self.spread.gather(self.version):
+        if not self.stores.gather(self.version):
             self.saver.skip_end()
 
     def give_result(self) -> None:
@@ -203,8 +193,6 @@ class Server:
 
     def handle(self, event: Event) -> None:
         match event:
-            case Pushed() if self.spread is None:
-                self.on_push(event)
             case Pushed() | NormsArrived():
                 self.on_part(event)
             case Joined(worker, ready):
@@ -217,9 +205,9 @@ class Server:
                 session_id in self.peers
             ):
                 self.on_skip(self.peers[session_id], skip)
-            case _ if self.spread is not None and self.spread.handle(event):
+            case _ if self.stores.handle(event):
                 for peer in self.peers.values():
-                    peer.worker.live_session.send(self.spread.list)
+                    self.stores.introduce(peer.worker.live_session)
 
     def on_join(
         self, worker: Worker, unacknowledged: LeaseKey | None, samples_per_s: float
@@ -234,17 +222,14 @@ class Server:
             applied = self.last_applied.get(worker.member.instance) == unacknowledged
             outcome: Outcome = "applied" if applied else "late"
             session.send(Ack(lease=unacknowledged, outcome=outcome, version=self.version))
-        if self.spread is None:
+        if self.stores.introduce(session):
             self.send_weights(peer)
-        elif self.spread.is_ready:
-            session.send(self.spread.list)
 
     def on_departure(self, worker: Worker) -> None:
         peer = self.peers.pop(worker.member.session_id)
         for lease_key in peer.unanswered:
             self.forget_parts(peer, lease_key)
-        if self.spread is not None:
-            self.spread.worker_gone(worker.member.instance)
+        self.stores.worker_gone(worker.member.instance)
         if peer.worker.live_session.receiver.in_progress:
             self.report.lost_push(worker.name, "its connection broke")
         for lease in self.dispatcher.release_all(worker.member.session_id):
@@ -252,7 +237,6 @@ class Server:
 
     def on_part(self, part: Pushed | NormsArrived) -> None:
         """Some of a push is where it belongs; when all of it is, decide on it."""
-        assert self.spread is not None  # noqa: S101 - there are no parts without
         if isinstance(part, Pushed):
             peer = self.peers.get(part.session_id)
             key = PushKey("" if peer is None else peer.worker.member.instance, part.push.lease)
@@ -263,23 +247,22 @@ class Server:
             )
             peer = next(of_instance, None)
         is_awaited = peer is not None and key.lease in peer.unanswered
-        pushed = self.spread.whole(key, part, is_awaited=is_awaited)
+        pushed = self.stores.whole(key, part, is_awaited=is_awaited)
         if pushed is not None:
             self.on_push(pushed)
-            self.spread.forget(key)
+            self.stores.forget(key)
             if peer is not None and peer.is_pulling:
                 self.send_weights(peer)
 
     def forget_parts(self, peer: Peer, lease: LeaseKey) -> None:
         """What has arrived of a push is not wanted any more."""
-        if self.spread is not None:
-            own = self.spread.forget(PushKey(peer.worker.member.instance, lease))
-            if own is not None:
-                own.receiver.free()
+        own = self.stores.forget(PushKey(peer.worker.member.instance, lease))
+        if own is not None:
+            own.receiver.free()
 
     def on_pull(self, peer: Peer) -> None:
         """Send weights, with what the worker has pushed before it asked."""
-        if self.spread is not None and self.spread.is_partial(peer.worker.member.session_id):
+        if self.stores.is_partial(peer.worker.member.session_id):
             peer.is_pulling = True
         else:
             self.send_weights(peer)
@@ -365,23 +348,18 @@ class Server:
         push, config = pushed.push, self.config
         epoch, rate = self.dispatcher.epoch, self.learning_rate()
         layer_norms: Mapping[str, float] = {}
+        stores = self.stores.of(PushKey(peer.worker.member.instance, push.lease))
         if push.overflow is not None:
             norm = 0.0
         elif config.update_rule == "mixing":
             alpha = rule.mixing_weight(tau, config.mixing_rate, config.staleness.exponent)
-            norm = rule.mix(self.stores, pushed.gradient, alpha, self.norms.limit)
+            norm = rule.mix(stores, pushed.gradient, alpha, self.norms.limit)
             layer_norms = self.report.layer_norms(self.replica.grads)
         else:
             rate *= rule.scale(tau, config.staleness.exponent)
             clipping = self.train.gradient_clipping
-            stores = (
-                self.stores
-                if self.spread is None
-                else self.spread.of(PushKey(peer.worker.member.instance, push.lease))
-            )
             norm = rule.apply_gradient(stores, pushed.gradient, rate, clipping, self.norms.limit)
-            if self.spread is None:
-                layer_norms = self.report.layer_norms(pushed.gradient)
+            layer_norms = self.report.layer_norms(pushed.gradient)
         # Each worker's own statistics move the whole way to its data between two pulls: all of theirs
         # together may move the server's as far, and no further.
         self.replica.buffers.add(pushed.buffers, num_workers=len(self.peers))
@@ -419,7 +397,7 @@ class Server:
         self.saver.after_step(is_evaluated=self.evaluator.after_step(self.version, epoch))
 
     def hand_out(self) -> None:
-        if not self.pool.started or not (self.spread is None or self.spread.is_ready):
+        if not (self.pool.started and self.stores.is_ready):
             return
         for session_id, peer in self.peers.items():
             while len(peer.unanswered) < LEASES_PER_WORKER:
@@ -452,8 +430,7 @@ class Server:
     def send_weights(self, peer: Peer) -> None:
         """Send the newest weights; whoever pulls the same version shares one copy."""
         peer.is_pulling = False
-        if self.spread is not None:
-            self.spread.send_weights(peer.worker.member.instance, self.version)
+        self.stores.send_weights(peer.worker.member.instance, self.version)
         if self.snapshot is None or self.snapshot[0] != self.version:
             self.replica.check_weights(f"after step {self.version}")
             with self.replica.meter("encode"):
@@ -466,7 +443,7 @@ class Server:
                         version,
                         replica.snapshot(),
                         replica.buckets,
-                        None if self.spread is None else self.spread.own_span,
+                        self.stores.own_span,
                     ),
                 ]
             self.snapshot = (self.version, frames)
