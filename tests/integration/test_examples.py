@@ -33,7 +33,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Workload]
 def with_one_model(workload: Workload) -> Workload:
     """The same with a model that is made now: its frozen weights are drawn by one thread alone."""
     made = copy.copy(workload)
-    made._model = workload.new_model()
+    made.maker = workload.new_model()
     return made
 
 

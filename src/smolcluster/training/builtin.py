@@ -111,11 +111,16 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Terms:
         batch: inputs (batch, …), and targets, class indices (batch,) or (batch, seq).
     """
     inputs, targets = batch
-    num_terms = (targets != NO_TERM).sum()
     own_loss: Callable[[Tensor, Tensor], Tensor] | None = getattr(model, "loss", None)
     if own_loss is not None:
-        return own_loss(inputs, targets), num_terms
-    logits = model(inputs).flatten(0, -2)
+        return own_loss(inputs, targets), (targets != NO_TERM).sum()
+    return cross_entropy_of(model(inputs), targets)
+
+
+def cross_entropy_of(logits: Tensor, targets: Tensor) -> Terms:
+    """The same of logits (…, classes) and targets (…)."""
+    num_terms = (targets != NO_TERM).sum()
+    logits = logits.flatten(0, -2)
     return functional.cross_entropy(logits, targets.flatten(), reduction="sum"), num_terms
 
 

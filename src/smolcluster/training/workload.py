@@ -98,7 +98,7 @@ class Workload:
             raise ConfigError(
                 f"a metric is named {taken!r}, which is the loss: choose another name"
             )
-        self._model = model
+        self.maker = model
         self.loss = loss
         self.train = samples_of(train, collate, samples_per_epoch)
         self.validation = None if validation is None else samples_of(validation, collate)
@@ -129,7 +129,7 @@ class Workload:
     @property
     def is_built(self) -> bool:
         """Whether the model is a module already, and not what makes one."""
-        return isinstance(self._model, nn.Module)
+        return isinstance(self.maker, nn.Module)
 
     @property
     def batch_size(self) -> int | None:
@@ -160,13 +160,13 @@ class Workload:
         Raises:
             UserCodeError: the function that makes it raised an exception, or made no module.
         """
-        if isinstance(self._model, nn.Module):
-            return copy.deepcopy(self._model)
+        if isinstance(self.maker, nn.Module):
+            return copy.deepcopy(self.maker)
         with user_code("model"):
-            model: object = self._model()
+            model: object = self.maker()
         if not isinstance(model, nn.Module):
             told = described(model)
-            raise wrong_result("model", self._model, f"returned {told}, must be a torch.nn.Module")
+            raise wrong_result("model", self.maker, f"returned {told}, must be a torch.nn.Module")
         return model
 
     def to(self, device: torch.device) -> Self:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from smolcluster.data.dataset import Batch
 from smolcluster.errors import ConfigError, SmolclusterError
+from smolcluster.training.pretrained import Pretrained
 from smolcluster.training.stages.cut import Stage, layers_of
 from smolcluster.training.stages.huggingface import (
     HuggingFaceStage,
@@ -20,6 +21,7 @@ from smolcluster.training.stages.huggingface import (
 from smolcluster.training.stages.recording import CannotRecord, Tape, recording
 from smolcluster.training.workload import Terms, Workload
 from smolcluster.utils.seed import derive_seed
+from smolcluster.utils.units import format_bytes
 
 
 def num_layers(workload: Workload) -> int:
@@ -69,6 +71,7 @@ def build_stage(
         model, tape = _recorded(workload)
         stage = _cut(model, workload, start, end)
         if tape is not None:
+            _read_weights(workload, stage, device, log)
             try:
                 tape.fill([stage], device)
             except CannotRecord as problem:
@@ -96,6 +99,9 @@ def _recorded(workload: Workload) -> tuple[nn.Module, Tape | None]:
     Raises:
         ConfigError: the workload's model was made before.
     """
+    if isinstance(workload.maker, Pretrained):
+        with recording() as tape:
+            return workload.maker.skeleton(), tape
     if workload.is_built:
         raise ConfigError(
             "the workload's model is a module, which holds all weights: a pipeline needs a function that "
@@ -106,6 +112,17 @@ def _recorded(workload: Workload) -> tuple[nn.Module, Tape | None]:
             return workload.new_model(), tape
     except SmolclusterError:
         return workload.new_model(), None
+
+
+def _read_weights(
+    workload: Workload, stage: Stage, device: torch.device, log: logging.Logger | None
+) -> None:
+    """What is stored in a folder is no initial weight that is drawn."""
+    if isinstance(workload.maker, Pretrained):
+        nbytes = workload.maker.read_into(stage, device)
+        if log is not None:
+            size, folder = format_bytes(nbytes), workload.maker.folder
+            log.info("%s read from %s for layers %d to %d", size, folder, stage.start, stage.end)
 
 
 def _say_whole(log: logging.Logger | None, problem: CannotRecord) -> None:

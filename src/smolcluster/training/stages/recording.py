@@ -38,7 +38,10 @@ class _Call:
     """An operation on tensors of `meta`: which storages it has to do with, and what it does to them."""
 
     def __init__(self, operation: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
-        self.operation, self.args, self.kwargs, self.result = operation, args, kwargs, result
+        self.operation = operation
+        # a tensor may get other memory later (`.data = ...`), so what is kept are others of the same memory
+        args, kwargs, result = tree_map(_alias, (args, dict(kwargs), result))
+        self.args, self.kwargs, self.result = args, kwargs, result
         given, made = _places((args, kwargs)), _places(result)
         self.places = given | made
         is_composite = not isinstance(operation, torch._ops.OpOverload)
@@ -50,7 +53,7 @@ class _Call:
     @property
     def generator(self) -> torch.Generator:
         """What the call draws from."""
-        given = tree_flatten((self.args, dict(self.kwargs)))[0]
+        given = tree_flatten((self.args, self.kwargs))[0]
         return next((each for each in given if isinstance(each, torch.Generator)), _default())
 
 
@@ -112,11 +115,11 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Raises:
             CannotRecord: it takes from PyTorch's generator for tensors that are real already.
         """
-        call = _Call(operation, args, kwargs, result)
-        if call.draws and not call.places:
-            raise CannotRecord(f"{operation} draws weights from values of this machine")
-        if call.draws:
-            with _disable_current_modes():
+        with _disable_current_modes():
+            call = _Call(operation, args, kwargs, result)
+            if call.draws and not call.places:
+                raise CannotRecord(f"{operation} draws weights from values of this machine")
+            if call.draws:
                 call.resumes = self._states.before(call.generator)
                 self._states.after(call.generator, len(self._calls))
         if call.places:
@@ -246,7 +249,7 @@ def _repeat(call: _Call, made: dict[int, torch.UntypedStorage]) -> None:
     def real(value: Any) -> Any:
         return _view(value, made) if isinstance(value, Tensor) and _is_meta(value) else value
 
-    result = call.operation(*tree_map(real, call.args), **tree_map(real, dict(call.kwargs)))
+    result = call.operation(*tree_map(real, call.args), **tree_map(real, call.kwargs))
     for meta, value in zip(_tensors(call.result), _tensors(result), strict=True):
         if _is_meta(meta):
             made.setdefault(_place(meta), value.untyped_storage())
@@ -280,6 +283,10 @@ def _makes_values(operation: Any, new: set[int]) -> bool:
     if any(info is not None and info.is_write for info in infos):
         return True
     return bool(new) and "empty" not in operation._schema.name
+
+
+def _alias(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) and _is_meta(value) else value
 
 
 def _is_meta(tensor: Tensor) -> bool:

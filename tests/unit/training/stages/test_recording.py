@@ -50,7 +50,13 @@ def seeded() -> nn.Module:
         return nn.Sequential(first, *frozen, behind, nn.Linear(8, 9))
 
 
-@pytest.mark.parametrize("make", [many, initialised, derived, gpt, seeded])
+def rounded() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 9))
+    model[1].weight.data = model[1].weight.data.to(torch.bfloat16).to(torch.float32)
+    return model
+
+
+@pytest.mark.parametrize("make", [many, initialised, derived, gpt, seeded, rounded])
 def test_a_part_has_the_weights_of_the_whole(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(3)
     whole = make()
