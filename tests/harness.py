@@ -32,6 +32,7 @@ from smolcluster.net.dialling import Address
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.ps.leases import Dispatcher, Lease
 from smolcluster.ps.push import Pushed
+from smolcluster.ps.stepping_slice import SteppingSlice
 from smolcluster.ps.store_host import StoreSetup, hold
 from smolcluster.runs.events import EventLog, EventRecord, read_events
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic
@@ -320,6 +321,7 @@ class Cluster:
             start_timeout_s=START_TIMEOUT_S,
             encryption=cluster.encryption,
             log=self.log,
+            held=SteppingSlice,
         )
         return Outcome(f"store {node}", lambda: hold(setup))
 

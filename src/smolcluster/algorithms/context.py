@@ -27,9 +27,10 @@ from smolcluster.observability.metrics import Metrics
 from smolcluster.observability.spans import SpanLog
 from smolcluster.ps.buffers import most_buffer_frames
 from smolcluster.ps.feed import Feed, NoFeed
+from smolcluster.ps.hosted_stores import HostedStores
 from smolcluster.ps.offering import PlannedWorkload
 from smolcluster.ps.store import Stores
-from smolcluster.ps.store_links import HostedStores, Patience
+from smolcluster.ps.store_links import Patience, StoreLinks
 from smolcluster.runs.events import EventLog
 from smolcluster.runs.status import StatusFile
 from smolcluster.training.build import TrainingContext
@@ -220,7 +221,7 @@ class ServerContext:
         return state
 
     def open_pool(
-        self, receiver_for: Callable[[int], Receiver], stores: HostedStores | None = None
+        self, receiver_for: Callable[[int], Receiver], stores: StoreLinks | None = None
     ) -> WorkerPool:
         """Listen from now on; workers are let in as soon as the pool is asked for events, and so are stores.
 

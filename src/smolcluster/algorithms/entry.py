@@ -49,12 +49,11 @@ def main(name: str, role: Role) -> int:
     def body() -> None:
         from smolcluster.algorithms import process  # noqa: PLC0415 - it imports torch
 
-        if role == "store":
-            process.hold_slice(name, args)
-            return
         module = module_of(algorithm, role)
         if role == "server":
             process.serve(name, args, module.serve)
+        elif role == "store":
+            process.hold_slice(name, args, module.Held)
         else:
             process.work(name, args, module.Worker)
 
@@ -64,7 +63,7 @@ def main(name: str, role: Role) -> int:
 
 
 def module_of(algorithm: AlgorithmSpec, role: Role) -> ModuleType:
-    """The module of a role's process: `serve` of the server's, `Worker` of the worker's."""
+    """The module of a role's process: `serve` of a server's, `Worker` of a worker's, `Held` of a store's."""
     return import_module(f"{algorithm.package}.{Path(algorithm.roles[role]).stem}")
 
 

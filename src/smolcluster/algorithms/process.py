@@ -36,7 +36,7 @@ from smolcluster.net.dialling import Address
 from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.terminal import SteadyConsole
-from smolcluster.ps.store_host import StoreSetup, hold
+from smolcluster.ps.store_host import HeldSlice, StoreSetup, hold
 from smolcluster.runs.paths import RunPaths, create_run, log_stem, runs_root
 from smolcluster.runs.summary import Summary
 from smolcluster.training.build import TrainingContext
@@ -176,8 +176,8 @@ def work(
         follow(place, make_participant)
 
 
-def hold_slice(algorithm: AlgorithmName, args: argparse.Namespace) -> None:
-    """Be a store: hold a slice of the weights of the server's run."""
+def hold_slice(algorithm: AlgorithmName, args: argparse.Namespace, held: type[HeldSlice]) -> None:
+    """Be a store: hold a slice of the server's run."""
     settings = worker_settings(algorithm, args)
     cluster, node = settings.cluster, settings.node
     use_threads(node.threads)
@@ -201,6 +201,7 @@ def hold_slice(algorithm: AlgorithmName, args: argparse.Namespace) -> None:
                 secret=_secret(args.local, node.secret_file),
                 start_timeout_s=cluster.start_timeout_s,
                 encryption=cluster.encryption,
+                held=held,
                 addresses=node.addresses,
                 log=log.logger,
                 on_run_known=begin,

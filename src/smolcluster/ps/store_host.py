@@ -1,29 +1,26 @@
-"""A store on a machine of its own: a slice of the weights with its optimizer, in a process of its own.
+"""A store on a machine of its own: a slice of the buckets, in a process of its own.
 
-    coordinator -> Slice, State …                  the slice, its rule, and what it begins with
-    worker      -> Push, a frame for each bucket   decoded; Arrived with the norm of each bucket goes on
-    coordinator -> Apply | Discard                 one optimizer step, or none
-    coordinator -> SendWeights | Gather            the weights to a worker, everything to the coordinator
+    coordinator -> Slice, State …   the slice, its rule, and what it begins with
+    coordinator -> Gather           everything to the coordinator
 
-It dials the coordinator, tells where it listens, and lets workers in with the same secret. It decides
-nothing: each step, and each moment at which weights are sent, comes from the coordinator in one order, so
-that the slices of all stores stand at one version whenever anybody sees them. It has no model, no data and no
-code of a user's. When it loses the coordinator it forgets its slice, and is given one when it comes back.
-Source: Li et al. 2014, "Scaling distributed machine learning with the parameter server".
+It dials the coordinator, tells where it listens, and lets workers in with the same secret. What it does with
+their pushes is its kind's matter: one that takes steps is `stepping_slice.py`. It decides nothing: what the
+coordinator says comes in one order, so that the slices of all stores stand at one version whenever anybody
+sees them. It has no model, no data and no code of a user's. When it loses the coordinator it forgets its
+slice, and is given one when it comes back.
 """
 
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
-import torch
 from torch import Tensor
 
 from smolcluster.cluster.joining import RunOver
-from smolcluster.codec.base import bytes_of
 from smolcluster.codec.registry import get_codec
 from smolcluster.configs.schema import Encryption
 from smolcluster.errors import PeerLost, ProtocolError, Rejected, RunFailed
@@ -31,10 +28,7 @@ from smolcluster.net.acceptor import Acceptor, SessionOpened
 from smolcluster.net.dialling import Address, Pauses, dial
 from smolcluster.net.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.net.session import Receiver, Session
-from smolcluster.ps.push import GradientBuffers, GradientReceiver, Pushed
-from smolcluster.ps.slices import PushKey, SliceCollector, norms_spec, slice_frames
-from smolcluster.ps.store import Store
-from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
+from smolcluster.ps.slices import SliceCollector, slice_frames
 from smolcluster.training.replica import cut
 from smolcluster.transport.connection import Connection, listen
 from smolcluster.transport.frames import Frame
@@ -43,11 +37,7 @@ from smolcluster.transport.messages import (
     SESSION,
     SLICES,
     STORE,
-    WEIGHTS,
     Accepted,
-    Apply,
-    Arrived,
-    Discard,
     End,
     Gather,
     Goodbye,
@@ -56,7 +46,6 @@ from smolcluster.transport.messages import (
     Listening,
     Message,
     Reject,
-    SendWeights,
     Slice,
     State,
     WorkerGone,
@@ -69,8 +58,6 @@ from smolcluster.utils.units import format_bytes, format_duration
 
 COORDINATOR = 0
 """Its session's number; those of workers count from 1."""
-PUSHES_HELD = 2
-"""Of a worker: one that is to be applied, and one that arrives meanwhile."""
 TICK_S = 0.5
 EXTRA_QUEUED = 64
 MAX_QUEUED = 100_000
@@ -95,6 +82,8 @@ class StoreSetup:
     secret: Secret
     start_timeout_s: float
     log: logging.Logger
+    held: "type[HeldSlice]"
+    """What becomes of the slice that it is given."""
     encryption: Encryption = "auto"
     addresses: tuple[str, ...] | None = None
     on_run_known: Callable[[str], None] = lambda _: None
@@ -166,7 +155,7 @@ class StoreSession(Receiver):
         self._given: Slice | None = None
         """What the reader has been told to collect, or has collected."""
         self._collector: SliceCollector | None = None
-        self._held: _Held | None = None
+        self._held: HeldSlice | None = None
         self._coordinator = Session(
             connection,
             session_id=COORDINATOR,
@@ -237,7 +226,7 @@ class StoreSession(Receiver):
         match event:
             case SliceArrived(given, values):
                 self._setup.on_run_known(given.run_id)
-                self._held = _Held(self._setup, self._answer, self._inbox, given, values)
+                self._held = self._setup.held(self._setup, self._answer, self._inbox, given, values)
                 listening = self._held.listen(self._addresses)
                 self._coordinator.send(Listening(places=listening))
                 told = given.run_id, *_told(given)
@@ -298,7 +287,7 @@ def _told(given: Slice) -> tuple[int, int, int]:
     return given.first + 1, given.stop, -(-given.num_params // given.bucket_length)
 
 
-class _Held:
+class HeldSlice(ABC):
     """A slice and the workers' sessions: what a store is from the moment at which it has been given one."""
 
     def __init__(
@@ -313,33 +302,24 @@ class _Held:
         self._setup, self._answer, self._inbox, self._given = setup, answer, inbox, given
         self._buckets = buckets_of(given, answer.bucket_bytes)
         self._span = range(given.first, given.stop)
-        weights = values[WEIGHTS]
-        buffer = torch.empty_like(weights)
-        optimizer = FlatOptimizer(
-            given.optimizer,
-            weights,
-            buffer,
-            given.weight_decay,
-            given.num_decayed,
-            arguments=given.optimizer_args,
-        )
-        if set(optimizer.moments) != set(given.contents) - {WEIGHTS}:
-            raise ProtocolError(f"{given.optimizer} has other moments than were sent")
-        for name in optimizer.moments:
-            optimizer.state[name] = values[name]
-        if STEP_COUNT in optimizer.state:
-            optimizer.state[STEP_COUNT].fill_(given.num_steps)
-        self._contents = {WEIGHTS: weights, **optimizer.moments}
-        self._store = Store(self._buckets[given.first : given.stop], weights, buffer, optimizer)
-        self._pushes: dict[PushKey, Pushed] = {}
+        self._contents = values
         self._workers: dict[str, Session] = {}
         self._owed: dict[str, list[Frame]] = {}
-        """Weights for workers whose sessions this thread has not heard of yet."""
-        self._snapshot: list[Frame] | None = None
-        """Frames of the weights as long as they have not changed."""
+        """Frames for workers whose sessions this thread has not heard of yet."""
         self._acceptor: Acceptor | None = None
-        self._memory = GradientBuffers()
         self._closed = threading.Event()
+
+    @abstractmethod
+    def _receiver_for(self, session_id: int) -> Receiver:
+        """What takes the messages of a worker's session."""
+
+    @abstractmethod
+    def _on_event(self, event: Event, coordinator: Session) -> None:
+        """Something has come from a worker."""
+
+    @abstractmethod
+    def _obey(self, message: Message, coordinator: Session) -> None:
+        """The coordinator has said something about the slice."""
 
     def listen(self, addresses: Sequence[str]) -> tuple[HostPort, ...]:
         """Let workers in at these addresses; returns them with their ports."""
@@ -375,25 +355,25 @@ class _Held:
         if self._acceptor is not None:
             self._acceptor.close()
 
-    def _receiver_for(self, session_id: int) -> GradientReceiver:
-        return PushReceiver(
-            *(session_id, self._given.codec, self._buckets),
-            has_loss_scale=self._given.has_loss_scale,
-            span=self._span,
-            memory=self._memory,
-            closed=self._closed,
-        )
-
     def handle(self, event: Event, coordinator: Session) -> None:
         match event:
             case SessionOpened():
                 self._on_worker(event)
             case SessionClosed(session_id=session_id):
                 self._forget(session_id)
-            case Pushed():
-                self._on_push(event, coordinator)
+            case MessageReceived(session_id, message=WorkerGone(instance=instance)) if (
+                session_id == COORDINATOR
+            ):
+                self._owed.pop(instance, None)
+            case MessageReceived(session_id, message=Gather(version=version)) if (
+                session_id == COORDINATOR
+            ):
+                for frame in self._frames(self._contents, version):
+                    coordinator.send_frame(frame)
             case MessageReceived(session_id, message) if session_id == COORDINATOR:
                 self._obey(message, coordinator)
+            case _:
+                self._on_event(event, coordinator)
 
     def _on_worker(self, opened: SessionOpened) -> None:
         instance = opened.client.hello.instance
@@ -406,62 +386,20 @@ class _Held:
     def _forget(self, session_id: int) -> None:
         if self._acceptor is not None:
             self._acceptor.forget(session_id)
-        for instance, session in list(self._workers.items()):
-            if session.session_id == session_id:
-                del self._workers[instance]
-
-    def _on_push(self, pushed: Pushed, coordinator: Session) -> None:
-        """Keep a push that is whole until the coordinator says what becomes of it."""
-        lease, instance = pushed.push.lease, self._instance_of(pushed.session_id)
-        if instance is None:  # the same process has connected again: this is void
-            _give_back(pushed)
-            return
-        key = PushKey(instance, lease)
-        if key in self._pushes:  # copies of one lease have different keys
-            _give_back(pushed)
-            return
-        self._pushes[key] = pushed
-        self._store.take(pushed.gradient)
-        norms = torch.tensor(self._store.norms(), dtype=torch.float64)
-        arrived = Arrived(instance=instance, lease=lease, tensor=norms_spec(len(self._span)))
-        coordinator.send(arrived, bytes_of(norms))
-
-    def _obey(self, message: Message, coordinator: Session) -> None:
-        match message:
-            case Apply(clip=clip, learning_rate=rate, bound=bound):
-                pushed = self._taken(PushKey(message.instance, message.lease))
-                self._store.take(pushed.gradient)
-                self._store.step(clip, rate, bound)
-                self._snapshot = None
-                _give_back(pushed)
-            case Discard(instance=instance, lease=lease):
-                _give_back(self._taken(PushKey(instance, lease)))
-            case SendWeights(instance=instance, version=version):
-                self._send_weights(instance, version)
-            case WorkerGone(instance=instance):
-                self._owed.pop(instance, None)
-            case Gather(version=version):
-                for frame in self._frames(self._contents, version):
-                    coordinator.send_frame(frame)
+        if (instance := self._instance_of(session_id)) is not None:
+            del self._workers[instance]
 
     def _instance_of(self, session_id: int) -> str | None:
         own = (name for name, each in self._workers.items() if each.session_id == session_id)
         return next(own, None)
 
-    def _taken(self, key: PushKey) -> Pushed:
-        if (pushed := self._pushes.pop(key, None)) is None:
-            raise ProtocolError("it decided on a push that has not arrived")
-        return pushed
-
-    def _send_weights(self, instance: str, version: int) -> None:
-        """Send what was asked for; whoever gets the same version shares one copy."""
-        if self._snapshot is None:
-            self._snapshot = self._frames({WEIGHTS: self._store.weights}, version)
+    def _send(self, instance: str, frames: Sequence[Frame]) -> None:
+        """Send a worker frames, if need be as soon as it is here."""
         session = self._workers.get(instance)
         if session is None:
-            self._owed[instance] = self._snapshot
+            self._owed.setdefault(instance, []).extend(frames)
             return
-        for frame in self._snapshot:
+        for frame in frames:
             session.send_frame(frame)
 
     def _frames(self, contents: Mapping[str, Tensor], version: int) -> list[Frame]:
@@ -472,45 +410,3 @@ class _Held:
             incarnation=self._given.incarnation,
             version=version,
         )
-
-
-class PushReceiver(GradientReceiver):
-    """Takes a worker's pushes; one may arrive while another waits for the coordinator's word."""
-
-    def __init__(
-        self,
-        session_id: int,
-        codec_name: str,
-        buckets: Sequence[slice],
-        *,
-        has_loss_scale: bool,
-        span: range,
-        memory: GradientBuffers,
-        closed: threading.Event,
-    ) -> None:
-        """`closed` is set when the store is one no more: nobody may wait for it then."""
-        what = session_id, codec_name, buckets, None, memory
-        super().__init__(*what, has_loss_scale=has_loss_scale, span=span)
-        self._places = threading.Semaphore(PUSHES_HELD)
-        self._closed = closed
-
-    def begin(self) -> None:
-        """Its next push begins: the reader waits until the coordinator has decided on older ones."""
-        while not self._places.acquire(timeout=TICK_S):
-            if self._closed.is_set():
-                raise PeerLost("the store has lost its slice")
-
-    def __call__(self, message: Message, payload: memoryview) -> Event | None:
-        event = super().__call__(message, payload)
-        if isinstance(event, Pushed):  # the next one has memory of its own
-            self._gradient, self._taken = None, False
-        return event
-
-    def give_back(self, gradient: Tensor) -> None:
-        self._memory.give_back(gradient)
-        self._places.release()
-
-
-def _give_back(pushed: Pushed) -> None:
-    if isinstance(pushed.receiver, PushReceiver):
-        pushed.receiver.give_back(pushed.gradient)

@@ -1,25 +1,23 @@
-"""The coordinator's side of stores on other machines: who they are, what they hold, and when they step.
+"""The coordinator's side of stores on other machines: who they are, what they hold, and how to reach them.
 
-A run's weights are cut into as many slices as there are hosts. The first lies in the server's own process
-(with one host that is all of them), each other one in the process of a store (`store_host.py`), which has
-dialled this server. The server decides: when all stores have their part of a push it combines their norms,
-in the order of the buckets, and tells all to step or to forget it. What it says to a store is in one order,
-so all slices have the same version at any point of that order.
+A run's buckets are cut into as many slices as there are hosts. The first belongs to the server's own process
+(with one host that is all of them), each other one to the process of a store (`store_host.py`), which has
+dialled this server. What is said to a store is in one order, and obeyed in that order.
 
-The replica holds all weights and moments; what lies elsewhere is in it as it was when it was gathered last,
-for an evaluation or a checkpoint. From that copy a store that was lost gets its slice back, while the others
-keep theirs (partial recovery: Maeng et al., 2011.02999).
+What lies elsewhere is here as it was when it was gathered last, for an evaluation or a checkpoint. From that
+copy a store that was lost gets its slice back, while the others keep theirs (partial recovery: Maeng et al.,
+2011.02999).
 """
 
 import logging
-import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-import torch
 from torch import Tensor
 
 from smolcluster.configs.schema import RunConfig
@@ -28,17 +26,10 @@ from smolcluster.net.acceptor import SessionOpened
 from smolcluster.net.inbox import Event, MessageReceived, SessionClosed
 from smolcluster.net.membership import Refused
 from smolcluster.net.session import Receiver, Session
-from smolcluster.ps.push import Pushed
-from smolcluster.ps.slices import PushKey, SliceCollector, norms_spec, place_of, slice_frames, spans
-from smolcluster.ps.store import Store, Stores
-from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
+from smolcluster.ps.slices import SliceCollector, place_of, slice_frames, spans
 from smolcluster.training.replica import Replica
 from smolcluster.transport.messages import (
-    WEIGHTS,
     Accepted,
-    Apply,
-    Arrived,
-    Discard,
     End,
     Gather,
     Goodbye,
@@ -46,8 +37,8 @@ from smolcluster.transport.messages import (
     Listening,
     Message,
     Reject,
-    SendWeights,
     Slice,
+    SliceRule,
     State,
     StoreList,
     StorePlace,
@@ -65,25 +56,11 @@ GATHER_SLOWER = 20.0
 CLOSING_TIMEOUT_S = 3.0
 
 
-StepsUndone = Callable[[str, int, float], None]
-"""Called with a node, how many steps its store had taken, and the share of the weights in its slice."""
-
-
-@dataclass(frozen=True)
-class NormsArrived(Event):
-    """A store has its part of a push whole; `norms` are the L2 norms of its buckets."""
-
-    session_id: int
-    key: PushKey
-    norms: tuple[float, ...]
-
-
 class StoreReceiver(Receiver):
-    """Takes what a store says, in its session's reader."""
+    """Takes what a store says, in its session's reader: the slices that were asked for, and all else."""
 
-    def __init__(self, session_id: int, num_buckets: int) -> None:
-        self.session_id = session_id
-        self._num_buckets = num_buckets
+    def __init__(self, hear: Callable[[Message, memoryview], Event | None]) -> None:
+        self._hear = hear
         self._lock = threading.Lock()
         self._asked: deque[tuple[SliceCollector, threading.Event]] = deque()
         """What was asked for and is not whole yet: the store sends one after the other."""
@@ -118,14 +95,7 @@ class StoreReceiver(Receiver):
         if isinstance(message, State):
             self._take(message, payload)
             return None
-        if isinstance(message, Arrived):
-            if message.tensor != norms_spec(self._num_buckets):
-                raise ProtocolError("it did not send one norm a bucket")
-            norms = torch.frombuffer(bytearray(payload), dtype=torch.float64)
-            return NormsArrived(
-                self.session_id, PushKey(message.instance, message.lease), tuple(norms.tolist())
-            )
-        return MessageReceived(self.session_id, message)
+        return self._hear(message, payload)
 
 
 @dataclass
@@ -152,14 +122,6 @@ class RemoteStore:
     """When it last said anything."""
 
 
-@dataclass
-class PendingPush:
-    """What has arrived of a push: the server's own part, and the norms of the others by node."""
-
-    own: Pushed | None = None
-    norms: dict[str, tuple[float, ...]] = field(default_factory=dict)
-
-
 @dataclass(frozen=True)
 class Patience:
     """How long stores are waited for, in seconds: at the start, and when one is lost."""
@@ -168,8 +130,11 @@ class Patience:
     lost_s: float
 
 
-class HostedStores:
-    """All stores of a run, on one host or several. Only the deciding thread calls it."""
+class StoreLinks(ABC):
+    """The stores of a run that are on other hosts. Only the deciding thread calls it.
+
+    What a slice holds, and how it changes, is a subclass's matter.
+    """
 
     def __init__(
         self,
@@ -181,56 +146,44 @@ class HostedStores:
         incarnation: str,
         patience: Patience,
         log: logging.Logger,
-        num_own: int = 1,
     ) -> None:
-        """Cut the replica among `nodes`; the first is this process, where `num_own` stores hold its slice.
-
-        Raises:
-            ConfigError: the replica's optimizer, or its average, needs all weights in one place.
-        """
+        """Cut the replica's buckets among `nodes`; the first is this process."""
         self._replica = replica
         self._run, self._codec, self._incarnation = run, codec, incarnation
         self._patience, self._log = patience, log
-        own, *others = spans(len(replica.buckets), len(nodes))
-        replica.optimizer.part(place_of(replica.buckets, own))  # refuses what works on whole models
-        self.own_span = own
+        self.own_span, *others = spans(len(replica.buckets), len(nodes))
         self._stores = [
             RemoteStore(node, span) for node, span in zip(nodes[1:], others, strict=False)
         ]
         for node in nodes[1 + len(others) :]:
             log.warning("the model has %d buckets: %s holds none", len(replica.buckets), node)
         self._receivers: dict[int, StoreReceiver] = {}
-        self._pushes: dict[PushKey, PendingPush] = {}
-        self._copied_steps = 0
-        """How many steps the optimizer had taken when the slices were gathered last."""
         self._copied_version = 0
         self._copied_at = time.monotonic()
         self._copying_took_s = 0.0
         self._has_been_ready = False
-        self._num_own = num_own
-        self._own: Stores
-        self._on_undone: StepsUndone
 
-    def begin(self, version: int, on_undone: StepsUndone) -> None:
-        """The replica is as the run begins, or goes on from a checkpoint of `version`.
+    @abstractmethod
+    def _contents(self, place: slice) -> dict[str, Tensor]:
+        """What a slice of the flat weights holds, by name: views of what was gathered last."""
 
-        `on_undone` hears of steps that a lost store had taken and its slice has not.
-        """
-        self._on_undone = on_undone
-        self._own = Stores(self._replica, self._num_own, self.own_span)
-        self._remember_copy(version)
+    def _rule(self, _place: slice) -> SliceRule | None:
+        """How a slice steps; None: it takes no steps."""
+        return None
+
+    @abstractmethod
+    def _hear(
+        self, store: RemoteStore, session_id: int, message: Message, payload: memoryview
+    ) -> Event | None:
+        """Take what a store says of its slice, in its session's reader."""
+
+    def _on_lost(self, store: RemoteStore) -> None:  # noqa: B027 - some need do nothing
+        """A store has lost its slice."""
 
     def _remember_copy(self, version: int) -> None:
+        """The slices are now here as they are at `version`."""
         self._copied_at = time.monotonic()
-        for store in self._stores:
-            store.num_steps = 0
         self._copied_version = version
-        self._copied_steps = num_steps(self._replica)
-
-    @property
-    def stores(self) -> Sequence[Store]:
-        """Those in this process."""
-        return self._own.stores
 
     # who is there
 
@@ -244,7 +197,9 @@ class HostedStores:
                 f"{hello.node!r} is no store of this run (servers has {names}); mend servers in the server's "
                 "cluster file",
             )
-        self._receivers[session_id] = StoreReceiver(session_id, len(known[hello.node].span))
+        self._receivers[session_id] = StoreReceiver(
+            partial(self._hear, known[hello.node], session_id)
+        )
         return Accepted(
             bucket_bytes=self._replica.bucket_bytes,
             heartbeat_timeout_s=self._run.heartbeat_timeout_s,
@@ -361,8 +316,7 @@ class HostedStores:
         store.opened_at = time.monotonic()
         session.send(self._slice_of(store))
         place = place_of(self._replica.buckets, store.span)
-        values = contents(self._replica, place)
-        what = (values, self._replica.buckets, store.span)
+        what = (self._contents(place), self._replica.buckets, store.span)
         for frame in slice_frames(
             *what, incarnation=self._incarnation, version=self._copied_version
         ):
@@ -371,9 +325,6 @@ class HostedStores:
     def _slice_of(self, store: RemoteStore) -> Slice:
         replica = self._replica
         place = place_of(replica.buckets, store.span)
-        part = replica.optimizer.part(place)
-        assert isinstance(part, FlatOptimizer)  # noqa: S101 - others have no parts
-        rule = part.rule
         return Slice(
             run_id=self._run.run_id,
             reconnect_timeout_s=self._run.reconnect_timeout_s,
@@ -382,14 +333,10 @@ class HostedStores:
             bucket_length=replica.buckets[0].stop,
             first=store.span.start,
             stop=store.span.stop,
-            contents=tuple(contents(replica, place)),
+            contents=tuple(self._contents(place)),
             codec=self._codec,
             has_loss_scale=replica.scaler is not None,
-            optimizer=rule.name,
-            optimizer_args=dict(rule.arguments),
-            weight_decay=rule.weight_decay,
-            num_decayed=rule.num_decayed,
-            num_steps=self._copied_steps,
+            rule=self._rule(place),
         )
 
     def _listens(self, session_id: int, listens: Listening) -> bool:
@@ -416,76 +363,11 @@ class HostedStores:
         if store.listens is not None:  # else it is waited for already
             store.waiting_since, store.num_sent = time.monotonic(), 0
         store.session, store.listens = None, None
-        if store.num_steps:
-            place = place_of(self._replica.buckets, store.span)
-            share = (place.stop - place.start) / self._replica.num_params
-            self._on_undone(store.node, store.num_steps, share)
-            store.num_steps = 0
-        for pending in self._pushes.values():
-            pending.norms.pop(store.node, None)
+        self._on_lost(store)
         self._log.warning(
             "the store %s is lost: %s; training pauses, for up to %s, until it is back",
             *(store.node, reason, format_duration(self._patience.lost_s)),
         )
-
-    # pushes
-
-    def whole(
-        self, key: PushKey, event: Pushed | NormsArrived, *, is_awaited: bool
-    ) -> Pushed | None:
-        """Take a part of the push `key`; returns the server's own part when all others have arrived as well.
-
-        `is_awaited`: whether its worker is still to be given an answer.
-        """
-        pending = self._pushes.setdefault(key, PendingPush())
-        if isinstance(event, Pushed):
-            pending.own = event
-        elif (store := self._of_session(event.session_id)) is not None:
-            pending.norms[store.node] = event.norms
-            store.heard_at = time.monotonic()
-        if not is_awaited and not isinstance(event, Pushed):
-            self.forget(key)
-            return None
-        if is_awaited and len(pending.norms) < len(self._stores):
-            return None
-        return pending.own
-
-    def is_partial(self, session_id: int) -> bool:
-        """Whether of a push of this session its own part has arrived, and not all others."""
-        return any(
-            pending.own is not None and pending.own.session_id == session_id
-            for pending in self._pushes.values()
-        )
-
-    def forget(self, key: PushKey) -> Pushed | None:
-        """A push that has not been applied is not wanted any more; returns the server's part of it."""
-        pending = self._pushes.pop(key, PendingPush())
-        self._tell(pending.norms, Discard(instance=key.instance, lease=key.lease))
-        return pending.own
-
-    def of(self, key: PushKey) -> "HostedPush":
-        return HostedPush(self, self._own, key)
-
-    def norm_of(self, key: PushKey) -> float:
-        """L2 norm of a push: those of its buckets, in their order."""
-        norms = self._pushes[key].norms
-        others = (norm for store in self._stores for norm in norms[store.node])
-        return math.hypot(*self._own.norms(), *others)
-
-    def step(self, key: PushKey, clip: float, learning_rate: float, bound: float | None) -> None:
-        """Take the step with this push here, and let all stores take it."""
-        pending = self._pushes.pop(key)
-        for store in self._stores:
-            store.num_steps += store.listens is not None
-        step = Apply(
-            instance=key.instance,
-            lease=key.lease,
-            clip=clip,
-            learning_rate=learning_rate,
-            bound=bound,
-        )
-        self._tell(pending.norms, step)
-        self._own.step(clip, learning_rate, bound)
 
     def _tell(self, nodes: Collection[str], message: Message) -> None:
         for store in self._stores:
@@ -493,11 +375,6 @@ class HostedStores:
                 store.session.send(message)
 
     # weights
-
-    def send_weights(self, instance: str, version: int) -> None:
-        """Let all stores send their weights of now to a worker."""
-        every = [store.node for store in self._stores]
-        self._tell(every, SendWeights(instance=instance, version=version))
 
     def worker_gone(self, instance: str) -> None:
         """Let no store keep anything for a worker that may not come."""
@@ -519,7 +396,7 @@ class HostedStores:
                 return False
         for store, collector, _ in asked:
             place = place_of(self._replica.buckets, store.span)
-            for name, values in contents(self._replica, place).items():
+            for name, values in self._contents(place).items():
                 values.copy_(collector.values[name])
         self._remember_copy(version)
         self._copying_took_s = self._copied_at - began
@@ -529,7 +406,7 @@ class HostedStores:
         replica, session = self._replica, store.session
         assert session is not None  # noqa: S101 - it is ready
         place = place_of(replica.buckets, store.span)
-        names = tuple(contents(replica, place))
+        names = tuple(self._contents(place))
         receiver = self._receivers[session.session_id]
         collector = SliceCollector(
             replica.buckets, store.span, names, replica.params.dtype, receiver.unwanted
@@ -577,36 +454,3 @@ class HostedStores:
         for session in sessions:
             if not session.join(deadline.remaining()):
                 session.cut("it did not close in time")
-
-
-class HostedPush:
-    """One push, to be taken by all stores in one step: see `Stores`."""
-
-    def __init__(self, stores: HostedStores, own: Stores, key: PushKey) -> None:
-        self._stores, self._own, self._key = stores, own, key
-
-    def take(self, gradient: Tensor) -> None:
-        """Take the server's own part (n,); the others are where they have arrived."""
-        self._own.take(gradient)
-
-    def take_difference(self, weights: Tensor) -> None:
-        """Take the way to a worker's weights (num_params,), all of which are here."""
-        self._own.take_difference(weights)
-
-    def mix(self, share: float) -> None:
-        self._own.mix(share)
-
-    def norm(self) -> float:
-        return self._stores.norm_of(self._key)
-
-    def step(self, clip: float, learning_rate: float, bound: float | None = None) -> None:
-        self._stores.step(self._key, clip, learning_rate, bound)
-
-
-def contents(replica: Replica, place: slice) -> dict[str, Tensor]:
-    """Weights and moments of a slice, by name. Views."""
-    return {WEIGHTS: replica.params[place], **replica.optimizer.contents(place)}
-
-
-def num_steps(replica: Replica) -> int:
-    return int(replica.optimizer.state[STEP_COUNT]) if replica.optimizer.state else 0

@@ -584,12 +584,22 @@ class StoreList(Message):
     ]
 
 
+class SliceRule(HeaderModel):
+    """An optimizer of a slice, of which the first `num_decayed` elements decay; `num_steps` were taken."""
+
+    optimizer: Identifier
+    optimizer_args: Annotated[dict[Identifier, OptimizerArgument], Field(max_length=MAX_CONTENTS)]
+    weight_decay: Annotated[float, Field(ge=0)]
+    num_decayed: Count
+    num_steps: Count
+
+
 class Slice(Message):
     """Server: what a store holds, and how it steps; followed by the State of its buckets.
 
     The flat weights of `num_params` elements are cut into buckets of `bucket_length`, of which it holds
-    `first` to `stop` - 1, and of each of the `contents` as much. Of the slice the first `num_decayed`
-    elements decay; `num_steps` have been taken. Gradients come encoded with `codec`.
+    `first` to `stop` - 1, and of each of the `contents` as much. Gradients come encoded with `codec`.
+    Without a `rule` it takes no steps.
     """
 
     KIND: ClassVar[int] = 41
@@ -605,11 +615,7 @@ class Slice(Message):
     ]
     codec: Identifier
     has_loss_scale: bool
-    optimizer: Identifier
-    optimizer_args: Annotated[dict[Identifier, OptimizerArgument], Field(max_length=MAX_CONTENTS)]
-    weight_decay: Annotated[float, Field(ge=0)]
-    num_decayed: Count
-    num_steps: Count
+    rule: SliceRule | None
 
 
 class Listening(Message):

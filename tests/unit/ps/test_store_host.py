@@ -10,9 +10,10 @@ from connection_pairs import one_of_each
 from harness import SECRET
 from smolcluster.errors import ProtocolError
 from smolcluster.net.dialling import Address
-from smolcluster.net.inbox import Inbox
+from smolcluster.net.inbox import Inbox, MessageReceived
 from smolcluster.net.session import Session
-from smolcluster.ps.store_host import StoreSetup, _Held, buckets_of, check_fits
+from smolcluster.ps.stepping_slice import SteppingSlice
+from smolcluster.ps.store_host import COORDINATOR, StoreSetup, buckets_of, check_fits
 from smolcluster.transport.handshake import introduce
 from smolcluster.transport.messages import (
     SESSION,
@@ -58,12 +59,13 @@ def test_a_slice_that_does_not_fit_is_refused() -> None:
 
 def test_nothing_is_kept_for_a_worker_that_has_gone() -> None:
     hello = introduce("win", sets=(SESSION, STORE))
-    setup = StoreSetup(hello, Address("127.0.0.1", 1), SECRET, 1.0, logging.getLogger("test"))
+    address, log = Address("127.0.0.1", 1), logging.getLogger("test")
+    setup = StoreSetup(hello, address, SECRET, 1.0, log, SteppingSlice)
     answer = Accepted(bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
     values = {name: torch.zeros(488) for name in ADAM.contents}
-    held = _Held(setup, answer, Inbox(), ADAM, values)
+    held = SteppingSlice(setup, answer, Inbox(), ADAM, values)
     nobody = cast("Session", None)
     for instance in ("a" * 8, "b" * 8):
         held._obey(SendWeights(instance=instance, version=3), nobody)
-    held._obey(WorkerGone(instance="a" * 8), nobody)
+    held.handle(MessageReceived(COORDINATOR, WorkerGone(instance="a" * 8)), nobody)
     assert list(held._owed) == ["b" * 8]

@@ -14,15 +14,12 @@ from smolcluster.errors import ClusterEmpty
 from smolcluster.net.acceptor import SessionOpened
 from smolcluster.net.inbox import MessageReceived, SessionClosed
 from smolcluster.net.session import Session
+from smolcluster.ps.hosted_stores import HostedStores, NormsArrived, StepsUndone
 from smolcluster.ps.push import Pushed
 from smolcluster.ps.slices import PushKey, place_of, slice_frames
 from smolcluster.ps.store_links import (
     GATHER_SLOWER,
-    HostedStores,
-    NormsArrived,
     Patience,
-    StepsUndone,
-    contents,
 )
 from smolcluster.training.replica import Replica
 from smolcluster.transport.frames import Frame
@@ -176,7 +173,7 @@ def test_a_part_counts_only_in_the_name_of_who_sent_it() -> None:
 def slice_of(stores: HostedStores, span: range, version: int) -> list[tuple[State, memoryview]]:
     """The frames in which a store sends its slice, all of whose values are `version`."""
     replica = stores._replica
-    values = contents(replica, place_of(replica.buckets, span))
+    values = stores._contents(place_of(replica.buckets, span))
     values = {name: torch.full_like(each, version) for name, each in values.items()}
     frames = slice_frames(values, replica.buckets, span, incarnation="here", version=version)
     return [parsed(frame) for frame in frames]

@@ -38,11 +38,11 @@ from smolcluster.errors import NonFiniteLoss
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.ps.buffers import BufferCollector, buffer_frames
+from smolcluster.ps.hosted_stores import NormsArrived
 from smolcluster.ps.leases import Dispatcher, DispatcherState, Lease
 from smolcluster.ps.plausible import Failures, Norms, PushRefused
 from smolcluster.ps.push import GradientBuffers, GradientReceiver, Pushed
 from smolcluster.ps.slices import PushKey
-from smolcluster.ps.store_links import NormsArrived
 from smolcluster.ps.weights import state_frames
 from smolcluster.runs.summary import Summary
 from smolcluster.training.checkpoint import Progress, parse_progress

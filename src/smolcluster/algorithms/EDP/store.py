@@ -1,6 +1,6 @@
 """A store of EDP: a slice of the weights with its optimizer, on a machine that need not be the server's.
 
-What it does: `ps/store_host.py`. Which machines have one: `servers` in the cluster file.
+What it does: `ps/stepping_slice.py`. Which machines have one: `servers` in the cluster file.
 By hand: `uv run store.py win`.
 """
 
@@ -8,3 +8,7 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
     from smolcluster.algorithms.entry import main
 
     raise SystemExit(main("edp", "store"))
+
+from smolcluster.ps.stepping_slice import SteppingSlice as Held
+
+__all__ = ["Held"]
