@@ -21,7 +21,18 @@ from smolcluster.utils.bugs import describe_bug
 
 ORDER = (
     *("launch", "status", "logs", "top", "dashboard", "attach", "join", "stop", "resume"),
-    *("runs", "fetch", "clean", "report", "compare", "trace", "checkpoints", "generate", "export"),
+    *(
+        "runs",
+        "fetch",
+        "clean",
+        "report",
+        "compare",
+        "trace",
+        "checkpoints",
+        "generate",
+        "export",
+        "merge",
+    ),
     *("train", "serve", "init", "doctor", "advise", "plan", "diagram", "config", "observe", "ship"),
 )
 """How the help lists the commands: in the order in which one meets them."""

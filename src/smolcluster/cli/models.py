@@ -82,13 +82,31 @@ def _export(
     ] = False,
     transformers: Annotated[
         bool,
-        typer.Option("--transformers", help="A GPT as GPT2LMHeadModel.from_pretrained reads it."),
+        typer.Option(
+            "--transformers",
+            help="As transformers reads it: a GPT, or a model of a folder; adapters as peft does.",
+        ),
     ] = False,
 ) -> int:
     """Write a run's model as a plain model.safetensors."""
     from smolcluster.launch.saved import export_model  # noqa: PLC0415 - see above
 
     return export_model(run, to, best=best, transformers=transformers)
+
+
+@app.command("merge", epilog=below("smolcluster merge latest --into llama-tuned"))
+def _merge(
+    run: Run = "latest",
+    *,
+    into: Annotated[Path, typer.Option("--into", metavar="DIR", help="Folder to write into.")],
+    best: Annotated[
+        bool, typer.Option("--best", help="Of the lowest validation loss, not the newest.")
+    ] = False,
+) -> int:
+    """Write a fine-tuned Hugging Face model: base and LoRA adapters as one, for from_pretrained."""
+    from smolcluster.launch.saved import merge_model  # noqa: PLC0415 - see above
+
+    return merge_model(run, into, best=best)
 
 
 @app.command(

@@ -43,6 +43,9 @@ from smolcluster.training.checkpoint import (
     CheckpointStore,
     export,
 )
+from smolcluster.training.merging import write_adapters, write_merged
+from smolcluster.training.named import load_named
+from smolcluster.training.pretrained import Pretrained
 from smolcluster.utils.units import format_bytes
 from smolcluster.utils.words import as_command
 
@@ -91,30 +94,74 @@ def _where(paths: RunPaths) -> str:
 def export_model(run: str, folder: Path, *, best: bool, transformers: bool) -> int:
     """Write a run's `model.safetensors`, the newest good one or the best one, into a folder.
 
-    With `transformers` it is a GPT, in the format of the library of that name.
+    With `transformers` it is a GPT, or what was trained of a `Pretrained` model, in the format of the library
+    of that name; adapters in that of peft.
 
     Raises:
         CheckpointError: there is none, or it cannot be written.
-        ConfigError: it is no GPT, but ought to be.
+        ConfigError: it is neither, but ought to be.
     """
+    paths, checkpoint = _checkpoint(run, best=best)
+    target = folder
+    if not transformers:
+        target = export(checkpoint, folder)
+    elif load_resolved(paths.config).train.workload is None:
+        write_gpt2(checkpoint.model, gpt_config(paths), folder)
+    else:
+        model = pretrained_of(paths)
+        write = write_merged if model.lora is None else write_adapters
+        write(model, checkpoint.model, folder)
+    sys.stdout.write(f"step {checkpoint.state.step} of run {paths.run_id} -> {target}\n")
+    if checkpoint.state.base is not None and not transformers:
+        sys.stdout.write(
+            f"these are adapters without their base, {checkpoint.state.base}: put them on it with "
+            "load_state_dict(..., strict=False)\n"
+        )
+    return 0
+
+
+def merge_model(run: str, folder: Path, *, best: bool) -> int:
+    """Write the model that a run fine-tuned, its adapters merged into the base, into a folder.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or the folder is not empty or cannot be written.
+        ConfigError: the run trained no `Pretrained` model.
+    """
+    paths, checkpoint = _checkpoint(run, best=best)
+    model = pretrained_of(paths)
+    write_merged(model, checkpoint.model, folder)
+    sys.stdout.write(
+        f"step {checkpoint.state.step} of run {paths.run_id}, merged into {model.folder} -> {folder}\n"
+    )
+    return 0
+
+
+def pretrained_of(paths: RunPaths) -> Pretrained:
+    """The model of a folder that a run fine-tuned.
+
+    Raises:
+        ConfigError: it trained another one.
+    """
+    settings = load_resolved(paths.config)
+    train = settings.train
+    if train.workload is not None:
+        maker = load_named(train.workload, train.workload_args, settings.cluster.seed).maker
+        if isinstance(maker, Pretrained):
+            return maker
+    raise ConfigError(
+        f"run {paths.run_id} trained {train.workload_label or train.model.type}, whose model is no "
+        "Pretrained(folder): only such a one has a base in Hugging Face's format"
+    )
+
+
+def _checkpoint(run: str, *, best: bool) -> tuple[RunPaths, Checkpoint]:
     paths = brought(run, checkpoints=True)
     store = store_of(paths)
     checkpoint = store.best() if best else store.newest_good()
     if checkpoint is None:
         kind = "good checkpoint with a validation loss" if best else "good checkpoint"
         raise CheckpointError(f"run {paths.run_id} has no {kind} in {paths.checkpoints}")
-    if transformers:
-        write_gpt2(checkpoint.model, gpt_config(paths), folder)
-        target = folder
-    else:
-        target = export(checkpoint, folder)
-    sys.stdout.write(f"step {checkpoint.state.step} of run {paths.run_id} -> {target}\n")
-    if checkpoint.state.base is not None:
-        sys.stdout.write(
-            f"these are adapters without their base, {checkpoint.state.base}: put them on it with "
-            "load_state_dict(..., strict=False)\n"
-        )
-    return 0
+    return paths, checkpoint
 
 
 def gpt_config(paths: RunPaths) -> GPTConfig:

@@ -50,7 +50,7 @@ def workload(
     """
     lora = lora_config(lora_rank, lora_alpha, lora_targets, lora_dropout) if lora_rank else None
     model = Pretrained(folder, lora=lora, dtype=dtype, four_bit=four_bit)
-    dataset = DatasetConfig(name="text", root=Path(text), tokenizer=folder)
+    dataset = DatasetConfig(name="text", root=Path(text).expanduser(), tokenizer=str(model.folder))
     data = load_corpus(dataset, length, logging.getLogger(__name__))
     return Workload(
         model,

@@ -5,6 +5,7 @@ import shlex
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,17 +13,32 @@ from safetensors.torch import load_file
 from torch import nn
 
 from harness import Cluster, local_settings, summary_of
+from pretrained_models import WORKLOAD, text_arguments
+from smolcluster.cli import main
 from smolcluster.configs.resolve import save_resolved
 from smolcluster.errors import CheckpointError, ConfigError, RunBusy
 from smolcluster.launch.remote import LaunchOptions
-from smolcluster.launch.saved import export_model, resume, show_checkpoints, store_of
+from smolcluster.launch.saved import export_model, merge_model, resume, show_checkpoints, store_of
 from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
 from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.summary import write_summary
 from smolcluster.training.checkpoint import Snapshot, TrainingState
+from smolcluster.training.named import load_named
 from smolcluster.training.replica import Replica
 from smolcluster.utils.stopping import Interrupted
+
+STATE = TrainingState(
+    run_id="edp-1",
+    algorithm="edp",
+    incarnation="here",
+    step=1,
+    samples_applied=4,
+    epoch=0,
+    dataset_fingerprint="data",
+    seed=0,
+    codec="fp32",
+)
 
 
 @pytest.fixture
@@ -88,26 +104,45 @@ class Adapted(nn.Module):
 def test_exported_adapters_come_without_their_base_which_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = create_run(tmp_path, "edp-1")
-    save_resolved(local_settings(), paths.config)
-    state = TrainingState(
-        run_id="edp-1",
-        algorithm="edp",
-        incarnation="here",
-        step=1,
-        samples_applied=4,
-        epoch=0,
-        dataset_fingerprint="data",
-        seed=0,
-        codec="fp32",
-    )
     replica = Replica(Adapted(), "sgd")
-    store_of(paths).save(Snapshot.of(replica, state))
+    paths = finished(tmp_path, replica)
     export_model(str(paths.root), tmp_path / "out", best=False, transformers=False)
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert exported.keys() == {"adapter.weight", "adapter.bias"}
     assert replica.base is not None
     assert replica.base in capsys.readouterr().out
+
+
+def finished(folder: Path, replica: Replica, *overrides: str) -> RunPaths:
+    """A run of one step, with a checkpoint of what it trained."""
+    paths = create_run(folder, "edp-1")
+    save_resolved(local_settings(*overrides), paths.config)
+    store_of(paths).save(Snapshot.of(replica, STATE))
+    return paths
+
+
+def test_a_fine_tuned_model_is_merged_or_written_as_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    arguments = text_arguments(tmp_path)
+    model: Any = load_named(WORKLOAD, arguments, 42).new_model()
+    replica = Replica(model, "sgd")
+    named = [f"workload={WORKLOAD}", f"workload_args={json.dumps(arguments)}"]
+    paths = finished(tmp_path / "runs", replica, *named)
+    assert main(["merge", str(paths.root), "--into", str(tmp_path / "merged")]) == 0
+    assert str(tmp_path / "model") in capsys.readouterr().out
+    export_model(str(paths.root), tmp_path / "adapters", best=False, transformers=True)
+    assert (tmp_path / "adapters" / "adapter_config.json").is_file()
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    expected = model.merge_and_unload().state_dict()
+    assert all(torch.equal(merged[name], expected[name]) for name in merged)
+
+
+def test_a_model_without_a_base_is_not_merged(tmp_path: Path) -> None:
+    paths = finished(tmp_path, Replica(Adapted(), "sgd"))
+    with pytest.raises(ConfigError, match="Pretrained"):
+        merge_model(str(paths.root), tmp_path / "merged", best=False)
 
 
 def test_a_damaged_checkpoint_is_named_and_not_exported(

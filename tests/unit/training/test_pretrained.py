@@ -5,7 +5,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from pretrained_models import WORKLOAD, adapters, saved, text_arguments
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.training import four_bit
-from smolcluster.training.finetune import lora_config, next_token_loss
+from smolcluster.training.finetune import next_token_loss
 from smolcluster.training.named import load_named
 from smolcluster.training.pretrained import Pretrained, is_adapter
 from smolcluster.training.stages.build import build_stage, model_input, output_loss
@@ -29,37 +30,6 @@ peft = pytest.importorskip("peft", reason="peft is not installed")
 
 SEED = 5
 CPU = torch.device("cpu")
-LAYERS = 3
-WIDTHS = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
-NEW = {**WIDTHS, "num_hidden_layers": LAYERS, "vocab_size": 20}
-OLD = {"n_embd": 16, "n_layer": LAYERS, "n_head": 2, "vocab_size": 20, "bos_token_id": 0}
-SIZES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "gpt2": {**OLD, "eos_token_id": 0},  # a tied embedding, matrices the other way round
-        "gpt_neox": {**NEW, "bos_token_id": 0, "eos_token_id": 0},  # other names in its files
-        "gptj": {**OLD, "eos_token_id": 0, "rotary_dim": 4},  # buffers that follow from its sizes
-        "llama": {**NEW, "num_key_value_heads": 1},
-    }
-)
-
-
-def saved(
-    folder: Path,
-    architecture: str = "llama",
-    dtype: torch.dtype = torch.float32,
-    part_size: str = "5GB",
-) -> Path:
-    """The folder of a random model; `part_size`: of each of its files."""
-    config = transformers.AutoConfig.for_model(architecture, **SIZES[architecture])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.save_pretrained(folder, max_shard_size=part_size)
-    return folder
-
-
-def adapters(*targets: str) -> Any:
-    return lora_config(2, None, list(targets) or None, 0.0)
 
 
 def stage(model: Pretrained, start: int, end: int) -> Stage:
@@ -231,13 +201,7 @@ def test_frozen_matrices_of_blocks_become_4_bits(monkeypatch: pytest.MonkeyPatch
 
 def test_a_training_file_names_the_folder_and_the_text(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = saved(tmp_path / "model")
-    vocabulary = {chr(97 + number): number for number in range(19)} | {"</s>": 19}
-    (folder / "vocab.json").write_text(json.dumps(vocabulary), encoding="utf-8")
-    (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
-    (tmp_path / "text.txt").write_text("abcdefghijklmno" * 40, encoding="utf-8")
-    args = {"folder": str(folder), "text": str(tmp_path / "text.txt"), "length": 8, "lora_rank": 2}
-    found = load_named("smolcluster.training.finetune:workload", args, SEED)
+    found = load_named(WORKLOAD, text_arguments(tmp_path), SEED)
     assert isinstance(found.maker, Pretrained)
     assert found.tokens_per_sample == 8
     inputs, _ = batch = found.train.batch(torch.arange(2, dtype=torch.int32))
