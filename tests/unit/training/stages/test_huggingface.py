@@ -119,3 +119,23 @@ def test_an_architecture_that_scales_what_it_is_given_is_refused(
     monkeypatch.setattr(huggingface, "_SCALES", ())
     with pytest.raises(ConfigError, match="GraniteForCausalLM cannot be cut"):
         build_stage(of("granite"), 0, 1, SEED, torch.device("cpu"))
+
+
+def test_the_check_of_a_wide_model_is_of_a_narrow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = {"hidden_size": 2048, "num_attention_heads": 64, "intermediate_size": 8192}
+    sizes = {**SIZES, **widths, "num_key_value_heads": 16, "num_hidden_layers": 48}
+    config = transformers.AutoConfig.for_model("llama", **sizes)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    twins: list[Any] = []
+    observed = huggingface._observed
+
+    def noting(twin: Any) -> huggingface.Traits:
+        twins.append(twin)
+        return observed(twin)
+
+    monkeypatch.setattr(huggingface, "_observed", noting)
+    huggingface.checked_traits(model)
+    [twin] = twins
+    assert sum(each.numel() for each in twin.parameters()) < 1e6
+    assert twin.config.num_key_value_heads < twin.config.num_attention_heads
