@@ -22,17 +22,18 @@ from smolcluster.algorithms.DiLoCo.ledger import Applied
 from smolcluster.algorithms.DiLoCo.worker import Worker as DiLoCoWorker
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
+from smolcluster.algorithms.entry import module_of
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.worker import Worker as SyncPSWorker
 from smolcluster.cluster.link import Participant, WorkerSetup, follow
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.configs.schema import AlgorithmName, DatasetConfig, SimpleNNConfig, TrainConfig
+from smolcluster.configs.spec import get_algorithm
 from smolcluster.net.dialling import Address
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.ps.leases import Dispatcher, Lease
 from smolcluster.ps.push import Pushed
-from smolcluster.ps.stepping_slice import SteppingSlice
 from smolcluster.ps.store_host import StoreSetup, hold
 from smolcluster.runs.events import EventLog, EventRecord, read_events
 from smolcluster.runs.summary import Final, Pushes, Summary, Traffic
@@ -321,7 +322,7 @@ class Cluster:
             start_timeout_s=START_TIMEOUT_S,
             encryption=cluster.encryption,
             log=self.log,
-            held=SteppingSlice,
+            held=module_of(get_algorithm(self.algorithm), "store").Held,
         )
         return Outcome(f"store {node}", lambda: hold(setup))
 

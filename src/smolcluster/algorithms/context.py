@@ -6,6 +6,8 @@ Built once from a configuration, by `process.py` for real processes and by tests
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -56,6 +58,7 @@ from smolcluster.transport.messages import (
 from smolcluster.transport.security import Secret
 from smolcluster.transport.tls import new_identity
 
+Links = TypeVar("Links", bound=StoreLinks)
 NO_CODEC = "none"
 """Of a run in which nothing travels."""
 INDEX_NBYTES = 4
@@ -148,27 +151,34 @@ class ServerContext:
         Raises:
             ConfigError: there are several hosts, and this run needs all weights in one place.
         """
-        nodes = self.settings.cluster.store_nodes
-        is_spread = len(nodes) > 1
-        if is_spread and self.is_attached:
+        is_spread = len(self.settings.cluster.store_nodes) > 1
+        ema_decay = self.training.replica.ema_decay
+        if is_spread and ema_decay is not None:
+            raise ConfigError(
+                f"ema_decay is {ema_decay} and servers lists several, but the weights are averaged where all "
+                "of them lie; set ema_decay or servers to null"
+            )
+        return self.store_links(partial(HostedStores, num_own=self.num_stores))
+
+    def store_links(self, make: Callable[..., Links]) -> Links:
+        """The links to the stores on other hosts that `servers` names, if there are any.
+
+        Raises:
+            ConfigError: there are, and this run needs them in one place.
+        """
+        cluster = self.settings.cluster
+        if len(cluster.store_nodes) > 1 and self.is_attached:
             raise ConfigError(
                 "servers lists several, but loops of one's own push to one server only"
             )
-        replica, cluster = self.training.replica, self.settings.cluster
-        if is_spread and replica.ema_decay is not None:
-            raise ConfigError(
-                f"ema_decay is {replica.ema_decay} and servers lists several, but the weights are averaged "
-                "where all of them lie; set ema_decay or servers to null"
-            )
-        return HostedStores(
-            replica,
-            nodes,
+        return make(
+            self.training.replica,
+            cluster.store_nodes,
             run=self.run,
             codec=self.codec,
             incarnation=self.incarnation,
             patience=Patience(cluster.start_timeout_s, cluster.empty_cluster_timeout_s),
             log=self.log,
-            num_own=self.num_stores,
         )
 
     def new_evaluator(self) -> Evaluator:

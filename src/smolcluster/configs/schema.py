@@ -312,8 +312,9 @@ class ClusterConfig(Section):
     server: NodeName = Field(description="Name of the server's node.")
     servers: NodeNames | None = Field(
         None,
-        description="Nodes among which the weights and their optimizer are spread, the server first; each "
-        "worker sends them its gradients in pieces. null: the server alone.",
+        description="Nodes among which the weights and their optimizer are spread (EDP), or that add up the "
+        "gradients (SyncPS), the server first; each worker sends them its gradients in pieces. null: the "
+        "server alone.",
     )
     algorithm: AlgorithmName | None = Field(
         None, description="What `smolcluster serve` serves; null: edp."

@@ -165,7 +165,8 @@ class HostedStores(StoreLinks):
     def forget(self, key: PushKey) -> Pushed | None:
         """A push that has not been applied is not wanted any more; returns the server's part of it."""
         pending = self._pushes.pop(key, PendingPush())
-        self._tell(pending.norms, Discard(instance=key.instance, lease=key.lease))
+        if pending.norms:
+            self._tell(pending.norms, Discard(instance=key.instance, lease=key.lease))
         return pending.own
 
     def of(self, key: PushKey) -> "HostedPush":

@@ -1,21 +1,24 @@
 """A worker's sessions with the stores of a run whose weights lie on several hosts."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from smolcluster.cluster.link import Link
 from smolcluster.errors import ConnectTimeout, PeerLost
 from smolcluster.net.dialling import Address
-from smolcluster.net.session import Session
-from smolcluster.ps.weights import StateReceiver, WeightsArrived
-from smolcluster.training.replica import Replica
+from smolcluster.net.session import Receiver, Session
+from smolcluster.ps.weights import WeightsArrived
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import SLICES, StoreList
+from smolcluster.transport.messages import SLICES, Pull, StoreList
+from smolcluster.utils.retry import Deadline
 
 DIAL_TIMEOUT_S = 5.0
+MAX_FAILED_DIALS = 6
+"""In so many sessions in a row a store may not answer before the worker gives up."""
 
 
-def _dial_any(link: Link, addresses: Sequence[Address], receiver: StateReceiver) -> Session:
+def _dial_any(link: Link, addresses: Sequence[Address], receiver: Receiver) -> Session:
     """A session by the first of a store's addresses at which it answers this machine.
 
     Raises:
@@ -28,24 +31,51 @@ def _dial_any(link: Link, addresses: Sequence[Address], receiver: StateReceiver)
 
 
 class StoreClient:
-    """Where the buckets of a push go to, and the weights that come from there."""
+    """Where the buckets of a worker's pushes go to: to the server, unless it names stores."""
 
-    def __init__(self, link: Link, replica: Replica, stores: StoreList | None = None) -> None:
-        """Reach all stores; None: the server holds all buckets itself.
+    def __init__(self, num_buckets: int, receiver_for: Callable[[range], Receiver]) -> None:
+        """`receiver_for`: takes what a store sends that holds these buckets."""
+        self._num_buckets, self._receiver_for = num_buckets, receiver_for
+        self._server: Link
+        self._sessions: list[Session] = []
+        self._parts: dict[int, WeightsArrived] = {}
+        self._is_spread = False
+        self._failed_dials = 0
+
+    def begin(self, link: Link) -> None:
+        """A session with the server has begun, who holds all buckets unless he names stores."""
+        self._server, self._is_spread = link, False
+        self._sessions = [link] * self._num_buckets
+        self._parts.clear()
+
+    def reach(self, stores: StoreList) -> None:
+        """Some buckets lie on other hosts: dial them, and ask the server for weights.
 
         Raises:
-            ConnectTimeout: a store did not answer; Rejected, AuthError: it does not let this worker in.
+            PeerLost: it pushed to others until now, or cannot reach them; it has to begin a new session.
+            ConnectTimeout: it could not reach them in several sessions.
+            Rejected, AuthError: a store does not let this worker in.
         """
-        self._server = link
-        self._sessions: list[Session] = [link] * len(replica.buckets)
-        self._parts: dict[int, WeightsArrived] = {}
-        for place in stores.stores if stores else ():
-            span = range(place.first, place.stop)
-            receiver = StateReceiver(replica.buckets, replica.params.dtype, span=span)
-            addresses = [Address(each.host, each.port) for each in place.places]
-            session = _dial_any(link, addresses, receiver)
-            for number in span:
-                self._sessions[number] = session
+        if self._is_spread:
+            raise PeerLost("a store was lost")
+        try:
+            for place in stores.stores:
+                span = range(place.first, place.stop)
+                addresses = [Address(each.host, each.port) for each in place.places]
+                session = _dial_any(self._server, addresses, self._receiver_for(span))
+                self._sessions[span.start : span.stop] = [session] * len(span)
+        except ConnectTimeout as error:
+            self._failed_dials += 1
+            if self._failed_dials == MAX_FAILED_DIALS:
+                raise
+            raise PeerLost(str(error)) from error
+        self._is_spread, self._failed_dials = True, 0
+        self._server.send(Pull())
+
+    @property
+    def sessions(self) -> Sequence[Session]:
+        """With the server and all stores, each once."""
+        return list(dict.fromkeys((self._server, *self._sessions)))
 
     def session_of(self, bucket: int) -> Session:
         return self._sessions[bucket]
@@ -57,10 +87,10 @@ class StoreClient:
         for session, frame in zip(self._sessions, frames, strict=True):
             session.send_frame(frame)
 
-    def flush(self) -> None:
-        """Wait until all that was sent has left, or the sessions have ended."""
-        for session in dict.fromkeys(self._sessions):
-            session.flush()
+    def flush(self, timeout_s: float = math.inf) -> bool:
+        """Wait until all that was sent has left, or the sessions have ended; returns whether it has."""
+        deadline = Deadline(timeout_s)
+        return all(session.flush(deadline.remaining()) for session in self.sessions)
 
     def weights(self, part: WeightsArrived) -> list[WeightsArrived]:
         """Take a part of the weights; returns all parts in order when they are there.

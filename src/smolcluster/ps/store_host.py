@@ -212,13 +212,17 @@ class StoreSession(Receiver):
             span = range(message.first, message.stop)
             dtype = get_codec(message.codec).dtype
             self._collector = SliceCollector(buckets, span, message.contents, dtype)
-            return None
+            return self._arrived(message, self._collector)
         if not isinstance(message, State):
             return MessageReceived(COORDINATOR, message)
         if self._given is None or self._collector is None:
             raise ProtocolError("it sent weights before it said which")
-        is_whole = self._collector.take(message, payload)
-        return SliceArrived(self._given, self._collector.values) if is_whole else None
+        self._collector.take(message, payload)
+        return self._arrived(self._given, self._collector)
+
+    @staticmethod
+    def _arrived(given: Slice, collector: SliceCollector) -> Event | None:
+        return SliceArrived(given, collector.values) if collector.is_whole else None
 
     # the main thread
 
@@ -364,7 +368,7 @@ class HeldSlice(ABC):
             case MessageReceived(session_id, message=WorkerGone(instance=instance)) if (
                 session_id == COORDINATOR
             ):
-                self._owed.pop(instance, None)
+                self._on_gone(instance)
             case MessageReceived(session_id, message=Gather(version=version)) if (
                 session_id == COORDINATOR
             ):
@@ -382,6 +386,10 @@ class HeldSlice(ABC):
         self._workers[instance] = opened.session
         for frame in self._owed.pop(instance, ()):
             opened.session.send_frame(frame)
+
+    def _on_gone(self, instance: str) -> None:
+        """A worker has gone: keep nothing for it."""
+        self._owed.pop(instance, None)
 
     def _forget(self, session_id: int) -> None:
         if self._acceptor is not None:

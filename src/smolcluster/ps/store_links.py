@@ -14,12 +14,14 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
 
+from smolcluster.cluster.report import why_ended
 from smolcluster.configs.schema import RunConfig
 from smolcluster.errors import ClusterEmpty, ProtocolError
 from smolcluster.net.acceptor import SessionOpened
@@ -170,6 +172,10 @@ class StoreLinks(ABC):
     def _rule(self, _place: slice) -> SliceRule | None:
         """How a slice steps; None: it takes no steps."""
         return None
+
+    def _residual_terms(self) -> int:
+        """Loss terms of the step that has left the residuals which slices hold; 0: they hold none."""
+        return 0
 
     @abstractmethod
     def _hear(
@@ -337,6 +343,7 @@ class StoreLinks(ABC):
             codec=self._codec,
             has_loss_scale=replica.scaler is not None,
             rule=self._rule(place),
+            residual_terms=self._residual_terms(),
         )
 
     def _listens(self, session_id: int, listens: Listening) -> bool:
@@ -389,6 +396,8 @@ class StoreLinks(ABC):
         """
         if not self.is_ready:
             return False
+        if not self._contents(slice(0, 0)):
+            return True
         began = time.monotonic()
         asked = [(store, *self._ask(store, version)) for store in self._stores]
         for store, _, whole in asked:
@@ -442,6 +451,19 @@ class StoreLinks(ABC):
         return True
 
     # the end
+
+    @contextmanager
+    def told(self, ending: Callable[[], str]) -> Iterator[None]:
+        """Let stores hear how the run has ended; not of a signal: it may go on."""
+        end: End | None = None
+        try:
+            yield
+            end = End(ok=True, sentence=ending())
+        except Exception as error:
+            end = End(ok=False, sentence=why_ended(error))
+            raise
+        finally:
+            self.close(end)
 
     def close(self, end: End | None) -> None:
         """Tell the stores that the run is over; None: nobody is told, for the server may be started again."""

@@ -91,6 +91,7 @@ SpanEntry = Annotated[
 """A phase, its start and its length, in microseconds."""
 Host = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z.:%_-]{1,253}$")]
 MAX_STORES, MAX_ADDRESSES, MAX_CONTENTS = 256, 8, 16
+MAX_PARTS = 4096
 OptimizerArgument = bool | int | float | Annotated[tuple[float, ...], Strict(False)]
 WEIGHTS = "weights"
 """The content of a State that holds weights."""
@@ -376,9 +377,13 @@ class End(Message):
 
 
 class Reduced(Message):
-    """Server: one bucket of the mean gradient of the step that makes `version`."""
+    """Server, store: one bucket of the mean gradient of the step that makes `version`.
+
+    `attempt` is that of a store's OpenStep.
+    """
 
     KIND: ClassVar[int] = 16
+    attempt: Count = 0
     version: Count
     bucket: Count
     num_buckets: Positive
@@ -599,7 +604,8 @@ class Slice(Message):
 
     The flat weights of `num_params` elements are cut into buckets of `bucket_length`, of which it holds
     `first` to `stop` - 1, and of each of the `contents` as much. Gradients come encoded with `codec`.
-    Without a `rule` it takes no steps.
+    Without a `rule` it takes no steps, and sends back the mean of what is pushed; a residual is of a step of
+    `residual_terms` loss terms.
     """
 
     KIND: ClassVar[int] = 41
@@ -610,12 +616,11 @@ class Slice(Message):
     bucket_length: Positive
     first: Count
     stop: Positive
-    contents: Annotated[
-        tuple[Identifier, ...], Strict(False), Field(min_length=1, max_length=MAX_CONTENTS)
-    ]
+    contents: Annotated[tuple[Identifier, ...], Strict(False), Field(max_length=MAX_CONTENTS)]
     codec: Identifier
     has_loss_scale: bool
     rule: SliceRule | None
+    residual_terms: Count = 0
 
 
 class Listening(Message):
@@ -676,6 +681,41 @@ class Gather(Message):
 
     KIND: ClassVar[int] = 47
     version: Count
+
+
+class OpenStep(Message):
+    """Server: the step that makes `version` opens; add up what is pushed for its parts.
+
+    These are samples `start` on of `epoch`, cut into `sizes`. `attempt` is never used again: a step that was
+    open until now, and for which no Commit has come, is void.
+    """
+
+    KIND: ClassVar[int] = 49
+    attempt: Positive
+    version: Positive
+    epoch: Count
+    start: Count
+    sizes: Annotated[tuple[Positive, ...], Strict(False), Field(min_length=1, max_length=MAX_PARTS)]
+
+
+class Counted(Message):
+    """Store: a push of the worker `instance` has ended here; `num_buckets` of it have counted.
+
+    `is_finished`: of its part all of the store's buckets have, whoever brought them.
+    """
+
+    KIND: ClassVar[int] = 50
+    instance: Instance
+    lease: LeaseKey
+    num_buckets: Count
+    is_finished: bool
+
+
+class SendMeans(Message):
+    """Server: send the worker `instance` what the open step has of its mean, and all that comes after."""
+
+    KIND: ClassVar[int] = 51
+    instance: Instance
 
 
 class TransferPiece(HeaderModel):
@@ -770,11 +810,27 @@ ROUNDS = MessageSet(
 """What they say besides where a worker takes many steps of its own between two exchanges."""
 STORE = MessageSet(
     "store",
-    from_dialler=frozenset({Listening, Arrived, State}),
-    from_listener=frozenset({Slice, State, Apply, Discard, SendWeights, WorkerGone, Gather, End}),
+    from_dialler=frozenset({Listening, Arrived, State, Reduced, Counted, Fault}),
+    from_listener=frozenset(
+        {
+            Slice,
+            State,
+            Apply,
+            Discard,
+            SendWeights,
+            WorkerGone,
+            Gather,
+            OpenStep,
+            Commit,
+            SendMeans,
+            End,
+        }
+    ),
 )
 """What a store on another machine, which dials, and the server say to each other."""
-SLICES = MessageSet("slices", from_dialler=frozenset({Push}), from_listener=frozenset({State}))
+SLICES = MessageSet(
+    "slices", from_dialler=frozenset({Push, Skip}), from_listener=frozenset({State, Reduced})
+)
 """What a worker, which dials, and such a store say to each other."""
 LINKS = MessageSet("links", from_dialler=frozenset({Transfer}), from_listener=frozenset({Transfer}))
 """What neighbouring stages of a pipeline say to each other."""

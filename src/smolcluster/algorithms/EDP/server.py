@@ -21,15 +21,15 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.EDP import rule
 from smolcluster.algorithms.EDP.config import EDPConfig
-from smolcluster.cluster.report import StepTaken, why_ended
+from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
@@ -48,7 +48,7 @@ from smolcluster.runs.summary import Summary
 from smolcluster.training.checkpoint import Progress, parse_progress
 from smolcluster.training.schedule import learning_rate
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Ack, End, LeaseKey, Outcome, Pull, Skip
+from smolcluster.transport.messages import Ack, LeaseKey, Outcome, Pull, Skip
 from smolcluster.utils.stopping import Interrupted
 
 DISPATCHER = "dispatcher"
@@ -128,7 +128,8 @@ class Server:
         Raises:
             NonFiniteLoss: the weights are ruined; the message names the push that may have done it.
         """
-        with closing(self.feed), self.pool, self.stores_told(), self.evaluator, self.saver:
+        told = self.stores.told(lambda: self.report.ending)
+        with closing(self.feed), self.pool, told, self.evaluator, self.saver:
             try:
                 return self.serve()
             except NonFiniteLoss as error:
@@ -137,19 +138,6 @@ class Server:
                 if not isinstance(error, Interrupted) or error.is_orderly:
                     self.gather_for_the_end()
                 raise
-
-    @contextmanager
-    def stores_told(self) -> Iterator[None]:
-        """Let stores on other hosts hear how the run has ended; not of a signal: it may go on."""
-        end: End | None = None
-        try:
-            yield
-            end = End(ok=True, sentence=self.report.ending)
-        except Exception as error:
-            end = End(ok=False, sentence=why_ended(error))
-            raise
-        finally:
-            self.stores.close(end)
 
     def serve(self) -> Summary:
         while not (self.dispatcher.done or self.report.is_over):

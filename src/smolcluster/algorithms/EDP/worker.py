@@ -26,7 +26,7 @@ from torch import Tensor
 
 from smolcluster.algorithms.EDP.config import EDPConfig
 from smolcluster.cluster.link import Link, wait_until
-from smolcluster.errors import ConnectTimeout, NonFiniteLoss, PeerLost
+from smolcluster.errors import NonFiniteLoss
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import Assigned
 from smolcluster.ps.buffers import BufferCollector, buffer_frames
@@ -47,9 +47,6 @@ from smolcluster.transport.messages import (
     StoreList,
     Welcome,
 )
-
-MAX_FAILED_DIALS = 6
-"""In so many sessions in a row a store may not answer before the worker gives up."""
 
 
 class Worker:
@@ -77,10 +74,11 @@ class Worker:
         """Whether the last push was computed on such weights."""
         self.leases: deque[Assigned] = deque()
         self.link: Link
-        self.stores: StoreClient
-        self.are_spread = False
-        """Whether it has been told of stores on other hosts in this session."""
-        self.failed_dials = 0
+        replica = training.replica
+        self.stores = StoreClient(
+            len(replica.buckets),
+            lambda span: StateReceiver(replica.buckets, replica.params.dtype, span=span),
+        )
 
     def new_receiver(self) -> StateReceiver:
         replica = self.replica
@@ -90,8 +88,7 @@ class Worker:
     def take_part(self, link: Link) -> None:
         """Train until the link raises. The server sends its weights first."""
         self.link, self.pulling = link, True
-        self.stores = StoreClient(link, self.replica)
-        self.are_spread = False
+        self.stores.begin(link)
         self.leases.clear()
         self.wait_until(lambda: not self.pulling)
         while True:
@@ -170,25 +167,6 @@ class Worker:
         self.wait_until(lambda: not self.pulling)
         self.must_restart, self.has_restarted = False, True
 
-    def reach(self, stores: StoreList) -> None:
-        """The weights lie on several hosts: push to them, and pull from all, from now on.
-
-        Raises:
-            PeerLost: it pushed to others until now, or cannot reach them; it has to begin a new session.
-            ConnectTimeout: it could not reach them in several sessions.
-        """
-        if self.are_spread:
-            raise PeerLost("a store was lost")
-        try:
-            self.stores = StoreClient(self.link, self.replica, stores)
-        except ConnectTimeout as error:
-            self.failed_dials += 1
-            if self.failed_dials == MAX_FAILED_DIALS:
-                raise
-            raise PeerLost(str(error)) from error
-        self.are_spread, self.failed_dials = True, 0
-        self.ask_for_weights()
-
     def failure(self, what: str) -> NonFiniteLoss:
         return NonFiniteLoss(
             f"step {self.steps}: {what} (again, now on the server's weights of step {self.base_version})"
@@ -231,7 +209,8 @@ class Worker:
                     self.replica.buffers.load(parts[0].buffers)
                     self.base_version, self.pulling = parts[0].version, False
             case MessageReceived(message=StoreList() as stores):
-                self.reach(stores)
+                self.pulling = True
+                self.stores.reach(stores)
             case MessageReceived(message=Ack() as ack) if ack.lease == self.unacknowledged:
                 self.sender.settle(None if ack.outcome == "applied" else 0)
                 self.unacknowledged = None

@@ -210,6 +210,24 @@ class Members:
             if number in reduced:
                 member.send_mean(reduction.frame(version + 1, number))
 
+    def unanswered(self, session_id: int, lease: LeaseKey) -> PartAssignment | None:
+        """What a member was given and has not answered for."""
+        member = self._members.get(session_id)
+        return None if member is None else member.unanswered.get(lease)
+
+    def session_of(self, instance: str) -> int | None:
+        """The session of the member that is this process."""
+        own = (
+            session_id
+            for session_id, member in self._members.items()
+            if member.worker.member.instance == instance
+        )
+        return next(own, None)
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [member.worker for member in self._members.values()]
+
     def forget(self, worker: Worker) -> StepMember | None:
         return self._members.pop(worker.member.session_id, None)
 

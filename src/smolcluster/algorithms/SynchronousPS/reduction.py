@@ -9,6 +9,7 @@ import math
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.codec.base import NonFiniteValue, absmax, bytes_of
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
+from smolcluster.data.permutation import Range
 from smolcluster.errors import CheckpointError, NonFiniteLoss, ProtocolError
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import Receiver
@@ -26,7 +28,7 @@ from smolcluster.ps.push import PushOrder, bucket_length, bucket_spec, digests_s
 from smolcluster.training.buffers import BufferValues
 from smolcluster.training.checkpoint import Progress
 from smolcluster.training.optimizer import bucket_norms
-from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica
+from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import (
     Buffers,
@@ -54,6 +56,46 @@ class PartArrived(Event):
         self.whole = whole
 
 
+class Claimed(Protocol):
+    """Whose push it is that a bucket counts of, and of how many samples."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def num_samples(self) -> int: ...
+
+
+class OpenedStep(Protocol):
+    """What sums need to know of a step: its parts, and which buckets of a push count."""
+
+    version: int
+    batch: Range
+
+    @property
+    def parts(self) -> Sequence[object]: ...
+
+    @property
+    def overflow(self) -> float | None: ...
+
+    def claim(self, session_id: int, push: Push) -> Claimed | None: ...
+
+
+class Summed(Protocol):
+    """What gradients are added up for: a replica, or a slice of one."""
+
+    @property
+    def buckets(self) -> Sequence[slice]: ...
+
+    @property
+    def grads(self) -> Tensor: ...
+
+    @property
+    def num_params(self) -> int: ...
+
+    def parameter_at(self, place: int) -> str: ...
+
+
 class Reduction:
     """The sum of the open step's gradients, in memory that does not grow with the number of workers.
 
@@ -64,15 +106,23 @@ class Reduction:
     With a lossy codec two sums take turns, one in the replica's `grads`, for which a server has no other use.
     """
 
-    def __init__(self, replica: Replica, codec_name: str) -> None:
+    def __init__(
+        self, replica: Summed, codec_name: str, *, first: int = 0, num_buckets: int | None = None
+    ) -> None:
+        """`first`: the number of the replica's first bucket, of `num_buckets` in all; None: it has all."""
+        self._first = first
+        self._num_buckets = len(replica.buckets) if num_buckets is None else num_buckets
+        self.attempt = 0
+        """What a store's means say of the open step."""
         self._buckets = replica.buckets
         self._replica = replica
         self._codec = get_codec(codec_name)
         self._lossy_lock = threading.Lock()
         self._locks = [threading.Lock() for _ in self._buckets]
         shape = (replica.num_params,)
-        dtype = replica.params.dtype
-        self.num_buffers = max(2, min(MAX_BUFFERS, SPARE_BYTES // replica.params.nbytes))
+        dtype = replica.grads.dtype
+        nbytes = replica.num_params * dtype.itemsize
+        self.num_buffers = max(2, min(MAX_BUFFERS, SPARE_BYTES // nbytes))
         """Steps after which the memory of a mean is used again."""
         buffers = range(self.num_buffers)
         if self._codec.lossless:
@@ -86,7 +136,7 @@ class Reduction:
         self._encoded = [self._new_encoded() for _ in buffers]
         self._frames: list[list[weakref.ref[Frame]]] = [[] for _ in buffers]
         self._residual_terms = 0
-        self._step: Step | None = None
+        self._step: OpenedStep | None = None
         self._num_added = [0] * len(self._buckets)
         self._num_terms = [0] * len(self._buckets)
         """Of the parts that have been added to each bucket."""
@@ -121,10 +171,19 @@ class Reduction:
             raise CheckpointError(
                 f"the checkpoint's residual is of {num_terms!r} terms, must be 0 or more: begin a new run"
             )
-        self._residual_terms = num_terms
-        self._feedback.resume(self._buckets if num_terms else (), num_terms)
+        self.owe(num_terms)
 
-    def open(self, step: Step) -> None:
+    def owe(self, num_terms: int) -> None:
+        """`residual` has been filled with what a step of so many loss terms owed; 0: there was none."""
+        if self._feedback is not None:
+            self._residual_terms = num_terms
+            self._feedback.resume(self._buckets if num_terms else (), num_terms)
+
+    @property
+    def residual_terms(self) -> int:
+        return self._residual_terms
+
+    def open(self, step: OpenedStep) -> None:
         """Begin a step in the oldest one's memory, or in new memory if a link is still busy with that."""
         self._num_added = [0] * len(self._buckets)
         self._largest = [(0.0, "")] * len(self._buckets)
@@ -146,8 +205,22 @@ class Reduction:
             self._feedback.rollback()
         else:
             self._feedback.commit()
-            self._residual_terms = self._num_terms[-1] or self._residual_terms
+            self._residual_terms = self._num_terms[0] or self._residual_terms
         self._step = None
+
+    def abandon(self) -> None:
+        """The open step is void: nothing of it has been added when this returns, or will be."""
+        self._step = None
+        for lock in self._locks:
+            with lock:  # whoever was adding has done so
+                pass
+        if self._feedback is not None:
+            self._feedback.rollback()
+
+    def is_reduced(self, number: int) -> bool:
+        """Whether the mean of a bucket of the open step is there."""
+        step = self._step
+        return step is not None and self._num_added[number - self._first] == len(step.parts)
 
     def add(self, session_id: int, push: Push, gradient: Tensor, largest: float) -> bool:
         """Add a bucket (n,) of a part's mean gradient, if it counts; returns whether that completes it.
@@ -163,17 +236,18 @@ class Reduction:
         claimed = step.claim(session_id, push) if step is not None else None
         if step is None or claimed is None:
             return False
-        part, holder = claimed.part, claimed.holder
-        number = push.bucket
+        number = push.bucket - self._first
         total = self._sum_of(step.version, number)
         with self._locks[number]:
+            if self._step is not step:  # it has been abandoned meanwhile
+                return False
             expected = self._expected[number]
             if expected is None:
                 expected = self._expected[number] = ExpectedTerms(
-                    push.num_terms, part.num_samples, step.batch.num_samples
+                    push.num_terms, claimed.num_samples, step.batch.num_samples
                 )
             factor = expected.weight(push.num_terms)
-            self._largest[number] = max(self._largest[number], (factor * largest, holder.name))
+            self._largest[number] = max(self._largest[number], (factor * largest, claimed.name))
             if self._num_added[number] == 0:
                 torch.mul(gradient, factor, out=total)
             else:
@@ -190,7 +264,7 @@ class Reduction:
 
     def note_buffers(self, session_id: int, lease: LeaseKey | None, added: BufferValues) -> None:
         step = self._step
-        if step is not None and lease is not None:
+        if isinstance(step, Step) and lease is not None:
             step.note_buffers(session_id, lease, added)
 
     def frame(self, version: int, number: int) -> Frame:
@@ -199,27 +273,38 @@ class Reduction:
         Raises:
             NonFiniteLoss: the sum of the parts, of which each is finite, is not.
         """
+        self.check(version, number)
+        global_number, number = number, number - self._first
         bucket = self._buckets[number]
-        if not math.isfinite(self._norms[number]):
-            name = self._replica.parameter_at(bucket.start)
-            largest, worker = self._largest[number]
-            raise NonFiniteLoss(
-                f"step {version}: the sum of the gradients overflows at layer {name} or after it; most of "
-                f"it, {largest:.1e}, is of {worker}; {DIVERGENCE_REMEDY}"
-            )
         if self._codec.lossless:
             payload = bytes_of(self._sum_of(version, number))
         else:
             payload = bytes_of(self._encoded_of(version, number))
         reduced = Reduced(
+            attempt=self.attempt,
             version=version,
-            bucket=number,
-            num_buckets=len(self._buckets),
+            bucket=global_number,
+            num_buckets=self._num_buckets,
             tensor=bucket_spec(self._codec, bucket),
         )
         frame = frame_of(reduced, payload)
         self._frames[version % self.num_buffers].append(weakref.ref(frame))
         return frame
+
+    def check(self, version: int, number: int) -> None:
+        """Look at the norm of a bucket's mean.
+
+        Raises:
+            NonFiniteLoss: it is not finite.
+        """
+        number -= self._first
+        if not math.isfinite(self._norms[number]):
+            name = self._replica.parameter_at(self._buckets[number].start)
+            largest, worker = self._largest[number]
+            raise NonFiniteLoss(
+                f"step {version}: the sum of the gradients overflows at layer {name} or after it; most of "
+                f"it, {largest:.1e}, is of {worker}; {DIVERGENCE_REMEDY}"
+            )
 
     def norm(self) -> float:
         return math.hypot(*self._norms)
@@ -227,7 +312,20 @@ class Reduction:
     def mean(self, version: int) -> Tensor:
         return self._sums[version % len(self._sums)]
 
-    def _finish(self, step: Step, number: int, total: Tensor) -> None:
+    def receive(self, reduced: Reduced, payload: memoryview) -> None:
+        """Take the mean of a bucket that another host has added up. Any thread, one at a time for a bucket.
+
+        Raises:
+            ProtocolError: it is not of the agreed shape and codec.
+        """
+        bucket = self._buckets[reduced.bucket]
+        if reduced.tensor != bucket_spec(self._codec, bucket):
+            raise ProtocolError(f"its mean of bucket {reduced.bucket} is not of the agreed shape")
+        total = self._sum_of(reduced.version, reduced.bucket)
+        self._codec.decode(torch.frombuffer(payload, dtype=torch.uint8), total)
+        [self._norms[reduced.bucket]] = bucket_norms(total, [slice(None)])
+
+    def _finish(self, step: OpenedStep, number: int, total: Tensor) -> None:
         """Take the norm of a bucket's mean; a lossy codec turns it into what everybody will decode."""
         if self._feedback is not None:
             encoded = self._encoded_of(step.version, number)
@@ -268,14 +366,20 @@ class PartReceiver(Receiver):
         collector: BufferCollector | None = None,
         *,
         has_loss_scale: bool = False,
+        span: range | None = None,
     ) -> None:
-        """`collector`: takes the buffers that the model changes; None: it has none."""
+        """`collector`: takes the buffers that the model changes; None: it has none.
+
+        `span`: the numbers of the buckets that come here, the others go elsewhere; None: all.
+        """
         self._collector = collector
         self._session_id = session_id
         self._reduction = reduction
         self._codec = get_codec(codec_name)
         self._lossless = get_codec(lossless_for(self._codec.dtype))
-        self._order = PushOrder(buckets, codec_name, partial=True, has_loss_scale=has_loss_scale)
+        self._order = PushOrder(
+            buckets, codec_name, partial=True, has_loss_scale=has_loss_scale, span=span
+        )
         self._scratch = torch.empty(bucket_length(buckets[0]), dtype=self._codec.dtype)
 
     @property
@@ -307,14 +411,18 @@ class PartReceiver(Receiver):
         return values, self._codec.decode(torch.frombuffer(payload, dtype=torch.uint8), values)
 
 
-def commit_frame(step: Step, clip: float, rate: float, digests: Sequence[bytes]) -> Frame:
-    """The frame that ends a step, taken or skipped, with digests of the weights before it or without any."""
-    commit = Commit(
+def commit_of(step: Step, clip: float, rate: float, num_digests: int = 0) -> Commit:
+    """What ends a step, taken or skipped."""
+    return Commit(
         version=step.version,
         num_samples=step.batch.num_samples,
         clip=clip,
         is_skipped=step.overflow is not None,
         learning_rate=rate,
-        tensor=digests_spec(len(digests)) if digests else None,
+        tensor=digests_spec(num_digests) if num_digests else None,
     )
-    return frame_of(commit, b"".join(digests))
+
+
+def commit_frame(step: Step, clip: float, rate: float, digests: Sequence[bytes]) -> Frame:
+    """The frame that ends a step, taken or skipped, with digests of the weights before it or without any."""
+    return frame_of(commit_of(step, clip, rate, len(digests)), b"".join(digests))

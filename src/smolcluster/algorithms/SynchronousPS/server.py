@@ -28,11 +28,13 @@ from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.SynchronousPS import rule
 from smolcluster.algorithms.SynchronousPS.config import SyncPSConfig
 from smolcluster.algorithms.SynchronousPS.members import Members, StepMember
+from smolcluster.algorithms.SynchronousPS.reducing_links import MeanArrived, ReducingLinks
 from smolcluster.algorithms.SynchronousPS.reduction import (
     PartArrived,
     PartReceiver,
     Reduction,
     commit_frame,
+    commit_of,
 )
 from smolcluster.algorithms.SynchronousPS.sharing import patience_s, rest_after, sizes_by_share
 from smolcluster.algorithms.SynchronousPS.step import Part, PartAssignment, Step
@@ -41,6 +43,7 @@ from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
 from smolcluster.data.permutation import EpochOrders, Range
+from smolcluster.errors import NonFiniteLoss
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import HEARTBEATS_PER_TIMEOUT
 from smolcluster.ps.assignment import ServedBatch
@@ -49,7 +52,7 @@ from smolcluster.runs.summary import Summary
 from smolcluster.training.optimizer import clip_factor
 from smolcluster.training.schedule import learning_rate
 from smolcluster.transport.frames import Frame
-from smolcluster.transport.messages import Pull, Push, Ready, Skip
+from smolcluster.transport.messages import Counted, Fault, Pull, Push, Ready, Skip
 from smolcluster.utils.cadence import is_power_of_two
 from smolcluster.utils.units import format_bytes, format_duration
 from smolcluster.utils.words import a_few
@@ -73,6 +76,14 @@ class Server:
         self.step: Step | None = None
         self.reduced: set[int] = set()
         """Buckets of the open step whose mean has been sent."""
+        self.reduced_at = 0.0
+        """When the newest one was."""
+        self.arrived: set[int] = set()
+        """Those whose mean has come from stores on other hosts, which send it to everybody."""
+        self.waiting: dict[int, tuple[Worker, Ready]] = {}
+        """Workers, by session id, that have not reached all stores yet."""
+        self.readies: dict[int, Ready] = {}
+        """What those that take part said when they joined."""
         self.first_part_at: float | None = None
         """When the first part of the open step was whole."""
         self.step_s = 0.0
@@ -82,8 +93,9 @@ class Server:
         """Ids of the workers that were parked before."""
         self.has_told_of_buffers = False
         self.reduction = Reduction(self.replica, context.codec)
+        self.links = context.store_links(partial(ReducingLinks, reduction=self.reduction))
         self.feed = context.open_feed()
-        self.pool = context.open_pool(self.receiver_for)
+        self.pool = context.open_pool(self.receiver_for, self.links)
         self.report = self.pool.report
         self.evaluator = context.new_evaluator()
         source = CheckpointSource(self.replica, self.reduction.progress, self.reduction.residual)
@@ -91,6 +103,7 @@ class Server:
         if state := context.resume(source, self.report):
             self.version, self.samples_applied = state.step, state.samples_applied
             self.reduction.resume(state.progress)
+        self.links.begin(self.version, self.on_store_lost)
         self.stores = context.open_stores()
         self.members = Members(
             self.stores,
@@ -106,13 +119,16 @@ class Server:
         return PartReceiver(
             *(session_id, self.reduction, self.context.codec, replica.buckets, collector),
             has_loss_scale=replica.scaler is not None,
+            span=self.links.own_span,
         )
 
     def run(self) -> Summary:
-        with closing(self.feed), self.pool, self.evaluator, self.saver:
+        told = self.links.told(lambda: self.report.ending)
+        with closing(self.feed), self.pool, told, self.evaluator, self.saver:
             while not self.report.is_over:
                 for event in self.pool.next_events(TICK_S):
                     self.handle(event)
+                self.links.check_patience(time.monotonic())
                 self.advance(time.monotonic())
                 self.saver.tick()
                 self.report.tick()
@@ -122,11 +138,15 @@ class Server:
         match event:
             case PartArrived(session_id=session_id, push=push):
                 if event.whole:
-                    self.on_answer(session_id, push)
+                    self.on_end(session_id, push)
                 if event.reduced:
                     self.on_reduced(push.bucket)
             case MessageReceived(session_id=session_id, message=Skip() as skip):
-                self.on_answer(session_id, skip)
+                self.on_end(session_id, skip)
+            case MessageReceived(session_id=session_id, message=Pull(buckets=None)) if (
+                session_id in self.waiting
+            ):
+                self.on_reached(session_id)
             case MessageReceived(session_id=session_id, message=Pull(buckets=None)):
                 self.on_fallen_behind(session_id)
             case MessageReceived(session_id=session_id, message=Pull(buckets=tuple() as buckets)):
@@ -135,10 +155,26 @@ class Server:
                 self.on_join(worker, ready)
             case Departed(worker):
                 self.on_departure(worker)
+            case _:
+                self.handle_stores(event)
+
+    def handle_stores(self, event: Event) -> None:
+        match event:
+            case MeanArrived(bucket=bucket, attempt=attempt):
+                self.on_mean(bucket, attempt)
+            case MessageReceived(session_id=session_id, message=Counted() as counted):
+                self.on_counted(session_id, counted)
+            case MessageReceived(message=Fault(sentence=sentence), session_id=session_id) if (
+                self.links.node_of(session_id)
+            ):
+                raise NonFiniteLoss(sentence)
+            case _ if self.links.handle(event):
+                for worker, _ in self.waiting.values():
+                    self.links.introduce(worker.live_session)
 
     def advance(self, now: float) -> None:
         """Do what nobody asks for: open a step, replace who is gone or late, let joiners catch up."""
-        if self.step is None and self.pool.started:
+        if self.step is None and self.pool.started and self.links.is_ready:
             self.open_step(now)
         is_stuck = self.step is None
         if self.step is not None:
@@ -151,6 +187,8 @@ class Server:
                 taker = self.members.idle_for(part)
                 is_stuck |= taker is None and part.is_overdue(now)
                 self.assign(part, taker, now)
+            if self.step.is_complete_here:
+                self.links.cut_silent(self.arrived, self.reduced_at, now)
         self.members.resume(now, at_once=is_stuck)
         for joiner in self.members.joining:
             if not joiner.has_buffers:
@@ -183,11 +221,13 @@ class Server:
             self.version + 1,
             batch,
             [size for _, size in taking],
-            len(self.replica.buckets),
+            len(self.links.own_span),
             self.context.incarnation,
+            others=self.links.others,
         )
         self.step.expected_s = expected_s
         self.reduction.open(self.step)
+        self.links.open_step(self.step)
         self.first_part_at, self.opened_at = None, now
         for part, (member, _) in zip(self.step.parts, taking, strict=True):
             self.assign(part, member, now)
@@ -290,7 +330,13 @@ class Server:
                 )
 
     def park(self, member: StepMember, now: float) -> None:
-        """A member does not keep up: send it no more steps until its link has drained."""
+        """A member does not keep up: send it no more steps until its link has drained.
+
+        Where stores on other hosts send it a part of each, it has to come back instead.
+        """
+        if self.links.others:
+            member.session.cut("it does not keep up with the steps")
+            return
         self.take_from(member.worker, "it does not keep up")
         self.members.park(member, now)
         reason = (
@@ -318,12 +364,65 @@ class Server:
             member.unanswered.clear()
 
     def on_join(self, worker: Worker, ready: Ready) -> None:
+        if self.links.introduce(worker.live_session):
+            self.welcome(worker, ready)
+        else:
+            self.waiting[worker.member.session_id] = worker, ready
+
+    def on_reached(self, session_id: int) -> None:
+        """A worker has reached all stores: it follows the steps from the open one on."""
+        if self.links.is_ready:
+            worker, ready = self.waiting.pop(session_id)
+            self.links.send_means(worker.member.instance)
+            self.welcome(worker, ready)
+
+    def welcome(self, worker: Worker, ready: Ready) -> None:
         self.members.welcome(worker, ready)
+        self.readies[worker.member.session_id] = ready
         shares = self.config.batch_share
         if shares is not None and worker.member.node not in shares:
             self.context.log.info(
                 "%s has no share in batch_share: it only stands in for others", worker.name
             )
+
+    def on_store_lost(self) -> None:
+        """The open step's sums are lost with a store: it is done again, by those who come back."""
+        for worker in self.members.workers:
+            self.members.forget(worker)
+            ready = self.readies.pop(worker.member.session_id)
+            self.waiting[worker.member.session_id] = worker, ready
+        if self.step is not None:
+            self.step.abandon()
+            self.reduction.abandon()
+            self.step = None
+            self.reduced.clear()
+            self.arrived.clear()
+
+    def on_end(self, session_id: int, answer: Push | Skip) -> None:
+        """What a member sends here of a part has ended; it answers when it has everywhere."""
+        assignment = self.members.unanswered(session_id, answer.lease)
+        if assignment is None:
+            self.on_answer(session_id, answer)
+            return
+        assignment.answer = answer
+        self.ended(assignment, "")
+
+    def on_counted(self, store_id: int, counted: Counted) -> None:
+        node, session_id = self.links.node_of(store_id), self.members.session_of(counted.instance)
+        if node is None or session_id is None:
+            return
+        assignment = self.members.unanswered(session_id, counted.lease)
+        if assignment is None or node not in assignment.awaited:
+            return
+        step, num_buckets = assignment.step, counted.num_buckets
+        step.counted(assignment, node, num_buckets, is_finished=counted.is_finished)
+        self.ended(assignment, node)
+        self.commit_if_whole()
+
+    def ended(self, assignment: PartAssignment, node: str) -> None:
+        assignment.awaited.discard(node)
+        if not assignment.awaited and assignment.answer is not None:
+            self.on_answer(assignment.session_id, assignment.answer)
 
     def on_answer(self, session_id: int, answer: Push | Skip) -> None:
         now = time.monotonic()
@@ -364,7 +463,20 @@ class Server:
             return
         self.members.send_mean(bucket, self.reduction.frame(self.step.version, bucket))
         self.reduced.add(bucket)
-        if len(self.reduced) == len(self.replica.buckets):
+        self.reduced_at = time.monotonic()
+        self.commit_if_whole()
+
+    def on_mean(self, bucket: int, attempt: int) -> None:
+        """A store has added up a bucket of the open step, and sent it to everybody."""
+        if self.step is not None and attempt == self.links.attempt:
+            self.reduction.check(self.step.version, bucket)
+            self.arrived.add(bucket)
+            self.commit_if_whole()
+
+    def commit_if_whole(self) -> None:
+        num_reduced = len(self.reduced) + len(self.arrived)
+        is_whole = self.step is not None and num_reduced == len(self.replica.buckets)
+        if self.step is not None and is_whole and self.step.is_whole:
             self.commit(self.step)
 
     def commit(self, step: Step) -> None:
@@ -379,9 +491,12 @@ class Server:
         for part in step.parts:
             self.feed.applied(Range(step.batch.epoch, part.start, part.stop))
         self.members.broadcast(*self.commit_buffers(step), commit_frame(step, clip, rate, digests))
+        self.links.commit(commit_of(step, clip, rate))
         self.reduction.close()
         self.replica.note_step(overflow=step.overflow)
-        self.version, self.step, self.reduced = step.version, None, set()
+        self.version, self.step = step.version, None
+        self.reduced.clear()
+        self.arrived.clear()
         self.step_s = time.monotonic() - self.opened_at
         self.samples_applied += step.batch.num_samples
         self.open_step(time.monotonic())
@@ -420,6 +535,9 @@ class Server:
 
     def on_departure(self, worker: Worker) -> None:
         """Take everything out of a worker's hands; `advance` gives it to others."""
+        self.waiting.pop(worker.member.session_id, None)
+        self.readies.pop(worker.member.session_id, None)
+        self.links.worker_gone(worker.member.instance)
         member = self.members.forget(worker)
         if member is None:
             return
@@ -452,6 +570,10 @@ class Server:
             )
         )
         is_evaluated = self.evaluator.after_step(step.version, step.batch.epoch)
+        if self.saver.is_due(step.version) and not self.links.gather(
+            step.version, self.context.check_stop
+        ):
+            self.context.log.warning("step %d is saved without what stores owe", step.version)
         self.saver.after_step(is_evaluated=is_evaluated)
 
     def learning_rate(self) -> float:

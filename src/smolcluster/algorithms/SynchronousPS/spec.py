@@ -17,5 +17,6 @@ SPEC = AlgorithmSpec(
         ),
     ),
     costs=f"{__package__}.costs",
+    roles={"server": "server.py", "worker": "worker.py", "store": "store.py"},
     is_synchronous=True,
 )

@@ -10,15 +10,16 @@ The session's readers claim buckets while the server's loop grants parts: every 
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from smolcluster.cluster.worker import Worker
 from smolcluster.data.permutation import Range
 from smolcluster.errors import ProtocolError
 from smolcluster.training.buffers import BufferValues, mean_buffers
 from smolcluster.training.compute import BatchLoss
-from smolcluster.transport.messages import LeaseKey, Push
+from smolcluster.transport.messages import LeaseKey, Push, Skip
 
 NO_LOSS = BatchLoss(0.0, 0)
 MAX_HOLDERS = 2
@@ -37,6 +38,9 @@ class PartAssignment:
     backup: bool
     granted_at: float
     """Or when its batch was sent, if the server had to load that."""
+    awaited: set[str] = field(default_factory=set)
+    """The stores at which its push has not ended; the server's own is ""."""
+    answer: Push | Skip | None = None
     is_sent: bool = False
     expected_s: float = 0.0
     due_at: float = math.inf
@@ -54,9 +58,21 @@ class PartAssignment:
 
     @property
     def num_settled(self) -> int:
-        """Buckets whose residual its worker keeps: none of a backup, nor in a step that is skipped."""
+        """Buckets whose residual its worker keeps: none of a backup, nor in a step that is skipped.
+
+        With stores on other hosts all or none, as those that have counted are not the first ones.
+        """
         is_skipped = self.step.overflow is not None
-        return 0 if self.backup or is_skipped else self.num_counted
+        is_partly = self.step.others and self.num_counted < self.step.num_in_all
+        return 0 if self.backup or is_skipped or is_partly else self.num_counted
+
+    @property
+    def num_samples(self) -> int:
+        return self.part.num_samples
+
+    @property
+    def name(self) -> str:
+        return self.holder.name
 
     @property
     def won(self) -> bool:
@@ -75,7 +91,12 @@ class Part:
     buffers: BufferValues = field(default_factory=dict)
     """What computing it has added to the model's buffers, whoever has said it first."""
     was_granted: bool = False
+    waits_for: set[str] = field(default_factory=set)
+    """Stores on other hosts at which buckets of it are missing."""
+    completed_by: PartAssignment | None = None
+    """Who brought the last bucket that lies here."""
     finished_by: PartAssignment | None = None
+    """The same, once no bucket is missing anywhere."""
     assignments: list[PartAssignment] = field(default_factory=list)
 
     @property
@@ -98,12 +119,24 @@ class Step:
     """The step that makes `version`."""
 
     def __init__(
-        self, version: int, batch: Range, sizes: Sequence[int], num_buckets: int, incarnation: str
+        self,
+        version: int,
+        batch: Range,
+        sizes: Sequence[int],
+        num_buckets: int,
+        incarnation: str,
+        *,
+        others: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Cut `batch` into parts of these sizes, which are above 0 and add up to it."""
+        """Cut `batch` into parts of these sizes, which are above 0 and add up to it.
+
+        `num_buckets` lie here, and on each of the `others`, by node, so many more.
+        """
         self.version = version
         self.batch = batch
         self.num_buckets = num_buckets
+        self.others = frozenset(others)
+        self.num_in_all = num_buckets + sum(others.values())
         self.expected_s = math.inf
         """How long its longest part should take, as far as is known."""
         self.parts: list[Part] = []
@@ -112,7 +145,7 @@ class Step:
         self._grants: dict[int, PartAssignment] = {}
         start = batch.start
         for size in sizes:
-            self.parts.append(Part(start, start + size))
+            self.parts.append(Part(start, start + size, waits_for=set(others)))
             start += size
 
     @property
@@ -152,9 +185,9 @@ class Step:
                 stop=part.stop,
                 grant=number,
             )
-            assignment = PartAssignment(
-                self, part, key, holder, part.num_counted, part.was_granted, now
-            )
+            first = 0 if self.others else part.num_counted  # elsewhere it may be another one
+            assignment = PartAssignment(self, part, key, holder, first, part.was_granted, now)
+            assignment.awaited = {"", *self.others}
             part.was_granted = True
             part.assignments.append(assignment)
             self._grants[number] = assignment
@@ -186,8 +219,38 @@ class Step:
             overflow = part.loss.overflow if push.overflow is None else push.overflow
             part.loss = BatchLoss(push.mean_loss, push.num_terms, push.learning_rate, overflow)
             if part.num_counted == self.num_buckets:
-                part.finished_by = assignment
+                part.completed_by = assignment
+                if not part.waits_for:
+                    part.finished_by = assignment
             return assignment
+
+    def counted(
+        self, assignment: PartAssignment, node: str, num_buckets: int, *, is_finished: bool
+    ) -> None:
+        """Of its push so many buckets have counted on another host; perhaps the part is whole there."""
+        with self._lock:
+            part = assignment.part
+            assignment.num_counted += num_buckets
+            if is_finished:
+                part.waits_for.discard(node)
+                if not part.waits_for:
+                    part.finished_by = part.completed_by
+
+    def abandon(self) -> None:
+        """Nothing of it counts: it will be done again."""
+        with self._lock:
+            for assignment in self._grants.values():
+                assignment.num_counted = 0
+
+    @property
+    def is_complete_here(self) -> bool:
+        """Whether all parts' buckets that lie here have counted."""
+        return all(part.completed_by for part in self.parts)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all parts' buckets have counted, everywhere."""
+        return not self._unfinished()
 
     def note_buffers(self, session_id: int, lease: LeaseKey, added: BufferValues) -> None:
         """What computing a part has added to the buffers of the step's beginning."""

@@ -4,6 +4,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
@@ -78,6 +79,18 @@ class Committed(Event):
         self.digests = digests
 
 
+class MeanWhole(Event):
+    """All of a mean that comes from stores on other hosts is here: a Commit may have waited for it."""
+
+
+@dataclass
+class Mean:
+    """A mean gradient (num_params,) on its way, and the buckets that have arrived."""
+
+    gradient: Tensor
+    reduced: set[int] = field(default_factory=set)
+
+
 class FellBehind(Event):
     """A mean came while both buffers were taken: it and all steps after it are left out until a `Park`."""
 
@@ -116,15 +129,38 @@ class StepReceiver(Receiver):
         self._changed = threading.Condition()
         self._closed = False
         self._paced = False
-        self._gradient: Tensor | None = None
-        self._reduced: set[int] = set()
-        """Buckets of the gradient that have arrived."""
-        self._version = 0
+        self._means: dict[int, Mean] = {}
+        """By version. From the server's session one at a time, stores may be ahead of it or behind."""
+        self._spans: list[range] = []
+        """Of the buckets that stores on other hosts have."""
+        self._done = -1
+        """Means of this version or before are of no use, where stores send them: see `from_store`."""
 
     def give_back(self, gradient: Tensor) -> None:
         with self._changed:
             self._free.append(gradient)
             self._changed.notify_all()
+
+    def from_store(self, span: range) -> "MeanReceiver":
+        """What takes the means that a store on another host sends."""
+        self._spans.append(span)
+        return MeanReceiver(self)
+
+    def complete(self, committed: Committed) -> bool:
+        """Whether all that stores have of a step's mean is here; then it is put into `committed`."""
+        with self._changed:
+            mean = self._means.get(committed.commit.version)
+            if committed.gradient is not None or not self._spans:
+                return True
+            if mean is None or not self._has_all_of_stores(mean):
+                return False
+            self._done = committed.commit.version
+            del self._means[self._done]
+        committed.gradient, committed.num_reduced = mean.gradient, len(mean.reduced)
+        return True
+
+    def _has_all_of_stores(self, mean: Mean) -> bool:
+        return all(number in mean.reduced for span in self._spans for number in span)
 
     def close(self) -> None:
         """The worker takes no more steps, or the session has ended: nobody may wait any more."""
@@ -152,7 +188,12 @@ class StepReceiver(Receiver):
                 self._paced = False
 
     def _in_pace(self, bucket: int) -> bool:
-        is_ahead = 0 < len(self._reduced) <= bucket - PACE
+        """As compared with what has come of the open step's mean from where the bucket goes to."""
+        reduced = self._means[min(self._means)].reduced if self._means else ()
+        own = range(min((span.start for span in self._spans), default=len(self._buckets)))
+        span = next((span for span in self._spans if bucket in span), own)
+        num_reduced = sum(number in span for number in reduced)
+        is_ahead = 0 < num_reduced <= bucket - span.start - PACE
         return self._closed or not self._paced or not is_ahead
 
     def place_for(self, message: Message) -> memoryview | None:
@@ -162,9 +203,18 @@ class StepReceiver(Receiver):
         if not isinstance(message, Reduced) or self.has_fallen_behind:
             return None
         self._check(message)
-        if self.has_fallen_behind or not self._codec.lossless:
+        if message.bucket in self._reduced_of(message):
+            raise ProtocolError(
+                f"the server sent bucket {message.bucket} of the mean gradient twice"
+            )
+        return None if self.has_fallen_behind else self.place_in_mean(message)
+
+    def place_in_mean(self, reduced: Reduced) -> memoryview | None:
+        """Where a bucket of a lossless mean shall be written; None: it has to be decoded, or is of no use."""
+        mean = self._mean_of(reduced)
+        if mean is None or not self._codec.lossless:
             return None
-        return bytes_of(self._bucket_of(message))
+        return bytes_of(mean.gradient[self._buckets[reduced.bucket]])
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         return None if isinstance(message, Served) else self._take(message, payload)
@@ -179,23 +229,19 @@ class StepReceiver(Receiver):
                 self._buffers = {}
                 with self._changed:
                     self.has_fallen_behind = self._is_told = False
-                    if self._gradient is not None:
-                        self._free.append(self._gradient)
-                    self._gradient, self._reduced = None, set()
-                    self._changed.notify_all()
+                    self._forget(list(self._means))
             case Reduced() | Buffers():
                 self._collect(message, payload)
                 return None
             case Commit():
                 digests = self._digests(message, payload)
-                what = self._gradient, len(self._reduced), digests, self._take_buffers()
-                committed = Committed(message, *what)
-                with self._changed:
-                    self._gradient, self._reduced = None, set()
-                    self._changed.notify_all()
+                committed = Committed(message, None, 0, digests, self._take_buffers())
+                if not self._spans:
+                    self._put_into(committed)
                 return committed
             case State():
                 values = self._state(message, payload)
+                self._begin_at(message.version)
                 return StateArrived(message, values, self._take_buffers())
             case Assignment():
                 return self._assignments.assigned(message, payload)
@@ -205,35 +251,82 @@ class StepReceiver(Receiver):
         if isinstance(message, Buffers):
             self._buffers = self._collector.take(message, payload) or self._buffers
             return
+        self.add_to_mean(message, payload)
+
+    def add_to_mean(self, reduced: Reduced, payload: memoryview) -> bool:
+        """Take a bucket of a mean; returns whether it was the last one that comes from stores."""
+        mean = self._mean_of(reduced)
+        if mean is None:
+            return False
         if not self._codec.lossless:
             encoded = torch.frombuffer(payload, dtype=torch.uint8)
-            self._codec.decode(encoded, self._bucket_of(message))
+            self._codec.decode(encoded, mean.gradient[self._buckets[reduced.bucket]])
         with self._changed:
-            self._reduced.add(message.bucket)
+            mean.reduced.add(reduced.bucket)
             self._changed.notify_all()
+            return self._has_all_of_stores(mean)
+
+    def _put_into(self, committed: Committed) -> None:
+        """The server's means and commits are in one order: the only one that is open is the step's."""
+        with self._changed:
+            for mean in self._means.values():
+                committed.gradient, committed.num_reduced = mean.gradient, len(mean.reduced)
+            self._means.clear()
+            self._changed.notify_all()
+
+    def _begin_at(self, version: int) -> None:
+        """The first state has come: what stores have sent of its step, or of earlier ones, is not needed."""
+        if self._done < 0 and self._spans:
+            with self._changed:
+                self._done = version
+                self._forget([each for each in self._means if each <= version])
+
+    def _forget(self, versions: Sequence[int]) -> None:
+        """Free the memory of these means; `_changed` is held."""
+        for version in versions:
+            self._free.append(self._means.pop(version).gradient)
+        self._changed.notify_all()
 
     def _take_buffers(self) -> BufferValues:
         buffers, self._buffers = self._buffers, {}
         return buffers
 
-    def _check(self, reduced: Reduced) -> None:
+    def check_shape(self, reduced: Reduced) -> None:
         known = reduced.bucket < len(self._buckets) == reduced.num_buckets
         if not known or reduced.tensor != bucket_spec(self._codec, self._buckets[reduced.bucket]):
             raise ProtocolError(
                 f"bucket {reduced.bucket} of {reduced.num_buckets} of the mean gradient is not of "
                 "the agreed shape and codec"
             )
-        if reduced.bucket in self._reduced:
+
+    def _check(self, reduced: Reduced) -> None:
+        """Of what comes from the server: it is of the open step."""
+        self.check_shape(reduced)
+        if self._means and not self._spans and reduced.version not in self._means:
             raise ProtocolError(
-                f"the server sent bucket {reduced.bucket} of the mean gradient twice"
+                f"the server began step {reduced.version} before it had committed {max(self._means)}"
             )
-        if self._gradient is None:
-            self._gradient, self._version = self._take_free(), reduced.version
-            self.has_fallen_behind = self._gradient is None
-        elif reduced.version != self._version:
-            raise ProtocolError(
-                f"the server began step {reduced.version} before it had committed {self._version}"
-            )
+
+    def _reduced_of(self, reduced: Reduced) -> set[int]:
+        mean = self._means.get(reduced.version)
+        return set() if mean is None else mean.reduced
+
+    def _mean_of(self, reduced: Reduced) -> Mean | None:
+        """The mean that a bucket belongs to, in new memory if it is the first one; None: it is of no use."""
+        with self._changed:
+            mean = self._means.get(reduced.version)
+            if mean is not None or reduced.version <= self._done:
+                return mean
+            gradient = self._take_free()
+            if gradient is None:
+                self.has_fallen_behind = True
+                return None
+            is_new = reduced.version not in self._means  # another reader may have been quicker
+            if not is_new:
+                self._free.append(gradient)
+            else:
+                self._means[reduced.version] = Mean(gradient)
+            return self._means[reduced.version]
 
     def _take_free(self) -> Tensor | None:
         """A buffer that nobody uses; None: there was none for too long."""
@@ -243,10 +336,6 @@ class StepReceiver(Receiver):
             if self._closed and not self._free:
                 raise PeerLost("the worker has left")
             return self._free.pop() if self._free else None
-
-    def _bucket_of(self, reduced: Reduced) -> Tensor:
-        assert self._gradient is not None  # noqa: S101 - `_check` has seen to it
-        return self._gradient[self._buckets[reduced.bucket]]
 
     def _digests(self, commit: Commit, payload: memoryview) -> list[bytes]:
         if commit.tensor is None:
@@ -275,6 +364,27 @@ class StepReceiver(Receiver):
             return None
         length = len(range(whole.numel())[bucket])  # a slice of it would be the device's work
         return bucket_spec(self._lossless, slice(0, length)) if length else None
+
+
+class MeanReceiver(Receiver):
+    """Takes the means that a store on another host sends."""
+
+    def __init__(self, steps: StepReceiver) -> None:
+        self._steps = steps
+
+    def place_for(self, message: Message) -> memoryview | None:
+        if not isinstance(message, Reduced):
+            return None
+        self._steps.check_shape(message)
+        place = self._steps.place_in_mean(message)
+        if self._steps.has_fallen_behind:
+            raise PeerLost("this worker does not keep up with the steps")
+        return place
+
+    def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        if not isinstance(message, Reduced):
+            raise ProtocolError(f"a store sent {type(message).__name__}")
+        return MeanWhole() if self._steps.add_to_mean(message, payload) else None
 
 
 class Outgoing:

@@ -27,6 +27,8 @@ from smolcluster.algorithms.SynchronousPS.config import SyncPSConfig
 from smolcluster.algorithms.SynchronousPS.step_receiver import (
     Committed,
     FellBehind,
+    MeanReceiver,
+    MeanWhole,
     Outgoing,
     StateArrived,
     StepReceiver,
@@ -35,11 +37,12 @@ from smolcluster.cluster.link import Link
 from smolcluster.data.permutation import EpochOrders
 from smolcluster.errors import NonFiniteLoss, PeerLost
 from smolcluster.net.inbox import Event, MessageReceived
-from smolcluster.net.session import HEARTBEATS_PER_TIMEOUT
+from smolcluster.net.session import HEARTBEATS_PER_TIMEOUT, Session
 from smolcluster.ps.assignment import Assigned
 from smolcluster.ps.buffers import buffer_frames
 from smolcluster.ps.push import GradientSender
 from smolcluster.ps.store import Stores
+from smolcluster.ps.store_client import StoreClient
 from smolcluster.training.buffers import BufferValues
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
@@ -53,6 +56,7 @@ from smolcluster.transport.messages import (
     Pull,
     Skip,
     State,
+    StoreList,
     Welcome,
 )
 
@@ -90,9 +94,12 @@ class Worker:
         self.cancelled: set[LeaseKey] = set()
         """Of parts that are computed, or have not even come: a Cancel is quicker than what it cancels."""
         self.newest_grant = -1
-        self.outgoing: Outgoing | None = None
-        """The last push."""
+        self.outgoing: dict[Session, Outgoing] = {}
+        """The last push, by where its buckets go to."""
+        self.deferred: deque[Event] = deque()
+        """A commit whose mean has not all come from stores, and what the server has said after it."""
         self.unacknowledged: LeaseKey | None = None
+        self.client = StoreClient(len(self.replica.buckets), self.mean_receiver)
         self.link: Link
         self.receiver: StepReceiver
 
@@ -105,20 +112,26 @@ class Worker:
         self.receiver = StepReceiver(self.replica, self.codec, self.patience_s, self.longest_wait_s)
         return self.receiver
 
+    def mean_receiver(self, span: range) -> MeanReceiver:
+        return self.receiver.from_store(span)
+
     def take_part(self, link: Link) -> None:
         """Train until the link raises. The server sends its state first."""
         self.link, self.num_joined = link, 0
+        self.client.begin(link)
+        self.deferred.clear()
         self.has_buffers = self.fell_behind = False
         self.tasks.clear()
         self.cancelled.clear()
-        self.outgoing = None
+        self.outgoing.clear()
         try:
             while True:
+                is_busy = bool(self.tasks) and not self.deferred
                 with self.replica.meter("wait"):
-                    event = link.next_event(0.0 if self.tasks else WAIT_S)
+                    event = link.next_event(0.0 if is_busy else WAIT_S)
                 if event is not None:
                     self.handle(event)
-                elif self.tasks:
+                elif is_busy:
                     self.work_on(self.tasks.popleft())
         finally:
             self.receiver.close()
@@ -147,7 +160,12 @@ class Worker:
                 self.link.send_frame(frame)
             self.push(task, loss, compute_s)
         else:
-            self.link.send(Skip(lease=task.lease, compute_s=compute_s))
+            self.skip(task.lease, compute_s)
+
+    def skip(self, lease: LeaseKey, compute_s: float = 0.0) -> None:
+        """Nothing of this part is pushed: tell all who might wait for it."""
+        for session in self.client.sessions:
+            session.send(Skip(lease=lease, compute_s=compute_s))
 
     def want_next(self, task: Assigned) -> None:
         """Begin to load the same part of the next batch: most likely the next one to be computed here."""
@@ -165,7 +183,7 @@ class Worker:
         """Wait for the last push, which is the replica's own memory, unless it is called off meanwhile."""
         while True:
             with self.replica.meter("send"):
-                is_sent = self.link.flush(FLUSH_S)
+                is_sent = self.client.flush(FLUSH_S)
             if is_sent:
                 return
             self.hear()
@@ -184,18 +202,40 @@ class Worker:
         what = task.lease, self.version, loss, compute_s
         if task.assignment.backup:
             pushes = self.sender.pushes(*what, backup_from=task.assignment.first_bucket)
-            outgoing = Outgoing(task.lease, compute_s, None)
+            hold = None
         else:
             pushes = self.sender.pushes(*what)
-            outgoing = Outgoing(task.lease, compute_s, self.receiver.hold)
+            hold = self.receiver.hold
             self.unacknowledged = task.lease
             self.receiver.pace(paced=not self.tasks)
-        self.outgoing = outgoing
+        self.outgoing = {
+            session: Outgoing(task.lease, compute_s, hold) for session in self.client.sessions
+        }
         for push, payload in pushes:
-            self.link.send_later(partial(outgoing.frame, push, payload))
-        self.link.send_later(outgoing.ending)
+            session = self.client.session_of(push.bucket)
+            session.send_later(partial(self.outgoing[session].frame, push, payload))
+        for session, outgoing in self.outgoing.items():
+            session.send_later(outgoing.ending)
 
     def handle(self, event: Event) -> None:
+        """Act on what has come, in the server's order; a commit waits for what stores have of its mean."""
+        match event:
+            case MeanWhole():
+                while self.deferred and self.is_complete(self.deferred[0]):
+                    self.act(self.deferred.popleft())
+            case MessageReceived(message=Cancel() as cancel):
+                self.on_cancel(cancel)
+            case MessageReceived(message=StoreList() as stores):
+                self.client.reach(stores)
+            case _ if self.deferred or not self.is_complete(event):
+                self.deferred.append(event)
+            case _:
+                self.act(event)
+
+    def is_complete(self, event: Event) -> bool:
+        return not isinstance(event, Committed) or self.receiver.complete(event)
+
+    def act(self, event: Event) -> None:
         match event:
             case Assigned():
                 self.receiver.pace(paced=False)  # what waits may be what the mean waits for
@@ -210,8 +250,6 @@ class Worker:
                 if (event.state.bucket, event.state.content) == (0, WEIGHTS):
                     self.begin_with(event.buffers)
                 self.join(event.state, event.values)
-            case MessageReceived(message=Cancel() as cancel):
-                self.on_cancel(cancel)
             case MessageReceived(message=Park() as park):
                 self.begin_anew(park)
             case FellBehind() if self.receiver.has_fallen_behind:
@@ -226,7 +264,7 @@ class Worker:
         """
         commit, gradient = committed.commit, committed.gradient
         follows = commit.version == self.version + 1 or self.num_joined == 0
-        if not follows or committed.num_reduced != self.num_joined:
+        if not follows or committed.num_reduced < self.num_joined:
             raise PeerLost(f"step {commit.version} does not follow on step {self.version} here")
         if self.joined and committed.digests:
             self.compare(committed.digests)
@@ -276,7 +314,7 @@ class Worker:
         waiting = next((task for task in self.tasks if task.lease == cancel.lease), None)
         if waiting is not None:
             self.tasks.remove(waiting)
-            self.link.send(Skip(lease=cancel.lease, compute_s=0.0))
+            self.skip(cancel.lease)
         elif cancel.lease == self.unacknowledged:
             self.settle(cancel.num_buckets)
         else:
@@ -284,9 +322,10 @@ class Worker:
 
     def call_off(self, lease: LeaseKey | None) -> None:
         """Leave out what has not begun to be sent of the last push, if it is of this lease (None: any)."""
-        if self.outgoing is not None and lease in (None, self.outgoing.lease):
-            self.outgoing.is_wanted = False
-            self.receiver.pace(paced=False)
+        for outgoing in self.outgoing.values():
+            if lease in (None, outgoing.lease):
+                outgoing.is_wanted = False
+                self.receiver.pace(paced=False)
 
     def begin_anew(self, park: Park) -> None:
         """The server has given up sending every step: forget all but the run, and ask for the state."""

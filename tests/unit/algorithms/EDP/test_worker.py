@@ -15,7 +15,6 @@ from smolcluster.cluster.link import Link
 from smolcluster.errors import NonFiniteLoss, PeerLost
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.ps.assignment import Assigned, assignment_of
-from smolcluster.ps.store_client import StoreClient
 from smolcluster.ps.weights import WeightsArrived
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.compute import BatchLoss
@@ -49,8 +48,8 @@ class Wire:
         """What has been queued, as it is now."""
         return [bytes(frame.payload) for frame in self.frames]
 
-    def flush(self) -> None:
-        """All has been sent."""
+    def flush(self, timeout_s: float = 0.0) -> bool:  # noqa: ARG002
+        return True
 
     def send(self, message: Message) -> None:
         self.said.append(message)
@@ -84,7 +83,7 @@ class Desk:
         self.wire = Wire()
         self.worker = Worker(welcome, self.training)
         self.worker.link = cast(Link, self.wire)
-        self.worker.stores = StoreClient(self.worker.link, self.training.replica)
+        self.worker.stores.begin(self.worker.link)
         self.worker.pulling = False
 
     def build(self) -> TrainingContext:

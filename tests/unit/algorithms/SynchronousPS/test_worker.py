@@ -132,6 +132,7 @@ class Shop:
         self.worker = Worker(welcome, self.training)
         self.wire = Wire(self.diary)
         self.worker.link = self.wire
+        self.worker.client.begin(self.wire)
         self.worker.new_receiver()
         self.worker.version, self.worker.num_joined = 3, 3
 

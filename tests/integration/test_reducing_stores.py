@@ -1,0 +1,166 @@
+"""SyncPS whose gradients are added up on several hosts: the server, and stores that have dialled it."""
+
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import harness
+from harness import Cluster, Outcome, local_settings
+from smolcluster.algorithms.SynchronousPS.server import Server
+from smolcluster.algorithms.SynchronousPS.step import Step
+from smolcluster.algorithms.SynchronousPS.worker import Worker
+from smolcluster.configs.resolve import Settings
+from smolcluster.errors import ClusterEmpty, RunFailed
+from smolcluster.ps.assignment import Assigned
+from smolcluster.training.build import build
+from smolcluster.utils.stopping import Interrupted
+
+NODES = ("mini1", "win", "pi5", "macbook")
+
+
+@pytest.fixture(autouse=True)
+def _many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets of 2048 weights, so that a small model has several."""
+    monkeypatch.setattr(harness, "build", partial(build, bucket_bytes=8192))
+
+
+def settings_for(num_hosts: int, *overrides: str, workers: int = 1) -> Settings:
+    servers = f"servers=[{', '.join(NODES[:num_hosts])}]"
+    common = ("num_epochs=1", f"min_workers={workers}", "reconnect_timeout_s=20", *overrides)
+    return local_settings(servers, *common, workers=workers, algorithm="syncps")
+
+
+def start(
+    settings: Settings, folder: Path, *, resume: bool = False
+) -> tuple[Cluster, list[Outcome]]:
+    """A server and its stores."""
+    cluster = Cluster(settings, folder, algorithm="syncps", resume=resume)
+    return cluster, [cluster.start_store(node) for node in settings.cluster.store_nodes[1:]]
+
+
+def run(settings: Settings, folder: Path, *, resume: bool = False) -> Cluster:
+    """A run that ends well, for its stores too."""
+    cluster, stores = start(settings, folder, resume=resume)
+    workers = [cluster.worker(number + 1) for number in range(settings.cluster.num_workers)]
+    cluster.server.finish()
+    for each in (*workers, *stores):
+        each.finish()
+    return cluster
+
+
+def after_step(cluster: Cluster, version: int, act: Callable[[], None]) -> None:
+    """Do something when the server has just committed that step."""
+    core = cluster.core
+    assert isinstance(core, Server)
+    commit = core.commit
+
+    def watched(step: Step) -> None:
+        commit(step)
+        if core.version == version:
+            act()
+
+    core.commit = watched  # type: ignore[method-assign]
+
+
+EXACT = ("optimizer=adamw", "weight_decay=0.1", "gradient_clipping.max_norm=0.5")
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_any_number_of_hosts_gives_the_same_bits(tmp_path: Path, codec: str) -> None:
+    whole, *others = (
+        run(settings_for(hosts, *EXACT, f"codec={codec}"), tmp_path / str(hosts))
+        for hosts in (1, 2, 3)
+    )
+    norms = [record.values["grad_norm"] for record in whole.metrics.steps]
+    assert any(norm > 0.5 for norm in norms)
+    for other in others:
+        other.assert_every_sample_applied_once()
+        assert [record.values["grad_norm"] for record in other.metrics.steps] == norms
+        assert torch.equal(other.training.replica.params, whole.training.replica.params)
+
+
+def test_several_workers_end_where_one_host_ends(tmp_path: Path) -> None:
+    one, three = (
+        run(settings_for(hosts, *EXACT, workers=3), tmp_path / str(hosts)) for hosts in (1, 3)
+    )
+    three.assert_every_sample_applied_once()
+    torch.testing.assert_close(
+        three.training.replica.params, one.training.replica.params, rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(("before", "after", "codec"), [(1, 3, "fp32"), (3, 2, "int8")])
+def test_a_run_goes_on_with_more_hosts_or_fewer(
+    tmp_path: Path, before: int, after: int, codec: str
+) -> None:
+    overrides = (*EXACT, f"codec={codec}", "checkpoint_steps=5")
+    whole = run(settings_for(1, *overrides), tmp_path / "whole")
+    cluster, _ = start(settings_for(before, *overrides), tmp_path / "run")
+    after_step(cluster, 10, lambda: cluster.stop.note(signal.SIGTERM))
+    cluster.worker(1)
+    assert isinstance(cluster.server.failure(), Interrupted)
+    resumed = run(settings_for(after, *overrides), tmp_path / "run", resume=True)
+    if codec == "fp32":  # a worker's own residual begins at zero
+        assert torch.equal(resumed.training.replica.params, whole.training.replica.params)
+
+
+def cut_store(cluster: Cluster, node: str) -> None:
+    assert isinstance(cluster.core, Server)
+    session = cluster.core.links.session_of(node)
+    assert session is not None
+    session.cut("its power is gone")
+
+
+def test_a_store_that_is_lost_costs_the_open_step_alone(tmp_path: Path) -> None:
+    whole = run(settings_for(1, *EXACT), tmp_path / "whole")
+    cluster, stores = start(settings_for(3, *EXACT), tmp_path / "lost")
+    after_step(cluster, 7, lambda: cut_store(cluster, "win"))
+    cluster.finish(cluster.worker(1), *stores)
+    assert torch.equal(cluster.training.replica.params, whole.training.replica.params)
+
+
+class Unplugged(Worker):
+    """Loses its server, or a store, when it has pushed, once each."""
+
+    num_computed_in_all = 0
+
+    def work_on(self, task: Assigned) -> None:
+        super().work_on(task)
+        self.num_computed_in_all += 1
+        if self.num_computed_in_all in (3, 6):
+            last = self.client.session_of(len(self.replica.buckets) - 1)
+            assert last is not self.link
+            (self.link if self.num_computed_in_all == 3 else last).cut("the cable was pulled")
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_a_worker_that_is_lost_in_the_middle_of_a_push_costs_no_sample(
+    tmp_path: Path, codec: str
+) -> None:
+    settings = settings_for(3, f"codec={codec}", workers=2)
+    cluster, stores = start(settings, tmp_path)
+    cluster.finish(cluster.worker(1), cluster.worker(2, make=Unplugged), *stores)
+
+
+def test_a_late_worker_joins_a_running_step(tmp_path: Path) -> None:
+    settings = settings_for(2, "num_epochs=4", "min_workers=1", workers=2)
+    cluster, stores = start(settings, tmp_path)
+    late: list[Outcome] = []
+    after_step(cluster, 5, lambda: late.append(cluster.worker(2)))
+    summary = cluster.finish(cluster.worker(1), *late, *stores)
+    assert len(summary.workers) == 2
+    for each in late:
+        each.finish()
+
+
+def test_a_store_that_stays_away_ends_the_run(tmp_path: Path) -> None:
+    cluster = Cluster(settings_for(2, "start_timeout_s=1"), tmp_path, algorithm="syncps")
+    worker = cluster.worker(1)
+    error = cluster.server.failure()
+    assert isinstance(error, ClusterEmpty)
+    assert "the store win did not come within 1 s" in str(error)
+    assert isinstance(worker.failure(), RunFailed)
