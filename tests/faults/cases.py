@@ -23,6 +23,7 @@ from torch import Tensor
 import harness
 from faults.proxy import HANDSHAKE, HARMLESS, POINTS, SILENT, Fault, FaultProxy
 from harness import Cluster, MakeParticipant, Outcome, Server, local_settings
+from smolcluster.algorithms.DiLoCo import pacing
 from smolcluster.algorithms.DiLoCo import server as diloco
 from smolcluster.algorithms.DiLoCo.ledger import Applied
 from smolcluster.algorithms.DiLoCo.rounds import Pace
@@ -330,7 +331,7 @@ def _patches(case: Case | None) -> Iterator[None]:
     """Small buckets; and short handshakes where one falls silent."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "build", partial(build, bucket_bytes=SMALL_BUCKET))
-        patch.setattr(diloco, "plan_round", in_equal_parts)
+        patch.setattr(pacing, "plan_round", in_equal_parts)
         if case is not None and case.point in HANDSHAKE and case.fault in SILENT:
             patch.setattr(dialling, "HANDSHAKE_TIMEOUT_S", QUICK_S)
             patch.setattr(acceptor, "HANDSHAKE_TIMEOUT_S", QUICK_S)

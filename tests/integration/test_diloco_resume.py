@@ -13,6 +13,7 @@ import torch
 
 from faults.cases import in_equal_parts
 from harness import DEADLINE_S, Cluster, local_settings
+from smolcluster.algorithms.DiLoCo import pacing
 from smolcluster.algorithms.DiLoCo import server as diloco
 from smolcluster.algorithms.DiLoCo.peers import Peer
 from smolcluster.configs.resolve import Settings
@@ -94,7 +95,7 @@ def test_two_workers_go_on_as_if_nothing_had_happened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """Each with its own moments and what its codec owes, where times do not decide who computes what."""
-    monkeypatch.setattr(diloco, "plan_round", in_equal_parts)
+    monkeypatch.setattr(pacing, "plan_round", in_equal_parts)
     monkeypatch.setattr(Peer, "num_wanted", lambda _peer, _busy_s: 1000)
     settings = settings_for("int8", workers=2, mode=mode)
 

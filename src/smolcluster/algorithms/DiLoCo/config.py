@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 DEFAULT_FRAGMENTS, MAX_FRAGMENTS = 4, 4096
 
+Mode = Literal["sync", "streaming", "async"]
+
 ChangeCodecName = Literal[CodecName, "topk"]
 """What a worker has gathered over many steps may be sent sparsely, too."""
 
@@ -19,7 +21,7 @@ ChangeCodecName = Literal[CodecName, "topk"]
 class DiLoCoConfig(AlgorithmConfig):
     """DiLoCo's own keys, all of the cluster file."""
 
-    mode: Literal["sync", "streaming", "async"] = Field(
+    mode: Mode = Field(
         "streaming",
         description="DiLoCo: all exchange the whole at the end of a round, or a fragment at a time behind "
         "computation (2501.18512), or each worker the whole when it is ready (2401.09135).",

@@ -1,10 +1,8 @@
-"""What a run of DiLoCo will cost: rounds in which all arrive together.
+"""What a run of DiLoCo will cost: its own rule in fast motion, or in closed form where rounds are long.
 
-A round is `local_steps` batches a worker on average. Where the whole is exchanged at its end, worker w
-computes n_w of them and is then away for e_w seconds, to send what it has changed and to get new weights: a
-round takes the T with Σ (T - e_w) / step_w batches in it. Streaming exchanges behind computation: a round
-takes as long as computing, or as a link is busy in one direction, or as the exchange of a fragment, whichever
-is most.
+Where the whole is exchanged at the end of such a round, worker w computes n_w batches and is then away for
+e_w seconds, to send what it has changed and to get new weights: a round takes the T with Σ (T - e_w) / step_w
+batches in it. Where exchanges are behind computation nothing is lost, but what a link cannot carry.
 """
 
 import math
@@ -13,7 +11,7 @@ from statistics import harmonic_mean
 from typing import Any
 
 from smolcluster.algorithms.DiLoCo.config import DEFAULT_FRAGMENTS, DiLoCoConfig
-from smolcluster.algorithms.DiLoCo.peers import LEAST_AHEAD
+from smolcluster.algorithms.DiLoCo.fast_motion import FastMotion, Found, Run
 from smolcluster.algorithms.DiLoCo.rounds import (
     choose_local_steps,
     hiding_round_s,
@@ -46,21 +44,24 @@ def step_nbytes(job: Job, settings: Settings) -> tuple[int, int]:
 
 def predict(site: Site, job: Job, settings: Settings) -> Forecast:
     """What a run will be like once its rounds are as long as they get."""
-    up, down = _round_nbytes(job, settings)
-    ups_s = [seconds_of(up, rate) for rate in up_rates(site, lambda _, rate: rate)]
-    downs_s = [seconds_of(down, rate) for rate in down_rates(site)]
-    steps_s = [worker.step_s for worker in site.workers]
-    find = _waiting if settings.of(DiLoCoConfig).mode == "sync" else _hiding
-    local_steps, round_s = find(site, job, settings, ups_s, downs_s)
-    samples_per_s = settings.train.samples_per_push * local_steps * len(steps_s) / round_s
+    config, (up, down) = settings.of(DiLoCoConfig), _round_nbytes(job, settings)
+    run = Run(
+        mode=config.mode,
+        num_fragments=config.num_fragments(DEFAULT_FRAGMENTS),
+        local_steps=config.local_steps,
+        total_batches=_total_batches(job, settings),
+        up_nbytes=up,
+        down_nbytes=down,
+    )
+    found = FastMotion(site, run).find() or _of_long_rounds(site, run)
+    samples_per_s = settings.train.samples_per_push * found.batches_s
+    exchanges_s = len(site.workers) * found.exchanges_s
     return Forecast(
         samples_per_s=samples_per_s,
-        received_bytes_s=len(steps_s) * up / round_s,
-        sent_bytes_s=len(steps_s) * down / round_s,
+        received_bytes_s=up * exchanges_s,
+        sent_bytes_s=down * exchanges_s,
         lost=lost_share(samples_per_s, samples_alone(site, settings)),
-        chosen=f"local_steps of about {local_steps}"
-        if settings.of(DiLoCoConfig).local_steps is None
-        else "",
+        chosen=f"local_steps of about {found.local_steps}" if config.local_steps is None else "",
     )
 
 
@@ -70,50 +71,27 @@ def candidates(_site: Site, _job: Job, _settings: Settings) -> Iterator[dict[str
         yield {"codec_up": codec, "codec_down": codec, "local_steps": None}
 
 
-def _waiting(
-    site: Site, job: Job, settings: Settings, ups_s: list[float], downs_s: list[float]
-) -> tuple[int, float]:
-    """H, and the seconds of a round at whose end workers wait for the exchange of the whole.
-
-    `ups_s`, `downs_s`: how long each worker's part of it takes.
-    """
+def _of_long_rounds(site: Site, run: Run) -> Found:
+    """The same in closed form: what happens at the ends of rounds is a small part of them."""
     steps_s = [worker.step_s for worker in site.workers]
+    ups_s = [seconds_of(run.up_nbytes, rate) for rate in up_rates(site, lambda _, rate: rate)]
+    downs_s = [seconds_of(run.down_nbytes, rate) for rate in down_rates(site)]
     away_s = [
         up_s + down_s + site.apply_s + worker.latency_s + HANDLING_S
         for worker, up_s, down_s in zip(site.workers, ups_s, downs_s, strict=True)
     ]
-    local_steps = _local_steps(waiting_round_s(min(away_s)), steps_s, job, settings)
-    return local_steps, _round_s(local_steps * len(steps_s), steps_s, away_s)
-
-
-def _hiding(
-    site: Site, job: Job, settings: Settings, ups_s: list[float], downs_s: list[float]
-) -> tuple[int, float]:
-    """The same where fragments are exchanged behind computation.
-
-    A fragment's exchange begins with the batches that a worker holds, which are computed first.
-    """
-    steps_s = [worker.step_s for worker in site.workers]
-    config = settings.of(DiLoCoConfig)
-    num_fragments = config.num_fragments(DEFAULT_FRAGMENTS)
-    exchange_s = max(
-        LEAST_AHEAD * worker.step_s + up_s / num_fragments + worker.latency_s
-        for worker, up_s in zip(site.workers, ups_s, strict=True)
+    waits, step_s = run.mode == "sync", harmonic_mean(steps_s)
+    least_s = waiting_round_s(min(away_s)) if waits else hiding_round_s([], away_s)
+    local_steps = run.local_steps or choose_local_steps(
+        step_s, least_s, run.total_batches, len(steps_s)
     )
-    exchange_s += site.apply_s + HANDLING_S
-    uploads_s = [up_s / num_fragments for up_s in ups_s]
-    least_s = hiding_round_s([exchange_s] * num_fragments, uploads_s)
-    local_steps = _local_steps(least_s, steps_s, job, settings)
-    computing_s = local_steps * harmonic_mean(steps_s)
-    if config.mode == "async":  # a slow link holds up nobody else
-        return local_steps, computing_s
-    return local_steps, max(computing_s, exchange_s, *ups_s, *downs_s)
-
-
-def _local_steps(round_s: float, steps_s: list[float], job: Job, settings: Settings) -> int:
-    return settings.of(DiLoCoConfig).local_steps or choose_local_steps(
-        harmonic_mean(steps_s), round_s, _total_batches(job, settings), len(steps_s)
-    )
+    num_batches = local_steps * len(steps_s)
+    round_s = local_steps * step_s
+    if waits:
+        round_s = _round_s(num_batches, steps_s, away_s)
+    elif run.mode == "streaming":
+        round_s = max(round_s, *ups_s, *downs_s)
+    return Found(num_batches / round_s, 1 / round_s, local_steps)
 
 
 def _round_s(num_batches: int, steps_s: list[float], away_s: list[float]) -> float:

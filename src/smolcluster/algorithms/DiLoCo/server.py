@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from statistics import harmonic_mean
 
 from pydantic import (
     BaseModel,
@@ -38,7 +37,7 @@ from pydantic import (
 )
 
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig
+from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig, Mode
 from smolcluster.algorithms.DiLoCo.exchange import DeltaArrived, DeltaReceiver, Layout
 from smolcluster.algorithms.DiLoCo.fragments import cut
 from smolcluster.algorithms.DiLoCo.ledger import Applied, Ledger, Request
@@ -47,16 +46,17 @@ from smolcluster.algorithms.DiLoCo.outer import (
     OuterOptimizer,
     outer_defaults,
 )
-from smolcluster.algorithms.DiLoCo.peers import LEAST_STEP_S, MOST_STEP_S, Peer, share_of
-from smolcluster.algorithms.DiLoCo.round import Round
-from smolcluster.algorithms.DiLoCo.rounds import (
-    choose_local_steps,
-    hiding_round_s,
-    own_steps,
-    plan_round,
-    waiting_round_s,
-    warmed_up,
+from smolcluster.algorithms.DiLoCo.pacing import (
+    LEAST_STEP_S,
+    MOST_STEP_S,
+    SYNCHRONOUS_ROUNDS,
+    has_enough,
+    measured_steps,
+    shared_out,
 )
+from smolcluster.algorithms.DiLoCo.peers import Peer, share_of
+from smolcluster.algorithms.DiLoCo.round import Round
+from smolcluster.algorithms.DiLoCo.rounds import warmed_up
 from smolcluster.algorithms.DiLoCo.store import WHOLE, Change, OuterStore
 from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import CheckpointSource
@@ -91,9 +91,6 @@ TICK_S = 0.1
 LONGEST_SILENCE_S = 120.0
 """Who was left behind, and is silent for so long, is cut."""
 UNKNOWN_STEP_S = 1.0
-SYNCHRONOUS_ROUNDS = 4
-"""With which an asynchronous run begins: early on the workers' ways part fastest, and their speeds are not
-known yet."""
 USUAL_ROUNDS = 100
 """Of a run whose local steps are chosen by measured times."""
 CHANGES_PER_DELAY = 2
@@ -283,22 +280,7 @@ class Server:
                 self.store.follow(peer.id)
 
     def measured_steps(self) -> int:
-        """H by measured times: the least that keeps workers computing; at first the least of all.
-
-        Streaming exchanges behind computation: a round need only be as long as that takes.
-        """
-        peers, exchanges_s = self.active, self.round.exchange_s.values()
-        waits = [peer.waited_s for peer in peers if peer.waited_s is not None]
-        if not peers or not (exchanges_s if self.is_streaming else waits):
-            return 1
-        if self.is_streaming:
-            round_s = hiding_round_s(exchanges_s, [peer.upload_s for peer in peers])
-        elif self.config.mode == "async":
-            round_s = hiding_round_s([2 * peer.upload_s + peer.step_s for peer in peers], [])
-        else:
-            round_s = waiting_round_s(min(waits))
-        step_s = harmonic_mean([peer.step_s for peer in peers])
-        return choose_local_steps(step_s, round_s, self.total_batches, len(peers))
+        return measured_steps(self.round, self.active, self.total_batches, self.config.mode)
 
     @property
     def num_rounds(self) -> int:
@@ -315,18 +297,10 @@ class Server:
         if not self.pool.started or (self.round.asked and self.waits):
             return
         takers = {peer.id: peer for peer in self.active if not peer.is_asked}
-        # while its change is on its way, and new weights are
-        busy_s = {id_: 0.0 if self.waits else 2 * peer.upload_s for id_, peer in takers.items()}
-        wanted = {id_: peer.num_wanted(busy_s[id_]) for id_, peer in takers.items()}
-        if self.is_async:
-            self.plan = dict(wanted)
-        else:
-            streaming = self.is_streaming
-            paces = {id_: peer.pace(now, is_streaming=streaming) for id_, peer in takers.items()}
-            self.plan = plan_round(self.round.budget(len(self.active)), paces)
-            self.plan |= {id_: 1 for id_, peer in takers.items() if peer.is_tried_again}
+        mode: Mode = "sync" if self.waits else self.config.mode
+        self.plan, at_once = shared_out(self.round, takers, len(self.active), now, mode)
         for id_, peer in takers.items():
-            for _ in range(min(self.plan[id_], wanted[id_])):
+            for _ in range(at_once[id_]):
                 self.give(peer)
 
     def give(self, peer: Peer) -> None:
@@ -384,10 +358,8 @@ class Server:
 
     def collect_by_worker(self) -> None:
         """Ask each worker that has its own number of batches, and whose last change has been applied."""
-        steps_s = [peer.step_s for peer in self.active]
         for peer in self.active:
-            enough = own_steps(self.round.local_steps, peer.step_s, steps_s)
-            is_due = peer.num_since_asked >= enough or not self.dispatcher.has_more
+            is_due = has_enough(self.round, peer, self.active) or not self.dispatcher.has_more
             if is_due and not self.ledger.owes_change(peer.id):
                 self.ask(peer, WHOLE)
 
@@ -504,7 +476,7 @@ class Server:
     def on_join(self, worker: Worker, samples_per_s: float) -> None:
         step_s = self.train.samples_per_push / samples_per_s if samples_per_s else UNKNOWN_STEP_S
         step_s = min(MOST_STEP_S, max(LEAST_STEP_S, step_s))
-        peer = self.peers[worker.member.session_id] = Peer(worker, step_s)
+        peer = self.peers[worker.member.session_id] = Peer(step_s, worker=worker)
         self.workers[peer.id] = worker
         self.send_weights(peer)
         if self.version == self.resumed_at:  # else what it kept then is of long ago
@@ -523,7 +495,7 @@ class Server:
         self.heard(peer)
         peer.unanswered.discard(stepped.lease)
         if self.ledger.stepped(peer.id, stepped):
-            peer.stepped(stepped, time.monotonic())
+            peer.stepped(stepped.compute_s, time.monotonic())
 
     def on_change(self, peer: Peer, arrived: DeltaArrived) -> None:
         """A worker's change has come: from now on its samples are safe, whatever befalls the worker."""

@@ -6,7 +6,7 @@ Nothing is random: processes that ought not to march in step begin at different 
 
 import heapq
 import itertools
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
@@ -76,7 +76,8 @@ class Simulation:
     def finish(self, done: Done) -> None:
         """Let those go on who wait for it."""
         done.is_done = True
-        for process in done.waiting:
+        waiting, done.waiting = done.waiting, []
+        for process in waiting:
             self.start(process)
 
     def serve(self, seconds: float) -> Sleep:
@@ -85,13 +86,15 @@ class Simulation:
         self._server_free_at = max(self.now, self._server_free_at) + seconds
         return Sleep(self._server_free_at - self.now)
 
-    def run(self, until_s: float) -> None:
-        """Go on until that time, or until much has happened."""
+    def run(self, until_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Go on until that time, or until it is over, or until much has happened, or nothing can any more."""
         for _ in range(MOST_EVENTS):
+            if is_over():
+                return
             flows = [*self._rates("up"), *self._rates("down")]
             ends = [flow.left / rate for flow, rate in flows if rate]
             passed = min([*ends, self._asleep[0][0] - self.now if self._asleep else inf])
-            if self.now + passed > until_s:
+            if self.now + passed > until_s or passed == inf:
                 return
             self.now += max(0.0, passed)
             for flow, rate in flows:

@@ -1,4 +1,4 @@
-"""What DiLoCo predicts of itself, in closed form."""
+"""What DiLoCo predicts of itself."""
 
 import pytest
 
@@ -37,7 +37,30 @@ def test_streaming_hides_what_the_links_carry(local_steps: int, round_s: float) 
         {},
     )
     forecast = predict(site, JOB, settings_of("mode=streaming", f"local_steps={local_steps}"))
-    assert forecast.samples_per_s == pytest.approx(10 * 2 * local_steps / round_s, rel=2e-2)
+    assert forecast.samples_per_s == pytest.approx(10 * 2 * local_steps / round_s, rel=5e-2)
+
+
+def test_very_long_rounds_are_predicted_as_others_are() -> None:
+    """In closed form: so many batches a round are more than a simulation has patience for."""
+    site = Site(tuple(Worker(name, 0.1, 0.0, 1e6, 1e6) for name in "ab"), {})
+    many, more = (predict(site, JOB, settings_of(f"local_steps={each}")) for each in (200, 4000))
+    assert many.samples_per_s < more.samples_per_s < 200
+    assert many.samples_per_s == pytest.approx(more.samples_per_s, rel=0.2)
+    assert many.received_bytes_s == pytest.approx(20 * more.received_bytes_s, rel=0.2)
+
+
+def far_away(mode: str) -> float:
+    """Samples a second of two workers of 100, one of which needs 4 s for its change each way."""
+    rate = JOB.encoded_nbytes("int8") / 0.2
+    site = Site(
+        tuple(Worker(name, 0.1, 0.0, way, way) for name, way in (("a", rate), ("b", rate / 20))), {}
+    )
+    return predict(site, JOB, settings_of(f"mode={mode}", "local_steps=10")).samples_per_s
+
+
+def test_a_slow_link_holds_up_others_unless_they_do_not_wait() -> None:
+    assert far_away("async") == pytest.approx(200, rel=0.05)
+    assert far_away("sync") < 100
 
 
 def test_chosen_steps_keep_workers_computing() -> None:

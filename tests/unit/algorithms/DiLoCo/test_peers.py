@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from smolcluster.algorithms.DiLoCo.peers import LEAST_PATIENCE_S, MOST_STEP_S, Peer, share_of
+from smolcluster.algorithms.DiLoCo.pacing import MOST_STEP_S
+from smolcluster.algorithms.DiLoCo.peers import LEAST_PATIENCE_S, Peer, share_of
 from smolcluster.algorithms.DiLoCo.rounds import Pace, plan_round
-from smolcluster.transport.messages import LeaseKey, Stepped
+from smolcluster.transport.messages import LeaseKey
 
 STEP_S = 1.0
 
@@ -15,15 +16,11 @@ def key(number: int) -> LeaseKey:
     return LeaseKey(incarnation="a", epoch=0, start=number, stop=number + 1, grant=number)
 
 
-def step(number: int, compute_s: float = STEP_S) -> Stepped:
-    return Stepped(lease=key(number), loss=1.0, num_terms=1, grad_norm=1.0, compute_s=compute_s)
-
-
 def peer_with(num_batches: int) -> Peer:
     """A worker that has joined at 0, and was given so many batches then."""
     session = SimpleNamespace(num_sent=num_batches)
     worker = SimpleNamespace(live_session=session)
-    peer = Peer(worker, STEP_S, stepped_at=0.0, progressed_at=0.0, num_sent=num_batches)  # type: ignore[arg-type]
+    peer = Peer(STEP_S, worker=worker, stepped_at=0.0, progressed_at=0.0, num_sent=num_batches)  # type: ignore[arg-type]
     for number in range(num_batches):
         peer.gets(key(number), 0.0)
     return peer
@@ -73,6 +70,10 @@ def test_grace_is_beyond_what_is_expected() -> None:
     assert peer.is_late(STEP_S + 5.0, **what, grace=5.0)  # type: ignore[arg-type]
 
 
+def test_who_has_half_of_a_batch_behind_it_is_done_that_much_sooner() -> None:
+    assert pace(peer_with(2), 0.5 * STEP_S).busy_until == pytest.approx(2 * STEP_S)
+
+
 def test_who_is_silent_loses_its_share_of_the_round() -> None:
     frozen, other = peer_with(2), peer_with(0)
     at_once = plan_round(8, {0: pace(frozen, 0.0), 1: pace(other, 0.0)})
@@ -90,7 +91,7 @@ def test_a_step_is_as_slow_as_it_says_or_as_it_is_seen_to_be(
     peer = peer_with(20)
     for number in range(19):
         peer.unanswered.discard(key(number))
-        peer.stepped(step(number, claimed_s), 10.0 * (number + 1))
+        peer.stepped(claimed_s, 10.0 * (number + 1))
     assert least < peer.step_s <= most
 
 
@@ -98,10 +99,10 @@ def test_one_long_step_says_nothing_of_the_next_ones_and_several_do() -> None:
     peer = peer_with(20)
     for number, took_s in enumerate([1.0, 1.0, 60.0, 1.0, 1.0]):
         peer.unanswered.discard(key(number))
-        peer.stepped(step(number, took_s), 0.0)
+        peer.stepped(took_s, 0.0)
     assert peer.step_s == pytest.approx(1.0)
-    for number in range(5, 15):
-        peer.stepped(step(number, 60.0), 0.0)
+    for _ in range(5, 15):
+        peer.stepped(60.0, 0.0)
     assert peer.step_s > 50.0
 
 
@@ -117,7 +118,7 @@ def test_who_was_too_slow_is_tried_again_after_16_32_and_64_rounds() -> None:
     peer.recent_s.extend([1000.0] * 3)
     peer.gets(key(1), 0.0)
     assert not peer.is_tried_again
-    peer.stepped(step(1, 2.0), 2.0)
+    peer.stepped(2.0, 2.0)
     assert peer.step_s == pytest.approx(2.0)
 
 
