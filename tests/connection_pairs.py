@@ -47,7 +47,7 @@ def push(nbytes: int = 16, bucket: int = 0) -> m.Push:
 
 def one_of_each() -> list[m.Message]:
     """By their numbers."""
-    return [*handshake_and_steps(), *rounds(), *stores(), *links()]
+    return [*handshake_and_steps(), *rounds(), *stores(), *stages(), *links()]
 
 
 def handshake_and_steps() -> list[m.Message]:
@@ -164,6 +164,35 @@ def stores() -> list[m.Message]:
         m.OpenStep(attempt=3, version=2, epoch=0, start=64, sizes=(16, 16)),
         m.Counted(instance="0123456789abcdef", lease=LEASE, num_buckets=3, is_finished=True),
         m.SendMeans(instance="0123456789abcdef"),
+    ]
+
+
+def stages() -> list[m.Message]:
+    lease = m.LeaseKey(incarnation="i", epoch=0, start=0, stop=8, grant=1)
+    places = (m.HostPort(host="10.0.0.2", port=4000),)
+    neighbour = m.StageNeighbour(rank=1, node="pi5", instance="ab" * 16, places=places)
+    return [
+        m.Planned(
+            attempt=1,
+            rank=0,
+            cuts=(0, 4, 8),
+            ranks=(0, 1),
+            neighbours=(neighbour,),
+            turn=3,
+            step=2,
+        ),
+        m.StageReady(attempt=1, reason="stage 1 (pi5) is lost"),
+        m.StageDone(
+            attempt=1,
+            lease=lease,
+            loss=1.5,
+            num_terms=8,
+            squared_norm=0.25,
+            seconds={"F": 0.1, "B": 0.2},
+            peak_bytes=1000,
+        ),
+        m.EvaluateStages(attempt=1, turn=4),
+        m.StageEvaluated(attempt=1, turn=4, values={"val_loss": 1.25}),
     ]
 
 

@@ -23,13 +23,16 @@ from smolcluster.algorithms.DiLoCo.worker import Worker as DiLoCoWorker
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
 from smolcluster.algorithms.entry import module_of
+from smolcluster.algorithms.PipelineParallel import server as pipeline
+from smolcluster.algorithms.PipelineParallel.worker import Worker as PipelineWorker
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.worker import Worker as SyncPSWorker
 from smolcluster.cluster.link import Participant, WorkerSetup, follow
 from smolcluster.configs.resolve import Settings, load_settings
 from smolcluster.configs.schema import AlgorithmName, DatasetConfig, SimpleNNConfig, TrainConfig
-from smolcluster.configs.spec import get_algorithm
+from smolcluster.configs.spec import get_algorithm, has_whole_model
+from smolcluster.data.permutation import Range
 from smolcluster.net.dialling import Address
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.ps.leases import Dispatcher, Lease
@@ -41,7 +44,7 @@ from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.checkpoint import CheckpointStore
 from smolcluster.training.workload import Workload
 from smolcluster.transport.handshake import introduce
-from smolcluster.transport.messages import SESSION, STORE, LeaseKey, Welcome
+from smolcluster.transport.messages import SESSION, STORE, LeaseKey, StageDone, Welcome
 from smolcluster.transport.security import Secret
 from smolcluster.utils.stopping import StopRequest
 
@@ -49,13 +52,23 @@ SECRET = Secret(Path("the-test's-secret"), b"0123456789abcdef0123456789abcdef")
 DEADLINE_S, START_TIMEOUT_S = 180.0, 90.0
 FIRST_PORT, NUM_PORTS = 12_000, 2000
 
-Server = diloco.Server | edp.Server | syncps.Server
+Server = diloco.Server | edp.Server | pipeline.Server | syncps.Server
 MakeParticipant = Callable[[Welcome, TrainingContext], Participant]
 SERVERS: Mapping[str, type[Server]] = MappingProxyType(
-    {"diloco": diloco.Server, "edp": edp.Server, "syncps": syncps.Server}
+    {
+        "diloco": diloco.Server,
+        "edp": edp.Server,
+        "pipeline": pipeline.Server,
+        "syncps": syncps.Server,
+    }
 )
 WORKERS: Mapping[str, MakeParticipant] = MappingProxyType(
-    {"diloco": DiLoCoWorker, "edp": EDPWorker, "syncps": SyncPSWorker}
+    {
+        "diloco": DiLoCoWorker,
+        "edp": EDPWorker,
+        "pipeline": PipelineWorker,
+        "syncps": SyncPSWorker,
+    }
 )
 
 
@@ -208,7 +221,9 @@ class Cluster:
         train, cluster = settings.train, settings.cluster
         self.workload = workload
         self.training = build(
-            train, cluster.seed, settings.node.dataset, torch.device("cpu"), workload=workload
+            *(train, cluster.seed, settings.node.dataset, torch.device("cpu")),
+            workload=workload,
+            is_outline=not has_whole_model(algorithm),
         )
         incarnation = secrets.token_hex(4)
         events = self._events = EventLog(self.events_path, incarnation, warn=self.log.warning)
@@ -236,6 +251,8 @@ class Cluster:
             self._watch_rounds(self.core)
         elif isinstance(self.core, edp.Server):
             self._watch_pushes(self.core)
+        elif isinstance(self.core, pipeline.Server):
+            self._watch_commits(self.core)
         else:
             self._watch_steps(self.core)
 
@@ -267,6 +284,17 @@ class Cluster:
             count(applied)
 
         core.count = watched_count  # type: ignore[method-assign]
+
+    def _watch_commits(self, core: pipeline.Server) -> None:
+        """Count the samples of a step that all stages take; what is done again counts again."""
+        commit = core.commit
+
+        def watched_commit(crew: pipeline.Crew, samples: Range, answers: list[StageDone]) -> None:
+            commit(crew, samples, answers)
+            order = core.orders[samples.epoch]
+            self.applied[samples.epoch].update(order[samples.start : samples.stop].tolist())
+
+        core.commit = watched_commit  # type: ignore[method-assign]
 
     def _watch_steps(self, core: syncps.Server) -> None:
         """Count the samples of a step's finished parts when it has been committed."""

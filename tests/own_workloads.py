@@ -17,7 +17,7 @@ from smolcluster.training.workload import Terms, Workload
 
 CPU = torch.device("cpu")
 ALGORITHMS: list[AlgorithmName] = ["edp", "syncps"]
-NODES = ("pi5", "win", "macbook")
+NODES = ("pi5", "win", "macbook", "mini1")
 NUM_SAMPLES = 160
 """Of `normed`."""
 
@@ -45,9 +45,11 @@ def settings_for(algorithm: AlgorithmName, num_workers: int, *overrides: str) ->
     return local_settings(*own, workers=num_workers, algorithm=algorithm)
 
 
-def alone(settings: Settings, workload: Workload) -> tuple[list[float], TrainingContext]:
+def alone(
+    settings: Settings, workload: Workload, algorithm: AlgorithmName = "syncps"
+) -> tuple[list[float], TrainingContext]:
     """The losses of every step of a single process with the same batches."""
-    train, seed = settings.run_config("alone", "syncps").train, settings.cluster.seed
+    train, seed = settings.run_config("alone", algorithm).train, settings.cluster.seed
     training = build(train, seed, settings.node.dataset, CPU, workload=workload)
     return [step.loss for step in training_steps(training, train)], training
 

@@ -361,6 +361,7 @@ def _watch(played: Played) -> None:
 
         core.count = watched_count  # type: ignore[method-assign]
         return
+    assert isinstance(core, syncps.Server)
     commit = core.commit
 
     def watched_commit(step: Step) -> None:

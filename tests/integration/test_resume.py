@@ -111,7 +111,7 @@ def run(
 
 def at_step(cluster: Cluster, step: int, act: Callable[[], None]) -> None:
     """Do something when the server has just taken that step, before workers are started."""
-    saver = cluster.core.saver
+    saver = cluster.core.saver  # type: ignore[union-attr]
     after = saver.after_step
 
     def watched(*, is_evaluated: bool, num_steps: int = 1) -> bool:

@@ -21,6 +21,7 @@ from smolcluster.configs.keys import show
 from smolcluster.configs.nested import saying
 from smolcluster.configs.resolve import Settings, load_resolved
 from smolcluster.configs.schema import AlgorithmName, RunConfig
+from smolcluster.configs.spec import has_whole_model
 from smolcluster.errors import CheckpointError, SmolclusterError
 from smolcluster.observability.exporter import ProcessLabels
 from smolcluster.observability.logs import NodeLog
@@ -239,6 +240,7 @@ def _build(owner: Owner, log: logging.Logger, *, begins: bool) -> TrainingContex
         microbatch=settings.node.microbatch,
         workload=owner.workload,
         log=log,
+        is_outline=not has_whole_model(owner.algorithm),
     )
     if num_workers := training.workload.num_idle_processes:
         log.info(

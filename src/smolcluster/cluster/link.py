@@ -16,6 +16,7 @@ from typing import Protocol
 from smolcluster.cluster.joining import RunOver, join
 from smolcluster.cluster.process_stats import ProcessStats
 from smolcluster.configs.schema import Encryption, NodeConfig, RunConfig
+from smolcluster.configs.spec import has_whole_model
 from smolcluster.errors import (
     ConfigError,
     NonFiniteLoss,
@@ -121,7 +122,8 @@ class Link(Session, Receiver):
         """`report`: what to tell the server of this worker with each heartbeat. `place`: for `dial`."""
         self.kept = kept
         """Where the worker keeps what is its own of this run; None: nowhere."""
-        self._place = place
+        self.place = place
+        """Of this worker's process; None: it needs no peers but the server."""
         self._others: list[Session] = []
         """Sessions with other peers, which last as long as this one."""
         self.heard = False
@@ -168,7 +170,7 @@ class Link(Session, Receiver):
             ConnectTimeout: nobody answered in time.
             Rejected, VersionDiffers, AuthError: it does not let this worker in.
         """
-        place = self._place
+        place = self.place
         assert place is not None  # noqa: S101 - only a worker's process has peers
         digests = {each.name: each.digest for each in (SESSION, *sets)}
         connection, answer = dial(
@@ -380,7 +382,7 @@ class _Life:
             place.address,
             type(self._training.replica.model).__name__,
             self._training.workload.name,
-            describe(self._training.replica.device),
+            describe(pick_device(place.node.device)),
         )
 
     def _workload(self, run: RunConfig) -> Workload | None:
@@ -420,6 +422,7 @@ class _Life:
             workload=workload,
             meter=place.meter,
             log=place.log,
+            is_outline=not has_whole_model(run.algorithm),
         )
 
     def _ready(self) -> Ready:
@@ -427,7 +430,7 @@ class _Life:
             source=self._training.workload.source,
             dataset_fingerprint=self._training.workload.fingerprint,
             model_fingerprint=self._training.replica.fingerprint,
-            device=describe(self._training.replica.device),
+            device=describe(pick_device(self._place.node.device)),
             samples_per_s=self._samples_per_s,
             unacknowledged=self._participant.unacknowledged,
         )

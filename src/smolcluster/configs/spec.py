@@ -57,6 +57,7 @@ class AlgorithmSpec:
         is_synchronous: whether workers wait for each other, so that the slowest sets the pace.
         has_local_steps: whether a worker's own optimizer steps its copy of the weights, and only what came of
             several steps is sent.
+        has_whole_model: whether server and workers have the whole model each, and not only its outline.
         is_default: whether it is meant where no algorithm is named.
     """
 
@@ -75,6 +76,7 @@ class AlgorithmSpec:
     serves_loops: bool = True
     is_synchronous: bool = False
     has_local_steps: bool = False
+    has_whole_model: bool = True
     is_default: bool = False
 
     @property
@@ -132,6 +134,12 @@ def get_algorithm(name: str) -> AlgorithmSpec:
     if name not in known:
         raise ConfigError(f"unknown algorithm {name!r} (known: {', '.join(known)})")
     return known[name]
+
+
+def has_whole_model(name: str) -> bool:
+    """Whether the processes of an algorithm have the whole model each; those of no known one do."""
+    spec = algorithms().get(name)
+    return spec is None or spec.has_whole_model
 
 
 def default_algorithm() -> AlgorithmSpec:

@@ -6,7 +6,7 @@ Philox words (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011
 never to change the words of a bit generator, but not the results of `Generator.permutation`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
@@ -46,6 +46,16 @@ class Range:
     @property
     def num_samples(self) -> int:
         return self.stop - self.start
+
+
+def global_batches(
+    num_samples: int, num_epochs: int, batch_size: int, first: int = 0
+) -> Iterator[Range]:
+    """The batch of every step, in order, after the `first` samples; an epoch's last one has what is left."""
+    begin, offset = divmod(first, num_samples)
+    for epoch in range(begin, num_epochs):
+        for start in range(offset if epoch == begin else 0, num_samples, batch_size):
+            yield Range(epoch, start, min(start + batch_size, num_samples))
 
 
 class EpochOrders:

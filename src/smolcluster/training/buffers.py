@@ -92,7 +92,8 @@ class ModelBuffers:
         self._slots = []
         for name, buffer in model.named_buffers():
             owner, _, key = name.rpartition(".")
-            initial, seen = buffer.detach().to("cpu", copy=True), (buffer, buffer._version)
+            seen = buffer, buffer._version
+            initial = buffer.detach() if buffer.is_meta else buffer.detach().to("cpu", copy=True)
             slot = _Slot(plain_name(name), model.get_submodule(owner), key, initial, seen)
             self._slots.append(slot)
         self.names = [slot.name for slot in self._slots]

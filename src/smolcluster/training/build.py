@@ -20,6 +20,7 @@ from smolcluster.training.microbatching import Microbatching
 from smolcluster.training.optimizer import LocalOptimizer
 from smolcluster.training.recipe import Training
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
+from smolcluster.training.stages.build import build_stage, outline
 from smolcluster.training.unused import UnusedParameters
 from smolcluster.training.user_code import user_code
 from smolcluster.training.workload import Workload
@@ -86,15 +87,17 @@ class TrainingContext:
         if self.prefetch is not None:
             self.prefetch.forget_before(Place(self.seed, epoch, start))
 
-        def cut(at_once: int) -> list[Microbatch]:
-            parts = []
-            for first in range(0, len(indices), at_once):
-                piece = indices[first : first + at_once]
-                place = Place(self.seed, epoch, start + first)
-                parts.append(Microbatch(len(piece), partial(self.gather, piece, place)))
-            return parts
-
+        cut = partial(self.parts, indices, epoch, start)
         return self._compute(len(indices), cut, epoch, start)
+
+    def parts(self, indices: Tensor, epoch: int, start: int, at_once: int) -> list[Microbatch]:
+        """The training samples `indices` (n,), which stand in an epoch's order from `start` on, cut."""
+        parts = []
+        for first in range(0, len(indices), at_once):
+            piece = indices[first : first + at_once]
+            place = Place(self.seed, epoch, start + first)
+            parts.append(Microbatch(len(piece), partial(self.gather, piece, place), place))
+        return parts
 
     def gather(self, indices: Tensor, place: Place) -> Batch:
         """A batch of the training samples `indices` (n,)."""
@@ -114,21 +117,30 @@ class TrainingContext:
         Raises:
             DataError: they do not fit the model.
         """
+        cut = partial(self.received_parts, batch, num_samples, epoch, start)
+        return self._compute(num_samples, cut, epoch, start)
+
+    def received_parts(
+        self, batch: Batch, num_samples: int, epoch: int, start: int, at_once: int
+    ) -> list[Microbatch]:
+        """So many samples that somebody else has sent, cut; whole where they cannot be.
+
+        Raises:
+            DataError: they do not fit the model.
+        """
         samples = self.workload.train
         if not isinstance(samples, Elsewhere):
             raise DataError("samples that this machine has itself")
-        whole = samples.received(batch)
-
-        def cut(at_once: int) -> list[Microbatch]:
-            pieces = sliced(whole, num_samples, at_once)
-            size = num_samples if len(pieces) == 1 else at_once
-            sizes = [min(size, num_samples - first) for first in range(0, num_samples, size)]
-            return [
-                Microbatch(number, partial(_as_it_is, piece))
-                for number, piece in zip(sizes, pieces, strict=True)
-            ]
-
-        return self._compute(num_samples, cut, epoch, start)
+        pieces = sliced(samples.received(batch), num_samples, at_once)
+        size = num_samples if len(pieces) == 1 else at_once
+        return [
+            Microbatch(
+                min(size, num_samples - first),
+                partial(_as_it_is, piece),
+                Place(self.seed, epoch, start + first),
+            )
+            for first, piece in zip(range(0, num_samples, size), pieces, strict=True)
+        ]
 
     def _compute(
         self,
@@ -165,6 +177,8 @@ class TrainingContext:
         The model's buffers are as before.
         """
         samples, buffers = self.workload.train, self.replica.buffers
+        if self.replica.device.type == "meta":
+            return False
         if not isinstance(samples, Elsewhere):
             self.compute(self.order(0)[:num_samples])
         elif (example := samples.example(num_samples)) is not None:
@@ -220,10 +234,12 @@ def build(
     workload: Workload | None = None,
     meter: Meter | None = None,
     log: logging.Logger | None = None,
+    is_outline: bool = False,
 ) -> TrainingContext:
     """Build the model of `workload`; None: of the one that `train` names, with data from `place`.
 
-    The initial weights are drawn on the CPU and depend on `seed` only: all machines begin alike.
+    The initial weights are drawn on the CPU and depend on `seed` only: all machines begin alike. An outline
+    has none: its model lies on `meta`, and tells of names, shapes and types alone.
 
     Raises:
         ConfigError: unknown dataset or model, or sizes of the model that do not fit the data.
@@ -234,14 +250,11 @@ def build(
     train = workload.training.applied_to(train)
     if workload.batch_size is not None:
         train = train.model_copy(update={"batch_size": workload.batch_size})
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(derive_seed(seed, "weights"))
-        model = workload.new_model()
     replica = Replica(
-        model,
+        outline(workload) if is_outline else _new_model(workload, seed),
         workload.training.optimizer_for(train),
         weight_decay=train.weight_decay,
-        device=device,
+        device=torch.device("meta") if is_outline else device,
         bucket_bytes=bucket_bytes,
         precision=train.precision,
         is_scaled_elsewhere=workload.is_scaled_elsewhere,
@@ -259,6 +272,33 @@ def build(
     prefetch = prefetch_of(workload.train, user_code)
     workload = workload.to(device)
     return TrainingContext(workload, replica, seed, at_most, evaluated, unused, prefetch)
+
+
+def stage_replica(
+    training: TrainingContext,
+    train: TrainConfig,
+    layers: range,
+    device: torch.device,
+    log: logging.Logger,
+) -> Replica:
+    """These layers of the model that `training` outlines, with their initial weights, on `device`."""
+    workload, outlined = training.workload, training.replica
+    return Replica(
+        build_stage(workload, layers.start, layers.stop, training.seed, device, log=log),
+        workload.training.optimizer_for(train),
+        weight_decay=train.weight_decay,
+        device=device,
+        bucket_bytes=outlined.bucket_bytes,
+        precision=train.precision,
+        meter=outlined.meter,
+        is_stage=True,
+    )
+
+
+def _new_model(workload: Workload, seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(derive_seed(seed, "weights"))
+        return workload.new_model()
 
 
 def _as_it_is(batch: Batch) -> Batch:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from smolcluster.configs.schema import Precision
-from smolcluster.data.dataset import Batch
+from smolcluster.data.dataset import Batch, Place
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.training.replica import DIVERGENCE_REMEDY, Replica, first_non_finite
 from smolcluster.training.user_code import user_code, wrong_result
@@ -33,10 +33,11 @@ class BatchLoss(NamedTuple):
 
 
 class Microbatch(NamedTuple):
-    """Samples that go through the model at once: how many, and what gathers them."""
+    """Samples that go through the model at once: how many, what gathers them, and where the first stands."""
 
     num_samples: int
     gather: Callable[[], Batch]
+    place: Place = Place(0, 0, 0)
 
 
 def forward_backward(replica: Replica, loss: LossFunction, parts: list[Microbatch]) -> BatchLoss:

@@ -67,7 +67,8 @@ def evaluate(
         UserCodeError: data, loss or a metric raised an exception, or what one returned is no number.
     """
     model.eval()
-    dtype = next(each.dtype for each in model.parameters() if each.requires_grad)
+    trained = (each.dtype for each in model.parameters() if each.requires_grad)
+    dtype = next(trained, torch.float32)
     batch_size = batch_size or DEFAULT_BATCH_SIZE
     measured = {"": loss} | {name: of for name, of in metrics.items() if not isinstance(of, OfLoss)}
     sums, counts = dict.fromkeys(measured, 0.0), dict.fromkeys(measured, 0)

@@ -60,6 +60,7 @@ class Replica:
         is_scaled_elsewhere: bool = False,
         ema_decay: float | None = None,
         meter: Meter | None = None,
+        is_stage: bool = False,
     ) -> None:
         """Move `model` to `device` and its parameters into flat tensors.
 
@@ -72,6 +73,7 @@ class Replica:
             is_scaled_elsewhere: who computes scales the loss, and says when a gradient has overflowed.
             ema_decay: how much of the average each step keeps; None: there is no average.
             meter: the process's; None: one of its own.
+            is_stage: whether others train the rest of the model, so that there may be nothing to train here.
 
         Raises:
             ConfigError: the model cannot be trained so: mixed types, sparse gradients, nothing to train.
@@ -80,14 +82,17 @@ class Replica:
         self.bucket_bytes = bucket_bytes
         self.model = model.to(self.device).train()
         trainable = _trainable(self.model)
+        if not (trainable or is_stage):
+            raise ConfigError("model: no parameter is trainable; set requires_grad on at least one")
         self.fingerprint = fingerprint(self.model)
         self.base = described_base(self.model)
         self.parameters = {plain_name(name): each for name, each in model.named_parameters()}
         self.layers = _layout(trainable)
         self.buffers = ModelBuffers(self.model)
         self._starts = [place.start for _, place in self.layers]
-        dtype = trainable[0][1].dtype
-        self.params = torch.empty(self.layers[-1][1].stop, dtype=dtype, device=self.device)
+        dtype = trainable[0][1].dtype if trainable else torch.float32
+        num_params = self.layers[-1][1].stop if trainable else 0
+        self.params = torch.empty(num_params, dtype=dtype, device=self.device)
         self.grads = torch.zeros_like(self.params)
         self._move_into_flat(trainable)
         self.buckets = cut(self.num_params, max(1, bucket_bytes // dtype.itemsize))
@@ -126,6 +131,8 @@ class Replica:
 
     def grad_norm(self) -> float:
         """Return the L2 norm of `grads`, from those of its buckets."""
+        if not self.buckets:
+            return 0.0
         return math.hypot(*bucket_norms(self.grads, self.buckets))
 
     def step(self, learning_rate: float) -> None:
@@ -205,6 +212,8 @@ class Replica:
         Raises:
             NonFiniteLoss: there are; the message says `when` and names the layer.
         """
+        if not self.num_params:
+            return
         low, high = self.params.aminmax()
         if not (math.isfinite(low) and math.isfinite(high)):
             for name, place in self.layers:
@@ -258,10 +267,8 @@ def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         (plain_name(name), param) for name, param in model.named_parameters() if param.requires_grad
     ]
     _check_dense(model)
-    if not found:
-        raise ConfigError("model: no parameter is trainable; set requires_grad on at least one")
-    first_name, first = found[0]
     for name, param in found:
+        first_name, first = found[0]
         if param.dtype != first.dtype:
             raise ConfigError(
                 f"model: parameter {name} is {param.dtype}, but {first_name} is {first.dtype}; "

@@ -92,6 +92,7 @@ SpanEntry = Annotated[
 Host = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z.:%_-]{1,253}$")]
 MAX_STORES, MAX_ADDRESSES, MAX_CONTENTS = 256, 8, 16
 MAX_PARTS = 4096
+MAX_STAGES = 4096
 OptimizerArgument = bool | int | float | Annotated[tuple[float, ...], Strict(False)]
 WEIGHTS = "weights"
 """The content of a State that holds weights."""
@@ -624,7 +625,7 @@ class Slice(Message):
 
 
 class Listening(Message):
-    """Store: its slice is in its place, and workers are let in at each of these addresses."""
+    """Store or stage: workers are let in at each of these addresses; a store's slice is in its place."""
 
     KIND: ClassVar[int] = 42
     places: HostPorts
@@ -755,6 +756,78 @@ class Relayed(Message):
     tensor: TensorSpec | None = None
 
 
+class StageNeighbour(HeaderModel):
+    """A process of the pipeline that another one talks to: its rank, and where it lets others in."""
+
+    rank: Count
+    node: Name
+    instance: Instance
+    places: HostPorts
+
+
+class Planned(Message):
+    """Server: which layers are whose from now on; what was begun before is void.
+
+    Stage s has layers `cuts[s]` to `cuts[s + 1]` - 1 and is on rank `ranks[s]`; the receiver's is `rank`. Its
+    weights are the initial ones, or those of `step`, which come then.
+    """
+
+    KIND: ClassVar[int] = 52
+    attempt: Count
+    rank: Count
+    cuts: Annotated[
+        tuple[Count, ...], Strict(False), Field(min_length=2, max_length=MAX_STAGES + 1)
+    ]
+    ranks: Annotated[tuple[Count, ...], Strict(False), Field(min_length=1, max_length=MAX_STAGES)]
+    neighbours: Annotated[tuple[StageNeighbour, ...], Strict(False), Field(max_length=MAX_STAGES)]
+    turn: Count
+    step: Count = 0
+
+
+class StageReady(Message):
+    """Stage: it has its layers and reaches its neighbours. Or, with a `reason`: it does not."""
+
+    KIND: ClassVar[int] = 53
+    attempt: Count
+    reason: Sentence = ""
+
+
+class StageDone(Message):
+    """Stage: what it has come to in a step: its gradients wait for the Commit.
+
+    `loss` is the sum of `num_terms` loss terms, on the last stage; `squared_norm` that of the gradient of
+    the sum, null: not finite.
+    """
+
+    KIND: ClassVar[int] = 54
+    attempt: Count
+    lease: LeaseKey
+    loss: Annotated[float, Field(allow_inf_nan=False)] | None
+    num_terms: Count
+    squared_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+    seconds: Annotated[dict[Identifier, Seconds], Field(max_length=8)]
+    peak_bytes: Count = 0
+
+
+class EvaluateStages(Message):
+    """Server: compute all samples that are held out, together, as the `turn` of that number."""
+
+    KIND: ClassVar[int] = 55
+    attempt: Count
+    turn: Count
+
+
+class StageEvaluated(Message):
+    """Stage: it has; on the last one with what came of it."""
+
+    KIND: ClassVar[int] = 56
+    attempt: Count
+    turn: Count
+    values: Annotated[
+        dict[Name, Annotated[float, Field(allow_inf_nan=False)]], Field(max_length=64)
+    ]
+
+
 Kinds = frozenset[type[Message]]
 """Messages that a connection accepts at some moment; no two have the same number."""
 
@@ -834,7 +907,13 @@ SLICES = MessageSet(
 """What a worker, which dials, and such a store say to each other."""
 LINKS = MessageSet("links", from_dialler=frozenset({Transfer}), from_listener=frozenset({Transfer}))
 """What neighbouring stages of a pipeline say to each other."""
-SETS = (SESSION, PS, ROUNDS)
+STAGES = MessageSet(
+    "stages",
+    from_dialler=frozenset({Listening, StageReady, StageDone, StageEvaluated, Relayed}),
+    from_listener=frozenset({Planned, EvaluateStages, Relayed}),
+)
+"""What a worker that has some of the layers, and its server say to each other besides."""
+SETS = (SESSION, PS, ROUNDS, STAGES)
 
 
 def sets_of(algorithm: str) -> tuple[MessageSet, ...]:
@@ -843,8 +922,8 @@ def sets_of(algorithm: str) -> tuple[MessageSet, ...]:
     return tuple(each for each in SETS if each is SESSION or each.name in named)
 
 
-ALL_KINDS: Kinds = frozenset({Relayed}).union(
-    *(each.kinds for each in (SESSION, PS, ROUNDS, STORE, SLICES, LINKS))
+ALL_KINDS: Kinds = frozenset().union(
+    *(each.kinds for each in (SESSION, PS, ROUNDS, STORE, SLICES, LINKS, STAGES))
 )
 MESSAGES = MappingProxyType(dict(sorted((kind.KIND, kind) for kind in ALL_KINDS)))
 

@@ -24,8 +24,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from smolcluster.algorithms.PipelineParallel.mailbox import Key, Mailbox, Neighbour, key_of
 from smolcluster.algorithms.PipelineParallel.tensors import decode, encode, nbytes_of, on_cpu
+from smolcluster.algorithms.PipelineParallel.transfers import Key, Mailbox, Neighbour, key_of
 from smolcluster.codec.base import bytes_of
 from smolcluster.configs.schema import Encryption
 from smolcluster.data.dataset import Batch

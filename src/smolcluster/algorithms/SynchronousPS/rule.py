@@ -14,22 +14,9 @@ with c g, where c clips the global norm. Replicas that drifted apart are drawn t
     w <- β w_server + (1 - β) w_worker        (Polyak averaging between replicas, β = polyak_alpha)
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
-
-from smolcluster.data.permutation import Range
-
-
-def global_batches(
-    num_samples: int, num_epochs: int, batch_size: int, first: int = 0
-) -> Iterator[Range]:
-    """The batch of every step, in order, after the `first` samples; an epoch's last one has what is left."""
-    begin, offset = divmod(first, num_samples)
-    for epoch in range(begin, num_epochs):
-        for start in range(offset if epoch == begin else 0, num_samples, batch_size):
-            yield Range(epoch, start, min(start + batch_size, num_samples))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from contextlib import closing
 from functools import partial
 
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.algorithms.SynchronousPS import rule
 from smolcluster.algorithms.SynchronousPS.config import SyncPSConfig
 from smolcluster.algorithms.SynchronousPS.members import Members, StepMember
 from smolcluster.algorithms.SynchronousPS.reducing_links import MeanArrived, ReducingLinks
@@ -42,7 +41,7 @@ from smolcluster.cluster.report import StepTaken
 from smolcluster.cluster.saver import CheckpointSource
 from smolcluster.cluster.worker import Worker
 from smolcluster.cluster.worker_pool import Departed, Joined
-from smolcluster.data.permutation import EpochOrders, Range
+from smolcluster.data.permutation import EpochOrders, Range, global_batches
 from smolcluster.errors import NonFiniteLoss
 from smolcluster.net.inbox import Event, MessageReceived
 from smolcluster.net.session import HEARTBEATS_PER_TIMEOUT
@@ -237,7 +236,7 @@ class Server:
         each = self.train.samples_per_push
         size = each * num_members if self.context.counts_samples else self.train.samples_per_step
         num_samples, num_epochs = self.context.training.num_samples, self.train.num_epochs
-        batches = rule.global_batches(num_samples, num_epochs, size, first=self.samples_applied)
+        batches = global_batches(num_samples, num_epochs, size, first=self.samples_applied)
         return next(batches, None)
 
     def assign(self, part: Part, member: StepMember | None, now: float) -> None:

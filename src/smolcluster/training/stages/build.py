@@ -36,6 +36,18 @@ def num_layers(workload: Workload) -> int:
     return len(layers_of(model, workload.stages))
 
 
+def outline(workload: Workload) -> nn.Module:
+    """The workload's model on `meta`: names, shapes and types, and no values.
+
+    Raises:
+        ConfigError: the workload's model was made before, or it cannot be made without its weights.
+    """
+    model, tape = _recorded(workload)
+    if tape is None:
+        model = model.to("meta")
+    return model
+
+
 def outlines(workload: Workload) -> list[nn.Module]:
     """The model's layers on `meta`; a Hugging Face model's blocks, without what stands before and behind.
 
@@ -155,17 +167,18 @@ class _Probe(nn.Module):
         )
 
 
-class _Answer(nn.Module):
-    """Stands for a model whose output is known."""
+class Answer(nn.Module):
+    """Stands for a model whose output comes from the last stage of a pipeline."""
 
-    def __init__(self, output: Any) -> None:
+    def __init__(self, output: Callable[[], Any]) -> None:
         super().__init__()
         self._output = output
 
     def forward(self, *_values: Any, **named: Any) -> Any:
-        if isinstance(self._output, Logits):
-            return self._output.answer(named.get("labels"))
-        return self._output
+        output = self._output()
+        if isinstance(output, Logits):
+            return output.answer(named.get("labels"))
+        return output
 
 
 def model_input(workload: Workload, batch: Batch) -> Any:
@@ -190,6 +203,6 @@ def output_loss(workload: Workload) -> Callable[[Any, Batch], Terms | Tensor]:
         return workload.output_loss
 
     def loss(output: Any, batch: Batch) -> Terms | Tensor:
-        return workload.loss(_Answer(output), batch)
+        return workload.loss(Answer(lambda: output), batch)
 
     return loss

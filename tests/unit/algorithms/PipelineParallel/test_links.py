@@ -16,7 +16,7 @@ from peers import DEADLINE_S, logger
 from proxy import Proxy
 from smolcluster.algorithms.PipelineParallel import links as links_module
 from smolcluster.algorithms.PipelineParallel.links import Links, Route
-from smolcluster.algorithms.PipelineParallel.mailbox import Neighbour
+from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
 from smolcluster.errors import AuthError, ConnectTimeout, DataError, PeerLost, RunFailed
 from smolcluster.transport.handshake import introduce
 from smolcluster.transport.messages import HostPort

@@ -5,7 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from smolcluster.algorithms.SynchronousPS.rule import ExpectedTerms, blend, global_batches
+from smolcluster.algorithms.SynchronousPS.rule import ExpectedTerms, blend
+from smolcluster.data.permutation import global_batches
 from unit.algorithms.SynchronousPS.actors import random_gradient
 
 

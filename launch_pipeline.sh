@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Spreads a model's layers over machines: `bash launch_pipeline.sh --local` on this machine; `--help` shows all flags.
+set -euo pipefail
+
+root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)"
+uv="$(bash "$root/scripts/bootstrap.sh")"
+exec "$uv" run --no-sync --project "$root" smolcluster launch pipeline "$@"

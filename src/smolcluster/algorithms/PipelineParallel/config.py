@@ -1,0 +1,80 @@
+"""What PipelineParallel alone understands of a configuration."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from smolcluster.configs.schema import AlgorithmConfig
+from smolcluster.errors import ConfigError
+from smolcluster.training.schedules.instructions import SCHEDULES
+from smolcluster.utils.words import hint_at
+
+if TYPE_CHECKING:
+    from smolcluster.configs.resolve import Settings
+
+FLAT_OPTIMIZERS = ("adam", "adamw", "sgd")
+"""Those whose state can be cut where layers are."""
+LayerRange = tuple[NonNegativeInt, PositiveInt]
+"""Layers `[start, end)`."""
+ShardPlan = dict[str, LayerRange | list[LayerRange]]
+
+
+class PipelineConfig(AlgorithmConfig):
+    """PipelineParallel's own keys, all of the cluster file."""
+
+    local: ClassVar[Mapping[str, Any]] = MappingProxyType({"shard_plan": "auto"})
+
+    shard_plan: Literal["auto"] | ShardPlan = Field(
+        "auto",
+        description="PipelineParallel: which layers are whose, such as {mini1: [0, 12], pi5: [12, 16]}, end "
+        "not included; auto: by what layers take on the machines that are there.",
+    )
+    schedule: str = Field("1f1b", description=f"PipelineParallel: one of {', '.join(SCHEDULES)}.")
+    microbatches: PositiveInt = Field(
+        4, description="PipelineParallel: parts of a batch that are on their way at the same time."
+    )
+    activation_codec: Literal["fp32", "bf16", "int8"] = Field(
+        "fp32",
+        description="PipelineParallel: how activations and their gradients are sent between stages.",
+    )
+    recompute: bool = Field(
+        False,
+        description="PipelineParallel: keep a microbatch's input alone, and compute the rest again for its "
+        "backward: less memory, a third more work.",
+    )
+
+    def check(self, settings: "Settings") -> None:
+        """Refuse what cannot be cut, or not so."""
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(
+                f"schedule is {self.schedule!r}, must be one of {', '.join(SCHEDULES)}"
+                f"{hint_at(self.schedule, SCHEDULES)}"
+            )
+        train = settings.train
+        if train.samples_per_step % self.microbatches:
+            raise ConfigError(
+                f"microbatches is {self.microbatches}, which does not divide the {train.samples_per_step} "
+                "samples of a step: change microbatches or batch_size"
+            )
+        if train.precision == "fp16":
+            raise ConfigError(
+                "precision is fp16, which a pipeline does not scale losses for: set precision to bf16"
+            )
+        if train.optimizer not in FLAT_OPTIMIZERS:
+            raise ConfigError(
+                f"optimizer is {train.optimizer!r}, a pipeline takes {', '.join(FLAT_OPTIMIZERS)}"
+            )
+        if train.ema_decay is not None:
+            raise ConfigError(
+                f"ema_decay is {train.ema_decay:g}, but in a pipeline nobody averages weights: set it to null"
+            )
+        if isinstance(self.shard_plan, dict):
+            for node in self.shard_plan:
+                if node not in settings.cluster.workers:
+                    known = ", ".join(settings.cluster.workers)
+                    raise ConfigError(
+                        f"shard_plan names {node!r}, must be one of workers ({known})"
+                        f"{hint_at(node, settings.cluster.workers)}"
+                    )

@@ -1,0 +1,276 @@
+"""A stage's process executes its instruction list: what it waits for, computes and sends on.
+
+    for instruction in schedule[rank]:
+        FORWARD          receive the input, compute, send the output
+        BACKWARD         receive the output's gradient, compute, send the input's
+        BACKWARD_INPUT   the same, without the weights' gradients
+        BACKWARD_WEIGHT  these
+
+What is sent leaves in the background, and so does what comes arrive: only what has not come yet is waited
+for. At the end of a step first and last stage add up the gradients of what both hold, such as a tied
+embedding.
+"""
+
+import itertools
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from smolcluster.algorithms.PipelineParallel.links import Links
+from smolcluster.data.dataset import Batch
+from smolcluster.data.loading import every_index
+from smolcluster.training.build import TrainingContext
+from smolcluster.training.compute import Microbatch
+from smolcluster.training.evaluate import Evaluation, evaluate
+from smolcluster.training.replica import Replica
+from smolcluster.training.schedules.instructions import Instruction, Op
+from smolcluster.training.stages.build import Answer
+from smolcluster.training.stages.compute import Gradients, StageCompute, StageLoss
+from smolcluster.training.stages.cut import Stage
+from smolcluster.utils.meter import Meter
+
+AHEAD = 2
+"""Batches of an evaluation that are on their way to each stage."""
+
+
+@dataclass(frozen=True)
+class OwnStage:
+    """A stage of this process: its weights, and what computes with them."""
+
+    replica: Replica
+    compute: StageCompute
+
+    @property
+    def module(self) -> Stage:
+        return self.compute.stage
+
+
+@dataclass
+class StepOutcome:
+    """What a process has come to in a step.
+
+    Attributes:
+        loss: of the last stage; elsewhere nothing.
+        squared_norm: of the gradients of the sum of the loss terms, tied ones counted once; may be NaN.
+        seconds: by operation.
+    """
+
+    loss: StageLoss
+    squared_norm: float
+    seconds: Mapping[str, float]
+
+
+class Execution:
+    """The stages of one process, by their numbers, and its links, between two plans."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, OwnStage],
+        ranks: Sequence[int],
+        links: Links,
+        meter: Meter,
+        timeout_s: float,
+    ) -> None:
+        """`ranks`: whose each stage of all is; `timeout_s`: silence after which a neighbour is lost."""
+        self.stages, self._ranks = stages, ranks
+        self._links, self._meter, self._timeout_s = links, meter, timeout_s
+
+    def run(
+        self, turn: int, instructions: Sequence[Instruction], parts: Sequence[Microbatch]
+    ) -> StepOutcome:
+        """Compute a step's loss and gradients, which are left in the replicas.
+
+        `turn` counts what the stages do together, steps and evaluations alike.
+
+        Raises:
+            PeerLost: a neighbour is lost. How far it had come is unknown; nothing has been stepped.
+            UserCodeError: model or loss raised an exception.
+        """
+        self._links.begin_step(turn)
+        for each in self.stages.values():
+            each.replica.grads.zero_()
+        seconds: dict[str, float] = defaultdict(float)
+        for instruction in instructions:
+            seconds[instruction.op] += self._execute(turn, instruction, parts)
+        losses = [each.compute.end_step() for each in self.stages.values()]
+        self._add_tied(turn)
+        return StepOutcome(
+            StageLoss(sum(each.total for each in losses), sum(each.num_terms for each in losses)),
+            sum(self._squared_norm(each) for each in self.stages.values()),
+            seconds,
+        )
+
+    def _execute(self, turn: int, instruction: Instruction, parts: Sequence[Microbatch]) -> float:
+        """Do one instruction; returns the seconds that it computed."""
+        number, microbatch = instruction.stage, instruction.microbatch
+        compute = self.stages[number].compute
+        if instruction.op is Op.FORWARD:
+            value = (
+                None if compute.stage.is_first else self._receive_value(turn, microbatch, number)
+            )
+            part = parts[microbatch]
+            with self._meter("data"):
+                batch = part.gather() if compute.needs_batch else None
+            started = time.perf_counter()
+            output = compute.forward(microbatch, part.place, value, batch, part.num_samples)
+            took = time.perf_counter() - started
+            if not compute.stage.is_last:
+                self._links.send_forward(turn, microbatch, number, output)
+            return took
+        if instruction.op is Op.BACKWARD_WEIGHT:
+            started = time.perf_counter()
+            compute.backward_weight(microbatch)
+            return time.perf_counter() - started
+        gradients: Gradients = []
+        if not compute.stage.is_last:
+            with self._meter("wait"):
+                gradients = self._links.recv_backward(turn, microbatch, number, self._timeout_s)
+        started = time.perf_counter()
+        backward = compute.backward if instruction.op is Op.BACKWARD else compute.backward_input
+        found = backward(microbatch, gradients)
+        took = time.perf_counter() - started
+        if not compute.stage.is_first:
+            self._links.send_backward(turn, microbatch, number, found)
+        return took
+
+    def evaluate(self, turn: int, number: int, batch: Callable[[], Batch]) -> Any:
+        """The model's output for batch `number` that is not trained on, where the last stage is; else None.
+
+        A stage is at most `AHEAD` batches per stage before the last one, which answers each.
+        """
+        window, output = AHEAD * len(self._ranks), None
+        for stage in sorted(self.stages):
+            compute = self.stages[stage].compute
+            is_first, is_last = compute.stage.is_first, compute.stage.is_last
+            if not is_last and number >= window:
+                with self._meter("wait"):
+                    self._links.recv_backward(turn, number - window, stage, self._timeout_s)
+            value = None if is_first else self._receive_value(turn, number, stage)
+            output = compute.evaluate(value, batch() if is_first else None)
+            if not is_last:
+                self._links.send_forward(turn, number, stage, output)
+            if not is_first:
+                self._links.send_backward(turn, number, stage, None)
+        return output if stage == len(self._ranks) - 1 else None
+
+    def begin_turn(self, turn: int) -> None:
+        self._links.begin_step(turn)
+
+    @property
+    def is_last(self) -> bool:
+        return len(self._ranks) - 1 in self.stages
+
+    def _receive_value(self, turn: int, microbatch: int, stage: int) -> Batch:
+        with self._meter("wait"):
+            return self._links.recv_forward(turn, microbatch, stage, self._timeout_s)
+
+    def _add_tied(self, turn: int) -> None:
+        """Let first and last stage have the sum of their gradients of the parameters that both hold."""
+        last = len(self._ranks) - 1
+        if last == 0:
+            return
+        for number, other in ((0, last), (last, 0)):
+            if number not in self.stages or not self.stages[number].module.tied:
+                continue
+            if other in self.stages:
+                if number == 0:
+                    self._add(0, self._tied(other))
+                    self._copy(other)
+                return
+            own = {name: grad.clone() for name, grad in self._tied(number).items()}
+            with self._meter("wait"):
+                theirs = self._links.exchange(turn, self._ranks[other], own, self._timeout_s)
+            self._add(number, theirs)
+
+    def _tied(self, number: int) -> dict[str, torch.Tensor]:
+        parameters = self.stages[number].replica.parameters
+        found = {name: parameters[name].grad for name in self.stages[number].module.tied}
+        return {name: grad for name, grad in found.items() if grad is not None}
+
+    def _add(self, number: int, theirs: Mapping[str, torch.Tensor]) -> None:
+        for name, grad in self._tied(number).items():
+            grad.add_(theirs[name].to(grad.device))
+
+    def _copy(self, number: int) -> None:
+        """Give this stage the sums that the first one, which is of this process as well, has."""
+        sums = self._tied(0)
+        for name, grad in self._tied(number).items():
+            grad.copy_(sums[name])
+
+    def _squared_norm(self, stage: OwnStage) -> float:
+        """Of a stage's gradients; what is tied counts on the first stage."""
+        total = stage.replica.grad_norm() ** 2
+        if stage.module.is_first or not stage.module.tied:
+            return total
+        parameters = stage.replica.parameters
+        tied = [parameters[name].grad for name in stage.module.tied]
+        norms = [
+            torch.linalg.vector_norm(each, dtype=torch.float64).item()
+            for each in tied
+            if each is not None
+        ]
+        return max(0.0, total - math.fsum(each * each for each in norms))
+
+
+def evaluate_stages(
+    execution: Execution, training: TrainingContext, turn: int
+) -> Evaluation | None:
+    """Compute all samples that are held out with the other stages; what came of it, at the last one.
+
+    Raises:
+        PeerLost: a neighbour is lost.
+        NonFiniteLoss: the loss is NaN or infinite.
+    """
+    workload = training.workload
+    held_out = workload.validation
+    if held_out is None:
+        return None
+    size = workload.eval_batch_size or training.eval_batch_size.size
+    batches = torch.split(every_index(held_out), size or held_out.num_samples)
+    execution.begin_turn(turn)
+    numbers = itertools.count()
+
+    def output() -> Any:
+        number = next(numbers)
+        return execution.evaluate(turn, number, lambda: held_out.batch(batches[number]))
+
+    if not execution.is_last:
+        for _ in batches:
+            output()
+        return None
+    return _evaluated(execution, training, output, len(batches[0]))
+
+
+def _evaluated(
+    execution: Execution, training: TrainingContext, output: Callable[[], Any], batch_size: int
+) -> Evaluation:
+    """The evaluation at the last stage, with the outputs of batches as they come."""
+    workload, own = training.workload, execution.stages[max(execution.stages)]
+    of_batch: list[Any] = []
+
+    def once() -> Any:
+        if not of_batch:
+            of_batch.append(output())
+        return of_batch[0]
+
+    answer = Answer(once)
+    answer.add_module("stage", own.module)
+    assert workload.validation is not None  # noqa: S101 - `evaluate_stages` has looked
+    try:
+        return evaluate(
+            answer,
+            workload.validation,
+            own.replica.device,
+            loss=workload.loss,
+            metrics=workload.metrics,
+            precision=own.replica.precision,
+            batch_size=batch_size,
+            before_batch=of_batch.clear,
+        )
+    finally:
+        own.module.train()

@@ -1,0 +1,95 @@
+"""Which layers are whose, and what each process is told of it. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
+from smolcluster.errors import ConfigError
+from smolcluster.training.schedules.instructions import SCHEDULES, Schedule, stage_ranks
+
+
+@dataclass(frozen=True)
+class StageMap:
+    """A cut: stage s has layers `cuts[s]` to `cuts[s + 1]` - 1, and is on rank `ranks[s]`.
+
+    `nodes`: the machine of each rank.
+    """
+
+    cuts: tuple[int, ...]
+    ranks: tuple[int, ...]
+    nodes: tuple[str, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.ranks)
+
+    def layers(self, stage: int) -> range:
+        return range(self.cuts[stage], self.cuts[stage + 1])
+
+    def neighbours(self, rank: int) -> set[int]:
+        """The ranks that this one exchanges anything with; first and last share what is tied."""
+        pairs = [*pairwise(self.ranks), (self.ranks[-1], self.ranks[0])]
+        both = {*pairs, *((b, a) for a, b in pairs)}
+        return {b for a, b in both if a == rank and b != rank}
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{self.nodes[rank]} {self.cuts[stage]} to {self.cuts[stage + 1] - 1}"
+            for stage, rank in enumerate(self.ranks)
+        )
+
+
+def schedule_of(config: PipelineConfig, num_ranks: int, num_microbatches: int) -> Schedule:
+    """The instruction lists of a step of so many microbatches, of which an epoch's last step may have few."""
+    kind = SCHEDULES[config.schedule]
+    return kind.generate(num_ranks, num_microbatches, kind.chunks[0])
+
+
+def even_cut(num_layers: int, nodes: Sequence[str], config: PipelineConfig) -> StageMap:
+    """As many layers for each stage, as far as that goes.
+
+    Raises:
+        ConfigError: there are more stages than layers.
+    """
+    ranks = stage_ranks(schedule_of(config, len(nodes), config.microbatches))
+    if len(ranks) > num_layers:
+        raise ConfigError(
+            f"the model has {num_layers} layers, which cannot be {len(ranks)} stages of schedule "
+            f"{config.schedule} on {len(nodes)} machines: use fewer workers"
+        )
+    cuts = tuple(round(stage * num_layers / len(ranks)) for stage in range(len(ranks) + 1))
+    return StageMap(cuts, ranks, tuple(nodes))
+
+
+def written_cut(
+    num_layers: int, ranges: Mapping[str, Sequence[tuple[int, int]]], config: PipelineConfig
+) -> StageMap:
+    """The cut that `shard_plan` says.
+
+    Raises:
+        ConfigError: it does not have every layer once, or cannot be that of the schedule.
+    """
+    stages = sorted((start, end, node) for node, each in ranges.items() for start, end in each)
+    reached = 0
+    for start, end, node in stages:
+        if end <= start:
+            raise ConfigError(f"shard_plan: {node} has [{start}, {end}], which is no layer")
+        if start != reached:
+            what = "leaves out" if start > reached else "has twice"
+            first, last = sorted((start, reached))
+            raise ConfigError(f"shard_plan {what} layers {first} to {last - 1}, at {node}")
+        reached = end
+    if reached != num_layers:
+        raise ConfigError(
+            f"shard_plan ends with layer {reached - 1}, the model's layers are 0 to {num_layers - 1}"
+        )
+    nodes = list(dict.fromkeys(node for _, _, node in stages))
+    ranks = tuple(nodes.index(node) for _, _, node in stages)
+    wanted = stage_ranks(schedule_of(config, len(nodes), config.microbatches))
+    if ranks != wanted:
+        raise ConfigError(
+            f"shard_plan gives stages to machines {list(ranks)}, schedule {config.schedule} on {len(nodes)} "
+            f"machines has them on {list(wanted)}"
+        )
+    return StageMap((0, *(end for _, end, _ in stages)), ranks, tuple(nodes))

@@ -1,0 +1,379 @@
+"""The pipeline's server: says which layers are whose, which samples, and when all stages step.
+
+    plan -> all stages ready -> (samples -> every stage's part of loss and norm -> one Commit for all)*
+
+It holds no weights. Each question goes to all stages, and nothing follows before all have answered, so that
+no stage steps twice or not at all. When a stage is lost, the layers are dealt out again over those that are
+there, and training goes on from the state that was kept last. One thread, `Server.run`, decides everything.
+
+Sources: GPipe (Huang et al., 1811.06965); PipeDream-Flush (Narayanan et al., 2006.09503).
+By hand: `uv run server.py`.
+"""
+
+if __name__ == "__main__":  # before the imports that take seconds: see entry.py
+    from smolcluster.algorithms.entry import main
+
+    raise SystemExit(main("pipeline", "server"))
+
+
+import math
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from smolcluster.algorithms.context import ServerContext
+from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
+from smolcluster.algorithms.PipelineParallel.plan import StageMap, even_cut, written_cut
+from smolcluster.cluster.report import StepTaken
+from smolcluster.cluster.worker import Worker
+from smolcluster.cluster.worker_pool import Departed, Joined
+from smolcluster.data.permutation import EpochOrders, Range, global_batches
+from smolcluster.errors import NonFiniteLoss
+from smolcluster.net.inbox import Event, MessageReceived
+from smolcluster.net.session import Receiver
+from smolcluster.ps.assignment import ServedBatch, assignment_of, send_assignment
+from smolcluster.runs.summary import Summary
+from smolcluster.training.evaluate import Evaluation
+from smolcluster.training.optimizer import clip_factor
+from smolcluster.training.replica import DIVERGENCE_REMEDY
+from smolcluster.training.schedule import learning_rate
+from smolcluster.training.stages.build import num_layers
+from smolcluster.transport.messages import (
+    Commit,
+    EvaluateStages,
+    LeaseKey,
+    Listening,
+    Message,
+    Planned,
+    StageDone,
+    StageEvaluated,
+    StageNeighbour,
+    StageReady,
+)
+
+TICK_S = 0.1
+
+
+class StageReceiver(Receiver):
+    """What a stage says; what it sends a neighbour through the server is handed on."""
+
+    def __init__(self, session_id: int) -> None:
+        self._session_id = session_id
+
+    def __call__(self, message: Message, _payload: memoryview) -> Event | None:
+        return MessageReceived(self._session_id, message)
+
+
+@dataclass
+class Peer:
+    """A worker that is there, and where its neighbours reach it; it has layers or is a spare."""
+
+    worker: Worker
+    listening: Listening | None = None
+
+    @property
+    def id(self) -> int:
+        return self.worker.member.session_id
+
+
+@dataclass
+class Question:
+    """What all stages have been asked, who has yet to answer, and what comes then."""
+
+    then: Callable[[list[Any]], None]
+    """Is given all answers, by rank."""
+    answers: dict[int, Message] = field(default_factory=dict)
+    """By session."""
+
+
+@dataclass
+class Crew:
+    """The workers that have the layers, by rank, from one plan to the next."""
+
+    attempt: int
+    map: StageMap
+    peers: list[Peer]
+    question: Question | None = None
+
+
+class Server:
+    """One run of PipelineParallel."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self.context = context
+        self.train = context.training.recipe.applied_to(context.settings.train)
+        self.config = context.run.of(PipelineConfig)
+        self.num_layers = num_layers(context.training.workload)
+        self.orders = EpochOrders(context.training.order)
+        self.feed = context.open_feed()
+        self.pool = context.open_pool(StageReceiver)
+        self.report = self.pool.report
+        self.peers: dict[int, Peer] = {}
+        self.crew: Crew | None = None
+        self.num_attempts = self.num_grants = 0
+        self.turn = 0
+        """What the stages do together is counted over all plans, steps and evaluations alike."""
+        self.begun = self.report.training_state({})
+        """Where the run goes on from when a stage is lost."""
+        self.is_evaluated = False
+
+    @property
+    def version(self) -> int:
+        return self.report.version
+
+    def run(self) -> Summary:
+        """Serve until every sample of every epoch has been applied.
+
+        Raises:
+            NonFiniteLoss: a loss or a gradient is NaN or infinite; the message names the stage.
+        """
+        with closing(self.feed), self.pool:
+            while not (self.report.is_over and self.is_evaluated):
+                for event in self.pool.next_events(TICK_S):
+                    self.handle(event)
+                self.advance()
+                self.report.tick()
+            return self.report.summary()
+
+    def advance(self) -> None:
+        """Begin what comes next, where nothing is being waited for."""
+        if self.crew is None:
+            self.plan()
+        elif self.crew.question is None:
+            self.next_turn(self.crew)
+
+    def plan(self) -> None:
+        """Deal the layers out, once enough workers are there."""
+        ready = [each for each in self.peers.values() if each.listening is not None]
+        if not self.pool.started or len(ready) < self.num_wanted:
+            return
+        ready.sort(key=lambda each: each.worker.member.worker_id)
+        nodes = [each.worker.member.node for each in ready]
+        layers = self.cut(nodes)
+        by_node = {each.worker.member.node: each for each in reversed(ready)}
+        peers = ready if len(by_node) < len(ready) else [by_node[node] for node in layers.nodes]
+        self.num_attempts += 1
+        crew = self.crew = Crew(self.num_attempts, layers, peers[: len(layers.nodes)])
+        self.context.log.info("layers: %s", layers)
+        self.ask(crew, self.planned, lambda _: None)
+
+    @property
+    def num_wanted(self) -> int:
+        """How many workers must be there: at first all, after a loss those that remain."""
+        if isinstance(self.config.shard_plan, dict):
+            return len(self.config.shard_plan)
+        return 1 if self.num_attempts else self.context.settings.cluster.num_workers
+
+    def cut(self, nodes: list[str]) -> StageMap:
+        if self.config.shard_plan == "auto":
+            return even_cut(self.num_layers, nodes, self.config)
+        ranges = {
+            node: [each] if isinstance(each, tuple) else each
+            for node, each in self.config.shard_plan.items()
+        }
+        return written_cut(self.num_layers, ranges, self.config)
+
+    def planned(self, crew: Crew, rank: int) -> None:
+        """Tell a worker which layers are its own, and who its neighbours are."""
+        layers = crew.map
+        neighbours = [
+            StageNeighbour(
+                rank=other,
+                node=crew.peers[other].worker.member.node,
+                instance=crew.peers[other].worker.member.instance,
+                places=crew.peers[other].listening.places,  # type: ignore[union-attr]
+            )
+            for other in sorted(layers.neighbours(rank))
+        ]
+        message = Planned(
+            attempt=crew.attempt,
+            rank=rank,
+            cuts=layers.cuts,
+            ranks=layers.ranks,
+            neighbours=tuple(neighbours),
+            turn=self.turn,
+            step=self.version,
+        )
+        crew.peers[rank].worker.live_session.send(message)
+
+    def ask(
+        self,
+        crew: Crew,
+        tell: Callable[[Crew, int], None],
+        then: Callable[[list[Any]], None],
+    ) -> None:
+        """Tell all stages something, and go on when all have answered."""
+        crew.question = Question(then)
+        for rank in range(len(crew.peers)):
+            tell(crew, rank)
+
+    def on_answer(self, session_id: int, attempt: int, answer: Message) -> None:
+        crew = self.crew
+        if crew is None or crew.question is None or attempt != crew.attempt:
+            return
+        answers, then = crew.question.answers, crew.question.then
+        answers[session_id] = answer
+        ids = [each.id for each in crew.peers]
+        if answers.keys() >= set(ids):
+            crew.question = None
+            then([answers[each] for each in ids])
+
+    def next_turn(self, crew: Crew) -> None:
+        """Have the stages take a step, or evaluate what the last one has come to."""
+        self.turn += 1
+        if self.is_evaluation_due:
+            wanted = EvaluateStages(attempt=crew.attempt, turn=self.turn)
+            self.ask(crew, lambda crew, rank: self.tell(crew.peers[rank], wanted), self.evaluated)
+        elif not self.report.is_over:
+            self.begin_step(crew)
+
+    @property
+    def is_evaluation_due(self) -> bool:
+        """After every `eval_steps` steps, and at the end of the run."""
+        is_time = self.report.is_over or (
+            self.version and self.version % self.train.eval_steps == 0
+        )
+        return bool(is_time) and not self.is_evaluated
+
+    def begin_step(self, crew: Crew) -> None:
+        """Give all stages the samples of the next step."""
+        self.is_evaluated = False
+        batches = global_batches(
+            self.context.training.num_samples,
+            self.train.num_epochs,
+            self.train.samples_per_step,
+            first=self.report.samples_applied,
+        )
+        samples = next(batches)
+        self.num_grants += 1
+        lease = LeaseKey(
+            incarnation=self.context.incarnation,
+            epoch=samples.epoch,
+            start=samples.start,
+            stop=samples.stop,
+            grant=self.num_grants,
+        )
+        self.ask(crew, partial(self.assign, samples, lease), partial(self.commit, crew, samples))
+
+    def assign(self, samples: Range, lease: LeaseKey, crew: Crew, rank: int) -> None:
+        indices = self.orders[samples.epoch][samples.start : samples.stop]
+        turn, session = self.turn, crew.peers[rank].worker.live_session
+
+        def send(batch: ServedBatch | None) -> None:
+            told = assignment_of(lease, indices, batch, version=turn, learning_rate=0.0)
+            send_assignment(session, *told, batch)
+
+        self.feed.deliver(samples, indices, send)
+
+    def commit(self, crew: Crew, samples: Range, answers: list[StageDone]) -> None:
+        """All stages have their gradients: have all step by the same factor.
+
+        Raises:
+            NonFiniteLoss: those of one, or the loss, are not finite.
+        """
+        for rank, each in enumerate(answers):
+            if each.loss is None or each.squared_norm is None:
+                raise NonFiniteLoss(self.not_finite(crew, rank, each))
+        num_terms = max(1, sum(each.num_terms for each in answers))
+        loss = sum(each.loss for each in answers if each.loss is not None) / num_terms
+        squares = [each.squared_norm for each in answers if each.squared_norm is not None]
+        norm = math.sqrt(math.fsum(squares)) / num_terms
+        rate = self.learning_rate()
+        message = Commit(
+            version=self.version + 1,
+            num_samples=samples.num_samples,
+            clip=clip_factor(norm, self.train.gradient_clipping) / num_terms,
+            learning_rate=rate,
+        )
+        for peer in crew.peers:
+            self.tell(peer, message)
+        self.feed.applied(samples)
+        for peer in crew.peers:
+            self.report.contributed(peer.worker, samples.num_samples, loss)
+        self.report.step_taken(
+            StepTaken(
+                version=message.version,
+                samples=samples,
+                loss=loss,
+                learning_rate=rate,
+                grad_norm=norm,
+                layer_norms={},
+                num_terms=num_terms,
+            )
+        )
+
+    def not_finite(self, crew: Crew, rank: int, answer: StageDone) -> str:
+        name = crew.peers[rank].worker.name
+        stages = [stage for stage, each in enumerate(crew.map.ranks) if each == rank]
+        layers = ", ".join(
+            f"{crew.map.cuts[each]} to {crew.map.cuts[each + 1] - 1}" for each in stages
+        )
+        what = "the loss" if answer.loss is None else "the gradient"
+        return (
+            f"step {self.version + 1}: {what} of {name}, layers {layers}, is not finite; "
+            f"{DIVERGENCE_REMEDY}"
+        )
+
+    def evaluated(self, answers: list[StageEvaluated]) -> None:
+        self.is_evaluated = True
+        values = {name: value for each in answers for name, value in each.values.items()}
+        if "val_loss" in values:
+            loss = values.pop("val_loss")
+            metrics = {name.removeprefix("val_"): value for name, value in values.items()}
+            epoch = max(0, self.report.samples_applied - 1) // self.context.training.num_samples
+            self.report.evaluated(self.version, epoch, Evaluation(loss, metrics))
+
+    def learning_rate(self) -> float:
+        total = self.train.num_epochs * self.context.training.num_samples
+        schedule = self.context.training.recipe.schedule
+        return learning_rate(self.train, self.report.samples_applied, total, schedule)
+
+    def tell(self, peer: Peer, message: Message) -> None:
+        peer.worker.live_session.send(message)
+
+    def handle(self, event: Event) -> None:
+        match event:
+            case Joined(worker):
+                peer = Peer(worker)
+                self.peers[peer.id] = peer
+            case Departed(worker):
+                self.on_departure(worker)
+            case MessageReceived(session_id=id_, message=Listening() as listening):
+                if id_ in self.peers:
+                    self.peers[id_].listening = listening
+            case MessageReceived(session_id=id_, message=StageReady() as ready) if ready.reason:
+                self.on_trouble(id_, ready)
+            case MessageReceived(
+                session_id=id_, message=StageReady() | StageDone() | StageEvaluated() as answer
+            ):
+                self.on_answer(id_, answer.attempt, answer)
+
+    def on_departure(self, worker: Worker) -> None:
+        peer = self.peers.pop(worker.member.session_id, None)
+        if self.crew is not None and peer in self.crew.peers:
+            self.begin_again(f"{worker.name} is gone")
+
+    def on_trouble(self, session_id: int, ready: StageReady) -> None:
+        """A stage cannot reach a neighbour, or has lost it."""
+        if (
+            self.crew is not None
+            and ready.attempt == self.crew.attempt
+            and session_id in self.peers
+        ):
+            name = self.peers[session_id].worker.name
+            self.begin_again(f"{name}: {ready.reason}")
+
+    def begin_again(self, reason: str) -> None:
+        """Deal the layers out anew; what was computed since the state that was kept last is done again."""
+        self.crew = None
+        self.context.log.warning(
+            "%s; the layers are dealt out again, from step %d on", reason, self.begun.step
+        )
+        self.report.resume(self.begun)
+        self.is_evaluated = False
+
+
+def serve(context: ServerContext) -> Summary:
+    return Server(context).run()

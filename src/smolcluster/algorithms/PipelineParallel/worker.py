@@ -1,0 +1,246 @@
+"""A worker of a pipeline: it has some of the layers, and computes every microbatch's way through them.
+
+    plan -> build the layers, reach the neighbours -> (samples -> its instruction list -> norm -> commit)*
+
+The server says which layers, which samples, and by which factor the gradient is stepped; activations and
+their gradients go from neighbour to neighbour.
+
+By hand: `uv run worker.py 1 macbook`.
+"""
+
+if __name__ == "__main__":  # before the imports that take seconds: see entry.py
+    from smolcluster.algorithms.entry import main
+
+    raise SystemExit(main("pipeline", "worker"))
+
+
+import math
+from collections.abc import Sequence
+from contextlib import closing
+
+import torch
+
+from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
+from smolcluster.algorithms.PipelineParallel.execution import Execution, OwnStage, evaluate_stages
+from smolcluster.algorithms.PipelineParallel.links import Links, Route
+from smolcluster.algorithms.PipelineParallel.plan import schedule_of
+from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
+from smolcluster.cluster.link import Link, WorkerSetup
+from smolcluster.errors import ConnectTimeout, PeerLost, SmolclusterError
+from smolcluster.net.inbox import Event, MessageReceived
+from smolcluster.net.session import Receiver
+from smolcluster.ps.assignment import Assigned, AssignmentReceiver
+from smolcluster.training.build import TrainingContext, stage_replica
+from smolcluster.training.compute import Microbatch
+from smolcluster.training.stages.compute import StageCompute
+from smolcluster.transport.messages import (
+    Assignment,
+    Commit,
+    EvaluateStages,
+    LeaseKey,
+    Listening,
+    Message,
+    Planned,
+    Relayed,
+    Served,
+    StageDone,
+    StageEvaluated,
+    StageReady,
+    Welcome,
+)
+from smolcluster.utils.device import pick_device
+
+WAIT_S = 1.0
+EVERY_ATTEMPT = 2**62
+
+
+class PlanChanged(SmolclusterError):
+    """What is being computed is void: the server has another plan."""
+
+
+class StageReceiver(Receiver):
+    """What the server says; of a new plan the thread that computes hears at once."""
+
+    links: Links | None = None
+    """From when on the server has been told of them."""
+
+    def __init__(self, training: TrainingContext) -> None:
+        self._samples = AssignmentReceiver(training)
+
+    def place_for(self, message: Message) -> memoryview | None:
+        match message:
+            case Served():
+                return self._samples.place_for(message)
+            case Relayed() if self.links:
+                return self.links.place_for(message)
+        return None
+
+    def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        match message:
+            case Served():
+                return None
+            case Relayed() if self.links:
+                self.links.take(message)
+                return None
+            case Assignment():
+                return self._samples.assigned(message, payload)
+            case Planned() if self.links:
+                self.links.interrupt(PlanChanged("the plan has changed"), message.attempt - 1)
+        return MessageReceived(0, message)
+
+    def close(self) -> None:
+        if self.links:
+            gone = PeerLost("the session with the server has ended")
+            self.links.interrupt(gone, EVERY_ATTEMPT)
+
+
+class Worker:
+    """A worker's part in a run, over all its sessions."""
+
+    unacknowledged: LeaseKey | None = None
+    """A step that breaks off is done again."""
+
+    def __init__(self, welcome: Welcome, training: TrainingContext) -> None:
+        self.welcome, self.training = welcome, training
+        self.config = welcome.run.of(PipelineConfig)
+        self.train = training.recipe.applied_to(welcome.run.train)
+        self.timeout_s = welcome.heartbeat_timeout_s
+        self.receiver: StageReceiver
+        self.link: Link
+        self.links: Links
+        self.plan: Planned
+        self.stages: dict[int, OwnStage] = {}
+        """By their numbers; the layers of the newest plan."""
+        self.execution: Execution
+
+    def new_receiver(self) -> StageReceiver:
+        self.receiver = StageReceiver(self.training)
+        return self.receiver
+
+    def take_part(self, link: Link) -> None:
+        """Compute until the link raises. The server says what, from the plan on."""
+        place = link.place
+        assert place is not None  # noqa: S101 - only an attached loop has none
+        self.link = link
+        self.links = Links(
+            place.hello,
+            place.secret,
+            place.log,
+            encryption=place.encryption,
+            bucket_bytes=self.welcome.bucket_bytes,
+            heartbeat_timeout_s=self.timeout_s,
+        )
+        with closing(self.links):
+            addresses = place.node.addresses or (link.connection.own_address,)
+            self.receiver.links = self.links
+            link.send(Listening(places=self.links.listen(addresses)))
+            while True:
+                self.follow(place)
+
+    def follow(self, place: WorkerSetup) -> None:
+        """Do what the server wants next; what a neighbour's loss breaks off it hears of."""
+        with self.training.replica.meter("wait"):
+            event = self.link.next_event(WAIT_S)
+        try:
+            self.handle(event, place)
+        except PlanChanged:
+            pass  # which comes next
+        except (PeerLost, ConnectTimeout) as error:
+            self.link.next_event(0.0)  # raises where it is the server that is lost
+            self.link.send(StageReady(attempt=self.plan.attempt, reason=str(error)))
+
+    def handle(self, event: Event | None, place: WorkerSetup) -> None:
+        match event:
+            case MessageReceived(message=Planned() as plan):
+                self.begin(plan, place)
+            case Assigned() as step:
+                self.compute(step)
+            case MessageReceived(message=Commit() as commit):
+                self.step(commit)
+            case MessageReceived(message=EvaluateStages() as wanted):
+                self.evaluate(wanted)
+
+    def begin(self, plan: Planned, place: WorkerSetup) -> None:
+        """Build the layers that are one's own now, and reach the neighbours."""
+        self.plan, training = plan, self.training
+        device = pick_device(place.node.device)
+        self.stages = {}  # frees the memory of those before
+        for stage, rank in enumerate(plan.ranks):
+            if rank == plan.rank:
+                layers = range(plan.cuts[stage], plan.cuts[stage + 1])
+                replica = stage_replica(training, self.train, layers, device, place.log)
+                recompute = self.config.recompute
+                compute = StageCompute(
+                    replica, training.workload, training.seed, recompute=recompute
+                )
+                self.stages[stage] = OwnStage(replica, compute)
+        route = Route(
+            rank=plan.rank,
+            attempt=plan.attempt,
+            step=plan.turn,
+            ranks=plan.ranks,
+            neighbours=tuple(
+                Neighbour(each.rank, each.node, each.instance, each.places)
+                for each in plan.neighbours
+            ),
+            codec=self.config.activation_codec,
+        )
+        self.links.connect(route, self.link, self.timeout_s)
+        meter = training.replica.meter
+        self.execution = Execution(self.stages, plan.ranks, self.links, meter, self.timeout_s)
+        self.link.send(StageReady(attempt=plan.attempt))
+
+    def compute(self, step: Assigned) -> None:
+        """Compute the loss and the gradients of a step, and say what they have come to."""
+        if step.failure is not None:
+            raise step.failure
+        lists = schedule_of(self.config, 1 + max(self.plan.ranks), self.num_parts(step))
+        outcome = self.execution.run(
+            step.assignment.version, lists[self.plan.rank], self.parts(step)
+        )
+        has_loss = math.isfinite(outcome.loss.total)
+        is_finite = math.isfinite(outcome.squared_norm)
+        self.link.send(
+            StageDone(
+                attempt=self.plan.attempt,
+                lease=step.lease,
+                loss=outcome.loss.total if has_loss else None,
+                num_terms=outcome.loss.num_terms,
+                squared_norm=outcome.squared_norm if is_finite else None,
+                seconds=dict(outcome.seconds),
+            )
+        )
+        self.training.replica.meter.step_done(step.num_samples)
+
+    def microbatch_size(self) -> int:
+        return self.train.samples_per_step // self.config.microbatches
+
+    def num_parts(self, step: Assigned) -> int:
+        return math.ceil(step.num_samples / self.microbatch_size())
+
+    def parts(self, step: Assigned) -> Sequence[Microbatch]:
+        """A step's samples, cut into microbatches; of an epoch's last step there may be fewer."""
+        lease, size = step.lease, self.microbatch_size()
+        if step.assignment.batch_nbytes is None:
+            return self.training.parts(step.indices, lease.epoch, lease.start, size)
+        return self.training.received_parts(
+            step.batch, step.num_samples, lease.epoch, lease.start, size
+        )
+
+    @torch.no_grad()
+    def step(self, commit: Commit) -> None:
+        """Step all one's layers: their gradients are multiplied by a factor that is the same everywhere."""
+        clipping = self.train.gradient_clipping
+        for each in self.stages.values():
+            each.replica.grads.mul_(commit.clip)
+            if clipping.bound is not None:
+                each.replica.grads.clamp_(-clipping.bound, clipping.bound)
+            each.replica.step(commit.learning_rate)
+
+    def evaluate(self, wanted: EvaluateStages) -> None:
+        """Compute what is held out with all others; the last stage says what came of it."""
+        evaluation = evaluate_stages(self.execution, self.training, wanted.turn)
+        values = evaluation.values if evaluation else {}
+        finite = {name: each for name, each in values.items() if math.isfinite(each)}
+        answer = StageEvaluated(attempt=self.plan.attempt, turn=wanted.turn, values=finite)
+        self.link.send(answer)
