@@ -9,12 +9,15 @@ import torch
 
 import own_workloads
 from harness import Cluster, local_settings
+from pretrained_models import adapters, saved
 from smolcluster.algorithms.PipelineParallel import worker
 from smolcluster.configs.resolve import Settings
 from smolcluster.configs.schema import GPTConfig
 from smolcluster.models.gpt import GPT
 from smolcluster.training.build import stage_replica
 from smolcluster.training.builtin import cross_entropy
+from smolcluster.training.finetune import next_token_loss
+from smolcluster.training.pretrained import Pretrained
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import Workload
 
@@ -45,6 +48,11 @@ def gpt(dtype: torch.dtype = torch.float32) -> Workload:
     return Workload(lambda: GPT(SIZES, 11).to(dtype), cross_entropy, text(), text()[:10])
 
 
+def fine_tuned(folder: Path) -> Workload:
+    model = Pretrained(saved(folder), lora=adapters("q_proj", "down_proj"))
+    return Workload(model, next_token_loss, text(), text()[:10])
+
+
 def settings_for(workers: int, *overrides: str) -> Settings:
     own = "num_epochs=2", "batch_size=8", "microbatches=4", "eval_steps=4", f"min_workers={workers}"
     return local_settings(*own, *overrides, workers=workers, algorithm="pipeline")
@@ -73,3 +81,11 @@ def test_losses_are_those_of_one_process(
     expected, _ = own_workloads.alone(settings, gpt(dtype), "pipeline")
     rel = 1e-9 if dtype == torch.float64 else 1e-5
     assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=rel)
+
+
+def test_adapters_on_a_model_of_a_folder(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed")
+    settings = settings_for(2)
+    cluster = run(settings, tmp_path / "run", fine_tuned(tmp_path / "model"))
+    expected, _ = own_workloads.alone(settings, fine_tuned(tmp_path / "model"), "pipeline")
+    assert own_workloads.losses_of(cluster) == pytest.approx(expected, rel=1e-5)

@@ -88,6 +88,7 @@ def _doctor(
     epilog=below(
         "smolcluster init                       asks for the machines",
         "smolcluster init --server mini1 --worker pi5=pi@192.168.50.2 --worker macbook=local",
+        "smolcluster init --hetero --server 10.0.0.1 --worker 10.0.0.2 --layers 32",
     ),
 )
 def _init(
@@ -99,7 +100,23 @@ def _init(
         list[str] | None,
         typer.Option("--worker", metavar="NODE[=SSH]", help="A worker's machine; once for each."),
     ] = None,
-    port: Annotated[int, typer.Option("--port", help="The server's TCP port.")] = 65432,
+    port: Annotated[
+        int | None,
+        typer.Option("--port", help="The server's TCP port.  [default: 65432; with --hetero 9999]"),
+    ] = None,
+    hetero: Annotated[
+        bool,
+        typer.Option(
+            "--hetero",
+            help="Write hetero_config.json instead, of addresses, for a pipeline's example program.",
+        ),
+    ] = False,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            "--layers", min=1, metavar="N", help="With --hetero: the model's.  [default: 32]"
+        ),
+    ] = None,
     to: Annotated[
         Path | None, typer.Option("--to", metavar="FILE", help="The file to write.")
     ] = None,
@@ -121,21 +138,23 @@ def _init(
 
     Logs in to each of them, measures every way from each worker to the server, and chooses the best.
     """
-    from smolcluster.launch.setup.init import InitOptions, init  # noqa: PLC0415
+    from smolcluster.launch.hetero.file import DEFAULT_PORT as HETERO_PORT  # noqa: PLC0415
+    from smolcluster.launch.hetero.init import init_hetero  # noqa: PLC0415
+    from smolcluster.launch.setup.init import DEFAULT_PORT, InitOptions, init  # noqa: PLC0415
 
-    return init(
-        InitOptions(
-            server=server,
-            workers=tuple(worker or ()),
-            port=port,
-            to=to,
-            algorithm=algorithm,
-            yes=yes,
-            force=force,
-            project_dir=project_dir,
-            discover=discover,
-        )
+    usual = HETERO_PORT if hetero else DEFAULT_PORT
+    options = InitOptions(
+        server=server,
+        workers=tuple(worker or ()),
+        port=usual if port is None else port,
+        to=to,
+        algorithm=algorithm,
+        yes=yes,
+        force=force,
+        project_dir=project_dir,
+        discover=discover,
     )
+    return init_hetero(options, layers) if hetero else init(options)
 
 
 @app.command(

@@ -267,6 +267,24 @@ class CheckpointStore:
         """The checkpoint to go on from; None when there is none. Damaged ones are skipped with a warning."""
         return self._first_good(self._newest_first())
 
+    def make_latest(self, step: int) -> None:
+        """Let a checkpoint be the one to go on from, whatever was trained after it.
+
+        Raises:
+            CheckpointError: there is none of that step, or it is damaged.
+        """
+        places = self._places()
+        if step not in places:
+            known = ", ".join(f"{each:,}" for each in sorted(places)) or "none"
+            raise CheckpointError(
+                f"{self.folder} has no checkpoint of step {step:,} (known: {known})"
+            )
+        _load(places[step])
+        try:
+            self._link(LATEST, places[step].name)
+        except OSError as error:
+            raise _cannot_write(f"{self.folder / LATEST}", error) from error
+
     def count(self) -> int:
         return len(self._places())
 

@@ -1153,3 +1153,15 @@ def test_a_spare_snapshot_is_written_over(tmp_path: Path) -> None:
     for kept, expected in ((second.model, fresh.model), (second.optimizer, fresh.optimizer)):
         assert kept.keys() == expected.keys()
         assert all(torch.equal(kept[name], expected[name]) for name in kept)
+
+
+def test_an_earlier_step_can_be_the_one_to_go_on_from(tmp_path: Path) -> None:
+    store = new_store(tmp_path)
+    for step in (10, 20, 30):
+        store.save(snapshot_of(step))
+    store.make_latest(20)
+    assert newest(store).state.step == 20
+    store.save(snapshot_of(25))
+    assert newest(store).state.step == 25
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
+        store.make_latest(7)

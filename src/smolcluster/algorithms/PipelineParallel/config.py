@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FLAT_OPTIMIZERS = ("adam", "adamw", "sgd")
 """Those whose state can be cut where layers are."""
-LayerRange = tuple[NonNegativeInt, PositiveInt]
+LayerRange = Annotated[tuple[NonNegativeInt, PositiveInt], Field(strict=False)]
 """Layers `[start, end)`."""
 ShardPlan = dict[str, LayerRange | list[LayerRange]]
 

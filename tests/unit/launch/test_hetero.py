@@ -1,0 +1,144 @@
+"""`hetero_config.json`: read, checked, written, and turned into the processes of one machine."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
+from smolcluster.cli import main as cli
+from smolcluster.configs.resolve import load_settings
+from smolcluster.errors import ConfigError
+from smolcluster.launch.diagram import of_cluster
+from smolcluster.launch.hetero.file import HeteroConfig, read_hetero
+from smolcluster.launch.hetero.start import Part, main, own_nodes
+
+CONTENT: dict[str, Any] = {
+    "coordinator": {"hostname": "mini", "ip": "10.0.0.1"},
+    "workers": [
+        {"id": 1, "hostname": "box", "ip": "10.0.0.2", "port": 9999, "device": "cuda"},
+        {"id": 2, "ip": "10.0.0.2", "port": 10000, "device": "cuda", "num_gpus": 1},
+    ],
+    "training": {"visualize": True, "visualization_format": "mmd", "num_epochs": 2},
+    "shard_plan": [
+        {"id": "local", "start": 0, "end": 2},
+        {"id": 2, "start": 2, "end": 4},
+        {"id": 1, "start": 4, "end": 8, "is_last": True},
+    ],
+}
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    path = folder / "hetero_config.json"
+    path.write_text(json.dumps({**CONTENT, **changes}), encoding="utf-8")
+    return path
+
+
+def of(folder: Path, **changes: Any) -> HeteroConfig:
+    return read_hetero(written(folder, **changes))
+
+
+def test_it_is_a_cluster_file_with_a_plan(tmp_path: Path) -> None:
+    cluster = of(tmp_path, pipeline={"microbatches": 8}).cluster(tmp_path, None)
+    assert (cluster["port"], cluster["microbatches"]) == (9999, 8)
+    assert cluster["workers"] == ["local", "worker2", "worker1"]
+    assert set(cluster["host_ip"].values()) == {"10.0.0.1"}
+    assert cluster["shard_plan"] == {"local": [[0, 2]], "worker2": [[2, 4]], "worker1": [[4, 8]]}
+    devices = {node: own.get("device") for node, own in cluster["nodes"].items()}
+    assert devices == {"coordinator": None, "local": None, "worker2": "cuda:0", "worker1": "cuda:1"}
+    assert len(of_cluster(cluster, "drawn").boxes) == 4
+
+
+@pytest.mark.parametrize(
+    ("addresses", "hostname", "nodes"),
+    [
+        ({"10.0.0.1", "127.0.0.1"}, "mini", ["coordinator", "local"]),
+        ({"10.0.0.2"}, "other", ["worker2", "worker1"]),
+        (set(), "box", ["worker1"]),
+    ],
+)
+def test_a_machine_finds_its_part_by_its_addresses(
+    tmp_path: Path, addresses: set[str], hostname: str, nodes: list[str]
+) -> None:
+    assert own_nodes(of(tmp_path), addresses, hostname) == nodes
+
+
+def test_a_machine_that_is_not_in_the_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"10\.0\.0\.1, 10\.0\.0\.2"):
+        own_nodes(of(tmp_path), {"10.0.0.9"}, "stranger")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"shard_plan": CONTENT["shard_plan"][:2]}, "is_last"),
+        ({"shard_plan": CONTENT["shard_plan"][1:]}, "must begin with layer 0"),
+        (
+            {"shard_plan": [{"id": 7, "start": 0, "end": 2, "is_last": True}]},
+            "no worker with the id 7",
+        ),
+        ({"shard_plan": [{"id": "local", "start": 0, "end": 2, "is_last": True}]}, "no layers to"),
+        ({"workers": [CONTENT["workers"][0]] * 2}, "twice"),
+        ({"workers": []}, "workers"),
+        ({"coordinator": {"ip": "10.0.0.1", "port": 0}}, "coordinator.port"),
+        ({"shards": []}, "shards"),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
+        of(tmp_path, **changes)
+    assert "\n" not in str(refused.value)
+
+
+def test_no_file_and_no_json_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.py"
+    for text in (None, "{"):
+        path = tmp_path / "hetero_config.json"
+        if text is not None:
+            path.write_text(text, encoding="utf-8")
+        said = ["--config", str(path)]
+        assert main(program, output_dir=str(tmp_path), training={}, arguments=said) == 2
+    assert "init --hetero" in capsys.readouterr().err
+
+
+def test_the_files_of_a_machine_s_part(tmp_path: Path) -> None:
+    config = of(tmp_path, secret="0" * 64, workload_args={"max_length": 8})
+    part = Part(config, tmp_path / "program.py", tmp_path / "out", {"num_epochs": 1})
+    part.write()
+    server, worker = (part.process(node, resume=True).argv for node in ("coordinator", "worker1"))
+    assert {"num_epochs=2", 'workload_args={"max_length": 8}', "latest"} < set(server)
+    assert worker[2:4] == ("3", "worker1")
+    settings = load_settings(
+        tmp_path / "out" / "cluster.yaml",
+        "workload",
+        "worker2",
+        ["dataset.name=workload"],
+        environ={},
+    )
+    assert settings.node.device == "cuda:0"
+    ranges = settings.of(PipelineConfig).shard_plan
+    assert ranges == {"local": [(0, 2)], "worker2": [(2, 4)], "worker1": [(4, 8)]}
+    secret = tmp_path / "out" / "secret"
+    assert secret.stat().st_mode & 0o77 == 0
+    cluster = json.loads((tmp_path / "out" / "cluster.yaml").read_text(encoding="utf-8"))
+    assert cluster["nodes"]["worker1"]["secret_file"] == str(secret)
+    with pytest.raises(ConfigError, match="no run"):
+        part.go_on_from(20)
+
+
+def test_init_writes_a_file_that_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "hetero_config.json"
+    workers = ("--worker", "10.0.0.2", "--worker", "10.0.0.3")
+    said = ["init", "--hetero", "--server", "10.0.0.1", *workers]
+    assert cli([*said, "--layers", "8", "--to", str(path)]) == 0
+    config = read_hetero(path)
+    assert [(each.start, each.end) for each in config.shard_plan] == [(0, 3), (3, 5), (5, 8)]
+    assert config.coordinator.port == 9999
+    assert config.secret is not None
+    assert path.stat().st_mode & 0o77 == 0
+    assert cli([*said, "--layers", "2", "--to", str(tmp_path / "other.json")]) == 2
