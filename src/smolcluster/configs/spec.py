@@ -142,6 +142,18 @@ def has_whole_model(name: str) -> bool:
     return spec is None or spec.has_whole_model
 
 
+def algorithm_of_stages() -> AlgorithmSpec:
+    """The one whose workers have some of a model's layers each.
+
+    Raises:
+        ConfigError: none is installed.
+    """
+    found = next((spec for spec in algorithms().values() if not spec.has_whole_model), None)
+    if found is None:
+        raise ConfigError("no algorithm is installed that spreads a model's layers over machines")
+    return found
+
+
 def default_algorithm() -> AlgorithmSpec:
     return next(iter(algorithms().values()))
 

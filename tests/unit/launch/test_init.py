@@ -164,7 +164,10 @@ def test_what_could_be_executed_is_refused_in_one_line(
     ("flags", "message"),
     [
         ({"port": 0}, r"^--port is 0, must be a whole number from 1 to 65535$"),
-        ({"algorithm": "epd"}, r"^unknown algorithm 'epd' \(known: edp, diloco, pipeline, syncps\)$"),
+        (
+            {"algorithm": "epd"},
+            r"^unknown algorithm 'epd' \(known: edp, diloco, pipeline, syncps\)$",
+        ),
         (
             {"project_dir": "smol"},
             r"^--project-dir is 'smol', must be a path that begins with / or",

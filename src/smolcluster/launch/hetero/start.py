@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from smolcluster.configs.spec import get_algorithm
+from smolcluster.configs.spec import algorithm_of_stages
 from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
 from smolcluster.launch.children import Child
 from smolcluster.launch.diagram import drawn, of_cluster
@@ -36,7 +36,6 @@ from smolcluster.runs.paths import LATEST, find_run
 from smolcluster.training.checkpoint import CheckpointStore
 from smolcluster.transport.security import default_secret_path, ensure_secret
 
-PIPELINE = "pipeline"
 STOP_S = 60.0
 """What processes have to save and to end."""
 POLL_S = 0.1
@@ -176,7 +175,7 @@ class Part:
 
     def process(self, node: str, *, resume: bool) -> LaunchedProcess:
         """A process of this machine, with its command; `resume`: a server goes on with the newest run."""
-        algorithm = get_algorithm(PIPELINE)
+        algorithm = algorithm_of_stages()
         common = ("--config", str(self._cluster_file), "--workload", f"{self._program}:workload")
         if node == COORDINATOR:
             going_on = ("--resume", LATEST) if resume else ()
