@@ -50,6 +50,15 @@ class Stage(nn.Module):
     def is_last(self) -> bool:
         return self.end == self.num_layers
 
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Its layers, where they are modules of their own."""
+        return list(getattr(self, _LAYERS, ()))
+
+    def model_modules(self) -> list[nn.Module]:
+        """The topmost modules under the model's names."""
+        return [each for name, each in self.named_children() if name != _LAYERS]
+
     def forward(self, value: Any) -> Any:
         """Map the model's input, or what layer `start - 1` returned, to what layer `end - 1` returns."""
         for number, layer in enumerate(getattr(self, _LAYERS), self.start):

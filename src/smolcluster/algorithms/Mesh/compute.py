@@ -1,0 +1,179 @@
+"""Forward and backward of a stage's microbatches on this rank."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
+
+from smolcluster.algorithms.Mesh.config import Recompute
+from smolcluster.data.dataset import Batch
+from smolcluster.errors import ConfigError
+from smolcluster.training.stages.cut import Stage
+from smolcluster.training.stages.deferred import Deferred, backward_input
+from smolcluster.training.user_code import user_code
+from smolcluster.training.workload import LossFunction, Terms, count_terms, whole_count
+from smolcluster.utils.seed import derive_seed
+
+OutputLoss = Callable[[Any, Batch], Terms | Tensor]
+Autocast = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass
+class Part:
+    """A microbatch: what the model takes of it, and what the loss does.
+
+    Attributes:
+        place: of its first sample in the run: (epoch, start).
+        num_samples: 0: it only keeps others company, and counts nothing.
+        model_input: for the first stage.
+        batch: for the last stage.
+    """
+
+    place: tuple[int, int]
+    num_samples: int
+    model_input: Any = None
+    batch: Batch = None
+
+    @property
+    def size(self) -> int:
+        """Samples that are computed."""
+        return max(1, self.num_samples)
+
+
+class StageCompute:
+    """One stage, and what it keeps of each microbatch between forward and backward.
+
+    Gradients of the sum of the loss's terms are added up in the parameters.
+
+    Attributes:
+        loss: sum of the loss's terms since `begin`, float64, and their number.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        output_loss: OutputLoss,
+        loss_name: LossFunction,
+        *,
+        seed: int,
+        autocast: Autocast,
+        recompute: Recompute,
+    ) -> None:
+        self.stage = stage
+        self.loss = (0.0, 0)
+        self._output_loss, self._loss_name = output_loss, loss_name
+        self._seed, self._autocast = seed, autocast
+        self._inputs: dict[int, Tensor] = {}
+        self._outputs: dict[int, Tensor] = {}
+        self._deferred: dict[int, Deferred] = {}
+        self._scale = 1.0
+        self._place = (0, 0)
+        stage.before_layer = self._seed_layer
+        if recompute != "none":
+            _recompute(stage, every=1 if recompute == "full" else 2)
+
+    @property
+    def is_sharded(self) -> bool:
+        return isinstance(self.stage, FSDPModule)
+
+    def begin(self, scale: float) -> None:
+        """A step begins; its loss is multiplied by `scale`."""
+        self._scale, self.loss = scale, (0.0, 0)
+        for parameter in self.stage.parameters():
+            parameter.grad = None
+        if isinstance(self.stage, FSDPModule):
+            self.stage.set_requires_gradient_sync(False)
+            self.stage.set_reshard_after_backward(False)
+            self.stage.set_manual_backward_finalization(True)
+
+    def forward(self, number: int, part: Part, given: Any) -> Tensor | None:
+        """Compute microbatch `number`; the last stage keeps the loss, the others return their output.
+
+        Raises:
+            ConfigError: the stage returns no tensor, so that it cannot be sent.
+        """
+        self._place = part.place
+        if self.stage.is_first:
+            given = part.model_input
+        else:
+            given = given.detach().requires_grad_()
+            self._inputs[number] = given
+        with self._autocast(), user_code("model"):
+            output = self.stage(given)
+        if self.stage.is_last:
+            with self._autocast(), user_code("loss"):
+                result = self._output_loss(output, part.batch)
+            total, count = count_terms(result, part.size, of=self._loss_name)
+            if part.num_samples:
+                sum_, terms = self.loss
+                counted = whole_count(count, of=self._loss_name)
+                self.loss = (sum_ + float(total.detach()), terms + counted)
+            self._outputs[number] = total.float() if total.dtype.itemsize < 4 else total
+            if not part.num_samples:
+                self._outputs[number] = self._outputs[number] * 0.0
+            return None
+        if not isinstance(output, Tensor):
+            raise ConfigError(
+                f"layer {self.stage.end - 1} returns a {type(output).__name__}, but stages of a mesh send "
+                "one "
+                "tensor: cut the model so that layers return one, or set mesh.pp to 1"
+            )
+        self._outputs[number] = output
+        return output.detach()
+
+    def backward(self, number: int, gradient: Tensor | None) -> Tensor | None:
+        """All gradients; returns that of the input, for the stage before."""
+        output = self._outputs.pop(number)
+        given = self._inputs.pop(number, None)
+        with user_code("backward of the model"):
+            torch.autograd.backward([output], [self._entering(output, gradient)])
+        return None if given is None else given.grad
+
+    def backward_input(self, number: int, gradient: Tensor | None) -> Tensor | None:
+        """The gradient of the input alone; `backward_weight` makes the others."""
+        output = self._outputs.pop(number)
+        given = self._inputs.pop(number, None)
+        trained = [each for each in self.stage.parameters() if each.requires_grad]
+        entering = [(get_gradient_edge(output), self._entering(output, gradient))]
+        with user_code("backward of the model"):
+            inputs = [] if given is None else [given]
+            found, self._deferred[number] = backward_input(entering, inputs, trained)
+        return found[0] if found else None
+
+    def backward_weight(self, number: int) -> None:
+        with user_code("backward of the model"):
+            self._deferred.pop(number).run()
+
+    def finish(self) -> None:
+        """All microbatches are done: sum gradients over the ranks that share the weights."""
+        if isinstance(self.stage, FSDPModule):
+            self.stage.set_requires_gradient_sync(True)
+            self.stage.set_reshard_after_backward(True)
+            self.stage.finalize_backward()
+            self.stage.set_manual_backward_finalization(False)
+
+    def _entering(self, output: Tensor, gradient: Tensor | None) -> Tensor:
+        if gradient is None:
+            return torch.full_like(output, self._scale)
+        return gradient
+
+    def _seed_layer(self, layer: int) -> None:
+        epoch, start = self._place
+        torch.manual_seed(derive_seed(self._seed, "dropout", epoch, start, layer))
+
+
+def _recompute(stage: Stage, every: int) -> None:
+    """Let every n-th layer compute its activations again in the backward."""
+    for layer in stage.layers[::every]:
+        compute = layer.forward
+
+        def again(*args: Any, compute: Any = compute, **named: Any) -> Any:
+            return checkpoint(compute, *args, use_reentrant=False, **named)
+
+        layer.forward = again

@@ -1,0 +1,103 @@
+"""The device mesh: where a rank stands in it, and what all ranks must agree on."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from smolcluster.algorithms.Mesh.config import MeshSizes
+from smolcluster.errors import ConfigError
+
+DIMENSIONS = ("pp", "dp", "fsdp", "tp")
+"""From the outermost: ranks that share a layer are neighbours, on one machine where possible."""
+LEAST_TORCH = (2, 15)
+"""Whose FSDP2 lets a schedule say when a backward is over."""
+
+
+def check_torch(version: str = torch.__version__) -> None:
+    """Refuse a PyTorch that meshes do not run on.
+
+    Raises:
+        ConfigError: it is too old.
+    """
+    major, minor, *_ = version.split(".")
+    if (int(major), int(minor)) < LEAST_TORCH:
+        least = ".".join(map(str, LEAST_TORCH))
+        raise ConfigError(f"torch is {version}, a mesh needs {least} or newer: run `uv sync`")
+
+
+class Groups:
+    """This rank's place in the mesh.
+
+    Attributes:
+        sizes: of the mesh.
+        mesh: over all ranks, with the dimensions `DIMENSIONS`.
+        rank: of all.
+        device: that this rank computes on.
+    """
+
+    def __init__(self, sizes: MeshSizes, device: torch.device) -> None:
+        """Make the groups; all ranks must do so at once."""
+        shape = tuple(getattr(sizes, name) for name in DIMENSIONS)
+        self.sizes, self.device = sizes, device
+        self.mesh: DeviceMesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
+        self.rank = dist.get_rank()
+        self._place = dict(zip(DIMENSIONS, self.mesh.get_coordinate() or (), strict=True))
+
+    def __getitem__(self, dimension: str) -> int:
+        """This rank's coordinate."""
+        return self._place[dimension]
+
+    @property
+    def share(self) -> int:
+        """Which share of a step's samples this rank computes."""
+        return self["dp"] * self.sizes.fsdp + self["fsdp"]
+
+    def rank_at(self, **place: int) -> int:
+        """The rank that stands there, and where this rank does along the other dimensions."""
+        rank = 0
+        for name in DIMENSIONS:
+            rank = rank * getattr(self.sizes, name) + place.get(name, self[name])
+        return rank
+
+    def total(self, *values: float) -> list[float]:
+        """The sums over all ranks, in float64."""
+        sums = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(sums)
+        return sums.tolist()
+
+    def all_told(self, value: Any) -> list[Any]:
+        """What each rank says, in order of ranks; plain values of JSON."""
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        text = text.to(self.device)
+        size = torch.tensor([len(text)], device=self.device)
+        sizes = [torch.zeros_like(size) for _ in range(self.sizes.world_size)]
+        dist.all_gather(sizes, size)
+        longest = max(int(each) for each in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        padded[: len(text)] = text
+        texts = [torch.zeros_like(padded) for _ in sizes]
+        dist.all_gather(texts, padded)
+        return [
+            json.loads(bytes(each[: int(size)].tolist()))
+            for each, size in zip(texts, sizes, strict=True)
+        ]
+
+    def check_agreed(self, told: Sequence[tuple[str, str]]) -> None:
+        """See to it that all ranks have the same values, each (what it is, value).
+
+        Raises:
+            ConfigError: two differ; names the first rank that has another one than rank 0.
+        """
+        everyone = self.all_told([list(each) for each in told])
+        for rank, values in enumerate(everyone):
+            for (name, own), (_, first) in zip(values, everyone[0], strict=True):
+                if own != first:
+                    raise ConfigError(
+                        f"{name} is {first} on rank 0 and {own} on rank {rank}: start all ranks with the "
+                        "same code "
+                        "and configuration"
+                    )

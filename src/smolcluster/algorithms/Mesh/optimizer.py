@@ -1,0 +1,164 @@
+"""An optimizer step over a mesh: true norm, clip, and a rule on what lies on each rank.
+
+Rules are elementwise, so a rank steps its own part of each weight, and parts of one weight on several ranks
+stay what they would be in one process.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from smolcluster.algorithms.Mesh.groups import Groups
+from smolcluster.algorithms.Mesh.parallel import Slot
+from smolcluster.configs.schema import GradientClipping
+from smolcluster.errors import ConfigError
+from smolcluster.training.optimizer import CLASSES, clip_factor
+from smolcluster.training.recipe import OptimizerSpec
+
+RULES: Mapping[str, type[Optimizer]] = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
+STEP = "step"
+
+
+class MeshOptimizer:
+    """Steps this rank's parts of the weights.
+
+    Attributes:
+        slots: the parameters of this rank's stages.
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], spec: OptimizerSpec, weight_decay: float, groups: Groups
+    ) -> None:
+        """Make it with fresh state.
+
+        Raises:
+            ConfigError: the rule is not elementwise, as far as is known.
+        """
+        if not isinstance(spec.kind, str) or spec.kind not in RULES or spec.groups is not None:
+            name = spec.kind if isinstance(spec.kind, str) else "a function of your own"
+            raise ConfigError(
+                f"optimizer is {name}, but each rank of a mesh steps its own part of the "
+                f"weights: it must be one of {', '.join(CLASSES)}, without groups"
+            )
+        self.slots, self._groups = slots, groups
+        self._locals = [nn.Parameter(slot.local) for slot in slots]
+        decays = [len(slot.shape) > 1 for slot in slots]
+        pairs = list(zip(self._locals, decays, strict=True))
+        options = [
+            {"params": [each for each, decays in pairs if decays], "weight_decay": weight_decay},
+            {"params": [each for each, decays in pairs if not decays], "weight_decay": 0.0},
+        ]
+        kept = [each for each in options if each["params"]]
+        self._rule = RULES[spec.kind](kept, lr=0.0, foreach=True, **spec.arguments)  # type: ignore[call-arg]
+
+    def norm(self, gradients: Sequence[Tensor]) -> float:
+        """The L2 norm of the whole gradient, of which each rank has parts, some ranks the same."""
+        sizes = self._groups.sizes
+        own = sum(
+            float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 / slot.copies(sizes)
+            for slot, gradient in zip(self.slots, gradients, strict=True)
+        )
+        [total] = self._groups.total(own)
+        return math.sqrt(total)
+
+    def step(
+        self, gradients: Sequence[Tensor], norm: float, clipping: GradientClipping, rate: float
+    ) -> None:
+        """Change the weights by these gradients, of each slot's local part, clipped."""
+        factor = clip_factor(norm, clipping)
+        for local, gradient in zip(self._locals, gradients, strict=True):
+            if factor < 1.0:
+                gradient.mul_(factor)
+            if clipping.bound is not None:
+                gradient.clamp_(-clipping.bound, clipping.bound)
+            local.grad = gradient
+        for options in self._rule.param_groups:
+            options["lr"] = rate
+        self._rule.step()
+        for local in self._locals:
+            local.grad = None
+
+    def moments(self, place: int) -> dict[str, Tensor]:
+        """What is kept of a slot, by name, each as its local part; empty before the first step."""
+        state = self._rule.state[self._locals[place]]
+        return {name: each for name, each in state.items() if name != STEP and each is not None}
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken, where the rule counts them."""
+        counts = (each[STEP] for each in self._rule.state.values() if STEP in each)
+        return int(next(counts, torch.tensor(0.0)))
+
+    def resume(self, moments: Sequence[Mapping[str, Tensor]], num_steps: int) -> None:
+        """Go on with a state: each slot's local parts, by name."""
+        for local, kept in zip(self._locals, moments, strict=True):
+            state = {name: each.to(local.device, copy=True) for name, each in kept.items()}
+            if state and not isinstance(self._rule, SGD):
+                state[STEP] = torch.tensor(float(num_steps))
+            self._rule.state[local] = state
+
+
+def sum_replicas(slots: Sequence[Slot], groups: Groups) -> list[Tensor]:
+    """The gradients of each slot's local part, summed over ranks that hold the same part."""
+    gradients = [slot.gradient for slot in slots]
+    sizes = groups.sizes
+    if sizes.fsdp > 1 or sizes.dp == 1:
+        return gradients
+    group = groups.mesh["dp"].get_group()
+    flat = torch.cat([each.reshape(-1) for each in gradients])
+    dist.all_reduce(flat, group=group)
+    pieces = torch.split(flat, [each.numel() for each in gradients])
+    return [piece.view_as(each) for piece, each in zip(pieces, gradients, strict=True)]
+
+
+class TiedWeights:
+    """Weights that several stages have, such as an embedding that is the output layer too."""
+
+    def __init__(self, slots: Sequence[Slot], tied: set[str], groups: Groups) -> None:
+        """Find out who else has them, which all ranks must do at once."""
+        self._places: dict[str, list[int]] = {}
+        for place, slot in enumerate(slots):
+            if slot.name in tied:
+                self._places.setdefault(slot.name, []).append(place)
+        told = groups.all_told({name: len(each) for name, each in self._places.items()})
+        self._groups: dict[str, Any] = {}
+        names = sorted({name for each in told for name in each})
+        for name in names:
+            self._make_groups(name, told, groups)
+        for name, places in self._places.items():
+            for place in places:
+                holders = [
+                    told[groups.rank_at(pp=pp)].get(name, 0) for pp in range(groups.sizes.pp)
+                ]
+                slots[place].num_holders = sum(holders)
+
+    def _make_groups(self, name: str, told: list[dict[str, int]], groups: Groups) -> None:
+        """A group of the ranks that hold the same part of it, for each part."""
+        sizes = groups.sizes
+        for dp in range(sizes.dp):
+            for fsdp in range(sizes.fsdp):
+                for tp in range(sizes.tp):
+                    column = [
+                        groups.rank_at(pp=pp, dp=dp, fsdp=fsdp, tp=tp) for pp in range(sizes.pp)
+                    ]
+                    ranks = [rank for rank in column if name in told[rank]]
+                    if len(ranks) > 1:
+                        group = dist.new_group(ranks)
+                        if groups.rank in ranks:
+                            self._groups[name] = group
+
+    def exchange(self, gradients: list[Tensor]) -> None:
+        """Let each holder have the sum."""
+        for name, places in sorted(self._places.items()):
+            total = gradients[places[0]].clone()
+            for place in places[1:]:
+                total += gradients[place]
+            if name in self._groups:
+                dist.all_reduce(total, group=self._groups[name])
+            for place in places:
+                gradients[place] = total.clone()

@@ -1,0 +1,240 @@
+"""Training steps on a mesh, equal to those of one process with the same batches."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smolcluster.algorithms.Mesh.compute import Part, StageCompute
+from smolcluster.algorithms.Mesh.config import SPLIT, MeshConfig, cut_equally
+from smolcluster.algorithms.Mesh.groups import Groups
+from smolcluster.algorithms.Mesh.optimizer import MeshOptimizer, TiedWeights, sum_replicas
+from smolcluster.algorithms.Mesh.parallel import GPT_PLAN, Slot, Style, spread
+from smolcluster.algorithms.Mesh.pipeline import Pipeline
+from smolcluster.configs.schema import TrainConfig
+from smolcluster.data.dataset import Place
+from smolcluster.data.permutation import EpochOrders
+from smolcluster.errors import NonFiniteLoss
+from smolcluster.training.compute import autocast, placed
+from smolcluster.training.replica import DIVERGENCE_REMEDY
+from smolcluster.training.scaler import LEAST_SCALE, LossScaler
+from smolcluster.training.schedule import learning_rate
+from smolcluster.training.schedules.instructions import stage_ranks
+from smolcluster.training.schedules.simulation import Span
+from smolcluster.training.stages.build import build_stage, model_input, num_layers, output_loss
+from smolcluster.training.stages.cut import Stage
+from smolcluster.training.user_code import user_code
+from smolcluster.training.workload import Workload
+
+WEIGHTS = ""
+"""Names a parameter itself among its moments."""
+
+
+@dataclass(frozen=True)
+class MeshStep:
+    """One optimizer step that all ranks have taken.
+
+    Attributes:
+        loss: mean over the loss terms of all ranks, before the step.
+        grad_norm: L2 norm of the whole gradient, before it was clipped.
+        is_skipped: whether the gradient overflowed in float16, so that no weight has changed.
+    """
+
+    loss: float
+    num_terms: int
+    learning_rate: float
+    grad_norm: float
+    is_skipped: bool = False
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A tensor of the whole model on its way to or from a mesh: `moment` of parameter `name`."""
+
+    name: str
+    moment: str
+    tensor: Tensor
+
+
+class MeshTrainer:
+    """This rank's part of the training.
+
+    Attributes:
+        slots: the parameters of this rank's stages.
+        num_samples: of an epoch.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        train: TrainConfig,
+        config: MeshConfig,
+        groups: Groups,
+        *,
+        seed: int,
+        plan: Mapping[str, Style] = GPT_PLAN,
+    ) -> None:
+        """Build this rank's stages; all ranks must do so at once.
+
+        Raises:
+            ConfigError: the sizes do not fit the model or the batch.
+        """
+        layers = num_layers(workload) if groups.sizes.pp > 1 else 1
+        config.check(
+            world_size=dist.get_world_size(),
+            num_samples=train.samples_per_step,
+            num_layers=layers,
+        )
+        self.workload, self.groups = workload, groups
+        self.num_samples = workload.train.num_samples
+        self._train = workload.training.applied_to(train)
+        self._seed, self._num_parts = seed, config.microbatches
+        self._orders = EpochOrders(lambda epoch: workload.train.order(epoch, seed))
+        schedule = config.instructions()
+        ranks = stage_ranks(schedule)
+        cuts = cut_equally(num_layers(workload), len(ranks))
+        self.slots: list[Slot] = []
+        stages: dict[int, StageCompute] = {}
+        tied: set[str] = set()
+        for number, (rank, cut) in enumerate(zip(ranks, cuts, strict=True)):
+            if rank != groups["pp"]:
+                continue
+            stage = build_stage(workload, cut.start, cut.stop, seed, groups.device)
+            stage.train()
+            slots = spread(stage, plan, groups, splits=config.schedule_name in SPLIT)
+            stages[number] = self._compute_of(stage, config)
+            tied |= set(stage.tied)
+            self.slots += slots
+        self._pipeline = Pipeline(groups, schedule, stages)
+        self._tied = TiedWeights(self.slots, tied, groups)
+        self._optimizer = MeshOptimizer(
+            self.slots,
+            workload.training.optimizer_for(self._train),
+            self._train.weight_decay,
+            groups,
+        )
+        self._scaler = LossScaler() if self._train.precision == "fp16" else None
+        stages_here = [each.stage for each in stages.values()]
+        self._is_first = any(stage.is_first for stage in stages_here)
+        self._is_last = any(stage.is_last for stage in stages_here)
+        self._holders = groups.all_told([[slot.name, slot.shape] for slot in self.slots])
+
+    def _compute_of(self, stage: Stage, config: MeshConfig) -> StageCompute:
+        return StageCompute(
+            stage,
+            output_loss(self.workload),
+            self.workload.loss,
+            seed=self._seed,
+            autocast=partial(autocast, self._train.precision, self.groups.device),
+            recompute=config.activation_checkpointing,
+        )
+
+    def step(self, samples_applied: int, note: Callable[[Span], None] | None = None) -> MeshStep:
+        """Take the step after so many samples; every rank must.
+
+        Raises:
+            NonFiniteLoss: on all ranks alike; the weights are as before.
+        """
+        train, total = self._train, self._train.num_epochs * self.num_samples
+        epoch, start = divmod(samples_applied, self.num_samples)
+        indices = self._orders[epoch][start : start + train.samples_per_step]
+        scale = 1.0 if self._scaler is None else self._scaler.scale
+        self._pipeline.run(list(self._parts(indices, epoch, start)), scale, note)
+        gradients = sum_replicas(self.slots, self.groups)
+        self._tied.exchange(gradients)
+        loss, terms = self._loss()
+        for gradient in gradients:
+            gradient.div_(max(1, terms) * scale)
+        norm = self._optimizer.norm(gradients)
+        rate = learning_rate(train, samples_applied, total, self.workload.training.schedule)
+        mean = loss / max(1, terms)
+        skipped = self._overflows(mean, norm, scale)
+        if not skipped:
+            self._optimizer.step(gradients, norm, train.gradient_clipping, rate)
+        return MeshStep(mean, terms, rate, norm, is_skipped=skipped)
+
+    def num_samples_at(self, samples_applied: int) -> int:
+        """Samples of the step after so many: fewer at the end of an epoch."""
+        left = self.num_samples - samples_applied % self.num_samples
+        return min(left, self._train.samples_per_step)
+
+    def gather(self) -> Iterator[Whole]:
+        """Every parameter and its moments whole, on rank 0; every rank must go through it, and gets none."""
+        slots = {slot.name: place for place, slot in reversed(list(enumerate(self.slots)))}
+        sizes, seen = self.groups.sizes, set[str]()
+        for pp in range(sizes.pp):
+            root = self.groups.rank_at(pp=pp, dp=0, fsdp=0, tp=0)
+            for name, shape in self._holders[root]:
+                if name in seen:
+                    continue
+                seen.add(name)
+                if self.groups["pp"] == pp:
+                    yield from self._give(slots[name], root)
+                elif self.groups.rank == 0:
+                    yield from self._receive(name, shape, root)
+
+    def _give(self, place: int, root: int) -> Iterator[Whole]:
+        slot = self.slots[place]
+        for moment, tensor in {WEIGHTS: slot.local, **self._optimizer.moments(place)}.items():
+            whole = slot.whole(tensor)
+            if self.groups.rank == root == 0:
+                yield Whole(slot.name, moment, whole)
+            elif self.groups.rank == root:
+                dist.send(whole.contiguous(), dst=0)
+
+    def _receive(self, name: str, shape: Sequence[int], root: int) -> Iterator[Whole]:
+        dtype = self.slots[0].parameter.dtype
+        for moment in (WEIGHTS, *self._optimizer.moments(0)):
+            whole = torch.empty(tuple(shape), dtype=dtype, device=self.groups.device)
+            dist.recv(whole, src=root)
+            yield Whole(name, moment, whole)
+
+    def _loss(self) -> tuple[float, int]:
+        """Sum of the loss's terms, and their number, of all ranks."""
+        own = [0.0, 0.0]
+        if self._is_last and self.groups["tp"] == 0:
+            for stage in self._pipeline.stages.values():
+                own = [a + b for a, b in zip(own, stage.loss, strict=True)]
+        loss, terms = self.groups.total(*own)
+        return loss, int(terms)
+
+    def _overflows(self, loss: float, norm: float, scale: float) -> bool:
+        if math.isfinite(loss) and math.isfinite(norm):
+            if self._scaler is not None:
+                self._scaler.stepped()
+            return False
+        if self._scaler is not None and math.isfinite(loss) and scale > LEAST_SCALE:
+            self._scaler.overflowed(scale)
+            return True
+        what = f"loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
+        raise NonFiniteLoss(f"{what}; {DIVERGENCE_REMEDY}")
+
+    def _parts(self, indices: Tensor, epoch: int, start: int) -> Iterator[Part]:
+        """This rank's microbatches of a step."""
+        pieces = _shares(len(indices), self.groups.sizes.num_shares * self._num_parts)
+        own = pieces[self.groups.share * self._num_parts :][: self._num_parts]
+        for piece in own:
+            yield self._part(indices, piece, epoch, start)
+
+    def _part(self, indices: Tensor, piece: range, epoch: int, start: int) -> Part:
+        # an empty piece computes the step's first sample, and counts nothing
+        taken = piece or range(1)
+        part = Part((epoch, start + taken.start), len(piece))
+        if self._is_first or self._is_last:
+            with user_code("data"):
+                place = Place(self._seed, epoch, start + taken.start)
+                batch = self.workload.train.batch(indices[taken.start : taken.stop], place)
+                batch = placed(batch, self.groups.device, self.slots[0].parameter.dtype)
+            part.batch = batch
+            if self._is_first:
+                part.model_input = model_input(self.workload, batch)
+        return part
+
+
+def _shares(number: int, num_pieces: int) -> Sequence[range]:
+    """Places 0 to `number` in pieces as equal as can be."""
+    return cut_equally(number, num_pieces)

@@ -1,0 +1,61 @@
+"""What a mesh refuses before any process has started."""
+
+from typing import Any
+
+import pytest
+
+from smolcluster.algorithms.Mesh.config import config_of, cut_equally, pick_backend
+from smolcluster.errors import ConfigError
+
+
+def check(mesh: dict[str, int], world_size: int = 8, **keys: Any) -> None:
+    num_layers, num_samples = keys.pop("num_layers", 8), keys.pop("num_samples", 64)
+    config = config_of({"mesh": mesh, **keys})
+    config.check(world_size=world_size, num_samples=num_samples, num_layers=num_layers)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "keys"),
+    [
+        ({"tp": 2, "pp": 4}, {"microbatches": 8}),
+        ({"dp": 2, "fsdp": 2, "tp": 2}, {}),
+        ({"pp": 4, "dp": 2}, {"microbatches": 8, "schedule": "zbv"}),
+        ({"fsdp": 8}, {"microbatches": 8, "num_layers": 1}),
+    ],
+)
+def test_what_can_be_divided_is_taken(mesh: dict[str, int], keys: dict[str, Any]) -> None:
+    check(mesh, **keys)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "keys", "told"),
+    [
+        ({"tp": 2, "pp": 2}, {"microbatches": 2}, "4 processes, but there are 8"),
+        ({"pp": 8}, {"microbatches": 8, "num_layers": 7}, "7 layers"),
+        ({"pp": 8}, {"microbatches": 8, "schedule": "zbv"}, "16 stages"),
+        ({"pp": 8}, {"microbatches": 4}, "microbatches is 4, fewer than the 8 stages"),
+        ({"dp": 8}, {"microbatches": 3}, "multiple of 24"),
+        ({"dp": 8}, {"schedule": "zbw"}, "schedule"),
+        ({"dp": 8}, {"schedule": "dualpipev"}, "not built yet"),
+        ({"dp": 0}, {}, "mesh.dp"),
+        ({"sp": 8}, {}, "mesh.sp"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    mesh: dict[str, int], keys: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check(mesh, **keys)
+
+
+def test_nccl_needs_cuda() -> None:
+    assert pick_backend("auto", "cpu") == "gloo"
+    assert pick_backend("auto", "cuda") == "nccl"
+    with pytest.raises(ConfigError, match="backend is nccl"):
+        pick_backend("nccl", "cpu")
+
+
+def test_layers_are_divided_equally() -> None:
+    assert [(each.start, each.stop) for each in cut_equally(10, 4)] == [
+        *((0, 3), (3, 6), (6, 8), (8, 10))
+    ]
