@@ -179,6 +179,7 @@ class ServerContext:
             incarnation=self.incarnation,
             patience=Patience(cluster.start_timeout_s, cluster.empty_cluster_timeout_s),
             log=self.log,
+            shares=cluster.store_shares,
         )
 
     def new_evaluator(self) -> Evaluator:

@@ -105,10 +105,7 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
         script: Script = None,
         override: Overrides = None,
     ) -> int:
-        if is_auto:
-            from smolcluster.launch.advise.run import launch_advised as start  # noqa: PLC0415 - see above
-        else:
-            from smolcluster.launch.local import launch as start  # noqa: PLC0415
+        from smolcluster.launch.advise.run import launch_advised, launch_as_stated  # noqa: PLC0415 - see above
         from smolcluster.launch.remote import LaunchOptions  # noqa: PLC0415
         from smolcluster.launch.requests import request_of  # noqa: PLC0415
 
@@ -124,6 +121,7 @@ def _launch_command(spec: "AlgorithmSpec", launched: "LaunchCommand") -> Any:
             script=script,
         )
         how = LaunchOptions(dry_run, not no_sync, overwrite, not no_tmux, detach, observe)
+        start = launch_advised if is_auto else launch_as_stated
         return start(request, how, local=local)
 
     alone = typer.Typer(rich_markup_mode=None, add_completion=False)

@@ -76,6 +76,7 @@ HUB_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?$"
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 TorchBackend = Annotated[str, StringConstraints(pattern=r"^[a-z0-9.]+$")]
 NodeNames = Annotated[tuple[NodeName, ...], Strict(False)]
+Shares = Annotated[tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], Strict(False)]
 Addresses = Annotated[tuple[Address, ...], Strict(False), Field(min_length=1)]
 LocalPath = Annotated[Path, Strict(False), AfterValidator(_expand_user)]
 Texts = Annotated[
@@ -316,6 +317,15 @@ class ClusterConfig(Section):
         "gradients (SyncPS), the server first; each worker sends them its gradients in pieces. null: the "
         "server alone.",
     )
+    store_shares: Shares | None = Field(
+        None,
+        description="How much each of `servers` takes, in their order, as in [2, 1, 1]; null: as much each.",
+    )
+    stores: Literal["auto"] | None = Field(
+        None,
+        description="auto: `launch` measures the links, and chooses `servers` and `store_shares` by them; "
+        "null: as `servers` says.",
+    )
     algorithm: AlgorithmName | None = Field(
         None, description="What `smolcluster serve` serves; null: edp."
     )
@@ -412,8 +422,17 @@ class ClusterConfig(Section):
         return self
 
     def _check_servers(self) -> None:
+        if self.store_shares is not None and len(self.store_shares) != len(self.store_nodes):
+            raise ValueError(
+                f"store_shares has {len(self.store_shares)} shares, must have one for each of servers, "
+                f"{len(self.store_nodes)}"
+            )
         if self.servers is None:
             return
+        if self.stores == "auto":
+            raise ValueError(
+                f"stores is auto and servers lists {', '.join(self.servers)}; set one of them to null"
+            )
         if not self.servers or self.servers[0] != self.server:
             raise ValueError(
                 f"servers is [{', '.join(self.servers)}], must begin with server, {self.server!r}"

@@ -1,6 +1,7 @@
 """The weights of a run cut into slices, one a host: contiguous ranges of buckets; and a slice on the wire."""
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from smolcluster.transport.frames import Frame
 from smolcluster.transport.messages import LeaseKey, State, TensorSpec
 
 NORM_NBYTES = 8
+ROUNDING = 1e-9
 
 
 class PushKey(NamedTuple):
@@ -23,13 +25,17 @@ class PushKey(NamedTuple):
     lease: LeaseKey
 
 
-def spans(num_buckets: int, num_hosts: int) -> list[range]:
-    """The numbers of the buckets of each host: at least one each, and about as many.
+def spans(num_buckets: int, shares: Sequence[float]) -> list[range]:
+    """The numbers of the buckets of each host: at least one each, and about its share, which is above 0.
 
-    Hosts without any are left out.
+    Where there are fewer buckets than hosts, the last ones are left out.
     """
-    num_hosts = min(num_hosts, num_buckets)
-    cuts = [number * num_buckets // num_hosts for number in range(num_hosts + 1)]
+    shares = shares[:num_buckets]
+    cuts, total = [0], sum(shares)
+    for number, upto in enumerate(itertools.accumulate(shares)):
+        wanted = math.floor(num_buckets * upto / total + ROUNDING)
+        num_after = len(shares) - number - 1
+        cuts.append(max(cuts[-1] + 1, min(wanted, num_buckets - num_after)))
     return list(itertools.starmap(range, itertools.pairwise(cuts)))
 
 

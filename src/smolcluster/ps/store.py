@@ -116,7 +116,7 @@ class Stores:
         self.buckets = replica.buckets
         self.stores: list[Store] = []
         self._store_of: list[Store] = []
-        for each in spans(len(replica.buckets if span is None else span), num_stores):
+        for each in spans(len(replica.buckets if span is None else span), [1] * num_stores):
             place = place_of(replica.buckets, each)
             store = Store(
                 replica.buckets[each.start : each.stop],

@@ -148,12 +148,13 @@ class StoreLinks(ABC):
         incarnation: str,
         patience: Patience,
         log: logging.Logger,
+        shares: Sequence[float] | None = None,
     ) -> None:
-        """Cut the replica's buckets among `nodes`; the first is this process."""
+        """Cut the replica's buckets among `nodes`, in these `shares`; the first is this process."""
         self._replica = replica
         self._run, self._codec, self._incarnation = run, codec, incarnation
         self._patience, self._log = patience, log
-        self.own_span, *others = spans(len(replica.buckets), len(nodes))
+        self.own_span, *others = spans(len(replica.buckets), shares or [1] * len(nodes))
         self._stores = [
             RemoteStore(node, span) for node, span in zip(nodes[1:], others, strict=False)
         ]

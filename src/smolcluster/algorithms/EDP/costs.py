@@ -21,6 +21,7 @@ from smolcluster.algorithms.planning.costs import (
     seconds_of,
 )
 from smolcluster.algorithms.planning.simulation import Done, Flow, Process, Simulation, Sleep
+from smolcluster.algorithms.planning.stores import Traffic, as_spread, with_stores
 from smolcluster.configs.resolve import Settings
 
 CYCLES = 30
@@ -37,6 +38,7 @@ def step_nbytes(job: Job, settings: Settings) -> tuple[int, int]:
 def predict(site: Site, job: Job, settings: Settings) -> Forecast:
     """What a run will be like in its steady state."""
     pushed, pulled = step_nbytes(job, settings)
+    site = as_spread(site, settings, Traffic(pushed, pulled))
     workers = _Workers(site, job, settings)
     longest_s = max(workers.cycle_s(place) for place in range(len(site.workers)))
     steps_s = workers.steps_per_s(longest_s, CYCLES * longest_s)
@@ -109,7 +111,9 @@ def _after(first: Done, flow: Flow) -> Process:
     yield flow
 
 
-def candidates(_site: Site, _job: Job, settings: Settings) -> Iterator[dict[str, Any]]:
-    """Codecs; weights that are mixed must travel whole."""
-    is_mixing = settings.of(EDPConfig).update_rule == "mixing"
-    return codec_choices(settings, "fp32", *(() if is_mixing else ("int8", "int4")))
+def candidates(site: Site, job: Job, settings: Settings) -> Iterator[dict[str, Any]]:
+    """Stores and codecs; weights that are mixed must travel whole, and lie in one place."""
+    if settings.of(EDPConfig).update_rule == "mixing":
+        return codec_choices(settings, "fp32")
+    choices = codec_choices(settings, "fp32", "int8", "int4")
+    return with_stores(site, settings, choices, Traffic(*step_nbytes(job, settings)))

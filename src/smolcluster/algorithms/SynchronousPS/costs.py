@@ -21,6 +21,7 @@ from smolcluster.algorithms.planning.costs import (
     seconds_of,
     up_rates,
 )
+from smolcluster.algorithms.planning.stores import Traffic, as_spread, with_stores
 from smolcluster.algorithms.SynchronousPS.sharing import Cost, sizes_by_cost
 from smolcluster.configs.resolve import Settings
 
@@ -40,6 +41,7 @@ def step_nbytes(job: Job, settings: Settings) -> tuple[int, int]:
 def predict(site: Site, job: Job, settings: Settings) -> Forecast:
     """What a run will be like in its steady state."""
     sent, received = step_nbytes(job, settings)
+    site = as_spread(site, settings, Traffic(sent, received, to_server=received))
     sizes, uploads = shared_out(site, sent, settings)
     members = [place for place, size in enumerate(sizes) if size]
     computed = [
@@ -95,6 +97,8 @@ def _computing(site: Site, settings: Settings, place: int) -> Cost:
     return Cost(worker.update_s, worker.compute_s / settings.train.samples_per_push)
 
 
-def candidates(_site: Site, _job: Job, settings: Settings) -> Iterator[dict[str, Any]]:
-    """Codecs."""
-    return codec_choices(settings, "fp32", "int8", "int4")
+def candidates(site: Site, job: Job, settings: Settings) -> Iterator[dict[str, Any]]:
+    """Stores and codecs."""
+    sent, received = step_nbytes(job, settings)
+    choices = codec_choices(settings, "fp32", "int8", "int4")
+    return with_stores(site, settings, choices, Traffic(sent, received, to_server=received))

@@ -264,23 +264,31 @@ def site_of(settings: Settings, speeds: Mapping[str, Speed], ways: Mapping[str, 
         if node not in speeds:
             continue
         worker = Worker(node, median(speeds[node].compute_s), speeds[node].update_s)
-        way = ways.get(node)
-        if way is not None:
-            worker = replace(
-                worker,
-                up_bytes_s=1e6 * way.up_mb_s,
-                down_bytes_s=1e6 * way.down_mb_s,
-                latency_s=way.latency_s,
-                via=way.via,
-            )
-        workers.append(worker)
+        workers.append(with_way(worker, ways.get(node)))
+    own = speeds.get(cluster.server)
+    updates = [own.update_s] if own else [speed.update_s for speed in speeds.values()]
+    return Site(tuple(workers), interfaces_of(ways), apply_s=max(updates, default=0.0))
+
+
+def with_way(worker: Worker, way: Way | None) -> Worker:
+    """None: it is on the server's machine."""
+    if way is None:
+        return worker
+    return replace(
+        worker,
+        up_bytes_s=1e6 * way.up_mb_s,
+        down_bytes_s=1e6 * way.down_mb_s,
+        latency_s=way.latency_s,
+        via=way.via,
+    )
+
+
+def interfaces_of(ways: Mapping[str, Way]) -> dict[str, Interface]:
+    """Those of the server that several workers share, by name."""
     sharing = {
         way.via: [each for each in ways.values() if each.via == way.via] for way in ways.values()
     }
-    interfaces = {via: _interface(each) for via, each in sharing.items() if each[1:]}
-    own = speeds.get(cluster.server)
-    updates = [own.update_s] if own else [speed.update_s for speed in speeds.values()]
-    return Site(tuple(workers), interfaces, apply_s=max(updates, default=0.0))
+    return {via: _interface(each) for via, each in sharing.items() if each[1:]}
 
 
 def _interface(ways: Sequence[Way]) -> Interface:

@@ -6,6 +6,7 @@ from functools import partial
 
 from smolcluster.launch.advise.command import Found, find_advice
 from smolcluster.launch.advise.show import advice_line, as_json, show
+from smolcluster.launch.advise.stores import with_stores_chosen
 from smolcluster.launch.local import launch
 from smolcluster.launch.plan import Request
 from smolcluster.launch.remote import LaunchOptions
@@ -30,6 +31,16 @@ def advise_command(
     else:
         show(found, SteadyConsole())
     return _code(found)
+
+
+def launch_as_stated(request: Request, how: LaunchOptions, *, local: bool) -> int:
+    """Launch what the files say; with `stores: auto` where the links say; returns the exit code.
+
+    Raises:
+        SmolclusterError: what prevents it, in one line.
+    """
+    say = partial(print_line, SteadyConsole())
+    return launch(with_stores_chosen(request, say, local=local), how, local=local)
 
 
 def launch_advised(request: Request, how: LaunchOptions, *, local: bool) -> int:

@@ -1,0 +1,80 @@
+"""`stores: auto`: from what links carry to the hosts of a launch, without any machine."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from smolcluster.configs.resolve import check_algorithm
+from smolcluster.configs.spec import get_algorithm
+from smolcluster.launch.advise import stores
+from smolcluster.launch.advise.measuring import Way
+from smolcluster.launch.advise.stores import with_stores_chosen
+from smolcluster.launch.plan import Request
+from smolcluster.launch.requests import plain_request, settings_of
+
+CLUSTER = """
+host_ip: {mini1: 10.0.0.1, pi5: 10.0.0.1, win: 10.0.0.1, mac: 10.0.0.1}
+server: mini1
+workers: [pi5, win, mac]
+num_workers: 3
+stores: auto
+nodes: {pi5: {ssh: me@pi5}, win: {ssh: me@win}, mac: {ssh: me@mac}, mini1: {ssh: local}}
+"""
+
+Chosen = Callable[..., tuple[Request, list[str]]]
+
+
+@pytest.fixture
+def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chosen:
+    """The request when each worker's link carries so many MB/s, the server's 10, and what was said."""
+
+    def choose(rates: Mapping[str, float], algorithm: str = "syncps") -> tuple[Request, list[str]]:
+        (tmp_path / "cluster.yaml").write_text(CLUSTER)
+        request = plain_request(
+            local=False,
+            num_workers=None,
+            config=str(tmp_path / "cluster.yaml"),
+            train_config="stdlib",
+            overrides=(),
+        )
+        request = replace(request, algorithm=get_algorithm(algorithm))
+        share = 10 / len(rates)
+        ways = {
+            node: Way("10.0.0.1", "eth0", 1e-3, rate, rate, "fast", share, share)
+            for node, rate in rates.items()
+        }
+        monkeypatch.setattr(stores, "measure_ways", lambda *_: ways)
+        said: list[str] = []
+        return with_stores_chosen(request, said.append, local=False), said
+
+    return choose
+
+
+def test_fast_links_host_and_a_slow_one_does_not(chosen: Chosen) -> None:
+    request, said = chosen({"pi5": 0.1, "win": 10, "mac": 10})
+    cluster = settings_of(request, local=False).cluster
+    assert cluster.stores is None
+    assert set(cluster.store_nodes) == {"mini1", "win", "mac"}
+    assert cluster.store_nodes[0] == "mini1"
+    assert cluster.store_shares is not None
+    assert sum(cluster.store_shares) == pytest.approx(1, abs=0.05)
+    check_algorithm(settings_of(request, local=False), "syncps")
+    assert len(said) == 1
+    assert "win" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("rates", "algorithm"),
+    [
+        ({"pi5": 0.1, "win": 0.1, "mac": 0.1}, "syncps"),
+        ({"pi5": 10, "win": 10, "mac": 10}, "diloco"),
+    ],
+)
+def test_where_other_hosts_do_not_help_the_server_has_all(
+    chosen: Chosen, rates: Mapping[str, float], algorithm: str
+) -> None:
+    request, said = chosen(rates, algorithm)
+    assert not request.overrides
+    assert said == ["stores: all on mini1; other hosts would make it no faster on these links"]
