@@ -1,0 +1,200 @@
+"""Pipelines in one process: their stages' compute, executed by hand or over links on loopback."""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness import SECRET
+from peers import DEADLINE_S
+from smolcluster.algorithms.PipelineParallel.execution import Execution, OwnStage, StepOutcome
+from smolcluster.algorithms.PipelineParallel.links import Links, Route
+from smolcluster.algorithms.PipelineParallel.transfers import Neighbour
+from smolcluster.data.dataset import Batch, Place
+from smolcluster.training.compute import Microbatch
+from smolcluster.training.replica import Replica
+from smolcluster.training.schedules.instructions import Op, Schedule, stage_ranks
+from smolcluster.training.schedules.validation import execution_order
+from smolcluster.training.stages.compute import StageCompute, StageLoss
+from smolcluster.training.stages.cut import Stage, layers_of
+from smolcluster.training.workload import Workload
+from smolcluster.transport.handshake import introduce
+from smolcluster.utils.meter import Meter
+from smolcluster.utils.seed import derive_seed
+
+SEED = 7
+
+
+def parts_of(batches: Sequence[Batch], sizes: Sequence[int]) -> list[Microbatch]:
+    """Microbatches of so many samples each."""
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    return [
+        Microbatch(size, lambda batch=batch: batch, Place(SEED, 1, start))  # type: ignore[misc]
+        for batch, size, start in zip(batches, sizes, starts, strict=True)
+    ]
+
+
+def whole(workload: Workload) -> nn.Module:
+    """The model with the weights that all stages have together."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(SEED, "weights"))
+        return workload.new_model()
+
+
+def even_cuts(workload: Workload, num_stages: int) -> list[int]:
+    layers = len(layers_of(whole(workload), None))
+    return [round(stage * layers / num_stages) for stage in range(num_stages + 1)]
+
+
+def stages_of(workload: Workload, cuts: Sequence[int], **options: Any) -> list[OwnStage]:
+    """Stages that were cut from copies of the whole model, which takes less time than to build each."""
+    made, model = [], whole(workload)
+    for start, end in pairwise(cuts):
+        own = copy.deepcopy(model)
+        replica = Replica(Stage(own, layers_of(own, None), start, end), "sgd", is_stage=True)
+        made.append(OwnStage(replica, StageCompute(replica, workload, SEED, **options)))
+    return made
+
+
+def gradients_of(stages: Sequence[OwnStage]) -> dict[str, Tensor]:
+    """By the model's names; what several stages hold counts once, and is the same in all."""
+    found: dict[str, Tensor] = {}
+    for each in stages:
+        for name, parameter in each.module.named_parameters():
+            assert parameter.grad is not None
+            if name in found:
+                torch.testing.assert_close(parameter.grad, found[name])
+            found[name] = parameter.grad
+    return found
+
+
+def alone(workload: Workload, batches: Sequence[Batch]) -> tuple[float, int, dict[str, Tensor]]:
+    """The sum of the loss terms of one process's model, their number, and the sum's gradients."""
+    model, total, count = whole(workload), 0.0, 0
+    for batch in batches:
+        loss, terms = workload.loss(model, batch)  # type: ignore[misc]
+        loss.backward()
+        total, count = total + loss.item(), count + int(terms)
+    grads = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return total, count, grads
+
+
+def by_hand(
+    schedule: Schedule, stages: Sequence[OwnStage], parts: Sequence[Microbatch]
+) -> StageLoss:
+    """Execute a step in one thread, so that PyTorch's generator is one stage's at a time."""
+    handed: dict[tuple[Op, int, int], Any] = {}
+    for _, each in execution_order(schedule):
+        compute, number, part = stages[each.stage].compute, each.microbatch, parts[each.microbatch]
+        if each.op is Op.FORWARD:
+            value = handed.pop((Op.FORWARD, number, each.stage), None)
+            batch = part.gather() if compute.needs_batch else None
+            output = compute.forward(number, part.place, value, batch, part.num_samples)
+            handed[Op.FORWARD, number, each.stage + 1] = output
+        elif each.op is Op.BACKWARD_WEIGHT:
+            compute.backward_weight(number)
+        else:
+            gradients = handed.pop((Op.BACKWARD, number, each.stage), [])
+            backward = compute.backward if each.op is Op.BACKWARD else compute.backward_input
+            handed[Op.BACKWARD, number, each.stage - 1] = backward(number, gradients)
+    losses = [each.compute.end_step() for each in stages]
+    return StageLoss(sum(each.total for each in losses), sum(each.num_terms for each in losses))
+
+
+@contextmanager
+def executions(
+    schedule: Schedule, stages: Sequence[OwnStage], *, codec: str = "fp32"
+) -> Iterator[list[Execution]]:
+    """One for each rank, whose links are connected over loopback."""
+    ranks = stage_ranks(schedule)
+    with ExitStack() as stack:
+        links, known = [], []
+        for rank in range(len(schedule)):
+            hello = introduce(f"node{rank}")
+            made = Links(
+                hello,
+                SECRET,
+                logging.getLogger("test"),
+                encryption="auto",
+                bucket_bytes=4096,
+                heartbeat_timeout_s=DEADLINE_S,
+            )
+            stack.callback(made.close)
+            places = made.listen(["127.0.0.1"])
+            links.append(made)
+            known.append(Neighbour(rank, hello.node, hello.instance, places))
+
+        def connect(rank: int) -> None:
+            others = tuple(each for each in known if each.rank != rank)
+            route = Route(rank, attempt=1, step=0, ranks=ranks, neighbours=others, codec=codec)
+            links[rank].connect(route, None, DEADLINE_S)
+
+        at_once(connect, len(schedule))
+        own = [
+            {number: stages[number] for number, of in enumerate(ranks) if of == rank}
+            for rank in range(len(schedule))
+        ]
+        yield [
+            Execution(each, ranks, one, Meter(), DEADLINE_S)
+            for each, one in zip(own, links, strict=True)
+        ]
+
+
+def run_step(
+    made: Sequence[Execution], schedule: Schedule, parts: Sequence[Microbatch], turn: int = 0
+) -> list[StepOutcome]:
+    return at_once(lambda rank: made[rank].run(turn, schedule[rank], parts), len(schedule))
+
+
+def at_once(do: Callable[[int], Any], num: int) -> list[Any]:
+    """What `do` returns for each number, in a thread each."""
+    with ThreadPoolExecutor(num) as pool:
+        return list(pool.map(do, range(num)))
+
+
+class Gated(nn.Module):
+    """A layer that takes and returns a hidden state, a mask of integers, and an auxiliary loss so far."""
+
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.gate, self.dropout = nn.Linear(width, width), nn.Dropout(dropout)
+
+    def forward(self, value: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, mask, auxiliary = value
+        gate = self.gate(hidden).sigmoid()
+        return self.dropout(hidden * gate) * mask[:, None], mask, auxiliary + gate.square().mean()
+
+
+class Begin(nn.Module):
+    """The model's input to what its layers hand on."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, width)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.inner(inputs), (inputs[:, 0] > 0).long(), inputs.new_zeros(())
+
+
+class GatedModel(nn.Module):
+    """Layers that hand on trees of tensors, some of which take no gradients."""
+
+    def __init__(self, num_layers: int = 4, width: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.begin = Begin(width)
+        self.blocks = nn.ModuleList(Gated(width, dropout) for _ in range(num_layers))
+
+    def stages(self) -> list[nn.Module]:
+        return [self.begin, *self.blocks]
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        value = self.begin(inputs)
+        for block in self.blocks:
+            value = block(value)
+        return value

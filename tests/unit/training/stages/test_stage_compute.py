@@ -1,0 +1,177 @@
+"""A step's microbatches through all stages, by every schedule: one process's loss and gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipelines import (
+    GatedModel,
+    alone,
+    by_hand,
+    even_cuts,
+    gradients_of,
+    parts_of,
+    stages_of,
+)
+from smolcluster.configs.schema import GPTConfig
+from smolcluster.data.dataset import Batch
+from smolcluster.errors import ProtocolError
+from smolcluster.models.gpt import GPT
+from smolcluster.models.SimpleNN import SimpleNN
+from smolcluster.training.builtin import cross_entropy
+from smolcluster.training.schedules.instructions import SCHEDULES, generate, stage_ranks
+from smolcluster.training.workload import Terms, Workload
+
+SIZES = [3, 1, 2, 3, 2, 3, 1]
+"""Samples of each microbatch: ragged, as in an epoch's last step."""
+
+
+def features(dtype: torch.dtype = torch.float32) -> list[Batch]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (
+            torch.randn(size, 6, generator=generator, dtype=dtype),
+            torch.randint(0, 3, (size,), generator=generator),
+        )
+        for size in SIZES
+    ]
+
+
+def tokens() -> list[Batch]:
+    """Sequences of different lengths, of which some targets do not count."""
+    generator = torch.Generator().manual_seed(3)
+    batches = []
+    for number, size in enumerate(SIZES):
+        made = torch.randint(0, 11, (size, 5 + number % 3), generator=generator)
+        targets = made[:, 1:].clone()
+        targets[:, number % 3] = -100
+        batches.append((made[:, :-1], targets))
+    return batches
+
+
+def simple() -> Workload:
+    return Workload(
+        lambda: nn.Sequential(
+            *(SimpleNN(6, 8, 6) for _ in range(7)), nn.ReLU(), nn.Linear(6, 3)
+        ).double(),
+        cross_entropy,
+        [(torch.zeros(6), 0)],
+    )
+
+
+def gpt(dropout: float = 0.0) -> Workload:
+    """Its embedding is its head as well."""
+    sizes = GPTConfig(
+        type="GPT",
+        model_dim=16,
+        num_layers=6,
+        num_heads=2,
+        ff_dim=32,
+        max_seq_len=8,
+        dropout=dropout,
+    )
+    return Workload(lambda: GPT(sizes, 11).double(), cross_entropy, [(torch.zeros(6), 0)])
+
+
+def gated_loss(model: nn.Module, batch: Batch) -> Terms:
+    hidden, mask, auxiliary = model(batch[0])
+    return (hidden.square().sum() + 0.1 * auxiliary), mask.sum()
+
+
+def gated(dropout: float = 0.0) -> Workload:
+    return Workload(lambda: GatedModel(dropout=dropout).double(), gated_loss, [(torch.zeros(6), 0)])
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(found[name], values, rtol=1e-9, atol=1e-11)
+
+
+def run(workload: Workload, schedule: str, ranks: int, batches: list[Batch], **options: Any) -> Any:
+    lists = generate(schedule, ranks, len(batches))
+    cuts = even_cuts(workload, len(stage_ranks(lists)))
+    stages = stages_of(workload, cuts, **options)
+    loss = by_hand(lists, stages, parts_of(batches, SIZES))
+    return loss, stages
+
+
+def summed(stages: Any) -> dict[str, Tensor]:
+    """The gradients, with those of tied parameters added up, as first and last stage exchange them."""
+    tied = [each for each in stages if each.module.tied]
+    if len(tied) > 1:
+        for name in tied[0].module.tied:
+            both = [dict(each.module.named_parameters())[name].grad for each in tied]
+            total = torch.stack([each for each in both if each is not None]).sum(0)
+            for each in both:
+                assert each is not None
+                each.copy_(total)
+    return gradients_of(stages)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_gives_the_loss_and_gradients_of_one_process(schedule: str) -> None:
+    expected, count, grads = alone(gpt(), tokens())
+    for ranks in range(1, 5):
+        loss, stages = run(gpt(), schedule, ranks, tokens())
+        assert loss.total == pytest.approx(expected, rel=1e-9)
+        assert loss.num_terms == count
+        assert_close(summed(stages), grads)
+
+
+@pytest.mark.parametrize("make", [simple, gated])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_other_models_do_too_whatever_is_between_their_layers(make: Any, schedule: str) -> None:
+    batches = features(torch.float64)
+    expected, count, grads = alone(make(), batches)
+    loss, stages = run(make(), schedule, 2, batches)
+    assert (loss.total, loss.num_terms) == (pytest.approx(expected, rel=1e-9), count)
+    assert_close(gradients_of(stages), grads)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "recompute"),
+    [("1f1b", 3, False), ("gpipe", 2, True), ("zero-bubble", 4, True), ("zb-v", 2, False)],
+)
+def test_dropout_depends_neither_on_the_cut_nor_on_the_schedule(
+    schedule: str, ranks: int, recompute: bool
+) -> None:
+    whole, stage = run(gpt(0.3), "gpipe", 1, tokens())
+    loss, stages = run(gpt(0.3), schedule, ranks, tokens(), recompute=recompute)
+    assert loss.total == pytest.approx(whole.total, rel=1e-9)
+    assert_close(summed(stages), gradients_of(stage))
+    without, _ = run(gpt(), "gpipe", 1, tokens())
+    assert loss.total != pytest.approx(without.total, rel=1e-3)
+
+
+def test_dropout_is_another_one_in_each_microbatch_and_epoch() -> None:
+    batches = [features(torch.float64)[0]] * 3
+    [stage] = stages_of(gated(0.5), even_cuts(gated(), 1))
+    lists = generate("gpipe", 1, 1)
+    first, second, *_ = parts_of(batches, [3, 3, 3])
+    later = first._replace(place=first.place._replace(epoch=2))
+    losses = [by_hand(lists, [stage], [each]).total for each in (first, second, later, first)]
+    assert len(set(losses)) == 3
+    assert losses[0] == losses[3]
+
+
+def test_nothing_is_held_of_a_step_that_is_over_or_broke_off() -> None:
+    _, stages = run(gpt(), "zero-bubble", 2, tokens())
+    first, last = (each.compute for each in stages)
+    assert not (first._held or first._deferred or last._held or last._deferred)
+    part = parts_of(tokens(), SIZES)[0]
+    first.forward(0, part.place, None, part.gather(), part.num_samples)
+    assert first._held
+    assert first.end_step().num_terms == 0
+    assert not first._held
+
+
+def test_gradients_of_another_tree_are_refused() -> None:
+    [first, _] = stages_of(gated(), even_cuts(gated(), 2))
+    batch = features(torch.float64)[0]
+    part = parts_of([batch], [3])[0]
+    first.compute.forward(0, part.place, None, batch, 3)
+    with pytest.raises(ProtocolError, match="1 gradients of 2 tensors"):
+        first.compute.backward(0, [torch.ones(3, 8)])
