@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -31,11 +32,15 @@ from smolcluster.utils.seed import derive_seed
 SEED = 7
 
 
+def as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
 def parts_of(batches: Sequence[Batch], sizes: Sequence[int]) -> list[Microbatch]:
     """Microbatches of so many samples each."""
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     return [
-        Microbatch(size, lambda batch=batch: batch, Place(SEED, 1, start))  # type: ignore[misc]
+        Microbatch(size, partial(as_it_is, batch), Place(SEED, 1, start))
         for batch, size, start in zip(batches, sizes, starts, strict=True)
     ]
 
@@ -78,7 +83,7 @@ def alone(workload: Workload, batches: Sequence[Batch]) -> tuple[float, int, dic
     """The sum of the loss terms of one process's model, their number, and the sum's gradients."""
     model, total, count = whole(workload), 0.0, 0
     for batch in batches:
-        loss, terms = workload.loss(model, batch)  # type: ignore[misc]
+        loss, terms = workload.loss(model, batch)
         loss.backward()
         total, count = total + loss.item(), count + int(terms)
     grads = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
@@ -194,7 +199,7 @@ class GatedModel(nn.Module):
         return [self.begin, *self.blocks]
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        value = self.begin(inputs)
+        value: tuple[Tensor, Tensor, Tensor] = self.begin(inputs)
         for block in self.blocks:
             value = block(value)
         return value

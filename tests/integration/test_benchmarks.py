@@ -71,3 +71,17 @@ def no_namespaces() -> str:
         return "no network namespace can be made here"
     subprocess.run(["ip", "netns", "del", name], check=True)
     return ""
+
+
+def test_a_pipelines_step_is_measured_beside_torchs(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    command = [sys.executable, str(PROJECT / "benchmarks" / "pipeline.py"), "--json", str(file)]
+    options = ["--schedules=1f1b", "--megabytes=0.01", "--unit=1", "--steps=1"]
+    subprocess.run(
+        [*command, *options, "--cases", "schedules"], check=True, capture_output=True, timeout=300
+    )
+    first, *_ = json.loads(file.read_text())["schedules"]
+    assert first["schedule"] == "1f1b"
+    assert first["simulated_s"] == pytest.approx(0.033)
+    assert first["measured_s"] > 0.033
+    assert first["torch_s"] > 0.033
