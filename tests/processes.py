@@ -118,17 +118,17 @@ class Processes:
         self.children.append(child)
         return child
 
-    def server(self, *arguments: str) -> Child:
+    def server(self, *arguments: str, algorithm: str = "edp") -> Child:
         """Start EDP's server file, as a person would."""
-        return self.start(sys.executable, str(get_algorithm("edp").server), *arguments)
+        return self.start(sys.executable, str(get_algorithm(algorithm).server), *arguments)
 
-    def worker(self, worker_id: int, node: str, *arguments: str) -> Child:
+    def worker(self, worker_id: int, node: str, *arguments: str, algorithm: str = "edp") -> Child:
         """Start EDP's worker file, as a person would."""
-        file = get_algorithm("edp").worker
+        file = get_algorithm(algorithm).worker
         return self.start(sys.executable, str(file), str(worker_id), node, *arguments)
 
-    def store(self, node: str, *arguments: str) -> Child:
+    def store(self, node: str, *arguments: str, algorithm: str = "edp") -> Child:
         """Start EDP's store file, as a person would."""
-        algorithm = get_algorithm("edp")
-        file = algorithm.folder / algorithm.roles["store"]
+        spec = get_algorithm(algorithm)
+        file = spec.folder / spec.roles["store"]
         return self.start(sys.executable, str(file), node, *arguments)

@@ -222,20 +222,21 @@ def test_logs_are_in_utc_whatever_the_zone_of_a_worker(processes: Processes) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["edp", "syncps"])
 def test_a_store_is_killed_another_is_started_and_every_sample_is_applied_once(
-    processes: Processes,
+    processes: Processes, algorithm: str
 ) -> None:
     port, epochs = f"port={free_port()}", 12
     overrides = ("servers=[mini1, win]", f"num_epochs={epochs}", "model.hidden=4096", "threads=1")
-    server = processes.server("--local", "--override", port, *overrides)
+    server = processes.server("--local", "--override", port, *overrides, algorithm=algorithm)
     by_hand = ("--local", "--override", port, "threads=1")
-    store = processes.store("win", *by_hand)
-    worker = processes.worker(1, "macbook", *by_hand)
+    store = processes.store("win", *by_hand, algorithm=algorithm)
+    worker = processes.worker(1, "macbook", *by_hand, algorithm=algorithm)
     status_file = processes.runs / "latest" / "status.json"
     eventually(lambda: status_file.exists() and read_status(status_file).step > 20)
     store.kill(signal.SIGKILL)
     server.wait_for("the store win is lost")
-    again = processes.store("win", *by_hand)
+    again = processes.store("win", *by_hand, algorithm=algorithm)
     for each in (server, worker, again):
         assert each.wait() == 0, each.output
     run = find_run(processes.runs)

@@ -83,11 +83,16 @@ def test_any_number_of_hosts_gives_the_same_bits(tmp_path: Path, codec: str) -> 
         assert torch.equal(other.training.replica.params, whole.training.replica.params)
 
 
-def test_several_workers_end_where_one_host_ends(tmp_path: Path) -> None:
+def test_several_workers_end_where_one_host_ends_and_the_server_moves_less(tmp_path: Path) -> None:
+    """Of each gradient it gets a third, and the rest of the mean; of the mean it sends a third."""
     one, three = (
         run(settings_for(hosts, *EXACT, workers=3), tmp_path / str(hosts)) for hosts in (1, 3)
     )
     three.assert_every_sample_applied_once()
+    summaries = one.server.summary, three.server.summary
+    assert summaries[0] is not None
+    assert summaries[1] is not None
+    assert summaries[1].bytes.sent < 0.6 * summaries[0].bytes.sent
     torch.testing.assert_close(
         three.training.replica.params, one.training.replica.params, rtol=1e-4, atol=1e-5
     )
@@ -144,6 +149,14 @@ def test_a_worker_that_is_lost_in_the_middle_of_a_push_costs_no_sample(
     settings = settings_for(3, f"codec={codec}", workers=2)
     cluster, stores = start(settings, tmp_path)
     cluster.finish(cluster.worker(1), cluster.worker(2, make=Unplugged), *stores)
+
+
+def test_slices_are_as_large_as_their_shares(tmp_path: Path) -> None:
+    settings = settings_for(3, "store_shares=[1, 4, 1]")
+    cluster = run(settings, tmp_path)
+    assert isinstance(cluster.core, Server)
+    sizes = cluster.core.links.others
+    assert sizes["win"] > 2 * sizes["pi5"]
 
 
 def test_a_late_worker_joins_a_running_step(tmp_path: Path) -> None:

@@ -72,6 +72,15 @@ def test_a_folder_that_some_shell_might_misread_is_refused(path: str) -> None:
         ({"servers": ["pi5"]}, r"servers is \[pi5\], must begin with server, 'mini1'"),
         ({"servers": ["mini1", "mac"]}, r"servers lists 'mac', must be a node of host_ip"),
         ({"servers": ["mini1", "pi5", "pi5"]}, r"servers lists 'pi5' twice"),
+        (
+            {"store_shares": [1, 2]},
+            "store_shares has 2 shares, must have one for each of servers, 1",
+        ),
+        ({"servers": ["mini1", "pi5"], "store_shares": [1, 0]}, "greater than 0"),
+        (
+            {"servers": ["mini1", "pi5"], "stores": "auto"},
+            "stores is auto and servers lists mini1, pi5",
+        ),
         ({"workers": ["pi5", "mac"]}, r"workers lists 'mac', must be a node of host_ip \(known: m"),
         ({"nodes": {"wim": {}}}, r"nodes has the key 'wim', must .*; did you mean win\?"),
         ({"min_workers": 3, "elastic": False}, "min_workers is 3, must be at most num_workers, 2"),
